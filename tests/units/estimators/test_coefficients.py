@@ -1,4 +1,4 @@
-"""Coefficients: hand-computed steps, state, copies, dtypes and devices."""
+"""Coefficients: hand-computed steps, step responses of policies whose equilibrium is known, state, dtypes and devices."""
 
 import copy
 import math
@@ -10,99 +10,111 @@ from torch import nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from torchrl_llm_kl.estimators import (
-    AdaptiveEntropyCoefficient,
-    AdaptiveKLCoefficient,
-    FixedKLCoefficient,
-    as_coefficient,
-)
+from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, PIKLCoefficient
+from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, FixedKLCoefficient, as_coefficient
+from torchrl_llm_kl.transforms import KLComputation
 
 
-def adaptive():
-    return AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100)
+def ziegler(**changes):
+    return AdaptiveKLCoefficient(**{"init": 0.2, "target": 6.0, "horizon": 100, **changes})
 
 
-@pytest.mark.parametrize("as_input", [float, torch.tensor, lambda kl: torch.tensor([[kl]], dtype=torch.float64)])
-def test_three_steps_by_hand(as_input):
-    coefficient = adaptive()
+def pi(**changes):
+    settings = {"init": 0.2, "target": 0.5, "proportional": 0.5, "integral": 0.1, "smoothing": 0.0, "warmup": 0}
+    return PIKLCoefficient(**{**settings, **changes})
+
+
+def dual(**changes):
+    return DualKLCoefficient(**{"init": 0.2, "target": 0.5, "rate": 0.05, "warmup": 0, **changes})
+
+
+def entropy(**changes):
+    """Of the entropy, not of a KL; 0.2 once it has seen an entropy below its target."""
+    settings = {"init": 0.18, "target": 0.5, "delta": 0.02, "low": 0.01, "high": 0.6}
+    made = AdaptiveEntropyCoefficient(**{**settings, **changes})
+    if not changes:
+        made.update(0.4)
+    return made
+
+
+KL = [ziegler, pi, dual]
+each_kind = pytest.mark.parametrize("make", [*KL, entropy])
+as_numbers = pytest.mark.parametrize("as_input", [float, torch.tensor, lambda x: torch.tensor([[x]]).double()])
+
+
+def update(coefficient, measured, n=10):
+    coefficient.update(measured, *([] if isinstance(coefficient, AdaptiveEntropyCoefficient) else [n]))
+
+
+def values(coefficient, measured, n=8):
     seen = []
-    for kl, n in ((12.0, 10), (6.6, 50), (0.0, 20)):
-        coefficient.update(as_input(kl), n)
+    for each in measured:
+        update(coefficient, each, n)
         seen.append(coefficient().item())
+    return seen
+
+
+# ------------------------------------------------------------------ steps by hand
+
+
+@as_numbers
+def test_three_steps_by_hand(as_input):
+    coefficient, seen = ziegler(), []
+    for kl, n in ((12.0, 10), (6.6, 50), (0.0, 20)):
+        seen += values(coefficient, [as_input(kl)], n)
     # error +1 is clipped to +.2: * 1.02; error +.1: * 1.05; error -1 is clipped to -.2: * .96
     assert seen == pytest.approx([0.204, 0.2142, 0.205632], rel=1e-6)
 
 
-@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_an_error(kl):
-    coefficient = adaptive()
-    with pytest.raises(ValueError, match=f"current_kl is {kl}"):
-        coefficient.update(kl, 10)
-    assert_close(coefficient(), torch.tensor(0.2))
+@as_numbers
+def test_steps_of_the_pi_coefficient_by_hand(as_input):
+    """The averages are 1, 0.5, 0.5 and 0.55: weights of the past 1/2, and its sums 1/2, 3/4, 7/8, 15/16."""
+    seen = values(pi(smoothing=0.5, max_step=0.1), [as_input(kl) for kl in (1.0, 0.25, 0.5, 0.59375)])
+    want = [
+        0.2 * 2**0.1,  # nothing came before: the integral term alone
+        0.2 * 2**0.1 * math.exp(-0.1),  # -0.5 log 2 + 0, clipped
+        0.2 * 2**0.1 * math.exp(-0.1),  # on the target, and not moving
+        0.2 * 2**0.1 * math.exp(-0.1) * 1.1**0.6,  # 0.5 log 1.1 + 0.1 log 1.1
+    ]
+    assert want[-1] == pytest.approx(0.2053711, rel=1e-6)
+    assert seen == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
-def test_a_tensor_that_is_not_finite_changes_nothing(kl):
-    coefficient = adaptive()
-    coefficient.update(torch.tensor(kl), 10)
-    assert_close(coefficient(), torch.tensor(0.2))
+@as_numbers
+def test_steps_of_the_dual_coefficient_by_hand(as_input):
+    seen = values(dual(max_step=0.1), [as_input(kl) for kl in (0.75, 0.0, -0.1, 5.0)])
+    steps = [0.025, -0.05, -0.06, 0.1]  # 0.05 * (KL / 0.5 - 1), the last clipped
+    assert seen == pytest.approx([0.2 * math.exp(sum(steps[: i + 1])) for i in range(4)], rel=1e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_update_on_a_device_does_not_synchronise():
-    coefficient, kl = adaptive().to("cuda"), torch.tensor(12.0, device="cuda")
-    coefficient.update(kl, 10)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        coefficient.update(kl, 10)
-        coefficient.update(6.0, 10)
-        result = coefficient()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert result.item() == pytest.approx(0.2 * 1.02 * 1.02)
+def test_the_softplus_of_the_dual_coefficient_by_hand():
+    """log(e^x - 1) moves: relative steps far below 1, absolute ones far above."""
+    for init, want, rel in (
+        (0.2, math.log1p(math.expm1(0.2) * math.exp(0.025)), 1e-6),
+        (1e-3, 1e-3 * math.exp(0.025), 1e-4),
+        (90.0, 90.025, 1e-6),
+    ):
+        assert values(dual(parametrisation="softplus", init=init), [0.75]) == pytest.approx([want], rel=rel)
 
 
-def test_an_update_between_forward_and_backward():
-    coefficient, kl = adaptive(), torch.tensor(3.0, requires_grad=True)
-    loss = coefficient() * kl
-    coefficient.update(kl, 10)
-    loss.backward()
-    assert_close(kl.grad, torch.tensor(0.2))
-    assert_close(coefficient(), torch.tensor(0.196))
-    assert not coefficient.value.requires_grad
+@as_numbers
+def test_steps_of_the_entropy_coefficient_by_hand(as_input):
+    """Up below the target to the upper bound, as it is at the target, down above it to the lower bound, where it is off."""
+    coefficient = entropy(init=0.03, high=0.06)
+    assert coefficient() == 0  # nothing measured
+    seen = []
+    for measured in (0.4, 0.1, 0.5, 0.7, 0.6, 9.0, 0.49):
+        coefficient.update(as_input(measured))
+        seen.append((coefficient.value.item(), coefficient().item()))
+    assert [value for value, _ in seen] == pytest.approx([0.05, 0.06, 0.06, 0.04, 0.02, 0.01, 0.03], rel=1e-6)
+    assert [value for _, value in seen] == pytest.approx([0.05, 0.06, 0.06, 0.0, 0.0, 0.0, 0.03], rel=1e-6)
 
 
-def test_state_dict_round_trip():
-    source, target = adaptive(), adaptive()
-    source.update(12.0, 10)
-    assert list(source.state_dict()) == ["value"]
-    target.load_state_dict(source.state_dict())
-    target.update(12.0, 10)
-    assert target().item() == pytest.approx(0.2 * 1.02 * 1.02)
-    assert source().item() == pytest.approx(0.204)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_is_independent(duplicate):
-    source = adaptive()
-    other = duplicate(source)
-    other.update(12.0, 10)
-    assert (source().item(), other().item()) == pytest.approx((0.2, 0.204))
-
-
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)])
-def test_coefficient_stays_float32_in_a_half_precision_model(cast):
-    model = cast(nn.ModuleDict({"layer": nn.Linear(1, 1), "coeff": AdaptiveKLCoefficient(0.001, 6.0, 10_000)}))
-    assert model["layer"].weight.dtype != torch.float32
-    model["coeff"].update(12.0, 1)  # * 1.00002
-    assert model["coeff"]().dtype == torch.float32
-    assert_near(model["coeff"](), 0.00100002)
-
-
-def test_other_dtypes_and_devices():
-    assert adaptive().double()().dtype == torch.float64
-    assert adaptive().to("meta")().device.type == "meta"
+def test_the_entropy_coefficient_starts_as_in_its_paper():
+    coefficient = AdaptiveEntropyCoefficient()
+    values(coefficient, [0.19, 0.0])
+    assert coefficient().item() == pytest.approx(0.01)
+    assert (coefficient.target, coefficient.low, coefficient.high) == (0.2, 0.0, 1.0)
 
 
 def test_fixed_coefficient_is_constant():
@@ -111,46 +123,311 @@ def test_fixed_coefficient_is_constant():
     coefficient.update(torch.tensor(math.nan), 10)
     assert_close(coefficient(), torch.tensor(0.25))
     assert list(coefficient.state_dict()) == ["value"]
+    with pytest.raises(ValueError, match="the KL coefficient must be finite, got inf"):
+        FixedKLCoefficient(math.inf)
+
+
+def test_the_warm_up_holds_the_coefficient_until_the_kl_has_risen():
+    seen = values(pi(warmup=9, max_step=0.1), [0.0, 0.1, 0.24, 0.25, 0.0])
+    risen = 0.5 * math.log(0.25 / 0.24) + 0.1 * math.log(0.5)
+    # Over for good: a KL of 0 counts as a tenth of the target, and the step is clipped.
+    assert seen == pytest.approx([0.2, 0.2, 0.2, 0.2 * math.exp(risen), 0.2 * math.exp(risen - 0.1)], rel=1e-5)
+
+
+@pytest.mark.parametrize(("make", "step"), [(pi, 0.1 * math.log(0.1)), (dual, -0.05)])
+def test_the_warm_up_ends(make, step):
+    """A coefficient too large for any KL must fall in the end."""
+    seen = values(make(warmup=2, max_step=1.0), [0.0] * 4)
+    assert seen == pytest.approx([0.2, 0.2, 0.2 * math.exp(step), 0.2 * math.exp(2 * step)], rel=1e-5)
+
+
+def test_bounds_and_clipped_steps_wind_nothing_up():
+    coefficient = pi(proportional=0.0, low=0.15, high=0.3)
+    assert values(coefficient, [50.0] * 40)[-1] == pytest.approx(0.3)
+    assert values(coefficient, [0.25])[0] == pytest.approx(0.3 * 0.5**0.1)  # the next step leaves the bound
+    assert values(coefficient, [0.0] * 40)[-1] == pytest.approx(0.15)
+    assert values(coefficient, [1.0])[0] == pytest.approx(0.15 * 2**0.1)
+
+
+# ------------------------------------------------------------------ step responses
+
+TARGET = 0.5
+
+
+def gaussian(beta):
+    """The optimum of E[a x] - beta KL for N(m, 1) and N(0, 1), m = a / beta, here with a = 0.1; its KL is m ** 2 / 2."""
+    return (0.1 / beta) ** 2 / 2
+
+
+def softmax(beta):
+    """KL of the optimum pi_ref exp(r / beta) from pi_ref, over a vocabulary of three tokens; one is right."""
+    log_ref = [math.log(p) for p in (0.2, 0.5, 0.3)]
+    scores = [x + r / beta for x, r in zip(log_ref, (1.0, 0.0, 0.1), strict=True)]
+    norm = max(scores) + math.log(sum(math.exp(x - max(scores)) for x in scores))
+    return sum(math.exp(x - norm) * (x - norm - y) for x, y in zip(scores, log_ref, strict=True))
+
+
+def at_target(equilibrium):
+    """The coefficient with a KL of 0.5, by bisection of the falling function."""
+    low, high = 1e-3, 1e3
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if equilibrium(middle) > TARGET else (low, middle)
+    return low
+
+
+def response(coefficient, equilibrium, *, updates, lag=20.0):
+    """KL of a policy that starts at its reference and moves a share ``1 / lag`` of the way to the optimum of each moment."""
+    kl, seen = 0.0, []
+    for _ in range(updates):
+        seen.append(kl)
+        coefficient.update(kl, n=8)
+        kl += (equilibrium(float(coefficient())) - kl) / lag
+    return seen
+
+
+def test_the_coefficients_of_the_target():
+    assert at_target(gaussian) == pytest.approx(0.1)
+    assert softmax(at_target(softmax)) == pytest.approx(TARGET)
+
+
+DUAL_PEAKS = {0.5: 2.3, 1.0: 1.25, 4.0: 1.25}
+CASES = {
+    "pi": (PIKLCoefficient, {}, 140, {0.5: 1.5, 1.0: 1.01, 4.0: 1.01}),
+    "dual": (DualKLCoefficient, {}, 220, DUAL_PEAKS),
+    "softplus": (DualKLCoefficient, {"parametrisation": "softplus"}, 220, DUAL_PEAKS),
+}
+
+
+@pytest.mark.parametrize("equilibrium", [gaussian, softmax])
+@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("case", CASES)
+def test_step_response(case, factor, equilibrium):
+    """With the default gains: settled within 2 % of the target after so many updates, at the coefficient of the target.
+
+    At half of that coefficient the KL would go to 4 or 2.6 times the target; the peak is bounded. Started at that
+    coefficient or above, PI control overshoots by less than 1 %: the warm-up holds it while the KL rises.
+    """
+    kind, settings, settles, peaks = CASES[case]
+    wanted = at_target(equilibrium)
+    coefficient = kind(wanted * factor, TARGET, **settings)
+    seen = response(coefficient, equilibrium, updates=settles + 80)
+    assert max(seen) < peaks[factor] * TARGET
+    assert max(abs(kl / TARGET - 1) for kl in seen[settles:]) < 0.02
+    assert float(coefficient()) == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("equilibrium", [gaussian, softmax])
+def test_ziegler_overshoots_from_the_right_coefficient(equilibrium):
+    """At the demo's rate of 10 % an update: the coefficient falls while the KL rises from 0, and returns late."""
+    coefficient = AdaptiveKLCoefficient(at_target(equilibrium), TARGET, horizon=16)
+    assert max(response(coefficient, equilibrium, updates=140)) > 1.5 * TARGET
+
+
+def test_the_mean_of_a_noisy_kl_is_on_target():
+    """With the noise of 128 answers, a fifth of the KL: the average keeps it out of the coefficient."""
+    rng = torch.Generator().manual_seed(0)
+    coefficient = PIKLCoefficient(0.1, TARGET)
+    kl, seen, used = 0.5, [], []
+    for noise in torch.randn(600, generator=rng):
+        coefficient.update(kl * (1 + 0.2 * noise), n=128)
+        kl += (gaussian(float(coefficient())) - kl) / 10
+        seen.append(kl)
+        used.append(float(coefficient()))
+    assert sum(seen) / len(seen) == pytest.approx(TARGET, rel=0.03)
+    assert max(used) / min(used) < 2
+
+
+# ------------------------------------------------------------------ state, dtypes, devices
+
+STATE = {
+    ziegler: ["value"],
+    pi: ["value", "average", "mass", "warmup_left"],
+    dual: ["value", "average", "mass", "warmup_left"],
+    entropy: ["value", "entropy"],
+}
+
+
+@each_kind
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_restored_coefficient_goes_on_bit_for_bit(make, at):
+    """In the warm-up, for those that have one, and after it."""
+    measured = [0.1, 0.2, 0.3, 0.7, 0.4, 0.6, 0.55]
+    changes = {"smoothing": 0.7, "warmup": 3} if make in (pi, dual) else {}
+    whole, first, second = (make(**changes) for _ in range(3))
+    values(whole, measured)
+    values(first, measured[:at])
+    assert list(first.state_dict()) == STATE[make]
+    second.load_state_dict(first.state_dict())
+    values(second, measured[at:])
+    for name, buffer in whole.state_dict().items():
+        assert torch.equal(buffer, second.state_dict()[name]), name
+
+
+@each_kind
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_is_independent(make, duplicate):
+    source = make()
+    other = duplicate(source)
+    update(other, 5.0)
+    assert float(source()) == pytest.approx(0.2) != float(other())
+
+
+@each_kind
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.bfloat16)])
+def test_the_state_stays_float32_in_a_half_precision_model(make, cast):
+    model = cast(nn.ModuleDict({"layer": nn.Linear(1, 1), "coeff": make()}))
+    update(model["coeff"], torch.tensor(0.5001))
+    assert model["layer"].weight.dtype != torch.float32
+    assert {buffer.dtype for buffer in model["coeff"].buffers()} == {torch.float32}
+
+
+def test_small_steps_are_not_lost_in_a_half_precision_model():
+    coefficient = AdaptiveKLCoefficient(0.001, 6.0, 10_000).bfloat16()
+    coefficient.update(12.0, 1)  # * 1.00002
+    assert_near(coefficient(), 0.00100002)
+    averaging = pi(smoothing=0.9).bfloat16()
+    values(averaging, [0.5001] * 3)
+    assert float(averaging.average) == pytest.approx(0.5001, rel=1e-6)
+
+
+@each_kind
+def test_other_dtypes_and_devices(make):
+    """Nothing is read on the host: reading a tensor of the meta device would raise."""
+    assert make().double()().dtype == torch.float64
+    meta = make().to("meta")
+    update(meta, torch.tensor(0.3, device="meta"), torch.tensor(8, device="meta") if make in (pi, dual) else 8)
+    assert (meta().device.type, meta().shape) == ("meta", ())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("make", KL)
+def test_update_on_a_device_does_not_synchronise(make):
+    coefficient, kl = make().to("cuda"), torch.tensor(12.0, device="cuda")
+    coefficient.update(kl, 10)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        coefficient.update(kl, 10)
+        coefficient.update(6.0, 10)
+        result = coefficient()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert make is not ziegler or result.item() == pytest.approx(0.2 * 1.02 * 1.02)
+
+
+@each_kind
+def test_an_update_between_forward_and_backward(make):
+    coefficient, measured = make(), torch.tensor(3.0, requires_grad=True)
+    loss = coefficient() * measured
+    update(coefficient, measured)
+    loss.backward()
+    assert_close(measured.grad, torch.tensor(0.2))
+    assert float(coefficient()) != pytest.approx(0.2)
+    assert not coefficient.value.requires_grad
+
+
+def test_a_transform_reads_it_at_every_call():
+    """As any coefficient; ``make_algorithm`` and losses: ``tests/units/algorithms/test_algorithm_state.py``."""
+    coefficient = dual()
+    assert KLComputation(coeff=coefficient).coeff is coefficient
+    other = KLComputation(coeff=dual(init=0.9))
+    values(coefficient, [0.75])
+    other.load_state_dict(KLComputation(coeff=coefficient).state_dict())
+    assert float(other.coeff()) == pytest.approx(0.2 * math.exp(0.025))
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@each_kind
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_an_error_and_a_tensor_changes_nothing(make, bad):
+    coefficient = make()
+    update(coefficient, 0.3)
+    before = copy.deepcopy(coefficient.state_dict())
+    with pytest.raises(ValueError, match=f"current_{'entropy' if make is entropy else 'kl'} is {bad}"):
+        update(coefficient, bad)
+    update(coefficient, torch.tensor(bad))
+    assert all(torch.equal(before[name], now) for name, now in coefficient.state_dict().items())
+
+
+@pytest.mark.parametrize("n", [0, torch.tensor(0)])
+def test_no_samples_change_nothing(n):
+    coefficient = pi()
+    values(coefficient, [torch.tensor(math.nan), torch.tensor(9.0)], n)
+    assert coefficient.state_dict() == pi().state_dict()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "arguments", "message"),
     [
-        ((-0.1, 6.0, 100), "init must be finite and not negative, got -0.1"),
-        ((math.nan, 6.0, 100), "init must be finite"),
-        ((0.1, 0.0, 100), "target must be finite and positive, got 0.0"),
-        ((0.1, -6.0, 100), "target must be finite and positive, got -6.0"),
-        ((0.1, 6.0, 0), "horizon must be finite and positive, got 0"),
-        ((0.1, 6.0, math.inf), "horizon must be finite and positive, got inf"),
+        (ziegler, (0.0, -1), r"n=-1 with horizon=100: expected 0 <= n < 5 \* horizon"),  # it could flip the sign
+        (ziegler, (0.0, 500), r"n=500 with horizon=100: expected 0 <= n < 5 \* horizon"),
+        (ziegler, (torch.zeros(3), 1), r"current_kl must have one element, got shape \(3,\)"),
+        (entropy, (torch.zeros(2),), r"current_entropy must have one element, got shape \(2,\): reduce it"),
+        (pi, (torch.zeros(3), 1), r"current_kl must have one element, got shape \(3,\)"),
+        (pi, (0.5, -1), "n is -1; expected the number of samples"),
+        (pi, (0.5, math.nan), "n is nan"),
+        (pi, (0.5, torch.ones(2)), r"n must have one element, got shape \(2,\)"),
     ],
 )
-def test_bad_settings(arguments, message):
+def test_bad_updates(make, arguments, message):
     with pytest.raises(ValueError, match=message):
-        AdaptiveKLCoefficient(*arguments)
+        make().update(*arguments)
 
 
-@pytest.mark.parametrize("n", [-1, 500])
-def test_a_step_that_could_flip_the_sign(n):
-    with pytest.raises(ValueError, match=f"n={n} with horizon=100: expected 0 <= n < 5 \\* horizon"):
-        adaptive().update(0.0, n)
+def test_all_ranks_without_a_group():
+    with pytest.raises(RuntimeError, match=r"all_ranks=True, but torch\.distributed is not initialised"):
+        pi().update(0.5, 1, all_ranks=True)
 
 
-def test_a_kl_that_is_not_reduced():
-    with pytest.raises(ValueError, match=r"one element, got shape \(3,\)"):
-        adaptive().update(torch.zeros(3), 10)
+OF_CONTROLLERS = [
+    ({"init": 0.0}, "expected 0 < low <= init <= high and finite, got low=0.0001, init=0.0"),
+    ({"init": math.nan}, "init=nan"),
+    ({"low": 0.3}, "got low=0.3, init=0.2"),
+    ({"high": math.inf}, "high=inf"),
+    ({"target": -0.5}, "target must be finite and positive, got -0.5"),
+    ({"max_step": 0.0}, "max_step must be finite and positive, got 0"),
+    ({"smoothing": 1.0}, "smoothing must be at least 0 and below 1, got 1.0"),
+    ({"warmup": -1}, "warmup must be a whole number of updates, 0 for none, got -1"),
+    ({"warmup": 0.5}, "warmup must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "changes", "message"),
+    [
+        (ziegler, {"init": -0.1}, "init must be finite and not negative, got -0.1"),
+        (ziegler, {"init": math.nan}, "init must be finite"),
+        (ziegler, {"target": 0.0}, "target must be finite and positive, got 0.0"),
+        (ziegler, {"target": -6.0}, "target must be finite and positive, got -6.0"),
+        (ziegler, {"horizon": 0}, "horizon must be finite and positive, got 0"),
+        (ziegler, {"horizon": math.inf}, "horizon must be finite and positive, got inf"),
+        *((make, *case) for make in (pi, dual) for case in OF_CONTROLLERS),
+        (pi, {"proportional": -0.1}, "proportional must be finite and at least 0"),
+        (pi, {"integral": 0.0}, "integral must be finite and positive, got 0.0: without it an error remains"),
+        (dual, {"rate": math.inf}, "rate must be finite and positive, got inf"),
+        (dual, {"parametrisation": "exp"}, "parametrisation must be one of 'log', 'softplus', got 'exp'"),
+        (entropy, {"target": 0.0}, "target must be finite and positive, got 0.0"),
+        (entropy, {"delta": -0.1}, "delta must be finite and positive, got -0.1"),
+        (entropy, {"low": -0.1}, "expected 0 <= low <= init <= high and finite, got low=-0.1, init=0.18 and high=0.6"),
+        (entropy, {"init": 0.7}, "got low=0.01, init=0.7 and high=0.6"),
+        (entropy, {"high": math.inf}, "high=inf"),
+        (entropy, {"init": math.nan}, "init=nan"),
+    ],
+)
+def test_bad_settings(make, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
 
 
 @pytest.mark.parametrize("coeff", [1, 0.5, 0, torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
-def test_as_coefficient_of_numbers(coeff):
+def test_as_coefficient_of_numbers_and_modules(coeff):
     module = as_coefficient(coeff)
     assert isinstance(module, FixedKLCoefficient)
-    assert module().shape == ()
-    assert module().item() == float(coeff)
-
-
-def test_as_coefficient_of_a_module():
-    coefficient = adaptive()
-    assert as_coefficient(coefficient) is coefficient
+    assert (module().shape, module().item()) == ((), float(coeff))
+    assert as_coefficient(module) is module
 
 
 @pytest.mark.parametrize(
@@ -165,104 +442,9 @@ def test_as_coefficient_of_a_module():
         (math.nan, ValueError, "must be a finite number of at least 0, got nan"),
         (math.inf, ValueError, "must be a finite number of at least 0, got inf"),
         (-1, ValueError, r"at least 0, got -1: .* Pass FixedKLCoefficient\(-1\) if that is meant"),
-        (
-            torch.tensor([-0.5]),
-            ValueError,
-            r"at least 0, got -0.5: .* Pass FixedKLCoefficient\(-0.5\) if that is meant",
-        ),
+        (torch.tensor([-0.5]), ValueError, r"at least 0, got -0.5: .* Pass FixedKLCoefficient\(-0.5\) if that is"),
     ],
 )
 def test_as_coefficient_of_invalid_input(coeff, error, message):
     with pytest.raises(error, match=message):
         as_coefficient(coeff)
-
-
-# ------------------------------------------------------------------ entropy
-
-
-def entropy_coefficient(**changes):
-    return AdaptiveEntropyCoefficient(
-        **{"init": 0.03, "target": 0.5, "delta": 0.02, "low": 0.01, "high": 0.06, **changes}
-    )
-
-
-@pytest.mark.parametrize("as_input", [float, torch.tensor, lambda x: torch.tensor([[x]], dtype=torch.float64)])
-def test_steps_of_the_entropy_coefficient_by_hand(as_input):
-    """Up below the target to the upper bound, as it is at the target, down above it to the lower bound, where it is off."""
-    coefficient = entropy_coefficient()
-    assert coefficient() == 0  # nothing measured
-    seen = []
-    for entropy in (0.4, 0.1, 0.5, 0.7, 0.6, 9.0, 0.49):
-        coefficient.update(as_input(entropy))
-        seen.append((coefficient.value.item(), coefficient().item()))
-    values = [0.05, 0.06, 0.06, 0.04, 0.02, 0.01, 0.03]
-    applied = [0.05, 0.06, 0.06, 0.0, 0.0, 0.0, 0.03]
-    assert [value for value, _ in seen] == pytest.approx(values, rel=1e-6)
-    assert [value for _, value in seen] == pytest.approx(applied, rel=1e-6)
-
-
-def test_the_entropy_coefficient_starts_as_in_its_paper():
-    coefficient = AdaptiveEntropyCoefficient()
-    coefficient.update(0.19)
-    coefficient.update(0.0)
-    assert coefficient().item() == pytest.approx(0.01)
-    assert (coefficient.target, coefficient.low, coefficient.high) == (0.2, 0.0, 1.0)
-
-
-def test_the_entropy_coefficient_saves_both_numbers():
-    source, target = entropy_coefficient(), entropy_coefficient()
-    source.update(0.4)
-    assert list(source.state_dict()) == ["value", "entropy"]
-    target.load_state_dict(source.state_dict())
-    assert target().item() == pytest.approx(0.05)
-    copied = pickle.loads(pickle.dumps(source))
-    copied.update(0.7)
-    assert (copied().item(), copied.value.item(), source().item()) == pytest.approx((0.0, 0.03, 0.05))
-
-
-def test_the_entropy_coefficient_without_data_and_in_half_precision():
-    coefficient = entropy_coefficient().bfloat16()
-    coefficient.update(torch.tensor(0.4999, dtype=torch.float32))
-    assert (coefficient.value.dtype, coefficient.entropy.dtype) == (torch.float32, torch.float32)
-    assert coefficient().item() == pytest.approx(0.05)
-    meta = entropy_coefficient().to("meta")
-    meta.update(torch.tensor(0.3, device="meta"))  # reading it would raise
-    assert meta().shape == ()
-
-
-def test_an_update_of_the_entropy_coefficient_between_forward_and_backward():
-    coefficient, entropy = entropy_coefficient(), torch.tensor(0.3, requires_grad=True)
-    coefficient.update(0.4)
-    loss = coefficient() * entropy
-    coefficient.update(entropy)
-    loss.backward()
-    assert_close(entropy.grad, torch.tensor(0.05))
-    assert not coefficient.value.requires_grad
-
-
-@pytest.mark.parametrize("entropy", [math.nan, math.inf, -math.inf])
-def test_an_entropy_that_is_not_finite(entropy):
-    coefficient = entropy_coefficient()
-    coefficient.update(0.4)
-    with pytest.raises(ValueError, match=f"current_entropy is {entropy}"):
-        coefficient.update(entropy)
-    coefficient.update(torch.tensor(entropy))
-    assert coefficient().item() == pytest.approx(0.05)
-    with pytest.raises(ValueError, match=r"current_entropy must have one element, got shape \(2,\): reduce it"):
-        coefficient.update(torch.zeros(2))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"target": 0.0}, "target must be finite and positive, got 0.0"),
-        ({"delta": -0.1}, "delta must be finite and positive, got -0.1"),
-        ({"low": -0.1}, "expected 0 <= low <= init <= high and finite, got low=-0.1, init=0.03 and high=0.06"),
-        ({"init": 0.07}, "got low=0.01, init=0.07 and high=0.06"),
-        ({"high": math.inf}, "high=inf"),
-        ({"init": math.nan}, "init=nan"),
-    ],
-)
-def test_bad_settings_of_the_entropy_coefficient(changes, message):
-    with pytest.raises(ValueError, match=message):
-        entropy_coefficient(**changes)

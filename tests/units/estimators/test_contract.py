@@ -26,7 +26,7 @@ PER_TOKEN = [name for name in CONTRACT if name != "exact"]
 COMPUTABLE = [key for key in QUANTITIES if key not in ("chosen", "none")]
 each_estimator = pytest.mark.parametrize("name", PER_TOKEN)
 any_distributions = given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(2, 9))
-quick = settings(max_examples=15, deadline=None)
+quick = settings(max_examples=12, deadline=None)
 
 
 class Setting:
@@ -64,24 +64,21 @@ class Setting:
             return torch.zeros_like(self.logits)
         return torch.autograd.grad(scalar, self.logits, retain_graph=True)[0]
 
-    def on_policy(self, name):
-        return get_estimator(name)(self.log_p, self.log_q, self.log_p.detach())
-
-    def off_policy(self, name):
-        return get_estimator(name)(self.log_p, self.log_q, self.sampler.log())
+    def means(self, name):
+        """Of the estimator under policy and sampler, and of what a policy gradient with it as a reward ascends."""
+        on = get_estimator(name)(self.log_p, self.log_q, self.log_p.detach())
+        off = get_estimator(name)(self.log_p, self.log_q, self.sampler.log())
+        return (self.p * on).sum(), (self.sampler * off).sum(), (self.p * on.detach() * self.log_p).sum()
 
 
 # Three tokens without near ties: a promise that is not made must fail visibly here.
 FIXED = Setting(torch.tensor([0.5, -0.4, 0.1]), torch.tensor([-0.5, 0.3, 0.55]), torch.tensor([2.0, 0.0, -1.0]))
 
 
-def test_the_table_has_every_name_once():
+def test_the_table_and_the_type_have_every_name_once():
+    """So that a type checker reports ``get_estimator("k9")``."""
     assert tuple(CONTRACT) == available_estimators()
     assert len(CONTRACT) == len(CONTRACTS)
-
-
-def test_the_type_lists_every_name():
-    """So that a type checker reports ``get_estimator("k9")``."""
     assert get_args(EstimatorName) == available_estimators()
     assert get_type_hints(get_estimator)["name"] == EstimatorName
     assert issubclass(UnknownEstimatorError, UnknownNameError)
@@ -90,50 +87,28 @@ def test_the_type_lists_every_name():
 @each_estimator
 @quick
 @any_distributions
-def test_promised_values(name, seed, vocab):
-    case = Setting.drawn(seed, vocab)
-    if CONTRACT[name].unbiased:
-        assert_close((case.p * case.on_policy(name)).sum(), case.quantity("reverse"))
-    if CONTRACT[name].unbiased_off_policy:
-        assert_close((case.sampler * case.off_policy(name)).sum(), case.quantity("reverse"))
-
-
-@each_estimator
-@quick
-@any_distributions
-def test_promised_gradients(name, seed, vocab):
+def test_promised_values_and_gradients(name, seed, vocab):
+    """Of a loss, on and off policy, and of the policy gradient of a reward."""
     case, contract = Setting.drawn(seed, vocab), CONTRACT[name]
-    for key, mean in (
-        (contract.loss_gradient, (case.p * case.on_policy(name)).sum()),
-        (contract.loss_gradient_off_policy, (case.sampler * case.off_policy(name)).sum()),
-    ):
+    on, off, reward = case.means(name)
+    for unbiased, mean in ((contract.unbiased, on), (contract.unbiased_off_policy, off)):
+        if unbiased:
+            assert_close(mean, case.quantity("reverse"))
+    gradients = contract.loss_gradient, contract.loss_gradient_off_policy, contract.reward_gradient
+    for key, mean in zip(gradients, (on, off, reward), strict=True):
         if key != "none":
             assert_close(case.gradient(mean), case.gradient(case.quantity(key)))
-
-
-@each_estimator
-@quick
-@any_distributions
-def test_promised_policy_gradients_of_a_reward(name, seed, vocab):
-    case, key = Setting.drawn(seed, vocab), CONTRACT[name].reward_gradient
-    if key != "none":
-        policy_gradient = case.gradient((case.p * case.on_policy(name).detach() * case.log_p).sum())
-        assert_close(policy_gradient, case.gradient(case.quantity(key)))
 
 
 @each_estimator
 def test_every_no_of_the_table(name):
     """A "no" is a claim too: it sends users elsewhere."""
     contract, kl = CONTRACT[name], FIXED.quantity("reverse")
-    on, off = (FIXED.p * FIXED.on_policy(name)).sum(), (FIXED.sampler * FIXED.off_policy(name)).sum()
+    on, off, reward = FIXED.means(name)
     assert contract.unbiased or abs(on - kl) > 1e-3
     assert contract.unbiased_off_policy or abs(off - kl) > 1e-3
-    reward = (FIXED.p * FIXED.on_policy(name).detach() * FIXED.log_p).sum()
-    for key, scalar in (
-        (contract.loss_gradient, on),
-        (contract.loss_gradient_off_policy, off),
-        (contract.reward_gradient, reward),
-    ):
+    gradients = contract.loss_gradient, contract.loss_gradient_off_policy, contract.reward_gradient
+    for key, scalar in zip(gradients, (on, off, reward), strict=True):
         if key == "none":
             for other in COMPUTABLE:
                 distance = (FIXED.gradient(scalar) - FIXED.gradient(FIXED.quantity(other))).abs().max()
@@ -159,7 +134,7 @@ def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
     case = Setting(torch.tensor([logit, 0.0]), torch.zeros(2), torch.zeros(2))
     # Nearly all of the sampler's mass is off the policy's favourite token: the ratio there is about 15.
     case.sampler = torch.tensor([0.05, 0.95], dtype=torch.float64) if name == "corrected_k3" else case.p
-    mean = (case.sampler * case.off_policy(name)).sum()
+    _, mean, _ = case.means(name)
     assert (mean - case.quantity("reverse")) * bias_sign > 1e-3
     for key in ("reverse", "forward"):
         assert (case.gradient(mean) - case.gradient(case.quantity(key))).abs().max() > 1e-3
