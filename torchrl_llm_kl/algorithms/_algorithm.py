@@ -189,6 +189,8 @@ class Algorithm:
 
 
 def _check_coefficient(name: str, value: Any) -> None:
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        value = value.item()
     if isinstance(value, (Tensor, nn.Module)):  # reading it would be a host sync
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -34,6 +34,7 @@ from torchrl_llm_kl.losses import (
 from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
+    RememberedModel,
     SamplerMismatchWarning,
     Sampling,
     as_sampling,
@@ -471,7 +472,7 @@ def _check_same_settings(scorer: LogProbScorer, settings: Mapping[str, Any], nam
 
 
 def _inner(model: Any) -> Any:
-    if isinstance(model, LogProbScorer):
-        return model.model
+    if isinstance(model, (LogProbScorer, RememberedModel)):
+        return _inner(model.model)
     inner = unwrap(model) if is_wrapper(model) else None
     return model if inner is None else inner

@@ -67,7 +67,12 @@ def save_batch(batch: TensorDictBase, path: str | Path) -> None:
     """
     if not is_tensor_collection(batch):
         raise TypeError(f"expected a TensorDict, got {type(batch).__name__}: pass a batch of rollouts.")
-    record = {"format": _FORMAT, "version": _VERSION, "batch": _encode(batch, ())}
+    if not Path(path).absolute().parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {Path(path).parent}: make it first.")
+    try:
+        record = {"format": _FORMAT, "version": _VERSION, "batch": _encode(batch, ())}
+    except RecursionError:
+        raise TypeError("the batch holds lists or dicts that are nested too deeply to be read again.") from None
     with replacing(Path(path)) as part:
         torch.save(record, part)
 
@@ -179,7 +184,7 @@ def load_batch(path: str | Path, *, trust: bool = False) -> Any:
         raise FileNotFoundError(
             f"there is no {path}: pass a file of save_batch, or a folder that td.save (memmap) wrote."
         )
-    if path.is_dir() or path.suffix == ".tdz":
+    if path.is_dir() or path.suffix.lower() == ".tdz":
         return _of_memmap(path, trust)
     if not path.is_file():
         raise DataError(f"{path} is neither a file nor a folder: pass a file of save_batch.")

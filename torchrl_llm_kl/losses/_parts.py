@@ -160,6 +160,9 @@ class Part(nn.Module):
     def _check(self, hyper: Mapping[str, Any]) -> None:
         """Let the function check hyper-parameters, which it does for numbers, not for buffers."""
         values = {name: value() if isinstance(value, nn.Module) else value for name, value in hyper.items()}
+        for name, value in hyper.items():
+            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:  # no host sync
+                values[name] = value.item()
         inputs = dummy_inputs(self, teachers=len(values.get("teacher_weights") or (1,)))
         with torch.no_grad():
             self.function(**{name: inputs[name] for name in self.inputs}, **values)

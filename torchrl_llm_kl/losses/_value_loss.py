@@ -11,7 +11,14 @@ from tensordict.nn import dispatch
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._numerics import Scalar, check_is_scalar, check_range, check_same_shape, masked_mean
+from torchrl_llm_kl._numerics import (
+    Scalar,
+    check_is_scalar,
+    check_not_a_name,
+    check_range,
+    check_same_shape,
+    masked_mean,
+)
 from torchrl_llm_kl.losses._arithmetic import Aggregation, checked, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
@@ -133,6 +140,7 @@ class ValueLoss(TokenLoss):
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
     ) -> None:
+        check_not_a_name(critic=critic)
         super().__init__(aggregation=aggregation, max_len=max_len, masking_strategy=masking_strategy)
         self.critic_network = critic
         self.error = Part(value_error, _INPUTS, clip_value=clip_value, coeff=coeff)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import find_head, position_limit, send, text_config, vocab_size
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
@@ -39,6 +39,7 @@ class TokenCritic(nn.Module):
     """
 
     def __init__(self, model: nn.Module, *, hidden_size: int | None = None, tokens_per_batch: int = 8192) -> None:
+        check_not_a_name(model=model)
         super().__init__()
         model = _without_peft(model)
         hidden_size = _width(model) if hidden_size is None else hidden_size

@@ -50,6 +50,8 @@ class Parsed:
 _DEEPEST = 64
 #: Calls of an answer: each is rendered with its result.
 _MOST_CALLS = 1000
+#: Characters of an answer that a tokenizer's own `response_template` reads: a quarter of a second at worst.
+_LONGEST_RESPONSE = 1 << 16
 
 
 def _call(value: Any) -> ToolCall:
@@ -384,8 +386,13 @@ class Dialog:
                 thinks = prompt.rstrip().endswith("<think>")  # some templates begin the thought
                 found = read_calls(self._parser, f"<think>{answer}" if thinks else answer)
                 return Parsed(found.content.removeprefix("<think>") if thinks else found.content, found.calls)
+            if len(answer) > _LONGEST_RESPONSE:  # the time of transformers' parser is quadratic in it
+                raise ValueError(
+                    f"an answer of {len(answer):,} characters is too long, {_LONGEST_RESPONSE:,} are read"
+                )
             message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
-            return Parsed(str(message.get("content") or ""), [_call(call) for call in message.get("tool_calls") or []])
+            calls = _bounded(_call(call) for call in message.get("tool_calls") or [])
+            return Parsed(str(message.get("content") or ""), calls)
         except Exception as error:  # whatever an odd answer does to a parser
             return Parsed(answer, [ToolCall("", error=f"the call cannot be read: {type(error).__name__}: {error}")])
 

@@ -152,6 +152,8 @@ class Checkpoints:
             step, numbers, files = _read_record(path / RECORD)
         except (OSError, ValueError, RecursionError) as error:
             return f"{RECORD}: {error}"
+        if _NAME.fullmatch(path.name) and _step_of(path) != step:
+            return f"{RECORD}: it is of step {step}"
         try:
             for name, (size, checksum) in files.items():
                 file = path / name

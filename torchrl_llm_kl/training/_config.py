@@ -461,6 +461,8 @@ def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
         return {}
     given: Any = dict(source) if isinstance(source, Mapping) else _text_of(Path(source))
     name = "the configuration" if isinstance(source, Mapping) else str(source)
+    if isinstance(given, str):
+        _check_aliases(name, given)
     try:
         found: Any = OmegaConf.to_container(
             OmegaConf.load(StringIO(given)) if isinstance(given, str) else OmegaConf.create(given)
@@ -470,6 +472,18 @@ def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{name} holds a {type(found).__name__}: expected sections such as `model:` and `data:`.")
     return _long_reward({str(key): value for key, value in found.items()})
+
+
+def _check_aliases(name: str, text: str) -> None:
+    """Raise for YAML's aliases: a few lines of nested ones stand for billions of values."""
+    import yaml
+
+    try:
+        aliased = any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+    except yaml.YAMLError:  # told where the text is read
+        return
+    if aliased:
+        raise ConfigError(f"{name} has an alias (*name): write the value out, a configuration has no aliases.")
 
 
 def _text_of(path: Path) -> str:
@@ -519,6 +533,7 @@ def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError(
                 f"{_shown(text)} changes one item of a list: give the whole list, such as optimizer.betas=[0.9, 0.95]."
             )
+        _check_aliases(_shown(text), value)
         try:
             parsed = cast(Any, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
         except Exception as error:  # of two parsers, which raise what they meet

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("omegaconf")
-from torchrl_llm_kl.training import ConfigError, load_inputs, train
+from torchrl_llm_kl.training import Checkpoints, CheckpointWarning, ConfigError, load_inputs, read_config, train
 from train_lab import build_lab, settings
 
 
@@ -54,3 +54,28 @@ def test_a_folder_that_cannot_be(lab: Path, tmp_path: Path) -> None:
             run(settings(lab, tmp_path / "file" / "x"))
     with pytest.raises(ConfigError, match="which cannot be made"):
         train(settings(lab, Path("/proc/x")))
+
+
+def test_aliases_are_refused_before_they_grow(lab: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bomb.yaml"
+    file.write_text("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a]\nc: [*b, *b]\n")
+    with pytest.raises(ConfigError, match=r"bomb.yaml has an alias \(\*name\)"):
+        read_config(file)
+    with pytest.raises(ConfigError, match=r"has an alias"):
+        read_config(None, ["run.steps=[&a 1, *a]"])
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step in (1, 2):
+        with checkpoints.writing(step, {}) as folder:
+            (folder / "a.txt").write_text(str(step))
+    (tmp_path / "step-000002" / "checkpoint.json").write_bytes(
+        (tmp_path / "step-000001" / "checkpoint.json").read_bytes()
+    )
+    (tmp_path / "step-000002" / "a.txt").write_text("1")
+    assert Checkpoints.read(tmp_path / "step-000002") == "checkpoint.json: it is of step 1"
+    with pytest.warns(CheckpointWarning, match="it is of step 1"):
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 1
