@@ -145,11 +145,25 @@ def ray_cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say loudly that the inspector's page was not tested: a skip among hundreds is easily overlooked."""
-    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if "no chromium" in str(report.longrepr)]
-    if skipped:
-        terminalreporter.section("THE INSPECTOR'S PAGE WAS NOT TESTED", sep="!", red=True, bold=True)
-        terminalreporter.line(
-            f"{len(skipped)} tests need a browser: `apt-get install chromium` and `pip install playwright`."
-        )
+#: Part of the reason of a skip -> what was not run, and how to run it.
+NOT_RUN = {
+    "make test-peers": "comparisons with other libraries (make test-peers)",
+    "template_corpus.py": "chat templates of other packages (python tests/lab/template_corpus.py FOLDER)",
+    "CUDA device": "on a GPU (make test-slow on a machine with one)",
+    "no chromium": "of the pages in a browser (apt-get install chromium)",
+    "is not installed": "with packages that are not installed",
+}
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say in one line what was not run: skips among thousands of tests are easily overlooked."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())]
+    found = {what: sum(part in reason for reason in reasons) for part, what in NOT_RUN.items()}
+    parts = [f"{number} {what}" for what, number in found.items() if number]
+    expression = config.getoption("markexpr")
+    if "not slow" in expression:
+        parts.append("what is slow (make test-slow)")
+    if "smoke" in expression and "not smoke" not in expression:
+        parts.append("all but one test of each tier with processes (make test-rest)")
+    if parts:
+        terminalreporter.line(f"Not run: {'; '.join(parts)}.", yellow=True)
