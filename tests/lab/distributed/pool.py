@@ -17,6 +17,15 @@ from waits import slowdown
 #: Longest time of one case, in seconds on an idle machine; the start of the ranks does not count. A rank that hangs takes its
 #: pool with it.
 LIMIT = 60.0
+#: Imported once, before the ranks are forked.
+PRELOAD = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers",
+]
+PRELOAD += ["torchrl_llm_kl.losses", "torchrl_llm_kl.transforms"]
 
 
 class RankPool:
@@ -32,8 +41,7 @@ class RankPool:
         """The result of each rank. Raises the first error of a rank; a TimeoutError after ``limit`` seconds."""
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()
-        if not self._workers:
-            self._start()
+        self._start(ranks)
         self._cases += 1
         store = str(Path(self._folder.name) / f"case{self._cases}")
         for rank in range(ranks):
@@ -57,16 +65,18 @@ class RankPool:
             raise AssertionError(f"{function}, rank {failures[0][0]}:\n{failures[0][1]}")
         return [value for _, value in sorted(results, key=lambda result: result[0])]
 
-    def _start(self) -> None:
+    def _start(self, ranks: int) -> None:
         context = multiprocessing.get_context("forkserver")  # one import for all ranks
-        context.set_forkserver_preload(["torch", "transformers", "torchrl_llm_kl", "distributed.cases"])
-        for _ in range(self.size):
+        context.set_forkserver_preload(PRELOAD)
+        new = []
+        for _ in range(len(self._workers), ranks):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
-            self._workers.append((process, here))
-        for _, connection in self._workers:
+            new.append((process, here))
+        for _, connection in new:
             connection.recv()  # the imports are done
+        self._workers += new
 
     def close(self) -> None:
         """End all processes; the next case starts new ones."""

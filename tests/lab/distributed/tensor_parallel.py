@@ -4,6 +4,7 @@ a model that transformers loads with a tensor parallel plan against one process.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -89,19 +90,9 @@ def two_heads(vocab: int, direction: str, ref_whole: bool) -> float:
     ref = [t.requires_grad_(not ref_whole) for t in head(1, vocab)]
     sharded = distribute(whole, grad=True)
     ref_sharded = [t.detach() for t in ref] if ref_whole else distribute(ref, grad=True)
-    out = linear_pair(
-        *sharded[:2],
-        *ref_sharded[:2],
-        targets,
-        direction=direction,
-        bias=sharded[2],
-        ref_bias=ref_sharded[2],
-        entropy=True,
-        chunk=(3, 4),
-        ref_scale=REF_OPTIONS["scale"],
-        ref_soft_cap=REF_OPTIONS["soft_cap"],
-        **OPTIONS,
-    )
+    options = {**OPTIONS, **{f"ref_{name}": REF_OPTIONS[name] for name in ("scale", "soft_cap")}}
+    options |= {"bias": sharded[2], "ref_bias": ref_sharded[2], "direction": direction, "entropy": True}
+    out = linear_pair(*sharded[:2], *ref_sharded[:2], targets, chunk=(3, 4), **options)
     p, q = plain(*whole, **OPTIONS), plain(*ref, **REF_OPTIONS)
     want = [kl(p, q) if direction == "reverse" else kl(q, p)]
     want += [x.gather(1, targets[:, None]).squeeze(1) for x in (p, q)] + [-(p.exp() * p).sum(-1)]
@@ -126,6 +117,14 @@ def top(vocab: int, k: int, impossible: bool = False) -> float:
     both = [(out.log_probs, log_probs), (out.tail_log_prob.nan_to_num(), tail.nan_to_num())]
     both.append((out.log_prob.nan_to_num(neginf=0.0), chosen.nan_to_num(neginf=0.0)))
     return max(float((a - b).abs().max()) for a, b in both)
+
+
+def tops(vocab: int, ks: list[int]) -> float:
+    return max(top(vocab, k) for k in ks)
+
+
+def all_outcomes(vocab: int, ks: list[int]) -> float:
+    return max(outcomes(vocab, k) for k in ks)
 
 
 def outcomes(vocab: int, k: int) -> float:
@@ -160,9 +159,7 @@ def impossible_slice(vocab: int) -> list[float]:
     p, q = plain(*whole, **options), plain(*ref, temperature=1.7, scale=1.0)
     want = p.gather(1, targets[:, None]).squeeze(1)
     entropy = -(p.exp() * p.masked_fill(p.isneginf(), 0.0)).sum(-1)
-    forward = linear_pair(
-        hidden, weight, *ref[:2], bias=bias, ref_bias=ref[2], direction="forward", temperature=1.7, scale=0.6
-    )
+    forward = linear_pair(hidden, weight, *ref[:2], bias=bias, ref_bias=ref[2], direction="forward", **options)
     assert forward.kl.isposinf().all()  # the reference gives a probability to tokens that the policy rules out
     assert top(vocab, 3, impossible=True) < 1e-12
     assert out.log_prob.isneginf().equal(want.isneginf())
@@ -174,35 +171,46 @@ def impossible_slice(vocab: int) -> list[float]:
     ]
 
 
-def refusal(case: str) -> str:
-    """The message of an unsupported head."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def refusals(cases: list[str]) -> dict[str, str]:
+    """The message of each unsupported head, or plan of a model."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
     hidden, weight, bias = head(0, 10)
     rows, columns = (distribute_tensor(weight, mesh, [Shard(dim)]) for dim in (0, 1))
     targets = targets_of(10)
-    try:
-        if case == "hidden size":
-            linear_log_prob(hidden, columns, targets)
-        elif case == "bias":
-            linear_log_prob(hidden, rows, targets, bias=bias)
-        elif case == "mixture":
-            linear_pair(hidden, rows, hidden, rows, direction="jensen_shannon")
-        elif case == "policy whole":
-            linear_pair(hidden, weight, hidden, rows)
-        elif case == "trained reference":
-            linear_pair(hidden, rows, hidden, weight.clone().requires_grad_())
-        elif case == "target":
-            linear_log_prob(hidden, rows, targets + 1)
-        elif case == "k":
-            linear_top_k(hidden, rows, 11)
-        elif case == "ids":
-            linear_outcomes(hidden, rows, targets, torch.tensor([[0, 10]]).expand(len(targets), 2))
-        elif case == "empty slice":
-            few = distribute_tensor(weight[: dist.get_world_size() - 1], mesh, [Shard(0)])
-            linear_log_prob(hidden, few, targets * 0)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    calls: dict[str, Callable[[], Any]] = {
+        "hidden size": lambda: linear_log_prob(hidden, columns, targets),
+        "bias": lambda: linear_log_prob(hidden, rows, targets, bias=bias),
+        "mixture": lambda: linear_pair(hidden, rows, hidden, rows, direction="jensen_shannon"),
+        "policy whole": lambda: linear_pair(hidden, weight, hidden, rows),
+        "trained reference": lambda: linear_pair(hidden, rows, hidden, weight.clone().requires_grad_()),
+        "target": lambda: linear_log_prob(hidden, rows, targets + 1),
+        "k": lambda: linear_top_k(hidden, rows, 11),
+        "ids": lambda: linear_outcomes(hidden, rows, targets, torch.tensor([[0, 10]]).expand(len(targets), 2)),
+        "empty slice": lambda: linear_log_prob(
+            hidden, distribute_tensor(weight[: ranks - 1], mesh, [Shard(0)]), targets * 0
+        ),
+        "sequence parallel of torch": lambda: LogProbScorer(sequence_parallel("torch")),
+        "sequence parallel of transformers": lambda: LogProbScorer(sequence_parallel("transformers")),
+    }
+    found = dict.fromkeys(cases, "nothing was refused")
+    for case in cases:
+        try:
+            calls[case]()
+        except ValueError as error:
+            found[case] = str(error)
+    return found
+
+
+def sequence_parallel(library: str) -> nn.Module:
+    """A model whose last norm is sequence parallel."""
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    model = tiny_model("qwen2", seed=3, vocab_size=VOCAB).double()
+    if library == "transformers":
+        return load(model, {"lm_head": "colwise_gather_output", "model.norm": "sequence_parallel"})
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallelize_module(model, mesh, {"model.norm": SequenceParallel()})
 
 
 # ------------------------------------------------------------------ whole models
@@ -247,22 +255,6 @@ def score(logits: str, tp: int, vocab: int) -> dict[str, float]:
         again = scorer.score(rows, attention_mask=options["attention_mask"], remember=True)
         assert again.values.equal(found.log_prob.values) or (again.values - want.log_prob.values).abs().max() < 1e-12
     return {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
-
-
-def refuse_plan(library: str) -> str:
-    """The message for a last norm that is sequence parallel."""
-    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-
-    model = tiny_model("qwen2", seed=3, vocab_size=VOCAB).double()
-    if library == "torch":
-        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), {"model.norm": SequenceParallel()})
-    else:
-        model = load(model, {"lm_head": "colwise_gather_output", "model.norm": "sequence_parallel"})
-    try:
-        LogProbScorer(model)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
 
 
 def _norm(module: Any, hidden: Tensor) -> Tensor:
