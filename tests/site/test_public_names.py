@@ -1,29 +1,25 @@
-"""Every public name has a docstring with an example that runs, and is in the docs."""
+"""Every public name has a docstring with an example that runs, and is in the docs; mypy knows wrong calls."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
 import inspect
 import pkgutil
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import torchrl_llm_kl
+import typing_calls
 from project import PROJECT
+from scripts import script
 
-SCRIPT = PROJECT / "docs" / "build_api.py"
-_spec = importlib.util.spec_from_file_location("build_api", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-api = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(api)
-
+api = script("docs/build_api.py")
 NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer)]
 MODULES = [m.name for m in pkgutil.walk_packages(torchrl_llm_kl.__path__, "torchrl_llm_kl.")]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -32,24 +28,10 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WITHOUT_EXAMPLE = {"RayKLRewardTransform", "RayRetrieveKL", "RayRetrieveLogProb", "RemoteModel", "RemoteScorer"}
 
 
-def test_all_layers_are_in_the_docs() -> None:
+def test_layers_and_names_are_in_the_docs() -> None:
     folders = {path.parent.name for path in Path(torchrl_llm_kl.__file__).parent.glob("*/__init__.py")}
     assert set(api.ORDER) == folders
-
-
-def test_names_of_the_package_are_those_of_its_layers() -> None:
-    everywhere = {name for _, name in NAMES}
-    assert set(torchrl_llm_kl.__all__) <= everywhere
-
-
-@pytest.mark.parametrize(("layer", "name"), NAMES)
-def test_a_public_name_is_documented(layer: str, name: str) -> None:
-    thing = api.public_names(layer)[name]
-    assert api.summary(layer, name, thing), f"{layer}.{name} has no docstring (or no `#:` comment)"
-
-
-def test_the_page_of_public_names_is_up_to_date() -> None:
-    assert api.PAGE.read_text(encoding="utf-8") == api.render(), "run `make docs`"
+    assert {name for _, name in NAMES} >= {*torchrl_llm_kl.__all__, *WITHOUT_EXAMPLE}
 
 
 def needs_example(thing: Any) -> bool:
@@ -60,21 +42,20 @@ def needs_example(thing: Any) -> bool:
     return inspect.isfunction(thing)
 
 
-@pytest.mark.parametrize(
-    ("layer", "name"),
-    [(layer, name) for layer, name in NAMES if needs_example(api.public_names(layer)[name])],
-)
-def test_a_public_name_has_an_example(layer: str, name: str) -> None:
-    if name not in WITHOUT_EXAMPLE:
-        assert ">>>" in (inspect.getdoc(api.public_names(layer)[name]) or ""), f"{layer}.{name}"
+def test_every_public_name_is_documented_with_an_example() -> None:
+    things = {(layer, name): api.public_names(layer)[name] for layer, name in NAMES}
+    assert len(things) > 300
+    bare = [f"{layer}.{name}" for (layer, name), thing in things.items() if not api.summary(layer, name, thing)]
+    assert bare == [], "no docstring (or no `#:` comment)"
+    missing = [
+        f"{layer}.{name}"
+        for (layer, name), thing in things.items()
+        if needs_example(thing) and name not in WITHOUT_EXAMPLE and ">>>" not in (inspect.getdoc(thing) or "")
+    ]
+    assert missing == [], "no example"
 
 
-def test_exceptions_to_the_rule_exist() -> None:
-    assert {name for _, name in NAMES} >= WITHOUT_EXAMPLE
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_examples_run(module: str) -> None:
+def examples(module: str) -> dict[str, doctest.DocTest]:
     """Decorated functions hide from doctest's own search, so each object that is defined here is looked at by itself."""
     found = importlib.import_module(module)
     tests: dict[str, doctest.DocTest] = {}
@@ -83,7 +64,28 @@ def test_examples_run(module: str) -> None:
             globs = {**vars(found), "torch": torch}
             for test in doctest.DocTestFinder().find(thing, name, module=False, globs=globs):
                 tests[test.name] = test
-    for test in tests.values():
-        if test.examples:
-            result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=sys.stderr.write)
-            assert result.failed == 0, test.name
+    return {name: test for name, test in tests.items() if test.examples}
+
+
+def test_examples_run() -> None:
+    ran, failed = 0, []
+    for module in MODULES:
+        for name, test in examples(module).items():
+            ran += 1
+            if doctest.DocTestRunner(optionflags=FLAGS).run(test, out=sys.stderr.write).failed:
+                failed.append(f"{module}.{name}")
+    assert failed == []
+    assert ran > 250
+
+
+def test_mypy_reports_wrong_calls_and_accepts_right_ones() -> None:
+    """A wrong name is an error in an editor: the marked lines of ``typing_calls.py``, and no others."""
+    calls = Path(typing_calls.__file__)
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(calls)]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert not done.stderr, done.stderr
+    reported = {int(line) for line in re.findall(rf"{calls.name}:(\d+): error:", done.stdout)}
+    wrong = {n for n, line in enumerate(calls.read_text().splitlines(), 1) if line.endswith("# reported")}
+    assert len(wrong) > 25
+    assert reported - wrong == set(), done.stdout
+    assert wrong - reported == set(), f"not reported: {sorted(wrong - reported)}"

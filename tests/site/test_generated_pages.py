@@ -1,0 +1,293 @@
+"""Pages that scripts write are up to date, and their tables are what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any, get_args
+
+import pytest
+import torch
+import yaml
+from tensordict import TensorDict
+
+import torchrl_llm_kl
+from project import PROJECT
+from scripts import script
+from torchrl_llm_kl._foreign import FOREIGN, foreign_hint
+from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmOverrides, make_algorithm
+from torchrl_llm_kl.datasets import Encoder, Skip
+from torchrl_llm_kl.diagnostics import METRICS, describe_metric
+from torchrl_llm_kl.estimators import available_estimators, estimator_table
+from torchrl_llm_kl.losses import (
+    ImportanceWeights,
+    OffPolicySequenceMask,
+    RejectionMask,
+    TopEntropyMask,
+    available_objectives,
+    get_objective,
+    mismatch_metrics,
+    value_error,
+)
+from torchrl_llm_kl.losses._parts import TermPart, dummy_inputs
+from torchrl_llm_kl.losses._policy_loss import common_metrics
+from torchrl_llm_kl.losses.corrections import Divergence, correction_metrics
+from torchrl_llm_kl.service.replica._stats import ReplicaStats
+from torchrl_llm_kl.tasks import reward_metrics
+from torchrl_llm_kl.training import example_config, read_config
+from torchrl_llm_kl.training._run import WRITTEN
+
+DOCS = PROJECT / "docs"
+SCRIPTS = "algorithm_table api distillation_table elsewhere_table estimator_table metrics_table paper_index train_table"
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", SCRIPTS.split())
+def test_a_page_is_up_to_date(name: str) -> None:
+    build = script(f"docs/build_{name}.py")
+    assert build.PAGE.read_text(encoding="utf-8") == build.render(), f"run docs/build_{name}.py"
+
+
+# ------------------------------------------------------------------ estimators
+
+
+def test_schulmans_table() -> None:
+    """J. Schulman, "Approximating KL Divergence": bias and standard deviation over the true KL, 0.005 and 0.5.
+
+    Half a unit of the last printed digit; the published bias of k2 is sampled (the integral is 0.0025).
+    """
+    measure = script("docs/build_estimator_table.py").gaussian_bias_and_std
+    for shift, name, bias, std in (
+        (0.1, "k1", 0.0, 20.0),
+        (0.1, "k2", 0.002, 1.42),
+        (0.1, "k3", 0.0, 1.42),
+        (1.0, "k1", 0.0, 2.0),
+        (1.0, "k2", 0.25, 1.73),
+        (1.0, "k3", 0.0, 1.7),
+    ):
+        got_bias, got_std = measure(name, shift)
+        assert got_bias == pytest.approx(bias, abs=6e-4), (name, shift)
+        assert got_std == pytest.approx(std, abs=5.1e-3), (name, shift)
+    for shift in (0.1, 0.5, 1.0):  # E d**2 / 2 = (m**2 + m**4 / 4) / 2, so the bias over the true KL is m**2 / 4
+        assert measure("k2", shift)[0] == pytest.approx(shift**2 / 4, abs=1e-9)
+
+
+def test_every_row_of_the_estimators_has_every_column() -> None:
+    header, rule, *rows = estimator_table().splitlines()
+    assert {line.count("|") for line in (header, rule, *rows)} == {10}
+    assert [row.split("`")[1] for row in rows] == list(available_estimators())
+
+
+# ------------------------------------------------------------------ distillation
+
+
+@pytest.mark.filterwarnings("ignore:the top k below")
+def test_the_example_of_distillation_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", script("docs/build_distillation_table.py").INTRO, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert 0.6 < float(names["out"]["captured_mass"]) < 1
+
+
+@pytest.mark.parametrize(("exponent", "k"), [(2.0, 1), (1.1, 64)])
+def test_captured_mass_and_forward_kl_by_hand(exponent: float, k: int) -> None:
+    """Sums over Python numbers."""
+    build = script("docs/build_distillation_table.py")
+    p = [rank**-exponent for rank in range(1, build.VOCAB + 1)]
+    q = [rank ** (-0.9 * exponent) * math.exp(0.7 * math.sin(1.7 * rank)) for rank in range(1, build.VOCAB + 1)]
+    p_sum, q_sum = math.fsum(p), math.fsum(q)
+    p, q = [x / p_sum for x in p], [x / q_sum for x in q]
+    rest, other = math.fsum(p[k:]), math.fsum(q[k:])
+    want = math.fsum(a * math.log(a / b) for a, b in zip(p[:k], q[:k], strict=True)) + rest * math.log(rest / other)
+    value, gradient, captured = build.measure(exponent, k, 0.0)
+    assert captured == pytest.approx(1 - rest, rel=1e-12)
+    assert value == pytest.approx(want, rel=1e-9)
+    assert float(gradient[0]) == pytest.approx(q[0] - p[0], rel=1e-9)  # of a listed token
+    shared = q[-1] - rest * q[-1] / other  # among the others as now
+    assert float(gradient[-1]) == pytest.approx(shared, rel=1e-9)
+
+
+def test_the_bias_falls_with_k() -> None:
+    build = script("docs/build_distillation_table.py")
+    for exponent in build.TEACHERS.values():
+        rows = [line.strip("| ").split(" | ") for line in build.table(exponent).splitlines()[2:]]
+        columns = torch.tensor([[float(cell) for cell in row[1:]] for row in rows]).T
+        assert (columns[:4].diff() >= 0).all()  # captured mass and values
+        assert (columns[4:].diff() <= 0).all()  # gradients
+        assert (columns[:4, -1] == 1).all()
+        assert (columns[4:, -1] == 0).all()
+
+
+# ------------------------------------------------------------------ settings of other libraries
+
+
+def test_names_of_this_package_exist() -> None:
+    """An identifier in small letters is an argument of make_algorithm."""
+    accepted = {*AlgorithmOverrides.__annotations__, *make_algorithm.__annotations__}
+    assert {row.here for row in FOREIGN if re.fullmatch("[a-z_]+", row.here)} - accepted == set()
+
+
+def test_every_setting_outside_or_refused_says_what_to_do() -> None:
+    assert not [row.name for row in FOREIGN if row.place in ("outside", "refused") and not row.note]
+    assert not [row.name for row in FOREIGN if row.place in ("override", "sampling") and not row.here]
+    assert foreign_hint("n").startswith(" verl's 'n' is 'group_size'")
+    assert foreign_hint("nothing_at_all") == ""
+
+
+def test_names_of_trinitys_table_exist() -> None:
+    """Whatever begins with a name of this package, with its attributes."""
+    table = page("differences.md").partition("## Trinity-RFT's classes and methods")[2]
+    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
+    folders = ("advantages", "algorithms", "estimators", "losses")
+    layers = [torchrl_llm_kl, *(getattr(torchrl_llm_kl, layer) for layer in folders)]
+    others = {"ReplayBuffer", "torchrl_llm_kl", "none", *dir(Algorithm), *Algorithm.__dataclass_fields__}
+    checked = set()
+    for _, here, *_ in rows:
+        for name, attribute in re.findall(r"`([A-Za-z_]+)(?:\.([a-z_]+))?(?=[`(])", here):
+            if name in others:
+                continue
+            owners = [getattr(layer, name) for layer in layers if hasattr(layer, name)]
+            assert owners, name
+            fields = {"", *dir(owners[0]), *getattr(owners[0], "__dataclass_fields__", ())}
+            assert attribute in fields, (name, attribute)
+            checked.add(name)
+    methods = {f"KLFn.{name}" for name in ("apply_kl_penalty_to_reward", "calculate_kl_loss", "update_kl_coef")}
+    named = {name for row in rows for name in re.findall("`([^`]+)`", row[0])}
+    assert methods | {"PolicyLossFn.select_keys"} <= named
+    assert len(rows) > 25
+    assert {"KLComputation", "KLToReference", "EntropyBonus", "ObjectiveSpec", "informative_groups"} <= checked
+
+
+# ------------------------------------------------------------------ metrics
+
+# Settings that report more than the defaults do.
+SETTINGS = {
+    "ppo": [{"enable_sequence_masking": True}],
+    "cispo": [{"enable_mask_clip": True}],
+    "rec": [{"clip_mode": "two-side"}],
+    "dpo": [{"weighting": "probability"}],
+    "mix_chord": [{"mu_decay_steps": 10}],
+}
+CORRECTIONS = [
+    ImportanceWeights(mode="truncate"),
+    ImportanceWeights(mode="mask", low=0.5, high=5.0),
+    *(RejectionMask(name, high=0.5) for name in get_args(Divergence)),
+    OffPolicySequenceMask(delta=0.1),
+    TopEntropyMask(),
+]
+# Counters without a normal value.
+COUNTERS = {"uptime", "requests", "tokens", "batches", "largest_batch", "busy"}
+
+
+def reported() -> dict[str, set[str]]:
+    """Names of all metrics, by who reports them."""
+    found: dict[str, set[str]] = {}
+    for name in available_objectives():
+        for hyper in [{}, *SETTINGS.get(name, [])]:
+            part = TermPart(get_objective(name), **hyper)
+            found.setdefault(name, set()).update(*(term.metrics for term in part(dummy_inputs(part))))
+    for correction in CORRECTIONS:
+        label = f"{type(correction).__name__}({correction.extra_repr()})"
+        found[label] = set(correction(dummy_inputs(correction))[1])
+    zeros = torch.zeros(1, 2)
+    mask = zeros == 0
+    found["the product of weights"] = set(correction_metrics(zeros, mask))
+    found["mismatch"] = set(mismatch_metrics(zeros, zeros, mask))
+    inputs = dict.fromkeys(("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy"), zeros)
+    found["all losses"] = set(common_metrics({**inputs, "mask": mask}))
+    (critic,) = value_error(zeros, mask, value_target=zeros, old_value=zeros)
+    found["critic"] = set(critic.metrics)
+    found["task"] = set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))
+    found["replica"] = set(ReplicaStats().snapshot()) - COUNTERS
+    return found
+
+
+def test_reported_and_described_metrics_are_the_same() -> None:
+    found = reported()
+    missing = {who: {name for name in names if describe_metric(name) is None} for who, names in found.items()}
+    assert {who: names for who, names in missing.items() if names} == {}
+    described = {known for known in METRICS if "<" not in known and METRICS[known].origin != "service"}
+    assert described - set().union(*found.values()) == set()
+
+
+def test_a_number_at_the_end_is_that_of_a_second_correction() -> None:
+    assert describe_metric("weight_max_2") is METRICS["weight_max"]
+    assert describe_metric("seq_mean_k3_seq_masked_fraction") is METRICS["<divergence>_seq_masked_fraction"]
+    assert describe_metric("token_k4_masked_fraction") is None
+
+
+# ------------------------------------------------------------------ papers
+
+
+def section(name: str) -> str:
+    """The text below the heading of an algorithm."""
+    text = script("docs/build_paper_index.py").PAGE.read_text(encoding="utf-8")
+    return text.split(f"\n### `{name}`\n")[1].split("\n## ")[0].split("\n### ")[0]
+
+
+def test_every_paper_that_the_code_names_is_listed() -> None:
+    """Found by another way than the page's: in the text of the files. Each paper names its authors."""
+    files = [*PROJECT.glob("torchrl_llm_kl/losses/**/*.py"), *PROJECT.glob("torchrl_llm_kl/advantages/*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    text += (PROJECT / "torchrl_llm_kl" / "algorithms" / "presets.py").read_text(encoding="utf-8")
+    named = set(re.findall(r"arXiv (\d{4}\.\d{5})", text))
+    index = script("docs/build_paper_index.py").PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\d{4}\.\d{5})\]\(\S+\) \| (.*?) \| (.*?) \|$", index, re.MULTILINE)
+    assert len(named) > 50
+    assert named - {number for number, _, _ in rows} == set()
+    assert [row for row in rows if not re.match(r"[A-Z]", row[1]) or "`" not in row[2]] == []
+
+
+def test_every_value_with_a_source_is_there() -> None:
+    for name, algorithm in ALGORITHMS.items():
+        shown = section(name)
+        assert [field for field in algorithm.sources if not re.search(rf"`{field}=[^`]+`", shown)] == [], name
+
+
+def test_a_hyperparameter_is_beside_its_paper() -> None:
+    for name, value, source in (
+        ("dapo", "objective.clip_high=0.28", "2503.14476"),
+        ("dpo", "objective.beta=0.1", "2305.18290"),
+        ("gspo", "objective.clip_low=0.0003", "2507.18071"),
+        ("simpo", "objective.margin=1.0", "2405.14734"),
+        ("gigpo", "advantage.omega=1.0", "2505.10978"),
+    ):
+        (row,) = [line for line in section(name).splitlines() if f"`{value}`" in line]
+        assert source in row
+
+
+# ------------------------------------------------------------------ runs and data
+
+
+def test_the_page_of_runs_names_what_exists() -> None:
+    """Keys in the text, such as `kl.place`, whose section is one of the configuration's; and all that a run writes."""
+    text = page("train.md")
+    assert text.count("\n| `") > 60
+    known = {match[1] for match in re.finditer(r"^\| `([a-z_]+\.[a-z_]+)` \|", text, flags=re.MULTILINE)}
+    sections = {key.split(".")[0] for key in known}
+    named = set(re.findall(rf"`((?:{'|'.join(sorted(sections))})\.[a-z_]+)[:`=]", text))
+    assert len(named) > 15
+    assert named <= known
+    assert [name for name in WRITTEN if f"`{name}" not in text] == []
+
+
+def test_the_least_configuration_of_the_page_is_enough() -> None:
+    pytest.importorskip("omegaconf")
+    pattern = r"The least that a configuration needs:\n\n```yaml\n(.*?)```"
+    least = re.search(pattern, page("train.md"), flags=re.DOTALL)
+    assert least is not None
+    config = read_config(yaml.safe_load(least[1]))
+    assert config.model.name == read_config(yaml.safe_load(example_config())).model.name
+
+
+def test_all_arguments_and_reasons_of_the_page_of_data_are_named() -> None:
+    text = page("data.md")
+    fields = {field.name for field in dataclasses.fields(Encoder)} - {"layout", "tokenizer"}
+    assert [name for name in sorted(fields) if f"`{name}" not in text] == []
+    reasons = get_args(eval(Skip.__annotations__["reason"], vars(__import__(Skip.__module__, fromlist=["x"]))))
+    assert len(reasons) == 6
+    assert [reason for reason in reasons if f"`{reason}`" not in text] == []
