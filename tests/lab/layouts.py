@@ -1,0 +1,85 @@
+"""Sequences as torchrl's policies and engines lay them out: padded, nested, jagged, or rows of a lazy stack."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+LAYOUTS = ["padded", "nested", "jagged", "lazy"]
+#: Three sequences whose prompts and responses all differ in length.
+PROMPTS = [[7, 8, 9], [5], [4, 4]]
+RESPONSES = [[11, 12], [13, 14, 15, 16], [17]]
+
+
+def as_rows(rows: Sequence[Any]) -> list[Tensor]:
+    return [torch.as_tensor(row) for row in rows]
+
+
+def joined(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def pad_both_sides(rows: list[Tensor], prompts: Sequence[Any], responses: Sequence[Any], fill: float = 0) -> Tensor:
+    """As torchrl pads a rollout: left of the prompts, right of the responses. Rows of any other length: on the right."""
+    lengths, starts = [len(row) for row in rows], [len(prompt) for prompt in prompts]
+    if lengths == starts:
+        return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left")
+    if lengths != [a + len(response) for a, response in zip(starts, responses, strict=True)]:
+        return pad_sequence(rows, batch_first=True, padding_value=fill)
+    before = [row[:start] for row, start in zip(rows, starts, strict=True)]
+    after = [row[start:] for row, start in zip(rows, starts, strict=True)]
+    parts = pad_sequence(before, True, fill, "left"), pad_sequence(after, True, fill)
+    return torch.cat(parts, 1)
+
+
+def lay_out(
+    layout: str,
+    entries: Mapping[Any, Any],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    responses: Sequence[Sequence[int]] = RESPONSES,
+    *,
+    fill: float = 0,
+) -> TensorDictBase:
+    """A TensorDict of sequences.
+
+    ``entries``: under each key a list with a row for each sequence, or a tensor whose first dimension is the batch. Rows
+    as long as the sequences, their prompts or their responses are padded as those are; ``fill`` is what padding holds.
+    """
+    columns = {key: as_rows(value) if isinstance(value, list) else value for key, value in entries.items()}
+    if layout == "lazy":
+        return lazy_stack([TensorDict({k: rows[i] for k, rows in columns.items()}) for i in range(len(prompts))])
+    for key, rows in columns.items():
+        if not isinstance(rows, list):
+            continue
+        if layout == "padded":
+            value = fill if rows[0].is_floating_point() else 0
+            columns[key] = pad_both_sides(rows, prompts, responses, value)
+        else:
+            kind = torch.jagged if layout == "jagged" else torch.strided
+            columns[key] = torch.nested.as_nested_tensor(rows, layout=kind)
+    return TensorDict(columns, batch_size=[len(prompts)])
+
+
+def tokens(
+    layout: str,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    responses: Sequence[Sequence[int]] = RESPONSES,
+    *,
+    fill: float = 0,
+    **entries: Any,
+) -> TensorDictBase:
+    """:func:`lay_out` with the tokens and their prompts, and the attention mask if they are padded.
+
+    Keyword arguments with two underscores are nested keys: ``log_probs__full``.
+    """
+    full = joined(prompts, responses)
+    columns: dict[Any, Any] = {("tokens", "full"): full, ("tokens", "prompt"): [list(p) for p in prompts]}
+    if layout == "padded":
+        columns["masks", "all_attention_mask"] = [[True] * len(row) for row in full]
+    columns |= {tuple(name.split("__")) if "__" in name else name: value for name, value in entries.items()}
+    return lay_out(layout, columns, prompts, responses, fill=fill)
