@@ -51,3 +51,18 @@ def assert_result(result: tuple[LossTerm, Tensor], *, value: Rows, gradient: Row
     assert_close(found, tensor(gradient))
     for name, expected in metrics.items():
         assert math.isclose(term.metrics[name].item(), expected, rel_tol=1e-6, abs_tol=1e-9), name
+
+
+#: An objective, its inputs and hyper-parameters, values, gradients, and metrics.
+Case = tuple[Callable[..., tuple[LossTerm, ...]], dict[str, Any], Rows, Rows, dict[str, float]]
+
+
+def assert_case(case: Case) -> LossTerm:
+    """Values where the mask is True, gradients and metrics; the mask of the term is that of the inputs."""
+    function, inputs, value, gradient, metrics = case
+    term, found = evaluate(function, **inputs)
+    term = term.replace(value=torch.where(term.mask, term.value, 0))
+    assert_result((term, found), value=value, gradient=gradient, **metrics)
+    whole = inputs.get("mask", torch.ones_like(tensor(inputs["ratio"])).bool())
+    assert torch.equal(term.mask, whole if term.mask.shape == whole.shape else whole.any(-1, keepdim=True))
+    return term

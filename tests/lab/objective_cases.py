@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,3 +62,23 @@ def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def rows_of(batch: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
     """Some rows of a batch."""
     return {key: value[index] for key, value in batch.items()}
+
+
+def raises_without(part: Callable[[dict[str, Tensor]], Any], given: dict[str, Tensor]) -> set[str]:
+    """The inputs without which a part of a loss raises: each left out by itself, all others there."""
+    part(given)
+    names = given.keys() - {"log_prob", "mask"}
+    return {name for name in names if _said(part, {key: x for key, x in given.items() if key != name})}
+
+
+def refusal(name: str, **changes: Any) -> str:
+    """What an objective says to these inputs and hyper-parameters, all other inputs there; nothing if it takes them."""
+    return _said(lambda given: get_objective(name)(**given), {**inputs_of(name, random_batch(0)), **changes})
+
+
+def _said(function: Callable[[Any], Any], given: Any) -> str:
+    try:
+        function(given)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -1,17 +1,15 @@
-"""The inputs that a part of a loss claims to need are those it raises without, also after later changes."""
+"""What a part of a loss claims to need is what it raises without, also after later changes."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-import typing
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from objective_cases import CASES, inputs_of, random_batch
+from objective_cases import raises_without, random_batch
 from policy_batches import batch
 from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_estimator, k2
 from torchrl_llm_kl.losses import (
@@ -21,66 +19,17 @@ from torchrl_llm_kl.losses import (
     KLToReference,
     KLToSampler,
     LossTerm,
-    ObjectiveArgs,
-    ObjectiveName,
     OffPolicySequenceMask,
     PolicyLoss,
     TermPart,
     TopEntropyMask,
-    available_objectives,
-    get_objective,
-    spec_of,
 )
 from toy_models import tiny_model
 
-#: Of each objective every choice and every switch that is not among the cases.
-VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *CASES.values(),
-    *((name, {}) for name in available_objectives()),
-    ("ppo", {"fallback_to_policy_gradient": True, "enable_sequence_masking": True}),
-    *(
-        ("rec", {"clip_mode": mode, "weight": weight, "regularizer": regularizer, "regularizer_coef": 0.1})
-        for mode in ("none", "one-side", "two-side", "ring", "gspo-one-side")
-        for weight in ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
-        for regularizer in ("none", "k2", "forward-kl")
-    ),
-    ("mix_chord", {"enable_phi_function": False, "mu_warmup_steps": 3}),
-    ("dpo", {"label_smoothing": 0.2}),
-]
 
-
-def inputs(part: Any) -> dict[str, Tensor]:
+def every_input() -> dict[str, Tensor]:
     data = random_batch(0)
-    if spec_of(part.function) is not None and spec_of(part.function).name in available_objectives():
-        data = inputs_of(spec_of(part.function).name, data)
-    one_each = {name: -data["log_prob"] for name in ("entropy", "kl")}
-    return {**data, **one_each, "sampler_log_prob": data["old_log_prob"], "selected": data["expert_mask"]}
-
-
-def raises_without(part: Any) -> set[str]:
-    """The inputs without which the part raises: each left out by itself, all others there."""
-    given = inputs(part)
-    part(given)
-    return {name for name in given if name not in ("log_prob", "mask") and _raises(part, without(given, name))}
-
-
-def without(given: dict[str, Tensor], name: str) -> dict[str, Tensor]:
-    return {key: value for key, value in given.items() if key != name}
-
-
-def _raises(part: Any, given: dict[str, Tensor]) -> bool:
-    try:
-        part(given)
-    except (TypeError, ValueError):
-        return True
-    return False
-
-
-@pytest.mark.parametrize(("name", "hyper"), VARIANTS)
-def test_objectives_need_what_they_state(name: str, hyper: dict[str, Any]) -> None:
-    part = TermPart(get_objective(name), **hyper)
-    assert set(part.needs) == raises_without(part)
-    assert set(spec_of(get_objective(name)).required(hyper)) == set(part.needs)
+    return {**data, **dict.fromkeys(("entropy", "kl"), -data["log_prob"]), "sampler_log_prob": data["old_log_prob"]}
 
 
 ESTIMATORS = [
@@ -99,7 +48,7 @@ def test_terms_need_what_they_state(leave_out_experts: bool) -> None:
     parts += [KLToSampler(0.1, each, leave_out_experts=leave_out_experts) for each in ESTIMATORS]
     parts += [EntropyBonus(0.1, leave_out_experts=leave_out_experts)]
     for part in parts:
-        assert set(part.needs) == raises_without(part), part
+        assert set(part.needs) == raises_without(part, every_input()), part
         assert ("expert_mask" in part.needs) == leave_out_experts
 
 
@@ -112,7 +61,7 @@ def test_corrections_need_what_they_state() -> None:
         TopEntropyMask(threshold=0.5): {"entropy"},
     }
     for part, needs in expected.items():
-        assert set(part.needs) == raises_without(part) == needs
+        assert set(part.needs) == raises_without(part, every_input()) == needs
 
 
 def test_a_function_of_ones_own_needs_its_inputs_without_a_default() -> None:
@@ -174,25 +123,3 @@ def test_the_inputs_of_a_term_follow_later_settings() -> None:
     assert "expert_mask" in loss.in_keys
     with pytest.raises(KeyError, match="needs expert_mask"):
         loss(batch())
-
-
-# ---------------------------------------------------------------------- typed names
-
-
-def test_the_literal_lists_every_objective() -> None:
-    assert typing.get_args(ObjectiveName) == available_objectives()
-
-
-def test_the_typed_arguments_are_those_of_every_objective() -> None:
-    specs = [spec_of(get_objective(name)) for name in available_objectives()]
-    assert set(ObjectiveArgs.__annotations__) == {name for spec in specs for name in spec.hyperparameters.accepted}
-    assert not ObjectiveArgs.__required_keys__
-
-
-@pytest.mark.parametrize("name", available_objectives())
-def test_a_spec_lists_the_hyper_parameters_of_its_function(name: str) -> None:
-    spec, parameters = spec_of(get_objective(name)), inspect.signature(get_objective(name)).parameters
-    assert {key: parameters[key].default for key in spec.hyper} == spec.defaults
-    assert set(spec.needs) <= set(parameters)
-    assert {key for key in spec.needs if parameters[key].default is not inspect.Parameter.empty} == set()
-    assert {own for target in spec.aliases.values() for own in target} <= set(spec.hyper)

@@ -149,6 +149,23 @@ def test_clipped_error_by_hand() -> None:
     assert_close(free.value, torch.tensor([[0.5, 0.5, 0.405, 2.0, 0.0]]))
 
 
+def f64(rows: list[list[float]]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_explained_variance_by_hand() -> None:
+    value, target = f64([[1.0, 3.0, 9.0]]), f64([[1.0, 2.0, 9.0]])
+    mask = torch.tensor([[True, True, False]])
+    # Errors 0 and -1: variance 1/4. Targets: 1/4.
+    assert_close(value_error(value, mask, value_target=target)[0].metrics["explained_variance"].item(), 0.0)
+    half = value_error(f64([[1.5, 3.0, 0.0]]), mask, value_target=f64([[1.0, 3.0, 0.0]]))
+    assert_close(half[0].metrics["explained_variance"].item(), 1 - 0.0625 / 1)
+    same = value_error(target, mask, value_target=f64([[4.0, 5.0, 0.0]]))[0]  # off by a constant
+    assert_close(same.metrics["explained_variance"].item(), 1.0)
+    constant = value_error(f64([[2.0, 2.0, 0.0]]), mask, value_target=f64([[5.0, 5.0, 0.0]]))[0]
+    assert constant.metrics["explained_variance"] == 1  # nothing to explain, and nothing left
+
+
 def test_targets_are_found_under_next_and_values_without_it() -> None:
     loss, data = ValueLoss(make_critic()), batch()
     data["value_target"], data["next", "state_value"] = torch.ones(6, 9), torch.linspace(-1, 1, 54).reshape(6, 9)
