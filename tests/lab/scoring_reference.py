@@ -1,11 +1,14 @@
-"""The reference for the scorer, one sequence at a time through the plain model without padding; and sample data."""
+"""The scorer's reference, one sequence at a time through the plain model without padding; sample data; other backends."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
+from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
+from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 
 from closeness import assert_near
 from torchrl_llm_kl.ragged import Ragged
@@ -86,3 +89,61 @@ def body_tokens(model: Any, run: Any) -> int:
     run()
     handle.remove()
     return seen
+
+
+class FullLogits(nn.Module):
+    """A model without a separate head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None) -> tuple[Tensor]:
+        return (self.inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits,)
+
+
+class FakeBackend(LLMWrapperBase):
+    """A wrapper whose engine is not a module: its output has vLLM's form, and it drops padding like vLLM's wrapper."""
+
+    DEFAULTS: ClassVar = {
+        "generate": True,
+        "return_log_probs": None,
+        "input_mode": "history",
+        "input_key": None,
+        "pad_output": True,
+        "tokenizer_kwargs": None,
+        "log_probs_key": "log_probs",
+        "padding_value": 5,
+    }
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        nn.Module.__init__(self)
+        self.model = model
+        for name, default in self.DEFAULTS.items():
+            setattr(self, name, settings.pop(name, default))
+        assert not settings
+        if self.tokenizer_kwargs is not None:
+            self.tokenizer_kwargs["padding"] = self.pad_output
+        self._batch_queue, self._futures, self._min_batch_size, self._max_batch_size = [], [], None, None
+
+    def get_new_version(self, **kwargs: Any) -> FakeBackend:
+        return type(self)(self.model, **{**{name: getattr(self, name) for name in self.DEFAULTS}, **kwargs})
+
+    def forward(self, tensordict: Any) -> Any:
+        assert (self.generate, self.input_mode, self.pad_output) == (False, "tokens", False)
+        rows = [ids[ids != self.padding_value] for ids in tensordict.get(self.input_key, as_list=True)]
+        self.model.requests.append([len(row) for row in rows])
+        found = [self.model.score(row) for row in rows]
+        out = lazy_stack([TensorDict() for _ in rows])
+        log_probs = LogProbs._from_tensordict(out.empty())
+        log_probs.full = found
+        return out.set(self.log_probs_key, log_probs)
+
+
+def engine(module: nn.Module) -> SimpleNamespace:
+    """Scores token ids, and is not a module."""
+
+    def score(ids: Tensor) -> Tensor:
+        return plain_log_probs(module, Ragged.from_list([ids])).double()
+
+    return SimpleNamespace(score=score, requests=[])

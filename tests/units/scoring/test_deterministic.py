@@ -25,7 +25,7 @@ from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
 pytestmark = needs_equal_rows
 # Wide enough that products of different numbers of rows are summed in different orders.
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2500, "max_position_embeddings": 1024}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1500, "max_position_embeddings": 1024}
 LENGTHS = (150, 3, 67, 262)
 NAMES = ("log_prob", "entropy", "kl", "top_log_probs", "collision")
 
@@ -91,25 +91,23 @@ def differing(scorer: LogProbScorer, packs: Packs, number: int, **options: Any) 
 # ---------------------------------------------------------------------- the promise
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_bits_in_random_packs_and_the_normal_mode_as_a_control(model: nn.Module, other: nn.Module, number: int) -> None:
-    mine = rows_of(*LENGTHS)
+    packs = rows_of(*LENGTHS)
     options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
     fixed, reference = (LogProbScorer(each, deterministic=True) for each in (model, other))
     vocab = WIDE["vocab_size"]
-    assert differing(fixed, Packs(mine, vocab), number, reference=reference, **options) == 0
-    assert differing(LogProbScorer(model), Packs(mine, vocab), 10, **options) > 0, (
-        "the data would not show a difference"
-    )
+    assert differing(fixed, Packs(packs, vocab), number, reference=reference, **options) == 0
+    assert differing(LogProbScorer(model), Packs(packs, vocab), 3) > 0, "the data would not show a difference"
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "opt", "cohere"])
 def test_bits_of_windows_soft_caps_and_scaled_logits(family: str) -> None:
     model = tiny_model(family, max_position_embeddings=256)
-    mine = random_sequences(90, 3, 140).to_list()
+    rows = random_sequences(90, 3, 140).to_list()
     scorer = LogProbScorer(model, deterministic=True, temperature=0.7)
-    assert differing(scorer, Packs(mine, VOCAB_SIZE, longest=200), 8, entropy=True) == 0
-    for row in mine:
+    assert differing(scorer, Packs(rows, VOCAB_SIZE, longest=200), 4, entropy=True) == 0
+    for row in rows:
         want = plain_log_probs(model, Ragged.from_list([row]), temperature=0.7)
         assert_near(scorer.score([row]).values, want.detach(), **FORWARD)
 
@@ -119,7 +117,7 @@ def test_a_head_that_is_a_module(model: nn.Module) -> None:
     model.lm_head.register_forward_hook(lambda _, __, out: out + 0)
     scorer = LogProbScorer(model, deterministic=True)
     assert scorer.path == "head"
-    assert differing(scorer, Packs(rows_of(40, 150), WIDE["vocab_size"]), 6, entropy=True) == 0
+    assert differing(scorer, Packs(rows_of(40, 150), WIDE["vocab_size"]), 3, entropy=True) == 0
 
 
 def test_adapters() -> None:
@@ -127,11 +125,11 @@ def test_adapters() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     tuned = peft.get_peft_model(tiny_model(max_position_embeddings=256), config).eval()
     base = LogProbScorer(tuned, adapters=False, deterministic=True)
-    mine = random_sequences(90, 140).to_list()
+    rows = random_sequences(90, 140).to_list()
     for scorer in (base, LogProbScorer(tuned, deterministic=True)):
-        assert differing(scorer, Packs(mine, VOCAB_SIZE, longest=100), 5) == 0
+        assert differing(scorer, Packs(rows, VOCAB_SIZE, longest=100), 3) == 0
     plain = LogProbScorer(tiny_model(max_position_embeddings=256), deterministic=True)
-    assert torch.equal(base.score(mine).values, plain.score(mine).values)
+    assert torch.equal(base.score(rows).values, plain.score(rows).values)
 
 
 def test_values_with_gradient_and_the_gradient(model: nn.Module) -> None:
@@ -165,7 +163,7 @@ def test_cached_keys_and_values_give_the_same_bits(model: nn.Module) -> None:
     scorer = LogProbScorer(model, deterministic=True)
     full = rows_of(400, 333)
     want = [scorer.score([row]).values for row in full]
-    for turn in (37, 101, 230, 333):  # the env's conversations grow, in changing company
+    for turn in (37, 230, 333):  # the env's conversations grow, in changing company
         company = rows_of(50 + turn // 2, seed=turn)
         found = scorer.score([*company, *(row[:turn] for row in full)], remember=True).to_list()[1:]
         for part, whole in zip(found, want, strict=True):
@@ -212,14 +210,6 @@ class _Uniform(nn.Module):
         return (torch.zeros(*input_ids.shape, 4),)
 
 
-def _experts() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = MixtralConfig(vocab_size=VOCAB_SIZE, num_key_value_heads=2, num_local_experts=4, **sizes)
-    return MixtralForCausalLM(config).eval()
-
-
 def _alibi() -> nn.Module:
     from transformers import BloomConfig, BloomForCausalLM
 
@@ -243,7 +233,11 @@ def _compiled() -> nn.Module:
         (tiny_model, {"tokens_per_batch": 100}, "tokens_per_batch must be a multiple of 64"),
         (_Uniform, {}, "_Uniform is scored by its own forward, on padded batches"),
         (_alibi, {}, "BloomForCausalLM cannot attend within a pack"),
-        (_experts, {}, "MixtralForCausalLM runs .* on sizes that depend on the tokens, as a mixture of experts does"),
+        (
+            lambda: tiny_model("mixtral"),
+            {},
+            "MixtralForCausalLM runs .* on sizes that depend on the tokens, as a mixture of experts does",
+        ),
         (_compiled, {}, "has compiled layers"),
     ],
     ids=lambda x: getattr(x, "__name__", None) or str(x)[:30],
@@ -253,8 +247,10 @@ def test_models_that_cannot_are_refused_with_the_reason(build: Any, options: dic
         LogProbScorer(build(), deterministic=True, **options)
 
 
-def test_a_model_on_another_device_or_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changed_since_is_refused_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = LogProbScorer(tiny_model(), deterministic=True)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
+        scorer.score([[3, 4, 5]])
     monkeypatch.setattr(_scorer, "model_device", lambda *_: torch.device("cuda:0"))
     with pytest.raises(ValueError, match=r"is on cuda:0, and fixed shapes are known to suffice on a CPU only"):
         scorer.score([[1, 2, 3]])
@@ -302,44 +298,20 @@ def test_a_change_of_threads_is_checked_again(monkeypatch: pytest.MonkeyPatch) -
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("config", [{"dropout": 0.3}, {"dropout": 0.0, "layerdrop": 0.5}])
-def test_dropout_without_a_module_with_gradient(config: dict[str, Any]) -> None:
-    """OPT drops by functions, and whole layers."""
-    model = tiny_model("opt", **config)
-    scorer = LogProbScorer(model, deterministic=True)
-    model.train()
-    with pytest.raises(ValueError, match="drops activations at random"):
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("opt", {"dropout": 0.3}),  # by functions, without a module
+        ("opt", {"layerdrop": 0.5}),  # whole layers
+        ("gpt2", {"resid_pdrop": 0.1}),
+        ("qwen2", {"attention_dropout": 0.1}),
+    ],
+)
+def test_dropout_with_gradient(family: str, config: dict[str, Any]) -> None:
+    scorer = LogProbScorer(tiny_model(family, **config).train(), deterministic=True)
+    scorer.score([[3, 4, 5]])  # in evaluation mode
+    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
         scorer.score([[3, 4, 5]], grad=True)
-    scorer.score([[3, 4, 5]])
-
-
-def test_autocast_around_a_call_is_refused() -> None:
-    scorer = LogProbScorer(tiny_model(), deterministic=True)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
-        scorer.score([[3, 4, 5]])
-
-
-def test_the_default_size_of_a_pack_may_be_named() -> None:
-    model = tiny_model()
-    scorer, reference = (
-        LogProbScorer(model, deterministic=True),
-        LogProbScorer(model, deterministic=True, tokens_per_batch=256),
-    )
-    kl = scorer.evaluate([[3, 4, 5]], reference=reference).kl
-    assert kl is not None
-    assert not kl.values.any()
-
-
-def test_dropout_with_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("gpt2", resid_pdrop=0.1)
-    scorer = LogProbScorer(model.train(), deterministic=True)
-    scorer.score([[1, 2, 3]])  # in evaluation mode
-    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
-        scorer.score([[1, 2, 3]], grad=True)
-    attention = tiny_model(attention_dropout=0.1).train()
-    scorer = LogProbScorer(attention, deterministic=True)
-    with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
-        scorer.score([[1, 2, 3]], grad=True)
 
 
 def test_no_other_budget_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +330,10 @@ def test_an_exact_kl_needs_both_models_alike(model: nn.Module, other: nn.Module)
     for reference in (LogProbScorer(other), LogProbScorer(other, deterministic=True, tokens_per_batch=128)):
         with pytest.raises(ValueError, match="their difference in rounding would count as KL"):
             scorer.evaluate([[1, 2, 3]], reference=reference)
+    default = LogProbScorer(model, deterministic=True, tokens_per_batch=256)
+    kl = scorer.evaluate([[3, 4, 5]], reference=default).kl
+    assert kl is not None
+    assert not kl.values.any()
 
 
 # ---------------------------------------------------------------------- where the setting arrives
@@ -378,17 +354,16 @@ def answers() -> tuple[list[Tensor], int]:
     return [torch.cat([start, end]) for start, end in zip([first] * 4 + [second] * 4, ends, strict=True)], 75
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3", "exact"])
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_kl_of_a_model_with_its_copy_is_0_in_any_split(estimator: Any, model: nn.Module) -> None:
     rows, prompt = answers()
     kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, deterministic=True)
     found = {}
-    for step in (1, 3, 8):
+    for step in (3, 8):
         parts = [kl(batch_of(rows[i : i + step], prompt)) for i in range(0, 8, step)]
         assert all(float(part["next", "kl_penalty"].abs().max()) == 0.0 for part in parts)
         found[step] = [row for part in parts for row in part["next", "log_probs", "full"].unbind(0)]
     for i, row in enumerate(rows):
-        assert torch.equal(found[1][i][: len(row)], found[8][i][: len(row)])
         assert torch.equal(found[3][i][: len(row)], found[8][i][: len(row)])
 
 
@@ -401,13 +376,10 @@ def test_the_first_ratio_of_a_step_is_1(model: nn.Module) -> None:
     assert isinstance(parts.kl_transform, (RetrieveKL, RetrieveLogProb))
     assert parts.loss.scorer.deterministic
     batch = parts.prepare(batch_of(rows, prompt))
-    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows, prompt))[
-        "next", "log_probs", "full"
-    ]
-    for i, row in enumerate(rows):
-        mask = torch.arange(len(row)) >= prompt
-        current = parts.loss.scorer.score([row], mask, grad=True).values
-        assert torch.equal(current.detach(), old[i, : len(row)])
+    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows, prompt))
+    for i, row in list(enumerate(rows))[::3]:
+        current = parts.loss.scorer.score([row], torch.arange(len(row)) >= prompt, grad=True).values
+        assert torch.equal(current.detach(), old["next", "log_probs", "full"][i, : len(row)])
     assert torch.isfinite(parts.loss(batch[2:4]).total_loss)
 
 

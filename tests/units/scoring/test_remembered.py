@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_scorer_wrapper import FakeBackend, engine
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near, rows_keep_their_bits
-from scoring_reference import plain_log_probs, random_mask, random_sequences
+from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
@@ -55,6 +54,15 @@ def is_forwarded(scorer: Any, calls: list[int], *args: Any, **options: Any) -> b
     return len(calls) > before
 
 
+def wrapped(model: nn.Module, **tokenizer: Any) -> TransformersWrapper:
+    return TransformersWrapper(model, tokenizer=build_tokenizer(**tokenizer), generate=False, input_mode="tokens")
+
+
+def assert_as_plain(scorer: Any, model: nn.Module, **settings: Any) -> None:
+    """The same bits as without a store."""
+    assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(model, **settings).score(SEQUENCES).values)
+
+
 # ------------------------------------------------------------------ hits
 
 
@@ -66,66 +74,49 @@ def test_the_second_epoch_makes_no_forward(tmp_path: Path) -> None:
     assert_near(first.values, plain_log_probs(model, SEQUENCES, mask, temperature=0.7).detach(), **FORWARD)
     assert torch.equal(first.values, LogProbScorer(model, temperature=0.7).score(SEQUENCES, mask).values)
     done = len(calls)
-
     again = scorer.score(SEQUENCES, mask)
     assert torch.equal(again.values, first.values)
     assert again.values.dtype == first.values.dtype
-    shuffled = scorer.score(
-        [row.tolist() for row in SEQUENCES.to_list()[::-1]],
-        Ragged.from_list(SEQUENCES.like(mask).to_list()[::-1]).values,
-    )
+    backwards = [row.tolist() for row in SEQUENCES.to_list()[::-1]]
+    shuffled = scorer.score(backwards, Ragged.from_list(SEQUENCES.like(mask).to_list()[::-1]).values)
     assert torch.equal(torch.cat(shuffled.to_list()[::-1]), first.values)
     assert len(calls) == done
     assert reference.store.tokens_recalled == 2 * int(mask.sum())
 
 
-def test_another_run_makes_no_forward_either(tmp_path: Path) -> None:
-    mask = random_mask(SEQUENCES)
+def test_another_run_or_copy_makes_no_forward_either(tmp_path: Path) -> None:
     first = RememberedModel(tiny_model(), tmp_path)
-    want = first.make_scorer().evaluate(SEQUENCES, mask, entropy=True)
+    scorer = first.make_scorer()
+    log_probs = scorer.score(SEQUENCES).values
+    want = scorer.evaluate(SEQUENCES, entropy=True)
+    assert torch.equal(want.log_prob.values, log_probs)
+    assert torch.equal(
+        want.entropy.values, LogProbScorer(tiny_model()).evaluate(SEQUENCES, entropy=True).entropy.values
+    )
     first.store.flush()
-
-    model = tiny_model()
-    calls, second = forwards(model), RememberedModel(model, tmp_path)
-    scorer = second.make_scorer()
-    done = len(calls)  # of the scorer's check of the model
-    found = scorer.evaluate(SEQUENCES, mask, entropy=True)
-    assert len(calls) == done
-    assert torch.equal(found.log_prob.values, want.log_prob.values)
-    assert found.entropy is not None
-    assert want.entropy is not None
-    assert torch.equal(found.entropy.values, want.entropy.values)
+    for twin in (RememberedModel(tiny_model(), tmp_path), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        calls, scorer = forwards(twin.model), twin.make_scorer()
+        done = len(calls)  # of the scorer's check of the model
+        found = scorer.evaluate(SEQUENCES, entropy=True)
+        assert len(calls) == done
+        assert torch.equal(found.log_prob.values, want.log_prob.values)
+        assert torch.equal(found.entropy.values, want.entropy.values)
 
 
 def test_only_what_is_missing_is_forwarded(tmp_path: Path) -> None:
     model = tiny_model()
     scorer = RememberedModel(model, tmp_path).make_scorer()
-    some, every = random_mask(SEQUENCES, keep=0.3), SEQUENCES.positions > 0
+    some = random_mask(SEQUENCES, keep=0.3)
     first = scorer.score(SEQUENCES, some).values
-    both = scorer.score(SEQUENCES, every).values
+    both = scorer.score(SEQUENCES, SEQUENCES.positions > 0).values
     assert torch.equal(both[some], first[some])
     assert_near(both, plain_log_probs(model, SEQUENCES).detach(), **FORWARD)
-
     lengths: list[int] = []
     model.model.register_forward_pre_hook(
-        lambda _, args, options: lengths.append((options.get("input_ids") if not args else args[0]).numel()),
-        with_kwargs=True,
+        lambda _, args, options: lengths.append(options["input_ids"].numel()), with_kwargs=True
     )
-    longer = [*SEQUENCES.to_list(), torch.tensor([3, 4, 5])]
-    scorer.score(longer)
+    scorer.score([*SEQUENCES.to_list(), torch.tensor([3, 4, 5])])
     assert lengths == [2]
-
-
-def test_log_probs_are_found_when_entropies_are_requested_too(tmp_path: Path) -> None:
-    model = tiny_model()
-    calls, scorer = forwards(model), RememberedModel(model, tmp_path).make_scorer()
-    first = scorer.score(SEQUENCES).values
-    both = scorer.evaluate(SEQUENCES, entropy=True)
-    assert torch.equal(both.log_prob.values, first)
-    want = LogProbScorer(model).evaluate(SEQUENCES, entropy=True).entropy
-    assert want is not None
-    assert torch.equal(both.entropy.values, want.values)
-    assert not is_forwarded(scorer, calls, SEQUENCES, entropy=True)
 
 
 def test_a_float64_model_and_a_padded_batch(tmp_path: Path) -> None:
@@ -137,15 +128,6 @@ def test_a_float64_model_and_a_padded_batch(tmp_path: Path) -> None:
     assert first.shape == ids.shape
     assert torch.equal(first, again)
     assert torch.equal(first, LogProbScorer(model).score(ids, attention_mask=real).restore())
-
-
-def test_copies_and_pickles_share_the_folder(tmp_path: Path) -> None:
-    reference = RememberedModel(tiny_model(), tmp_path)
-    reference.make_scorer().score(SEQUENCES)
-    reference.store.flush()
-    for twin in (copy.deepcopy(reference), pickle.loads(pickle.dumps(reference))):
-        calls, scorer = forwards(twin.model), twin.make_scorer()
-        assert not is_forwarded(scorer, calls, SEQUENCES)
 
 
 # ------------------------------------------------------------------ misses
@@ -188,31 +170,24 @@ def test_a_changed_model_misses(tmp_path: Path, change: Callable[[nn.Module], No
     assert torch.equal(old.score(SEQUENCES).values, before)
 
 
-def test_a_few_weights_changed_through_data_miss_after_forget(tmp_path: Path) -> None:
-    model = tiny_model()
-    scorer = RememberedModel(model, tmp_path).make_scorer()
-    scorer.score(SEQUENCES)
-    model.model.layers[0].mlp.up_proj.weight.data[0, 1] += 3.0
-    scorer.forget()
-    assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(model).score(SEQUENCES).values)
-
-
-def test_a_reference_that_follows_the_policy_misses(tmp_path: Path) -> None:
+def test_weights_that_others_write_miss(tmp_path: Path) -> None:
+    """A few through data, after forget; an updater's; a wrapper's new model."""
     reference, policy = tiny_model(seed=0), tiny_model(seed=1)
     scorer = RememberedModel(reference, tmp_path).make_scorer()
+    scorer.score(SEQUENCES)
+    reference.model.layers[0].mlp.up_proj.weight.data[0, 1] += 3.0
+    scorer.forget()
+    assert_as_plain(scorer, reference)
     updater = ReferenceUpdater(reference, policy, decay=0.5)
-    for _ in range(3):
+    for _ in range(2):
         updater.step()
-        assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(reference).score(SEQUENCES).values)
+        assert_as_plain(scorer, reference)
     assert scorer.model.store.tokens_recalled == 0
-
-
-def test_a_wrapper_whose_model_is_replaced_misses(tmp_path: Path) -> None:
-    wrapper = TransformersWrapper(tiny_model(), tokenizer=build_tokenizer(), generate=False, input_mode="tokens")
+    wrapper = wrapped(tiny_model())
     scorer = RememberedModel(wrapper, tmp_path).make_scorer()
     scorer.score(SEQUENCES)
     wrapper.model = tiny_model(seed=1)
-    assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(wrapper.model).score(SEQUENCES).values)
+    assert_as_plain(scorer, wrapper.model)
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -263,9 +238,10 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(tmp_path: Path) ->
             assert torch.equal(scorer.score(SEQUENCES).values, wanted[sampling])
             scorer.inner.temperature = 0.25  # past the scorer
             assert scorer.temperature == 0.25
-            cold = LogProbScorer(model, sampling=scorer.sampling).score(SEQUENCES).values
-            assert torch.equal(scorer.score(SEQUENCES).values, cold)
+            assert_as_plain(scorer, model, sampling=scorer.sampling)
             scorer.inner.temperature = sampling.temperature
+        scorer.inner.dtype = torch.bfloat16
+        assert not torch.equal(scorer.score(SEQUENCES).values, wanted[Sampling()])
         scorer.model.store.flush()
         calls, again = forwards(model), RememberedModel(model, tmp_path)
         for sampling, values in wanted.items():
@@ -273,16 +249,6 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(tmp_path: Path) ->
             done = len(calls)  # of the scorer's check of the model
             assert torch.equal(other.score(SEQUENCES).values, values)
             assert len(calls) == done
-
-
-def test_a_setting_of_the_inner_scorer_is_stored_under_what_it_is(tmp_path: Path) -> None:
-    model = tiny_model()
-    scorer = RememberedModel(model, tmp_path).make_scorer()
-    scorer.inner.dtype = torch.bfloat16
-    narrow = scorer.score(SEQUENCES).values
-    plain = RememberedModel(model, scorer.model.store).make_scorer().score(SEQUENCES).values
-    assert torch.equal(plain, LogProbScorer(model).score(SEQUENCES).values)
-    assert not torch.equal(plain, narrow)
 
 
 def test_settings_that_are_fixed(tmp_path: Path) -> None:
@@ -313,19 +279,17 @@ def test_adapters_miss(tmp_path: Path) -> None:
     reference = RememberedModel(model, tmp_path)
     active, base = reference.make_scorer(), reference.make_scorer(adapters=False)
     first = active.score(SEQUENCES).values
-    assert torch.equal(base.score(SEQUENCES).values, LogProbScorer(model, adapters=False).score(SEQUENCES).values)
+    assert_as_plain(base, model, adapters=False)
     for layer in model.modules():
         if isinstance(getattr(layer, "scaling", None), dict):
             layer.scaling["default"] *= 2
-    assert torch.equal(active.score(SEQUENCES).values, LogProbScorer(model).score(SEQUENCES).values)
+    assert_as_plain(active, model)
     assert not torch.equal(active.score(SEQUENCES).values, first)
 
 
 def test_another_tokenizer_misses(tmp_path: Path) -> None:
     def scored(**options: Any) -> int:
-        tokenizer = build_tokenizer(**options)
-        wrapper = TransformersWrapper(tiny_model(), tokenizer=tokenizer, generate=False, input_mode="tokens")
-        reference = RememberedModel(wrapper, tmp_path)
+        reference = RememberedModel(wrapped(tiny_model(), **options), tmp_path)
         reference.make_scorer().score(SEQUENCES)
         reference.store.flush()
         return reference.store.tokens_recalled
@@ -346,21 +310,23 @@ class Scaled(nn.Module):
 
 
 class Doubled(Scaled):
+    __qualname__ = Scaled.__qualname__
+
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
         return (super().forward(input_ids)[0] * 2,)
 
 
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 def test_models_of_equal_weights_and_other_behaviour_miss(tmp_path: Path) -> None:
-    models, store = [Scaled(1.0), Scaled(2.0), Doubled(1.0)], ScoreStore(tmp_path)
-    Doubled.__qualname__, name = Scaled.__qualname__, Doubled.__qualname__
-    try:
-        found = [RememberedModel(model, store).make_scorer().score(SEQUENCES).values for model in models]
-    finally:
-        Doubled.__qualname__ = name
+    store, models = ScoreStore(tmp_path), [Scaled(1.0), Scaled(2.0), Doubled(1.0)]
+    found = [RememberedModel(model, store).make_scorer().score(SEQUENCES).values for model in models]
     assert not torch.equal(found[0], found[1])
     assert torch.equal(found[1], found[2])
     assert store.tokens_recalled == 0
+    models = [tiny_model(seed=seed) for seed in (0, 1)]
+    for model in [*models, *models]:
+        assert_as_plain(RememberedModel(model, store).make_scorer(), model)
+    assert store.tokens_recalled == 2 * int((SEQUENCES.positions > 0).sum())
 
 
 # ------------------------------------------------------------------ another backend, and errors
@@ -398,7 +364,7 @@ def test_errors_name_the_sequence_of_the_call(tmp_path: Path) -> None:
         RememberedModel(LogProbScorer(tiny_model()), tmp_path)
 
 
-@pytest.mark.parametrize(("column", "value"), [(0, 7.0), (0, float("nan")), (1, -5.0), (1, float("inf"))])
+@pytest.mark.parametrize(("column", "value"), [(0, 7.0), (1, -5.0), (1, float("inf"))])
 def test_scores_that_cannot_be_are_computed_again(tmp_path: Path, column: int, value: float) -> None:
     """A shard with right checksums, and a log-prob above 0 or an entropy below."""
     model = tiny_model()
@@ -446,15 +412,11 @@ def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | Non
 
 
 def test_gradients_and_other_scores_come_from_the_model(tmp_path: Path) -> None:
-    model = tiny_model()
-    scorer = RememberedModel(model, tmp_path).make_scorer()
+    scorer = RememberedModel(tiny_model(), tmp_path).make_scorer()
     scorer.score(SEQUENCES)
     assert scorer.score(SEQUENCES, grad=True).values.requires_grad
-    found = scorer.evaluate(SEQUENCES, top_k=3, moments=True)
-    assert found.top_indices is not None
-    assert found.collision is not None
-    pair = scorer.evaluate(SEQUENCES, reference=LogProbScorer(tiny_model(seed=1)))
-    assert pair.kl is not None
+    found = scorer.evaluate(SEQUENCES, top_k=3, moments=True, reference=LogProbScorer(tiny_model(seed=1)))
+    assert None not in (found.top_indices, found.collision, found.kl)
 
 
 # ------------------------------------------------------------------ a service that is pushed weights meanwhile
@@ -500,7 +462,9 @@ def test_a_push_during_a_call_stores_nothing_wrong(tmp_path: Path, when: str) ->
     scorer = RememberedModel(service, tmp_path).make_scorer()
     scorer.score(SEQUENCES.to_list()[:2])  # a part is known before the push
     setattr(service, when, True)
-    during = scorer.evaluate(SEQUENCES)
+    finish = scorer.begin(SEQUENCES)
+    assert service.requests == 2, "sent before the reply is awaited"
+    during = finish()
     assert during.version == (1 if when == "push_before_reply" else 0)
     assert_near(during.log_prob.values, want[during.version], **FORWARD)
     service.push_before_reply = service.push_after_reply = False
@@ -510,13 +474,6 @@ def test_a_push_during_a_call_stores_nothing_wrong(tmp_path: Path, when: str) ->
     sent = service.requests
     scorer.score(SEQUENCES)
     assert service.requests == sent
-
-
-def test_the_request_is_sent_before_the_reply_is_awaited(tmp_path: Path) -> None:
-    service = Service()
-    finish = RememberedModel(service, tmp_path).make_scorer().begin(SEQUENCES)
-    assert service.requests == 1
-    assert_near(finish().log_prob.values, LogProbScorer(service.models[0]).score(SEQUENCES).values, **FORWARD)
 
 
 # ------------------------------------------------------------------ the fingerprint
@@ -532,21 +489,20 @@ def test_a_fingerprint_is_stable(tmp_path: Path) -> None:
     assert fingerprint_of(model) == found
     model.save_pretrained(tmp_path)
     assert fingerprint_of(type(model).from_pretrained(tmp_path)) == found
-    wrapper = TransformersWrapper(model, tokenizer=build_tokenizer(), generate=False, input_mode="tokens")
-    assert fingerprint_of(wrapper) == found
+    assert fingerprint_of(wrapped(model)) == found
+    with pytest.raises(ValueError, match="meta device"):
+        fingerprint_of(nn.Linear(2, 2, device="meta"))
 
 
 def test_any_change_of_a_tensor_changes_the_fingerprint() -> None:
     model = tiny_model()
     seen = {fingerprint_of(model)}
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         flat = parameter.data.view(-1)
         before = flat[-1].clone()
         flat[-1] = torch.nextafter(before, torch.tensor(9.0))
         seen.add(fingerprint_of(model))
         flat[-1] = before
-        assert parameter.dtype == torch.float32, name
-    assert len(seen) == 1 + len(list(model.named_parameters()))
     assert fingerprint_of(model) in seen
     others = [
         copy.deepcopy(model).bfloat16(),
@@ -556,7 +512,7 @@ def test_any_change_of_a_tensor_changes_the_fingerprint() -> None:
         nn.Sequential(model),
     ]
     seen |= {fingerprint_of(other) for other in others}
-    assert len(seen) == 1 + len(list(model.named_parameters())) + len(others)
+    assert len(seen) == 1 + len(list(model.parameters())) + len(others)
 
 
 def test_tensors_that_are_views_scalars_or_empty() -> None:
@@ -571,18 +527,3 @@ def test_tensors_that_are_views_scalars_or_empty() -> None:
     assert fingerprint_of(module) == fingerprint_of(twin)
     twin.get_buffer("flags")[1] = True
     assert fingerprint_of(module) != fingerprint_of(twin)
-
-
-def test_weights_on_the_meta_device_have_no_fingerprint() -> None:
-    with pytest.raises(ValueError, match="meta device"):
-        fingerprint_of(nn.Linear(2, 2, device="meta"))
-
-
-def test_a_store_given_to_two_models(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path)
-    models = [tiny_model(seed=seed) for seed in (0, 1)]
-    for _ in range(2):
-        for model in models:
-            found = RememberedModel(model, store).make_scorer().score(SEQUENCES).values
-            assert torch.equal(found, LogProbScorer(model).score(SEQUENCES).values)
-    assert store.tokens_recalled * 2 == store.tokens_seen

@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_scorer_wrapper import FakeBackend, engine
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from checkpointed import enable, enable_and_wrap, in_own_code, wrap
 from closeness import assert_near
-from scoring_reference import assert_scores, body_tokens, conversation, ids
+from scoring_reference import SHARED, FakeBackend, FullLogits, assert_scores, body_tokens, conversation, engine, ids
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.scoring import RememberedModel, Scores
+from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.scoring._model import text_config
 from torchrl_llm_kl.scoring._routing import Routers, flat_record, tell_apart
 from toy_models import EXPERT_FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
@@ -33,17 +32,7 @@ WEIGHTS = torch.linspace(-1, 2, len(TOKENS.values))
 # Two prompts, one of which two share and one continues, in a third of the tokens: for comparisons in float64.
 SOME = [ROWS[i] for i in (0, 1, 2, 6)]
 SOME_TOKENS = Ragged.from_list(SOME)
-
-
-class FullLogits(nn.Module):
-    """A model without a separate head."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.config = inner, inner.config
-
-    def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None) -> tuple[Tensor]:
-        return (self.inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits,)
+KINDS = [*((family, "packed") for family in EXPERT_FAMILIES), ("qwen3_moe", "padded"), ("deepseek_v3", "full")]
 
 
 def make_scorer(model: nn.Module, kind: str) -> LogProbScorer:
@@ -140,30 +129,16 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], toler
         assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
 
 
-def flat(scores: Scores) -> tuple[Tensor, Tensor]:
-    assert scores.entropy is not None
-    return scores.log_prob.values, scores.entropy.values
-
-
 # ------------------------------------------------------------------ own routing
 
 
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_packs_of_a_mixture_are_exact(family: str) -> None:
+@pytest.mark.parametrize(("family", "kind"), KINDS)
+def test_own_routing_is_recorded_and_replayed_changes_no_bit(family: str, kind: str) -> None:
     model = tiny_model(family)
-    scorer = LogProbScorer(model, tokens_per_batch=23)
-    assert scorer.shares_prefixes
-    assert_scores(scorer, model, ROWS)
-
-
-@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_a_record_is_what_the_model_chose(family: str, kind: str) -> None:
-    model = tiny_model(family)
+    scorer = make_scorer(model, kind)
     mask = TOKENS.positions > 0
     mask[TOKENS.sequence_ids == 4] = False  # not forwarded
-    found = make_scorer(model, kind).evaluate(TOKENS, mask, record_routing=True).routing
-    assert found is not None
+    found = scorer.evaluate(TOKENS, mask, record_routing=True).routing
     assert found.values.dtype == torch.int8
     for i, (record, want) in enumerate(zip(found.to_list(), own_experts(model, ROWS), strict=True)):
         forwarded = 0 if i == 4 else len(want) - 1
@@ -171,83 +146,61 @@ def test_a_record_is_what_the_model_chose(family: str, kind: str) -> None:
         assert bool((record[forwarded:] == -1).all())
         assert record.shape[1:] == (len(LAYERS[family]), K)
 
-
-@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_own_routing_replayed_changes_no_bit(family: str, kind: str) -> None:
-    model = tiny_model(family)
-    scorer = make_scorer(model, kind)
+    if kind == "packed":
+        assert scorer.shares_prefixes
+        assert_scores(scorer, model, ROWS)
     first = scorer.evaluate(TOKENS, entropy=True, record_routing=True, grad=True)
     again = scorer.evaluate(TOKENS, entropy=True, routing=first.routing, grad=True)
-    for a, b in zip(flat(first), flat(again), strict=True):
-        assert torch.equal(a, b)
-    assert_same(gradients(model, *flat(again)), gradients(model, *flat(first)))
-    plain = scorer.evaluate(TOKENS, record_routing=True)
-    assert torch.equal(scorer.score(TOKENS, routing=plain.routing).values, plain.log_prob.values)
-
-
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_own_routing_replayed_in_half_precision(family: str) -> None:
-    model = tiny_model(family)
-    scorer = LogProbScorer(model, dtype=torch.bfloat16, tokens_per_batch=23)
-    first = scorer.evaluate(TOKENS, record_routing=True)
-    assert torch.equal(scorer.score(TOKENS, routing=first.routing).values, first.log_prob.values)
+    assert torch.equal(first.log_prob.values, again.log_prob.values)
+    assert torch.equal(first.entropy.values, again.entropy.values)
+    parts = [(each.log_prob.values, each.entropy.values) for each in (again, first)]
+    assert_same(gradients(model, *parts[0]), gradients(model, *parts[1]))
+    scorer.dtype = torch.bfloat16
+    half = scorer.evaluate(TOKENS, record_routing=True)
+    assert torch.equal(scorer.score(TOKENS, routing=half.routing).values, half.log_prob.values)
 
 
 # ------------------------------------------------------------------ other routing
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_flips_are_corrected(family: str, kind: str) -> None:
-    """The routing of A in B, whose routers differ: what B computes with A's experts and its own weights of them."""
+@pytest.mark.parametrize("of", ["another sampler", "chance"])
+@pytest.mark.parametrize(("family", "kind"), KINDS)
+def test_replayed_experts_have_the_models_own_weights(family: str, kind: str, of: str) -> None:
+    """The routing of A in B, whose routers differ, and one of its own for each sequence: prompts are not shared then."""
     sampler = in_float64(family)
     model = perturbed(sampler)
     scorer = make_scorer(model, kind)
-    records = own_experts(sampler, SOME)
-    flips = (torch.cat(own_experts(model, SOME)).sort(-1).values != torch.cat(records).sort(-1).values).any(-1)
-    assert 0.1 < float(flips.double().mean()) < 1
+    if of == "chance":
+        records = random_experts(SOME, len(LAYERS[family]))
+    else:
+        records = own_experts(sampler, SOME)
+        flips = (torch.cat(own_experts(model, SOME)).sort(-1).values != torch.cat(records).sort(-1).values).any(-1)
+        assert 0.1 < float(flips.double().mean()) < 1
     found = scorer.evaluate(SOME_TOKENS, routing=records, entropy=True, grad=True)
-    want = by_hand(family, model, SOME, records)
-    unforced = scorer.score(SOME_TOKENS).values
-    assert float((unforced - want[0].detach()).abs().max()) > 0.1
-    for a, b in zip(flat(found), want, strict=True):
+    got, want = (found.log_prob.values, found.entropy.values), by_hand(family, model, SOME, records)
+    assert float((scorer.score(SOME_TOKENS).values - want[0].detach()).abs().max()) > 0.1
+    for a, b in zip(got, want, strict=True):
         assert_near(a.double(), b, size=16, dtype=torch.float32)
-    assert_same(gradients(model, *flat(found)), gradients(model, *want), 1e-5)
-
-
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_random_experts_in_each_sequence(family: str, kind: str) -> None:
-    """Sequences with the same prompt and different experts do not share it."""
-    model = in_float64(family)
-    records = random_experts(SOME, len(LAYERS[family]))
-    scorer = make_scorer(model, kind)
-    found = scorer.evaluate(SOME_TOKENS, routing=records, entropy=True, grad=True)
-    want = by_hand(family, model, SOME, records)
-    for a, b in zip(flat(found), want, strict=True):
-        assert_near(a.double(), b, size=16, dtype=torch.float32)
-    assert_same(gradients(model, *flat(found)), gradients(model, *want), 1e-5)
+    assert_same(gradients(model, *got), gradients(model, *want), 1e-5)
 
 
 def test_prompts_are_shared_where_they_are_routed_alike() -> None:
     model = tiny_model("mixtral")
     scorer = LogProbScorer(model)
     record = scorer.evaluate(TOKENS, record_routing=True).routing
-    assert record is not None
-    shared, apart = 37 + 16 + 18 + 12 + 10, sum(len(row) - 1 for row in ROWS)  # by hand, as in the tests of checkpoints
-    assert body_tokens(model, lambda: scorer.score(TOKENS)) == shared
-    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=record)) == shared
-    different = random_experts(ROWS, 3)
-    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=different)) == apart
+
+    def cost(**options: Any) -> int:
+        return body_tokens(model, lambda: scorer.score(TOKENS, **options))
+
+    assert cost() == cost(routing=record) == SHARED
+    assert cost(routing=random_experts(ROWS, 3)) == sum(len(row) - 1 for row in ROWS)
     # The last token of the prompt of the second group, of 18 tokens, in one of its two answers: 17 remain shared.
     values = record.values.clone()
     at = int(TOKENS.offsets[4]) + 17
     values[at, 1] = (values[at, 1] + 1) % EXPERTS
-    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=values)) == shared + 1
+    assert cost(routing=values) == SHARED + 1
     # Recorded for the responses alone, prompts are shared as without a record.
-    responses = values.masked_fill((TOKENS.positions < 20)[:, None, None], -1)
-    assert body_tokens(model, lambda: scorer.score(TOKENS, routing=responses)) == shared
+    assert cost(routing=values.masked_fill((TOKENS.positions < 20)[:, None, None], -1)) == SHARED
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])
@@ -261,7 +214,6 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
         record[:, 1] = -1
     scorer = make_scorer(model, kind)
     found = scorer.evaluate(tokens, routing=records, record_routing=True)
-    assert found.routing is not None
     used = found.routing.to_list()
     for record, chosen in zip(records, used, strict=True):
         assert torch.equal(chosen[20:-1, [0, 2]].long(), record[20:-1, [0, 2]])
@@ -294,19 +246,19 @@ def test_router_gradients_are_finite_differences(family: str) -> None:
 
     weights = [parameter for router in routers(model) for parameter in router.parameters()]
     found = torch.autograd.grad(total(grad=True), weights)
+    assert all(float(gradient.abs().max()) > 1e-3 for gradient in found)
     # Some routers compute their softmax in float32: steps are large beside its rounding.
     step, generator = 4e-3, torch.Generator().manual_seed(0)
-    for weight, gradient in zip(weights, found, strict=True):
-        direction = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-        direction = direction / direction.norm()
-        values = []
-        for factor in (-2, -1, 1, 2):
-            weight.data += factor * step * direction
-            values.append(total().double())
-            weight.data -= factor * step * direction
-        fourth_order = (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step)
-        assert float(gradient.abs().max()) > 1e-3
-        assert_close((gradient * direction).sum(), fourth_order, atol=2e-3, rtol=2e-3)
+    directions = [torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for weight in weights]
+    directions = [direction / direction.norm() for direction in directions]
+    values, starts = [], [weight.detach().clone() for weight in weights]
+    for factor in (-2, -1, 1, 2):
+        for weight, start, direction in zip(weights, starts, directions, strict=True):
+            weight.data = start + factor * step * direction
+        values.append(total().double())
+    fourth_order = (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step)
+    along = sum((gradient * direction).sum() for gradient, direction in zip(found, directions, strict=True))
+    assert_close(along, fourth_order, atol=2e-3, rtol=2e-3)
 
 
 # ------------------------------------------------------------------ forms of a record
@@ -317,7 +269,6 @@ def test_engines_forms() -> None:
     model = tiny_model("deepseek_v3")
     scorer = LogProbScorer(model)
     want = scorer.evaluate(TOKENS, record_routing=True)
-    assert want.routing is not None
     records = want.routing.to_list()
     of_vllm = []
     for record in records:
@@ -343,7 +294,6 @@ def test_dtype_of_a_record() -> None:
     model = tiny_model("mixtral", num_local_experts=130)
     scorer = LogProbScorer(model)
     first = scorer.evaluate([ROWS[0]], record_routing=True)
-    assert first.routing is not None
     assert first.routing.values.dtype == torch.int16
     assert torch.equal(scorer.score([ROWS[0]], routing=first.routing).values, first.log_prob.values)
 
@@ -361,32 +311,31 @@ def test_tell_apart() -> None:
 # ------------------------------------------------------------------ with the rest of the scorer
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("checkpointed", [enable, wrap, enable_and_wrap], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("checkpointed", "reentrant", "share"),
+    [(enable, True, True), (wrap, False, True), (enable_and_wrap, True, True), (enable, False, False)],
+)
 def test_checkpoints_replay(checkpointed: Any, reentrant: bool, share: bool) -> None:
     """The recomputation in the backward replays too: gradients are those without checkpoints."""
     records = random_experts(ROWS, 3)
-    expected, found = [], []
-    for into, change in ((expected, False), (found, True)):
+    found: list[Any] = []
+    for change in (False, True):
         model = tiny_model("mixtral").train()
         scorer = LogProbScorer(model, share_prefixes=share, tokens_per_batch=23)
-        names = [name for name, _ in model.named_parameters()]
-        calls = []
-        handle = routers(model)[1].register_forward_pre_hook(lambda *_, into=calls: into.append(1))
+        calls: list[int] = []
+        routers(model)[1].register_forward_pre_hook(lambda *_, into=calls: into.append(1))
         if change:
             checkpointed(model, reentrant)
         scores = scorer.evaluate(TOKENS, routing=records, record_routing=True, grad=True)
         forwards = len(calls)
         (WEIGHTS * scores.log_prob.values).sum().backward()
-        gradient = [parameter.grad for parameter in model.parameters()]
         assert (len(calls) > forwards) is change, "layers are computed again in the backward"
-        handle.remove()
-        assert scores.routing is not None
-        into += [scores.log_prob.values.detach(), scores.routing.values, dict(zip(names, gradient, strict=True))]
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    assert_same(list(found[2].values()), list(expected[2].values()), 1e-6)
+        gradient = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+        found.append((scores, gradient))
+    (plain, expected), (scores, gradient) = found
+    assert torch.equal(scores.log_prob.values, plain.log_prob.values)
+    assert torch.equal(scores.routing.values, plain.routing.values)
+    assert_same([gradient[name] for name in expected], list(expected.values()), 1e-6)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -408,13 +357,11 @@ def test_the_references_own_routing() -> None:
     for given in (None, others):
         options = {} if given is None else {"ref_routing": given}
         found = scorer.evaluate(TOKENS, routing=records, reference=ref_scorer, **options)
-        assert found.ref_log_prob is not None
         assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, size=16, dtype=torch.float32)
         want = ref_scorer.score(TOKENS, routing=given).values
         assert_near(found.ref_log_prob.values, want, size=16, dtype=torch.float32)
-    same = scorer.evaluate(TOKENS, routing=records, reference=LogProbScorer(model), ref_routing=records)
-    assert same.kl is not None
-    assert_close(same.kl.values, torch.zeros_like(same.kl.values), atol=1e-6, rtol=0)
+    same = scorer.evaluate(TOKENS, routing=records, reference=LogProbScorer(model), ref_routing=records).kl.values
+    assert_near(same, torch.zeros_like(same), size=16, dtype=torch.float32)
     with pytest.raises(ValueError, match="no reference= is given"):
         scorer.evaluate(TOKENS, ref_routing=records)
 
@@ -432,31 +379,25 @@ def test_adapters_and_the_base_as_reference() -> None:
     assert torch.equal(scorer.score(TOKENS, routing=first.routing).values, first.log_prob.values)
     records = random_experts(ROWS, 3)
     found = scorer.evaluate(TOKENS, routing=records, reference=base)
-    assert found.ref_log_prob is not None
     assert_near(found.ref_log_prob.values, own, **FORWARD)
     assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, **FORWARD)
     assert float((found.log_prob.values - first.log_prob.values).abs().max()) > 0.1
 
 
-def test_the_cache_of_prefixes_is_left_alone() -> None:
-    """Cached keys and values are of the model's own routing."""
-    model = tiny_model("mixtral")
-    scorer, records = LogProbScorer(model), random_experts(ROWS, 3)
+def test_caches_of_prefixes_and_scores_are_left_alone(tmp_path: Any) -> None:
+    """What they hold is of the model's own routing."""
+    model, records = tiny_model("mixtral"), random_experts(ROWS, 3)
+    scorer = LogProbScorer(model)
     own = scorer.score(TOKENS, remember=True).values
     want = LogProbScorer(model).score(TOKENS, routing=records).values
     assert torch.equal(scorer.score(TOKENS, routing=records, remember=True).values, want)
     assert_near(scorer.score(TOKENS, remember=True).values, own, **FORWARD)
     assert scorer.memory.tokens_recalled > 0
-
-
-def test_a_remembered_model(tmp_path: Any) -> None:
-    model, records = tiny_model("mixtral"), random_experts(ROWS, 3)
-    want = LogProbScorer(model).score(TOKENS, routing=records).values
-    scorer = RememberedModel(model, tmp_path).make_scorer()
-    own = scorer.score(TOKENS).values
-    assert torch.equal(scorer.score(TOKENS, routing=records).values, want)
-    assert torch.equal(scorer.score(TOKENS).values, own)
-    assert scorer.evaluate(TOKENS, record_routing=True).routing is not None
+    stored = RememberedModel(model, tmp_path).make_scorer()
+    own = stored.score(TOKENS).values
+    assert torch.equal(stored.score(TOKENS, routing=records).values, want)
+    assert torch.equal(stored.score(TOKENS).values, own)
+    assert stored.evaluate(TOKENS, record_routing=True).routing is not None
 
 
 def test_nothing_stays_on_the_model() -> None:
@@ -511,60 +452,47 @@ def olmoe() -> nn.Module:
     )
 
 
+def compiled() -> nn.Module:
+    model = tiny_model("mixtral")
+    model.model.layers[1].compile(backend="eager")
+    return model
+
+
+def changed() -> nn.Module:
+    model = tiny_model("mixtral")
+    routers(model)[1].register_forward_hook(lambda _, __, out: (out[0], 2 * out[1], out[2]))
+    return model
+
+
+def uncalled() -> nn.Module:
+    model = tiny_model("mixtral")
+    model.model.layers[1].mlp.forward = lambda hidden: hidden
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tiny_model("qwen2"), "Qwen2ForCausalLM is dense"),
+        (tiny_model, "Qwen2ForCausalLM is dense"),
         (olmoe, "OlmoeTopKRouter weigh experts is not known here. Known are Mixtral"),
+        (lambda: FakeBackend(engine(tiny_model("mixtral"))), "routing of FakeBackend cannot be recorded or replayed"),
+        (compiled, "MixtralForCausalLM has compiled parts"),
+        (changed, "MixtralTopKRouter does not weigh experts as in transformers"),
+        (uncalled, "MixtralTopKRouter of layer 1 was not called"),
     ],
-    ids=["dense", "unknown"],
 )
-@pytest.mark.parametrize("option", ["record_routing", "routing"])
-def test_models_that_are_refused(make: Any, message: str, option: str) -> None:
-    scorer = LogProbScorer(make())
-    value = True if option == "record_routing" else random_experts(ROWS, 1)
-    with pytest.raises(ValueError, match=message):
-        scorer.evaluate(TOKENS, **{option: value})
-
-
-def test_another_backend_is_refused() -> None:
-    scorer = LogProbScorer(FakeBackend(engine(tiny_model("mixtral"))))
-    with pytest.raises(ValueError, match="routing of FakeBackend cannot be recorded or replayed"):
-        scorer.evaluate(TOKENS, record_routing=True)
-
-
-def test_compiled_models_are_refused() -> None:
-    model = tiny_model("mixtral")
-    scorer = LogProbScorer(model)
-    model.model.layers[1].compile(backend="eager")
-    with pytest.raises(ValueError, match="MixtralForCausalLM has compiled parts"):
-        scorer.evaluate(TOKENS, record_routing=True)
-
-
-def test_a_router_that_was_changed_is_refused() -> None:
-    model = tiny_model("mixtral")
-    router = routers(model)[1]
-    router.register_forward_hook(lambda _, __, out: (out[0], 2 * out[1], out[2]))
-    with pytest.raises(ValueError, match="MixtralTopKRouter does not weigh experts as in transformers"):
-        LogProbScorer(model, probe=False).score(TOKENS, routing=random_experts(ROWS, 3))
-
-
-def test_a_router_that_is_not_called_is_refused() -> None:
-    model = tiny_model("mixtral")
-    model.model.layers[1].mlp.forward = lambda hidden: hidden
-    with pytest.raises(ValueError, match="MixtralTopKRouter of layer 1 was not called"):
-        LogProbScorer(model).evaluate(TOKENS, record_routing=True)
-
-
-def altered(change: Any) -> Any:
-    records = random_experts(ROWS, 3)
-    changed = change(records)
-    return records if changed is None else changed
+def test_models_that_are_refused(make: Any, message: str) -> None:
+    scorer = LogProbScorer(make(), probe=make is not changed)
+    options: list[dict[str, Any]] = [{"routing": random_experts(ROWS, 3)}, {"record_routing": True}]
+    for option in options[: 1 if make is changed else 2]:
+        with pytest.raises(ValueError, match=message):
+            scorer.evaluate(TOKENS, **option)
 
 
 def put(row: int, place: tuple[int, ...], value: list[int]) -> Any:
-    def change(records: list[Tensor]) -> None:
+    def change(records: list[Tensor]) -> list[Tensor]:
         records[row][place] = torch.tensor(value)
+        return records
 
     return change
 
@@ -572,15 +500,12 @@ def put(row: int, place: tuple[int, ...], value: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda r: [x[:, :2] for x in r],
-            "the record has 2 layers, and MixtralForCausalLM has 3: expected one for each",
-        ),
+        (lambda r: [x[:, :2] for x in r], "record has 2 layers, and MixtralForCausalLM has 3: expected one for each"),
         (lambda r: [x[..., :1] for x in r], "has 1 experts for each token and layer, and MixtralForCausalLM chooses 2"),
         (lambda r: r[:-1], "the record has 7 sequences, the tokens have 8"),
         (
             lambda r: [*r[:2], r[2][:-2], *r[3:]],
-            r"sequence 2 has shape \(39, 3, 2\): expected \(41, layers, experts\), or 40",
+            r"sequence 2 has shape \(39, 3, 2\): expected \(41, .*experts\), or 40",
         ),
         (lambda r: torch.cat(r)[1:], r"shape \(195, 3, 2\): expected \(196, layers, experts\)"),
         (lambda r: torch.cat(r).float(), "holds torch.float32: expected integers"),
@@ -588,18 +513,15 @@ def put(row: int, place: tuple[int, ...], value: list[int]) -> Any:
             put(1, (5, 2), [6, 0]),
             r"experts \[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5",
         ),
-        (
-            put(1, (5, 2), [-56, -100]),  # ids that were stored in too narrow a type
-            r"experts \[-56, -100\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5, or -1",
-        ),
+        # Ids that were stored in too narrow a type.
+        (put(1, (5, 2), [-56, -100]), r"experts \[-56, -100\] at sequence 1, position 5, layer 2: .* 0 to 5, or -1"),
         (put(3, (7, 0), [-1, 0]), r"\[-1, 0\] at sequence 3, position 7, layer 0: expected either all experts"),
         (put(0, (2, 1), [4, 4]), r"\[4, 4\] at sequence 0, position 2, layer 1: expected 2 different experts"),
     ],
 )
 def test_records_that_are_refused(change: Any, message: str) -> None:
-    scorer = LogProbScorer(tiny_model("mixtral"))
     with pytest.raises(ValueError, match=message):
-        scorer.score(TOKENS, routing=altered(change))
+        LogProbScorer(tiny_model("mixtral"), probe=False).score(TOKENS, routing=change(random_experts(ROWS, 3)))
 
 
 def test_tokens_that_need_no_forward_are_not_checked() -> None:
@@ -616,7 +538,6 @@ def test_an_empty_mask_and_flat_records() -> None:
     scorer = LogProbScorer(tiny_model("mixtral"))
     nothing = torch.zeros_like(TOKENS.positions, dtype=torch.bool)
     found = scorer.evaluate(TOKENS, nothing, routing=random_experts(ROWS, 3), record_routing=True)
-    assert found.routing is not None
     assert bool((found.routing.values == -1).all())
     assert flat_record([torch.zeros(0, 3, 2, dtype=torch.int8)], Ragged.from_list([ids(1, 0)])).tolist() == [
         [[-1] * 2] * 3

@@ -9,12 +9,11 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.testing import assert_close
 from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from closeness import assert_near, needs_equal_rows
-from scoring_reference import ids, plain_log_probs, random_mask, random_sequences
+from scoring_reference import FullLogits, ids, plain_log_probs, random_mask, random_sequences
 from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
@@ -36,17 +35,16 @@ SAMPLINGS = [
     Sampling(0.9, top_k=20, top_p=0.9, min_p=0.02),
     Sampling(2.0, top_p=0.999),  # nearly all: whole rows of the head
 ]
+CASES = [*((sampling, "packed") for sampling in SAMPLINGS), (SAMPLINGS[3], "padded"), (SAMPLINGS[3], "full")]
+# Float32 results of a float64 model.
+ROUNDED = {"size": 16, "dtype": torch.float32}
 
 
-class FullLogits(nn.Module):
-    """A model without a separate head."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input_ids, attention_mask=None, position_ids=None):
-        return (self.inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits,)
+def make_scorer(model, kind, **settings):
+    if kind == "full":
+        with pytest.warns(UserWarning, match="full forward"):
+            return LogProbScorer(FullLogits(model), **settings)
+    return LogProbScorer(model, share_prefixes=kind != "padded", **settings)
 
 
 def plain_logits(model, row):
@@ -79,14 +77,12 @@ def expected(model, rows, sampling, ref=None):
             logits = plain_logits(ref, row).detach() / sampling.temperature
             if sampling.reference == "kept":
                 logits = logits.masked_fill(~keep, -math.inf)
-            log_q = (
-                logits.log_softmax(-1).masked_fill(~keep, 0.0)
-                if sampling.reference == "kept"
-                else logits.log_softmax(-1)
-            )
-            columns += [(log_p.exp() * (finite - log_q)).sum(-1), log_q.gather(1, targets[:, None])[:, 0]]
+            log_q = logits.log_softmax(-1)
+            columns += [
+                (log_p.exp() * (finite - log_q).masked_fill(~keep, 0.0)).sum(-1),
+                log_q.gather(1, targets[:, None])[:, 0],
+            ]
         out.append(torch.stack(columns, -1))
-        out.append(torch.zeros(0, out[-1].shape[1], dtype=out[-1].dtype))
     return torch.cat(out)
 
 
@@ -110,32 +106,29 @@ def of_scores(scores, *names):
     return torch.stack(flat, -1)[scored]
 
 
+def assert_same_gradients(found, want, model):
+    parameters = list(model.parameters())
+    pairs = [torch.autograd.grad(total, parameters, allow_unused=True) for total in (found, want)]
+    for a, b in zip(*pairs, strict=True):
+        assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
 # ------------------------------------------------------------------ own logits
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize(("sampling", "kind"), CASES, ids=str)
 def test_values_and_gradients(sampling, kind):
     model = tiny_model("gemma2" if kind == "packed" else "qwen2").double()
     rows = sampled_rows(model, sampling)
-    if kind == "full":
-        with pytest.warns(UserWarning, match="full forward"):
-            scorer = LogProbScorer(FullLogits(model), sampling=sampling)
-    else:
-        scorer = LogProbScorer(model, sampling=sampling, share_prefixes=kind == "packed")
+    scorer = make_scorer(model, kind, sampling=sampling)
     assert scorer.path == ("full" if kind == "full" else "head")
-    tokens = Ragged.from_list(rows)
     mask = torch.tensor([False, False, False] + [True] * 6).repeat(4)
-    found = scorer.evaluate(tokens, mask, entropy=True, grad=True)
+    found = scorer.evaluate(Ragged.from_list(rows), mask, entropy=True, grad=True)
     want = expected(model, rows, sampling).reshape(4, 8, 2)[:, 2:].reshape(-1, 2)
     got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
-    assert_near(got, want.to(got.dtype), size=16, dtype=torch.float32)
+    assert_near(got, want.to(got.dtype), **ROUNDED)
     weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=want.dtype)
-    parameters = list(model.parameters())
-    of_want = torch.autograd.grad((weights * want).sum(), parameters, allow_unused=True)
-    of_got = torch.autograd.grad((weights * got).sum(), parameters, allow_unused=True)
-    for a, b in zip(of_got, of_want, strict=True):
-        assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert_same_gradients((weights * got).sum(), (weights * want).sum(), model)
 
 
 @pytest.mark.parametrize("reference", ["whole", "kept"])
@@ -144,19 +137,12 @@ def test_exact_kl(reference, kind):
     sampling = Sampling(0.8, top_k=8, top_p=0.9, reference=reference)
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     rows = sampled_rows(model, sampling)
-    if kind == "full":
-        with pytest.warns(UserWarning, match="full forward"):
-            scorers = [
-                LogProbScorer(FullLogits(model), sampling=sampling),
-                LogProbScorer(FullLogits(ref), temperature=0.8),
-            ]
-    else:
-        scorers = [LogProbScorer(model, sampling=sampling), LogProbScorer(ref, temperature=0.8)]
-    found = scorers[0].evaluate(Ragged.from_list(rows), reference=scorers[1], entropy=True)
+    scorer, other = make_scorer(model, kind, sampling=sampling), make_scorer(ref, kind, temperature=0.8)
+    found = scorer.evaluate(Ragged.from_list(rows), reference=other, entropy=True)
     with torch.no_grad():
         want = expected(model, rows, sampling, ref)
     got = of_scores(found, "log_prob", "entropy", "kl", "ref_log_prob")
-    assert_near(got.double(), want, size=16, dtype=torch.float32)
+    assert_near(got.double(), want, **ROUNDED)
     assert float(got[:, 2].min()) >= -1e-9
 
 
@@ -192,14 +178,24 @@ def test_mean_ratio():
 
 
 @needs_equal_rows
-def test_deterministic_and_moments_and_dtype():
-    """Bits do not depend on the batch; ``sum p ** 2`` over what is kept."""
+def test_deterministic():
+    """Bits do not depend on the batch."""
     model, sampling = tiny_model(), Sampling(top_k=6)
     rows = sampled_rows(model, sampling)
     scorer = LogProbScorer(model, sampling=sampling, deterministic=True)
     together = scorer.score(Ragged.from_list(rows)).to_list()
     for row, found in zip(rows, together, strict=True):
         assert torch.equal(scorer.score(Ragged.from_list([row])).values, found)
+    with pytest.raises(ValueError, match="deterministic=True with return_kept=True"):
+        scorer.evaluate(rows, return_kept=True)
+    with pytest.raises(ValueError, match="deterministic=True with kept="):
+        LogProbScorer(model, deterministic=True).score(rows, kept=random_record(Ragged.from_list(rows)))
+
+
+def test_moments():
+    """``sum p ** 2`` over what is kept."""
+    model, sampling = tiny_model(), Sampling(top_k=6)
+    rows = sampled_rows(model, sampling)
     found = LogProbScorer(model, sampling=sampling).evaluate(Ragged.from_list(rows), moments=True)
     want = []
     for row in rows:
@@ -227,12 +223,11 @@ def test_a_token_that_the_sampler_would_not_draw():
     """It counts as kept, and a warning says how many there are."""
     model, rows, sampling = tiny_model().double(), [ids(20, 0)], Sampling(top_k=2)
     scorer = LogProbScorer(model, sampling=sampling)
-    with pytest.warns(
-        SamplerMismatchWarning, match=r"% of the 19 tokens are not among those that Sampling\(top_k=2\) leaves"
-    ):
+    message = r"% of the 19 tokens are not among those that Sampling\(top_k=2\) leaves"
+    with pytest.warns(SamplerMismatchWarning, match=message):
         found = scorer.score(Ragged.from_list(rows)).values[1:]
     with torch.no_grad():
-        assert_near(found.double(), expected(model, rows, sampling)[:, 0], size=16, dtype=torch.float32)
+        assert_near(found.double(), expected(model, rows, sampling)[:, 0], **ROUNDED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scorer.score(Ragged.from_list(rows))
@@ -251,46 +246,28 @@ def random_record(tokens, seed=0):
     return Kept(torch.cat(rows), torch.tensor([0, *map(len, rows)]).cumsum(0))
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "full"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.filterwarnings("ignore::torchrl_llm_kl.scoring.SamplerMismatchWarning")
+@pytest.mark.parametrize(("sampling", "kind"), CASES, ids=str)
 def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
     """Those of transformers' warpers, and the sampled token; none where nothing is scored; and a replay of them."""
     model = tiny_model().double()
     tokens = random_sequences(9, 4, 1, 7)
     mask = random_mask(tokens, keep=0.7)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if kind == "full":
-            scorer = LogProbScorer(FullLogits(model), sampling=sampling)
-        else:
-            scorer = LogProbScorer(model, sampling=sampling, share_prefixes=kind == "packed", tokens_per_batch=8)
-        for grad in (False, True):
-            found = scorer.evaluate(tokens, mask, return_kept=True, grad=grad)
-            kept = found.kept
-            assert_near(found.log_prob.values, scorer.score(tokens, mask).values, size=16, dtype=torch.float32)
+    scorer = make_scorer(model, kind, sampling=sampling, tokens_per_batch=8)
+    for grad in (False, True):
+        found = scorer.evaluate(tokens, mask, return_kept=True, grad=grad)
+        kept = found.kept
+        assert_near(found.log_prob.values, scorer.score(tokens, mask).values, **ROUNDED)
     assert kept.offsets.shape == (len(tokens.values) + 1,)
     assert not kept.offsets.diff()[~mask].any()
-    at = 0
-    for row in tokens.to_list():
-        logits = model(input_ids=row[None]).logits[0]
-        for i in range(len(row)):
-            if mask[at]:
-                keep = keep_of(logits[i - 1 : i], sampling, row[i : i + 1])[0]
-                some = kept.ids[kept.offsets[at] : kept.offsets[at + 1]]
-                assert sorted(some.tolist()) == keep.nonzero().squeeze(-1).tolist()
-            at += 1
+    with torch.no_grad():
+        keeps = [keep_of(plain_logits(model, row), sampling, row[1:]) for row in tokens.to_list()]
+    want = torch.cat([torch.nn.functional.pad(keep, (0, 0, 1, 0)) for keep in keeps]) & mask[:, None]
+    for found_ids, keep in zip(kept.ids.split(kept.offsets.diff().tolist()), want, strict=True):
+        assert sorted(found_ids.tolist()) == keep.nonzero().squeeze(-1).tolist()
     again = scorer.evaluate(tokens, mask, kept=kept, return_kept=True)
     assert again.kept is kept
-    assert_near(again.log_prob.values, found.log_prob.values, size=16, dtype=torch.float32)
-
-
-@needs_equal_rows
-def test_nothing_is_returned_where_nothing_is_left_out():
-    model, rows = tiny_model(), [ids(5, 0)]
-    with pytest.raises(ValueError, match="which leaves every token: there is nothing to return"):
-        LogProbScorer(model, temperature=0.7).evaluate(rows, return_kept=True)
-    with pytest.raises(ValueError, match="deterministic=True with return_kept=True"):
-        LogProbScorer(model, sampling=Sampling(top_k=3), deterministic=True).evaluate(rows, return_kept=True)
+    assert_near(again.log_prob.values, found.log_prob.values, **ROUNDED)
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded", "full", "cached"])
@@ -299,15 +276,10 @@ def test_replay(kind):
     tokens = random_sequences(9, 4, 1, 7)
     mask, record = random_mask(tokens, keep=0.7), random_record(tokens)
     sampling = Sampling(0.7, top_k=3, reference="kept")
-    if kind == "full":
-        with pytest.warns(UserWarning, match="full forward"):
-            scorer = LogProbScorer(FullLogits(model), sampling=sampling)
-    else:
-        scorer = LogProbScorer(model, sampling=sampling, share_prefixes=kind != "padded", tokens_per_batch=8)
-    options = {"entropy": True, "kept": record, "grad": kind != "cached", "remember": kind == "cached"}
+    scorer = make_scorer(model, kind, sampling=sampling, tokens_per_batch=8)
     if kind == "cached":
         scorer.score(tokens, remember=True)
-    found = scorer.evaluate(tokens, mask, **options)
+    found = scorer.evaluate(tokens, mask, entropy=True, kept=record, grad=kind != "cached", remember=kind == "cached")
     want, keep = [], torch.zeros(tokens.values.shape[0], VOCAB_SIZE, dtype=torch.bool)
     keep[record.rows, record.ids] = True
     for row, kept in zip(tokens.to_list(), tokens.like(keep).to_list(), strict=True):
@@ -317,16 +289,11 @@ def test_replay(kind):
         want.append(torch.cat([both.new_zeros(1, 2), both]))
     want = torch.cat(want)[mask]
     got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
-    assert_near(got, want.to(got.dtype), size=16, dtype=torch.float32)
-    if kind == "cached":
-        return
-    parameters = list(model.parameters())
-    of_want = torch.autograd.grad(want.sum(), parameters, allow_unused=True)
-    for a, b in zip(torch.autograd.grad(got.sum(), parameters, allow_unused=True), of_want, strict=True):
-        assert_close(a, b, atol=1e-5, rtol=1e-5)
-    scorers = LogProbScorer(model, sampling=sampling), LogProbScorer(ref, temperature=0.7)
-    kl = scorers[0].evaluate(tokens, mask, kept=record, reference=scorers[1]).kl.values
-    assert float(kl.min()) >= -1e-9
+    assert_near(got, want.to(got.dtype), **ROUNDED)
+    if kind != "cached":
+        assert_same_gradients(got.sum(), want.sum(), model)
+        kl = scorer.evaluate(tokens, mask, kept=record, reference=make_scorer(ref, kind, temperature=0.7)).kl.values
+        assert float(kl.min()) >= -1e-9
 
 
 def test_a_replay_is_not_cached():
@@ -352,7 +319,6 @@ def test_a_record_of_other_tokens():
 # ------------------------------------------------------------------ what is refused
 
 
-@needs_equal_rows
 def test_refusals():
     model, tokens = tiny_model(), random_sequences(5)
     scorer = LogProbScorer(model, sampling=Sampling(top_k=50))
@@ -362,39 +328,34 @@ def test_refusals():
         LogProbScorer(model).evaluate(tokens, reference=scorer)
     with pytest.raises(ValueError, match="infinite where the policy is truncated"):
         scorer.evaluate(tokens, reference=LogProbScorer(model), direction="forward")
-    with pytest.raises(ValueError, match="deterministic=True with kept="):
-        LogProbScorer(model, deterministic=True).score(tokens, kept=random_record(tokens))
     with pytest.raises(ValueError, match="two temperatures"):
         LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))
     with pytest.raises(TypeError, match="must be a Sampling"):
         LogProbScorer(model, sampling={"top_k": 3})
+    with pytest.raises(ValueError, match="which leaves every token: there is nothing to return"):
+        LogProbScorer(model, temperature=0.7).evaluate(tokens, return_kept=True)
 
 
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 @pytest.mark.parametrize("kind", ["tiles", "logits", "replay"])
-@pytest.mark.parametrize("what", ["top_ids=", "direction='jensen_shannon'"])
-def test_a_distillation_needs_the_whole_distribution(what, kind):
+def test_a_distillation_needs_the_whole_distribution(kind):
     """A truncated student is refused; a temperature alone divides its logits."""
     model, tokens = tiny_model().double(), random_sequences(5, 4)
     top_ids = torch.tensor([3, 8]).expand(len(tokens.values), 2)
-    asked = {"top_ids": top_ids}
-    if what != "top_ids=":
-        asked = {"reference": LogProbScorer(tiny_model(seed=1).double()), "direction": "jensen_shannon"}
-    if kind == "replay":
-        scorer, found = LogProbScorer(model), "kept="
-        asked["kept"] = random_record(tokens)
-    else:
+    scorer, truncation, found = LogProbScorer(model), {"kept": random_record(tokens)}, "kept="
+    if kind != "replay":
         scorer = LogProbScorer(model if kind == "tiles" else FullLogits(model), sampling=Sampling(top_p=0.9))
-        found = "Sampling(top_p=0.9)"
-    with pytest.raises(
-        ValueError, match=re.escape(f"{what} with {found}: a teacher's tokens") + ".*Sampling.temperature"
-    ):
-        scorer.evaluate(tokens, **asked)
-    if what == "top_ids=" and kind != "replay":
-        warm = LogProbScorer(scorer.model, sampling=Sampling(0.6)).evaluate(tokens, top_ids=top_ids).outcomes
-        for row, outcomes in zip(tokens.to_list(), warm.to_list(), strict=True):
-            log_p = (model(input_ids=row[None]).logits[0, :-1] / 0.6).log_softmax(-1).detach()
-            others = log_p.index_fill(-1, torch.tensor([3, 8]), -torch.inf).logsumexp(-1, keepdim=True)
-            assert_close(outcomes[1:], torch.cat([log_p[:, [3, 8]], others], -1), atol=1e-10, rtol=0)
+        truncation, found = {}, "Sampling(top_p=0.9)"
+    teacher = {"reference": LogProbScorer(tiny_model(seed=1).double()), "direction": "jensen_shannon"}
+    for what, asked in {"top_ids=": {"top_ids": top_ids}, "direction='jensen_shannon'": teacher}.items():
+        message = re.escape(f"{what} with {found}: a teacher's tokens") + ".*Sampling.temperature"
+        with pytest.raises(ValueError, match=message):
+            scorer.evaluate(tokens, **asked, **truncation)
+    warm = LogProbScorer(scorer.model, sampling=Sampling(0.6)).evaluate(tokens, top_ids=top_ids).outcomes
+    for row, outcomes in zip(tokens.to_list(), warm.to_list(), strict=True):
+        log_p = (plain_logits(model, row) / 0.6).log_softmax(-1).detach()
+        others = log_p.index_fill(-1, torch.tensor([3, 8]), -torch.inf).logsumexp(-1, keepdim=True)
+        assert_close(outcomes[1:], torch.cat([log_p[:, [3, 8]], others], -1), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -413,9 +374,9 @@ def test_a_distillation_needs_the_whole_distribution(what, kind):
         ({"top_p": "0.9"}, "top_p must be a number, 1 or None"),
         ({"top_p": math.nan}, r"top_p must lie in \(0, 1\].* got nan"),
         ({"top_p": -1}, "top_p must lie"),
+        ({"top_p": 0.0}, "top_p must lie"),
         ({"min_p": [0.1]}, r"min_p must be a number, .* got \[0.1\]"),
         ({"min_p": math.nan}, "min_p must lie"),
-        ({"top_p": 0.0}, "top_p must lie"),
         ({"min_p": 1.1}, "min_p must lie"),
         ({"reference": "own"}, "reference"),
     ],
@@ -424,27 +385,34 @@ def test_bad_settings(arguments, match):
     with pytest.raises(ValueError, match=match):
         Sampling(**arguments)
     if "temperature" in arguments:
+        model = tiny_model()
+        transform = RetrieveLogProb(model)
         for refused in (LogProbScorer, RetrieveLogProb, KLRewardTransform):
             with pytest.raises(ValueError, match=match):
-                refused(tiny_model(), **arguments)
-        transform = RetrieveLogProb(tiny_model())
+                refused(model, **arguments)
         with pytest.raises(ValueError, match=match):
             transform.temperature = arguments["temperature"]
 
 
-def test_none_is_off():
+def test_settings_in_other_forms():
+    """None and -1 turn one off; one temperature of two; numbers of numpy become plain ones."""
     assert Sampling(None, None, None, None) == Sampling(top_k=-1) == Sampling()
     assert Sampling(top_k=-1, top_p=None, min_p=0.1) == Sampling(min_p=0.1)
-    assert as_sampling(None, Sampling(0.5, top_p=None)) == Sampling(0.5)
+    assert as_sampling(None, Sampling(0.5, top_p=None)) == as_sampling(0.5, None) == Sampling(0.5)
+    assert as_sampling(1.0, Sampling(0.5)) == as_sampling(0.5, Sampling(0.5)) == Sampling(0.5)
+    assert str(Sampling(0.5, top_p=0.9)) == "Sampling(temperature=0.5, top_p=0.9)"
+    found = as_sampling(1.0, Sampling(np.float32(0.5), top_p=np.float32(0.75), min_p=np.float32(0.25)))
+    assert found == Sampling(0.5, top_p=0.75, min_p=0.25)
+    assert {type(found.temperature), type(found.top_p), type(found.min_p)} == {float}
     model, rows = tiny_model(), random_sequences(5, 3)
-    expected = plain_log_probs(model, rows).detach()
+    want = plain_log_probs(model, rows).detach()
     for settings in ({"temperature": None}, {"sampling": Sampling(None, top_k=-1, top_p=None, min_p=None)}):
-        assert_close(LogProbScorer(model, **settings).score(rows).values, expected)
+        assert_near(LogProbScorer(model, **settings).score(rows).values, want, **FORWARD)
     transform = RetrieveLogProb(model, temperature=None)
     assert transform.temperature == 1.0
     transform.temperature = 0.5
     transform.temperature = None
-    assert_close(transform.scorer.score(rows).values, expected)
+    assert_near(transform.scorer.score(rows).values, want, **FORWARD)
 
 
 def test_none_is_off_in_transformers():
@@ -469,12 +437,6 @@ def test_generate_kwargs_refuses_what_generate_does_not_know():
     found = Sampling(0.5).generate_kwargs(model, temperature=0.5, **others)
     assert {name: found[name] for name in others} == others
     model.generate(torch.tensor([[3, 4, 5]]), **found)
-
-
-def test_one_temperature():
-    assert as_sampling(0.5, None) == Sampling(0.5)
-    assert as_sampling(1.0, Sampling(0.5)) == as_sampling(0.5, Sampling(0.5)) == Sampling(0.5)
-    assert str(Sampling(0.5, top_p=0.9)) == "Sampling(temperature=0.5, top_p=0.9)"
 
 
 # ------------------------------------------------------------------ the sampler of a wrapper
@@ -545,22 +507,9 @@ def test_what_a_mismatch_says():
     assert "repetition_penalty=1.1, which cannot be scored" in message
     assert '"repetition_penalty": 1.0' in message
     assert "sampling=" not in message
-
-
-def test_greedy():
-    """Fine for an evaluation, wrong for a policy gradient."""
-    wrapper = Wrapper(configured())
-    assert mismatch_of(wrapper, Sampling()) is None
-    assert "sampler is greedy" in mismatch_of(wrapper, Sampling(), trains=True)
-
-
-def test_a_warning_of_its_own_category():
+    # Greedy is fine for an evaluation, wrong for a policy gradient.
+    assert mismatch_of(Wrapper(configured()), Sampling()) is None
+    assert "sampler is greedy" in mismatch_of(Wrapper(configured()), Sampling(), trains=True)
     with pytest.warns(SamplerMismatchWarning, match="top_k=50") as caught:
-        warn_of_mismatch(Wrapper(configured(), do_sample=True), Sampling())
+        warn_of_mismatch(wrapper, Sampling())
     assert caught[0].filename == __file__
-
-
-def test_numbers_of_numpy_become_plain_ones() -> None:
-    found = as_sampling(1.0, Sampling(np.float32(0.5), top_p=np.float32(0.75), min_p=np.float32(0.25)))
-    assert found == Sampling(0.5, top_p=0.75, min_p=0.25)
-    assert {type(found.temperature), type(found.top_p), type(found.min_p)} == {float}

@@ -22,10 +22,25 @@ from toy_rollouts import plain_log_probs
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, float32: the tiny Llama's
 
 
+@pytest.fixture
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def scorer(model: Any) -> LogProbScorer:
+    return LogProbScorer(model)
+
+
 def turns(seed: int, *lengths: int) -> list[Tensor]:
     """A conversation after each of its turns."""
     parts = [ids(length, 100 * seed + i) for i, length in enumerate(lengths)]
     return [torch.cat(parts[: i + 1]) for i in range(len(parts))]
+
+
+def cost(scorer: LogProbScorer, row: Tensor, mask: Tensor | None = None, **options: Any) -> int:
+    """How many tokens go through the body."""
+    return body_tokens(scorer.model, lambda: scorer.score(Ragged.from_list([row]), mask, remember=True, **options))
 
 
 def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Tensor | None = None) -> None:
@@ -54,50 +69,39 @@ def test_log_probs_of_a_float64_model_are_cached_in_float64() -> None:
         assert_close(found[1:], every, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("tokens_per_batch", [7, None])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exact_for_every_family(family: str, tokens_per_batch: int | None) -> None:
+def test_exact_for_every_family(family: str) -> None:
     model = tiny_model(family)
-    scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
-    assert scorer.shares_prefixes
-    for a, b in zip(turns(1, 9, 6, 5, 8), turns(2, 4, 7, 11, 3), strict=True):
-        assert_exact(scorer, model, [a, b])
+    for tokens_per_batch in (7, None):
+        scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
+        assert scorer.shares_prefixes
+        for a, b in zip(turns(1, 9, 6, 5), turns(2, 4, 7, 11), strict=True):
+            assert_exact(scorer, model, [a, b])
 
 
-def test_a_turn_costs_its_new_tokens() -> None:
-    model = tiny_model("llama")
-    scorer = LogProbScorer(model)
-    cost = [
-        body_tokens(model, lambda row=row: scorer.score(Ragged.from_list([row]), remember=True))
-        for row in turns(0, 10, 6, 6, 6)
-    ]
+def test_a_turn_costs_its_new_tokens(model: Any, scorer: LogProbScorer) -> None:
     # By hand: a last token is not forwarded. The next turn forwards it, and the one before it again, which predicts it.
-    assert cost == [9, 7, 7, 7]
-
-
-def test_a_turn_whose_mask_selects_new_tokens_only() -> None:
-    model = tiny_model("llama")
-    scorer, cost = LogProbScorer(model), []
+    assert [cost(scorer, row) for row in turns(0, 10, 6, 6, 6)] == [9, 7, 7, 7]
+    scorer, costs = LogProbScorer(model), []
     for before, row in zip([4, 10, 16, 22], turns(0, 10, 6, 6, 6), strict=True):
         mask = torch.arange(len(row)) >= before + 2  # the assistant's, after two tokens of the user's
-        cost.append(body_tokens(model, lambda m=mask, r=row: scorer.score(Ragged.from_list([r]), m, remember=True)))
+        costs.append(cost(scorer, row, mask))
         assert_exact(scorer, model, [row], mask)
-    assert cost == [9, 6, 6, 6]
+    assert costs == [9, 6, 6, 6]
 
 
-def test_scoring_again_costs_one_token_and_those_never_scored_before() -> None:
-    model, (row,) = tiny_model("llama"), turns(0, 20)
-    scorer, batch = LogProbScorer(model), Ragged.from_list([row])
-    first = batch.positions >= 12
-    scorer.score(batch, first, remember=True)
+def test_scoring_again_costs_one_token_and_those_never_scored_before(model: Any, scorer: LogProbScorer) -> None:
+    (row,) = turns(0, 20)
+    first = torch.arange(20) >= 12
+    cost(scorer, row, first)
     # The last scored token was not forwarded, so the cache has no place for its log-prob: it is predicted again.
-    assert body_tokens(model, lambda: scorer.score(batch, first, remember=True)) == 1
-    assert body_tokens(model, lambda: scorer.score(batch, first & (batch.positions < 19), remember=True)) == 1
+    assert cost(scorer, row, first) == 1
+    assert cost(scorer, row, first & (torch.arange(20) < 19)) == 1
     # Token 5 was never scored: its log-prob needs the hidden state of token 4, so all tokens from there on are forwarded.
-    earlier = first | (batch.positions == 5)
-    assert body_tokens(model, lambda: scorer.score(batch, earlier, remember=True)) == 15
+    earlier = first | (torch.arange(20) == 5)
+    assert cost(scorer, row, earlier) == 15
     assert_exact(scorer, model, [row], earlier)
-    assert body_tokens(model, lambda: scorer.score(batch, earlier, remember=True)) == 1
+    assert cost(scorer, row, earlier) == 1
 
 
 def test_a_group_of_answers_to_a_cached_prompt() -> None:
@@ -113,23 +117,18 @@ def test_a_group_of_answers_to_a_cached_prompt() -> None:
     assert_exact(scorer, model, [torch.cat([row, ids(7, 9)]) for row in group])
 
 
-def test_environments_may_interleave_in_any_order() -> None:
-    model = tiny_model("llama")
-    scorer = LogProbScorer(model)
+def test_environments_may_interleave_in_any_order(model: Any, scorer: LogProbScorer) -> None:
     a, b, c = turns(1, 8, 5, 5), turns(2, 8, 5, 5), turns(1, 8, 3, 9)  # c begins as a does
     for rows in ([a[0], b[0]], [b[1]], [c[1], a[1]], [a[0]], [c[2], b[2]], [a[2], c[2], a[2]], [b[0]]):
         assert_exact(scorer, model, rows)
 
 
-@settings(max_examples=40, deadline=None)
+REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8))
+
+
+@settings(max_examples=10, deadline=None)
 @given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8)), min_size=1, max_size=3),
-        min_size=2,
-        max_size=6,
-    ),
-    st.integers(0, 60),
-    st.integers(3, 40),
+    st.lists(st.lists(REQUEST, min_size=1, max_size=3), min_size=2, max_size=6), st.integers(0, 60), st.integers(3, 40)
 )
 def test_any_history_of_requests_at_any_limit(history: Any, room: int, budget: int) -> None:
     """Whatever was cached, evicted or cut before: the numbers equal the plain model's and the limit holds."""
@@ -138,49 +137,28 @@ def test_any_history_of_requests_at_any_limit(history: Any, room: int, budget: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request in history:
-            assert_exact(
-                scorer, model, [torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)]) for trunk, cut, tail in request]
-            )
+            rows = [torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)]) for trunk, cut, tail in request]
+            assert_exact(scorer, model, rows)
 
 
-def test_the_least_recently_used_is_evicted_first() -> None:
-    model = tiny_model("llama")
+def test_the_least_recently_used_is_evicted_first(model: Any) -> None:
     scorer = LogProbScorer(model, memory=30 * TOKEN_BYTES)
     a, b, c = (turns(seed, 13, 1)[1] for seed in (1, 2, 3))  # 13 tokens of each are cached
-    assert_exact(scorer, model, [a])
-    assert_exact(scorer, model, [b])
-    assert_exact(scorer, model, [a])  # used again
-    assert_exact(scorer, model, [c])  # no room for all three: b is evicted
+    for row in (a, b, a, c):  # no room for all three: b is evicted, a was used again
+        assert_exact(scorer, model, [row])
     assert len(scorer.memory) == 2
-    for row, cost in ((a, 1), (c, 1), (b, 13)):
-        assert (
-            body_tokens(model, lambda r=row: LogProbScorer.score(copy_of(scorer), Ragged.from_list([r]), remember=True))
-            == cost
-        )
-
-
-def copy_of(scorer: LogProbScorer) -> LogProbScorer:
-    """A scorer of the same model with a copy of the cache."""
-    twin = copy.copy(scorer)
-    twin.memory = copy.deepcopy(scorer.memory)
-    return twin
+    for row, tokens in ((a, 1), (c, 1), (b, 13)):
+        twin = copy.copy(scorer)
+        twin.memory = copy.deepcopy(scorer.memory)
+        assert cost(twin, row) == tokens
 
 
 @pytest.mark.parametrize("room", [1, 5])
-def test_tokens_that_exceed_the_limit_are_scored_right_with_a_warning(room: int) -> None:
-    model = tiny_model("llama")
+def test_tokens_that_exceed_the_limit_are_scored_right_with_a_warning(model: Any, room: int) -> None:
     scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
-    row = turns(0, 20)[0]
     with pytest.warns(UserWarning, match=r"memory of 0 MiB is too small .* 19 tokens here .* raise memory="):
-        assert_exact(scorer, model, [row])
+        assert_exact(scorer, model, [turns(0, 20)[0]])
     assert len(scorer.memory) == 0
-
-
-def test_without_remember_nothing_is_cached() -> None:
-    model = tiny_model("llama")
-    scorer = LogProbScorer(model)
-    scorer.score(Ragged.from_list(turns(0, 9, 5)))
-    assert scorer.memory.num_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -212,88 +190,80 @@ def _with_grad(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     return parameter
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8), st.integers(0, 6)), min_size=2, max_size=8
-    ),
-    st.integers(20, 60),
-)
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(REQUEST, st.integers(0, 6)), min_size=2, max_size=8), st.integers(20, 60))
 def test_one_cache_for_all_temperatures(history: Any, room: int) -> None:
     """Also for more temperatures than log-probs are kept for, and where entries are evicted in between."""
     model = tiny_model("mistral").double()
     scorer = LogProbScorer(model, memory=2 * room * TOKEN_BYTES)
-    plain = [LogProbScorer(model, temperature=0.4 + 0.3 * i, memory=0) for i in range(7)]
+    plain = LogProbScorer(model, memory=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for trunk, cut, tail, i in history:
-            batch = Ragged.from_list([torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)])])
-            found = scorer.score(batch, temperature=plain[i].temperature, remember=True).values
-            assert_close(found, plain[i].score(batch).values, atol=1e-12, rtol=1e-12)
+        for (trunk, cut, tail), i in history:
+            batch, hot = Ragged.from_list([torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)])]), 0.4 + 0.3 * i
+            found = scorer.score(batch, temperature=hot, remember=True).values
+            assert_close(found, plain.score(batch, temperature=hot).values, atol=1e-11, rtol=1e-11)
     assert scorer.memory.num_bytes <= scorer.memory.limit
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
 
 
-def test_another_temperature_recomputes_log_probs_and_keeps_keys() -> None:
-    model = tiny_model("llama")
-    scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
-    batch, longer = Ragged.from_list([first]), Ragged.from_list([second])
-    scorer.score(batch, remember=True)
-    last = torch.arange(second.numel()) >= first.numel()
-    hot = {"temperature": 2.0, "remember": True}
+def test_another_temperature_recomputes_log_probs_and_keeps_keys(scorer: LogProbScorer) -> None:
+    first, second = turns(0, 12, 6)
+    cost(scorer, first)
     # The new turn needs the hidden states from the last old token on; the log-probs of the old ones, all.
-    assert body_tokens(model, lambda: scorer.score(longer, last, **hot)) == 6
-    assert body_tokens(model, lambda: scorer.score(batch, **hot)) == 11
+    assert cost(scorer, second, torch.arange(18) >= 12, temperature=2.0) == 6
+    assert cost(scorer, first, temperature=2.0) == 11
     # A last token is in no entry: its log-prob needs the token before it.
-    assert body_tokens(model, lambda: scorer.score(batch, **hot)) == 1
-    assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 1
+    assert cost(scorer, first, temperature=2.0) == 1
+    assert cost(scorer, first) == 1
     assert len(scorer.memory) == 2
 
 
-def test_another_adapter_clears_the_cache_and_another_temperature_has_other_log_probs() -> None:
+def test_adapters_and_surroundings_clear_the_cache_and_another_temperature_has_other_log_probs() -> None:
+    """An adapter switched off, its factor, and autocast around a call."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny_model("llama"), peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
-    )
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    model = peft.get_peft_model(tiny_model("llama"), config)
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
     assert_exact(scorer, model, [first])
     with model.disable_adapter():
         assert_exact(scorer, model, [second])
     assert_exact(scorer, model, [second])
-    base = LogProbScorer(model, adapters=False)
-    found = base.score(Ragged.from_list([first]), remember=True).values
-    assert_near(found, plain_log_probs(tiny_model("llama"), first), **FORWARD)
+    base, rows = LogProbScorer(model, adapters=False), Ragged.from_list([first])
+    assert_near(base.score(rows, remember=True).values, plain_log_probs(tiny_model("llama"), first), **FORWARD)
     assert_exact(scorer, model, [first])
     scorer.temperature = 0.5
-    found = scorer.score(Ragged.from_list([first]), remember=True).values
-    want = LogProbScorer(model, temperature=0.5).score(Ragged.from_list([first])).values
-    assert_near(found, want, **FORWARD)
+    want = LogProbScorer(model, temperature=0.5).score(rows).values
+    assert_near(scorer.score(rows, remember=True).values, want, **FORWARD)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = scorer.score(rows, remember=True).values
+    wide = scorer.score(rows, remember=True).values
+    assert not torch.equal(narrow, wide)
+    assert_near(wide, want, **FORWARD)
+    for layer in model.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("default", 5.0)
+    scaled = scorer.score(rows, remember=True).values
+    assert (scaled - wide).abs().max() > 1e-3
+    assert_near(scaled, scorer.score(rows).values, **FORWARD)
 
 
-def test_forget_clears_the_cache() -> None:
-    model = tiny_model("llama")
-    scorer, batch = LogProbScorer(model), Ragged.from_list(turns(0, 9))
-    scorer.score(batch, remember=True)
+def test_what_is_not_cached(model: Any, scorer: LogProbScorer) -> None:
+    (row,) = turns(0, 9)
+    batch = Ragged.from_list([row])
+    scorer.score(batch)
+    assert scorer.memory.num_bytes == 0, "without remember"
+    assert cost(scorer, row) == 8
     assert scorer.memory.num_bytes == 8 * TOKEN_BYTES
+    assert cost(scorer, row, grad=True) == 8, "gradients never come from the cache"
+    assert scorer.score(batch, grad=True, remember=True).values.requires_grad
     scorer.forget()
     assert (scorer.memory.num_bytes, len(scorer.memory)) == (0, 0)
-    assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 8
-
-
-def test_gradients_never_come_from_the_cache() -> None:
-    model = tiny_model("llama")
-    scorer, batch = LogProbScorer(model), Ragged.from_list(turns(0, 9))
-    scorer.score(batch, remember=True)
-    assert body_tokens(model, lambda: scorer.score(batch, grad=True, remember=True)) == 8
-    assert scorer.score(batch, grad=True, remember=True).values.requires_grad
-
-
-def test_a_model_that_cannot_pack_caches_nothing_and_is_scored_right() -> None:
-    model = tiny_model("llama")
-    scorer = LogProbScorer(model, share_prefixes=False)
-    for row in turns(0, 9, 5):
-        assert_exact(scorer, model, [row])
-    assert len(scorer.memory) == 0
+    assert cost(scorer, row) == 8
+    padded = LogProbScorer(model, share_prefixes=False)
+    for each in turns(0, 9, 5):
+        assert_exact(padded, model, [each])
+    assert len(padded.memory) == 0
 
 
 def test_threads_share_one_cache() -> None:
@@ -313,22 +283,3 @@ def test_threads_share_one_cache() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-
-
-def test_other_settings_of_the_surroundings_clear_the_cache() -> None:
-    """Autocast around a call, and the factor of an adapter."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(tiny_model(), config).eval()
-    scorer, rows = LogProbScorer(model), Ragged.from_list([torch.arange(3, 30)])
-    with torch.autocast("cpu", torch.bfloat16):
-        narrow = scorer.score(rows, remember=True).values
-    wide = scorer.score(rows, remember=True).values
-    assert not torch.equal(narrow, wide)
-    assert_near(wide, scorer.score(rows).values, **FORWARD)
-    for layer in model.modules():
-        if hasattr(layer, "set_scale"):
-            layer.set_scale("default", 5.0)
-    scaled = scorer.score(rows, remember=True).values
-    assert (scaled - wide).abs().max() > 1e-3
-    assert_near(scaled, scorer.score(rows).values, **FORWARD)

@@ -1,96 +1,57 @@
-"""The store of scores: what comes back, what damage and kills cost, how large it grows. Without torch."""
+"""The store of scores: what comes back, what damage costs, how large it grows. Without torch."""
 
 from __future__ import annotations
 
 import copy
 import errno
-import importlib.util
 import math
-import multiprocessing
 import os
 import pickle
-import signal
 import socket
 import struct
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from project import PROJECT
-
-PATH = PROJECT / "torchrl_llm_kl" / "scoring" / "_store.py"
+from stored_rows import ScoreStore, has, load, put, row, shards
 
 
-def load() -> ModuleType:
-    """The module by its path: the package would import torch, in each process."""
-    if "score_store" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("score_store", PATH)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules["score_store"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["score_store"]
+@pytest.fixture
+def store(tmp_path: Path) -> Any:
+    return ScoreStore(tmp_path)
 
 
-ScoreStore: Any = load().ScoreStore
-
-
-def row(number: int, length: int = 50, dtype: Any = np.float32) -> tuple[bytes, np.ndarray, np.ndarray]:
-    """Key, mask and scores of a sequence; the scores follow from the number, so that a reader can check them."""
-    key = blake2b(str(number).encode(), digest_size=16).digest()
-    rng = np.random.default_rng(number)
-    mask = rng.random(length) < 0.6
-    mask[1] = True
-    return key, mask, np.where(mask, rng.standard_normal(length), 0).astype(dtype)
-
-
-def put(store: Any, *numbers: int, **options: Any) -> None:
-    for number in numbers:
-        key, mask, values = row(number, **options)
-        store.add([key], [len(mask)], mask, values)
-
-
-def has(store: Any, number: int, **options: Any) -> bool:
-    """Whether a sequence is known; a known one must have its own scores, to the last bit."""
-    key, mask, values = row(number, **options)
-    known, found = store.read([key], [len(mask)])
-    assert not known.any() or (np.array_equal(known, mask) and np.array_equal(found, values))
-    return bool(known.any())
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.scores.safetensors"))
+@pytest.fixture
+def filled(tmp_path: Path, store: Any) -> Any:
+    """With one shard of two sequences."""
+    put(store, 1, 2)
+    store.flush()
+    return store
 
 
 # ------------------------------------------------------------------ what comes back
 
 
-def test_several_sequences_of_one_call(tmp_path: Path) -> None:
-    rows = [row(0, 5), row(1, 0 + 2), row(2, 300)]
+def test_several_sequences_of_one_call(tmp_path: Path, store: Any) -> None:
+    rows = [row(0, 5), row(1, 2), row(2, 300)]
     keys, masks, values = (list(each) for each in zip(*rows, strict=True))
-    store = ScoreStore(tmp_path)
     store.add(keys, [5, 2, 300], np.concatenate(masks), np.concatenate(values))
-    for reader in (store, None):
-        if reader is None:
+    for fresh in (False, True):
+        if fresh:
             store.flush()
-            reader = ScoreStore(tmp_path)
-        order = [2, 0, 1]
+        reader, order = ScoreStore(tmp_path) if fresh else store, [2, 0, 1]
         known, found = reader.read([keys[i] for i in order] + [b"x" * 16], [300, 5, 2, 4])
         assert np.array_equal(known, np.concatenate([masks[i] for i in order] + [np.zeros(4, bool)]))
         assert np.array_equal(found, np.concatenate([values[i] for i in order] + [np.zeros(4, np.float32)]))
         assert found.dtype == np.float32
 
 
-def test_float64_stays_float64(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path)
+def test_float64_stays_float64(tmp_path: Path, store: Any) -> None:
     put(store, 1, dtype=np.float64)
     put(store, 2)
     store.flush()
@@ -100,9 +61,8 @@ def test_float64_stays_float64(tmp_path: Path) -> None:
     assert store.read([row(1)[0]], [50])[1].dtype == np.float64
 
 
-def test_another_mask_adds_tokens_and_the_first_scores_stay(tmp_path: Path) -> None:
-    store, key = ScoreStore(tmp_path), b"k" * 16
-    first, second = np.array([0, 1, 1, 0], bool), np.array([0, 0, 1, 1], bool)
+def test_another_mask_adds_tokens_and_the_first_scores_stay(tmp_path: Path, store: Any) -> None:
+    key, first, second = b"k" * 16, np.array([0, 1, 1, 0], bool), np.array([0, 0, 1, 1], bool)
     store.add([key], [4], first, np.array([0, 1, 2, 0], np.float32))
     store.flush()
     store.add([key], [4], second, np.array([0, 0, 7, 3], np.float32))
@@ -125,9 +85,8 @@ def test_a_process_goes_on_reading_its_own_scores(tmp_path: Path) -> None:
     assert [store.read([key], [2])[1].tolist() for store in stores] == [[0, 0], [0, 1]]
 
 
-def test_keys_that_begin_alike_are_told_apart(tmp_path: Path) -> None:
-    store, mask = ScoreStore(tmp_path), np.ones(1, bool)
-    store.add([b"12345678" + b"a" * 8], [1], mask, np.array([1], np.float32))
+def test_keys_that_begin_alike_are_told_apart(store: Any) -> None:
+    store.add([b"12345678" + b"a" * 8], [1], np.ones(1, bool), np.array([1], np.float32))
     store.flush()
     assert not store.read([b"12345678" + b"b" * 8], [1])[0].any()
 
@@ -142,8 +101,7 @@ def test_copies_open_the_same_folder(tmp_path: Path, again: Callable[[Any], Any]
     assert (twin.max_bytes, twin.shard_bytes, twin.flush_after) == (10**6, 10**5, 3)
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path)
+def test_wrong_arguments(tmp_path: Path, store: Any) -> None:
     with pytest.raises(ValueError, match="shard_bytes=20 and max_bytes=10"):
         ScoreStore(tmp_path, max_bytes=10, shard_bytes=20)
     with pytest.raises(ValueError, match="flush_after must be"):
@@ -152,6 +110,14 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         store.add([b"k" * 16], [3], np.ones(2, bool), np.zeros(3, np.float32))
     with pytest.raises(ValueError, match="float32 or float64, got float16"):
         store.add([b"k" * 16], [3], np.ones(3, bool), np.zeros(3, np.float16))
+
+
+def test_files_are_safetensors(tmp_path: Path, filled: Any) -> None:
+    from safetensors.numpy import load_file
+
+    found = load_file(shards(tmp_path)[0])
+    assert set(found) == {"keys", "checks", "lengths", "counts", "masks", "values"}
+    assert np.array_equal(found["values"], np.concatenate([row(i)[2][row(i)[1]] for i in (1, 2)]))
 
 
 # ------------------------------------------------------------------ when it is written, and how much
@@ -184,13 +150,13 @@ def test_the_size_is_bounded_and_the_least_recently_read_shard_goes(
     store = ScoreStore(tmp_path, max_bytes=20_000, shard_bytes=4000)
     put(store, 0)
     store.flush()
-    for number in range(1, 300):
+    for number in range(1, 150):
         put(store, number)
         assert store.num_bytes <= 20_000
         time.sleep(0.0002)
         assert has(store, 0), "read again and again"
     store.flush()
-    assert has(store, 299)
+    assert has(store, 149)
     assert not has(store, 1)
     assert not has(ScoreStore(tmp_path), 1)
 
@@ -233,6 +199,24 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     assert has(store, 2)
 
 
+def test_drafts_of_killed_writers_are_removed_and_files_of_others_stay(tmp_path: Path) -> None:
+    others = {"model.safetensors", "training.tmp", "model.safetensors.tmp"}
+    for name in others:
+        (tmp_path / name).write_bytes(bytes(5000))
+    (tmp_path / "0123.scores.safetensors.tmp").write_bytes(b"half a shard")
+    store = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
+    put(store, 0)
+    assert not has(ScoreStore(tmp_path), 0)
+    for number in range(1, 40):
+        put(store, number)
+        store.flush()
+    assert has(store, 39)
+    assert not has(store, 0), "the store is full"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names > others
+    assert {name for name in names if name.endswith(".tmp")} == others - {"model.safetensors"}
+
+
 # ------------------------------------------------------------------ damage
 
 
@@ -263,10 +247,7 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, name: str) -> None:
-    store = ScoreStore(tmp_path)
-    put(store, 1, 2)
-    store.flush()
+def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, filled: Any, name: str) -> None:
     damaged(tmp_path, CHANGES[name])
     reader = ScoreStore(tmp_path)
     with pytest.warns(UserWarning, match="is damaged and is not read"):
@@ -279,65 +260,59 @@ def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, name: str) -> 
         assert has(reader, 1)
 
 
-def as_fifo(path: Path, data: bytes) -> None:
-    os.mkfifo(path)
-
-
 def as_link(path: Path, data: bytes) -> None:
     target = path.with_name("elsewhere")
     target.write_bytes(data)
     path.symlink_to(target)
 
 
-def as_folder(path: Path, data: bytes) -> None:
-    path.mkdir()
-
-
 def as_socket(path: Path, data: bytes) -> None:
-    short = os.path.relpath(path)  # names of sockets are short
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(short)
+        made.bind(os.path.relpath(path))  # names of sockets are short
+
+
+KINDS = {
+    "pipe": lambda path, _: os.mkfifo(path),
+    "link": as_link,
+    "folder": lambda path, _: path.mkdir(),
+    "socket": as_socket,
+}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pipes")
-@pytest.mark.parametrize("make", [as_fifo, as_link, as_folder, as_socket])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("opened", [False, True])
 def test_only_regular_files_are_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, opened: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: Any, kind: str, opened: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
-    put(store, 1, 2)
-    store.flush()
     reader = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
     assert not opened or has(reader, 1)
     (path,) = shards(tmp_path)
     data = path.read_bytes()
     path.unlink()
-    make(path, data)
+    KINDS[kind](path, data)
     with pytest.warns(UserWarning, match="is damaged and is not read .*it is no regular file"):
         assert not has(reader, 1)
     assert not has(reader, 2)
-    for number in range(40):  # and it is not removed to make room
+    for number in range(20):  # and it is not removed to make room
         put(reader, number)
         reader.flush()
-    assert has(reader, 39)
+    assert has(reader, 19)
+    assert not has(reader, 3)
     assert path in shards(tmp_path)
 
 
 def forged(folder: Path, key: bytes, mask: np.ndarray, values: np.ndarray) -> None:
     """A shard with right checksums."""
-    module = load()
-    (path,) = shards(folder)
-    path.write_bytes(module._encode([module._Record(key, mask, values)]))
+    damaged(folder, lambda _: load()._encode([load()._Record(key, mask, values)]))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 7.0, 0.02])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_scores_that_cannot_be(tmp_path: Path, value: float, dtype: Any) -> None:
-    store = ScoreStore(tmp_path)
-    put(store, 1)
-    store.flush()
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [(math.nan, np.float32), (math.inf, np.float64), (-math.inf, np.float32), (7.0, np.float64), (0.02, np.float32)],
+)
+def test_scores_that_cannot_be(tmp_path: Path, filled: Any, value: float, dtype: Any) -> None:
     key, mask = row(1)[0], np.array([False, True, True])
     forged(tmp_path, key, mask, np.array([-0.5, value], dtype))
     reader = ScoreStore(tmp_path)
@@ -345,14 +320,14 @@ def test_scores_that_cannot_be(tmp_path: Path, value: float, dtype: Any) -> None
         known, values = reader.read([key], [3], -math.inf, 0.01)
     assert not known.any()
     assert not values.any()
-    if not math.isfinite(value):
+    waiting, scores = ScoreStore(tmp_path / "waiting"), np.array([0, -0.5, value], dtype)
+    if math.isfinite(value):
+        waiting.add([key], [3], mask, scores)
+    else:
         with pytest.warns(UserWarning, match="is damaged and is not read"):
             assert not ScoreStore(tmp_path).read([key], [3])[0].any()
         with pytest.raises(ValueError, match="scores must be finite"):
-            store.add([key], [3], mask, np.array([0, -0.5, value], dtype))
-    waiting = ScoreStore(tmp_path / "waiting")
-    if math.isfinite(value):
-        waiting.add([key], [3], mask, np.array([0, -0.5, value], dtype))
+            waiting.add([key], [3], mask, scores)
     assert not waiting.read([key], [3], -math.inf, 0.01)[0].any()
     forged(tmp_path, key, mask, np.array([-0.5, 0.0], dtype))
     assert ScoreStore(tmp_path).read([key], [3], -math.inf, 0.01)[1].tolist() == [0, -0.5, 0]
@@ -368,32 +343,25 @@ def test_scores_that_cannot_be(tmp_path: Path, value: float, dtype: Any) -> None
         ([False, True, True], 4),  # more scores than the sequence is long
     ],
 )
-def test_a_record_that_does_not_fit_its_mask_or_sequence(tmp_path: Path, mask: list[bool], number: int) -> None:
-    store = ScoreStore(tmp_path)
-    put(store, 1)
-    store.flush()
-    key = row(1)[0]
-    forged(tmp_path, key, np.array(mask), np.full(number, -0.5, np.float32))
-    reader = ScoreStore(tmp_path)
+def test_a_record_that_does_not_fit_its_mask_or_sequence(
+    tmp_path: Path, filled: Any, mask: list[bool], number: int
+) -> None:
+    forged(tmp_path, row(1)[0], np.array(mask), np.full(number, -0.5, np.float32))
     with pytest.warns(UserWarning, match="is damaged and is not read"):
-        known, values = reader.read([key], [3])
+        known, values = ScoreStore(tmp_path).read([row(1)[0]], [3])
     assert known.tolist() == [False] * 3
     assert values.tolist() == [0.0] * 3
 
 
-def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_are_no_damage(tmp_path: Path, filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores are a miss now, and found later."""
-    store = ScoreStore(tmp_path)
-    put(store, 1)
-    store.flush()
     opened = ScoreStore(tmp_path)
     assert has(opened, 1)
-    fresh = ScoreStore(tmp_path)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    for reader in (opened, fresh):
+    for reader in (opened, ScoreStore(tmp_path)):
         with monkeypatch.context() as patch:
             patch.setattr("builtins.open", full)
             with pytest.warns(UserWarning, match="could not be read .*Too many open files.*this time"):
@@ -401,25 +369,12 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.M
         assert has(reader, 1)
 
 
-def test_files_of_others_in_the_folder_stay(tmp_path: Path) -> None:
-    for name in ("model.safetensors", "training.tmp", "model.safetensors.tmp"):
-        (tmp_path / name).write_bytes(bytes(5000))
-    store = ScoreStore(tmp_path, max_bytes=4000, shard_bytes=2000)
-    for number in range(40):
-        put(store, number)
-        store.flush()
-    assert has(store, 39)
-    assert not has(store, 0), "the store is full"
-    assert {path.name for path in tmp_path.iterdir()} > {"model.safetensors", "training.tmp", "model.safetensors.tmp"}
-
-
-def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path)
+def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any) -> None:
     put(store, *range(20))
     store.flush()
     good = shards(tmp_path)[0].read_bytes()
     rng, lost = np.random.default_rng(0), 0
-    for at in rng.choice(len(good) * 8, 300, replace=False).tolist():
+    for at in rng.choice(len(good) * 8, 150, replace=False).tolist():
         bad = bytearray(good)
         bad[at // 8] ^= 1 << at % 8
         shards(tmp_path)[0].write_bytes(bad)
@@ -427,142 +382,18 @@ def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path) -> None:
             warnings.simplefilter("ignore")
             reader = ScoreStore(tmp_path)
             lost += not all([has(reader, number) for number in range(20)])  # `has` checks the scores
-    assert lost > 290
+    assert lost > 145
 
 
-def test_a_file_that_is_damaged_while_it_is_open(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path)
-    put(store, 1, 2)
-    store.flush()
-    assert has(store, 1)
+def test_a_file_that_is_damaged_or_vanishes_while_it_is_open(tmp_path: Path, filled: Any) -> None:
+    reader = ScoreStore(tmp_path)
+    assert has(filled, 1)
+    assert has(reader, 1)
     damaged(tmp_path, lambda data: data[: len(data) // 2])
     with pytest.warns(UserWarning, match="is damaged"):
-        assert not has(store, 1)
-    assert not has(store, 2)
-
-
-def test_a_file_that_vanishes_is_a_miss(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path)
-    put(store, 1)
-    store.flush()
-    assert has(store, 1)
+        assert not has(filled, 1)
+    assert not has(filled, 2)
     shards(tmp_path)[0].unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not has(store, 1)
-
-
-def test_files_are_safetensors(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file
-
-    store = ScoreStore(tmp_path)
-    put(store, 1, 2)
-    store.flush()
-    found = load_file(shards(tmp_path)[0])
-    assert set(found) == {"keys", "checks", "lengths", "counts", "masks", "values"}
-    assert np.array_equal(found["values"], np.concatenate([row(i)[2][row(i)[1]] for i in (1, 2)]))
-
-
-# ------------------------------------------------------------------ several processes
-
-
-def _work(folder: str, seed: int, rounds: int) -> None:
-    """Write and read random sequences, also those of others; an AssertionError for a wrong score."""
-    from filelock import FileLock
-
-    store = ScoreStore(folder, max_bytes=20_000, shard_bytes=3000)
-    rng, hits = np.random.default_rng(seed), 0
-    for _ in range(rounds):
-        number = int(rng.integers(200))
-        if has(store, number):
-            hits += 1
-        else:
-            put(store, number)
-        with FileLock(Path(folder) / "lock"):
-            assert store.num_bytes <= 20_000
-    store.flush()
-    assert hits > rounds // 10
-
-
-def _write_for_ever(folder: str) -> None:
-    store, number = ScoreStore(folder, max_bytes=10**6, shard_bytes=2000), 0
-    while True:
-        put(store, number % 1000)
-        number += 1
-
-
-def _write_and_leave(folder: str) -> None:
-    put(ScoreStore(folder), 7)
-
-
-def start(target: Callable[..., None], *args: Any, method: str = "spawn") -> Any:
-    process = multiprocessing.get_context(method).Process(target=target, args=args)
-    process.start()
-    return process
-
-
-def test_four_processes_write_and_read_at_once(tmp_path: Path) -> None:
-    processes = [start(_work, str(tmp_path), seed, 600) for seed in range(4)]
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * 4
-    reader = ScoreStore(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert sum(has(reader, number) for number in range(200)) > 50
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_a_process_killed_while_it_writes_harms_nothing(tmp_path: Path) -> None:
-    for _ in range(4):
-        before = len(shards(tmp_path))
-        process = start(_write_for_ever, str(tmp_path))
-        until = time.monotonic() + 60
-        while len(shards(tmp_path)) < before + 20 and time.monotonic() < until:
-            time.sleep(0.003)
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
-    reader = ScoreStore(tmp_path, max_bytes=10**6, shard_bytes=2000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert sum(has(reader, number) for number in range(1000)) > 100
-        put(reader, 5000)
-        reader.flush()  # the lock is free, and drafts are gone
-    assert has(reader, 5000)
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_drafts_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "0123.scores.safetensors.tmp").write_bytes(b"half a shard")
-    store = ScoreStore(tmp_path)
-    put(store, 1)
-    assert has(ScoreStore(tmp_path), 1) is False
-    store.flush()
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_the_end_of_a_process_writes_what_waits(tmp_path: Path) -> None:
-    process = start(_write_and_leave, str(tmp_path))
-    process.join(60)
-    assert has(ScoreStore(tmp_path), 7)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_fork_does_not_write_the_records_of_its_parent(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path)
-    put(store, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            put(store, 2)
-            store.flush()
-            code = 0 if has(store, 2) and not has(store, 1) else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    assert has(store, 2)
-    store.flush()
-    assert has(ScoreStore(tmp_path), 1)
+        assert not has(reader, 1), "a miss"

@@ -1,0 +1,55 @@
+"""Rows of a store of scores that follow from their number, so that any process can check what it reads. Without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from project import PROJECT
+
+PATH = PROJECT / "torchrl_llm_kl" / "scoring" / "_store.py"
+
+
+def load() -> ModuleType:
+    """The module by its path: the package would import torch, in each process."""
+    if "score_store" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("score_store", PATH)
+        module = sys.modules["score_store"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["score_store"]
+
+
+ScoreStore: Any = load().ScoreStore
+
+
+def row(number: int, length: int = 50, dtype: Any = np.float32) -> tuple[bytes, np.ndarray, np.ndarray]:
+    """Key, mask and scores of a sequence; the scores follow from the number, so that a reader can check them."""
+    key = blake2b(str(number).encode(), digest_size=16).digest()
+    rng = np.random.default_rng(number)
+    mask = rng.random(length) < 0.6
+    mask[1] = True
+    return key, mask, np.where(mask, rng.standard_normal(length), 0).astype(dtype)
+
+
+def put(store: Any, *numbers: int, **options: Any) -> None:
+    for number in numbers:
+        key, mask, values = row(number, **options)
+        store.add([key], [len(mask)], mask, values)
+
+
+def has(store: Any, number: int, **options: Any) -> bool:
+    """Whether a sequence is known; a known one must have its own scores, to the last bit."""
+    key, mask, values = row(number, **options)
+    known, found = store.read([key], [len(mask)])
+    assert not known.any() or (np.array_equal(known, mask) and np.array_equal(found, values))
+    return bool(known.any())
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.scores.safetensors"))
