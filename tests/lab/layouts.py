@@ -83,3 +83,22 @@ def tokens(
         columns["masks", "all_attention_mask"] = [[True] * len(row) for row in full]
     columns |= {tuple(name.split("__")) if "__" in name else name: value for name, value in entries.items()}
     return lay_out(layout, columns, prompts, responses, fill=fill)
+
+
+def at_responses(
+    data: TensorDictBase,
+    key: Any,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    responses: Sequence[Sequence[int]] = RESPONSES,
+) -> list[Tensor]:
+    """Rows of an entry at the response tokens, in any layout; asserts that the entry is 0 at all others."""
+    value, out = data.get(key, as_list=True), []
+    padded = isinstance(value, Tensor) and not value.is_nested
+    for prompt, response, row in zip(prompts, responses, value, strict=True):
+        start = max(map(len, prompts)) if padded else len(prompt)
+        end = start + len(response)
+        assert len(row) == (start + max(map(len, responses)) if padded else end)
+        assert not row[:start].any()
+        assert not row[end:].any()
+        out.append(row[start:end])
+    return out

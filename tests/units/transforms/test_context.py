@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
-from project import PROJECT
+from closeness import assert_near
+from layouts import LAYOUTS, PROMPTS, RESPONSES, at_responses, tokens
 from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, Sampling, make_algorithm
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.masks import history_to_messages, render_conversation
@@ -26,59 +26,24 @@ from toy_models import tiny_model
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_scoring_wrapper, steps
 
 FULL = ("log_probs", "full")
+HINT_IDS = ("hint", "ids")
 EXACTLY = {"atol": 1e-10, "rtol": 0.0}
-PROMPTS = [[7, 8, 9], [5], [4, 4]]
-RESPONSES = [[11, 12], [13, 14, 15, 16], [17]]
 CONTEXTS = [[20, 21], [22, 23, 24, 25, 26], [27]]
-LAYOUTS = ["padded", "nested", "jagged", "lazy"]
+ROWS = list(zip(PROMPTS, CONTEXTS, RESPONSES, strict=True))
+CHAT = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
 
 
 def wide(seed: int = 0) -> nn.Module:
     return tiny_model(seed=seed).double()
 
 
-def padded_rows(rows: list[list[int]], *, left: bool) -> tuple[Tensor, Tensor]:
-    """Ids padded with 0, and their mask."""
-    width = max(map(len, rows))
-    pad = [[0] * (width - len(row)) for row in rows]
-    ids = [p + row if left else row + p for p, row in zip(pad, rows, strict=True)]
-    real = [
-        [0] * len(p) + [1] * len(row) if left else [1] * len(row) + [0] * len(p)
-        for p, row in zip(pad, rows, strict=True)
-    ]
-    return torch.tensor(ids), torch.tensor(real)
-
-
-def nest(rows: list[list[int]], layout: str) -> Tensor:
-    return torch.nested.nested_tensor(rows, layout=torch.jagged if layout == "jagged" else torch.strided)
-
-
-def rollout(layout: str) -> TensorDictBase:
-    """Three sequences; padded on both sides, nested, or in a lazy stack; with ids of other prompts under ("hint", "ids")."""
-    full = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    if layout == "lazy":
-        rows = zip(full, PROMPTS, CONTEXTS, strict=True)
-        parts = [{"tokens": {"full": f, "prompt": p}, "hint": {"ids": c}} for f, p, c in rows]
-        as_tensors = [{n: {k: torch.tensor(x) for k, x in d.items()} for n, d in part.items()} for part in parts]
-        return lazy_stack([TensorDict(part) for part in as_tensors])
-    if layout == "padded":
-        (prompt, before), (response, after) = padded_rows(PROMPTS, left=True), padded_rows(RESPONSES, left=False)
-        ids, real = padded_rows(CONTEXTS, left=True)
-        return TensorDict(
-            {
-                "tokens": {"full": torch.cat([prompt, response], 1), "prompt": prompt},
-                "masks": {"all_attention_mask": torch.cat([before, after], 1).bool()},
-                "hint": {"ids": ids, "attention_mask": real},
-            },
-            [3],
-        )
-    return TensorDict(
-        {
-            "tokens": {"full": nest(full, layout), "prompt": nest(PROMPTS, layout)},
-            "hint": {"ids": nest(CONTEXTS, layout)},
-        },
-        [3],
-    )
+def rollout(layout: str, contexts: list[list[int]] = CONTEXTS, **entries: Any) -> TensorDictBase:
+    """Three sequences with ids of other prompts under ("hint", "ids"), which are padded on the left."""
+    if layout != "padded":
+        return tokens(layout, hint__ids=contexts, **entries)
+    rows = [torch.tensor(row) for row in contexts]
+    ids, real = (pad_sequence(x, True, padding_side="left") for x in (rows, [torch.ones_like(row) for row in rows]))
+    return tokens(layout, hint__ids=ids, hint__attention_mask=real, **entries)
 
 
 def log_probs_after(model: nn.Module, prompt: list[int], response: list[int]) -> Tensor:
@@ -88,49 +53,27 @@ def log_probs_after(model: nn.Module, prompt: list[int], response: list[int]) ->
     return log_p[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def values_of(data: TensorDictBase, key: NestedKey) -> list[Tensor]:
-    """Rows of an entry at the response tokens; checks that the entry is 0 at all others."""
-    value, out = data.get(key, as_list=True) if not isinstance(data, TensorDict) else data[key], []
-    for i, row in enumerate(value.unbind() if isinstance(value, Tensor) else value):
-        end = len(RESPONSES[i])
-        start = 3 if row.shape[0] == 7 else len(PROMPTS[i])  # of the padded block
-        assert not row[:start].any()
-        assert not row[start + end :].any()
-        out.append(row[start : start + end])
-    return out
-
-
 # ------------------------------------------------------------------ ids of the prompts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ids_of_other_prompts_in_every_layout(layout: str) -> None:
     model, data = wide(), rollout(layout)
-    found = RetrieveLogProb(model, context=("hint", "ids"))(data)
-    for row, context, response in zip(values_of(found, FULL), CONTEXTS, RESPONSES, strict=True):
+    found = RetrieveLogProb(model, context=HINT_IDS)(data)
+    for row, context, response in zip(at_responses(found, FULL), CONTEXTS, RESPONSES, strict=True):
         assert_close(row, log_probs_after(model, context, response).detach(), **EXACTLY)
     plain = RetrieveLogProb(model)(rollout(layout))
     for one, other in zip(found.unbind(0), plain.unbind(0), strict=True):
         assert one[FULL].shape == other[FULL].shape == one["tokens", "full"].shape
-    for row, other in zip(values_of(found, FULL), values_of(plain, FULL), strict=True):
+    for row, other in zip(at_responses(found, FULL), at_responses(plain, FULL), strict=True):
         assert (row - other).abs().min() > 1e-3  # the prompt matters
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_own_prompt_as_context_changes_nothing(layout: str) -> None:
-    data = rollout(layout)
-    if layout == "lazy":
-        for row in data.unbind(0):
-            row["hint", "ids"] = row["tokens", "prompt"]
-    elif layout == "padded":
-        data["hint", "ids"] = data["tokens", "prompt"]
-        data["hint", "attention_mask"] = data["masks", "all_attention_mask"][:, :3]
-    else:
-        data["hint", "ids"] = data["tokens", "prompt"]
+def test_the_own_prompt_as_context_changes_nothing() -> None:
     model = wide()
-    found, expected = RetrieveLogProb(model, context=("hint", "ids"))(data), RetrieveLogProb(model)(rollout(layout))
-    for a, b in zip(values_of(found, FULL), values_of(expected, FULL), strict=True):
-        assert_close(a, b, **EXACTLY)
+    found = RetrieveLogProb(model, context=HINT_IDS)(rollout("padded", PROMPTS))
+    expected = RetrieveLogProb(model)(rollout("padded"))
+    assert_close(found[FULL], expected[FULL], **EXACTLY)
 
 
 def test_several_batch_dimensions_and_next() -> None:
@@ -149,7 +92,7 @@ def test_several_batch_dimensions_and_next() -> None:
 
 def test_gradients_are_those_of_the_sequences_built_by_hand() -> None:
     model = wide()
-    found = RetrieveLogProb(model, context=("hint", "ids"), detach=False)(rollout("padded"))
+    found = RetrieveLogProb(model, context=HINT_IDS, detach=False)(rollout("padded"))
     weight = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).double()
     (found[FULL] * weight).sum().backward()
     got = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -163,7 +106,7 @@ def test_gradients_are_those_of_the_sequences_built_by_hand() -> None:
 def test_other_scores_follow() -> None:
     """Entropy and top k by hand, at the places of the response in the data."""
     model = wide()
-    found = RetrieveLogProb(model, context=("hint", "ids"), entropy_key="entropy", top_k=3)(rollout("padded"))
+    found = RetrieveLogProb(model, context=HINT_IDS, entropy_key="entropy", top_k=3)(rollout("padded"))
     assert found["top_k", "ids"].shape == (3, 7, 3)
     for i, (context, response) in enumerate(zip(CONTEXTS, RESPONSES, strict=True)):
         with torch.no_grad():
@@ -195,16 +138,16 @@ def body_tokens(model: Any, run: Callable[[], Any]) -> int:
     return sum(seen)
 
 
-@pytest.mark.parametrize("prompts", [1, 2])
-def test_eight_answers_forward_each_new_prompt_once(prompts: int) -> None:
+def test_eight_answers_forward_each_new_prompt_once() -> None:
     """By hand: 12 tokens of each other prompt, and of each answer (5 tokens, no two begin alike) all but the last."""
     answers = torch.arange(40).reshape(8, 5) + 30
     full = torch.cat([torch.tensor([[3, 4, 5]]).expand(8, 3), answers], 1)
-    hint = torch.arange(12) + torch.arange(8).remainder(prompts)[:, None] * 12
-    data = TensorDict({"tokens": {"full": full, "prompt": full[:, :3].clone()}, "hint": hint}, [8])
     model = tiny_model(seed=0)
     transform = RetrieveLogProb(model, context="hint")
-    assert body_tokens(model, lambda: transform(data)) == 12 * prompts + 8 * 4
+    for prompts in (1, 2):
+        hint = torch.arange(12) + torch.arange(8).remainder(prompts)[:, None] * 12
+        data = TensorDict({"tokens": {"full": full, "prompt": full[:, :3].clone()}, "hint": hint}, [8])
+        assert body_tokens(model, lambda data=data: transform(data)) == 12 * prompts + 8 * 4
 
 
 # ------------------------------------------------------------------ a function of the conversation
@@ -225,10 +168,11 @@ def stacked(history: History) -> History:
     return torch.stack([History(role="system", content=HINT), *history.unbind(0)])
 
 
-def hinted(tokenizer: Any, step: TensorDictBase) -> list[int]:
-    """The prompt by hand: the hint, the user's first message and the header of the answer."""
-    question = history_to_messages(step["history", "prompt"])[0]
-    text = f"<|im_start|>system\n{HINT}<|im_end|>\n<|im_start|>user\n{question['content']}<|im_end|>\n<|im_start|>assistant\n"
+def hinted(tokenizer: Any, question: Any, hint: str = HINT) -> list[int]:
+    """The prompt by hand: the hint, the user's first message (or that of a row) and the header of the answer."""
+    if not isinstance(question, str):
+        question = history_to_messages(question["history", "prompt"])[0]["content"]
+    text = f"<|im_start|>system\n{hint}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     return tokenizer.encode(text)
 
 
@@ -238,15 +182,26 @@ def response_of(step: TensorDictBase) -> tuple[int, int]:
     return len(step["tokens", "prompt"]), int(real[-1]) + 1
 
 
-@pytest.mark.parametrize("function", [with_hint, as_dicts, stacked])
+def with_solution(history: History, row: TensorDictBase) -> Any:
+    return [{"role": "system", "content": row["solution"]}, *history_to_messages(history)]
+
+
+@pytest.mark.parametrize(
+    ("padded", "function"),
+    [(True, with_hint), (False, as_dicts), (True, stacked), (False, with_solution)],
+    indirect=["padded"],
+)
 def test_another_system_message(tokenizer: Any, policy_model: nn.Module, padded: bool, function: Any) -> None:
-    policy = make_policy(policy_model, tokenizer, pad_output=padded)
-    data = flat(collect(tokenizer, policy, envs=3))
+    """By a function of the conversation, or of the conversation and its row."""
+    data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded), envs=3))
+    hints = [f"It is {i}." if function is with_solution else HINT for i in range(3)]
+    for step, hint in zip(data.unbind(0), hints, strict=True):
+        step["solution"] = hint
     model = make_model(tokenizer, seed=1).double()
     scored = RetrieveLogProb(model, tokenizer=tokenizer, context=function)(data)
-    for step in steps(scored):
+    for step, hint in zip(steps(scored), hints, strict=True):
         start, end = response_of(step)
-        expected = log_probs_after(model, hinted(tokenizer, step), step["tokens", "full"][start:end].tolist())
+        expected = log_probs_after(model, hinted(tokenizer, step, hint), step["tokens", "full"][start:end].tolist())
         found = step["next", "log_probs", "full"]
         assert found.shape == step["tokens", "full"].shape
         assert_close(found[start:end], expected.detach(), **EXACTLY)
@@ -254,24 +209,7 @@ def test_another_system_message(tokenizer: Any, policy_model: nn.Module, padded:
         assert not found[end:].any()
 
 
-def test_a_function_of_the_row_too(tokenizer: Any, policy_model: nn.Module) -> None:
-    data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False), envs=2))
-    for i, step in enumerate(data.unbind(0)):
-        step["solution"] = f"It is {i}."
-
-    def with_solution(history: History, row: TensorDictBase) -> History:
-        return [{"role": "system", "content": row["solution"]}, *history_to_messages(history)]  # type: ignore[return-value]
-
-    model = make_model(tokenizer, seed=1).double()
-    scored = RetrieveLogProb(model, tokenizer=tokenizer, context=with_solution)(data)
-    for i, step in enumerate(steps(scored)):
-        start, end = response_of(step)
-        prompt = tokenizer.decode(hinted(tokenizer, step)).replace(HINT, f"It is {i}.")
-        expected = log_probs_after(model, tokenizer.encode(prompt), step["tokens", "full"][start:end].tolist())
-        assert_close(step["next", "log_probs", "full"][start:end], expected.detach(), **EXACTLY)
-
-
-@pytest.mark.parametrize("scope", ["turn", "full"])
+@pytest.mark.parametrize(("padded", "scope"), [(True, "turn"), (False, "full")], indirect=["padded"])
 def test_turns_in_an_env(tokenizer: Any, policy_model: nn.Module, padded: bool, scope: Any) -> None:
     """From the first answer on, each turn has the tokens that were sampled; only what comes before is replaced."""
     model = make_model(tokenizer, seed=1)
@@ -294,27 +232,17 @@ def test_turns_in_an_env(tokenizer: Any, policy_model: nn.Module, padded: bool, 
 
 def test_all_turns_of_a_conversation(tokenizer: Any) -> None:
     """The mask of the data shows the turns; the tokens between them stay."""
-    chat = [
-        {"role": "user", "content": "one?"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three?"},
-        {"role": "assistant", "content": "four!"},
-    ]
+    chat = [*CHAT, {"role": "user", "content": "three?"}, {"role": "assistant", "content": "four!"}]
     rendered = render_conversation(tokenizer, chat)
-    data = lazy_stack(
-        [
-            TensorDict(
-                tokens=TensorDict(full=rendered.token_ids),
-                masks=TensorDict(all_assistant_mask=rendered.assistant_mask),
-                history=ChatHistory(full=History.from_chats([chat])[0]),
-            )
-        ]
+    row = TensorDict(
+        tokens=TensorDict(full=rendered.token_ids),
+        masks=TensorDict(all_assistant_mask=rendered.assistant_mask),
+        history=ChatHistory(full=History.from_chats([chat])[0]),
     )
     model = make_model(tokenizer, seed=1).double()
-    found = RetrieveLogProb(model, tokenizer=tokenizer, context=with_hint, scope="full")(data)[0][FULL]
+    found = RetrieveLogProb(model, tokenizer=tokenizer, context=with_hint, scope="full")(lazy_stack([row]))[0][FULL]
     first = int(rendered.assistant_mask.nonzero()[0])
-    text = f"<|im_start|>system\n{HINT}<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
-    expected = log_probs_after(model, tokenizer.encode(text), rendered.token_ids[first:].tolist()).detach()
+    expected = log_probs_after(model, hinted(tokenizer, "one?"), rendered.token_ids[first:].tolist()).detach()
     mask = rendered.assistant_mask
     assert int(mask.sum()) == len("two") + len("four!") + 2  # bytes, and the end token of each turn
     assert_close(found[mask], expected[mask[first:]], **EXACTLY)
@@ -323,19 +251,17 @@ def test_all_turns_of_a_conversation(tokenizer: Any) -> None:
 
 def test_conversations_without_tokens(tokenizer: Any) -> None:
     """Rendered here: the context's own rendering is cut at the assistant's first token."""
-    chat = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
     model = make_model(tokenizer, seed=1).double()
     wrapper = make_scoring_wrapper(model, tokenizer, pad_output=False, input_mode="history")
 
     def data() -> TensorDictBase:
-        return TensorDict(history=ChatHistory(full=History.from_chats([chat]), batch_size=[1]), batch_size=[1])
+        return TensorDict(history=ChatHistory(full=History.from_chats([CHAT]), batch_size=[1]), batch_size=[1])
 
     plain, same = RetrieveLogProb(wrapper)(data()), RetrieveLogProb(wrapper, context=lambda history: history)(data())
     assert_close(same[0][FULL], plain[0][FULL], **EXACTLY)
     found = RetrieveLogProb(wrapper, context=with_hint)(data())[0][FULL]
-    text = f"<|im_start|>system\n{HINT}<|im_end|>\n<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n"
     response = tokenizer.encode("two<|im_end|>")
-    expected = log_probs_after(model, tokenizer.encode(text), response).detach()
+    expected = log_probs_after(model, hinted(tokenizer, "one?"), response).detach()
     assert found.shape == plain[0][FULL].shape
     assert_close(found[found != 0], expected, **EXACTLY)
     assert torch.equal(found != 0, plain[0][FULL] != 0)
@@ -363,34 +289,34 @@ def test_the_cache_of_an_env(tokenizer: Any, policy_model: nn.Module) -> None:
 def test_the_reference_alone_sees_the_context() -> None:
     policy, reference, data = wide(), wide(1), rollout("padded")
     data["next"] = TensorDict(reward=torch.ones(3, 1), batch_size=[3])
-    found = RetrieveKL(policy, reference, context=("hint", "ids"), coeff=0.5)(data)["next"]
-    for i, (prompt, context, response) in enumerate(zip(PROMPTS, CONTEXTS, RESPONSES, strict=True)):
+    found = RetrieveKL(policy, reference, context=HINT_IDS, coeff=0.5)(data)["next"]
+    for i, (prompt, context, response) in enumerate(ROWS):
         at = slice(3, 3 + len(response))
         gen = log_probs_after(policy, prompt, response).detach()
         ref = log_probs_after(reference, context, response).detach()
         assert_close(found["log_probs", "full"][i, at], gen, **EXACTLY)
         assert_close(found["ref_log_probs", "full"][i, at], ref, **EXACTLY)
         assert_close(found["kl_penalty"][i, at], gen - ref, **EXACTLY)
-        assert_close(found["reward"][i].sum().double(), 1 - 0.5 * (gen - ref).sum(), atol=1e-6, rtol=0)
+        assert_near(found["reward"][i].sum(), 1 - 0.5 * (gen - ref).sum(), dtype=torch.float32, terms=4, size=16)
 
 
 def test_a_context_of_the_policy_and_settings_that_change() -> None:
     model = wide()
-    transform = RetrieveKL(model, model, context=("hint", "ids"), gen_context=("hint", "ids"))
+    transform = RetrieveKL(model, model, context=HINT_IDS, gen_context=HINT_IDS)
     assert not transform(rollout("padded"))["kl_penalty"].any()  # self-distillation from the same context
     transform.context = None
     found = transform(rollout("padded"))
-    expected = RetrieveKL(model, model, context=("hint", "ids"))(rollout("padded"))
+    expected = RetrieveKL(model, model, context=HINT_IDS)(rollout("padded"))
     assert found["kl_penalty"].any()
     assert_close(found["kl_penalty"], -expected["kl_penalty"], **EXACTLY)
-    assert (transform.context, transform.gen_context) == (None, ("hint", "ids"))
-    assert ("hint", "ids") in transform[0].in_keys
-    assert ("hint", "ids") not in transform[1].in_keys
+    assert (transform.context, transform.gen_context) == (None, HINT_IDS)
+    assert HINT_IDS in transform[0].in_keys
+    assert HINT_IDS not in transform[1].in_keys
 
 
 def test_an_exact_kl_needs_one_context() -> None:
     model, reference = wide(), wide(1)
-    both = {"context": ("hint", "ids"), "gen_context": ("hint", "ids")}
+    both = {"context": HINT_IDS, "gen_context": HINT_IDS}
     found = RetrieveKL(model, reference, estimator="exact", **both)(rollout("padded"))["kl_penalty"]
     for i, (context, response) in enumerate(zip(CONTEXTS, RESPONSES, strict=True)):
         ids = torch.tensor([context + response])
@@ -401,8 +327,11 @@ def test_an_exact_kl_needs_one_context() -> None:
         r"estimator='exact' runs both models .* their contexts differ: gen_context=None, context=\('hint', 'ids'\)"
     )
     with pytest.raises(ValueError, match=message):
-        RetrieveKL(model, reference, estimator="exact", context=("hint", "ids"))
-    transform = RetrieveKL(model, reference, context=("hint", "ids"))
+        RetrieveKL(model, reference, estimator="exact", context=HINT_IDS)
+    transform = RetrieveKL(model, reference, context=HINT_IDS, sampling=Sampling(top_k=3, reference="kept"))
+    with pytest.raises(ValueError, match=r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"):
+        transform(rollout("padded"))
+    transform = RetrieveKL(model, reference, context=HINT_IDS)
     transform.estimator = "exact"
     with pytest.raises(ValueError, match=message):
         transform(rollout("padded"))
@@ -413,22 +342,12 @@ def test_an_exact_kl_needs_one_context() -> None:
 
 def recorded(layout: str) -> tuple[TensorDictBase, list[list[list[int]]]]:
     """A rollout with three tokens that could have been drawn at each response token, and those."""
-    data = rollout(layout)
     kept = [[sorted({token, 30, 31 + i}) for i, token in enumerate(row)] for row in RESPONSES]
-    counts = [[3] * len(row) for row in RESPONSES]  # of the response alone
-    ids = [[token for each in row for token in each] for row in kept]
-    if layout == "lazy":
-        for row, count, flat in zip(data.unbind(0), counts, ids, strict=True):
-            row["kept"] = TensorDict(counts=torch.tensor(count), ids=torch.tensor(flat))
-        return data, kept
-    if layout == "padded":
-        counts = [[0] * 3 + row for row in counts]
-        data["kept"] = TensorDict(
-            counts=padded_rows(counts, left=False)[0], ids=padded_rows(ids, left=False)[0], batch_size=[3]
-        )
-        return data, kept
-    data["kept"] = TensorDict({"counts": nest(counts, layout), "ids": nest(ids, layout)}, [3])
-    return data, kept
+    before = [len(prompt) if layout == "padded" else 0 for prompt in PROMPTS]  # else of the response alone
+    counts = [[0] * n + [3] * len(row) for n, row in zip(before, RESPONSES, strict=True)]
+    return rollout(
+        layout, kept__counts=counts, kept__ids=[[token for each in row for token in each] for row in kept]
+    ), kept
 
 
 def log_probs_over(model: nn.Module, prompt: list[int], response: list[int], kept: list[list[int]]) -> Tensor:
@@ -439,36 +358,29 @@ def log_probs_over(model: nn.Module, prompt: list[int], response: list[int], kep
     ).detach()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
     """The answer's tokens are the same, and so is what could have been drawn in their place."""
     model, (data, kept) = wide(), recorded(layout)
-    found = RetrieveLogProb(model, context=("hint", "ids"), sampling=Sampling(top_k=3))(data)
-    for row, *parts in zip(values_of(found, FULL), CONTEXTS, RESPONSES, kept, strict=True):
+    found = RetrieveLogProb(model, context=HINT_IDS, sampling=Sampling(top_k=3))(data)
+    for row, *parts in zip(at_responses(found, FULL), CONTEXTS, RESPONSES, kept, strict=True):
         assert_close(row, log_probs_over(model, *parts), **EXACTLY)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
 def test_both_models_over_a_record_after_another_prompt(estimator: Any) -> None:
     policy, reference, (data, kept) = wide(), wide(1), recorded("padded")
-    both = {"context": ("hint", "ids"), "gen_context": ("hint", "ids")}
-    found = RetrieveKL(policy, reference, estimator=estimator, sampling=Sampling(top_k=3, reference="kept"), **both)(
-        data
-    )
+    both: Any = {"context": HINT_IDS, "gen_context": HINT_IDS}
+    both |= {"sampling": Sampling(top_k=3, reference="kept")}
+    found = RetrieveKL(policy, reference, estimator=estimator, **both)(data)
     for key, model in ((FULL, policy), (("ref_log_probs", "full"), reference)):
-        for row, *parts in zip(values_of(found, key), CONTEXTS, RESPONSES, kept, strict=True):
+        for row, *parts in zip(at_responses(found, key), CONTEXTS, RESPONSES, kept, strict=True):
             assert_close(row, log_probs_over(model, *parts), **EXACTLY)
-
-
-def test_what_the_policy_keeps_needs_one_context() -> None:
-    transform = RetrieveKL(wide(), wide(1), context=("hint", "ids"), sampling=Sampling(top_k=3, reference="kept"))
-    with pytest.raises(ValueError, match=r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"):
-        transform(rollout("padded"))
 
 
 def test_scores_over_what_a_sampler_keeps_return_to_the_tokens_of_the_data() -> None:
     model, data = wide(), rollout("padded")
-    transform = RetrieveLogProb(model, context=("hint", "ids"), sampling=Sampling(min_p=1e-9))
+    transform = RetrieveLogProb(model, context=HINT_IDS, sampling=Sampling(min_p=1e-9))
     located = transform.locate(data)
     scores = transform.evaluate(transform.in_context(data, located), return_kept=True)
     assert torch.equal(scores.kept.offsets.diff() > 0, located.mask)
@@ -478,12 +390,11 @@ def test_scores_over_what_a_sampler_keeps_return_to_the_tokens_of_the_data() -> 
 
 
 def conversation(tokenizer: Any, *, history: bool = True) -> TensorDictBase:
-    chat = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
-    prompt = render_conversation(tokenizer, chat[:1], add_generation_prompt=True).token_ids
+    prompt = render_conversation(tokenizer, CHAT[:1], add_generation_prompt=True).token_ids
     full = torch.cat([prompt, torch.tensor(tokenizer.encode("two<|im_end|>"))])
     row = TensorDict(tokens=TensorDict(full=full, prompt=prompt))
     if history:
-        row["history"] = ChatHistory(full=History.from_chats([chat])[0], prompt=History.from_chats([chat[:1]])[0])
+        row["history"] = ChatHistory(full=History.from_chats([CHAT])[0], prompt=History.from_chats([CHAT[:1]])[0])
     return lazy_stack([row])
 
 
@@ -499,18 +410,10 @@ def changed(at: int, **message: Any) -> Callable[[History], Any]:
 @pytest.mark.parametrize(
     ("context", "error", "message"),
     [
-        (
-            changed(1, content="six"),
-            ValueError,
-            r"may change the messages before .* message 0 was .*'two'.* returned .*'six'",
-        ),
+        (changed(1, content="six"), ValueError, r"may change the messages before .* 0 was .*'two'.* returned .*'six'"),
         (changed(1, role="user"), ValueError, r"message 0 was .*'two'.* it returned 'no message'"),
         (lambda h: history_to_messages(h)[:1], ValueError, r"message 0 was .*'two'.* it returned 'no message'"),
-        (
-            lambda h: [*history_to_messages(h), {"role": "user", "content": "x"}],
-            ValueError,
-            r"message 1 was 'no message'",
-        ),
+        (lambda h: [*history_to_messages(h), *CHAT[:1]], ValueError, r"message 1 was 'no message'"),
         (lambda h: history_to_messages(h)[1:], ValueError, "returned no message before the assistant's first one"),
         (lambda h: "a prompt", TypeError, "must return one conversation, .* got str"),
         (lambda h: torch.stack([h, h]), TypeError, r"got History of batch size \(2, 2\)"),
@@ -543,30 +446,33 @@ def test_a_function_cannot_change_the_data(tokenizer: Any) -> None:
     assert history_to_messages(data[0]["history", "full"])[0]["content"] == "one?"
 
 
-def test_entries_that_are_refused() -> None:
-    full = torch.tensor([[3, 4, 5], [6, 7, 8]])
+FULL_IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
 
-    def data(**hint: Tensor) -> TensorDictBase:
-        return TensorDict({"tokens": {"full": full, "prompt": full[:, :2].clone()}, **hint}, [2])
 
+@pytest.mark.parametrize(
+    ("hint", "settings", "error", "message"),
+    [
+        (torch.ones(2, 3), {}, TypeError, r"expected token ids under 'hint', one row .* found torch\.float32"),
+        (torch.zeros(2, 0).long(), {}, ValueError, "sequence 0: the context has no tokens, and the first response"),
+        (FULL_IDS, {"assistant_only": False}, ValueError, r"score include 2 of prompts.* assistant_only=True"),
+        (None, {"assistant_only": False}, ValueError, "the data does not show where it ends: found neither"),
+        (
+            FULL_IDS,
+            {"context": 5},
+            TypeError,
+            r"must be a function History -> History or the key of an entry .*, got 5",
+        ),
+    ],
+)
+def test_entries_that_are_refused(hint: Any, settings: Any, error: type[Exception], message: str) -> None:
+    prompt = {} if hint is None else {"prompt": FULL_IDS[:, :2].clone()}
+    data = TensorDict({"tokens": {"full": FULL_IDS, **prompt}, "hint": FULL_IDS if hint is None else hint}, [2])
+    with pytest.raises(error, match=message):
+        RetrieveLogProb(wide(), **{"context": "hint", **settings})(data)
+
+
+def test_a_context_set_later_is_checked() -> None:
     transform = RetrieveLogProb(wide(), context="hint")
-    with pytest.raises(
-        TypeError, match=r"expected token ids under 'hint', one row for each sequence, found torch\.float32"
-    ):
-        transform(data(hint=torch.ones(2, 3)))
-    with pytest.raises(
-        ValueError, match="sequence 0: the context has no tokens, and the first response token needs a prefix"
-    ):
-        transform(data(hint=torch.zeros(2, 0, dtype=torch.long)))
-    with pytest.raises(ValueError, match=r"tokens to score include 2 of prompts.* assistant_only=True"):
-        RetrieveLogProb(wide(), context="hint", assistant_only=False)(data(hint=full))
-    unknown = TensorDict({"tokens": {"full": full}, "hint": full}, [2])
-    with pytest.raises(ValueError, match="the data does not show where it ends: found neither"):
-        RetrieveLogProb(wide(), context="hint", assistant_only=False)(unknown)
-    with pytest.raises(
-        TypeError, match=r"context must be a function History -> History or the key of an entry .*, got 5"
-    ):
-        RetrieveLogProb(wide(), context=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="context must be a function"):
         transform.context = ()
 
@@ -578,8 +484,7 @@ def test_a_template_that_renders_the_answer_otherwise(tokenizer: Any) -> None:
         "{{ m.content | upper if messages[0].role == 'system' else m.content }}<|im_end|>\n{% endfor %}"
     )
     wrapper = make_scoring_wrapper(make_model(tokenizer, seed=1), tokenizer, pad_output=False, input_mode="history")
-    chat = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
-    data = TensorDict(history=ChatHistory(full=History.from_chats([chat]), batch_size=[1]), batch_size=[1])
+    data = TensorDict(history=ChatHistory(full=History.from_chats([CHAT]), batch_size=[1]), batch_size=[1])
     transform = RetrieveLogProb(wrapper, context=with_hint, tokenizer_kwargs={"chat_template": template})
     with pytest.raises(ValueError, match="sequence 0: after the context the template renders other tokens"):
         transform(data)
@@ -588,70 +493,44 @@ def test_a_template_that_renders_the_answer_otherwise(tokenizer: Any) -> None:
 def test_the_function_behind_it() -> None:
     data = rollout("nested")
     located = locate(data)
-    moved = in_context(data, located, ("hint", "ids"))
+    moved = in_context(data, located, HINT_IDS)
     assert isinstance(moved, InContext)
-    expected = [c + r for c, r in zip(CONTEXTS, RESPONSES, strict=True)]
-    assert [row.tolist() for row in moved.tokens.to_list()] == expected
-    marks = [[False] * len(c) + [True] * len(r) for c, r in zip(CONTEXTS, RESPONSES, strict=True)]
+    assert [row.tolist() for row in moved.tokens.to_list()] == [c + r for _, c, r in ROWS]
+    marks = [[False] * len(c) + [True] * len(r) for _, c, r in ROWS]
     assert [row.tolist() for row in moved.tokens.like(moved.mask).to_list()] == marks
     back = moved.back(moved.tokens)
-    assert [row.tolist() for row in back.to_list()] == [
-        [0] * len(p) + r for p, r in zip(PROMPTS, RESPONSES, strict=True)
-    ]
+    assert [row.tolist() for row in back.to_list()] == [[0] * len(p) + r for p, _, r in ROWS]
 
 
-# ------------------------------------------------------------------ the docs' example
+# ------------------------------------------------------------------ algorithms
 
 
-def test_the_example_of_the_docs(tokenizer: Any, tmp_path: Path) -> None:
-    """It runs as it stands on a tiny checkpoint, and the teacher is the model with the solution in its prompt."""
-    page = PROJECT / "docs" / "contexts.md"
-    (example,) = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    model = make_model(tokenizer, seed=0)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    changes = {'"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(tmp_path)), '"max_new_tokens": 64': '"max_new_tokens": 6'}
-    for old, new in changes.items():
-        assert old in example
-        example = example.replace(old, new)
-    torch.manual_seed(0)
-    found: dict[str, Any] = {}
-    exec(compile(example, "contexts.md", "exec"), found)
-    distill, batch = found["distill"], found["batch"]
-    again = distill.prepare(batch.select("tokens", "masks", "history", "solution"))  # the model has moved
-    for row, solution in zip(steps(again), found["solutions"], strict=True):
-        question = history_to_messages(row["history", "prompt"])[0]["content"]
-        hint = f"{question}\n\nA correct solution: {solution}"
-        prompt = tokenizer.encode(f"<|im_start|>user\n{hint}<|im_end|>\n<|im_start|>assistant\n")
-        start, end = response_of(row)
-        response = row["tokens", "full"][start:end].tolist()
-        teacher = log_probs_after(found["model"], prompt, response).detach()
-        student = log_probs_after(found["model"], row["tokens", "full"][:start].tolist(), response).detach()
-        scored = row.get(("next", "ref_log_probs", "full"), row.get(("ref_log_probs", "full"), None))
-        assert_close(scored[start:end], teacher, atol=1e-4, rtol=0)
-        assert_close(row["advantage"].flatten()[start:end], teacher - student, atol=1e-4, rtol=0)
+def test_the_advantage_of_self_distillation_is_the_teachers_log_prob_less_the_students() -> None:
+    model = wide()
+    batch = make_algorithm("on_policy_distill", model, reference=model, context=HINT_IDS).prepare(rollout("padded"))
+    for (prompt, context, response), found in zip(ROWS, at_responses(batch, "advantage"), strict=True):
+        teacher, student = (log_probs_after(model, first, response).detach() for first in (context, prompt))
+        assert_near(found.flatten(), teacher - student, dtype=torch.float32, size=16)
 
 
-@pytest.mark.parametrize("name", ["gkd", "on_policy_distill"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "name"), [("padded", "gkd"), ("lazy", "on_policy_distill")])
 def test_self_distillation_over_the_top_k_of_a_privileged_prompt(layout: str, name: Any) -> None:
     """Entries, loss and gradient of the head against a forward of each prompt and answer."""
     model, k = wide(), 3
-    parts = make_algorithm(name, model, reference=model, top_k=k, context=("hint", "ids"))
+    parts = make_algorithm(name, model, reference=model, top_k=k, context=HINT_IDS)
     batch = parts.prepare(rollout(layout))
-    entries = [values_of(batch, ("top_k", entry)) for entry in ("ids", "log_probs", "rest_log_prob")]
+    entries = [at_responses(batch, ("top_k", entry)) for entry in ("ids", "log_probs", "rest_log_prob")]
     divergences = []
-    for i, (prompt, context, response) in enumerate(zip(PROMPTS, CONTEXTS, RESPONSES, strict=True)):
+    for i, (prompt, context, response) in enumerate(ROWS):
         q, p = (
             model(input_ids=torch.tensor([first + response])).logits[0, len(first) - 1 : -1].log_softmax(-1)
             for first in (prompt, context)
         )
-        p, ids = p.detach().topk(k)[0], p.detach().topk(k)[1]
+        p, ids = p.detach().topk(k)
         rest = torch.log1p(-p.exp().sum(-1))
         assert_close(entries[0][i], ids)
-        assert_close(entries[1][i].double(), p, atol=1e-6, rtol=0)
-        assert_close(entries[2][i].double(), rest, atol=1e-6, rtol=0)
+        assert_near(entries[1][i], p, dtype=torch.float32, size=16)
+        assert_near(entries[2][i], rest, dtype=torch.float32, size=16)
         log_p = torch.cat([p, rest[:, None]], -1)
         listed = q.gather(-1, ids)
         log_q = torch.cat([listed, torch.log1p(-listed.exp().sum(-1, keepdim=True))], -1)
@@ -664,9 +543,9 @@ def test_self_distillation_over_the_top_k_of_a_privileged_prompt(layout: str, na
     expected = torch.cat(divergences).mean()
     with pytest.warns(UserWarning, match="the top k below 'top_k' holds"):
         loss = parts.loss(batch).total_loss
-    assert_close(loss.double(), expected, atol=1e-6, rtol=0)
+    assert_near(loss, expected, dtype=torch.float32, terms=64, size=1)
     (found,), (wanted,) = (torch.autograd.grad(x, [model.lm_head.weight]) for x in (loss, expected))
-    assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+    assert_near(found, wanted, dtype=torch.float32, terms=64, size=32)
 
 
 def test_a_context_of_an_algorithm_without_a_scored_reference() -> None:
