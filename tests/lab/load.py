@@ -16,8 +16,8 @@ from torch.testing import assert_close
 
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.service import RemoteModel
-from waits import LONG
+from torchrl_llm_kl.service import RemoteModel, ScoringService
+from waits import LONG, until
 
 
 def sequences(seed: int = 0, count: int = 5) -> Ragged:
@@ -29,6 +29,11 @@ def sequences(seed: int = 0, count: int = 5) -> Ragged:
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def all_up(service: ScoringService) -> None:
+    """Wait until every replica answers."""
+    until(lambda: all("pid" in stats for stats in service.stats()))
 
 
 def clone(remote: RemoteModel, *, timeout: float | None = None) -> RemoteModel:

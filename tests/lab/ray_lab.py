@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
+import tensordict
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from torch import Tensor
@@ -23,6 +24,8 @@ from waits import wait_for_replicas
 wait_for_replicas()  # in actors too
 CPUS: dict[str, Any] = {"num_cpus": 0.1}
 COEFF = 0.3
+SERVICE = "lab"  # the reference; f"{SERVICE}-gen" has the policy
+SERVED: dict[str, Any] = {"max_wait": 0.2, **CPUS}
 NAMES = ["RetrieveLogProb", "RetrieveKL", "from_collector", "KLRewardTransform"]
 
 
@@ -38,6 +41,8 @@ def wrapper(seed: int, key: str) -> TransformersWrapper:
 
 GEN = partial(wrapper, 0, "log_probs")
 REF = partial(wrapper, 1, "ref_log_probs")
+BY_VALUE = partial(wrapper, 3, "ref_log_probs")
+VALUE: dict[str, Any] = {"actor_name": f"{SERVICE}-value", **CPUS}
 
 
 def local(name: str) -> Transform:
@@ -49,9 +54,9 @@ def local(name: str) -> Transform:
     return RetrieveKL("from_collector" if name == "from_collector" else GEN(), REF(), coeff=COEFF)
 
 
-def remote(name: str, service: str) -> Transform:
-    """A transform with its reference behind ``service`` and its policy, unless it is a collector's, behind ``service-gen``."""
-    options: dict[str, Any] = {"actor_name": service, **CPUS}
+def remote(name: str) -> Transform:
+    """A transform with its reference behind ``SERVICE`` and its policy, unless it is a collector's, behind another."""
+    options: dict[str, Any] = {"actor_name": SERVICE, **SERVED}
     if name == "RetrieveLogProb":
         return RayRetrieveLogProb(model_factory=REF, **options)
     if name == "KLRewardTransform":
@@ -89,6 +94,34 @@ def collected(env: EnvBase, turns: int = 8, **policy: Any) -> TensorDictBase:
     batches = list(collector)
     collector.shutdown()
     return lazy_stack(batches)
+
+
+# ------------------------------------------------------------------ in a collector's actor
+
+FEATURES = ["reward", "feature_kl", "feature_ref"]
+
+
+def variants(made_elsewhere: Transform) -> list[Transform]:
+    """One of each class, the first pickled and the others created with the env; the last two write to keys of their own."""
+    options: dict[str, Any] = {"actor_name": SERVICE, **SERVED}
+    return [
+        made_elsewhere,
+        RayRetrieveLogProb(model_factory=REF, log_probs_full_key=("again", "full"), **options),
+        RayKLRewardTransform(ref_model_factory=REF, add_to_reward=False, out_keys=FEATURES, **options),
+    ]
+
+
+def local_variants() -> list[Transform]:
+    return [
+        local("from_collector"),
+        RetrieveLogProb(REF(), log_probs_full_key=("again", "full")),
+        KLRewardTransform(REF(), add_to_reward=False, out_keys=FEATURES),
+    ]
+
+
+def in_worker(make_transforms: Callable[[], list[Transform]]) -> EnvBase:
+    tensordict.set_list_to_stack(True).set()
+    return chat_env(make_transforms)
 
 
 def start_together(*calls: Callable[[], Any]) -> list[Any]:

@@ -50,6 +50,9 @@ def delayed(seconds: float, seed: int = 0) -> nn.Module:
     return made
 
 
+#: The service that the tests on a cluster share: whoever gives it other weights gives these back.
+SHARED: dict[str, Any] = {"factory": partial(delayed, 0.02), "name": "shared", "num_replicas": 2, "num_cpus": 0.1}
+
 POISON, ENDLESS, SLOW = [13] * 6, [17] * 6, [19] * 6
 
 

@@ -1,35 +1,74 @@
-"""Clients in other processes, and drivers that start and exit."""
+"""Clients in other processes: drivers that start and exit, fork, stop, connect again, or were never connected."""
 
 from __future__ import annotations
 
 import pickle
+import signal
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import ray
 
+from drivers import LAB, Driver, handle_of
 from load import Client, assert_same, sequences
-from project import PROJECT
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.service import RemoteModel, ScoringService
+from torchrl_llm_kl.service import ScoringService, ServiceError
 from waits import LONG, until
 
 CPUS = {"num_cpus": 0.1}
-PATHS = [str(PROJECT / "tests" / "lab")]
+Start = Callable[[], Driver]
 
 
-def names() -> set[str]:
-    return {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)}
+def names(prefix: str = "") -> list[str]:
+    every = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(entry["name"] for entry in every if entry["name"].startswith(prefix))
+
+
+def test_a_forked_child_gets_an_error_at_once(shared: ScoringService, driver: Driver) -> None:
+    found = driver.run(
+        f"""
+        remote = {handle_of(shared.model)}
+        first = total(remote)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                total(remote)
+            except ServiceError as error:
+                os.write(write, str(error).encode())
+            os._exit(0)
+        print(os.read(read, 10_000).decode(), first == total(remote))
+        """
+    )
+    assert found.startswith("process")
+    assert "was forked from one that was connected to Ray" in found
+    assert "'spawn' or 'forkserver'" in found
+    assert found.endswith("True")
+
+
+def test_an_import_error_in_the_actor_is_raised_at_once(driver: Driver) -> None:
+    found = driver.run(
+        """
+        ray.shutdown()
+        connect(runtime_env=None)
+        start = time.monotonic()
+        try:
+            ScoringService(factory=model, num_cpus=0.1)
+        except Exception as error:
+            print(error)
+        ray.shutdown()
+        connect()
+        """
+    )
+    assert "No module named 'remote_models'" in found
 
 
 @pytest.mark.slow
-def test_eight_processes_at_once_share_one_batch() -> None:
-    local = LogProbScorer(model())
+def test_eight_processes_at_once_share_one_batch(local: LogProbScorer) -> None:
     clients = [Client.remote() for _ in range(8)]
     with ScoringService(factory=model, max_wait=2.0, **CPUS) as service:
         handle = pickle.dumps(service.model)
@@ -48,127 +87,58 @@ def test_eight_processes_at_once_share_one_batch() -> None:
     assert after["largest_batch"] == 8
 
 
-def driver(body: str) -> subprocess.Popen[str]:
-    """A script that joins the cluster, in another process."""
-    address = ray.get_runtime_context().gcs_address
-    head = f"""
-        import os, sys, time, pickle
-        sys.path[:0] = {PATHS!r}
-        import ray
-        paths = os.pathsep.join({PATHS!r})
-        ADDRESS = {address!r}
-        ray.init(
-            address=ADDRESS,
-            log_to_driver=False,
-            runtime_env=dict(env_vars=dict(PYTHONPATH=paths, OMP_NUM_THREADS="1")),
-        )
-        from functools import partial
-        from remote_models import model, delayed
-        from load import sequences
-        from torchrl_llm_kl.service import ScoringService, ServiceConfigError
-        from waits import wait_for_replicas
-        wait_for_replicas()
-    """
-    script = textwrap.dedent(head) + textwrap.dedent(body)
-    return subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_an_import_error_in_the_actor_is_raised_at_once(drivers: list[subprocess.Popen[str]]) -> None:
-    drivers.append(
-        driver(
-            """
-            ray.shutdown()
-            ray.init(address=ADDRESS, log_to_driver=False)
-            start = time.monotonic()
-            try:
-                ScoringService(factory=model, num_cpus=0.1)
-            except Exception as error:
-                print(time.monotonic() - start < 60, error)
-            """
-        )
-    )
-    found = output(drivers[0])
-    assert found.startswith("True ")
-    assert "No module named 'remote_models'" in found
-
-
-def stranger(remote: RemoteModel) -> subprocess.Popen[str]:
-    """A process that Ray did not start, such as one of multiprocessing: the pickled model holds the cluster's address."""
-    script = f"""
-        import pickle, sys
-        sys.path[:0] = {PATHS!r}
-        from load import sequences
-        remote = pickle.loads(bytes.fromhex({pickle.dumps(remote).hex()!r}))
-        print(float(remote.make_scorer().score(sequences()).values.sum()))
-    """
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-@pytest.fixture
-def drivers() -> Iterator[list[subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=LONG)
-    assert process.returncode == 0, err[-2000:]
-    return out.strip()
-
-
 @pytest.mark.slow
-def test_drivers_with_the_same_name_and_with_another_configuration(drivers: list[subprocess.Popen[str]]) -> None:
+def test_drivers_with_the_same_name_and_with_another_configuration(drivers: Start, local: LogProbScorer) -> None:
     """Two drivers agree and share one actor, the factory of the third differs; the actor ends with the last driver."""
-    same = """
-        service = ScoringService(factory=model, name="contested", num_cpus=0.1)
-        print(service.stats()[0]["pid"], float(service.model.make_scorer().score(sequences()).values.sum()))
-        time.sleep(3)
-    """
-    other = """
-        while "contested:0" not in [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]:
-            time.sleep(0.1)
+    one, two, other = drivers(), drivers(), drivers()
+    for each in (one, two):
+        each.start(
+            """
+            service = ScoringService(factory=model, name="contested", num_cpus=0.1)
+            print(service.stats()[0]["pid"], total(service.model))
+            """
+        )
+    first, second = one.result(), two.result()
+    third = other.run(
+        """
         try:
             ScoringService(factory=partial(model, seed=3), name="contested", num_cpus=0.1)
         except ServiceConfigError as error:
             print(error)
-    """
-    drivers += [driver(same), driver(same), driver(other)]
-    first, second, third = map(output, drivers)
+        """
+    )
     assert first == second
-    expected = float(LogProbScorer(model()).score(sequences()).values.sum())
+    expected = float(local.score(sequences()).values.sum())
     assert float(first.split()[1]) == pytest.approx(expected, rel=1e-6)
     assert "'contested:0' is in use with another configuration: model: it has 'factory remote_models.model" in third
-    until(lambda: "contested:0" not in names())
+    one.exit()
+    assert names("contested:0")
+    two.exit()
+    until(lambda: not names("contested:0"))
 
 
 @pytest.mark.slow
-def test_a_detached_service_outlives_its_driver(drivers: list[subprocess.Popen[str]]) -> None:
-    make = 'print(ScoringService(factory=model, name="stays", num_cpus=0.1, lifetime="detached").stats()[0]["pid"])'
-    drivers.append(driver(make))
-    pid = output(drivers[0])
+def test_a_detached_service_outlives_its_driver(drivers: Start, local: LogProbScorer) -> None:
+    first = drivers()
+    pid = first.run(
+        'print(ScoringService(factory=model, name="stays", num_cpus=0.1, lifetime="detached").stats()[0]["pid"])'
+    )
+    first.exit()
     time.sleep(1)
     with ScoringService(factory=model, name="stays", lifetime="detached", **CPUS) as service:
         assert service.stats()[0]["pid"] == int(pid)
-        assert_same(
-            service.model.make_scorer().score(sequences()).values, LogProbScorer(model()).score(sequences()).values
-        )
+        assert_same(service.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
         service.shutdown()
-    until(lambda: "stays:0" not in names())
+    until(lambda: not names("stays:0"))
 
 
 @pytest.mark.slow
-def test_the_lease_of_a_killed_driver_expires(drivers: list[subprocess.Popen[str]]) -> None:
-    drivers.append(
-        driver('service = ScoringService(factory=model, name="orphan", num_cpus=0.1); os.kill(os.getpid(), 9)')
-    )
-    drivers[0].wait(timeout=LONG)
-    assert "orphan:0" in names()
-    until(lambda: "orphan:0" not in names(), seconds=60)
+def test_the_lease_of_a_killed_driver_expires(drivers: Start) -> None:
+    doomed = drivers()
+    doomed.run('service = ScoringService(factory=model, name="orphan", num_cpus=0.1)')
+    doomed.kill()
+    assert names("orphan:0")
+    until(lambda: not names("orphan:0"))
 
 
 @pytest.mark.slow
@@ -178,27 +148,110 @@ def test_the_service_ends_with_its_last_client() -> None:
     other.call(0, "health")
     service.close()
     time.sleep(1)
-    assert "shortlived:0" in names(), "another client uses it"
+    assert names("shortlived:0"), "another client uses it"
     assert other.call(0, "health")
     del other
-    until(lambda: "shortlived:0" not in names(), seconds=10)
+    until(lambda: not names("shortlived:0"), seconds=10)
 
 
 @pytest.mark.slow
-def test_another_cluster_in_the_same_process(drivers: list[subprocess.Popen[str]]) -> None:
-    drivers.append(
-        driver(
-            """
-            ray.shutdown()
-            local = dict(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-            local["runtime_env"] = dict(env_vars=dict(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
-            ray.init(address="local", **local)
-            service = ScoringService(factory=model, num_cpus=0.1)
-            first = float(service.model.make_scorer().score(sequences()).values.sum())
-            ray.shutdown()
-            ray.init(address="local", **local)
-            print(first == float(service.model.make_scorer().score(sequences()).values.sum()))
-            """
-        )
+def test_another_cluster_in_the_same_process(drivers: Start) -> None:
+    found = drivers().run(
+        """
+        options = dict(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, address="local")
+        ray.shutdown()
+        connect(**options)
+        service = ScoringService(factory=model, num_cpus=0.1)
+        first = total(service.model)
+        ray.shutdown()
+        connect(**options)
+        print(first == total(service.model))
+        """
     )
-    assert output(drivers[0]).endswith("True")
+    assert found == "True"
+
+
+@pytest.mark.slow
+def test_a_process_that_ray_did_not_start(shared: ScoringService, local: LogProbScorer) -> None:
+    """Such as one of multiprocessing: the pickled model holds the cluster's address."""
+    script = f"""if True:
+        import pickle, sys
+        sys.path[:0] = [{LAB!r}]
+        from drivers import total
+        print(total({handle_of(shared.model)}))
+    """
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert float(ran.stdout) == pytest.approx(float(local.score(sequences()).values.sum()), rel=1e-6)
+
+
+# ------------------------------------------------------------------ clients that stop or connect again
+
+KEPT = """
+    service = ScoringService(factory=model, name="kept", num_cpus=0.1)
+    service.update_weights(model(seed=1), 1)
+    first = total(service.model), service.stats()[0]["pid"]
+    {between}
+    print(first == (total(service.model), service.stats()[0]["pid"]), service.version)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "between",
+    ["ray.shutdown(); connect(); time.sleep(45)", "ray.shutdown(); time.sleep(10); connect(); time.sleep(40)"],
+    ids=["at once", "after ten seconds"],
+)
+def test_a_client_that_connects_again_keeps_the_service(drivers: Start, between: str) -> None:
+    """Its handles ended with the old connection, and with them its leases, the service and the pushed weights."""
+    client = drivers()
+    assert client.run(KEPT.format(between=between)) == "True 1"
+    client.exit()
+    until(lambda: not names("kept:"))
+
+
+@pytest.mark.slow
+def test_a_client_that_is_stopped_for_a_while_keeps_the_service(drivers: Start) -> None:
+    client = drivers()
+    client.start(KEPT.format(between="time.sleep(5)"))
+    until(lambda: names("kept:weights"))
+    time.sleep(2)
+    client.process.send_signal(signal.SIGSTOP)
+    time.sleep(45)
+    client.process.send_signal(signal.SIGCONT)
+    assert client.result() == "True 1"
+    client.exit()
+    until(lambda: not names("kept:"))
+
+
+# ------------------------------------------------------------------ models by value
+
+GIVEN = """
+    service = ScoringService(model(), name="given", num_cpus=0.1, lifetime="detached")
+    total(service.model)
+    print(pickle.dumps(service.model).hex())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [False, True], ids=["a replica is killed", "all are killed"])
+def test_a_model_by_value_after_the_process_that_passed_it(drivers: Start, local: LogProbScorer, lost: bool) -> None:
+    """It outlives that process; if all actors are lost too, the error says that nobody has it any more."""
+    client, expected = drivers(), local.score(sequences()).values
+    remote = pickle.loads(bytes.fromhex(client.run(GIVEN)))
+    client.exit()
+    scorer, namespace = remote.make_scorer(), remote.spec.namespace
+    assert_same(scorer.score(sequences()).values, expected)
+    if not lost:
+        for no_restart in (True, False):
+            ray.kill(ray.get_actor("given:0", namespace=namespace), no_restart=no_restart)
+            assert_same(scorer.score(sequences()).values, expected)
+        remote.replicas.end()
+        return
+    for name in ("given:control", "given:0"):
+        ray.kill(ray.get_actor(name, namespace=namespace), no_restart=False)
+    with pytest.raises(ServiceError, match=r"given by value, and is lost: .* construct ScoringService with it again"):
+        scorer.score(sequences())
+    with ScoringService(model(), name="given", lifetime="detached", **CPUS) as again:
+        assert_same(again.model.make_scorer().score(sequences()).values, expected)
+        again.shutdown()

@@ -6,7 +6,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,19 @@ from torch import Tensor
 
 from closeness import assert_near
 from ray_lab import (
+    BY_VALUE,
     COEFF,
     CPUS,
     GEN,
     REF,
+    SERVED,
+    SERVICE,
     TOKENIZER,
+    VALUE,
     assert_same,
     collected,
     greedy_policy,
     local,
-    start_together,
-    wrapper,
 )
 from remote_models import broken
 from torchrl_llm_kl import FixedKLCoefficient, KLRewardTransform, RetrieveKL, RetrieveLogProb
@@ -45,23 +47,8 @@ from torchrl_llm_kl.service import (
 from toy_rollouts import make_env
 from waits import until
 
-SERVICE = "defects"
-SHARED: dict[str, Any] = {"actor_name": SERVICE, "max_wait": 0.2, **CPUS}
-BY_VALUE = partial(wrapper, 3, "ref_log_probs")
-VALUE: dict[str, Any] = {"actor_name": "defects-by-value", **CPUS}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _services() -> Iterator[None]:
-    made = start_together(
-        partial(ScoringService, factory=REF, name=SERVICE, max_wait=0.2, **CPUS),
-        partial(ScoringService, factory=GEN, name=f"{SERVICE}-gen", max_wait=0.2, **CPUS),
-        partial(RayRetrieveLogProb, BY_VALUE(), **VALUE),
-    )
-    yield
-    for service in made:
-        if isinstance(service, ScoringService):
-            service.shutdown()
+pytestmark = pytest.mark.usefixtures("transform_services")
+SHARED: dict[str, Any] = {"actor_name": SERVICE, **SERVED}
 
 
 def rows_of(td: Any, key: Any) -> list[Tensor]:
@@ -148,43 +135,40 @@ def test_defect_19_errors_of_the_factory_are_raised_at_construction() -> None:
     assert_gone("defects-broken", within=20)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            partial(RayRetrieveKL, GEN(), ref_model_factory=REF, estimator="exact"),
-            "an exact KL needs the models in this",
-        ),
-        (partial(RayRetrieveKL, GEN(), ref_model_factory=REF, detach=False), "returns no gradient"),
-        (partial(RayRetrieveLogProb, model_factory=REF, reference=GEN()), "an exact KL needs the models in this"),
-        (partial(RayRetrieveLogProb, model_factory=REF, detach=False), "returns no gradient"),
+UNSUPPORTED = {
+    "an exact KL needs the models in this": [
+        partial(RayRetrieveKL, GEN(), ref_model_factory=REF, estimator="exact"),
+        partial(RayRetrieveLogProb, model_factory=REF, reference=GEN()),
     ],
-    ids=["exact", "gradient", "exact of two", "gradient of one"],
-)
-def test_defect_19_unsupported_arguments_are_refused_at_construction(make: Callable[..., Any], message: str) -> None:
+    "returns no gradient": [
+        partial(RayRetrieveKL, GEN(), ref_model_factory=REF, detach=False),
+        partial(RayRetrieveLogProb, model_factory=REF, detach=False),
+    ],
+}
+
+
+def test_defect_19_unsupported_arguments_are_refused_at_construction() -> None:
     made = set(named(""))
-    with pytest.raises(ValueError, match=message):
-        make(**CPUS)
+    for message, calls in UNSUPPORTED.items():
+        for make in calls:
+            with pytest.raises(ValueError, match=message):
+                make(**CPUS)
     assert set(named("")) == made
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RayRetrieveKL(**SHARED), "ref_model cannot be None"),
-        (lambda: RayKLRewardTransform(**SHARED), "Must provide exactly one of 'ref_model' or 'ref_model_factory'"),
-        (
-            lambda: RayRetrieveKL(ref_model_factory=REF, reward_placement="first", **SHARED),
-            "reward_placement must be one",
-        ),
-        (lambda: RayRetrieveLogProb(model_factory=REF, scope="word", **SHARED), "scope must be 'turn' or 'full'"),
-        (lambda: RayKLRewardTransform(ref_model_factory=REF, in_keys=["a", "b"], **SHARED), "Only one in_key/out_key"),
-    ],
-    ids=["no reference", "no reference of KLReward", "placement", "scope", "keys"],
-)
-def test_defect_19_errors_of_the_local_class_are_unchanged(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+AS_LOCAL: dict[str, Callable[..., Any]] = {
+    "ref_model cannot be None": RayRetrieveKL,
+    "Must provide exactly one of 'ref_model' or 'ref_model_factory'": RayKLRewardTransform,
+    "reward_placement must be one": partial(RayRetrieveKL, ref_model_factory=REF, reward_placement="first"),
+    "scope must be 'turn' or 'full'": partial(RayRetrieveLogProb, model_factory=REF, scope="word"),
+    "Only one in_key/out_key": partial(RayKLRewardTransform, ref_model_factory=REF, in_keys=["a", "b"]),
+}
+
+
+def test_defect_19_errors_of_the_local_class_are_unchanged() -> None:
+    for message, make in AS_LOCAL.items():
+        with pytest.raises(ValueError, match=message):
+            make(**SHARED)
     assert set(named(SERVICE)) >= {f"{SERVICE}:0", f"{SERVICE}-gen:0"}, "a service that others use stays alive"
 
 
@@ -223,18 +207,15 @@ def test_defect_20_all_creators_get_the_same_actor(race: Race) -> None:
         assert_near(found, expected, size=16, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("other", "shows"),
-    [
-        ({"model_factory": BY_VALUE}, r"model: .*wrapper"),
-        ({"model_factory": REF, "max_wait": 0.7}, r"max_wait: it has 0\.2, requested 0\.7"),
-        ({"model_factory": REF, "memory": 5}, r"memory: it has \d+, requested 5"),
-    ],
-    ids=["model", "setting", "memory"],
-)
-def test_defect_20_a_name_with_another_configuration_shows_the_difference(other: dict[str, Any], shows: str) -> None:
-    with pytest.raises(ServiceConfigError, match=rf"'{SERVICE}.*in use with another configuration.*{shows}"):
-        RayRetrieveLogProb(**{**SHARED, **other})
+def test_defect_20_a_name_with_another_configuration_shows_the_difference() -> None:
+    others: dict[str, dict[str, Any]] = {
+        r"model: .*wrapper": {"model_factory": BY_VALUE},
+        r"max_wait: it has 0\.2, requested 0\.7": {"model_factory": REF, "max_wait": 0.7},
+        r"memory: it has \d+, requested 5": {"model_factory": REF, "memory": 5},
+    }
+    for shows, other in others.items():
+        with pytest.raises(ServiceConfigError, match=rf"'{SERVICE}.*in use with another configuration.*{shows}"):
+            RayRetrieveLogProb(**{**SHARED, **other})
 
 
 # ------------------------------------------------------------------ 21: crash and shutdown
@@ -308,24 +289,24 @@ def assert_written(variant: Any, original: Any, name: str, value: Any) -> None:
 
 
 WRITES = [("temperature", 0.5), ("assistant_only", False)]
-KL_WRITES = [*WRITES, ("coeff", 0.7), ("coeff", FixedKLCoefficient(0.7)), ("reward_placement", "broadcast")]
 
 
-@pytest.mark.parametrize(("name", "value"), WRITES, ids=str)
-def test_defect_23_attributes_of_retrieve_log_prob(name: str, value: Any) -> None:
-    assert_written(RayRetrieveLogProb(model_factory=REF, **SHARED), RetrieveLogProb(REF()), name, value)
+def test_defect_23_attributes_of_retrieve_log_prob() -> None:
+    for name, value in WRITES:
+        assert_written(RayRetrieveLogProb(model_factory=REF, **SHARED), RetrieveLogProb(REF()), name, value)
 
 
-@pytest.mark.parametrize(("name", "value"), KL_WRITES, ids=str)
-def test_defect_23_attributes_of_retrieve_kl(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", ["temperature", "assistant_only", "coeff", "reward_placement"])
+def test_defect_23_attributes_of_retrieve_kl(name: str) -> None:
     variant = RayRetrieveKL(gen_model_factory=GEN, ref_model_factory=REF, coeff=COEFF, **SHARED)
+    value = {**dict(WRITES), "coeff": FixedKLCoefficient(0.7), "reward_placement": "broadcast"}[name]
     assert_written(variant, local("RetrieveKL"), name, value)
 
 
-@pytest.mark.parametrize(("name", "value"), [*WRITES, ("coef", 0.7), ("reward_placement", "broadcast")], ids=str)
-def test_defect_23_attributes_of_kl_reward_transform(name: str, value: Any) -> None:
-    variant = RayKLRewardTransform(ref_model_factory=REF, coef=COEFF, **SHARED)
-    assert_written(variant, KLRewardTransform(REF(), coef=COEFF), name, value)
+def test_defect_23_attributes_of_kl_reward_transform() -> None:
+    for name, value in [*WRITES, ("coef", 0.7), ("reward_placement", "broadcast")]:
+        variant = RayKLRewardTransform(ref_model_factory=REF, coef=COEFF, **SHARED)
+        assert_written(variant, KLRewardTransform(REF(), coef=COEFF), name, value)
 
 
 def test_defect_23_an_adaptive_coefficient_and_a_user_attribute() -> None:

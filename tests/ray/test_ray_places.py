@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import ray
-import tensordict
 import torch
 from ray import cloudpickle
 from tensordict import TensorDictBase, lazy_stack
@@ -19,10 +18,11 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import EnvBase, EnvCreator, Transform
 
 from ray_lab import (
-    CPUS,
     GEN,
     NAMES,
     REF,
+    SERVED,
+    SERVICE,
     TOKENIZER,
     assert_same,
     assert_same_specs,
@@ -30,16 +30,18 @@ from ray_lab import (
     chat_env,
     collected,
     greedy_policy,
+    in_worker,
     local,
+    local_variants,
     remote,
     scorers,
-    start_together,
+    variants,
 )
-from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb
-from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveLogProb, ScoringService
+from torchrl_llm_kl import RetrieveLogProb
+from torchrl_llm_kl.service import RayRetrieveLogProb
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, steps
 
-SERVICE = "places"
+pytestmark = pytest.mark.usefixtures("transform_services")
 NEXT_WRITTEN = {
     "RetrieveLogProb": [("next", "ref_log_probs", "full")],
     "RetrieveKL": [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty")],
@@ -49,17 +51,6 @@ NEXT_WRITTEN["from_collector"] = NEXT_WRITTEN["RetrieveKL"]
 WITH_MODELS = [name for name in NAMES if name != "from_collector"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _services() -> Iterator[None]:
-    made = start_together(
-        partial(ScoringService, factory=REF, name=SERVICE, **CPUS),
-        partial(ScoringService, factory=GEN, name=f"{SERVICE}-gen", **CPUS),
-    )
-    yield
-    for service in made:
-        service.shutdown()
-
-
 @pytest.fixture(params=[False, True], ids=["nested", "padded"])
 def policy(request: pytest.FixtureRequest) -> Any:
     return make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=request.param)
@@ -67,7 +58,7 @@ def policy(request: pytest.FixtureRequest) -> Any:
 
 def both(name: str) -> list[Transform]:
     """The Ray variant and the local class."""
-    variant = remote(name, SERVICE)
+    variant = remote(name)
     assert all(scorer.path == "remote" for scorer in scorers(variant))
     return [variant, local(name)]
 
@@ -89,42 +80,41 @@ BATCHES: dict[str, Callable[[TensorDictBase], TensorDictBase]] = {
 }
 
 
-@pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("name", WITH_MODELS)
-def test_direct_call(policy: Any, name: str, batch: str) -> None:
-    given = BATCHES[batch](data(policy, name, turns=2))
-    found, expected = (transform(given.clone()) for transform in both(name))
-    assert_scored(found, *NEXT_WRITTEN[name])
-    assert_same(found, expected)
-
-
-@pytest.mark.parametrize("name", WITH_MODELS)
-def test_direct_call_without_next(policy: Any, name: str) -> None:
-    rollout = data(policy, name)
+def test_direct_call(policy: Any, name: str) -> None:
+    """On any number of batch dimensions, and without ``"next"``."""
+    rollout = data(policy, name, turns=2)
+    transforms = both(name)
+    for select in BATCHES.values():
+        found, expected = (transform(select(rollout).clone()) for transform in transforms)
+        assert_scored(found, *NEXT_WRITTEN[name])
+        assert_same(found, expected)
     given = rollout.exclude("next")
     if name == "KLRewardTransform":
         for step, whole in zip(steps(given), steps(rollout), strict=True):
             step["log_probs", "full"] = whole["next", "log_probs", "full"]
-    found, expected = (transform(given.clone()) for transform in both(name))
+    found, expected = (transform(given.clone()) for transform in transforms)
     assert found.get("next", None) is None
     assert_scored(found, *[key[1:] for key in NEXT_WRITTEN[name]])
     assert_same(found, expected)
 
 
+def rollouts(envs: list[EnvBase], policy: Any, turns: int) -> list[TensorDictBase]:
+    assert_same_specs(*envs)
+    return [(torch.manual_seed(0), env.rollout(turns, policy))[1] for env in envs]
+
+
 @pytest.mark.parametrize("name", WITH_MODELS)
-@pytest.mark.parametrize(("envs", "turns"), [(2, 1), (3, 3)])
-def test_chat_env(policy: Any, name: str, envs: int, turns: int) -> None:
-    made = [make_env(TOKENIZER, *before(name), transform, envs=envs, turns=turns) for transform in both(name)]
-    assert_same_specs(*made)
-    found, expected = ((torch.manual_seed(0), env.rollout(turns, policy))[1] for env in made)
-    assert found.shape == (envs, turns)
+def test_chat_env(policy: Any, name: str) -> None:
+    envs = [make_env(TOKENIZER, *before(name), transform, envs=3, turns=3) for transform in both(name)]
+    found, expected = rollouts(envs, policy, 3)
+    assert found.shape == (3, 3)
     assert_scored(found, *NEXT_WRITTEN[name])
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "factory"), [*((name, False) for name in NAMES), ("RetrieveKL", True), ("from_collector", True)]
-)
+@pytest.mark.parametrize("policy", [False], ids=["nested"], indirect=True)
+@pytest.mark.parametrize(("name", "factory"), [*((name, False) for name in NAMES), ("from_collector", True)])
 def test_collector(policy: Any, name: str, factory: bool) -> None:
     given = {"policy_factory": lambda: policy} if factory else {"policy": policy}
     found, expected = (
@@ -136,30 +126,23 @@ def test_collector(policy: Any, name: str, factory: bool) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_MODELS)
-def test_replay_buffer_on_extend(policy: Any, name: str) -> None:
+def test_replay_buffer(policy: Any, name: str) -> None:
+    """On extend, and on sample."""
     given = flat(data(policy, name, envs=3))
-    stored = []
+    stored, samples = [], []
     for transform in both(name):
         buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3)
         buffer.append_transform(transform, invert=True)
         buffer.extend(given.clone())
         stored.append(lazy_stack([buffer._storage[i] for i in range(3)]))
-    assert_scored(stored[0], *NEXT_WRITTEN[name])
-    assert_same(*stored)
-
-
-@pytest.mark.parametrize("name", WITH_MODELS)
-def test_replay_buffer_on_sample(policy: Any, name: str) -> None:
-    given = flat(data(policy, name, envs=3))
-    samples = []
-    for transform in both(name):
         buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=4)
         buffer.extend(given.clone())
-        buffer.append_transform(transform)
+        buffer.append_transform(transform.clone())
         torch.manual_seed(1)
         samples.append(lazy_stack([buffer.sample(), buffer.sample()]))
-    assert_scored(samples[0], *NEXT_WRITTEN[name])
-    assert_same(*samples)
+    for found, expected in (stored, samples):
+        assert_scored(found, *NEXT_WRITTEN[name])
+        assert_same(found, expected)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -170,20 +153,18 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("policy", [False], ids=["nested"], indirect=True)
-@pytest.mark.parametrize("how", list(COPIES))
 @pytest.mark.parametrize("name", WITH_MODELS)
-def test_copies(policy: Any, name: str, how: str) -> None:
+def test_copies(policy: Any, name: str) -> None:
     given = data(policy, name)
     variant, original = both(name)
+    expected = original(given.clone())
     variant(given.clone())  # connected: a copy must work from then on too
-    found, copied = COPIES[how](variant), COPIES[how](original)
-    assert type(found) is type(variant)
-    assert type(copied) is type(original)
-    assert all(scorer.path == "remote" for scorer in scorers(found))
-    assert_same(found(given.clone()), original(given.clone()))
-    made = [make_env(TOKENIZER, *before(name), transform) for transform in (found, copied)]
-    assert_same_specs(*made)
-    assert_same(*((torch.manual_seed(0), env.rollout(1, policy))[1] for env in made))
+    for how in COPIES.values():
+        found = how(variant)
+        assert type(found) is type(variant)
+        assert type(how(original)) is type(original)
+        assert all(scorer.path == "remote" for scorer in scorers(found))
+        assert_same(found(given.clone()), expected)
 
 
 class Pickled:
@@ -200,70 +181,27 @@ class Pickled:
 @pytest.mark.parametrize("name", WITH_MODELS)
 def test_pickled_env_factory(policy: Any, name: str) -> None:
     envs = [Pickled(partial(chat_env, partial(list, [*before(name), transform])))() for transform in both(name)]
-    assert_same_specs(*envs)
-    found, expected = ((torch.manual_seed(0), env.rollout(2, policy))[1] for env in envs)
+    found, expected = rollouts(envs, policy, 2)
     assert_scored(found, *NEXT_WRITTEN[name])
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("pickled", [False, True], ids=["here", "pickled"])
 @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL"])
-def test_env_creator(name: str, pickled: bool) -> None:
+def test_env_creator(name: str) -> None:
     """EnvCreator takes a step with a random action, of which only text can be scored."""
     policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=False, input_mode="text")
     envs = []
     for transform in both(name):
         creator = EnvCreator(partial(chat_env, partial(list, [transform]), input_mode="text"))
-        envs.append((pickle.loads(pickle.dumps(creator)) if pickled else creator)())
-    assert_same_specs(*envs)
-    found, expected = ((torch.manual_seed(0), env.rollout(2, policy))[1] for env in envs)
+        envs.append((pickle.loads(pickle.dumps(creator)) if name == "RetrieveKL" else creator)())
+    found, expected = rollouts(envs, policy, 2)
     assert_scored(found, *NEXT_WRITTEN[name])
     assert_same(found, expected)
 
 
-class MyVariant(RayRetrieveLogProb):
-    """A user's subclass of a Ray variant."""
-
-
-def test_subclasses() -> None:
-    variant = MyVariant(model_factory=REF, service_backend="ray", actor_name=SERVICE, **CPUS)
-    assert type(variant) is MyVariant
-    assert variant.scorer.path == "remote"
-
-
-# ------------------------------------------------------------------ in a worker
-
-
-def variants(made_here: Transform) -> list[Transform]:
-    """One of each class, the first pickled and the others created with the env; the last two write to keys of their own."""
-    shared: dict[str, Any] = {"actor_name": SERVICE, **CPUS}
-    return [
-        made_here,
-        RayRetrieveLogProb(model_factory=REF, log_probs_full_key=("again", "full"), **shared),
-        RayKLRewardTransform(ref_model_factory=REF, add_to_reward=False, out_keys=FEATURES, **shared),
-    ]
-
-
-def local_ones() -> list[Transform]:
-    return [
-        local("from_collector"),
-        RetrieveLogProb(REF(), log_probs_full_key=("again", "full")),
-        KLRewardTransform(REF(), add_to_reward=False, out_keys=FEATURES),
-    ]
-
-
-FEATURES = ["reward", "feature_kl", "feature_ref"]
-
-
-def in_worker(make_transforms: Callable[[], list[Transform]]) -> EnvBase:
-    tensordict.set_list_to_stack(True).set()
-    return chat_env(make_transforms)
-
-
 def test_ray_collector() -> None:
-    transforms = partial(variants, remote("from_collector", SERVICE))
     collector = RayLLMCollector(
-        partial(in_worker, transforms),
+        partial(in_worker, partial(variants, remote("from_collector"))),
         policy_factory=greedy_policy,
         dialog_turns_per_batch=4,
         total_dialog_turns=8,
@@ -272,6 +210,16 @@ def test_ray_collector() -> None:
     found = lazy_stack([collector.next(), collector.next()])
     collector.shutdown()
     ray.kill(collector._collector)
-    expected = collected(chat_env(local_ones), policy=greedy_policy())
+    expected = collected(chat_env(local_variants), policy=greedy_policy())
     assert_scored(found, *NEXT_WRITTEN["from_collector"], ("next", "again", "full"), ("next", "feature_kl"))
     assert_same(found, expected)
+
+
+class MyVariant(RayRetrieveLogProb):
+    """A user's subclass of a Ray variant."""
+
+
+def test_subclasses() -> None:
+    variant = MyVariant(model_factory=REF, service_backend="ray", actor_name=SERVICE, **SERVED)
+    assert type(variant) is MyVariant
+    assert variant.scorer.path == "remote"

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import ray
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.testing import assert_close
@@ -31,8 +32,6 @@ from toy_models import FORWARD
 from toy_rollouts import flat, steps
 from waits import until
 
-ray = pytest.importorskip("ray")
-over_ray = pytest.mark.usefixtures("ray_cluster")
 ROWS = 2 * GROUP
 
 
@@ -84,7 +83,6 @@ KEYS = [
 ]
 
 
-@over_ray
 def test_replay_buffer_on_extend_and_on_sample() -> None:
     """What the buffer's actor writes is what a local buffer writes; a transform without ``invert`` scores each sample."""
     torch.manual_seed(0)
@@ -121,12 +119,9 @@ def local_buffer(sampler: Any) -> Iterator[ReplayBuffer]:
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("in actors", marks=pytest.mark.slow)])
-def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str, request: pytest.FixtureRequest) -> None:
+def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str) -> None:
     """``"from_collector"`` before and after new weights: log-probs are those of the weights that sampled."""
-    make_buffer, make_collector = local_buffer, local_collector
-    if where == "in actors":
-        request.getfixturevalue("ray_cluster")
-        make_buffer, make_collector = ray_buffer, ray_collector
+    make_buffer, make_collector = (local_buffer, local_collector) if where == "here" else (ray_buffer, ray_collector)
     reference, weights = scoring_model(1).model, copy.deepcopy(scoring_model(0).model)
     with make_buffer(sampler=SamplerWithoutReplacement) as buffer:
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
@@ -158,7 +153,6 @@ def push(collector: Any, model: Any) -> None:
     collector.update_policy_weights_(TensorDict(model=TensorDict.from_module(model).detach().clone()))
 
 
-@over_ray
 @pytest.mark.slow
 def test_a_task_in_a_collectors_actor() -> None:
     """An env of ``make_env``: prompts in their order, rewards of functions, log-probs of the collector's own policy."""
@@ -174,13 +168,8 @@ def test_a_task_in_a_collectors_actor() -> None:
             answer = row["text", "response"].removesuffix("<|im_end|>")
             assert row["next", "reward"].item() == 0.5 * len(answer) + row["metadata"]["number"]
             assert row["next", "reward_failures"].item() == 0
-
-
-@over_ray
-@pytest.mark.slow
-def test_several_turns_of_a_task_in_a_collectors_actor() -> None:
     with ray_collector(partial(task_env, 2), text_policy, total_dialog_turns=4 * ROWS) as collector:
-        groups = list(whole_groups(iter(collector.next, None), GROUP))
+        groups = list(whole_groups(iter(collector.next, None), GROUP))  # of two turns each
     assert [int(group["group"][0]) for group in groups] == [0, 1, 2, 3]
     for group in groups:
         assert group["step"].flatten().tolist() == [0, 1] * GROUP
@@ -188,7 +177,6 @@ def test_several_turns_of_a_task_in_a_collectors_actor() -> None:
         check_scores(group, scoring_model(0).model, scoring_model(1).model)
 
 
-@over_ray
 @pytest.mark.slow
 def test_asynchronous_loop() -> None:
     """Two collectors fill a buffer, which waits for groups; a learner takes samples and pushes weights now and then."""
@@ -224,11 +212,10 @@ def test_asynchronous_loop() -> None:
     assert sum(shares[-8:]) > sum(shares[:8]), shares
 
 
-def wait_for(buffer: Any, writes: int, seconds: float = 300.0) -> None:
-    until(lambda: buffer.write_count >= writes, seconds=seconds)
+def wait_for(buffer: Any, writes: int) -> None:
+    until(lambda: buffer.write_count >= writes, seconds=300.0)
 
 
-@over_ray
 @pytest.mark.slow
 def test_grpo_trainer_over_ray() -> None:
     """``GRPOTrainer`` with torchrl's Ray parts: the collector fills the buffer, the weights follow each batch."""
@@ -269,7 +256,6 @@ def test_grpo_trainer_over_ray() -> None:
 # ------------------------------------------------------------------ what RayLLMCollector itself cannot do
 
 
-@over_ray
 def test_properties_that_torchrls_collector_asks_its_actor_for() -> None:
     """They are no methods, so that Ray cannot call them; and ``sync_iter=False`` needs a ``remote_config``."""
     from torchrl.collectors.llm import RayLLMCollector

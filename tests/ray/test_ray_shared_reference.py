@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from project import PROJECT
-from waits import LONG
+from waits import LONG, until
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("ray")
@@ -35,15 +34,17 @@ STEPS, KILLED, COLLECTORS, ANSWERS = 4, 2, 4, 12  # answers: of each collector i
 def finished(tmp_path_factory):
     """The tutorial, small, and what it printed. A process of its own: in this one the service's tests may have started Ray."""
     out = tmp_path_factory.mktemp("ray")
-    command = [
-        *(sys.executable, str(TUTORIALS / "ray_shared_reference.py")),
-        *("--steps", str(STEPS), "--collectors", str(COLLECTORS), "--num-prompts", "3", "--group-size", "4"),
-        *("--warmup-steps", "15", "--seed", "3", "--out", str(out)),
-    ]
+    options = f"--steps {STEPS} --collectors {COLLECTORS} --num-prompts 3 --group-size 4 --warmup-steps 15 --seed 3"
+    process = tutorial(out, options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    printed, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 0, printed[-3000:]
+    return out, printed
+
+
+def tutorial(out, options, **where):
+    command = [sys.executable, str(TUTORIALS / "ray_shared_reference.py"), *options.split(), "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return out, done.stdout
+    return subprocess.Popen(command, env=environment, text=True, start_new_session=True, **where)
 
 
 @pytest.mark.slow
@@ -54,20 +55,15 @@ def test_an_interrupted_run_keeps_its_model_and_plot_and_those_before(tmp_path):
     earlier = ("undisturbed.jsonl", "killed.jsonl", "curves.png")
     for name in earlier:
         (out / name).write_text(f"{name} of the earlier run")
-    command = [
-        *(sys.executable, str(TUTORIALS / "ray_shared_reference.py"), "--steps", "300", "--collectors", "1"),
-        *("--num-prompts", "2", "--group-size", "2", "--warmup-steps", "2", "--out", str(out)),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    options = "--steps 300 --collectors 1 --num-prompts 2 --group-size 2 --warmup-steps 2"
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    limit = time.monotonic() + LONG
-    while not (out / "earlier-1").exists() or len(rows_of(out / "undisturbed.jsonl")) < 2:
+        process = tutorial(out, options, stdout=log, stderr=subprocess.STDOUT)
+
+    def trains():
         assert process.poll() is None, (tmp_path / "log").read_text()
-        assert time.monotonic() < limit
-        time.sleep(0.1)
+        return (out / "earlier-1").exists() and len(rows_of(out / "undisturbed.jsonl")) >= 2
+
+    until(trains, seconds=LONG)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=LONG) == 130, (tmp_path / "log").read_text()
     output = (tmp_path / "log").read_text()
@@ -102,6 +98,7 @@ def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(finished):
             assert other[name] == pytest.approx(one[name], rel=0, abs=1e-6), (one["step"], name)
     assert "The two runs agree" in output
     assert "The two runs differ" not in output
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -127,12 +124,6 @@ def test_the_table_says_that_it_was_killed_and_that_no_request_was_lost(finished
     assert (STEPS - KILLED - 1) * COLLECTORS <= second <= (STEPS - KILLED) * COLLECTORS
     assert first + second >= STEPS * COLLECTORS
     assert cells(output, "seconds lost")[1][0] > 0.5, "a process does not start in less"
-
-
-@pytest.mark.slow
-def test_the_picture_is_drawn(finished):
-    out, _ = finished
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture

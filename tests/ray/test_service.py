@@ -1,35 +1,35 @@
-"""The service on a local Ray cluster: the numbers of a local scorer, even if an actor dies."""
+"""The service on a local Ray cluster: the numbers of a local scorer for every kind of request, by whoever sends it."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import pickle
 import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
+from tensordict import TensorDict
+from torch.testing import assert_close
 
-from load import assert_same, sequences
-from remote_models import broken, model
-from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.service import ScoringService, ServiceConfigError
+from closeness import assert_near
+from load import Client, all_up, assert_same, callers, clone, sequences
+from prompt_server import MODEL, PromptServer
+from remote_models import SHARED, broken, delayed, model
+from torchrl_llm_kl import LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, Sampling
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.scoring import fingerprint_of
+from torchrl_llm_kl.service import HTTPEngine, RayRetrieveLogProb, ScoringService, ServiceConfigError
+from waits import LONG, until
 
 CPUS = {"num_cpus": 0.1}
-
-
-@pytest.fixture(scope="module")
-def local() -> LogProbScorer:
-    return LogProbScorer(model())
-
-
-def assert_same_scores(found: Ragged, expected: Ragged) -> None:
-    assert_same(found.values, expected.values)
-
-
-def kill(service: ScoringService, replica: int = 0) -> None:
-    os.kill(service.stats()[replica]["pid"], signal.SIGKILL)
 
 
 def test_the_same_numbers_as_locally(shared: ScoringService, local: LogProbScorer) -> None:
@@ -37,99 +37,230 @@ def test_the_same_numbers_as_locally(shared: ScoringService, local: LogProbScore
     mask = torch.rand(data.values.shape[0], generator=torch.Generator().manual_seed(1)) < 0.5
     mask &= data.positions > 0
     remote = shared.model.make_scorer()
-    assert_same_scores(remote.score(data), local.score(data))
-    assert_same_scores(remote.score(data, mask), local.score(data, mask))
+    assert_same(remote.score(data).values, local.score(data).values)
+    assert_same(remote.score(data, mask).values, local.score(data, mask).values)
     scores, expected = remote.evaluate(data, mask, entropy=True), local.evaluate(data, mask, entropy=True)
-    assert_same_scores(scores.log_prob, expected.log_prob)
-    assert_same_scores(scores.entropy, expected.entropy)
-    assert_same_scores(
-        shared.model.make_scorer(temperature=0.5).score(data), LogProbScorer(model(), temperature=0.5).score(data)
-    )
+    assert_same(scores.log_prob.values, expected.log_prob.values)
+    assert_same(scores.entropy.values, expected.entropy.values)
+    warm = LogProbScorer(model(), temperature=0.5).score(data).values
+    assert_same(shared.model.make_scorer(temperature=0.5).score(data).values, warm)
 
 
-def test_requests_that_need_a_local_model_are_refused(shared: ScoringService, local: LogProbScorer) -> None:
-    remote = shared.model.make_scorer()
-    with pytest.raises(ValueError, match="returns no gradient"):
-        remote.score(sequences(), grad=True)
-    with pytest.raises(ValueError, match="needs the models in this process"):
-        remote.evaluate(sequences(), reference=local)
-    with pytest.raises(ValueError, match="needs the models in this process"):
-        remote.evaluate(sequences(), moments=True)
-    for option in ({"routing": torch.zeros(1, 1, 1)}, {"record_routing": True}):
-        with pytest.raises(ValueError, match="routing is recorded and replayed by a model in this process"):
-            remote.evaluate(sequences(), **option)
-
-
-def test_errors_of_a_request_keep_type_and_message(shared: ScoringService) -> None:
-    with pytest.raises(ValueError, match=r"token id 500 at sequence 0, position 1 is outside the vocabulary"):
-        shared.model.make_scorer().score(Ragged.from_list([torch.tensor([1, 500])]))
-
-
-@ray.remote(num_cpus=0)
-def _score_elsewhere(handle: bytes, seed: int) -> torch.Tensor:
-    return pickle.loads(handle).make_scorer().score(sequences(seed)).values
-
-
-def test_other_processes_find_it_by_name(shared: ScoringService, local: LogProbScorer) -> None:
-    handle = pickle.dumps(shared.model)
-    found = ray.get([_score_elsewhere.remote(handle, seed) for seed in range(2)])
-    for seed, values in enumerate(found):
+def test_other_processes_find_it_by_name_and_one_is_killed_mid_call(
+    shared: ScoringService, local: LogProbScorer
+) -> None:
+    handle, doomed = pickle.dumps(shared.model), Client.remote()
+    for seed, values in enumerate(ray.get(doomed.ask.remote(handle, [0, 1]))):
         assert_same(values, local.score(sequences(seed)).values)
+    unanswered = doomed.ask.remote(handle, list(range(1000)))
+    with callers(shared.model, count=2, calls=6) as load:
+        until(lambda: len(load.answers) >= 2)
+        ray.kill(doomed)
+    load.assert_all_right(local)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(unanswered)
+    until(lambda: all(stats.get("queue", 1) == 0 for stats in shared.stats()))
+
+
+def test_errors_of_the_constructor_reach_the_caller() -> None:
+    with pytest.raises(OSError, match="no such checkpoint: /nowhere"):
+        ScoringService(factory=broken, **CPUS)
+
+
+def test_a_name_in_use_with_another_configuration_shows_the_difference(shared: ScoringService) -> None:
+    with pytest.raises(ServiceConfigError, match=r"'shared:0' is in use .*model: it has .*remote_models\.delayed"):
+        ScoringService(**{**SHARED, "factory": partial(model, seed=3)})
+    same_again = ScoringService(**SHARED)
+    assert [stats.get("pid") for stats in same_again.stats()] == [stats.get("pid") for stats in shared.stats()]
+
+
+def test_the_fingerprint_is_that_of_the_loaded_weights_and_can_be_demanded(shared: ScoringService) -> None:
+    right, wrong = fingerprint_of(model()), fingerprint_of(model(seed=1))
+    assert shared.fingerprint == right
+    ScoringService(**SHARED, expect=right).close()
+    with pytest.raises(
+        ServiceConfigError, match=f"'shared' has weights with the fingerprint {right}, expected {wrong}"
+    ):
+        ScoringService(**SHARED, expect=wrong)
+
+
+# ------------------------------------------------------------------ transforms
+
+PROMPTS, CONTEXTS, RESPONSES = [[7, 8], [5, 6]], [[20, 21, 22], [23, 24, 25]], [[11, 12], [13, 14]]
+
+
+def test_another_prompt_for_a_served_model(shared: ScoringService) -> None:
+    """The client builds the sequences, which go over the wire as any others."""
+    full = torch.tensor([p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)])
+    tokens = {"full": full, "prompt": full[:, :2].clone()}
+    data = TensorDict({"tokens": tokens, "hint": torch.tensor(CONTEXTS), "next": {"reward": torch.zeros(2, 1)}}, [2])
+    ids = torch.tensor([c + r for c, r in zip(CONTEXTS, RESPONSES, strict=True)])
+    with torch.no_grad():
+        log_p = model()(input_ids=ids).logits[:, 2:-1].log_softmax(-1)
+    by_hand = log_p.gather(-1, ids[:, 3:, None])[..., 0]
+    for transform in (RetrieveLogProb, RayRetrieveLogProb):
+        found = transform(shared.model, context="hint")(data.clone())["next", "log_probs", "full"]
+        assert_near(found[:, 2:], by_hand, size=16, dtype=torch.float32)
+        assert not found[:, :2].any()
+    both = RetrieveKL(model(1), shared.model, context="hint")(data.clone())["next"]
+    assert_near(both["ref_log_probs", "full"], found, size=16, dtype=torch.float32)
+    top = RetrieveLogProb(shared.model, context="hint", top_k=3)(data.clone())["next", "top_k"]
+    here = RetrieveLogProb(model(), context="hint", top_k=3)(data.clone())["next", "top_k"]
+    assert torch.equal(top["ids"], here["ids"])
+    assert_near(top["log_probs"], here["log_probs"].float(), size=16, dtype=torch.float32)  # float32 for any model
+
+
+def test_recorded_tokens(shared: ScoringService) -> None:
+    scorer = shared.model.make_scorer()
+    with pytest.raises(ValueError, match="token 3 at sequence 0, position 1 is not among the 1"):
+        scorer.evaluate([[1, 3]], kept=Kept(torch.tensor([1, 2]), torch.tensor([0, 1, 2])))
+    kept = Kept(torch.tensor([1, 2, 3, 50]), torch.tensor([0, 1, 4]))
+    with torch.no_grad():
+        logits = model()(input_ids=torch.tensor([[1, 3]])).logits[0, 0, [2, 3, 50]]
+    found = scorer.evaluate([[1, 3]], kept=kept).log_prob.values[1:]
+    assert_near(found, logits.log_softmax(-1)[1:2], size=16, dtype=torch.float32)
+
+
+def test_remembered_scores_are_requested_again_once_weights_are_pushed(pushed: ScoringService, tmp_path: Path) -> None:
+    def requests() -> int:
+        return sum(int(stats["requests"]) for stats in pushed.stats())
+
+    start, data, reference = pushed.version, sequences(), RememberedModel(pushed.model, tmp_path)
+    scorer = reference.make_scorer()
+    first = scorer.evaluate(data, entropy=True)
+    assert_same(first.log_prob.values, LogProbScorer(model()).score(data).values)
+    assert first.version == start
+    reference.store.flush()
+    sent = requests()
+    for again in (scorer, RememberedModel(clone(pushed.model), tmp_path).make_scorer()):
+        found = again.begin(data, entropy=True)()
+        assert torch.equal(found.log_prob.values, first.log_prob.values)
+        assert found.entropy is not None
+        assert first.entropy is not None
+        assert torch.equal(found.entropy.values, first.entropy.values)
+    assert requests() == sent
+    pushed.update_weights(model(seed=1).state_dict(), start + 1)
+    assert pushed.model.fingerprint() == (start + 1, fingerprint_of(model(seed=1)))
+    found = scorer.evaluate(data)
+    assert found.version == start + 1
+    assert_same(found.log_prob.values, LogProbScorer(model(seed=1)).score(data).values)
+    assert requests() > sent
+    pushed.model.version = start + 2  # not pushed yet: calls wait for it
+    assert pushed.model.fingerprint() is None
+
+
+# ------------------------------------------------------------------ with services of their own
 
 
 @pytest.mark.slow
 def test_replicas_share_the_work_and_one_may_die(local: LogProbScorer) -> None:
     with ScoringService(factory=model, num_replicas=2, **CPUS) as service:
         remote, data = service.model.make_scorer(), sequences(count=24)
-        assert_same_scores(remote.score(data), local.score(data))
+        assert_same(remote.score(data).values, local.score(data).values)
         shares = [stats["tokens"] for stats in service.stats()]
         assert sum(shares) == data.values.shape[0]
         assert all(shares)
-        assert_same_scores(remote.score(data), local.score(data))
-        assert [stats["tokens"] for stats in service.stats()] == [2 * n for n in shares], (
-            "each sequence goes to the same replica again"
-        )
-        kill(service, 1)
-        assert_same_scores(remote.score(data), local.score(data))
+        assert_same(remote.score(data).values, local.score(data).values)
+        twice = [2 * n for n in shares]
+        assert [stats["tokens"] for stats in service.stats()] == twice, "each sequence goes to the same replica again"
+        os.kill(service.stats()[1]["pid"], signal.SIGKILL)
+        assert_same(remote.score(data).values, local.score(data).values)
         service.shutdown()
 
 
-def test_errors_of_the_constructor_reach_the_caller() -> None:
-    with pytest.raises(OSError, match="no such checkpoint: /nowhere"):
-        ScoringService(factory=broken, **CPUS)
-    with pytest.raises(ValueError, match="exactly one of them"):
-        ScoringService()
+@pytest.mark.slow
+def test_an_awaited_call_is_cancelled_while_another_runs() -> None:
+    """One forward takes a second."""
+    with ScoringService(factory=partial(delayed, 1.0), num_cpus=0) as service:
+        scorer = service.model.make_scorer()
+
+        async def calls() -> Any:
+            first = asyncio.create_task(scorer.ascore(sequences(0)))
+            await asyncio.sleep(0.3)  # it runs
+            second = asyncio.create_task(scorer.ascore(sequences(1)))
+            await asyncio.sleep(0.3)  # it waits
+            second.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            return await first
+
+        asyncio.run(scorer.ascore(sequences(2)))  # connected
+        assert_same(asyncio.run(calls()).values, LogProbScorer(model()).score(sequences(0)).values)
+        until(lambda: service.stats()[0]["queue"] == 0)
+        assert service.stats()[0]["requests"] == 2, "the cancelled call was not scored"
 
 
-def test_a_name_in_use_with_another_configuration_shows_the_difference(shared: ScoringService) -> None:
-    with pytest.raises(ServiceConfigError, match=r"'shared:0' is in use .*model: it has .*remote_models\.model"):
-        ScoringService(factory=partial(model, seed=3), name="shared", **CPUS)
-    same_again = ScoringService(factory=model, name="shared", **CPUS)
-    assert same_again.stats()[0]["pid"] == shared.stats()[0]["pid"]
+@pytest.fixture
+def server() -> Iterator[PromptServer]:
+    found = PromptServer()
+    yield found
+    found.close()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_replicas": 0}, "num_replicas must be a whole number of at least 1, got 0"),
-        ({"num_replicas": 1.5}, "num_replicas must be a whole number"),
-        ({"num_replicas": True}, "num_replicas must be a whole number"),
-        ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1"),
-        ({"max_queue": "4"}, "max_queue must be a whole number"),
-        ({"max_wait": -1.0}, "max_wait must be a number of seconds"),
-        ({"timeout": "5"}, "timeout must be a number of seconds"),
-        ({"timeout": float("inf")}, "timeout must be a number of seconds"),
-        ({"timeout": 0}, "timeout must be a number of seconds greater than 0"),
-        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1"),
-        ({"memory": -1}, "memory must be a number of bytes"),
-        ({"lifetime": "long"}, "lifetime must be 'detached' or None, got 'long'"),
-        ({"name": ""}, "name must be a string"),
-        ({"name": "a:b"}, "name must be a string without ':'"),
-        ({"name": 5}, "name must be a string"),
-        ({"namespace": None}, "namespace must be a string"),
-    ],
-    ids=str,
-)
-def test_invalid_arguments_are_refused_before_actors_start(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ScoringService(factory=model, **arguments)  # type: ignore[arg-type]
+@pytest.mark.slow
+def test_a_service_of_a_server(server: PromptServer, local: LogProbScorer) -> None:
+    """With failures while four callers wait: no answer is lost or wrong."""
+    with ScoringService(factory=partial(HTTPEngine, server.url, model=MODEL, timeout=LONG), **CPUS) as service:
+        with callers(service.model, calls=6) as load:
+            server.change(fails=[503, 0, 500, 429, 0], delay=0.01)
+        assert not load.errors
+        assert load.asked == 24
+        for seed, answer in load.answers.items():
+            assert_same(answer, local.score(sequences(seed)).values.float())
+        with pytest.raises(ValueError, match="entropy=True is not possible"):
+            service.model.make_scorer().evaluate(sequences(), entropy=True)
+        with pytest.raises(TypeError, match="update them at the server"):
+            service.update_weights(model().state_dict(), version=1)
+        service.shutdown()
+
+
+@pytest.mark.slow
+def test_a_teacher_while_replicas_die(pushed: ScoringService, local: LogProbScorer) -> None:
+    def data(seed: int) -> TensorDict:
+        full = torch.randint(97, (3, 8), generator=torch.Generator().manual_seed(seed))
+        return TensorDict({"tokens": {"full": full, "prompt": full[:, :3].clone()}}, [3])
+
+    options: dict[str, Any] = {"top_k": 64, "temperature": 0.7}
+    served, here = RayRetrieveLogProb(pushed.model, **options), RetrieveLogProb(model(), **options)
+    before = [stats["restarts"] for stats in pushed.stats()]
+    with callers(pushed.model, count=2) as load:
+        for seed in range(30):
+            if seed in (5, 15):
+                name = f"shared:{seed // 10}"
+                ray.kill(ray.get_actor(name, namespace=pushed.model.spec.namespace), no_restart=False)
+            found, expected = served(data(seed)), here(data(seed))
+            for key in [("log_probs", "full"), *(("top_k", x) for x in ("ids", "log_probs", "rest_log_prob"))]:
+                assert_close(found[key], expected[key], atol=2e-6, rtol=1e-6, check_dtype=False)
+    load.assert_all_right(local)
+    all_up(pushed)
+    assert all(stats["restarts"] > many for stats, many in zip(pushed.stats(), before, strict=True))
+
+
+@pytest.mark.slow
+def test_callers_with_records_and_without_share_the_replicas() -> None:
+    """Large and small calls at once, of several settings: each equals its local one."""
+    here = model()
+
+    def call(service: ScoringService, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        rows = sequences(seed, 40 if seed % 3 else 4)
+        others = torch.randint(97, (rows.values.shape[0], 4), generator=rng)
+        ids = [torch.tensor(sorted({int(t), *o.tolist()})) for t, o in zip(rows.values, others, strict=True)]
+        kept = None if seed % 4 == 3 else Kept(torch.cat(ids), torch.tensor([0, *map(len, ids)]).cumsum(0))
+        sampling = Sampling(*([0.7, 4] if seed % 2 else [1.3, 0, 0.9]))
+        options: dict[str, Any] = {"kept": kept, "entropy": seed % 5 == 0}
+        found = clone(service.model).make_scorer(sampling=sampling).evaluate(rows, **options)
+        want = LogProbScorer(here, sampling=sampling).evaluate(rows, **options)
+        assert_near(found.log_prob.values, want.log_prob.values, size=16, dtype=torch.float32)
+        if want.entropy is not None:
+            assert found.entropy is not None
+            assert_near(found.entropy.values, want.entropy.values, size=16, dtype=torch.float32)
+        assert not math.isclose(float(want.log_prob.values.sum()), 0.0)
+
+    with ScoringService(factory=model, num_replicas=2, max_tokens=256, max_wait=0.05, **CPUS) as service:
+        with ThreadPoolExecutor(12) as pool:
+            for done in [pool.submit(call, service, seed) for seed in range(24)]:
+                done.result()
+        assert all(stats["requests"] for stats in service.stats()), "both replicas scored"
+        assert sum(stats["failures"] for stats in service.stats()) == 0
+        service.shutdown()

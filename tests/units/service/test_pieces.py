@@ -159,13 +159,6 @@ def test_scores_in_pieces_are_those_of_the_whole(entropy: bool) -> None:
             assert_same(torch.from_numpy(answer.entropy), scores.entropy.values[where])
 
 
-def test_a_lone_caller_gets_full_batches() -> None:
-    rows = [[1, 2, 3, 4]] * 100
-    answers, batches = run(ScoringCore(TransformersEngine(model())), [request(rows)], max_tokens=160)
-    assert isinstance(answers[0], Reply)
-    assert batches == [[160], [160], [80]]
-
-
 def test_an_error_names_the_sequence_of_the_request() -> None:
     rows = random_rows(60)
     rows[41] = [5, 6, 1000]
@@ -235,35 +228,6 @@ def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(call
     answers = asyncio.run(main())
     assert all(isinstance(answer, Reply) and answer.log_prob.size == 200 * 7 for answer in answers)
     assert batches <= 3 * 10 * callers + 5
-
-
-def test_weights_change_once_a_restarted_request_is_given_up() -> None:
-    version = 0
-
-    def score(requests: Sequence[Request]) -> list[Reply | Exception]:
-        time.sleep(0.02)
-        return [replace(echo(part), version=version) for part in requests]
-
-    def change() -> None:
-        nonlocal version
-        version += 1
-
-    async def main() -> int:
-        batcher = Batcher(score, max_wait=0.0, max_tokens=160)
-        large = asyncio.ensure_future(batcher.submit(request([[1] * 8] * 400), timeout=60.0))
-        await asyncio.sleep(0.05)
-        await batcher.in_thread(change)
-        while not batcher._again:
-            await asyncio.sleep(0.005)
-        late = asyncio.ensure_future(batcher.in_thread(change))
-        await asyncio.sleep(0)
-        assert not late.done()
-        large.cancel()
-        await asyncio.wait_for(late, 10.0)
-        await batcher.close()
-        return version
-
-    assert asyncio.run(main()) == 2
 
 
 # ------------------------------------------------------------------ deadlines

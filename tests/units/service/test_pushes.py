@@ -184,22 +184,6 @@ def test_one_version_has_one_set_of_weights(again: dict[str, Tensor], differs: s
     assert commit(one, again, 4) == 4
 
 
-def test_a_version_in_a_file_has_one_set_of_weights(tmp_path: Path) -> None:
-    commit(keeper(tmp_path), weights(1.0), 5)
-    later = keeper(tmp_path)
-    assert isinstance(commit(later, weights(2.0), 5), WeightVersionError)
-    assert commit(later, weights(1.0), 5) == 5
-    assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_push_that_was_committed_is_not_committed_twice() -> None:
-    """Ray repeats a call whose answer was lost."""
-    one = keeper()
-    assert commit(one, weights(1.0), token="first") == 1
-    assert one.commit("first", 2, None) == 1
-    assert len(one.get("model")[1]) == 1
-
-
 def test_incomplete_and_dropped_pushes_change_nothing() -> None:
     one = keeper()
     commit(one, weights(1.0), 4)
@@ -371,20 +355,6 @@ def test_a_replica_that_missed_pushes_loads_all_of_them_in_order(kept: WeightKee
     assert_equal(replica.model, weights(4.0))
 
 
-def test_weights_that_do_not_fit_change_nothing(kept: WeightKeeper) -> None:
-    replica = Replica(kept)
-    commit(kept, weights(1.0), 1)
-    replica.load()
-    stage(kept, "bad", weights(2.0, "a", "unknown"))
-    with pytest.raises(KeyError, match="no weight 'unknown'"):
-        replica.pushes.stage("bad")
-    kept.drop("bad")
-    with pytest.raises(ServiceError, match="the push is not known"):
-        replica.pushes.stage("bad")
-    assert replica.load() is None
-    assert_equal(replica.model, weights(1.0))
-
-
 def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept: WeightKeeper) -> None:
     """A changed checkpoint shows behind a push of some tensors only."""
     pushes = Replica(kept, tensors=[["a", "tied"], ["b"]]).pushes
@@ -442,21 +412,6 @@ def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkey
     stage(second, "later", weights(4.0, "b"))
     for replica in (knows, missed, late):
         replica.pushes.stage("later")
-
-
-def test_a_keeper_that_was_created_again_knows_less_than_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    keepers = [keeper(), keeper()]
-    asked = [SimpleNamespace(get=SimpleNamespace(remote=one.get)) for one in keepers]
-    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: asked[0])
-    replica = Replica(keepers[0], tensors=[["a"], ["b"], ["c"]])
-    commit(keepers[0], weights(1.0, "a", "b"), 3)
-    assert replica.load() == 3
-    del asked[0]
-    stage(keepers[1], "some", weights(2.0, "b", "c"))
-    with pytest.raises(WeightVersionError, match="without 'a', does not replace them all"):
-        replica.pushes.stage("some")
-    stage(keepers[1], "same", weights(2.0, "a", "b"))
-    replica.pushes.stage("same")
 
 
 def test_a_new_keeper_asks_what_the_pusher_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,14 +506,6 @@ def test_all_are_asked_at_once_and_a_hung_one_is_not_awaited() -> None:
     assert time.monotonic() - start < 5
     hung.set()
     assert ask_all(lambda replica: replica, range(3), wait=0.0, needed=[0, 1, 2]) == {0: 0, 1: 1, 2: 2}
-
-
-def test_without_any_answer_it_waits_for_every_timeout() -> None:
-    def call(replica: int) -> object:
-        time.sleep(0.2 * replica)
-        raise ServiceTimeout("unreachable")
-
-    assert len(ask_all(call, range(3), wait=0.0)) == 3
 
 
 class Service:
@@ -658,19 +605,6 @@ def test_a_push_is_refused_if_one_replica_cannot_take_it(monkeypatch: pytest.Mon
     assert_equal(service.replicas[0].model, service.replicas[1].model)
 
 
-def test_one_version_pushed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service(monkeypatch)
-    assert service.push(weights(1.0), 3) == service.push(weights(1.0), 3) == 3
-    with pytest.raises(WeightVersionError, match=r"version 3 .* with others"):
-        service.push(weights(2.0), 3)
-    assert not service.keeper._staged
-    for replica in service.replicas:
-        assert replica.load() is None
-        assert_equal(replica.model, weights(1.0))
-        assert replica.checks == 2
-    assert service.push(weights(2.0)) == 4
-
-
 @pytest.mark.parametrize("down", [ServiceTimeout("took more than 5 s"), ServiceClosedError("shut down")])
 def test_a_push_that_no_replica_takes(monkeypatch: pytest.MonkeyPatch, down: Exception) -> None:
     service = Service(monkeypatch)
@@ -679,27 +613,3 @@ def test_a_push_that_no_replica_takes(monkeypatch: pytest.MonkeyPatch, down: Exc
         service.push(weights(1.0))
     assert service.keeper.get("model") == (0, [], None)
     assert not service.keeper._staged
-
-
-def test_two_updaters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service(monkeypatch)
-    lock, found = threading.Lock(), []  # an actor handles one call after the other
-    for name in ("stage", "commit"):
-        method = getattr(service.keeper, name)
-
-        def one_by_one(*args: Any, method: Any = method) -> Any:
-            with lock:
-                return method(*args)
-
-        monkeypatch.setattr(_push.keeper_of(None), name, SimpleNamespace(remote=one_by_one))
-
-    def update(value: float) -> None:
-        found.extend(service.push(weights(value + i / 10)) for i in range(10))
-
-    threads = [threading.Thread(target=update, args=(value,)) for value in (1.0, 2.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == list(range(1, 21))
-    assert {replica.load() for replica in service.replicas} == {None}

@@ -92,13 +92,6 @@ def test_one_request_for_each_replica(count: int, remember: bool) -> None:
     assert max(fakes.tokens()) <= 1.25 * sum(fakes.tokens()) / count
 
 
-def test_one_replica_gets_the_call_as_it_is() -> None:
-    data, mask = prompts(16)
-    fakes = Fakes(1)
-    assert_right(scorer(fakes).score(data, mask), data, mask)
-    assert [request.num_tokens for _, request in fakes.requests] == [data.values.shape[0]]
-
-
 def test_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence is never divided, even if it alone is beyond the bound."""
     monkeypatch.setattr(_remote, "_MOST_TOKENS", 200)
@@ -133,14 +126,6 @@ def test_the_share_of_a_lost_replica_is_divided_among_the_others() -> None:
     assert sorted(replica for replica, _ in again) == [0, 1, 3]
     lost = next(request for replica, request in first if replica == 2)
     assert sum(request.num_tokens for _, request in again) == lost.num_tokens
-
-
-def test_replicas_are_lost_one_after_the_other() -> None:
-    data, mask = prompts(64)
-    fakes = Fakes(4)
-    fakes.failures = {replica: [ReplicaGone("dead")] for replica in (0, 1, 3)}
-    assert_right(scorer(fakes).score(data, mask), data, mask)
-    assert {replica for replica, _ in fakes.requests[4:]} == {2}
 
 
 def test_all_replicas_are_lost_for_a_while() -> None:

@@ -104,30 +104,22 @@ def test_bytes_from_the_wire() -> None:
     assert (top.rest_log_prob.tolist(), top.version) == ([-3.0], 1)
 
 
-def with_protocol(packed: bytes, version: int) -> bytes:
+edited, edited_replay = PACKED_REQUEST.replace, PACKED_REPLAY.replace
+
+
+def speaks(kind: type, version: int) -> bytes:
+    packed = PACKED_REQUEST if kind is Request else PACKED_REPLY
     return packed[:4] + version.to_bytes(2, "little") + packed[6:]
 
 
 @pytest.mark.parametrize(
     ("read", "packed", "message"),
     [
-        (
-            Request,
-            with_protocol(PACKED_REQUEST, 1),
-            "client speaks version 1 .* replica version 4: .* side of the client",
-        ),
-        (
-            Request,
-            with_protocol(PACKED_REQUEST, 5),
-            "client speaks version 5 .* replica version 4: .* side of the replica",
-        ),
-        (
-            Request,
-            with_protocol(PACKED_REQUEST, 3),
-            "client speaks version 3 .* replica version 4: .* side of the client",
-        ),
-        (Reply, with_protocol(PACKED_REPLY, 1), "replica speaks version 1 .* client version 4: .* side of the replica"),
-        (Reply, with_protocol(PACKED_REPLY, 5), "replica speaks version 5 .* client version 4: .* side of the client"),
+        (Request, speaks(Request, 1), "client speaks version 1 .* replica version 4: .* side of the client"),
+        (Request, speaks(Request, 5), "client speaks version 5 .* replica version 4: .* side of the replica"),
+        (Request, speaks(Request, 3), "client speaks version 3 .* replica version 4: .* side of the client"),
+        (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 4: .* side of the replica"),
+        (Reply, speaks(Reply, 5), "replica speaks version 5 .* client version 4: .* side of the client"),
         (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
         (Request, b"", "a request of 0 bytes"),
         (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
@@ -136,63 +128,39 @@ def with_protocol(packed: bytes, version: int) -> bytes:
         (Request, PACKED_REQUEST + b"x", "a request has 58 bytes for 4 sequences and 6 tokens, expected 57"),
         (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes for 2 scores and their top 0, expected 16"),
         (Request, PACKED_REQUEST[:40], "declares a head of 220"),
-        (
-            Request,
-            PACKED_REQUEST.replace(b"\xdc\x00\x00\x00{", b"\xff\xff\xff\xff{"),
-            "head of 4294967295, expected at most",
-        ),
-        (Request, PACKED_REQUEST.replace(b'{"seq', b'["seq'), "no valid JSON"),
-        (Request, PACKED_REQUEST.replace(b"0.5", b"NaN"), "no valid JSON: NaN is not a number"),
-        (Request, PACKED_REQUEST.replace(b"0.5", b"0.0"), "temperature must be a positive number, got 0.0"),
-        (Request, PACKED_REQUEST.replace(b"0.5", b"9e9").replace(b"9e9", b'"1"'), "temperature must be .* got '1'"),
-        (
-            Request,
-            PACKED_REQUEST.replace(b"false", b"[[1]]"),
-            r"adapters must be True, False or a name .* got \[\[1\]\]",
-        ),
-        (
-            Request,
-            PACKED_REQUEST.replace(b'"bfloat16"', b'"autograd"'),
-            "name of a floating-point type .* got 'autograd'",
-        ),
-        (Request, PACKED_REQUEST.replace(b'py":true', b'py":1234'), "entropy must be True or False, got 1234"),
-        (Request, PACKED_REQUEST.replace(b'"version":3', b'"version":-'), "no valid JSON"),
-        (Request, PACKED_REQUEST.replace(b'"version":3,', b'"version":-3'), "no valid JSON"),
-        (Request, PACKED_REQUEST.replace(b'"newest":2', b'"newest":{'), "no valid JSON"),
-        (Request, PACKED_REQUEST.replace(b'"newest"', b'"oldest"'), "a request has no field 'newest'"),
-        (Request, PACKED_REQUEST.replace(b'"me/7"', b"123456"), "caller of a request is 123456, expected a string"),
-        (
-            Request,
-            PACKED_REQUEST.replace(b"    \x03\x00", b"    \x07\x00"),
-            "sequence of length 7, expected 0 to its 6 tokens",
-        ),
-        (Request, PACKED_REQUEST.replace(b"    \x03\x00", b"    \x04\x00"), "add up to 7, expected its 6 tokens"),
+        (Request, edited(b"\xdc\x00\x00\x00{", b"\xff\xff\xff\xff{"), "head of 4294967295, expected at most"),
+        (Request, edited(b'{"seq', b'["seq'), "no valid JSON"),
+        (Request, edited(b"0.5", b"NaN"), "no valid JSON: NaN is not a number"),
+        (Request, edited(b"0.5", b"0.0"), "temperature must be a positive number, got 0.0"),
+        (Request, edited(b"0.5", b"9e9").replace(b"9e9", b'"1"'), "temperature must be .* got '1'"),
+        (Request, edited(b"false", b"[[1]]"), r"adapters must be True, False or a name .* got \[\[1\]\]"),
+        (Request, edited(b'"bfloat16"', b'"autograd"'), "name of a floating-point type .* got 'autograd'"),
+        (Request, edited(b'py":true', b'py":1234'), "entropy must be True or False, got 1234"),
+        (Request, edited(b'"version":3', b'"version":-'), "no valid JSON"),
+        (Request, edited(b'"version":3,', b'"version":-3'), "no valid JSON"),
+        (Request, edited(b'"newest":2', b'"newest":{'), "no valid JSON"),
+        (Request, edited(b'"newest"', b'"oldest"'), "a request has no field 'newest'"),
+        (Request, edited(b'"me/7"', b"123456"), "caller of a request is 123456, expected a string"),
+        (Request, edited(b"    \x03\x00", b"    \x07\x00"), "sequence of length 7, expected 0 to its 6 tokens"),
+        (Request, edited(b"    \x03\x00", b"    \x04\x00"), "add up to 7, expected its 6 tokens"),
         (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
+        (Request, edited_replay(b"[3,5]", b"[4,4]"), "kept tokens for 4 tokens, expected its 3 scored ones"),
+        (Request, edited_replay(b"[3,5]", b"[3,6]"), r"6 tokens with \[3, 6\] kept ones, expected 93"),
+        (Request, edited_replay(b"[3,5]", b"[3.5]"), r"kept of a request is \[3\.5\], expected two whole numbers"),
+        (Request, edited_replay(b"[3,5]", b'"3,5"'), "kept of a request is '3,5', expected two whole numbers"),
+        (Request, edited_replay(b"[3,5]", b"[-3]5"), "no valid JSON"),
+        (Request, edited_replay(b"[3,5]", b"[-3] "), r"kept of a request is \[-3\], expected two whole"),
         (
             Request,
-            PACKED_REPLAY.replace(b"[3,5]", b"[4,4]"),
-            "kept tokens for 4 tokens, expected its 3 scored ones",
-        ),
-        (Request, PACKED_REPLAY.replace(b"[3,5]", b"[3,6]"), r"6 tokens with \[3, 6\] kept ones, expected 93"),
-        (
-            Request,
-            PACKED_REPLAY.replace(b"[3,5]", b"[3.5]"),
-            r"kept of a request is \[3\.5\], expected two whole numbers",
-        ),
-        (Request, PACKED_REPLAY.replace(b"[3,5]", b'"3,5"'), "kept of a request is '3,5', expected two whole numbers"),
-        (Request, PACKED_REPLAY.replace(b"[3,5]", b"[-3]5"), "no valid JSON"),
-        (Request, PACKED_REPLAY.replace(b"[3,5]", b"[-3] "), r"kept of a request is \[-3\], expected two whole"),
-        (
-            Request,
-            PACKED_REPLAY.replace(b"\x01\x00\x00\x00\x02\x00\x00\x00\x00", b"\x02\x00\x00\x00\x02\x00\x00\x00\x00"),
+            edited_replay(b"\x01\x00\x00\x00\x02\x00\x00\x00\x00", b"\x02\x00\x00\x00\x02\x00\x00\x00\x00"),
             "numbers of kept tokens of a request add up to 6, expected its 5",
         ),
         (
             Request,
-            PACKED_REPLAY.replace(b"\x01\x00\x00\x00\x02\x00\x00\x00\x00", b"\xff\xff\xff\xff\x02\x00\x00\x00\x00"),
+            edited_replay(b"\x01\x00\x00\x00\x02\x00\x00\x00\x00", b"\xff\xff\xff\xff\x02\x00\x00\x00\x00"),
             "a request has -1 kept tokens for one token, expected at least 0",
         ),
-        (Request, PACKED_REPLAY.replace(b"\t\x00\x00\x00", b"\t\x00\x00\xff"), "token id -16777207 among the kept"),
+        (Request, edited_replay(b"\t\x00\x00\x00", b"\t\x00\x00\xff"), "token id -16777207 among the kept"),
         (Reply, PACKED_TOP_K.replace(b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top 2"),
     ],
 )
@@ -247,41 +215,11 @@ def test_bytes_of_the_top_k(dtype: type, per_token: int) -> None:
     assert len(Reply(np.zeros(n, np.float32), None, 0, *top).pack()) - n * (4 + per_token * k + 4) in range(130)
 
 
-@pytest.mark.parametrize("top", [96, 2**31 - 1, 2**40])
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_requests_survive_packing(top: int, masked: bool, deterministic: bool) -> None:
-    tokens, lengths = torch.tensor([5, 0, top, 7, 1, 2]), torch.tensor([3, 0, 1, 2])
-    mask = torch.tensor([False, True, True, False, False, True]) if masked else None
-    settings = Settings(0.5, False, "bfloat16", True, True, deterministic)
-    packed = Request.of(tokens, lengths, mask, settings, version=3, caller="me").pack()
-    assert type(packed) is bytes
-    found = Request.unpack(packed)
-    assert torch.equal(torch.cat(found.rows()), tokens)
-    assert [len(row) for row in found.rows()] == lengths.tolist()
-    assert found.flat_mask().tolist() == (mask.tolist() if masked else [False, True, True, False, False, True])
-    assert (found.settings, found.version, found.caller, found.num_tokens) == (settings, 3, "me", 6)
-
-
 def test_a_request_is_hardly_larger_than_its_tokens() -> None:
     """4 bytes and a mask bit per token, 8 bytes per sequence, and less than 200 bytes for everything else."""
     tokens = torch.arange(4096) % 97
     packed = Request.of(tokens, torch.full((8,), 512), tokens > 3, Settings(), version=None, caller="me").pack()
     assert len(packed) < 4 * 4096 + 8 * 8 + 4096 // 8 + 200
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_replies_survive_packing(dtype: type) -> None:
-    reply = Reply(np.array([-0.1, -2.5], dtype), np.array([1.5, 0.0], dtype), 4)
-    packed = reply.pack()
-    assert type(packed) is bytes
-    found = Reply.unpack(packed)
-    assert found.log_prob.dtype == dtype
-    assert found.log_prob.tolist() == reply.log_prob.tolist()
-    assert found.entropy is not None
-    assert found.entropy.tolist() == [1.5, 0.0]
-    assert found.version == 4
-    assert Reply.unpack(Reply(reply.log_prob, None, 0).pack()).entropy is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Ten thousand damaged messages: clean errors, right answers for everybody else, little memory and time."""
+"""Thousands of damaged messages: clean errors, right answers for everybody else, little memory and time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remote_models import model
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service._errors import ProtocolError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 
-NUMBER = 10_000
+NUMBER = 3_000
 HEAD = 12  # bytes before the JSON
 #: JSON that belongs into no field, as text: some of it cannot be written by Python.
 JUNK = [
@@ -277,12 +276,5 @@ def assert_same(found: Reply | Exception, expected: Reply | Exception) -> None:
 def test_damaged_requests_hurt_nobody_else() -> None:
     torch.manual_seed(0)
     answered, refused = check_answers(ScoringCore(TransformersEngine(Pairs())), payloads("request"), size=6)
-    assert answered > 100
-    assert refused > NUMBER / 2
-
-
-@pytest.mark.slow
-def test_damaged_requests_to_a_transformer() -> None:
-    answered, refused = check_answers(ScoringCore(TransformersEngine(model())), payloads("request"), size=6)
-    assert answered > 100
+    assert answered > 30
     assert refused > NUMBER / 2

@@ -1,0 +1,97 @@
+"""Another driver of the cluster: a process that runs pieces of a script and returns what they print."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from typing import Any
+
+import ray
+
+LAB = str(Path(__file__).parent)
+#: What each script may use beside `connect`, `total` and `wait_for_replicas`.
+HEAD = """
+import os, pickle, ray, signal, sys, time
+from functools import partial
+from remote_models import delayed, model
+from load import sequences
+from torchrl_llm_kl.service import ScoringService, ServiceConfigError, ServiceError
+from waits import wait_for_replicas
+wait_for_replicas()
+"""
+
+
+class Driver:
+    """A process that is connected to the cluster of this one."""
+
+    def __init__(self) -> None:
+        address = ray.get_runtime_context().gcs_address
+        start = f"import sys; sys.path[:0] = [{LAB!r}]; import drivers; drivers.serve({address!r})"
+        command = [sys.executable, "-c", start]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def start(self, body: str) -> None:
+        """Run a script. ``result()`` waits for it."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(textwrap.dedent(body)) + "\n")
+        self.process.stdin.flush()
+
+    def result(self) -> str:
+        assert self.process.stdout is not None
+        found = json.loads(self.process.stdout.readline())
+        assert not found["error"], found["error"]
+        return str(found["printed"]).strip()
+
+    def run(self, body: str) -> str:
+        self.start(body)
+        return self.result()
+
+    def exit(self) -> None:
+        """As a script that ends."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def handle_of(remote: Any) -> str:
+    """The expression of a served model in a driver's script."""
+    return f"pickle.loads(bytes.fromhex({pickle.dumps(remote).hex()!r}))"
+
+
+def total(remote: Any) -> float:
+    from load import sequences
+
+    return float(remote.make_scorer().score(sequences()).values.sum())
+
+
+def serve(address: str) -> None:
+    """The process: a script of each line of the input, in JSON."""
+
+    def connect(**options: Any) -> None:
+        environment = {"env_vars": {"PYTHONPATH": LAB, "OMP_NUM_THREADS": "1"}}
+        options = {"address": address, "runtime_env": environment, **options}
+        ray.init(log_to_driver=False, **{name: value for name, value in options.items() if value is not None})
+
+    out, sys.stdout = sys.stdout, sys.stderr
+    connect()
+    names: dict[str, Any] = {"connect": connect, "total": total}
+    exec(HEAD, names)
+    for line in sys.stdin:
+        printed, error = io.StringIO(), ""
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(json.loads(line), names)
+        except Exception:
+            error = traceback.format_exc()
+        print(json.dumps({"printed": printed.getvalue(), "error": error}), file=out, flush=True)
