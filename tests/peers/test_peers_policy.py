@@ -18,8 +18,20 @@ from torch.testing import assert_close
 
 from by_hand import own_names
 from objective_cases import random_batch
-from peers import load
-from torchrl_llm_kl.losses import AdaptiveEntropyCoefficient, aggregate, get_objective, spec_of
+from peers import load, sampled, verl as corrections_of_verl
+from torchrl_llm_kl.losses import (
+    AdaptiveEntropyCoefficient,
+    aggregate,
+    correction_metrics,
+    get_objective,
+    importance_weights,
+    mismatch_metrics,
+    off_policy_sequence_mask,
+    rollout_corrections,
+    spec_of,
+    top_entropy_mask,
+    vespo,
+)
 
 # Both divide by counts + 1e-8.
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
@@ -57,13 +69,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("importance_sampling", {}),
     *[
         ("rec", {**REC, "clip_mode": mode, "weight": weight, "regularizer": regularizer, "regularizer_coef": 0.3})
-        for mode, weight, regularizer in itertools.product(
-            ("none", "one-side", "two-side", "ring", "gspo-one-side"),
-            ("none", "importance_sampling", "advantage", "gspo_importance_sampling"),
-            ("none", "k2", "forward-kl"),
+        for mode, weight, regularizer in (
+            # Trinity has the sequence weight with the sequence clip only: UnboundLocalError.
+            ("none", "importance_sampling", "forward-kl"),
+            ("none", "advantage", "none"),
+            ("one-side", "none", "k2"),
+            ("one-side", "importance_sampling", "none"),
+            ("two-side", "advantage", "forward-kl"),
+            ("two-side", "none", "none"),
+            ("ring", "importance_sampling", "k2"),
+            ("ring", "none", "forward-kl"),
+            ("gspo-one-side", "gspo_importance_sampling", "none"),
+            ("gspo-one-side", "advantage", "k2"),
         )
-        # Trinity has the sequence weight with the sequence clip only: UnboundLocalError.
-        if weight != "gspo_importance_sampling" or mode == "gspo-one-side"
     ],
 ]
 
@@ -75,6 +93,12 @@ def batch_of(seed: int) -> dict[str, Tensor]:
 def trinity(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     module, cls = TRINITY[name]
     return getattr(load(monkeypatch, "trinity", f"trinity.algorithm.policy_loss_fn.{module}"), cls)
+
+
+def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Loss and gradient."""
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, **CLOSE)
 
 
 def ours(name: str, batch: dict[str, Tensor], mode: str, hyper: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -90,19 +114,16 @@ MODES = {"rec": ["token-mean"], "gspo": ["seq-mean-token-mean"]}
 ALL_MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 
 
-@pytest.mark.parametrize(
-    ("name", "hyper", "mode"), [(name, hyper, mode) for name, hyper in CASES for mode in MODES.get(name, ALL_MODES)]
-)
-def test_trinity(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, Any], mode: str) -> None:
-    theirs = trinity(monkeypatch, name)(**hyper, **({} if name == "rec" else {"loss_agg_mode": mode}))
-    for seed in range(5):
+@pytest.mark.parametrize(("name", "hyper"), CASES)
+def test_trinity(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, Any]) -> None:
+    modes = MODES.get(name, ALL_MODES)
+    for mode, seed in [(modes[seed % len(modes)], seed) for seed in range(6)]:
+        theirs = trinity(monkeypatch, name)(**hyper, **({} if name == "rec" else {"loss_agg_mode": mode}))
         batch = batch_of(seed)
         log_prob = batch["log_prob"].clone().requires_grad_()
         inputs = (batch["mask"], batch["advantage"])
         loss, _ = theirs(log_prob, *(inputs if name == "opmd" else (batch["old_log_prob"], *inputs)))
-        value, gradient = ours(name, batch, mode, hyper)
-        assert_close(value, loss.detach(), **CLOSE)
-        assert_close(gradient, torch.autograd.grad(loss, log_prob)[0], **CLOSE)
+        assert_same(ours(name, batch, mode, hyper), (loss.detach(), torch.autograd.grad(loss, log_prob)[0]))
 
 
 @pytest.mark.parametrize("name", TRINITY)
@@ -178,10 +199,7 @@ def test_verl(
     mode = spec_of(get_objective(name)).aggregation
     for seed in range(5):
         batch = batch_of(seed)
-        loss, gradient = verl_result(core, theirs, batch, mode, **config)
-        value, found = ours(name, batch, mode, hyper)
-        assert_close(value, loss, **CLOSE)
-        assert_close(found, gradient, **CLOSE)
+        assert_same(ours(name, batch, mode, hyper), verl_result(core, theirs, batch, mode, **config))
 
 
 def test_verls_geometric_mean_where_advantages_are_constant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +207,8 @@ def test_verls_geometric_mean_where_advantages_are_constant(monkeypatch: pytest.
     for seed in range(5):
         batch = batch_of(seed)
         batch["advantage"] = batch["advantage"][:, :1].expand_as(batch["mask"])
-        loss, gradient = verl_result(core, "geo_mean", batch, "token-mean")
-        value, found = ours("gmpo", batch, "seq-mean-token-mean", BOUNDS)
-        assert_close(value, loss, **CLOSE)
-        assert_close(found, gradient, **CLOSE)
+        found = ours("gmpo", batch, "seq-mean-token-mean", BOUNDS)
+        assert_same(found, verl_result(core, "geo_mean", batch, "token-mean"))
 
 
 def trl_result(
@@ -241,10 +257,7 @@ def test_trls_luspo(monkeypatch: pytest.MonkeyPatch) -> None:
         batch["advantage"] = batch["advantage"][:, :1].expand_as(batch["mask"]).clone()  # TRL's is one per sequence
         theirs = {**batch, "advantage": batch["advantage"][:, 0]}
         settings = {"loss_type": "luspo", "importance_sampling_level": "sequence", **bounds}
-        loss, gradient = trl_result(trainer, theirs, **settings)
-        value, found = ours("luspo", batch, "seq-mean-token-sum", {"clip_low": 0.15, "clip_high": 0.3})
-        assert_close(value, loss, **CLOSE)
-        assert_close(found, gradient, **CLOSE)
+        assert_same(ours("luspo", batch, "seq-mean-token-sum", BOUNDS), trl_result(trainer, theirs, **settings))
 
 
 def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +283,163 @@ def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> N
         ours.update(entropy)
         assert math.isclose(ours.value, control["entropy_coef"], rel_tol=1e-5)
     assert seen == pytest.approx([0.0, 0.03, 0.045, 0.045, 0.0, 0.0, 0.0])
+
+
+def test_vespos_weights_are_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    batch = random_batch(3)
+    log_ratio = batch["log_prob"] - batch["old_log_prob"]
+    theirs = trainer.get_gamma_weights(batch["advantage"], log_ratio, batch["mask"], None)
+    (term,) = vespo(**batch)
+    assert_close(term.value, torch.where(batch["mask"], -batch["advantage"] * theirs * batch["log_prob"], 0))
+
+
+def test_masks_of_sequences_are_trls(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    batch = random_batch(28)
+    log_prob, old, advantage, mask = (batch[key] for key in ("log_prob", "old_log_prob", "advantage", "mask"))
+    old = old + 0.2
+    kept = trainer.get_off_policy_mask(advantage, log_prob, old, mask.double(), 0.05)
+    weights, _ = off_policy_sequence_mask(log_prob, old, advantage, mask, delta=0.05)
+    assert_close(weights, kept * mask)
+    assert 0 < weights.sum() < mask.sum()
+
+
+def test_the_tokens_of_most_entropy_are_trls_but_for_its_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL interpolates the quantile between two tokens: it keeps the same tokens if the fraction is a whole number."""
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    entropy = random_batch(29)["log_prob"].abs()
+    mask = torch.ones_like(entropy, dtype=torch.bool)
+    accelerator = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
+    kept = trainer.get_high_entropy_mask(SimpleNamespace(accelerator=accelerator), entropy, mask, 1 - 0.2)
+    assert torch.equal(top_entropy_mask(entropy, mask, fraction=0.2)[0].bool(), kept)
+
+
+# ---------------------------------------------------------------------- verl's corrections of the sampler
+
+
+BOUND = {"token_k1": "0.6_1.5", "seq_sum_k1": "0.4_2", "seq_mean_k1": "0.8_1.3"}
+BOUND |= {"token_k2": 0.1, "seq_sum_k2": 0.3, "seq_mean_k2": 0.08, "seq_max_k2": 0.2}
+BOUND |= {"token_k3": 0.08, "seq_sum_k3": 0.3, "seq_mean_k3": 0.06, "seq_max_k3": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("options", "threshold"),
+    [*BOUND.items(), ("token_k1,seq_max_k2", "0.6_1.5,0.2"), ("seq_mean_k3,token_k3,seq_sum_k1", "0.1,0.2,3")],
+)
+def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
+    helper, rejected = corrections_of_verl(monkeypatch), 0
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        kept, metrics = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), options, threshold)
+        weights = torch.ones_like(old)
+        for part in rollout_corrections(rollout_rs=options, rollout_rs_threshold=threshold):
+            each, seen = part({"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask})
+            weights = weights * each
+            for name, value in seen.items():
+                assert value.item() == pytest.approx(metrics[f"rollout_rs_{name}"], abs=1e-6)
+        assert torch.equal(weights, kept)
+        rejected += int((mask & (weights == 0)).sum())
+    assert 0 < rejected < 5 * 7 * 6 * 0.7
+
+
+@pytest.mark.parametrize(("level", "threshold"), list(itertools.product(("token", "sequence"), (1.3, "0.3_2.5"))))
+def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: Any) -> None:
+    helper = corrections_of_verl(monkeypatch)
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        theirs, metrics = helper.compute_rollout_correction_weights(old - sampler, mask.double(), level, threshold)
+        (part,) = rollout_corrections(rollout_is=level, rollout_is_threshold=threshold)
+        weights, seen = part({"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask})
+        assert_close(weights, theirs)
+        if level == "token":  # verl weights sequences by their length
+            size = metrics["rollout_is_eff_sample_size"]
+            assert seen["effective_sample_size"].item() == pytest.approx(size, rel=1e-6)
+    assert importance_weights(old, sampler, mask, high=1.3)[0].max() == 1.3
+
+
+VERLS_NAMES = {
+    "trainer_log_ppl": "training_log_ppl",
+    "sampler_log_ppl": "rollout_log_ppl",
+    "trainer_ppl": "training_ppl",
+    "sampler_ppl": "rollout_ppl",
+    "mismatch_k1": "kl",
+    "mismatch_k3": "k3_kl",
+}
+
+
+def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = corrections_of_verl(monkeypatch)
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        theirs = helper.compute_offpolicy_metrics(old, sampler, mask.double())
+        found = {
+            VERLS_NAMES.get(name, name): value.item() for name, value in mismatch_metrics(old, sampler, mask).items()
+        }
+        assert found == pytest.approx(theirs, rel=1e-6, abs=1e-7)
+
+
+def test_verl_counts_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row of docs/differences.md: with a perplexity of 1 and a ratio of 1."""
+    helper = corrections_of_verl(monkeypatch)
+    old, sampler, mask = sampled(0)
+    expected = mismatch_metrics(old, sampler, mask)["sampler_ppl"]
+    pad = lambda x, value: torch.cat([x, torch.full_like(x, value)])  # noqa: E731
+    old, sampler, mask = pad(old, -1.0), pad(sampler, -1.0), pad(mask, False)
+    assert_close(mismatch_metrics(old, sampler, mask)["sampler_ppl"], expected)
+    theirs = helper.compute_offpolicy_metrics(old, sampler, mask.double())["rollout_ppl"]
+    assert theirs == pytest.approx((expected.item() + 1) / 2, rel=1e-6)
+
+
+def test_verls_share_of_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several criteria together."""
+    helper, options, bounds = corrections_of_verl(monkeypatch), "token_k1,seq_max_k2,seq_mean_k3", "0.6_1.5,0.2,0.1"
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        _, theirs = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), options, bounds)
+        inputs = {"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask}
+        weights = torch.ones_like(old)
+        for part in rollout_corrections(rollout_rs=options, rollout_rs_threshold=bounds):
+            weights = weights * part(inputs)[0]
+        found = correction_metrics(weights, mask)
+        for name in ("masked_fraction", "seq_masked_fraction"):
+            mine = name.replace("masked", "rejected") if name.startswith("masked") else "rejected_seq_fraction"
+            assert found[mine].item() == pytest.approx(theirs[f"rollout_rs_{name}"], abs=1e-6)
+
+
+def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's ppl_ratio of one sequence is the inverse of its geometric weight; its seq_mean_k1 the mask of that weight."""
+    helper = corrections_of_verl(monkeypatch)
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        free, _ = importance_weights(old, sampler, mask, level="geometric", high=None)
+        cut, _ = importance_weights(old, sampler, mask, level="geometric", high=1.1)
+        for i in range(7):
+            one = slice(i, i + 1)
+            ratio = helper.compute_offpolicy_metrics(old[one], sampler[one], mask[one].double())["ppl_ratio"]
+            assert free[i][mask[i]].tolist() == pytest.approx([1 / ratio] * int(mask[i].sum()), rel=1e-6)
+            assert cut[i][mask[i]].tolist() == pytest.approx([min(1.1, 1 / ratio)] * int(mask[i].sum()), rel=1e-6)
+        kept, _ = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), "seq_mean_k1", "0.8_1.2")
+        hard, _ = importance_weights(old, sampler, mask, level="geometric", mode="mask", low=1 / 1.2, high=1 / 0.8)
+        assert torch.equal(hard != 0, kept != 0)
+        assert_close(hard, torch.where(kept != 0, free, 0))
+
+
+def test_verls_whole_correction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and mask together, as verl's trainer calls them."""
+    helper = corrections_of_verl(monkeypatch)
+    settings: dict[str, Any] = {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 1.5,
+        "rollout_rs": "token_k3",
+        "rollout_rs_threshold": 0.1,
+    }
+    seen: list[Tensor] = []
+    monkeypatch.setattr(helper.DataProto, "from_dict", lambda tensors: seen.extend(tensors.values()), raising=False)
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        _, kept, _ = helper.compute_rollout_correction_and_rejection_mask(old, sampler, mask.double(), **settings)
+        weights = torch.ones_like(old)
+        for part in rollout_corrections(**settings):
+            weights = weights * part({"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask})[0]
+        assert_close(weights, seen[-1] * kept)

@@ -6,6 +6,7 @@ Runs where TORCHRL_LLM_KL_PEERS names a folder with unpacked wheels (see ``peers
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,6 @@ import peers
 from by_hand import own_names
 from objective_cases import random_batch
 from torchrl_llm_kl.losses import aggregate, count, get_objective, mu_schedule
-from torchrl_llm_kl.losses.corrections import importance_weights, off_policy_sequence_mask, top_entropy_mask
 
 HYPER = {"clip_range_low": 0.15, "clip_range_high": 0.3}
 
@@ -58,14 +58,14 @@ def agree(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
         assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
 @pytest.mark.parametrize(
-    ("name", "module", "peer", "hyper"),
+    ("mode", "name", "module", "peer", "hyper"),
     [
-        ("sft", "sft_loss", "SFTLossFn", {}),
-        ("sft_is", "chord_policy_loss", "SFTISLossFn", {}),
-        ("sft_phi", "chord_policy_loss", "SFTPhiLossFn", {}),
-        ("sft_phi", "chord_policy_loss", "SFTPhiLossFn", {"cutoff_prob": 0.35}),
+        ("token-mean", "sft", "sft_loss", "SFTLossFn", {}),
+        ("seq-mean-token-sum", "sft", "sft_loss", "SFTLossFn", {}),
+        ("seq-mean-token-mean", "sft_is", "chord_policy_loss", "SFTISLossFn", {}),
+        ("token-mean", "sft_phi", "chord_policy_loss", "SFTPhiLossFn", {}),
+        ("seq-mean-token-mean", "sft_phi", "chord_policy_loss", "SFTPhiLossFn", {"cutoff_prob": 0.35}),
     ],
 )
 def test_imitation_is_trinitys(
@@ -76,8 +76,7 @@ def test_imitation_is_trinitys(
     agree(ours(name, batch, mode, **hyper), theirs(function, batch))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("experts", ["some", "none", "all"])
+@pytest.mark.parametrize(("dynamic", "experts"), [(False, "some"), (True, "some"), (True, "none"), (False, "all")])
 def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(
     monkeypatch: pytest.MonkeyPatch, dynamic: bool, experts: str
 ) -> None:
@@ -118,10 +117,9 @@ def test_a_batch_of_experts_is_a_number_here_and_none_in_trinity(monkeypatch: py
     assert ours("mix_chord", batch, "seq-mean-token-mean", **HYPER)[0].isfinite()
 
 
-@pytest.mark.parametrize(("warmup", "decay"), [(0, 0), (0, 9), (5, 0), (4, 8)])
-def test_the_schedule_is_trinitys(monkeypatch: pytest.MonkeyPatch, warmup: int, decay: int) -> None:
+def test_the_schedule_is_trinitys(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = trinity(monkeypatch, "chord_policy_loss").mu_schedule_function
-    for step in range(16):
+    for (warmup, decay), step in itertools.product([(0, 0), (0, 9), (5, 0), (4, 8)], range(16)):
         expected = schedule(step, warmup, decay, 0.9, 0.05)
         assert_close(mu_schedule(step, warmup, decay, 0.9, 0.05), expected)
         assert_close(float(mu_schedule(torch.tensor(step), warmup, decay, 0.9, 0.05)), expected, rtol=1e-6, atol=1e-7)
@@ -195,6 +193,9 @@ def trl_loss(kind: str, batch: dict[str, Tensor], **hyper: Any) -> tuple[Tensor,
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
 
 
+ALIGNED = [("dpo", "sigmoid"), ("apo_zero", "apo_zero"), ("nca_pair", "nca_pair")]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "hyper", "own"),
     [
@@ -213,38 +214,22 @@ def trl_loss(kind: str, batch: dict[str, Tensor], **hyper: Any) -> tuple[Tensor,
         ("aot_unpaired", "aot_unpaired", {"beta": 0.75, "label_smoothing": 0.1}, {"chosen": torch.arange(6) % 2 == 0}),
         ("dpo", "sigmoid", {"beta": 0.3, "ld_alpha": 0.4}, {}),
         ("apo_zero", "apo_zero", {"beta": 0.3, "ld_alpha": 0.0}, {}),
-        *(
-            (name, kind, {"beta": 0.3, "f_divergence_type": divergence, **hyper}, {})
-            for name, kind, hyper in [
-                ("dpo", "sigmoid", {}),
-                ("hinge", "hinge", {}),
-                ("robust", "robust", {"label_smoothing": 0.2}),
-                ("exo_pair", "exo_pair", {"label_smoothing": 0.1}),
-            ]
-            for divergence in ("forward_kl", "js_divergence")
-        ),
+        ("dpo", "sigmoid", {"beta": 0.3, "f_divergence_type": "js_divergence"}, {}),
+        ("dpo", "sigmoid", {"beta": 0.3, "f_divergence_type": "forward_kl"}, {}),
+        ("dpo", "sigmoid_norm", {"beta": 0.3, "f_divergence_type": "forward_kl"}, {"length_normalised": True}),
+        ("hinge", "hinge", {"beta": 0.3, "f_divergence_type": "forward_kl"}, {}),
+        ("robust", "robust", {"beta": 0.3, "f_divergence_type": "js_divergence", "label_smoothing": 0.2}, {}),
+        ("exo_pair", "exo_pair", {"beta": 0.3, "f_divergence_type": "forward_kl", "label_smoothing": 0.1}, {}),
+        ("discopop", "discopop", {"beta": 0.3, "args": SimpleNamespace(discopop_tau=0.2)}, {"discopop_tau": 0.2}),
+        *((name, kind, {"beta": 0.3, "use_weighting": True}, {"weighting": "aligned"}) for name, kind in ALIGNED),
     ],
 )
-def test_preferences_are_trls(name: str, kind: str, hyper: dict[str, float], own: dict[str, Any]) -> None:
+def test_preferences_are_trls(name: str, kind: str, hyper: dict[str, Any], own: dict[str, Any]) -> None:
     batch = random_batch(26)
     tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
-    names = {key: value for key, value in own.items() if key not in tensors}
-    agree(ours(name, {**batch, **tensors}, "seq-mean-token-sum", **hyper, **names), trl_loss(kind, batch, **hyper))
-
-
-@pytest.mark.parametrize("length_normalised", [False, True])
-def test_normalised_scores_are_trls_with_another_divergence(length_normalised: bool) -> None:
-    batch, kind = random_batch(26), "sigmoid_norm" if length_normalised else "sigmoid"
-    own = {"beta": 0.3, "f_divergence": "forward_kl", "length_normalised": length_normalised}
-    agree(
-        ours("dpo", batch, "seq-mean-token-sum", **own), trl_loss(kind, batch, beta=0.3, f_divergence_type="forward_kl")
-    )
-
-
-def test_discopop_is_trls() -> None:
-    batch = random_batch(26)
-    theirs = trl_loss("discopop", batch, beta=0.3, args=SimpleNamespace(discopop_tau=0.2))
-    agree(ours("discopop", batch, "seq-mean-token-sum", beta=0.3, discopop_tau=0.2), theirs)
+    tensors |= {"sharp_log_prob": sharp_of(batch)} if "weighting" in own else {}
+    names = {key: value for key, value in {**hyper, **own}.items() if key not in (*tensors, "args", "use_weighting")}
+    agree(ours(name, {**batch, **tensors}, "seq-mean-token-sum", **names), trl_loss(kind, batch, **hyper))
 
 
 def test_trls_coefficient_of_the_alpha_divergence_is_1_less_the_papers() -> None:
@@ -254,14 +239,6 @@ def test_trls_coefficient_of_the_alpha_divergence_is_1_less_the_papers() -> None
     for a, b in zip(ours("dpo", batch, "seq-mean-token-sum", **settings, f_alpha=0.3), theirs, strict=True):
         assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert not torch.isclose(ours("dpo", batch, "seq-mean-token-sum", **settings, f_alpha=0.7)[0], theirs[0])
-
-
-@pytest.mark.parametrize(("name", "kind"), [("dpo", "sigmoid"), ("apo_zero", "apo_zero"), ("nca_pair", "nca_pair")])
-def test_aligned_weights_are_trls(name: str, kind: str) -> None:
-    batch = random_batch(26)
-    own = {"beta": 0.3, "weighting": "aligned"}
-    given = {**batch, "sharp_log_prob": sharp_of(batch)}
-    agree(ours(name, given, "seq-mean-token-sum", **own), trl_loss(kind, batch, beta=0.3, use_weighting=True))
 
 
 # ---------------------------------------------------------------------- TRL's other trainers
@@ -343,46 +320,3 @@ def test_orpo_is_trls_but_for_the_prompt() -> None:
     found = ours("orpo", batch, "seq-mean-token-sum", beta=0.3, nll_aggregation="token-mean")
     for a, b in zip(found, theirs, strict=True):
         assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize(
-    ("bounds", "threshold"), [({"high": 1.3}, 1.3), ({"mode": "mask", "low": 0.7, "high": 1.6}, "0.7_1.6")]
-)
-def test_importance_weights_are_verls(
-    monkeypatch: pytest.MonkeyPatch, level: str, bounds: dict[str, Any], threshold: Any
-) -> None:
-    verl = peers.load(monkeypatch, "verl", "verl.trainer.ppo.rollout_corr_helper", ["verl.workers.config.actor"])
-    batch = random_batch(27)
-    old, sampler, mask = batch["old_log_prob"], batch["ref_log_prob"], batch["mask"]
-    weights, metrics = importance_weights(old, sampler, mask, level=level, **bounds)
-    expected, seen = verl.compute_rollout_correction_weights(
-        old - sampler, mask.double(), rollout_is=level, rollout_is_threshold=threshold
-    )
-    assert_close(weights, expected)
-    if level == "token":
-        size = metrics["effective_sample_size"].item()
-        assert_close(size, seen["rollout_is_eff_sample_size"], rtol=1e-5, atol=1e-6)
-
-
-def test_masks_of_sequences_are_trls() -> None:
-    peers.folder("trl")
-    trl = pytest.importorskip("trl")
-    batch = random_batch(28)
-    log_prob, old, advantage, mask = (batch[key] for key in ("log_prob", "old_log_prob", "advantage", "mask"))
-    old = old + 0.2
-    kept = trl.GRPOTrainer.get_off_policy_mask(advantage, log_prob, old, mask.double(), 0.05)
-    weights, _ = off_policy_sequence_mask(log_prob, old, advantage, mask, delta=0.05)
-    assert_close(weights, kept * mask)
-    assert 0 < weights.sum() < mask.sum()
-
-
-def test_the_tokens_of_most_entropy_are_trls_but_for_its_interpolation() -> None:
-    """TRL interpolates the quantile between two tokens: it keeps the same tokens if the fraction is a whole number."""
-    peers.folder("trl")
-    trl = pytest.importorskip("trl")
-    entropy = random_batch(29)["log_prob"].abs()
-    mask = torch.ones_like(entropy, dtype=torch.bool)
-    accelerator = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
-    kept = trl.GRPOTrainer.get_high_entropy_mask(SimpleNamespace(accelerator=accelerator), entropy, mask, 1 - 0.2)
-    assert torch.equal(top_entropy_mask(entropy, mask, fraction=0.2)[0].bool(), kept)

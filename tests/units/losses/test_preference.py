@@ -75,10 +75,10 @@ def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
     assert_close(whole[0].value, all_of_it[0].value)
 
 
-@pytest.mark.parametrize(("f_alpha", "limit"), [(1e-6, "reverse_kl"), (1.0, "forward_kl")])
-def test_the_alpha_divergence_lies_between_the_kls(f_alpha: float, limit: str) -> None:
-    value = dpo(**pair(), f_divergence="alpha_divergence", f_alpha=f_alpha)[0].value
-    assert_close(value, dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
+def test_the_alpha_divergence_lies_between_the_kls() -> None:
+    for f_alpha, limit in ((1e-6, "reverse_kl"), (1.0, "forward_kl")):
+        value = dpo(**pair(), f_divergence="alpha_divergence", f_alpha=f_alpha)[0].value
+        assert_close(value, dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -123,35 +123,6 @@ def test_the_policys_own_answers_weigh_one_on_average() -> None:
     assert_close(term.metrics["weight_mean"].item(), 1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("dpo", {"ld_alpha": 1.5}, "ld_alpha must be at least 0 and at most 1, got 1.5"),
-        ("dpo", {"f_divergence": "kl"}, "f_divergence must be one of 'reverse_kl', 'forward_kl', .* got 'kl'"),
-        ("dpo", {"f_divergence": "alpha_divergence", "f_alpha": 0.0}, "f_alpha must be greater than 0 .*, got 0.0"),
-        ("dpo", {"weighting": True}, "weighting must be one of 'none', 'probability', 'aligned', got True"),
-        ("dpo", {"weighting": "aligned"}, "dpo needs sharp_log_prob: pass .* or change weighting='aligned'"),
-        ("discopop", {"tau": 0.0}, "tau must be greater than 0, got 0.0"),
-        ("exo_pair", {"label_smoothing": 0.0}, "label_smoothing must be greater than 0 .*, got 0.0"),
-        ("exo_pair", {"label_smoothing": 0.6}, "label_smoothing must be .* at most 0.5, got 0.6"),
-        ("cpo", {"nll_coeff": -0.1}, "nll_coeff must be at least 0, got -0.1"),
-        ("simpo", {"margin": -0.1}, "margin must be at least 0, got -0.1"),
-        ("cpo", {"nll_aggregation": "mean"}, "unknown aggregation 'mean'"),
-        ("orpo", {"nll_aggregation": "mean"}, "unknown aggregation 'mean'"),
-    ],
-)
-def test_values_out_of_range(name: str, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_objective(name)(**pair(), **given)
-
-
-@pytest.mark.parametrize("name", ["apo_zero", "apo_down", "sppo_hard", "nca_pair", "bco_pair", "aot", "kto", "bco"])
-def test_other_divergences_need_the_lead_alone(name: str) -> None:
-    """What depends on the prompt cancels in the lead, and nowhere else."""
-    with pytest.raises(TypeError, match=f"{name} has no hyper-parameter 'f_divergence'"):
-        get_objective(name)(**pair(), f_divergence="forward_kl")
-
-
 # ---------------------------------------------------------------------- without a reference
 
 
@@ -185,14 +156,14 @@ def test_orpo_compares_odds() -> None:
     assert_close(term.metrics["reward_margin"].item(), 0.1 * 7 / 3)
 
 
-@pytest.mark.parametrize("certain", [0.0, -1e-9, -1e-4])
-def test_the_odds_of_a_certain_answer_are_finite(certain: float) -> None:
-    log_prob = torch.tensor([[certain], [-2.0]], requires_grad=True)
-    (term, _) = orpo(log_prob, torch.ones(2, 1, dtype=torch.bool), beta=1.0)
-    (slope,) = torch.autograd.grad(term.value.sum(), log_prob)
-    assert slope.isfinite().all()
-    odds = math.exp(max(-certain, 1e-7)) - 1  # of the other outcome
-    assert_close(term.value.item(), math.log1p(odds / (math.exp(2) - 1)), rtol=1e-3, atol=1e-9)
+def test_the_odds_of_a_certain_answer_are_finite() -> None:
+    for certain in (0.0, -1e-9, -1e-4):
+        log_prob = torch.tensor([[certain], [-2.0]], requires_grad=True)
+        (term, _) = orpo(log_prob, torch.ones(2, 1, dtype=torch.bool), beta=1.0)
+        (slope,) = torch.autograd.grad(term.value.sum(), log_prob)
+        assert slope.isfinite().all()
+        odds = math.exp(max(-certain, 1e-7)) - 1  # of the other outcome
+        assert_close(term.value.item(), math.log1p(odds / (math.exp(2) - 1)), rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cpo", "orpo"])
@@ -211,16 +182,6 @@ def test_simpos_margin_is_one_of_rewards() -> None:
     data = free(rows([0.5, -0.2]))
     assert_close(simpo(**data)[0].value.item(), math.log1p(math.exp(-0.4)))
     assert simpo(**data)[0].metrics["reward_margin"].item() == pytest.approx(1.4)
-
-
-def test_names_of_trl() -> None:
-    aliases = {
-        "cpo_alpha": ("cpo", "nll_coeff"),
-        "simpo_gamma": ("simpo", "margin"),
-        "discopop_tau": ("discopop", "tau"),
-    }
-    for alias, (name, own) in aliases.items():
-        assert get_objective(name).spec.hyperparameters.translate({alias: 0.25}) == {own: 0.25}
 
 
 # ---------------------------------------------------------------------- answers with a label each
@@ -303,16 +264,14 @@ def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
     assert not kto_reference_point(**data).requires_grad
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [([1, 0, 0, 1], 0.625), ([1, 1, 1, 1], 0.625), ([0, 0, 0, 0], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2)],
-)
-def test_the_shift_of_bco_is_half_way_between_the_kinds(flags: list[int], expected: float) -> None:
+def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
     """Log-ratios of 1.5, -0.25, 0 and 1.25: [1.5, 1.25] and [-0.25, 0] have means of 1.375 and -0.125."""
     data = rows([1.5, -0.25, 0.0, 1.25])
-    found = bco_reference_point(**data, chosen=torch.tensor(flags).bool())
-    assert_close(found.tolist(), [expected] * 4)
-    assert not found.requires_grad
+    one_kind = [([1, 1, 1, 1], 0.625), ([0, 0, 0, 0], 0.625)]
+    for flags, expected in [([1, 0, 0, 1], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2), *one_kind]:
+        found = bco_reference_point(**data, chosen=torch.tensor(flags).bool())
+        assert_close(found.tolist(), [expected] * 4)
+        assert not found.requires_grad
 
 
 def test_without_labels_rows_are_pairs() -> None:
@@ -320,50 +279,6 @@ def test_without_labels_rows_are_pairs() -> None:
     data["mask"][4:] = False
     assert_close(bco_reference_point(**data).tolist(), [1.0] * 6)
     assert_close(bco_pair(**data)[0].value, bco_pair(**data, reference_point=bco_reference_point(**data))[0].value)
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("kto", {"reference_point": torch.zeros(2)}, "kto needs chosen: pass chosen=, one value per sequence"),
-        (
-            "kto",
-            {"chosen": torch.tensor([True, False])},
-            r"kto needs reference_point: .* one value per sequence \(kto_reference_point computes it\)",
-        ),
-        ("bco", {}, "bco needs chosen"),
-        ("aot_unpaired", {}, "aot_unpaired needs chosen"),
-        (
-            "aot_unpaired",
-            {"chosen": torch.tensor([True, True])},
-            "as many chosen as rejected answers, found 2 and 0 answers with masked-in tokens",
-        ),
-        (
-            "aot_unpaired",
-            {"chosen": torch.tensor([True, False]), "match_id": torch.tensor([3, 4])},
-            "match_id 3 has 1 chosen and 0 rejected rows, expected one of each",
-        ),
-        (
-            "kto",
-            {"chosen": torch.tensor([True, False]), "reference_point": torch.zeros(2), "desirable_weight": -1.0},
-            "desirable_weight must be at least 0, got -1.0",
-        ),
-        (
-            "kto",
-            {"chosen": torch.tensor([True, False]), "reference_point": torch.zeros(2), "beta": 0.0},
-            "beta must be greater than 0, got 0.0",
-        ),
-        ("bco", {"chosen": torch.tensor([True, False]), "beta": 0.0}, "beta must be greater than 0, got 0.0"),
-        (
-            "kto",
-            {"chosen": torch.tensor([True, False]), "reference_point": torch.zeros(2, 1)},
-            r"kto: reference_point has shape \(2, 1\), expected one value per sequence, \(2,\)",
-        ),
-    ],
-)
-def test_what_is_missing_or_wrong(name: str, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_objective(name)(**pair(), **given)
 
 
 def test_an_empty_answer_without_a_partner_is_an_error() -> None:
