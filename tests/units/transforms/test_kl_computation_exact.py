@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
+from layouts import lay_out
 from torchrl_llm_kl import KLComputation
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 
 GEN, REF, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("exact_kl", "full")
 
@@ -25,45 +26,29 @@ OUTCOMES = [1.0, -3.0, 0.5]
 COEFF = 0.5
 LAST = [[0.0, -0.25, -0.125, 0.9375], [0.0, -4.0], [0.0, 0.0, -0.25]]  # outcome on the last token, minus KL / 2
 BROADCAST = [[1.0, 0.75, 0.875, 0.9375], [-3.0, -4.0], [0.5, 0.5, -0.25]]
-SUMS = [0.5625, -4.0, -0.25]  # 1 - 0.875 / 2, -3 - 2 / 2, 0.5 - 1.5 / 2
 
 
 def tensors(rows: list[list[float]]) -> list[Tensor]:
     return [torch.tensor(row) for row in rows]
 
 
-def leaf(i: int, *, log_probs: bool = True) -> TensorDictBase:
-    entries = {EXACT: torch.tensor(KL[i]), "reward": torch.tensor([OUTCOMES[i]])}
-    if log_probs:
-        entries |= {GEN: torch.tensor(LOG_PROBS[i]), REF: torch.tensor(REF_LOG_PROBS[i])}
-    return TensorDict(entries)
-
-
 def pad(rows: list[list[float]], value: float = 0.0) -> Tensor:
     return pad_sequence(tensors(rows), batch_first=True, padding_value=value, padding_side="left")
 
 
-def step(form: str, *, log_probs: bool = True) -> TensorDictBase:
-    """The three sequences as the result of a step; padding holds what must not be read."""
-    if form == "lazy":
-        return lazy_stack([leaf(i, log_probs=log_probs) for i in range(3)])
-    entries: dict[Any, Any] = {EXACT: KL, **({GEN: LOG_PROBS, REF: REF_LOG_PROBS} if log_probs else {})}
+def data_of(
+    form: str, kl: list[list[float]] = KL, *, inside_next: bool = True, log_probs: bool = True
+) -> TensorDictBase:
+    """The three sequences; padding holds what must not be read."""
+    entries: dict[Any, Any] = {EXACT: kl, **({GEN: LOG_PROBS, REF: REF_LOG_PROBS} if log_probs else {})}
     if form == "padded":
         entries = {key: pad(rows, 77.0) for key, rows in entries.items()}
     elif form == "rows in a dense TensorDict":
         entries = {key[0]: lazy_stack([TensorDict(full=row) for row in tensors(rows)]) for key, rows in entries.items()}
-    else:
-        layout = getattr(torch, form)
-        entries = {key: torch.nested.as_nested_tensor(tensors(rows), layout=layout) for key, rows in entries.items()}
-    return TensorDict({**entries, "reward": torch.tensor(OUTCOMES)[:, None]}, batch_size=[3])
-
-
-def data_of(form: str, *, inside_next: bool, log_probs: bool = True) -> TensorDictBase:
-    data = step(form, log_probs=log_probs)
-    if inside_next and form == "lazy":
-        data = lazy_stack([TensorDict(next=element) for element in data.tensordicts])
-    elif inside_next:
-        data = TensorDict(next=data, batch_size=[3])
+    entries["reward"] = torch.tensor(OUTCOMES)[:, None]
+    if inside_next:
+        entries = {("next", *key) if isinstance(key, tuple) else ("next", key): rows for key, rows in entries.items()}
+    data = lay_out(form, entries, KL)
     if form == "padded":
         data["masks"] = TensorDict(all_attention_mask=pad([[1.0] * len(row) for row in KL]).bool(), batch_size=[3])
     return data
@@ -81,20 +66,17 @@ def expected(rows: list[list[float]], form: str) -> list[Tensor]:
 FORMS = ["padded", "strided", "jagged", "lazy", "rows in a dense TensorDict"]
 
 
-@pytest.mark.parametrize(("placement", "rewards"), [("last", LAST), ("broadcast", BROADCAST)])
-@pytest.mark.parametrize("log_probs", [True, False], ids=["beside log-probs", "alone"])
-@pytest.mark.parametrize("inside_next", [True, False], ids=["next", "root"])
 @pytest.mark.parametrize("form", FORMS)
-def test_values(form: str, inside_next: bool, log_probs: bool, placement: Any, rewards: list[list[float]]) -> None:
-    transform = KLComputation(estimator="exact", coeff=COEFF, reward_placement=placement)
-    out = transform(data_of(form, inside_next=inside_next, log_probs=log_probs))
-    out = out["next"] if inside_next else out
-    for key, want in (("kl_penalty", KL), ("reward", rewards)):
-        assert_close(rows_of(out, key), expected(want, form), rtol=0, atol=0)
-    if form in ("strided", "jagged"):
-        assert out["kl_penalty"].layout == out["reward"].layout == getattr(torch, form)
-    if placement == "last":
-        assert_close(torch.stack([row.sum() for row in rows_of(out, "reward")]), torch.tensor(SUMS))
+def test_values(form: str) -> None:
+    """Inside and outside "next", with and without log-probs beside it, with both placements of the outcome."""
+    for inside_next, log_probs, placement in itertools.product([True, False], [True, False], ["last", "broadcast"]):
+        transform = KLComputation(estimator="exact", coeff=COEFF, reward_placement=placement)
+        out = transform(data_of(form, inside_next=inside_next, log_probs=log_probs))
+        out = out["next"] if inside_next else out
+        for key, want in (("kl_penalty", KL), ("reward", LAST if placement == "last" else BROADCAST)):
+            assert_close(rows_of(out, key), expected(want, form), rtol=0, atol=0)
+        if form in ("strided", "jagged"):
+            assert out["kl_penalty"].layout == out["reward"].layout == getattr(torch, form)
 
 
 def test_the_entry_of_the_step_itself_serves_too() -> None:
@@ -131,14 +113,6 @@ def test_the_outcome_sits_on_the_last_token_of_the_assistant() -> None:
 def test_a_reward_for_each_token_stays_where_it_is() -> None:
     data = TensorDict({EXACT: torch.tensor([[0.0, 0.5]]), "reward": torch.tensor([[[1.0], [3.0]]])}, batch_size=[1])
     assert KLComputation(estimator="exact", coeff=COEFF)(data)["reward"].tolist() == [[[1.0], [2.75]]]
-
-
-def test_an_adaptive_coefficient_weighs_it() -> None:
-    coeff = AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100)
-    coeff.update(12.0, n=10)  # 0.204
-    data = TensorDict({EXACT: torch.tensor([[0.0, 0.5]])}, batch_size=[1])
-    out = KLComputation(estimator="exact", coeff=coeff)(data)
-    assert_close(out["reward"].squeeze(-1), torch.tensor([[0.0, -0.102]]))
 
 
 def test_rounding_below_zero_is_kept() -> None:
@@ -198,31 +172,17 @@ def test_a_tensorclass_of_log_probs_holds_it_too() -> None:
 WRITER = r"RetrieveLogProb\(policy, reference=reference\)"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_missing_entry(form: str) -> None:
-    data = data_of(form, inside_next=True)
-    transform = KLComputation(estimator="exact", exact_kl_key=("mine", "full"))
-    with pytest.raises(
-        ValueError, match=rf"Exact KL not found.*\('mine', 'full'\).*in 'next': exact_kl.full.*{WRITER}"
-    ):
-        transform(data)
+def test_a_missing_entry() -> None:
+    data = data_of("padded")
+    message = rf"Exact KL not found.*\('mine', 'full'\).*in 'next': exact_kl.full.*{WRITER}"
+    with pytest.raises(ValueError, match=message):
+        KLComputation(estimator="exact", exact_kl_key=("mine", "full"))(data)
     assert data["next"].get("kl_penalty", None) is None
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "bad"), [("padded", torch.inf), ("lazy", -torch.inf), ("jagged", torch.nan)])
 def test_an_entry_that_is_not_finite(form: str, bad: float) -> None:
-    rows = [list(row) for row in KL]
-    rows[2][1] = bad
-    data = data_of(form, inside_next=True)
-    if form == "lazy":
-        data.tensordicts[2]["next", "exact_kl", "full"] = torch.tensor(rows[2])
-    elif form == "padded":
-        data["next", "exact_kl", "full"] = pad(rows)
-    elif form == "rows in a dense TensorDict":
-        data["next", "exact_kl"].tensordicts[2]["full"] = torch.tensor(rows[2])
-    else:
-        data["next", "exact_kl", "full"] = torch.nested.as_nested_tensor(tensors(rows), layout=getattr(torch, form))
+    data = data_of(form, [*KL[:2], [0.0, bad, 1.5]])
     message = rf"exact KL under \('exact_kl', 'full'\) is {bad} at sequence 2, position 1: .*{WRITER}"
     with pytest.raises(ValueError, match=message):
         KLComputation(estimator="exact")(data)
@@ -230,8 +190,7 @@ def test_an_entry_that_is_not_finite(form: str, bad: float) -> None:
 
 
 def test_another_length_than_the_log_probs() -> None:
-    data = lazy_stack([leaf(i) for i in range(3)])
-    data.tensordicts[1]["exact_kl", "full"] = torch.zeros(5)
+    data = data_of("lazy", [KL[0], [0.0] * 5, KL[2]])
     with pytest.raises(ValueError, match=rf"Sample 1 .*shape=torch.Size\(\[2\]\), exact_kl\[1\].*\(\[5\]\).*{WRITER}"):
         KLComputation(estimator="exact")(data)
 
