@@ -1,7 +1,8 @@
-"""The changes themselves, and that copies of a package are what is tested."""
+"""The changes themselves, which tests run against them, and the record of those that fail."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mutants import record
 from mutants.catalogue import targets
-from mutants.mutations import mutants_of
+from mutants.mutations import dropped, mutants_of
 from project import PROJECT
 
 
@@ -99,12 +101,13 @@ def f(x: int | float = 1 + 1, *, y=2) -> 1 + 1:
 '''
     (mutant,) = mutants_of(text)
     assert mutant.after == "BOUND = 160.0"
-    assert mutants_of(text, functions=frozenset({"f"})) == []
 
 
-def test_only_the_functions_that_are_asked_for() -> None:
-    text = "def f(a):\n    return a > 1\n\n\ndef g(a):\n    return a > 1\n"
-    assert {mutant.function for mutant in mutants_of(text, functions=frozenset({"g"}))} == {"g"}
+def test_a_function_without_such_a_place_loses_its_result() -> None:
+    text = "def f(a):\n    return g(a)\n\n\nclass A:\n    def g(self):\n        super().g()\n\n    def h(self): ...\n"
+    found = dropped(text, {"k"})
+    assert [(m.function, m.after) for m in found] == [("f", "return None"), ("A.g", "super()")]
+    assert [m.function for m in dropped(text, {"f"})] == ["A.g"]
 
 
 def test_lines_that_are_broken_are_shown_as_one() -> None:
@@ -115,76 +118,162 @@ def test_lines_that_are_broken_are_shown_as_one() -> None:
 
 def test_each_file_has_tests() -> None:
     found = {target.file: target for target in targets(PROJECT)}
-    assert {"losses/objectives/_clipped.py", "losses/_arithmetic.py", "losses/terms.py", "advantages/_token.py"} <= set(
-        found
-    )
+    assert {"losses/objectives/_clipped.py", "advantages/_token.py", "head/_tiles.py", "service/_wire.py"} <= set(found)
     for target in found.values():
-        assert target.stages, target.file
-        own = [path for path in target.stages[0].paths if "mutants_found" not in path]
-        assert own, f"{target.file}: which tests are about it? Name them in catalogue.py"
+        assert list((PROJECT / "tests").glob(target.tests)), target
 
 
 TOY = {
     "pyproject.toml": "",
-    "toy/__init__.py": """def larger(a, b):
+    "toy/__init__.py": "",
+    "toy/maths.py": """from functools import wraps
+
+FACTOR = 3
+
+
+def loud(function):
+    @wraps(function)
+    def call(*args):
+        return function(*args)
+
+    return call
+
+
+def larger(a, b):
     return a if a > b else b
 
 
+@loud
 def double(n):
     return n + n
+
+
+class Times:
+    by: int = 2
+
+    def scale(self, n):
+        while n > 99:
+            pass
+        return n * FACTOR
+
+
+def unused(n):
+    return n + 1
 """,
-    "tests/test_toy.py": """import toy
+    "toy/use.py": """from toy.maths import FACTOR
+""",
+    "tests/units/toys/test_toy.py": """import pytest
+
+from toy import use
+from toy.maths import Times, double, larger
+
+
+@pytest.fixture(scope="module")
+def scaled():
+    return Times().scale(2)
 
 
 def test_larger():
-    assert toy.larger(1, 2) == 2
-    assert toy.larger(2, 1) == 2
+    assert larger(1, 2) == 2
+    assert larger(2, 1) == 2
 
 
-def test_double():
-    assert toy.double(3) == 6
+@pytest.mark.parametrize("n", [3, 4])
+def test_double(n):
+    assert double(n) == 2 * n
+
+
+def test_larger_of_double():
+    assert larger(double(1), 1) == 2
+
+
+def test_scale(scaled):
+    assert scaled == 6
+
+
+def test_scale_again(scaled):
+    assert scaled == 2 * use.FACTOR == 6
+
+
+def test_by():
+    assert larger(Times().by, 0) == 2
 """,
 }
 SCRIPT = """
-import sys
+import json, sys
 from pathlib import Path
 from mutants.mutations import mutants_of
-from mutants.runner import Job, Sandbox, Stage
+from mutants.runner import Job, with_tests
 
-with Sandbox(Path(sys.argv[1]), "toy", jobs=2) as sandbox:
-    file, stages = "toy/__init__.py", (Stage(("test_toy.py",)),)
-    cases = {None: "unchanged"} | {m.text: m.after for m in mutants_of(sandbox.read(file))}
-    cases["while True: pass"] = "endless"
-    jobs = [Job(file, text, stages, 2.0 if case == "endless" else 60.0) for text, case in cases.items()]
-    for job, outcome in sandbox.run(jobs):
-        print(cases[job.text], "|", outcome.caught_by)
+project, every = Path(sys.argv[1]), sys.argv[2] == "every"
+text = (project / "toy/maths.py").read_text()
+jobs = [Job("maths.py", m, "units/toys") for m in mutants_of(text)]
+
+def then(tests):
+    failed = [name for _, _, names in tests.measure(2) for name in names]
+    found = {job.mutant.after: outcome for job, outcome in tests.run(jobs, 2, every=every)}
+    return failed, {after: [*outcome.killers, outcome.tests] for after, outcome in found.items() if outcome.known}
+
+print(json.dumps(with_tests(project, "toy", ["units/toys"], ["maths.py"], then)))
 """
 
 
-def test_copies_are_tested_and_the_project_stays_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [True, False])
+def test_tests_that_call_what_is_changed_run_and_the_project_stays_as_it_is(tmp_path: Path, every: bool) -> None:
     for name, text in TOY.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    # The project comes first on the path, as if it were installed there.
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT / 'tests'}"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env=env,
+        [sys.executable, "-c", SCRIPT, str(tmp_path), "every" if every else "first"],
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{PROJECT / 'tests' / 'lab'}",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    caught = dict(line.split(" | ") for line in done.stdout.splitlines())
-    larger, double = "tests/test_toy.py::test_larger", "tests/test_toy.py::test_double"
-    assert caught == {
-        "unchanged": "",
-        "return a if a >= b else b": "",  # the same
-        "return a if a < b else b": larger,
-        "return n - n": double,
-        "return -(n + n)": double,
-        "endless": "takes more than 2 s",
+    failed, found = json.loads(done.stdout)
+    assert failed == []
+    larger, double, both, scale, again, by = (
+        f"units/toys/test_toy.py::test_{name}"
+        for name in ("larger", "double", "larger_of_double", "scale", "scale_again", "by")
+    )
+    expected = {
+        "return a if a >= b else b": [3],  # the same
+        "return a if a < b else b": [larger, both, by, 3],
+        "return n - n": [double, both, 3],
+        "return -(n + n)": [double, both, 3],
+        "FACTOR = 4": [scale, again, 7],
+        "by: int = 3": [by, 7],
+        "while n < 99:": ["time limit", 2],
+        "while n >= 99:": [2],
+        "while n > 100:": [2],
+        "return n / FACTOR": [scale, again, 2],
+        "return -(n * FACTOR)": [scale, again, 2],
+        "return n - 1": [0],
+        "return n + 2": [0],
+        "return -(n + 1)": [0],
     }
+    assert found.keys() == expected.keys()
+    for after, (*killers, tests) in expected.items():
+        *caught, count = found[after]
+        assert count == tests, after
+        assert set(caught) <= set(killers), after
+        assert len(caught) == (len(killers) if every else min(len(killers), 1)), after
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(TOY)
     assert all((tmp_path / name).read_text() == text for name, text in TOY.items())
+
+
+def test_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "killed.json"
+    old, new, other = (record.Key(file, "f", "a + b", "a - b") for file in ("old.py", "new.py", "other.py"))
+    record.write(path, {old: ["test_f.py::test_f"], other: record.SURVIVED})
+    record.write(path, {new: ["test_f.py::test_é"], other: ["test_f.py::test_f"]})
+    found = record.read(path)
+    assert found == {old: ["test_f.py::test_f"], new: ["test_f.py::test_é"], other: ["test_f.py::test_f"]}
+    assert len(path.read_text().splitlines()) == 5
+    assert record.killed({**found, other: record.SURVIVED}) == [new, old]

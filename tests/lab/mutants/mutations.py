@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from .scope import Scope, called, carries, sites
+from .scope import Scope, called, carries, functions_of, sites
 from .source import Edit, Source
 
 _ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*")}
@@ -68,17 +68,36 @@ class Mutant:
     text: str
 
 
-def mutants_of(text: str, *, graph: bool = True, functions: frozenset[str] | None = None) -> list[Mutant]:
+def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
     """Every change to a file, none twice; see :func:`~mutants.scope.sites` for what stays as it is."""
     source = Source(text)
     found: dict[str, Mutant] = {}
-    for node, scope in sites(source.tree, graph=graph, functions=functions):
+    for node, scope in sites(source.tree, graph=graph):
         for edit in _edits(node, scope, source):
             changed = source.applied(edit)
             before, after = source.lines(edit)
             if changed != text:
                 found.setdefault(changed, Mutant(edit.kind, scope.function, source.line(edit), before, after, changed))
     return list(found.values())
+
+
+def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
+    """For each other function that is in no function, one change: its result is missing, or its last step."""
+    source, found = Source(text), []
+    for name, function in functions_of(source.tree, nested=False):
+        last = function.body[-1]
+        if name in functions or not isinstance(last, (ast.Return, ast.Expr, ast.Assign)):
+            continue
+        if isinstance(last.value, ast.Constant) or last.value is None:  # nothing, a text or `...`
+            continue
+        kept = (
+            "super()" if "super()" in source.text(last) else ""
+        )  # a method that mentions it is compiled in another way
+        nothing = f"return {kept and f'{kept} and '}None" if isinstance(last, ast.Return) else kept or "pass"
+        edit = source.replace("dropped", last, nothing)
+        before, after = source.lines(edit)
+        found.append(Mutant(edit.kind, name, source.line(edit), before, after, source.applied(edit)))
+    return found
 
 
 def _edits(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:

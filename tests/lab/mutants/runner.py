@@ -1,61 +1,47 @@
-"""Run tests against changed copies of a package, each in a process of its own."""
+"""Run the tests that call a function against changes of it, each change in a process of its own."""
 
 from __future__ import annotations
 
-import compileall
-import importlib
-import io
-import multiprocessing
+import gc
+import math
 import os
-import re
-import shutil
-import signal
 import sys
-import tempfile
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from fnmatch import fnmatch
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-OUT_OF_TIME = "takes more than"
+from .forks import Done, MoreTime, Work, allow, forked
+from .loaded import Loaded
+from .mutations import Mutant
 
-
-@dataclass(frozen=True)
-class Stage:
-    """Test files that run together, below ``tests``.
-
-    Args:
-        paths: of the files.
-        words: run only tests in whose name one of these begins after something other than a letter; empty for all.
-    """
-
-    paths: tuple[str, ...]
-    words: tuple[str, ...] = ()
+#: Seconds of tests that are run against a change to see all that fail.
+_SOME = 1.0
+#: Seconds of more tests, up to the first that fails, if none of those does: where all that fail are asked for, and where not.
+_MORE = {True: 8.0, False: 120.0}
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A file, and what should notice if it is wrong.
+    """A change of a file.
 
     Args:
-        file: relative to the project.
-        text: what it holds instead; None for the file as it is.
-        stages: run one after the other, up to the first test that fails.
-        limit: seconds, after which it counts as noticed.
+        file: below the package.
+        mutant: the change.
+        tests: files or a folder of those that should notice, below ``tests``; a pattern.
     """
 
     file: str
-    text: str | None
-    stages: tuple[Stage, ...]
-    limit: float
+    mutant: Mutant
+    tests: str
 
 
 @dataclass(frozen=True)
@@ -63,152 +49,230 @@ class Outcome:
     """Of a job.
 
     Args:
-        caught_by: a test, or what else went wrong; empty if all tests passed.
-        seconds: how long it took.
-        output: of the tests.
+        killers: tests that fail, without their parameters and ``tests/``; or what else went wrong.
+        known: False if the change could not be made.
+        tests: how many tests call what is changed.
     """
 
-    caught_by: str
+    killers: tuple[str, ...]
+    known: bool
+    tests: int
+
+
+@dataclass(frozen=True, eq=False)
+class Test:
+    """An item of pytest as it runs without any change."""
+
+    item: Any
+    name: str
     seconds: float
-    output: str
+    calls: frozenset[tuple[str, str]]
 
 
-class Sandbox:
-    """A copy of the package for each job that runs, and one of ``tests`` for all. The project itself is never written to.
-
-    Processes are forked from this one: what it has imported they need not import again. It must not have imported the
-    package, nor have threads.
+def with_tests(
+    project: Path, package: str, tests: Sequence[str], files: Sequence[str], then: Callable[[Tests], _T]
+) -> _T:
+    """Collect tests, and call a function with them in the same process.
 
     Args:
         project: a folder with the package, ``tests`` and ``pyproject.toml``.
         package: the name of its folder.
-        jobs: how many run at once.
-        unchanged: parts of the package that no job changes, and that import none that a job changes: imported once.
+        tests: patterns of files or folders, below ``tests``.
+        files: of the package, whose functions are watched and changed.
+        then: what to do.
+    """
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # looking for plugins takes long
+    _few_examples()
+    plugin = _Loop(project / package, files, then)
+    options = ["-qq", "-s", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", f"--rootdir={project}"]
+    paths = [str(path) for pattern in tests for path in sorted((project / "tests").glob(pattern))]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code = pytest.main([*options, "-m", "not slow and not gpu", *paths], plugins=[plugin])
+    if plugin.error:
+        raise plugin.error
+    if plugin.result is None:
+        raise RuntimeError(f"pytest ends with {code} before its tests. {plugin.broken}")
+    return plugin.result
+
+
+class Tests:
+    """Of some folders. No test runs in this process, and no thread: it is forked.
+
+    Args:
+        session: of pytest.
+        loaded: the functions that are changed.
     """
 
-    def __init__(self, project: Path, package: str, jobs: int, unchanged: Sequence[str] = ()) -> None:
-        if package in sys.modules:
-            raise RuntimeError(f"{package} is imported already: every copy of it would be that one")
-        self._project, self._package, self._jobs, self._unchanged = project.resolve(), package, jobs, unchanged
+    def __init__(self, session: pytest.Session, loaded: Loaded) -> None:
+        self.loaded = loaded
+        self._session = session
+        self._heard: Callable[[Any], None] = lambda report: None
+        self._called: set[tuple[str, str]] = set()
+        self._shared: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        self.unchanged: list[Test] = []
+        self._by_call: dict[tuple[str, str], list[Test]] = defaultdict(list)
 
-    def __enter__(self) -> Sandbox:
-        self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
-        self._top = Path(self._folder.name).resolve()
-        ignored = shutil.ignore_patterns("__pycache__")
-        for name, target in (("tests", "tests"), (self._package, f"src/{self._package}")):
-            shutil.copytree(self._project / name, self._top / target, ignore=ignored)
-        shutil.copy2(self._project / "pyproject.toml", self._top)
-        with redirect_stdout(io.StringIO()):
-            compileall.compile_dir(self._top / "src", quiet=2)
-        for slot in range(self._jobs):
-            shutil.copytree(self._top / "src", self._src(slot))
-        own = {self._project, self._project / "tests" / "lab"}
-        sys.path[:] = [str(self._top / "src"), *(path for path in sys.path if path and Path(path).resolve() not in own)]
-        for name in self._unchanged:
-            importlib.import_module(name)
-        return self
+    def measure(self, jobs: int) -> Iterator[tuple[int, int, list[str]]]:
+        """Run all as they are: how many of how many files are done, and the tests that fail, which are left out."""
+        files: dict[Path, list[Any]] = defaultdict(list)
+        for item in self._session.items:
+            files[item.path].append(item)
+        works = [Work(path, _bound(self._measured, items), 900.0) for path, items in files.items()]
+        modules: set[str] = set()
+        for count, (path, done) in enumerate(forked(works, jobs), 1):
+            failed = [f"{path.name}: {done.failed}"] if done.failed else []
+            items = {item.nodeid: item for item in files[path]}
+            for message in done.messages:
+                if isinstance(message, list):
+                    modules.update(message)
+                    continue
+                nodeid, seconds, calls, passed = message
+                if passed:
+                    self.unchanged.append(Test(items[nodeid], _name(nodeid), seconds, calls))
+                else:
+                    failed.append(nodeid)
+            yield count, len(works), failed
+        order = {item.nodeid: index for index, item in enumerate(self._session.items)}
+        self.unchanged.sort(key=lambda test: order[test.item.nodeid])
+        for test in self.unchanged:
+            for call in test.calls:
+                self._by_call[call].append(test)
+        gc.collect()
+        gc.freeze()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._folder.cleanup()
+    def run(self, changes: Iterable[Job], jobs: int, *, every: bool) -> Iterator[tuple[Job, Outcome]]:
+        """Outcomes, in the order in which they are there; with all tests that fail, or the first of them."""
+        yield from (
+            self._outcome(job, done) for job, done in forked(map(lambda j: self._work(j, every), changes), jobs)
+        )
 
-    def read(self, file: str) -> str:
-        """The text of a file of the package, as it was when the copy was made."""
-        return (self._top / "src" / file).read_text()
+    def calling(self, job: Job) -> list[Test]:
+        """The tests that run what is changed: a function, or anything in the file of what is none, if there is something."""
+        place = (job.file, job.mutant.function)
+        if place in self.loaded.functions:
+            return self._by_call[place]
+        return [test for test in self.unchanged if any(file == job.file for file, _ in test.calls)] or self.unchanged
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
-        """Outcomes, in the order in which they are there."""
-        fork = multiprocessing.get_context("fork")
-        waiting, free = deque(jobs), list(range(self._jobs))
-        running: dict[Connection, tuple[Job, int, Any, float]] = {}
-        try:
-            while waiting or running:
-                while waiting and free:
-                    job, slot = waiting.popleft(), free.pop()
-                    self._write(slot, job.file, job.text)
-                    receive, send = fork.Pipe(duplex=False)
-                    process = fork.Process(target=self._child, args=(job, slot, send), daemon=True)
-                    process.start()
-                    send.close()
-                    running[receive] = (job, slot, process, time.monotonic())
-                ready = wait(list(running), timeout=0.2)
-                for receive, (job, slot, process, started) in list(running.items()):
-                    seconds = time.monotonic() - started
-                    if receive not in ready and seconds < job.limit:
-                        continue
-                    caught_by = _received(receive) if receive in ready else f"{OUT_OF_TIME} {job.limit:.0f} s"
-                    _end(process)
-                    self._write(slot, job.file, None)
-                    del running[receive]
-                    free.append(slot)
-                    yield job, Outcome(caught_by, seconds, self._log(slot).read_text(errors="replace"))
-        finally:
-            for *_, process, _started in running.values():
-                _end(process)
+    def _work(self, job: Job, every: bool) -> Work:
+        found = self.calling(job)
+        own = [test for test in found if fnmatch(test.name, f"{job.tests}*")]
+        some = _chosen(own, _SOME)
+        chosen = {test.item.nodeid for test in some}
+        rest = _chosen([test for test in own if test.item.nodeid not in chosen], _MORE[every])
+        rest += _chosen([test for test in found if test not in own], _MORE[every])
+        return Work(job, lambda send: self._tried(job, some, rest, every, send), _limit(some))
 
-    def _src(self, slot: int) -> Path:
-        return self._top / "slots" / str(slot) / "src"
+    def _outcome(self, job: Job, done: Done) -> tuple[Job, Outcome]:
+        known = "unknown" not in done.messages
+        killers = {message for message in done.messages if message != "unknown"}
+        if done.failed and not killers:
+            killers = {done.failed}
+        return job, Outcome(tuple(sorted(killers)), known, len(self.calling(job)))
 
-    def _log(self, slot: int) -> Path:
-        return self._top / "slots" / str(slot) / "output"
+    # In a fork.
 
-    def _write(self, slot: int, file: str, text: str | None) -> None:
-        """None: as it was."""
-        path = self._src(slot) / file
-        # A cached compilation is recognised by second and size: a sign that was flipped has the same.
-        cached = Path(importlib.util.cache_from_source(str(path)))
-        cached.unlink(missing_ok=True)
-        path.write_text(self.read(file) if text is None else text)
+    def _tried(self, job: Job, some: list[Test], rest: list[Test], every: bool, send: Callable[[Any], None]) -> None:
+        if not self.loaded.apply(job.file, job.mutant):
+            send("unknown")
+            return
+        failed: set[str] = set()
 
-    def _child(self, job: Job, slot: int, send: Connection) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()
-        log = os.open(self._log(slot), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.chdir(self._top)
-        sys.path[0] = str(self._src(slot))
-        if self._package in sys.modules:  # what is not imported yet comes from this copy
-            sys.modules[self._package].__path__ = [str(self._src(slot) / self._package)]
-        os.environ["PYTHONPATH"] = str(self._src(slot))
-        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # looking for plugins takes longer than most tests
-        sys.dont_write_bytecode = job.text is not None
-        importlib.invalidate_caches()
-        path = self._src(slot) / job.file
-        name = ".".join(Path(job.file).with_suffix("").parts).removesuffix(".__init__")
-        send.send(_import_failure(name, path) or _first_failure(job.stages, self._top))
+        def heard(report: Any) -> None:
+            if report.failed and (name := _name(report.nodeid)) not in failed:
+                failed.add(name)
+                send(name)
+
+        self._heard = heard
+        seen: dict[str, int] = defaultdict(int)
+        rounds: list[list[Test]] = [[], [], []]  # the first of each name, a few more, all others
+        for test in some:
+            rounds[0 if seen[test.name] == 0 else 1 if seen[test.name] < 4 else 2].append(test)
+            seen[test.name] += 1
+        for tests in rounds:
+            self._protocol([test for test in tests if test.name not in failed], lambda: bool(failed) and not every)
+            if failed and not every:
+                return
+        if not failed:
+            more = _limit(rest)
+            send(MoreTime(more))
+            allow(more)
+            self._protocol(rest, lambda: bool(failed))
+
+    def _measured(self, items: list[Any], send: Callable[[Any], None]) -> None:
+        self._called = self.loaded.watch()
+        before = set(sys.modules)
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            passed, started = True, time.process_time()
+
+            def heard(report: Any) -> None:
+                nonlocal passed
+                passed = passed and not report.failed
+
+            self._heard = heard
+            self._called.clear()
+            self._session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            fixtures = getattr(item, "fixturenames", ())
+            calls = self._called.union(*(self._shared[name] for name in fixtures))
+            send((item.nodeid, time.process_time() - started, frozenset(calls), passed))
+        send(sorted(set(sys.modules) - before))
+
+    def _protocol(self, tests: Sequence[Test], enough: Callable[[], bool]) -> None:
+        for index, test in enumerate(tests):
+            following = tests[index + 1].item if index + 1 < len(tests) else None
+            self._session.config.hook.pytest_runtest_protocol(item=test.item, nextitem=following)
+            if enough():
+                return
+
+    def heard(self, report: Any) -> None:
+        """Of a test that runs here."""
+        self._heard(report)
+
+    def fixture(self, fixture: Any) -> Iterator[None]:
+        """What it calls counts for every test that uses it, if several share it."""
+        if fixture.scope == "function":
+            yield
+            return
+        before = set(self._called)
+        self._called.clear()
+        yield
+        self._shared[fixture.argname] |= self._called
+        self._called |= before
 
 
-def _import_failure(name: str, path: Path) -> str:
-    try:
-        found = importlib.import_module(name).__file__
-    except Exception as error:
-        return f"import: {type(error).__name__}"
-    if found is None or Path(found) != path:
-        raise RuntimeError(f"{name} was imported from {found}, not from {path}")
-    return ""
+def _bound(function: Callable[[_T, Any], None], argument: _T) -> Callable[[Any], None]:
+    return lambda send: function(argument, send)
 
 
-def _first_failure(stages: Sequence[Stage], top: Path) -> str:
-    _few_examples()
-    options = ["-x", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", f"--rootdir={top}"]
-    for stage in stages:
-        watch = _Watch(stage.words)
-        paths = [str(top / "tests" / path) for path in stage.paths]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            code = pytest.main([*options, "-m", "not slow and not gpu", *paths], plugins=[watch])
-        if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-            return watch.failed or f"pytest ends with {code}"
-    return ""
+def _limit(tests: Sequence[Test]) -> float:
+    return 5 + 5 * sum(test.seconds for test in tests)
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/").split("[")[0]
+
+
+def _chosen(tests: Sequence[Test], seconds: float) -> list[Test]:
+    """As many as fit into some seconds, at least one, in their order: first one of each name, and those that call least."""
+    count: dict[str, int] = defaultdict(int)
+    ranked = []
+    for test in tests:
+        ranked.append(((count[test.name], len(test.calls)), test))
+        count[test.name] += 1
+    ranked.sort(key=lambda pair: pair[0])
+    chosen, total = set(), 0.0
+    for _, test in ranked:
+        if not chosen or total + test.seconds <= seconds:
+            chosen.add(test.item.nodeid)
+            total += test.seconds
+    return [test for test in tests if test.item.nodeid in chosen]
 
 
 def _few_examples() -> None:
-    if "hypothesis" not in sys.modules:
+    try:
+        from hypothesis import Phase, settings
+    except ImportError:
         return
-    from hypothesis import Phase, settings
-
     settings.register_profile(
         "mutants",
         max_examples=10,
@@ -220,35 +284,43 @@ def _few_examples() -> None:
     settings.load_profile("mutants")
 
 
-class _Watch:
-    """Chooses tests by name, and remembers the first that failed."""
+class _Loop:
+    """In the place of pytest's own loop over the tests."""
 
-    def __init__(self, words: tuple[str, ...]) -> None:
-        self._wanted, self.failed = re.compile("|".join(rf"(?<![a-zA-Z]){word}" for word in words)), ""
-
-    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if self._wanted.search(item.name)]
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed and not self.failed:
-            self.failed = report.nodeid
+    def __init__(self, package: Path, files: Sequence[str], then: Callable[[Tests], Any]) -> None:
+        self._package, self._files, self._then = package, files, then
+        self._tests: Tests | None = None
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.broken = ""
 
     def pytest_collectreport(self, report: Any) -> None:
-        if report.failed and not self.failed:
-            self.failed = f"{report.nodeid} (import)"
+        if report.failed:
+            self.broken += f"{report.nodeid}: {str(report.longrepr)[-500:]}\n"
 
-
-def _received(receive: Connection) -> str:
-    try:
-        return str(receive.recv())
-    except EOFError:
-        return "the process ends before its tests"
-
-
-def _end(process: Any) -> None:
-    if process.is_alive():
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed:
+            return None
+        for plugin in session.config.pluginmanager.get_plugins():
+            if hasattr(plugin, "BUDGETS"):  # a change may make a test slow: that is not what it is about
+                plugin.BUDGETS = dict.fromkeys(plugin.BUDGETS, math.inf)
         try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            process.kill()
-    process.join()
+            self._tests = Tests(session, Loaded(self._package, self._files))
+            self.result = self._then(self._tests)
+        except BaseException as error:
+            self.error = error
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if self._tests:
+            self._tests.heard(report)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
+        if self._tests is None:
+            return (yield)
+        steps = self._tests.fixture(fixturedef)
+        next(steps)
+        result = yield
+        next(steps, None)
+        return result

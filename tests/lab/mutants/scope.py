@@ -23,9 +23,7 @@ class Scope:
     graph: bool = True
 
 
-def sites(
-    tree: ast.Module, *, graph: bool = True, functions: frozenset[str] | None = None
-) -> Iterator[tuple[ast.AST, Scope]]:
+def sites(tree: ast.Module, *, graph: bool = True) -> Iterator[tuple[ast.AST, Scope]]:
     """All nodes that may be changed, outermost first.
 
     Left out are docstrings, annotations, defaults, decorators, imports, messages, ``__all__``, ``check_*`` calls and, at the
@@ -34,17 +32,25 @@ def sites(
     Args:
         tree: a module.
         graph: False if no gradient goes through it.
-        functions: leave out all others.
     """
     top = frozenset(name for node in ast.walk(tree) for name in _bound(node, imports=True))
     attributes = frozenset(node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     scope = Scope(names=top - _locals_only(tree), attributes=attributes, graph=graph)
     for statement in tree.body:
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            if functions is None or statement.name in functions:
-                yield from _walk(statement, scope)
-        elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and functions is None:
+            yield from _walk(statement, scope)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
             yield from ((x, scope) for x in _children(statement) if isinstance(x, ast.Constant) and _is_number(x))
+
+
+def functions_of(node: ast.AST, prefix: str = "", *, nested: bool = True) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """All functions and methods, also those inside others, with their names as in :class:`Scope`."""
+    for child in ast.iter_child_nodes(node):
+        inner = f"{prefix}{child.name}." if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else prefix
+        if isinstance(child, ast.FunctionDef):
+            yield prefix + child.name, child
+        if nested or not isinstance(child, ast.FunctionDef):
+            yield from functions_of(child, inner, nested=nested)
 
 
 def _walk(node: ast.AST, scope: Scope) -> Iterator[tuple[ast.AST, Scope]]:
