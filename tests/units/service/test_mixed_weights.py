@@ -100,7 +100,7 @@ def test_nothing_is_remembered_under_a_wrong_fingerprint(
 ) -> None:
     """The fingerprint is of one replica, scores are of the other, or of both."""
     store = ScoreStore(tmp_path)
-    for rows in (ROWS, ROWS[:1], ROWS[1:2], ROWS[2:3], ROWS[3:4], ROWS[4:5]):
+    for rows in (ROWS, ROWS[:1], ROWS[1:2], ROWS[2:3]):
         remote = pushed((3, 1, "one"), (3, 2, "other"))
         remote.replicas.first = first  # type: ignore[attr-defined]
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from torchrl_llm_kl.service.client import _push
 from torchrl_llm_kl.service.client._push import ask_all, push_weights
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
+from waits import LONG
 
 ray = pytest.importorskip("ray")
 
@@ -284,12 +285,21 @@ def test_files_of_another_model_and_broken_ones_are_errors_and_stay(tmp_path: Pa
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> WeightKeeper:
+def found(monkeypatch: pytest.MonkeyPatch) -> Callable[[WeightKeeper], WeightKeeper]:
+    """Makes a keeper the one that replicas ask."""
+
+    def ask(one: WeightKeeper) -> WeightKeeper:
+        remote = SimpleNamespace(get=SimpleNamespace(remote=one.get))
+        monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+        return one
+
+    return ask
+
+
+@pytest.fixture
+def kept(found: Callable[[WeightKeeper], WeightKeeper]) -> WeightKeeper:
     """The keeper that replicas ask."""
-    one = keeper()
-    remote = SimpleNamespace(get=SimpleNamespace(remote=one.get))
-    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
-    return one
+    return found(keeper())
 
 
 class Replica:
@@ -371,16 +381,11 @@ def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept: WeightKee
     assert not unknown.pushes.whole, "an engine that does not name its tensors"
 
 
-def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(
+    monkeypatch: pytest.MonkeyPatch, found: Callable[[WeightKeeper], WeightKeeper]
+) -> None:
     """A replica that starts later has nothing else in place of the base's weights."""
-    remote, tensors = SimpleNamespace(), [["a", "tied"], ["b"], ["c"]]
-    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
-
-    def found(one: WeightKeeper) -> WeightKeeper:
-        remote.get = SimpleNamespace(remote=one.get)
-        return one
-
-    first = found(keeper())
+    first, tensors = found(keeper()), [["a", "tied"], ["b"], ["c"]]
     knows, missed, late, nameless = (Replica(first, tensors=names) for names in (tensors, tensors, tensors, ()))
     assert missed.load() is None
     commit(first, weights(1.0, "a", "b"))
@@ -414,12 +419,9 @@ def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkey
         replica.pushes.stage("later")
 
 
-def test_a_new_keeper_asks_what_the_pusher_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_keeper_asks_what_the_pusher_has_seen(kept: WeightKeeper) -> None:
     """It and a replica that started again know of no push: only a push of all tensors is taken."""
-    one = keeper()
-    remote = SimpleNamespace(get=SimpleNamespace(remote=one.get))
-    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
-    replica = Replica(one, tensors=[["a"], ["b"]])
+    one, replica = kept, Replica(kept, tensors=[["a"], ["b"]])
     assert replica.load() is None
     stage(one, "some", weights(2.0, "b"))
     replica.pushes.stage("some", None, 0)
@@ -429,37 +431,36 @@ def test_a_new_keeper_asks_what_the_pusher_has_seen(monkeypatch: pytest.MonkeyPa
     replica.pushes.stage("all", None, 1)
 
 
-def test_a_replica_refuses_other_weights_under_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_refuses_other_weights_under_its_version(
+    kept: WeightKeeper, found: Callable[[WeightKeeper], WeightKeeper]
+) -> None:
     """The keeper was created again, and knows nothing: the replica does."""
-    keepers = [keeper(), keeper()]
-    asked = [SimpleNamespace(get=SimpleNamespace(remote=one.get)) for one in keepers]
-    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: asked[0])
-    replica = Replica(keepers[0], tensors=[["a"], ["b"]])
-    commit(keepers[0], weights(1.0), 3)
+    replica = Replica(kept, tensors=[["a"], ["b"]])
+    commit(kept, weights(1.0), 3)
     assert replica.load() == 3
-    del asked[0]
-    stage(keepers[1], "other", weights(2.0))
+    again = found(keeper())
+    stage(again, "other", weights(2.0))
     with pytest.raises(WeightVersionError, match=r"version 3 of the weights was pushed before with others"):
         replica.pushes.stage("other", 3)
     replica.pushes.stage("other", 4)
     replica.pushes.stage("other")
-    chunks = stage(keepers[1], "same", weights(1.0))
+    chunks = stage(again, "same", weights(1.0))
     replica.pushes.stage("same", 3)
     before = replica.held
-    assert keepers[1].commit("same", chunks, 3) == 3
+    assert again.commit("same", chunks, 3) == 3
     assert replica.load() == 3
     assert replica.held == before, "the same digest"
     assert before[1]
 
 
-def test_a_keeper_that_is_lost_before_the_first_push_takes_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_is_lost_before_the_first_push_takes_any(
+    monkeypatch: pytest.MonkeyPatch, found: Callable[[WeightKeeper], WeightKeeper]
+) -> None:
     replica = Replica(keeper(), tensors=[["a"], ["b"]])
     monkeypatch.setattr(_weights, "_find_keeper", lambda spec: None)
     assert replica.load() is None
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=True))
-    second = keeper()
-    remote = SimpleNamespace(get=SimpleNamespace(remote=second.get))
-    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+    second = found(keeper())
     chunks = stage(second, "adapter", weights(1.0, "b"))
     replica.pushes.stage("adapter")
     assert second.commit("adapter", chunks, None) == 1
@@ -481,29 +482,23 @@ def test_names_of_the_tensors_of_a_model() -> None:
 
 
 def test_all_are_asked_at_once_and_a_hung_one_is_not_awaited() -> None:
-    hung, together = threading.Event(), threading.Barrier(3, timeout=10)
+    hung, together = threading.Event(), threading.Barrier(3, timeout=LONG)
 
     def call(replica: int) -> object:
         if replica == 2:
-            hung.wait(20)
+            hung.wait(LONG)
         elif replica == 4:
             raise ServiceTimeout("unreachable")
         else:
             together.wait()
         return None
 
-    start = time.monotonic()
-    found = ask_all(call, range(5), wait=0.3)
-    assert time.monotonic() - start < 5
-    assert {replica: type(answer).__name__ for replica, answer in found.items()} == {
-        0: "NoneType",
-        1: "NoneType",
-        3: "NoneType",
-        4: "ServiceTimeout",
+    answers = ask_all(call, range(5), wait=0.3)
+    assert {replica: type(answer) for replica, answer in answers.items()} == {
+        **dict.fromkeys((0, 1, 3), type(None)),
+        4: ServiceTimeout,
     }
-    start = time.monotonic()
     assert ask_all(call, [2], wait=0.0, needed=()) == {}
-    assert time.monotonic() - start < 5
     hung.set()
     assert ask_all(lambda replica: replica, range(3), wait=0.0, needed=[0, 1, 2]) == {0: 0, 1: 1, 2: 2}
 
@@ -532,7 +527,7 @@ class Service:
 
     def call(self, replica: int, method: str, *args: Any, timeout: float) -> Any:
         if replica in self.hung:
-            self.hung[replica].wait(10)
+            self.hung[replica].wait(LONG)
             raise ServiceTimeout("hung")
         if replica in self.down:
             raise self.down[replica]
@@ -554,9 +549,7 @@ def test_a_push_reaches_all_and_names_those_that_it_does_not(monkeypatch: pytest
     pushed = service.push(weights(1.0))
     assert (pushed, pushed.missed, service.newest) == (1, (), 1)
     service.hung[1], service.down[2] = threading.Event(), ServiceError("its model was given by value")
-    start = time.monotonic()
     pushed = service.push(weights(2.0))
-    assert time.monotonic() - start < 4
     assert (pushed, pushed.missed) == (2, ("s:1", "s:2"))
     assert_equal(service.replicas[0].model, weights(2.0))
     assert_equal(service.replicas[1].model, weights(1.0))

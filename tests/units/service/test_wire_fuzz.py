@@ -22,32 +22,22 @@ from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 
-NUMBER = 3_000
+NUMBER = 2_000
 HEAD = 12  # bytes before the JSON
 #: JSON that belongs into no field, as text: some of it cannot be written by Python.
-JUNK = [
-    *("null", "true", "false", "0", "1", "-1", "2", "0.5", "1e999", "-1e999", "NaN", "-Infinity", "1e-320", "2e300"),
-    *("9223372036854775807", "9223372036854775808", "9" * 400, "9" * 5000, '""', '"x"', '"bfloat16"', '"float16"'),
-    *(
-        '"__class__"',
-        '"\\ud800"',
-        '"\\u0000"',
-        '"' + "y" * 300 + '"',
-        "[]",
-        "{}",
-        "[[1]]",
-        '{"temperature":2}',
-        '{"top_k":3}',
-    ),
-    *(
-        "[" * 3000,
-        "[" * 3000 + "]" * 3000,
-        '{"a":' * 2000 + "1" + "}" * 2000,
-        '{"entropy":1,"top_k":[]}',
-        "nul",
-        "\xff",
-    ),
+WORDS = """
+null true false 0 1 -1 2 0.5 1e999 -1e999 NaN -Infinity 1e-320 2e300 9223372036854775807 9223372036854775808 "" "x" "bfloat16"
+"float16" "__class__" "\\ud800" "\\u0000" [] {} [[1]] {"temperature":2} {"top_k":3} {"entropy":1,"top_k":[]} nul \xff
+"""
+LONG = [
+    "9" * 400,
+    "9" * 5000,
+    '"' + "y" * 300 + '"',
+    "[" * 3000,
+    "[" * 3000 + "]" * 3000,
+    '{"a":' * 2000 + "1" + "}" * 2000,
 ]
+JUNK = [*WORDS.split(), *LONG]
 
 
 class Pairs(nn.Module):
@@ -276,5 +266,5 @@ def assert_same(found: Reply | Exception, expected: Reply | Exception) -> None:
 def test_damaged_requests_hurt_nobody_else() -> None:
     torch.manual_seed(0)
     answered, refused = check_answers(ScoringCore(TransformersEngine(Pairs())), payloads("request"), size=6)
-    assert answered > 30
+    assert answered > 20
     assert refused > NUMBER / 2
