@@ -67,3 +67,13 @@ def scripted_policy(
 def last_user(prompt: str) -> str:
     """The last message before the answer."""
     return prompt.removesuffix(BOT).split("<|im_start|>")[-1].partition("\n")[2].removesuffix(END + "\n")
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
