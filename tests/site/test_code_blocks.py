@@ -20,7 +20,7 @@ import typer
 import yaml
 
 import torchrl_llm_kl
-from code_blocks import PAGES, Block, all_blocks
+from code_blocks import PAGES, all_blocks
 from preambles import PREAMBLES, World
 from project import PROJECT
 from torchrl_llm_kl import diagnostics
@@ -77,19 +77,31 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ray.shutdown()
 
 
-def run_page(page: str) -> None:
-    """All blocks in order, in one namespace."""
-    names = {"__name__": "page", **(PREAMBLES[page](World()) if page in PREAMBLES else {})}
+def public_names() -> set[str]:
+    """What a reader must import, and no preamble gives."""
+    layers = (importlib.import_module(f"torchrl_llm_kl.{layer}") for layer in ("losses", "estimators", "scoring"))
+    return {*torchrl_llm_kl.__all__, *(name for layer in layers for name in layer.__all__)} - {"grpo"}
+
+
+def run_page(page: str) -> dict[str, Any]:
+    """All blocks in order, in one namespace: the namespace."""
+    given = PREAMBLES[page](World()) if page in PREAMBLES else {}
+    assert set(given) & public_names() == set()
+    names = {"__name__": "page", **given}
     for block in PYTHON:
         if block.page == page and block.reason is None:
             exec(compile("\n" * (block.line - 1) + block.code, str(PROJECT / page), "exec"), names)
+    return names
 
 
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in WITH_PYTHON]
 )
 def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
-    run_page(page)
+    names = run_page(page)
+    if page == "docs/data.md":
+        assert names["pairs"].batch_size == (8, 2)
+        assert len(names["answers"]) == len(names["buffer"]) == 8
 
 
 def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,36 +126,22 @@ def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch:
     assert events == ["diagnose", "step", "step"]
 
 
-def test_preambles_are_of_pages_with_python() -> None:
-    assert set(PREAMBLES) <= set(WITH_PYTHON)
-
-
-@pytest.mark.parametrize("page", [page for page in PREAMBLES if page not in SLOW])
-def test_a_preamble_gives_no_name_of_the_package(page: str, surroundings: None) -> None:
-    """What a reader must import is not given."""
-    layers = (importlib.import_module(f"torchrl_llm_kl.{layer}") for layer in ("losses", "estimators", "scoring"))
-    public = {*torchrl_llm_kl.__all__, *(name for layer in layers for name in layer.__all__)} - {"grpo"}
-    assert not public & set(PREAMBLES[page](World()))
-
-
 def test_few_blocks_are_not_run() -> None:
     found = Counter((block.page, block.reason) for page_blocks in [all_blocks(*LANGUAGES)] for block in page_blocks)
     assert {key: number for key, number in found.items() if key[1] is not None} == NOT_RUN
-
-
-@pytest.mark.parametrize("block", [b for b in PYTHON if b.reason], ids=lambda b: f"{b.page}:{b.line}")
-def test_a_block_that_is_not_run_imports_what_exists(block: Block) -> None:
-    """It parses, and its imports of torchrl and of this package are there."""
-    for node in ast.walk(ast.parse(block.code)):
-        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("torchrl", "torchrl_llm_kl"):
-            module = importlib.import_module(str(node.module))
-            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
-
-
-def test_blocks_are_in_known_languages() -> None:
+    assert set(PREAMBLES) <= set(WITH_PYTHON)
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    opened = set(re.findall(r"^```([\w.]*)", text, re.MULTILINE))
-    assert opened <= LANGUAGES
+    assert set(re.findall(r"^```([\w.]*)", text, re.MULTILINE)) <= LANGUAGES
+
+
+def test_blocks_that_are_not_run_import_what_exists() -> None:
+    """They parse, and their imports of torchrl and of this package are there."""
+    for block in [block for block in PYTHON if block.reason]:
+        for node in ast.walk(ast.parse(block.code)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("torchrl", "torchrl_llm_kl"):
+                module = importlib.import_module(str(node.module))
+                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert missing == [], f"{block.page}:{block.line}"
 
 
 # ---------------------------------------------------------------------- commands
@@ -153,50 +151,50 @@ _PROGRAMS = ("make", "torchrl-llm-kl", "python", "pip", "torchrun")
 _OF_TYPER = {"--help", "--install-completion", "--show-completion"}
 
 
-def commands() -> list[Any]:
-    """Lines of shell blocks, and code in the text, that call a program of ours."""
+def commands() -> list[tuple[str, str]]:
+    """Where and what: lines of shell blocks, and code in the text, that call a program of ours."""
     found = []
     for block in all_blocks("", "bash", "console"):
         for number, line in enumerate(block.code.splitlines()):
             text = line.removeprefix("$ ").strip()
             if text.split(" ")[0] in _PROGRAMS:
-                found.append(pytest.param(text, id=f"{block.page}:{block.line + number}"))
+                found.append((f"{block.page}:{block.line + number}", text))
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         inline = re.findall(r"`((?:make|torchrl-llm-kl|python) [^`\n]+)`", text)
-        found += [pytest.param(words, id=f"{page.relative_to(PROJECT)}:{words}") for words in inline]
+        found += [(str(page.relative_to(PROJECT)), words) for words in inline]
     return found
 
 
-def test_there_are_commands_to_check() -> None:
-    assert {command.values[0].split(" ")[0] for command in commands()} == set(_PROGRAMS)
+def test_every_command_exists() -> None:
+    found = commands()
+    assert {command.split(" ")[0] for _, command in found} == set(_PROGRAMS)
+    assert [f"{where}: {command}: {fault}" for where, command in found if (fault := wrong_in(command))] == []
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_exists(command: str) -> None:
+def wrong_in(command: str) -> set[str]:
+    """What a command names that is not there."""
     program, *words = shlex.split(command, comments=True)
     words = [word for word in words if word not in ("...", "|")]
     if program == "make":
         targets = re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
-        assert {word for word in words if re.fullmatch("[a-z-]+", word)} <= set(targets)
-    elif program == "torchrl-llm-kl":
-        check_words(words)
-    elif program == "python" and words[0] == "-m":
+        return {word for word in words if re.fullmatch("[a-z-]+", word)} - set(targets)
+    if program == "torchrl-llm-kl":
+        return wrong_words(words)
+    if program == "python" and words[0] == "-m":
         if words[1] == "torchrl_llm_kl":
-            check_words(words[2:])
-        else:
-            module = PROJECT.joinpath(*words[1].split("."))  # tests/benchmarks would hide benchmarks from importlib
-            assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), words[1]
-    elif program in ("python", "torchrun"):
-        assert [word for word in words if word.endswith(".py") and not (PROJECT / word).is_file()] == []
-    else:
-        section = (PROJECT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
-        extras = [extra for word in words for found in re.findall(r"\[(.*?)\]", word) for extra in found.split(",")]
-        assert set(extras) <= set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
+            return wrong_words(words[2:])
+        module = PROJECT.joinpath(*words[1].split("."))  # tests/benchmarks would hide benchmarks from importlib
+        return set() if module.with_suffix(".py").exists() or (module / "__main__.py").exists() else {words[1]}
+    if program in ("python", "torchrun"):
+        return {word for word in words if word.endswith(".py") and not (PROJECT / word).is_file()}
+    section = (PROJECT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
+    extras = {extra for word in words for found in re.findall(r"\[(.*?)\]", word) for extra in found.split(",")}
+    return extras - set(re.findall(r"^(\w+) = \[", section, re.MULTILINE))
 
 
-def check_words(words: list[str]) -> None:
-    """The command and each option of the command line exist."""
+def wrong_words(words: list[str]) -> set[str]:
+    """The commands and options that the command line has not."""
     program = typer.main.get_command(app)
     known: set[str] = _OF_TYPER | {name for parameter in program.params for name in parameter.opts}
     for word in words:
@@ -204,8 +202,9 @@ def check_words(words: list[str]) -> None:
             known |= {name for parameter in program.commands[word].params for name in parameter.opts}  # type: ignore[attr-defined]
             known |= options_of_the_demo() if word == "demo" else set()
             break
-        assert word.startswith("-") or word == "COMMAND", f"{word!r} is no command"
-    assert [word for word in words if word.startswith("--") and word.split("=")[0] not in known] == []
+        if not word.startswith("-") and word != "COMMAND":
+            return {word}
+    return {word for word in words if word.startswith("--") and word.split("=")[0] not in known}
 
 
 def options_of_the_demo() -> set[str]:

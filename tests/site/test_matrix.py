@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,14 +10,9 @@ from typing import Any
 
 import pytest
 
-from project import PROJECT
+from scripts import script
 
-SCRIPT = PROJECT / ".ci" / "matrix.py"
-_spec = importlib.util.spec_from_file_location("matrix", SCRIPT)
-assert _spec is not None
-assert _spec.loader is not None
-matrix = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(matrix)
+matrix = script(".ci/matrix.py")
 
 
 def test_the_tests_of_numbers_are_those_of_the_makefile() -> None:

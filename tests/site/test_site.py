@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from built_site import PROJECT, Page, Site
+from scripts import script
 
 pytest.importorskip("material", reason="the extra `docs` is not installed")
 pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
@@ -17,17 +16,8 @@ pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
 pytestmark = pytest.mark.slow  # the build takes half a minute
 
 
-def module(name: str) -> Any:
-    """A script of ``docs/``."""
-    spec = importlib.util.spec_from_file_location(name, PROJECT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-api = module("build_api")
+api = script("docs/build_api.py")
+hooks = script("docs/site_hooks.py")
 NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer)]
 
 
@@ -63,18 +53,11 @@ def test_nothing_is_fetched_from_elsewhere(site: Site) -> None:
         assert not re.search(r"@import|url\((?!['\"]?data:)['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("layer", api.ORDER)
-def test_every_public_name_has_an_anchor(site: Site, layer: str) -> None:
-    anchors = site.page(f"reference/{layer}").anchors
-    assert [name for name in api.public_names(layer) if f"torchrl_llm_kl.{layer}.{name}" not in anchors] == []
-    assert f"torchrl_llm_kl.{layer}" in anchors
-
-
-def test_the_table_of_names_links_to_each(site: Site) -> None:
-    targets = {target.partition("#")[2] for target in site.page("api").links}
-    assert [
-        f"torchrl_llm_kl.{layer}.{name}" for layer, name in NAMES if f"torchrl_llm_kl.{layer}.{name}" not in targets
-    ] == []
+def test_every_public_name_has_an_anchor_and_a_link_in_the_table_of_names(site: Site) -> None:
+    anchors = {anchor for layer in api.ORDER for anchor in site.page(f"reference/{layer}").anchors}
+    names = {f"torchrl_llm_kl.{layer}.{name}" for layer, name in NAMES}
+    assert (names | {f"torchrl_llm_kl.{layer}" for layer in api.ORDER}) - anchors == set()
+    assert names - {target.partition("#")[2] for target in site.page("api").links} == set()
 
 
 def test_no_markup_of_docstrings_is_left(site: Site) -> None:
@@ -118,8 +101,7 @@ def test_files_that_pages_link_to_are_pages(site: Site) -> None:
     assert "schedule.step()" in re.sub(r"<[^>]+>", "", text)
 
 
-def hooks() -> Any:
-    return module("site_hooks")
+UNCHANGED = "`f[i](x.md)` [a](#b) [c](https://d.e)"
 
 
 @pytest.mark.parametrize(
@@ -133,29 +115,23 @@ def hooks() -> Any:
         ("![a](../docs/x.png)", "benchmarks/RAY.md", "benchmarks/RAY.md", None, "![a](../x.png)"),
         ("[a](docs/ray.md)", "README.md", "source/overview.md", None, "[a](../ray.md)"),
         ("[a](notebooks/b.ipynb)", "docs/start.md", "start.md", None, "[a](notebooks/b.md)"),
-        (
-            "`f[i](x.md)` [a](#b) [c](https://d.e)",
-            "docs/cli.md",
-            "cli.md",
-            None,
-            "`f[i](x.md)` [a](#b) [c](https://d.e)",
-        ),
+        (UNCHANGED, "docs/cli.md", "cli.md", None, UNCHANGED),
         ("```\n[a](../b.py)\n```", "docs/cli.md", "cli.md", None, "```\n[a](../b.py)\n```"),
     ],
 )
 def test_links_are_rewritten(text: str, path: str, place: str, repository: str | None, expected: str) -> None:
-    assert hooks().with_site_links(text, path, place, repository) == expected
+    assert hooks.with_site_links(text, path, place, repository) == expected
 
 
 def test_names_are_linked_once_in_a_section() -> None:
     text = "<h2>A <code>X</code></h2><p><code>X</code> <code>X</code> <a><code>Y</code></a></p><h2>B</h2><code>X</code>"
     link = '<autoref identifier="p.X" optional><code>X</code></autoref>'
     expected = f"<h2>A <code>X</code></h2><p>{link} <code>X</code> <a><code>Y</code></a></p><h2>B</h2>{link}"
-    assert hooks().with_links(text, {"X": "p.X", "Y": "p.Y"}) == expected
+    assert hooks.with_links(text, {"X": "p.X", "Y": "p.Y"}) == expected
 
 
 def test_tables_of_docstrings_become_markdown() -> None:
-    found = module("site_docstrings").as_table("  ", "==== =====", "  a    b", "  x    y | z\n  long w")
+    found = script("docs/site_docstrings.py").as_table("  ", "==== =====", "  a    b", "  x    y | z\n  long w")
     assert found.splitlines() == ["  | a | b |", "  | --- | --- |", "  | x | y \\| z |", "  | long | w |"]
 
 

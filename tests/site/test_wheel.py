@@ -15,18 +15,7 @@ import pytest
 
 import torchrl_llm_kl
 from project import PROJECT
-
-PREPARE = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from toy_rollouts import make_model, make_tokenizer
-tokenizer = make_tokenizer()
-model = make_model(tokenizer, seed=0)
-model.config.max_position_embeddings = 2048
-model.generation_config.eos_token_id = tokenizer.eos_token_id
-model.save_pretrained(sys.argv[2])
-tokenizer.save_pretrained(sys.argv[2])
-"""
+from readme import example, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +34,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
-    names = zipfile.ZipFile(wheel).namelist()
+def test_the_wheel_holds_the_package_alone_and_the_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     folders = {name.split("/")[0] for name in names}
     assert {name for name in folders if not name.endswith(".dist-info")} == {"torchrl_llm_kl"}
     package = PROJECT / "torchrl_llm_kl"
@@ -54,11 +44,7 @@ def test_the_wheel_holds_the_package_alone(wheel: Path) -> None:
     page = ("_excerpt.html.jinja", "_inspector.css", "_inspector.html.jinja", "_inspector.js", "_parts.js")
     expected |= {f"torchrl_llm_kl/diagnostics/{name}" for name in page}
     assert {name for name in names if name.startswith("torchrl_llm_kl/")} == expected
-
-
-def test_the_wheel_installs_the_command(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    (name,) = [name for name in archive.namelist() if name.endswith("entry_points.txt")]
+    (name,) = [name for name in names if name.endswith("entry_points.txt")]
     assert "torchrl-llm-kl = torchrl_llm_kl.cli:main" in archive.read(name).decode().splitlines()
 
 
@@ -111,9 +97,9 @@ def test_the_readme_example_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert run("-c", "import torchrl_llm_kl; print(torchrl_llm_kl.__file__)").startswith(str(site))
-    run("-c", PREPARE, str(PROJECT / "tests" / "lab"), str(checkpoint))
-    (example,) = re.findall(r"```python\n(.*?)```", (PROJECT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert '"Qwen/Qwen2.5-0.5B-Instruct"' in example
-    lines = run("-c", example.replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(str(checkpoint)))).splitlines()
+    save_checkpoint(checkpoint)
+    first, *lines = run(
+        "-c", "import torchrl_llm_kl; print(torchrl_llm_kl.__file__)\n" + example(checkpoint)
+    ).splitlines()
+    assert first.startswith(str(site))
     assert [line for line in lines if line.startswith("KL tensor(0.")], lines
