@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import Transform
@@ -49,6 +51,7 @@ class Lab:
     def __init__(self, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
         self.tokenizer, self.policy_model, self.ref_model, self.padded = tokenizer, policy_model, ref_model, padded
         self.policy = make_policy(policy_model, tokenizer, pad_output=padded)
+        self.scores: dict[Any, Any] = {}
 
     def wrapper(self, model: Any, key: str) -> Any:
         return make_scoring_wrapper(model, self.tokenizer, pad_output=self.padded, log_probs_key=key)
@@ -72,10 +75,15 @@ class Lab:
     def data(self, name: str, envs: int = 2, turns: int = 1) -> TensorDictBase:
         return collect(self.tokenizer, self.policy, *self.before(name), envs=envs, turns=turns)
 
+    def plain(self, step: TensorDictBase) -> tuple[Tensor, Tensor]:
+        ids = (len(step["tokens", "prompt"]), *step["tokens", "full"].tolist())
+        if ids not in self.scores:
+            self.scores[ids] = tuple(response_log_probs(m, step) for m in (self.policy_model, self.ref_model))
+        return self.scores[ids]
+
     def check(self, name: str, step: TensorDictBase, outcome: float) -> None:
         """Compare a step with numbers from one plain forward for each model."""
-        gen = response_log_probs(self.policy_model, step)
-        ref = response_log_probs(self.ref_model, step)
+        gen, ref = self.plain(step)
         response = torch.zeros_like(gen, dtype=torch.bool)
         response[len(step["tokens", "prompt"]) :] = True
         response &= step["masks", "all_attention_mask"]
@@ -104,57 +112,72 @@ def lab(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> Lab:
     return Lab(tokenizer, policy_model, ref_model, padded)
 
 
-BATCHES: dict[str, Callable[[TensorDictBase], TensorDictBase]] = {
-    "no batch dimension": lambda td: td[1, 0],
-    "one": lambda td: td[:, 0],
-    "two": lambda td: td,
+def in_layouts(first: bool) -> pytest.MarkDecorator:
+    """Each transform in one of the layouts; half of the places have the others."""
+    pairs = [(name, (i % 2 == 0) == first) for i, name in enumerate(NAMES)]
+    ids = [f"{name}-{'padded' if padded else 'nested'}" for name, padded in pairs]
+    return pytest.mark.parametrize(("name", "padded"), pairs, indirect=["padded"], ids=ids)
+
+
+BATCHES: dict[str, tuple[Callable[[TensorDictBase], TensorDictBase], list[float]]] = {
+    "no batch dimension": (lambda td: td[1, 0], [OUTCOMES[1]]),
+    "one": (lambda td: td[:, 0], [*OUTCOMES[:2]]),
+    "two": (lambda td: td, [OUTCOMES[0]] * 2 + [OUTCOMES[1]] * 2),
+    "three": (lambda td: td[:, None], [OUTCOMES[0]] * 2 + [OUTCOMES[1]] * 2),
+    "three, of a lazy stack of lazy stacks": (
+        lambda td: lazy_stack([td, td.clone()]),
+        ([OUTCOMES[0]] * 2 + [OUTCOMES[1]] * 2) * 2,
+    ),
 }
 
 
-@pytest.mark.parametrize("batch", list(BATCHES))
-@pytest.mark.parametrize("name", NAMES)
-def test_direct_call(lab: Lab, name: str, batch: str) -> None:
-    data = BATCHES[batch](lab.data(name, envs=2, turns=2))
-    before = [leaves(step) for step in steps(data)]
-    result = lab.make(name)(data)
-    outcomes = {
-        "no batch dimension": [OUTCOMES[1]],
-        "one": OUTCOMES[:2],
-        "two": [o for o in OUTCOMES[:2] for _ in "ab"],
-    }
-    for step, was, outcome in zip(steps(result), before, outcomes[batch], strict=True):
-        lab.check(name, step, outcome)
-        assert same_leaves(was, step, except_for=WRITTEN[name])
+@in_layouts(True)
+def test_defect_27_a_direct_call_on_any_number_of_batch_dimensions(lab: Lab, name: str) -> None:
+    rollout = lab.data(name, envs=2, turns=2)
+    for reshape, outcomes in BATCHES.values():
+        data = reshape(rollout.clone())
+        before = [leaves(step) for step in steps(data)]
+        result = lab.make(name)(data)
+        assert result.shape == data.shape
+        for step, was, outcome in zip(steps(result), before, outcomes, strict=True):
+            lab.check(name, step, outcome)
+            assert same_leaves(was, step, except_for=WRITTEN[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("envs", "turns"), [(2, 1), (3, 3)])
-def test_chat_env(lab: Lab, name: str, envs: int, turns: int) -> None:
+@in_layouts(False)
+def test_chat_env(lab: Lab, name: str) -> None:
+    """Each turn is charged its own tokens alone."""
     torch.manual_seed(0)
-    env = make_env(lab.tokenizer, *lab.before(name), lab.make(name), envs=envs, turns=turns)
-    rollout = env.rollout(turns, lab.policy)
-    assert rollout.shape == (envs, turns)
-    for i, env_rollout in enumerate(rollout.unbind(0)):
-        for step in env_rollout.unbind(0):
-            lab.check(name, step, OUTCOMES[i])
+    env = make_env(lab.tokenizer, *lab.before(name), lab.make(name), envs=3, turns=3)
+    rollout = env.rollout(3, lab.policy)
+    assert rollout.shape == (3, 3)
+    for outcome, turns in zip(OUTCOMES, rollout.unbind(0), strict=False):
+        for step in turns.unbind(0):
+            lab.check(name, step, outcome)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_collector(lab: Lab, name: str) -> None:
-    env = make_env(lab.tokenizer, *lab.before(name), lab.make(name), envs=2, turns=2)
-    collector = LLMCollector(env, policy=lab.policy, dialog_turns_per_batch=4, total_dialog_turns=8)
+def check_collected(lab: Lab, name: str, collector: LLMCollector) -> None:
     seen = 0
     for batch in collector:
-        for i, env_batch in enumerate(batch.unbind(0)):
-            for step in env_batch.unbind(0):
-                lab.check(name, step, OUTCOMES[i])
+        for outcome, turns in zip(OUTCOMES, batch.unbind(0), strict=False):
+            for step in turns.unbind(0):
+                lab.check(name, step, outcome)
                 seen += 1
     collector.shutdown()
     assert seen == 8
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_replay_buffer_on_extend(lab: Lab, name: str) -> None:
+BATCHED = {"dialog_turns_per_batch": 4, "total_dialog_turns": 8}
+
+
+@in_layouts(True)
+def test_collector(lab: Lab, name: str) -> None:
+    env = make_env(lab.tokenizer, *lab.before(name), lab.make(name), envs=2, turns=2)
+    check_collected(lab, name, LLMCollector(env, policy=lab.policy, **BATCHED))
+
+
+@in_layouts(True)
+def test_defect_25_26_replay_buffer_on_extend(lab: Lab, name: str) -> None:
     data = flat(lab.data(name, envs=3))
     before = [leaves(step) for step in steps(data)]
     buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3)
@@ -167,8 +190,8 @@ def test_replay_buffer_on_extend(lab: Lab, name: str) -> None:
         assert same_leaves(was, step), "extend must leave the caller's data as it was"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_replay_buffer_on_sample(lab: Lab, name: str) -> None:
+@in_layouts(False)
+def test_defect_25_26_replay_buffer_on_sample(lab: Lab, name: str) -> None:
     data = flat(lab.data(name, envs=3))
     buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=4)
     buffer.extend(data)
@@ -184,29 +207,31 @@ def test_replay_buffer_on_sample(lab: Lab, name: str) -> None:
         assert same_leaves(stored[i], buffer._storage[i])
 
 
-@pytest.mark.parametrize("factory", [False, True], ids=["policy=", "policy_factory="])
-def test_from_collector(lab: Lab, factory: bool) -> None:
+def settings_of(policy: Any) -> dict[str, Any]:
+    kinds = (dict, list, bool, str, tuple, int)
+    return {key: copy.copy(v) for key, v in vars(policy).items() if isinstance(v, kinds) and key != "collector"}
+
+
+@pytest.mark.parametrize(
+    ("padded", "given"), [(True, "policy"), (False, "policy_factory")], indirect=["padded"], ids=["padded", "factory"]
+)
+def test_defect_05_09_from_collector(lab: Lab, given: str) -> None:
+    """It starts, its specs are known before any collector is, and the policy is never changed."""
     transform = RetrieveKL("from_collector", lab.wrapper(lab.ref_model, "ref_log_probs"), coeff=COEFF)
     env = make_env(lab.tokenizer, transform, envs=2, turns=2)
-    policy = {"policy_factory": lambda: lab.policy} if factory else {"policy": lab.policy}
-    settings = dict(lab.policy.tokenizer_kwargs), lab.policy.pad_output, lab.policy.in_keys
-    collector = LLMCollector(env, **policy, dialog_turns_per_batch=4, total_dialog_turns=8)
-    seen = 0
-    for batch in collector:
-        for i, env_batch in enumerate(batch.unbind(0)):
-            for step in env_batch.unbind(0):
-                lab.check("RetrieveKL", step, OUTCOMES[i])
-                seen += 1
-    collector.shutdown()
-    assert seen == 8
-    assert settings == (dict(lab.policy.tokenizer_kwargs), lab.policy.pad_output, lab.policy.in_keys)
+    assert env.full_observation_spec["kl_penalty"].shape == (2, -1)
+    settings = settings_of(lab.policy)
+    policy = {given: lab.policy if given == "policy" else lambda: lab.policy}
+    check_collected(lab, "RetrieveKL", LLMCollector(env, **policy, **BATCHED))
+    assert settings_of(lab.policy) == settings
 
 
-@pytest.mark.parametrize("place", ["direct", "env"])
-def test_from_collector_elsewhere_says_how(lab: Lab, place: str) -> None:
+@pytest.mark.parametrize("padded", [True], indirect=True)
+def test_from_collector_elsewhere_says_how(lab: Lab) -> None:
     transform = RetrieveKL("from_collector", lab.wrapper(lab.ref_model, "ref_log_probs"))
     data = lab.data("RetrieveKL")
-    env = make_env(lab.tokenizer, transform) if place == "env" else None
-    what = "collector is not set" if env else "container is not set"
-    with pytest.raises(ValueError, match=rf"The {what}.*append the transform to the env.*LLMCollector"):
-        _ = env.rollout(1, lab.policy) if env else transform(data)
+    with pytest.raises(ValueError, match=r"The container is not set.*append the transform to the env.*LLMCollector"):
+        transform(data)
+    env = make_env(lab.tokenizer, transform)
+    with pytest.raises(ValueError, match=r"The collector is not set.*append the transform to the env.*LLMCollector"):
+        env.rollout(1, lab.policy)

@@ -1,4 +1,4 @@
-"""Situations in which a score could go wrong without anyone noticing."""
+"""Situations in which a score could go wrong without anyone noticing, and what must hold whatever the numbers are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data.llm import History
@@ -21,6 +21,7 @@ from toy_rollouts import (
     collect,
     flat,
     make_env,
+    make_model,
     make_policy,
     make_scoring_wrapper,
     plain_log_probs,
@@ -51,15 +52,12 @@ def test_a_policy_in_training_with_gradient_checkpointing() -> None:
 
 
 def test_kl_with_itself_is_zero_in_training_mode_with_dropout(tokenizer: Any) -> None:
-    from toy_rollouts import make_model
-
     model = make_model(tokenizer, seed=0, family="gpt2", resid_pdrop=0.3)
-    gen = make_scoring_wrapper(model, tokenizer, pad_output=False, log_probs_key="log_probs")
-    ref = make_scoring_wrapper(model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
     data = collect(tokenizer, make_policy(model, tokenizer, pad_output=False))
     model.train()
-    for step in steps(RetrieveKL(gen, ref)(data)):
+    for step in steps(RetrieveKL(model, model)(data)):
         assert (step["next", "kl_penalty"] == 0).all()
+        assert (step["next", "log_probs", "full"] != 0).any()
 
 
 def test_threads_with_adapters_on_and_off_take_turns() -> None:
@@ -88,27 +86,77 @@ def test_threads_with_adapters_on_and_off_take_turns() -> None:
     assert_close(plain_log_probs(model, GROUP[0]), wanted[True][0])
 
 
-def test_a_second_collector_brings_its_own_policy(tokenizer: Any, ref_model: Any) -> None:
-    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
+def test_a_second_collector_brings_its_own_policy(tokenizer: Any, ref: Any) -> None:
     env = make_env(tokenizer, RetrieveKL("from_collector", ref))
     for seed in (0, 5):
-        model = tiny_model("qwen2", seed=seed, vocab_size=len(tokenizer), max_position_embeddings=512)
+        model = make_model(tokenizer, seed=seed)
         policy = make_policy(model, tokenizer, pad_output=False)
         collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
         for step in steps(next(iter(collector))):
             assert_near(step["next", "log_probs", "full"], response_log_probs(model, step), **FORWARD)
 
 
-def test_changes_after_construction_count(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
-    data = collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False))
-    wrapper = make_scoring_wrapper(ref_model, tokenizer, pad_output=False)
-    transform = RetrieveLogProb(wrapper)
-    wrapper.model = policy_model
+def test_changes_after_construction_count(tokenizer: Any, policy: Any, ref: Any, policy_model: Any) -> None:
+    data = collect(tokenizer, policy)
+    transform = RetrieveLogProb(ref, log_probs_full_key=("log_probs", "full"))
+    ref.model = policy_model
     for step in steps(transform(data)):
         assert_near(step["next", "log_probs", "full"], response_log_probs(policy_model, step), **FORWARD)
     cold = transform(data.copy())[0, 0]["next", "log_probs", "full"].clone()
     transform.temperature = 3.0
     assert (transform(data)[0, 0]["next", "log_probs", "full"] - cold).abs().max() > 0.1
+
+
+def test_scope_full_charges_earlier_turns_again(tokenizer: Any, policy: Any, gen: Any, ref: Any) -> None:
+    """By hand: turn 2 of an episode charges the content and the end token of turn 1 as in its own prompt."""
+    rollout = collect(tokenizer, policy, RetrieveKL(gen, ref, scope="full"), envs=2, turns=2)
+    opening, end = tokenizer.encode("<|im_start|>assistant\n"), tokenizer.eos_token_id
+    for episode in rollout.unbind(0):
+        _, second = episode.unbind(0)
+        ids, attention = second["tokens", "full"], second["masks", "all_attention_mask"]
+        real = ids[attention].tolist()
+        starts = [i + len(opening) for i in range(len(real)) if real[i : i + len(opening)] == opening]
+        first_turn = range(starts[0], real.index(end, starts[0]) + 1)
+        want = torch.zeros(len(real), dtype=torch.bool)
+        want[list(first_turn)] = True
+        want[starts[1] :] = True
+        assert_close((second["next", "kl_penalty"][attention] != 0), want)
+
+
+def test_the_policy_and_the_arguments_are_untouched(
+    tokenizer: Any, policy: Any, gen: Any, ref: Any, policy_model: Any
+) -> None:
+    before = {k: v for k, v in vars(gen).items() if not k.startswith("_")}
+    copies = {k: v.copy() for k, v in before.items() if isinstance(v, (dict, list))}
+    weights = {k: v.clone() for k, v in policy_model.state_dict().items()}
+    kwargs = {"padding": False}
+    RetrieveKL(gen, ref, tokenizer_kwargs=kwargs)(collect(tokenizer, policy))
+    assert kwargs == {"padding": False}
+    assert all(vars(gen)[k] is v for k, v in before.items())
+    assert all(vars(gen)[k] == v for k, v in copies.items())
+    assert all(torch.equal(v, weights[k]) for k, v in policy_model.state_dict().items())
+
+
+def test_temperature_holds_for_both_models(
+    tokenizer: Any, policy: Any, gen: Any, ref: Any, policy_model: Any, ref_model: Any
+) -> None:
+    data = RetrieveKL(gen, ref, temperature=0.5)(collect(tokenizer, policy))
+    for step in steps(data):
+        ids, prompt = step["tokens", "full"], len(step["tokens", "prompt"])
+        for model, key in ((policy_model, "log_probs"), (ref_model, "ref_log_probs")):
+            with torch.no_grad():
+                log_probs = (model(input_ids=ids[None]).logits[0].float() / 0.5).log_softmax(-1)
+            want = log_probs[:-1].gather(-1, ids[1:, None])[prompt - 1 :, 0]
+            assert_near(step["next", key, "full"][prompt:], want, **FORWARD)
+
+
+def test_a_transform_survives_a_state_dict_and_a_copy(tokenizer: Any, policy: Any, ref: Any) -> None:
+    data = collect(tokenizer, policy)
+    first = RetrieveLogProb(ref)
+    again = copy.deepcopy(first)
+    again.load_state_dict(first.state_dict())
+    for step, other in zip(steps(first(data.clone())), steps(again(data)), strict=True):
+        assert_close(other["next", "ref_log_probs", "full"], step["next", "ref_log_probs", "full"])
 
 
 TWO_MARKS = CHATML.replace(
@@ -166,38 +214,17 @@ def test_a_prompt_without_padding_beside_a_padded_sequence(repetitive: bool, ref
     assert_near(found[9:], plain_log_probs(ref_model, real)[3:], **FORWARD)
 
 
-@pytest.mark.parametrize("reshape", [lambda td: td.unsqueeze(0), lambda td: td.unsqueeze(-1), lambda td: td[:, None]])
-def test_batches_of_any_shape(reshape: Any, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
-    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
-    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
-    data = reshape(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded), envs=2, turns=2))
-    result = RetrieveKL(gen, ref)(data)
-    assert result.shape == data.shape
-    for step in steps(result):
-        want = response_log_probs(policy_model, step) - response_log_probs(ref_model, step)
-        assert_near(step["next", "kl_penalty"], want, **FORWARD)
-
-
-def test_a_locked_stack_is_not_written(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
-    data = lazy_stack(list(steps(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False))))).lock_()
+def test_a_locked_stack_is_not_written(tokenizer: Any, policy: Any, ref_model: Any) -> None:
+    data = flat(collect(tokenizer, policy)).lock_()
     with pytest.raises(RuntimeError, match="locked"):
         RetrieveLogProb(ref_model)(data)
 
 
-def test_the_reference_never_has_a_gradient(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
-    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=False, log_probs_key="log_probs")
-    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
-    data = collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False))
-    for step in steps(RetrieveKL(gen, ref, detach=False)(data)):
-        assert step["next", "log_probs", "full"].requires_grad
-        assert not step["next", "ref_log_probs", "full"].requires_grad
-
-
-def test_corrected_k3_reads_the_log_probs_at_sampling_time(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
+def test_corrected_k3_reads_the_log_probs_at_sampling_time(
+    tokenizer: Any, policy: Any, gen: Any, ref: Any, policy_model: Any, ref_model: Any
+) -> None:
     """By hand: ``min(pi / pi_old, 2) * (ratio - 1 - log ratio)`` with a sampler that was 0.3 nats away."""
-    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=False, log_probs_key="log_probs")
-    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
-    data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False)))
+    data = flat(collect(tokenizer, policy))
     for step in data.tensordicts:
         step["sampled", "full"] = response_log_probs(policy_model, step) - 0.3
     transform = RetrieveKL(gen, ref, estimator="corrected_k3", old_log_probs_key=("sampled", "full"))
@@ -230,12 +257,12 @@ def test_longrope_never_mixes_lengths_on_both_sides_of_its_switch() -> None:
         assert_near(found, plain_log_probs(model, row), **FORWARD)
 
 
+@pytest.mark.parametrize("padded", [True], indirect=True)
 def test_the_chain_places_the_outcome_where_retrieve_kl_does(
-    tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool
+    tokenizer: Any, policy_model: Any, wrapped: Any, padded: bool
 ) -> None:
     """On the last token that a given mask counts, not on the last one of the response."""
-    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
-    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
+    gen, ref = wrapped(padded)
     data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded)))
     last = []
     for step in data.tensordicts:
