@@ -186,6 +186,12 @@ def test_a_client_of_an_ended_incarnation_does_not_join_the_next() -> None:
     assert lab.control.tick() == [("end", 0)]
 
 
+def test_an_actor_that_lost_its_table_learns_the_incarnation_from_clients() -> None:
+    lab = Lab()
+    assert lab.control.hold("client", HERE, lab.control.version, 1, 4) is None
+    assert (lab.control.incarnation, set(lab.control.clients)) == (4, {"client"})
+
+
 def test_heartbeats_end_with_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that is idle while its service is shut down and another takes the name."""
     lab, beats = Lab(), list[tuple[Any, ...]]()

@@ -16,8 +16,10 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 from torchrl_llm_kl.service import PoisonedRequest, ServiceTimeout
 from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Request, Settings
+from torchrl_llm_kl.service.client import _replicas
 from torchrl_llm_kl.service.client._remote import Exchange, Part
 from torchrl_llm_kl.service.client._router import Router
+from waits import LONG
 
 #: What becomes of a request: its replica dies while it runs, or before; says that it ends; or drops it after its timeout.
 RUNS, WAITS, ENDS, DROPS = "runs", "waits", "ends", "drops"
@@ -94,6 +96,13 @@ def part() -> Part:
     return Part(sent, torch.ones(4, dtype=torch.bool))
 
 
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are computed when they are asked for, and tries follow at once."""
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
+    monkeypatch.setattr(_replicas, "_FIRST_PAUSE", 0.001)
+
+
 @pytest.mark.parametrize(
     ("fates", "deaths"),
     [
@@ -113,31 +122,26 @@ def part() -> Part:
     ],
     ids=str,
 )
-def test_only_deaths_on_trial_count_after_the_first(
-    monkeypatch: pytest.MonkeyPatch, fates: list[str], deaths: list[int]
-) -> None:
-    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
+def test_only_deaths_on_trial_count_after_the_first(fates: list[str], deaths: list[int]) -> None:
     replicas: Any = Replicas(fates)
     with pytest.raises(LookupError, match="answered"):
-        Exchange(replicas, Router(), part(), timeout=30.0).replies()
+        Exchange(replicas, Router(), part(), timeout=LONG).replies()
     assert replicas.deaths == deaths
     assert not replicas.refused
 
 
-def test_after_three_trials_it_is_refused_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference())
+def test_after_three_trials_it_is_refused_everywhere() -> None:
     replicas: Any = Replicas([RUNS, WAITS, RUNS, ENDS, RUNS, RUNS, RUNS])
     text = r"4 replicas died while they scored a request of 1 sequences and 4 tokens \(x:1, x:1, x:1, x:0\)"
     with pytest.raises(PoisonedRequest, match=text):
-        Exchange(replicas, Router(), part(), timeout=30.0).replies()
+        Exchange(replicas, Router(), part(), timeout=LONG).replies()
     assert replicas.deaths == [0, 1, 1, 2, 2, 3]
     assert replicas.refused == [part().request.digest()] * 3, "the control actor and both replicas"
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_deaths_on_the_wire(deterministic: bool) -> None:
+def test_deaths_on_the_wire() -> None:
     """A request without deaths is as before, and has the digest of one with deaths."""
-    plain = replace(part().request, settings=Settings(deterministic=deterministic))
+    plain = replace(part().request, settings=Settings(deterministic=True))
     sent = replace(plain, deaths=2)
     found = Request.unpack(sent.pack())
     assert (found.deaths, found.settings) == (2, plain.settings)

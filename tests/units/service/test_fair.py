@@ -7,10 +7,11 @@ import itertools
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from torchrl_llm_kl.service.replica._fair import FairQueue, Job
 
+quick = settings(max_examples=40, deadline=None)
 BUDGET, QUANTUM, UNIT = 6400, 100, 400
 
 
@@ -31,6 +32,7 @@ def taken(batch: dict[Job, list[int]]) -> dict[str, int]:
 CALLERS = st.lists(st.lists(st.integers(1, UNIT), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
+@quick
 @given(CALLERS, st.integers(1, 2 * BUDGET), st.integers(1, 2 * UNIT))
 def test_everything_is_taken_once_in_order_and_in_full_batches(
     sizes: list[list[int]], budget: int, quantum: int
@@ -58,6 +60,7 @@ def test_everything_is_taken_once_in_order_and_in_full_batches(
         assert [j for j in finished if j.caller == caller] == [j for j in jobs if j.caller == caller]
 
 
+@quick
 @given(CALLERS, st.integers(1, BUDGET))
 def test_callers_that_always_wait_differ_by_a_quantum_and_a_unit(sizes: list[list[int]], budget: int) -> None:
     """Each repeats its sizes for ever. The bound holds after every batch."""
@@ -72,6 +75,7 @@ def test_callers_that_always_wait_differ_by_a_quantum_and_a_unit(sizes: list[lis
         assert max(done.values()) - min(done.values()) <= QUANTUM + max(map(max, sizes))
 
 
+@quick
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, UNIT)), max_size=60), st.integers(1, UNIT))
 def test_nobody_starves(arrivals: list[tuple[int, int]], size: int) -> None:
     """Others come between all batches, and greedy ones always wait: a request is taken after its share of turns."""
@@ -118,6 +122,7 @@ def test_requests_alone_come_after_those_that_wait() -> None:
     assert not len(queue)
 
 
+@quick
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(1, 300)), min_size=1, max_size=30))
 def test_a_batch_is_shared_or_of_one_job(jobs: list[tuple[int, bool, int]]) -> None:
     queue: FairQueue[Job] = FairQueue(QUANTUM)
@@ -170,9 +175,7 @@ def waits(large: int, small: int, *, seconds: float = 400.0, tokens: int = 60) -
     return sorted(found)
 
 
-@pytest.mark.parametrize(
-    ("large", "small", "tokens"), [(1, 31, 60), (1, 31, 180), (4, 28, 60), (16, 16, 60), (40, 200, 20), (1, 1, 3000)]
-)
+@pytest.mark.parametrize(("large", "small", "tokens"), [(1, 31, 180), (16, 16, 60), (1, 1, 3000)])
 def test_small_callers_wait_at_most_three_batches(large: int, small: int, tokens: int) -> None:
     found = waits(large, small, tokens=tokens)
     p50, p99 = (found[int(share * len(found))] for share in (0.5, 0.99))

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from load import assert_same
 from remote_models import model
@@ -23,6 +23,8 @@ from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._batcher import Batcher
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.service.replica._pieces import Pieces
+
+quick = settings(max_examples=40, deadline=None)
 
 
 def request(
@@ -51,6 +53,7 @@ def echo(part: Request) -> Reply:
 ROWS = st.lists(st.lists(st.integers(-3, 5), max_size=9), min_size=1, max_size=12)
 
 
+@quick
 @given(ROWS, st.integers(1, 20), st.data())
 def test_parts_join_to_the_whole(rows: list[list[int]], limit: int, data: st.DataObject) -> None:
     mask = data.draw(st.one_of(st.none(), st.just([[data.draw(st.booleans()) for _ in row] for row in rows])))
@@ -72,6 +75,7 @@ def test_parts_join_to_the_whole(rows: list[list[int]], limit: int, data: st.Dat
     assert len(joined.entropy) == len(joined.log_prob)
 
 
+@quick
 @given(ROWS, st.integers(1, 20), st.data())
 def test_kept_tokens_stay_with_their_tokens(rows: list[list[int]], limit: int, data: st.DataObject) -> None:
     """Each token ``t`` keeps ``t % 3`` ids, ``100 t`` and so on: parts have those of their own scored tokens."""
