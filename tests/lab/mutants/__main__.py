@@ -28,6 +28,9 @@ from .forks import OUT_OF_TIME
 from .mutations import Mutant, dropped, mutants_of
 from .runner import Job, Outcome, Tests, with_tests
 
+#: How many tests a record lists for a mutant.
+MOST_NAMES = 16
+
 
 @dataclass(frozen=True)
 class Case:
@@ -49,7 +52,10 @@ class Case:
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Files with this in their path, or that match it.")] = None,
-    whole: Annotated[bool, typer.Option("--all", help="Files of every layer, not those with formulas alone.")] = False,
+    whole: Annotated[
+        bool,
+        typer.Option("--all", help="Files of every layer, not those with formulas alone, and the tests of all units."),
+    ] = False,
     per_function: Annotated[int | None, typer.Option(min=1, help="No more than this of each function.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="No more mutants than this, chosen at random.")] = None,
     seed: Annotated[int, typer.Option(help="Of what is chosen at random.")] = 0,
@@ -73,12 +79,12 @@ def main(
     if before is None:
         run = [case for case in cases if case.equivalent == equivalent]
         run = _few(run, per_function, seed) if per_function else run
-        run = random.Random(seed).sample(run, min(len(run), limit or len(run)))
-        run.sort(key=cases.index)
+        chosen = set(random.Random(seed).sample(run, min(len(run), limit or len(run))))
+        run = [case for case in run if case in chosen]
     else:
         run = list({case.key: case for case in cases if case.key in before}.values())
     started = time.monotonic()
-    patterns = sorted({target.tests for target in known})
+    patterns = ["units"] if whole else sorted({target.tests for target in known})
 
     def then(tests: Tests) -> dict[Case, Outcome]:
         _measure(console, tests, jobs)
@@ -116,7 +122,8 @@ def _cases(target: Target) -> list[Case]:
 def _noticed(case: Case, outcome: Outcome) -> list[str] | str:
     """As a record has it: the tests' names without the layer's folder, which the file tells."""
     if outcome.killers:
-        return [name.removeprefix(f"units/{case.target.file.split('/')[0]}/") for name in outcome.killers]
+        names = [name.removeprefix(f"units/{case.target.file.split('/')[0]}/") for name in outcome.killers]
+        return names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], f"and {len(names) - MOST_NAMES} more"]
     if case.equivalent:
         return record.EQUIVALENT
     return record.SURVIVED if outcome.tests else record.UNCALLED
@@ -135,6 +142,8 @@ def _few(cases: Sequence[Case], count: int, seed: int) -> list[Case]:
 
 
 def _measure(console: Console, tests: Tests, jobs: int) -> None:
+    for name in tests.broken:
+        console.print(escape(f"cannot be collected: {name}"), style="red", highlight=False, soft_wrap=True)
     with _progress(console) as progress:
         task = progress.add_task("unchanged", total=None)
         for count, total, failed in tests.measure(jobs):

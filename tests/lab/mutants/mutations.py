@@ -57,7 +57,8 @@ class Mutant:
         line: of the file, from 1.
         before: the line, or the lines in one.
         after: the same with the change.
-        text: of the whole file.
+        source: the file without it.
+        edit: the change.
     """
 
     kind: str
@@ -65,7 +66,17 @@ class Mutant:
     line: int
     before: str
     after: str
-    text: str
+    source: Source
+    edit: Edit
+
+    @property
+    def text(self) -> str:
+        """The whole file with the change."""
+        return self.source.applied(self.edit)
+
+
+def _mutant(source: Source, edit: Edit, function: str) -> Mutant:
+    return Mutant(edit.kind, function, source.line(edit), *source.lines(edit), source, edit)
 
 
 def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
@@ -75,9 +86,8 @@ def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
     for node, scope in sites(source.tree, graph=graph):
         for edit in _edits(node, scope, source):
             changed = source.applied(edit)
-            before, after = source.lines(edit)
             if changed != text:
-                found.setdefault(changed, Mutant(edit.kind, scope.function, source.line(edit), before, after, changed))
+                found.setdefault(changed, _mutant(source, edit, scope.function))
     return list(found.values())
 
 
@@ -94,9 +104,7 @@ def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
             "super()" if "super()" in source.text(last) else ""
         )  # a method that mentions it is compiled in another way
         nothing = f"return {kept and f'{kept} and '}None" if isinstance(last, ast.Return) else kept or "pass"
-        edit = source.replace("dropped", last, nothing)
-        before, after = source.lines(edit)
-        found.append(Mutant(edit.kind, name, source.line(edit), before, after, source.applied(edit)))
+        found.append(_mutant(source, source.replace("dropped", last, nothing), name))
     return found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import sys
 import time
 import warnings
 from collections import defaultdict
@@ -85,6 +84,7 @@ def with_tests(
     _few_examples()
     plugin = _Loop(project / package, files, then)
     options = ["-qq", "-s", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", f"--rootdir={project}"]
+    options += ["--continue-on-collection-errors"]
     paths = [str(path) for pattern in tests for path in sorted((project / "tests").glob(pattern))]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def with_tests(
     if plugin.error:
         raise plugin.error
     if plugin.result is None:
-        raise RuntimeError(f"pytest ends with {code} before its tests. {plugin.broken}")
+        raise RuntimeError(f"pytest ends with {code} before its tests")
     return plugin.result
 
 
@@ -102,15 +102,18 @@ class Tests:
     Args:
         session: of pytest.
         loaded: the functions that are changed.
+        broken: what could not be collected, and why.
     """
 
-    def __init__(self, session: pytest.Session, loaded: Loaded) -> None:
-        self.loaded = loaded
+    def __init__(self, session: pytest.Session, loaded: Loaded, broken: list[str]) -> None:
+        self.loaded, self.broken = loaded, broken
         self._session = session
         self._heard: Callable[[Any], None] = lambda report: None
         self._called: set[tuple[str, str]] = set()
         self._shared: dict[str, set[tuple[str, str]]] = defaultdict(set)
         self.unchanged: list[Test] = []
+        gc.collect()
+        gc.freeze()  # forks share it
         self._by_call: dict[tuple[str, str], list[Test]] = defaultdict(list)
 
     def measure(self, jobs: int) -> Iterator[tuple[int, int, list[str]]]:
@@ -119,14 +122,10 @@ class Tests:
         for item in self._session.items:
             files[item.path].append(item)
         works = [Work(path, _bound(self._measured, items), 900.0) for path, items in files.items()]
-        modules: set[str] = set()
         for count, (path, done) in enumerate(forked(works, jobs), 1):
             failed = [f"{path.name}: {done.failed}"] if done.failed else []
             items = {item.nodeid: item for item in files[path]}
             for message in done.messages:
-                if isinstance(message, list):
-                    modules.update(message)
-                    continue
                 nodeid, seconds, calls, passed = message
                 if passed:
                     self.unchanged.append(Test(items[nodeid], _name(nodeid), seconds, calls))
@@ -138,8 +137,6 @@ class Tests:
         for test in self.unchanged:
             for call in test.calls:
                 self._by_call[call].append(test)
-        gc.collect()
-        gc.freeze()
 
     def run(self, changes: Iterable[Job], jobs: int, *, every: bool) -> Iterator[tuple[Job, Outcome]]:
         """Outcomes, in the order in which they are there; with all tests that fail, or the first of them."""
@@ -158,9 +155,9 @@ class Tests:
         found = self.calling(job)
         own = [test for test in found if fnmatch(test.name, f"{job.tests}*")]
         some = _chosen(own, _SOME)
-        chosen = {test.item.nodeid for test in some}
-        rest = _chosen([test for test in own if test.item.nodeid not in chosen], _MORE[every])
-        rest += _chosen([test for test in found if test not in own], _MORE[every])
+        chosen, belong = set(some), set(own)
+        rest = _chosen([test for test in own if test not in chosen], _MORE[every])
+        rest += _chosen([test for test in found if test not in belong], _MORE[every])
         return Work(job, lambda send: self._tried(job, some, rest, every, send), _limit(some))
 
     def _outcome(self, job: Job, done: Done) -> tuple[Job, Outcome]:
@@ -201,7 +198,6 @@ class Tests:
 
     def _measured(self, items: list[Any], send: Callable[[Any], None]) -> None:
         self._called = self.loaded.watch()
-        before = set(sys.modules)
         for item, following in zip(items, [*items[1:], None], strict=True):
             passed, started = True, time.process_time()
 
@@ -215,7 +211,6 @@ class Tests:
             fixtures = getattr(item, "fixturenames", ())
             calls = self._called.union(*(self._shared[name] for name in fixtures))
             send((item.nodeid, time.process_time() - started, frozenset(calls), passed))
-        send(sorted(set(sys.modules) - before))
 
     def _protocol(self, tests: Sequence[Test], enough: Callable[[], bool]) -> None:
         for index, test in enumerate(tests):
@@ -263,9 +258,9 @@ def _chosen(tests: Sequence[Test], seconds: float) -> list[Test]:
     chosen, total = set(), 0.0
     for _, test in ranked:
         if not chosen or total + test.seconds <= seconds:
-            chosen.add(test.item.nodeid)
+            chosen.add(test)
             total += test.seconds
-    return [test for test in tests if test.item.nodeid in chosen]
+    return [test for test in tests if test in chosen]
 
 
 def _few_examples() -> None:
@@ -292,20 +287,18 @@ class _Loop:
         self._tests: Tests | None = None
         self.result: Any = None
         self.error: BaseException | None = None
-        self.broken = ""
+        self._broken: list[str] = []
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.broken += f"{report.nodeid}: {str(report.longrepr)[-500:]}\n"
+            self._broken.append(f"{report.nodeid}: {str(report.longrepr)[-500:]}")
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        if session.testsfailed:
-            return None
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for plugin in session.config.pluginmanager.get_plugins():
             if hasattr(plugin, "BUDGETS"):  # a change may make a test slow: that is not what it is about
                 plugin.BUDGETS = dict.fromkeys(plugin.BUDGETS, math.inf)
         try:
-            self._tests = Tests(session, Loaded(self._package, self._files))
+            self._tests = Tests(session, Loaded(self._package, self._files), self._broken)
             self.result = self._then(self._tests)
         except BaseException as error:
             self.error = error
