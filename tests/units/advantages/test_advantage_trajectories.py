@@ -39,16 +39,10 @@ def test_step_wise_grpo_compares_last_rewards() -> None:
     assert_values(got, [2 / a, 3 / b, -1 / a, 2 / a, -3 / b, 2 / a, -3 / b, 0, -1 / a])
     shared = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.5, enable_step_norm=True)
     assert_values(shared, [2 / a / 3, 3 / b, -1 / a, 2 / a / 3, -3 / b / 2, 2 / a / 3, -3 / b / 2, 0, -1 / a])
-
-
-def test_step_wise_grpo_over_the_batch_counts_each_trajectory_once() -> None:
-    """Last rewards 4, 1, 1, 0, 6, 7: mean 19/6, variance (103 - 361/6) / 5."""
+    # Over the batch each trajectory counts once: 4, 1, 1, 0, 6, 7 have mean 19/6 and variance (103 - 361/6) / 5.
     sigma = math.sqrt((103 - 361 / 6) / 5) + 0.25
     got = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.25, std="batch")
     assert_values(got, [x / sigma for x in (2, 3, -1, 2, -3, 2, -3, 0, -1)])
-
-
-def test_step_wise_grpo_threshold() -> None:
     got = step_wise_grpo(REWARD, TASK, RUN, STEP, epsilon=0.0, std_threshold=2.0)
     b = math.sqrt(18.0)
     assert_values(got, [0, 3 / b, 0, 0, -3 / b, 0, -3 / b, 0, 0])
@@ -58,25 +52,19 @@ def test_gigpo_adds_steps_from_the_same_state() -> None:
     """gamma 0.5. Task 0: sums 14, 1, 1 (mean 16/3); returns 8 + 1 + 1 = 10, 2 + 2 = 4, 4; 1; 1.
 
     State 1 of task 0: 10, 4 and 1 (mean 5); state 3: 4 and 1 (mean 2.5). Task 1: sums 3 and 6; state 1: 3 and 6.
+    Deviations of 14, 1, 1 are 13 / sqrt(3), of 10, 4, 1 sqrt(21), of 4, 1 and 3, 6 are 3 / sqrt(2).
     """
     episode = [26 / 3, 1.5, -13 / 3, 26 / 3, -1.5, 26 / 3, -1.5, 0, -13 / 3]
     anchored = [-1.0, 1.5, -4.0, 5.0, 0.0, 1.5, -1.5, 0.0, -1.5]
     got = gigpo(REWARD, TASK, RUN, STEP, STATE, omega=0.25, gamma=0.5)
     assert_values(got, [e + 0.25 * s for e, s in zip(episode, anchored, strict=True)])
-
-
-def test_gigpo_with_deviations() -> None:
-    """Task 0: deviation of 14, 1, 1 is 13 / sqrt(3), of 10, 4, 1 sqrt(21), of 4, 1 and 3, 6 is 3 / sqrt(2)."""
     a, b = 13 / math.sqrt(3) + 0.5, 3 / math.sqrt(2) + 0.5
     c = math.sqrt(21.0) + 0.5
     episode = [26 / 3 / a, 1.5 / b, -13 / 3 / a, 26 / 3 / a, -1.5 / b, 26 / 3 / a, -1.5 / b, 0, -13 / 3 / a]
     anchored = [-1.0 / c, 1.5 / b, -4.0 / c, 5.0 / c, 0.0, 1.5 / b, -1.5 / b, 0.0, -1.5 / b]
     got = gigpo(REWARD, TASK, RUN, STEP, STATE, omega=2.0, gamma=0.5, fnorm="std", epsilon=0.5)
     assert_values(got, [e + 2.0 * s for e, s in zip(episode, anchored, strict=True)])
-
-
-def test_gigpo_without_steps_is_the_episode() -> None:
-    apart = torch.arange(len(ROWS))
+    apart = torch.arange(len(ROWS))  # no state occurs twice: the episode alone
     assert_close(gigpo(REWARD, TASK, RUN, STEP, apart), gigpo(REWARD, TASK, RUN, STEP, STATE, omega=0.0))
 
 
@@ -113,6 +101,9 @@ def test_a_step_twice_is_an_error(name: str) -> None:
     step[5] = 2  # as row 0
     with pytest.raises(ValueError, match="rows 0 and 5 are both step 2 of trajectory 0: expected each step once"):
         CALLS[name](REWARD, TASK, RUN, step, STATE)
+    zeros = torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match="rows 0 and 1 are both step 4 of trajectory 0"):  # neighbours
+        CALLS[name](torch.zeros(3), zeros, zeros, torch.tensor([4, 4, 5]), zeros)
 
 
 @pytest.mark.parametrize(
