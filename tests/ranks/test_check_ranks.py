@@ -1,8 +1,10 @@
-"""Two ranks that train apart, or with another gradient than that of the whole batch, are told what is wrong."""
+"""Ranks have the gradient of the whole batch, and those that train apart, or with another gradient, are told what is wrong."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
+from closeness import assert_near
 from distributed.pool import RankPool
-from policy_batches import batch, total
+from policy_batches import batch, gradients, total
 from torchrl_llm_kl import AdaptiveKLCoefficient
-from torchrl_llm_kl.losses import KLToReference, PolicyLoss, ValueLoss
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, ValueLoss
 from torchrl_llm_kl.scoring import TokenCritic
 from toy_models import tiny_model
 
@@ -38,9 +42,11 @@ def share(rank: int) -> TensorDictBase:
     return data[torch.tensor(SHARES[rank])]
 
 
-def train(loss: Any, data: TensorDictBase, rank: int, *, scale: float = 1.0) -> list[TensorDictBase]:
+def train(
+    loss: Any, data: TensorDictBase, rank: int, *, scale: float = 1.0, whole: bool = False
+) -> list[TensorDictBase]:
     """The micro-batches of a step, whose gradients are added up."""
-    parts = [data[torch.tensor(rows)] for rows in PARTS[rank]]
+    parts = [data] if whole else [data[torch.tensor(rows)] for rows in PARTS[rank]]
     for part in parts:
         (total(loss(part)) * scale).backward()
     return parts
@@ -88,11 +94,25 @@ def unwrapped(rank: int, critic: bool) -> None:
     loss.check_ranks(*train(loss, loss.count(share(rank)), rank))
 
 
-def other_weights(rank: int, critic: bool) -> None:
-    loss = make_loss(critic, seed=rank)
-    parts = train(loss, loss.count(share(rank)), rank)
-    combine(loss)
-    loss.check_ranks(*parts)
+def a_step(
+    rank: int,
+    critic: bool = False,
+    *,
+    same_weights: bool = True,
+    counted: Mapping[str, bool] | None = MappingProxyType({}),
+    average: bool = True,
+    twice: bool = False,
+    forget: int = 0,
+    **options: Any,
+) -> None:
+    """Train on two micro-batches, add up the gradients and check; the settings are mistakes."""
+    loss, data = make_loss(critic, seed=0 if same_weights else rank), share(rank)
+    data = data if counted is None else loss.count(data, **counted)
+    if twice:
+        total(loss(data[:1])).backward()
+    parts = train(loss, data, rank, **options)
+    combine(loss, average=average)
+    loss.check_ranks(*parts[: len(parts) - forget])
 
 
 def other_coefficient(rank: int) -> None:
@@ -109,61 +129,6 @@ def other_frozen(rank: int) -> None:
         loss.actor_network.lm_head.weight.requires_grad_(False)
     train(loss, loss.count(share(rank)), rank)
     loss.check_ranks()
-
-
-def divided(rank: int, critic: bool) -> None:
-    """Accelerate's division by its accumulation steps, after the counts."""
-    loss = make_loss(critic)
-    parts = train(loss, loss.count(share(rank)), rank, scale=1 / 2)
-    combine(loss)
-    loss.check_ranks(*parts)
-
-
-def divided_thrice(rank: int) -> None:
-    loss = make_loss()
-    parts = train(loss, loss.count(share(rank)), rank, scale=1 / 3)
-    combine(loss)
-    loss.check_ranks(*parts)
-
-
-def combined(rank: int, critic: bool, counted: bool, average: bool) -> None:
-    loss = make_loss(critic)
-    data = loss.count(share(rank), ranks_average=counted)
-    loss.zero_grad()
-    total(loss(data)).backward()
-    combine(loss, average=average)
-    loss.check_ranks(data)
-
-
-def uncounted(rank: int, critic: bool) -> None:
-    """The mean of the ranks' means: 11 and 9 tokens weigh the same."""
-    loss = make_loss(critic)
-    parts = train(loss, share(rank), rank, scale=1 / 2)
-    combine(loss)
-    loss.check_ranks(*parts)
-
-
-def counted_alone(rank: int) -> None:
-    loss = make_loss()
-    parts = train(loss, loss.count(share(rank), all_ranks=False), rank)
-    combine(loss)
-    loss.check_ranks(*parts)
-
-
-def a_part_forgotten(rank: int) -> None:
-    loss = make_loss()
-    parts = train(loss, loss.count(share(rank)), rank)
-    combine(loss)
-    loss.check_ranks(parts[0])
-
-
-def two_steps(rank: int) -> None:
-    loss = make_loss()
-    data = loss.count(share(rank))
-    total(loss(data[:1])).backward()
-    parts = train(loss, data, rank)
-    combine(loss)
-    loss.check_ranks(*parts)
 
 
 # ------------------------------------------------------------------ the ranks
@@ -190,70 +155,124 @@ def both(pool: RankPool) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("critic", [False, True])
-def test_a_right_step_passes_and_nothing_changes(both: Any, critic: bool, average: bool) -> None:
-    assert both(right, critic=critic, average=average) == "ok"
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (right, {"critic": False, "average": True}),
+        (right, {"critic": True, "average": False}),
+        (wrapped, {"critic": False}),
+        (wrapped, {"critic": True}),
+    ],
+)
+def test_a_right_step_passes_and_nothing_changes(both: Any, case: Any, options: dict[str, bool]) -> None:
+    """Combined by hand, or as the advice says: DDP around the loss."""
+    assert both(case, **options) == "ok"
 
 
-@pytest.mark.parametrize("critic", [False, True])
-def test_a_loss_in_ddp_passes(both: Any, critic: bool) -> None:
-    assert both(wrapped, critic=critic) == "ok"
-
-
-@pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize(
     ("case", "options", "message"),
     [
         (
             unwrapped,
-            {},
+            {"critic": False},
             ["RuntimeError: the gradients of ranks 0 and 1 of 2 differ in", "DistributedDataParallel(PolicyLoss"],
         ),
+        (unwrapped, {"critic": True}, ["the gradients of ranks 0 and 1 of 2 differ in"]),
         (
-            other_weights,
-            {},
+            a_step,
+            {"critic": True, "same_weights": False},
             ["the parameters of ranks 0 and 1 of 2 differ in", "Start all ranks from the same weights"],
         ),
-        (
-            divided,
-            {},
+        (  # Accelerate's division by its accumulation steps, after the counts
+            a_step,
+            {"scale": 1 / 2},
             ["the gradient is 0.5 times", "divided by 2, the number of parts", "gradient_accumulation_steps=1"],
         ),
-        (combined, {"counted": True, "average": False}, ["is 2 times", "added up", "count(..., ranks_average=False)"]),
-        (combined, {"counted": False, "average": True}, ["is 0.5 times", "averaged", "count(..., ranks_average=True)"]),
+        (a_step, {"scale": 1 / 3}, ["the gradient is 0.3333 times", "Look for what else multiplies it"]),
         (
-            uncounted,
-            {},
-            ["the gradient is not that of the 2 parts", "call loss.count(batch) before the batch is split"],
+            a_step,
+            {"whole": True, "counted": {"ranks_average": True}, "average": False},
+            ["is 2 times", "added up", "count(..., ranks_average=False)"],
         ),
-    ],
-)
-def test_a_wrong_step_is_explained(both: Any, critic: bool, case: Any, options: Any, message: list[str]) -> None:
-    said = both(case, critic=critic, **options)
-    assert all(some in said for some in message), said
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
+        (
+            a_step,
+            {"critic": True, "whole": True, "counted": {"ranks_average": False}},
+            ["is 0.5 times", "averaged", "count(..., ranks_average=True)"],
+        ),
+        *(
+            (  # the mean of the ranks' means: 11 and 9 tokens weigh the same
+                a_step,
+                {"critic": critic, "counted": None, "scale": 1 / 2},
+                ["the gradient is not that of the 2 parts", "call loss.count(batch) before the batch is split"],
+            )
+            for critic in (False, True)
+        ),
+        (
+            a_step,
+            {"counted": {"all_ranks": False}},
+            ["divided by [0.45, 0.55] times the count of all parts of 2 rank(s)", "over all ranks"],
+        ),
+        (a_step, {"forget": 1}, ["divided by [1.111111] times the count", "pass all parts of the share"]),
+        (a_step, {"twice": True}, ["the gradient is not that of the 2 parts of this rank"]),
         (
             other_coefficient,
+            {},
             ["the buffers of ranks 0 and 1 of 2 differ in 1 of", "update adaptive ones, alike on all ranks"],
         ),
         (
             other_frozen,
+            {},
             ["ranks 0 and 1 of 2 have different gradients: actor_network.lm_head.weight on one of them only"],
         ),
-        (divided_thrice, ["the gradient is 0.3333 times", "Look for what else multiplies it"]),
-        (counted_alone, ["divided by [0.45, 0.55] times the count of all parts of 2 rank(s)", "over all ranks"]),
-        (a_part_forgotten, ["divided by [1.111111] times the count", "pass all parts of the share"]),
-        (two_steps, ["the gradient is not that of the 2 parts of this rank"]),
     ],
 )
-def test_other_mistakes(both: Any, case: Any, message: list[str]) -> None:
-    said = both(case)
+def test_a_wrong_step_is_explained(both: Any, case: Any, options: Any, message: list[str]) -> None:
+    said = both(case, **options)
     assert all(some in said for some in message), said
+
+
+# ------------------------------------------------------------------ the gradient of the whole batch
+
+
+def share_of_rank(mode: str, average: bool) -> dict[str, Any]:
+    """On each of two ranks: the sum of both gradients, each rank's from two micro-batches."""
+    loss, rank = reduced(mode), dist.get_rank()
+    train(loss, loss.count(share(rank), ranks_average=average), rank)
+    combine(loss, average=average)
+    return {name: p.grad.numpy() for name, p in loss.named_parameters()}
+
+
+def reduced(mode: str) -> PolicyLoss:
+    terms = [KLToReference(0.2), EntropyBonus(0.05)]
+    return PolicyLoss(tiny_model(seed=0), terms=terms, aggregation=mode, max_len=8)
+
+
+@pytest.mark.parametrize(("mode", "average"), [("token-mean", True), ("seq-mean-token-mean", False)])
+def test_two_ranks_have_the_gradient_of_the_whole(pool: RankPool, mode: str, average: bool) -> None:
+    loss = reduced(mode)
+    want = gradients(total(loss(batch())), loss)
+    assert all(bool((x != 0).any()) for x in want.values())
+    for found in pool.run("test_check_ranks:share_of_rank", mode=mode, average=average):
+        for name, gradient in found.items():
+            assert_close(torch.from_numpy(gradient), want[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"static_graph": True}], ids=str)
+def test_ddp_finds_the_losses_in_the_output(settings: dict[str, bool]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        loss, data = reduced("token-mean"), batch()
+        expected = gradients(total(loss(data)), loss)
+        wrapped_loss = DistributedDataParallel(loss, **settings)
+        out = wrapped_loss(data)
+        if settings:  # then DDP replaces each tensor of the output, so that it sees the backward pass begin
+            assert "DDPSink" in type(out["loss_objective"].grad_fn).__name__
+        out.total_loss.backward()
+        for name, parameter in loss.named_parameters():
+            assert_near(parameter.grad, expected[name], terms=64)
+    finally:
+        time.sleep(0.1)  # Gloo's thread needs Python's lock to drop its last work, and the end waits for that thread
+        dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------ one process

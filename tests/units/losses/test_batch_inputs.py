@@ -1,4 +1,4 @@
-"""What objectives take from a whole batch: computed from TensorDicts, stored with each row, and true for any split."""
+"""What is computed once for a whole batch is stored with each row, so that any split of it adds up to the whole."""
 
 from __future__ import annotations
 
@@ -11,20 +11,35 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
-from policy_batches import LENGTHS, PROMPT, batch, gradients, responses, total
+from policy_batches import LENGTHS, PROMPT, assert_same, batch, gradients, responses, total
 from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.losses import PolicyLoss, aot_match, bco_reference_point, get_objective
+from torchrl_llm_kl.losses import (
+    EntropyBonus,
+    KLToReference,
+    PolicyLoss,
+    ValueLoss,
+    aot_match,
+    bco_reference_point,
+    get_objective,
+)
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import mismatch
+from torchrl_llm_kl.scoring import TokenCritic
 from toy_models import tiny_model
 
 CLOSE = {"rtol": 1e-3, "atol": 2e-5}
 FLAGS = torch.tensor([True, False, True, True, False, False])
+MODES = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model() -> nn.Module:
     return tiny_model(seed=0)
+
+
+@pytest.fixture(scope="module")
+def reference() -> nn.Module:
+    return tiny_model(seed=1)
 
 
 def labelled(layout: str = "padded") -> TensorDictBase:
@@ -46,10 +61,21 @@ def ratios(model: nn.Module) -> Tensor:
     return torch.stack([(row["log_prob"] - row["ref_log_probs"]).sum() for row in responses(model, batch())])
 
 
-@pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
-def test_ktos_reference_point_is_of_answers_after_other_prompts(model: nn.Module, layout: str) -> None:
+def reduced(model: nn.Module, mode: str, objective: str = "ppo", **hyper: Any) -> PolicyLoss:
+    terms = [KLToReference(0.2), EntropyBonus(0.05)]
+    return PolicyLoss(model, objective, terms=terms, aggregation=mode, max_len=8, **hyper)
+
+
+def sum_of_parts(loss: Any, data: TensorDictBase, split: Any) -> dict[str, Tensor]:
+    parts = [gradients(total(loss(data[torch.as_tensor(rows)])), loss) for rows in split]
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+@pytest.mark.parametrize("layout", ["padded", "nested"])
+def test_ktos_reference_point_is_of_answers_after_other_prompts(
+    model: nn.Module, reference: nn.Module, layout: str
+) -> None:
     """Rows share their prompts by twos, so that answers move on by two rows."""
-    reference = tiny_model(seed=1)
     loss = PolicyLoss(model, "kto", reference=reference)
     data = loss.batch_inputs(labelled(layout))
     full = batch()["tokens", "full"]
@@ -71,14 +97,12 @@ def test_kto_of_a_batch(model: nn.Module) -> None:
     expected = (torch.where(FLAGS, 1.5, 0.6) * surprise).mean()
     out = PolicyLoss(model, "kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.6)(data)
     assert_close(out["loss_objective"], expected, **CLOSE)
-    got, want = (gradients(x, model) for x in (out["loss_objective"], expected))
-    for name in want:
-        assert_close(got[name], want[name], **CLOSE)
+    assert_same(gradients(out["loss_objective"], model), gradients(expected, model))
     each = PolicyLoss(model, "kto", aggregation="none", beta=0.3)(data)["loss_objective"]
     assert_close(each, surprise, **CLOSE)
 
 
-@pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
+@pytest.mark.parametrize("layout", ["nested", "lazy"])
 def test_inputs_of_the_others_are_of_their_own_log_probs(model: nn.Module, layout: str) -> None:
     with torch.no_grad():
         ratio = ratios(model)
@@ -101,8 +125,7 @@ def test_inputs_of_the_others_are_of_their_own_log_probs(model: nn.Module, layou
         assert PolicyLoss(model, "aot").batch_inputs(data_for("aot", layout))["reference_point"].any()
 
 
-def test_a_reference_that_the_loss_scores_will_do_too(model: nn.Module) -> None:
-    reference = tiny_model(seed=1)
+def test_a_reference_that_the_loss_scores_will_do_too(model: nn.Module, reference: nn.Module) -> None:
     bare = labelled().exclude(("next", "ref_log_probs"))
     found = PolicyLoss(model, "bco", reference=reference).batch_inputs(bare)["reference_point"]
     full = batch()["tokens", "full"]
@@ -116,7 +139,6 @@ def test_a_reference_that_the_loss_scores_will_do_too(model: nn.Module) -> None:
 
 # ---------------------------------------------------------------------- parts of a batch
 
-SPLITS = [[[0, 1], [2, 3, 4, 5]], [[4, 5], [2, 3], [0, 1]]]
 WITH_CHOSEN = ("kto", "bco", "aot_unpaired")
 
 
@@ -128,31 +150,103 @@ def data_for(name: str, layout: str = "padded") -> TensorDictBase:
     return data
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("layout", ["padded", "lazy"])
 @pytest.mark.parametrize(
-    ("name", "hyper"),
+    ("name", "hyper", "layout", "split"),
     [
-        ("kto", {"beta": 0.4, "desirable_weight": 1.4}),
-        ("bco", {"beta": 0.4}),
-        ("bco_pair", {"beta": 0.4, "weighting": "aligned"}),
-        ("aot", {"beta": 0.4}),
-        ("cpo", {"nll_aggregation": "token-mean"}),
-        ("orpo", {}),
-        ("simpo", {}),
-        ("dpo", {"f_divergence": "js_divergence", "ld_alpha": 0.4, "weighting": "probability"}),
+        ("kto", {"beta": 0.4, "desirable_weight": 1.4}, "padded", [[0, 1], [2, 3, 4, 5]]),
+        ("bco", {"beta": 0.4}, "lazy", [[4, 5], [2, 3], [0, 1]]),
+        ("bco_pair", {"beta": 0.4, "weighting": "aligned"}, "padded", [[4, 5], [2, 3], [0, 1]]),
+        ("aot", {"beta": 0.4}, "lazy", [[0, 1], [2, 3, 4, 5]]),
+        ("cpo", {"nll_aggregation": "token-mean"}, "padded", [[4, 5], [2, 3], [0, 1]]),
+        ("orpo", {}, "padded", [[0, 1], [2, 3, 4, 5]]),
+        ("simpo", {}, "lazy", [[4, 5], [2, 3], [0, 1]]),
+        (
+            "dpo",
+            {"f_divergence": "js_divergence", "ld_alpha": 0.4, "weighting": "probability"},
+            "padded",
+            [[0, 1], [2, 3, 4, 5]],
+        ),
     ],
 )
-def test_parts_add_up(model: nn.Module, name: str, hyper: dict[str, Any], layout: str, split: list[list[int]]) -> None:
-    loss = PolicyLoss(model, name, reference=tiny_model(seed=1), **hyper)
+def test_parts_of_preferences_add_up(
+    model: nn.Module, reference: nn.Module, name: str, hyper: dict[str, Any], layout: str, split: list[list[int]]
+) -> None:
+    loss = PolicyLoss(model, name, reference=reference, **hyper)
     data = loss.count(loss.batch_inputs(data_for(name, layout)))
     out = loss(data)
-    whole = gradients(total(out), loss)
-    parts = [loss(data[torch.tensor(some)]) for some in split]
-    assert_close(sum(total(part) for part in parts).detach(), total(out).detach(), **CLOSE)
-    found = [gradients(total(part), loss) for part in parts]
-    for key, expected in whole.items():
-        assert_close(sum(part[key] for part in found), expected, **CLOSE)
+    assert_close(sum(total(loss(data[torch.tensor(some)])) for some in split).detach(), total(out).detach(), **CLOSE)
+    assert_same(sum_of_parts(loss, data, split), gradients(total(out), loss))
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout", "split"),
+    [*zip(MODES, ["padded", "lazy"] * 2, [[[0, 5], [1], [2, 3, 4]], [[4, 1, 0, 2, 3], [5]]] * 2, strict=True)],
+)
+def test_micro_batches_of_a_counted_batch(model: nn.Module, mode: str, layout: str, split: list[list[int]]) -> None:
+    loss, data = reduced(model, mode), batch(layout=layout)
+    whole = gradients(total(loss(data)), loss)
+    uncounted = sum_of_parts(loss, data, split)
+    assert not all(torch.allclose(uncounted[name] / len(split), whole[name], rtol=1e-3) for name in whole)
+    loss.count(data)
+    assert_same(gradients(total(loss(data)), loss), whole)
+    assert_same(sum_of_parts(loss, data, split), whole)
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
+def test_micro_batches_of_a_critic(mode: str) -> None:
+    critic = TokenCritic(tiny_model(seed=2).model)
+    nn.init.normal_(critic.head.weight, std=0.1)
+    loss, data = ValueLoss(critic, aggregation=mode, max_len=8), batch()
+    data["value_target"] = torch.linspace(-1, 1, 54).reshape(6, 9)
+    whole = gradients(total(loss(data)), loss)
+    loss.count(data)
+    assert_same(sum_of_parts(loss, data, [[0, 5], [1], [2, 3, 4]]), whole)
+
+
+def test_a_critic_of_nothing_has_gradient_0() -> None:
+    loss, data = ValueLoss(TokenCritic(tiny_model(seed=2).model)), batch()
+    data["value_target"], data["loss_mask"] = torch.ones(6, 9), torch.zeros(6, dtype=torch.bool)
+    with pytest.warns(UserWarning, match="the mask is empty"):
+        out = loss(data)
+    assert all((g == 0).all() for g in gradients(out["loss_critic"], loss).values())
+
+
+def test_terms_have_denominators_of_their_own(model: nn.Module) -> None:
+    """Two experts' sequences of 3 and 2 tokens; a micro-batch of experts alone is no special case."""
+    data = batch()
+    data["expert_mask"] = torch.tensor([False, True, False, False, True, False])
+    loss = reduced(model, "token-mean", "mix", mu=0.25)
+    whole = gradients(total(loss(data)), loss)
+    loss.count(data)
+    counts = {name.split("/")[0]: x.unique().item() for name, x in data["denominators"].exclude("batch").items()}
+    assert counts == {"usual": 15, "expert": 5, "kl_to_ref": 20, "entropy": 20}
+    assert_same(sum_of_parts(loss, data, [[1, 4], [0, 2], [3, 5]]), whole)
+
+
+def test_rows_of_batches_counted_apart_are_refused(model: nn.Module) -> None:
+    loss, data = reduced(model, "token-mean"), batch()
+    first, second = loss.count(data[:2].clone()), loss.count(data[2:].clone())
+    with pytest.raises(
+        ValueError, match=r"rows of 2 batches that were counted apart: found denominators \[8.0, 12.0\]"
+    ):
+        loss(torch.cat([first, second]))
+    twins = reduced(model, "seq-mean-token-sum")
+    first, second = (twins.count(data[rows].exclude("denominators")) for rows in ([0, 1], [2, 3]))
+    with pytest.raises(ValueError, match=r"rows of 2 batches .* denominators \[2.0\] of objective"):
+        twins(torch.cat([first, second]))  # the counts are equal
+    first, second = loss.count(data[:2].exclude("denominators")), loss.count(data[2:].exclude("denominators"))
+    other = PolicyLoss(model, terms=[EntropyBonus(0.1)])
+    del first["denominators", "entropy/token-mean"]
+    with pytest.raises(ValueError, match=r"was counted for kl_to_ref/token-mean, .* but not for entropy/token-mean"):
+        other(first)
+
+
+def test_counts_of_another_way_to_sum_are_refused(model: nn.Module) -> None:
+    data = reduced(model, "token-mean").count(batch())
+    with pytest.raises(ValueError, match="but not for objective/seq-mean-token-sum: count it with this loss"):
+        reduced(model, "seq-mean-token-sum")(data)
+    reduced(model, "seq-mean-token-sum").count(data)
+    assert total(reduced(model, "seq-mean-token-sum")(data)).isfinite()
 
 
 def test_matches_stay_together(model: nn.Module) -> None:
@@ -160,9 +254,7 @@ def test_matches_stay_together(model: nn.Module) -> None:
     data = loss.count(loss.batch_inputs(data_for("aot_unpaired")))
     whole = gradients(total(loss(data)), loss)
     match = data["match_id"]
-    found = [gradients(total(loss(data[rows])), loss) for rows in (match == 1, match != 1)]
-    for key, expected in whole.items():
-        assert_close(found[0][key] + found[1][key], expected, **CLOSE)
+    assert_same(sum_of_parts(loss, data, (match == 1, match != 1)), whole)
     with pytest.raises(ValueError, match=r"match_id . has . chosen and . rejected rows, expected one of each"):
         loss(data[:3])
 
@@ -173,16 +265,17 @@ def test_without_the_inputs_of_the_batch_parts_do_not_add_up(model: nn.Module, n
     loss = PolicyLoss(model, name, beta=0.4)
     data = loss.count(data_for(name))
     whole = gradients(total(loss(data)), loss)
-    found = [gradients(total(loss(data[rows])), loss) for rows in (torch.arange(2), torch.arange(2, 6))]
-    assert not all(torch.allclose(found[0][key] + found[1][key], whole[key], rtol=1e-3, atol=1e-5) for key in whole)
+    found = sum_of_parts(loss, data, (torch.arange(2), torch.arange(2, 6)))
+    assert not all(torch.allclose(found[key], whole[key], rtol=1e-3, atol=1e-5) for key in whole)
 
 
 def test_the_storage_of_a_buffer_is_left_alone(model: nn.Module) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(6), collate_fn=lambda x: x)
     buffer.extend(labelled("lazy"))
-    sample = PolicyLoss(model, "bco").batch_inputs(buffer[torch.arange(4)])
-    assert "reference_point" in sample
-    assert "reference_point" not in buffer[torch.arange(4)]
+    loss = PolicyLoss(model, "bco")
+    sample = loss.count(loss.batch_inputs(buffer[torch.arange(4)]))
+    assert {"reference_point", "denominators"} <= set(sample.keys())
+    assert not {"reference_point", "denominators"} & set(buffer[torch.arange(4)].keys())
 
 
 # ---------------------------------------------------------------------- errors
@@ -196,18 +289,15 @@ def test_an_objective_without_such_an_input_is_left_alone(model: nn.Module) -> N
     assert PolicyLoss(model, lambda log_prob, mask, **_: get_objective("sft")(log_prob, mask)).once is None
 
 
-def test_mismatched_answers_need_the_reference_itself(model: nn.Module) -> None:
-    with pytest.raises(
-        ValueError, match=r"kto scores mismatched .* pass the model as reference=, or store 'reference_point'"
-    ):
+def test_what_is_missing_names_what_computes_it(model: nn.Module) -> None:
+    message = r"kto scores mismatched .* pass the model as reference=, or store 'reference_point'"
+    with pytest.raises(ValueError, match=message):
         PolicyLoss(model, "kto").batch_inputs(labelled())
-
-
-def test_a_missing_reference_point_names_the_method(model: nn.Module) -> None:
-    with pytest.raises(
-        KeyError, match=r"kto needs reference_point.*batch_inputs\(batch\) computes it from a whole batch"
-    ):
+    message = r"kto needs reference_point.*batch_inputs\(batch\) computes it from a whole batch"
+    with pytest.raises(KeyError, match=message):
         PolicyLoss(model, "kto")(labelled())
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised"):
+        PolicyLoss(model).count(batch(), all_ranks=True)
 
 
 def test_a_reference_point_that_is_no_number_is_named(model: nn.Module) -> None:
@@ -239,9 +329,7 @@ def test_aligned_weights_are_of_the_policys_own_distribution(kind: str) -> None:
     assert_close(out["loss_objective"], (weight * each).mean(), **CLOSE)
     assert_close(out["weight_mean"], weight.mean(), **CLOSE)
     if kind != "functional":
-        got, want = (gradients(x, model) for x in (out["loss_objective"], (weight * each).mean()))
-        for name in want:
-            assert_close(got[name], want[name], **CLOSE)
+        assert_same(gradients(out["loss_objective"], model), gradients((weight * each).mean(), model))
 
 
 # ---------------------------------------------------------------------- mismatched answers
@@ -257,20 +345,13 @@ def mixed(prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]
     return [row.tolist() for row in tokens.to_list()]
 
 
-def test_answers_move_on_by_one_row() -> None:
-    found = mixed([[1, 2], [3], [4, 5, 6]], [[7], [8, 8], [9, 9, 9]])
-    assert found == [[1, 2, 9, 9, 9], [3, 7], [4, 5, 6, 8, 8]]
-
-
-def test_answers_leave_the_neighbours_of_their_own_prompt() -> None:
-    found = mixed([[1], [1], [2], [2]], [[5], [6], [7], [8]])
-    assert found == [[1, 7], [1, 8], [2, 5], [2, 6]]
+def test_answers_move_on_to_other_prompts() -> None:
+    assert mixed([[1, 2], [3], [4, 5, 6]], [[7], [8, 8], [9, 9, 9]]) == [[1, 2, 9, 9, 9], [3, 7], [4, 5, 6, 8, 8]]
+    # past the neighbours of their own prompt
+    assert mixed([[1], [1], [2], [2]], [[5], [6], [7], [8]]) == [[1, 7], [1, 8], [2, 5], [2, 6]]
     assert mixed([[1], [1], [2]], [[5], [6], [7]]) == [[1, 7], [1, 5], [2, 6]]  # no shift is better
     assert mixed([[1]], [[5]]) == [[1, 5]]
-
-
-def test_a_sequence_without_an_answer_is_left_out() -> None:
-    """Where its prompt ends is unknown: all of it may be an answer that ``loss_mask`` leaves out."""
+    # Where the prompt of a sequence without an answer ends is unknown: all of it may be one that ``loss_mask`` leaves out.
     assert mixed([[1, 2], [3], [4]], [[], [8, 8], [9]]) == [[1, 2], [3, 9], [4, 8, 8]]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,8 +97,7 @@ def with_teacher(td: TensorDictBase, teacher: nn.Module, k: int, key: Any = "top
 # ---------------------------------------------------------------------- values and gradients
 
 
-@pytest.mark.parametrize("k", [1, 5, V])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("k", "beta"), [(1, 0.0), (5, 0.3), (V, 1.0), (5, 1.0), (V, 0.3)])
 def test_top_k_in_float64(k: int, beta: float) -> None:
     """Enumeration over the whole vocabulary; ``k = V`` is the exact divergence."""
     student, teacher = wide(0), wide(1)
@@ -123,8 +123,7 @@ def test_the_whole_distribution_of_a_local_teacher(beta: float) -> None:
     assert "captured_mass" not in out
 
 
-@pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("layout", "beta"), [("padded", 0.0), ("nested", 0.3), ("lazy", 1.0)])
 def test_what_the_transform_wrote(layout: str, beta: float) -> None:
     """Float32, any layout: with every token listed, value and gradients of the exact divergence."""
     student, teacher = tiny_model(seed=0), tiny_model(seed=1)
@@ -135,8 +134,6 @@ def test_what_the_transform_wrote(layout: str, beta: float) -> None:
     found = gradients(out["loss_objective"], student)
     assert_near(found, gradients(exact["loss_objective"], student), terms=64 * 64, size=1)
     few = PolicyLoss(student, "distill", beta=beta)(RetrieveLogProb(teacher, top_k=3)(data(layout)))
-    other = PolicyLoss(student, "distill", beta=beta)(RetrieveLogProb(teacher, top_k=3)(data("padded")))
-    assert_near(few["loss_objective"], other["loss_objective"], terms=V)
     assert few["loss_objective"] < out["loss_objective"]
 
 
@@ -190,7 +187,7 @@ def test_no_tensor_over_the_vocabulary() -> None:
 # ---------------------------------------------------------------------- several teachers
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_several_teachers_are_a_weighted_sum(beta: float) -> None:
     """Different k, keys and weights, in one sweep of the head."""
     student, teachers = wide(0), (wide(1), wide(2))
@@ -267,10 +264,7 @@ def test_a_term_beside_another_objective() -> None:
     assert set(loss(td).keys()) == set(loss.out_keys)
 
 
-@pytest.mark.parametrize(
-    "aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
-)
-@pytest.mark.parametrize("distribution", ["top_k", "exact"])
+@pytest.mark.parametrize(("aggregation", "distribution"), [("token-mean", "top_k"), ("seq-mean-token-mean", "exact")])
 def test_micro_batches_add_up(aggregation: Any, distribution: Any) -> None:
     student, teacher = wide(0), wide(1)
     td = with_teacher(data(), teacher, 4)
@@ -370,32 +364,14 @@ def test_little_captured_mass_warns_once_for_each_teacher() -> None:
 # ---------------------------------------------------------------------- errors
 
 
-def unscored(td: TensorDictBase) -> TensorDictBase:
-    for name in ("ids", "log_probs", "rest_log_prob"):
-        td[2]["top_k", name][PROMPT] = 0
-    return td
+def spoilt(td: TensorDictBase, change: Callable[[TensorDictBase], Any]) -> TensorDictBase:
+    """With what ``change`` makes of each row's ids, which then have several widths."""
+    return lazy_stack([row.set(("top_k", "ids"), change(row["top_k", "ids"])) for row in td.unbind(0)])
 
 
-def nan(td: TensorDictBase) -> TensorDictBase:
-    td[2]["top_k", "rest_log_prob"][PROMPT] = torch.nan
-    return td
-
-
-def one_id_less(td: TensorDictBase) -> TensorDictBase:
-    rows = [row.set(("top_k", "ids"), row["top_k", "ids"][:, 1:]) for row in td.unbind(0)]
-    return lazy_stack(rows)
-
-
-def no_list(td: TensorDictBase) -> TensorDictBase:
-    return lazy_stack([row.set(("top_k", "ids"), row["top_k", "ids"][:, 0]) for row in td.unbind(0)])
-
-
-def float_ids(td: TensorDictBase) -> TensorDictBase:
-    return lazy_stack([row.set(("top_k", "ids"), row["top_k", "ids"].float()) for row in td.unbind(0)])
-
-
-def another_vocabulary(td: TensorDictBase) -> TensorDictBase:
-    td[0]["top_k", "ids"][PROMPT, 0] = V
+def placed(td: TensorDictBase, value: Any, *names: str) -> TensorDictBase:
+    for name in names:
+        td[2]["top_k", name][PROMPT] = value
     return td
 
 
@@ -403,48 +379,63 @@ def another_vocabulary(td: TensorDictBase) -> TensorDictBase:
     ("spoil", "error", "message"),
     [
         (
-            unscored,
+            lambda td: placed(td, 0, "ids", "log_probs", "rest_log_prob"),
             ValueError,
             rf"below 'top_k' add up to 5 at sequence 2, position {PROMPT}, not to 1.*did not score",
         ),
-        (nan, ValueError, rf"below 'top_k' add up to nan at sequence 2, position {PROMPT}"),
+        (
+            lambda td: placed(td, torch.nan, "rest_log_prob"),
+            ValueError,
+            rf"below 'top_k' add up to nan at sequence 2, position {PROMPT}",
+        ),
         (lambda td: td.exclude("top_k"), KeyError, r"needs a teacher's top k.*\('top_k', 'ids'\).*top_k=64"),
         (lambda td: td.exclude(("top_k", "rest_log_prob")), KeyError, r"'rest_log_prob'"),
-        (one_id_less, ValueError, r"hold \(3,\) and \(4,\) numbers per token: expected the same k"),
-        (no_list, ValueError, r"must have 1 dimension after the tokens, found none"),
-        (float_ids, ValueError, r"holds torch.float32: expected integers"),
-        (another_vocabulary, ValueError, rf"top_ids holds the token id {V}, outside the vocabulary of {V}"),
+        (
+            lambda td: spoilt(td, lambda ids: ids[:, 1:]),
+            ValueError,
+            r"hold \(3,\) and \(4,\) numbers per token: expected the same k",
+        ),
+        (
+            lambda td: spoilt(td, lambda ids: ids[:, 0]),
+            ValueError,
+            r"must have 1 dimension after the tokens, found none",
+        ),
+        (lambda td: spoilt(td, lambda ids: ids.float()), ValueError, r"holds torch.float32: expected integers"),
+        (
+            lambda td: placed(td, V, "ids"),
+            ValueError,
+            rf"top_ids holds the token id {V}, outside the vocabulary of {V}",
+        ),
     ],
 )
 def test_data_that_is_no_teacher(spoil: Any, error: Any, message: str) -> None:
     td = spoil(with_teacher(data(), tiny_model(seed=1), 4))
-    loss = PolicyLoss(tiny_model(seed=0), "distill")
     with pytest.raises(error, match=message):
-        loss(td)
+        PolicyLoss(tiny_model(seed=0), "distill")(td)
 
 
 ONE = torch.ones(1, 1)
 PAIR = torch.full((1, 1, 2), 0.5).log()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"outcomes": PAIR}, r"distill needs teacher_outcomes: pass teacher_outcomes=, \[\*B, T, k \+ 1\]"),
-        ({"distribution": "exact"}, r"distill needs teacher_divergence.*or change distribution='exact'"),
-        ({"outcomes": PAIR, "teacher_outcomes": PAIR[..., :1]}, r"outcomes has shape \(1, 1, 2\) but teacher_outcomes"),
-        ({"outcomes": PAIR[0], "teacher_outcomes": PAIR[0]}, r"outcomes has shape \(1, 2\), expected \(1, 1, k \+ 1\)"),
-        ({"outcomes": PAIR, "teacher_outcomes": PAIR, "beta": 1.5}, "beta must be at least 0 and at most 1, got 1.5"),
-        ({"outcomes": PAIR, "teacher_outcomes": PAIR, "distribution": "all"}, "distribution must be one of"),
-        ({"outcomes": PAIR, "teacher_outcomes": PAIR, "teacher_weights": [1, 2]}, "2 numbers for 1 teachers"),
-        ({"outcomes": PAIR, "teacher_outcomes": PAIR, "teacher_weights": [-1.0]}, "must not be negative"),
-        ({"outcomes": PAIR, "teacher_outcomes": PAIR, "teacher_weights": [0.0]}, "nor all 0"),
-        ({"distribution": "exact", "teacher_divergence": ONE, "teacher_weights": [1.0]}, "leave out teacher_weights"),
-    ],
-)
-def test_wrong_inputs(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        get_objective("distill")(ONE, ONE > 0, **given)
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"outcomes": PAIR}, r"distill needs teacher_outcomes: pass teacher_outcomes=, \[\*B, T, k \+ 1\]"),
+    ({"distribution": "exact"}, r"distill needs teacher_divergence.*or change distribution='exact'"),
+    ({"outcomes": PAIR, "teacher_outcomes": PAIR[..., :1]}, r"outcomes has shape \(1, 1, 2\) but teacher_outcomes"),
+    ({"outcomes": PAIR[0], "teacher_outcomes": PAIR[0]}, r"outcomes has shape \(1, 2\), expected \(1, 1, k \+ 1\)"),
+    ({"outcomes": PAIR, "teacher_outcomes": PAIR, "beta": 1.5}, "beta must be at least 0 and at most 1, got 1.5"),
+    ({"outcomes": PAIR, "teacher_outcomes": PAIR, "distribution": "all"}, "distribution must be one of"),
+    ({"outcomes": PAIR, "teacher_outcomes": PAIR, "teacher_weights": [1, 2]}, "2 numbers for 1 teachers"),
+    ({"outcomes": PAIR, "teacher_outcomes": PAIR, "teacher_weights": [-1.0]}, "must not be negative"),
+    ({"outcomes": PAIR, "teacher_outcomes": PAIR, "teacher_weights": [0.0]}, "nor all 0"),
+    ({"distribution": "exact", "teacher_divergence": ONE, "teacher_weights": [1.0]}, "leave out teacher_weights"),
+]
+
+
+def test_wrong_inputs() -> None:
+    for given, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            get_objective("distill")(ONE, ONE > 0, **given)
 
 
 @pytest.mark.parametrize(
@@ -467,25 +458,18 @@ def test_contradictory_settings(settings: dict[str, Any], message: str) -> None:
 TRUNCATED = Sampling(0.7, top_k=20)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda student, _: PolicyLoss(student, "distill", sampling=TRUNCATED),
-        lambda student, _: PolicyLoss(LogProbScorer(student, sampling=TRUNCATED), "distill"),
-        lambda student, _: PolicyLoss(student, "ppo", terms=[DivergenceToTeacher(0.1)], sampling=TRUNCATED),
-        lambda student, teacher: PolicyLoss(
-            student, "distill", distribution="exact", reference=teacher, sampling=TRUNCATED
-        ),
-        lambda student, teacher: make_algorithm("gkd", student, reference=teacher, sampling=TRUNCATED),
-        lambda student, teacher: make_algorithm(
-            "on_policy_distill", student, reference=teacher, top_k=4, sampling=TRUNCATED
-        ),
-    ],
-    ids=["top_k", "scorer", "term", "exact", "gkd", "on_policy_distill"],
-)
-def test_a_truncated_student_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"a distillation with Sampling\(.*top_k=20\): .*Pass temperature="):
-        make(tiny_model(seed=0), tiny_model(seed=1))
+def test_a_truncated_student_is_refused() -> None:
+    student, cut = tiny_model(seed=0), {"reference": tiny_model(seed=1), "sampling": TRUNCATED}
+    for make in (
+        lambda: PolicyLoss(student, "distill", sampling=TRUNCATED),
+        lambda: PolicyLoss(LogProbScorer(student, sampling=TRUNCATED), "distill"),
+        lambda: PolicyLoss(student, "ppo", terms=[DivergenceToTeacher(0.1)], sampling=TRUNCATED),
+        lambda: PolicyLoss(student, "distill", distribution="exact", **cut),
+        lambda: make_algorithm("gkd", student, **cut),
+        lambda: make_algorithm("on_policy_distill", student, top_k=4, **cut),
+    ):
+        with pytest.raises(ValueError, match=r"a distillation with Sampling\(.*top_k=20\): .*Pass temperature="):
+            make()
 
 
 def test_exact_distillations_with_two_betas() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import time
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils._pytree import tree_map
 
@@ -32,20 +30,20 @@ def by_name(out: TensorDictBase) -> torch.Tensor:
     return out["loss_objective"] + out["loss_kl_to_ref"] + out["loss_entropy"]
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_the_line_of_torchrls_recipes_has_the_gradient_of_the_losses(name: str) -> None:
+def test_the_line_of_torchrls_recipes_has_the_gradient_of_the_losses() -> None:
     loss, data = make_loss(), batch()
     out = loss(data)
-    assert float(out["num_tokens"]) == 20  # far larger than any loss
-    if name not in ("mean", "sum", "nanmean", "nansum"):
-        with pytest.raises(TypeError, match=rf"^{name}\(reduce=True\) of a loss would mix .* use out.total_loss"):
-            getattr(out, name)(*ARGS.get(name, ()), reduce=True)
-        return
-    found = getattr(out, name)(reduce=True)
-    assert_close(found, by_name(out))
+    assert out["num_tokens"] == 20  # far larger than any loss
     expected = gradients(by_name(loss(data)), loss)
-    for key, value in gradients(found, loss).items():
-        assert_near(value, expected[key], terms=64)
+    for name in REDUCTIONS:
+        if name in ("mean", "sum", "nanmean", "nansum"):
+            out = loss(data)
+            found = getattr(out, name)(reduce=True)
+            assert_close(found, by_name(out))
+            assert_near(gradients(found, loss), expected, terms=64, msg=name)
+        else:
+            with pytest.raises(TypeError, match=rf"^{name}\(reduce=True\) of a loss would mix .* use out.total_loss"):
+                getattr(out, name)(*ARGS.get(name, ()), reduce=True)
 
 
 def test_every_reduction_of_a_tensordict_is_listed() -> None:
@@ -143,32 +141,3 @@ def test_it_is_a_tensordict_for_torchrl() -> None:
     doubled = tree_map(lambda x: 2 * x, out)
     assert type(doubled) is LossOutput
     assert_close(doubled.total_loss, 2 * out.total_loss)
-
-
-def test_it_can_be_made_and_read_in_a_compiled_function() -> None:
-    @torch.compile(fullgraph=True, backend="eager")
-    def f(x: torch.Tensor) -> tuple[LossOutput, torch.Tensor]:
-        out = LossOutput(loss_a=2 * x, loss_b=-x, ESS=x * 0 + 1)
-        return out, out.total_loss
-
-    out, total = f(torch.tensor(3.0))
-    assert type(out) is LossOutput
-    assert total == out.mean(reduce=True) == 3
-
-
-@pytest.mark.parametrize("settings", [{}, {"static_graph": True}], ids=str)
-def test_ddp_finds_the_losses_in_it(settings: dict[str, bool]) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        loss, data = make_loss(), batch()
-        expected = gradients(by_name(loss(data)), loss)
-        wrapped = DistributedDataParallel(loss, **settings)
-        out = wrapped(data)
-        if settings:  # then DDP replaces each tensor of the output, so that it sees the backward pass begin
-            assert "DDPSink" in type(out["loss_objective"].grad_fn).__name__
-        out.total_loss.backward()
-        for name, parameter in loss.named_parameters():
-            assert_near(parameter.grad, expected[name], terms=64)
-    finally:
-        time.sleep(0.1)  # Gloo's thread needs Python's lock to drop its last work, and the end waits for that thread
-        torch.distributed.destroy_process_group()
