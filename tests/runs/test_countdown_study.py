@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 import countdown_study
+from closeness import assert_near
 from countdown.direct import direct_batches
 from countdown.model import as_policy, build_model, build_tokenizer, render_prompt, warm_up
 from countdown.study import (
@@ -42,10 +45,9 @@ from countdown.study import (
 from countdown.task import Problem, all_problems, make_env
 from project import PROJECT
 from torchrl_llm_kl import RetrieveKL
+from toy_models import FORWARD
 
 DOCS = PROJECT / "docs"
-
-
 HERE = torch.backends.cpu.get_cpu_capability()
 
 
@@ -56,30 +58,23 @@ def row(cell: Cell, seed: int, scale=SHORT, processor=HERE, **measured):
 # ------------------------------------------------------------------ cells and results
 
 
-def test_no_seed_is_used_twice():
+def test_each_cell_and_each_seed_is_there_once():
     """Settings were chosen on other seeds than those that are reported."""
     seeds = [*TUNING_SEEDS, *TARGET_SEEDS, *PLACEMENT_SEEDS]
     assert len(set(seeds)) == len(seeds)
-    assert len(TARGET_SEEDS) == 10
-    assert len(PLACEMENT_SEEDS) == 5
-
-
-def test_each_cell_is_there_once():
+    assert (len(TARGET_SEEDS), len(PLACEMENT_SEEDS)) == (10, 5)
     cells = placement_cells()
     assert len({str(cell) for cell in cells}) == len(set(cells)) == len(cells) == 25
     plain = {(cell.placement, cell.coefficient) for cell in cells if cell.sampler == "temperature 1"}
     for placement in ("k1 in the reward", "k2 in the loss", "k3 in the loss", "exact in the loss"):
         assert {weight for where, weight in plain if where == placement} >= {"pi", 0.03, 0.1, 0.3}
     assert ("none", 0.0) in plain
-    assert {cell.sampler for cell in cells} == {
-        "temperature 1",
-        "temperature 0.7, scored at 1",
-        "temperature 0.7",
-        "top 3, scored without",
-    }
+    samplers = {"temperature 1", "temperature 0.7, scored at 1", "temperature 0.7", "top 3, scored without"}
+    assert {cell.sampler for cell in cells} == samplers
 
 
 def test_results_are_found_again_and_only_the_missing_ones_run(tmp_path):
+    """A line that a kill cut off is run again."""
     path = tmp_path / "results.jsonl"
     one, two = target_cells()
     results = Results(path)
@@ -89,6 +84,14 @@ def test_results_are_found_again_and_only_the_missing_ones_run(tmp_path):
     assert again.missing([one, two], [3, 4], SHORT) == [(one, 4), (two, 4)]
     assert again.find(two, SHORT) == {3: row(two, 3, kl=0.2)}
     assert again.find(two, replace(SHORT, steps=7)) == {}, "another size is another run"
+    whole = path.read_bytes()
+    for cut in (1, 10, whole.index(b"\n")):  # the last: an object without its line end
+        path.write_bytes(whole + whole[:cut])
+        results = Results(path)
+        assert len(results.rows) == 2
+        assert path.read_bytes() == whole
+        results.append(row(one, 2))
+        assert [json.loads(line)["seed"] for line in path.read_text().splitlines()] == [3, 3, 2]
 
 
 def test_each_processor_has_runs_of_its_own(tmp_path):
@@ -100,64 +103,35 @@ def test_each_processor_has_runs_of_its_own(tmp_path):
     assert results.missing([pi], [10, 11], SHORT) == [(pi, 10), (pi, 11)], "nothing ran on this processor"
     assert set(results.find(pi, SHORT)) == {10, 11}, "the processor with most runs"
     table = processor_table(results, [10, 11], SHORT).splitlines()
-    assert (
-        table[2]
-        == "| A | 2 | 25.0% (25.0% to 25.0%) | 60.0% (50.0% to 70.0%) | 0.50 (0.40 to 0.60) | 1.5 (1.5 to 1.5) |"
-    )
+    first = "| A | 2 | 25.0% (25.0% to 25.0%) | 60.0% (50.0% to 70.0%) | 0.50 (0.40 to 0.60) | 1.5 (1.5 to 1.5) |"
+    assert table[2] == first
     assert table[3].startswith("| B | 1 | 25.0% (25.0% to 25.0%) | 90.0% (90.0% to 90.0%) | 0.50 (0.50 to 0.50) |")
     assert table[4].startswith("| all | 3 | 25.0% (25.0% to 25.0%) | 70.0% (50.0% to 90.0%) |")
-
-
-def test_a_line_cut_off_by_a_kill_is_run_again(tmp_path):
-    path = tmp_path / "results.jsonl"
-    (one, _) = target_cells()
-    Results(path).append(row(one, 1))
-    whole = path.read_bytes()
-    for cut in (1, 10, len(whole) - 1):  # the last: an object without its line end
-        path.write_bytes(whole + whole[:cut])
-        results = Results(path)
-        assert len(results.rows) == 1
-        assert path.read_bytes() == whole
-        results.append(row(one, 2))
-        assert [json.loads(line)["seed"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 # ------------------------------------------------------------------ statistics by hand
 
 
-def test_intervals_by_hand():
+def test_intervals_and_differences_by_hand():
     assert interval([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx((3.0, 2.776 * math.sqrt(2.5 / 5)))
     assert interval([1.0, 3.0]) == pytest.approx((2.0, 12.706))
-    assert shown([0.25]) == "0.25"
-    assert shown([0.5, 0.5], percent=True) == "50.0 ± 0.0 %"
-    assert shown([]) == "not run"
-
-
-def test_differences_are_between_pairs():
+    assert [shown([0.25]), shown([0.5, 0.5], percent=True), shown([])] == ["0.25", "50.0 ± 0.0 %", "not run"]
     a, b = {1: {"x": 0.5}, 2: {"x": 0.7}}, {2: {"x": 0.4}, 3: {"x": 0.0}}
-    assert differences(a, b, "x") == pytest.approx([0.3])
+    assert differences(a, b, "x") == pytest.approx([0.3])  # of the pair
 
 
-@pytest.mark.parametrize(
-    ("values", "sign", "want"),
-    [
-        ([0.2], 1, "open: fewer than two seeds were run"),
-        ([0.2, 0.21, 0.2], 1, "agrees"),
-        ([0.2, 0.21, 0.2], -1, "disagrees"),
-        ([0.2, 0.21, 0.2], 0, "disagrees"),
-        ([0.2, -0.21, 0.1], 1, "not seen: the interval contains 0"),
-        ([0.2, -0.21, 0.1], 0, "agrees: no difference seen"),
-    ],
-)
-def test_verdicts(values, sign, want):
-    assert verdict(values, sign) == want
+def test_verdicts():
+    clear, unclear = [0.2, 0.21, 0.2], [0.2, -0.21, 0.1]
+    assert verdict([0.2], 1) == "open: fewer than two seeds were run"
+    assert [verdict(clear, sign) for sign in (1, -1, 0)] == ["agrees", "disagrees", "disagrees"]
+    assert verdict(unclear, 1) == "not seen: the interval contains 0"
+    assert verdict(unclear, 0) == "agrees: no difference seen"
 
 
 def test_summary_of_a_run_by_hand():
     rows = [{"kl": kl, "coefficient": c} for kl, c in zip((0, 1, 2, 3, 4, 6), (9, 8, 2, 4, 1, 3), strict=True)]
     summary = target_summary(rows)
-    assert summary["kl_last_half"] == pytest.approx(13 / 3)
-    assert summary["swing"] == 4.0
+    assert (summary["kl_last_half"], summary["swing"]) == (pytest.approx(13 / 3), 4.0)
 
 
 def test_the_table_of_the_target_by_hand(tmp_path):
@@ -269,11 +243,16 @@ def invoke(*arguments: str) -> str:
     return result.output
 
 
+def copied_page(folder: Path) -> Path:
+    return Path(shutil.copy(DOCS / "kl_study.md", folder))
+
+
 def test_a_quick_study_resumes(tmp_path, few):
-    page = tmp_path / "kl_study.md"
-    page.write_text((DOCS / "kl_study.md").read_text(encoding="utf-8"), encoding="utf-8")
+    page = copied_page(tmp_path)
     path = tmp_path / "results.jsonl"
     arguments = ("--quick", "--jobs", "0", "--results", str(path), "--folder", str(tmp_path), "--docs", str(tmp_path))
+    invoke("placement", *arguments, "--minutes", "0", "--seed", "20")
+    assert not path.exists(), "no run starts after the time is up"
     output = invoke("placement", *arguments, "--seed", "20")
     assert "0 of 4 runs" in output
     assert "4/4" in output
@@ -297,18 +276,9 @@ def test_a_quick_study_resumes(tmp_path, few):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_no_run_starts_after_the_time_is_up(tmp_path, few):
-    page = tmp_path / "kl_study.md"
-    page.write_text((DOCS / "kl_study.md").read_text(encoding="utf-8"), encoding="utf-8")
-    arguments = ("--quick", "--jobs", "0", "--results", str(tmp_path / "r.jsonl"), "--folder", str(tmp_path))
-    invoke("placement", *arguments, "--docs", str(tmp_path), "--minutes", "0", "--seed", "20")
-    assert not (tmp_path / "r.jsonl").exists()
-
-
 def test_the_page_is_that_of_its_results(tmp_path):
     """``make study`` writes both; a change of one alone fails here."""
-    page = tmp_path / "kl_study.md"
-    page.write_text((DOCS / "kl_study.md").read_text(encoding="utf-8"), encoding="utf-8")
+    page = copied_page(tmp_path)
     invoke("pages", "--docs", str(tmp_path), "--results", str(DOCS / "kl_study.jsonl"))
     assert page.read_text(encoding="utf-8") == (DOCS / "kl_study.md").read_text(encoding="utf-8")
 
@@ -318,8 +288,7 @@ def test_a_study_run_is_the_demo(tmp_path):
     (pi, _) = target_cells()
     scale = replace(QUICK, warmup_steps=12)
     result = countdown_study.run(pi, 3, scale, tmp_path)
-    options = {"steps": 3, "warmup-steps": 12, "num-prompts": 2, "group-size": 3, "seed": 3}
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    arguments = ["--steps", "3", "--warmup-steps", "12", "--num-prompts", "2", "--group-size", "3", "--seed", "3"]
     found = CliRunner().invoke(countdown_study.demo.app, [*arguments, "--out", str(tmp_path / "demo")])
     assert found.exit_code == 0, found.output
     rows = [json.loads(line) for line in (tmp_path / "demo" / "metrics.jsonl").read_text().splitlines()]
@@ -357,4 +326,4 @@ def test_direct_batches_are_those_of_the_collector():
         for key in (("tokens", "full"), ("masks", "all_attention_mask"), ("next", "success")):
             assert torch.equal(mine[key], theirs[key]), key
         for name in ("reward", "kl_penalty", ("log_probs", "full"), ("ref_log_probs", "full")):
-            torch.testing.assert_close(mine["next"].get(name), theirs["next"].get(name), rtol=0, atol=2e-6)
+            assert_near(mine["next"].get(name), theirs["next"].get(name), **FORWARD)

@@ -97,14 +97,6 @@ def test_the_real_questions() -> None:
     assert [right for _, right in questions[0].answers.values()] == [False, False, False, True]
 
 
-def test_without_the_file_the_message_says_where_it_is(tmp_path: Path) -> None:
-    result = CliRunner().invoke(gsm8k_text.app, ["--data", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "grade-school-math" in " ".join(result.output.split())
-    with pytest.raises(FileNotFoundError, match=FILE):
-        read_questions(tmp_path)
-
-
 # ------------------------------------------------------------------ guesses and figures, by hand
 
 
@@ -163,36 +155,22 @@ def test_the_summary_averages_seeds() -> None:
 # ------------------------------------------------------------------ a run
 
 
+def words_for(data: Path, out: Path, *, jobs: int) -> list[str]:
+    words = f"--quick --jobs {jobs} --seed 0 --seed 2 --sft-epochs 6".split()
+    return [*words, "--data", str(data), "--out", str(out)]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder and the output of a quick run on sums."""
     folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
-    questions = [
-        question(rng.randrange(2, 99), rng.choice(("1010", "0110", "0001", "1000", "0111"))) for _ in range(48)
-    ]
-    lines = [
-        {
-            "question": q.text,
-            "ground_truth": q.solution,
-            **{name: {"is_correct": right, "solution": text} for name, (text, right) in q.answers.items()},
-        }
-        for q in questions
-    ]
-    (folder / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = [
-        "--quick",
-        "--data",
-        str(folder),
-        "--out",
-        str(folder / "out"),
-        "--jobs",
-        "0",
-        "--seed",
-        "0",
-        "--seed",
-        "2",
-    ]
-    result = CliRunner().invoke(gsm8k_text.app, [*words, "--sft-epochs", "6"])
+    rights = ("1010", "0110", "0001", "1000", "0111")
+    questions = [question(rng.randrange(2, 99), rng.choice(rights)) for _ in range(48)]
+    with (folder / FILE).open("w") as file:
+        for q in questions:
+            answers = {name: {"is_correct": right, "solution": text} for name, (text, right) in q.answers.items()}
+            file.write(json.dumps({"question": q.text, "ground_truth": q.solution, **answers}) + "\n")
+    result = CliRunner().invoke(gsm8k_text.app, words_for(folder, folder / "out", jobs=0))
     assert result.exit_code == 0, result.output + repr(result.exception)
     return folder / "out", result.output
 
@@ -253,17 +231,9 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
 @pytest.mark.slow
 def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = finished
-    words = [
-        sys.executable,
-        str(TUTORIALS / "gsm8k_text.py"),
-        "--quick",
-        "--data",
-        str(out.parent),
-        "--sft-epochs",
-        "6",
-    ]
-    words += ["--out", str(tmp_path / "out"), "--jobs", "2", "--seed", "0", "--seed", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    words = words_for(out.parent, tmp_path / "out", jobs=2)
+    command = [sys.executable, str(TUTORIALS / "gsm8k_text.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found, expected = (
         [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
@@ -288,18 +258,18 @@ def test_a_second_run_keeps_the_first(finished: tuple[Path, str], monkeypatch: p
     assert (out / "earlier-1" / "seed-0" / "dpo").is_dir()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_wrong_options(tmp_path: Path) -> None:
+    for words, expected in (
         (["--beta", "0"], "0 is not greater than 0"),
         (["--dpo-lr", "-1"], "-1 is not greater than 0"),
         (["--out", __file__], "is a file, expected a folder"),
-    ],
-)
-def test_wrong_options(words: list[str], expected: str) -> None:
-    result = CliRunner().invoke(gsm8k_text.app, words, env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    assert expected in " ".join(result.output.split())
+        (["--data", str(tmp_path)], "grade-school-math"),
+    ):
+        result = CliRunner().invoke(gsm8k_text.app, words, env={"COLUMNS": "200"})
+        assert result.exit_code == 2
+        assert expected in " ".join(result.output.split())
+    with pytest.raises(FileNotFoundError, match=FILE):
+        read_questions(tmp_path)
 
 
 def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
