@@ -5,23 +5,23 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
 from checkpointed import enable, enable_and_wrap, enable_in_own_code, in_own_code, layers, wrap
 from closeness import assert_near
-from scoring_reference import SHARED, body_tokens, conversation
+from scoring_reference import SHARED, assert_scores, body_tokens, conversation, plain_log_probs
 from torchrl_llm_kl import LogProbScorer, Ragged
 from toy_models import BACKWARD, FAMILIES, tiny_model
-from toy_rollouts import plain_log_probs
 
 ROWS = conversation()
+BATCH = Ragged.from_list(ROWS)
 APART = sum(len(row) - 1 for row in ROWS)
-WEIGHTS = torch.linspace(-1, 2, sum(map(len, ROWS)))
+WEIGHTS = torch.linspace(-1, 2, len(BATCH.values))
 
 
 class Recomputed(torch.autograd.Function):
@@ -53,102 +53,81 @@ def of_another_library(model: Any, reentrant: bool) -> None:
 
 def backward(model: Any, **settings: Any) -> tuple[list[Tensor | None], int]:
     """The gradients of a weighted sum of all log-probs, and how often layers ran in the backward."""
-    runs = 0
-
-    def count(*_: Any) -> None:
-        nonlocal runs
-        runs += 1
-
-    found = LogProbScorer(model, **settings).score(Ragged.from_list(ROWS), grad=True)
-    handles = [
-        module.register_forward_hook(count) for module in model.modules() if "Attention" in type(module).__name__
-    ]
+    runs: list[int] = []
+    found = LogProbScorer(model, **settings).score(BATCH, grad=True)
+    attention = [module for module in model.modules() if "Attention" in type(module).__name__]
+    handles = [module.register_forward_hook(lambda *_: runs.append(1)) for module in attention]
     (found.values * WEIGHTS).sum().backward()
     for handle in handles:
         handle.remove()
-    return [p.grad for p in model.parameters()], runs
+    return [p.grad for p in model.parameters()], len(runs)
 
 
-def plain_gradients(model: Any) -> list[Tensor | None]:
+@cache
+def plain_gradients(family: str = "llama") -> list[Tensor | None]:
     """Each sequence alone through the plain model."""
-    total = torch.zeros(())
-    for row, weights in zip(ROWS, WEIGHTS.split([len(row) for row in ROWS]), strict=True):
-        log_probs = model(input_ids=row[None]).logits[0].log_softmax(-1)
-        total = total + (weights[1:] * log_probs[:-1].gather(-1, row[1:, None])[:, 0]).sum()
-    total.backward()
+    model = tiny_model(family)
+    (plain_log_probs(model, BATCH) * WEIGHTS).sum().backward()
     return [p.grad for p in model.parameters()]
 
 
-def assert_gradients(got: list[Tensor | None], want: list[Tensor | None]) -> None:
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
+def assert_gradients(model: Any, want: list[Tensor | None]) -> None:
+    for a, b in zip([p.grad for p in model.parameters()], want, strict=True):
         assert (a is None) == (b is None)
-        if a is not None and b is not None:
+        if a is not None:
             assert_near(a, b, **BACKWARD)
 
 
-@pytest.mark.parametrize("tokens_per_batch", [9, 8192])  # keys from earlier packs, and one pack
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("checkpointed", "reentrant"),
-    [(enable, False), (wrap, False), (enable_and_wrap, False), (enable, True), (wrap, True), (enable_and_wrap, True)],
-)
-def test_packs_under_checkpointing(checkpointed: Any, reentrant: bool, family: str, tokens_per_batch: int) -> None:
-    """The recomputation attends as the forward did: same tokens through the body, same gradient to the last bit."""
-    if reentrant and family not in ("llama", "gemma2", "gpt2"):
-        pytest.skip("as the others")
-    model = tiny_model(family).train()
-    checkpointed(model, reentrant)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="None of the inputs")  # torch, where the check needs no gradient
-        got, runs = backward(model, tokens_per_batch=tokens_per_batch)
-        scorer = LogProbScorer(model)
-        assert body_tokens(model, lambda: scorer.score(Ragged.from_list(ROWS), grad=True)) == SHARED
-    assert runs > 0, "the layers did not run again"
-    assert_gradients(got, plain_gradients(tiny_model(family)))
-    for a, b in zip(got, backward(tiny_model(family).train(), tokens_per_batch=tokens_per_batch)[0], strict=True):
-        assert (a is None and b is None) or torch.equal(a, b)
+WAYS = [enable, wrap, enable_and_wrap]
 
 
-@pytest.mark.parametrize("tokens_per_batch", [9, 8192])
 @pytest.mark.parametrize(
-    ("checkpointed", "reentrant"),
+    ("family", "checkpointed", "reentrant"),
     [
-        (in_own_code, True),
-        (in_own_code, False),
-        (enable_in_own_code, False),
-        (of_another_library, False),
+        *((family, WAYS[i % 3], False) for i, family in enumerate(FAMILIES)),
+        *zip(("llama", "gemma2", "gpt2"), WAYS, [True] * 3, strict=True),
     ],
 )
-def test_other_checkpoints_are_padded_with_one_warning(
-    checkpointed: Any, reentrant: bool, tokens_per_batch: int
-) -> None:
-    model, batch = tiny_model("llama").train(), Ragged.from_list(ROWS)
-    checkpointed(model, reentrant)
-    with pytest.warns(
-        UserWarning, match=r"^Layers run in a checkpoint .* share no prefixes where LlamaForCausalLM"
-    ) as caught:
-        got, _ = backward(model, tokens_per_batch=tokens_per_batch)
-    assert sum("share no prefixes" in str(w.message) for w in caught) == 1
-    assert_gradients(got, plain_gradients(tiny_model("llama")))
+def test_packs_under_checkpointing(checkpointed: Any, reentrant: bool, family: str) -> None:
+    """The recomputation attends as the forward did: same tokens through the body, same gradient to the last bit."""
+    for tokens_per_batch in (9, 8192):  # keys from earlier packs, and one pack
+        model = tiny_model(family).train()
+        checkpointed(model, reentrant)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", message="None of the inputs")  # torch, where the check needs no gradient
+            got, runs = backward(model, tokens_per_batch=tokens_per_batch)
+        assert runs > 0, "the layers did not run again"
+        assert_gradients(model, plain_gradients(family))
+        for a, b in zip(got, backward(tiny_model(family).train(), tokens_per_batch=tokens_per_batch)[0], strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+    scorer = LogProbScorer(model)
+    assert body_tokens(model, lambda: scorer.score(BATCH, grad=True)) == SHARED
 
+
+@pytest.mark.parametrize(
+    ("checkpointed", "reentrant"),
+    [(in_own_code, True), (in_own_code, False), (enable_in_own_code, False), (of_another_library, False)],
+)
+def test_other_checkpoints_are_padded_with_one_warning(checkpointed: Any, reentrant: bool) -> None:
+    for tokens_per_batch in (9, 8192):
+        model = tiny_model("llama").train()
+        checkpointed(model, reentrant)
+        message = r"^Layers run in a checkpoint .* share no prefixes where LlamaForCausalLM"
+        with pytest.warns(UserWarning, match=message) as caught:
+            backward(model, tokens_per_batch=tokens_per_batch)
+        assert sum("share no prefixes" in str(w.message) for w in caught) == 1
+        assert_gradients(model, plain_gradients())
     scorer = LogProbScorer(model)
     with pytest.warns(UserWarning, match="share no prefixes"):
-        scorer.score(batch, grad=True)
+        scorer.score(BATCH, grad=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*LogProbScorer")
-        assert body_tokens(model, lambda: scorer.score(batch, grad=True)) >= APART
-        assert body_tokens(model, lambda: scorer.score(batch)) == SHARED, "without gradient nothing is recomputed"
-
-
-def test_no_warning_where_prefixes_are_not_to_be_shared() -> None:
-    model = tiny_model("llama").train()
-    in_own_code(model, True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*LogProbScorer")
-        got, _ = backward(model, share_prefixes=False)
-    assert_gradients(got, plain_gradients(tiny_model("llama")))
+        assert body_tokens(model, lambda: scorer.score(BATCH, grad=True)) >= APART
+        assert body_tokens(model, lambda: scorer.score(BATCH)) == SHARED, "without gradient nothing is recomputed"
+        model.zero_grad()
+        backward(model, share_prefixes=False)  # no warning where prefixes are not to be shared
+    assert_gradients(model, plain_gradients())
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -162,33 +141,24 @@ def test_autocast_and_dropout_are_recomputed(dropped: bool) -> None:
             enable(model, False)
         scorer = LogProbScorer(model, dtype=torch.bfloat16)
         torch.manual_seed(3)
-        (scorer.score(Ragged.from_list(ROWS), grad=True).values * WEIGHTS).sum().backward()
+        (scorer.score(BATCH, grad=True).values * WEIGHTS).sum().backward()
         found.append([p.grad for p in model.parameters()])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_the_model_is_as_before_after_the_backward() -> None:
+def test_a_backward_in_another_thread_leaves_the_model_as_before() -> None:
+    """As on a GPU: the recomputation runs in a thread of autograd."""
     model = tiny_model("gemma2").train()
     enable(model, False)
     name, functions = model.config._attn_implementation, [x._gradient_checkpointing_func for x in layers(model)]
-    backward(model)
-    assert model.config._attn_implementation == name
-    assert [x._gradient_checkpointing_func for x in layers(model)] == functions
-    model.eval()
-    for row in ROWS:
-        assert_close(plain_log_probs(model, row), plain_log_probs(tiny_model("gemma2"), row))
-
-
-def test_a_backward_in_another_thread() -> None:
-    """As on a GPU: the recomputation runs in a thread of autograd."""
-    model = tiny_model("llama").train()
-    enable(model, False)
-    total = (LogProbScorer(model).score(Ragged.from_list(ROWS), grad=True).values * WEIGHTS).sum()
+    total = (LogProbScorer(model).score(BATCH, grad=True).values * WEIGHTS).sum()
     thread = threading.Thread(target=total.backward)
     thread.start()
     thread.join()
-    assert_gradients([p.grad for p in model.parameters()], plain_gradients(tiny_model("llama")))
+    assert_gradients(model, plain_gradients("gemma2"))
+    assert model.config._attn_implementation == name
+    assert [x._gradient_checkpointing_func for x in layers(model)] == functions
+    assert_scores(LogProbScorer(tiny_model("gemma2")), model.eval(), ROWS)
 
 
 def test_two_forwards_before_their_backwards() -> None:
@@ -196,15 +166,14 @@ def test_two_forwards_before_their_backwards() -> None:
     model = tiny_model("llama").train()
     enable(model, False)
     scorer = LogProbScorer(model, tokens_per_batch=16)
-    first = scorer.score(Ragged.from_list(ROWS[:4]), grad=True).values
-    second = scorer.score(Ragged.from_list(ROWS[4:]), grad=True).values
+    first, second = (scorer.score(Ragged.from_list(rows), grad=True).values for rows in (ROWS[:4], ROWS[4:]))
     scorer.score(Ragged.from_list(ROWS[2:5]))
     cut = len(first)
     (first * WEIGHTS[:cut]).sum().backward(retain_graph=True)
     (second * WEIGHTS[cut:]).sum().backward()
-    assert_gradients([p.grad for p in model.parameters()], plain_gradients(tiny_model("llama")))
+    assert_gradients(model, plain_gradients())
     once = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     (first * WEIGHTS[:cut]).sum().backward()
     (scorer.score(Ragged.from_list(ROWS[4:]), grad=True).values * WEIGHTS[cut:]).sum().backward()
-    assert_gradients([p.grad for p in model.parameters()], once)
+    assert_gradients(model, once)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -16,6 +15,12 @@ from closeness import assert_near
 from scoring_reference import body_tokens, conversation
 from torchrl_llm_kl import LogProbScorer, Ragged
 from toy_models import BACKWARD, FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+ROWS = conversation()
+BATCH = Ragged.from_list(ROWS)
+TOP_IDS = (7 * torch.arange(len(BATCH.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
+EVERYTHING: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": TOP_IDS}
 
 
 def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
@@ -32,54 +37,30 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 def assert_exact(
     scorer: LogProbScorer, reference: LogProbScorer, temperature: float = 1.0, direction: Any = "reverse"
 ) -> None:
-    rows = conversation()
-    batch = Ragged.from_list(rows)
-    mask = (batch.positions > 0) & (torch.arange(len(batch.values)) % 4 != 0)
-    ids = (7 * torch.arange(len(batch.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
-    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": ids}
-    got = scorer.evaluate(batch, mask, reference=reference, direction=direction, **options)
-    assert_near(got.log_prob.values, scorer.score(batch, mask).values, **FORWARD)
-    assert_near(got.ref_log_prob.values, reference.score(batch, mask).values, **FORWARD)
-    alone = scorer.evaluate(batch, mask, top_ids=ids)  # in the sweep of the log-probs
+    mask = (BATCH.positions > 0) & (torch.arange(len(BATCH.values)) % 4 != 0)
+    got = scorer.evaluate(BATCH, mask, reference=reference, direction=direction, **EVERYTHING)
+    assert_near(got.log_prob.values, scorer.score(BATCH, mask).values, **FORWARD)
+    assert_near(got.ref_log_prob.values, reference.score(BATCH, mask).values, **FORWARD)
+    alone = scorer.evaluate(BATCH, mask, top_ids=TOP_IDS)  # in the sweep of the log-probs
     assert_near(alone.outcomes.values, got.outcomes.values, **FORWARD)
-    all_ids, columns = batch.like(ids).to_list(), (column.to_list() for column in got[:-1])  # all but the routing
-    columns = zip(rows, batch.like(mask).to_list(), all_ids, *columns, strict=True)
-    for (
-        row,
-        asked,
-        listed,
-        log_prob,
-        entropy,
-        _,
-        exact,
-        top,
-        top_log_prob,
-        tail,
-        collision,
-        discriminator,
-        out,
-    ) in columns:
-        with torch.no_grad():
-            p, q = plain(scorer.model, row, temperature), plain(reference.model, row, temperature)
-        asked = asked[1:]
-        assert (exact[0], entropy[0], log_prob[0], tail[0]) == (0, 0, 0, 0)
-        want = kl(p, q) if direction == "reverse" else kl(q, p)
-        assert_near(exact[1:], torch.where(asked, want, 0.0), **FORWARD)
-        assert_near(entropy[1:], torch.where(asked, -(p.exp() * p).sum(-1), 0.0), **FORWARD)
-        best, indices = p.topk(3)
-        assert_near(top_log_prob[1:][asked], best[asked], **FORWARD)
-        assert torch.equal(top[1:][asked], indices[asked])
-        assert_near(tail[1:][asked].exp(), 1 - best.exp().sum(-1)[asked], **FORWARD)
-        assert not top[1:][~asked].any()
-        assert not out[1:][~asked].any()
-        of_ids = p.gather(-1, listed[1:])
-        assert_near(out[1:, :-1][asked], of_ids[asked], **FORWARD)
-        assert_near(out[1:, -1][asked].exp(), 1 - of_ids.exp().sum(-1)[asked], **FORWARD)
-        total = p.exp().double()
-        log_p, h = total.log(), -(total * total.log()).sum(-1, keepdim=True)
-        for found, moment in ((collision, total**2), (discriminator, total**2 * (h + log_p))):
-            assert found[0] == 0
-            assert_close(found[1:].double(), torch.where(asked, moment.sum(-1), 0.0), atol=1e-6, rtol=1e-4)
+    assert all(not column.values[~mask].any() for column in got[:-1])  # all but the routing
+    with torch.no_grad():
+        p, q = (torch.cat([plain(each.model, row, temperature) for row in ROWS]) for each in (scorer, reference))
+    asked = mask[BATCH.positions > 0]  # of the places that predict
+    p, q = p[asked], q[asked]
+    assert_near(got.kl.values[mask], kl(p, q) if direction == "reverse" else kl(q, p), **FORWARD)
+    assert_near(got.entropy.values[mask], -(p.exp() * p).sum(-1), **FORWARD)
+    best, indices = p.topk(3)
+    assert_near(got.top_log_probs.values[mask], best, **FORWARD)
+    assert torch.equal(got.top_indices.values[mask], indices)
+    assert_near(got.tail_log_prob.values[mask].exp(), 1 - best.exp().sum(-1), **FORWARD)
+    of_ids = p.gather(-1, TOP_IDS[mask])
+    assert_near(got.outcomes.values[mask][:, :-1], of_ids, **FORWARD)
+    assert_near(got.outcomes.values[mask][:, -1].exp(), 1 - of_ids.exp().sum(-1), **FORWARD)
+    total = p.exp().double()
+    h = -(total * total.log()).sum(-1, keepdim=True)
+    for found, moment in ((got.collision, total**2), (got.discriminator, total**2 * (h + total.log()))):
+        assert_close(found.values[mask].double(), moment.sum(-1), atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -110,21 +91,18 @@ class Tuples(nn.Module):
         return self.head(self.body(self.embedding(input_ids))[0]), None
 
 
-@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize(
-    ("policy", "reference"),
+    ("policy", "reference", "direction"),
     [
-        (lambda: Tuples(0), lambda: Tuples(1)),
-        (lambda: Tuples(0), lambda: tiny_model("llama")),
-        (lambda: tiny_model("llama"), lambda: Tuples(0)),
+        (lambda: Tuples(0), lambda: Tuples(1), "forward"),
+        (lambda: Tuples(0), lambda: tiny_model("llama"), "reverse"),
+        (lambda: tiny_model("llama"), lambda: Tuples(0), "forward"),
     ],
     ids=["both whole", "policy whole", "reference whole"],
 )
 def test_models_that_return_whole_logits(policy: Any, reference: Any, direction: Any) -> None:
-    assert_exact(
-        LogProbScorer(policy(), tokens_per_batch=64, head_chunk=5), LogProbScorer(reference()), direction=direction
-    )
+    scorer = LogProbScorer(policy(), tokens_per_batch=64, head_chunk=5)
+    assert_exact(scorer, LogProbScorer(reference()), direction=direction)
 
 
 def test_one_model_padded_and_one_in_packs() -> None:
@@ -140,22 +118,19 @@ def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
     before = tiny_model("llama")
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=target)
     model = peft.get_peft_model(tiny_model("llama"), config).eval()
-    policy, base = LogProbScorer(model), LogProbScorer(model, adapters=False)
-    batch = Ragged.from_list(conversation())
-    got = policy.evaluate(batch, reference=base)
-    for row, exact in zip(conversation(), got.kl.to_list(), strict=True):
+    got = LogProbScorer(model).evaluate(BATCH, reference=LogProbScorer(model, adapters=False)).kl
+    for row, exact in zip(ROWS, got.to_list(), strict=True):
         with torch.no_grad():
             assert_near(exact[1:], kl(plain(model, row), plain(before, row)), **FORWARD)
-    assert float(got.kl.values.max()) > 0.01
+    assert float(got.values.max()) > 0.01
 
 
 def test_everything_costs_one_forward_of_each_body() -> None:
-    model, ref, batch = tiny_model("llama"), tiny_model("llama", seed=1), Ragged.from_list(conversation())
+    model, ref = tiny_model("llama"), tiny_model("llama", seed=1)
     scorer, reference = LogProbScorer(model), LogProbScorer(ref)
-    once = body_tokens(model, lambda: scorer.score(batch))
-    everything = dict(entropy=True, top_k=5, reference=reference)
-    assert body_tokens(model, lambda: scorer.evaluate(batch, **everything)) == once
-    assert body_tokens(ref, lambda: scorer.evaluate(batch, **everything)) == once
+    once = body_tokens(model, lambda: scorer.score(BATCH))
+    for each in (model, ref):
+        assert body_tokens(each, lambda: scorer.evaluate(BATCH, reference=reference, **EVERYTHING)) == once
 
 
 @pytest.mark.parametrize("tokens_per_batch", [11, 8192])
@@ -199,8 +174,8 @@ def test_conversations_that_go_on_use_both_caches() -> None:
 
 def test_exact_kl_of_a_model_with_itself_is_zero() -> None:
     scorer = LogProbScorer(tiny_model("qwen2"))
-    got = scorer.evaluate(Ragged.from_list(conversation()), reference=scorer)
-    assert float(got.kl.values.abs().max()) <= 1e-6
+    got = scorer.evaluate(BATCH, reference=scorer).kl.values
+    assert_near(got, torch.zeros_like(got), size=1.0)
 
 
 def sequences_and_probabilities(model: Any, prompt: Tensor, length: int, vocab: int) -> tuple[list[Tensor], Tensor]:
@@ -230,54 +205,31 @@ def test_rao_blackwell_by_enumeration() -> None:
     assert 0 < variance[0] < 0.8 * variance[1]
 
 
-def test_rao_blackwell_on_sampled_text() -> None:
-    model, ref = tiny_model("qwen2", initializer_range=0.2), tiny_model("qwen2", seed=1, initializer_range=0.2)
-    torch.manual_seed(0)
-    prompts = torch.arange(6).expand(256, 6)
-    sampled = model.generate(
-        prompts, do_sample=True, max_new_tokens=12, top_k=0, attention_mask=torch.ones_like(prompts)
-    )
-    batch = Ragged.from_list(list(sampled))
-    got = LogProbScorer(model).evaluate(batch, batch.positions >= 6, reference=LogProbScorer(ref))
-    exact, k1 = got.kl.sum(), got.log_prob.sum() - got.ref_log_prob.sum()
-    error = ((exact - k1).std() / len(exact) ** 0.5).item()
-    assert abs(float(exact.mean() - k1.mean())) < 4 * error, "the same quantity"
-    assert float(exact.var()) < 0.5 * float(k1.var())
-
-
-@pytest.mark.parametrize("reverse", [True, False])
-def test_other_vocabularies_are_an_error(reverse: bool) -> None:
-    pair = [LogProbScorer(tiny_model("llama")), LogProbScorer(tiny_model("llama", vocab_size=VOCAB_SIZE + 3))]
-    scorer, reference = pair if reverse else pair[::-1]
-    with pytest.raises(ValueError, match=r"vocabular.*(97|100).*(97|100)"):
-        scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
-
-
 def test_a_temperature_of_one_call() -> None:
     """For both models, whatever their own temperatures are."""
     models = tiny_model("llama"), tiny_model("llama", seed=1)
     scorer, reference = LogProbScorer(models[0], temperature=0.7), LogProbScorer(models[1])
-    batch = Ragged.from_list(conversation())
-    ids = torch.arange(4).expand(len(batch.values), 4)
-    options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": ids}
-    found = scorer.evaluate(batch, reference=reference, temperature=1.6, **options)
+    found = scorer.evaluate(BATCH, reference=reference, temperature=1.6, **EVERYTHING)
     hot = [LogProbScorer(model, temperature=1.6) for model in models]
-    expected = hot[0].evaluate(batch, reference=hot[1], **options)
-    for a, b in zip(found[:-1], expected[:-1], strict=True):
-        assert torch.equal(a.values, b.values)
-    assert_near(scorer.score(batch, temperature=1.6).values, expected.log_prob.values, **FORWARD)
-    assert torch.equal(scorer.score(batch).values, LogProbScorer(models[0], temperature=0.7).score(batch).values), (
-        "the scorer keeps its own"
-    )
-    for bad in (0.0, -1.0, float("nan"), float("inf")):
+    expected = hot[0].evaluate(BATCH, reference=hot[1], **EVERYTHING)
+    assert all(torch.equal(a.values, b.values) for a, b in zip(found[:-1], expected[:-1], strict=True))
+    assert_near(scorer.score(BATCH, temperature=1.6).values, expected.log_prob.values, **FORWARD)
+    own = LogProbScorer(models[0], temperature=0.7).score(BATCH).values
+    assert torch.equal(scorer.score(BATCH).values, own), "the scorer keeps its own"
+    for bad in (0.0, float("nan")):
         with pytest.raises(ValueError, match="temperature must be a positive number"):
-            scorer.score(batch, temperature=bad)
+            scorer.score(BATCH, temperature=bad)
 
 
-def test_other_temperatures_are_an_error() -> None:
-    scorer, reference = LogProbScorer(tiny_model("llama"), temperature=0.7), LogProbScorer(tiny_model("llama", seed=1))
+def test_pairs_that_do_not_fit() -> None:
+    model = LogProbScorer(tiny_model("llama"))
+    wide = LogProbScorer(tiny_model("llama", vocab_size=VOCAB_SIZE + 3))
+    for scorer, reference in ((model, wide), (wide, model)):
+        with pytest.raises(ValueError, match=r"vocabular.*(97|100).*(97|100)"):
+            scorer.evaluate(BATCH, reference=reference)
+    scorer = LogProbScorer(model.model, temperature=0.7)
     with pytest.raises(ValueError, match=r"scored at temperature 0\.7 and the reference at 1\.0"):
-        scorer.evaluate(Ragged.from_list(conversation()), reference=reference)
+        scorer.evaluate(BATCH, reference=LogProbScorer(tiny_model("llama", seed=1)))
 
 
 @pytest.mark.parametrize(
@@ -288,11 +240,10 @@ def test_other_temperatures_are_an_error() -> None:
         ({"direction": "sideways"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'sideways'"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     for model in (tiny_model("llama"), Tuples()):
         with pytest.raises(ValueError, match=message):
-            LogProbScorer(model).evaluate(Ragged.from_list(conversation()), **options)
+            LogProbScorer(model).evaluate(BATCH, **options)
 
 
 def test_sequences_of_one_token_have_nothing_to_score() -> None:
@@ -306,8 +257,7 @@ def test_sequences_of_one_token_have_nothing_to_score() -> None:
         assert got.outcomes.values.shape == (2, 4)
 
 
-@pytest.mark.parametrize("whole_logits", [False, True], ids=["tiles", "logits"])
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(("whole_logits", "temperature"), [(False, 1.0), (False, 0.5), (True, 0.5)])
 def test_moments_of_three_tokens_by_hand(whole_logits: bool, temperature: float) -> None:
     """Probabilities 1/2, 1/3, 1/6, or 9/14, 4/14, 1/14 at half the temperature; and a token that is ruled out."""
 
@@ -326,17 +276,14 @@ def test_moments_of_three_tokens_by_hand(whole_logits: bool, temperature: float)
             model.lm_head.weight.zero_()
         model.lm_head.bias = nn.Parameter(torch.full((VOCAB_SIZE,), -torch.inf))
         model.lm_head.bias.data[:3] = torch.tensor([3.0, 2.0, 1.0]).log()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scorer = LogProbScorer(model, temperature=temperature, probe=False)
-        batch = Ragged.from_list([torch.tensor([0, 2, 1])])
-        got = scorer.evaluate(batch, entropy=True, moments=True, grad=True)
+    scorer = LogProbScorer(model, temperature=temperature, probe=False)
+    batch = Ragged.from_list([torch.tensor([0, 2, 1])])
+    got = scorer.evaluate(batch, entropy=True, moments=True, grad=True)
     p = [1 / 2, 1 / 3, 1 / 6] if temperature == 1 else [9 / 14, 4 / 14, 1 / 14]
     h = -sum(x * math.log(x) for x in p)
     collision, discriminator = sum(x * x for x in p), sum(x * x * (h + math.log(x)) for x in p)
     assert_close(got.collision.values, torch.tensor([0, collision, collision]))
     assert_close(got.discriminator.values, torch.tensor([0, discriminator, discriminator]))
-    assert got.log_prob.values.requires_grad
-    assert not got.collision.values.requires_grad
-    assert not got.discriminator.values.requires_grad
+    grads = [each.values.requires_grad for each in (got.log_prob, got.collision, got.discriminator)]
+    assert grads == [True, False, False]
     assert scorer.evaluate(batch).collision is None

@@ -1,4 +1,4 @@
-"""The prefix tree against loops over tuples of tokens."""
+"""The prefix tree, packs and micro-batches, against loops over tuples of tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import plan_micro_batches
+from torchrl_llm_kl.scoring._passes import plan_packs
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
 # Few distinct tokens, so that sequences often share prefixes; ids whose bytes and values sort differently.
@@ -81,6 +83,8 @@ def arrays(instance):
 
 
 PROMPT_A, PROMPT_B = [10, 11, 12, 13], [20, 21]
+
+
 ANSWERS = [
     [*PROMPT_A, 1, 2],  # 0
     [*PROMPT_B, 1],  # 1
@@ -160,28 +164,12 @@ def test_turns_of_a_conversation_are_one_node():
 
 
 @given(batch=batches(), min_shared=st.integers(0, 12))
-def test_every_token_is_found_with_its_whole_prefix(batch, min_shared):
+def test_nodes_are_well_formed_and_every_token_is_found_with_its_whole_prefix(batch, min_shared):
     sequences, lengths = batch
-    tree = build(sequences, lengths, min_shared)
-    flat = ragged(sequences)
-    for s, length in enumerate(lengths):
-        assert (int(tree.leaf[s]) == -1) == (length == 0)
-        for t in range(length):
-            node, offset = (int(x) for x in tree.locate(torch.tensor([s]), torch.tensor([t])))
-            start = int(tree.start[node])
-            assert start + offset == t
-            assert 0 <= offset < int(tree.length[node])
-            assert spelled(tree, sequences, node)[: t + 1] == tuple(sequences[s][: t + 1])
-            assert int(flat.values[tree.element[node] + offset]) == sequences[s][t]
-        if length:
-            last = tree.locate(torch.tensor([s]), torch.tensor([length - 1]))[0]
-            assert int(last) == int(tree.leaf[s])
-
-
-@given(batch=batches(), min_shared=st.integers(0, 12))
-def test_nodes_are_well_formed(batch, min_shared):
-    sequences, lengths = batch
-    tree = build(sequences, lengths, min_shared)
+    flat, limits = ragged(sequences), torch.tensor(lengths)
+    tree, again = (PrefixTree.build(flat, limits, min_shared=min_shared) for _ in range(2))
+    assert arrays(tree) == arrays(again)
+    assert ([row.tolist() for row in flat.to_list()], limits.tolist()) == (sequences, lengths), "nothing is mutated"
     prefixes = heads(sequences, lengths)
     tops = maximal(prefixes)
     for node in range(tree.num_nodes):
@@ -193,18 +181,34 @@ def test_nodes_are_well_formed(batch, min_shared):
         stretch = spelled(tree, sequences, node)
         assert source == min(s for s, p in enumerate(prefixes) if p in tops and p[: len(stretch)] == stretch)
         assert int(tree.element[node]) == sum(map(len, sequences[:source])) + start
-        assert bool(has_children(tree)[node]) == (node in tree.parent.tolist())
     assert tree.level.tolist() == sorted(tree.level.tolist())
+    for s, length in enumerate(lengths):
+        assert (int(tree.leaf[s]) == -1) == (length == 0)
+        for t in range(length):
+            node, offset = (int(x) for x in tree.locate(torch.tensor([s]), torch.tensor([t])))
+            assert int(tree.start[node]) + offset == t
+            assert 0 <= offset < int(tree.length[node])
+            assert spelled(tree, sequences, node)[: t + 1] == tuple(sequences[s][: t + 1])
+            assert int(flat.values[tree.element[node] + offset]) == sequences[s][t]
+            assert t < length - 1 or node == int(tree.leaf[s])
+    twice = build(sequences * 2, lengths * 2, min_shared)
+    assert twice.leaf.tolist() == tree.leaf.tolist() * 2
+    for name in ("parent", "level", "start", "length", "source", "element"):
+        assert getattr(twice, name).tolist() == getattr(tree, name).tolist(), "copies share everything"
 
 
 @given(batch=batches())
-def test_without_a_charge_each_distinct_prefix_is_forwarded_once(batch):
+def test_without_a_charge_all_is_shared_and_with_one_too_high_nothing(batch):
     sequences, lengths = batch
     prefixes = heads(sequences, lengths)
+    tops = maximal(prefixes)
     tree = build(sequences, lengths, min_shared=0)
     assert tree.num_tokens == len({p[:i] for p in prefixes for i in range(1, len(p) + 1)})
     # Nodes end only where sequences part.
-    assert tree.num_nodes == len(maximal(prefixes)) + len(branch_points(prefixes))
+    assert tree.num_nodes == len(tops) + len(branch_points(prefixes))
+    tree = build(sequences, lengths, min_shared=10**6)
+    assert tree.parent.tolist() == [-1] * len(tops)
+    assert {spelled(tree, sequences, node) for node in range(tree.num_nodes)} == tops
 
 
 @given(batch=batches(most=7), min_shared=st.integers(1, 12))
@@ -227,64 +231,23 @@ def test_no_other_choice_of_branches_costs_less(batch, min_shared):
         assert int(tree.length[node]) * (tree.parent.tolist().count(node) - 1) >= min_shared
 
 
-@given(batch=batches())
-def test_a_charge_too_high_to_meet_leaves_one_node_per_maximal_sequence(batch):
-    sequences, lengths = batch
-    tree = build(sequences, lengths, min_shared=10**6)
-    tops = maximal(heads(sequences, lengths))
-    assert tree.num_nodes == len(tops)
-    assert tree.parent.tolist() == [-1] * len(tops)
-    assert {spelled(tree, sequences, node) for node in range(tree.num_nodes)} == tops
-
-
-@given(batch=batches(), min_shared=st.integers(0, 12))
-def test_copies_share_everything(batch, min_shared):
-    sequences, lengths = batch
-    tree = build(sequences, lengths, min_shared)
-    twice = build(sequences * 2, lengths * 2, min_shared)
-    assert twice.leaf.tolist() == tree.leaf.tolist() * 2
-    for name in ("parent", "level", "start", "length", "source", "element"):
-        assert getattr(twice, name).tolist() == getattr(tree, name).tolist()
-
-
-@given(batch=batches(), min_shared=st.integers(0, 12))
-def test_deterministic_and_without_mutation(batch, min_shared):
-    sequences, lengths = batch
-    tokens, limits = ragged(sequences), torch.tensor(lengths)
-    trees = [PrefixTree.build(tokens, limits, min_shared=min_shared) for _ in range(2)]
-    assert arrays(trees[0]) == arrays(trees[1])
-    assert [row.tolist() for row in tokens.to_list()] == sequences
-    assert limits.tolist() == lengths
-
-
 # ---------------------------------------------------------------------- edges and errors
 
 
-@pytest.mark.parametrize("sequences", [[[]], [[], []], [[1], []]])
+@pytest.mark.parametrize("sequences", [[[]], [[1], []]])
 def test_nothing_to_forward(sequences):
     tree = build(sequences, [0] * len(sequences))
     assert tree.num_nodes == num_levels(tree) == tree.num_tokens == 0
     assert tree.leaf.tolist() == [-1] * len(sequences)
-
-
-def test_one_sequence_is_one_node():
-    assert arrays(build([[7, 7, 7]], [2])) == {
-        "parent": [-1],
-        "level": [0],
-        "start": [0],
-        "length": [2],
-        "source": [0],
-        "element": [0],
-        "leaf": [0],
-        "forward_lengths": [2],
-    }
+    plan = plan_packs(tree, 5)
+    assert plan.pieces == plan.packs == plan.last_use() == []
 
 
 def test_a_chain_of_branches_deeper_than_the_recursion_limit():
-    sequences = [[0] * i + [1] for i in range(1500)]
+    sequences = [[0] * i + [1] for i in range(1100)]
     tree = build(sequences, min_shared=0)
-    assert num_levels(tree) == 1499  # the first sequence shares nothing
-    assert tree.num_tokens == 1500 + 1499
+    assert num_levels(tree) == 1099  # the first sequence shares nothing
+    assert tree.num_tokens == 1100 + 1099
 
 
 def test_all_is_int64_on_the_cpu():
@@ -321,3 +284,111 @@ def test_ids_on_an_accelerator_give_the_same_tree():
     there = Ragged(tokens.values.cuda(), tokens.lengths.cuda(), tokens.container)
     tree = PrefixTree.build(there, there.lengths, min_shared=2)
     assert arrays(tree) == arrays(build(ANSWERS, min_shared=2))
+
+
+# ---------------------------------------------------------------------- packs: every token once, after its predecessor
+
+
+def as_tuples(plan):
+    return [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
+
+
+def test_packs_of_three_answers_to_each_of_two_prompts():
+    # Depth first: A, its first answers and their continuations, then B.
+    plan = plan_packs(build(ANSWERS), 5)
+    assert as_tuples(plan) == [
+        [(0, 0, 4, -1), (2, 0, 1, 0)],
+        [(7, 0, 1, 1), (8, 0, 2, 1), (4, 0, 1, 0), (1, 0, 1, -1)],
+        [(1, 1, 1, 5), (3, 0, 1, 6), (5, 0, 3, 6)],
+        [(6, 0, 1, 6)],
+    ]
+    assert plan.last_use() == [1, 1, -1, -1, -1, 3, 3, -1, -1, -1]
+    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
+        plan_packs(build(ANSWERS), 0)
+
+
+def test_a_cached_token_is_in_no_pack():
+    tree = build([[1] * 6 + [2] * 3, [1] * 6 + [3] * 4])
+    plan = plan_packs(tree, 100, [5, 3, 0])
+    assert [p.cached for p in plan.pieces] == [True, False, True, False]
+    assert as_tuples(plan) == [[(0, 5, 1, 0), (2, 0, 4, 1)]]
+
+
+@given(batch=batches(), min_shared=st.integers(0, 12), budget=st.integers(1, 60), data=st.data())
+def test_every_token_once_after_its_predecessor_in_full_packs(batch, min_shared, budget, data):
+    tree = build(*batch, min_shared)
+    cached: list[int] = []
+    for parent, length in zip(tree.parent.tolist(), tree.length.tolist(), strict=True):
+        whole = parent < 0 or cached[parent] == int(tree.length[parent])
+        cached.append(data.draw(st.integers(0, length)) if whole else 0)
+    plan = plan_packs(tree, budget, cached)
+
+    forwarded = [i for pack in plan.packs for i in pack]
+    assert forwarded == sorted(i for i, piece in enumerate(plan.pieces) if not piece.cached)
+    sizes = [sum(plan.pieces[i].length for i in pack) for pack in plan.packs]
+    assert all(size == budget for size in sizes[:-1])
+    assert all(0 < size <= budget for size in sizes)
+    assert sum(sizes) == tree.num_tokens - sum(cached)
+
+    seen = [[False] * length for length in tree.length.tolist()]
+    for i, piece in enumerate(plan.pieces):
+        assert piece.past < i
+        own = range(piece.first, piece.first + piece.length)
+        assert not any(seen[piece.node][t] for t in own)
+        for t in own:
+            seen[piece.node][t] = True
+        if piece.cached:
+            assert (piece.first, piece.past) == (0, -1)
+            continue
+        before = None if piece.past < 0 else plan.pieces[piece.past]
+        if piece.first > 0:
+            assert (before.node, before.first + before.length) == (piece.node, piece.first)
+        else:
+            parent = int(tree.parent[piece.node])
+            assert (before is None) == (parent < 0)
+            assert before is None or (before.node, before.first + before.length) == (parent, int(tree.length[parent]))
+    assert all(all(row) for row in seen)
+
+    # Keys and values are held until the last pack that attends to them, directly or through later pieces.
+    for i, last in enumerate(plan.last_use()):
+        following = {i}
+        packs = []
+        for number, pack in enumerate(plan.packs):
+            for j in pack:
+                if plan.pieces[j].past in following:
+                    following.add(j)
+                    packs.append(number)
+        assert last == max(packs, default=-1)
+
+
+# ---------------------------------------------------------------------- padded micro-batches of similar length
+
+
+@given(lengths=st.lists(st.integers(0, 50), max_size=40), budget=st.integers(1, 300))
+def test_micro_batches_hold_every_sequence_once_and_as_many_as_fit(lengths, budget):
+    """Empty sequences never; padding counts; only a single sequence may exceed the budget."""
+    given_lengths = torch.tensor(lengths, dtype=torch.long)
+    planned = [batch.tolist() for batch in plan_micro_batches(given_lengths, budget)]
+    assert given_lengths.tolist() == lengths, "nothing is mutated"
+    assert sorted(index for batch in planned for index in batch) == [
+        index for index, length in enumerate(lengths) if length > 0
+    ]
+    for number, batch in enumerate(planned):
+        longest = max(lengths[index] for index in batch)
+        assert len(batch) * longest <= budget or len(batch) == 1
+        # The next sequence is shorter: it would be in the batch if it fitted.
+        assert number == len(planned) - 1 or (len(batch) + 1) * longest > budget
+
+
+def test_similar_lengths_share_a_micro_batch_longest_first():
+    batches = plan_micro_batches(torch.tensor([3, 100, 4, 99, 0]), 200)
+    assert [batch.tolist() for batch in batches] == [[1, 3], [2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "message"),
+    [([1], 0, "tokens_per_batch must be at least 1, got 0"), ([2, -3], 5, "got -3 for sequence 1")],
+)
+def test_bad_micro_batches(lengths, budget, message):
+    with pytest.raises(ValueError, match=message):
+        plan_micro_batches(torch.tensor(lengths), budget)

@@ -1,0 +1,425 @@
+"""The fast path and packs prove themselves on each model; otherwise the scorer warns, or pads, and stays right."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from closeness import assert_near
+from scoring_reference import (
+    assert_scores,
+    body_tokens,
+    conversation,
+    ids,
+    plain_log_probs,
+    random_mask,
+    random_sequences,
+)
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.scoring import _model
+from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
+
+# ------------------------------------------------------------------ body and head, or the full forward
+
+
+def scaling_its_logits(factor: float) -> nn.Module:
+    """A Qwen2 whose forward scales the logits by a factor that is not in its configuration."""
+    model = tiny_model()
+
+    class Scaled(type(model)):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * factor
+            return output
+
+    model.__class__ = Scaled
+    return model
+
+
+class Recurrent(nn.Module):
+    """A language model from another library: no configuration, no named parts, logits in ``form``."""
+
+    def __init__(self, form=lambda logits: (logits, None)):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB_SIZE, 8)
+        self.body = nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, VOCAB_SIZE)
+        self.form = form
+        with torch.no_grad():
+            self.head.weight.mul_(10)
+
+    def forward(self, input_ids):
+        return self.form(self.head(self.body(self.embedding(input_ids))[0]))
+
+
+def test_a_wrong_head_path_is_detected():
+    model = scaling_its_logits(1.05)
+    with pytest.warns(
+        UserWarning, match=r"full forward.*head of Scaled.*largest difference 0\.\d+, tolerance"
+    ) as caught:
+        scorer = LogProbScorer(model, temperature=0.9, tokens_per_batch=30, head_chunk=4)
+    assert len(caught) == 1
+    assert scorer.path == "full"
+
+    sequences = random_sequences(11, 1, 0, 5, 20)
+    mask = random_mask(sequences)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = scorer.score(sequences, mask, grad=True).values
+    want = plain_log_probs(model, sequences, mask, temperature=0.9)
+    assert_near(got, want, **FORWARD)
+
+    parameters = list(model.parameters())
+    for a, b in zip(
+        torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(want.sum(), parameters), strict=True
+    ):
+        assert_near(a, b, **BACKWARD)
+
+
+def test_probe_false_trusts_the_head():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert LogProbScorer(scaling_its_logits(2.0), probe=False).path == "head"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda logits: (logits, "cache"),
+        lambda logits: [logits],
+        lambda logits: {"logits": logits},
+        lambda logits: SimpleNamespace(logits=logits, loss=None),
+        lambda logits: logits,
+    ],
+    ids=["tuple", "list", "mapping", "object", "tensor"],
+)
+def test_any_module_that_returns_logits(form):
+    torch.manual_seed(0)
+    model = Recurrent(form)
+    with pytest.warns(UserWarning, match="Recurrent does not expose its body and head"):
+        scorer = LogProbScorer(model)
+    assert scorer.path == "full"
+    sequences = random_sequences(11, 1, 0, 5)
+    model.form = lambda logits: (logits,)
+    with torch.no_grad():
+        want = plain_log_probs(model, sequences)
+    model.form = form
+    assert_near(scorer.score(sequences).values, want, **FORWARD)
+
+
+def test_a_model_that_returns_no_logits_or_sees_the_future():
+    with pytest.warns(UserWarning, match="Recurrent does not expose"):
+        scorer = LogProbScorer(Recurrent(lambda logits: "nothing"))
+    with pytest.raises(TypeError, match="'logits', or a tuple that starts with it, got str"):
+        scorer.score(random_sequences(4))
+
+    class Peeking(Recurrent):
+        def forward(self, input_ids):
+            embedded = self.embedding(input_ids)
+            return self.form(self.head(embedded + embedded.mean(1, keepdim=True)))
+
+        def get_input_embeddings(self):
+            return self.embedding
+
+    with pytest.warns(UserWarning, match="is the model causal"):
+        LogProbScorer(Peeking())
+
+
+def test_a_transformers_model_that_returns_tuples():
+    model = tiny_model()
+    whole, body = model, model.get_decoder()
+
+    class Whole(type(whole)):
+        def forward(self, *args, **kwargs):
+            return self.lm_head(self.model(*args, **kwargs)[0]), None
+
+    class Body(type(body)):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs).to_tuple()
+
+    whole.__class__, body.__class__ = Whole, Body
+    assert isinstance(model(input_ids=torch.tensor([[1, 2]])), tuple)
+    scorer = LogProbScorer(model)
+    assert scorer.path == "head"
+    assert_scores(scorer, model, random_sequences(11, 4).to_list())
+
+
+def test_a_model_that_numbers_positions_in_its_own_way():
+    """Like RoBERTa, whose first position is not 0: the scorer must not pass position_ids."""
+    model = tiny_model("gpt2")
+    body = model.get_decoder()
+
+    class FromTwo(type(body)):
+        def forward(self, input_ids, position_ids=None, **kwargs):
+            if position_ids is None:
+                position_ids = torch.arange(2, 2 + input_ids.shape[1]).expand_as(input_ids)
+            return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+    body.__class__ = FromTwo
+    scorer = LogProbScorer(model)
+    assert scorer.path == "head"
+    assert_scores(scorer, model, random_sequences(11, 4).to_list())
+
+
+def test_the_model_stays_as_it_was():
+    """Its modes, configuration, hooks and random numbers; also where its forward fails; dropout is off without gradient."""
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    model.transformer.h[0].eval()
+
+    def state():
+        return [module.training for module in model.modules()], model.config.to_dict(), torch.get_rng_state().tolist()
+
+    before, sequences = state(), random_sequences(12)
+    scorer = LogProbScorer(model)
+    assert scorer.path == "head"
+    calm = scorer.score(sequences).values
+    assert state() == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(LogProbScorer(model.eval()).score(sequences).values, calm)
+    model.train()
+    assert not torch.equal(scorer.score(sequences, grad=True).values, calm), "with gradient the model keeps its mode"
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of order")
+
+    model.transformer.h[1].forward = fail
+    with pytest.raises(RuntimeError, match="out of order"):
+        LogProbScorer(model)
+    assert all(module.training for module in model.modules())
+
+
+def test_weights_on_the_meta_device_are_probed_at_the_first_score():
+    with torch.device("meta"):
+        model = tiny_model("qwen2")
+    scorer = LogProbScorer(model)
+    assert scorer.path is None
+    with pytest.raises(ValueError, match=r"weights on the meta device, which hold no numbers: load them"):
+        scorer.score(random_sequences(5))
+    real = tiny_model("qwen2")
+    model.to_empty(device="cpu")
+    model.load_state_dict(real.state_dict())
+    for name, buffer in real.named_buffers():
+        model.get_buffer(name).copy_(buffer)
+    sequences = random_sequences(9, 4)
+    with torch.no_grad():
+        assert_near(scorer.score(sequences).values, plain_log_probs(real, sequences), **FORWARD)
+    assert scorer.path == "head"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("gemma2", "final_logit_softcapping"), ("granite", "logits_scaling"), ("cohere", "logit_scale")],
+)
+def test_the_probe_misses_no_logit_processing(family, name, dtype, monkeypatch):
+    """Hide one entry of the configuration from the fast path: the probe must notice, also in bfloat16."""
+    monkeypatch.setattr(_model, "_FACTORS", {k: v for k, v in _model._FACTORS.items() if k != name})
+    monkeypatch.setattr(_model, "_SOFT_CAPS", tuple(cap for cap in _model._SOFT_CAPS if cap != name))
+    with pytest.warns(UserWarning, match="does not reproduce the model's own log-probs"):
+        assert LogProbScorer(tiny_model(family).to(dtype)).path == "full"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2", "opt"])
+def test_on_the_gpu(family):
+    model, sequences = tiny_model(family), random_sequences(20, 1, 0, 7)
+    mask = random_mask(sequences)
+    want = LogProbScorer(model).score(sequences, mask).values
+    scorer = LogProbScorer(model.cuda())
+    assert scorer.path == "head"
+    assert_close(scorer.score(sequences, mask).values, want, rtol=0, atol=1e-4)
+    on_gpu = type(sequences).from_list([row.cuda() for row in sequences.to_list()])
+    got = scorer.score(on_gpu, mask.cuda()).values
+    assert got.is_cuda
+    assert_close(got.cpu(), want, rtol=0, atol=1e-4)
+
+
+# ------------------------------------------------------------------ packs
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def group(length: int = 40) -> list[Tensor]:
+    prompt = ids(length, 0)
+    return [torch.cat([prompt, ids(n, n)]) for n in (9, 4, 13)] + [ids(11, 5)]
+
+
+def assert_exact(model: nn.Module, **options: Any) -> LogProbScorer:
+    scorer = LogProbScorer(model, **options)
+    assert_scores(scorer, model, group())
+    return scorer
+
+
+@pytest.mark.parametrize("window", [15, 20])
+def test_a_window_that_is_only_in_the_mask(window: int) -> None:
+    """Phimoe passes no window to its attention, and the probe's sequences are shorter than the window."""
+    from transformers import PhimoeConfig, PhimoeForCausalLM
+
+    torch.manual_seed(0)
+    config = PhimoeConfig(
+        **SIZES, sliding_window=window, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.4
+    )
+    assert not assert_exact(PhimoeForCausalLM(config).eval()).shares_prefixes
+
+
+@pytest.mark.parametrize(("family", "window"), [("mistral", 15), ("gemma2", 20), ("qwen2", 20)])
+def test_a_window_that_is_passed_to_the_attention(family: str, window: int) -> None:
+    own: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {}
+    model = tiny_model(family, sliding_window=window, max_position_embeddings=128, **own)
+    assert assert_exact(model).shares_prefixes
+
+
+class Leaking(nn.Module):
+    """A decoder layer that leaks a little of each position into the next, also into another sequence."""
+
+    def __init__(self, layer: nn.Module, share: float) -> None:
+        super().__init__()
+        self.layer, self.share = layer, share
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        before = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+        return self.layer(hidden + self.share * before, *args, **kwargs)
+
+
+@pytest.mark.parametrize("head", ["as it is", "zero"])
+@pytest.mark.parametrize(("dtype", "share"), [(torch.bfloat16, 0.02), (torch.float32, 0.02), (torch.float32, 1.0)])
+def test_a_leak_below_half_precision_is_detected(dtype: torch.dtype, share: float, head: str) -> None:
+    model = tiny_model("llama", initializer_range=0.02)
+    model.model.layers[0] = Leaking(model.model.layers[0], share)
+    if head == "zero":
+        nn.init.zeros_(model.lm_head.weight)
+    assert not LogProbScorer(model.to(dtype)).shares_prefixes
+    if dtype == torch.float32:
+        assert not LogProbScorer(model, dtype=torch.bfloat16).shares_prefixes
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "width"),
+    [
+        ("qwen2", torch.bfloat16, 0.4),
+        ("qwen2", torch.float16, 0.02),
+        ("llama", torch.float16, 0.4),
+        ("mistral", torch.bfloat16, 0.02),
+        ("gemma2", torch.bfloat16, 0.4),
+        ("gemma2", torch.float32, 0.02),
+        ("gpt2", torch.float16, 0.4),
+        ("granite", torch.float16, 0.4),
+        ("opt", torch.bfloat16, 0.02),
+        ("opt", torch.float64, 0.4),
+    ],
+)
+def test_no_false_alarm_in_any_precision(family: str, dtype: torch.dtype, width: float) -> None:
+    scorer = LogProbScorer(tiny_model(family, initializer_range=width).to(dtype))
+    assert scorer.shares_prefixes
+    assert scorer.path == "head"
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert scorer.score(random_sequences(5)).values.dtype == wide
+
+
+def test_zeros_prove_nothing_and_a_declared_state_is_believed() -> None:
+    model = tiny_model("llama")
+    model._is_stateful = True
+    assert not assert_exact(model).shares_prefixes
+    model._is_stateful = False
+    nn.init.zeros_(model.model.embed_tokens.weight)
+    assert not LogProbScorer(model).shares_prefixes
+
+
+def with_its_own_mask() -> nn.Module:
+    """A body that passes its own mask to every layer."""
+    model = tiny_model("llama")
+    forward = model.model.forward
+
+    def masked(*args: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        t = input_ids.shape[1]
+        own = torch.full((t, t), -torch.inf).triu(1).expand(input_ids.shape[0], 1, t, t)
+        return forward(*args, input_ids=input_ids, **{**kwargs, "attention_mask": own})
+
+    model.model.forward = masked
+    return model
+
+
+def with_a_state_along_the_row() -> nn.Module:
+    """Convolutions and recurrences would see the previous sequence."""
+    model = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+
+    class Shifted(type(mlp)):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1))
+
+    mlp.__class__ = Shifted
+    return model
+
+
+@pytest.mark.parametrize("make", [with_its_own_mask, with_a_state_along_the_row])
+def test_bodies_that_cannot_be_packed_are_padded(make: Any) -> None:
+    model = make()
+    scorer = LogProbScorer(model)
+    assert (scorer.path, scorer.shares_prefixes) == ("head", False)
+    assert_scores(scorer, tiny_model("llama") if make is with_its_own_mask else model, conversation())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
+    """The length of the whole sequence decides: a mask of the first tokens alone gives the same numbers as a full one."""
+    rope: dict[str, Any] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [8.0] * 4,
+    }
+    if nested:
+        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+        torch.manual_seed(0)
+        config = Gemma3TextConfig(
+            **{**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "initializer_range": 0.4},
+            rope_parameters={"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        )
+        model: Any = Gemma3ForCausalLM(config).eval()
+    else:
+        model = tiny_model("llama", max_position_embeddings=128, head_dim=8, rope_parameters=rope)
+    scorer, batch = LogProbScorer(model), Ragged.from_list([*group(), ids(17, 3), ids(16, 4)])
+    for mask in (batch.positions > 0, (batch.positions > 0) & (batch.positions < 9)):
+        with torch.no_grad():
+            assert_near(scorer.score(batch, mask).values, plain_log_probs(model, batch, mask), **FORWARD)
+
+
+def test_layerdrop_is_scored_without_packs() -> None:
+    model = tiny_model("opt", layerdrop=0.5).train()
+    scorer, batch = LogProbScorer(model, tokens_per_batch=16), Ragged.from_list(group(20))
+    assert scorer.shares_prefixes
+    with pytest.warns(UserWarning, match=r"^Layers are dropped at random: .* share no prefixes where OPTForCausalLM"):
+        assert body_tokens(model, lambda: scorer.score(batch, grad=True)) == sum(len(row) - 1 for row in group(20))
+
+
+def test_more_embedded_than_predicted() -> None:
+    """Like models with an extra token for padding or audio."""
+    model = tiny_model("llama")
+    wide = nn.Embedding(VOCAB_SIZE + 40, 32)
+    with torch.no_grad():
+        wide.weight[:VOCAB_SIZE] = model.model.embed_tokens.weight
+    model.model.embed_tokens = wide
+    assert assert_exact(model).shares_prefixes
