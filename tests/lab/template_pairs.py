@@ -23,6 +23,13 @@ from toy_tokenizer import build_tokenizer
 CALL = [{"type": "function", "id": "c0", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
 
 
+#: One conversation format, and its parts.
+END = "<|im_end|>"
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
@@ -108,6 +115,12 @@ def tokenizer_for(template: str):
     source = read(template)
     special = sorted(set(CONTROL_TOKEN.findall(source)))
     return build_tokenizer(source, special, eos_token="<EOS>", bos_token="<BOS>")
+
+
+def masked_by(tokenizer: Any, messages: list[dict[str, Any]], **kwargs: Any) -> list[str]:
+    """The masked text, turn by turn."""
+    rendered = render_conversation(tokenizer, messages, **kwargs)
+    return [rendered.text[start:end] for start, end in rendered.assistant_spans]
 
 
 @cache

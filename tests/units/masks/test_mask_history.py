@@ -25,34 +25,27 @@ SHORT = [user("a"), assistant("b")]
 
 def test_one_conversation():
     assert history_to_messages(History.from_chats(LONG)) == LONG
-
-
-def test_one_message_without_dimensions():
     assert history_to_messages(History(role="user", content="a")) == [user("a")]
-
-
-def test_dense():
     history = History(role=["user", "assistant"], content=["a", "b"], batch_size=(2,))
     assert history_to_messages(history) == SHORT
     assert history_to_messages(torch.stack([history, history])) == [SHORT, SHORT]
+    with pytest.raises(TypeError, match="found list"):
+        history_to_messages([user("a")])
 
 
-@pytest.mark.parametrize("chats", [[LONG, SHORT], [SHORT, LONG, [user("x")]], [[LONG, SHORT], [SHORT, SHORT]]])
-def test_ragged_batches(chats):
-    assert history_to_messages(History.from_chats(chats)) == chats
-
-
-def test_lazy_stack_of_single_messages():
+def test_ragged_batches():
+    for chats in ([LONG, SHORT], [SHORT, LONG, [user("x")]], [[LONG, SHORT], [SHORT, SHORT]]):
+        assert history_to_messages(History.from_chats(chats)) == chats
     history = lazy_stack([lazy_stack([History(**m) for m in chat]) for chat in (SHORT, LONG)])
     assert history_to_messages(history) == [SHORT, LONG]
 
 
-@pytest.mark.parametrize("inplace", [False, True])
-def test_extended(inplace):
-    history = History.from_chats([[user("a")], [user("c")]])
-    answers = History.from_chats([[assistant("b")], [assistant("d")]])
-    extended = history.extend(answers, dim=-1, inplace=inplace)
-    assert history_to_messages(extended) == [[user("a"), assistant("b")], [user("c"), assistant("d")]]
+def test_extended():
+    for inplace in (False, True):
+        history = History.from_chats([[user("a")], [user("c")]])
+        answers = History.from_chats([[assistant("b")], [assistant("d")]])
+        extended = history.extend(answers, dim=-1, inplace=inplace)
+        assert history_to_messages(extended) == [[user("a"), assistant("b")], [user("c"), assistant("d")]]
 
 
 def test_placeholders_and_unset_fields_are_dropped():
@@ -70,11 +63,6 @@ def test_the_history_is_not_modified():
     history = History.from_chats([assistant("", tool_calls=CALL)])
     history_to_messages(history)[0]["tool_calls"][0]["function"]["name"] = "changed"
     assert history_to_messages(history)[0]["tool_calls"] == CALL
-
-
-def test_not_a_history():
-    with pytest.raises(TypeError, match="found list"):
-        history_to_messages([user("a")])
 
 
 def test_defect_13_the_mask_belongs_to_the_tokens_that_are_returned():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tokenizers import AddedToken, processors
 
-from torchrl_llm_kl.masks import AssistantMaskError, encode_with_mask, render_conversation
+from template_pairs import assistant, user
+from torchrl_llm_kl.masks import AssistantMaskError, encode_with_mask, mask_from_prompt_lengths, render_conversation
 from toy_tokenizer import CHATML, build_tokenizer
 
 
@@ -27,27 +29,20 @@ def masked(tokenizer, text, spans) -> str:
     return tokenizer.decode(ids[mask])
 
 
-@pytest.mark.parametrize(
-    ("span", "expected"), [((1, 3), "bc"), ((2, 3), "bc"), ((1, 2), "bc"), ((3, 4), "d"), ((0, 1), ""), ((2, 2), "")]
-)
-def test_a_token_that_straddles_the_border_is_masked_in(span, expected):
+def test_a_token_that_straddles_the_border_is_masked_in():
     tokenizer = build_tokenizer(merges=[("b", "c")])
-    assert masked(tokenizer, "abcd", [span]) == expected
-
-
-def test_a_token_of_header_and_answer_is_masked_in():
-    """ "\\n" ends the header and starts the answer; as one token, it holds part of the model's output."""
+    for span, expected in (((1, 3), "bc"), ((2, 3), "bc"), ((1, 2), "bc"), ((3, 4), "d"), ((0, 1), ""), ((2, 2), "")):
+        assert masked(tokenizer, "abcd", [span]) == expected, span
+    # "\n" ends the header and starts the answer; as one token, it holds part of the model's output.
     tokenizer = build_tokenizer(merges=[("Ċ", "Ċ")])
-    rendered = render_conversation(
-        tokenizer, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "\na"}]
-    )
+    rendered = render_conversation(tokenizer, [user("x"), assistant("\na")])
     assert tokenizer.decode(rendered.token_ids[rendered.assistant_mask]) == "\n\na<|im_end|>"
 
 
 def test_every_token_of_a_character_is_masked_in():
-    tokenizer = build_tokenizer()
-    ((_, mask),) = encode_with_mask(tokenizer, ["a😀b"], [[(1, 2)]])
+    ((_, mask), (ids, empty), (_, none)) = encode_with_mask(build_tokenizer(), ["a😀b", "", "ab"], [[(1, 2)], [], []])
     assert mask.tolist() == [False, True, True, True, True, False]
+    assert (ids.tolist(), empty.tolist(), none.tolist()) == ([], [], [False, False])
 
 
 def test_white_space_that_trimmed_offsets_omit():
@@ -69,15 +64,8 @@ def test_a_header_token_that_swallows_white_space_is_masked_out():
 
 def test_the_first_token_is_never_masked_in():
     assert masked(build_tokenizer(), "abc", [(0, 3)]) == "bc"
-    rendered = render_conversation(
-        build_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}"), [{"role": "assistant", "content": "abc"}]
-    )
-    assert rendered.assistant_mask.tolist() == [False, True, True]
-
-
-def test_empty_text_and_no_spans():
-    ((ids, mask), (_, none)) = encode_with_mask(build_tokenizer(), ["", "ab"], [[], []])
-    assert (ids.tolist(), mask.tolist(), none.tolist()) == ([], [], [False, False])
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert render_conversation(tokenizer, [assistant("abc")]).assistant_mask.tolist() == [False, True, True]
 
 
 def test_without_offsets_the_pieces_must_have_the_tokens_of_the_whole():
@@ -90,5 +78,42 @@ def test_without_offsets_the_pieces_must_have_the_tokens_of_the_whole():
 
 def test_bos_written_by_the_template_is_not_added_twice():
     tokenizer = build_tokenizer("{{ bos_token }}" + CHATML, bos_token="<s>")
-    rendered = render_conversation(tokenizer, [{"role": "user", "content": "x"}])
-    assert (rendered.token_ids == tokenizer.bos_token_id).sum() == 1
+    assert (render_conversation(tokenizer, [user("x")]).token_ids == tokenizer.bos_token_id).sum() == 1
+
+
+# ------------------------------------------------------------------ lengths of prompts in flat data
+
+
+def test_masks_from_lengths_of_prompts():
+    for prompts, lengths, expected in (
+        ([2, 1], [3, 4], [0, 0, 1, 0, 1, 1, 1]),
+        ([0], [3], [0, 1, 1]),  # no prefix, no log-prob
+        ([3], [3], [0, 0, 0]),  # no answer
+        ([0, 0, 2], [0, 1, 3], [0, 0, 0, 1]),  # empty sequences
+        ([], [], []),
+    ):
+        for dtype in (torch.int32, torch.long):
+            mask = mask_from_prompt_lengths(torch.tensor(prompts, dtype=dtype), torch.tensor(lengths, dtype=dtype))
+            assert mask.dtype == torch.bool
+            assert mask.int().tolist() == expected
+
+
+def test_impossible_lengths():
+    for prompts, lengths, message in (
+        ([1, 4], [2, 3], "sequence 1 has prompt length 4 and length 3"),
+        ([-1], [2], "sequence 0 has prompt length -1"),
+        ([1], [2, 3], r"shape \(1,\) and lengths \(2,\)"),
+        ([[1]], [[2]], "Flatten batch dimensions"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            mask_from_prompt_lengths(torch.tensor(prompts), torch.tensor(lengths))
+    with pytest.raises(TypeError, match=r"lengths has dtype torch.float32"):
+        mask_from_prompt_lengths(torch.tensor([1]), torch.tensor([2.0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_mask_from_lengths_stays_on_the_device():
+    mask = mask_from_prompt_lengths(torch.tensor([1]), torch.tensor([2], device="cuda"))
+    assert mask.device.type == "cuda"
+    assert mask.tolist() == [False, True]

@@ -132,12 +132,12 @@ def test_each_turn_is_right_or_an_error(form, roles, data, prompt):
 TYPICAL = [user("Hi"), assistant("yes"), user("Bye"), assistant("no")]
 
 
-@pytest.mark.parametrize("scan", ["", SCAN])
 @pytest.mark.parametrize("walk", WALKS)
-def test_typical_formats_are_right(walk, scan):
+def test_typical_formats_are_right(walk):
     """An error everywhere would satisfy the property; this is where there must be none."""
-    for header, end, prompt in itertools.product(HEADERS, ("eos", "other"), ("plain", "not twice", "thinking")):
-        form = Format(scan, walk, header, end, "always", prompt, "plain")
+    prompts = itertools.cycle(("plain", "not twice", "thinking", "thinking", "plain", "not twice"))
+    for scan, header, end in itertools.product(("", SCAN), HEADERS, ("eos", "other")):
+        form = Format(scan, walk, header, end, "always", next(prompts), "plain")
         for messages in (TYPICAL, TYPICAL[:2], [{"role": "system", "content": "Be brief."}, *TYPICAL]):
             assert outcome(form, messages, False) == "right", form
 
@@ -155,62 +155,40 @@ def shifted(left: int, right: int):
     return mask
 
 
-@pytest.mark.parametrize(
-    "mask", [without_last_turn, shifted(-len("assistant\n"), 0), shifted(0, -len("<|im_end|>")), shifted(0, 1)]
-)
-def test_a_wrong_mask_is_seen(mask):
+def test_a_wrong_mask_is_seen():
     """Negative control: the faults of an earlier version (a lost turn, a header, no end token, white space after it)."""
     form = Format("", "slice", "chatml", "eos", "always", "plain", "plain")
     assert outcome(form, TYPICAL, False) == "right"
-    assert outcome(form, TYPICAL, False, mask) not in ("right", "error")
+    for mask in (without_last_turn, shifted(-len("assistant\n"), 0), shifted(0, -len("<|im_end|>")), shifted(0, 1)):
+        assert outcome(form, TYPICAL, False, mask) not in ("right", "error")
 
 
 TAGS, THOUGHT = "[x]", "<think>\nhm</think>no"
 # What the random templates found, as (scan, walk, header, end, place, prompt, content), conversation and generation prompt.
 FOUND = [
-    (
-        ("", "no variable", "tag", "other", "between", "missing", "plain"),
-        [assistant(TAGS), assistant("assistant")],
-        True,
-    ),
-    ((SCAN, "copies", "chatml", "other", "closed", "thinking", "marked"), [assistant(TAGS)], False),
-    (("", "macro", "words", "other", "between", "thinking", "marked"), [assistant(THOUGHT), user("a")], False),
-    (("", "loop", "tag", "none", "always", "thinking", "trimmed"), [assistant(THOUGHT), user("a")], True),
-    (
-        (SCAN, "slice", "chatml", "eos", "always", "missing", "plain"),
-        [assistant(""), assistant(""), assistant("")],
-        True,
-    ),
-    (("", "slice", "chatml", "other", "closed", "missing", "trimmed"), [user("x"), assistant("user"), user("x")], True),
-    (
-        (SCAN, "slice", "words", "eos", "always", "not twice", "marked"),
-        [assistant(""), assistant("a"), user("b")],
-        False,
-    ),
-    (
-        (SCAN, "index", "chatml", "other", "always", "not twice", "plain"),
-        [user(""), assistant(""), assistant("a: b"), assistant("a: b"), assistant(" c ")],
-        False,
-    ),
-    (
-        ("", "without empty", "tag", "other", "closed", "plain", "marked"),
-        [user("a"), assistant("b"), assistant("")],
-        True,
-    ),
+    # scan, walk, header, end, place, prompt and content of the template; the contents of the assistant, or "u:" and the
+    # user's; whether a generation prompt is asked for
+    ("", "no variable tag other between missing plain", [TAGS, "assistant"], True),
+    (SCAN, "copies chatml other closed thinking marked", [TAGS], False),
+    ("", "macro words other between thinking marked", [THOUGHT, "u:a"], False),
+    ("", "loop tag none always thinking trimmed", [THOUGHT, "u:a"], True),
+    (SCAN, "slice chatml eos always missing plain", ["", "", ""], True),
+    ("", "slice chatml other closed missing trimmed", ["u:x", "user", "u:x"], True),
+    (SCAN, "slice words eos always not_twice marked", ["", "a", "u:b"], False),
+    (SCAN, "index chatml other always not_twice plain", ["u:", "", "a: b", "a: b", " c "], False),
+    ("", "without_empty tag other closed plain marked", ["u:a", "b", ""], True),
     # a second token closes the conversation, and the prompt ends in a thinking tag
-    (
-        ("", "without empty", "words", "eos", "closed", "thinking", "reasoning"),
-        [user(""), user("a: b"), assistant("yes"), user("")],
-        True,
-    ),
-    (
-        (SCAN, "loop", "words", "eos", "closed", "thinking", "reasoning"),
-        [assistant(""), assistant(""), {**assistant(""), "reasoning_content": "hm"}],
-        False,
-    ),
+    ("", "without_empty words eos closed thinking reasoning", ["u:", "u:a: b", "yes", "u:"], True),
+    (SCAN, "loop words eos closed thinking reasoning", ["", "", "hm:"], False),
 ]
 
 
-@pytest.mark.parametrize(("form", "messages", "prompt"), FOUND)
-def test_what_was_once_wrong_without_a_word(form, messages, prompt):
-    assert outcome(Format(*form), messages, prompt) in ("right", "error")
+def test_what_was_once_wrong_without_a_word():
+    for scan, choices, contents, prompt in FOUND:
+        form = Format(
+            scan, *(choice.replace("_", " ") for choice in choices.replace("no variable", "no_variable").split())
+        )
+        messages = [user(text[2:]) if text.startswith("u:") else assistant(text) for text in contents]
+        if contents[-1] == "hm:":
+            messages[-1] = assistant("", reasoning_content="hm")
+        assert outcome(form, messages, prompt) in ("right", "error"), (choices, contents)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from template_pairs import CALL, assistant, user
+from template_pairs import CALL, END, LOOP, PROMPT, TURN, assistant, user
 from torchrl_llm_kl.masks import (
     AssistantMaskError,
     EmptyAssistantMaskError,
@@ -23,40 +20,34 @@ from torchrl_llm_kl.masks import (
 from torchrl_llm_kl.masks._template import _unused_nonce, core_of
 from toy_tokenizer import CHATML, build_tokenizer
 
-END = "<|im_end|>"
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-MARKED = (
-    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}"
-    "{% endif %}<|im_end|>\n{% endfor %}" + PROMPT
-)
+MARKED = "{% if m.role == 'assistant' %}{% generation %}TEXT{% endgeneration %}{% else %}TEXT{% endif %}"
+# One conversation format, written in the styles of real templates.
 # One conversation format, written in the styles of real templates.
 CHATML_VARIANTS = {
     "one string": CHATML,
-    "filtered loop": "{% for m in messages if m.role != 'x' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endfor %}" + PROMPT,
-    "macro": "{% macro show(m) %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endmacro %}"
-    "{% for m in messages %}{{ show(m) }}{% endfor %}" + PROMPT,
-    "index loop": "{% for i in range(messages|length) %}{% set m = messages[i] %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
-    "no variable": "{% for i in range(messages|length) %}<|im_start|>{{ messages[i].role }}\n"
-    "{{ messages[i].content }}<|im_end|>\n{% endfor %}" + PROMPT,
-    "looks back": "{% for m in messages %}{% set before = messages[loop.index0 - 1] %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
-    "continue": "{% for m in messages %}{% if m.role != 'user' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% continue %}{% endif %}<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
+    "filtered loop": LOOP.replace("messages", "messages if m.role != 'x'") + PROMPT,
+    "macro": "{% macro show(m) %}" + TURN + "{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}" + PROMPT,
+    "index loop": "{% for i in range(messages|length) %}{% set m = messages[i] %}" + TURN + "{% endfor %}" + PROMPT,
+    "no variable": "{% for i in range(messages|length) %}"
+    + TURN.replace("m.", "messages[i].")
+    + "{% endfor %}"
+    + PROMPT,
+    "looks back": "{% for m in messages %}{% set before = messages[loop.index0 - 1] %}"
+    + TURN
+    + "{% endfor %}"
+    + PROMPT,
+    "continue": "{% for m in messages %}{% if m.role != 'user' %}" + TURN + "{% continue %}{% endif %}"
+    "<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
     "search first": "{% for m in messages %}{% if m.role == 'system' %}{% set x = m.content %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
-    "captured": "{% set out %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% endset %}{{ out | trim }}\n" + PROMPT,
-    "no prompt": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}",
-    "prompt in the loop": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% if loop.last %}" + PROMPT + "{% endif %}{% endfor %}",
-    "marked content": MARKED,
-    "marked turn": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n"
-    "{{ m.content }}<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endif %}{% endfor %}" + PROMPT,
+    + LOOP
+    + PROMPT,
+    "captured": "{% set out %}" + LOOP + "{% endset %}{{ out | trim }}\n" + PROMPT,
+    "no prompt": LOOP,
+    "prompt in the loop": LOOP.replace("{% endfor %}", "{% if loop.last %}" + PROMPT + "{% endif %}{% endfor %}"),
+    "marked content": LOOP.replace("{{ m.content }}", MARKED.replace("TEXT", "{{ m.content }}")) + PROMPT,
+    "marked turn": LOOP.replace(TURN, MARKED.replace("TEXT", TURN)) + PROMPT,
 }
+LOCATED_BY = {"no variable": "prefixes", "captured": "prefixes", "marked content": "marks", "marked turn": "marks"}
 
 
 def masked_turns(messages, template=CHATML, tokenizer=None, **kwargs) -> list[str]:
@@ -71,129 +62,99 @@ def masked_turns(messages, template=CHATML, tokenizer=None, **kwargs) -> list[st
     return turns
 
 
+#: Conversation, and the masked text of each turn without the end token that follows it.
 ADVERSARIAL = {
-    "repeats the user": ([user("Answer yes or no"), assistant("yes")], ["yes" + END]),
-    "one character": ([user("a"), assistant("a"), user("aa"), assistant("a")], ["a" + END] * 2),
-    "empty turns": ([user("x"), assistant(""), user(""), assistant("")], [END] * 2),
-    "header in the question": ([user("<|im_start|>assistant\nyes<|im_end|>\n"), assistant("yes")], ["yes" + END]),
+    "repeats the user": ([user("Answer yes or no"), assistant("yes")], ["yes"]),
+    "one character": ([user("a"), assistant("a"), user("aa"), assistant("a")], ["a", "a"]),
+    "empty turns": ([user("x"), assistant(""), user(""), assistant("")], ["", ""]),
+    "header in the question": ([user("<|im_start|>assistant\nyes<|im_end|>\n"), assistant("yes")], ["yes"]),
     "markers in the answer": (
         [user("x"), assistant("<|im_end|>\n<|im_start|>user\nyes<|im_end|>"), user("yes")],
-        ["<|im_end|>\n<|im_start|>user\nyes<|im_end|>" + END],
+        ["<|im_end|>\n<|im_start|>user\nyes<|im_end|>"],
     ),
-    "header as the answer": ([user("x"), assistant("<|im_start|>assistant\n")], ["<|im_start|>assistant\n" + END]),
+    "header as the answer": ([user("x"), assistant("<|im_start|>assistant\n")], ["<|im_start|>assistant\n"]),
     "template syntax": (
         [user("{% generation %}"), assistant("{% generation %}{{ x }}{% endgeneration %}")],
-        ["{% generation %}{{ x }}{% endgeneration %}" + END],
+        ["{% generation %}{{ x }}{% endgeneration %}"],
     ),
-    "several in a row": (
-        [user("x"), assistant("a"), assistant("b"), assistant("a")],
-        ["a" + END, "b" + END, "a" + END],
-    ),
-    "assistant first": ([assistant("hi"), user("hi"), assistant("hi")], ["hi" + END] * 2),
-    "white space kept": ([user(" x "), assistant(" \n x\t\n")], [" \n x\t\n" + END]),
-    "beyond ascii": ([user("é"), assistant("é😀\u0301漢")], ["é😀\u0301漢" + END]),
-    "private use": (
-        [user("\U0010ff00+0"), assistant("\U0010ff00loop+1\U0010ff01")],
-        ["\U0010ff00loop+1\U0010ff01" + END],
-    ),
+    "several in a row": ([user("x"), assistant("a"), assistant("b"), assistant("a")], ["a", "b", "a"]),
+    "assistant first": ([assistant("hi"), user("hi"), assistant("hi")], ["hi", "hi"]),
+    "white space kept": ([user(" x "), assistant(" \n x\t\n")], [" \n x\t\n"]),
+    "beyond ascii": ([user("é"), assistant("é😀\u0301漢")], ["é😀\u0301漢"]),
+    "private use": ([user("\U0010ff00+0"), assistant("\U0010ff00loop+1\U0010ff01")], ["\U0010ff00loop+1\U0010ff01"]),
 }
 
 
 @pytest.mark.parametrize("variant", CHATML_VARIANTS)
-@pytest.mark.parametrize("case", ADVERSARIAL)
-def test_adversarial_conversation(case, variant):
-    messages, expected = ADVERSARIAL[case]
-    if (case, variant) in {("assistant first", "no variable"), ("assistant first", "captured")}:
-        with pytest.raises(TurnNotFoundError, match=r"message 0 \(assistant\).*cannot be located"):
-            masked_turns(messages, CHATML_VARIANTS[variant])
-        return
-    assert masked_turns(messages, CHATML_VARIANTS[variant]) == expected
-
-
-@pytest.mark.parametrize("variant", CHATML_VARIANTS)
-def test_a_trailing_generation_prompt_is_masked_out(variant):
+def test_adversarial_conversations(variant):
+    template = CHATML_VARIANTS[variant]
+    for case, (messages, contents) in ADVERSARIAL.items():
+        if case == "assistant first" and variant in ("no variable", "captured"):
+            with pytest.raises(TurnNotFoundError, match=r"message 0 \(assistant\).*cannot be located"):
+                masked_turns(messages, template)
+        else:
+            assert masked_turns(messages, template) == [content + END for content in contents], case
     messages = [user("x"), assistant("a"), assistant("b")]
-    expected = ["a" + END, "b" + END]
-    assert masked_turns(messages, CHATML_VARIANTS[variant], add_generation_prompt=True) == expected
+    assert masked_turns(messages, template, add_generation_prompt=True) == ["a" + END, "b" + END]
+    found = render_conversation(build_tokenizer(template), messages[:2])
+    assert found.located_by == LOCATED_BY.get(variant, "trace")
 
 
 LOCATED_BY = {"no variable": "prefixes", "captured": "prefixes", "marked content": "marks", "marked turn": "marks"}
 
 
-@pytest.mark.parametrize("variant", CHATML_VARIANTS)
-def test_how_turns_are_located(variant):
-    tokenizer = build_tokenizer(CHATML_VARIANTS[variant])
-    assert render_conversation(tokenizer, [user("x"), assistant("a")]).located_by == LOCATED_BY.get(variant, "trace")
-
-
 def test_system_only_has_nothing_to_mask():
     rendered = render_conversation(build_tokenizer(), [{"role": "system", "content": "assistant"}])
     assert not rendered.assistant_mask.any()
-    assert rendered.assistant_spans == ()
-    assert rendered.located_by == "no assistant turn"
+    assert (rendered.assistant_spans, rendered.located_by) == ((), "no assistant turn")
 
 
-def test_content_that_the_template_trims():
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}" + PROMPT
-    )
-    assert masked_turns([user(" a "), assistant("\n a b \n")], template) == ["a b" + END]
-
-
-def test_thinking_stripped_from_earlier_turns():
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set c = m.content %}"
+def test_content_that_the_template_changes():
+    trims = LOOP.replace("m.content", "m.content | trim") + PROMPT
+    assert masked_turns([user(" a "), assistant("\n a b \n")], trims) == ["a b" + END]
+    strips = (
         "{% if m.role == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-        "{{ c }}<|im_end|>\n{% endfor %}" + PROMPT
     )
-    messages = [user("1"), assistant("<think>\n1\n</think>\n\n1"), user("1"), assistant("<think>\n1\n</think>\n\n1")]
-    assert masked_turns(messages, template) == ["1" + END, "<think>\n1\n</think>\n\n1" + END]
+    strips = LOOP.replace("{{ m.content }}", "{% set c = m.content %}" + strips + "{{ c }}") + PROMPT
+    thought = "<think>\n1\n</think>\n\n1"
+    assert masked_turns([user("1"), assistant(thought)] * 2, strips) == ["1" + END, thought + END]
+    parts = LOOP.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}") + PROMPT
+    messages = [user([{"type": "text", "text": "a"}]), assistant([{"type": "text", "text": c} for c in "ab"])]
+    assert masked_turns(messages, parts) == ["ab" + END]
 
 
-THINKING_PROMPT = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
-)
+THINKING_PROMPT = LOOP.replace(
+    "{{ m.content }}",
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
+) + PROMPT.replace("assistant\n", "assistant\n<think>\n")
 
 
 def test_a_thinking_tag_at_the_end_of_the_generation_prompt_is_header():
     messages = [user("x"), assistant("a", reasoning_content="hm"), user("y"), assistant("b")]
     assert masked_turns(messages, THINKING_PROMPT) == ["hm</think>a" + END, "b" + END]
-
-
-def test_a_header_never_ends_inside_a_tag():
-    """The generation prompt continues with ``<think>``, the turn with ``<tool>``: the shared ``<`` is not header."""
+    # The generation prompt continues with "<think>", the turn with "<tool>": the shared "<" is not header.
     assert masked_turns([user("x"), assistant("<tool>1")], THINKING_PROMPT) == ["<tool>1" + END]
-
-
-def test_content_that_starts_like_the_generation_prompt():
-    """A whole ``<think>\\n`` is in the generation prompt; a part of it at the start of the content is not."""
+    # A whole "<think>\n" is in the generation prompt; a part of it at the start of the content is not.
     messages = [user("x"), assistant("<think>\na"), user("y"), assistant("<think>b")]
     assert masked_turns(messages, THINKING_PROMPT) == ["a" + END, "<think>b" + END]
 
 
-TOOLS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>\n{% endfor %}"
-) + PROMPT
+SHOWN_CALLS = "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+TOOLS = LOOP.replace("<|im_end|>", SHOWN_CALLS + "<|im_end|>") + PROMPT
 
 
 def test_tool_calls_are_masked_in_and_tool_results_are_not():
     call = '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call>'
     messages = [user("?"), assistant("", tool_calls=CALL), {"role": "tool", "content": call}, assistant(call)]
     assert masked_turns(messages, TOOLS) == [call + END, call + END]
-
-
-def test_tool_results_inside_the_assistants_turn_are_masked_out():
-    template = (
+    inside = (  # results inside the assistant's turn
         "{% for m in messages %}{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n"
         "{% if m.tool_calls %}<call>{% for k in range(loop.index0 + 1, messages | length) %}"
         "{% if messages[k].role == 'tool' %}{% set result = messages[k] %}<result>{{ result.content }}</result>"
         "{% endif %}{% endfor %}{% endif %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     ) + PROMPT
     messages = [user("?"), assistant("done", tool_calls=CALL), {"role": "tool", "content": "3"}, user("done")]
-    assert masked_turns(messages, template) == ["<call>", "done" + END]
+    assert masked_turns(messages, inside) == ["<call>", "done" + END]
 
 
 def test_end_token_outside_the_loop_body():
@@ -205,30 +166,23 @@ def test_end_token_outside_the_loop_body():
     assert masked_turns(messages, template) == ["a " + END, END, "b" + END]
 
 
-def test_content_in_parts():
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}"
-        "<|im_end|>\n{% endfor %}" + PROMPT
-    )
-    messages = [user([{"type": "text", "text": "a"}]), assistant([{"type": "text", "text": c} for c in "ab"])]
-    assert masked_turns(messages, template) == ["ab" + END]
-
-
 def test_template_variables_and_named_templates():
-    tokenizer = build_tokenizer(
-        {"default": CHATML, "shout": CHATML.replace("message['content']", "(message.content|upper)")}
-    )
+    shout = CHATML.replace("message['content']", "(message.content|upper)")
+    tokenizer = build_tokenizer({"default": CHATML, "shout": shout})
     messages = [user("a"), assistant("b")]
     assert masked_turns(messages, tokenizer=tokenizer) == ["b" + END]
     assert masked_turns(messages, tokenizer=tokenizer, chat_template="shout") == ["B" + END]
     assert masked_turns(messages, tokenizer=tokenizer, chat_template="{{ extra }}" + CHATML, extra="!") == ["b" + END]
 
 
-def test_text_and_tokens_equal_those_of_transformers():
-    tokenizer = build_tokenizer()
-    messages = [user("é"), assistant("b", tool_calls=None)]
-    rendered = render_conversation(tokenizer, messages, add_generation_prompt=True)
-    plain = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+def test_text_and_tokens_equal_those_of_transformers_and_arguments_stay():
+    tokenizer = build_tokenizer(TOOLS)
+    messages = [user("é"), assistant("", tool_calls=CALL)]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    before = copy.deepcopy((messages, tools, tokenizer.chat_template))
+    rendered = render_conversation(tokenizer, messages, tools=tools, documents=None, add_generation_prompt=True)
+    assert (messages, tools, tokenizer.chat_template) == before
+    plain = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=True)
     assert rendered.token_ids.tolist() == plain["input_ids"]
 
 
@@ -241,15 +195,6 @@ def test_a_batch_equals_single_conversations():
         assert together.token_ids.equal(alone.token_ids)
         assert together.assistant_mask.equal(alone.assistant_mask)
     assert render_conversations(tokenizer, []) == []
-
-
-def test_arguments_are_not_modified():
-    tokenizer = build_tokenizer(TOOLS)
-    messages = [user("a"), assistant("", tool_calls=CALL)]
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    before = copy.deepcopy((messages, tools, tokenizer.chat_template))
-    render_conversation(tokenizer, messages, tools=tools, documents=None)
-    assert (messages, tools, tokenizer.chat_template) == before
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -279,41 +224,33 @@ def test_a_turn_that_cannot_be_located_is_an_error():
         render_conversation(build_tokenizer(template), [user("x"), assistant("a"), user("y")])
 
 
-@pytest.mark.parametrize("name", ["tokenize", "truncation", "continue_final_message"])
-def test_reserved_arguments_are_not_template_variables(name):
-    with pytest.raises(TypeError, match=f"{name}: not a template variable"):
-        render_conversation(build_tokenizer(), [user("x")], **{name: True})
+def test_reserved_arguments_are_not_template_variables():
+    for name in ("tokenize", "truncation", "continue_final_message"):
+        with pytest.raises(TypeError, match=f"{name}: not a template variable"):
+            render_conversation(build_tokenizer(), [user("x")], **{name: True})
 
 
-@pytest.mark.parametrize("messages", ["x", {"role": "user"}, ["x"], [{"content": "x"}], 3])
-def test_not_a_conversation(messages):
-    with pytest.raises(TypeError, match=r"conversation 0"):
-        render_conversation(build_tokenizer(), messages)
-    assert issubclass(AssistantMaskError, ValueError)
-
-
-def test_empty_conversation():
+def test_not_a_conversation():
+    for messages in ("x", {"role": "user"}, ["x"], [{"content": "x"}], 3):
+        with pytest.raises(TypeError, match=r"conversation 0"):
+            render_conversation(build_tokenizer(), messages)
     with pytest.raises(ValueError, match="conversation 0 has no messages"):
         render_conversation(build_tokenizer(), [])
+    assert issubclass(AssistantMaskError, ValueError)
 
 
 # ---- defects of TorchRL's own masks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["toy", "some/qwen2.5-chat", "some/llama-3"])
 @pytest.mark.parametrize("marked", [False, True])
-def test_defect_10_the_tokenizers_own_template_is_used(name, marked):
+def test_defect_10_the_tokenizers_own_template_is_used(marked):
     body = "{% generation %}{{ m.content }}[/A]{% endgeneration %}" if marked else "{{ m.content }}[/A]"
-    template = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}[A]"
-        + body
-        + "{% else %}[U]{{ m.content }}[/U]{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
-    )
-    tokenizer = build_tokenizer(template, name_or_path=name)
-    rendered = render_conversation(tokenizer, [user("x"), assistant("y")])
-    assert rendered.text == "[U]x[/U][A]y[/A]"
-    assert tokenizer.decode(rendered.token_ids[rendered.assistant_mask]) == "y[/A]"
+    template = "{% for m in messages %}{% if m.role == 'assistant' %}[A]" + body
+    template += "{% else %}[U]{{ m.content }}[/U]{% endif %}{% endfor %}{% if add_generation_prompt %}[A]{% endif %}"
+    for name in ("toy", "some/qwen2.5-chat", "some/llama-3"):
+        tokenizer = build_tokenizer(template, name_or_path=name)
+        assert render_conversation(tokenizer, [user("x"), assistant("y")]).text == "[U]x[/U][A]y[/A]"
+        assert masked_turns([user("x"), assistant("y")], tokenizer=tokenizer) == ["y[/A]"], name
 
 
 def test_defect_11_a_repeated_text_is_masked_in_only_in_the_assistants_turn():
@@ -322,13 +259,13 @@ def test_defect_11_a_repeated_text_is_masked_in_only_in_the_assistants_turn():
     assert len(rendered.assistant_spans) == 1
 
 
-@pytest.mark.parametrize("variant", CHATML_VARIANTS)
-def test_defect_12_the_end_of_turn_token_is_in_the_mask(variant):
-    tokenizer = build_tokenizer(CHATML_VARIANTS[variant])
-    rendered = render_conversation(tokenizer, [user("x"), assistant("a"), user("x"), assistant("b")])
-    is_end = rendered.token_ids == tokenizer.eos_token_id
-    assert (rendered.assistant_mask & is_end).sum() == 2
-    assert is_end.sum() == 4
+def test_defect_12_the_end_of_turn_token_is_in_the_mask():
+    for variant, template in CHATML_VARIANTS.items():
+        tokenizer = build_tokenizer(template)
+        rendered = render_conversation(tokenizer, [user("x"), assistant("a"), user("x"), assistant("b")])
+        is_end = rendered.token_ids == tokenizer.eos_token_id
+        assert (rendered.assistant_mask & is_end).sum() == 2, variant
+        assert is_end.sum() == 4, variant
 
 
 def test_defect_34_padding_with_the_end_token_changes_nothing():
@@ -360,25 +297,21 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=5).map("".join)
 conversations = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), texts), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("variant", ["one string", "index loop", "prompt in the loop", "marked turn"])
 @settings(max_examples=60, deadline=None)
-@given(chat=conversations, prompt=st.booleans())
+@given(
+    variant=st.sampled_from(["one string", "index loop", "prompt in the loop", "marked turn"]),
+    chat=conversations,
+    prompt=st.booleans(),
+)
 def test_each_turn_is_content_and_end_token(variant, chat, prompt):
     messages = [{"role": role, "content": content} for role, content in chat]
     expected = [content + END for role, content in chat if role == "assistant"]
     assert masked_turns(messages, CHATML_VARIANTS[variant], add_generation_prompt=prompt) == expected
 
 
-def test_importing_the_masks_loads_neither_transformers_nor_torchrl():
-    code = "import sys, torchrl_llm_kl.masks; print({'transformers', 'torchrl', 'ray'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "set()"
-
-
 def test_marks_are_placed_in_linear_time() -> None:
-    """What is quadratic takes minutes for one of these texts."""
-    long = 200_000
-    start = time.process_time()
+    """What is quadratic takes minutes for one of these texts; the limit of a unit fails it."""
+    long = 100_000
     assert core_of("x" + "<a> " * long) == (0, 1)
     assert core_of(" <a>[b] x" + " " * long) == (8, 9)
     assert core_of("<a>" * long) == (3 * long, 3 * long)
@@ -387,4 +320,3 @@ def test_marks_are_placed_in_linear_time() -> None:
     used = "".join(f"_0{k}" for k in range(7391, 7391 + long)) + "_"
     assert _unused_nonce(used) == f"_0{7391 + long}_"
     assert _unused_nonce("_07391") == "_07391_"
-    assert time.process_time() - start < 20

@@ -6,14 +6,10 @@ import jinja2
 import pytest
 
 import template_pairs
-from template_pairs import assistant, user
+from template_pairs import END, LOOP, PROMPT, assistant, masked_by, user
 from torchrl_llm_kl.masks import EmptyAssistantMaskError, TurnNotFoundError, render_conversation
 from torchrl_llm_kl.masks._template import instrument
 from toy_tokenizer import CHATML, build_tokenizer
-
-END = "<|im_end|>"
-LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 TYPICAL = {
     "chatml": CHATML,
@@ -52,40 +48,18 @@ def renderings(monkeypatch):
     return made
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3, 4])
 @pytest.mark.parametrize("template", TYPICAL)
-def test_two_renderings_whatever_the_number_of_turns(renderings, template, turns):
+def test_two_renderings_whatever_the_number_of_turns(renderings, template):
+    """One without an assistant's turn; a third may show what the generation prompt adds."""
     tokenizer = build_tokenizer(TYPICAL[template])
-    render_conversation(tokenizer, talk(turns))  # its borders are confirmed once
-    renderings.clear()
-    rendered = render_conversation(tokenizer, talk(turns))
-    assert len(rendered.assistant_spans) == turns
-    assert len(renderings) == 2
-
-
-@pytest.mark.parametrize("template", sorted(set(TYPICAL) - {"mistral", "thinking prompt"}))
-def test_two_renderings_with_a_generation_prompt(renderings, template):
-    tokenizer = build_tokenizer(TYPICAL[template])
-    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
-    renderings.clear()
-    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
-    assert len(renderings) == 2
-
-
-@pytest.mark.parametrize("template", ["mistral", "thinking prompt"])
-def test_a_third_rendering_shows_what_the_generation_prompt_adds(renderings, template):
-    tokenizer = build_tokenizer(TYPICAL[template])
-    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
-    renderings.clear()
-    render_conversation(tokenizer, talk(3), add_generation_prompt=True)
-    assert len(renderings) == 3
-
-
-@pytest.mark.parametrize("template", TYPICAL)
-@pytest.mark.parametrize("prompt", [False, True])
-def test_one_rendering_without_an_assistant_turn(renderings, template, prompt):
-    render_conversation(build_tokenizer(TYPICAL[template]), [user("x")], add_generation_prompt=prompt)
-    assert len(renderings) == 1
+    with_prompt = 3 if template in ("mistral", "thinking prompt") else 2
+    for turns, prompt, count in ((1, False, 2), (4, False, 2), (3, True, with_prompt), (0, False, 1), (0, True, 1)):
+        messages = talk(turns) or [user("x")]
+        render_conversation(tokenizer, messages, add_generation_prompt=prompt)  # its borders are confirmed once
+        renderings.clear()
+        rendered = render_conversation(tokenizer, messages, add_generation_prompt=prompt)
+        assert len(rendered.assistant_spans) == turns, (turns, prompt)
+        assert len(renderings) == count, (turns, prompt)
 
 
 def test_one_rendering_without_a_mask(renderings):
@@ -116,19 +90,23 @@ MORE = {
 }
 
 
-def test_renderings_of_the_templates_that_trl_ships(renderings):
+@pytest.mark.parametrize("part", range(4))
+def test_renderings_of_the_templates_that_trl_ships(renderings, part):
     pytest.importorskip("trl", reason="its templates are counted")
+    templates = template_pairs.all_templates()[part::4]
     counts = {}
-    for template in template_pairs.all_templates():
+    for template in templates:
         messages = talk(4)
         if template.removesuffix("_training") == "llava_next":
             messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-        tokenizer = build_tokenizer(template_pairs.read(template), eos_token="<EOS>", bos_token="<BOS>")
+        tokenizer = template_pairs.tokenizer_for(template)
         render_conversation(tokenizer, messages)
         renderings.clear()
         render_conversation(tokenizer, messages)
         counts[template] = len(renderings)
-    assert {template: count for template, count in counts.items() if count != 2} == MORE
+    assert {template: count for template, count in counts.items() if count != 2} == {
+        template: count for template, count in MORE.items() if template in templates
+    }
 
 
 # ---- a generation prompt that varies between turns -----------------------------------------------------------------------
@@ -155,12 +133,12 @@ VARYING = {
 }
 
 
-@pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("template", VARYING)
-def test_each_turn_has_the_header_of_its_own_generation_prompt(template, prompt):
+def test_each_turn_has_the_header_of_its_own_generation_prompt(template):
     messages = [user("a /off"), assistant("<think></think>yes"), user("b"), assistant("<think></think>no")]
-    rendered = render_conversation(build_tokenizer(VARYING[template]), messages, add_generation_prompt=prompt)
-    assert [rendered.text[a:b] for a, b in rendered.assistant_spans] == ["yes" + END, "<think></think>no" + END]
+    for prompt in (False, True):
+        found = masked_by(build_tokenizer(VARYING[template]), messages, add_generation_prompt=prompt)
+        assert found == ["yes" + END, "<think></think>no" + END], prompt
 
 
 AFTER_THE_LOOP = {
@@ -176,32 +154,24 @@ AFTER_THE_LOOP = {
 }
 
 
-@pytest.mark.parametrize("after", AFTER_THE_LOOP)
-def test_dependence_of_the_generation_prompt_on_the_messages(after):
+def test_dependence_of_the_generation_prompt_on_the_messages():
     before = "{% set first = messages[0] %}{% set roles = first.role %}{% macro head() %}{{ roles }}{% endmacro %}"
-    read = instrument(before + LOOP + after)
-    assert read.prompt_is_fixed == AFTER_THE_LOOP[after]
-    assert not (read.prompt_is_fixed and read.loop_reads_flag)
-    assert not instrument("{% if messages %}" + LOOP + after + "{% endif %}").prompt_is_fixed
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        LOOP.replace("{% endfor %}", "{% if loop.last and add_generation_prompt %}!{% endif %}{% endfor %}"),
-        "{% set asked = add_generation_prompt %}" + LOOP.replace("{% endfor %}", "{{ asked }}{% endfor %}"),
-    ],
-)
-def test_a_loop_that_reads_the_generation_prompt_flag(loop):
-    assert instrument(loop + PROMPT).loop_reads_flag
+    for after, is_fixed in AFTER_THE_LOOP.items():
+        read = instrument(before + LOOP + after)
+        assert read.prompt_is_fixed == is_fixed, after
+        assert not (read.prompt_is_fixed and read.loop_reads_flag), after
+        assert not instrument("{% if messages %}" + LOOP + after + "{% endif %}").prompt_is_fixed, after
+    in_loop = LOOP.replace("{% endfor %}", "{% if loop.last and add_generation_prompt %}!{% endif %}{% endfor %}")
+    variable = "{% set asked = add_generation_prompt %}" + LOOP.replace("{% endfor %}", "{{ asked }}{% endfor %}")
+    for loop in (in_loop, variable):
+        assert instrument(loop + PROMPT).loop_reads_flag, loop
 
 
 # ---- the border of header and content ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("template", "content", "expected"),
-    [
+def test_without_a_generation_prompt_the_header_is_the_text_before_any_content():
+    for shown, content, expected in (
         ("{{ m.role }}: {{ m.content | upper }}\n", "assistant", "ASSISTANT"),
         ("{{ m.role }}: {{ m.content }}\n", "assistant", "assistant"),
         ("{{ m.role }} {{ m.content }}\n", "assistant", "assistant"),
@@ -209,20 +179,18 @@ def test_a_loop_that_reads_the_generation_prompt_flag(loop):
         (" {{ m.content }}</s>", "[INST]", " [INST]</s>"),
         ("<answer>{{ m.content }}</s>", "<answer>", "<answer></s>"),
         ("<answer>{{ m.content }}</s>", "answer", "answer</s>"),
-    ],
-)
-def test_without_a_generation_prompt_the_header_is_the_text_before_any_content(template, content, expected):
-    template = "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}" + template + "{% endif %}{% endfor %}"
-    rendered = render_conversation(build_tokenizer(template), [user("x"), assistant(content)])
-    assert [rendered.text[a:b] for a, b in rendered.assistant_spans] == [expected]
+    ):
+        template = (
+            "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}" + shown + "{% endif %}{% endfor %}"
+        )
+        found = masked_by(build_tokenizer(template), [user("x"), assistant(content)])
+        assert found == [expected], (shown, content)
 
 
-@pytest.mark.parametrize("closes", ["", "{% else %}{{ eos_token }}"])
-def test_an_end_token_that_only_the_prompt_adds_belongs_to_no_answer(closes):
-    template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ eos_token }}assistant: " + closes + "{% endif %}"
-    )
-    messages = [user("x"), assistant("yes")]
-    rendered = render_conversation(build_tokenizer(template), messages, add_generation_prompt=True)
-    assert [rendered.text[a:b] for a, b in rendered.assistant_spans] == ["yes" + END * bool(closes)]
+def test_an_end_token_that_only_the_prompt_adds_belongs_to_no_answer():
+    for closes in ("", "{% else %}{{ eos_token }}"):
+        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        template += "{% if add_generation_prompt %}{{ eos_token }}assistant: " + closes + "{% endif %}"
+        messages = [user("x"), assistant("yes")]
+        found = masked_by(build_tokenizer(template), messages, add_generation_prompt=True)
+        assert found == ["yes" + END * bool(closes)], closes

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from template_pairs import CALL, assistant, user
-from torchrl_llm_kl.masks import TurnNotFoundError, render_conversation
+from template_pairs import CALL, END, PROMPT, TURN, assistant, masked_by, user
+from torchrl_llm_kl.masks import TurnNotFoundError
 from toy_tokenizer import build_tokenizer
 
-END = "<|im_end|>"
 SCAN = "{% for m in messages %}{% endfor %}"
-BODY = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-LAST = "{% for m in messages[:-1] %}BODY{% endfor %}{% set m = messages[-1] %}BODY".replace("BODY", BODY)
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+LAST = "{% for m in messages[:-1] %}BODY{% endfor %}{% set m = messages[-1] %}BODY".replace("BODY", TURN)
 CHAT = [user("Hi"), assistant("yes"), user("Bye"), assistant("no")]
 
 
-def masked(template: str, messages: list[dict], **kwargs) -> list[str]:
-    rendered = render_conversation(build_tokenizer(template), messages, **kwargs)
-    return [rendered.text[start:end] for start, end in rendered.assistant_spans]
+def masked(template: str, messages: list[dict]) -> list[str]:
+    return masked_by(build_tokenizer(template), messages)
 
 
-@pytest.mark.parametrize("prompt", [PROMPT, ""])
-@pytest.mark.parametrize("scan", [SCAN, ""])
-def test_the_last_message_outside_of_the_loop(scan, prompt):
-    """Nemotron-Nano-v2: a loop looks at all messages, another one writes all but the last."""
-    assert masked(scan + LAST + prompt, CHAT) == ["yes" + END, "no" + END]
-    assert masked(scan + LAST + prompt, CHAT[:2]) == ["yes" + END]
-
-
-@pytest.mark.parametrize("scan", [SCAN, ""])
-def test_marks_of_the_last_message_outside_of_the_loop(scan):
+def test_the_last_message_outside_of_the_loop():
+    """Nemotron-Nano-v2: a loop looks at all messages, another one writes all but the last, also with marks."""
     marked = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     marked += "{% else %}{{ m.content }}<|im_end|>{% endif %}"
-    template = LAST.replace("{{ m.content }}<|im_end|>", marked) + PROMPT
-    assert masked(scan + template, CHAT) == ["yes" + END, "no" + END]
+    marked = LAST.replace("{{ m.content }}<|im_end|>", marked) + PROMPT
+    for scan in (SCAN, ""):
+        for template in (scan + LAST + PROMPT, scan + LAST, scan + marked):
+            assert masked(template, CHAT) == ["yes" + END, "no" + END], template
+        assert masked(scan + LAST + PROMPT, CHAT[:2]) == masked(scan + LAST, CHAT[:2]) == ["yes" + END]
 
 
 def test_the_stop_token_of_a_tool_call_that_a_tool_answers_in_the_turn():
@@ -76,14 +67,14 @@ def test_two_assistant_messages_in_a_row_without_a_prompt_between_them():
 
 def test_content_in_the_wrong_order_is_an_error():
     template = (
-        "{% for m in messages | reverse %}" + BODY + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% for m in messages | reverse %}" + TURN + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     with pytest.raises(TurnNotFoundError, match="message 1"):
         masked(template, CHAT)
 
 
 def test_a_turn_that_the_template_never_writes_is_omitted():
-    template = "{% for m in messages if m.content != 'no' %}" + BODY + "{% endfor %}" + PROMPT
+    template = "{% for m in messages if m.content != 'no' %}" + TURN + "{% endfor %}" + PROMPT
     assert masked(template, [user("Hi"), assistant("yes")]) == ["yes" + END]
-    silent = SCAN + "{% for m in messages %}{% if loop.index != 2 %}" + BODY + "{% endif %}{% endfor %}" + PROMPT
+    silent = SCAN + "{% for m in messages %}{% if loop.index != 2 %}" + TURN + "{% endif %}{% endfor %}" + PROMPT
     assert masked(silent, CHAT) == ["no" + END]
