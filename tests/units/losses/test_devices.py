@@ -84,21 +84,8 @@ def leaves(result: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", [*OBJECTIVES, *OTHERS])
 @pytest.mark.filterwarnings("ignore:KL estimator")
-def test_tokens_on_another_device_than_the_numbers(name: str) -> None:
-    """Of the CPU, where a loss keeps its numbers unless it is moved: no copy for each call is needed."""
-    part = OTHERS[name]() if name in OTHERS else TermPart(get_objective(name), **SETTINGS.get(name, {}))
-    given = dummy_inputs(part)
-    expected = leaves(part(given))
-    with Accelerator():
-        found = leaves(part({key: x.to("meta") for key, x in given.items()}))
-    assert [x.shape for x in found] == [x.shape for x in expected]
-    assert all(x.device.type == "meta" for x in found if x.ndim)
-
-
-@pytest.mark.parametrize("name", [*OBJECTIVES, *(name for name in OTHERS if name != "adaptive")])
-@pytest.mark.filterwarnings("ignore:KL estimator")
-def test_numbers_on_another_device_than_the_tokens(name: str) -> None:
-    """A loss that was moved, and a batch that was not."""
+def test_tokens_and_numbers_on_two_devices(name: str) -> None:
+    """A loss keeps its numbers on the CPU unless it is moved: no copy for each call; or it was moved, and a batch was not."""
     part = OTHERS[name]() if name in OTHERS else TermPart(get_objective(name), **SETTINGS.get(name, {}))
     rng = torch.Generator().manual_seed(0)
     given = {
@@ -107,7 +94,11 @@ def test_numbers_on_another_device_than_the_tokens(name: str) -> None:
     }
     expected = leaves(part(given))
     with Accelerator():
-        part.to("meta")
-        found = leaves(part(given))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        found = leaves(part({key: x.to("meta") for key, x in given.items()}))
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    assert all(x.device.type == "meta" for x in found if x.ndim)
+    if name != "adaptive":
+        with Accelerator():
+            part.to("meta")
+            found = leaves(part(given))
+        torch.testing.assert_close(found, expected)
