@@ -1,17 +1,17 @@
-"""Scores and gradients equal those of one sequence at a time through the plain model."""
+"""Scores and gradients equal those of one sequence at a time through the plain model; defects of what the scorer replaces."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from scoring_reference import plain_log_probs, random_mask, random_sequences
+from scoring_reference import conversation, plain_log_probs, random_mask, random_sequences
 from torchrl_llm_kl.head import _tiles
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer
@@ -25,23 +25,26 @@ def model(request):
     return tiny_model(request.param)
 
 
-@pytest.mark.parametrize(
-    ("tokens_per_batch", "keep", "temperature"), [(1, 0.5, 0.7), (40, 0.1, 1.3), (8192, 0.5, 0.7), (8192, None, 1.0)]
-)
-def test_equals_one_sequence_at_a_time(model, tokens_per_batch, keep, temperature):
-    sequences = random_sequences(*LENGTHS)
-    mask = None if keep is None else random_mask(sequences, keep=keep)
-    scorer = LogProbScorer(model, temperature=temperature, tokens_per_batch=tokens_per_batch, head_chunk=5)
-    assert scorer.path == "head"
-
-    got = scorer.score(sequences, mask)
-
+def assert_as_plain(model, sequences, mask=None, **options):
+    """Without gradient; returns the scorer."""
+    scorer = LogProbScorer(model, **options)
     with torch.no_grad():
-        want = plain_log_probs(model, sequences, mask, temperature=temperature)
-    assert_near(got.values, want, **FORWARD)
+        want = plain_log_probs(model, sequences, mask, temperature=scorer.temperature)
+    assert_near(scorer.score(sequences, mask).values, want, **FORWARD)
+    return scorer
+
+
+def test_equals_one_sequence_at_a_time(model):
+    sequences = random_sequences(*LENGTHS)
+    for tokens_per_batch, keep, temperature in [(1, 0.5, 0.7), (40, 0.1, 1.3), (8192, None, 1.0)]:
+        mask = None if keep is None else random_mask(sequences, keep=keep)
+        options = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "head_chunk": 5}
+        scorer = assert_as_plain(model, sequences, mask, **options)
+        assert scorer.path == "head"
+    got = scorer.score(sequences)
     assert got.values.dtype == torch.float32
     assert not got.values.requires_grad
-    assert_close(got.lengths, sequences.lengths)
+    assert torch.equal(got.lengths, sequences.lengths)
 
 
 def test_gradient_equals_the_plain_models(model):
@@ -64,20 +67,13 @@ def test_gradient_equals_the_plain_models(model):
         assert_near(parameter.grad, want[name], **BACKWARD, msg=name)
 
 
-def test_sliding_window_shorter_than_the_sequence_matters():
-    """Otherwise the case above does not test the window."""
+def test_windows_and_soft_caps_matter():
+    """Otherwise the cases above test neither: a window shorter than the sequence, logits far beyond the cap."""
     sequences = random_sequences(30)
-    windowed, unlimited = tiny_model("mistral"), tiny_model("mistral", sliding_window=None)
-    a, b = (LogProbScorer(model).score(sequences).values for model in (windowed, unlimited))
-    assert (a - b).abs().max() > 0.1
-
-
-def test_soft_cap_matters():
-    """Logits far beyond the cap: without it the log-probs are off by nats."""
-    sequences = random_sequences(30)
-    capped, free = tiny_model("gemma2"), tiny_model("gemma2", final_logit_softcapping=None)
-    a, b = (LogProbScorer(model).score(sequences).values for model in (capped, free))
-    assert (a - b).abs().max() > 0.5
+    for family, off, least in [("mistral", "sliding_window", 0.1), ("gemma2", "final_logit_softcapping", 0.5)]:
+        pair = tiny_model(family), tiny_model(family, **{off: None})
+        a, b = (LogProbScorer(model).score(sequences).values for model in pair)
+        assert (a - b).abs().max() > least
 
 
 def test_sequences_without_tokens_to_score_are_not_forwarded_and_others_are_trimmed():
@@ -109,49 +105,31 @@ def test_nothing_to_score_is_all_zeros(grad):
     assert scorer.score(random_sequences(5), torch.zeros(5, dtype=torch.bool)).values.tolist() == [0.0] * 5
 
 
-def test_layout_in_is_layout_out():
-    sequences = random_sequences(6, 4)
-    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]]).bool()
-    padded = torch.where(mask, torch.stack([sequences.values[:6], sequences.values[4:]]), 0)
-    scorer = LogProbScorer(tiny_model())
-    got = scorer.score(Ragged.from_padded(padded, mask=mask)).restore()
-    want = scorer.score(sequences).to_padded(side="left")
-    assert_close(got, want)
-
-
 def test_inputs_are_not_mutated_and_int32_ids_are_fine():
     sequences = random_sequences(9, 5)
     mask = random_mask(sequences)
     before = sequences.values.clone(), mask.clone(), sequences.lengths.clone()
     scorer = LogProbScorer(tiny_model())
-    want = scorer.score(sequences, mask)
+    want = scorer.score(sequences, mask).values
     for now, then in zip((sequences.values, mask, sequences.lengths), before, strict=True):
-        assert_close(now, then, rtol=0, atol=0)
-    assert_close(scorer.score(sequences.like(sequences.values.int()), mask).values, want.values)
+        assert torch.equal(now, then)
+    assert torch.equal(scorer.score(sequences.like(sequences.values.int()), mask).values, want)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda scorer: pickle.loads(pickle.dumps(scorer))])
-def test_a_copy_scores_the_same(clone):
+def test_a_copy_scores_the_same_and_new_weights_take_effect_at_once(clone):
     scorer = LogProbScorer(tiny_model("gemma2"), temperature=0.6)
     sequences = random_sequences(9, 5)
     twin = clone(scorer)
     assert twin.model is not scorer.model
     assert twin.path == "head"
-    assert_close(twin.score(sequences).values, scorer.score(sequences).values)
-
-
-def test_new_weights_take_effect_at_once():
-    model = tiny_model()
-    scorer = LogProbScorer(model)
-    model.load_state_dict(tiny_model(seed=1).state_dict())
-    sequences = random_sequences(9)
+    assert torch.equal(twin.score(sequences).values, scorer.score(sequences).values)
+    twin.model.load_state_dict(tiny_model("gemma2", seed=1).state_dict())
     with torch.no_grad():
-        assert_near(scorer.score(sequences).values, plain_log_probs(model, sequences), **FORWARD)
-
-
-def test_without_grad_no_graph_is_kept_even_where_grad_is_on():
+        want = plain_log_probs(tiny_model("gemma2", seed=1), sequences, temperature=0.6)
+    assert_near(twin.score(sequences).values, want, **FORWARD)
     with torch.enable_grad():
-        assert LogProbScorer(tiny_model()).score(random_sequences(9)).values.grad_fn is None
+        assert twin.score(sequences).values.grad_fn is None, "without grad no graph is kept"
 
 
 def test_with_grad_the_logits_are_not_held(monkeypatch):
@@ -167,25 +145,227 @@ def test_with_grad_the_logits_are_not_held(monkeypatch):
     assert not activations
 
 
-def test_the_gradient_of_an_exact_kl_on_the_full_path() -> None:
+class Table(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        values = torch.randn(5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self.table = nn.Parameter(values)
+
+    def forward(self, input_ids):
+        return (self.table[input_ids],)
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+def test_the_gradient_of_an_exact_kl_on_the_full_path():
     """Recomputed logits: each saved tensor may be unpacked only once."""
-
-    class Table(torch.nn.Module):
-        def __init__(self, seed: int) -> None:
-            super().__init__()
-            values = torch.randn(5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-            self.table = torch.nn.Parameter(values)
-
-        def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
-            return (self.table[input_ids],)
-
     ids = torch.tensor([0, 3, 1, 3])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no separate body and head
-        model, other = LogProbScorer(Table(0)), LogProbScorer(Table(1))
+    model, other = LogProbScorer(Table(0)), LogProbScorer(Table(1))
     kl = model.evaluate(Ragged.from_list([ids]), grad=True, reference=other).kl.values.sum()
     p, q = (scorer.model.table[ids[:-1]].log_softmax(-1) for scorer in (model, other))
     expected = (p.exp() * (p - q.detach())).sum()
-    torch.testing.assert_close(kl.double(), expected, rtol=1e-5, atol=1e-6)
+    assert_near(kl.double(), expected, size=8, dtype=torch.float32)
     found, want = (torch.autograd.grad(x, model.model.table)[0] for x in (kl, expected))
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-6)
+    assert_near(found, want, size=8, dtype=torch.float32)
+
+
+# ------------------------------------------------------------------ products in half precision on float32 weights
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_equals_the_plain_model_under_autocast(family):
+    model, batch = tiny_model(family, initializer_range=0.1), Ragged.from_list(conversation())
+    scorer = LogProbScorer(model, dtype=torch.bfloat16)
+    assert scorer.path == "head"
+    assert scorer.shares_prefixes
+    found = scorer.score(batch).values
+    assert found.dtype == torch.float32
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert_close(found, plain_log_probs(model, batch).detach(), atol=0.08, rtol=0)
+    assert not torch.equal(found, LogProbScorer(model).score(batch).values), "no part ran in bfloat16"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_error_is_at_most_that_of_a_model_in_half_precision(family):
+    model, batch = tiny_model(family, initializer_range=0.3), Ragged.from_list(conversation())
+    with torch.no_grad():
+        truth, narrow = (plain_log_probs(each, batch) for each in (model, copy.deepcopy(model).bfloat16()))
+    found = LogProbScorer(model, dtype=torch.bfloat16).score(batch).values
+    assert (found - truth).norm() < 1.1 * (narrow - truth).norm()
+
+
+def test_exact_kl_to_a_reference_in_another_precision():
+    """The products of both heads are then in float32, so the KL of a model to itself has the body's rounding alone."""
+    model, batch = tiny_model("llama", initializer_range=0.1), Ragged.from_list(conversation())
+    for dtype in (torch.bfloat16, None):
+        kl = LogProbScorer(model, dtype=dtype).evaluate(batch, reference=LogProbScorer(model)).kl.values
+        assert kl.abs().max() < 1e-3
+        assert bool(kl.any()) == (dtype is not None)
+
+
+def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_linear_stays_in_float32():
+    model, batch = tiny_model("llama", initializer_range=0.1), Ragged.from_list(conversation()[:4])
+    gradients = []
+    for dtype in (torch.bfloat16, None):
+        total = LogProbScorer(model, dtype=dtype).score(batch, grad=True).values.sum()
+        gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]))
+    assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.999
+    assert gradients[0].dtype == torch.float32
+    seen = []
+    model.lm_head.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
+    LogProbScorer(model, dtype=torch.bfloat16, probe=False).score(batch)
+    assert set(seen) == {(torch.float32, torch.float32)}
+
+
+# ------------------------------------------------------------------ defects, by their numbers
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_defect_01_no_token_sees_the_future(family):
+    """Change the last token of a sequence: no earlier log-prob of any sequence moves."""
+    scorer = LogProbScorer(tiny_model(family))
+    sequences = random_sequences(12, 9)
+    changed = sequences.values.clone()
+    changed[11] = (changed[11] + 1) % 97
+    a, b = scorer.score(sequences).values, scorer.score(sequences.like(changed)).values
+    moved = (a - b).abs() > 1e-3
+    assert moved.nonzero().flatten().tolist() == [11]
+
+
+def test_defect_02_first_tokens_are_never_scored_from_the_sequence_before():
+    scorer = LogProbScorer(tiny_model())
+    sequences = random_sequences(5, 4, 6)
+    got = scorer.score(sequences)
+    assert [row[0].item() for row in got.to_list()] == [0.0, 0.0, 0.0]
+    alone = [scorer.score(Ragged.from_list([row])).values for row in sequences.to_list()]
+    assert_near(got.values, torch.cat(alone), **FORWARD)
+
+
+class Spy(nn.Module):
+    """A model whose logits depend on the position alone: that of token ``p`` is high at position ``p``."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(97, 1)
+        self.seen: list[dict] = []
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, *, attention_mask=None, position_ids=None):
+        self.seen.append({"attention_mask": attention_mask, "position_ids": position_ids})
+        if position_ids is None:  # the default for one sequence
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return (8.0 * nn.functional.one_hot(position_ids, 97).float(),)
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+def test_defect_03_position_ids_are_integers():
+    model = Spy()
+    LogProbScorer(model).score(random_sequences(5, 3))
+    assert model.seen[-1]["position_ids"].dtype == torch.long
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_defect_03_models_with_learned_positions(family):
+    assert_as_plain(tiny_model(family), random_sequences(12, 3, 7))
+
+
+@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+def test_defect_04_mask_and_positions_go_by_keyword_and_count_from_the_first_real_token():
+    """The spy takes keywords only."""
+    model = Spy()
+    LogProbScorer(model).score(random_sequences(5, 3))
+    seen = model.seen[-1]
+    assert seen["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert seen["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
+def test_defect_04_left_padded_data_is_scored_from_position_zero(family):
+    model, sequences = tiny_model(family), random_sequences(12, 3, 7)
+    mask = sequences.padding_mask(side="left")
+    padded = Ragged.from_padded(sequences.to_padded(side="left", value=96), mask=mask)
+    got = LogProbScorer(model).score(padded).restore()
+    with torch.no_grad():
+        want = sequences.like(plain_log_probs(model, sequences)).to_padded(side="left")
+    assert_near(got, want, **FORWARD)
+
+
+def test_defect_32_the_first_generated_token_has_a_log_prob():
+    """A prompt of three tokens, then the response: its first token is scored from the prompt."""
+    sequences, mask = random_sequences(8), torch.arange(8) >= 3
+    assert assert_as_plain(tiny_model(), sequences, mask).score(sequences, mask).values[3] < 0
+
+
+def test_defect_33_temperature_divides_the_logits():
+    """As in the sampler; after soft-capping, if the model has one."""
+    sequences = random_sequences(8)
+    for family in ("qwen2", "gemma2"):
+        model = tiny_model(family)
+        got = LogProbScorer(model, temperature=2.5).score(sequences).values
+        with torch.no_grad():
+            logits = model(input_ids=sequences.values[None]).logits[0, :-1] / 2.5
+        want = torch.distributions.Categorical(logits=logits).log_prob(sequences.values[1:])
+        assert_near(got[1:], want, **FORWARD)
+
+
+def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():
+    eos = 5
+    model = tiny_model(eos_token_id=eos, pad_token_id=eos)
+    sequences = Ragged.from_list([torch.tensor([eos, 7, 8, eos, 9, eos]), torch.tensor([3, eos])])
+    got = LogProbScorer(model).score(sequences)
+    free = tiny_model()
+    free.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert_near(got.values, plain_log_probs(free, sequences), **FORWARD)
+    assert all((row[1:] < 0).all() for row in got.to_list())
+
+
+def test_defect_35_exactly_zero_outside_the_mask():
+    sequences = random_sequences(10, 4, 7)
+    mask = random_mask(sequences)
+    keep = sequences.padding_mask(side="left")
+    padded = Ragged.from_padded(sequences.to_padded(side="left"), mask=keep)
+    got = LogProbScorer(tiny_model()).score(padded, mask).restore()
+    scored = torch.zeros_like(keep)
+    scored[keep] = mask
+    assert (got[~scored] == 0).all()
+    assert (got[scored] < 0).all()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "opt"])
+def test_defect_36_log_sum_exp_is_float32_in_a_bfloat16_model(family):
+    """No more error than the model's own logits, upcast; far less than a bfloat16 log-softmax."""
+    model = tiny_model(family).to(torch.bfloat16)
+    sequences = random_sequences(*[30] * 12)
+    truth_model = copy.deepcopy(model).double()
+    truth, upcast, narrow = [], [], []
+    with torch.no_grad():
+        for ids in sequences.to_list():
+            logits, exact = (m(input_ids=ids[None]).logits[0, :-1] for m in (model, truth_model))
+            for rows, each in ((truth, exact), (upcast, logits.float()), (narrow, logits)):
+                rows.append(each.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1).double())
+    got = torch.cat([row[1:] for row in LogProbScorer(model).score(sequences).to_list()]).double()
+
+    def rms(rows):
+        return (rows - torch.cat(truth)).square().mean().sqrt().item()
+
+    assert rms(got) <= 1.05 * rms(torch.cat(upcast))
+
+    # The log-sum-exp alone: against the same bfloat16 logits, summed exactly.
+    rounding = (got - torch.cat(upcast)).abs().mean().item()
+    assert rounding < 0.5 * (torch.cat(narrow) - torch.cat(upcast)).abs().mean().item()
+
+
+def test_defect_37_minus_infinity_is_masked_or_raises():
+    """-inf minus -inf would be NaN: a scored -inf raises, a masked one is 0."""
+    model = tiny_model()
+    model.lm_head = nn.Linear(32, 97)
+    model.lm_head.bias.data.zero_()[50] = float("-inf")
+    scorer, sequences = LogProbScorer(model), Ragged.from_list([torch.tensor([1, 2]), torch.tensor([1, 50, 2])])
+    with pytest.raises(ValueError, match="sequence 1, position 1"):
+        scorer.score(sequences)
+    got = scorer.score(sequences, torch.tensor([0, 1, 0, 0, 1]).bool(), grad=True).values
+    assert (got - got.detach()).eq(0).all()
+    got.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
