@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import re
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
@@ -57,28 +59,18 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_argument_of_torchrl_has_its_kind_and_default(name: str) -> None:
-    """Except ``**kwargs``, whose arguments are explicit here."""
+def test_every_argument_of_torchrl_has_its_kind_place_and_default(name: str) -> None:
+    """Except ``**kwargs``, whose arguments are explicit here; new arguments are keyword-only."""
     theirs, here = parameters(getattr(torchrl_kl, name)), parameters(getattr(ours, name))
+    assert set(here) - set(theirs) == ADDED[name]
+    assert all(here[n].kind is inspect.Parameter.KEYWORD_ONLY for n in ADDED[name])
     theirs.pop("kwargs", None)
     assert {n: (p.kind, p.default) for n, p in theirs.items()} == {
         n: (p.kind, p.default) for n, p in here.items() if n not in ADDED[name]
     }
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_positional_arguments_come_in_the_same_order(name: str) -> None:
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    theirs = [n for n, p in parameters(getattr(torchrl_kl, name)).items() if p.kind is positional]
-    assert theirs == [n for n, p in parameters(getattr(ours, name)).items() if p.kind is positional]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_new_arguments_are_keyword_only(name: str) -> None:
-    theirs, here = parameters(getattr(torchrl_kl, name)), parameters(getattr(ours, name))
-    added = set(here) - set(theirs)
-    assert added == ADDED[name]
-    assert all(here[n].kind is inspect.Parameter.KEYWORD_ONLY for n in added)
+    orders = [[n for n, p in each.items() if p.kind is positional] for each in (theirs, here)]
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL", "KLRewardTransform"])
@@ -121,25 +113,9 @@ def make_wrapper(tokenizer: Any, policy_model: Any) -> Callable[..., Any]:
 # The coefficient is a module here (it may adapt); the settings of a tokenizer that torchrl stores and never reads are
 # no attributes here.
 ATTRIBUTES = {
-    "RetrieveLogProb": ["in_keys", "out_keys", "log_probs_full_key", "assistant_only", "detach"],
-    "KLComputation": [
-        "in_keys",
-        "out_keys",
-        "gen_log_probs_full_key",
-        "ref_log_probs_full_key",
-        "kl_key",
-        "add_to_reward",
-        "padding_side",
-    ],
-    "KLRewardTransform": [
-        "in_keys",
-        "out_keys",
-        "log_prob_full_key",
-        "add_to_reward",
-        "assistant_only",
-        "pad_output",
-        "tokenizer",
-    ],
+    "RetrieveLogProb": "in_keys out_keys log_probs_full_key assistant_only detach",
+    "KLComputation": "in_keys out_keys gen_log_probs_full_key ref_log_probs_full_key kl_key add_to_reward padding_side",
+    "KLRewardTransform": "in_keys out_keys log_prob_full_key add_to_reward assistant_only pad_output tokenizer",
 }
 
 
@@ -154,24 +130,18 @@ def constructed(module: Any, name: str, make_wrapper: Callable[..., Any], **kwar
     return cls(make_wrapper("ref_log_probs"), **kwargs)
 
 
-@pytest.mark.parametrize("name", list(ATTRIBUTES))
-def test_attributes_with_defaults(name: str, make_wrapper: Callable[..., Any]) -> None:
-    theirs, here = (constructed(module, name, make_wrapper) for module in (torchrl_kl, ours))
-    for attribute in ATTRIBUTES[name]:
-        assert getattr(here, attribute) == getattr(theirs, attribute), attribute
-
-
 def test_retrieve_kl_holds_the_three_that_torchrl_holds(make_wrapper: Callable[..., Any]) -> None:
     theirs, here = (constructed(module, "RetrieveKL", make_wrapper) for module in (torchrl_kl, ours))
     assert [type(t).__name__ for t in here.transforms] == [type(t).__name__ for t in theirs.transforms]
     for their, our in zip(theirs.transforms, here.transforms, strict=True):
-        for attribute in ATTRIBUTES[type(our).__name__]:
+        for attribute in ATTRIBUTES[type(our).__name__].split():
             assert getattr(our, attribute) == getattr(their, attribute), attribute
 
 
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
+        *((name, {}) for name in ATTRIBUTES),
         ("RetrieveLogProb", {"log_probs_full_key": ("mine", "full"), "assistant_only": False, "detach": False}),
         ("KLComputation", {"kl_key": ("a", "kl"), "add_to_reward": False, "padding_side": "right"}),
         ("KLComputation", {"gen_log_probs_full_key": ("g", "full"), "ref_log_probs_full_key": ("r", "full")}),
@@ -181,7 +151,7 @@ def test_retrieve_kl_holds_the_three_that_torchrl_holds(make_wrapper: Callable[.
 )
 def test_attributes_follow_the_arguments(name: str, kwargs: Any, make_wrapper: Callable[..., Any]) -> None:
     theirs, here = (constructed(module, name, make_wrapper, **kwargs) for module in (torchrl_kl, ours))
-    for attribute in ATTRIBUTES[name]:
+    for attribute in ATTRIBUTES[name].split():
         assert getattr(here, attribute) == getattr(theirs, attribute), attribute
 
 
@@ -200,14 +170,8 @@ def test_the_coefficient_has_the_same_value(make_wrapper: Callable[..., Any]) ->
 
 def stub(**attributes: Any) -> Any:
     """As much of a wrapper as the checks of a constructor look at."""
-    defaults = {
-        "generate": False,
-        "return_log_probs": True,
-        "pad_output": True,
-        "input_mode": "history",
-        "log_probs_key": "log_probs",
-        "in_keys": [("history", "full")],
-    }
+    defaults = {"generate": False, "return_log_probs": True, "pad_output": True, "input_mode": "history"}
+    defaults |= {"log_probs_key": "log_probs", "in_keys": [("history", "full")]}
     return SimpleNamespace(**{**defaults, **attributes})
 
 
@@ -244,6 +208,10 @@ BAD: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]]
 }
 
 
+#: What to pass instead, which torchrl does not say.
+ADVICE = {"no ref": "'base'", "no gen": "'from_collector'", "neither": "model"}
+
+
 @pytest.mark.parametrize("case", list(BAD))
 def test_errors_at_construction_have_the_same_text(case: str) -> None:
     name, make = BAD[case]
@@ -253,16 +221,8 @@ def test_errors_at_construction_have_the_same_text(case: str) -> None:
     with pytest.raises(ValueError) as here:
         getattr(ours, name)(*args, **kwargs)
     assert str(theirs.value) in str(here.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "advice"), [("no ref", "'base'"), ("no gen", "'from_collector'"), ("neither", "model")]
-)
-def test_a_missing_model_says_what_to_pass(case: str, advice: str) -> None:
-    name, make = BAD[case]
-    args, kwargs = make()
-    with pytest.raises(ValueError, match=rf"pass the (policy|reference).*{advice}"):
-        getattr(ours, name)(*args, **kwargs)
+    if case in ADVICE:
+        assert re.search(rf"pass the (policy|reference).*{ADVICE[case]}", str(here.value), re.DOTALL)
 
 
 def test_keys_that_are_no_keys_are_refused_by_both(make_wrapper: Callable[..., Any]) -> None:
@@ -362,27 +322,21 @@ def rows_of(td: TensorDictBase, key: Any) -> list[torch.Tensor]:
     return list(value) if isinstance(value, list) else list(value.unbind())
 
 
-@pytest.mark.parametrize("placement", ["last", "broadcast"])
-def test_kl_and_token_rewards_agree(placement: Any) -> None:
+def test_kl_and_token_rewards_agree() -> None:
     """Rows of a lazy stack are the one form in which torchrl adds its KL to a reward at all.
 
     A reward for each token is in its place already: no placement changes it.
     """
     theirs = torchrl_kl.KLComputation(coeff=0.3)(kl_data("lazy"))["next"]
-    for form in ("lazy", "nested"):
+    for form, placement in itertools.product(("lazy", "nested"), ("last", "broadcast")):
         here = ours.KLComputation(coeff=0.3, reward_placement=placement)(kl_data(form))["next"]
         for key in ("kl_penalty", "reward"):
-            for a, b in zip(rows_of(here, key), rows_of(theirs, key), strict=True):
-                assert_close(a, b, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("form", ["dense", "lazy"])
-def test_the_kl_alone_agrees(form: str) -> None:
-    theirs = torchrl_kl.KLComputation(add_to_reward=False)(kl_data(form))["next"]
-    here = ours.KLComputation(add_to_reward=False)(kl_data(form))["next"]
-    for a, b in zip(rows_of(here, "kl_penalty"), rows_of(theirs, "kl_penalty"), strict=True):
-        assert_close(a, b, atol=1e-5, rtol=0)
-    assert_close(rows_of(here, "reward"), rows_of(theirs, "reward"))
+            assert_near(rows_of(here, key), rows_of(theirs, key), size=5)
+    for form in ("dense", "lazy"):
+        theirs = torchrl_kl.KLComputation(add_to_reward=False)(kl_data(form))["next"]
+        here = ours.KLComputation(add_to_reward=False)(kl_data(form))["next"]
+        for key in ("kl_penalty", "reward"):
+            assert_near(rows_of(here, key), rows_of(theirs, key), size=5)
 
 
 @pytest.mark.parametrize("form", ["dense", "nested"])
@@ -407,15 +361,6 @@ def test_nan_before_the_scored_tokens_counts_as_no_kl_in_both() -> None:
         assert [row.tolist() for row in rows_of(kl, "kl_penalty")] == [[0.0, -1.0, 0.25], [2.0, -1.0]]
 
 
-def test_broadcast_is_the_outcome_on_every_token_as_in_klrewardtransform() -> None:
-    """``reward_placement="broadcast"`` places an outcome as torchrl does."""
-    data = kl_data("dense")
-    data["next", "reward"] = torch.tensor([[2.0], [-1.0]])
-    here = ours.KLComputation(coeff=0.5, reward_placement="broadcast")(data)["next", "reward"]
-    # 2 - 0.5 * (0.5, -1), -1 - 0.5 * (2, -1)
-    assert_close(here.squeeze(-1), torch.tensor([[1.75, 2.5], [-2.0, -0.5]]))
-
-
 # ------------------------------------------------------------------ numbers: scoring a history
 
 
@@ -429,15 +374,9 @@ MARKED = (
 MARKED_CONTENT = MARKED.replace(
     "+ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}"
 )
-CHATS = [
-    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes!"}],
-    [
-        {"role": "user", "content": "what?"},
-        {"role": "assistant", "content": "no no"},
-        {"role": "user", "content": "no?"},
-        {"role": "assistant", "content": "ok"},
-    ],
-]
+FIRST = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes!"}]
+SECOND = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "no no"}]
+CHATS = [FIRST, [*SECOND, {"role": "user", "content": "no?"}, {"role": "assistant", "content": "ok"}]]
 
 
 class Histories:
@@ -449,14 +388,8 @@ class Histories:
         self.template = template
 
     def wrapper(self, key: str, *, pad_output: bool = True) -> Any:
-        return make_scoring_wrapper(
-            self.models[key],
-            self.tokenizer,
-            pad_output=pad_output,
-            input_mode="history",
-            log_probs_key=key,
-            chat_template=self.template,
-        )
+        options = {"input_mode": "history", "log_probs_key": key, "chat_template": self.template}
+        return make_scoring_wrapper(self.models[key], self.tokenizer, pad_output=pad_output, **options)
 
     def ids(self) -> list[list[int]]:
         return self.tokenizer.apply_chat_template(CHATS, return_dict=True)["input_ids"]
