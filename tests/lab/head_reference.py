@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -67,3 +68,13 @@ class Sizes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.largest = max([self.largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
         return out
+
+
+def assert_same(got, want, inputs=(), weights=None):
+    """Outputs agree, and the gradients of their weighted sum to ``inputs``."""
+    assert_close(tuple(got), tuple(want))
+    if inputs:
+        weights = [1.0] * len(want) if weights is None else weights
+        sums = (sum((w * x).sum() for w, x in zip(weights, values, strict=True)) for values in (got, want))
+        ours, theirs = (torch.autograd.grad(total, tuple(inputs), retain_graph=True) for total in sums)
+        assert_close(ours, theirs)

@@ -10,7 +10,7 @@ from test_head_truncation import drawn, recorded, warped
 from torch.testing import assert_close
 
 from closeness import assert_near
-from head_reference import OPTIONS, PAIR, Sizes, at, entropy_of, kl_of, make_head, make_targets, plain
+from head_reference import OPTIONS, PAIR, Sizes, assert_same, at, entropy_of, kl_of, make_head, make_targets, plain
 from torchrl_llm_kl.head import Kept, Truncation, _functions, linear_kept, linear_log_prob, linear_pair
 
 SIZES = {"n": 9, "h": 13, "v": 1000}
@@ -45,16 +45,16 @@ def as_mask(kept, v):
 # the search
 
 
-@pytest.mark.parametrize("chunk", [(4, 64), (9, 1000), (100, 37), (3, 320)], ids=str)
 @pytest.mark.parametrize("truncation", FEW, ids=str)
-def test_the_same_tokens_as_transformers(truncation, chunk):
+def test_the_same_tokens_as_transformers(truncation):
     hidden, weight, bias = big_head()
-    log_p = plain(hidden, weight, bias, temperature=0.7)
-    kept = linear_kept(hidden, weight, truncation, bias=bias, temperature=0.7, chunk=chunk, most=1000)
-    assert torch.equal(as_mask(kept, 1000), warped(log_p, truncation).isfinite())
-    assert len(kept.ids) == int(as_mask(kept, 1000).sum())
+    expected = warped(plain(hidden, weight, bias, temperature=0.7), truncation).isfinite()
     logits = (hidden @ weight.T + bias) / 0.7
-    assert_close(kept.logits, logits[kept.rows, kept.ids])
+    for chunk in ((4, 64), (9, 1000), (100, 37), (3, 320)):
+        kept = linear_kept(hidden, weight, truncation, bias=bias, temperature=0.7, chunk=chunk, most=1000)
+        assert torch.equal(as_mask(kept, 1000), expected), chunk
+        assert len(kept.ids) == int(expected.sum())
+        assert_close(kept.logits, logits[kept.rows, kept.ids])
 
 
 def test_candidates_are_dropped_on_the_way():
@@ -82,18 +82,12 @@ def test_targets_are_kept():
     assert_close(out.log_prob.exp(), torch.tensor([1 / 7, 1 / 3]))
 
 
-def test_too_many_tokens():
+def test_too_many_tokens_and_none():
     hidden, weight, _ = make_head(**SIZES)
     assert linear_kept(hidden, weight, Truncation(top_p=1 - 1e-12), chunk=(4, 64)) is None
     assert linear_kept(hidden, weight, Truncation(top_k=900), chunk=(4, 64)) is None
-
-
-def test_no_positions():
     kept = linear_kept(torch.zeros(0, 3), torch.zeros(5, 3), Truncation(top_k=2))
     assert (len(kept.ids), kept.offsets.tolist()) == (0, [0])
-
-
-def test_nothing_to_find_is_refused():
     with pytest.raises(ValueError, match="leaves every token"):
         linear_kept(torch.zeros(1, 3), torch.zeros(5, 3), Truncation())
 
@@ -118,13 +112,8 @@ def test_values_and_gradients(truncation, path):
     kept = linear_kept(hidden, weight, truncation, targets, bias=bias, chunk=(4, 64), most=1000, **OPTIONS)
     assert not kept.added.any()
     expected = masked(log_p, as_mask(kept, 1000))
-    wanted = torch.stack([at(expected, targets), entropy_of(expected)])
-    out = torch.stack(linear_log_prob(hidden, weight, targets, bias=bias, kept=kept, entropy=True, **OPTIONS))
-    assert_close(out, wanted)
-    of_expected = torch.autograd.grad((weights * wanted).sum(), (hidden, weight, bias))
-    of_found = torch.autograd.grad((weights * out).sum(), (hidden, weight, bias))
-    for found, gradient in zip(of_found, of_expected, strict=True):
-        assert_close(found, gradient)
+    out = linear_log_prob(hidden, weight, targets, bias=bias, kept=kept, entropy=True, **OPTIONS)
+    assert_same(out, (at(expected, targets), entropy_of(expected)), (hidden, weight, bias), weights)
 
 
 @pytest.mark.parametrize("ref_kept", [False, True])
@@ -132,10 +121,10 @@ def test_values_and_gradients(truncation, path):
 def test_kl(direction, ref_kept, path):
     truncation = Truncation(20, 0.9)
     policy, ref = big_head(0, grad=True), big_head(1)
-    own, other = dict(OPTIONS), {name.removeprefix("ref_"): PAIR[name] for name in PAIR if name.startswith("ref_")}
-    log_p, log_q = plain(*policy, **own), plain(*ref, temperature=own["temperature"], **other)
+    log_p = plain(*policy, **OPTIONS)
+    log_q = plain(*ref, temperature=OPTIONS["temperature"], scale=PAIR["ref_scale"], soft_cap=PAIR["ref_soft_cap"])
     targets = drawn(log_p.detach(), truncation)
-    kept = linear_kept(policy[0], policy[1], truncation, targets, bias=policy[2], **own)
+    kept = linear_kept(policy[0], policy[1], truncation, targets, bias=policy[2], **OPTIONS)
     log_p = masked(log_p, as_mask(kept, 1000))
     log_q = masked(log_q, as_mask(kept, 1000)) if ref_kept else log_q
     arguments = (policy[0], policy[1], ref[0], ref[1], targets)
@@ -146,13 +135,8 @@ def test_kl(direction, ref_kept, path):
         return
     found = linear_pair(*arguments, entropy=True, chunk=(4, 64), **options, **PAIR)
     expected = kl_of(log_p, log_q) if direction == "reverse" else kl_of(log_q, log_p)
-    assert_close(found.kl, expected)
-    assert_close(found.log_prob, at(log_p, targets))
-    assert_close(found.ref_log_prob, at(log_q, targets))
-    assert_close(found.entropy, entropy_of(log_p))
-    of_expected = torch.autograd.grad(expected.sum(), policy)
-    for gradient, wanted in zip(torch.autograd.grad(found.kl.sum(), policy), of_expected, strict=True):
-        assert_close(gradient, wanted)
+    assert_same(found[:1], [expected], policy)
+    assert_same(found[1:], (at(log_p, targets), at(log_q, targets), entropy_of(log_p)))
 
 
 def test_gradient_of_a_restricted_reference():
@@ -162,14 +146,10 @@ def test_gradient_of_a_restricted_reference():
     log_p, log_q = plain(*policy), plain(*ref)
     targets = drawn(log_p.detach(), truncation)
     keep = warped(log_p.detach(), truncation).isfinite()
-    expected = at(masked(log_p, keep), targets) - at(masked(log_q, keep), targets)
     options = {"bias": policy[2], "ref_bias": ref[2], "truncation": truncation, "ref_kept": True}
     found = linear_pair(policy[0], policy[1], ref[0], ref[1], targets, chunk=(4, 64), **options)
-    difference = found.log_prob - found.ref_log_prob
-    assert_close(difference, expected)
-    of_expected = torch.autograd.grad(expected.sum(), [*policy, *ref])
-    for gradient, wanted in zip(torch.autograd.grad(difference.sum(), [*policy, *ref]), of_expected, strict=True):
-        assert_close(gradient, wanted)
+    want = (at(masked(log_p, keep), targets), at(masked(log_q, keep), targets))
+    assert_same((found.log_prob, found.ref_log_prob), want, [*policy, *ref], (1.0, -1.0))
 
 
 def test_targets_stay_in_whole_rows():
@@ -208,15 +188,11 @@ def test_recorded_twice_counts_once(path):
     hidden, weight, _ = make_head(n=2, v=50)
     once = Kept(torch.tensor([3, 8, 5]), torch.tensor([0, 2, 3]))
     twice = Kept(torch.tensor([8, 3, 8, 5, 5]), torch.tensor([0, 3, 5]))
-    found = (linear_log_prob(hidden, weight, torch.tensor([8, 5]), kept=kept, entropy=True) for kept in (once, twice))
-    for a, b in zip(*found, strict=True):
-        assert_close(a, b)
-
-
-def test_a_target_that_was_not_recorded(path):
-    hidden, weight, _ = make_head(n=2, v=50)
-    kept = Kept(torch.tensor([3, 8, 5]), torch.tensor([0, 2, 3]))
-    found = linear_log_prob(hidden, weight, torch.tensor([9, 5]), kept=kept).log_prob
+    assert_same(
+        *(linear_log_prob(hidden, weight, torch.tensor([8, 5]), kept=kept, entropy=True) for kept in (once, twice))
+    )
+    # A target that was not recorded.
+    found = linear_log_prob(hidden, weight, torch.tensor([9, 5]), kept=once).log_prob
     assert found.tolist() == [-math.inf, 0.0]
 
 
@@ -231,22 +207,13 @@ def test_a_position_without_tokens():
     assert gradients[0][0].abs().max() == 0
 
 
-def test_ids_outside_the_vocabulary():
+def test_records_that_do_not_fit():
     hidden, weight, _ = make_head(n=1, v=50)
+    target, kept = torch.tensor([3]), Kept(torch.tensor([3, 50]), torch.tensor([0, 2]))
     with pytest.raises(ValueError, match="token ids from 3 to 50; expected 0 to 49"):
-        linear_log_prob(hidden, weight, torch.tensor([3]), kept=Kept(torch.tensor([3, 50]), torch.tensor([0, 2])))
-
-
-def test_truncation_and_record_at_once():
-    hidden, weight, _ = make_head(n=1, v=50)
+        linear_log_prob(hidden, weight, target, kept=kept)
     with pytest.raises(ValueError, match="pass one of them"):
-        linear_log_prob(
-            hidden,
-            weight,
-            torch.tensor([3]),
-            truncation=Truncation(2),
-            kept=Kept(torch.tensor([3]), torch.tensor([0, 1])),
-        )
+        linear_log_prob(hidden, weight, target, truncation=Truncation(2), kept=kept)
 
 
 def test_no_whole_matrix_of_logits():

@@ -10,7 +10,20 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from head_reference import OPTIONS, PAIR, N, Sizes, V, at, entropy_of, kl_of, make_head, make_targets, plain
+from head_reference import (
+    OPTIONS,
+    PAIR,
+    N,
+    Sizes,
+    V,
+    assert_same,
+    at,
+    entropy_of,
+    kl_of,
+    make_head,
+    make_targets,
+    plain,
+)
 from torchrl_llm_kl.head import Kept, Truncation, linear_log_prob, linear_pair
 from torchrl_llm_kl.head._support import floor_of
 
@@ -60,95 +73,52 @@ def recorded(log_p):
 
 def test_by_hand():
     """Probabilities 1/2, 1/4, 1/8, 1/8: the top two of them are 2/3 and 1/3."""
-    weight = torch.tensor([[4.0], [2.0], [1.0], [1.0]]).log()
+    weight = torch.tensor([[4.0], [2.0], [1.0], [1.0]]).log().requires_grad_()
     one, targets = torch.ones(3, 1), torch.tensor([0, 1, 2])
     for truncation in (Truncation(top_k=2), Truncation(top_p=0.7), Truncation(min_p=0.4)):
         out = linear_log_prob(one, weight, targets, truncation=truncation, entropy=True)
         assert_close(out.log_prob, torch.tensor([math.log(2 / 3), math.log(1 / 3), -math.inf]))
         assert_close(out.entropy, torch.full((3,), math.log(3) - 2 / 3 * math.log(2)))
-
-
-def test_ties_stay_together():
-    """As in transformers' top-k; a third equal token would be as probable as the second."""
+        (gradient,) = torch.autograd.grad(out.log_prob[0], weight)
+        assert_close(gradient, torch.tensor([[1 / 3], [-1 / 3], [0.0], [0.0]]))  # nothing flows to the others
+    # Ties stay together, as in transformers' top-k: a third equal token would be as probable as the second.
     weight = torch.tensor([[4.0], [2.0], [2.0], [1.0]]).log()
     out = linear_log_prob(torch.ones(1, 1), weight, torch.tensor([2]), truncation=Truncation(top_k=2))
     assert_close(out.log_prob.exp(), torch.tensor([0.25]))
-
-
-def test_gradient_by_hand():
-    """Of the two kept, 2/3 and 1/3: (1/3, -1/3) at the first; nothing flows to the others."""
-    weight = torch.tensor([[4.0], [2.0], [1.0], [1.0]]).log().requires_grad_()
-    linear_log_prob(
-        torch.ones(1, 1), weight, torch.tensor([0]), truncation=Truncation(top_k=2)
-    ).log_prob.sum().backward()
-    assert_close(weight.grad, torch.tensor([[1 / 3], [-1 / 3], [0.0], [0.0]]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # beside transformers
 
 
-@pytest.mark.parametrize("chunk", [(2, 7), (4, 1000)], ids=str)
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_values_and_gradients(truncation, chunk):
-    hidden, weight, bias = make_head(grad=True)
+def test_values_and_gradients(truncation):
+    inputs = hidden, weight, bias = make_head(grad=True)
     weights = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = warped(plain(hidden, weight, bias, **OPTIONS), truncation)
     targets = drawn(plain(hidden, weight, bias, **OPTIONS).detach(), truncation)
     wanted = (at(expected, targets), entropy_of(expected))
-    sums = sum((w * x).sum() for w, x in zip(weights, wanted, strict=True))
-    of_expected = torch.autograd.grad(sums, (hidden, weight, bias))
-
-    out = linear_log_prob(
-        hidden, weight, targets, bias=bias, truncation=truncation, entropy=True, chunk=chunk, **OPTIONS
-    )
-    assert_close(torch.stack(out), torch.stack(wanted))
-    of_found = torch.autograd.grad((weights * torch.stack(out)).sum(), (hidden, weight, bias))
-    for found, gradient in zip(of_found, of_expected, strict=True):
-        assert_close(found, gradient)
-
-    kept = recorded(expected.detach())
-    replayed = linear_log_prob(hidden, weight, targets, bias=bias, kept=kept, entropy=True, chunk=chunk, **OPTIONS)
-    assert_close(torch.stack(replayed), torch.stack(wanted))
-    of_replayed = torch.autograd.grad((weights * torch.stack(replayed)).sum(), (hidden, weight, bias))
-    for found, gradient in zip(of_replayed, of_expected, strict=True):
-        assert_close(found, gradient)
+    for given_as in ({"truncation": truncation}, {"kept": recorded(expected.detach())}):
+        for chunk in ((2, 7), (4, 1000)):
+            options = {"bias": bias, "entropy": True, "chunk": chunk, **OPTIONS, **given_as}
+            assert_same(linear_log_prob(hidden, weight, targets, **options), wanted, inputs, weights)
 
 
-@pytest.mark.parametrize("replay", [False, True])
-def test_kl_to_a_whole_reference(replay):
+def test_kl_to_a_whole_reference():
     """The sampler's KL: finite, and its gradient reaches both heads."""
     truncation = Truncation(20, 0.9)
     policy, ref = make_head(0, grad=True), make_head(1, grad=True)
-    own, other = dict(OPTIONS), {name.removeprefix("ref_"): PAIR[name] for name in PAIR if name.startswith("ref_")}
-    log_q = plain(*ref, temperature=own["temperature"], **other)
-    log_p = warped(plain(*policy, **own), truncation)
-    expected = kl_of(log_p, log_q)
-    targets = drawn(plain(*policy, **own).detach(), truncation)
-    found = linear_pair(
-        policy[0],
-        policy[1],
-        ref[0],
-        ref[1],
-        targets,
-        bias=policy[2],
-        ref_bias=ref[2],
-        entropy=True,
-        chunk=(2, 7),
-        **PAIR,
-        **({"kept": recorded(log_p.detach())} if replay else {"truncation": truncation}),
-    )
-    assert_close(found.kl, expected)
-    assert_close(found.log_prob, at(log_p, targets))
-    assert_close(found.ref_log_prob, at(log_q, targets))
-    assert_close(found.entropy, entropy_of(log_p))
-    of_expected = torch.autograd.grad(expected.sum(), [*policy, *ref])
-    of_found = torch.autograd.grad(found.kl.sum(), [*policy, *ref])
-    for gradient, wanted in zip(of_found, of_expected, strict=True):
-        assert_close(gradient, wanted)
+    log_q = plain(*ref, temperature=OPTIONS["temperature"], scale=PAIR["ref_scale"], soft_cap=PAIR["ref_soft_cap"])
+    log_p = warped(plain(*policy, **OPTIONS), truncation)
+    targets = drawn(plain(*policy, **OPTIONS).detach(), truncation)
+    options = {"bias": policy[2], "ref_bias": ref[2], "entropy": True, "chunk": (2, 7), **PAIR}
+    for given_as in ({"truncation": truncation}, {"kept": recorded(log_p.detach())}):
+        found = linear_pair(policy[0], policy[1], ref[0], ref[1], targets, **options, **given_as)
+        assert_same(found[:1], [kl_of(log_p, log_q)], [*policy, *ref])
+        assert_same(found[1:], (at(log_p, targets), at(log_q, targets), entropy_of(log_p)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     logits=st.lists(st.lists(st.floats(-30, 10, width=32), min_size=6, max_size=6), min_size=1, max_size=4),
     truncation=st.builds(Truncation, st.integers(0, 8), st.floats(0.01, 1), st.floats(0, 1)),
@@ -171,7 +141,7 @@ def test_mean_ratio_is_one():
     """Of tokens drawn at top-p 0.8 the whole distribution is the wrong one: its mean ratio is the mass that is kept."""
     generator = torch.Generator().manual_seed(0)
     weight = (3 * torch.randn(200, 1, generator=generator)).double()
-    hidden, truncation = torch.ones(200_000, 1, dtype=torch.float64), Truncation(top_p=0.8)
+    hidden, truncation = torch.ones(50_000, 1, dtype=torch.float64), Truncation(top_p=0.8)
     log_p = plain(hidden[:1], weight)
     sampler = warped(log_p, truncation)
     targets = sampler.exp().multinomial(len(hidden), replacement=True, generator=generator).squeeze(0)
@@ -203,22 +173,6 @@ def test_no_whole_matrix_of_logits():
     assert sizes.largest <= 64 * 3001
 
 
-def test_one_graph_when_compiled():
-    hidden, weight, bias = make_head(grad=True, dtype=torch.float32)
-    targets = drawn(plain(hidden, weight, bias).detach(), Truncation(9, 0.7))
-
-    def total(hidden, weight, bias):
-        out = linear_log_prob(hidden, weight, targets, bias=bias, truncation=Truncation(9, 0.7), entropy=True)
-        return (out.log_prob + out.entropy).sum()
-
-    expected = torch.autograd.grad(total(hidden, weight, bias), (hidden, weight, bias))
-    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
-    for found, wanted in zip(
-        torch.autograd.grad(compiled(hidden, weight, bias), (hidden, weight, bias)), expected, strict=True
-    ):
-        assert_close(found, wanted)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -232,9 +186,5 @@ def test_bad_truncations(options, message):
     hidden, weight, _ = make_head()
     with pytest.raises(ValueError, match=message):
         linear_log_prob(hidden, weight, make_targets(), **options)
-
-
-def test_forward_kl_of_a_truncated_policy_is_refused():
-    hidden, weight, _ = make_head()
     with pytest.raises(ValueError, match="infinite where the policy is truncated"):
         linear_pair(hidden, weight, hidden, weight, direction="forward", truncation=Truncation(top_k=3))
