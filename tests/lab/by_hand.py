@@ -57,6 +57,28 @@ def assert_result(result: tuple[LossTerm, Tensor], *, value: Rows, gradient: Row
 Case = tuple[Callable[..., tuple[LossTerm, ...]], dict[str, Any], Rows, Rows, dict[str, float]]
 
 
+def case(
+    function: Callable[..., tuple[LossTerm, ...]],
+    inputs: dict[str, Any],
+    hyper: dict[str, Any],
+    value: Sequence[Any],
+    gradient: Sequence[Any],
+    metrics: dict[str, float] | None = None,
+) -> Case:
+    """A case in which one row of tokens may be written without its outer brackets."""
+    given = {key: _rows(x) if key in ("ratio", "advantage", "log_prob") else x for key, x in inputs.items()}
+    return function, {**given, **hyper}, _rows(value), _rows(gradient), metrics or {}
+
+
+def _rows(values: Sequence[Any]) -> Rows:
+    return values if isinstance(values[0], Sequence) else [values]
+
+
+def clip(both: float, low: float, high: float, **others: float) -> dict[str, float]:
+    """Fractions of clipped tokens, and other metrics."""
+    return {"clip_fraction": both, "clip_fraction_low": low, "clip_fraction_high": high, **others}
+
+
 def assert_case(case: Case) -> LossTerm:
     """Values where the mask is True, gradients and metrics; the mask of the term is that of the inputs."""
     function, inputs, value, gradient, metrics = case

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from by_hand import Case, assert_case, assert_result, evaluate, tensor
+from by_hand import Case, assert_case, assert_result, case, clip, evaluate, tensor
 from torchrl_llm_kl.losses import dppo, dro, gpg, importance_sampling, opmd, rec, sppo, topr, vespo
 
 E, LOG = math.exp, math.log
@@ -48,222 +48,168 @@ RING: dict[str, Any] = {
 }
 
 CASES: dict[str, Case] = {
-    "gpg: the policy gradient": (gpg, PLAIN, [[3.0, -10.0]], [[-3.0, 5.0]], {}),
-    "opmd: divided by 1 + tau": (opmd, {**PLAIN, "tau": 0.25}, [[2.4, -8.0]], [[-2.4, 4.0]], {}),
-    "opmd: tau is 1 by default": (opmd, PLAIN, [[1.5, -5.0]], [[-1.5, 2.5]], {}),
-    "importance_sampling: the ratio is differentiated": (
-        importance_sampling,
-        PLAIN,
-        [[-6.0, 1.25]],
-        [[-6.0, 1.25]],
-        {"ratio_mean": 1.125},
+    "gpg: the policy gradient": case(gpg, PLAIN, {}, [3, -10], [-3, 5]),
+    "opmd: divided by 1 + tau": case(opmd, PLAIN, {"tau": 0.25}, [2.4, -8], [-2.4, 4]),
+    "opmd: tau is 1 by default": case(opmd, PLAIN, {}, [1.5, -5], [-1.5, 2.5]),
+    "importance_sampling: the ratio is differentiated": case(
+        importance_sampling, PLAIN, {}, [-6, 1.25], [-6, 1.25], {"ratio_mean": 1.125}
     ),
-    "importance_sampling: is not clamped at 20 nats": (
+    "importance_sampling: is not clamped at 20 nats": case(
         importance_sampling,
-        {"ratio": [[E(30.0), E(-30.0)]], "advantage": [[1.0, 1.0]], "log_prob": [[-1.0, -40.0]]},
-        [[-1.0686474581524463e13, -1 / 1.0686474581524463e13]],
-        [[-1.0686474581524463e13, -1 / 1.0686474581524463e13]],
+        {"ratio": [E(30), E(-30)], "advantage": [1, 1], "log_prob": [-1, -40]},
         {},
+        [-10686474581524.463, -1 / 10686474581524.463],
+        [-10686474581524.463, -1 / 10686474581524.463],
     ),
-    "importance_sampling: ends at 80 nats without gradient": (
-        importance_sampling,
-        {"ratio": [[E(100.0)]], "advantage": [[1.0]]},
-        [[-E(80.0)]],
-        [[0.0]],
-        {},
+    "importance_sampling: ends at 80 nats without gradient": case(
+        importance_sampling, {"ratio": [E(100)], "advantage": [1]}, {}, [-E(80)], [0]
     ),
-    "topr: only what is bad is tapered, and no gradient goes through the weight": (
+    "topr: only what is bad is tapered, and no gradient goes through the weight": case(
+        topr, FOUR, {}, [6, 6, -6, -3], [-3, -3, 3, 1.5], {"weight_mean": 3.5 / 4, "tapered_fraction": 1 / 4}
+    ),
+    "topr: the threshold belongs to the bad": case(
+        topr, FOUR, {"advantage_threshold": 3.0}, [6, 3, -6, -3], [-3, -1.5, 3, 1.5], {"weight_mean": 0.75}
+    ),
+    "topr: a sequence has the product of its ratios, 1/4 and 2; the good one has weight 1": case(
         topr,
-        FOUR,
-        [[6.0, 6.0, -6.0, -3.0]],
-        [[-3.0, -3.0, 3.0, 1.5]],
-        {"weight_mean": 3.5 / 4, "tapered_fraction": 1 / 4},
-    ),
-    "topr: the threshold belongs to the bad": (
-        topr,
-        {**FOUR, "advantage_threshold": 3.0},
-        [[6.0, 3.0, -6.0, -3.0]],
-        [[-3.0, -1.5, 3.0, 1.5]],
-        {"weight_mean": 0.75},
-    ),
-    "topr: a sequence has the product of its ratios, 1/4 and 2; the good one has weight 1": (
-        topr,
-        {
-            "ratio": [[4.0, 0.0625], [4.0, 0.5], [4.0, 0.0625]],
-            "advantage": [[-1.0, -2.0], [-1.0, -2.0], [1.0, 2.0]],
-            "level": "sequence",
-        },
-        [[-0.25, -0.5], [-1.0, -2.0], [1.0, 2.0]],
-        [[0.25, 0.5], [1.0, 2.0], [-1.0, -2.0]],
+        {"ratio": [[4, 0.0625], [4, 0.5], [4, 0.0625]], "advantage": [[-1, -2], [-1, -2], [1, 2]]},
+        {"level": "sequence"},
+        [[-0.25, -0.5], [-1, -2], [1, 2]],
+        [[0.25, 0.5], [1, 2], [-1, -2]],
         {"tapered_fraction": 1 / 3},
     ),
-    "sppo: in range from 1 / 1.25 = 0.8 (not 0.75) to 1.25": (
+    "sppo: in range from 1 / 1.25 = 0.8 (not 0.75) to 1.25": case(
         sppo,
-        {
-            "ratio": [[1.2, 1.3, 0.82, 0.79, 1.2, 0.77]],
-            "advantage": [[2.0, 2.0, -1.0, -1.0, -3.0, 4.0]],
-            "epsilon": 0.25,
-        },
-        [[-2 * LOG(1.2), 0.0, LOG(0.82), 0.0, 3 * LOG(1.2), 0.0]],
-        [[-2.0, 0.0, 1.0, 0.0, 3.0, 0.0]],
-        {"clip_fraction": 3 / 6, "clip_fraction_low": 2 / 6, "clip_fraction_high": 1 / 6},
+        {"ratio": [1.2, 1.3, 0.82, 0.79, 1.2, 0.77], "advantage": [2, 2, -1, -1, -3, 4]},
+        {"epsilon": 0.25},
+        [-2 * LOG(1.2), 0, LOG(0.82), 0, 3 * LOG(1.2), 0],
+        [-2, 0, 1, 0, 3, 0],
+        clip(3 / 6, 2 / 6, 1 / 6),
     ),
-    "sppo: the default interval": (
+    "sppo: the default interval": case(
         sppo,
-        {"ratio": [[1.29, 1.31, 0.78, 0.76]], "advantage": [[1.0, 1.0, 1.0, 1.0]]},
-        [[-LOG(1.29), 0.0, -LOG(0.78), 0.0]],
-        [[-1.0, 0.0, -1.0, 0.0]],
+        {"ratio": [1.29, 1.31, 0.78, 0.76], "advantage": [1, 1, 1, 1]},
         {},
+        [-LOG(1.29), 0, -LOG(0.78), 0],
+        [-1, 0, -1, 0],
     ),
-    "sppo: keeps ratios at a bound": (
+    "sppo: keeps ratios at a bound": case(
         sppo,
-        {"ratio": [[1.0, 1.0]], "advantage": [[3.0, -5.0]], "epsilon": 0.0},
-        [[0.0, 0.0]],
-        [[-3.0, 5.0]],
+        {"ratio": [1, 1], "advantage": [3, -5]},
+        {"epsilon": 0.0},
+        [0, 0],
+        [-3, 5],
         dict.fromkeys(("clip_fraction", "clip_fraction_low", "clip_fraction_high"), 0.0),
     ),
-    "dro: tokens": (
-        dro,
-        {**THREE, "beta": 0.4},
-        [[6.0 + 0.2 * LN2**2, -1.0 + 0.2 * LN2**2, 1.0]],
-        [[-3.0 + 0.4 * LN2, 1.0 - 0.4 * LN2, -2.0]],
-        {},
+    "dro: tokens": case(
+        dro, THREE, {"beta": 0.4}, [6 + 0.2 * LN2**2, -1 + 0.2 * LN2**2, 1], [-3 + 0.4 * LN2, 1 - 0.4 * LN2, -2]
     ),
-    "dro: whole answers of log-probs -3 and -0.5, log-ratios ln 4 and ln 3, mean advantages 2 and -1": (
+    "dro: whole answers of log-probs -3 and -0.5, log-ratios ln 4 and ln 3, mean advantages 2 and -1": case(
         dro,
         {
-            "ratio": [[2.0, 2.0, 7.0], [3.0, 5.0, 5.0]],
-            "advantage": [[3.0, 1.0, 50.0], [-1.0, 9.0, 9.0]],
-            "log_prob": [[-2.0, -1.0, -9.0], [-0.5, -1.0, -1.0]],
+            "ratio": [[2, 2, 7], [3, 5, 5]],
+            "advantage": [[3, 1, 50], [-1, 9, 9]],
+            "log_prob": [[-2, -1, -9], [-0.5, -1, -1]],
             "mask": torch.tensor([[True, True, False], [True, False, False]]),
-            "beta": 0.3,
-            "level": "sequence",
         },
-        [[6.0 + 0.15 * LN4**2], [-0.5 + 0.15 * LN3**2]],
-        [[-2.0 + 0.3 * LN4] * 2 + [0.0], [1.0 + 0.3 * LN3, 0.0, 0.0]],
-        {},
+        {"beta": 0.3, "level": "sequence"},
+        [[6 + 0.15 * LN4**2], [-0.5 + 0.15 * LN3**2]],
+        [[-2 + 0.3 * LN4] * 2 + [0], [1 + 0.3 * LN3, 0, 0]],
     ),
-    "vespo: the weight is of the product of ratios": (
+    "vespo: the weight is of the product of ratios": case(
         vespo,
         PRODUCTS,
-        [[GOOD[0], -3 * BAD[0], 0.0], [GOOD[1], -3 * BAD[1], 0.0]],
-        [[-GOOD[0], 3 * BAD[0], 0.0], [-GOOD[1], 3 * BAD[1], 0.0]],
+        {},
+        [[GOOD[0], -3 * BAD[0], 0], [GOOD[1], -3 * BAD[1], 0]],
+        [[-GOOD[0], 3 * BAD[0], 0], [-GOOD[1], 3 * BAD[1], 0]],
         {"weight_mean": (sum(GOOD) + sum(BAD)) / 4},
     ),
-    "vespo: exponents and rates of each sign": (
+    "vespo: exponents and rates of each sign": case(
         vespo,
         {
-            "ratio": [[2.0], [2.0]],
-            "advantage": [[1.0], [-1.0]],
+            "ratio": [[2], [2]],
+            "advantage": [[1], [-1]],
             **{"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 4.0, "lambda_neg": 0.25},
         },
+        {},
         [[2 * E(-0.5)], [-16 * E(-0.25)]],
         [[-2 * E(-0.5)], [16 * E(-0.25)]],
-        {},
     ),
-    "vespo: far sequences have no weight rather than NaN; exp(900) is infinite in float64": (
-        vespo,
-        {"ratio": [[E(300.0)] * 3, [E(-300.0)] * 3], "advantage": [[1.0, -1.0, 1.0]] * 2},
-        [[0.0] * 3] * 2,
-        [[0.0] * 3] * 2,
-        {},
+    "vespo: far sequences have no weight rather than NaN; exp(900) is infinite in float64": case(
+        vespo, {"ratio": [[E(300)] * 3, [E(-300)] * 3], "advantage": [[1, -1, 1]] * 2}, {}, [[0] * 3] * 2, [[0] * 3] * 2
     ),
-    "vespo: an advantage of 0 is weighed as a good one": (
-        vespo,
-        {"ratio": [[2.0]], "advantage": [[0.0]]},
-        [[0.0]],
-        [[0.0]],
-        {"weight_mean": 4 * E(-3.0)},
+    "vespo: an advantage of 0 is weighed as a good one": case(
+        vespo, {"ratio": [2], "advantage": [0]}, {}, [0], [0], {"weight_mean": 4 * E(-3.0)}
     ),
-    # Geometric means 2, 2, 1/2, 1/2; tokens alone would be judged otherwise.
-    "rec: gspo-one-side judges whole sequences": (
+    "rec: gspo-one-side judges whole sequences": case(
         rec,
-        {
-            "ratio": [[4.0, 1.0], [4.0, 1.0], [0.25, 1.0], [0.25, 1.0]],
-            "advantage": [[3.0, 3.0], [-3.0, -3.0], [3.0, 3.0], [-3.0, -3.0]],
-            "clip_mode": "gspo-one-side",
-            **EPSILON,
-        },
-        [[0.0, 0.0], [-3.0, -3.0], [3.0, 3.0], [0.0, 0.0]],
-        [[0.0, 0.0], [3.0, 3.0], [-3.0, -3.0], [0.0, 0.0]],
-        {"clip_fraction": 0.5, "clip_fraction_low": 0.25, "clip_fraction_high": 0.25},
+        {"ratio": [[4, 1], [4, 1], [0.25, 1], [0.25, 1]], "advantage": [[3, 3], [-3, -3], [3, 3], [-3, -3]]},
+        {**EPSILON, "clip_mode": "gspo-one-side"},
+        [[0, 0], [-3, -3], [3, 3], [0, 0]],
+        [[0, 0], [3, 3], [-3, -3], [0, 0]],
+        clip(0.5, 0.25, 0.25),
     ),
     **{
-        f"rec: weight {weight}": (
+        f"rec: weight {weight}": case(
             rec,
-            {"ratio": [[4.0, 0.25]], "advantage": [[4.0, -3.0]], "weight": weight, "temp": 2.0},
-            [[4 * up, -3 * down]],
-            [[-4 * up, 3 * down]],
-            {},
+            {"ratio": [4, 0.25], "advantage": [4, -3]},
+            {"weight": weight, "temp": 2.0},
+            [4 * up, -3 * down],
+            [-4 * up, 3 * down],
         )
-        for weight, up, down in (
+        for (weight, up, down) in (
             ("none", 1.0, 1.0),
             ("importance_sampling", 4.0, 0.25),
             ("gspo_importance_sampling", 1.0, 1.0),
             ("advantage", E(2.0), E(-1.5)),
         )
     },
-    "rec: the sequence weight is the geometric mean over masked-in tokens": (
+    "rec: the sequence weight is the geometric mean over masked-in tokens": case(
         rec,
-        {
-            "ratio": [[4.0, 1.0, 9.0]],
-            "advantage": [[1.0, 3.0, 3.0]],
-            "mask": TWO_OF_THREE,
-            "weight": "gspo_importance_sampling",
-        },
-        [[2.0, 6.0, 0.0]],
-        [[-2.0, -6.0, 0.0]],
-        {},
+        {"ratio": [4, 1, 9], "advantage": [1, 3, 3], "mask": TWO_OF_THREE},
+        {"weight": "gspo_importance_sampling"},
+        [2, 6, 0],
+        [-2, -6, 0],
     ),
-    "rec: no regularizer": (rec, {**KL_PENALTY, "regularizer_coef": 0.1}, [[0.0, 3.0]], [[0.0, -3.0]], {}),
-    "rec: k2 is 0.1 (log 2)^2, on the clipped token too": (
+    "rec: no regularizer": case(rec, KL_PENALTY, {"regularizer_coef": 0.1}, [0, 3], [0, -3]),
+    "rec: k2 is 0.1 (log 2)^2, on the clipped token too": case(
         rec,
-        {**KL_PENALTY, "regularizer": "k2", "regularizer_coef": 0.1},
-        [[0.1 * LN2**2, 3.0 + 0.1 * LN2**2]],
-        [[0.2 * LN2, -3.0 - 0.2 * LN2]],
-        {},
+        KL_PENALTY,
+        {"regularizer": "k2", "regularizer_coef": 0.1},
+        [0.1 * LN2**2, 3 + 0.1 * LN2**2],
+        [0.2 * LN2, -3 - 0.2 * LN2],
     ),
-    "rec: forward-kl is the negative log-likelihood": (
-        rec,
-        {**KL_PENALTY, "regularizer": "forward-kl", "regularizer_coef": 0.1},
-        [[0.1, 3.1]],
-        [[-0.1, -3.1]],
-        {},
+    "rec: forward-kl is the negative log-likelihood": case(
+        rec, KL_PENALTY, {"regularizer": "forward-kl", "regularizer_coef": 0.1}, [0.1, 3.1], [-0.1, -3.1]
     ),
-    "rec: the default ring is Trinity's": (
+    "rec: the default ring is Trinity's": case(
         rec,
-        {"ratio": [[0.39, 0.41, 3.01, 2.99]], "advantage": [[1.0, 1.0, -1.0, -1.0]], "clip_mode": "ring"},
-        [[1.0, 0.0, -1.0, 0.0]],
-        [[-1.0, 0.0, 1.0, 0.0]],
-        {},
+        {"ratio": [0.39, 0.41, 3.01, 2.99], "advantage": [1, 1, -1, -1]},
+        {"clip_mode": "ring"},
+        [1, 0, -1, 0],
+        [-1, 0, 1, 0],
     ),
-    "rec: two sides keep ratios at a bound": (
+    "rec: two sides keep ratios at a bound": case(
         rec,
-        {**EXACT, "advantage": [[1.0, -1.0]], "clip_mode": "two-side", "epsilon_low": 0.5, "epsilon_high": 1.0},
-        [[0.0, 0.0]],
-        [[-1.0, 1.0]],
+        {**EXACT, "advantage": [1, -1]},
+        {"clip_mode": "two-side", "epsilon_low": 0.5, "epsilon_high": 1.0},
+        [0, 0],
+        [-1, 1],
         {"clip_fraction": 0.0},
     ),
-    "rec: the ring keeps ratios at its outer bounds": (
-        rec,
-        {**EXACT, **RING, "advantage": [[-1.0, 1.0]]},
-        [[0.0, 0.0]],
-        [[1.0, -1.0]],
-        {"clip_fraction": 0.0},
+    "rec: the ring keeps ratios at its outer bounds": case(
+        rec, {**EXACT, "advantage": [-1, 1]}, RING, [0, 0], [1, -1], {"clip_fraction": 0.0}
     ),
-    "rec: and drops them where they have moved away": (
-        rec,
-        {**EXACT, **RING, "advantage": [[1.0, -1.0]]},
-        [[0.0, 0.0]],
-        [[0.0, 0.0]],
-        {"clip_fraction": 1.0},
+    "rec: and drops them where they have moved away": case(
+        rec, {**EXACT, "advantage": [1, -1]}, RING, [0, 0], [0, 0], {"clip_fraction": 1.0}
     ),
-    "rec: one side is that of the advantage": (
+    "rec: one side is that of the advantage": case(
         rec,
-        {"ratio": [[3.0, 0.1, 3.0, 0.1]], "advantage": [[0.0, 0.0, 0.5, 0.5]], "clip_mode": "one-side"},
-        [[0.0, 0.0, 0.0, 0.5]],
-        [[0.0, 0.0, 0.0, -0.5]],
-        {"clip_fraction": 0.25, "clip_fraction_low": 0.0, "clip_fraction_high": 0.25},
+        {"ratio": [3, 0.1, 3, 0.1], "advantage": [0, 0, 0.5, 0.5]},
+        {"clip_mode": "one-side"},
+        [0, 0, 0, 0.5],
+        [0, 0, 0, -0.5],
+        clip(0.25, 0.0, 0.25),
     ),
 }
 
