@@ -14,6 +14,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 from closeness import assert_near
+from layouts import tokens
 from torchrl_llm_kl import KLRewardTransform, PolicyLoss
 from toy_models import FORWARD
 from toy_rollouts import make_policy, plain_log_probs, steps
@@ -32,9 +33,18 @@ def prompts(tokenizer: Any, input_mode: str) -> TensorDictBase:
     return lazy_stack([TensorDict(tokens=TensorDict(prompt=row)) for row in rows])
 
 
-@pytest.mark.parametrize("side", ["root", "next"])
-@pytest.mark.parametrize("num_samples", [None, 2])
-@pytest.mark.parametrize("input_mode", ["history", "text", "tokens"])
+@pytest.mark.parametrize(
+    ("padded", "input_mode", "num_samples", "side"),
+    [
+        (True, "history", None, "root"),
+        (False, "history", 2, "next"),
+        (True, "text", 2, "root"),
+        (False, "text", None, "next"),
+        (True, "tokens", None, "next"),
+        (False, "tokens", 2, "root"),
+    ],
+    indirect=["padded"],
+)
 def test_every_layout_of_a_transformers_wrapper(
     tokenizer: Any, policy_model: nn.Module, padded: bool, input_mode: str, num_samples: int | None, side: str
 ) -> None:
@@ -70,36 +80,23 @@ def _scored_tokens(data: TensorDictBase) -> int:
 
 PROMPTS = [torch.tensor([7, 8, 9]), torch.tensor([5])]
 RESPONSES = [torch.tensor([11, 12]), torch.tensor([13, 14, 15])]
+WHOLE = [torch.cat(pair) for pair in zip(PROMPTS, RESPONSES, strict=True)]
 
 
 def stored(model: nn.Module, layout: str, where: str, shift: float = SHIFT) -> TensorDictBase:
-    """Two sequences with old log-probs ``shift`` below the model's, of the response alone, without a first 0."""
-    full = [torch.cat(pair) for pair in zip(PROMPTS, RESPONSES, strict=True)]
-    old = [plain_log_probs(model, row)[len(p) :] - shift for row, p in zip(full, PROMPTS, strict=True)]
-    advantage = torch.tensor([[1.0], [-2.0]])
-    if layout == "padded":  # prompts padded on the left, responses on the right
-        real = torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]], dtype=torch.bool)
-        ids = torch.zeros(2, 6, dtype=torch.long).masked_scatter(real, torch.cat(full))
-        tokens = TensorDict(full=ids, prompt=ids[:, :3], batch_size=[2])
-        response = torch.full((2, 3), 151643.0)  # vLLM's wrapper fills padding with the padding token
-        response[real[:, 3:]] = torch.cat(old)
-        masks = TensorDict(all_attention_mask=real, batch_size=[2])
-        data = TensorDict(tokens=tokens, masks=masks, advantage=advantage, batch_size=[2])
-    elif layout == "nested":
-        nest = torch.nested.as_nested_tensor
-        tokens = TensorDict(full=nest(full), prompt=nest(PROMPTS), batch_size=[2])
-        data, response = TensorDict(tokens=tokens, advantage=advantage, batch_size=[2]), nest(old)
-    else:
-        rows = zip(full, PROMPTS, advantage, strict=True)
-        data = lazy_stack([TensorDict(tokens=TensorDict(full=f, prompt=p), advantage=a) for f, p, a in rows])
-        for row, values in zip(data.unbind(0), old, strict=True):
-            row.set(("log_probs", "response") if where == "root" else ("next", "log_probs", "response"), values)
-        return data
-    return data.set(("log_probs", "response") if where == "root" else ("next", "log_probs", "response"), response)
+    """Two sequences with old log-probs ``shift`` below the model's, of the response alone, without a first 0.
+
+    Padding of log-probs holds the padding token, as vLLM's wrapper fills it.
+    """
+    old = [plain_log_probs(model, row)[len(p) :] - shift for row, p in zip(WHOLE, PROMPTS, strict=True)]
+    key = "log_probs__response" if where == "root" else "next__log_probs__response"
+    entries = {key: old, "advantage": torch.tensor([[1.0], [-2.0]])}
+    return tokens(layout, [p.tolist() for p in PROMPTS], [r.tolist() for r in RESPONSES], fill=151643.0, **entries)
 
 
-@pytest.mark.parametrize("where", ["root", "next"])
-@pytest.mark.parametrize("layout", ["padded", "nested", "list"])
+@pytest.mark.parametrize(
+    ("layout", "where"), [("padded", "root"), ("nested", "next"), ("lazy", "root"), ("lazy", "next")]
+)
 def test_values_and_gradients(policy_model: nn.Module, layout: str, where: str) -> None:
     """Every ratio is exp(0.3) = 1.35: clipped at 1.1 for the two tokens of advantage 1, not for the three of -2."""
     policy_model.zero_grad()
@@ -119,7 +116,7 @@ def test_values_and_gradients(policy_model: nn.Module, layout: str, where: str) 
 
 def test_full_wins_over_response(policy_model: nn.Module) -> None:
     data = stored(policy_model, "nested", "root", shift=9.0)
-    full = [plain_log_probs(policy_model, torch.cat(pair)) for pair in zip(PROMPTS, RESPONSES, strict=True)]
+    full = [plain_log_probs(policy_model, row) for row in WHOLE]
     data.set(("log_probs", "full"), torch.nested.as_nested_tensor(full))
     out = PolicyLoss(policy_model)(data)
     assert_near(out["ratio_max"], torch.tensor(1.0), **FORWARD)
@@ -132,7 +129,7 @@ def test_neither_full_nor_response(policy_model: nn.Module) -> None:
 
 
 def test_the_kl_in_the_reward_reads_either_side_of_next(policy_model: nn.Module, ref_model: nn.Module) -> None:
-    found = [KLRewardTransform(ref_model)(stored(policy_model, "list", where)) for where in ("root", "next")]
+    found = [KLRewardTransform(ref_model)(stored(policy_model, "lazy", where)) for where in ("root", "next")]
     for root, below in zip(found[0].unbind(0), found[1].unbind(0), strict=True):
         assert_close(root["kl_penalty"], below["next", "kl_penalty"])
         assert root["kl_penalty"].abs().max() > 0.1
@@ -145,7 +142,7 @@ def without_prompt_scores(model: nn.Module, layout: str) -> TensorDictBase:
     """As SGLang's wrapper stores it: 0 for the whole prompt, whose last token but one the assistant wrote."""
     data = stored(model, layout, "root", shift=0.0)
     masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    rows = [plain_log_probs(model, torch.cat(pair)) for pair in zip(PROMPTS, RESPONSES, strict=True)]
+    rows = [plain_log_probs(model, row) for row in WHOLE]
     for row, prompt in zip(rows, PROMPTS, strict=True):
         row[: len(prompt)] = 0
     if layout == "padded":
@@ -158,8 +155,9 @@ def without_prompt_scores(model: nn.Module, layout: str) -> TensorDictBase:
     return data
 
 
-@pytest.mark.parametrize(("strategy", "left_out"), [("rlhf", 2), ("generic", 2), ("sft", 0)])
-@pytest.mark.parametrize("layout", ["padded", "list"])
+@pytest.mark.parametrize(
+    ("layout", "strategy", "left_out"), [("padded", "rlhf", 2), ("lazy", "generic", 2), ("lazy", "sft", 0)]
+)
 def test_prompts_without_scores_are_left_out(
     policy_model: nn.Module, layout: str, strategy: Any, left_out: int
 ) -> None:
@@ -174,8 +172,9 @@ def test_prompts_without_scores_are_left_out(
     assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), **FORWARD)
 
 
-@pytest.mark.parametrize("settings", [{"scope": "full"}, {"assistant_only": False}, {}])
-@pytest.mark.parametrize("layout", ["padded", "list"])
+@pytest.mark.parametrize(
+    ("layout", "settings"), [("padded", {"scope": "full"}), ("lazy", {"assistant_only": False}), ("padded", {})]
+)
 def test_the_kl_of_prompts_without_scores_is_0(
     policy_model: nn.Module, ref_model: nn.Module, layout: str, settings: dict[str, Any]
 ) -> None:

@@ -6,71 +6,35 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
 from torch.testing import assert_close
 
 from closeness import assert_near
+from layouts import PROMPTS, RESPONSES, at_responses, tokens
 from torchrl_llm_kl import PolicyLoss, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.losses import ImportanceWeights, RejectionMask
 from toy_models import FORWARD, tiny_model
 from toy_rollouts import collect, flat, make_env, make_policy, plain_log_probs, response_log_probs, steps
 
 FULL, SAMPLER = ("log_probs", "full"), ("sampler_log_probs", "full")
-PROMPTS, RESPONSES = [[7, 8, 9], [5], [4, 4]], [[11, 12], [13, 14, 15, 16], [17]]
 STORED = [[-1.0, -2.0], [-0.5, -1.5, -2.5, -3.5], [-4.0]]
 NAN = float("nan")
 
 
-def nest(rows: list[list[Any]]) -> Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows])
-
-
 def rollout(layout: str, name: str = "full", stored: list[list[float]] = STORED) -> TensorDictBase:
-    """Three sequences with log-probs of the whole sequence (9 at prompts) or of the response."""
-    full = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    """Three sequences with log-probs of the whole sequence (9 at prompts) or of the response; 7 in padding."""
     values = [[9.0] * len(p) * (name == "full") + x for p, x in zip(PROMPTS, stored, strict=True)]
-    if layout == "lazy":
-        rows = zip(full, PROMPTS, values, strict=True)
-        parts = [{"tokens": {"full": f, "prompt": p}, "log_probs": {name: v}} for f, p, v in rows]
-        return lazy_stack(
-            [TensorDict({n: {k: torch.tensor(x) for k, x in d.items()} for n, d in part.items()}) for part in parts]
-        )
-    if layout == "nested":
-        return TensorDict(
-            {"tokens": {"full": nest(full), "prompt": nest(PROMPTS)}, "log_probs": {name: nest(values)}}, [3]
-        )
-    # prompts padded on the left, responses on the right
-    rows = list(zip(PROMPTS, RESPONSES, stored, strict=True))
-    blocks = [([0] * (3 - len(p)) + p, r + [0] * (4 - len(r)), [7.0] * 3, x + [7.0] * (4 - len(x))) for p, r, x in rows]
-    real = [[0] * (3 - len(p)) + [1] * (len(p) + len(r)) + [0] * (4 - len(r)) for p, r, _ in rows]
-    return TensorDict(
-        {
-            "tokens": {
-                "full": torch.tensor([p + r for p, r, _, _ in blocks]),
-                "prompt": torch.tensor([p for p, _, _, _ in blocks]),
-            },
-            "masks": {"all_attention_mask": torch.tensor(real).bool()},
-            "log_probs": {name: torch.tensor([(a if name == "full" else []) + b for _, _, a, b in blocks])},
-        },
-        [3],
-    )
+    return tokens(layout, fill=7.0, **{f"log_probs__{name}": values})
 
 
 def responses(data: TensorDictBase, key: Any) -> list[list[float]]:
-    """Rows of an entry at the response; checks that the rest is 0."""
-    out = []
-    for i, row in enumerate(data.get(key, as_list=True) if not isinstance(data, TensorDict) else data[key].unbind()):
-        start = 3 if row.shape[0] == 7 else len(PROMPTS[i])
-        end = start + len(RESPONSES[i])
-        assert not row[:start].any()
-        assert not row[end:].any()
-        out.append(row[start:end].tolist())
-    return out
+    return [row.tolist() for row in at_responses(data, key)]
 
 
-@pytest.mark.parametrize("name", ["full", "response"])
-@pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
+@pytest.mark.parametrize(
+    ("layout", "name"), [("padded", "full"), ("padded", "response"), ("nested", "full"), ("lazy", "response")]
+)
 def test_the_samplers_move_and_the_trainers_take_their_place(layout: str, name: str) -> None:
     model = tiny_model(seed=0)
     found = RetrieveLogProb(model, sampler_log_probs_key=SAMPLER)(rollout(layout, name))
@@ -97,7 +61,11 @@ def test_below_next_and_through_retrieve_kl() -> None:
     """The policy writes at the root, the transform under "next"; an earlier score under "next" is not the sampler's."""
     data = rollout("nested", "response")
     data["next"] = TensorDict(
-        {"reward": torch.ones(3, 1), "log_probs": {"full": nest([[8.0] * 5, [8.0] * 5, [8.0] * 3])}}, [3]
+        {
+            "reward": torch.ones(3, 1),
+            "log_probs": {"full": torch.nested.as_nested_tensor([torch.full((n,), 8.0) for n in (5, 5, 3)])},
+        },
+        [3],
     )
     model = tiny_model(seed=0)
     transform = RetrieveKL(model, tiny_model(seed=1), sampler_log_probs_key=SAMPLER)
@@ -120,7 +88,7 @@ def test_what_is_missing_or_contradicts_itself() -> None:
         RetrieveLogProb(model, sampler_log_probs_key=FULL)
 
 
-@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize(("padded", "turns"), [(True, 3), (False, 2)], indirect=["padded"])
 def test_in_an_env(tokenizer: Any, policy_model: nn.Module, padded: bool, turns: int) -> None:
     """Each turn keeps what the policy stored in that turn."""
     policy = make_policy(policy_model, tokenizer, pad_output=padded, return_log_probs=True)
@@ -156,7 +124,7 @@ def test_a_loss_on_both(tokenizer: Any, policy_model: nn.Module) -> None:
     assert_close(out.total_loss, plain.total_loss, atol=1e-5, rtol=0)
     assert out["num_tokens"] == plain["num_tokens"]  # an unscored token is trained all the same
     assert out["rejected_fraction"] == 0
-    assert out["mismatch_k3"] < 1e-6
+    assert out["mismatch_k3"] < 1e-5
     assert_close(out["weight_max"], torch.tensor(1.0), atol=1e-4, rtol=0)
     # a sampler that was twice as sure of the second answer's tokens
     for row, shift in zip(data.unbind(0), (0.0, 0.7), strict=True):
