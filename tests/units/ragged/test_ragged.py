@@ -184,19 +184,19 @@ def test_to_nested(case, layout):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("features", [(), (3,)])
-def test_every_sequence_empty(kind, features):
+def test_every_sequence_empty(kind):
     spans = {"padded": 0, "padded-mask": 3, "padded-lengths": 3, "jagged-gaps": 2}.get(kind, 0)
-    case = make(kind, [[False] * spans] * 2, features=features)
-    x = case.read()
-    assert x.values.shape == (0, *features)
-    assert x.lengths.tolist() == [0, 0]
-    assert x.offsets.tolist() == [0, 0, 0]
-    assert x.positions.tolist() == x.sequence_ids.tolist() == []
-    assert_close(x.sum(), torch.zeros(2, *features))
-    assert x.to_padded().shape == (2, 0, *features)
-    assert plain(x.restore(5)) == case.rebuilt([], torch.full(features, 5.0).tolist())
-    assert [row.shape for row in x.to_nested().unbind()] == [(0, *features)] * 2
+    for features in ((), (3,)):
+        case = make(kind, [[False] * spans] * 2, features=features)
+        x = case.read()
+        assert x.values.shape == (0, *features)
+        assert x.lengths.tolist() == [0, 0]
+        assert x.offsets.tolist() == [0, 0, 0]
+        assert x.positions.tolist() == x.sequence_ids.tolist() == []
+        assert_close(x.sum(), torch.zeros(2, *features))
+        assert x.to_padded().shape == (2, 0, *features)
+        assert plain(x.restore(5)) == case.rebuilt([], torch.full(features, 5.0).tolist())
+        assert [row.shape for row in x.to_nested().unbind()] == [(0, *features)] * 2
 
 
 def test_no_sequences():
@@ -323,21 +323,16 @@ def test_segment_sum_by_hand():
     assert segment_sum(values, torch.tensor([0, 2, 0, 1, 0])).tolist() == [[0, 0], [3, 30], [0, 0], [3, 30], [0, 0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_summed_in_float32(dtype):
+def test_half_precision_is_summed_in_float32_and_integers_in_int64():
     """1000 ones: bfloat16 cannot count past 256 one by one, nor float16 past 2048."""
-    total = segment_sum(torch.ones(5000, dtype=dtype), torch.tensor([1000, 4000]))
-    assert total.tolist() == [1000, 4000]
-    assert total.dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value", "total"), [(torch.bool, True, 3), (torch.int32, 2**31 - 1, 3 * (2**31 - 1))]
-)
-def test_integers_are_summed_in_int64(dtype, value, total):
-    got = segment_sum(torch.full((3,), value, dtype=dtype), torch.tensor([3]))
-    assert got.dtype == torch.int64
-    assert got.tolist() == [total]
+    for dtype in (torch.bfloat16, torch.float16):
+        total = segment_sum(torch.ones(5000, dtype=dtype), torch.tensor([1000, 4000]))
+        assert total.tolist() == [1000, 4000]
+        assert total.dtype == dtype
+    for dtype, value, total in ((torch.bool, True, 3), (torch.int32, 2**31 - 1, 3 * (2**31 - 1))):
+        got = segment_sum(torch.full((3,), value, dtype=dtype), torch.tensor([3]))
+        assert got.dtype == torch.int64
+        assert got.tolist() == [total]
 
 
 def test_a_nan_stays_in_its_sequence():

@@ -48,38 +48,33 @@ def test_this_tensordict_version_has_the_known_attributes() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"lock": True}], ids=["plain", "device", "locked"])
-@pytest.mark.parametrize("tree", [None, {}, {"a": {}}, {"a": {"b": {}}}, {"missing": {}}], ids=str)
-def test_a_copy_equals_that_of_the_public_method(known: bool, tree: Any, options: dict[str, Any]) -> None:
-    nodes = elements(**options)
-    for node, copy in zip(nodes, module._copy_rows(nodes, tree), strict=True):
-        assert copy is not node
-        want = node.copy()
-        assert vars(copy).keys() <= vars(want).keys()
-        assert (copy.batch_size, copy.device, copy.is_locked) == (want.batch_size, want.device, False)
-        assert copy[KEY] is node[KEY]
-        copy["new"] = torch.ones(1)
-        assert node.get("new", None) is None
-        if tree is None or "a" in tree:
-            copy["a", "new"] = torch.ones(1)
-            assert node["a"].get("new", None) is None
-        if tree is None or "b" in tree.get("a", ()):
-            copy["a", "b", "x"] = torch.ones(1)
-            assert len(node[KEY]) in LENGTHS
-            assert float(node[KEY][0]) in (0, 10, 20)
+def test_a_copy_equals_that_of_the_public_method(known: bool, options: dict[str, Any]) -> None:
+    for tree in (None, {}, {"a": {}}, {"a": {"b": {}}}, {"missing": {}}):
+        nodes = elements(**options)
+        for node, copy in zip(nodes, module._copy_rows(nodes, tree), strict=True):
+            assert copy is not node
+            want = node.copy()
+            assert vars(copy).keys() <= vars(want).keys(), tree
+            assert (copy.batch_size, copy.device, copy.is_locked) == (want.batch_size, want.device, False), tree
+            assert copy[KEY] is node[KEY]
+            copy["new"] = torch.ones(1)
+            assert node.get("new", None) is None, tree
+            if tree is None or "a" in tree:
+                copy["a", "new"] = torch.ones(1)
+                assert node["a"].get("new", None) is None, tree
+            if tree is None or "b" in tree.get("a", ()):
+                copy["a", "b", "x"] = torch.ones(1)
+                assert len(node[KEY]) in LENGTHS
+                assert float(node[KEY][0]) in (0, 10, 20)
 
 
-def test_only_parents_of_the_entry_are_copied() -> None:
+def test_only_parents_of_the_entry_are_copied_and_names_too() -> None:
     nodes = elements()
     (copy, *_) = module._copy_rows(nodes, {"a": {}})
     assert copy["a"] is not nodes[0]["a"]
     assert copy["a"]["b"] is nodes[0]["a"]["b"]
-
-
-def test_names_of_dimensions_are_copied() -> None:
-    node = TensorDict({"x": torch.ones(2, 3)}, batch_size=[2, 3], names=["env", "time"])
-    (copy,) = module._copy_rows([node], {})
-    assert copy.names == ["env", "time"]
-    assert copy.batch_size == (2, 3)
+    (copy,) = module._copy_rows([TensorDict({"x": torch.ones(2, 3)}, batch_size=[2, 3], names=["env", "time"])], {})
+    assert (copy.names, copy.batch_size) == (["env", "time"], (2, 3))
 
 
 def test_elements_that_have_the_node_are_copied_if_others_lack_it(known: bool) -> None:
@@ -92,19 +87,19 @@ def test_elements_that_have_the_node_are_copied_if_others_lack_it(known: bool) -
     assert list(nodes[1].keys()) == ["x"]
 
 
-@pytest.mark.parametrize("dims", [1, 2])
-def test_writes_after_own_leaves_do_not_reach_the_elements(known: bool, dims: int) -> None:
-    nodes = elements()
-    td = lazy_stack(list(nodes)) if dims == 1 else lazy_stack([lazy_stack(list(nodes))])
-    own_leaves(td, "n", ("a", "b", "y"))
-    container = Rows(LENGTHS, td.batch_size)
-    write_ragged(td, "n", torch.zeros(6), container)
-    write_ragged(td, ("a", "b", "y"), torch.ones(6), container)
-    assert rows_of(read_column(td, "n")) == [[0.0] * n for n in LENGTHS]
-    assert rows_of(read_column(td, ("a", "b", "y"))) == [[1.0] * n for n in LENGTHS]
-    for i, node in enumerate(nodes):
-        assert (node == element(i)).all()
-        assert list(node["a", "b"].keys()) == ["x"]
+def test_writes_after_own_leaves_do_not_reach_the_elements(known: bool) -> None:
+    for dims in (1, 2):
+        nodes = elements()
+        td = lazy_stack(list(nodes)) if dims == 1 else lazy_stack([lazy_stack(list(nodes))])
+        own_leaves(td, "n", ("a", "b", "y"))
+        container = Rows(LENGTHS, td.batch_size)
+        write_ragged(td, "n", torch.zeros(6), container)
+        write_ragged(td, ("a", "b", "y"), torch.ones(6), container)
+        assert rows_of(read_column(td, "n")) == [[0.0] * n for n in LENGTHS]
+        assert rows_of(read_column(td, ("a", "b", "y"))) == [[1.0] * n for n in LENGTHS]
+        for i, node in enumerate(nodes):
+            assert (node == element(i)).all()
+            assert list(node["a", "b"].keys()) == ["x"]
 
 
 def test_own_leaves_of_a_stack_with_a_locked_part() -> None:
@@ -120,18 +115,16 @@ def test_a_locked_row_is_not_written(known: bool) -> None:
         module._set_rows(nodes, ("n",), [torch.ones(1)] * 2)
 
 
-@pytest.mark.parametrize("path", [("n",), ("a", "b", "y"), ("new", "deep", "y")])
-@pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=["plain", "device"])
-def test_set_rows_are_read_back(known: bool, path: tuple[str, ...], options: dict[str, Any]) -> None:
-    nodes, rows = elements(**options), [torch.randn(2), torch.randn(0), torch.randn(5)]
-    module._set_rows(nodes, path, rows)
-    assert [node[path].tolist() for node in nodes] == [row.tolist() for row in rows]
-    found = module._read_rows(nodes, path)
-    assert found is not None
-    assert rows_of(found) == rows_of(rows)
-
-
-def test_a_value_goes_to_the_device_of_its_node(known: bool) -> None:
+def test_set_rows_are_read_back(known: bool) -> None:
+    """To the device of each node."""
+    for options in ({}, {"device": "cpu"}):
+        for path in (("n",), ("a", "b", "y"), ("new", "deep", "y")):
+            nodes, rows = elements(**options), [torch.randn(2), torch.randn(0), torch.randn(5)]
+            module._set_rows(nodes, path, rows)
+            assert rows_of(node[path] for node in nodes) == rows_of(rows), (path, options)
+            found = module._read_rows(nodes, path)
+            assert found is not None
+            assert rows_of(found) == rows_of(rows), (path, options)
     node = TensorDict(device="meta")
     module._set_rows([node], ("x",), [torch.ones(2)])
     assert node["x"].device.type == "meta"
@@ -143,21 +136,20 @@ def test_a_row_that_does_not_fit_the_batch_of_an_inner_node_raises(known: bool) 
         module._set_rows([node], ("turns", "kl"), [torch.ones(5)])
 
 
-@pytest.mark.parametrize("path", [("n", "x"), ("a", "b", "x", "y")])
-def test_a_tensor_as_parent_of_the_entry(known: bool, path: tuple[str, ...]) -> None:
-    for call in (
-        lambda: module._read_rows(elements(), path),
-        lambda: module._set_rows(elements(), path, [torch.ones(1)] * 3),
-    ):
-        with pytest.raises(TypeError, match=f"expected a nested TensorDict under {path[-2]!r}, got Tensor"):
-            call()
+def test_a_tensor_as_parent_of_the_entry(known: bool) -> None:
+    for path in (("n", "x"), ("a", "b", "x", "y")):
+        message = f"expected a nested TensorDict under {path[-2]!r}, got Tensor"
+        with pytest.raises(TypeError, match=message):
+            module._read_rows(elements(), path)
+        with pytest.raises(TypeError, match=message):
+            module._set_rows(elements(), path, [torch.ones(1)] * 3)
 
 
-@pytest.mark.parametrize("path", [("m",), ("a", "m"), ("a", "m", "x"), ("m", "b", "x")])
-def test_an_entry_that_one_row_lacks_is_missing(known: bool, path: tuple[str, ...]) -> None:
-    nodes = elements()
-    module._set_rows(nodes[:2], path, [torch.ones(1)] * 2)
-    assert module._read_rows(nodes, path) is None
+def test_an_entry_that_one_row_lacks_is_missing(known: bool) -> None:
+    for path in (("m",), ("a", "m"), ("a", "m", "x"), ("m", "b", "x")):
+        nodes = elements()
+        module._set_rows(nodes[:2], path, [torch.ones(1)] * 2)
+        assert module._read_rows(nodes, path) is None, path
 
 
 def test_text_is_read_as_the_public_method_returns_it(known: bool) -> None:
@@ -168,15 +160,15 @@ def test_text_is_read_as_the_public_method_returns_it(known: bool) -> None:
     assert [getattr(value, "data", value) for value in found] == ["a", "b"]
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_tensorclasses_among_the_rows(known: bool, mixed: bool) -> None:
-    second: Any = TensorDict(full=torch.ones(1)) if mixed else LogProbs(full=torch.ones(1))
-    nodes = [TensorDict(log_probs=LogProbs(full=torch.zeros(2))), TensorDict(log_probs=second)]
-    module._set_rows(nodes, ("log_probs", "response"), [torch.ones(1), torch.ones(2)])
-    found = module._read_rows(nodes, ("log_probs", "response"))
-    assert found is not None
-    assert rows_of(found) == [[1], [1, 1]]
-    assert isinstance(nodes[0]["log_probs"], LogProbs)
+def test_tensorclasses_among_the_rows(known: bool) -> None:
+    seconds: list[Any] = [LogProbs(full=torch.ones(1)), TensorDict(full=torch.ones(1))]
+    for second in seconds:
+        nodes = [TensorDict(log_probs=LogProbs(full=torch.zeros(2))), TensorDict(log_probs=second)]
+        module._set_rows(nodes, ("log_probs", "response"), [torch.ones(1), torch.ones(2)])
+        found = module._read_rows(nodes, ("log_probs", "response"))
+        assert found is not None
+        assert rows_of(found) == [[1], [1, 1]]
+        assert isinstance(nodes[0]["log_probs"], LogProbs)
 
 
 @pytest.mark.parametrize("stack_dim", [0, 1])

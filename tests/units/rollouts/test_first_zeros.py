@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from torchrl_llm_kl import Ragged
@@ -18,21 +17,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_first_tokens_that_were_never_computed(name: str) -> None:
-    log_prob, expected = CASES[name]
-    tokens, mask = Ragged.from_list([torch.arange(1 + len(log_prob))]), torch.tensor([False, *[True] * len(log_prob)])
-    found = zeros_of_first_tokens(torch.tensor([0, *log_prob]).float(), mask, tokens)
-    assert found.tolist() == [False, *expected]
-
-
-def test_each_row_is_judged_alone() -> None:
-    """The parts of a batch have the tokens of the whole, whatever the other rows show."""
-    for rows in (list(CASES.values()), list(CASES.values())[::-1]):
+def test_first_tokens_that_were_never_computed() -> None:
+    """Alone and in a batch: the parts of a batch have the tokens of the whole, whatever the other rows show."""
+    cases = list(CASES.values())
+    for rows in (*([case] for case in cases), cases, cases[::-1]):
         tokens = Ragged.from_list([torch.arange(1 + len(row)) for row, _ in rows])
         log_prob = torch.tensor([x for row, _ in rows for x in (0, *row)]).float()
         found = zeros_of_first_tokens(log_prob, tokens.positions > 0, tokens)
-        assert found.tolist() == [x for _, expected in rows for x in (False, *expected)]
+        assert found.tolist() == [x for _, expected in rows for x in (False, *expected)], rows
 
 
 def test_each_run_of_the_mask_has_a_first_token() -> None:

@@ -122,21 +122,16 @@ def tokens(mask: Any = None, **fields: list[list[int]]) -> TensorDictBase:
 FULL = [[3, 4, 5, 6], [7, 8, 9, 10]]
 
 
+GIVEN, PROMPT = [[0, 1, 0, 1], [0, 0, 1, 0]], [[3, 4], [7, 8]]
+
+
 @pytest.mark.parametrize(
     ("data", "scope", "want"),
     [
-        (tokens(full=FULL, prompt=[[3, 4], [7, 8]]), "turn", [[0, 0, 1, 1]] * 2),
-        (tokens([[0, 1, 0, 1], [0, 0, 1, 0]], full=FULL), "turn", [[0, 1, 0, 1], [0, 0, 1, 0]]),
-        (
-            tokens([[0, 1, 0, 1], [0, 0, 1, 0]], full=FULL, prompt=[[3, 4], [7, 8]]),
-            "turn",
-            [[0, 0, 0, 1], [0, 0, 1, 0]],
-        ),
-        (
-            tokens([[0, 1, 0, 1], [0, 0, 1, 0]], full=FULL, prompt=[[3, 4], [7, 8]]),
-            "full",
-            [[0, 1, 0, 1], [0, 0, 1, 0]],
-        ),
+        (tokens(full=FULL, prompt=PROMPT), "turn", [[0, 0, 1, 1]] * 2),
+        (tokens(GIVEN, full=FULL), "turn", GIVEN),
+        (tokens(GIVEN, full=FULL, prompt=PROMPT), "turn", [[0, 0, 0, 1], [0, 0, 1, 0]]),
+        (tokens(GIVEN, full=FULL, prompt=PROMPT), "full", GIVEN),
         (tokens([[1, 1, 0, 0]] * 2, full=FULL), "turn", [[0, 1, 0, 0]] * 2),
     ],
     ids=["prompt", "given mask", "given mask and prompt", "given mask, every turn", "never the first token"],
@@ -156,11 +151,7 @@ def test_sampled_tokens(data: TensorDictBase, scope: Any, want: list[Any], ref_m
         (tokens(full=FULL, prompt=[[3, 4], [7, 9]]), "turn", r"sequence 1, position 1: .*does not start with"),
         (tokens(full=FULL, prompt=[[3, 4, 5, 6, 1]] * 2), "turn", r"sequence 0: .* has 5 tokens, more than the 4"),
         (tokens(full=FULL, prompt=[[3, 4], [7, 8]]), "full", r"scope='full' scores .* found neither"),
-        (
-            tokens([[0, 1, 0, 1], [0, 0, 0, 0]], full=FULL),
-            "turn",
-            r"sequence 1: .*all_assistant_mask.* False everywhere",
-        ),
+        (tokens([[0, 1, 0, 1], [0] * 4], full=FULL), "turn", r"sequence 1: .*all_assistant_mask.* False everywhere"),
         (tokens([[0, 1, 1], [0, 1, 0]], full=FULL), "turn", r"found row lengths \[3, 3\], expected \[4, 4\]"),
         (TensorDict({("tokens", "full"): torch.randn(2, 4)}, [2]), "turn", r"integer token ids .* found torch.float32"),
     ],

@@ -20,24 +20,24 @@ def holding(*keys: Any, lazy: bool = False) -> TensorDictBase:
     return lazy_stack([TensorDict(entries), TensorDict(entries)]) if lazy else TensorDict(entries, batch_size=[2])
 
 
+FOUND = [
+    (["reward"], "reward", "reward"),
+    (["reward"], ("next", "reward"), "reward"),
+    ([("next", "reward")], "reward", ("next", "reward")),
+    ([("next", "reward")], ("next", "reward"), ("next", "reward")),
+    (["reward", ("next", "reward")], "reward", "reward"),
+    (["reward", ("next", "reward")], ("next", "reward"), ("next", "reward")),
+    ([("log_probs", "full")], ("next", "log_probs", "full"), ("log_probs", "full")),
+    ([("next", "log_probs", "full")], ("log_probs", "full"), ("next", "log_probs", "full")),
+    (["reward"], "advantage", None),
+    ([("next", "reward")], ("next", "advantage"), None),
+]
+
+
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize(
-    ("held", "key", "found"),
-    [
-        (["reward"], "reward", "reward"),
-        (["reward"], ("next", "reward"), "reward"),
-        ([("next", "reward")], "reward", ("next", "reward")),
-        ([("next", "reward")], ("next", "reward"), ("next", "reward")),
-        (["reward", ("next", "reward")], "reward", "reward"),
-        (["reward", ("next", "reward")], ("next", "reward"), ("next", "reward")),
-        ([("log_probs", "full")], ("next", "log_probs", "full"), ("log_probs", "full")),
-        ([("next", "log_probs", "full")], ("log_probs", "full"), ("next", "log_probs", "full")),
-        (["reward"], "advantage", None),
-        ([("next", "reward")], ("next", "advantage"), None),
-    ],
-)
-def test_a_key_falls_back_to_the_other_side_of_next(held: list[Any], key: Any, found: Any, lazy: bool) -> None:
-    assert find_key(holding(*held, lazy=lazy), key) == found
+def test_a_key_falls_back_to_the_other_side_of_next(lazy: bool) -> None:
+    for held, key, found in FOUND:
+        assert find_key(holding(*held, lazy=lazy), key) == found, (held, key)
 
 
 def test_an_entry_that_one_row_misses_is_not_found() -> None:
@@ -86,35 +86,27 @@ def under_x(value: Any) -> TensorDictBase:
     return TensorDict(x=value, batch_size=[2])
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (torch.tensor([3.0, 4.0]), [3, 3, 3, 4, 4, 4]),
-        (torch.tensor([[3.0], [4.0]]), [3, 3, 3, 4, 4, 4]),
-        (ROWS, [10, 11, 12, 20, 21, 22]),
-        (torch.tensor(ROWS), [10, 11, 12, 20, 21, 22]),
-        (torch.tensor(ROWS).unsqueeze(-1), [10, 11, 12, 20, 21, 22]),
-        ([[1.0, 2.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
-        ([[11.0, 12.0], [21.0, 22.0]], [-9, 11, 12, -9, 21, 22]),
-    ],
-    ids=["outcome", "outcome [S, 1]", "rows", "dense", "dense with feature", "responses", "all but the first"],
-)
-def test_values_at_each_token(value: Any, expected: list[float]) -> None:
-    assert per_token(under_x(value), "x", unpadded(), RESPONSES, fill=-9).tolist() == expected
+VALUES = {
+    "outcome": (torch.tensor([3.0, 4.0]), [3, 3, 3, 4, 4, 4]),
+    "outcome [S, 1]": (torch.tensor([[3.0], [4.0]]), [3, 3, 3, 4, 4, 4]),
+    "rows": (ROWS, [10, 11, 12, 20, 21, 22]),
+    "dense": (torch.tensor(ROWS), [10, 11, 12, 20, 21, 22]),
+    "dense with feature": (torch.tensor(ROWS).unsqueeze(-1), [10, 11, 12, 20, 21, 22]),
+    "responses": ([[1.0, 2.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
+    "all but the first": ([[11.0, 12.0], [21.0, 22.0]], [-9, 11, 12, -9, 21, 22]),
+}
+VALUES_OF_PADDED = {
+    "padding included": ([[1.0, 2.0, 3.0, -1.0], [-1.0, 4.0, 5.0, 6.0]], [1, 2, 3, 4, 5, 6]),
+    "tokens": ([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [1, 2, 3, 4, 5, 6]),
+    "responses": ([[1.0, 2.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
+    "response and padding after it": ([[1.0, 2.0, -1.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ([[1.0, 2.0, 3.0, -1.0], [-1.0, 4.0, 5.0, 6.0]], [1, 2, 3, 4, 5, 6]),
-        ([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [1, 2, 3, 4, 5, 6]),
-        ([[1.0, 2.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
-        ([[1.0, 2.0, -1.0], [5.0]], [-9, 1, 2, -9, -9, 5]),
-    ],
-    ids=["padding included", "tokens", "responses", "response and padding after it"],
-)
-def test_values_at_the_tokens_of_a_padded_batch(value: Any, expected: list[float]) -> None:
-    assert per_token(under_x(value), "x", padded(), RESPONSES, fill=-9).tolist() == expected
+def test_values_at_each_token() -> None:
+    for tokens, cases in ((unpadded(), VALUES), (padded(), VALUES_OF_PADDED)):
+        for name, (value, expected) in cases.items():
+            assert per_token(under_x(value), "x", tokens, RESPONSES, fill=-9).tolist() == expected, name
 
 
 def test_a_pad_token_that_was_sampled_first_leaves_the_response_where_it_is() -> None:
@@ -134,34 +126,23 @@ def test_a_response_whose_beginning_has_no_values_fits_nowhere() -> None:
         per_token(under_x(torch.zeros(2, 4)), "x", tokens, responses)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def test_rows_that_fit_nowhere() -> None:
+    for value, message in (
         ([[1.0] * 4, [1.0] * 3], "sequence 0 has 4 values and 3 tokens"),
         ([[1.0], [1.0, 2.0, 3.0]], "must have the length of the tokens"),
         (torch.zeros(2, 3, 2), r"one number per token, found rows of \(2,\) each"),
-    ],
-)
-def test_rows_that_fit_nowhere(value: Any, message: str) -> None:
-    data = under_x(value)
-    with pytest.raises(ValueError, match=message):
-        per_token(data, "x", unpadded(), RESPONSES)
-
-
-def test_another_number_of_sequences() -> None:
-    data = TensorDict(x=torch.zeros(2, 3), batch_size=[2])
+    ):
+        with pytest.raises(ValueError, match=message):
+            per_token(under_x(value), "x", unpadded(), RESPONSES)
     with pytest.raises(ValueError, match="'x' has 2 sequences, the tokens have 1"):
-        per_token(data, "x", Ragged.from_list([torch.zeros(3)]), None)
+        per_token(under_x(torch.zeros(2, 3)), "x", Ragged.from_list([torch.zeros(3)]), None)
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 1, 1)])
-def test_one_number_per_sequence(shape: tuple[int, ...]) -> None:
-    found = per_sequence(TensorDict(x=torch.tensor([3.0, 4.0]).reshape(shape), batch_size=[2]), "x")
-    assert isinstance(found, Tensor)
-    assert found.tolist() == [3.0, 4.0]
-
-
-def test_several_numbers_per_sequence_are_none() -> None:
-    assert per_sequence(under_x(torch.zeros(2, 3)), "x") is None
+def test_one_number_per_sequence() -> None:
+    for shape in ((2,), (2, 1), (2, 1, 1)):
+        found = per_sequence(TensorDict(x=torch.tensor([3.0, 4.0]).reshape(shape), batch_size=[2]), "x")
+        assert isinstance(found, Tensor)
+        assert found.tolist() == [3.0, 4.0], shape
+    assert per_sequence(under_x(torch.zeros(2, 3)), "x") is None  # several numbers
     assert per_sequence(under_x([[1.0], [1.0, 2.0]]), "x") is None
     assert per_sequence(under_x([[1.0], [2.0]]), "x").tolist() == [1.0, 2.0]  # type: ignore[union-attr]

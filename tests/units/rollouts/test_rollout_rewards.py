@@ -16,24 +16,22 @@ PADDED = Ragged.from_padded(torch.zeros(2, 4), mask=KEEP)
 MASK = torch.tensor([False, True, False, False, False, False])  # the second sequence has no response
 
 
-@pytest.mark.parametrize(
-    ("reward", "mask", "placement", "expected"),
-    [
+def test_token_reward() -> None:
+    two = torch.tensor([2.0, 3.0])
+    for reward, mask, placement, expected in (
         (None, None, "last", [0, 0, 0, 0, 0, 0]),
-        (torch.tensor([2.0, 3.0]), None, "last", [0, 0, 2, 0, 0, 3]),
-        (torch.tensor([2.0, 3.0]), MASK, "last", [0, 2, 0, 0, 0, 3]),
-        (torch.tensor([[2.0], [3.0]]), MASK, "broadcast", [2, 2, 2, 3, 3, 3]),
-        (torch.tensor([2, 3]), None, "last", [0, 0, 2, 0, 0, 3]),
+        (two, None, "last", [0, 0, 2, 0, 0, 3]),
+        (two, MASK, "last", [0, 2, 0, 0, 0, 3]),
+        (two.unsqueeze(1), MASK, "broadcast", [2, 2, 2, 3, 3, 3]),
+        (two.long(), None, "last", [0, 0, 2, 0, 0, 3]),
         (torch.arange(8.0).reshape(2, 4, 1), MASK, "last", [0, 1, 2, 5, 6, 7]),
         ([torch.arange(4.0), torch.arange(4.0)], None, "broadcast", [0, 1, 2, 1, 2, 3]),
-        ([torch.tensor(2.0), torch.tensor(3.0)], None, "last", [0, 0, 2, 0, 0, 3]),
-    ],
-)
-def test_token_reward(reward: Any, mask: Any, placement: Any, expected: list[float]) -> None:
-    found = token_reward(reward, PADDED, mask, placement).values
-    assert found.shape == (6, 1)
-    assert found.dtype == torch.float32
-    assert found.squeeze(-1).tolist() == expected
+        ([two[0], two[1]], None, "last", [0, 0, 2, 0, 0, 3]),
+    ):
+        found = token_reward(reward, PADDED, mask, placement).values  # type: ignore[arg-type]
+        assert found.shape == (6, 1)
+        assert found.dtype == torch.float32
+        assert found.squeeze(-1).tolist() == expected, (reward, placement)
 
 
 @pytest.mark.parametrize(
@@ -68,17 +66,16 @@ TERMS = list(COUNTS)
 ID = torch.tensor(5.0)
 
 
-@pytest.mark.parametrize("key", ["denominators", ("loss", "denominators")])
-@pytest.mark.parametrize("lazy", [False, True])
-def test_denominators_come_back_from_any_rows(key: Any, lazy: bool) -> None:
-    data: Any = TensorDict(x=torch.zeros(4), batch_size=[4])
-    data = lazy_stack(list(data.unbind(0))) if lazy else data
-    assert read_denominators(data, key, TERMS) is None
-    write_denominators(data, key, COUNTS, ID)
-    for part in (data, data[1:3], data[:1]):
-        found = read_denominators(part, key, TERMS)
-        assert found is not None
-        assert {name: int(value) for name, value in found.items()} == {"policy": 7, "kl": 3}
+def test_denominators_come_back_from_any_rows() -> None:
+    for lazy, key in ((False, "denominators"), (True, ("loss", "denominators"))):
+        data: Any = TensorDict(x=torch.zeros(4), batch_size=[4])
+        data = lazy_stack(list(data.unbind(0))) if lazy else data
+        assert read_denominators(data, key, TERMS) is None
+        write_denominators(data, key, COUNTS, ID)
+        for part in (data, data[1:3], data[:1]):
+            found = read_denominators(part, key, TERMS)
+            assert found is not None
+            assert {name: int(value) for name, value in found.items()} == {"policy": 7, "kl": 3}
 
 
 def test_rows_that_were_counted_apart() -> None:
