@@ -151,14 +151,6 @@ def test_corrections_of_a_batch_without_tokens() -> None:
         assert all(metric == 0 for metric in metrics.values())
 
 
-def test_importance_weights_at_the_limits_of_their_bounds() -> None:
-    old, sampler = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -0.5]])  # ratios e and 0.607
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    assert_close(importance_weights(old, sampler, mask, high=0.75)[0], torch.tensor([[0.75, 0.6065307]]))
-    assert_close(importance_weights(old, sampler, mask, low=0.0, high=2.5)[0], torch.tensor([[2.5, 0.6065307]]))
-    assert_close(importance_weights(old, sampler, mask, low=1.0, high=1.0)[0], torch.tensor([[1.0, 1.0]]))
-
-
 @pytest.mark.parametrize(("old", "sampler"), [(0.0, -800.0), (800.0, 0.0)])
 def test_a_huge_masked_out_ratio_does_not_shrink_the_effective_sample_size(old: float, sampler: float) -> None:
     mask = torch.tensor([[True, True, False]])
@@ -280,16 +272,6 @@ def test_rejection_of_anything() -> None:
             assert all(metric == 0 for metric in metrics.values())
         meta = [x.to("meta") for x in (TRAINER, SEEN, TOKENS)]
         assert rejection_mask(*meta, divergence=divergence, high=f64(3.0).to("meta"))[0].shape == (3, 3)
-
-
-def test_rejected_tokens_keep_their_denominator_and_lose_their_gradient() -> None:
-    log_prob = TRAINER.nan_to_num(0.0).clone().requires_grad_()
-    (term,) = ppo(log_prob, TOKENS, old_log_prob=log_prob.detach(), advantage=torch.ones(3, 3).double())
-    weights, _ = rejection_mask(TRAINER, SEEN, TOKENS, divergence="seq_max_k2", high=0.9)
-    (corrected,) = apply_correction([term], weights)
-    assert torch.equal(corrected.mask, TOKENS)
-    (gradient,) = torch.autograd.grad(corrected.value.sum() / 6, log_prob)
-    assert_close(gradient, -weights / 6)
 
 
 def test_mismatch_metrics_by_hand() -> None:
