@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +14,9 @@ from toy_tokenizer import build_tokenizer
 TOKENIZER = build_tokenizer(pad_token="<|pad|>")
 HI = [{"role": "user", "content": "hi"}]
 EARLIER = [*HI, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "and?"}]
+
+
+ABCD = TOKENIZER("abcd").input_ids
 
 
 def said(text: str) -> list[dict[str, str]]:
@@ -32,35 +34,34 @@ def scored(answer: Answer | Skip, tokenizer: Any = TOKENIZER) -> str:
     return tokenizer.decode(answer.tokens[answer.mask])
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ({"messages": [*HI, *said("yes")]}, ["yes<|im_end|>"]),
-        ({"messages": [*EARLIER, *said("no")]}, ["ho<|im_end|>no<|im_end|>"]),
-        ({"prompt": "2 + 2 =", "completion": " 4"}, [" 4"]),
-        ({"prompt": HI, "completion": said("yes")}, ["yes<|im_end|>"]),
-        ({"prompt": EARLIER, "completion": said("no")}, ["no<|im_end|>"]),  # the prompt's own turn is not scored
-        ({"prompt": "a", "chosen": "bc", "rejected": "d"}, ["bc", "d"]),
-        ({"prompt": EARLIER, "chosen": said("x"), "rejected": said("yz")}, ["x<|im_end|>", "yz<|im_end|>"]),
-        (
-            {"chosen": [*EARLIER, *said("x")], "rejected": [*EARLIER, *said("yz")]},  # the prompt is what both share
-            ["x<|im_end|>", "yz<|im_end|>"],
-        ),
-        ({"tokens": TOKENIZER("abcd").input_ids, "prompt_length": 3}, ["d"]),
-        ({"input_ids": TOKENIZER("abcd").input_ids, "mask": [0, 1, 0, 1]}, ["bd"]),
-        ({"input_ids": TOKENIZER("abcd").input_ids, "completion_mask": [False, False, True, True]}, ["cd"]),
-        ({"tokens": TOKENIZER("abcd").input_ids, "assistant_masks": [1, 1, 0, 0]}, ["b"]),  # the first has no prefix
-        ({"messages": [{**said("yes")[0], "tool_calls": None}, {"role": "user", "content": "?"}]}, ["yes<|im_end|>"]),
-    ],
-)
-def test_what_is_scored(value: Any, expected: list[str]) -> None:
-    assert [scored(answer) for answer in encode(value)] == expected
+SCORED = [
+    ({"messages": [*HI, *said("yes")]}, ["yes<|im_end|>"]),
+    ({"messages": [*EARLIER, *said("no")]}, ["ho<|im_end|>no<|im_end|>"]),
+    ({"prompt": "2 + 2 =", "completion": " 4"}, [" 4"]),
+    ({"prompt": "", "completion": "abc"}, ["bc"]),  # the first token has no prefix
+    ({"prompt": HI, "completion": said("yes")}, ["yes<|im_end|>"]),
+    ({"prompt": EARLIER, "completion": said("no")}, ["no<|im_end|>"]),  # the prompt's own turn is not scored
+    ({"prompt": "a", "chosen": "bc", "rejected": "d"}, ["bc", "d"]),
+    ({"prompt": EARLIER, "chosen": said("x"), "rejected": said("yz")}, ["x<|im_end|>", "yz<|im_end|>"]),
+    # the prompt is what both share
+    ({"chosen": [*EARLIER, *said("x")], "rejected": [*EARLIER, *said("yz")]}, ["x<|im_end|>", "yz<|im_end|>"]),
+    ({"tokens": ABCD, "prompt_length": 3}, ["d"]),
+    ({"input_ids": ABCD, "mask": [0, 1, 0, 1]}, ["bd"]),
+    ({"input_ids": ABCD, "completion_mask": [False, False, True, True]}, ["cd"]),
+    ({"tokens": ABCD, "assistant_masks": [1, 1, 0, 0]}, ["b"]),  # the first has no prefix
+    ({"messages": [{**said("yes")[0], "tool_calls": None}, {"role": "user", "content": "?"}]}, ["yes<|im_end|>"]),
+    # lists of pandas are arrays
+    ({"messages": np.array([*HI, *said("b")], dtype=object)}, ["b<|im_end|>"]),
+    ({"tokens": np.array(ABCD), "mask": np.array([False, True, False, False])}, ["b"]),
+]
 
 
-def test_plain_text_is_not_templated() -> None:
+def test_what_is_scored() -> None:
+    for value, expected in SCORED:
+        assert [scored(answer) for answer in encode(value)] == expected, value
     (answer,) = encode({"prompt": "2 + 2 =", "completion": " 4"})
     assert isinstance(answer, Answer)
-    assert TOKENIZER.decode(answer.tokens) == "2 + 2 = 4"
+    assert TOKENIZER.decode(answer.tokens) == "2 + 2 = 4"  # plain text is not templated
 
 
 def test_a_begin_of_sequence_token_is_a_prefix() -> None:
@@ -80,48 +81,47 @@ def test_a_begin_of_sequence_token_is_a_prefix() -> None:
     assert written.tokens.tolist() == answer.tokens.tolist()
 
 
-def test_without_a_prompt_the_first_token_has_no_prefix() -> None:
-    (answer,) = encode({"prompt": "", "completion": "abc"})
-    assert scored(answer) == "bc"
+SKIPPED = [
+    ({"messages": []}, "empty", "no message"),
+    ({"messages": HI}, "no assistant turn", ""),
+    ({"prompt": HI, "completion": []}, "empty", "no message"),
+    ({"prompt": HI, "completion": HI}, "no assistant turn", ""),
+    ({"prompt": "a", "completion": ""}, "empty", "no text to score"),
+    ({"prompt": "", "completion": "a"}, "empty", "no token to score"),
+    ({"tokens": [], "prompt_length": 0}, "empty", "no tokens"),
+    ({"tokens": [3, 4], "prompt_length": 2}, "empty", "no token to score"),
+    ({"tokens": [3, 4], "prompt_length": 3}, "malformed", "expected a whole number from 0 to 2"),
+    ({"tokens": [3, 4], "prompt_length": True}, "malformed", "expected a whole number"),
+    ({"tokens": [3, -100], "prompt_length": 1}, "malformed", "the token id -100"),
+    ({"tokens": [3, 300], "prompt_length": 1}, "malformed", "outside the vocabulary of 259"),
+    ({"tokens": [3, 4.5], "prompt_length": 1}, "malformed", "4.5 in `tokens`"),
+    ({"tokens": [3, 2**70], "prompt_length": 1}, "malformed", "in `tokens`, expected whole numbers"),
+    ({"tokens": "34", "prompt_length": 1}, "malformed", "`tokens` of str"),
+    ({"tokens": [[3, 4]], "prompt_length": 1}, "malformed", "[3, 4] in `tokens`"),
+    ({"tokens": [3, 4], "mask": [1]}, "malformed", "has 1 numbers in `mask`, expected 2"),
+    ({"tokens": [3, 4], "mask": 5}, "malformed", "has `mask` of int, expected a list"),
+    ({"tokens": [3, 4], "mask": [0, 2]}, "malformed", "1 at the tokens to score"),
+    ({"messages": "hi"}, "malformed", "`messages` of str"),
+    ({"messages": [HI]}, "malformed", "expected an object with `role`"),
+    ({"prompt": "a", "completion": said("b")}, "malformed", "give both alike"),
+    ({"chosen": "b", "rejected": "c"}, "malformed", "without a `prompt`"),
+    ({"prompt": 3, "completion": "b"}, "malformed", "give both alike"),
+    ({"prompt": "a", "completion": "b\ud83d"}, "malformed", "no Unicode: '\\ud83d' at character 2"),
+    ({"messages": [*HI, {"role": "assistant", "content": {"a": 1}}]}, "template", ""),
+    ({"messages": [*HI, *said("x" * 50)]}, "too long", "73 tokens, at most 60"),
+]
 
 
-@pytest.mark.parametrize(
-    ("value", "reason", "detail"),
-    [
-        ({"messages": []}, "empty", "no message"),
-        ({"messages": HI}, "no assistant turn", ""),
-        ({"prompt": HI, "completion": []}, "empty", "no message"),
-        ({"prompt": HI, "completion": HI}, "no assistant turn", ""),
-        ({"prompt": "a", "completion": ""}, "empty", "no text to score"),
-        ({"prompt": "", "completion": "a"}, "empty", "no token to score"),
-        ({"tokens": [], "prompt_length": 0}, "empty", "no tokens"),
-        ({"tokens": [3, 4], "prompt_length": 2}, "empty", "no token to score"),
-        ({"tokens": [3, 4], "prompt_length": 3}, "malformed", "expected a whole number from 0 to 2"),
-        ({"tokens": [3, 4], "prompt_length": True}, "malformed", "expected a whole number"),
-        ({"tokens": [3, -100], "prompt_length": 1}, "malformed", "the token id -100"),
-        ({"tokens": [3, 300], "prompt_length": 1}, "malformed", "outside the vocabulary of 259"),
-        ({"tokens": [3, 4.5], "prompt_length": 1}, "malformed", "4.5 in `tokens`"),
-        ({"tokens": [3, 2**70], "prompt_length": 1}, "malformed", "in `tokens`, expected whole numbers"),
-        ({"tokens": "34", "prompt_length": 1}, "malformed", "`tokens` of str"),
-        ({"tokens": [[3, 4]], "prompt_length": 1}, "malformed", "[3, 4] in `tokens`"),
-        ({"tokens": [3, 4], "mask": [1]}, "malformed", "has 1 numbers in `mask`, expected 2"),
-        ({"tokens": [3, 4], "mask": 5}, "malformed", "has `mask` of int, expected a list"),
-        ({"tokens": [3, 4], "mask": [0, 2]}, "malformed", "1 at the tokens to score"),
-        ({"messages": "hi"}, "malformed", "`messages` of str"),
-        ({"messages": [HI]}, "malformed", "expected an object with `role`"),
-        ({"prompt": "a", "completion": said("b")}, "malformed", "give both alike"),
-        ({"chosen": "b", "rejected": "c"}, "malformed", "without a `prompt`"),
-        ({"prompt": 3, "completion": "b"}, "malformed", "give both alike"),
-        ({"prompt": "a", "completion": "b\ud83d"}, "malformed", "no Unicode: '\\ud83d' at character 2"),
-        ({"messages": [*HI, {"role": "assistant", "content": {"a": 1}}]}, "template", ""),
-        ({"messages": [*HI, *said("x" * 50)]}, "too long", "73 tokens, at most 60"),
-    ],
-)
-def test_what_is_skipped(value: Any, reason: str, detail: str) -> None:
-    for skip in encode(value, vocab_size=259, max_length=60):
-        assert isinstance(skip, Skip), skip
-        assert skip.reason == reason
-        assert detail in skip.detail
+def test_what_is_skipped() -> None:
+    for value, reason, detail in SKIPPED:
+        for skip in encode(value, vocab_size=259, max_length=60):
+            assert isinstance(skip, Skip), skip
+            assert skip.reason == reason, value
+            assert detail in skip.detail, value
+    chosen, rejected = encode({"prompt": "a", "chosen": "b", "rejected": ""})  # one bad answer leaves the other
+    assert scored(chosen) == "b"
+    assert isinstance(rejected, Skip)
+    assert (rejected.part, rejected.reason) == ("rejected", "empty")
 
 
 def test_text_without_tokens() -> None:
@@ -131,21 +131,6 @@ def test_text_without_tokens() -> None:
     (skip,) = encoder.encode(Row(0, "row 1", {"prompt": "", "completion": " "}))
     assert isinstance(skip, Skip)
     assert (skip.reason, skip.detail) == ("empty", "no token to score")
-
-
-def test_lists_of_pandas_are_arrays() -> None:
-    messages = np.array([*HI, *said("b")], dtype=object)
-    (found,) = encode({"messages": messages})
-    assert scored(found) == "b<|im_end|>"
-    (found,) = encode({"tokens": np.array([3, 4, 5]), "mask": np.array([False, True, False])})
-    assert (found.tokens.tolist(), found.mask.tolist()) == ([3, 4, 5], [False, True, False])
-
-
-def test_one_bad_answer_of_a_pair_leaves_the_other() -> None:
-    chosen, rejected = encode({"prompt": "a", "chosen": "b", "rejected": ""})
-    assert scored(chosen) == "b"
-    assert isinstance(rejected, Skip)
-    assert (rejected.part, rejected.reason) == ("rejected", "empty")
 
 
 def test_a_template_that_refuses_a_conversation_is_the_reason() -> None:

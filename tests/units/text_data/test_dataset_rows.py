@@ -29,25 +29,20 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 def test_lines_and_rows(tmp_path: Path) -> None:
     """Blank lines are no rows; a bad line keeps its number."""
     path = tmp_path / "data.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"messages": []}\n\n[1]\n{"messages"\n\xff\xfe\n  \n{"messages": []}')
+    digits = b'{"a": ' + b"1" * 5000 + b"}"
+    path.write_bytes(b'\xef\xbb\xbf{"messages": []}\n\n[1]\n{"messages"\n\xff\xfe\n  \n{"messages": []}\n' + digits)
     source = read_rows(path)
-    assert source.total == 5
+    assert source.total == 6
     rows = list(source)
-    assert [(row.index, row.place) for row in rows] == [
-        (0, "line 1"),
-        (1, "line 3"),
-        (2, "line 4"),
-        (3, "line 5"),
-        (4, "line 7"),
-    ]
-    assert [row.problem.split(":")[0] for row in rows] == [
-        "",
-        "is a JSON list, expected an object",
-        "is not JSON",
-        "is not UTF-8",
-        "",
-    ]
+    lines = [f"line {number}" for number in (1, 3, 4, 5, 7, 8)]
+    assert [(row.index, row.place) for row in rows] == list(enumerate(lines))
+    problems = ["", "is a JSON list, expected an object", "is not JSON", "is not UTF-8", "", "cannot be read"]
+    assert [row.problem.split(":")[0] for row in rows] == problems
+    assert rows[5].problem.startswith("cannot be read: Exceeds the limit")
     assert [row.index for row in source.read(2, 4)] == [2, 3]
+    path = write_jsonl(path, [{"a": 1}, "", "{"])
+    with pytest.raises(DataError, match=rf"line 3 of {path} is not JSON: .* at column \d+\.$"):
+        read_rows(path).values()
 
 
 def test_the_first_readable_row_decides_the_layout(tmp_path: Path) -> None:
@@ -77,40 +72,21 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path) -> None:
     assert rows.values() == read_rows(write_jsonl(tmp_path / "data.jsonl", values)).values() == values
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [(b"", "is empty: expected a JSON object on each line"), (b"PAR1 and no more", "is a damaged Parquet file")],
-)
-def test_files_that_are_unreadable_as_a_whole(tmp_path: Path, content: bytes, expected: str) -> None:
-    (tmp_path / "data").write_bytes(content)
-    with pytest.raises(DataError, match=expected):
-        read_rows(tmp_path / "data")
-
-
 def test_no_file(tmp_path: Path) -> None:
+    message = r"there is no file word word .*\.\.\.: pass the path .* or a list of rows"
+    with pytest.raises(FileNotFoundError, match=message):
+        read_rows("word " * 200)
     with pytest.raises(FileNotFoundError, match=r"there is no file .*nothing"):
         read_rows(tmp_path / "nothing")
     with pytest.raises(DataError, match="is a folder, expected a JSONL or Parquet file"):
         read_rows(tmp_path)
-
-
-def test_a_text_in_place_of_a_path() -> None:
-    with pytest.raises(
-        FileNotFoundError, match=r"there is no file word word .*\.\.\.: pass the path .* or a list of rows"
+    for content, expected in (
+        (b"", "is empty: expected a JSON object on each line"),
+        (b"PAR1 and no more", "is a damaged Parquet file"),
     ):
-        read_rows("word " * 200)
-
-
-def test_a_number_of_thousands_of_digits_is_one_bad_line(tmp_path: Path) -> None:
-    rows = list(read_rows(write_jsonl(tmp_path / "data.jsonl", ['{"a": ' + "1" * 5000 + "}", {"a": 1}])))
-    assert rows[0].problem.startswith("cannot be read: Exceeds the limit")
-    assert rows[1].value == {"a": 1}
-
-
-def test_values_name_the_first_line_that_cannot_be_read(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", [{"a": 1}, "", "{"])
-    with pytest.raises(DataError, match=rf"line 3 of {path} is not JSON: .* at column \d+\.$"):
-        read_rows(path).values()
+        (tmp_path / "data").write_bytes(content)
+        with pytest.raises(DataError, match=expected):
+            read_rows(tmp_path / "data")
 
 
 # ------------------------------------------------------------------ what is in memory
@@ -125,25 +101,24 @@ class Streamed:
         yield from ({"question": text} for text in "ab")
 
 
-@pytest.mark.parametrize(
-    ("source", "values", "total"),
-    [
-        ([{"question": "a"}, {"question": "b"}], [{"question": "a"}, {"question": "b"}], 2),
+def test_rows_of_lists_columns_and_streams() -> None:
+    questions = [{"question": "a"}, {"question": "b"}]
+    sources: list[tuple[Any, list[Any], int | None]] = [
+        (questions, questions, 2),
         (["a", "b"], ["a", "b"], 2),
         ([CHAT], [CHAT], 1),
         ({"question": ["a", "b"], "n": (1, 2)}, [{"question": "a", "n": 1}, {"question": "b", "n": 2}], 2),
         ({}, [], 0),
-        (Streamed(), [{"question": "a"}, {"question": "b"}], None),
+        (Streamed(), questions, None),
         (iter(["a", "b"]), ["a", "b"], 2),
-    ],
-)
-def test_rows_of_lists_columns_and_streams(source: Any, values: list[Any], total: int | None) -> None:
-    rows = read_rows(source)
-    assert rows.values() == values
-    assert rows.values() == values  # again
-    assert rows.total == total
-    assert [(row.index, row.place) for row in rows] == [(i, f"row {i + 1}") for i in range(len(values))]
-    assert read_rows(rows) is rows
+    ]
+    for source, values, total in sources:
+        rows = read_rows(source)
+        assert rows.values() == values
+        assert rows.values() == values, "again"
+        assert rows.total == total, values
+        assert [(row.index, row.place) for row in rows] == [(i, f"row {i + 1}") for i in range(len(values))]
+        assert read_rows(rows) is rows
 
 
 def test_datasets_of_hugging_face() -> None:
@@ -176,27 +151,21 @@ def test_rows_of_the_wrong_type_keep_their_place() -> None:
         rows.values()
 
 
-@pytest.mark.parametrize(
-    ("source", "error", "expected"),
-    [
-        (3, TypeError, "found int"),
-        (b"data.jsonl", TypeError, "found bytes"),
-        (None, TypeError, "found NoneType"),
-        ({"question": "a"}, DataError, "found 'question' of str: pass a list of dicts for rows, or a dict of lists"),
-        ({"a": [1], "b": [1, 2]}, DataError, "of one length, found {'a': 1, 'b': 2}"),
-    ],
-)
-def test_what_has_no_rows(source: Any, error: type[Exception], expected: str) -> None:
-    with pytest.raises(error, match=expected):
-        read_rows(source)
-
-
-def test_a_table_of_pandas_says_how_to_pass_it() -> None:
+def test_what_has_no_rows() -> None:
     class DataFrame:
         iterrows = staticmethod(list)
 
-    with pytest.raises(TypeError, match=r"pass to_dict\('records'\)"):
-        read_rows(DataFrame())
+    sources: list[tuple[Any, type[Exception], str]] = [
+        (3, TypeError, "found int"),
+        (b"data.jsonl", TypeError, "found bytes"),
+        (None, TypeError, "found NoneType"),
+        (DataFrame(), TypeError, r"pass to_dict\('records'\)"),
+        ({"question": "a"}, DataError, "found 'question' of str: pass a list of dicts for rows, or a dict of lists"),
+        ({"a": [1], "b": [1, 2]}, DataError, "of one length, found {'a': 1, 'b': 2}"),
+    ]
+    for source, error, expected in sources:
+        with pytest.raises(error, match=expected):
+            read_rows(source)
 
 
 def test_no_row_that_can_be_read() -> None:

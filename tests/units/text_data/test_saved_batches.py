@@ -162,17 +162,15 @@ def test_jagged_entries_still_go_together(tmp_path: Path) -> None:
     assert torch.equal((found["a"] + found["b"]).values(), (ids * 3).values())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
-)
-def test_numbers_keep_their_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_numbers_keep_their_bits(tmp_path: Path) -> None:
     """Also NaN with a payload, infinities and -0."""
-    numbers = torch.tensor([0.1, -0.0, 1e-40, torch.inf, torch.nan], dtype=torch.float64)
-    numbers = (numbers.nan_to_num(posinf=7) if dtype in (torch.int64, torch.bool) else numbers).to(dtype)
-    if dtype == torch.float32:
-        numbers = torch.cat([numbers, torch.tensor([0x7FC00123], dtype=torch.int32).view(torch.float32)])
-    save_batch(TensorDict(a=numbers, batch_size=[]), tmp_path / "batch.pt")
-    same(numbers, load_batch(tmp_path / "batch.pt")["a"])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool):
+        numbers = torch.tensor([0.1, -0.0, 1e-40, torch.inf, torch.nan], dtype=torch.float64)
+        numbers = (numbers if dtype.is_floating_point else numbers.nan_to_num(posinf=7)).to(dtype)
+        if dtype == torch.float32:
+            numbers = torch.cat([numbers, torch.tensor([0x7FC00123], dtype=torch.int32).view(torch.float32)])
+        save_batch(TensorDict(a=numbers, batch_size=[]), tmp_path / "batch.pt")
+        same(numbers, load_batch(tmp_path / "batch.pt")["a"])
 
 
 def test_a_row_does_not_bring_its_whole_batch(tmp_path: Path) -> None:
@@ -213,22 +211,26 @@ def test_python_objects_are_named(tmp_path: Path) -> None:
         save_batch(td, tmp_path / "batch.pt")
     with pytest.raises(TypeError, match="expected a TensorDict, got dict"):
         save_batch({"tokens": FULL}, tmp_path / "batch.pt")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/missing: make it first"):
+        save_batch(batch(), tmp_path / "missing" / "x.pt")
+    value: list[Any] = []
+    for _ in range(3000):
+        value = [value]
+    td = batch()
+    td.set_non_tensor("deep", value)
+    with pytest.raises(TypeError, match="nested too deeply"):
+        save_batch(td, tmp_path / "x.pt")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "name", ["os:system", "torchrl_evil.data:History", "tensordict:TensorDict.fit", "torchrl.data:__doc__"]
-)
-def test_a_file_names_no_other_class(name: str, tmp_path: Path) -> None:
+def test_a_file_names_no_other_class(tmp_path: Path) -> None:
     save_batch(batch(), tmp_path / "batch.pt")
     record = torch.load(tmp_path / "batch.pt", weights_only=True)
-    record["batch"]["entries"]["tokens"]["class"] = name
-    torch.save(record, tmp_path / "batch.pt")
-    with pytest.raises(DataError, match="is damaged"):
-        load_batch(tmp_path / "batch.pt")
-
-
-def test_a_later_version_is_refused(tmp_path: Path) -> None:
+    for name in ("os:system", "torchrl_evil.data:History", "tensordict:TensorDict.fit", "torchrl.data:__doc__"):
+        record["batch"]["entries"]["tokens"]["class"] = name
+        torch.save(record, tmp_path / "batch.pt")
+        with pytest.raises(DataError, match="is damaged"):
+            load_batch(tmp_path / "batch.pt")
     torch.save({"format": "torchrl_llm_kl.batch", "version": 2, "batch": {}}, tmp_path / "batch.pt")
     with pytest.raises(DataError, match="has version 2"):
         load_batch(tmp_path / "batch.pt")
@@ -239,25 +241,19 @@ def test_a_later_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["dict", "state", "memmap"])
 def test_files_of_tensors_are_loaded(kind: str, tmp_path: Path) -> None:
-    td = load_batch(save(kind, tmp_path / "batch.pt", batch()))
-    assert td.batch_size == torch.Size([2])
-    assert torch.equal(td["tokens", "full"], FULL)
-    assert torch.equal(td["next", "log_probs", "full"], -FULL.float())
+    for shape in ((2,), (1, 2)):
+        td = load_batch(save(kind, tmp_path / f"batch{len(shape)}", batch().reshape(*shape)))
+        assert td.batch_size == torch.Size(shape)
+        assert torch.equal(td["tokens", "full"], FULL.reshape(*shape, 5))
+        assert torch.equal(td["next", "log_probs", "full"], -FULL.float().reshape(*shape, 5))
 
 
-def test_a_batch_of_several_dimensions_keeps_them(tmp_path: Path) -> None:
-    td = batch().reshape(1, 2)
-    assert load_batch(save("dict", tmp_path / "dict.pt", td)).batch_size == torch.Size([1, 2])
-    assert load_batch(save("state", tmp_path / "state.pt", td)).batch_size == torch.Size([1, 2])
-    assert load_batch(save("memmap", tmp_path / "folder", td)).batch_size == torch.Size([1, 2])
-
-
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tokens_are_loaded(tmp_path: Path, layout: torch.layout) -> None:
-    td = nested(layout)
-    found = load_batch(save("dict", tmp_path / "batch.pt", td))
-    assert found.batch_size == torch.Size([2])
-    same(found["tokens", "full"], td["tokens", "full"])
+def test_nested_tokens_are_loaded(tmp_path: Path) -> None:
+    for layout in (torch.strided, torch.jagged):
+        td = nested(layout)
+        found = load_batch(save("dict", tmp_path / "batch.pt", td))
+        assert found.batch_size == torch.Size([2])
+        same(found["tokens", "full"], td["tokens", "full"])
 
 
 def odd() -> TensorDictBase:
@@ -325,17 +321,16 @@ def archive_of(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["other.pickle", "other.PICKLE", "Other.Pickle"])
 @pytest.mark.parametrize("archived", [False, True])
-def test_no_code_of_a_saved_folder_runs(name: str, archived: bool, tmp_path: Path) -> None:
-    path = with_pickle(tmp_path / "folder", name)
-    path = archive_of(path) if archived else path
-    with pytest.raises(DataError, match=rf"pickled objects \(env/{name}\).*--trust"):
-        load_batch(path)
-    assert not (tmp_path / "hacked").exists()
-    if name == "other.pickle":
-        load_batch(path, trust=True)
-        assert (tmp_path / "hacked").exists()
+def test_no_code_of_a_saved_folder_runs(archived: bool, tmp_path: Path) -> None:
+    for number, name in enumerate(("other.PICKLE", "Other.Pickle", "other.pickle")):
+        path = with_pickle(tmp_path / f"folder{number}", name)
+        path = archive_of(path) if archived else path
+        with pytest.raises(DataError, match=rf"pickled objects \(env/{name}\).*--trust"):
+            load_batch(path)
+        assert not (tmp_path / "hacked").exists()
+    load_batch(path, trust=True)
+    assert (tmp_path / "hacked").exists()
 
 
 @pytest.mark.parametrize("what", ["folder", "file", "deep"])
@@ -370,57 +365,49 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         load_batch(tmp_path / "batch.pt")
 
 
-@pytest.mark.parametrize(
-    "missing",
-    [
-        "tokens", "tokens/meta.json", "tokens/full.memmap", "Odd%20key%2F%25.memmap", "nest.memmap", "nest.shape.memmap",
-        "rows/0", "rows/0/a.memmap", "query", "history/_tensordict", "history/_tensordict/0",
-    ],
-)  # fmt: skip
-def test_what_is_missing_is_named(missing: str, tmp_path: Path) -> None:
-    folder = save("memmap", tmp_path / "folder", odd())
-    gone = folder / missing
-    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-    named = missing.replace("Odd%20key%2F%25", "Odd key/%")
-    with pytest.raises(DataError, match="is incomplete: it lacks ") as caught:
-        load_batch(folder)
-    assert named in str(caught.value)
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    whole = save("memmap", tmp_path / "whole", odd())
+    parts = ["tokens", "tokens/meta.json", "tokens/full.memmap", "nest.memmap", "nest.shape.memmap", "query"]
+    parts += ["Odd%20key%2F%25.memmap", "rows/0", "rows/0/a.memmap", "history/_tensordict", "history/_tensordict/0"]
+    for number, missing in enumerate(parts):
+        folder = shutil.copytree(whole, tmp_path / f"{number}")
+        gone = folder / missing
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        with pytest.raises(DataError, match="is incomplete: it lacks ") as caught:
+            load_batch(folder)
+        assert missing.replace("Odd%20key%2F%25", "Odd key/%") in str(caught.value)
 
 
 @pytest.mark.parametrize("archived", [False, True])
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("env/other.pickle", "env/other.PICKLE"),
-        ("tokens/full.memmap", "tokens/Full.memmap"),
-        ("tokens/full.memmap", "tokens/full.MEMMAP"),
-        ("tokens/meta.json", "tokens/META.json"),
-    ],
-)
-def test_a_value_under_another_case_is_missing(name: str, changed: str, archived: bool, tmp_path: Path) -> None:
+def test_a_value_under_another_case_is_missing(archived: bool, tmp_path: Path) -> None:
     """It is not read, so the value would be left out, or None, without an error."""
     td = batch()
     td.set_non_tensor("env", torch.device("cpu"))
-    path = save("memmap", tmp_path / "folder", td)
-    (path / name).rename(path / changed)
-    path = archive_of(path) if archived else path
-    with pytest.raises(DataError, match=f"is incomplete: it lacks {name}"):
-        load_batch(path, trust=True)
+    for number, (name, changed) in enumerate(
+        (
+            ("env/other.pickle", "env/other.PICKLE"),
+            ("tokens/full.memmap", "tokens/Full.memmap"),
+            ("tokens/full.memmap", "tokens/full.MEMMAP"),
+            ("tokens/meta.json", "tokens/META.json"),
+        )
+    ):
+        path = save("memmap", tmp_path / f"folder{number}", td)
+        (path / name).rename(path / changed)
+        path = archive_of(path) if archived else path
+        with pytest.raises(DataError, match=f"is incomplete: it lacks {name}"):
+            load_batch(path, trust=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
+def test_other_content_is_named(tmp_path: Path) -> None:
+    for content, text in (
         ([1, 2], "holds a list: expected a batch of save_batch, or a TensorDict's"),
         (FULL, "holds a Tensor: expected a batch"),
         ({}, "holds a dict: expected a batch"),
         ({1: FULL}, "holds a dict: expected a batch"),
-    ],
-)
-def test_other_content_is_named(tmp_path: Path, content: Any, text: str) -> None:
-    torch.save(content, tmp_path / "batch.pt")
-    with pytest.raises(DataError, match=text):
-        load_batch(tmp_path / "batch.pt")
+    ):
+        torch.save(content, tmp_path / "batch.pt")
+        with pytest.raises(DataError, match=text):
+            load_batch(tmp_path / "batch.pt")
 
 
 def test_files_that_are_no_batch(tmp_path: Path) -> None:
