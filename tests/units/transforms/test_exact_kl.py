@@ -13,7 +13,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from closeness import assert_near
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import BACKWARD, FORWARD
-from toy_rollouts import OUTCOMES, collect, flat, make_model, make_policy, make_scoring_wrapper, steps
+from toy_rollouts import OUTCOMES, collect, flat, make_model, make_policy, steps
 
 
 def exact(model: Any, ref: Any, step: TensorDictBase) -> Tensor:
@@ -27,11 +27,6 @@ def exact(model: Any, ref: Any, step: TensorDictBase) -> Tensor:
     return out
 
 
-@pytest.fixture
-def policy(policy_model: Any, tokenizer: Any, padded: bool) -> Any:
-    return make_policy(policy_model, tokenizer, pad_output=padded)
-
-
 def assert_exact(data: TensorDictBase, model: Any, ref: Any, coeff: float) -> None:
     for i, step in enumerate(steps(data)):
         want = exact(model, ref, step)
@@ -41,31 +36,24 @@ def assert_exact(data: TensorDictBase, model: Any, ref: Any, coeff: float) -> No
         assert_near(reward.sum(), OUTCOMES[i] - coeff * want.sum(), **FORWARD)
 
 
-@pytest.mark.parametrize("place", ["env", "direct", "on sample"])
-def test_retrieve_kl(policy: Any, policy_model: Any, ref_model: Any, tokenizer: Any, padded: bool, place: str) -> None:
-    wrap = {"tokenizer": tokenizer, "pad_output": padded}
-    transform = RetrieveKL(
-        make_scoring_wrapper(policy_model, **wrap, log_probs_key="log_probs"),
-        make_scoring_wrapper(ref_model, **wrap, log_probs_key="ref_log_probs"),
-        estimator="exact",
-        coeff=0.3,
-        entropy_key=("entropy", "full"),
-    )
-    if place == "env":
-        data = flat(collect(tokenizer, policy, transform))
-    else:
-        data = flat(collect(tokenizer, policy))
-        if place == "direct":
-            data = transform(data)
-        else:
-            buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=2, transform=transform)
-            buffer.extend(data)
-            data = buffer[:]
+@pytest.mark.parametrize(
+    ("place", "padded"), [("env", True), ("env", False), ("direct", True), ("on sample", False)], indirect=["padded"]
+)
+def test_retrieve_kl(wrapped: Any, policy_model: Any, ref_model: Any, tokenizer: Any, padded: bool, place: str) -> None:
+    policy = make_policy(policy_model, tokenizer, pad_output=padded)
+    transform = RetrieveKL(*wrapped(padded), estimator="exact", coeff=0.3, entropy_key=("entropy", "full"))
+    data = flat(collect(tokenizer, policy, *([transform] if place == "env" else [])))
+    if place == "direct":
+        data = transform(data)
+    elif place == "on sample":
+        buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=2, transform=transform)
+        buffer.extend(data)
+        data = buffer[:]
     assert_exact(data, policy_model, ref_model, 0.3)
     for step in steps(data):
-        row = step["tokens", "full"]
-        assert step["next", "entropy", "full"].shape == row.shape
-        assert float(step["next", "entropy", "full"].sum()) > 0.1
+        entropy = step["next", "entropy", "full"]
+        assert entropy.shape == step["tokens", "full"].shape
+        assert float(entropy.sum()) > 0.1
 
 
 def test_two_transforms_and_an_entry_between_them(
@@ -106,25 +94,15 @@ def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(policy: Any, r
         assert_near(a, b, **BACKWARD)
 
 
-def test_the_legacy_transform_runs_no_policy(ref_model: Any) -> None:
-    with pytest.raises(ValueError, match="exact"):
+def test_what_is_refused(policy: Any, policy_model: Any, ref_model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="exact"):  # the legacy transform runs no policy
         KLRewardTransform(ref_model, estimator="exact")
-
-
-def test_another_vocabulary(policy: Any, policy_model: Any, tokenizer: Any) -> None:
-    ref = make_model(tokenizer, seed=1)
-    ref.resize_token_embeddings(len(tokenizer) + 8)
-    data = flat(collect(tokenizer, policy))
+    wider = make_model(tokenizer, seed=1)
+    wider.resize_token_embeddings(len(tokenizer) + 8)
     with pytest.raises(ValueError, match="vocabular"):
-        RetrieveKL(policy_model, ref, estimator="exact")(data)
-
-
-def test_arguments_of_retrieve_log_prob_that_make_no_sense_here(policy_model: Any, ref_model: Any) -> None:
+        RetrieveKL(policy_model, wider, estimator="exact")(flat(collect(tokenizer, policy)))
     for extra in ({"reference": ref_model}, {"exact_kl_key": "x"}, {"nonsense": 1}):
         with pytest.raises(TypeError, match=next(iter(extra))):
             RetrieveKL(policy_model, ref_model, **extra)
-
-
-def test_a_key_for_an_exact_kl_that_is_not_asked_for(policy_model: Any) -> None:
     with pytest.raises(ValueError, match=r"exact_kl_key='x' needs the model to compare with: pass reference="):
         RetrieveLogProb(policy_model, exact_kl_key="x")

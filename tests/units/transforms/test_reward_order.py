@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torchrl.envs import (
 )
 
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-from toy_rollouts import collect, make_env, make_policy, steps
+from toy_rollouts import collect, make_env, steps
 
 AMOUNT = 0.25
 
@@ -50,19 +51,16 @@ def order_warnings(run: Any) -> list[str]:
     return [str(w.message) for w in caught if "after the KL" in str(w.message)]
 
 
-@pytest.fixture
-def roll(tokenizer: Any, policy_model: nn.Module, padded: bool) -> Any:
-    policy = make_policy(policy_model, tokenizer, pad_output=padded)
-    return lambda *transforms: collect(tokenizer, policy, *transforms, turns=2)
-
-
-def test_an_amount_added_after_the_kl(roll: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
+def test_an_amount_added_after_the_kl(
+    tokenizer: Any, policy: Any, policy_model: nn.Module, ref_model: nn.Module
+) -> None:
     """Before: once; after: once per token position, with one warning for all steps."""
     rewards = {}
     for place in ("before", "after"):
         kl = RetrieveKL(policy_model, ref_model, coeff=0.5)
         transforms = (Bonus(), kl) if place == "before" else (kl, Bonus())
-        found = order_warnings(lambda transforms=transforms, place=place: rewards.update({place: roll(*transforms)}))
+        run = partial(collect, tokenizer, policy, *transforms, turns=2)
+        found = order_warnings(lambda run=run, place=place: rewards.update({place: run()}))
         assert len(found) == (place == "after"), found
     assert "Bonus comes after the KL was charged to 'reward'" in found[0]
     assert "Append Bonus before the KL transform" in found[0]
@@ -87,8 +85,8 @@ TRANSFORMS: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["env", "composition", "appended", "part"])
 @pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("how", ["env", "composition", "appended", "part"])
 def test_every_reward_transform(
     name: str, how: str, policy_model: nn.Module, ref_model: nn.Module, tokenizer: Any
 ) -> None:

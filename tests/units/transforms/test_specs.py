@@ -32,10 +32,11 @@ def chain(
 
 
 NAMES = ["RetrieveLogProb", "KLComputation", "RetrieveKL", "KLRewardTransform"]
+PAIRS = list(zip(NAMES, [True, False, False, True], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:sequence .*the full text does not start with its prompt")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "padded"), PAIRS, indirect=["padded"])
 def test_check_env_specs(name: str, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
     """In text mode, the one in which the bare ``ChatEnv`` of torchrl 0.14 passes its own check."""
     transforms = chain(name, tokenizer, policy_model, ref_model, padded, "text")
@@ -64,8 +65,11 @@ def check_declared(env: EnvBase, step: TensorDictBase, written: list[Any]) -> No
         assert value.dtype == entries[key].dtype
 
 
-@pytest.mark.parametrize("input_mode", ["history", "text"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "padded", "input_mode"),
+    [(name, padded != (mode == "text"), mode) for name, padded in PAIRS for mode in ("history", "text")],
+    indirect=["padded"],
+)
 def test_declared_is_produced_by_a_policy(
     name: str, input_mode: str, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool
 ) -> None:
@@ -85,7 +89,7 @@ def test_declared_is_produced_by_a_policy(
     assert set(added) == expected[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "padded"), PAIRS, indirect=["padded"])
 def test_after_a_reset_the_entries_exist_and_are_empty(
     name: str, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool
 ) -> None:
@@ -97,7 +101,12 @@ def test_after_a_reset_the_entries_exist_and_are_empty(
                 assert step.get(key).shape == torch.Size([0, *spec.shape[2:]])
 
 
-@pytest.mark.parametrize("features", [(), (1,), (1, 1)], ids=["[B]", "[B, 1]", "[B, 1, 1]"])
+@pytest.mark.parametrize(
+    ("features", "padded"),
+    [((), True), ((1,), False), ((1, 1), True)],
+    ids=["[B]", "[B, 1]", "[B, 1, 1]"],
+    indirect=["padded"],
+)
 def test_defect_07a_07b_reward_of_any_outcome_shape(
     features: tuple[int, ...], tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool
 ) -> None:

@@ -40,8 +40,7 @@ def distribution(model: nn.Module, row: Tensor) -> Tensor:
     return wide(row.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
 
 
-@pytest.mark.parametrize("k", [1, K, VOCAB_SIZE])
-@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(("k", "dense"), [(1, True), (K, False), (VOCAB_SIZE, True)])
 def test_against_the_whole_distribution(k: int, dense: bool) -> None:
     model = tiny_model(seed=0)
     found = RetrieveLogProb(model, top_k=k)(data(dense=dense))
@@ -71,7 +70,7 @@ def test_nothing_is_written_by_default() -> None:
     }
 
 
-@pytest.mark.parametrize("mode", ["direct", "env"])
+@pytest.mark.parametrize(("mode", "padded"), [("direct", False), ("env", True)], indirect=["padded"])
 def test_specs_and_layouts(mode: str, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
     teacher = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
     transform = RetrieveLogProb(teacher, top_k=K)
@@ -101,8 +100,8 @@ def test_specs_and_layouts(mode: str, tokenizer: Any, policy_model: Any, ref_mod
 
 
 @pytest.mark.filterwarnings("ignore:sequence .*the full text does not start with its prompt")
-def test_check_env_specs(tokenizer: Any, ref_model: Any, padded: bool) -> None:
-    teacher = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, input_mode="text")
+def test_check_env_specs(tokenizer: Any, ref_model: Any) -> None:
+    teacher = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, input_mode="text")
     check_env_specs(make_env(tokenizer, RetrieveLogProb(teacher, top_k=K), envs=2, turns=2, input_mode="text"))
 
 
@@ -144,12 +143,9 @@ def test_a_teacher_for_distillation() -> None:
     assert_close(found[-1], exact, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("k", [-1, 2.0, True])
-def test_a_top_k_that_is_no_number(k: Any) -> None:
-    with pytest.raises(ValueError, match="top_k must be a whole number of at least 0"):
-        RetrieveLogProb(tiny_model(seed=0), top_k=k)
-
-
-def test_more_than_the_vocabulary() -> None:
+def test_a_top_k_that_is_refused() -> None:
+    for k in (-1, 2.0, True):
+        with pytest.raises(ValueError, match="top_k must be a whole number of at least 0"):
+            RetrieveLogProb(tiny_model(seed=0), top_k=k)
     with pytest.raises(ValueError, match=r"98.*97"):
         RetrieveLogProb(tiny_model(seed=0), top_k=VOCAB_SIZE + 1)(data())
