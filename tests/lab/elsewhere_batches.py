@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +77,38 @@ def rollouts(batch: dict[str, Tensor]) -> TensorDict:
     return lazy_stack(rows)
 
 
-def ours(model: nn.Module, batch: dict[str, Tensor], translation: Any) -> tuple[Tensor, list[Tensor]]:
-    """The loss of a translation and the gradients of all parameters."""
+#: A loss and the gradients of all parameters.
+Found = tuple[Tensor, list[Tensor]]
+
+
+def with_gradients(model: nn.Module, compute: Callable[[], Tensor]) -> Found:
     model.zero_grad(set_to_none=True)
-    more = {"reference": "data"} if translation.overrides.get("kl_loss", "none") != "none" else {}
+    loss = compute()
+    loss.backward()
+    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def ours(model: nn.Module, batch: dict[str, Tensor], translation: Any, data: TensorDict | None = None) -> Found:
+    """Of a translation, on the batch or on data made from it."""
+    reads = translation.overrides.get("kl_loss", "none") != "none" or translation.algorithm in ("dpo", "kto")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLPlacementWarning)
-        loss = translation.make(model, **more).loss
-    out = loss(rollouts(batch))
-    out.total_loss.backward()
-    return out.total_loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+        loss = translation.make(model, **({"reference": "data"} if reads else {})).loss
+    return with_gradients(model, lambda: loss(rollouts(batch) if data is None else data).total_loss)
 
 
-def agree(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tensor]]) -> None:
+_EVALUATED: dict[tuple[int, str], Found] = {}
+
+
+def evaluated(model: nn.Module, batch: dict[str, Tensor], translation: Any) -> Found:
+    """As :func:`ours`, once for each algorithm and its settings."""
+    key = id(model), repr((translation.algorithm, translation.overrides))
+    if key not in _EVALUATED:
+        _EVALUATED[key] = ours(model, batch, translation)
+    return _EVALUATED[key]
+
+
+def agree(found: Found, expected: Found) -> None:
     """Values and gradients are the same, and the gradients are not 0."""
     assert_close(found[0].double(), expected[0].double(), **CLOSE)
     assert max(float(gradient.abs().max()) for gradient in expected[1]) > 1e-3
@@ -95,7 +116,7 @@ def agree(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, list[Tenso
         assert_close(got, want, **CLOSE)
 
 
-def differ(found: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> bool:
+def differ(found: Found, other: Found) -> bool:
     """Whether two losses have other gradients."""
     return max(float((a - b).abs().max()) for a, b in zip(found[1], other[1], strict=True)) > 1e-5
 
@@ -104,3 +125,19 @@ def scored(model: nn.Module, batch: dict[str, Tensor], temperature: float = 1.0)
     """Log-probs and entropies of the response by a plain forward."""
     whole = (model(batch["ids"]).logits / temperature).log_softmax(-1)[:, PROMPT - 1 : -1]
     return whole.gather(-1, batch["ids"][:, PROMPT:, None])[..., 0], -(whole.exp() * whole).sum(-1)
+
+
+def each_in_one_list(translation: Any, given: Mapping[str, Any]) -> None:
+    """Each setting that is given is in one of the lists of a translation, once."""
+    lists = (translation.translated, translation.sampled, translation.outside, translation.refused)
+    names = [row.name for rows in lists for row in rows if row.given]
+    assert collections.Counter(names) == collections.Counter(list(given))
+
+
+def one_prompt_each(rewards: list[float], prompts: list[int]) -> TensorDict:
+    """An answer of one token for each reward."""
+    ids = torch.tensor([[10 * prompt + 1, 12, 13 + i] for i, prompt in enumerate(prompts)])
+    rows = [len(ids)]
+    tokens = TensorDict(prompt=ids[:, :2], full=ids, batch_size=rows)
+    following = TensorDict(reward=torch.tensor(rewards)[:, None], batch_size=rows)
+    return TensorDict(tokens=tokens, next=following, batch_size=rows)

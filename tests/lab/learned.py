@@ -9,29 +9,13 @@ __all__ = ["LEARNED"]
 
 _REWARDS = "best answer > 0.9; pi* within TV 0.03 (KL in the reward), 0.035 (KL in the loss, independent tokens)"
 
+_LINEAR = """
+    grpo dr_grpo dapo rloo reinforce_plus_plus topr cispo gspo luspo sapo dro opmd asymre sppo rec opo
+    reinforce_plus_plus_baseline
+"""
+
 LEARNED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "rloo",
-            "reinforce_plus_plus",
-            "topr",
-            "cispo",
-            "gspo",
-            "luspo",
-            "sapo",
-            "dro",
-            "opmd",
-            "asymre",
-            "sppo",
-            "rec",
-            "opo",
-            "reinforce_plus_plus_baseline",
-        ),
-        _REWARDS,
-    ),
+    **dict.fromkeys(_LINEAR.split(), _REWARDS),
     "ppo": "best answer > 0.9; pi* within TV 0.03 (KL in the reward), its soft values within 0.1",
     **dict.fromkeys(("clip_b", "clip_v"), "best answer > 0.9; pi* within TV 0.03 (KL in the reward)"),
     "optimal_token_baseline": "best answer > 0.9; pi* (KL in the reward) and optimum with a KL in the loss within TV 0.03",

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import collections
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from elsewhere_batches import agree, differ, make_batch, make_model, ours, scored
-from peers import load
+from elsewhere_batches import agree, differ, each_in_one_list, evaluated, one_prompt_each, ours, scored, with_gradients
+from peers import folder, load
 from torchrl_llm_kl import from_verl
-from torchrl_llm_kl._foreign import VERL
+from torchrl_llm_kl._foreign import VERL, find_row
+from torchrl_llm_kl.algorithms.elsewhere._translation import flatten, read_mapping
 
 A, R, G = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
 #: An advantage that needs no critic.
 GRPO = f"{G}.adv_estimator=grpo"
+KL_REWARD = [GRPO, f"{G}.use_kl_in_reward=True", f"{G}.kl_penalty=low_var_kl"]
 MEAN = f"{A}.loss_agg_mode=seq-mean-token-mean"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def batch(model: nn.Module) -> dict[str, Tensor]:
-    return make_batch(model)
 
 
 # ------------------------------------------------------------------ verl's own functions
@@ -61,9 +51,8 @@ CASES: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def theirs(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str]) -> tuple[Tensor, list[Tensor]]:
+def theirs(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str]) -> Tensor:
     """verl's ``ppo_loss``: the policy loss, minus the entropy, plus the KL."""
-    model.zero_grad(set_to_none=True)
     config = {name.removeprefix(f"{A}."): row.default for name, row in VERL.items() if name.startswith(f"{A}.")}
     for each in settings:
         name, _, text = each.partition("=")
@@ -89,8 +78,7 @@ def theirs(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str])
     if config["use_kl_loss"]:
         kl = core.kl_penalty(log_prob, batch["ref"], config["kl_loss_type"])
         loss = loss + config["kl_loss_coef"] * core.agg_loss(loss_mat=kl, **more)
-    loss.backward()
-    return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+    return loss
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -99,26 +87,23 @@ def test_the_loss_is_verls(
 ) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     found = from_verl([GRPO, *CASES[name]])
-    agree(ours(model, batch, found), theirs(core, model, batch, CASES[name]))
+    agree(evaluated(model, batch, found), with_gradients(model, lambda: theirs(core, model, batch, CASES[name])))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "nothing" not in name and name != "dro"])
 def test_the_batch_shows_each_setting(model: nn.Module, batch: dict[str, Tensor], name: str) -> None:
     """Without one of them the gradients above are others."""
-    found = ours(model, batch, from_verl([GRPO, *CASES[name]]))
+    found = evaluated(model, batch, from_verl([GRPO, *CASES[name]]))
     for setting in CASES[name]:
         without = from_verl([GRPO, *(other for other in CASES[name] if other != setting)])
         if not without.refused:
-            assert differ(found, ours(model, batch, without)), setting
+            assert differ(found, evaluated(model, batch, without)), setting
 
 
-def test_the_table_has_verls_fields_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_verls_fields_and_defaults() -> None:
     """Every path of its generated configuration has a row, and a translated one verl's default."""
-    from peers import folder
-    from torchrl_llm_kl._foreign import find_row
-    from torchrl_llm_kl.algorithms.elsewhere._translation import flatten, read_mapping
-
-    given = flatten(read_mapping(folder("verl") / "trainer/config/_generated_ppo_trainer.yaml", "verl's"))
+    file = folder("verl") / "trainer/config/_generated_ppo_trainer.yaml"
+    given = flatten(read_mapping(file, "verl's"))
     given = {name: value for name, value in given.items() if not name.endswith("_target_")}
     assert not [name for name in given if find_row(VERL, name) is None]
     rows = {name: row for name, row in VERL.items() if row.place in ("override", "sampling") and name in given}
@@ -127,13 +112,8 @@ def test_the_table_has_verls_fields_and_defaults(monkeypatch: pytest.MonkeyPatch
     assert referring == {f"{R}.response_length"}
     different = {name: (row.default, given[name]) for name, row in rows.items() if row.default != given[name]}
     assert set(different) == {f"{R}.response_length"}
-
-
-def test_verls_whole_configuration_translates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file with all defaults is the translation of nothing, and everything in it has a place."""
-    from peers import folder
-
-    found = from_verl(folder("verl") / "trainer/config/_generated_ppo_trainer.yaml")
+    # The file with all defaults is the translation of nothing, and everything in it has a place.
+    found = from_verl(file)
     assert repr(found.recipe) == repr(from_verl([]).recipe)
     assert not found.refused
 
@@ -144,20 +124,9 @@ def test_verls_whole_configuration_translates(monkeypatch: pytest.MonkeyPatch) -
 def test_the_defaults() -> None:
     assert from_verl({}).algorithm == "ppo"
     assert from_verl({}).overrides == {
-        "objective": "ppo",
-        "advantage": "gae",
-        "gamma": 1.0,
-        "lam": 1.0,
-        "whiten": True,
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "clip_ratio_c": 3.0,
-        "kl_loss": "none",
-        "kl_reward": "none",
-        "entropy_coeff": 0,
-        "aggregation": "token-mean",
-        "repeat_times": 1,
-        "temperature": 1.0,
+        **{"objective": "ppo", "clip_low": 0.2, "clip_high": 0.2, "clip_ratio_c": 3.0, "aggregation": "token-mean"},
+        **{"advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True},
+        **{"kl_loss": "none", "kl_reward": "none", "entropy_coeff": 0, "repeat_times": 1, "temperature": 1.0},
     }
 
 
@@ -170,17 +139,16 @@ def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor]) -> None:
             "rollout": {"temperature": 0.8, "n": 4},
         },
     }
-    found = ours(model, batch, from_verl(settings))
-    model.zero_grad(set_to_none=True)
-    log_prob, _ = scored(model, batch, 0.8)
-    ratio, advantage = (log_prob - batch["old"]).exp(), batch["advantage"][:, None]
-    value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.3))
-    value = torch.where(advantage < 0, torch.minimum(value, -1.5 * advantage), value)
-    d = batch["ref"] - log_prob
-    value = value + 0.001 * (d.exp() - d - 1).clamp(max=10)
-    loss = value[batch["mask"]].mean()
-    loss.backward()
-    agree(found, (loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+
+    def by_hand() -> Tensor:
+        log_prob, _ = scored(model, batch, 0.8)
+        ratio, advantage = (log_prob - batch["old"]).exp(), batch["advantage"][:, None]
+        value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.3))
+        value = torch.where(advantage < 0, torch.minimum(value, -1.5 * advantage), value)
+        d = batch["ref"] - log_prob
+        return (value + 0.001 * (d.exp() - d - 1).clamp(max=10))[batch["mask"]].mean()
+
+    agree(ours(model, batch, from_verl(settings)), with_gradients(model, by_hand))
 
 
 @pytest.mark.parametrize(
@@ -191,11 +159,7 @@ def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor]) -> None:
         ([f"{G}.adv_estimator=grpo_passk"], "pass_at_k", {"std_normalize": True}),
         ([f"{G}.adv_estimator=reinforce_plus_plus", f"{G}.gamma=0.9"], "reinforce_plus_plus", {"gamma": 0.9}),
         ([f"{G}.adv_estimator=gae", f"{G}.lam=0.95"], "ppo", {"lam": 0.95, "whiten": True}),
-        (
-            [GRPO, f"{G}.use_kl_in_reward=True", f"{G}.kl_penalty=low_var_kl", f"{G}.kl_ctrl.kl_coef=0.01"],
-            "grpo",
-            {"kl_reward": "low_var_kl", "kl_reward_coeff": 0.01},
-        ),
+        ([*KL_REWARD, f"{G}.kl_ctrl.kl_coef=0.01"], "grpo", {"kl_reward": "low_var_kl", "kl_reward_coeff": 0.01}),
         (
             [GRPO, f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=2048"],
             "grpo",
@@ -249,26 +213,25 @@ def test_each_given_setting_is_in_one_list() -> None:
     given = {name.replace("*", "x"): row.default for name, row in VERL.items()} | {f"{A}.clip_ratio_hihg": 0.3}
     given |= {"tranier.nnodes": 1, f"{R}.response_length": 5}
     found = from_verl(given)
-    lists = [found.translated, found.sampled, found.outside, found.refused]
-    names = [row.name for rows in lists for row in rows if row.given]
-    assert collections.Counter(names) == collections.Counter(list(given))
+    each_in_one_list(found, given)
     notes = {row.name: row.note for row in found.refused}
     assert f"Did you mean '{A}.clip_ratio_high'?" in notes[f"{A}.clip_ratio_hihg"]
     assert "no such setting" in notes["tranier.nnodes"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "name"),
+    "settings",
     [
-        ([f"{A}.loss_agg_mode=token-sum"], f"{A}.loss_agg_mode"),
-        ([f"{G}.adv_estimator=gpg"], f"{G}.adv_estimator"),
-        ([f"{G}.rollout_correction.bypass_mode=True"], f"{G}.rollout_correction.bypass_mode"),
-        ([f"{G}.use_pf_ppo=True"], f"{G}.use_pf_ppo"),
-        ([f"{A}.policy_loss.loss_mode=sapo", f"{A}.entropy_coeff=0.1"], f"{A}.loss_agg_mode"),
-        (["distillation.enabled=True"], "distillation.enabled"),
+        [f"{A}.loss_agg_mode=token-sum"],
+        [f"{G}.adv_estimator=gpg"],
+        [f"{G}.rollout_correction.bypass_mode=True"],
+        [f"{G}.use_pf_ppo=True"],
+        ["distillation.enabled=True"],
+        [f"{A}.policy_loss.loss_mode=sapo", f"{A}.entropy_coeff=0.1"],
     ],
 )
-def test_refused(settings: list[str], name: str) -> None:
+def test_refused(settings: list[str]) -> None:
+    name = f"{A}.loss_agg_mode" if len(settings) > 1 else settings[0].partition("=")[0]
     found = from_verl(settings)
     assert [row.name for row in found.refused] == [name]
     with pytest.raises(ValueError, match="without_refused=True"):
@@ -299,10 +262,5 @@ def test_a_missing_file() -> None:
 
 def test_advantages_of_a_group(model: nn.Module) -> None:
     parts = from_verl([GRPO, f"{R}.n=2"]).make(model)
-    ids = torch.tensor([[11, 12, 13], [11, 12, 14]])
-    tokens = TensorDict(prompt=ids[:, :2], full=ids, batch_size=[2])
-    data = TensorDict(
-        tokens=tokens, next=TensorDict(reward=torch.tensor([[1.0], [0.0]]), batch_size=[2]), batch_size=[2]
-    )
     expected = torch.tensor([0.5, -0.5]) / (0.5**0.5 + 1e-6)
-    assert_close(parts.prepare(data)["advantage"].squeeze(-1), expected)
+    assert_close(parts.prepare(one_prompt_each([1.0, 0.0], [1, 1]))["advantage"].squeeze(-1), expected)

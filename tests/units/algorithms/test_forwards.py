@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from test_prepare import counting
+from test_prepare import counting, uniform
 
 from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, make_algorithm
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb
@@ -16,46 +16,26 @@ from toy_training import total
 
 TASK = chain()
 
-#: Which scores a preset reads beside the current log-probs: of the policy that sampled, of the reference or teacher.
+#: Which scores a preset reads beside the current log-probs: of the policy that sampled, of the reference or teacher. The
+#: objectives of opmd, and of rec without clipping, weights and regulariser, have no ratio; the loss of gkd scores the teacher.
 READ: dict[str, tuple[bool, bool]] = {
-    "ppo": (True, True),
-    "grpo": (True, True),
-    "dr_grpo": (True, False),
-    "dapo": (True, False),
-    "rloo": (True, True),
-    "reinforce_plus_plus": (True, True),
-    "topr": (True, True),
-    "cispo": (True, True),
-    "gspo": (True, True),
-    "sapo": (True, True),
-    "opmd": (False, True),  # -A log pi / (1 + tau): no ratio
-    "asymre": (False, False),
-    "sppo": (True, False),
-    "rec": (False, True),  # without clipping, weights and regulariser: -A log pi
-    "sft": (False, False),
-    "raft": (False, False),
-    "dpo": (False, True),
-    "mix": (True, True),
-    "mix_chord": (True, True),
-    "on_policy_distill": (True, True),
-    "jsd": (True, True),
-    "gkd": (False, False),  # the loss scores the teacher
-    "multi_step_grpo": (True, True),
-    "gigpo": (True, True),
-    "luspo": (True, False),
-    "dro": (True, False),
-    "opo": (False, False),
-    "reinforce_plus_plus_baseline": (True, True),
-    "optimal_token_baseline": (True, False),
-    "pass_at_k": (True, True),
-    "gdpo": (True, True),
-    "clip_b": (True, False),
-    "clip_v": (True, False),
-    "simpo": (False, False),
-    "cpo": (False, False),
-    "orpo": (False, False),
-    "kto": (False, True),
-    "bco": (False, True),
+    name: read
+    for read, names in {
+        (True, True): """
+            ppo grpo rloo reinforce_plus_plus topr cispo gspo sapo mix mix_chord on_policy_distill jsd
+            multi_step_grpo gigpo reinforce_plus_plus_baseline pass_at_k gdpo
+        """,
+        (True, False): """
+            dr_grpo dapo sppo luspo dro optimal_token_baseline clip_b clip_v
+        """,
+        (False, True): """
+            opmd rec dpo kto bco
+        """,
+        (False, False): """
+            asymre sft raft gkd opo simpo cpo orpo
+        """,
+    }.items()
+    for name in names.split()
 }
 #: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
 #: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.
@@ -84,10 +64,6 @@ def made(name: str, actor: Any, reference: Any, **settings: Any) -> AlgorithmPar
     return make_algorithm(name, actor, **given | settings)
 
 
-def test_every_preset_is_listed() -> None:
-    assert set(READ) == set(ALGORITHMS)
-
-
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])
 def test_prepare_scores_what_is_read(name: str) -> None:
     old, ref = READ[name]
@@ -100,23 +76,16 @@ def test_prepare_scores_what_is_read(name: str) -> None:
     entries = set(batch.keys(True, True))
     assert (("next", "log_probs", "full") in entries) == old
     assert (("next", "ref_log_probs", "full") in entries) == ref
+    for key, needed in (("log_probs", old), ("ref_log_probs", ref and name != "kto")):
+        if needed:  # without the entry the advantage or the loss fails
+            less = batch.exclude(("next", key))
+            with pytest.raises(KeyError, match=key):
+                parts.loss(less if parts.advantage is None else parts.advantage(less))
     actor.calls = reference.calls = 0
     out = parts.loss(parts.prepare(batch))  # nothing is scored again
     assert reference.calls == reference_again
     assert actor.calls == 1 + policy_again  # the current log-probs
     assert ("ESS" in out, "kl_to_ref" in out) == (old, ref)
-
-
-@pytest.mark.parametrize("name", [name for name, read in READ.items() if any(read) and name != "kto"])
-def test_what_is_scored_is_missed(name: str) -> None:
-    """The table is true: without the entry the advantage or the loss fails."""
-    old, ref = READ[name]
-    for key, needed in ((("next", "log_probs"), old), (("next", "ref_log_probs"), ref)):
-        if needed:
-            parts = made(name, TASK.policy(), TASK.policy())
-            batch = parts.prepare(data(labels=name in FORWARDS_OF_THE_BATCH)).exclude(key)
-            with pytest.raises(KeyError, match=key[1]):
-                parts.loss(batch if parts.advantage is None else parts.advantage(batch))
 
 
 def test_a_reference_without_use_is_scored_once_for_the_log() -> None:
@@ -177,11 +146,10 @@ def test_a_kl_in_the_reward_scores_both() -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "opmd"])
 def test_the_reference_alone_gives_the_numbers_of_both(name: str) -> None:
-    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
-    parts = made(name, TASK.policy(), uniform)
+    parts = made(name, TASK.policy(), uniform())
     assert isinstance(parts.kl_transform, RetrieveLogProb)
     out = parts.loss(parts.prepare(data()))
-    both = RetrieveKL(TASK.policy(), uniform, add_to_reward=False)(data())
+    both = RetrieveKL(TASK.policy(), uniform(), add_to_reward=False)(data())
     again = parts.prepare(both)  # what the env scored is kept
     assert torch.equal(again["next", "ref_log_probs", "full"], both["next", "ref_log_probs", "full"])
     torch.testing.assert_close(total(parts.loss(again)), total(out))
@@ -207,11 +175,11 @@ def test_the_base_model_of_adapters_alone() -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_metric_is_constant_by_construction(name: str) -> None:
     """Over batches of several sizes, with a policy that has moved far since they were prepared."""
+    assert set(READ) == set(ALGORITHMS)
     rows: list[dict[str, float]] = []
     for seed, size in enumerate((16, 32, 64, 48)):
         actor = TASK.policy()
-        uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
-        parts = made(name, actor, uniform, loss_args={"log_entropy": True})
+        parts = made(name, actor, uniform(), loss_args={"log_entropy": True})
         batch = parts.prepare(data(size, seed, labels=name in FORWARDS_OF_THE_BATCH))
         batch["loss_mask"] = batch.get("loss_mask", torch.ones(size, dtype=torch.bool)).reshape(-1)
         batch["loss_mask"] &= torch.arange(size) % 8 > 1
@@ -222,12 +190,14 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
                 with torch.no_grad():
                     loss.critic_network.values.table.add_(0.1 * seed)
             rows.append({key: float(value) for key, value in loss(batch).detach().items()})
-    # A bound that can be set in place: reading it on the device to leave this out would be a host sync.
-    allowed = {"clip_fraction_low"} if name == "cispo" else set()
-    if name == "pass_at_k":  # its advantages are not negative, other advantages of this objective are
-        allowed = {"clip_fraction_low", "clip_fraction_dual"}
-    if name == "kto":  # a KL below 0 counts as 0, which it is for these answers
-        allowed = {"reference_point"}
+    allowed = {
+        # A bound that can be set in place: reading it on the device to leave this out would be a host sync.
+        "cispo": {"clip_fraction_low"},
+        # Its advantages are not negative, other advantages of this objective are.
+        "pass_at_k": {"clip_fraction_low", "clip_fraction_dual"},
+        # A KL below 0 counts as 0, which it is for these answers.
+        "kto": {"reference_point"},
+    }.get(name, set())
     constant = {key for key in {k for row in rows for k in row} if len({row[key] for row in rows if key in row}) == 1}
     assert constant == allowed
 

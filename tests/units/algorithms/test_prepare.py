@@ -1,8 +1,7 @@
-"""``prepare``: its entries, that it scores once, and its errors for data that does not fit."""
+"""``prepare``: its entries, that it scores once what something reads, and its errors for data that does not fit."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -37,18 +36,24 @@ def rollouts(rows: int = 16, group_size: int = 2) -> TensorDict:
     return TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), group_size)
 
 
-def grpo(**settings: Any) -> AlgorithmParts:
-    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
-    return make_algorithm("grpo", TASK.policy(), **{"reference": uniform, "group_key": "query", **settings})
+def uniform() -> TabularPolicy:
+    return TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+
+
+def grpo(actor: Any = None, **settings: Any) -> AlgorithmParts:
+    given = {"reference": uniform(), "group_key": "query", **settings}
+    return make_algorithm("grpo", TASK.policy() if actor is None else actor, **given)
+
+
+IN_REWARD: dict[str, Any] = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.5}
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opmd", "raft"])
 def test_groups_of_one_answer_are_refused(name: str) -> None:
     """Each advantage would be 0, and with it each gradient."""
     own: dict[str, Any] = {"kl_loss": "none"}
-    with pytest.raises(
-        ValueError, match=f"^group_size is 1, and {name} compares the answers to a prompt: take at least 2"
-    ):
+    message = f"^group_size is 1, and {name} compares the answers to a prompt: take at least 2"
+    with pytest.raises(ValueError, match=message):
         make_algorithm(name, TASK.policy(), group_size=1, **own)
     data = rollouts()
     data["query"] = torch.arange(16)
@@ -66,8 +71,8 @@ def test_log_probs_are_those_of_policy_and_reference() -> None:
     data = TASK.batch(prompts, answers)
     data["query"] = prompts
     batch = grpo().prepare(data)
-    uniform = -torch.tensor(13.0, dtype=torch.float64).log()
-    for name, expected in (("log_probs", TASK.reference[prompts, answers]), ("ref_log_probs", uniform.expand(3))):
+    thirteenth = -torch.tensor([13.0] * 3, dtype=torch.float64).log()
+    for name, expected in (("log_probs", TASK.reference[prompts, answers]), ("ref_log_probs", thirteenth)):
         found = batch["next", name, "full"]
         torch.testing.assert_close(found.double().sum(-1), expected, rtol=1e-5, atol=1e-5)
         assert not found[:, 0].any()  # the prompt's
@@ -79,13 +84,21 @@ def test_kl_in_the_reward_is_taken_off_once_and_only_where_it_belongs() -> None:
     plain = rollouts()["next", "reward"].squeeze(-1)
     in_loss = grpo().prepare(rollouts())
     assert torch.equal(in_loss["next", "reward"].squeeze(-1), plain)
-    parts = grpo(kl_loss="none", kl_reward="k1", kl_reward_coeff=0.5)
+    parts = grpo(**IN_REWARD)
     batch = parts.prepare(rollouts())
     difference = batch["next", "log_probs", "full"] - batch["next", "ref_log_probs", "full"]
     expected = plain - 0.5 * difference.sum(-1)
-    torch.testing.assert_close(batch["next", "reward"].squeeze(-1).sum(-1), expected)
-    again = parts.prepare(batch)
-    torch.testing.assert_close(again["next", "reward"].squeeze(-1).sum(-1), expected)
+    for again in (batch, parts.prepare(batch)):
+        torch.testing.assert_close(again["next", "reward"].squeeze(-1).sum(-1), expected)
+    # Nor is what the algorithm's own transform charged, in an env say; also where the log-probs are scored once more.
+    assert parts.kl_transform is not None
+    once = parts.kl_transform(rollouts())
+    for env in (once, once.exclude(("next", "log_probs"))):
+        torch.testing.assert_close(parts.prepare(env.clone())["next", "reward"], once["next", "reward"])
+    # A KL that the env scored and did not charge is charged.
+    batch = parts.prepare(RetrieveKL(TASK.policy(), uniform(), add_to_reward=False)(rollouts()))
+    torch.testing.assert_close(batch["advantage"], parts.prepare(rollouts())["advantage"])
+    torch.testing.assert_close(parts.prepare(batch)["next", "reward"].squeeze(-1).sum(-1), expected)
 
 
 def test_a_scored_batch_is_not_scored_again() -> None:
@@ -112,9 +125,8 @@ def test_without_a_reference_the_policy_alone_is_scored() -> None:
     assert actor.calls == 0
     root = rollouts()
     root["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])  # as torchrl's wrappers store them
-    torch.testing.assert_close(
-        parts.prepare(root)["next", "log_probs", "full"], parts.prepare(rollouts())["next", "log_probs", "full"]
-    )
+    found, expected = (parts.prepare(data)["next", "log_probs", "full"] for data in (root, rollouts()))
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_reference_may_be_in_the_data() -> None:
@@ -149,10 +161,8 @@ def test_raft_keeps_the_given_mask_and_prepares_twice() -> None:
             found = torch.stack([row["loss_mask"] for row in batch.unbind(0)])
             assert found.dtype == torch.bool
             assert torch.equal(found, expected[name])
-    nested, lengths = (
-        rollouts(group_size=4),
-        (rollouts(group_size=4)["masks", "all_attention_mask"].sum(-1) - 1).tolist(),
-    )
+    nested = rollouts(group_size=4)
+    lengths = (nested["masks", "all_attention_mask"].sum(-1) - 1).tolist()
     responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     nested["loss_mask"] = torch.nested.as_nested_tensor(responses)
     for row, given, keep in zip(parts.prepare(nested)["loss_mask"].unbind(), responses, best, strict=True):
@@ -160,16 +170,6 @@ def test_raft_keeps_the_given_mask_and_prepares_twice() -> None:
 
 
 # ---------------------------------------------------------------------- once
-
-
-def test_a_kl_that_the_env_scored_but_did_not_charge_is_charged() -> None:
-    parts = grpo(kl_loss="none", kl_reward="k1", kl_reward_coeff=0.3)
-    expected = parts.prepare(rollouts())
-    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
-    scored = RetrieveKL(TASK.policy(), uniform, add_to_reward=False)(rollouts())
-    batch = parts.prepare(scored)
-    torch.testing.assert_close(batch["advantage"], expected["advantage"])
-    torch.testing.assert_close(parts.prepare(batch)["next", "reward"], expected["next", "reward"])
 
 
 def test_old_log_probs_of_data_without_next_are_kept() -> None:
@@ -232,7 +232,7 @@ def moved() -> Counting:
 
 
 def references() -> tuple[Counting, torch.Tensor]:
-    """A uniform reference, and its log-probs of the rollouts."""
+    """A reference that is uniform over tokens, and its log-probs of the rollouts."""
     reference = counting()
     with torch.no_grad():
         reference.table.zero_()
@@ -267,8 +267,7 @@ def test_the_kl_in_the_reward_is_that_of_the_policy_that_sampled() -> None:
         data["next", "log_probs", "full"][3, 1] = torch.nan
         kl = stored - of_reference
         kl[3, 1] = 0
-        settings = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.5}
-        parts = make_algorithm("grpo", moved(), reference=reference, group_key="query", **settings)
+        parts = grpo(moved(), reference=reference, **IN_REWARD)
         batch = parts.prepare(data)
         expected = sampled("tokens")[0]["next", "reward"].squeeze(-1) - 0.5 * kl
         for _ in range(2):
@@ -297,8 +296,7 @@ def test_stored_log_probs_stay_where_moments_are_scored(use_reference: bool) -> 
 def test_an_exact_kl_is_of_the_models_and_leaves_stored_log_probs() -> None:
     data, stored = sampled()
     reference, _ = references()
-    settings = {"kl_loss": "none", "kl_reward": "exact", "kl_reward_coeff": 0.5, "reference": reference}
-    parts = make_algorithm("grpo", moved(), group_key="query", **settings)
+    parts = grpo(moved(), reference=reference, **IN_REWARD | {"kl_reward": "exact"})
     expected = RetrieveKL(moved(), reference, estimator="exact", coeff=0.5)(rollouts())
     for uncharged in (data, RetrieveKL(moved(), reference, add_to_reward=False)(rollouts())):
         batch = parts.prepare(uncharged)
@@ -312,28 +310,13 @@ def test_an_exact_kl_is_of_the_models_and_leaves_stored_log_probs() -> None:
 
 def test_token_rewards_beside_a_kl_of_another_transform() -> None:
     """They were taken for rewards that the KL was subtracted from."""
-    uniform = references()[0]
-    scored = RetrieveKL(TASK.policy(), uniform, add_to_reward=False)(sampled("tokens")[0])
-    settings = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.5, "reference": uniform}
-    parts = make_algorithm("grpo", TASK.policy(), group_key="query", **settings)
+    scored = RetrieveKL(TASK.policy(), uniform(), add_to_reward=False)(sampled("tokens")[0])
+    parts = grpo(**IN_REWARD)
     with pytest.raises(ValueError, match=r"kl_reward='k1': found one reward for each token and a KL.*kl_reward='none'"):
         parts.prepare(scored.clone())
     plain = scored["next", "reward"].squeeze(-1) - 0.5 * scored["next", "kl_penalty"]
     del scored["next", "kl_penalty"]  # as the message says
     torch.testing.assert_close(parts.prepare(scored)["next", "reward"].squeeze(-1), plain)
-
-
-def test_what_the_algorithms_own_transform_charged_is_not_charged_again() -> None:
-    """In the env, say; also where the log-probs are scored once more."""
-    uniform = references()[0]
-    settings = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.5, "reference": uniform}
-    parts = make_algorithm("grpo", TASK.policy(), group_key="query", **settings)
-    assert parts.kl_transform is not None
-    once = parts.kl_transform(rollouts())
-    reward = once["next", "reward"].clone()
-    torch.testing.assert_close(parts.prepare(once)["next", "reward"], reward)
-    rescored = once.exclude(("next", "log_probs"))
-    torch.testing.assert_close(parts.prepare(rescored)["next", "reward"], reward)
 
 
 # ---------------------------------------------------------------------- schemas
@@ -385,6 +368,7 @@ def changed(key: Any, value: Any) -> TensorDictBase:
         ("dpo", rollouts()[:7], r"found 7 sequences, expected pairs: chosen, rejected"),
         ("dpo", changed("chosen", torch.ones(16)), r"'chosen': expected booleans, found torch.float32"),
         ("experience", changed(("next", "reward"), torch.ones(16, 1) > 0), r"expected numbers, found torch.bool"),
+        ("unpaired", rollouts(), r"'chosen' \[\*B\] is missing: True for a desirable answer"),
         ("experience", changed("loss_mask", torch.ones(16)), r"'loss_mask': expected booleans, found torch.float32"),
         ("trajectory", changed("step", torch.zeros(16)), r"'step': expected integers, found torch.float32"),
         ("trajectory", changed("step", torch.zeros(16, 2).long()), r"'step': expected one value for each of the 16"),
@@ -410,13 +394,10 @@ def test_data_that_a_schema_accepts(schema: str) -> None:
     SCHEMAS[schema].check(data)
 
 
-def test_pairs_may_be_named() -> None:
+def test_pairs_may_be_named_and_optional_entries_can_be_demanded() -> None:
     data = rollouts()[:7]
     data["pair_id"] = torch.tensor([0, 1, 2, 0, 1, 2, 3])
     SCHEMAS["dpo"].check(data)  # the loss reports the single answer
-
-
-def test_optional_entries_can_be_demanded() -> None:
     stricter: Schema = SCHEMAS["experience"].require("query")
     stricter.check(rollouts())
     with pytest.raises(SchemaError, match=r"'query' \[\*B\] is missing"):
@@ -442,8 +423,7 @@ def labelled() -> TensorDict:
 
 def test_the_reference_point_is_computed_before_the_batch_is_split() -> None:
     """Of the reference itself the KL is 0; half way between the log-ratios of both kinds it is not."""
-    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
-    for name, actor, reference in (("kto", uniform, TASK.policy()), ("bco", TASK.policy(), uniform)):
+    for name, actor, reference in (("kto", uniform(), TASK.policy()), ("bco", TASK.policy(), uniform())):
         parts = make_algorithm(name, actor, reference=reference, beta=0.3)
         batch = parts.prepare(labelled(), count=True)
         assert batch["reference_point"].shape == (16,)
@@ -451,27 +431,17 @@ def test_the_reference_point_is_computed_before_the_batch_is_split() -> None:
         assert batch["reference_point"][0] != 0
         whole = total(parts.loss(batch))
         torch.testing.assert_close(sum(total(parts.loss(rows)) for rows in batch.split(5)), whole)
-    assert (
-        not make_algorithm("kto", uniform, reference=copy.deepcopy(uniform))
-        .prepare(labelled())["reference_point"]
-        .any()
-    )
-    assert "reference_point" not in make_algorithm("dpo", TASK.policy(), reference=uniform).prepare(rollouts())
+    itself = make_algorithm("kto", uniform(), reference=uniform()).prepare(labelled())
+    assert not itself["reference_point"].any()
+    assert "reference_point" not in make_algorithm("dpo", TASK.policy(), reference=uniform()).prepare(rollouts())
 
 
 def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
     parts = make_algorithm("kto", TASK.policy(), reference="data")
     data = labelled()
-    data["next"] = TensorDict(
-        ref_log_probs=TensorDict(full=-torch.ones(16, TASK.longest), batch_size=[16]), batch_size=[16]
-    )
+    data["next", "ref_log_probs", "full"] = -torch.ones(16, TASK.longest)
     with pytest.raises(KeyError, match=r"kto needs reference_point.*batch_inputs\(batch\) computes it"):
         parts.loss(parts.prepare(data))
     data["reference_point"] = torch.full((16,), 0.25)
     assert (parts.prepare(data)["reference_point"] == 0.25).all()
     assert total(parts.loss(data)).isfinite()
-
-
-def test_unpaired_data_has_a_label_for_each_answer() -> None:
-    with pytest.raises(SchemaError, match=r"'chosen' \[\*B\] is missing: True for a desirable answer"):
-        SCHEMAS["unpaired"].check(rollouts())
