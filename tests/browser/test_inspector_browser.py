@@ -4,173 +4,22 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from inspector_tab import NAN, TOKENIZER, Tab, batch, encode, needs_chromium
 from torchrl_llm_kl import Ragged, inspect_tokens
 from torchrl_llm_kl.diagnostics import TokenColumns
-from toy_tokenizer import Words, build_tokenizer
+from toy_tokenizer import Words
 
-playwright = pytest.importorskip("playwright.sync_api", reason="no chromium to test in: playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: THE INSPECTOR'S PAGE IS NOT TESTED")
+pytestmark = needs_chromium
 
-NAN, INF = math.nan, math.inf
-TOKENIZER = build_tokenizer(pad_token="<|pad|>", merges=[("t", "h"), ("th", "e"), ("Ġ", "the")])
-QUESTIONS = ("How many eggs?", "Count the ducks.", "What is left?")
-
-
-# ---------------------------------------------------------------------- batches
-
-
-def encode(text: str) -> list[int]:
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
-def batch(seed: int = 0, answers: int = 4) -> TokenColumns:
-    """Answers of one or two turns to three questions, with random numbers of many magnitudes."""
-    generator = torch.Generator().manual_seed(seed)
-    rows, masks = [], []
-    for question in range(3):
-        for answer in range(answers):
-            parts = [(f"<|im_start|>{QUESTIONS[question]}\n", False), (f"the answer is {answer * 7}, the end", True)]
-            if answer == 1:
-                parts += [("<|im_end|>\nSure?\n", False), (f"yes, the number {question}", True)]
-            ids = [(token, scored) for text, scored in parts for token in encode(text)]
-            rows.append(torch.tensor([token for token, _ in ids]))
-            masks += [scored for _, scored in ids]
-    tokens, mask = Ragged.from_list(rows), torch.tensor(masks)
-
-    def random(scale: float) -> torch.Tensor:
-        return scale * torch.randn(len(mask), generator=generator) ** 3
-
-    old = -random(1).abs()
-    columns = {
-        "log_prob": old + random(0.1),
-        "old_log_prob": old,
-        "sampler_log_prob": old + random(0.01),
-        "ref_log_prob": old + random(0.5),
-        "entropy": random(1).abs(),
-        "kl": random(0.3).abs(),
-        "advantage": torch.randn(len(rows), generator=generator)[tokens.sequence_ids],
-    }
-    columns = {name: values.masked_fill(~mask, NAN) for name, values in columns.items()}
-    reward = torch.rand(len(rows), generator=generator)
-    return TokenColumns(tokens, mask, columns, {"reward": reward}, torch.arange(len(rows)) // answers)
-
-
-# ---------------------------------------------------------------------- the browser
-
-
-@dataclass
-class Tab:
-    """A page of the inspector, and what it has done beyond its file."""
-
-    page: Any
-    requests: list[str] = field(default_factory=list)
-    messages: list[str] = field(default_factory=list)
-
-    def rows(self) -> list[int]:
-        return [int(text[1:]) for text in self.page.locator("#list .row .numbers > :first-child").all_inner_texts()]
-
-    def open(self, row: int) -> None:
-        self.page.locator(f"#row-{row}").click()
-        self.wait_for_rollout(row)
-
-    def heading(self) -> str:
-        return str(self.page.inner_text("#heading"))
-
-    def wait_for_rollout(self, row: int) -> None:
-        self.wait_for("#heading", f"Rollout {row}")
-
-    def wait_for(self, selector: str, text: str) -> None:
-        """Playwright's ``wait_for_function`` evaluates strings in the page, which its policy forbids."""
-        playwright.expect(self.page.locator(selector)).to_have_text(text)
-
-    def focused(self) -> int:
-        return int(self.page.evaluate("document.activeElement.dataset.i ?? -1"))
-
-    def token(self, i: int, pane: int = 0) -> Any:
-        return self.page.locator(f".tokens >> nth={pane} >> [data-i='{i}']")
-
-    def classes(self, pane: int = 0) -> list[set[str]]:
-        """The classes of each token."""
-        found = self.page.eval_on_selector_all(
-            f".tokens[data-side='{pane}'] [data-i]", "spans => spans.map(span => span.className)"
-        )
-        return [set(names.split()) for names in found]
-
-    def card(self) -> dict[str, float]:
-        """The numbers of the shown card, of the first batch."""
-        cells = self.page.eval_on_selector_all(
-            "#card dd[data-side='0']", "cells => cells.map(cell => [cell.dataset.name, cell.textContent])"
-        )
-        return {name: float(text.replace("∞", "inf")) for name, text in cells}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright.expect.set_options(timeout=30_000)  # a busy machine is no failure
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def show(browser: Any) -> Iterator[Callable[..., Tab]]:
-    """Open a page; at the end it must have asked for nothing and complained of nothing."""
-    tabs: list[Tab] = []
-
-    def open_page(path: Path, scheme: str = "light", width: int = 1300, height: int = 800) -> Tab:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        tab = Tab(context.new_page())
-        tabs.append(tab)
-
-        def answer(route: Any) -> None:
-            if route.request.url == path.as_uri():
-                route.continue_()
-            else:
-                tab.requests.append(route.request.url)
-                route.abort()
-
-        context.route("**/*", answer)
-        tab.page.on("console", lambda message: tab.messages.append(message.text))
-        tab.page.on("pageerror", lambda error: tab.messages.append(str(error)))
-        tab.page.goto(path.as_uri())
-        tab.page.wait_for_selector("html[data-ready]")
-        return tab
-
-    yield open_page
-    for tab in tabs:
-        tab.page.context.close()
-        assert tab.requests == []
-        assert tab.messages == []
-
-
-@pytest.fixture(scope="module")
-def columns() -> TokenColumns:
-    return batch()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory, columns: TokenColumns) -> Path:
-    inspection = inspect_tokens(columns, TOKENIZER, tmp_path_factory.mktemp("page") / "one.html", clip_high=0.28)
-    assert inspection.path is not None
-    return inspection.path
-
-
-@pytest.fixture
-def tab(show: Callable[..., Tab], path: Path) -> Tab:
-    return show(path)
+INF = math.inf
 
 
 def means(columns: TokenColumns, name: str) -> list[float]:
@@ -283,26 +132,23 @@ def test_charts_show_means_by_position_and_by_turn(tab: Tab, columns: TokenColum
 # ---------------------------------------------------------------------- controls
 
 
-@pytest.mark.parametrize("by", ["reward", "kl", "length", "mismatch", "worst"])
-def test_the_list_is_sorted(tab: Tab, columns: TokenColumns, by: str) -> None:
-    scored = columns.tokens.like(columns.mask.long()).sum().tolist()
+def test_the_list_is_sorted(tab: Tab, columns: TokenColumns) -> None:
+    lengths = columns.tokens.lengths.tolist()
+    gap = (columns.columns["old_log_prob"] - columns.columns["sampler_log_prob"]).abs()
     keys = {
         "reward": columns.rows["reward"].tolist(),
         "kl": means(columns, "kl"),
-        "length": scored,
-        "worst": [
-            float(p.nan_to_num().abs().max()) for p in columns.columns["kl"].split(columns.tokens.lengths.tolist())
-        ],
+        "length": columns.tokens.like(columns.mask.long()).sum().tolist(),
+        "worst": [float(part.nan_to_num().abs().max()) for part in columns.columns["kl"].split(lengths)],
+        "mismatch": [float(part[~part.isnan()].double().mean()) for part in gap.split(lengths)],
     }
-    if by == "mismatch":
-        gap = (columns.columns["old_log_prob"] - columns.columns["sampler_log_prob"]).abs()
-        keys[by] = [float(p[~p.isnan()].double().mean()) for p in gap.split(columns.tokens.lengths.tolist())]
-    order = sorted(range(12), key=lambda row: (-keys[by][row], row))
-    tab.page.click(f"[data-sort={by}]")
-    assert tab.rows() == order
-    tab.page.click(f"[data-sort={by}]")
-    assert tab.rows() == sorted(range(12), key=lambda row: (keys[by][row], row))
-    assert "ascending" in tab.page.locator(f"[data-sort={by}]").get_attribute("aria-label")
+    for by, values in keys.items():
+        button = tab.page.locator(f"[data-sort={by}]")
+        button.click()
+        assert tab.rows() == sorted(range(12), key=lambda row, values=values: (-values[row], row)), by
+        button.click()
+        assert tab.rows() == sorted(range(12), key=lambda row, values=values: (values[row], row)), by
+        assert "ascending" in button.get_attribute("aria-label")
 
 
 def test_the_list_is_filtered_by_text(tab: Tab) -> None:
@@ -626,8 +472,7 @@ STYLES = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("switched", [False, True])
+@pytest.mark.parametrize(("scheme", "switched"), [("light", False), ("dark", False), ("dark", True)])
 def test_text_on_every_colour_is_readable(show: Callable[..., Tab], path: Path, scheme: str, switched: bool) -> None:
     """WCAG 2.2 AA: a contrast of at least 4.5, in the system's scheme and in that of the switch."""
     tab = show(path, scheme=("light" if scheme == "dark" else "dark") if switched else scheme)
@@ -641,10 +486,8 @@ def test_text_on_every_colour_is_readable(show: Callable[..., Tab], path: Path, 
     for name, colour, background in found:
         one, other = (tuple(int(c) / 255 for c in re.findall(r"\d+", text)[:3]) for text in (colour, background))
         assert contrast(one, other) >= 4.5, (name, colour, background)
-    (page,) = {
-        tuple(map(int, re.findall(r"\d+", tab.page.evaluate("getComputedStyle(document.body).backgroundColor"))))
-    }
-    assert (sum(page) < 200) is (scheme == "dark")
+    body = tab.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", body))) < 200) is (scheme == "dark")
 
 
 def test_a_narrow_window_shows_all(show: Callable[..., Tab], path: Path) -> None:
@@ -669,7 +512,6 @@ def test_a_print_shows_the_open_rollout_in_light_colours(show: Callable[..., Tab
     assert not tab.page.locator("aside").is_visible()
     assert not tab.page.locator(".bar").is_visible()
     assert tab.page.locator(".tokens").is_visible()
-    assert (
-        tab.page.evaluate("getComputedStyle(document.querySelector('.pane')).backgroundColor") == "rgb(255, 255, 255)"
-    )
+    pane = "getComputedStyle(document.querySelector('.pane')).backgroundColor"
+    assert tab.page.evaluate(pane) == "rgb(255, 255, 255)"
     assert tab.page.evaluate("getComputedStyle(document.querySelector('#detail')).overflow") == "visible"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import http.server
 import re
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,18 +13,18 @@ from typing import Any
 import pytest
 
 from built_site import Site
+from inspector_tab import CHROMIUM
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no chromium to test in: playwright is not installed")
 pytest.importorskip("material", reason="the extra `docs` is not installed")
 pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,  # with the site's build, a minute
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium: the site is not tested in a browser"),
 ]
 PHONE = {"width": 390, "height": 844}
-PAGES = (
+PAGES = [
     "",
     "start/",
     "concepts/",
@@ -36,10 +35,8 @@ PAGES = (
     "api/",
     "reference/losses/",
     "elsewhere/",
-    "benchmarks/RESULTS/",
-    "notebooks/start/",
-    "CHANGELOG/",
-)
+]
+PAGES += ["benchmarks/RESULTS/", "notebooks/start/", "CHANGELOG/"]
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -55,14 +52,6 @@ def address(site: Site) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield found
-        found.close()
 
 
 @pytest.fixture
