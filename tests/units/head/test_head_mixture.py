@@ -16,7 +16,7 @@ from head_reference import (
     PAIR,
     N,
     Sizes,
-    V,
+    assert_same,
     at,
     entropy_of,
     from_logits,
@@ -66,16 +66,12 @@ def test_values_and_gradients_for_any_shape_and_tile(n, v, chunk, beta, with_tar
     want = [jensen_shannon_of(log_p, log_q, beta)]
     if with_targets:
         want += [at(log_p, targets), at(log_q, targets), entropy_of(log_p)]
-    found = [value for value in got if value is not None]
-    assert_close(found, want)
     weights = torch.randn(len(want), n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    inputs = (*policy, *ref)
-    got_grads = torch.autograd.grad((torch.stack(found) * weights).sum(), inputs)
-    assert_close(got_grads, torch.autograd.grad((torch.stack(want) * weights).sum(), inputs))
+    assert_same([value for value in got if value is not None], want, (*policy, *ref), weights)
 
 
 def test_gradcheck():
-    policy, ref = make_head(1, n=3, h=4, v=11, grad=True), make_head(2, n=3, h=2, v=11, grad=True)
+    policy, ref = make_head(1, n=3, h=3, v=7, grad=True), make_head(2, n=3, h=2, v=7, grad=True)
 
     def run(h, w, b, rh, rw, rb):
         return linear_kl(h, w, rh, rw, bias=b, ref_bias=rb, chunk=(2, 4), **JS, **PAIR)
@@ -83,14 +79,13 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(run, (*policy, *ref))
 
 
-@pytest.mark.parametrize("only", range(6))
-def test_gradient_to_each_input_alone(only):
-    tensors = [*make_head(1), *make_head(2)]
-    tensors[only].requires_grad_()
-    h, w, b, rh, rw, rb = tensors
-    value = linear_kl(h, w, rh, rw, bias=b, ref_bias=rb, chunk=(3, 17), **JS).sum()
-    true = jensen_shannon_of(plain(h, w, b), plain(rh, rw, rb), 0.3).sum()
-    assert_close(torch.autograd.grad(value, tensors[only]), torch.autograd.grad(true, tensors[only]))
+def test_gradient_to_each_input_alone():
+    for only in range(6):
+        tensors = [*make_head(1), *make_head(2)]
+        tensors[only].requires_grad_()
+        h, w, b, rh, rw, rb = tensors
+        value = linear_kl(h, w, rh, rw, bias=b, ref_bias=rb, chunk=(3, 17), **JS)
+        assert_same([value], [jensen_shannon_of(plain(h, w, b), plain(rh, rw, rb), 0.3)], [tensors[only]])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,18 +108,18 @@ def test_equal_models_have_divergence_zero():
     assert_near(torch.autograd.grad(value.sum(), weight)[0], torch.zeros_like(weight), size=1)
 
 
-@pytest.mark.parametrize("beta", [1e-9, 0.3, 1 - 1e-9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("far", [100.0, 1e4, INF])
-def test_disjoint_models_have_the_entropy_of_beta(beta, dtype, far):
+def test_disjoint_models_have_the_entropy_of_beta(far):
     """Even if a share rounds to 1, or the ratio of the probabilities overflows."""
-    (one, weight), (_, ref_weight) = from_logits([[0.0, -far]], dtype), from_logits([[-far, 0.0]], dtype)
-    weight.requires_grad_()
-    value = linear_kl(one, weight, one, ref_weight, direction="jensen_shannon", beta=beta)
-    share = 1.0 - beta
-    assert_close(value, torch.tensor([-beta * math.log(beta) - share * math.log(share)], dtype=dtype))
-    if far < INF:
-        assert torch.autograd.grad(value.sum(), weight)[0].isfinite().all()
+    for beta in (1e-9, 0.3, 1 - 1e-9):
+        for dtype in (torch.float32, torch.float64):
+            (one, weight), (_, ref_weight) = from_logits([[0.0, -far]], dtype), from_logits([[-far, 0.0]], dtype)
+            weight.requires_grad_()
+            value = linear_kl(one, weight, one, ref_weight, direction="jensen_shannon", beta=beta)
+            share = 1.0 - beta
+            assert_close(value, torch.tensor([-beta * math.log(beta) - share * math.log(share)], dtype=dtype))
+            if far < INF:
+                assert torch.autograd.grad(value.sum(), weight)[0].isfinite().all(), (beta, dtype)
 
 
 @pytest.mark.parametrize("chunk", [(3, 5), (100, 200)], ids=str)
@@ -178,11 +173,11 @@ def test_no_positions():
     assert_close(weight.grad, torch.zeros_like(weight))
 
 
-@pytest.mark.parametrize("beta", [0.0, 1.0, -0.5, math.nan])
-def test_beta_out_of_range(beta):
+def test_beta_out_of_range():
     hidden, weight, _ = make_head()
-    with pytest.raises(ValueError, match=rf"beta must be inside \(0, 1\), got {beta}"):
-        linear_kl(hidden, weight, hidden, weight, direction="jensen_shannon", beta=beta)
+    for beta in (0.0, 1.0, -0.5, math.nan):
+        with pytest.raises(ValueError, match=rf"beta must be inside \(0, 1\), got {beta}"):
+            linear_kl(hidden, weight, hidden, weight, direction="jensen_shannon", beta=beta)
 
 
 def test_gradient_of_log_probs_alone():
@@ -190,8 +185,5 @@ def test_gradient_of_log_probs_alone():
     policy, ref = make_head(1, grad=True), make_head(2, grad=True)
     targets = make_targets()
     out = linear_pair(*policy[:2], *ref[:2], targets, chunk=(3, 17), **JS)
-    inputs = (*policy[:2], *ref[:2])
-    want = at(plain(*policy[:2]), targets) + 2 * at(plain(*ref[:2]), targets)
-    got_grads = torch.autograd.grad((out.log_prob + 2 * out.ref_log_prob).sum(), inputs)
-    assert_close(got_grads, torch.autograd.grad(want.sum(), inputs))
-    assert policy[1].shape[0] == V
+    want = at(plain(*policy[:2]), targets), at(plain(*ref[:2]), targets)
+    assert_same((out.log_prob, out.ref_log_prob), want, (*policy[:2], *ref[:2]), (1.0, 2.0))
