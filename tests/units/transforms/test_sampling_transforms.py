@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,7 +86,6 @@ def test_a_record_outlives_the_policy() -> None:
     td, _ = generated(tiny_model().double(), record)
     td = record.write(td)
     found = RetrieveLogProb(later, sampling=SAMPLING)(td)["log_probs", "full"]
-    at = 0
     for row in range(3):
         ids = td["tokens", "full"][row][td["masks", "all_attention_mask"][row]]
         begin = int((~td["masks", "all_attention_mask"][row]).sum())
@@ -99,6 +99,17 @@ def test_a_record_outlives_the_policy() -> None:
             assert_close(found[row, column].double(), want[0], atol=1e-6, rtol=1e-6)
 
 
+def unpadded(row: TensorDictBase) -> TensorDictBase:
+    real = row["masks", "all_attention_mask"]
+    counts, ids = row["kept", "counts"][real], torch.as_tensor(row["kept", "ids"])
+    return TensorDict(
+        advantage=row["advantage"],
+        tokens=TensorDict(full=row["tokens", "full"][real], prompt=row["tokens", "prompt"][real[:4]]),
+        kept=TensorDict(counts=counts, ids=ids),
+        next=TensorDict(log_probs=TensorDict(full=row["next", "log_probs", "full"][real])),
+    )
+
+
 def test_a_loss_replays(padded: bool) -> None:
     """On policy every ratio is 1 to 1e-5, in every layout; without the record of another policy's too."""
     model, record = tiny_model().double(), RecordKept(SAMPLING)
@@ -109,15 +120,7 @@ def test_a_loss_replays(padded: bool) -> None:
     )
     td["advantage"] = torch.tensor([[1.0], [-1.0], [0.5]])
     if not padded:
-        rows = []
-        for row in td.unbind(0):
-            real = row["masks", "all_attention_mask"]
-            new = TensorDict(advantage=row["advantage"])
-            new["tokens"] = TensorDict(full=row["tokens", "full"][real], prompt=row["tokens", "prompt"][real[:4]])
-            new["kept"] = TensorDict(counts=row["kept", "counts"][real], ids=torch.as_tensor(row["kept", "ids"]))
-            new["next"] = TensorDict(log_probs=TensorDict(full=row["next", "log_probs", "full"][real]))
-            rows.append(new)
-        td = lazy_stack(rows)
+        td = lazy_stack([unpadded(row) for row in td.unbind(0)])
     for data in (td, td.exclude("kept")):
         out = PolicyLoss(model, "ppo", sampling=SAMPLING)(data)
         assert_close(
@@ -127,7 +130,7 @@ def test_a_loss_replays(padded: bool) -> None:
     assert PolicyLoss(model, "ppo", temperature=0.8)(td)["ratio_max"] < 1.0
 
 
-def test_kl_to_the_reference(padded: bool) -> None:
+def test_kl_to_the_reference() -> None:
     """``"kept"``: log-probs of both over what the policy keeps, by replay, in a transform and in a loss."""
     model, ref, record = tiny_model().double(), tiny_model(seed=1).double(), RecordKept(SAMPLING)
     td, _ = generated(model, record)
@@ -138,7 +141,7 @@ def test_kl_to_the_reference(padded: bool) -> None:
         out = RetrieveKL(model, ref, sampling=both, estimator=estimator)(td.clone())
         assert_close(out["ref_log_probs", "full"], want)
         same = RetrieveKL(model, model, sampling=both, estimator=estimator)(td.clone())
-        assert float(same["kl_penalty"].abs().max()) < 1e-6
+        assert float(same["kl_penalty"].abs().max()) < 1e-5
     whole = RetrieveKL(model, ref, sampling=SAMPLING)(td.clone())
     assert_close(whole["ref_log_probs", "full"], RetrieveLogProb(ref, temperature=0.8)(td.clone())["log_probs", "full"])
     assert (whole["ref_log_probs", "full"][:, 4:] < want[:, 4:] + 1e-6).all()
@@ -149,10 +152,10 @@ def test_kl_to_the_reference(padded: bool) -> None:
     assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
-def test_torchrl_wrapper(tokenizer: Any, policy_model: nn.Module, padded: bool) -> None:
+def test_torchrl_wrapper(tokenizer: Any, policy_model: nn.Module) -> None:
     """A policy of torchrl that records, in a history with answers of several lengths."""
     record = RecordKept(Sampling(top_k=3))
-    policy = make_policy(policy_model, tokenizer, pad_output=padded)
+    policy = make_policy(policy_model, tokenizer, pad_output=True)
     policy.generate_kwargs |= {"top_k": policy_model.config.vocab_size, "logits_processor": [record]}
     torch.manual_seed(0)
     data = policy(make_env(tokenizer).reset())
@@ -174,17 +177,12 @@ def test_records_of_other_calls_are_refused() -> None:
     other, _ = generated(tiny_model(seed=9).double(), record, seed=3)
     with pytest.raises(ValueError, match="not among the"):
         record.write(first)
-    record.write(other)
-    with pytest.raises(TypeError, match="must be a Sampling"):
-        RecordKept({"top_p": 0.8})  # type: ignore[arg-type]
-
-
-def test_a_cut_record() -> None:
-    model, record = tiny_model(), RecordKept(SAMPLING)
-    td = record.write(generated(model, record)[0])
+    td = record.write(other)
     td["kept", "ids"] = torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"holds 2 ids for sequence 0.* add up to"):
         RetrieveLogProb(model, sampling=SAMPLING)(td)
+    with pytest.raises(TypeError, match="must be a Sampling"):
+        RecordKept({"top_p": 0.8})  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ the sampler is known
@@ -233,21 +231,20 @@ def test_a_teacher_may_be_followed_on_any_answers(plain: Any, ref_model: nn.Modu
         make_algorithm("on_policy_distill", plain, reference=ref_model)
 
 
-def test_remedies_are_silent(policy_model: nn.Module, tokenizer: Any) -> None:
+def test_what_is_warned_of(policy_model: nn.Module, tokenizer: Any) -> None:
+    """And what is not: no truncation, the same one in the scorer, no policy that samples, a greedy one's log-probs."""
+    every, make = policy_model.config.vocab_size, partial(default_policy, policy_model, tokenizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SamplerMismatchWarning)
-        PolicyLoss(default_policy(policy_model, tokenizer, top_k=policy_model.config.vocab_size))
-        PolicyLoss(default_policy(policy_model, tokenizer, top_k=20, temperature=0.7), sampling=Sampling(0.7, top_k=20))
-        PolicyLoss(default_policy(policy_model, tokenizer), "sft")  # trains on data that no policy samples
-        RetrieveLogProb(default_policy(policy_model, tokenizer, do_sample=False).get_new_version(generate=False))
+        PolicyLoss(make(top_k=every))
+        PolicyLoss(make(top_k=20, temperature=0.7), sampling=Sampling(0.7, top_k=20))
+        PolicyLoss(make(), "sft")  # trains on data that no policy samples
+        RetrieveLogProb(make(do_sample=False).get_new_version(generate=False))
         PolicyLoss(policy_model)
-
-
-def test_temperature_and_greedy(policy_model: nn.Module, tokenizer: Any) -> None:
     with pytest.warns(SamplerMismatchWarning, match="sampler uses temperature=0.7, scorer temperature=1"):
-        PolicyLoss(default_policy(policy_model, tokenizer, temperature=0.7, top_k=policy_model.config.vocab_size))
+        PolicyLoss(make(temperature=0.7, top_k=every))
     with pytest.warns(SamplerMismatchWarning, match="sampler is greedy"):
-        PolicyLoss(default_policy(policy_model, tokenizer, do_sample=False))
+        PolicyLoss(make(do_sample=False))
 
 
 def test_from_collector(plain: Any, tokenizer: Any, ref_model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
 from torchrl_llm_kl.scoring import prepare_reference
 from torchrl_llm_kl.tasks import make_env as make_task_env
 from torchrl_llm_kl.training._models import load_model
-from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
+from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_scoring_wrapper, steps
 
 GEN, REF, OLD, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("old", "full"), ("exact_kl", "full")
 # d = log_prob - ref_log_prob = 0.5, -1
@@ -74,12 +74,9 @@ def test_what_the_constructor_refuses_is_refused_later(name: str, value: Any, me
     assert getattr(transform, name) is before
 
 
-def test_an_estimator_that_is_no_function() -> None:
+def test_estimators_that_are_refused() -> None:
     with pytest.raises(TypeError, match="estimator must be a name or a function, got int"):
         KLComputation(estimator=3)  # type: ignore[arg-type]
-
-
-def test_old_log_probs_do_not_go_with_the_exact_kl() -> None:
     transform = KLComputation(estimator="exact")
     with pytest.raises(ValueError, match=r"old_log_probs_key=.*'old'.*estimator='exact'"):
         transform.old_log_probs_key = OLD
@@ -116,19 +113,19 @@ def test_copies_keep_their_own_settings() -> None:
 # ------------------------------------------------------------------ with models
 
 
-@pytest.fixture
-def data(tokenizer: Any, policy_model: Any) -> TensorDictBase:
+@pytest.fixture(scope="module")
+def rollout(tokenizer: Any, policy_model: Any) -> TensorDictBase:
     return flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=True)))
 
 
 @pytest.fixture
-def make(tokenizer: Any, policy_model: Any, ref_model: Any) -> Any:
-    def build(**kwargs: Any) -> RetrieveKL:
-        gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=True, log_probs_key="log_probs")
-        ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=True, log_probs_key="ref_log_probs")
-        return RetrieveKL(gen, ref, **kwargs)
+def data(rollout: TensorDictBase) -> TensorDictBase:
+    return rollout.clone()
 
-    return build
+
+@pytest.fixture
+def make(wrapped: Any) -> Any:
+    return lambda **kwargs: RetrieveKL(*wrapped(True), **kwargs)
 
 
 def assert_same(a: TensorDictBase, b: TensorDictBase) -> None:
@@ -142,24 +139,11 @@ def assert_same(a: TensorDictBase, b: TensorDictBase) -> None:
 
 
 SETTINGS: list[tuple[str, Any]] = [
-    ("estimator", "k2"),
-    ("estimator", "exact"),
-    ("add_to_reward", False),
-    ("coeff", 0.25),
-    ("coeff", FixedKLCoefficient(0.25)),
-    ("reward_placement", "broadcast"),
-    ("temperature", 0.5),
-    ("assistant_only", False),
-    ("scope", "full"),
-    ("detach", False),
-    ("dtype", torch.bfloat16),
-    ("memory", 0),
-    ("kl_key", "kl"),
-    ("reward_key", "score"),
-    ("entropy_key", ("entropy", "full")),
-    ("moments_key", "moments"),
-    ("gen_log_probs_full_key", ("gen", "full")),
-    ("ref_log_probs_full_key", ("reference", "full")),
+    *(("estimator", "k2"), ("estimator", "exact"), ("coeff", 0.25), ("coeff", FixedKLCoefficient(0.25))),
+    *(("add_to_reward", False), ("reward_placement", "broadcast"), ("temperature", 0.5), ("dtype", torch.bfloat16)),
+    *(("assistant_only", False), ("scope", "full"), ("detach", False), ("memory", 0)),
+    *(("kl_key", "kl"), ("reward_key", "score"), ("moments_key", "moments"), ("entropy_key", ("entropy", "full"))),
+    *(("gen_log_probs_full_key", ("gen", "full")), ("ref_log_probs_full_key", ("reference", "full"))),
 ]
 
 
@@ -194,22 +178,16 @@ def test_retrieve_kl_reads_old_log_probs_set_later(make: Any, data: TensorDictBa
 FIXED = ["gen_model", "ref_model", "device", "history_key", "tokenizer", "tokenizer_kwargs", "padding_side"]
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_retrieve_kl_refuses_what_it_cannot_change(name: str, make: Any) -> None:
-    with pytest.raises(AttributeError, match=rf"RetrieveKL\.{name} is fixed at construction: build a new RetrieveKL"):
-        setattr(make(), name, "left")
-
-
-@pytest.mark.parametrize("name", FIXED[2:])
-def test_retrieve_log_prob_refuses_what_it_cannot_change(name: str, ref_model: Any) -> None:
-    with pytest.raises(AttributeError, match=rf"RetrieveLogProb\.{name} is fixed at construction: build a new"):
-        setattr(RetrieveLogProb(ref_model), name, "left")
+def test_what_is_fixed_at_construction(make: Any, ref_model: Any) -> None:
+    for transform, names in ((make(), FIXED), (RetrieveLogProb(ref_model), FIXED[2:])):
+        for name in names:
+            message = rf"{type(transform).__name__}\.{name} is fixed at construction: build a new"
+            with pytest.raises(AttributeError, match=message):
+                setattr(transform, name, "left")
 
 
 def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
     peft = pytest.importorskip("peft")
-    from toy_rollouts import make_model
-
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
     model = peft.get_peft_model(make_model(tokenizer, seed=0), config).eval()
     transform = RetrieveKL(model, "base")
@@ -219,19 +197,15 @@ def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
     assert [part.adapters for part in transform.transforms[:2]] == [True, False]
 
 
-@pytest.mark.parametrize("cls", [KLRewardTransform, RetrieveLogProb, RetrieveValue])
-def test_scope_is_checked(cls: Any, ref_model: Any) -> None:
-    with pytest.raises(ValueError, match="scope must be 'turn' or 'full', got 'word'"):
-        cls(ref_model, scope="word")
-    transform = cls(ref_model)
-    with pytest.raises(ValueError, match="scope must be 'turn' or 'full', got 'word'"):
-        transform.scope = "word"
-
-
-def test_retrieve_kl_checks_scope(make: Any) -> None:
-    transform = make()
-    with pytest.raises(ValueError, match="scope must be 'turn' or 'full', got 'word'"):
-        transform.scope = "word"
+def test_scope_is_checked(make: Any, ref_model: Any) -> None:
+    message = "scope must be 'turn' or 'full', got 'word'"
+    classes = KLRewardTransform, RetrieveLogProb, RetrieveValue
+    for cls in classes:
+        with pytest.raises(ValueError, match=message):
+            cls(ref_model, scope="word")
+    for transform in (make(), *(cls(ref_model) for cls in classes)):
+        with pytest.raises(ValueError, match=message):
+            transform.scope = "word"
 
 
 def test_the_keys_of_retrieve_log_prob_follow(ref_model: Any, data: TensorDictBase) -> None:
@@ -271,9 +245,8 @@ def test_a_critic_set_later_is_used_and_stays_outside_the_state(data: TensorDict
 # ------------------------------------------------------------------ KLRewardTransform
 
 
-def test_the_estimator_of_kl_reward_transform(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
-    policy = make_policy(policy_model, tokenizer, pad_output=True)
-    data = collect(tokenizer, policy, RetrieveLogProb(policy_model))
+def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model: Any, ref_model: Any) -> None:
+    data = RetrieveLogProb(policy_model)(data)
     changed = KLRewardTransform(ref_model)
     changed.estimator = "k2"
     built = KLRewardTransform(ref_model, estimator="k2")
@@ -288,32 +261,25 @@ def test_the_estimator_of_kl_reward_transform(tokenizer: Any, policy_model: Any,
 # ------------------------------------------------------------------ devices
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "meta", "mars", True, torch.device("cuda", 99)])
-def test_a_device_that_does_not_exist(device: Any, tokenizer: Any, ref_model: Any, tmp_path: Any) -> None:
-    def weights() -> list[torch.device]:
-        return [parameter.device for parameter in ref_model.parameters()]
-
+def test_a_device_that_does_not_exist(tokenizer: Any, ref_model: Any, tmp_path: Any) -> None:
+    before = [parameter.device for parameter in ref_model.parameters()]
     ref_model.save_pretrained(tmp_path)
-    before = weights()
-    calls: dict[str, Any] = {
-        "device": lambda: RetrieveLogProb(ref_model, device=device),
-        "offload_to": lambda: prepare_reference(ref_model, dtype=torch.int8, offload_to=device),
-    }
-    more = [
-        lambda: RetrieveKL(ref_model, ref_model, device=device),
-        lambda: KLRewardTransform(ref_model, device=device),
-        lambda: make_task_env(["1 + 1"], lambda *_: 0.0, tokenizer, device=device),
-        lambda: load_model(str(tmp_path), device=device),
+    calls: list[tuple[str, Any]] = [
+        ("device", lambda device: RetrieveLogProb(ref_model, device=device)),
+        ("offload_to", lambda device: prepare_reference(ref_model, dtype=torch.int8, offload_to=device)),
+        ("device", lambda device: RetrieveKL(ref_model, ref_model, device=device)),
+        ("device", lambda device: KLRewardTransform(ref_model, device=device)),
+        ("device", lambda device: make_task_env(["1 + 1"], lambda *_: 0.0, tokenizer, device=device)),
+        ("device", lambda device: load_model(str(tmp_path), device=device)),
     ]
-    shown = repr(device if isinstance(device, bool) else str(device))
-    for name, call in [*calls.items(), *(("device", each) for each in more)]:
-        with pytest.raises(ValueError, match=rf"^{name}={shown} is no device of this process .*has cpu.*: pass one of"):
-            call()
-    assert weights() == before
+    for device in ("cuda:99", "meta", "mars", True, torch.device("cuda", 99)):
+        shown = repr(device if isinstance(device, bool) else str(device))
+        for name, call in calls:
+            message = rf"^{name}={shown} is no device of this process .*has cpu.*: pass one of"
+            with pytest.raises(ValueError, match=message):
+                call(device)
+    assert [parameter.device for parameter in ref_model.parameters()] == before
     assert {parameter.dtype for parameter in ref_model.parameters()} == {torch.float32}
-
-
-def test_devices_that_exist(ref_model: Any) -> None:
     for device in ("cpu", "cpu:0", torch.device("cpu")):
         assert read_device(device).type == "cpu"
         RetrieveLogProb(ref_model, device=device)
