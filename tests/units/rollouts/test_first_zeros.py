@@ -32,3 +32,5 @@ def test_each_run_of_the_mask_has_a_first_token() -> None:
     mask = torch.tensor([False, True, True, False, True, True])
     found = zeros_of_first_tokens(torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0, 0.0]), mask, tokens)
     assert found.tolist() == [False, True, False, False, True, False]
+    rows = Ragged.from_list([torch.arange(2), torch.arange(2)])  # a run ends with its sequence
+    assert zeros_of_first_tokens(torch.zeros(4), torch.ones(4).bool(), rows).tolist() == [True, False, True, False]
