@@ -18,7 +18,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.training import (
     Checkpoints,
     CheckpointWarning,
@@ -360,6 +362,33 @@ def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Pat
     assert read_config(tmp_path / "config.yaml").evaluation.every == 0
     assert [line.startswith("moved ") for line in said] == [True, False]
     assert not (tmp_path / "earlier-2").exists()
+
+
+def test_the_command_and_its_exit_codes(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted, finished by the same command, refused with other settings, and ended by its KL."""
+    file, out = tmp_path / "config.yaml", tmp_path / "out"
+    file.write_text(settings(lab, out, "evaluation.every=0", "run.steps=2").to_yaml())
+
+    def command(*words: str) -> Any:
+        return CliRunner().invoke(app, ["train", str(file), *words])
+
+    monkeypatch.setenv("INTERRUPT_AT", str(ANSWERS))
+    interrupted = command()
+    assert interrupted.exit_code == 130
+    assert "interrupted after step 1 of 2: saved" in interrupted.stderr
+    monkeypatch.delenv("INTERRUPT_AT")
+    finished = command()
+    assert finished.exit_code == 0
+    assert "going on after step 1 of 2" in finished.stderr
+    assert f"wrote {out / 'final'}, the weights after step 2" in finished.stdout
+    assert weights(out / "final")
+    refused = command("optimizer.lr=1")
+    assert refused.exit_code == 2
+    assert "other settings (optimizer.lr" in refused.stderr
+    changes = "kl.stop_above=0.001 kl.stop_after=1 optimizer.lr=0.3 run.steps=4 optimizer.schedule=constant"
+    stopped = command(*changes.split(), "--fresh")
+    assert stopped.exit_code == 1
+    assert "kl.stop_above" in stopped.stderr
 
 
 # ------------------------------------------------------------------ kills

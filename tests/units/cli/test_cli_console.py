@@ -1,11 +1,10 @@
-"""Exit codes, one-line errors, pipes, colours, and what a missing extra says."""
+"""Exit codes, one-line errors, colours, and what a missing extra says; processes: tests/runs/test_interpreters.py."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -63,37 +62,26 @@ def test_a_warning_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     assert cli("version").stderr == "torchrl-llm-kl: warning: take care\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(cli: Cli, name: str) -> None:
-    assert "Usage: torchrl-llm-kl" in cli(name, "--help").stdout
-
-
-def test_the_help_lists_commands_and_exit_codes(cli: Cli) -> None:
-    text = " ".join(cli("--help", env={"COLUMNS": "200"}).stdout.split())
+def test_help_and_page_name_commands_and_options_that_exist(cli: Cli) -> None:
+    whole = cli("--help", env={"COLUMNS": "300"}).stdout
+    text = " ".join(whole.split())
     assert all(f" {name} " in text for name in COMMANDS)
     assert "0 success, 1 a check found something" in text
     assert "--install-completion" in text
-
-
-def test_the_page_names_commands_and_options_that_exist(cli: Cli) -> None:
     page = (PROJECT / "docs" / "cli.md").read_text(encoding="utf-8")
     helps = {name: cli(name, "--help", env={"COLUMNS": "300"}).stdout for name in COMMANDS}
-    known = "".join(helps.values()) + cli("--help", env={"COLUMNS": "300"}).stdout
+    assert all("Usage: torchrl-llm-kl" in text for text in helps.values())
+    options = {name: set(re.findall(r"--[a-z][\w-]*", text)) for name, text in {**helps, "": whole}.items()}
     # `--algorithm` is the tutorial's
-    assert {option for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", page)} - {"--algorithm"} <= set(
-        re.findall(r"--[a-z][\w-]*", known)
-    )
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page)) - {"--algorithm"} <= set().union(*options.values())
     assert all(f"`{name} " in page or f"`{name}`" in page for name in COMMANDS)
     documented = page[page.index("## score") : page.index("## check")]
-    options = set(re.findall(r"--[a-z][\w-]*", helps["score"])) - {"--help", "--json"}
-    assert {option for option in options if option not in documented} == {"--tokenizer"}
+    of_score = options["score"] - {"--help", "--json"}
+    assert {option for option in of_score if option not in documented} == {"--tokenizer"}
 
 
-def test_no_command_is_an_error(cli: Cli) -> None:
+def test_no_command_and_a_wrong_one_are_errors(cli: Cli) -> None:
     assert error_of(cli(code=2)) == "name a command; torchrl-llm-kl --help lists them."
-
-
-def test_a_wrong_command_suggests_one(cli: Cli) -> None:
     assert "'scor'" in error_of(cli("scor", code=2))
 
 
@@ -111,45 +99,6 @@ def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == (
         "torchrl-llm-kl: the command line needs typer: pip install 'torchrl-llm-kl[cli]'.\n"
     )
-
-
-# ------------------------------------------------------------------ processes
-
-
-def program(*words: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchrl_llm_kl", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, **settings)
-
-
-def test_the_module_runs_and_loads_little() -> None:
-    found = program("version")
-    assert (found.stdout, found.stderr, found.returncode) == (f"torchrl-llm-kl {__version__}\n", "", 0)
-    code = (
-        "import sys, torchrl_llm_kl, torchrl_llm_kl.cli\n"
-        "print(sorted({'typer', 'rich', 'pyarrow', 'torch', 'transformers'} & set(sys.modules)))\n"
-        "import torchrl_llm_kl.cli._commands\nprint(sorted({'torch', 'transformers', 'pyarrow'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n[]\n"
-
-
-def test_a_reader_that_is_gone_is_no_error() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, "-m", "torchrl_llm_kl", "version"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_completion_of_a_shell() -> None:
-    env = {
-        **os.environ,
-        "_TORCHRL_LLM_KL_COMPLETE": "complete_bash",
-        "COMP_WORDS": "torchrl-llm-kl est",
-        "COMP_CWORD": "1",
-    }
-    assert program(env=env).stdout.split() == ["estimators"]
 
 
 # ------------------------------------------------------------------ output
@@ -199,9 +148,8 @@ def test_progress_is_lines_in_a_pipe_and_a_bar_on_a_terminal(
     monkeypatch.setattr(_console, "_SECONDS_BETWEEN_LINES", 0.0)
     with _console.progress("score", 2000) as advance:
         advance(1000, "5 tokens scored")
-    assert re.fullmatch(
-        r"torchrl-llm-kl: score: 1,000 of 2,000 rows, \d+ s, 5 tokens scored\n", capsys.readouterr().err
-    )
+    line = r"torchrl-llm-kl: score: 1,000 of 2,000 rows, \d+ s, 5 tokens scored\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
     out = Terminal()
     monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setenv("TERM", "xterm")
@@ -228,13 +176,8 @@ def test_the_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, cli: Cl
     monkeypatch.setattr(_commands.subprocess, "run", run)
     cli("demo", "--algorithm", "dapo", "--steps", "3", code=130)
     script = PROJECT / "tutorials" / "countdown_grpo.py"
-    assert [Path(word).resolve() if word.endswith(".py") else word for word in seen[0][1:]] == [
-        script,
-        "--algorithm",
-        "dapo",
-        "--steps",
-        "3",
-    ]
+    assert Path(seen[0][1]).resolve() == script
+    assert seen[0][2:] == ["--algorithm", "dapo", "--steps", "3"]
 
 
 def test_without_a_checkout_the_demo_says_where_it_is(
@@ -248,21 +191,3 @@ def test_without_a_checkout_the_demo_says_where_it_is(
 def test_typer_s_exit_and_abort_pass(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrl_llm_kl.cli._tables.show_version", raising(typer.Exit(7)))
     assert not cli("version", code=7).stderr
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_stream_without_unicode(encoding: str) -> None:
-    def run(*words: str) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, "-m", "torchrl_llm_kl", *words]
-        return subprocess.run(
-            command, env={**os.environ, "PYTHONIOENCODING": encoding}, capture_output=True, check=True
-        )
-
-    assert b"\\u2016" in run("estimators").stdout
-    assert "‖" in str(json.loads(run("estimators", "--json").stdout))
-
-
-def test_a_closed_stream() -> None:
-    command = f"{sys.executable} -m torchrl_llm_kl version >&-"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,4 +1,4 @@
-"""``train``: settings are printed, checked and followed; the exit code says how it ended."""
+"""``train``: settings are printed, checked and followed; the exit codes of whole runs: tests/runs/test_train_run.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cli_files import Cli, error_of
 
 pytest.importorskip("omegaconf")
 from torchrl_llm_kl.training import read_config
-from train_lab import ANSWERS, build_lab, settings, weights
+from train_lab import build_lab, settings
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,12 @@ def test_the_example_is_a_configuration(cli: Cli, tmp_path: Path) -> None:
     assert read_config(path).data.prompts == "prompts.jsonl"
 
 
+def test_a_file_with_an_equals_sign_in_its_path_is_no_change(cli: Cli, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "lr=1").mkdir()
+    copy = Path(shutil.copy(file, tmp_path / "lr=1" / "config.yaml"))
+    assert cli("train", copy, "--dry-run").stdout == cli("train", file, "--dry-run").stdout
+
+
 def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, file: Path, tmp_path: Path) -> None:
     out = cli("train", file, "optimizer.lr=1e-5", "run.seed=3", "--dry-run").stdout
     path = tmp_path / "again.yaml"
@@ -40,18 +46,9 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     assert read_config(path) == read_config(file, ["optimizer.lr=1e-5", "run.seed=3"])
     assert not (tmp_path / "out").exists()
     values = read_config(file)
-    least = (
-        f"model.name={values.model.name}",
-        f"data.prompts={values.data.prompts}",
-        f"reward={values.reward.functions}",
-    )
+    least = [f"model.name={values.model.name}", f"data.prompts={values.data.prompts}"]
+    least.append(f"reward={values.reward.functions}")
     assert f"name: {values.model.name}\n" in cli("train", *least, "--dry-run").stdout
-
-
-def test_a_file_with_an_equals_sign_in_its_path_is_no_change(cli: Cli, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "lr=1").mkdir()
-    copy = Path(shutil.copy(file, tmp_path / "lr=1" / "config.yaml"))
-    assert cli("train", copy, "--dry-run").stdout == cli("train", file, "--dry-run").stdout
 
 
 def test_a_reward_that_always_fails_is_the_user_s(cli: Cli, file: Path, tmp_path: Path) -> None:
@@ -85,7 +82,7 @@ NOT_THERE = {
     "algorithm.minibatches=9": "algorithm.minibatches is 9: expected at most 8, the answers of a step",
     "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "there are no held-out prompts",
     "data.system_prompt=no; model.name={tmp}/strict": "chat template refuses the first prompt (no system prompts)",
-    "run.out={tmp}/config.yaml": "run.out is {tmp}/config.yaml, a file",
+    "run.out={tmp}/config.yaml": "run.out is {tmp}/config.yaml, and {tmp}/config.yaml is a file: pass a folder",
 }
 
 
@@ -140,24 +137,3 @@ def test_errors_are_one_line(cli: Cli, file: Path, tmp_path: Path) -> None:
         ([], "train --example"),
     ):
         assert message in error_of(cli("train", *words, code=2)), message
-
-
-def test_a_run_and_its_exit_codes(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted, finished by the same command, and ended by its KL."""
-    monkeypatch.setenv("INTERRUPT_AT", str(ANSWERS))
-    interrupted = cli("train", file, code=130)
-    assert "interrupted after step 1 of 2: saved" in interrupted.stderr
-    monkeypatch.delenv("INTERRUPT_AT")
-    finished = cli("train", file)
-    assert "going on after step 1 of 2" in finished.stderr
-    assert f"wrote {tmp_path / 'out' / 'final'}, the weights after step 2" in finished.stdout
-    assert weights(tmp_path / "out" / "final")
-    assert "other settings (optimizer.lr" in error_of(cli("train", file, "optimizer.lr=1", code=2))
-    changes = [
-        "kl.stop_above=0.001",
-        "kl.stop_after=1",
-        "optimizer.lr=0.3",
-        "run.steps=4",
-        "optimizer.schedule=constant",
-    ]
-    assert "kl.stop_above" in cli("train", file, *changes, "--fresh", code=1).stderr

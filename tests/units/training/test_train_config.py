@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -81,13 +79,9 @@ def test_the_example_holds_every_setting_and_its_default(tmp_path: Path) -> None
     file.write_text(example_config())
     config = read_config(file)
     assert config.lora is None
-    assert read_config(
-        file, [f"{key}={value}" for key, value in (("model.name", "m"), ("data.prompts", "p.jsonl"))]
-    ) == (
-        TrainConfig(
-            model=ModelConfig(name="m"), data=DataConfig(prompts="p.jsonl"), reward=RewardConfig("rewards.py:correct")
-        )
-    )
+    reward = RewardConfig("rewards.py:correct")
+    defaults = TrainConfig(model=ModelConfig(name="m"), data=DataConfig(prompts="p.jsonl"), reward=reward)
+    assert read_config(file, ["model.name=m", "data.prompts=p.jsonl"]) == defaults
     with_lora = example_config().replace("lora: null", "lora:").replace("\n#  ", "\n  ")
     file.write_text(with_lora)
     assert read_config(file).lora is not None
@@ -138,7 +132,7 @@ def test_the_example_holds_every_setting_and_its_default(tmp_path: Path) -> None
         (f"optimizer.lr={'9' * 400}", "optimizer.lr is a whole number of 1329 bits"),
         (f"optimizer.betas=[0.9, {'9' * 400}]", "optimizer.betas is a whole number of 1329 bits"),
         (
-            f"reward.functions={{a: {{function: r.py:f, weight: {'9' * 400}}}}}",
+            f"reward.functions={{a: {{function: f, weight: {'9' * 400}}}}}",
             "reward.functions.a.weight is a whole number",
         ),
         ("run.steps=inf", "run.steps is 'inf': expected a whole number."),
@@ -161,10 +155,7 @@ def test_the_example_holds_every_setting_and_its_default(tmp_path: Path) -> None
         ("algorithm.args={null: 2}", "'algorithm.args={null: 2}' has a value that cannot be read"),
         ("algorithm.args=&a {x: *a}", "has an alias (*name)"),
         (f"algorithm.args.a={'[' * 400}{']' * 400}", "cannot be read (it is nested too deeply"),
-        (
-            f"algorithm.args.a={'[' * 30}{']' * 30}",
-            "algorithm.args.a is nested too deeply: expected at most 20 levels.",
-        ),
+        (f"algorithm.args.a={'[' * 30}{']' * 30}", "args.a is nested too deeply: expected at most 20 levels."),
         (f"algorithm.args.{'a.' * 90}b=1", "is nested too deeply: expected a key such as optimizer.lr."),
         ("run.out=${run.out}", "run.out is '${run.out}': Recursive interpolation detected."),
         ("lora.targets={a: b}", "lora.targets is {'a': 'b'}: expected a list, each text."),
@@ -177,20 +168,17 @@ def test_what_is_wrong_is_named(override: str, message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
+def test_settings_that_contradict_one_another() -> None:
+    for overrides, message in (
         (["kl.place=none", "kl.target=0.5"], "choose loss or reward, or drop the target"),
         (["reference.name=none", "kl.place=loss"], "no KL to charge"),
         (["lora.r=4", "reference.decay=0.9"], "train without lora"),
         (["reference.name=base", "lora.r=4", "reference.service=shared"], "holds a model of its own"),
         (["reference.service=shared", "reference.decay=0.9"], "for all runs that share it"),
         (["checkpoints.final=best", "evaluation.every=0"], "evaluate, or take last"),
-    ],
-)
-def test_settings_that_contradict_one_another(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_config(LEAST, overrides)
+    ):
+        with pytest.raises(ConfigError, match=message):
+            read_config(LEAST, overrides)
 
 
 def test_all_unknown_keys_are_named_at_once() -> None:
@@ -265,16 +253,6 @@ def test_only_some_settings_may_change_on_resuming() -> None:
     assert "algorithm.args.clip_high: None, now 0.3" in found
     assert any(each.startswith("lora.r: ") for each in found)
     assert not any("run.steps" in each for each in found)
-
-
-def test_settings_are_read_without_torch() -> None:
-    """An example and a mistyped key take no seconds; the loop loads torchrl when it is asked for."""
-    code = (
-        "import sys; from torchrl_llm_kl import training; training.example_config(); training.load_model; "
-        "print({'torch', 'torchrl', 'transformers'} & set(sys.modules)); training.evaluate; print('torchrl' in sys.modules)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert out.split("\n")[:2] == ["set()", "True"]
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
