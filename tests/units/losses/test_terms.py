@@ -88,17 +88,15 @@ def test_an_exact_kl_comes_with_its_own_gradient() -> None:
         kl_to_ref(policy(), MASK, ref_log_prob=REF, estimator="exact")
 
 
-def test_the_default_coefficient_to_the_sampler() -> None:
-    assert kl_to_sampler(policy(), MASK, old_log_prob=OLD)[0].weight == 1e-3
-
-
 def test_kl_to_sampler_prefers_the_samplers_own_log_probs() -> None:
     log_prob = policy()
     (term,) = kl_to_sampler(log_prob, MASK, old_log_prob=OLD, sampler_log_prob=SAMPLER, coeff=0.5)
     assert (term.name, term.weight) == ("kl_to_sampler", 0.5)
     assert_term(term, log_prob, [0.045, 0.18], [-0.3, 0.6, 0.0])
     log_prob = policy()
-    assert_term(kl_to_sampler(log_prob, MASK, old_log_prob=OLD)[0], log_prob, [0.02, 0.08], [0.2, 0.4, 0.0])
+    (term,) = kl_to_sampler(log_prob, MASK, old_log_prob=OLD)
+    assert term.weight == 1e-3
+    assert_term(term, log_prob, [0.02, 0.08], [0.2, 0.4, 0.0])
 
 
 def test_corrected_k3_to_the_sampler_is_the_reverse_kl() -> None:
@@ -132,18 +130,13 @@ TERMS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("function", "inputs"), TERMS)
-def test_experts_can_be_left_out(function: Any, inputs: dict[str, Any]) -> None:
+def test_terms_keep_the_promises_of_objectives_and_can_leave_experts_out(function: Any, inputs: dict[str, Any]) -> None:
     (term,) = function(policy(), MASK, **inputs, expert_mask=EXPERTS, leave_out_experts=True)
     assert term.mask.tolist() == [[True, False, False]]
     (term,) = function(policy(), MASK, **inputs, expert_mask=EXPERTS)
     assert torch.equal(term.mask, MASK)
     with pytest.raises(ValueError, match=r"needs expert_mask: pass expert_mask=, .* or change leave_out_experts=True"):
         function(policy(), MASK, **inputs, leave_out_experts=True)
-
-
-@pytest.mark.parametrize(("function", "inputs"), TERMS)
-def test_terms_keep_the_promises_of_objectives(function: Any, inputs: dict[str, Any]) -> None:
-    (term,) = function(policy(), MASK, **inputs)
     assert (term.value[~MASK] == 0).all()
     half = {key: value.bfloat16() if isinstance(value, Tensor) else value for key, value in inputs.items()}
     assert function(policy().bfloat16(), MASK, **half)[0].value.dtype == torch.float32
