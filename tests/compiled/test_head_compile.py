@@ -83,22 +83,12 @@ def value_and_gradients(fn, args):
     return value, *torch.autograd.grad(value, args[:-1], upstream, allow_unused=True)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_same_values_and_gradients_in_one_graph(fn, backend):
-    compiled = torch.compile(fn, backend=backend, fullgraph=True)
-    args = arguments()
-    assert_close(value_and_gradients(compiled, args), value_and_gradients(fn, args))
-    with torch.no_grad():
-        assert_close(compiled(*args), fn(*args))
-
-
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_other_numbers_of_positions_do_not_recompile(fn):
+def test_same_values_and_gradients_in_one_graph_for_any_number_of_positions(fn):
     """The first number is compiled as a constant, the second as a dynamic size."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fn, backend=counter, fullgraph=True)
-    for n in (7, 12, 4, 30, 55):
+    for n in (7, 12, 55):
         args = arguments(n)
         assert_close(value_and_gradients(compiled, args), value_and_gradients(fn, args))
     assert counter.frame_count == 2
@@ -116,9 +106,9 @@ def test_temperature_is_dynamic():
     def run(h, w, targets, temperature):
         return linear_log_prob(h, w, targets, temperature=temperature).log_prob
 
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
     h, w, *_, targets = arguments()
-    for temperature in (1.0, 0.5, 0.7, 1.3):
+    for temperature in (1.0, 0.5, 1.3):
         assert_close(compiled(h, w, targets, temperature), run(h, w, targets, temperature))
 
 
@@ -148,16 +138,19 @@ def test_graph_break_between_two_sweeps():
 
 
 WHOLE = [0.0, 1.0, 0.0, 0.0, 0.0]  # the last two: keep targets, restrict the reference
+
+
 SETTINGS = ([3, 40], True, [0.7, 0.3], WHOLE, torch.float64, torch.float64, [1.7, 0.6, 5.0, 1.7, 1.3, 0.0])
 
 
+SHARES = [([1.0, 0.0], WHOLE), ([0.0, 1.0], WHOLE), ([0.7, 0.3], WHOLE), ([1.0, 0.0], [5.0, 0.9, 0.1, 1.0, 1.0])]
+
+
 @pytest.mark.parametrize(
-    ("shares", "truncation"),
-    [([1.0, 0.0], WHOLE), ([0.0, 1.0], WHOLE), ([0.7, 0.3], WHOLE), ([1.0, 0.0], [5.0, 0.9, 0.1, 1.0, 1.0])],
+    ("shares", "truncation", "with_targets", "with_ids"),
+    [(*some, i % 2 == 0, i in (0, 3)) for i, some in enumerate(SHARES)] + [([0.7, 0.3], WHOLE, False, True)],
     ids=str,
 )
-@pytest.mark.parametrize("with_targets", [True, False])
-@pytest.mark.parametrize("with_ids", [True, False])
 def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets, with_ids):
     """Declared shapes, dtypes, strides, aliases and mutations match the actual ones."""
     ops = torch.ops.torchrl_llm_kl
@@ -175,18 +168,13 @@ def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets, 
     grads = [one, None, None, one, one.reshape(N, 1, 1).expand(N, 1, 3).clone() if with_ids else None]
     needed = [True, True, False, True, True, False]
     torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
-    alone = (
-        [None, *tensors[:3], *[None] * 6],
-        5,
-        SETTINGS[0],
-        False,
-        [1.0, 0.0],
-        WHOLE,
-        torch.float64,
-        None,
-        SETTINGS[-1][:3],
-    )
-    torch.library.opcheck(ops.head_top_k, alone)
-    torch.library.opcheck(ops.head_top_k, ([targets, *alone[0][1:]], *alone[1:]))
     assert tensors[0].shape == (N, H)
     assert tensors[1].shape == (V, H)
+
+
+@pytest.mark.parametrize("with_targets", [True, False])
+def test_the_operator_of_top_k_keeps_the_contract_of_torch(with_targets):
+    *tensors, targets = (t.detach() for t in arguments())
+    inputs = [targets if with_targets else None, *tensors[:3], *[None] * 6]
+    settings = (5, SETTINGS[0], False, [1.0, 0.0], WHOLE, torch.float64, None, SETTINGS[-1][:3])
+    torch.library.opcheck(torch.ops.torchrl_llm_kl.head_top_k, (inputs, *settings))

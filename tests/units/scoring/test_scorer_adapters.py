@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
@@ -18,6 +17,7 @@ from toy_rollouts import plain_log_probs
 
 peft = pytest.importorskip("peft")
 IDS = torch.tensor([5, 9, 11, 2, 40, 3])
+BATCH = Ragged.from_list([IDS])
 
 
 def with_adapters(seed: int = 0) -> tuple[Any, Any]:
@@ -27,61 +27,6 @@ def with_adapters(seed: int = 0) -> tuple[Any, Any]:
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     return peft.get_peft_model(base, config).eval(), before
-
-
-@pytest.mark.parametrize("native", [False, True], ids=["PeftModel", "transformers' own"])
-def test_adapters_off_is_the_base_model(native: bool) -> None:
-    model, base = with_adapters()
-    model = model.get_base_model() if native else model
-    sequences = Ragged.from_list([IDS, IDS[:3]])
-    with_lora, without = LogProbScorer(model), LogProbScorer(model, adapters=False)
-    assert without.path == "head"
-    assert_near(without.score(sequences).values[:6], plain_log_probs(base, IDS), **FORWARD)
-    assert_near(with_lora.score(sequences).values[:6], plain_log_probs(model, IDS), **FORWARD)
-    assert (with_lora.score(sequences).values - without.score(sequences).values).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_the_state_of_the_adapters_is_restored(raises: bool) -> None:
-    model, _ = with_adapters()
-    frozen = next(p for n, p in model.named_parameters() if "lora_A" in n)
-    frozen.requires_grad_(False)
-    flags = {n: p.requires_grad for n, p in model.named_parameters()}
-    want = plain_log_probs(model, IDS)
-    scorer = LogProbScorer(model, adapters=False)
-    if raises:
-        broken = model.get_base_model().lm_head
-        handle = broken.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            scorer.score(Ragged.from_list([IDS]))
-        handle.remove()
-    else:
-        scorer.score(Ragged.from_list([IDS]))
-    assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
-    assert_close(plain_log_probs(model, IDS), want)
-
-
-def test_no_adapters_merged_adapters_and_gradient_are_errors() -> None:
-    with pytest.raises(ValueError, match=r"has no PEFT adapters to switch off.*get_peft_model"):
-        LogProbScorer(tiny_model(), adapters=False)
-    model, _ = with_adapters()
-    with pytest.raises(ValueError, match="grad=True with adapters=False"):
-        LogProbScorer(model, adapters=False).score(Ragged.from_list([IDS]), grad=True)
-    model.merge_adapter()
-    with pytest.raises(ValueError, match=r"merged into its weights.*unmerge_adapter"):
-        LogProbScorer(model, adapters=False)
-
-
-@pytest.mark.parametrize("adapters", [None, 1, 0, ["default"]])
-def test_adapters_is_true_false_or_a_name(adapters: Any) -> None:
-    model, message = (
-        with_adapters()[0],
-        rf"adapters must be True, False or a name, got {re.escape(repr(adapters))}",
-    )
-    with pytest.raises(TypeError, match=message):
-        LogProbScorer(model, adapters=adapters)
-    with pytest.raises(TypeError, match=message):
-        RetrieveLogProb(model, adapters=adapters)
 
 
 def with_two_adapters() -> tuple[Any, Any]:
@@ -94,30 +39,50 @@ def with_two_adapters() -> tuple[Any, Any]:
     return model, alone
 
 
-@pytest.mark.parametrize("state", ["active", "disabled", "raises"])
 @pytest.mark.parametrize("native", [False, True], ids=["PeftModel", "transformers' own"])
-def test_a_named_adapter_is_scored_alone_and_the_state_restored(native: bool, state: str) -> None:
+def test_adapters_off_is_the_base_model(native: bool) -> None:
+    model, base = with_adapters()
+    model = model.get_base_model() if native else model
+    with_lora, without = LogProbScorer(model), LogProbScorer(model, adapters=False)
+    assert without.path == "head"
+    assert_near(without.score(BATCH).values, plain_log_probs(base, IDS), **FORWARD)
+    assert_near(with_lora.score(BATCH).values, plain_log_probs(model, IDS), **FORWARD)
+    assert (with_lora.score(BATCH).values - without.score(BATCH).values).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("adapters", "native", "state"),
+    [
+        (False, False, "active"),
+        (False, True, "raises"),
+        ("ref", True, "active"),
+        ("ref", False, "disabled"),
+        ("ref", True, "disabled"),
+        ("ref", False, "raises"),
+    ],
+)
+def test_another_state_is_scored_alone_and_the_models_own_restored(adapters: Any, native: bool, state: str) -> None:
     model, alone = with_two_adapters()
     model = model.get_base_model() if native else model
-    want, before = plain_log_probs(alone, IDS), plain_log_probs(model, IDS)
-    assert (want - before).abs().max() > 0.05
+    want = plain_log_probs(alone if adapters else with_adapters()[1], IDS)
+    assert (want - plain_log_probs(model, IDS)).abs().max() > 0.05
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_B" in name)
     if state == "disabled":
         for layer in model.modules():
             if hasattr(layer, "lora_A"):
                 layer.enable_adapters(False)
-        before = plain_log_probs(model, IDS)
+    before = plain_log_probs(model, IDS)
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    scorer = LogProbScorer(model, adapters="ref")
+    scorer = LogProbScorer(model, adapters=adapters)
     assert scorer.path == "head"
     if state == "raises":
         handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            scorer.score(Ragged.from_list([IDS]))
+            scorer.score(BATCH)
         handle.remove()
-    assert_near(scorer.score(Ragged.from_list([IDS])).values, want, **FORWARD)
-    assert_close(plain_log_probs(model, IDS), before, atol=0, rtol=0)
+    assert_near(scorer.score(BATCH).values, want, **FORWARD)
+    assert torch.equal(plain_log_probs(model, IDS), before)
     assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
 
 
@@ -131,25 +96,33 @@ def test_whole_layers_of_a_named_adapter() -> None:
         next(p for n, p in model.named_parameters() if "modules_to_save.default" in n).mul_(1.5)
     alone = copy.deepcopy(model)
     alone.set_adapter("ref")
-    before, want = plain_log_probs(model, IDS), plain_log_probs(alone, IDS)
-    scorers = [LogProbScorer(model, adapters=name) for name in ("ref", "default")]
-    assert_near(scorers[0].score(Ragged.from_list([IDS])).values, want, **FORWARD)
-    assert_near(scorers[1].score(Ragged.from_list([IDS])).values, before, **FORWARD)
-    assert_close(plain_log_probs(model, IDS), before, atol=0, rtol=0)
+    before = plain_log_probs(model, IDS)
+    for name, want in {"ref": plain_log_probs(alone, IDS), "default": before}.items():
+        assert_near(LogProbScorer(model, adapters=name).score(BATCH).values, want, **FORWARD)
+    assert torch.equal(plain_log_probs(model, IDS), before)
 
 
-def test_an_unknown_name_no_adapters_and_gradient_are_errors() -> None:
+def test_what_is_refused() -> None:
     model, _ = with_two_adapters()
-    with pytest.raises(
-        ValueError, match=r"adapters='old', but the adapters in the layers .* 'default', 'ref'.*add_adapter"
-    ):
+    for adapters, message in [
+        (False, "grad=True with adapters=False"),
+        ("ref", r"grad=True with adapters='ref': the adapter 'ref' is a reference.*adapters=True"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LogProbScorer(model, adapters=adapters).score(BATCH, grad=True)
+        with pytest.raises(ValueError, match=r"has no PEFT adapters to switch off.*get_peft_model"):
+            LogProbScorer(tiny_model(), adapters=adapters)
+    message = r"adapters='old', but the adapters in the layers .* 'default', 'ref'.*add_adapter"
+    with pytest.raises(ValueError, match=message):
         LogProbScorer(model, adapters="old")
-    with pytest.raises(ValueError, match=r"has no PEFT adapters to switch off"):
-        LogProbScorer(tiny_model(), adapters="ref")
-    with pytest.raises(
-        ValueError, match=r"grad=True with adapters='ref': the adapter 'ref' is a reference.*adapters=True"
-    ):
-        LogProbScorer(model, adapters="ref").score(Ragged.from_list([IDS]), grad=True)
+    for wrong in (None, 1, 0, ["default"]):
+        message = rf"adapters must be True, False or a name, got {re.escape(repr(wrong))}"
+        for make in (LogProbScorer, RetrieveLogProb):
+            with pytest.raises(TypeError, match=message):
+                make(model, adapters=wrong)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"merged into its weights.*unmerge_adapter"):
+        LogProbScorer(model, adapters=False)
 
 
 def test_the_exact_kl_and_the_cache_of_a_named_adapter() -> None:
@@ -185,7 +158,6 @@ def test_a_policy_against_its_own_named_adapter() -> None:
         parts = make_algorithm(
             "grpo", actor=model, reference=LogProbScorer(model, adapters="ref"), group_size=2, **{kl: "k2"}
         )
-        assert parts.kl_transform is not None
         found = parts.kl_transform(data.clone())
         assert_near(found["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], **FORWARD)
 
