@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import RemoteModel, ScoringService
 from waits import LONG, until
@@ -99,12 +97,7 @@ def callers(remote: RemoteModel, count: int = 4, calls: int | None = None) -> It
 class Client:
     """A caller in a process of its own."""
 
-    def __init__(self) -> None:
-        self._local = LogProbScorer(model())
-
-    def ask(self, handle: bytes, seeds: list[int], *, at: float = 0.0) -> list[Tensor]:
-        """Scores of the sequences of each seed, requested at a given time of the clock."""
+    def ask(self, handle: bytes, seeds: list[int]) -> list[Tensor]:
+        """Scores of the sequences of each seed."""
         scorer = pickle.loads(handle).make_scorer()
-        scorer.model.call(0, "health")  # connected
-        time.sleep(max(at - time.time(), 0.0))
         return [scorer.score(sequences(seed)).values for seed in seeds]

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from drivers import LAB, Driver, handle_of
-from load import Client, assert_same, sequences
+from load import assert_same, sequences
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.service import ScoringService, ServiceError
@@ -68,26 +68,6 @@ def test_an_import_error_in_the_actor_is_raised_at_once(driver: Driver) -> None:
 
 
 @pytest.mark.slow
-def test_eight_processes_at_once_share_one_batch(local: LogProbScorer) -> None:
-    clients = [Client.remote() for _ in range(8)]
-    with ScoringService(factory=model, max_wait=2.0, **CPUS) as service:
-        handle = pickle.dumps(service.model)
-        ray.get([client.ask.remote(handle, [0]) for client in clients])  # now they are recent callers
-        before = service.stats()[0]
-        at = time.time() + 1.0
-        seeds = [[i, 100 + i, 200 + i] for i in range(8)]
-        found = ray.get([client.ask.remote(handle, mine, at=at) for client, mine in zip(clients, seeds, strict=True)])
-        after = service.stats()[0]
-        service.shutdown()
-    for mine, answers in zip(seeds, found, strict=True):
-        for seed, answer in zip(mine, answers, strict=True):
-            assert_same(answer, local.score(sequences(seed)).values)
-    assert after["requests"] - before["requests"] == 24
-    assert after["batches"] - before["batches"] == 3
-    assert after["largest_batch"] == 8
-
-
-@pytest.mark.slow
 def test_drivers_with_the_same_name_and_with_another_configuration(drivers: Start, local: LogProbScorer) -> None:
     """Two drivers agree and share one actor, the factory of the third differs; the actor ends with the last driver."""
     one, two, other = drivers(), drivers(), drivers()
@@ -139,19 +119,6 @@ def test_the_lease_of_a_killed_driver_expires(drivers: Start) -> None:
     doomed.kill()
     assert names("orphan:0")
     until(lambda: not names("orphan:0"))
-
-
-@pytest.mark.slow
-def test_the_service_ends_with_its_last_client() -> None:
-    service = ScoringService(factory=model, name="shortlived", **CPUS)
-    other = pickle.loads(pickle.dumps(service.model))
-    other.call(0, "health")
-    service.close()
-    time.sleep(1)
-    assert names("shortlived:0"), "another client uses it"
-    assert other.call(0, "health")
-    del other
-    until(lambda: not names("shortlived:0"), seconds=10)
 
 
 @pytest.mark.slow
@@ -227,7 +194,7 @@ def test_a_client_that_is_stopped_for_a_while_keeps_the_service(drivers: Start) 
 # ------------------------------------------------------------------ models by value
 
 GIVEN = """
-    service = ScoringService(model(), name="given", num_cpus=0.1, lifetime="detached")
+    service = ScoringService(model(), name={name!r}, num_cpus=0.1, lifetime="detached")
     total(service.model)
     print(pickle.dumps(service.model).hex())
 """
@@ -237,21 +204,21 @@ GIVEN = """
 @pytest.mark.parametrize("lost", [False, True], ids=["a replica is killed", "all are killed"])
 def test_a_model_by_value_after_the_process_that_passed_it(drivers: Start, local: LogProbScorer, lost: bool) -> None:
     """It outlives that process; if all actors are lost too, the error says that nobody has it any more."""
-    client, expected = drivers(), local.score(sequences()).values
-    remote = pickle.loads(bytes.fromhex(client.run(GIVEN)))
+    client, expected, name = drivers(), local.score(sequences()).values, f"given-{lost}"
+    remote = pickle.loads(bytes.fromhex(client.run(GIVEN.format(name=name))))
     client.exit()
     scorer, namespace = remote.make_scorer(), remote.spec.namespace
     assert_same(scorer.score(sequences()).values, expected)
     if not lost:
         for no_restart in (True, False):
-            ray.kill(ray.get_actor("given:0", namespace=namespace), no_restart=no_restart)
+            ray.kill(ray.get_actor(f"{name}:0", namespace=namespace), no_restart=no_restart)
             assert_same(scorer.score(sequences()).values, expected)
         remote.replicas.end()
         return
-    for name in ("given:control", "given:0"):
-        ray.kill(ray.get_actor(name, namespace=namespace), no_restart=False)
+    for actor in (f"{name}:control", f"{name}:0"):
+        ray.kill(ray.get_actor(actor, namespace=namespace), no_restart=False)
     with pytest.raises(ServiceError, match=r"given by value, and is lost: .* construct ScoringService with it again"):
         scorer.score(sequences())
-    with ScoringService(model(), name="given", lifetime="detached", **CPUS) as again:
+    with ScoringService(model(), name=name, lifetime="detached", **CPUS) as again:
         assert_same(again.model.make_scorer().score(sequences()).values, expected)
         again.shutdown()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import pickle
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -150,22 +148,6 @@ def test_remembered_scores_are_requested_again_once_weights_are_pushed(pushed: S
 
 
 # ------------------------------------------------------------------ with services of their own
-
-
-@pytest.mark.slow
-def test_replicas_share_the_work_and_one_may_die(local: LogProbScorer) -> None:
-    with ScoringService(factory=model, num_replicas=2, **CPUS) as service:
-        remote, data = service.model.make_scorer(), sequences(count=24)
-        assert_same(remote.score(data).values, local.score(data).values)
-        shares = [stats["tokens"] for stats in service.stats()]
-        assert sum(shares) == data.values.shape[0]
-        assert all(shares)
-        assert_same(remote.score(data).values, local.score(data).values)
-        twice = [2 * n for n in shares]
-        assert [stats["tokens"] for stats in service.stats()] == twice, "each sequence goes to the same replica again"
-        os.kill(service.stats()[1]["pid"], signal.SIGKILL)
-        assert_same(remote.score(data).values, local.score(data).values)
-        service.shutdown()
 
 
 @pytest.mark.slow
