@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any
 
 import hydra
 import pytest
+import tensordict
 import torch
 import torchrl.trainers.algorithms.configs as theirs
 from hydra.errors import ConfigCompositionException, InstantiationException
@@ -48,9 +49,14 @@ def compose(*overrides: str) -> DictConfig:
         return hydra.compose(overrides=list(overrides))
 
 
+@pytest.fixture(scope="module")
+def every() -> DictConfig:
+    return compose(*(f"+{group}@{group}_{name}={name}" for group, name in EVERY))
+
+
 @pytest.mark.parametrize(("group", "name"), EVERY)
-def test_a_node_has_the_arguments_of_its_constructor(group: str, name: str) -> None:
-    node = compose(f"+{group}@it={name}").it
+def test_a_node_has_the_arguments_of_its_constructor(every: DictConfig, group: str, name: str) -> None:
+    node = every[f"{group}_{name}"]
     parameters = inspect.signature(get_object(node.class_)).parameters
     own = {"_target_", "_convert_", "_partial_", "class_", "service", "hyper", "overrides", "set_keys"}
     named = {key for key, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD}
@@ -78,16 +84,21 @@ def test_torchrls_groups_are_joined_and_no_node_of_its_own_is_replaced() -> None
 
 
 class Lab:
-    def __init__(self, tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module, padded: bool) -> None:
+    def __init__(self, tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
         self.policy_model, self.ref_model = policy_model, ref_model
-        self.data = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded)))
-        self.gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
-        self.ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
+        self.rollout = flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=False)))
+        self.gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=False, log_probs_key="log_probs")
+        self.ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
+
+    @property
+    def data(self) -> TensorDictBase:
+        return self.rollout.clone()
 
 
-@pytest.fixture
-def lab(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> Lab:
-    return Lab(tokenizer, policy_model, ref_model, padded)
+@pytest.fixture(scope="module")
+def lab(tokenizer: Any, policy_model: Any, ref_model: Any) -> Lab:
+    with tensordict.set_list_to_stack(True):
+        return Lab(tokenizer, policy_model, ref_model)
 
 
 def same(found: TensorDictBase, expected: TensorDictBase, *keys: Any) -> None:
@@ -101,31 +112,17 @@ WRITTEN = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("n
 
 
 def test_retrieve_kl(lab: Lab) -> None:
-    cfg = compose(
-        "+transform@kl=retrieve_kl",
-        "+coefficient@kl.coeff=pi",
-        "kl.coeff.init=0.25",
-        "kl.coeff.target=0.5",
-        "kl.estimator=k3",
-        "kl.kl_key=[kl, here]",
-        "kl.gen_log_probs_full_key=[mine, full]",
-        "kl.temperature=0.5",
-    )
+    numbers = "kl.coeff.init=0.25", "kl.coeff.target=0.5", "kl.estimator=k3", "kl.temperature=0.5"
+    keys = "kl.kl_key=[kl, here]", "kl.gen_log_probs_full_key=[mine, full]"
+    cfg = compose("+transform@kl=retrieve_kl", "+coefficient@kl.coeff=pi", *numbers, *keys)
     transform = instantiate(cfg.kl, gen_model=lab.gen, ref_model=lab.ref)
     assert isinstance(transform, RetrieveKL)
     assert isinstance(transform.coeff, PIKLCoefficient)
     assert (transform.coeff.target, float(transform.coeff())) == (0.5, 0.25)
-    expected = RetrieveKL(
-        lab.gen,
-        lab.ref,
-        coeff=0.25,
-        estimator="k3",
-        kl_key=("kl", "here"),
-        gen_log_probs_full_key=("mine", "full"),
-        temperature=0.5,
-    )
-    keys = [("next", "mine", "full"), ("next", "ref_log_probs", "full"), ("next", "kl", "here"), ("next", "reward")]
-    same(transform(lab.data.clone()), expected(lab.data.clone()), *keys)
+    keys = {"kl_key": ("kl", "here"), "gen_log_probs_full_key": ("mine", "full")}
+    expected = RetrieveKL(lab.gen, lab.ref, coeff=0.25, estimator="k3", temperature=0.5, **keys)
+    written = [("next", "mine", "full"), ("next", "ref_log_probs", "full"), ("next", "kl", "here"), ("next", "reward")]
+    same(transform(lab.data), expected(lab.data), *written)
 
 
 def test_the_models_are_the_ones_that_were_passed(lab: Lab) -> None:
@@ -139,70 +136,47 @@ def test_the_models_are_the_ones_that_were_passed(lab: Lab) -> None:
 
 def test_separate_transforms(lab: Lab) -> None:
     """Two scorers, a KL and a reward, from one configuration: a list of transforms as torchrl's ``transform=compose`` has."""
-    cfg = compose(
-        "+transform@policy=retrieve_log_prob",
-        "+transform@reference=retrieve_log_prob",
-        "reference.log_probs_full_key=[ref_log_probs, full]",
-        "+transform@kl=kl_computation",
-        "kl.coeff=0.3",
-    )
-    found = lab.data.clone()
-    for transform in (
-        instantiate(cfg.policy, model=lab.gen),
-        instantiate(cfg.reference, model=lab.ref),
-        instantiate(cfg.kl),
-    ):
-        found = transform(found)
-    same(found, RetrieveKL(lab.gen, lab.ref, coeff=0.3)(lab.data.clone()), *WRITTEN)
+    scorers = "+transform@policy=retrieve_log_prob", "+transform@reference=retrieve_log_prob"
+    key = "reference.log_probs_full_key=[ref_log_probs, full]"
+    cfg = compose(*scorers, key, "+transform@kl=kl_computation", "kl.coeff=0.3")
+    found = instantiate(cfg.reference, model=lab.ref)(instantiate(cfg.policy, model=lab.gen)(lab.data))
+    found = instantiate(cfg.kl)(found)
+    same(found, RetrieveKL(lab.gen, lab.ref, coeff=0.3)(lab.data), *WRITTEN)
 
 
 def test_kl_reward(lab: Lab) -> None:
-    scored = RetrieveLogProb(lab.gen)(lab.data.clone())
+    scored = RetrieveLogProb(lab.gen)(lab.data)
     cfg = compose("+transform@kl=llm_kl_reward", "kl.coef=0.3", "kl.out_keys=[reward, my_kl, my_ref]")
     found = instantiate(cfg.kl, ref_model=lab.ref)(scored.clone())
     expected = KLRewardTransform(lab.ref, coef=0.3, out_keys=["reward", "my_kl", "my_ref"])(scored.clone())
     same(found, expected, ("next", "reward"), ("next", "my_kl"), ("next", "my_ref"))
 
 
-@pytest.mark.parametrize("given", ["group", "mapping", "list"])
+NODES_OF_TERMS = (
+    "{_target_: torchrl_llm_kl.losses.KLToReference, coeff: 0.2}",
+    "{_target_: torchrl_llm_kl.losses.EntropyBonus, coeff: 0.01}",
+)
+TERMS = {
+    "group": [
+        *("+term@loss.terms.kl=kl_to_reference", "loss.terms.kl.coeff=0.2"),
+        *("+term@loss.terms.entropy=entropy_bonus", "loss.terms.entropy.coeff=0.01"),
+    ],
+    "mapping": ["loss.terms={{kl: {}, e: {}}}".format(*NODES_OF_TERMS)],
+    "list": ["loss.terms=[{}, {}]".format(*NODES_OF_TERMS)],
+}
+
+
+@pytest.mark.parametrize("given", TERMS)
 def test_policy_loss(lab: Lab, given: str) -> None:
-    terms = {
-        "group": [
-            "+term@loss.terms.kl=kl_to_reference",
-            "loss.terms.kl.coeff=0.2",
-            "+term@loss.terms.entropy=entropy_bonus",
-            "loss.terms.entropy.coeff=0.01",
-        ],
-        "mapping": [
-            "loss.terms={kl: {_target_: torchrl_llm_kl.losses.KLToReference, coeff: 0.2}, "
-            "e: {_target_: torchrl_llm_kl.losses.EntropyBonus, coeff: 0.01}}"
-        ],
-        "list": [
-            "loss.terms=[{_target_: torchrl_llm_kl.losses.KLToReference, coeff: 0.2}, "
-            "{_target_: torchrl_llm_kl.losses.EntropyBonus, coeff: 0.01}]"
-        ],
-    }[given]
-    cfg = compose(
-        "+loss=policy",
-        "loss.objective=dapo",
-        "loss.hyper={clip_high: 0.35, clip_low: 0.1}",
-        "loss.dtype=float64",
-        "loss.set_keys={advantage: [my, advantage]}",
-        *terms,
-    )
+    settings = "loss.objective=dapo", "loss.hyper={clip_high: 0.35, clip_low: 0.1}", "loss.dtype=float64"
+    cfg = compose("+loss=policy", *settings, "loss.set_keys={advantage: [my, advantage]}", *TERMS[given])
     loss = instantiate(cfg.loss, actor=lab.policy_model)
     assert float(loss.clip_high) == pytest.approx(0.35)
     assert loss.tensor_keys.advantage == ("my", "advantage")
-    data = RetrieveKL(lab.gen, lab.ref, add_to_reward=False)(lab.data.clone())
+    data = RetrieveKL(lab.gen, lab.ref, add_to_reward=False)(lab.data)
     data["my", "advantage"] = data["advantage"] = torch.tensor([1.0, -0.5]).reshape(2, 1)
-    expected = PolicyLoss(
-        lab.policy_model,
-        "dapo",
-        terms=[KLToReference(0.2), EntropyBonus(0.01)],
-        clip_high=0.35,
-        clip_low=0.1,
-        dtype=torch.float64,
-    )
+    terms = [KLToReference(0.2), EntropyBonus(0.01)]
+    expected = PolicyLoss(lab.policy_model, "dapo", terms=terms, clip_high=0.35, clip_low=0.1, dtype=torch.float64)
     found, want = loss(data), expected(data)
     assert {key for key in found.keys(True) if key.startswith("loss_")} == {
         "loss_objective",
@@ -214,26 +188,18 @@ def test_policy_loss(lab: Lab, given: str) -> None:
 
 
 def test_sampling_is_shared_by_reference() -> None:
-    cfg = compose(
-        "+sampling=base", "sampling.temperature=0.7", "sampling.top_p=0.9", "+loss=policy", "loss.sampling=${sampling}"
-    )
+    values = "sampling.temperature=0.7", "sampling.top_p=0.9"
+    cfg = compose("+sampling=base", *values, "+loss=policy", "loss.sampling=${sampling}")
     assert instantiate(cfg.sampling) == Sampling(0.7, top_p=0.9)
-    loss = instantiate(cfg.loss, actor=nn.Linear(1, 1))
-    assert loss.sampling == Sampling(0.7, top_p=0.9)
+    assert instantiate(cfg.loss, actor=nn.Linear(1, 1)).sampling == Sampling(0.7, top_p=0.9)
 
 
 def test_advantage_and_algorithm(lab: Lab) -> None:
-    cfg = compose(
-        "+transform@advantage=advantage",
-        "advantage.name=grpo",
-        "advantage.group_size=2",
-        "advantage.hyper={std: batch}",
-    )
+    values = "advantage.name=grpo", "advantage.group_size=2", "advantage.hyper={std: batch}"
+    cfg = compose("+transform@advantage=advantage", *values)
     assert repr(instantiate(cfg.advantage)) == repr(Advantage("grpo", group_size=2, std="batch"))
-    cfg = compose(
-        "+algorithm=base", "algorithm.algorithm=dapo", "algorithm.group_size=2", "algorithm.overrides={clip_high: 0.3}"
-    )
-    parts = instantiate(cfg.algorithm, actor=lab.policy_model)
+    values = "algorithm.algorithm=dapo", "algorithm.group_size=2", "algorithm.overrides={clip_high: 0.3}"
+    parts = instantiate(compose("+algorithm=base", *values).algorithm, actor=lab.policy_model)
     assert parts.loss.actor_network is lab.policy_model
     assert float(parts.loss.clip_high) == pytest.approx(0.3)
 
@@ -262,21 +228,15 @@ def test_the_pages_configuration(lab: Lab, tmp_path: Path) -> None:
 
 def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.Module) -> None:
     """Its node ``trainer=grpo`` with the loss below ``trainer.loss_module``."""
-    cfg = compose(
-        "+trainer=grpo",
-        "+loss@trainer.loss_module=policy",
-        "trainer.loss_module.objective=dapo",
-        "trainer.total_frames=4",
-        "trainer.progress_bar=false",
-    )
+    loss = "+loss@trainer.loss_module=policy", "trainer.loss_module.objective=dapo"
+    cfg = compose("+trainer=grpo", *loss, "trainer.total_frames=4", "trainer.progress_bar=false")
     policy = make_policy(policy_model, tokenizer, pad_output=False)
     collector = LLMCollector(make_env(tokenizer), policy=policy, dialog_turns_per_batch=2, total_dialog_turns=4)
     optimizer = torch.optim.SGD(policy_model.parameters(), lr=0.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
-        trainer = instantiate(
-            cfg.trainer, collector=collector, loss_module={"actor": policy_model}, optimizer=optimizer
-        )
+        parts = {"collector": collector, "loss_module": {"actor": policy_model}, "optimizer": optimizer}
+        trainer = instantiate(cfg.trainer, **parts)
     assert isinstance(trainer, GRPOTrainer)
     assert isinstance(trainer.loss_module, PolicyLoss)
     assert trainer.loss_module.actor_network is policy_model
@@ -317,19 +277,18 @@ def test_what_the_constructor_refuses() -> None:
         instantiate(compose("+transform@kl=kl_computation", "+coefficient@kl.coeff=adaptive").kl)
 
 
-def test_without_hydra() -> None:
-    code = (
-        "import sys; sys.modules['hydra'] = None\n"
-        "try:\n    import torchrl_llm_kl.configs\nexcept ImportError as e:\n    print(e)"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert printed.strip() == "config groups need hydra-core: pip install 'torchrl-llm-kl[hydra]'."
+def test_without_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torchrl_llm_kl.configs")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    message = r"^config groups need hydra-core: pip install 'torchrl-llm-kl\[hydra\]'\.$"
+    with pytest.raises(ImportError, match=message):
+        importlib.import_module("torchrl_llm_kl.configs")
 
 
 def test_build_refuses_what_is_given_twice() -> None:
-    with pytest.raises(
-        TypeError, match=r"coeff is an argument of torchrl_llm_kl\.KLComputation and in hyper: give it once"
-    ):
+    message = r"coeff is an argument of torchrl_llm_kl\.KLComputation and in hyper: give it once"
+    with pytest.raises(TypeError, match=message):
         build(class_="torchrl_llm_kl.KLComputation", coeff=0.1, hyper={"coeff": 0.2})
     assert isinstance(build(class_="torchrl_llm_kl.KLComputation", hyper={"coeff": 0.2}), KLComputation)
 

@@ -61,6 +61,7 @@ def stored(buffer: ReplayBuffer) -> dict[str, TensorDictBase]:
     return {str(row["tokens", "full"].tolist()): row for row in rows}
 
 
+@pytest.mark.parametrize("padded", [False], indirect=True)
 def test_it_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
     """What is inserted at 0 runs after it, on whole groups: first the KL in the reward, then the advantage of these rewards."""
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=GROUP)
@@ -80,6 +81,7 @@ def test_it_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
     assert out["loss_objective"].isfinite()
 
 
+@pytest.mark.parametrize("padded", [True], indirect=True)
 def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
     """With one reward for each answer it is that of ``grpo``; the loss on policy is minus its mean over tokens."""
     lab.kl.add_to_reward = False
@@ -97,6 +99,7 @@ def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
     assert_close(loss.detach(), -(advantages * lengths).sum() / lengths.sum(), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("padded", [False], indirect=True)
 def test_of_token_rewards_it_makes_one_group_of_all_tokens(lab: Lab) -> None:
     """torchrl's semantics: each token's reward is normalised among the tokens of all answers; no sum is formed."""
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=ROWS)
