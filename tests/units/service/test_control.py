@@ -249,6 +249,12 @@ def test_a_silent_client_keeps_its_lease_until_ray_reports_its_end() -> None:
     lab.control.hold("client", HERE, 0)
     assert not lab.control.silent_clients()
     assert lab.wait(GRACE + 1, beat=False, gone=("client",))[0] == ("end", 0)
+    for joins in (True, False):  # a lease that nobody renews, and a service that nobody ever joins
+        lab = Lab(lease=100.0)
+        if joins:
+            lab.join()
+        assert lab.wait(99, beat=False) == []
+        assert lab.wait(3, beat=False)[0] == ("end", 0)
 
 
 def test_time_in_which_the_control_actor_itself_is_stopped_does_not_count() -> None:

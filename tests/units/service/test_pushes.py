@@ -117,10 +117,11 @@ def test_versions_are_never_given_twice() -> None:
     assert one.next_version(seen=9) == 10
     assert commit(one, weights(2.0), 10) == 10
     assert commit(one, weights(2.0), 10) == 10, "again, as after a timeout"
+    assert commit(one, weights(3.0), token="once") == one.commit("once", 2, None) == 11, "Ray repeats a lost call"
     late = commit(one, weights(4.0), 2)
     assert isinstance(late, WeightVersionError)
-    assert str(late) == "version 2 of the weights was pushed after version 10: versions must increase."
-    assert_equal(held(one), weights(2.0))
+    assert str(late) == "version 2 of the weights was pushed after version 11: versions must increase."
+    assert_equal(held(one), weights(3.0))
 
 
 def test_the_last_version_that_a_message_can_hold() -> None:
@@ -347,6 +348,8 @@ def test_a_staged_push_is_fetched_and_checked_once(kept: WeightKeeper) -> None:
     replica.pushes.stage("one")  # a call that arrives late
     assert replica.pushes._staged == ("", {}), "nothing is held for it"
     assert_equal(replica.model, weights(1.0))
+    with pytest.raises(ServiceError, match="the push is not known"):
+        replica.pushes.stage("dropped")
 
 
 def test_a_replica_that_missed_pushes_loads_all_of_them_in_order(kept: WeightKeeper) -> None:
