@@ -424,25 +424,6 @@ def test_log_probs_of_a_padded_history_agree(marked: Histories, assistant_only: 
     assert int((here != 0).sum()) == (5 + 6 + 3 if assistant_only else int(real.sum()))
 
 
-@pytest.mark.parametrize("pad_output", [True, False])
-def test_kl_of_a_history_agrees(marked: Histories, pad_output: bool) -> None:
-    """Unpadded, torchrl's packed forward is wrong (it attends to the future): there the padded one is the standard."""
-    found = []
-    for module, pads in ((torchrl_kl, True), (ours, pad_output)):
-        transform = module.RetrieveKL(
-            marked.wrapper("gen_log_probs", pad_output=pads),
-            marked.wrapper("ref_log_probs", pad_output=pads),
-            tokenizer=marked.tokenizer,
-            add_to_reward=False,
-        )
-        data = transform(marked.data())
-        found.append([[row.detach() for row in rows_of(data, key)] for key in (("log_probs", "full"), "kl_penalty")])
-    for their_rows, our_rows in zip(*found, strict=True):
-        for their, our in zip(their_rows, our_rows, strict=True):
-            assert int((our != 0).sum()) in (5, 9)
-            assert_near(our, their[len(their) - len(our) :], **FORWARD)
-
-
 def test_defect_12_end_of_turn_is_counted_where_the_template_leaves_it_out() -> None:
     """The one token of each turn in which the numbers differ: the policy must emit it, so it is scored."""
     lab = Histories(MARKED_CONTENT)
