@@ -20,6 +20,7 @@ from torchrl_llm_kl.service import GangEngine, ScoringService, WeightVersionErro
 from torchrl_llm_kl.service._weights import keeper_of
 from waits import LONG, until
 
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 CPUS = {"num_cpus": 0.1}
 
 
@@ -46,7 +47,7 @@ def gang(folder: Path, **options: object) -> partial[GangEngine]:
 
 
 @pytest.fixture(scope="module")
-def service(folder: Path) -> Iterator[ScoringService]:
+def service(ray_cluster: None, folder: Path) -> Iterator[ScoringService]:
     with ScoringService(factory=gang(folder), name="gang", timeout=LONG, **CPUS) as found:
         yield found
         found.shutdown()
