@@ -306,16 +306,6 @@ def test_preference_losses(trl: Any, model: nn.Module, batch: dict[str, Tensor],
         assert [row.name for row in found.outside if row.name == "label_smoothing"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "trainer", "objective"),
-    [({}, "sft", "sft"), ({"loss_type": "dft"}, "sft", "sft_is"), ({"beta": 0.2}, "kto", "kto")],
-)
-def test_other_trainers(settings: dict[str, Any], trainer: Any, objective: str) -> None:
-    found = from_trl(settings, trainer=trainer)
-    more = {"reference": "data"} if trainer == "kto" else {}
-    assert found.make(nn.Linear(1, 1), **more).algorithm.objective == objective
-
-
 @pytest.mark.parametrize(("kind", "point"), [("kto", 0.3), ("apo_zero_unpaired", 0.0)])
 def test_kto(model: nn.Module, batch: dict[str, Tensor], kind: str, point: float) -> None:
     """TRL's formulas for the two kinds of answers, with a given KL."""

@@ -138,6 +138,30 @@ def test_keys_of_an_advantage_beside_those_of_the_mask() -> None:
     assert parts.advantage.hyper == {"lam": 0.5, "whiten": True}
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "beta"),
+    [
+        ("gkd", {}, 0.5),
+        ("jsd", {"advantage_args": {}}, 0.5),
+        ("on_policy_distill", {}, 1.0),
+        ("on_policy_distill", {"beta": 0.7}, 0.7),
+    ],
+)
+def test_a_top_k_replaces_the_advantage(name: str, settings: dict[str, Any], beta: float) -> None:
+    parts, without = made(name, top_k=2, **settings), made(name, top_k=0)
+    assert (parts.algorithm.objective, parts.loss.distribution, parts.advantage) == ("distill", "top_k", None)
+    assert numbers(parts, "beta") == [beta]
+    if name == "gkd":
+        assert without.loss.distribution == "exact"
+        # The teacher's top k may be in the data.
+        data = parts.prepare(TASK.sample(TASK.policy(), 16, torch.Generator().manual_seed(0)))
+        given = made("gkd", reference="data", top_k=2)
+        assert given.kl_transform is None
+        torch.testing.assert_close(given.loss(given.prepare(data)).total_loss, parts.loss(data).total_loss)
+    else:
+        assert without.algorithm.objective == "ppo"
+
+
 # ---------------------------------------------------------------------- Trinity-RFT's section
 
 
@@ -210,6 +234,11 @@ def test_the_name_of_a_data_set_has_no_effect() -> None:
     [
         ("grpo", {"reference": None}, r"grpo compares with a reference model: pass reference=.*kl_loss='none'"),
         ("jsd", {"reference": None}, r"jsd compares with a teacher: pass reference=, or reference='data'"),
+        ("gkd", {"reference": None}, r"gkd compares with a teacher: pass .* reference='data' .*top k \(with top_k=\)"),
+        ("gkd", {"reference": "data"}, r"gkd compares whole distributions, which the data does not hold: .*top_k="),
+        ("gkd", {"distribution": "top_k"}, r"distribution='top_k' contradicts top_k=0"),
+        ("grpo", {"top_k": 4}, "top_k=4 has no effect on objective='ppo'"),
+        ("gkd", {"top_k": 4, "kl_reward": "k1", "use_reference": True}, r"top_k=4 beside log-probs of the sampler"),
         ("dapo", {}, r"dapo uses no reference model: leave it out, pass use_reference=True"),
         ("grpo", {"reference": "actor"}, r"reference must be a model or 'base' or 'data', got 'actor'"),
         ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),

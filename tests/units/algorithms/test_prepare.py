@@ -101,30 +101,19 @@ def test_kl_in_the_reward_is_taken_off_once_and_only_where_it_belongs() -> None:
     torch.testing.assert_close(parts.prepare(batch)["next", "reward"].squeeze(-1).sum(-1), expected)
 
 
-def test_a_scored_batch_is_not_scored_again() -> None:
-    actor, reference = counting(), counting()
-    parts = make_algorithm("grpo", actor, reference=reference, group_key="query")
+def test_advantages_are_of_the_rewards_that_are_there_now() -> None:
+    """Of a batch that is prepared again; that it is not scored again: ``test_forwards.py``."""
+    parts = grpo()
     batch = parts.prepare(rollouts())
-    assert actor.calls
-    assert reference.calls
-    actor.calls = reference.calls = 0
     advantage = batch["advantage"].clone()
     batch["next", "reward"] *= -1
-    batch = parts.prepare(batch)
-    assert actor.calls == reference.calls == 0
-    torch.testing.assert_close(batch["advantage"], -advantage)  # but advantages are of the rewards that are there now
+    torch.testing.assert_close(parts.prepare(batch)["advantage"], -advantage)
 
 
-def test_without_a_reference_the_policy_alone_is_scored() -> None:
-    actor = counting()
-    parts = make_algorithm("dapo", actor, group_key="query")
-    batch = parts.prepare(rollouts())
-    assert ("next", "ref_log_probs") not in batch.keys(True)
-    actor.calls = 0
-    parts.prepare(batch)
-    assert actor.calls == 0
+def test_log_probs_as_torchrls_wrappers_store_them_are_scored_anew() -> None:
+    parts = make_algorithm("dapo", TASK.policy(), group_key="query")
     root = rollouts()
-    root["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])  # as torchrl's wrappers store them
+    root["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])
     found, expected = (parts.prepare(data)["next", "log_probs", "full"] for data in (root, rollouts()))
     torch.testing.assert_close(found, expected)
 
@@ -137,36 +126,30 @@ def test_the_reference_may_be_in_the_data() -> None:
     torch.testing.assert_close(total(parts.loss(parts.prepare(kept))), total(grpo().loss(scored)))
 
 
-def test_raft_trains_the_best_of_each_group_alone() -> None:
+def test_raft_trains_the_best_of_each_group_alone_keeps_the_given_mask_and_prepares_twice() -> None:
     parts = make_algorithm("raft", TASK.policy(), group_size=4)
     batch = parts.prepare(rollouts(group_size=4))
     rewards = batch["next", "reward"].reshape(4, 4)
-    assert torch.equal(batch["loss_mask"].reshape(4, 4).bool(), rewards == rewards.amax(-1, keepdim=True))
-    best = batch[batch["loss_mask"].flatten().bool()].exclude("denominators", "loss_mask")
-    torch.testing.assert_close(parts.loss(batch)["loss_objective"], parts.loss(best)["loss_objective"])
-
-
-def test_raft_keeps_the_given_mask_and_prepares_twice() -> None:
-    parts = make_algorithm("raft", TASK.policy(), group_size=4)
-    rewards = rollouts(group_size=4)["next", "reward"].reshape(4, 4)
     best = (rewards == rewards.amax(-1, keepdim=True)).flatten()
+    assert torch.equal(batch["loss_mask"].flatten().bool(), best)
+    alone = batch[best].exclude("denominators", "loss_mask")
+    torch.testing.assert_close(parts.loss(batch)["loss_objective"], parts.loss(alone)["loss_objective"])
     rows, tokens = torch.arange(16) % 5 > 0, torch.arange(48).reshape(16, 3) % 7 > 0
-    expected = {"rows": best & rows, "column": (best & rows).unsqueeze(-1), "tokens": best.unsqueeze(-1) & tokens}
-    assert any((best != x.reshape(16, -1).any(-1)).any() for x in expected.values())
-    for name, given in {"rows": rows, "column": rows.unsqueeze(-1), "tokens": tokens}.items():
+    assert (best & ~rows).any()
+    for given in (rows, rows.unsqueeze(-1), tokens):
         data = rollouts(group_size=4)
         data["loss_mask"] = given
         for layout in (data, torch.stack(list(data.unbind(0)))):
             batch = parts.prepare(parts.prepare(layout.clone()))
             found = torch.stack([row["loss_mask"] for row in batch.unbind(0)])
             assert found.dtype == torch.bool
-            assert torch.equal(found, expected[name])
+            assert torch.equal(found, given & best.reshape(-1, *[1] * (given.ndim - 1)))
     nested = rollouts(group_size=4)
     lengths = (nested["masks", "all_attention_mask"].sum(-1) - 1).tolist()
     responses = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
     nested["loss_mask"] = torch.nested.as_nested_tensor(responses)
-    for row, given, keep in zip(parts.prepare(nested)["loss_mask"].unbind(), responses, best, strict=True):
-        assert torch.equal(row, given & keep)
+    for row, own, keep in zip(parts.prepare(nested)["loss_mask"].unbind(), responses, best, strict=True):
+        assert torch.equal(row, own & keep)
 
 
 # ---------------------------------------------------------------------- once
