@@ -393,16 +393,6 @@ def test_an_empty_batch(models: Models, name: str, size: str, make: Callable[[],
         models.make(name)(data)
 
 
-def test_an_outcome_without_a_token_to_hold_it() -> None:
-    rows = [torch.tensor([-1.0]), torch.zeros(0)]
-    columns = {("log_probs", "full"): rows, ("ref_log_probs", "full"): rows}
-    data = build("lazy", {**columns, "reward": torch.tensor([1.0, -2.5])})
-    with assert_refused(ValueError, data, "sequence 1 has no token to hold its reward of -2.5", "drop empty sequences"):
-        KLComputation()(data)
-    out = KLComputation()(build("nested", {**columns, "reward": torch.tensor([1.0, 0.0])}))
-    assert [row.reshape(-1).tolist() for row in out["reward"].unbind()] == [[1.0], []]
-
-
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["KLRewardTransform", "KLComputation"])
 def test_defect_37_padding_may_hold_anything(models: Models, name: str, bad: float) -> None:

@@ -88,18 +88,6 @@ def test_the_entry_of_the_step_itself_serves_too() -> None:
     assert transform(data)["next", "kl_penalty"].tolist() == (2 * pad(KL)).tolist()
 
 
-def test_keys_of_ones_own() -> None:
-    transform = KLComputation(
-        estimator="exact", exact_kl_key="mine", kl_key=("logs", "kl"), reward_key="score", coeff=COEFF
-    )
-    assert transform.in_keys == ["mine", "score"]
-    assert transform.out_keys == [("logs", "kl"), "score"]
-    data = TensorDict(mine=torch.tensor([[0.0, 2.0]]), score=torch.tensor([[-3.0]]), batch_size=[1])
-    out = transform(data)
-    assert out["logs", "kl"].tolist() == [[0.0, 2.0]]
-    assert out["score"].squeeze(-1).tolist() == [[0.0, -4.0]]
-
-
 def test_the_outcome_sits_on_the_last_token_of_the_assistant() -> None:
     data = TensorDict(
         tokens=Tokens(prompt=torch.tensor([5]), full=torch.tensor([5, 6, 7])),

@@ -19,42 +19,149 @@ and one chat template for the actor and the transform's model. Data without ``"n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
-from torch.nn.functional import pad, softplus
+from torch.nn.functional import pad
+from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
+from torchrl.envs import Transform
 from torchrl.modules.llm.policies import ChatHistory
 from torchrl.objectives.llm import DistillationLoss, GRPOLoss, SFTLoss
 
-from loss_cases import (
-    CORRUPTIONS,
-    REWARD_COEFF,
-    Tokens,
-    close,
-    close_gradients,
-    corrupt,
-    k3_values,
-    responses,
-    rollouts,
-    sequences,
-    slot_count,
-    trainable,
-)
-from torchrl_llm_kl import PolicyLoss, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import KLComputation, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.masks import render_conversations
-from toy_rollouts import OUTCOMES, make_scoring_wrapper
+from toy_rollouts import OUTCOMES, collect, flat, make_policy, make_scoring_wrapper, steps
 
 ADVANTAGES = (1.0, -0.5, 2.0, 0.25)
 KL_COEFF = 0.7
-BETA = 0.3
 ROLLOUTS: dict[tuple[bool, bool], TensorDictBase] = {}  # the tests share them
+
+
+REWARD_COEFF = 0.3
+RESPONSE_LENGTHS = [3, 6, 1, 2]
+
+
+def rollouts(
+    tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module, *, padded: bool, combined: bool = True
+) -> TensorDictBase:
+    """Four rollouts ``[4]``, prompts and responses all of different lengths, scored in the env.
+
+    ``combined``: by ``RetrieveKL``, else by two ``RetrieveLogProb`` and a ``KLComputation``.
+    """
+    policy = make_policy(policy_model, tokenizer, pad_output=padded)
+    policy.generate_kwargs["eos_token_id"] = [tokenizer.eos_token_id, *range(0, 256, 5)]  # some stop early
+    gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
+    transforms: list[Transform] = [RetrieveLogProb(gen), RetrieveLogProb(ref), KLComputation(coeff=REWARD_COEFF)]
+    if combined:
+        transforms = [RetrieveKL(gen, ref, coeff=REWARD_COEFF)]
+    data = flat(collect(tokenizer, policy, *transforms, envs=4))
+    assert [len(s.ids) - s.start for s in sequences(data)] == RESPONSE_LENGTHS
+    return mark_responses(data)
+
+
+def mark_responses(data: TensorDictBase) -> TensorDictBase:
+    """Write the assistant mask, which torchrl's rollouts leave empty: what follows the prompt and is no padding."""
+    for step in data.unbind(0):
+        mask = step["masks", "all_attention_mask"].clone()
+        mask[: len(step["tokens", "prompt"])] = False
+        step["masks", "all_assistant_mask"] = mask
+    return data
+
+
+class Tokens(NamedTuple):
+    """One sequence without padding; its response begins at ``start``."""
+
+    ids: Tensor
+    start: int
+
+
+def sequences(data: TensorDictBase) -> list[Tokens]:
+    """What was sampled, by the bookkeeping of the rollout alone."""
+    out = []
+    for step in steps(data):
+        attended = step["masks", "all_attention_mask"]
+        prompt = attended[: len(step["tokens", "prompt"])]
+        out.append(Tokens(step["tokens", "full"][attended], int(prompt.sum())))
+    return out
+
+
+def responses(model: nn.Module, tokens: Sequence[Tokens]) -> list[Tensor]:
+    """Log-probs of each response's tokens under the plain model, with their graph."""
+    out = []
+    for ids, start in tokens:
+        log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+        out.append(torch.stack([log_probs[t - 1, ids[t]] for t in range(start, len(ids))]))
+    return out
+
+
+def k3_values(sampled: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+    """Schulman's k3, ``ratio - 1 - log ratio``, of tokens sampled from ``sampled``; one tensor for each sequence."""
+    return [(o - s).exp() - 1 - (o - s) for s, o in zip(sampled, other, strict=True)]
+
+
+def slot_count(data: TensorDictBase, *, common_width: bool) -> int:
+    """Positions that torchrl averages over: prompts and padding too."""
+    widths = [len(step["tokens", "full"]) for step in steps(data)]
+    return len(widths) * max(widths) if common_width else sum(widths)
+
+
+def trainable(model: nn.Module, *, noise: float = 0.0) -> nn.Module:
+    """A copy to train, with weights that have moved by ``noise`` since it sampled."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def close(found: Tensor, want: Tensor | float) -> None:
+    """Equal up to the rounding of float32 forwards that are batched differently."""
+    assert_close(found.detach(), torch.as_tensor(want).detach(), rtol=1e-4, atol=2e-5)
+
+
+def close_gradients(loss: Tensor, want: Tensor, model: nn.Module) -> None:
+    """Backpropagate ``loss``: every parameter has the gradient of ``want``, which is finite and not zero."""
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(want, list(parameters.values()))
+    model.zero_grad()
+    loss.backward()
+    for (name, parameter), gradient in zip(parameters.items(), expected, strict=True):
+        assert parameter.grad is not None, f"{name} has no gradient"
+        assert parameter.grad.isfinite().all(), f"{name} has a gradient that is not finite"
+        size = gradient.abs().max().item()
+        assert size > 0, f"{name} has no part in the loss: the oracle tests nothing there"
+        assert_close(parameter.grad, gradient, rtol=0, atol=1e-3 * size, msg=lambda m, name=name: f"{name}: {m}")
+
+
+CORRUPTIONS = ["ref shifted", "ref zero", "gen and ref swapped", "mask shifted"]
+
+
+def corrupt(data: TensorDictBase, how: str) -> TensorDictBase:
+    """Make the mistake that a check has to notice."""
+    for step in data.unbind(0):
+        gen, ref = step["next", "log_probs", "full"], step["next", "ref_log_probs", "full"]
+        mask = step["masks", "all_assistant_mask"]
+        if how == "ref shifted":
+            step["next", "ref_log_probs", "full"] = ref.roll(-1)
+        elif how == "ref zero":
+            step["next", "ref_log_probs", "full"] = torch.zeros_like(ref)
+        elif how == "gen and ref swapped":
+            step["next", "log_probs", "full"], step["next", "ref_log_probs", "full"] = ref, gen
+        elif how == "mask shifted":
+            step["masks", "all_assistant_mask"] = mask.roll(-1)
+        else:
+            raise ValueError(how)
+    return data
 
 
 class Lab:
@@ -151,59 +258,10 @@ def test_the_check_notices(on_policy: Lab, how: str) -> None:
         check_on_policy(on_policy, data, "rlhf")
 
 
-@in_layout(True)
-def test_off_policy_with_clipping(lab: Lab) -> None:
-    """An actor that has moved since it sampled: ratios from the sampling log-probs, clipped on both sides."""
-    data = lab.data()
-    tokens = sequences(data)
-    log_probs = responses(lab.model, tokens)
-    with torch.no_grad():
-        old = responses(lab.policy_model, tokens)
-    terms, clipped = [], []
-    for advantage, new_row, old_row in zip(ADVANTAGES, log_probs, old, strict=True):
-        for new, was in zip(new_row, old_row, strict=True):
-            ratio = (new - was).exp()
-            clipped.append("low" if ratio < 0.8 else "high" if ratio > 1.28 else "no")
-            # A clipped token is a constant where clipping makes the objective worse.
-            if advantage > 0 and ratio > 1.28:
-                ratio = ratio.new_tensor(1.28)
-            if advantage < 0 and ratio < 0.8:
-                ratio = ratio.new_tensor(0.8)
-            terms.append(-ratio * advantage)
-    assert set(clipped) == {"low", "high", "no"}
-    want = torch.stack(terms).sum() / 12
-
-    out = lab.grpo(clip_epsilon=(0.2, 0.28))(data)
-    close(out.loss_objective, want)
-    # Again over every position: 12 of them are responses.
-    close(out.clip_fraction, (12 - clipped.count("no")) / slot_count(data, common_width=True))
-    close_gradients(out.loss_objective, want, lab.model)
-
-
 def kl_of(lab: Lab, data: TensorDictBase) -> list[Tensor]:
     with torch.no_grad():
         pairs = zip(*(responses(m, sequences(data)) for m in (lab.policy_model, lab.ref_model)), strict=True)
         return [gen - ref for gen, ref in pairs]
-
-
-@pytest.mark.parametrize(("padded", "combined"), [(False, True), (True, False)], indirect=["padded"])
-def test_kl_in_the_reward_summed_over_the_sequence(on_policy: Lab, combined: bool) -> None:
-    """The reward of a sequence is ``outcome - coeff * KL``; its advantage is the difference from the batch's mean."""
-    data = on_policy.data(combined=combined)
-    returns = torch.stack([step["next", "reward"].sum() for step in data.unbind(0)])
-    data["advantage"] = (returns - returns.mean()).reshape(4, 1, 1)
-
-    want_returns = [
-        outcome - REWARD_COEFF * kl.sum() for outcome, kl in zip(OUTCOMES, kl_of(on_policy, data), strict=True)
-    ]
-    baseline = sum(want_returns) / 4
-    log_probs = responses(on_policy.model, sequences(data))
-    pairs = list(zip(want_returns, log_probs, strict=True))
-    surrogate = -sum((value - baseline) * row.sum() for value, row in pairs) / 12
-
-    out = on_policy.grpo()(data)
-    close(out.loss_objective, -sum((value - baseline) * len(row) for value, row in pairs) / 12)
-    close_gradients(out.loss_objective, surrogate, on_policy.model)
 
 
 def check_token_advantage(lab: Lab, data: TensorDictBase) -> None:
@@ -336,17 +394,6 @@ def check_sft(lab: Lab, data: TensorDictBase) -> None:
     close_gradients(out.loss_sft + out.loss_kl_to_ref, -mean_of_means(log_probs) + KL_COEFF * kl, lab.model)
 
 
-def check_minor_sft(lab: Lab, data: TensorDictBase) -> None:
-    """``-log sigmoid(beta * (mean log-prob - mean reference log-prob))`` of each sequence."""
-    log_probs, ref = lab.plain(sequences(data))
-    margins = [row.sum() / len(row) - ref_row.sum() / len(row) for row, ref_row in zip(log_probs, ref, strict=True)]
-    want = sum(softplus(-BETA * margin) for margin in margins) / 4
-
-    out = lab.sft(loss_function="minor_sft", beta=BETA)(data)
-    close(out.loss_sft, want)
-    close_gradients(out.loss_sft, want, lab.model)
-
-
 def check_reverse_distillation(lab: Lab, data: TensorDictBase) -> None:
     """Toward the reference, on tokens of the student."""
     log_probs, ref = lab.plain(sequences(data))
@@ -358,17 +405,7 @@ def check_reverse_distillation(lab: Lab, data: TensorDictBase) -> None:
     close_gradients(out.loss_distill, want, lab.model)
 
 
-def check_forward_distillation(lab: Lab, data: TensorDictBase) -> None:
-    """The roles exchanged, as if the teacher had sampled."""
-    log_probs, ref = lab.plain(sequences(data))
-    want = mean_of_means(k3_values(ref, log_probs))
-
-    out = lab.distillation(kl_direction="forward")(data)
-    close(out.loss_distill, want)
-    close_gradients(out.loss_distill, want, lab.model)
-
-
-CHECKS = [check_sft, check_minor_sft, check_reverse_distillation, check_forward_distillation]
+CHECKS = [check_sft, check_reverse_distillation]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda f: f.__name__.removeprefix("check_"))
@@ -377,13 +414,11 @@ def test_rollouts(lab: Lab, check: Callable[[Lab, TensorDictBase], None]) -> Non
 
 
 @in_layout(False)
-@pytest.mark.parametrize(
-    ("check", "how"), list(zip(CHECKS, ["ref zero", "mask shifted", *CORRUPTIONS[::2]], strict=True))
-)
-def test_the_checks_notice(lab: Lab, check: Callable[[Lab, TensorDictBase], None], how: str) -> None:
-    data = corrupt(lab.data(), how)
-    with pytest.raises(AssertionError):
-        check(lab, data)
+@pytest.mark.parametrize("how", CORRUPTIONS)
+def test_the_checks_notice(lab: Lab, how: str) -> None:
+    for check in CHECKS:
+        with pytest.raises(AssertionError):
+            check(lab, corrupt(lab.data(), how))
 
 
 @in_layout(True)
@@ -450,17 +485,3 @@ def test_conversations_sft(lab: Lab) -> None:
     close(out.loss_sft, -mean_of_means(log_probs))
     close(out.kl_to_ref, kl)
     close_gradients(out.loss_sft + out.loss_kl_to_ref, -mean_of_means(log_probs) + KL_COEFF * kl, lab.model)
-
-
-@in_layout(False)
-def test_conversations_distillation(lab: Lab) -> None:
-    teacher = make_scoring_wrapper(lab.ref_model, lab.tokenizer, pad_output=lab.padded, input_mode="history")
-    transform = RetrieveLogProb(teacher, log_probs_full_key=("teacher_log_probs", "full"))
-    data = transform(conversations(lab.tokenizer, lab.padded))
-    loss = DistillationLoss(lab.actor("history"))
-    loss.set_keys(teacher_log_prob=("teacher_log_probs", "full"))
-    out = loss(data)
-
-    want = mean_of_means(k3_values(*lab.plain(written_out(lab.tokenizer))))
-    close(out.loss_distill, want)
-    close_gradients(out.loss_distill, want, lab.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torchrl.envs import check_env_specs
 from torchrl.modules.llm.policies.common import LogProbs
 
 from closeness import assert_near
+from layouts import tokens
 from torchrl_llm_kl import (
     KLComputation,
     KLRewardTransform,
@@ -227,33 +227,6 @@ def test_beside_the_log_probs_of_a_policy() -> None:
     assert copy[1]["log_probs", "full"].ne(0).sum() == 2
 
 
-def kl_of_top_k(step: TensorDictBase, student: Tensor) -> Tensor:
-    """``KL(teacher || student)`` over the top k and the rest as one more outcome."""
-    ids, teacher, rest = step[IDS], step[LOG_PROBS], step[REST]
-    inside = student.gather(-1, ids)
-    outside = student.scatter(-1, ids, -torch.inf).logsumexp(-1)
-    both = (teacher.exp() * (teacher - inside)).sum(-1)
-    return both + torch.where(rest.isneginf(), 0.0, rest.exp() * (rest - outside).nan_to_num())
-
-
-def test_a_teacher_for_distillation() -> None:
-    """The KL over k + 1 outcomes grows with k up to the exact one, which ``k = V`` gives."""
-    teacher, student = tiny_model(seed=0), tiny_model(seed=1)
-    row = data()["tokens", "full"][0]
-    log_p, log_q = distribution(teacher, row)[1:], distribution(student, row)[1:]
-    exact = (log_p.exp() * (log_p - log_q)).sum(-1)
-    found = []
-    for k in (1, 4, 16, VOCAB_SIZE):
-        step = RetrieveLogProb(teacher, top_k=k)(data())[0]
-        kept = TensorDict(
-            {key: step[key][2:].double() if key != IDS else step[key][2:] for key in (IDS, LOG_PROBS, REST)}
-        )
-        found.append(kl_of_top_k(kept, log_q))
-    assert all((a <= b + 1e-4).all() for a, b in pairwise(found))
-    assert (found[0] >= 0).all()
-    assert_close(found[-1], exact, atol=1e-4, rtol=0)
-
-
 def test_a_top_k_that_is_refused() -> None:
     for k in (-1, 2.0, True):
         with pytest.raises(ValueError, match="top_k must be a whole number of at least 0"):
@@ -304,21 +277,13 @@ def test_the_second_epoch_over_a_replay_buffer_makes_no_forward(
 
 def test_other_transforms_and_losses_take_it(policy_model: Any, ref_model: Any, tmp_path: Path) -> None:
     full = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
+    log_probs, rewards = torch.full((2, 6), -1.0), torch.zeros(2, 1)
+    rows = [full[:, :2].tolist(), full[:, 2:].tolist()]
+    entries = {"log_probs__full": log_probs, "advantage": torch.ones(2, 6, 1), "next__reward": rewards}
+    entries["masks__all_assistant_mask"] = torch.arange(6).expand(2, 6) >= 2
 
-    def data() -> TensorDict:
-        return TensorDict(
-            {
-                "tokens": {"full": full, "prompt": full[:, :2].clone()},
-                "masks": {
-                    "all_attention_mask": torch.ones_like(full, dtype=torch.bool),
-                    "all_assistant_mask": torch.arange(6).expand(2, 6) >= 2,
-                },
-                "log_probs": {"full": torch.full((2, 6), -1.0)},
-                "advantage": torch.ones(2, 6, 1),
-                "next": TensorDict({"reward": torch.zeros(2, 1)}, [2]),
-            },
-            [2],
-        )
+    def data() -> TensorDictBase:
+        return tokens("padded", *rows, **entries)
 
     reference = RememberedModel(ref_model, tmp_path)
     for make, key in (

@@ -292,19 +292,6 @@ def test_round_trip_through_any_stack(lengths: list[int], dims: tuple[int, int],
 # ------------------------------------------------------------------ other owners
 
 
-def test_own_leaves_isolates_the_elements_of_a_stack() -> None:
-    elements = [leaf(i) for i in range(2)]
-    td = lazy_stack(elements)
-    own_leaves(td)
-    assert all(sub[KEY] is element[KEY] for sub, element in zip(td.tensordicts, elements, strict=True)), "no copies"
-    write_ragged(td, "new", torch.zeros(4), Rows(torch.tensor([3, 1]), torch.Size([2])))
-    write_ragged(td, ("tokens", "new"), torch.zeros(4), Rows(torch.tensor([3, 1]), torch.Size([2])))
-    assert row_values(td, "new") == [[0.0] * 3, [0.0]]
-    for i, element in enumerate(elements):
-        assert sorted(map(str, element.keys(True, True))) == sorted(map(str, leaf(i).keys(True, True)))
-        assert torch.equal(element[KEY], torch.tensor(ROWS[i]))
-
-
 @pytest.mark.parametrize("form", ["dense", "tensorclass", "stack of stacks", "dense in dense"])
 def test_own_leaves_copies_inner_stacks(form: str) -> None:
     inner = [TensorDict(full=row) for row in tensors()]
