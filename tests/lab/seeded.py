@@ -169,49 +169,27 @@ def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int, lr: float
 Seeded = tuple[TensorDictBase, dict[str, Any]]
 
 
-def raw_log_probs(family: str, seed: int) -> Seeded:
-    """Sampled and scored at temperature 0.7; the engine records log-probs of temperature 1."""
-    model = make_model(family, seed)
-    rollout = sample(model, make_prompts(PROMPTS, seed), seed, temperature=0.7, raw=True)
-    return rollout.batch(), {"policy": model, "temperature": 0.7}
+def sampled(doc: str, *, scored: float = 1.0, **sampling: Any) -> Callable[[str, int], Seeded]:
+    """A fault that is in how answers are sampled: with these settings, scored at a temperature."""
+
+    def fault(family: str, seed: int) -> Seeded:
+        model = make_model(family, seed)
+        given = {"policy": model} if scored == 1.0 else {"policy": model, "temperature": scored}
+        return sample(model, make_prompts(PROMPTS, seed), seed, **sampling).batch(), given
+
+    fault.__doc__ = doc
+    return fault
 
 
-def wrong_temperature(family: str, seed: int) -> Seeded:
-    """Sampled at temperature 0.8, recorded there, scored at 1."""
-    model = make_model(family, seed)
-    rollout = sample(model, make_prompts(PROMPTS, seed), seed, temperature=0.8)
-    return rollout.batch(), {"policy": model}
-
-
-def wrong_temperature_raw(family: str, seed: int) -> Seeded:
-    """Sampled at temperature 0.8, with raw log-probs recorded, scored at 1: all log-probs agree."""
-    model = make_model(family, seed)
-    rollout = sample(model, make_prompts(PROMPTS, seed), seed, temperature=0.8, raw=True)
-    return rollout.batch(), {"policy": model}
-
-
-def top_p(family: str, seed: int) -> Seeded:
-    """Sampled with top-p 0.9, and its renormalised log-probs recorded."""
-    model = make_model(family, seed)
-    return sample(model, make_prompts(PROMPTS, seed), seed, top_p=0.9).batch(), {"policy": model}
-
-
-def top_p_raw(family: str, seed: int) -> Seeded:
-    """Sampled with top-p 0.9, with raw log-probs recorded: all log-probs agree."""
-    model = make_model(family, seed)
-    return sample(model, make_prompts(PROMPTS, seed), seed, top_p=0.9, raw=True).batch(), {"policy": model}
-
-
-def top_k(family: str, seed: int) -> Seeded:
-    """Sampled with top-k 10, and its renormalised log-probs recorded."""
-    model = make_model(family, seed)
-    return sample(model, make_prompts(PROMPTS, seed), seed, top_k=10).batch(), {"policy": model}
-
-
-def top_k_raw(family: str, seed: int) -> Seeded:
-    """Sampled with top-k 10, with raw log-probs recorded: all log-probs agree."""
-    model = make_model(family, seed)
-    return sample(model, make_prompts(PROMPTS, seed), seed, top_k=10, raw=True).batch(), {"policy": model}
+RAW = "Sampled and scored at temperature 0.7; the engine records log-probs of temperature 1."
+RAW_AT_08 = "Sampled at temperature 0.8, with raw log-probs recorded, scored at 1: all log-probs agree."
+raw_log_probs = sampled(RAW, scored=0.7, temperature=0.7, raw=True)
+wrong_temperature = sampled("Sampled at temperature 0.8, recorded there, scored at 1.", temperature=0.8)
+wrong_temperature_raw = sampled(RAW_AT_08, temperature=0.8, raw=True)
+top_p = sampled("Sampled with top-p 0.9, and its renormalised log-probs recorded.", top_p=0.9)
+top_p_raw = sampled("Sampled with top-p 0.9, with raw log-probs recorded: all log-probs agree.", top_p=0.9, raw=True)
+top_k = sampled("Sampled with top-k 10, and its renormalised log-probs recorded.", top_k=10)
+top_k_raw = sampled("Sampled with top-k 10, with raw log-probs recorded: all log-probs agree.", top_k=10, raw=True)
 
 
 def stale_by(steps: int) -> Callable[[str, int], Seeded]:

@@ -102,29 +102,19 @@ def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> dict[str, Any]:
     return seen
 
 
-def test_a_clean_batch_is_exit_code_0(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = stub(monkeypatch)
-    assert cli("check", save("dict", tmp_path / "batch.pt", batch())).stdout == "nothing found\n"
-    assert torch.equal(seen["td"]["tokens", "full"], FULL)
-    assert {key: seen[key] for key in ("policy", "reference", "tokenizer", "temperature")} == {
-        "policy": None,
-        "reference": None,
-        "tokenizer": None,
-        "temperature": 1.0,
-    }
-
-
-def test_findings_are_exit_code_1(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(monkeypatch, Finding())
+def test_exit_codes_of_findings(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 for a clean batch and for notes alone, 1 for faults."""
     path = save("dict", tmp_path / "batch.pt", batch())
+    seen = stub(monkeypatch)
+    assert cli("check", path).stdout == "nothing found\n"
+    assert torch.equal(seen["td"]["tokens", "full"], FULL)
+    defaults = {"policy": None, "reference": None, "tokenizer": None, "temperature": 1.0}
+    assert {key: seen[key] for key in defaults} == defaults
+    stub(monkeypatch, Finding())
     assert cli("check", path, code=1).stdout == "length bias: aggregate by sequence\n"
     assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"][0]["confidence"] == 0.9
-
-
-def test_notes_alone_are_exit_code_0(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stub(monkeypatch, Finding())
     monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
-    assert "length bias" in cli("check", save("dict", tmp_path / "batch.pt", batch())).stdout
+    assert "length bias" in cli("check", path).stdout
 
 
 def test_the_doctor_gets_models_and_tokenizer(
@@ -138,14 +128,14 @@ def test_the_doctor_gets_models_and_tokenizer(
     assert seen["temperature"] == 0.5
 
 
-def test_an_error_of_the_doctor_is_one_line(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def diagnose(td: TensorDictBase, **_: Any) -> Any:
-        diagnostics.read_columns(td)
-
-    monkeypatch.setattr(diagnostics, "diagnose", diagnose, raising=False)
-    path = tmp_path / "batch.pt"
-    torch.save({"unrelated": FULL}, path)
-    assert "tokens" in error_of(cli("check", path, code=2))
+def test_tokens_of_another_type_are_a_wrong_input(cli: Cli, tmp_path: Path) -> None:
+    for content, message in (
+        ({"unrelated": FULL}, "tokens"),
+        ({"tokens": {"full": FULL.float(), "prompt": FULL[:, :2]}}, "expected integer token ids"),
+        ({"tokens": FULL}, "expected a nested TensorDict"),
+    ):
+        torch.save(content, tmp_path / "batch.pt")
+        assert message in error_of(cli("check", tmp_path / "batch.pt", code=2))
 
 
 @pytest.mark.parametrize("name", ["diagnose", "inspect_tokens"])
@@ -203,15 +193,3 @@ def test_the_real_inspector(cli: Cli, tmp_path: Path, model: str) -> None:
     assert cli("inspect", path, "--tokenizer", model).stdout.strip()
     cli("inspect", path, "--tokenizer", model, "--html", tmp_path / "page.html")
     assert "<html" in (tmp_path / "page.html").read_text(encoding="utf-8").lower()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        ({"full": FULL.float(), "prompt": FULL[:, :2]}, "expected integer token ids"),
-        (FULL, "expected a nested TensorDict"),
-    ],
-)
-def test_tokens_of_another_type_are_a_wrong_input(cli: Cli, tmp_path: Path, tokens: Any, message: str) -> None:
-    torch.save({"tokens": tokens}, tmp_path / "batch.pt")
-    assert message in error_of(cli("check", tmp_path / "batch.pt", code=2))

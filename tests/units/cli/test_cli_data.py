@@ -41,11 +41,8 @@ def test_pairs_are_summed_apart(cli: Cli, tmp_path: Path, model: str) -> None:
         (1, "chosen", 1),
         (1, "rejected", None),
     ]
-    assert [line for line in result.stdout.splitlines() if "answers: " in line] == [
-        "all answers: 3",
-        "chosen answers: 2",
-        "rejected answers: 1",
-    ]
+    counts = [line for line in result.stdout.splitlines() if "answers: " in line]
+    assert counts == ["all answers: 3", "chosen answers: 2", "rejected answers: 1"]
     assert "skipped 1, empty: line 2 (rejected): no text to score" in result.stdout
 
 
@@ -53,10 +50,8 @@ def test_token_ids_need_no_tokenizer(cli: Cli, tmp_path: Path, checkpoints: Path
     from transformers import AutoModelForCausalLM
 
     AutoModelForCausalLM.from_pretrained(checkpoints / "model").save_pretrained(tmp_path / "bare")
-    data, out = (
-        write_jsonl(tmp_path / "ids.jsonl", [{"tokens": [5, 6, 7, 8], "prompt_length": 2}]),
-        tmp_path / "s.jsonl",
-    )
+    data = write_jsonl(tmp_path / "ids.jsonl", [{"tokens": [5, 6, 7, 8], "prompt_length": 2}])
+    out = tmp_path / "s.jsonl"
     cli("score", tmp_path / "bare", data, "--out", out)
     model = AutoModelForCausalLM.from_pretrained(checkpoints / "model").double()
     with torch.no_grad():

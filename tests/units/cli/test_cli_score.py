@@ -39,16 +39,16 @@ def by_hand(model: str, reference: str, ids: Tensor, mask: Tensor, temperature: 
     chosen = ids[1:, None]
     log_prob, ref = (x.gather(1, chosen)[:, 0][mask[1:]] for x in (p, q))
     d = log_prob - ref
-    exact = (p.exp() * (p - q)).sum(-1)[mask[1:]]
-    return {
-        "log_prob": float(log_prob.sum()),
-        "ref_log_prob": float(ref.sum()),
-        "k1": float(d.sum()),
-        "k2": float((d**2 / 2).sum()),
-        "k3": float(((-d).exp() - 1 + d).sum()),
-        "abs": float(d.abs().sum()),
-        "exact": float(exact.sum()),
+    values = {
+        "log_prob": log_prob,
+        "ref_log_prob": ref,
+        "k1": d,
+        "k2": d**2 / 2,
+        "k3": (-d).exp() - 1 + d,
+        "abs": d.abs(),
     }
+    values["exact"] = (p.exp() * (p - q)).sum(-1)[mask[1:]]
+    return {name: float(value.sum()) for name, value in values.items()}
 
 
 def chat_ids(question: str, answer: str) -> tuple[Tensor, Tensor]:
@@ -345,12 +345,8 @@ def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, mo
     result = cli("score", model, data, "--out", out, "--json")
     found = json.loads(result.stdout)
     assert found["scored"] == 2
-    assert {reason: held["count"] for reason, held in found["skipped"].items()} == {
-        "empty": 1,
-        "malformed": 5,
-        "no assistant turn": 1,
-        "too long": 1,
-    }
+    counts = {reason: held["count"] for reason, held in found["skipped"].items()}
+    assert counts == {"empty": 1, "malformed": 5, "no assistant turn": 1, "too long": 1}
     first = found["skipped"]["malformed"]["first"]
     assert [text.split(":")[0] for text in first] == ["line 3", "line 7", "line 8", "line 9", "line 10"]
     assert found["skipped"]["too long"]["first"][0].startswith("line 6: 623 tokens, at most 512")
@@ -361,22 +357,18 @@ def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, mo
     assert "skipped 5, malformed: line 3: is not JSON" in text
 
 
-def test_a_shorter_limit_of_tokens(cli: Cli, tmp_path: Path, model: str) -> None:
+def test_limits_of_tokens_and_rows(cli: Cli, tmp_path: Path, model: str) -> None:
     data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     lengths = [len(chat_ids(*(m["content"] for m in chat["messages"]))[0]) for chat in CHATS]
     found = json.loads(cli("score", model, data, "--max-length", sorted(lengths)[1], "--json").stdout)
     assert (found["scored"], found["skipped"]["too long"]["count"]) == (2, 2)
+    cli("score", model, data, "--limit", 3, "--out", tmp_path / "scores.jsonl")
+    assert [record["index"] for record in read_jsonl(tmp_path / "scores.jsonl")] == [0, 1, 2]
 
 
 def test_nothing_scored_is_exit_code_1(cli: Cli, tmp_path: Path, model: str) -> None:
     data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": []}])
     assert "nothing in" in error_of(cli("score", model, data, code=1))
-
-
-def test_the_first_rows_only(cli: Cli, tmp_path: Path, model: str) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
-    cli("score", model, data, "--limit", 3, "--out", out)
-    assert [record["index"] for record in read_jsonl(out)] == [0, 1, 2]
 
 
 # ------------------------------------------------------------------ hostile input
@@ -412,28 +404,28 @@ def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, model: str, reference:
         ([model, data, "--out", tmp_path / "folder"], "is a folder: pass a file"),
         ([model, data, "--limit", "0"], "(see torchrl-llm-kl score --help)"),
         ([model], "Missing argument"),
+        ([model, data, "--device", "cuda:99"], "cuda:99' is no device of this process"),
     ):
         assert text in error_of(cli("score", *words, code=2)), (words, text)
 
 
-def test_a_tokenizer_without_a_template_is_an_error(cli: Cli, tmp_path: Path, checkpoints: Path) -> None:
-    folder = tmp_path / "plain"
-    shutil.copytree(checkpoints / "model", folder)
-    (folder / "chat_template.jinja").unlink()
+@pytest.mark.filterwarnings("ignore:.*full forward")
+def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, checkpoints: Path, model: str) -> None:
+    """Without a chat template, and with weights that are not finite: of the model, which names the rows, or the reference."""
     data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
-    assert "chat template" in error_of(cli("score", folder, data, code=2))
-
-
-def test_weights_that_are_not_finite_name_the_rows(cli: Cli, tmp_path: Path, checkpoints: Path) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(checkpoints / "model", folder)
+    plain = shutil.copytree(checkpoints / "model", tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    assert "chat template" in error_of(cli("score", plain, data, code=2))
+    folder = shutil.copytree(checkpoints / "model", tmp_path / "broken")
     broken = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         broken.model.norm.weight.fill_(math.nan)
     broken.save_pretrained(folder)
-    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     found = error_of(cli("score", folder, data, code=2))
     assert found.startswith("rows 0 to 3 (from 0) cannot be scored: the model's log-prob is nan")
+    for estimator in ("k1", "exact"):
+        found = error_of(cli("score", model, data, "--reference", folder, "--estimator", estimator, code=2))
+        assert re.search(r"cannot be scored by \S*broken: .*is nan", found)
 
 
 # ------------------------------------------------------------------ the page
@@ -485,28 +477,8 @@ def test_no_file_is_written_over_another(
     (tmp_path / "folder").mkdir()
     data = write_jsonl(tmp_path / "data.jsonl", CHATS)
     before = data.read_bytes()
-    options = [
-        word for name, path in (("--out", out), ("--html", html)) if path for word in (name, f"{tmp_path}/{path}")
-    ]
+    given = {"--out": out, "--html": html}
+    options = [word for name, path in given.items() if path for word in (name, f"{tmp_path}/{path}")]
     assert message in error_of(cli("score", model, data, *options, "--overwrite", code=2))
     assert data.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "folder"]
-
-
-@pytest.mark.filterwarnings("ignore:.*full forward")
-def test_a_reference_of_nan_is_an_error(cli: Cli, tmp_path: Path, model: str) -> None:
-    broken = make_model(make_tokenizer(), seed=0)
-    with torch.no_grad():
-        next(broken.parameters()).fill_(math.nan)
-    broken.save_pretrained(tmp_path / "broken")
-    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
-    for estimator in ("k1", "exact"):
-        options = ("--reference", tmp_path / "broken", "--estimator", estimator)
-        assert re.search(
-            r"cannot be scored by \S*broken: .*is nan", error_of(cli("score", model, data, *options, code=2))
-        )
-
-
-def test_a_device_that_is_not_there(cli: Cli, tmp_path: Path, model: str) -> None:
-    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
-    assert "cuda:99' is no device of this process" in error_of(cli("score", model, data, "--device", "cuda:99", code=2))

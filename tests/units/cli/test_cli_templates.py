@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from cli_files import Cli, error_of
 from toy_tokenizer import build_tokenizer
 
@@ -62,23 +60,25 @@ def test_a_template_without_end_of_turn_and_system_role(cli: Cli, tmp_path: Path
     assert "2 of 2 turns end in no special token" in lines[-1]
 
 
-@pytest.mark.parametrize("form", ["list", "object", "lines"])
-def test_a_conversation_of_one_s_own(cli: Cli, tmp_path: Path, model: str, form: str) -> None:
+def test_a_conversation_of_one_s_own(cli: Cli, tmp_path: Path, model: str) -> None:
+    """A list, an object, or the first line of several."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
-    path = tmp_path / "chat.json"
-    path.write_text(json.dumps(messages if form == "list" else {"messages": messages}) + "\n{}" * (form == "lines"))
-    assert "[[bc<|im_end|>]]" in cli("templates", model, "--conversation", path).stdout
+    path, whole = tmp_path / "chat.json", json.dumps({"messages": messages})
+    for text in (json.dumps(messages), whole, f"{whole}\n{{}}"):
+        path.write_text(text)
+        assert "[[bc<|im_end|>]]" in cli("templates", model, "--conversation", path).stdout
 
 
 def test_wrong_conversations(cli: Cli, tmp_path: Path, model: str) -> None:
     path = tmp_path / "chat.json"
     for content, text in (
-        ("nonsense", "is not JSON"),
-        ("", "is not JSON"),
-        ("{}", "no messages"),
-        ("[]", "no messages"),
+        (b"nonsense", "is not JSON"),
+        (b"", "is not JSON"),
+        (b"{}", "no messages"),
+        (b"[]", "no messages"),
+        (b'[{"role": "user", "content": "\xe9"}]', "is not UTF-8"),
     ):
-        path.write_text(content)
+        path.write_bytes(content)
         assert text in error_of(cli("templates", model, "--conversation", path, code=2))
     assert "cannot read" in error_of(cli("templates", model, "--conversation", tmp_path / "none.json", code=2))
     path.write_text(json.dumps([{"role": "user"}]))
@@ -99,8 +99,3 @@ def test_escape_sequences_of_a_conversation_do_not_reach_the_terminal(cli: Cli, 
         assert "a\\u{202e}b" in text
         assert "\x1b[2J" not in text
         assert "\u202e" not in text
-
-
-def test_a_conversation_in_another_encoding(cli: Cli, tmp_path: Path, model: str) -> None:
-    (tmp_path / "chat.json").write_bytes(b'[{"role": "user", "content": "\xe9"}]')
-    assert "is not UTF-8" in error_of(cli("templates", model, "--conversation", tmp_path / "chat.json", code=2))

@@ -113,13 +113,7 @@ def test_quantities_by_hand() -> None:
     torch.testing.assert_close(side.values(kl), torch.tensor([NAN, 0, math.e - 2, NAN, 0]), equal_nan=True)
     assert "k3" in kl.label
     assert side.clipped is not None
-    assert side.clipped.tolist() == [
-        0,
-        2,
-        0,
-        0,
-        1,
-    ]  # below the range, but with a positive advantage: keeps its gradient
+    assert side.clipped.tolist() == [0, 2, 0, 0, 1]  # the last, with a positive advantage, keeps its gradient
     mean, largest = side.summary(kl)
     torch.testing.assert_close(mean, torch.tensor([(math.e - 2) / 2, 0]))
     torch.testing.assert_close(largest, torch.tensor([math.e - 2, 0]))
@@ -134,20 +128,15 @@ def test_quantities_by_hand() -> None:
 def test_numbers_beyond_all_bounds_are_the_worst_and_do_not_stretch_the_scale() -> None:
     side = Side(columns_of([[0] * 6], entropy=[0, 1.0, INF, NAN, 0.3, 0.7]), 0.2, 0.2)
     (entropy, _) = available([side])
-    assert side.worst(entropy, 9) == [
-        (0, 2, INF),
-        (0, 1, 1.0),
-        (0, 5, pytest.approx(0.7)),
-        (0, 4, pytest.approx(0.3)),
-    ]
+    assert side.worst(entropy, 9) == [(0, at, pytest.approx(v)) for at, v in ((2, INF), (1, 1.0), (5, 0.7), (4, 0.3))]
     assert scale_of(entropy, [side]) == 1.0
     assert [step_of(v, 1.0) for v in (0.0, 0.19, 0.2, -0.99, 1.0, INF, -INF, NAN)] == [0, 0, 1, -4, 5, 5, -5, None]
 
 
-@pytest.mark.parametrize(("top", "scale"), [(0.0, 1.0), (0.9, 1.0), (1.1, 1.5), (3e-5, 3e-5), (51.0, 60.0)])
-def test_scales_are_round(top: float, scale: float) -> None:
-    side = Side(columns_of([[0, 1]], entropy=[0, top]), 0.2, 0.2)
-    assert scale_of(available([side])[0], [side]) == pytest.approx(scale)
+def test_scales_are_round() -> None:
+    for top, scale in ((0.0, 1.0), (0.9, 1.0), (1.1, 1.5), (3e-5, 3e-5), (51.0, 60.0)):
+        side = Side(columns_of([[0, 1]], entropy=[0, top]), 0.2, 0.2)
+        assert scale_of(available([side])[0], [side]) == pytest.approx(scale)
 
 
 def test_rollouts_are_matched_by_tokens_then_by_prompt() -> None:

@@ -158,20 +158,26 @@ def test_torchrls_csv_logger(tmp_path: Path) -> None:
     assert page.read_bytes() == (tmp_path / "out" / "rollouts.html").read_bytes()
 
 
+def logged(logger: Any, tmp_path: Path) -> dict[str, str]:
+    """Look at a batch with a fault, log a number; the files that the run keeps."""
+    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
+    monitor.look(4, batch(shift=1))
+    monitor.step(4, kl=0.5)
+    return {name: (tmp_path / "out" / name).read_text() for name in ("diagnosis.txt", "rollouts.html")}
+
+
 def test_torchrls_tensorboard_logger(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = TensorboardLogger("run", log_dir=str(tmp_path))
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
-    monitor.look(4, batch(shift=1))
-    monitor.step(4, kl=0.5)
+    kept = logged(logger, tmp_path)
     logger.experiment.flush()
     found = EventAccumulator(str(tmp_path / "run")).Reload()
     (event,) = found.Scalars("kl")
     assert (event.step, event.value) == (4, 0.5)
     (text,) = found.Tensors("diagnosis/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == (tmp_path / "out" / "diagnosis.txt").read_text()
+    assert text.tensor_proto.string_val[0].decode() == kept["diagnosis.txt"]
     assert (tmp_path / "run" / "rollouts" / "4.html").is_file()
 
 
@@ -181,13 +187,10 @@ def test_torchrls_wandb_logger_offline(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger("run", offline=True, save_dir=str(tmp_path), project="test", log_env_packages=False)
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
-    monitor.look(4, batch(shift=1))
-    monitor.step(4, kl=0.5)
+    kept = logged(logger, tmp_path)
     assert logger.experiment.summary["kl"] == 0.5
     logger.experiment.finish()
-    pages = [path.read_text() for path in tmp_path.rglob("media/html/*.html")]
-    assert pages == [(tmp_path / "out" / "rollouts.html").read_text()]
+    assert [path.read_text() for path in tmp_path.rglob("media/html/*.html")] == [kept["rollouts.html"]]
 
 
 def test_torchrls_mlflow_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,18 +199,16 @@ def test_torchrls_mlflow_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
     logger = MLFlowLogger("run", f"file:{tmp_path}/runs", artifact_location=f"file:{tmp_path}/artifacts")
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
     try:
-        monitor.look(4, batch(shift=1))
-        monitor.step(4, kl=0.5)
+        kept = logged(logger, tmp_path)
         run = mlflow.get_run(logger.experiment.info.run_id)
     finally:
         mlflow.end_run()
     assert run.data.metrics["kl"] == 0.5
     (page,) = (tmp_path / "artifacts").rglob("rollouts/4.html")
-    assert page.read_text() == (tmp_path / "out" / "rollouts.html").read_text()
+    assert page.read_text() == kept["rollouts.html"]
     (text,) = (tmp_path / "artifacts").rglob("diagnosis/4.txt")
-    assert text.read_text() == (tmp_path / "out" / "diagnosis.txt").read_text()
+    assert text.read_text() == kept["diagnosis.txt"]
 
 
 def test_errors(tmp_path: Path) -> None:
