@@ -86,17 +86,12 @@ def test_every_workload_runs_and_renders_again(tmp_path):
     assert "--out" in refused.output
 
 
-def test_no_cuda_device(monkeypatch):
+def test_devices_and_workloads_that_are_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = invoke("run", "--device", "cuda")
-    assert result.exit_code == 1
-    assert "no CUDA device" in result.output
-
-
-def test_an_unknown_workload():
-    result = invoke("run", "--only", "z")
-    assert result.exit_code == 2
-    assert "'z'" in result.output
+    for words, code, message in ((("--device", "cuda"), 1, "no CUDA device"), (("--only", "z"), 2, "'z'")):
+        result = invoke("run", *words)
+        assert result.exit_code == code
+        assert message in result.output
 
 
 def test_libraries_that_disagree_are_not_compared(monkeypatch):
@@ -107,14 +102,12 @@ def test_libraries_that_disagree_are_not_compared(monkeypatch):
         WORKLOADS["e"].measure(cli.Settings(repeats=1, quick=True))
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [([1.0, 2.2], [1.0, 2.0]), ([float("nan"), 2.0], [1.0, 2.0]), ([1.0], [1.0, 2.0]), ([], [])],
-    ids=["too far", "nan", "shapes", "nothing"],
-)
-def test_disagreement(found, expected):
-    with pytest.raises(DisagreementError, match="KL"):
-        largest_difference(torch.tensor(found), torch.tensor(expected), tolerance=0.1, what="KL")
+def test_disagreement():
+    """Too far, NaN, other shapes, nothing to compare."""
+    cases = [([1.0, 2.2], [1.0, 2.0]), ([float("nan"), 2.0], [1.0, 2.0]), ([1.0], [1.0, 2.0]), ([], [])]
+    for found, expected in cases:
+        with pytest.raises(DisagreementError, match="KL"):
+            largest_difference(torch.tensor(found), torch.tensor(expected), tolerance=0.1, what="KL")
     assert largest_difference(torch.tensor([1.0, 2.25]), torch.tensor([1.0, 2.0]), tolerance=0.5, what="KL") == 0.25
 
 
@@ -139,18 +132,15 @@ def result(targets: Targets) -> Result:
     return Result("x", "title", targets, Outcome("work", theirs, ours, difference=0.0, turns=turns))
 
 
-@pytest.mark.parametrize(
-    ("targets", "met"),
-    [
+def test_verdicts():
+    for targets, met in (
         (Targets(faster=3, smaller=16, growth=1.5), [True, True, True]),
         (Targets(faster=3.1, smaller=16.1, growth=1.4), [False, False, False]),
         (Targets(), []),
-    ],
-)
-def test_verdicts(targets, met):
-    goals = result(targets).goals
-    assert [goal.met for goal in goals] == met
-    assert [goal.found for goal in goals] == [3.0, 16.0, 1.5][: len(met)]
+    ):
+        goals = result(targets).goals
+        assert [goal.met for goal in goals] == met
+        assert [goal.found for goal in goals] == [3.0, 16.0, 1.5][: len(met)]
 
 
 def test_newer_results_take_the_place_of_older(tmp_path):

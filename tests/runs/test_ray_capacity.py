@@ -33,7 +33,7 @@ def lost(work: Work, collectors: int, replicas: int) -> float:
     return simulate(world, requests=20_000, warm_up=3000, seed=5).lost
 
 
-@pytest.mark.parametrize(("collectors", "speed"), [(20, 1000.0), (200, 1000.0), (60, 5000.0)])
+@pytest.mark.parametrize(("collectors", "speed"), [(20, 1000.0), (60, 5000.0)])
 def test_enough_and_no_more_than_needed(collectors: int, speed: float) -> None:
     """Seen with another seed, and more requests: within the limit, and over it with a tenth fewer."""
     work, limits = Work(speed), Limits(lost=0.04)
@@ -66,18 +66,16 @@ def test_a_limit_that_no_number_keeps() -> None:
 
 
 def test_the_guess_does_not_matter() -> None:
-    found = [
-        replicas_needed(Work(1000.0), 20, REPLICA, no_link, Limits(), guess=guess).replicas for guess in (1, 3, 40)
-    ]
-    assert len(set(found)) == 1
+    one, other = (replicas_needed(Work(1000.0), 20, REPLICA, no_link, Limits(), guess=guess) for guess in (1, 40))
+    assert one.replicas == other.replicas
 
 
 def test_more_collectors_and_faster_ones_need_more() -> None:
     seen: list[Answer] = []
-    answers = answers_for([200.0, 2000.0], [100, 10, 1000], REPLICA, no_link, Limits(), on_answer=seen.append)
+    answers = answers_for([200.0, 2000.0], [100, 10, 300], REPLICA, no_link, Limits(), on_answer=seen.append)
     assert seen == answers
     assert [(a.tokens_per_second, a.collectors) for a in answers] == [
-        (speed, count) for speed in (200.0, 2000.0) for count in (10, 100, 1000)
+        (speed, count) for speed in (200.0, 2000.0) for count in (10, 100, 300)
     ]
     needed = [a.replicas for a in answers]
     assert needed == sorted(needed[:3]) + sorted(needed[3:])
@@ -145,10 +143,7 @@ def run() -> RayRun:
         "a model",
         difference=1e-6,
         lines=(one, line),
-        bytes=(
-            Bytes("both", 32, "torchrl", 100, 200, 9_000_100, 9_000_200),
-            Bytes("both", 32, "here", 10, 20, 10, 21),
-        ),
+        bytes=(Bytes("both", 32, "torchrl", 100, 200, 9_000_100, 9_000_200), Bytes("both", 32, "here", 10, 20, 10, 21)),
         overheads=(
             Overhead(32, local=0.005, remote=0.0075, stages={"there": 0.001, "back": 0.0015}, bare=0.006),
             Overhead(512, local=0.05, remote=0.054, stages={"there": 0.002, "back": 0.002}, bare=0.051),

@@ -34,27 +34,17 @@ def machine_repair(machines: int, think: float, service: float) -> tuple[float, 
     return throughput, machines / throughput - think
 
 
-@pytest.mark.parametrize(("collectors", "think"), [(1, 3.0), (4, 2.0), (20, 10.0)])
+@pytest.mark.parametrize(("collectors", "think"), [(4, 2.0), (20, 10.0)])
 def test_closed_queue_with_exponential_times(collectors: int, think: float) -> None:
     """One request at a time, its size exponential: the machine repair model, which has a closed form."""
     replica = Replica(fixed=0.0, each=0.0, rate=1.0, max_tokens=ALONE)
     world = World(collectors, exponential(think), exponential(1.0), 1, replica)
-    found = simulate(world, requests=40_000, warm_up=2000)
+    found = simulate(world, requests=20_000, warm_up=2000)
     throughput, response = machine_repair(collectors, think, 1.0)
     assert found.throughput == pytest.approx(throughput, rel=0.03)
     assert found.latency == pytest.approx(response, rel=0.04)
     assert found.busy == pytest.approx(throughput * 1.0, rel=0.03)
     assert found.lost == pytest.approx(response / (response + think), rel=0.03)
-
-
-def test_many_collectors_ask_as_a_poisson_stream() -> None:
-    """M/D/1: the mean wait is rho / (2 (1 - rho)) services (Pollaczek and Khinchine)."""
-    rho = 0.7
-    replica = Replica(fixed=1.0, each=0.0, rate=math.inf, max_tokens=ALONE)
-    world = World(1000, exponential(1000 / rho), constant(1.0), 1, replica)
-    found = simulate(world, requests=60_000, warm_up=5000)
-    assert found.throughput == pytest.approx(rho, rel=0.02)
-    assert found.latency == pytest.approx(1 + rho / (2 * (1 - rho)), rel=0.05)
 
 
 @pytest.mark.parametrize("arrivals", [0.5, 2.0])
@@ -70,10 +60,12 @@ def test_batches_without_a_limit_take_all_that_came_meanwhile(arrivals: float) -
     assert sizes[2] / total == pytest.approx(arrivals**2 / 2 * math.exp(-arrivals), rel=0.05)
 
 
-@pytest.mark.parametrize("replicas", [2, 5])
-def test_a_hash_divides_the_stream(replicas: int) -> None:
-    """Each replica is an M/D/1 of its own with its share of the requests, not one server of a common queue."""
-    rho = 0.6
+@pytest.mark.parametrize(("replicas", "rho"), [(1, 0.7), (3, 0.6)])
+def test_many_collectors_ask_as_a_poisson_stream(replicas: int, rho: float) -> None:
+    """M/D/1: the mean wait is rho / (2 (1 - rho)) services (Pollaczek and Khinchine); a hash divides the stream.
+
+    Each replica is a queue of its own with its share of the requests, not one server of a common queue.
+    """
     replica = Replica(fixed=1.0, each=0.0, rate=math.inf, max_tokens=ALONE)
     world = World(1000, exponential(1000 / (rho * replicas)), constant(1.0), replicas, replica)
     found = simulate(world, requests=60_000, warm_up=5000)
@@ -160,14 +152,12 @@ def test_the_oldest_goes_first() -> None:
     assert found.latencies == pytest.approx([5.0, 7.0, 11.0, 14.0])
 
 
-@pytest.mark.parametrize("prompts", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("prompts", "seed"), [(1, 0), (3, 1)])
 def test_nothing_is_lost_or_made_up(prompts: int, seed: int) -> None:
     sizes = Random(seed)
     replica = Replica(0.1, 0.05, 50.0, max_wait=0.2, max_tokens=40.0)
-    world = World(
-        12, exponential(2.0), lambda random: 3.0 * sizes.randint(1, 30), 4, replica, constant(0.1), prompts=prompts
-    )
+    size = lambda random: 3.0 * sizes.randint(1, 30)  # noqa: E731
+    world = World(12, exponential(2.0), size, 4, replica, constant(0.1), prompts=prompts)
     found = simulate(world, requests=5000, warm_up=100)
     assert len(found.latencies) == 5000
     assert found.answered == 5100

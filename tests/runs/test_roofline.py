@@ -56,14 +56,8 @@ def test_layers_multiply_the_body_alone():
 
 def test_shape_of_a_configuration():
     transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(
-        hidden_size=24,
-        intermediate_size=40,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        num_hidden_layers=3,
-        vocab_size=50,
-    )
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = transformers.Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=50)
     assert BodyShape.of(config) == BodyShape(hidden=24, intermediate=40, queries=24, keys=8, layers=3, vocab=50)
 
 
