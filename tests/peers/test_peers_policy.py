@@ -323,22 +323,31 @@ BOUND |= {"token_k2": 0.1, "seq_sum_k2": 0.3, "seq_mean_k2": 0.08, "seq_max_k2":
 BOUND |= {"token_k3": 0.08, "seq_sum_k3": 0.3, "seq_mean_k3": 0.06, "seq_max_k3": 0.3}
 
 
+def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The product of all weights, and the metrics of each."""
+    weights, metrics = torch.ones_like(inputs[0]), {}
+    for part in rollout_corrections(**settings):
+        each, seen = part(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
+        weights, metrics = weights * each, {**metrics, **seen}
+    return weights, metrics
+
+
 @pytest.mark.parametrize(
     ("options", "threshold"),
     [*BOUND.items(), ("token_k1,seq_max_k2", "0.6_1.5,0.2"), ("seq_mean_k3,token_k3,seq_sum_k1", "0.1,0.2,3")],
 )
 def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
+    """Masks, the share that each criterion rejects, and that of all criteria together."""
     helper, rejected = corrections_of_verl(monkeypatch), 0
     for seed in range(5):
         old, sampler, mask = sampled(seed)
-        kept, metrics = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), options, threshold)
-        weights = torch.ones_like(old)
-        for part in rollout_corrections(rollout_rs=options, rollout_rs_threshold=threshold):
-            each, seen = part({"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask})
-            weights = weights * each
-            for name, value in seen.items():
-                assert value.item() == pytest.approx(metrics[f"rollout_rs_{name}"], abs=1e-6)
+        kept, theirs = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), options, threshold)
+        weights, seen = our_corrections((old, sampler, mask), rollout_rs=options, rollout_rs_threshold=threshold)
         assert torch.equal(weights, kept)
+        all_of_them = correction_metrics(weights, mask)
+        seen |= {f"{x}masked_fraction": all_of_them[f"rejected_{x}fraction"] for x in ("", "seq_")}
+        found = {f"rollout_rs_{name}": value.item() for name, value in seen.items()}
+        assert found == pytest.approx({name: theirs[name] for name in found}, abs=1e-6)
         rejected += int((mask & (weights == 0)).sum())
     assert 0 < rejected < 5 * 7 * 6 * 0.7
 
@@ -349,8 +358,7 @@ def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: A
     for seed in range(5):
         old, sampler, mask = sampled(seed)
         theirs, metrics = helper.compute_rollout_correction_weights(old - sampler, mask.double(), level, threshold)
-        (part,) = rollout_corrections(rollout_is=level, rollout_is_threshold=threshold)
-        weights, seen = part({"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask})
+        weights, seen = our_corrections((old, sampler, mask), rollout_is=level, rollout_is_threshold=threshold)
         assert_close(weights, theirs)
         if level == "token":  # verl weights sequences by their length
             size = metrics["rollout_is_eff_sample_size"]
@@ -391,22 +399,6 @@ def test_verl_counts_empty_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert theirs == pytest.approx((expected.item() + 1) / 2, rel=1e-6)
 
 
-def test_verls_share_of_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several criteria together."""
-    helper, options, bounds = corrections_of_verl(monkeypatch), "token_k1,seq_max_k2,seq_mean_k3", "0.6_1.5,0.2,0.1"
-    for seed in range(5):
-        old, sampler, mask = sampled(seed)
-        _, theirs = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), options, bounds)
-        inputs = {"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask}
-        weights = torch.ones_like(old)
-        for part in rollout_corrections(rollout_rs=options, rollout_rs_threshold=bounds):
-            weights = weights * part(inputs)[0]
-        found = correction_metrics(weights, mask)
-        for name in ("masked_fraction", "seq_masked_fraction"):
-            mine = name.replace("masked", "rejected") if name.startswith("masked") else "rejected_seq_fraction"
-            assert found[mine].item() == pytest.approx(theirs[f"rollout_rs_{name}"], abs=1e-6)
-
-
 def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl's ppl_ratio of one sequence is the inverse of its geometric weight; its seq_mean_k1 the mask of that weight."""
     helper = corrections_of_verl(monkeypatch)
@@ -428,18 +420,11 @@ def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_verls_whole_correction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and mask together, as verl's trainer calls them."""
     helper = corrections_of_verl(monkeypatch)
-    settings: dict[str, Any] = {
-        "rollout_is": "sequence",
-        "rollout_is_threshold": 1.5,
-        "rollout_rs": "token_k3",
-        "rollout_rs_threshold": 0.1,
-    }
+    settings: dict[str, Any] = {"rollout_is": "sequence", "rollout_is_threshold": 1.5}
+    settings |= {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.1}
     seen: list[Tensor] = []
     monkeypatch.setattr(helper.DataProto, "from_dict", lambda tensors: seen.extend(tensors.values()), raising=False)
     for seed in range(5):
         old, sampler, mask = sampled(seed)
         _, kept, _ = helper.compute_rollout_correction_and_rejection_mask(old, sampler, mask.double(), **settings)
-        weights = torch.ones_like(old)
-        for part in rollout_corrections(**settings):
-            weights = weights * part({"old_log_prob": old, "sampler_log_prob": sampler, "mask": mask})[0]
-        assert_close(weights, seen[-1] * kept)
+        assert_close(our_corrections((old, sampler, mask), **settings)[0], seen[-1] * kept)
