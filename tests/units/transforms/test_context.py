@@ -22,7 +22,7 @@ from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, Sampling, make_algorithm
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.masks import history_to_messages, render_conversation
 from torchrl_llm_kl.rollouts import InContext, in_context, locate
-from toy_models import tiny_model
+from toy_models import BACKWARD, tiny_model
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_scoring_wrapper, steps
 
 FULL = ("log_probs", "full")
@@ -100,7 +100,7 @@ def test_gradients_are_those_of_the_sequences_built_by_hand() -> None:
     for i, (context, response) in enumerate(zip(CONTEXTS, RESPONSES, strict=True)):
         (log_probs_after(model, context, response) * weight[i, 3 : 3 + len(response)]).sum().backward()
     for name, parameter in model.named_parameters():
-        assert_close(got[name], parameter.grad, atol=1e-9, rtol=1e-9)
+        assert_near(got[name], parameter.grad, **BACKWARD)
 
 
 def test_other_scores_follow() -> None:

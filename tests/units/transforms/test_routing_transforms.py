@@ -258,7 +258,7 @@ def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None
     record = LogProbScorer(model).evaluate(TOKENS, MASK, record_routing=True).routing
     log_prob = LogProbScorer(later).score(TOKENS, MASK, routing=record, grad=True).values
     want = -(ADVANTAGE[TOKENS.sequence_ids, 0] * log_prob)[MASK].mean()
-    assert_close(out.total_loss, want, atol=1e-5, rtol=1e-5)
+    assert_near(out.total_loss, want, **FORWARD)
     unforced = PolicyLoss(later, "gpg")(td.exclude(KEY)).total_loss
     assert float((unforced - want).detach().abs()) > 1e-3
     routers = [layer.mlp.gate.weight for layer in later.model.layers]  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from transformers import LogitsProcessorList
 
+from closeness import assert_near
 from torchrl_llm_kl import (
     LogProbScorer,
     PolicyLoss,
@@ -75,7 +76,7 @@ def test_a_replay_is_what_was_sampled() -> None:
     assert (td["kept", "counts"][:, :4] == 0).all()
     assert (td["kept", "counts"][:, 4:] > 0).all()
     found = RetrieveLogProb(model, sampling=SAMPLING)(td)["log_probs", "full"][:, 4:]
-    assert_close(found.double(), sampler, atol=1e-6, rtol=1e-6)
+    assert_near(found, sampler, dtype=torch.float32, size=16)
     whole = RetrieveLogProb(model, temperature=0.8)(td.exclude("log_probs"))["log_probs", "full"][:, 4:]
     assert float((whole - found).exp().mean()) < 0.97
 
@@ -96,7 +97,7 @@ def test_a_record_outlives_the_policy() -> None:
             kept = torch.as_tensor(td["kept", "ids"][row])[at : at + count].long()
             at += count
             want = log_p[column - begin - 1, kept].log_softmax(-1)[kept == ids[column - begin]]
-            assert_close(found[row, column].double(), want[0], atol=1e-6, rtol=1e-6)
+            assert_near(found[row, column], want[0], dtype=torch.float32, size=16)
 
 
 def unpadded(row: TensorDictBase) -> TensorDictBase:
