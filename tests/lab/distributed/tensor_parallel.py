@@ -193,13 +193,16 @@ def refusals(cases: list[str]) -> dict[str, str]:
         "sequence parallel of torch": lambda: LogProbScorer(sequence_parallel("torch")),
         "sequence parallel of transformers": lambda: LogProbScorer(sequence_parallel("transformers")),
     }
-    found = dict.fromkeys(cases, "nothing was refused")
-    for case in cases:
-        try:
-            calls[case]()
-        except ValueError as error:
-            found[case] = str(error)
-    return found
+    return {case: _refusal(calls[case]) for case in cases}
+
+
+def _refusal(call: Callable[[], Any]) -> str:
+    """The message with which a call is refused."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def sequence_parallel(library: str) -> nn.Module:
