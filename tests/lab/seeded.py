@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import string
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_llm_kl import Sampling
+from torchrl_llm_kl import Ragged, Sampling
+from torchrl_llm_kl.diagnostics import TokenColumns
 from toy_models import tiny_model
 from toy_tokenizer import CHATML
 
@@ -303,3 +305,16 @@ def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
     for i in range(number):
         given = {"policy": model, "reference": reference, "sampling": sampling}
         yield rollout.batch(slice(4 * ANSWERS * i, 4 * ANSWERS * (i + 1))), given
+
+
+def columns_of(
+    mask: list[list[int]], rows: dict[str, torch.Tensor] | None = None, **named: list[list[float]]
+) -> TokenColumns:
+    """A batch with these columns; a first masked-out token, the prompt, is added to each sequence."""
+    tokens = Ragged.from_list([torch.arange(len(row) + 1) for row in mask])
+    flat = torch.cat([torch.tensor([0, *row]) for row in mask]).bool()
+    columns = {
+        name: torch.tensor([x for row in values for x in (math.nan, *row)], dtype=torch.float64)
+        for name, values in named.items()
+    }
+    return TokenColumns(tokens, flat, columns, rows or {})

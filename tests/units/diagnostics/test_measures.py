@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from seeded import make_tokenizer
+from seeded import columns_of, make_tokenizer
 from torchrl_llm_kl import Ragged
 from torchrl_llm_kl.diagnostics import TokenColumns, measure
 from torchrl_llm_kl.diagnostics._measures import clustered_mean, retokenised, worst_tokens
@@ -20,16 +19,6 @@ LN2 = math.log(2)
 
 def f64(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def columns_of(
-    mask: list[list[int]], rows: dict[str, torch.Tensor] | None = None, **named: list[list[float]]
-) -> TokenColumns:
-    """A batch with these columns; a first masked-out token, the prompt, is added to each sequence."""
-    tokens = Ragged.from_list([torch.arange(len(row) + 1) for row in mask])
-    flat = torch.cat([torch.tensor([0, *row]) for row in mask]).bool()
-    columns = {name: torch.cat([f64([NAN, *row]) for row in values]) for name, values in named.items()}
-    return TokenColumns(tokens, flat, columns, rows or {})
 
 
 # ------------------------------------------------------------------ errors by sequence
@@ -104,23 +93,6 @@ def test_the_stored_log_probs_are_the_sampler_s_if_there_are_no_others() -> None
     assert measure(both)["mismatch/k1"] == pytest.approx(0.5)
     alone = measure(columns_of([[1]], old_log_prob=[[-1.0]]))
     assert not any(name.startswith("mismatch") for name in alone)
-
-
-def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "losses")
-    from peers import sampled, verl
-
-    helper = verl(monkeypatch)
-    names = {"training_log_ppl": "trainer_log_ppl", "rollout_log_ppl": "sampler_log_ppl", "training_ppl": "trainer_ppl"}
-    names |= {"rollout_ppl": "sampler_ppl", "kl": "k1", "k3_kl": "k3"}
-    for seed in range(5):
-        old, sampler, mask = sampled(seed)
-        theirs = helper.compute_offpolicy_metrics(old, sampler, mask.double())
-        _, seen = helper.compute_rollout_correction_weights(old - sampler, mask.double(), "token", 1e30)
-        found = measure(columns_of(mask.long().tolist(), old_log_prob=old.tolist(), sampler_log_prob=sampler.tolist()))
-        for name, value in theirs.items():
-            assert found[f"mismatch/{names.get(name, name)}"] == pytest.approx(value, rel=1e-6, abs=1e-7), name
-        assert found["mismatch/ess_token"] == pytest.approx(seen["rollout_is_eff_sample_size"], rel=1e-6)
 
 
 # ------------------------------------------------------------------ surprisal
