@@ -387,9 +387,7 @@ class Dialog:
                 found = read_calls(self._parser, f"<think>{answer}" if thinks else answer)
                 return Parsed(found.content.removeprefix("<think>") if thinks else found.content, found.calls)
             if len(answer) > _LONGEST_RESPONSE:  # the time of transformers' parser is quadratic in it
-                raise ValueError(
-                    f"an answer of {len(answer):,} characters is too long, {_LONGEST_RESPONSE:,} are read"
-                )
+                raise ValueError(f"an answer of {len(answer):,} characters is too long, {_LONGEST_RESPONSE:,} are read")
             message = self.tokenizer.parse_response(answer, prefix=prompt, tools=self.schemas)
             calls = _bounded(_call(call) for call in message.get("tool_calls") or [])
             return Parsed(str(message.get("content") or ""), calls)

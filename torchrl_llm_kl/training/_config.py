@@ -483,7 +483,9 @@ def _check_aliases(name: str, text: str) -> None:
     except yaml.YAMLError:  # told where the text is read
         return
     if aliased:
-        raise ConfigError(f"{name} has an alias (*name): write the value out, and put quotes around a text that begins with *.")
+        raise ConfigError(
+            f"{name} has an alias (*name): write the value out, and put quotes around a text that begins with *."
+        )
 
 
 def _text_of(path: Path) -> str:
