@@ -77,11 +77,11 @@ def token_mean(
     return torch.cat([value(row) for row in responses(model, data, **kwargs)]).mean()
 
 
-def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+def gradients(loss: Tensor, model: nn.Module, *, keep: bool = False) -> dict[str, Tensor]:
+    """Of all parameters. ``keep`` the graph for other parts of the loss."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    return dict(
-        zip(names, torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True), strict=True)
-    )
+    found = torch.autograd.grad(loss, parameters, retain_graph=keep, allow_unused=True, materialize_grads=True)
+    return dict(zip(names, found, strict=True))
 
 
 def total(out: TensorDictBase) -> Tensor:
