@@ -29,11 +29,17 @@ wait_for_replicas()
 
 
 class Driver:
-    """A process that is connected to the cluster of this one."""
+    """A process that is connected to the cluster of this one.
 
-    def __init__(self) -> None:
+    Args:
+        finds_lab: whether its actors find the modules of this folder.
+    """
+
+    def __init__(self, *, finds_lab: bool = True) -> None:
         address = ray.get_runtime_context().gcs_address
-        start = f"import sys; sys.path[:0] = [{LAB!r}]; import drivers; drivers.serve({address!r})"
+        start = (
+            f"import sys; sys.path[:0] = [{LAB!r}]; import drivers; drivers.serve({address!r}, finds_lab={finds_lab})"
+        )
         command = [sys.executable, "-c", start]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -45,7 +51,9 @@ class Driver:
 
     def result(self) -> str:
         assert self.process.stdout is not None
-        found = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        assert line, f"the driver ended with exit code {self.process.wait()}"
+        found = json.loads(line)
         assert not found["error"], found["error"]
         return str(found["printed"]).strip()
 
@@ -75,7 +83,7 @@ def total(remote: Any) -> float:
     return float(remote.make_scorer().score(sequences()).values.sum())
 
 
-def serve(address: str) -> None:
+def serve(address: str, *, finds_lab: bool = True) -> None:
     """The process: a script of each line of the input, in JSON."""
 
     def connect(**options: Any) -> None:
@@ -84,7 +92,7 @@ def serve(address: str) -> None:
         ray.init(log_to_driver=False, **{name: value for name, value in options.items() if value is not None})
 
     out, sys.stdout = sys.stdout, sys.stderr
-    connect()
+    connect(**{} if finds_lab else {"runtime_env": None})
     names: dict[str, Any] = {"connect": connect, "total": total}
     exec(HEAD, names)
     for line in sys.stdin:

@@ -50,20 +50,17 @@ def test_a_forked_child_gets_an_error_at_once(shared: ScoringService, driver: Dr
     assert found.endswith("True")
 
 
-def test_an_import_error_in_the_actor_is_raised_at_once(driver: Driver) -> None:
+def test_an_import_error_in_the_actor_is_raised_at_once() -> None:
+    driver = Driver(finds_lab=False)
     found = driver.run(
         """
-        ray.shutdown()
-        connect(runtime_env=None)
-        start = time.monotonic()
         try:
             ScoringService(factory=model, num_cpus=0.1)
         except Exception as error:
             print(error)
-        ray.shutdown()
-        connect()
         """
     )
+    driver.exit()
     assert "No module named 'remote_models'" in found
 
 
