@@ -271,17 +271,6 @@ def test_add_to_reward_false_leaves_the_reward_alone() -> None:
     assert transform.out_keys == ["kl_penalty"]
 
 
-def test_own_keys() -> None:
-    data = TensorDict({"p": nest(GEN_ROWS), ("q", "full"): nest(REF_ROWS), "score": OUTCOME}, batch_size=[2])
-    transform = KLComputation("p", ("q", "full"), kl_key=("logs", "kl"), reward_key="score", coeff=0.5)
-    assert transform.in_keys == ["p", ("q", "full"), "score"]
-    assert transform.out_keys == [("logs", "kl"), "score"]
-    out = transform(data)
-    close(rows_of(out, ("logs", "kl")), [[0.5, -1.0, 0.25], [2.0, -1.0]])
-    close(rows_of(out, "score"), LAST)
-    assert sorted(out.keys()) == ["logs", "p", "q", "score"]
-
-
 def rollout(prompt_lengths: list[int]) -> TensorDictBase:
     """Two padded sequences: one token of padding left of the second, one right of the first."""
     gen = torch.tensor([[0.0, -1.0, -2.0, 9.0], [9.0, 0.0, -1.0, -3.0]])
@@ -450,24 +439,3 @@ def test_jagged_and_strided_together() -> None:
     assert out.layout == torch.jagged
     for row, want in zip(out.unbind(), ROWS_D, strict=True):
         assert_close(row, torch.tensor(want))
-
-
-# ------------------------------------------------------------------ arguments
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "error", "text"),
-    [
-        ({"exact_kl_key": ("exact", "kl")}, ValueError, "exact_kl_key=.* with estimator='exact' only, found .*'k1'"),
-        ({"estimator": "exact", "old_log_probs_key": "old"}, ValueError, "old_log_probs_key='old' .*estimator='exact'"),
-        ({"estimator": "k4"}, ValueError, "unknown KL estimator 'k4'.*Known: none, k1"),
-        ({"reward_placement": "first"}, ValueError, r"must be one of 'last', 'broadcast', got 'first'"),
-        ({"padding_side": "middle"}, ValueError, "'left' or 'right', found 'middle'"),
-        ({"coeff": "0.1"}, TypeError, "coeff must be a number, a tensor or a module, got str"),
-        ({"coeff": torch.tensor([1.0, 2.0])}, ValueError, r"one element, got shape \(2,\)"),
-        ({"coeff": float("nan")}, ValueError, "must be a finite number of at least 0, got nan"),
-    ],
-)
-def test_arguments_that_mean_nothing(kwargs: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        KLComputation(**kwargs)

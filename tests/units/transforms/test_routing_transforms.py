@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import check_env_specs
 
 from closeness import assert_near
@@ -117,20 +116,6 @@ def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Mo
     assert_near(scored(again), expected.values[MASK], **FORWARD)
     parts = [again[i][KEY][REAL[i]] if layout == "padded" else again[i][KEY] for i in range(3)]
     assert all(map(torch.equal, parts, before))
-
-
-def test_a_replay_buffer(model: nn.Module, later: nn.Module) -> None:
-    """Recorded when data comes in, replayed when it is sampled."""
-    buffer = ReplayBuffer(storage=LazyStackStorage(6), batch_size=3)
-    first = RetrieveLogProb(model, routing_key=KEY, record_routing=True)
-    data = first(make_data("lazy"))
-    buffer.extend(data)
-    buffer.append_transform(RetrieveLogProb(later, routing_key=KEY, log_probs_full_key=("later", "full")))
-    sample = buffer.sample()
-    want = RetrieveLogProb(later, routing_key=KEY)(data.clone())
-    expected = {tuple(row["tokens", "full"].tolist()): row["log_probs", "full"] for row in want.unbind(0)}
-    for row in sample.unbind(0):
-        assert_near(row["later", "full"], expected[tuple(row["tokens", "full"].tolist())], **FORWARD)
 
 
 def test_in_an_env(tokenizer: Any) -> None:

@@ -56,27 +56,31 @@ def test_to_the_exact_kl_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value", "error", "message"),
     [
-        ("estimator", "k9", "unknown KL estimator 'k9'"),
-        ("estimator", "exact", "old_log_probs_key=.*'old'.* estimator='exact'"),
-        ("exact_kl_key", "x", "exact_kl_key='x' is read with estimator='exact' only"),
-        ("reward_placement", "first", "reward_placement must be one of 'last', 'broadcast', got 'first'"),
-        ("padding_side", "middle", "'left' or 'right'"),
-        ("coeff", float("nan"), "must be a finite number of at least 0"),
+        ("estimator", "k9", ValueError, "unknown KL estimator 'k9'.*Known: none, k1"),
+        ("estimator", 3, TypeError, "estimator must be a name or a function, got int"),
+        ("estimator", "exact", ValueError, "old_log_probs_key=.*'old'.* estimator='exact'"),
+        ("exact_kl_key", "x", ValueError, "exact_kl_key='x' is read with estimator='exact' only, found .*'k1'"),
+        ("reward_placement", "first", ValueError, "reward_placement must be one of 'last', 'broadcast', got 'first'"),
+        ("padding_side", "middle", ValueError, "'left' or 'right', found 'middle'"),
+        ("coeff", "0.1", TypeError, "coeff must be a number, a tensor or a module, got str"),
+        ("coeff", torch.tensor([1.0, 2.0]), ValueError, r"one element, got shape \(2,\)"),
+        ("coeff", float("nan"), ValueError, "must be a finite number of at least 0, got nan"),
     ],
 )
-def test_what_the_constructor_refuses_is_refused_later(name: str, value: Any, message: str) -> None:
+def test_what_means_nothing_is_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
+    """At construction and later."""
+    with pytest.raises(error, match=message):
+        KLComputation(**{"old_log_probs_key": OLD, name: value})
     transform = KLComputation(old_log_probs_key=OLD)
     before = getattr(transform, name)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         setattr(transform, name, value)
     assert getattr(transform, name) is before
 
 
-def test_estimators_that_are_refused() -> None:
-    with pytest.raises(TypeError, match="estimator must be a name or a function, got int"):
-        KLComputation(estimator=3)  # type: ignore[arg-type]
+def test_old_log_probs_do_not_go_with_the_exact_kl() -> None:
     transform = KLComputation(estimator="exact")
     with pytest.raises(ValueError, match=r"old_log_probs_key=.*'old'.*estimator='exact'"):
         transform.old_log_probs_key = OLD
@@ -85,6 +89,8 @@ def test_estimators_that_are_refused() -> None:
 def test_keys_follow() -> None:
     transform = KLComputation()
     transform.kl_key, transform.reward_key, transform.gen_log_probs_full_key = "kl", "score", "mine"
+    built = KLComputation("mine", kl_key="kl", reward_key="score")
+    assert (built.in_keys, built.out_keys) == (transform.in_keys, transform.out_keys)
     assert transform.in_keys == ["mine", REF, "score"]
     assert transform.out_keys == ["kl", "score"]
     data = entries()["next"].rename_key_(GEN, "mine").rename_key_("reward", "score")
