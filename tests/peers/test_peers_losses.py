@@ -1,0 +1,483 @@
+"""Values and gradients against Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16, where they do as documented, and where they differ.
+
+Runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels; see peers.py. What TRL's trainers are given
+by a configuration is compared in ``tests/units/algorithms/test_elsewhere_trl.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import peers
+from by_hand import own_names
+from objective_cases import random_batch
+from peers import load, sampled, verl as corrections_of_verl
+from seeded import columns_of
+from torchrl_llm_kl.diagnostics import measure
+from torchrl_llm_kl.losses import (
+    AdaptiveEntropyCoefficient,
+    aggregate,
+    correction_metrics,
+    count,
+    get_objective,
+    importance_weights,
+    mismatch_metrics,
+    mu_schedule,
+    rollout_corrections,
+    spec_of,
+)
+
+Result = tuple[Tensor, Tensor]
+CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
+BOUNDS = {"clip_low": 0.15, "clip_high": 0.3}
+
+
+def leaf(batch: dict[str, Tensor]) -> Tensor:
+    return batch["log_prob"].clone().requires_grad_()
+
+
+def of(loss: Tensor, log_prob: Tensor) -> Result:
+    """Loss and gradient."""
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
+
+
+def agree(found: Result, expected: Result, rtol: float = 1e-6, atol: float = 1e-8) -> None:
+    """Trinity and verl divide by counts + 1e-8."""
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, rtol=rtol, atol=atol)
+
+
+def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> Result:
+    log_prob, function, loss = leaf(batch), get_objective(name), torch.zeros(())
+    for term in function(**{**batch, "log_prob": log_prob}, **own_names(function, **hyper)):
+        how = term.aggregation or mode
+        loss = loss + term.weight * aggregate(term.value, term.mask, how, denominator=count(term.mask, how))
+    return of(loss, log_prob)
+
+
+# ------------------------------------------------------------------ Trinity-RFT
+
+# our name -> (Trinity's module, its class); the arguments of its call beside the log-probs come from the batch.
+TRINITY = {
+    "ppo": ("ppo_policy_loss", "PPOPolicyLossFn"),
+    "gspo": ("gspo_policy_loss", "GSPOLossFn"),
+    "cispo": ("cispo_policy_loss", "CISPOPolicyLossFn"),
+    "topr": ("topr_policy_loss", "TOPRPolicyLossFn"),
+    "opmd": ("opmd_policy_loss", "OPMDPolicyLossFn"),
+    "sppo": ("sppo_loss_fn", "sPPOPolicyLossFn"),
+    "sapo": ("sapo_policy_loss", "SAPOPolicyLossFn"),
+    "rec": ("rec_policy_loss", "RECPolicyLossFn"),
+    "importance_sampling": ("importance_sampling_policy_loss", "ImportanceSamplingLossFn"),
+    "sft": ("sft_loss", "SFTLossFn"),
+    "sft_is": ("chord_policy_loss", "SFTISLossFn"),
+    "sft_phi": ("chord_policy_loss", "SFTPhiLossFn"),
+    "mix": ("mix_policy_loss", "MIXPolicyLossFn"),
+    "mix_chord": ("chord_policy_loss", "MIXCHORDPolicyLossFn"),
+    "dpo": ("dpo_loss", "DPOLossFn"),
+}
+REC = {"epsilon_low": 0.15, "epsilon_high": 0.25, "epsilon_low_prime": 0.35, "epsilon_high_prime": 0.45, "temp": 1.5}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("ppo", CLIP),
+    ("ppo", {"clip_range": 0.2, "clip_ratio_c": 1.4}),
+    ("ppo", {**CLIP, "enable_sequence_masking": True, "delta_sequence_masking": 0.05}),
+    ("ppo", {**CLIP, "fallback_to_policy_gradient": True}),
+    ("gspo", CLIP),
+    ("gspo", {"clip_range_low": 3e-4, "clip_range_high": 4e-4}),
+    ("cispo", {}),
+    ("cispo", CLIP),
+    ("cispo", {**CLIP, "enable_mask_clip": True, "mask_clip_range_low": 0.4, "mask_clip_range_high": 0.5}),
+    ("topr", {}),
+    ("topr", {"advantage_threshold": 0.3}),
+    ("opmd", {}),
+    ("opmd", {"tau": 0.3}),
+    ("sppo", {}),
+    ("sppo", {"epsilon": 0.5}),
+    ("importance_sampling", {}),
+    *[
+        ("rec", {**REC, "clip_mode": mode, "weight": weight, "regularizer": regularizer, "regularizer_coef": 0.3})
+        for mode, weight, regularizer in (
+            # Trinity has the sequence weight with the sequence clip only: UnboundLocalError.
+            ("none", "importance_sampling", "forward-kl"),
+            ("none", "advantage", "none"),
+            ("one-side", "none", "k2"),
+            ("one-side", "importance_sampling", "none"),
+            ("two-side", "advantage", "forward-kl"),
+            ("two-side", "none", "none"),
+            ("ring", "importance_sampling", "k2"),
+            ("ring", "none", "forward-kl"),
+            ("gspo-one-side", "gspo_importance_sampling", "none"),
+            ("gspo-one-side", "advantage", "k2"),
+        )
+    ],
+    ("sft", {}),
+    ("sft_is", {}),
+    ("sft_phi", {}),
+    ("sft_phi", {"cutoff_prob": 0.35}),
+]
+MEANS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+#: REC has no choice; another than its paper's GSPO announces through a logger that is not there.
+MODES = {"rec": MEANS[:1], "gspo": MEANS[1:2]}
+SIZES = {"ppo_mini_batch_size": 6, "ppo_micro_batch_size_per_gpu": 6}
+
+
+def batch_of(seed: int) -> dict[str, Tensor]:
+    return random_batch(seed, rows=8, width=7)
+
+
+def trinity(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    module, cls = TRINITY[name]
+    return getattr(load(monkeypatch, "trinity", f"trinity.algorithm.policy_loss_fn.{module}"), cls)
+
+
+def trinitys(function: Any, batch: dict[str, Tensor], **more: Any) -> Result:
+    log_prob = leaf(batch)
+    inputs = {"action_mask": batch["mask"], "advantages": batch["advantage"], "old_logprob": batch["old_log_prob"]}
+    inputs |= {"ref_logprob": batch["ref_log_prob"], "expert_mask": batch["expert_mask"][:, 0], **more}
+    return of(function(log_prob, **inputs)[0], log_prob)
+
+
+@pytest.mark.parametrize(("name", "hyper"), CASES)
+def test_trinity(monkeypatch: pytest.MonkeyPatch, name: str, hyper: dict[str, Any]) -> None:
+    modes = MODES.get(name, MEANS)
+    for mode, seed in [(modes[seed % len(modes)], seed) for seed in range(6)]:
+        theirs = trinity(monkeypatch, name)(**hyper, **({} if name == "rec" else {"loss_agg_mode": mode}))
+        agree(ours(name, batch_of(seed), mode, **hyper), trinitys(theirs, batch_of(seed)))
+
+
+@pytest.mark.parametrize("name", list(TRINITY)[:9])
+def test_trinitys_defaults_are_ours(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Passing what Trinity takes by default changes nothing, under its own names."""
+    hyper = trinity(monkeypatch, name).default_args()
+    hyper.pop("loss_agg_mode", None)
+    batch = batch_of(11)
+    if name == "gspo":  # ratios near its narrow bounds
+        batch["old_log_prob"] = batch["log_prob"] + (batch["old_log_prob"] - batch["log_prob"]) * 1e-3
+    for got, want in zip(ours(name, batch, "token-mean"), ours(name, batch, "token-mean", **hyper), strict=True):
+        assert_close(got, want)
+
+
+def test_trinitys_sapo_has_our_gate_but_not_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason why SAPO is not compared above: its gate is detached and multiplied with the log-prob."""
+    theirs, batch = trinity(monkeypatch, "sapo")(tau_pos=1.2, tau_neg=1.7), batch_of(0)
+    gate = theirs.soft_gate_function((batch["log_prob"] - batch["old_log_prob"]).exp(), batch["advantage"])
+    (term,) = get_objective("sapo")(**batch, tau_pos=1.2, tau_neg=1.7)
+    assert_close(torch.where(batch["mask"], term.value, 0), torch.where(batch["mask"], -batch["advantage"] * gate, 0))
+
+
+@pytest.mark.parametrize(("dynamic", "experts"), [(False, "some"), (True, "some"), (True, "none"), (False, "all")])
+def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(
+    monkeypatch: pytest.MonkeyPatch, dynamic: bool, experts: str
+) -> None:
+    batch = random_batch(22)
+    if experts != "some":
+        batch["expert_mask"] = torch.full_like(batch["mask"], experts == "all")
+    number = int(batch["expert_mask"][:, 0].sum())
+    sizes = {**SIZES, "train_batch_size_usual": max(6 - number, 1), "train_batch_size_expert": max(number, 1)}
+    hyper = {"mu": 0.35, **CLIP, "grpo_loss_agg_mode": "token-mean", "sft_loss_agg_mode": "seq-mean-token-sum"}
+    function = trinity(monkeypatch, "mix")(**hyper, use_dynamic_bsz=dynamic, **sizes)
+    agree(ours("mix", batch, "none", **hyper), trinitys(function, batch))
+
+
+def test_mix_chord_is_trinitys_but_for_a_batch_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts alone the loss is a number here, and none in Trinity."""
+    sizes = {**SIZES, "train_batch_size_usual": 4, "train_batch_size_expert": 2}
+    hyper = {"mu_warmup_steps": 2, "mu_decay_steps": 7, "mu_peak": 0.8, "mu_valley": 0.15, **CLIP}
+    for phi in (False, True):
+        batch, more = random_batch(23), {**hyper, "enable_phi_function": phi}
+        found = trinitys(trinity(monkeypatch, "mix_chord")(**more, **sizes), batch, step=torch.full((6,), 5))
+        agree(ours("mix_chord", batch, "token-mean", step=5, **more), found)
+    batch["expert_mask"] = torch.ones_like(batch["mask"])
+    function = trinity(monkeypatch, "mix_chord")(**CLIP, **SIZES, loss_agg_mode="seq-mean-token-mean")
+    assert trinitys(function, batch, step=torch.zeros(6))[0].isnan()
+    assert ours("mix_chord", batch, "seq-mean-token-mean", **CLIP)[0].isfinite()
+    schedule = load(monkeypatch, "trinity", "trinity.algorithm.policy_loss_fn.chord_policy_loss").mu_schedule_function
+    for (warmup, decay), step in itertools.product([(0, 0), (0, 9), (5, 0), (4, 8)], range(16)):
+        expected = schedule(step, warmup, decay, 0.9, 0.05)
+        assert_close(mu_schedule(step, warmup, decay, 0.9, 0.05), expected)
+        assert_close(float(mu_schedule(torch.tensor(step), warmup, decay, 0.9, 0.05)), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It adds up what several pairs differ by, as if they were one."""
+    hyper = {"beta": 0.3, "label_smoothing": 0.15}
+    function, one, several = trinity(monkeypatch, "dpo")(**hyper), random_batch(25, rows=2), random_batch(25)
+    agree(ours("dpo", one, "seq-mean-token-sum", **hyper), trinitys(function, one), atol=1e-7)
+    assert not torch.isclose(ours("dpo", several, "seq-mean-token-sum", **hyper)[0], trinitys(function, several)[0])
+
+
+# ------------------------------------------------------------------ verl
+
+DUAL, COV = {"clip_ratio_c": 1.4}, {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.7}
+TAUS = {"tau_pos": 1.2, "tau_neg": 1.7}
+#: Our name, verl's, our hyper-parameters, its settings.
+VERL: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("ppo", "vanilla", {**BOUNDS, **DUAL}, DUAL),
+    ("gspo", "gspo", BOUNDS, {}),
+    ("sapo", "sapo", TAUS, TAUS),
+    ("gpg", "gpg", {}, {}),
+    ("dro", "dro", {"beta": 0.6}, {"dro_beta": 0.6}),
+    ("cispo", "cispo", BOUNDS, {}),
+    ("dppo", "dppo_tv", {**BOUNDS, **DUAL}, DUAL),
+    ("dppo", "dppo_kl", {**BOUNDS, "divergence": "kl"}, {}),
+    # Everything that may be chosen is chosen: no random numbers.
+    ("clip_cov", "clip_cov", {**BOUNDS, "fraction": 1.0, "cov_low": 0.1, "cov_high": 0.7}, COV),
+    ("kl_cov", "kl_cov", {"fraction": 0.2, "coeff": 0.6}, {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.6}),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs", "hyper", "config"), VERL)
+def test_verl(
+    monkeypatch: pytest.MonkeyPatch, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]
+) -> None:
+    core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
+    values = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "global_batch_info": {}, **config}
+    values |= {
+        "policy_loss": type("PolicyLoss", (), config),
+        "get": lambda self, key, default: getattr(self, key, default),
+    }
+    settings, mode = type("Settings", (core.ActorConfig,), values)(), spec_of(get_objective(name)).aggregation
+    for batch in map(batch_of, range(5)):
+        log_prob = leaf(batch)
+        inputs = {"old_log_prob": batch["old_log_prob"], "log_prob": log_prob, "advantages": batch["advantage"]}
+        more = {"response_mask": batch["mask"].double(), "loss_agg_mode": mode, "config": settings}
+        agree(ours(name, batch, mode, **hyper), of(core.get_policy_loss_fn(theirs)(**inputs, **more)[0], log_prob))
+
+
+BOUND = {"token_k1": "0.6_1.5", "seq_sum_k1": "0.4_2", "seq_mean_k1": "0.8_1.3"}
+BOUND |= {"token_k2": 0.1, "seq_sum_k2": 0.3, "seq_mean_k2": 0.08, "seq_max_k2": 0.2}
+BOUND |= {"token_k3": 0.08, "seq_sum_k3": 0.3, "seq_mean_k3": 0.06, "seq_max_k3": 0.3}
+
+
+def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The product of all weights, and the metrics of each."""
+    weights, metrics = torch.ones_like(inputs[0]), {}
+    for part in rollout_corrections(**settings):
+        each, seen = part(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
+        weights, metrics = weights * each, {**metrics, **seen}
+    return weights, metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "threshold"),
+    [*BOUND.items(), ("token_k1,seq_max_k2", "0.6_1.5,0.2"), ("seq_mean_k3,token_k3,seq_sum_k1", "0.1,0.2,3")],
+)
+def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
+    """Masks, the share that each criterion rejects, and that of all criteria together."""
+    helper, rejected = corrections_of_verl(monkeypatch), 0
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        kept, theirs = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), options, threshold)
+        weights, seen = our_corrections((old, sampler, mask), rollout_rs=options, rollout_rs_threshold=threshold)
+        assert torch.equal(weights, kept)
+        all_of_them = correction_metrics(weights, mask)
+        seen |= {f"{x}masked_fraction": all_of_them[f"rejected_{x}fraction"] for x in ("", "seq_")}
+        found = {f"rollout_rs_{name}": value.item() for name, value in seen.items()}
+        assert found == pytest.approx({name: theirs[name] for name in found}, abs=1e-6)
+        rejected += int((mask & (weights == 0)).sum())
+    assert 0 < rejected < 5 * 7 * 6 * 0.7
+
+
+@pytest.mark.parametrize(("level", "threshold"), list(itertools.product(("token", "sequence"), (1.3, "0.3_2.5"))))
+def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: Any) -> None:
+    """By themselves, and beside a mask as verl's trainer calls them."""
+    helper, seen = corrections_of_verl(monkeypatch), []
+    monkeypatch.setattr(helper.DataProto, "from_dict", lambda tensors: seen.extend(tensors.values()), raising=False)
+    settings = {"rollout_is": level, "rollout_is_threshold": threshold}
+    both = {**settings, "rollout_rs": "token_k3", "rollout_rs_threshold": 0.1}
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        theirs, metrics = helper.compute_rollout_correction_weights(old - sampler, mask.double(), level, threshold)
+        weights, own = our_corrections((old, sampler, mask), **settings)
+        assert_close(weights, theirs)
+        if level == "token":  # verl weights sequences by their length
+            size = metrics["rollout_is_eff_sample_size"]
+            assert own["effective_sample_size"].item() == pytest.approx(size, rel=1e-6)
+        _, kept, _ = helper.compute_rollout_correction_and_rejection_mask(old, sampler, mask.double(), **both)
+        assert_close(our_corrections((old, sampler, mask), **both)[0], seen[-1] * kept)
+    assert importance_weights(old, sampler, mask, high=1.3)[0].max() == 1.3
+
+
+#: verl's metric -> that of a loss, and of the doctor.
+NAMES = {
+    "training_log_ppl": ("trainer_log_ppl",) * 2,
+    "rollout_log_ppl": ("sampler_log_ppl",) * 2,
+    "training_ppl": ("trainer_ppl",) * 2,
+    "rollout_ppl": ("sampler_ppl",) * 2,
+    "kl": ("mismatch_k1", "k1"),
+    "k3_kl": ("mismatch_k3", "k3"),
+}
+
+
+def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = corrections_of_verl(monkeypatch)
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        theirs = helper.compute_offpolicy_metrics(old, sampler, mask.double())
+        found = {name: value.item() for name, value in mismatch_metrics(old, sampler, mask).items()}
+        wanted = {NAMES.get(name, (name,))[0]: value for name, value in theirs.items()}
+        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+        both = {"old_log_prob": old.tolist(), "sampler_log_prob": sampler.tolist()}
+        measured = measure(columns_of(mask.long().tolist(), **both))
+        wanted = {f"mismatch/{NAMES.get(name, (name,))[-1]}": value for name, value in theirs.items()}
+        _, seen = helper.compute_rollout_correction_weights(old - sampler, mask.double(), "token", 1e30)
+        wanted["mismatch/ess_token"] = seen["rollout_is_eff_sample_size"]
+        assert {name: measured[name] for name in wanted} == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+    # The row of docs/differences.md: verl counts empty rows, with a perplexity of 1 and a ratio of 1.
+    expected = mismatch_metrics(old, sampler, mask)["sampler_ppl"]
+    old, sampler, mask = (torch.cat([x, torch.full_like(x, v)]) for x, v in ((old, -1.0), (sampler, -1.0), (mask, 0)))
+    assert_close(mismatch_metrics(old, sampler, mask)["sampler_ppl"], expected)
+    theirs = helper.compute_offpolicy_metrics(old, sampler, mask.double())["rollout_ppl"]
+    assert theirs == pytest.approx((expected.item() + 1) / 2, rel=1e-6)
+
+
+def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's ppl_ratio of one sequence is the inverse of its geometric weight; its seq_mean_k1 the mask of that weight."""
+    helper = corrections_of_verl(monkeypatch)
+    for seed in range(5):
+        old, sampler, mask = sampled(seed)
+        free, _ = importance_weights(old, sampler, mask, level="geometric", high=None)
+        cut, _ = importance_weights(old, sampler, mask, level="geometric", high=1.1)
+        for i in range(7):
+            one = slice(i, i + 1)
+            ratio = helper.compute_offpolicy_metrics(old[one], sampler[one], mask[one].double())["ppl_ratio"]
+            assert free[i][mask[i]].tolist() == pytest.approx([1 / ratio] * int(mask[i].sum()), rel=1e-6)
+            assert cut[i][mask[i]].tolist() == pytest.approx([min(1.1, 1 / ratio)] * int(mask[i].sum()), rel=1e-6)
+        kept, _ = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), "seq_mean_k1", "0.8_1.2")
+        hard, _ = importance_weights(old, sampler, mask, level="geometric", mode="mask", low=1 / 1.2, high=1 / 0.8)
+        assert torch.equal(hard != 0, kept != 0)
+        assert_close(hard, torch.where(kept != 0, free, 0))
+
+
+# ------------------------------------------------------------------ TRL
+
+
+class State(SimpleNamespace):
+    """Of a trainer on one device, which its loss reads."""
+
+    def __init__(self, **more: Any) -> None:
+        same: dict[str, Any] = dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)
+        same |= {"reduce": lambda x, **_: x, "device": "cpu", "num_processes": 1, "sync_gradients": True}
+        metrics: Any = defaultdict(lambda: defaultdict(list))
+        super().__init__(accelerator=SimpleNamespace(**same), aux_loss_enabled=False, _metrics=metrics, **more)
+
+
+def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bonus that its trainer adds in each of seven steps, and its coefficient after each."""
+    trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
+    ours = AdaptiveEntropyCoefficient(0.01, target=0.4, delta=0.02, low=0.005, high=0.045)
+    control: dict[str, Any] = {"entropy_coef": 0.01, "_last_world_entropy": math.inf, "_entropy_window_stats": None}
+    args = {"entropy_target": 0.4, "entropy_coef_delta": 0.02, "entropy_coef_min": 0.005, "entropy_coef_max": 0.045}
+    fixed = {"loss_type": "bnpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2}
+    fixed |= {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None, "beta": 0.0, "use_vllm": False}
+    fixed |= {"current_gradient_accumulation_steps": 1, "args": SimpleNamespace(delta=None, **args)}
+    seen, batch = [], batch_of(0)
+    empty, mask = torch.zeros(8, 0, dtype=torch.long), batch["mask"].double()
+    inputs = {"prompt_ids": empty, "prompt_mask": empty, "completion_ids": mask, "completion_mask": mask}
+    inputs |= {"advantages": batch["advantage"][:, 0], "old_per_token_logps": batch["old_log_prob"]}
+
+    def loss(own: State) -> Tensor:
+        own._get_per_token_logps_and_entropies = lambda *_, **__: (batch["log_prob"], entropy, None)
+        return trainer._compute_loss(own, None, inputs)
+
+    for scale in (0.3, 0.2, 0.1, 0.5, 0.6, 0.9, 0.2):
+        entropy = scale * (1 + 0.1 * batch["log_prob"].sin())
+        of_model = {**fixed, "model": SimpleNamespace(training=True)}
+        own = State(**of_model, _entropy_bonus_enabled=True, use_adaptive_entropy=True, **control)
+        difference = loss(State(**of_model, _entropy_bonus_enabled=False)) - loss(own)
+        control = {name: getattr(own, name) for name in control}
+        mean = entropy[batch["mask"]].mean()
+        assert_close(difference, ours() * mean, rtol=1e-6, atol=1e-8)
+        seen.append(float(ours()))
+        ours.update(mean)
+        assert math.isclose(ours.value, control["entropy_coef"], rel_tol=1e-5)
+    assert seen == pytest.approx([0.0, 0.03, 0.045, 0.045, 0.0, 0.0, 0.0])
+
+
+def trainer_of(name: str) -> Any:
+    """A trainer's class, from the installed TRL if it is the one in the folder of peers, whose trainers need all of it."""
+    peers.folder("trl")
+    return getattr(pytest.importorskip("trl", minversion="1.16"), f"{name.upper()}Trainer")
+
+
+def sharp_of(batch: dict[str, Tensor]) -> Tensor:
+    return 0.8 * batch["log_prob"].detach() - 0.1
+
+
+def trls(name: str, order: Tensor, batch: dict[str, Tensor], inputs: dict[str, Any], **state: Any) -> Result:
+    """TRL's trainer around log-probs that are there already, whose rows are in this order."""
+    log_prob, mask = leaf(batch), batch["mask"][order]
+    seen, ref = (torch.where(mask, x[order], 0) for x in (log_prob, batch["ref_log_prob"]))
+    zeros = torch.zeros_like(seen)
+    # Of the sum of squares of the distribution: log_prob at half the temperature is 2 log_prob less it.
+    squares = 2 * seen.detach() - torch.where(mask, sharp_of(batch)[order], 0)
+    outputs = {"log_probs": seen, "entropy": zeros, "mean_logits": zeros, "is_top1": zeros.bool()}
+    trainer = MagicMock(**vars(State(precompute_ref_logps=True)), **state)
+    trainer.model = model = MagicMock(training=False, return_value=SimpleNamespace(**outputs, log_sum_sq_probs=squares))
+    if state.get("ld_alpha") is not None:  # TRL's own reference, whose lengths are those of the pairs
+        trainer.precompute_ref_logps, trainer.ref_model.return_value = False, SimpleNamespace(log_probs=ref)
+    chosen, rejected = ref.sum(-1).chunk(2)
+    inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected, "ref_logps": ref.sum(-1)}
+    # The first token of a sequence has no log-prob.
+    inputs["completion_mask"] = torch.cat([torch.zeros(6, 1, dtype=torch.long), mask.long()], -1)
+    inputs |= {"input_ids": torch.zeros(6, 6, dtype=torch.long), "attention_mask": torch.ones(6, 6)}
+    return of(trainer_of(name)._compute_loss(trainer, model, inputs, False), log_prob)
+
+
+ALIGNED = [("dpo", "sigmoid"), ("apo_zero", "apo_zero"), ("nca_pair", "nca_pair")]
+FORWARD, JS = {"f_divergence_type": "forward_kl"}, {"f_divergence_type": "js_divergence"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "hyper", "own"),
+    [
+        # The others of one divergence: test_elsewhere_trl.py.
+        ("aot", "aot", {"beta": 0.75, "label_smoothing": 0.1}, {}),
+        ("bco_pair", "bco_pair", {"beta": 0.35}, {"reference_point": torch.zeros(6)}),
+        ("aot_unpaired", "aot_unpaired", {"beta": 0.75, "label_smoothing": 0.1}, {"chosen": torch.arange(6) % 2 == 0}),
+        ("apo_zero", "apo_zero", {"ld_alpha": 0.0}, {}),
+        ("dpo", "sigmoid_norm", FORWARD, {"length_normalised": True}),
+        ("hinge", "hinge", FORWARD, {}),
+        ("robust", "robust", {**JS, "label_smoothing": 0.2}, {}),
+        ("exo_pair", "exo_pair", {**FORWARD, "label_smoothing": 0.1}, {}),
+        *((name, kind, {"use_weighting": True}, {"weighting": "aligned"}) for name, kind in ALIGNED),
+    ],
+)
+def test_preferences_are_trls(name: str, kind: str, hyper: dict[str, Any], own: dict[str, Any]) -> None:
+    batch, hyper = random_batch(26), {"beta": 0.3, **hyper}
+    tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
+    tensors |= {"sharp_log_prob": sharp_of(batch)} if "weighting" in own else {}
+    names = {key: value for key, value in {**hyper, **own}.items() if key not in (*tensors, "use_weighting")}
+    state = {
+        "ld_alpha": None,
+        "f_divergence_type": "reverse_kl",
+        "use_weighting": False,
+        "label_smoothing": 0.0,
+        **hyper,
+    }
+    order = torch.cat([torch.arange(0, 6, 2), torch.arange(1, 6, 2)])  # all chosen ones, then all rejected ones
+    theirs = trls("dpo", order, batch, {}, loss_types=[kind], loss_weights=[1.0], **state)
+    agree(ours(name, {**batch, **tensors}, "seq-mean-token-sum", **names), theirs, atol=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "point"), [("kto", None), ("kto", -0.8), ("apo_zero_unpaired", 0.0)])
+def test_kto_is_trls(kind: str, point: float | None) -> None:
+    """``point``: the mean log-ratio of mismatched pairs; None: whatever the batch's own rows have, in the place of those."""
+    batch, labels = random_batch(30), torch.tensor([True, False, False, True, True, True])
+    ratios = torch.where(batch["mask"], batch["log_prob"] - batch["ref_log_prob"], 0).sum(-1)
+    mismatched = ratios if point is None else torch.full((6,), point).double()
+    settings = {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.7}
+    state = {**settings, "loss_type": kind, "calculate_KL": kind == "kto", "_compute_kl_logps.return_value": mismatched}
+    given = {"label": labels, "ref_KL_logps": torch.zeros(6, dtype=torch.float64)}
+    theirs = trls("kto", torch.arange(6), batch, given, **state)
+    given = {**batch, "chosen": labels, "reference_point": mismatched.mean().clamp(min=0).expand(6)}
+    agree(ours("kto", given, "seq-mean-token-sum", **settings), theirs, atol=1e-7)
