@@ -93,3 +93,10 @@ def assert_same(found: dict[str, Tensor], want: dict[str, Tensor], *, rtol: floa
     assert any(bool((x != 0).any()) for x in want.values())
     for name in want:
         assert_close(found[name], want[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_loss(found: Tensor, want: Tensor, model: nn.Module, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """Value and gradients of a part of a loss; the graphs stay for other parts."""
+    assert_close(found, want, rtol=rtol, atol=atol)
+    grads = (gradients(x, model, keep=True) for x in (found, want))
+    assert_same(*grads, rtol=rtol, atol=atol)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from torchrl_llm_kl.losses import (
     correction_metrics,
     count,
     entropy_threshold,
+    gpg,
     importance_weights,
     mismatch_metrics,
     off_policy_sequence_mask,
@@ -30,11 +32,18 @@ from torchrl_llm_kl.losses import (
 
 NAN, INF = float("nan"), float("inf")
 LN2 = math.log(2)
-DIVERGENCES = get_args(Divergence)
 
 
 def f64(rows: Any) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def bools(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows) == 1
+
+
+def everywhere(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool)
 
 
 # ------------------------------------------------------------------ importance weights
@@ -42,74 +51,51 @@ def f64(rows: Any) -> Tensor:
 
 # Ratios 4, 1/8, 1 and 2, 3/2; the masked-out token would be e**800.
 RATIO = f64([[4.0, 0.125, 1.0], [2.0, 1.5, 1.0]])
-MASK = torch.tensor([[True, True, True], [True, True, False]])
+MASK = bools([1, 1, 1], [1, 1, 0])
 SAMPLER = f64([[-2.0, -0.5, -1.0], [-3.0, -1.5, -800.0]])
 OLD = SAMPLER + RATIO.log() + f64([[0.0, 0.0, 0.0], [0.0, 0.0, 800.0]])
+SHORT = {"mean": "weight_mean", "most": "weight_max", "size": "effective_sample_size", "share": "truncated_fraction"}
+
+
+def case(first: list[float], second: list[float], hyper: dict[str, Any], **metrics: float) -> tuple[Any, ...]:
+    """Weights of both rows; ``share`` is of what is masked in the mode "mask"."""
+    return [first, [*second, 0.0]], hyper, {SHORT[name]: value for name, value in metrics.items()}
 
 
 @pytest.mark.parametrize(
-    ("hyper", "weights", "metrics"),
+    ("weights", "hyper", "metrics"),
     [
-        (
-            {},
-            [[2.0, 0.125, 1.0], [2.0, 1.5, 0.0]],
-            # (6.625 / 5)**2 / (11.265625 / 5)
-            {"weight_mean": 1.725, "weight_max": 4.0, "truncated_fraction": 0.2, "effective_sample_size": 0.7791956},
-        ),
-        (
-            {"low": 0.25, "high": 3.0},
-            [[3.0, 0.25, 1.0], [2.0, 1.5, 0.0]],
-            {"weight_mean": 1.725, "weight_max": 4.0, "truncated_fraction": 0.4},
-        ),
-        (
-            {"mode": "mask", "low": 0.5, "high": 2.0},
-            [[0.0, 0.0, 1.0], [2.0, 1.5, 0.0]],
-            # (4.5 / 5)**2 / (7.25 / 5)
-            {"weight_mean": 1.725, "weight_max": 4.0, "masked_fraction": 0.4, "effective_sample_size": 0.5586207},
-        ),
-        ({"mode": "mask", "high": 3.0}, [[0.0, 0.125, 1.0], [2.0, 1.5, 0.0]], {"masked_fraction": 0.2}),
-        ({"mode": "mask", "low": 0.5, "high": None}, [[4.0, 0.0, 1.0], [2.0, 1.5, 0.0]], {"masked_fraction": 0.2}),
-        ({"low": 0.0, "high": 0.75}, [[0.75, 0.125, 0.75], [0.75, 0.75, 0.0]], {"truncated_fraction": 0.8}),
-        ({"low": 1.5, "high": 1.5}, [[1.5, 1.5, 1.5], [1.5, 1.5, 0.0]], {"effective_sample_size": 1.0}),
-        ({"high": None}, [[4.0, 0.125, 1.0], [2.0, 1.5, 0.0]], {"truncated_fraction": 0.0}),
+        # (6.625 / 5)**2 / (11.265625 / 5)
+        case([2.0, 0.125, 1.0], [2.0, 1.5], {}, mean=1.725, most=4.0, share=0.2, size=0.7791956),
+        case([3.0, 0.25, 1.0], [2.0, 1.5], {"low": 0.25, "high": 3.0}, mean=1.725, most=4.0, share=0.4),
+        # (4.5 / 5)**2 / (7.25 / 5)
+        case([0, 0, 1.0], [2.0, 1.5], {"mode": "mask", "low": 0.5, "high": 2.0}, mean=1.725, share=0.4, size=0.5586207),
+        case([0, 0.125, 1.0], [2.0, 1.5], {"mode": "mask", "high": 3.0}, share=0.2),
+        case([4.0, 0, 1.0], [2.0, 1.5], {"mode": "mask", "low": 0.5, "high": None}, share=0.2),
+        case([0.75, 0.125, 0.75], [0.75, 0.75], {"low": 0.0, "high": 0.75}, share=0.8),
+        case([1.5, 1.5, 1.5], [1.5, 1.5], {"low": 1.5, "high": 1.5}, size=1.0),
+        case([4.0, 0.125, 1.0], [2.0, 1.5], {"high": None}, share=0.0),
         # Products 1/2 and 3; (2.5 / 2)**2 / (4.25 / 2)
-        (
-            {"level": "sequence"},
-            [[0.5, 0.5, 0.5], [2.0, 2.0, 0.0]],
-            {"weight_mean": 1.75, "weight_max": 3.0, "truncated_fraction": 0.5, "effective_sample_size": 0.7352941},
-        ),
-        (
-            {"level": "sequence", "mode": "mask", "high": 2.5},
-            [[0.5, 0.5, 0.5], [0.0, 0.0, 0.0]],
-            {"masked_fraction": 0.5, "effective_sample_size": 0.5},
-        ),
+        case([0.5] * 3, [2.0, 2.0], {"level": "sequence"}, mean=1.75, most=3.0, share=0.5, size=0.7352941),
+        case([0.5] * 3, [0, 0], {"level": "sequence", "mode": "mask", "high": 2.5}, share=0.5, size=0.5),
         # The cube root of 1/2 and the square root of 3.
-        (
-            {"level": "geometric", "low": 0.7, "high": 1.5},
-            [[0.7937005] * 3, [1.5, 1.5, 0.0]],
-            {"weight_mean": 1.2628757, "weight_max": 1.7320508, "truncated_fraction": 0.5},
-        ),
-        (
-            {"level": "geometric", "mode": "mask", "low": 0.8, "high": 1.8},
-            [[0.0] * 3, [1.7320508, 1.7320508, 0.0]],
-            {"masked_fraction": 0.5},
-        ),
+        case([0.7937005] * 3, [1.5, 1.5], {"level": "geometric", "low": 0.7, "high": 1.5}, mean=1.2628757, share=0.5),
+        case([0] * 3, [1.7320508] * 2, {"level": "geometric", "mode": "mask", "low": 0.8, "high": 1.8}, share=0.5),
     ],
 )
-def test_importance_weights_by_hand(
-    hyper: dict[str, Any], weights: list[list[float]], metrics: dict[str, float]
-) -> None:
+def test_importance_weights_by_hand(weights: Any, hyper: dict[str, Any], metrics: dict[str, float]) -> None:
     """Under numbers, and under the same as tensors."""
     tensors = {key: f64(value) if isinstance(value, float) else value for key, value in hyper.items()}
     for given in (hyper, tensors):
         found, seen = importance_weights(OLD.clone().requires_grad_(), SAMPLER, MASK, **given)
         assert_close(found, f64(weights), rtol=1e-6, atol=1e-7)
         assert not found.requires_grad
-        for name, expected in metrics.items():
-            assert math.isclose(seen[name].item(), expected, rel_tol=1e-6), name
-            assert seen[name].ndim == 0
-        fraction = "masked_fraction" if hyper.get("mode") == "mask" else "truncated_fraction"
-        assert set(seen) == {"weight_mean", "weight_max", fraction, "effective_sample_size"}
+        named = dict(seen)
+        if hyper.get("mode") == "mask":
+            named["truncated_fraction"] = named.pop("masked_fraction")
+        assert set(named) == set(SHORT.values())
+        assert all(metric.ndim == 0 for metric in seen.values())
+        assert {name: named[name].item() for name in metrics} == pytest.approx(metrics, rel=1e-6)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -117,61 +103,75 @@ def test_importance_weights_by_hand(
 def test_weights_are_finite_whatever_the_log_probs(level: str, mode: str, high: float | None) -> None:
     old = torch.tensor([[0.0, -1e4, -INF, 0.0, -1.0, -INF], [NAN, INF, 0.0, 0.0, 0.0, 0.0]])
     sampler = torch.tensor([[-1e4, 0.0, 0.0, -INF, NAN, -INF], [NAN, 0.0, 0.0, -1.0, 0.0, 0.0]])
-    mask = torch.tensor([[True] * 6, [False] * 6])
-    weights, metrics = importance_weights(old, sampler, mask, level=level, mode=mode, high=high)
+    weights, metrics = importance_weights(old, sampler, bools([1] * 6, [0] * 6), level=level, mode=mode, high=high)
     assert weights.isfinite().all()
     assert (weights[1] == 0).all()
     assert all(metric.isfinite() for metric in metrics.values())
 
 
-def test_a_token_that_the_sampler_did_not_score_is_not_corrected() -> None:
-    weights, _ = importance_weights(f64([[-1.0, -1.0]]), f64([[NAN, -1.5]]), torch.ones(1, 2, dtype=torch.bool))
-    assert_close(weights, f64([[1.0, math.exp(0.5)]]))
-
-
-def test_half_precision_and_equal_policies() -> None:
+def test_edges_of_importance_weights() -> None:
+    unscored, _ = importance_weights(f64([[-1.0, -1.0]]), f64([[NAN, -1.5]]), everywhere(1, 2))
+    assert_close(unscored, f64([[1.0, math.exp(0.5)]]))
+    for old, sampler in ((0.0, -800.0), (800.0, 0.0)):  # a huge ratio that is masked out
+        inputs = torch.tensor([[-1.0, -1.0, old]]), torch.tensor([[-1.0, -1.0, sampler]])
+        weights, metrics = importance_weights(*inputs, bools([1, 1, 0]), high=None)
+        assert_close(weights, torch.tensor([[1.0, 1.0, 0.0]]))
+        assert metrics["effective_sample_size"] == 1
+    # each token's log-ratio ends at 80 nats before they are averaged
+    inputs = torch.zeros(1, 2), torch.tensor([[-200.0, 0.0]]), everywhere(1, 2)
+    assert_close(importance_weights(*inputs, level="geometric", high=None)[0], torch.full((1, 2), math.exp(40.0)))
+    weights, metrics = importance_weights(torch.zeros(1, 2), torch.full((1, 2), -2.0), everywhere(1, 2), mode="mask")
+    assert (weights == 0).all()
+    assert (metrics["effective_sample_size"], metrics["masked_fraction"]) == (0, 1)
     same = torch.randn(3, 4, dtype=torch.bfloat16)
-    weights, metrics = importance_weights(same, same, torch.ones(3, 4, dtype=torch.bool), level="sequence")
+    weights, metrics = importance_weights(same, same, everywhere(3, 4), level="sequence")
     assert weights.dtype == torch.float32
     assert (weights == 1).all()
     assert metrics["effective_sample_size"] == 1
 
 
 def test_corrections_of_a_batch_without_tokens() -> None:
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    nothing, no_rows = ~everywhere(2, 3), ~everywhere(0, 3)
     for weights, metrics in (
         importance_weights(OLD, SAMPLER, nothing),
         importance_weights(OLD, SAMPLER, nothing, level="sequence"),
         off_policy_sequence_mask(OLD, SAMPLER, OLD, nothing, delta=0.1),
         top_entropy_mask(-OLD, nothing),
-        top_entropy_mask(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)),
-        importance_weights(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)),
+        top_entropy_mask(torch.zeros(0, 3), no_rows),
+        importance_weights(torch.zeros(0, 3), torch.zeros(0, 3), no_rows),
     ):
         assert (weights == 0).all()
         assert all(metric == 0 for metric in metrics.values())
 
 
-@pytest.mark.parametrize(("old", "sampler"), [(0.0, -800.0), (800.0, 0.0)])
-def test_a_huge_masked_out_ratio_does_not_shrink_the_effective_sample_size(old: float, sampler: float) -> None:
-    mask = torch.tensor([[True, True, False]])
-    inputs = torch.tensor([[-1.0, -1.0, old]]), torch.tensor([[-1.0, -1.0, sampler]])
-    weights, metrics = importance_weights(*inputs, mask, high=None)
-    assert_close(weights, torch.tensor([[1.0, 1.0, 0.0]]))
-    assert metrics["effective_sample_size"] == 1
+def test_without_bounds_the_sequence_weight_gives_the_trainers_policy_gradient() -> None:
+    """E_sampler[w A grad log pi] = grad E_policy[A], which the product of both ratios alone achieves.
 
+    Over all nine sequences of two tokens, the second one depending on the first. The policy is the trainer's before a step.
+    """
+    sequences = list(itertools.product(range(3), repeat=2))
 
-def test_each_tokens_log_ratio_ends_at_80_nats_before_they_are_averaged() -> None:
-    inputs = torch.zeros(1, 2), torch.tensor([[-200.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool)
-    weights, _ = importance_weights(*inputs, level="geometric", high=None)
-    assert_close(weights, torch.full((1, 2), math.exp(40.0)))
+    def of_tokens(logits: Tensor) -> Tensor:
+        """Log-probs ``[9, 2]``; row 0 is of the first token, row 1 + a of the second after a."""
+        table = logits.log_softmax(-1)
+        return torch.stack([torch.stack([table[0, a], table[1 + a, b]]) for a, b in sequences])
 
-
-def test_no_weight_is_left() -> None:
-    inputs = torch.zeros(1, 2), torch.tensor([[-2.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
-    weights, metrics = importance_weights(*inputs, mode="mask", high=2.0)
-    assert (weights == 0).all()
-    assert metrics["effective_sample_size"] == 0
-    assert metrics["masked_fraction"] == 1
+    for seed in range(3):
+        rng = torch.Generator().manual_seed(seed)
+        logits, noise = torch.randn(2, 4, 3, generator=rng, dtype=torch.float64)
+        advantage = torch.randn(9, generator=rng, dtype=torch.float64)
+        sampler, policy, mask = of_tokens(logits + 0.6 * noise), logits.clone().requires_grad_(), everywhere(9, 2)
+        (expected,) = torch.autograd.grad(-(of_tokens(policy).sum(-1).exp() * advantage).sum(), policy)
+        for level in ("sequence", "token", "geometric"):
+            (term,) = gpg(of_tokens(policy), mask, advantage=advantage[:, None].expand(9, 2))
+            # Old log-probs have a graph, which the weights must not pass.
+            weights, _ = importance_weights(of_tokens(policy), sampler, mask, level=level, high=None)
+            (term,) = apply_correction([term], weights, mask)
+            (found,) = torch.autograd.grad((sampler.sum(-1).exp()[:, None] * term.value).sum(), policy)
+            if level == "sequence":
+                assert_close(found, expected, rtol=1e-10, atol=1e-13)
+            else:
+                assert (found - expected).abs().max() > 1e-3
 
 
 # ------------------------------------------------------------------ rejection and metrics
@@ -179,7 +179,7 @@ def test_no_weight_is_left() -> None:
 
 # Trainer over sampler: 2, 1/4, 1 | 1, 1/2 | 4. Masked out: anything.
 D = f64([[2.0, 0.25, 1.0], [1.0, 0.5, 1.0], [4.0, 1.0, 1.0]]).log()
-TOKENS = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+TOKENS = bools([1, 1, 1], [1, 1, 0], [1, 0, 0])
 SEEN = f64([[-3.0, -0.5, -1.0], [-1.0, -2.0, NAN], [-2.0, -INF, 3.0]])
 TRAINER = torch.where(TOKENS, SEEN + D, f64(7.0))
 
@@ -214,72 +214,66 @@ TRAINER = torch.where(TOKENS, SEEN + D, f64(7.0))
 def test_rejection_by_hand(divergence: str, bounds: dict[str, Any], kept: list[list[int]]) -> None:
     """Under numbers, and under the same as tensors."""
     whole = sum(sum(row) == int(mask.sum()) for row, mask in zip(kept, TOKENS, strict=True))
-    expected = {
-        f"{divergence}_masked_fraction": 1 - sum(map(sum, kept)) / 6,
-        f"{divergence}_seq_masked_fraction": 1 - whole / 3,
-    }
+    shares = {"masked_fraction": 1 - sum(map(sum, kept)) / 6, "seq_masked_fraction": 1 - whole / 3}
     for given in (bounds, {name: f64(value) for name, value in bounds.items()}):
-        weights, metrics = rejection_mask(
-            TRAINER.clone().requires_grad_(), SEEN, TOKENS, divergence=divergence, **given
-        )
+        trainer = TRAINER.clone().requires_grad_()
+        weights, metrics = rejection_mask(trainer, SEEN, TOKENS, divergence=divergence, **given)
         assert weights.tolist() == kept
         assert not weights.requires_grad
+        expected = {f"{divergence}_{name}": share for name, share in shares.items()}
         assert {name: metric.item() for name, metric in metrics.items()} == pytest.approx(expected)
 
 
-def test_bounds_are_part_of_what_is_kept_and_agreement_is_never_rejected() -> None:
-    for divergence in DIVERGENCES:
-        same, mask = f64([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool)
-        tiny = {"high": 1e-9} | ({"low": -1e-9} if divergence.endswith("k1") else {})
-        assert rejection_mask(same, same, mask, divergence=divergence, **tiny)[0].tolist() == [[1, 1]]
-        if divergence.endswith("k1"):
-            assert rejection_mask(same, same, mask, divergence=divergence, low=0.0, high=0.0)[0].tolist() == [[1, 1]]
+@pytest.mark.parametrize("divergence", get_args(Divergence))
+def test_rejection_of_anything(divergence: str) -> None:
+    """Bounds are kept, agreement and what was not scored too; impossible in one of the two is rejected; no token, no metric."""
+    signed, same = divergence.endswith("k1"), f64([[-1.0, -2.0]])
+    for bound in (1e-9, 0.0) if signed else (1e-9,):
+        low = {"low": -bound} if signed else {}
+        kept, _ = rejection_mask(same, same, everywhere(1, 2), divergence=divergence, high=bound, **low)
+        assert kept.tolist() == [[1, 1]]
+    bounds = {"high": 3.0} | ({"low": -3.0} if signed else {})
+    far = [(-1.0, NAN, 1), (-INF, -INF, 1), (-INF, -1.0, 0), (-1.0, -INF, 0), (-200.0, -1.0, 0)]
+    for old, sampler, kept in far:
+        one = f64([[old]]), f64([[sampler]]), everywhere(1, 1)
+        weights, metrics = rejection_mask(*one, divergence=divergence, **bounds)
+        assert weights.tolist() == [[kept]], (divergence, old, sampler)
+        assert all(metric == 1 - kept for metric in metrics.values())
+    for shape in ((2, 3), (0, 3), (2, 0)):
+        nothing = torch.zeros(shape).bfloat16(), torch.zeros(shape), ~everywhere(*shape)
+        weights, metrics = rejection_mask(*nothing, divergence=divergence, high=3.0)
+        assert weights.dtype == torch.float32
+        assert weights.sum() == 0
+        assert all(metric == 0 for metric in metrics.values())
+    meta = [x.to("meta") for x in (TRAINER, SEEN, TOKENS)]
+    assert rejection_mask(*meta, divergence=divergence, high=f64(3.0).to("meta"))[0].shape == (3, 3)
 
 
 def test_masked_out_tokens_reject_nothing() -> None:
     """A bound that is a tensor is not read: it may exclude 0, the value of masked-out tokens."""
-    weights, metrics = rejection_mask(
-        f64([[-1.5, -1.0]]), f64([[-1.0, -1.0]]), torch.tensor([[True, False]]), divergence="seq_max_k1", low=f64(0.1)
-    )
+    given = f64([[-1.5, -1.0]]), f64([[-1.0, -1.0]]), bools([1, 0])
+    weights, metrics = rejection_mask(*given, divergence="seq_max_k1", low=f64(0.1))
     assert weights.tolist() == [[1, 0]]
     assert metrics["seq_max_k1_seq_masked_fraction"] == 0
 
 
-def test_rejection_of_anything() -> None:
-    """Not scored is not rejected; impossible in one of the two is; no token, no metric."""
-    for divergence in DIVERGENCES:
-        low = {"low": -3.0} if divergence.endswith("k1") else {}
-        mask = torch.ones(1, 1, dtype=torch.bool)
-        for old, sampler, kept in (
-            (-1.0, NAN, 1),
-            (-INF, -INF, 1),
-            (-INF, -1.0, 0),
-            (-1.0, -INF, 0),
-            (-200.0, -1.0, 0),
-        ):
-            weights, metrics = rejection_mask(
-                f64([[old]]), f64([[sampler]]), mask, divergence=divergence, high=3.0, **low
-            )
-            assert weights.tolist() == [[kept]], (divergence, old, sampler)
-            assert all(metric == 1 - kept for metric in metrics.values())
-        for shape in ((2, 3), (0, 3), (2, 0)):
-            nothing = torch.zeros(shape, dtype=torch.bool)
-            weights, metrics = rejection_mask(
-                torch.zeros(shape).bfloat16(), torch.zeros(shape), nothing, divergence=divergence, high=3.0
-            )
-            assert weights.dtype == torch.float32
-            assert weights.sum() == 0
-            assert all(metric == 0 for metric in metrics.values())
-        meta = [x.to("meta") for x in (TRAINER, SEEN, TOKENS)]
-        assert rejection_mask(*meta, divergence=divergence, high=f64(3.0).to("meta"))[0].shape == (3, 3)
+def test_the_geometric_mask_is_rejection_by_the_mean_of_k1() -> None:
+    """The geometric mean of the ratio lies in [0.9, 1.2] where the mean of k1 lies in [-log 1.2, -log 0.9]."""
+    rng = torch.Generator().manual_seed(0)
+    old, noise = torch.randn(2, 7, 6, generator=rng, dtype=torch.float64)
+    mask, sampler = torch.rand(7, 6, generator=rng) < 0.7, old + 0.4 * noise
+    weights, _ = importance_weights(old, sampler, mask, level="geometric", mode="mask", low=0.9, high=1.2)
+    kept, _ = rejection_mask(old, sampler, mask, divergence="seq_mean_k1", low=-math.log(1.2), high=-math.log(0.9))
+    assert torch.equal(weights != 0, kept != 0)
+    assert 0 < (weights != 0).sum() < mask.sum()
 
 
 def test_mismatch_metrics_by_hand() -> None:
     """Mean log-probs of the trainer, of the sampler; and the ratios that are above."""
     found = mismatch_metrics(TRAINER.clone().requires_grad_(), SEEN, TOKENS)
     sampler = [4.5 / 3, 3.0 / 2, 2.0]  # log-perplexities
-    trainer = [sampler[0] + LN2 / 3, sampler[1] + LN2 / 2, sampler[2] - 2 * LN2]
     difference = [LN2 / 3, LN2 / 2, -2 * LN2]
+    trainer = [a + b for a, b in zip(sampler, difference, strict=True)]
     expected = {
         "trainer_log_ppl": sum(trainer) / 3,
         "sampler_log_ppl": 5 / 3,
@@ -295,89 +289,70 @@ def test_mismatch_metrics_by_hand() -> None:
         "chi2_token": (4 + 1 / 16 + 1 + 1 + 1 / 4 + 16) / 6 - 1,
         "chi2_seq": (1 / 4 + 1 / 4 + 16) / 3 - 1,
     }
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        assert found[name].shape == ()
-        assert not found[name].requires_grad
-        assert found[name].item() == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert all(value.shape == () and not value.requires_grad for value in found.values())
 
 
 def test_metrics_of_sequences_that_all_differ_one_way() -> None:
     """The third has no tokens; of the last the trainer did not score one."""
     old, sampler = f64([[-1.5, -2.0], [-0.75, 9.0], [7.0, 7.0], [NAN, -1.25]]), f64([[-1.0, -1.0]] * 4)
     sampler[1, 0] = -0.5
-    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True]])
-    found = mismatch_metrics(old, sampler, mask)
+    mask = bools([1, 1], [1, 0], [0, 0], [1, 1])
+    found, other = mismatch_metrics(old, sampler, mask), mismatch_metrics(sampler, old, mask)
+    ends = [x[f"log_ppl_diff_{end}"].item() for x in (found, other) for end in ("max", "min")]
+    assert ends == pytest.approx([0.75, 0.25, -0.25, -0.75])
     assert found["mismatch_k1"].item() == pytest.approx((0.5 + 1.0 + 0.25 + 0.25) / 4)
-    assert found["log_ppl_diff_max"].item() == pytest.approx(0.75)
-    assert found["log_ppl_diff_min"].item() == pytest.approx(0.25)
-    other = mismatch_metrics(sampler, old, mask)
-    assert (other["log_ppl_diff_max"].item(), other["log_ppl_diff_min"].item()) == pytest.approx((-0.25, -0.75))
-    far = mismatch_metrics(torch.full((1, 2), -1.0), torch.full((1, 2), -1e4), torch.ones(1, 2) == 1)
-    assert all(value.isfinite() for value in far.values())
 
 
-def test_tokens_that_the_sampler_did_not_score_are_left_out_of_the_metrics() -> None:
+def test_metrics_of_tokens_that_are_not_scored_impossible_or_none() -> None:
     old, sampler = f64([[-1.0, -2.0, -9.0], [-4.0, -1.0, -1.0]]), f64([[-1.5, -1.0, NAN], [NAN, NAN, NAN]])
-    everywhere = torch.ones(2, 3, dtype=torch.bool)
-    fewer = torch.tensor([[True, True, False], [False, False, False]])
-    found, expected = mismatch_metrics(old, sampler, everywhere), mismatch_metrics(old, sampler, fewer)
-    assert found == expected
+    expected = mismatch_metrics(old, sampler, bools([1, 1, 0], [0, 0, 0]))
+    assert mismatch_metrics(old, sampler, everywhere(2, 3)) == expected
     assert expected["log_ppl_diff"].item() == pytest.approx(0.25)
-
-
-def test_metrics_without_tokens_without_data_and_of_impossible_tokens() -> None:
     for shape in ((2, 3), (0, 3), (2, 0)):
-        nothing = mismatch_metrics(torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
+        nothing = mismatch_metrics(torch.zeros(shape), torch.zeros(shape), ~everywhere(*shape))
         assert all(value == 0 for value in nothing.values())
     meta = mismatch_metrics(*(x.to("meta") for x in (TRAINER, SEEN, TOKENS)))
     assert all(value.shape == () for value in meta.values())
-    far = mismatch_metrics(torch.tensor([[-1e4, -1.0]]), torch.tensor([[-1.0, -1e4]]), torch.ones(1, 2) == 1)
-    assert all(value.isfinite() for value in far.values())
+    for old, sampler in (([-1e4, -1.0], [-1.0, -1e4]), ([-1.0, -1.0], [-1e4, -1e4])):
+        far = mismatch_metrics(torch.tensor([old]), torch.tensor([sampler]), everywhere(1, 2))
+        assert all(value.isfinite() for value in far.values())
 
 
 def test_metrics_of_the_product_by_hand() -> None:
-    weights = torch.tensor([[2.0, 0.0, 1.0], [1.0, 1.0, 9.0], [7.0, 7.0, 7.0]], dtype=torch.float64)
-    mask = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
-    found = correction_metrics(weights.requires_grad_(), mask)
+    weights = f64([[2.0, 0.0, 1.0], [1.0, 1.0, 9.0], [7.0, 7.0, 7.0]]).requires_grad_()
+    found = correction_metrics(weights, bools([1, 1, 1], [1, 1, 0], [0, 0, 0]))
     # 2, 0, 1, 1, 1: a mean of 1, a mean square of 7/5
-    assert {name: value.item() for name, value in found.items()} == pytest.approx(
-        {"rejected_fraction": 1 / 5, "rejected_seq_fraction": 1 / 2, "correction_ess": 5 / 7}
-    )
+    expected = {"rejected_fraction": 1 / 5, "rejected_seq_fraction": 1 / 2, "correction_ess": 5 / 7}
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(expected)
     assert not any(value.requires_grad for value in found.values())
-    for empty in (torch.zeros(2, 3, dtype=torch.bool), torch.zeros(0, 3, dtype=torch.bool)):
+    for empty in (~everywhere(2, 3), ~everywhere(0, 3)):
         assert all(value == 0 for value in correction_metrics(torch.ones(empty.shape), empty).values())
-    assert correction_metrics(torch.full((1, 2), 1e30), torch.ones(1, 2) == 1)["correction_ess"] == 1
+    assert correction_metrics(torch.full((1, 2), 1e30), everywhere(1, 2))["correction_ess"] == 1
 
 
 # ------------------------------------------------------------------ tokens of some sequences, or of most entropy
 
 
 def test_off_policy_sequences_by_hand() -> None:
+    """Good tokens and sequences at the bound are kept."""
     old = f64([[-1.0, -1.0, NAN], [-1.0, -1.0, -1.0], [-1.0, -1.0, -9.0]])
     # Means of old - new: 0.2, 0.05 and -0.3.
-    log_prob = f64([[-1.3, -1.1, 5.0], [-1.2, -0.9, -1.05], [-0.7, -0.7, -9.0]])
-    advantage = f64([[-1.0, 2.0, -1.0], [-1.0] * 3, [-1.0] * 3])
-    mask = torch.tensor([[True, True, False], [True] * 3, [True, True, False]])
-    weights, metrics = off_policy_sequence_mask(log_prob.requires_grad_(), old, advantage, mask, delta=0.1)
+    log_prob = f64([[-1.3, -1.1, 5.0], [-1.2, -0.9, -1.05], [-0.7, -0.7, -9.0]]).requires_grad_()
+    given = log_prob, old, f64([[-1.0, 2.0, -1.0], [-1.0] * 3, [-1.0] * 3]), bools([1, 1, 0], [1] * 3, [1, 1, 0])
+    weights, metrics = off_policy_sequence_mask(*given, delta=0.1)
     assert weights.tolist() == [[0, 1, 0], [1, 1, 1], [1, 1, 0]]
     assert not weights.requires_grad
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 7)
-    assert off_policy_sequence_mask(log_prob, old, advantage, mask, delta=torch.tensor(0.04))[0].sum() == 3
-
-
-def test_sequence_masking_keeps_good_tokens_and_sequences_at_the_bound() -> None:
-    old, log_prob = torch.full((2, 3), -1.0), torch.tensor([[-1.25, -1.25, -1.25], [-2.0, -2.0, -2.0]])
-    advantage = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, 0.0, 0.5]])
-    weights, metrics = off_policy_sequence_mask(
-        log_prob, old, advantage, torch.ones(2, 3, dtype=torch.bool), delta=0.25
-    )
-    assert weights.tolist() == [[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]]
+    assert off_policy_sequence_mask(*given, delta=torch.tensor(0.04))[0].sum() == 3
+    given = f64([[-1.25] * 3, [-2.0] * 3]), f64([[-1.0] * 3] * 2), f64([[-1.0] * 3, [-1.0, 0.0, 0.5]]), everywhere(2, 3)
+    weights, metrics = off_policy_sequence_mask(*given, delta=0.25)
+    assert weights.tolist() == [[1, 1, 1], [0, 1, 1]]
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 6)
 
 
 ENTROPY = f64([[0.1, 2.0, 0.3, 9.0], [0.7, 0.5, NAN, 1.5]])
-COUNTED = torch.tensor([[True, True, True, False], [True, True, False, True]])
+COUNTED = bools([1, 1, 1, 0], [1, 1, 0, 1])
 
 
 @pytest.mark.parametrize(
@@ -401,47 +376,34 @@ def test_top_entropy_by_hand(fraction: Any, threshold: float, kept: list[list[in
     assert_close(metrics["entropy_kept_fraction"].item(), sum(map(sum, kept)) / 6)
 
 
-def test_a_fifth_is_the_default() -> None:
-    entropy, mask = torch.arange(10.0).unsqueeze(0), torch.ones(1, 10, dtype=torch.bool)
-    assert entropy_threshold(entropy, mask) == 8
-    assert top_entropy_mask(entropy, mask)[0].sum() == 2
-
-
-def test_equals_are_kept_together() -> None:
-    weights, _ = top_entropy_mask(f64([[1.0, 0.5, 1.0, 1.0]]), torch.ones(1, 4, dtype=torch.bool), fraction=0.25)
-    assert weights.tolist() == [[1, 0, 1, 1]]
-
-
-def test_parts_of_a_batch_keep_the_same_tokens_as_the_whole() -> None:
-    threshold = entropy_threshold(ENTROPY, COUNTED, 0.4)
-    whole, _ = top_entropy_mask(ENTROPY, COUNTED, fraction=0.4)
-    parts = [top_entropy_mask(ENTROPY[i : i + 1], COUNTED[i : i + 1], threshold=threshold)[0] for i in range(2)]
-    assert torch.equal(torch.cat(parts), whole)
-    alone = [top_entropy_mask(ENTROPY[i : i + 1], COUNTED[i : i + 1], fraction=0.7)[0] for i in range(2)]
-    assert not torch.equal(torch.cat(alone), top_entropy_mask(ENTROPY, COUNTED, fraction=0.7)[0])
-    assert top_entropy_mask(ENTROPY, COUNTED, threshold=0.7)[0].tolist() == [[0, 1, 0, 0], [1, 0, 0, 1]]
-
-
-def test_how_many_are_kept() -> None:
+def test_edges_of_top_entropy() -> None:
+    """A fifth by default, equals together, entropies rounded below 0; nothing is read on the host."""
+    entropy = torch.arange(10.0).unsqueeze(0)
+    assert entropy_threshold(entropy, everywhere(1, 10)) == 8
+    assert top_entropy_mask(entropy, everywhere(1, 10))[0].sum() == 2
+    equals, _ = top_entropy_mask(f64([[1.0, 0.5, 1.0, 1.0]]), everywhere(1, 4), fraction=0.25)
+    assert equals.tolist() == [[1, 0, 1, 1]]
+    entropy, mask = torch.tensor([[-1e-7, 1.0, 5.0]]), bools([1, 1, 0])
+    assert_close(entropy_threshold(entropy, mask, fraction=1.0), torch.tensor(-1e-7), rtol=0, atol=0)
+    assert top_entropy_mask(entropy, mask, fraction=1.0)[0].tolist() == [[1.0, 1.0, 0.0]]
+    assert top_entropy_mask(ENTROPY.to("meta"), COUNTED.to("meta"))[0].shape == (2, 4)
+    assert importance_weights(OLD.to("meta"), SAMPLER.to("meta"), MASK.to("meta"), level="sequence")[0].shape == (2, 3)
     for tokens in (1, 2, 3, 7, 10, 33, 40):
         entropy = torch.randperm(tokens, generator=torch.Generator().manual_seed(tokens)).double().unsqueeze(0)
         for fraction in (0.01, 0.1, 0.25, 1 / 3, 0.5, 0.77, 0.99, 1.0):
-            kept = top_entropy_mask(entropy, torch.ones(1, tokens) == 1, fraction=fraction)[0].sum().item()
+            kept = top_entropy_mask(entropy, everywhere(1, tokens), fraction=fraction)[0].sum().item()
             assert kept >= 1
             assert abs(kept - fraction * tokens) <= 0.5 + 1e-4 or kept == 1, (tokens, fraction)
 
 
-def test_entropies_rounded_below_0_are_kept_and_masked_out_ones_are_not() -> None:
-    entropy, mask = torch.tensor([[-1e-7, 1.0, 5.0]]), torch.tensor([[True, True, False]])
-    assert_close(entropy_threshold(entropy, mask, fraction=1.0), torch.tensor(-1e-7), rtol=0, atol=0)
-    assert top_entropy_mask(entropy, mask, fraction=1.0)[0].tolist() == [[1.0, 1.0, 0.0]]
+def test_parts_of_a_batch_keep_the_same_tokens_as_the_whole() -> None:
+    def in_parts(**how: Any) -> Tensor:
+        return torch.cat([top_entropy_mask(ENTROPY[i : i + 1], COUNTED[i : i + 1], **how)[0] for i in range(2)])
 
-
-def test_no_threshold_is_read_on_the_host() -> None:
-    """Tensors without data raise when they are read."""
-    entropy, mask = ENTROPY.to("meta"), COUNTED.to("meta")
-    assert top_entropy_mask(entropy, mask)[0].shape == (2, 4)
-    assert importance_weights(OLD.to("meta"), SAMPLER.to("meta"), MASK.to("meta"), level="sequence")[0].shape == (2, 3)
+    threshold = entropy_threshold(ENTROPY, COUNTED, 0.4)
+    assert torch.equal(in_parts(threshold=threshold), top_entropy_mask(ENTROPY, COUNTED, fraction=0.4)[0])
+    assert not torch.equal(in_parts(fraction=0.7), top_entropy_mask(ENTROPY, COUNTED, fraction=0.7)[0])
+    assert top_entropy_mask(ENTROPY, COUNTED, threshold=0.7)[0].tolist() == [[0, 1, 0, 0], [1, 0, 0, 1]]
 
 
 # ------------------------------------------------------------------ effect on terms
@@ -456,54 +418,45 @@ def test_apply_multiplies_values_and_keeps_denominators() -> None:
     assert corrected.metrics is term.metrics
     assert_close(corrected.value.detach(), -weights)
     loss = aggregate(corrected.value, corrected.mask, denominator=count(term.mask))
-    (gradient,) = torch.autograd.grad(loss, log_prob)
-    assert_close(gradient, -weights / 5)
+    assert_close(torch.autograd.grad(loss, log_prob)[0], -weights / 5)
+    # a weight of 0 stops what is not finite
+    infinite = LossTerm("objective", 1 / f64([[0.0, -1.0]]), everywhere(1, 2))
+    assert apply_correction([infinite], f64([[0.0, 2.0]]))[0].value.tolist() == [[0.0, -2.0]]
 
 
-def test_a_weight_of_0_stops_non_finite_values() -> None:
-    log_prob = f64([[0.0, -1.0]]).requires_grad_()
-    term = LossTerm("objective", 1 / log_prob, torch.ones(1, 2, dtype=torch.bool))
-    (corrected,) = apply_correction([term], f64([[0.0, 2.0]]))
-    assert corrected.value.tolist() == [[0.0, -2.0]]
-
-
-def test_a_value_per_sequence_gets_the_mean_of_its_weights() -> None:
-    term = LossTerm("objective", f64([[10.0], [20.0]]), torch.ones(2, 1, dtype=torch.bool))
+def test_a_value_per_sequence_gets_the_mean_of_its_weights_and_one_per_pair_none() -> None:
+    term = LossTerm("objective", f64([[10.0], [20.0]]), everywhere(2, 1))
     token, sequence = (importance_weights(OLD, SAMPLER, MASK, level=level)[0] for level in ("token", "sequence"))
     # (2 + 1/8 + 1) / 3 and (2 + 3/2) / 2
     assert_close(apply_correction([term], token, MASK)[0].value, f64([[10 * 3.125 / 3], [35.0]]))
     assert_close(apply_correction([term], sequence, MASK)[0].value, f64([[5.0], [40.0]]))
-    nested = LossTerm("objective", f64([[[10.0], [20.0]]]), torch.ones(1, 2, 1, dtype=torch.bool))
+    nested = LossTerm("objective", f64([[[10.0], [20.0]]]), everywhere(1, 2, 1))
     assert_close(apply_correction([nested], sequence[None], MASK[None])[0].value, f64([[[5.0], [40.0]]]))
     with pytest.raises(ValueError, match="objective has one value per sequence: pass mask="):
         apply_correction([term], token)
-
-
-def test_a_value_per_pair_cannot_be_corrected() -> None:
-    term = LossTerm("objective", f64([[10.0]]), torch.ones(1, 1, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"objective has shape \(1, 1\), the weights \(2, 3\)"):
-        apply_correction([term], RATIO, MASK)
+        apply_correction([LossTerm("objective", f64([[10.0]]), everywhere(1, 1))], RATIO, MASK)
 
 
 # ------------------------------------------------------------------ errors
 
 
-SHAPED: dict[str, tuple[Any, dict[str, Tensor]]] = {
-    "weights": (importance_weights, {"old_log_prob": OLD, "sampler_log_prob": SAMPLER}),
-    "off-policy": (
-        lambda **given: off_policy_sequence_mask(**given, delta=0.1),
-        {"log_prob": OLD, "old_log_prob": SAMPLER, "advantage": OLD},
-    ),
-    "top entropy": (top_entropy_mask, {"entropy": OLD}),
-    "threshold": (entropy_threshold, {"entropy": OLD}),
-    "metrics": (mismatch_metrics, {"old_log_prob": OLD, "sampler_log_prob": SAMPLER}),
-    "product": (correction_metrics, {"weights": OLD}),
-}
+BOTH = {"old_log_prob": OLD, "sampler_log_prob": SAMPLER}
+THREE = {"log_prob": OLD, "old_log_prob": SAMPLER, "advantage": OLD}
 
 
-@pytest.mark.parametrize("what", SHAPED)
-def test_unequal_shapes_and_masks_of_numbers_are_refused(what: str) -> None:
-    function, inputs = SHAPED[what]
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (importance_weights, BOTH),
+        (lambda **given: off_policy_sequence_mask(**given, delta=0.1), THREE),
+        (top_entropy_mask, {"entropy": OLD}),
+        (entropy_threshold, {"entropy": OLD}),
+        (mismatch_metrics, BOTH),
+        (correction_metrics, {"weights": OLD}),
+    ],
+)
+def test_unequal_shapes_and_masks_of_numbers_are_refused(function: Any, inputs: dict[str, Tensor]) -> None:
     for name in inputs:
         with pytest.raises(ValueError, match=rf"mask has shape \(2, 3\) but {name} has shape \(2, 1\)"):
             function(**{**inputs, name: OLD[:, :1]}, mask=MASK)
@@ -511,47 +464,40 @@ def test_unequal_shapes_and_masks_of_numbers_are_refused(what: str) -> None:
         function(**inputs, mask=MASK.float())
 
 
-#: what refuses -> hyper-parameters, and what it says
-REFUSED: list[tuple[Any, list[tuple[dict[str, Any], str]]]] = [
-    (
-        lambda **hyper: importance_weights(OLD, SAMPLER, MASK, **hyper),
-        [
-            ({"level": "sentence"}, "level must be one of 'token', 'sequence', 'geometric', got 'sentence'"),
-            ({"mode": "clip"}, "mode must be one of 'truncate', 'mask', got 'clip'"),
-            ({"low": 3.0}, r"low must be at most high, got low=3\.0 and high=2\.0"),
-            ({"low": -0.1}, r"low must be at least 0, got -0\.1"),
-            ({"high": 0.0}, r"high must be greater than 0, got 0\.0"),
-            ({"high": NAN}, "high must be greater than 0, got nan"),
-        ],
-    ),
-    *(
-        (
-            refuses,
-            [
-                ({"divergence": "seq_k1", "high": 1.0}, "divergence must be one of 'token_k1', .*, got 'seq_k1'"),
-                ({"divergence": "token_k3"}, "token_k3 rejects nothing without a bound"),
-                ({"divergence": "seq_sum_k2", "low": 0.1, "high": 1.0}, r"k2 is never negative.*leave out low=0\.1"),
-                ({"divergence": "token_k1", "low": 0.1}, r"low must be at most 0.*got 0\.1"),
-                ({"divergence": "token_k1", "high": -0.1}, r"high must be at least 0.*got -0\.1"),
-                ({"divergence": "token_k2", "high": 0.0}, r"high must be greater than 0.*got 0\.0"),
-                ({"divergence": "token_k2", "high": NAN}, "high must be greater than 0.*got nan"),
-            ],
-        )
-        for refuses in (lambda **hyper: rejection_mask(OLD, SAMPLER, MASK, **hyper), RejectionMask)
-    ),
-    (
-        lambda **hyper: top_entropy_mask(-OLD, MASK, **hyper),
-        [({"fraction": x}, f"fraction must be greater than 0 and at most 1, got {x}") for x in (0.0, 1.2)],
-    ),
-    (
-        lambda **hyper: off_policy_sequence_mask(OLD, SAMPLER, OLD, MASK, **hyper),
-        [({"delta": -0.1}, r"delta must be at least 0, got -0\.1")],
-    ),
+OF_WEIGHTS = [
+    ({"level": "sentence"}, "level must be one of 'token', 'sequence', 'geometric', got 'sentence'"),
+    ({"mode": "clip"}, "mode must be one of 'truncate', 'mask', got 'clip'"),
+    ({"low": 3.0}, r"low must be at most high, got low=3\.0 and high=2\.0"),
+    ({"low": -0.1}, r"low must be at least 0, got -0\.1"),
+    ({"high": 0.0}, r"high must be greater than 0, got 0\.0"),
+    ({"high": NAN}, "high must be greater than 0, got nan"),
 ]
+OF_REJECTION = [
+    ({"divergence": "seq_k1", "high": 1.0}, "divergence must be one of 'token_k1', .*, got 'seq_k1'"),
+    ({"divergence": "token_k3"}, "token_k3 rejects nothing without a bound"),
+    ({"divergence": "seq_sum_k2", "low": 0.1, "high": 1.0}, r"k2 is never negative.*leave out low=0\.1"),
+    ({"divergence": "token_k1", "low": 0.1}, r"low must be at most 0.*got 0\.1"),
+    ({"divergence": "token_k1", "high": -0.1}, r"high must be at least 0.*got -0\.1"),
+    ({"divergence": "token_k2", "high": 0.0}, r"high must be greater than 0.*got 0\.0"),
+    ({"divergence": "token_k2", "high": NAN}, "high must be greater than 0.*got nan"),
+]
+OF_ENTROPY = [({"fraction": x}, f"fraction must be greater than 0 and at most 1, got {x}") for x in (0.0, 1.2)]
 
 
-def test_bounds_that_are_refused() -> None:
-    for function, table in REFUSED:
-        for hyper, message in table:
-            with pytest.raises(ValueError, match=re.compile(message)):
-                function(**hyper)
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [
+        (lambda **hyper: importance_weights(OLD, SAMPLER, MASK, **hyper), OF_WEIGHTS),
+        (lambda **hyper: rejection_mask(OLD, SAMPLER, MASK, **hyper), OF_REJECTION),
+        (RejectionMask, OF_REJECTION),
+        (lambda **hyper: top_entropy_mask(-OLD, MASK, **hyper), OF_ENTROPY),
+        (
+            lambda delta: off_policy_sequence_mask(**THREE, mask=MASK, delta=delta),
+            [({"delta": -0.1}, r"delta must be at")],
+        ),
+    ],
+)
+def test_bounds_that_are_refused(function: Any, refused: list[tuple[dict[str, Any], str]]) -> None:
+    for hyper, message in refused:
+        with pytest.raises(ValueError, match=re.compile(message)):
+            function(**hyper)

@@ -1,107 +1,45 @@
-"""Corrections of a sampler that differs from the trainer: expectations by enumeration, in a loss, and verl's settings."""
+"""A sampler that differs from the trainer, or did not score all, in a loss: corrections, metrics, verl's settings."""
 
 from __future__ import annotations
 
-import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from policy_batches import LENGTHS, PROMPT, batch, gradients
+from policy_batches import LENGTHS, PROMPT, assert_loss, assert_same, batch, gradients, responses, total
 from torchrl_llm_kl.losses import (
     Correction,
     ImportanceWeights,
     KLToReference,
+    KLToSampler,
+    LossTerm,
+    OffPolicySequenceMask,
     PolicyLoss,
     RejectionMask,
-    apply_correction,
-    gpg,
-    importance_weights,
     mismatch_metrics,
-    rejection_mask,
     rollout_corrections,
 )
-from toy_models import tiny_model
 
 NAN = float("nan")
+OLD, SAMPLER = ("next", "log_probs", "full"), ("next", "sampler_log_probs", "full")
+ROOT = ("log_probs", "full")
+TOKENS = sum(LENGTHS) - 6 * PROMPT  # 20; without first ones 14
 
 
-def test_without_bounds_the_sequence_weight_gives_the_trainers_policy_gradient() -> None:
-    """E_sampler[w A grad log pi] = grad E_policy[A], which the product of both ratios alone achieves.
-
-    Over all nine sequences of two tokens, the second one depending on the first. The policy is the trainer's before a step.
-    """
-    sequences = list(itertools.product(range(3), repeat=2))
-
-    def of_tokens(logits: Tensor) -> Tensor:
-        """Log-probs ``[9, 2]``; row 0 is of the first token, row 1 + a of the second after a."""
-        table = logits.log_softmax(-1)
-        return torch.stack([torch.stack([table[0, a], table[1 + a, b]]) for a, b in sequences])
-
-    for seed in range(3):
-        rng = torch.Generator().manual_seed(seed)
-        logits, noise = torch.randn(2, 4, 3, generator=rng, dtype=torch.float64)
-        advantage = torch.randn(9, generator=rng, dtype=torch.float64)
-        sampler = of_tokens(logits + 0.6 * noise)
-        policy = logits.clone().requires_grad_()
-        mask = torch.ones(9, 2, dtype=torch.bool)
-        (expected,) = torch.autograd.grad(-(of_tokens(policy).sum(-1).exp() * advantage).sum(), policy)
-        for level in ("sequence", "token", "geometric"):
-            (term,) = gpg(of_tokens(policy), mask, advantage=advantage[:, None].expand(9, 2))
-            # Old log-probs have a graph, which the weights must not pass.
-            weights, _ = importance_weights(of_tokens(policy), sampler, mask, level=level, high=None)
-            (term,) = apply_correction([term], weights, mask)
-            mean = (sampler.sum(-1).exp()[:, None] * term.value).sum()
-            (found,) = torch.autograd.grad(mean, policy)
-            if level == "sequence":
-                assert_close(found, expected, rtol=1e-10, atol=1e-13)
-            else:
-                assert (found - expected).abs().max() > 1e-3
-
-
-def test_the_geometric_mask_is_rejection_by_the_mean_of_k1() -> None:
-    """The geometric mean of the ratio lies in [0.9, 1.2] where the mean of k1 lies in [-log 1.2, -log 0.9]."""
-    rng = torch.Generator().manual_seed(0)
-    old, noise = torch.randn(2, 7, 6, generator=rng, dtype=torch.float64)
-    mask = torch.rand(7, 6, generator=rng) < 0.7
-    sampler = old + 0.4 * noise
-    weights, _ = importance_weights(old, sampler, mask, level="geometric", mode="mask", low=0.9, high=1.2)
-    kept, _ = rejection_mask(old, sampler, mask, divergence="seq_mean_k1", low=-math.log(1.2), high=-math.log(0.9))
-    assert torch.equal(weights != 0, kept != 0)
-    assert 0 < (weights != 0).sum() < mask.sum()
-
-
-# ------------------------------------------------------------------ in a loss
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return tiny_model()
-
-
-def near(layout: str = "padded") -> Any:
+def near(layout: str = "padded") -> TensorDictBase:
     """The usual batch, with a sampler near the trainer."""
-    data, noise = batch(layout=layout), torch.Generator().manual_seed(5)
-    for row, old in enumerate(data["next", "log_probs", "full"].unbind() if layout != "lazy" else ()):
-        data["next", "sampler_log_probs", "full"].unbind()[row].copy_(
-            old + 0.4 * torch.randn(9, generator=noise)[: len(old)]
-        )
-    for step in data.unbind(0) if layout == "lazy" else ():
-        old = step["next", "log_probs", "full"]
-        step["next", "sampler_log_probs", "full"] = old + 0.4 * torch.randn(9, generator=noise)[: len(old)]
+    data, rng = batch(layout=layout), torch.Generator().manual_seed(5)
+    for row in data.unbind(0):
+        old, noise = row[OLD], torch.randn(9, generator=rng)
+        row[SAMPLER].copy_(old + 0.4 * noise[: len(old)])
     return data
-
-
-def loss_and_gradient(model: nn.Module, loss: PolicyLoss, data: Any) -> tuple[Any, Tensor]:
-    model.zero_grad()
-    out = loss(data)
-    out.total_loss.backward()
-    return out, model.get_input_embeddings().weight.grad.clone()
 
 
 @pytest.mark.parametrize(
@@ -120,12 +58,11 @@ def test_padded_rows_agree_with_those_of_their_own_lengths(
     model: nn.Module, correction: Correction, layout: str
 ) -> None:
     loss = PolicyLoss(model, corrections=[correction])
-    expected, gradient = loss_and_gradient(model, loss, near())
+    expected, found = loss(near()), loss(near(layout))
     assert expected["correction_ess"] < 1
-    found, again = loss_and_gradient(model, loss, near(layout))
-    for key in sorted(expected.keys()):
-        assert_near(found[key], expected[key], terms=64, size=1, exponent=8, msg=key)
-    assert_near(again, gradient, terms=64, size=1)
+    assert_near(dict(found.items()), dict(expected.items()), terms=64, size=1, exponent=8)
+    wanted = gradients(expected.total_loss, model)
+    assert_near(gradients(found.total_loss, model), wanted, terms=64, size=1)
 
 
 @pytest.mark.parametrize(
@@ -141,24 +78,18 @@ def test_padded_rows_agree_with_those_of_their_own_lengths(
 def test_a_batch_without_an_accepted_token_is_a_zero_with_graph(
     model: nn.Module, correction: Correction, aggregation: Any, lead: float
 ) -> None:
-    """The sampler is far from the trainer at every token, and on one side of it."""
+    """The sampler is far from the trainer at every token, and on one side of it. Other terms are not corrected."""
     data = batch()
-    data["next", "sampler_log_probs", "full"] = data["next", "log_probs", "full"] + lead
-    loss = PolicyLoss(model, corrections=[correction], aggregation=aggregation)
-    model.zero_grad()
-    out = loss(data)
+    data[SAMPLER] = data[OLD] + lead
+    out = PolicyLoss(model, corrections=[correction], aggregation=aggregation)(data)
     assert out.total_loss == 0
-    assert out.total_loss.requires_grad
-    out.total_loss.backward()
-    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())  # 0, and so not NaN
+    assert not any(gradient.any() for gradient in gradients(out.total_loss, model).values())  # 0, and so not NaN
     assert all(value.isfinite() for value in out.values())
     assert (out["rejected_fraction"], out["rejected_seq_fraction"], out["correction_ess"]) == (1, 1, 0)
-    # other terms are not corrected
-    both = PolicyLoss(model, corrections=[correction], terms=[KLToReference(0.1)], aggregation=aggregation)
-    alone = PolicyLoss(model, terms=[KLToReference(0.1)], aggregation=aggregation)
-    _, gradient = loss_and_gradient(model, both, data)
-    assert_close(both(data).total_loss, alone(data)["loss_kl_to_ref"])
-    assert gradient.any()
+    terms = [KLToReference(0.1)]
+    both = PolicyLoss(model, corrections=[correction], terms=terms, aggregation=aggregation)(data)
+    alone = PolicyLoss(model, terms=terms, aggregation=aggregation)(data)
+    assert_loss(both.total_loss, alone["loss_kl_to_ref"], model)
 
 
 def test_two_corrections_log_their_product(model: nn.Module) -> None:
@@ -169,50 +100,29 @@ def test_two_corrections_log_their_product(model: nn.Module) -> None:
     out = loss(near())
     (mask, one), (_, two) = seen[-2:]
     product = (one * two)[mask]
+    ess = (product.mean() ** 2 / product.square().mean()).item()
     assert out["rejected_fraction"].item() == pytest.approx((product == 0).double().mean().item())
-    assert out["correction_ess"].item() == pytest.approx(
-        (product.mean() ** 2 / product.square().mean()).item(), rel=1e-5
-    )
+    assert out["correction_ess"].item() == pytest.approx(ess, rel=1e-5)
     names = {"rejected_fraction", "rejected_seq_fraction", "correction_ess"}
     assert names <= set(loss.out_keys) <= set(out.keys())
     assert not names & set(PolicyLoss(model)(near()).keys())
 
 
-def test_experts_are_not_in_the_metrics(model: nn.Module) -> None:
-    data = near()
-    data["expert_mask"] = torch.tensor([True, False, True, False, False, False])
-    data["next", "sampler_log_probs", "full"][0::2] = -50.0
-    data["next", "sampler_log_probs", "full"][1::2] = data["next", "log_probs", "full"][1::2]
-    out = PolicyLoss(model, "mix", corrections=[RejectionMask("token_k2", high=0.1)])(data)
-    own = [length - PROMPT for length in LENGTHS]
-    assert out["rejected_fraction"].item() == pytest.approx(own[4] / (own[1] + own[3] + own[4] + own[5]))
+def test_two_corrections_of_one_kind_log_both(model: nn.Module) -> None:
+    both = [ImportanceWeights(high=1.1), ImportanceWeights(level="sequence", high=1.2)]
+    loss, data = PolicyLoss(model, corrections=both), near()
+    out = loss(data)
+    alone = [PolicyLoss(model, corrections=[each])(data) for each in both]
+    for name in ("weight_mean", "weight_max", "truncated_fraction", "effective_sample_size"):
+        assert_close([out[name], out[f"{name}_2"]], [each[name] for each in alone])
+        assert out[name] != out[f"{name}_2"]
+    assert {"weight_mean", "weight_mean_2"} <= set(loss.out_keys) <= set(out.keys())
 
 
-def test_the_wrappers_first_zero_is_not_taken_for_certainty(model: nn.Module) -> None:
-    """At the root, where torchrl's policy writes, exactly 0 for the first response token means that it was not scored."""
-    data = near()
-    several, first = [0, 1, 3, 4, 5], 4  # sequence 2 has one response token: nothing shows that its 0 is no score
-    data["next", "sampler_log_probs", "full"][several, first] = torch.nan
-    expected = PolicyLoss(model, corrections=[ImportanceWeights(high=1.2)])(data)
-    stored = data["next", "sampler_log_probs", "full"].clone()
-    stored[several, first] = 0.0
-    del data["next", "sampler_log_probs"]
-    data["log_probs", "full"] = stored
-    loss = PolicyLoss(model, corrections=[ImportanceWeights(high=1.2)])
-    loss.set_keys(sampler_log_prob=("log_probs", "full"))
-    found = loss(data)
-    for key in sorted(expected.keys()):
-        assert_close(found[key], expected[key], msg=lambda text, key=key: f"{key}: {text}")
-
-
-def mixed(old: float, sampler: float) -> Any:
+def mixed(old: float, sampler: float) -> TensorDictBase:
     """The first pair of rows written by an expert, with arbitrary log-probs of the policies."""
-    data = batch()
-    data["expert_mask"] = (torch.arange(6) < 2).unsqueeze(-1)
-    for key, value in (("log_probs", old), ("sampler_log_probs", sampler)):
-        full = data["next", key, "full"].clone()
-        full[:2] = value
-        data["next", key, "full"] = full
+    data = batch().set("expert_mask", (torch.arange(6) < 2).unsqueeze(-1))
+    data[OLD][:2], data[SAMPLER][:2] = old, sampler
     return data
 
 
@@ -227,15 +137,20 @@ def mixed(old: float, sampler: float) -> Any:
 def test_corrections_leave_experts_alone(model: nn.Module, correction: Correction, old: float, sampler: float) -> None:
     """Their log-probs under the policies are placeholders: with -9 and 0 the loss of the experts was 0."""
     plain = PolicyLoss(model, "mix")(mixed(old, sampler))
-    out = PolicyLoss(model, "mix", corrections=[correction])(mixed(old, sampler))
-    assert_close(out["loss_expert"], plain["loss_expert"])
+    loss = PolicyLoss(model, "mix", corrections=[correction])
+    out = loss(mixed(old, sampler))
+    assert_loss(out["loss_expert"], plain["loss_expert"], model)
     assert plain["loss_expert"] > 0
-    same = dict(gradients(plain["loss_expert"], model))
-    for name, gradient in gradients(out["loss_expert"], model).items():
-        assert_close(gradient, same[name])
-    other = PolicyLoss(model, "mix", corrections=[correction])(mixed(-1.0, -1.0))
-    for name, value in other.items():
+    for name, value in loss(mixed(-1.0, -1.0)).items():
         assert_near(out[name], value, terms=64, exponent=9)  # every metric of a policy is of its own tokens
+
+
+def test_experts_are_not_in_the_metrics(model: nn.Module) -> None:
+    data = near().set("expert_mask", torch.tensor([True, False, True, False, False, False]))
+    data[SAMPLER][0::2], data[SAMPLER][1::2] = -50.0, data[OLD][1::2]
+    out = PolicyLoss(model, "mix", corrections=[RejectionMask("token_k2", high=0.1)])(data)
+    own = [length - PROMPT for length in LENGTHS]
+    assert out["rejected_fraction"].item() == pytest.approx(own[4] / (own[1] + own[3] + own[4] + own[5]))
 
 
 def test_metrics_are_logged_wherever_there_are_log_probs_of_the_sampler(model: nn.Module) -> None:
@@ -247,11 +162,9 @@ def test_metrics_are_logged_wherever_there_are_log_probs_of_the_sampler(model: n
     assert not any(out[name].requires_grad for name in names)
     # of the same tokens as a correction sees
     corrected = PolicyLoss(model, corrections=[ImportanceWeights()])
-    assert names <= set(corrected.out_keys)
     again = corrected(data)
-    assert set(corrected.out_keys) <= set(again.keys())
-    for name in names:
-        assert_close(again[name], out[name])
+    assert names <= set(corrected.out_keys) <= set(again.keys())
+    assert_close({name: again[name] for name in names}, {name: out[name] for name in names})
     # without old log-probs: of the current policy
     del data["next", "log_probs"]
     own = PolicyLoss(model, "gpg")(data)
@@ -260,42 +173,32 @@ def test_metrics_are_logged_wherever_there_are_log_probs_of_the_sampler(model: n
     assert_close(own["mismatch_k3"], own["kl_to_sampler"])
 
 
-def test_two_corrections_of_one_kind_log_both(model: nn.Module) -> None:
-    one, two = ImportanceWeights(high=1.1), ImportanceWeights(level="sequence", high=1.2)
-    data = near()
-    out = PolicyLoss(model, corrections=[one, two])(data)
-    alone = [PolicyLoss(model, corrections=[each])(data) for each in (one, two)]
-    for name in ("weight_mean", "weight_max", "truncated_fraction", "effective_sample_size"):
-        assert_close(out[name], alone[0][name])
-        assert_close(out[f"{name}_2"], alone[1][name])
-        assert out[name] != out[f"{name}_2"]
-    found = set(PolicyLoss(model, corrections=[one, two]).out_keys)
-    assert {"weight_mean", "weight_mean_2"} <= found <= set(out.keys())
-
-
 # ------------------------------------------------------------------ verl's names
 
 
 def test_verls_settings_in_a_loss(model: nn.Module) -> None:
-    data = near()
     verl = {"rollout_is": "token", "rollout_is_threshold": "0.8_1.2", "rollout_rs": "token_k1, seq_max_k3,token_k1"}
     loss = PolicyLoss(model, **verl, rollout_rs_threshold="0.5_1.6,0.1")
-    own = [
-        ImportanceWeights(mode="mask", low=0.8, high=1.2),
-        RejectionMask("token_k1", low=math.log(0.5), high=math.log(1.6)),
-        RejectionMask("seq_max_k3", high=0.1),
-    ]
+    rejection = RejectionMask("token_k1", low=math.log(0.5), high=math.log(1.6)), RejectionMask("seq_max_k3", high=0.1)
+    own = [ImportanceWeights(mode="mask", low=0.8, high=1.2), *rejection]
     assert [repr(x) for x in loss.corrections] == [repr(x) for x in own]
-    assert_close(loss(data)["loss_objective"], PolicyLoss(model, corrections=own)(data)["loss_objective"])
+    assert_close(loss(near())["loss_objective"], PolicyLoss(model, corrections=own)(near())["loss_objective"])
     both = PolicyLoss(model, corrections=[own[0]], rollout_rs="seq_max_k3", rollout_rs_threshold=0.1)
     assert len(both.corrections) == 2
 
 
-def test_verls_thresholds() -> None:
-    assert repr(rollout_corrections(rollout_is="sequence")) == repr([ImportanceWeights(level="sequence", high=2.0)])
-    assert repr(rollout_corrections(rollout_is="token", rollout_is_threshold=" 3.5 ")) == repr(
-        [ImportanceWeights(high=3.5)]
-    )
+def test_verls_thresholds_and_the_geometric_level() -> None:
+    for level, threshold, own in [
+        ("sequence", {}, ImportanceWeights(level="sequence", high=2.0)),
+        ("token", {"rollout_is_threshold": " 3.5 "}, ImportanceWeights(high=3.5)),
+        ("geometric", {}, ImportanceWeights(level="geometric", high=2.0)),
+        (
+            "geometric",
+            {"rollout_is_threshold": "0.9_1.1"},
+            ImportanceWeights(level="geometric", mode="mask", low=0.9, high=1.1),
+        ),
+    ]:
+        assert repr(rollout_corrections(rollout_is=level, **threshold)) == repr([own])
     shared = rollout_corrections(rollout_rs="seq_mean_k2,seq_sum_k3", rollout_rs_threshold=0.25)
     assert [x.high.item() for x in shared] == [0.25, 0.25]
     (one,) = rollout_corrections(rollout_rs="seq_mean_k1", rollout_rs_threshold=4.0)
@@ -305,40 +208,194 @@ def test_verls_thresholds() -> None:
     assert rollout_corrections(**default) == []  # type: ignore[typeddict-item]
 
 
-NO_SENSE: list[tuple[Any, type[Exception], str]] = [
-    ({"rollout_is": "turn"}, ValueError, "rollout_is must be one of 'token', 'sequence', 'geometric', got 'turn'"),
-    ({"rollout_is_threshold": 3.0}, ValueError, r"rollout_is_threshold=3\.0 has no effect without rollout_is"),
-    ({"rollout_rs_threshold": 3.0}, ValueError, r"rollout_rs_threshold=3\.0 has no effect without rollout_rs"),
-    ({"rollout_rs": "token_k1"}, TypeError, "rollout_rs_threshold must be a number or a string .*, got None"),
-    ({"rollout_is": "token", "rollout_is_threshold": True}, TypeError, "must be a number or a string .*, got True"),
-    ({"rollout_is": "token", "rollout_is_threshold": "5_0.5"}, ValueError, "positive number or 'lower_upper'"),
-    ({"rollout_is": "token", "rollout_is_threshold": "two"}, ValueError, "'lower_upper' such as .*, got 'two'"),
-    ({"rollout_is": "token", "rollout_is_threshold": -1.0}, ValueError, r"got -1\.0"),
-    ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"}, ValueError, "never negative"),
-    ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1.0}, ValueError, "divergence must be one of"),
-    (
-        {"rollout_rs": "token_k2,seq_sum_k2,seq_max_k2", "rollout_rs_threshold": "1,2"},
-        ValueError,
-        "3 div.* 2 bounds",
-    ),
-    ({"rollout_rs": " , ", "rollout_rs_threshold": 1.0}, ValueError, "has 0 divergences"),
-    ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2_5"}, ValueError, "low must be at most 0"),
-    ({"rollout_is_batch_normalize": True}, ValueError, "rollout_is_batch_normalize=True is not supported"),
-    ({"bypass_mode": True}, ValueError, "bypass_mode=True is not supported"),
-    ({"loss_type": "reinforce"}, ValueError, "loss_type='reinforce' is not supported"),
-    ({"rollout_iss": "token"}, TypeError, "no hyper-parameter 'rollout_iss'.*Did you mean 'rollout_is'"),
+def weights(threshold: Any) -> dict[str, Any]:
+    return {"rollout_is": "token", "rollout_is_threshold": threshold}
+
+
+def rejection(divergences: str, threshold: Any) -> dict[str, Any]:
+    return {"rollout_rs": divergences, "rollout_rs_threshold": threshold}
+
+
+NO_SENSE: list[tuple[Any, str]] = [
+    ({"rollout_is": "turn"}, "rollout_is must be one of 'token', 'sequence', 'geometric', got 'turn'"),
+    ({"rollout_is_threshold": 3.0}, r"rollout_is_threshold=3\.0 has no effect without rollout_is"),
+    ({"rollout_rs_threshold": 3.0}, r"rollout_rs_threshold=3\.0 has no effect without rollout_rs"),
+    (rejection("token_k1", None), "TypeError: rollout_rs_threshold must be a number or a string .*, got None"),
+    (weights(True), "TypeError: .* must be a number or a string .*, got True"),
+    (weights("5_0.5"), "positive number or 'lower_upper'"),
+    (weights("two"), "'lower_upper' such as .*, got 'two'"),
+    (weights(-1.0), r"got -1\.0"),
+    (rejection("token_k2", "0.1_0.2"), "never negative"),
+    (rejection("token_k4", 1.0), "divergence must be one of"),
+    (rejection("token_k2,seq_sum_k2,seq_max_k2", "1,2"), "3 div.* 2 bounds"),
+    (rejection(" , ", 1.0), "has 0 divergences"),
+    (rejection("token_k1", "2_5"), "low must be at most 0"),
+    ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=True is not supported"),
+    ({"bypass_mode": True}, "bypass_mode=True is not supported"),
+    ({"loss_type": "reinforce"}, "loss_type='reinforce' is not supported"),
+    ({"rollout_iss": "token"}, "TypeError: .*no hyper-parameter 'rollout_iss'.*Did you mean 'rollout_is'"),
 ]
 
 
 def test_verls_settings_that_make_no_sense() -> None:
-    for settings, error, message in NO_SENSE:
-        with pytest.raises(error, match=message):
+    for settings, message in NO_SENSE:
+        kind, _, text = message.rpartition("TypeError: ")
+        with pytest.raises(TypeError if "TypeError" in message else ValueError, match=kind + text):
             rollout_corrections(**settings)
 
 
-def test_the_geometric_level_as_a_setting() -> None:
-    """Beside verl's two."""
-    (one,) = rollout_corrections(rollout_is="geometric", rollout_is_threshold="0.9_1.1")
-    assert repr(one) == repr(ImportanceWeights(level="geometric", mode="mask", low=0.9, high=1.1))
-    (two,) = rollout_corrections(rollout_is="geometric")
-    assert repr(two) == repr(ImportanceWeights(level="geometric", high=2.0))
+# ------------------------------------------------------------------ NaN, or torchrl's 0, at the first token of a response
+
+
+def at_root(data: TensorDictBase, key: Any = OLD) -> TensorDictBase:
+    """The log-probs where torchrl's policy writes them, with its 0 for each first token."""
+    stored = data.pop(key).clone()
+    stored[:, PROMPT] = 0.0
+    return data.set(ROOT, stored)
+
+
+def unscored(missing: str, key: Any = OLD) -> TensorDictBase:
+    data = batch()
+    data[key][:, PROMPT] = torch.nan
+    return data if missing == "nan" else at_root(data, key)
+
+
+def on_policy(model: nn.Module) -> TensorDictBase:
+    """Stored log-probs are the model's own, but for the zeros."""
+    data = batch().exclude(("next", "sampler_log_probs"))
+    for i, row in enumerate(responses(model, data)):
+        data[OLD][i, PROMPT : LENGTHS[i]] = row["log_prob"].detach()
+    return at_root(data)
+
+
+def scored(model: nn.Module, key: str) -> Tensor:
+    """Of all response tokens but the first."""
+    return torch.cat([row[key][1:] for row in responses(model, batch())])
+
+
+@pytest.mark.parametrize("missing", ["nan", "zero"])
+def test_the_kl_to_the_sampler_is_that_of_its_scored_tokens(model: nn.Module, missing: str) -> None:
+    expected = 0.05 * (scored(model, "log_prob") - scored(model, "sampler_log_probs")).square().mean()
+    loss = PolicyLoss(model, terms=[KLToSampler(0.1)])
+    if missing == "zero":
+        loss.set_keys(sampler_log_prob=ROOT)
+    out = loss(unscored(missing, SAMPLER))
+    assert_loss(out["loss_kl_to_sampler"], expected, model)
+    assert_close(out["loss_objective"], PolicyLoss(model)(batch())["loss_objective"])  # it reads the trainer's
+    assert out["num_tokens"] == TOKENS
+
+
+def test_the_wrappers_first_zero_is_not_taken_for_certainty(model: nn.Module) -> None:
+    """At the root, where torchrl's policy writes, exactly 0 for the first response token means that it was not scored."""
+    data = near()
+    several, first = [0, 1, 3, 4, 5], PROMPT  # sequence 2 has one token: nothing shows that its 0 is no score
+    data[SAMPLER][several, first] = torch.nan
+    expected = PolicyLoss(model, corrections=[ImportanceWeights(high=1.2)])(data)
+    stored = data.pop(("next", "sampler_log_probs"))
+    stored["full"][several, first] = 0.0
+    loss = PolicyLoss(model, corrections=[ImportanceWeights(high=1.2)])
+    loss.set_keys(sampler_log_prob=ROOT)
+    assert_close(dict(loss(data.set("log_probs", stored)).items()), dict(expected.items()))
+
+
+def drift(log_prob: Tensor, mask: Tensor, old_log_prob: Tensor | None = None) -> tuple[LossTerm, ...]:
+    assert old_log_prob is not None
+    return (LossTerm("drift", (log_prob - old_log_prob).square(), mask),)
+
+
+@pytest.mark.parametrize("objective", ["gpg", "sft"])
+def test_an_objective_that_reads_no_old_log_probs(model: nn.Module, objective: str) -> None:
+    """On policy: every ratio is 1. The stored 0 made an effective sample size of 0.7 and a ratio of 0.0005."""
+    data = on_policy(model)
+    out = PolicyLoss(model, objective)(data)
+    assert out["num_tokens"] == TOKENS
+    for name in ("ESS", "ratio_min", "ratio_max"):
+        assert_close(out[name], torch.tensor(1.0), msg=name)
+    assert abs(out["kl_to_sampler"]) < 1e-5
+    for term, name in ((KLToSampler(0.1), "loss_kl_to_sampler"), (drift, "loss_drift")):
+        with pytest.warns(UserWarning, match=r"exactly 0 for the first generated token of 6 responses.*left out"):
+            out = PolicyLoss(model, objective, terms=[term])(data)
+        assert abs(out[name]) < 1e-5
+        assert out["num_tokens"] == TOKENS - 6
+        assert all(gradient.isfinite().all() for gradient in gradients(total(out), model).values())
+
+
+@pytest.mark.parametrize(("objective", "missing"), [("gpg", "nan"), ("sft", "zero")])
+def test_an_estimator_of_the_users_may_read_old_log_probs(model: nn.Module, objective: str, missing: str) -> None:
+    """The first tokens are left out; a built-in estimator that reads none keeps them."""
+    data = unscored(missing)
+    away = KLToReference(0.1, estimator=lambda log_prob, ref_log_prob, old_log_prob: (log_prob - old_log_prob).abs())
+    with pytest.warns(UserWarning, match="first generated token of 6 responses"):
+        out = PolicyLoss(model, objective, terms=[away])(data)
+    expected = 0.1 * (scored(model, "log_prob") - scored(model, "log_probs")).abs().mean()
+    assert_near(out["loss_kl_to_ref"], expected, terms=TOKENS, size=10.0)
+    assert out["num_tokens"] == TOKENS - 6
+    assert PolicyLoss(model, objective, terms=[KLToReference(0.1, estimator="k3")])(data)["num_tokens"] == TOKENS
+
+
+def test_nan_of_a_first_token_is_left_out_like_a_zero(model: nn.Module) -> None:
+    """verl's bypass mode: the sampler's log-probs, as RetrieveLogProb stores them, are the old ones."""
+    with pytest.warns(UserWarning, match="holds NaN for the first generated token of 6 responses"):
+        out = PolicyLoss(model)(unscored("nan"))
+    assert out["num_tokens"] == TOKENS - 6
+    assert_close(total(out), total(PolicyLoss(model)(at_root(batch()))))
+
+
+@pytest.mark.parametrize(
+    ("parts", "bad"),
+    [
+        ({"terms": [KLToSampler(0.1)]}, math.nan),
+        ({"terms": [drift]}, math.inf),
+        ({"corrections": [OffPolicySequenceMask()]}, -math.inf),
+        ({"corrections": [ImportanceWeights()]}, math.nan),
+    ],
+    ids=["term", "optional", "mask", "weights"],
+)
+def test_any_other_is_an_error(model: nn.Module, parts: dict[str, Any], bad: float) -> None:
+    data, loss = batch(), PolicyLoss(model, "gpg", **parts)
+    data[OLD][3, PROMPT + 2] = bad
+    if "terms" in parts:
+        del data["next", "sampler_log_probs"]
+    with pytest.raises(ValueError, match=rf"old_log_prob \(.*\) is {bad} at sequence 3, position {PROMPT + 2}"):
+        loss(data)
+
+
+@pytest.mark.parametrize(
+    "parts", [{"terms": [KLToSampler(0.1)]}, {"corrections": [RejectionMask("seq_max_k2", high=0.5)]}]
+)
+def test_the_sampler_may_skip_a_token_but_not_store_an_infinite_number(model: nn.Module, parts: dict[str, Any]) -> None:
+    data, loss = batch(), PolicyLoss(model, "gpg", **parts)
+    data[SAMPLER][3, PROMPT + 2] = torch.nan
+    assert all(value.isfinite().all() for value in loss(data).values())
+    data[SAMPLER][3, PROMPT + 2] = -torch.inf
+    with pytest.raises(ValueError, match=r"sampler_log_prob .* is -inf at sequence 3, position 6"):
+        loss(data)
+
+
+@pytest.mark.parametrize("objective", ["ppo", "gpg"])
+@pytest.mark.filterwarnings("ignore:.*first generated token")
+def test_losses_of_counted_rows_add_up(model: nn.Module, objective: str) -> None:
+    """Sequence 2 has an answer of one token: alone, as in the batch, its 0 is no log-prob."""
+    loss = PolicyLoss(model, objective, terms=[KLToSampler(0.1)])
+    data = loss.count(at_root(batch(), OLD))
+    data[SAMPLER][1::2, PROMPT] = torch.nan
+    data = loss.count(data)
+    whole, rows = loss(data), [loss(data[i : i + 1]) for i in range(6)]
+    assert whole["num_tokens"] == sum(row["num_tokens"] for row in rows) == TOKENS - 6 * (objective == "ppo")
+    for name in ("loss_objective", "loss_kl_to_sampler"):
+        assert_close(sum(row[name] for row in rows), whole[name])
+    want, got = gradients(total(whole), model), [gradients(total(row), model) for row in rows]
+    assert_same({name: sum(row[name] for row in got) for name in want}, want, rtol=1e-4, atol=1e-5)
+
+
+def test_masks_and_experts_do_not_move_the_first_token(model: nn.Module) -> None:
+    """Experts' tokens are trained whatever is stored for them; a later token of probability 1 is scored."""
+    data = at_root(batch()).set("expert_mask", torch.tensor([False, False, True, True, False, False]))
+    data[ROOT][2:4] = 0.0
+    with pytest.warns(UserWarning, match="first generated token of 4 responses"):
+        assert PolicyLoss(model, "mix")(data)["num_tokens"] == TOKENS - 4
+    data = at_root(batch()).set("loss_mask", torch.arange(9).expand(6, 9) > PROMPT)
+    data[ROOT][0, PROMPT + 1] = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert PolicyLoss(model)(data)["num_tokens"] == TOKENS - 6
