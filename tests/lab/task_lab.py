@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,8 @@ def add(a: int, b: int) -> int:
         b: the second.
     """
     return a + b
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call as Hermes writes it."""
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"

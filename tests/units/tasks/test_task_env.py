@@ -1,4 +1,4 @@
-"""The env of one turn: prompts, groups and their order, rewards under a collector, the KL after them."""
+"""The env: prompts, groups and their order, episodes of several turns, rewards under a collector, the KL after them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import StepCounter, check_env_specs
 
-from task_lab import BOT, END, add, last_user, make_tokenizer, scripted_policy
+from task_lab import BOT, END, HERMES, add, call, last_user, make_tokenizer, scripted_policy
 from torchrl_llm_kl import FunctionReward, KLComputation, RetrieveKL, RetrieveLogProb, RewardError, make_algorithm
 from torchrl_llm_kl.masks import MissingChatTemplateError
-from torchrl_llm_kl.tasks import PromptOrder, make_env
+from torchrl_llm_kl.tasks import PromptOrder, make_env, whole_groups
 from toy_rollouts import make_model, make_policy, response_log_probs, steps
+from toy_tokenizer import CHATML
 
 ROWS = [{"question": f"q{i}", "answer": f"a{i}", "row": i} for i in range(5)]
+SUMS = [{"question": "1 2", "answer": "It is 4."}, {"question": "5 5", "answer": "It is 10."}]
+#: Of the first sum, turn by turn.
+ANSWERS = ["See " + call("add", a=1, b=2), call("add", a=3, b=1), "It is 4."]
 
 
 def right(question: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -36,85 +40,98 @@ def answers_questions(prompt: str) -> str:
     return f"a{number}" if number % 2 == 0 else "?"
 
 
-def collected(env: Any, policy: Any, batches: int = 2) -> list[TensorDictBase]:
+def adds(prompt: str) -> str:
+    """Adds the two numbers, adds 1 to the sum, then says it; "5 5" only once."""
+    said = last_user(prompt)
+    if not said.startswith("<tool_response>"):
+        a, b = said.split()
+        return "See " + call("add", a=int(a), b=int(b))
+    result = said.removeprefix("<tool_response>").removesuffix("</tool_response>")
+    return call("add", a=3, b=1) if result == "3" else f"It is {result}."
+
+
+def tool_env(tokenizer: Any, reward: Any = lambda *_: 1.0, **kwargs: Any) -> Any:
+    settings = {"tools": [add], "max_turns": 3, "group_size": 1, "num_prompts": 2, "seed": None}
+    return make_env(kwargs.pop("rows", SUMS), reward, tokenizer, **{**settings, **kwargs})
+
+
+def collected(env: Any, policy: Any, turns: int) -> list[TensorDictBase]:
+    """The rows of a collector."""
     size = env.batch_size.numel()
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=size, total_dialog_turns=batches * size)
-    found = [batch.reshape(-1) for batch in collector]
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=size, total_dialog_turns=turns)
+    found = [row for batch in collector for row in steps(batch)]
     collector.shutdown()
     return found
 
 
-def queries(batches: list[TensorDictBase]) -> list[str]:
-    return [row["query"] for batch in batches for row in steps(batch)]
+def numbers(rows: list[TensorDictBase], *key: str) -> list[float]:
+    return [row[key].item() for row in rows]
 
 
-def numbers(batches: list[TensorDictBase], *key: str) -> list[float]:
-    return [row[key].item() for batch in batches for row in steps(batch)]
+def of_next(rows: list[TensorDictBase], name: str) -> list[float]:
+    return numbers(rows, "next", name)
 
 
-# ------------------------------------------------------------------ prompts and rewards under a collector
+def queries(rows: list[TensorDictBase]) -> list[str]:
+    return [row["query"] for row in rows]
+
+
+def episodes(rows: list[TensorDictBase]) -> dict[int, list[TensorDictBase]]:
+    return {run: [row for row in rows if int(row["run"]) == run] for run in sorted({int(row["run"]) for row in rows})}
 
 
 def test_answers_of_a_collector_are_rewarded(tokenizer: Any) -> None:
     policy = scripted_policy(tokenizer, answers_questions)
     reward = {"right": (2.0, right), "odd": (-0.5, odd_rows)}
     env = make_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2, system_prompt="S", seed=None)
-    batches = collected(env, policy, 3)
+    found = collected(env, policy, 12)
     rows = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0, 0]
-    assert queries(batches) == [f"q{i}" for i in rows]
-    assert numbers(batches, "next", "rewards", "right") == [float(i % 2 == 0) for i in rows]
-    assert numbers(batches, "next", "rewards", "odd") == [float(i % 2) for i in rows]
-    assert numbers(batches, "next", "reward") == [2.0 if i % 2 == 0 else -0.5 for i in rows]
-    assert numbers(batches, "group") == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert numbers(batches, "next", "done") == [True] * 12
-    row = batches[1][0]
+    assert queries(found) == [f"q{i}" for i in rows]
+    assert numbers(found, "next", "rewards", "right") == [float(i % 2 == 0) for i in rows]
+    assert numbers(found, "next", "rewards", "odd") == [float(i % 2) for i in rows]
+    assert of_next(found, "reward") == [2.0 if i % 2 == 0 else -0.5 for i in rows]
+    assert numbers(found, "group") == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert of_next(found, "done") == [True] * 12
+    row = found[4]
     assert row["metadata"] == {"answer": "a2", "row": 2}
     assert row["text", "prompt"] == f"<|im_start|>system\nS{END}\n<|im_start|>user\nq2{END}\n{BOT}"
     assert row["text", "response"] == f"a2{END}"
     assert "run" not in row
-    assert set(policy.script.prompts) == {r["text", "prompt"] for batch in batches for r in steps(batch)}
+    assert set(policy.script.prompts) == {row["text", "prompt"] for row in found}
 
 
 def test_history_mode(tokenizer: Any) -> None:
-    policy = make_policy(
-        make_model(tokenizer, seed=0), tokenizer, pad_output=False, chat_template=tokenizer.chat_template
-    )
+    template = {"chat_template": tokenizer.chat_template}
+    policy = make_policy(make_model(tokenizer, seed=0), tokenizer, pad_output=False, **template)
     settings = {"group_size": 2, "input_mode": "history", "system_prompt": "S", "seed": None}
     torch.manual_seed(0)
-    batches = collected(make_env(ROWS, lambda q, a, m: len(a), tokenizer, **settings), policy)
-    assert queries(batches) == ["q0", "q0", "q1", "q1"]
-    row = batches[0][0]
-    assert [message.role for message in row["history"].prompt.unbind(0)] == ["system", "user"]
-    assert row["text", "prompt"] == f"<|im_start|>system\nS{END}\n<|im_start|>user\nq0{END}\n{BOT}"
-    assert all(x > 0 for x in numbers(batches, "next", "reward"))
-    rows = ["a", [{"role": "system", "content": "S"}, {"role": "user", "content": "b"}]]
+    rows = collected(make_env(ROWS, lambda q, a, m: len(a), tokenizer, **settings), policy, 4)
+    assert queries(rows) == ["q0", "q0", "q1", "q1"]
+    assert [message.role for message in rows[0]["history"].prompt.unbind(0)] == ["system", "user"]
+    assert rows[0]["text", "prompt"] == f"<|im_start|>system\nS{END}\n<|im_start|>user\nq0{END}\n{BOT}"
+    assert all(x > 0 for x in of_next(rows, "reward"))
+    data = ["a", [{"role": "system", "content": "S"}, {"role": "user", "content": "b"}]]
     with pytest.raises(ValueError, match=r"as many messages in each conversation of a batch, found \[1, 2\].*'text'"):
-        make_env(rows, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
+        make_env(data, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
 
 
-def test_the_specs_are_those_of_the_data(tokenizer: Any) -> None:
+def test_the_specs_are_those_of_the_data_and_an_error_reaches_the_user_of_a_collector(tokenizer: Any) -> None:
     reward = {"right": right, "odd": odd_rows}
     check_env_specs(make_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2))
-    several = make_env(ROWS, reward, tokenizer, group_size=2, max_turns=3, reply=lambda messages, metadata: "go on")
-    check_env_specs(several)
-
-
-def test_a_failing_reward_reaches_the_user_of_a_collector(tokenizer: Any) -> None:
+    check_env_specs(make_env(ROWS, reward, tokenizer, group_size=2, max_turns=3, reply=lambda *_: "go on"))
     env = make_env(ROWS, lambda q, a, m: m["target"], tokenizer, group_size=2)
     with pytest.raises(RewardError, match=r"failed for all 2 answers of its first batch.*KeyError: 'target'"):
-        collected(env, scripted_policy(tokenizer, lambda prompt: "x"))
+        collected(env, scripted_policy(tokenizer, lambda prompt: "x"), 4)
 
 
-# ------------------------------------------------------------------ the order of prompts
-
-
-def posed(tokenizer: Any, steps: int, **kwargs: Any) -> list[tuple[int, str]]:
+def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[tuple[int, str]]:
     """Groups and questions of an env that is answered ``steps`` times."""
-    env = make_env(ROWS, right, tokenizer, **{"group_size": 2, "num_prompts": 2, **kwargs})
+    env = make_env(rows, right, tokenizer, **{"group_size": 2, "num_prompts": 2, **kwargs})
     found = []
     td = env.reset()
     for _ in range(steps):
         found += list(zip(td["group"].flatten().tolist(), td["query"], strict=True))
+        assert env.reset()["query"] == td["query"], "what is not answered is posed again"
         td["text", "full"] = [prompt + "x" for prompt in td["text", "prompt"]]
         _, td = env.step_and_maybe_reset(td)
     return found
@@ -129,139 +146,212 @@ def test_a_run_continues_where_it_was_stopped_and_ranks_share_the_prompts(tokeni
     ranks = [posed(tokenizer, 3, rank=rank, world_size=2, start=2) for rank in (0, 1)]
     assert one == [row for step in range(3) for rank in ranks for row in rank[4 * step : 4 * step + 4]]
 
-
-def test_an_unanswered_prompt_is_posed_again(tokenizer: Any) -> None:
-    env = make_env(ROWS, right, tokenizer, group_size=1, seed=None)
-    assert [env.reset()["query"][0] for _ in range(3)] == ["q0"] * 3
-    td = env.reset()
-    td["text", "full"] = [prompt + "x" for prompt in td["text", "prompt"]]
-    env.step(td)
-    assert [env.reset()["query"][0] for _ in range(2)] == ["q1"] * 2
-
-
-def test_a_data_set_is_read_by_number(tokenizer: Any) -> None:
-    class Table(list):
+    class Table(list):  # a data set, which is read by number
         column_names = ("question", "answer", "row")
 
-    env = make_env(Table(ROWS), right, tokenizer, group_size=2, seed=None, start=3)
-    assert env.reset()["query"] == ["q3", "q3"]
-
-
-# ------------------------------------------------------------------ the KL
-
-
-def test_the_kl_is_charged_after_the_reward(tokenizer: Any, padded: bool) -> None:
-    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
-    policy = scripted_policy(tokenizer, answers_questions, pad_output=padded, model=model)
-    kl = RetrieveKL("from_collector", ref, coeff=0.25)
-    env = make_env(ROWS, {"right": (2.0, right)}, tokenizer, group_size=2, num_prompts=2, seed=None, kl_transform=kl)
-    assert [type(transform) for transform in env.transform] == [FunctionReward, RetrieveKL]
-    for batch in collected(env, policy):
-        for row in steps(batch):
-            kl_sum = (response_log_probs(model, row) - response_log_probs(ref, row)).sum()
-            outcome = 2.0 * float(row["metadata"]["row"] % 2 == 0)
-            assert abs(kl_sum) > 0.1
-            assert_close(row["next", "reward"].sum(), outcome - 0.25 * kl_sum, atol=1e-4, rtol=0)
-            assert row["next", "reward"].shape == (*row["tokens", "full"].shape, 1)
-            assert row["next", "rewards", "right"].item() == outcome / 2
+    assert posed(tokenizer, 1, Table(ROWS), num_prompts=1, seed=None, start=3) == [(3, "q3")] * 2
 
 
 def test_several_transforms_come_in_their_order(tokenizer: Any) -> None:
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
     keys = [{"log_probs_full_key": (name, "full")} for name in ("log_probs", "ref_log_probs")]
     three = [RetrieveLogProb(model, **keys[0]), RetrieveLogProb(ref, **keys[1]), KLComputation()]
-    env = make_env(ROWS, right, tokenizer, group_size=2, kl_transform=three)
-    assert [type(t).__name__ for t in env.transform] == ["FunctionReward", *(type(t).__name__ for t in three)]
+    reward = FunctionReward(right, timeout=None)  # with settings of one's own
+    env = make_env(ROWS, reward, tokenizer, group_size=2, kl_transform=three)
+    assert env.transform[0] is reward
+    assert [type(t) for t in env.transform] == [FunctionReward, *map(type, three)]
     env = env.append_transform(StepCounter())
-    (batch,) = collected(env, scripted_policy(tokenizer, answers_questions, model=model), 1)
-    assert batch[0]["next", "reward"].numel() == len(batch[0]["tokens", "full"])
-    assert batch[0]["next", "step_count"].item() == 1
+    row, _ = collected(env, scripted_policy(tokenizer, answers_questions, model=model), 2)
+    assert row["next", "reward"].numel() == len(row["tokens", "full"])
+    assert row["next", "step_count"].item() == 1
 
 
-def test_an_algorithm_trains_on_the_task(tokenizer: Any) -> None:
-    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
-    parts = make_algorithm("grpo", model, reference=ref, group_key="group", kl_loss_coeff=0.01)
-    turn = iter(range(100))
-    policy = scripted_policy(tokenizer, lambda prompt: "a0" if next(turn) % 2 else "?", model=model)
-    env = make_env(ROWS[:1], right, tokenizer, group_size=4, kl_transform=parts.kl_transform)
-    (batch,) = collected(env, policy, 1)
-    assert numbers([batch], "next", "reward") == [0.0, 1.0, 0.0, 1.0]
-    prepared = parts.prepare(batch)
-    # (r - 1/2) / (sqrt(1/3) + 1e-6)
-    assert prepared["advantage"].flatten().tolist() == pytest.approx([-0.8660, 0.8660, -0.8660, 0.8660], abs=1e-3)
-    parts.loss(prepared).total_loss.backward()
-    assert sum(float(p.grad.abs().sum()) for p in model.parameters() if p.grad is not None) > 0
+def test_templates_and_system_prompts(tokenizer: Any) -> None:
+    def texts(rows: list[Any], tokenizer: Any = tokenizer, **settings: Any) -> list[str]:
+        found = make_env(rows, right, tokenizer, group_size=1, num_prompts=len(rows), seed=None, **settings)
+        return found.reset()["text", "prompt"]
 
-
-# ------------------------------------------------------------------ templates
-
-
-def test_a_prompt_with_its_own_system_message_keeps_it(tokenizer: Any) -> None:
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}]
-    settings = {"group_size": 1, "num_prompts": 2, "system_prompt": "S", "seed": None}
-    texts = make_env([{"messages": own}, "p"], right, tokenizer, **settings).reset()["text", "prompt"]
-    for text, system in zip(texts, ("own", "S"), strict=True):
+    for text, system in zip(texts([{"messages": own}, "p"], system_prompt="S"), ("own", "S"), strict=True):
         assert text.startswith(f"<|im_start|>system\n{system}{END}\n<|im_start|>user")
-
-
-def test_variables_of_the_template(tokenizer: Any) -> None:
     template = "{{ mood }} {{ messages[0].content }}"
-    env = make_env(["a"], right, tokenizer, group_size=1, template_kwargs={"chat_template": template, "mood": "sad"})
-    assert env.reset()["text", "prompt"] == ["sad a"]
-
-
-def test_a_base_model_gets_the_text_as_it_is() -> None:
+    assert texts(["a"], template_kwargs={"chat_template": template, "mood": "sad"}) == ["sad a"]
     base = make_tokenizer(None)
     with pytest.raises(MissingChatTemplateError, match=r"has no chat template.*apply_template=False"):
-        make_env(["a"], right, base)
-    assert make_env(["a"], right, base, group_size=1, apply_template=False).reset()["text", "prompt"] == ["a"]
+        texts(["a"], base)
+    assert texts(["a"], base, apply_template=False) == ["a"]
     with pytest.raises(ValueError, match="a prompt has 2 messages"):
-        make_env(["a"], right, base, apply_template=False, system_prompt="S")
+        texts(["a"], base, apply_template=False, system_prompt="S")
 
 
 def test_a_begin_of_sequence_token_comes_once() -> None:
     """Whether the tokenizer adds one to what the template wrote, or not."""
-    for adds in (True, False):
+    for adds_one in (True, False):
         bos = make_tokenizer("{{ bos_token }}{{ messages[0].content }}", bos_token="<|bos|>")
-        if adds:
+        if adds_one:
             processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", bos.bos_token_id)])
             bos.backend_tokenizer.post_processor = processor
         env = make_env(["a"], lambda *_: 1.0, bos, group_size=1)
-        (batch,) = collected(env, scripted_policy(bos, lambda prompt: "x"), 1)
+        (row,) = collected(env, scripted_policy(bos, lambda prompt: "x"), 1)
         want = [bos.bos_token_id, *bos("a", add_special_tokens=False).input_ids]
-        assert batch[0]["tokens", "prompt"].tolist() == want, adds
+        assert row["tokens", "prompt"].tolist() == want, adds_one
 
 
-# ------------------------------------------------------------------ copies and arguments
-
-
-def test_a_copy_of_the_env_poses_the_same_prompts(tokenizer: Any) -> None:
-    env = make_env(ROWS, right, tokenizer, group_size=2, num_prompts=2, seed=1)
-    copy = pickle.loads(pickle.dumps(env))
-    (one,), (two,) = (collected(e, scripted_policy(tokenizer, answers_questions), 1) for e in (env, copy))
-    assert queries([one]) == queries([two])
-    assert numbers([one], "next", "reward") == numbers([two], "next", "reward")
-
-
-def test_an_env_travels_to_workers(tokenizer: Any) -> None:
+@pytest.mark.parametrize("module", ["pickle", "cloudpickle"])
+def test_a_copy_of_the_env_poses_the_same_prompts(tokenizer: Any, module: str) -> None:
     """As Ray and the multi-process collectors send it: with functions that have no name of their own."""
-    cloudpickle = pytest.importorskip("cloudpickle")
+    dumps = pytest.importorskip(module).dumps
+    settings: dict[str, Any] = {"group_size": 2, "num_prompts": 2, "seed": 1}
+    reward: Any = {"right": right}
+    if module == "cloudpickle":
 
-    async def judge(question: str, answer: str, metadata: dict[str, Any]) -> float:
-        return len(answer)
+        async def judge(question: str, answer: str, metadata: dict[str, Any]) -> float:
+            return len(answer)
 
-    reward = {"right": lambda q, a, m: right(q, a, m), "judge": judge}
-    kl = RetrieveKL("from_collector", make_model(tokenizer, seed=1))
-    env = make_env(ROWS, reward, tokenizer, group_size=2, tools=[add], max_turns=2, kl_transform=kl, seed=None)
-    copy = pickle.loads(cloudpickle.dumps(env))
-    (batch,) = collected(copy, scripted_policy(tokenizer, lambda prompt: "x"), 1)
-    assert queries([batch]) == ["q0", "q0"]
-    assert numbers([batch], "next", "rewards", "judge") == [1.0, 1.0]
+        reward = {"right": lambda q, a, m: right(q, a, m), "judge": judge}
+        kl = RetrieveKL("from_collector", make_model(tokenizer, seed=1))
+        settings |= {"tools": [add], "max_turns": 2, "kl_transform": kl}
+    env = make_env(ROWS, reward, tokenizer, **settings)
+    one, two = (
+        collected(each, scripted_policy(tokenizer, answers_questions), 4) for each in (env, pickle.loads(dumps(env)))
+    )
+    assert queries(one) == queries(two)
+    assert len(set(queries(one))) == 2
+    for name in reward:
+        assert numbers(one, "next", "rewards", name) == numbers(two, "next", "rewards", name)
 
 
-def test_a_reward_of_ones_own_settings(tokenizer: Any) -> None:
-    reward = FunctionReward(right, timeout=None)
-    assert make_env(ROWS, reward, tokenizer, group_size=1).transform[0] is reward
+def test_three_turns(tokenizer: Any) -> None:
+    seen: list[list[dict[str, Any]]] = []
+
+    def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
+        seen.append(metadata["messages"])
+        return right(question, answer, metadata)
+
+    rows = collected(tool_env(tokenizer, reward), scripted_policy(tokenizer, adds), 6)
+    first, second = episodes(rows)[0], episodes(rows)[1]
+    system = "<|im_start|>system\nTools: add <|im_end|>\n"
+    prompt = f"{system}<|im_start|>user\n1 2{END}\n{BOT}"
+    for row, answer, result in zip(first, ANSWERS, ["3", "4", ""], strict=True):
+        assert row["text", "prompt"] == prompt
+        assert row["text", "response"] == answer + END
+        prompt += answer + END
+        prompt += f"\n<|im_start|>user\n<tool_response>{result}</tool_response>{END}\n{BOT}" if result else ""
+        assert row["next", "text", "prompt"] == prompt
+    assert [row["step"].item() for row in first] == [0, 1, 2]
+    assert of_next(first, "reward") == [0.0, 0.0, 1.0]
+    assert of_next(first, "terminated") == [False, False, True]
+    assert of_next(first, "truncated") == [False] * 3
+    # The second row ends after two turns and poses the next prompt, which is the first of the next epoch.
+    assert of_next(second, "reward") == [0.0, 1.0]
+    assert of_next(second, "done") == [False, True]
+    (third,) = episodes(rows)[3]
+    assert (third["query"], third["group"].item()) == ("5 5", 3)
+    roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [[m["role"] for m in messages] for messages in seen] == [roles[:4], roles]
+    assert seen[1][1]["content"] == "See"
+    assert seen[1][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2}}
+    assert seen[1][2]["content"] == "3"
+    assert seen[1][-1] == {"role": "assistant", "content": "It is 4."}
+
+
+def test_an_episode_that_cannot_go_on_ends(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """At the limit of turns, and where the template fails; a damaged call does not end it."""
+    policy = scripted_policy(tokenizer, lambda prompt: call("add", a=1, b=1))
+    for run in episodes(collected(tool_env(tokenizer, max_turns=2), policy, 4)).values():
+        assert of_next(run, "truncated") == [False, True]
+        assert of_next(run, "terminated") == [False, False]
+        assert of_next(run, "reward") == [0.0, 1.0]
+        assert [m["role"] for m in run[-1]["next", "messages"]] == ["user", "assistant", "tool", "assistant"]
+    odd = "{% for m in messages if m.content == '2' %}{{ raise_exception('no two') }}{% endfor %}"
+    rows = collected(tool_env(tokenizer, template_kwargs={"chat_template": odd + HERMES}), policy, 2)
+    assert of_next(rows, "truncated") == [True, True]
+    assert of_next(rows, "reward") == [1.0, 1.0]
+    assert "the template cannot continue row 0, whose episode ends: TemplateError: no two" in caplog.text
+    damaged = '<tool_call>{"name": "add"'
+    policy = scripted_policy(tokenizer, lambda prompt: "ok" if "<tool_response>" in prompt else damaged)
+    run = episodes(collected(tool_env(tokenizer), policy, 4))[0]
+    assert "<tool_response>Error: the call is not JSON" in run[1]["text", "prompt"]
+    assert run[1]["text", "prompt"].startswith(run[0]["text", "full"])
+    assert run[1]["next", "terminated"].item()
+    assert run[1]["next", "messages"][1] == {"role": "assistant", "content": damaged}
+
+
+def test_each_token_of_the_assistant_is_charged_once_after_the_reward_and_none_of_a_tool(
+    tokenizer: Any, padded: bool
+) -> None:
+    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
+    policy = scripted_policy(tokenizer, adds, pad_output=padded, model=model)
+    kl = RetrieveKL("from_collector", ref, coeff=0.25, padding_side="left")
+    env = tool_env(tokenizer, {"right": (2.0, right)}, kl_transform=kl)
+    assert [type(transform) for transform in env.transform] == [FunctionReward, RetrieveKL]
+    run, scored = episodes(collected(env, policy, 6))[0], ""
+    for row, outcome in zip(run, (0.0, 0.0, 1.0), strict=True):
+        difference = response_log_probs(model, row) - response_log_probs(ref, row)
+        assert_close(row["next", "kl_penalty"], difference, atol=2e-5, rtol=0)
+        charged = (row["next", "kl_penalty"] != 0) & row["masks", "all_attention_mask"]
+        scored += tokenizer.decode(row["tokens", "full"][charged])
+        assert abs(difference.sum()) > 0.1
+        assert_close(row["next", "reward"].sum(), 2.0 * outcome - 0.25 * difference.sum(), atol=1e-4, rtol=0)
+        assert row["next", "reward"].shape == (*row["tokens", "full"].shape, 1)
+        assert row["next", "rewards", "right"].item() == outcome
+    assert scored == "".join(answer + END for answer in ANSWERS)
+
+
+def test_a_user_who_answers(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def reply(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> str | None:
+        said = messages[-1]["content"]
+        return None if said == "bye" else f"{metadata['mood']} {said}"
+
+    policy = scripted_policy(tokenizer, lambda prompt: {"hi": "a", "sad a": "b"}.get(last_user(prompt), "bye"))
+    settings: Any = {"rows": [{"prompt": "hi", "mood": "sad"}], "tools": None, "num_prompts": 1}
+    env = tool_env(tokenizer, lambda q, answer, m: len(answer), max_turns=4, reply=reply, **settings)
+    rows = collected(env, policy, 3)
+    assert [row["text", "response"] for row in rows] == [f"a{END}", f"b{END}", f"bye{END}"]
+    assert of_next(rows, "done") == [False, False, True]
+    assert of_next(rows, "reward") == [0.0, 0.0, 3.0]
+    ended = tool_env(tokenizer, max_turns=2, reply=lambda m, _: "more", **settings)
+    assert of_next(collected(ended, policy, 2), "truncated") == [False, True]
+    (row,) = collected(tool_env(tokenizer, reply=lambda m, _: 1 / 0, **settings), policy, 1)
+    assert row["next", "terminated"].item()
+    assert "reply= failed in row 0, whose episode ends: ZeroDivisionError" in caplog.text
+
+
+def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> None:
+    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
+    turn = iter(range(1000))
+
+    def answer(prompt: str) -> str:  # of 1 to 3 turns
+        return "It is 4." if next(turn) % 3 == 0 else adds(prompt)
+
+    args = {"keys": {"run": "run", "step": "step"}}
+    parts = make_algorithm("multi_step_grpo", model, reference=ref, group_key="group", advantage_args=args)
+    env = tool_env(tokenizer, right, group_size=2, kl_transform=parts.kl_transform)
+    policy = scripted_policy(tokenizer, answer, model=model)
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=24)
+    seen: list[int] = []
+    for batch in whole_groups(collector, group_size=2, num_groups=2):
+        runs = episodes(list(batch.unbind(0)))
+        groups = set(batch["group"].flatten().tolist())
+        assert len(groups) == 2
+        assert {run // 2 for run in runs} == groups
+        for own in runs.values():
+            assert [int(row["step"]) for row in own] == list(range(len(own)))
+            assert of_next(own, "done") == [False] * (len(own) - 1) + [True]
+        seen += sorted(groups)
+        outcome = {run: float(own[-1]["next", "reward"].sum()) for run, own in runs.items()}
+        prepared = parts.prepare(batch)
+        for row in prepared.unbind(0):
+            run = int(row["run"])
+            difference = outcome[run] - outcome[run ^ 1]
+            assert torch.sign(row["advantage"]).item() == (difference > 0) - (difference < 0)
+        parts.loss(prepared).total_loss.backward()
+    collector.shutdown()
+    assert len(seen) == len(set(seen)) >= 2
+
+
+TOOLS: dict[str, Any] = {"max_turns": 2, "tools": [add]}
+HIDES = HERMES.replace("{{ m.content }}</tool_response>", "</tool_response>")
 
 
 @pytest.mark.parametrize(
@@ -274,30 +364,30 @@ def test_a_reward_of_ones_own_settings(tokenizer: Any) -> None:
         ({"input_mode": "tokens"}, "input_mode must be one of 'text', 'history'"),
         ({"input_mode": "history", "apply_template": False}, "apply_template=False is for"),
         ({"reward": FunctionReward(right), "reward_weights": {"a": 1.0}}, "reward_weights= belong to a function"),
-    ],
-)
-def test_wrong_values(tokenizer: Any, kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_env(ROWS, **{"reward": right, "tokenizer": tokenizer, **kwargs})
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
         ({"kl_transform": print}, "kl_transform must be a transform"),
         ({"kl_transform": [print]}, "kl_transform must be a transform"),
         ({"reward": lambda answer: 1.0}, r"^reward is called with .* takes \(answer\)"),
         ({"tokenizer": torch.nn.Linear(1, 1)}, "^tokenizer must be a tokenizer of transformers, got Linear: load"),
         ({"tokenizer": "Qwen/Qwen3-0.6B"}, "^tokenizer must be .*, got 'Qwen/Qwen3-0.6B'"),
         ({"max_turns": 2, "reply": lambda messages: "more"}, r"^reply is called with \(messages, metadata\), and"),
-        ({"max_turns": 2, "tools": [right], "tool_parser": lambda text, tools: []}, r"^tool_parser is .* \(text, t"),
+        ({**TOOLS, "tool_parser": lambda text, tools: []}, r"^tool_parser is .* \(text, t"),
+        ({**TOOLS, "max_turns": 1}, "tools= has no effect with one answer"),
+        ({"max_turns": 1, "reply": print}, "reply= has no effect with one answer"),
+        ({"max_turns": 2}, "nothing follows an answer"),
+        ({"max_turns": 2, "reply": print, "tool_parser": print}, "tool_parser= has no effect without tools="),
+        ({**TOOLS, "input_mode": "history"}, "several turns need"),
+        ({**TOOLS, "max_turns": 0}, "max_turns must be at least 1"),
+        ({**TOOLS, "tokenizer": make_tokenizer(HIDES)}, "does not render results of tools"),
     ],
 )
-def test_wrong_types(tokenizer: Any, kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
+def test_wrong_arguments(tokenizer: Any, kwargs: dict[str, Any], message: str) -> None:
+    types = ("kl_transform", "^reward is", "^tokenizer", "^reply is", "^tool_parser")
+    with pytest.raises(TypeError if message.startswith(types) else ValueError, match=message):
         make_env(ROWS, **{"reward": right, "tokenizer": tokenizer, **kwargs})
 
 
-def test_lists_must_be_stacks(tokenizer: Any) -> None:
+def test_templates_that_hide_tools_and_lists_that_are_no_stacks(tokenizer: Any) -> None:
+    with pytest.warns(UserWarning, match="does not show the tools"):
+        tool_env(make_tokenizer(CHATML))
     with set_list_to_stack(False), pytest.raises(RuntimeError, match=r"set_list_to_stack\(True\)"):
         make_env(ROWS, right, tokenizer)

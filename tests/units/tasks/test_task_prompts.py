@@ -18,8 +18,6 @@ ROWS = [
     {"prompt": "2 + 1?", "answer": "3", "level": None},
     {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 1?"}], "level": [1, 2]},
 ]
-
-
 USER = {"role": "user", "content": "a"}
 
 
@@ -53,9 +51,6 @@ def test_rows_of_a_list_and_of_a_file(tmp_path: Path) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
     check(Prompts(path))
     check(Prompts(str(path)))
-    path.write_text(f"\n{json.dumps(ROWS[0])}\n{{oops\n")
-    with pytest.raises(DataError, match=r"line 3 of .*a\.jsonl is not JSON"):
-        Prompts(path)
     path.write_text(f'{json.dumps(ROWS[0])}\n{{"x": 1}}\n')
     with pytest.raises(PromptError, match=r"line 2 of .*a\.jsonl has no prompt: found the columns x"):
         Prompts(path)
@@ -96,16 +91,13 @@ def test_a_data_set_of_hugging_face() -> None:
 
 def test_texts_conversations_and_columns() -> None:
     assert Prompts(["a", "b"])[1].messages == [{"role": "user", "content": "b"}]
-    assert Prompts([[{"role": "user", "content": "a"}]])[0].question == "a"
+    assert Prompts([[USER]])[0].question == "a"
     assert Prompts({"question": ["a", "b"], "answer": [1, 2]})[1].metadata == {"answer": 2}
     parts = [{"type": "text", "text": "Look"}, {"type": "image", "text": None}, {"type": "text", "text": "!"}]
     assert Prompts([{"prompt": [{"role": "user", "content": parts}]}])[0].question == "Look!"
     arrays = np.array([{"role": "user", "content": np.array(parts, dtype=object)}], dtype=object)  # of Parquet
     assert Prompts([{"messages": arrays}])[0].question == "Look!"
-
-
-def test_the_first_column_with_a_prompt_is_the_prompt() -> None:
-    row = {"messages": [{"role": "user", "content": "m"}], "question": "q", "prompt": "p"}
+    row = {"messages": [USER], "question": "q", "prompt": "p"}  # the first column with a prompt is the prompt
     assert Prompts([row])[0].question == "p"
     assert Prompts([{**row, "prompt": None}])[0].question == "q"
     assert Prompts([{**row, "prompt": None}])[0].metadata == {"messages": row["messages"], "prompt": None}
@@ -132,21 +124,14 @@ def test_errors_name_the_row(source: Any, error: type[Exception], message: str) 
         Prompts(source)
 
 
-# ------------------------------------------------------------------ the order
-
-
-def test_each_epoch_is_a_permutation_of_its_own() -> None:
+def test_each_epoch_is_a_permutation_of_its_own_and_the_order_of_today_is_that_of_tomorrow() -> None:
+    """A run that is resumed with a later version must find its order again, from any position."""
     order = PromptOrder(50, seed=3)
     epochs = [tuple(order[i] for i in range(50 * e, 50 * e + 50)) for e in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len(set(epochs)) == 4
     assert epochs[0] != tuple(range(50))
-    order = PromptOrder(3, seed=None)
-    assert [order[i] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]  # as they are
-
-
-def test_the_order_of_today_is_that_of_tomorrow() -> None:
-    """A run that is resumed with a later version must find its order again, from any position."""
+    assert [PromptOrder(3, seed=None)[i] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]  # as they are
     order = PromptOrder(6, seed=0)
     assert [order[i] for i in reversed(range(12))][::-1] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]
     assert [order[i] for i in range(12)] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]

@@ -51,9 +51,6 @@ def length(question: str, answer: str, metadata: dict[str, Any]) -> int:
     return len(answer)
 
 
-# ------------------------------------------------------------------ values
-
-
 def test_a_function_gets_question_answer_and_metadata(tokenizer: Any) -> None:
     seen: list[Any] = []
 
@@ -69,12 +66,10 @@ def test_a_function_gets_question_answer_and_metadata(tokenizer: Any) -> None:
     assert td["next", "reward"].shape == td["next", "reward_failures"].shape == (4, 1)
     assert "rewards" not in td["next"]
 
-
-def test_what_a_function_does_to_its_metadata_stays_there() -> None:
     def pops(question: str, answer: str, metadata: dict[str, Any]) -> float:
         return float(metadata.pop("row"))
 
-    td = batch()
+    td = batch()  # what a function does to its metadata stays there
     assert values(FunctionReward({"a": pops, "b": pops})(td)) == [0.0, 2.0, 4.0, 6.0]
     assert td["metadata"][1] == {"answer": "4", "row": 1}
 
@@ -88,13 +83,13 @@ def test_named_parts_and_weights(tokenizer: Any) -> None:
     assert reward.weights == {"right": 3.0, "length": -0.25, "plain": 1.0}
     assert reward.part_keys == [("next", "rewards", name) for name in ("right", "length", "plain")]
 
+    def parts(question: str, answer: str, metadata: dict[str, Any]) -> Any:  # what is not promised is a failure
+        return [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": math.nan}, 3.0][metadata["row"]]
 
-def test_one_function_that_returns_its_parts() -> None:
-    reward = FunctionReward(lambda q, a, m: {"length": len(a), "row": m["row"]}, weights={"row": 2.0, "length": 0.5})
-    td = reward(batch(["a", "bb"]))
-    assert values(td, "rewards", "row") == [0, 1]
-    assert values(td, "rewards", "length") == [1, 2]
-    assert values(td) == [0.5, 3.0]
+    td = FunctionReward(parts, weights={"a": 1.0, "b": 10.0})(batch())
+    assert values(td) == [21, 0, 0, 0]
+    assert values(td, "rewards", "a") == [1, 0, 0, 0]
+    assert values(td, "reward_failures") == [0, 2, 2, 2]
 
 
 def test_numbers_of_any_kind() -> None:
@@ -104,24 +99,15 @@ def test_numbers_of_any_kind() -> None:
     assert values(td, "reward_failures") == [0] * len(kinds)
 
 
-def test_batches_of_any_shape() -> None:
+def test_batches_of_any_shape_and_rows_that_are_not_done() -> None:
     for td in (lazy_stack(list(batch().unbind(0))), batch().reshape(2, 2)):
         td = FunctionReward(length)(td)
         assert td["next", "reward"].shape == (*td.batch_size, 1)
         assert td["next", "reward"].flatten().tolist() == [1.0, 2.0, 0.0, float(len(ANSWERS[3]))]
-
-
-def test_rows_that_are_not_done_have_no_reward_yet() -> None:
-    td = batch()
+    td, rows = batch(), []
     td["next"] = TensorDict(done=torch.tensor([[True], [False], [False], [True]]), batch_size=[4])
-    calls: list[int] = []
-
-    def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
-        calls.append(metadata["row"])
-        return 1.0
-
-    assert values(FunctionReward(reward)(td)) == [1, 0, 0, 1]
-    assert calls == [0, 3]
+    assert values(FunctionReward(lambda q, a, m: rows.append(m["row"]) or 1.0)(td)) == [1, 0, 0, 1]
+    assert rows == [0, 3]
 
 
 def test_metrics_are_means_over_finished_answers() -> None:
@@ -147,9 +133,6 @@ def test_gdpo_reads_the_parts(tokenizer: Any) -> None:
     # 0.25 / sqrt(2), and the standard deviation of 3, -3, -1, 1 is sqrt(20 / 3).
     want = [x / math.sqrt(20 / 3) for x in (3, -3, -1, 1)]
     assert gdpo.prepare(td)["advantage"].squeeze(-1).tolist() == pytest.approx(want, abs=1e-4)
-
-
-# ------------------------------------------------------------------ failures
 
 
 def fails_on(rows: set[int], error: Any) -> Any:
@@ -194,16 +177,6 @@ def test_a_failure_is_a_counted_zero_with_a_log_line(caplog: pytest.LogCaptureFi
         assert line.endswith("they count as 0.")
 
 
-def test_parts_that_are_not_those_promised_are_failures() -> None:
-    def reward(question: str, answer: str, metadata: dict[str, Any]) -> Any:
-        return [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": math.nan}, 3.0][metadata["row"]]
-
-    td = FunctionReward(reward, weights={"a": 1.0, "b": 10.0})(batch())
-    assert values(td) == [21, 0, 0, 0]
-    assert values(td, "rewards", "a") == [1, 0, 0, 0]
-    assert values(td, "reward_failures") == [0, 2, 2, 2]
-
-
 @pytest.mark.parametrize("timeout", [None, LONG])
 def test_only_the_first_batch_raises_where_all_its_answers_fail(
     timeout: float | None, caplog: pytest.LogCaptureFixture
@@ -231,9 +204,6 @@ def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture, monkeypatch: p
     assert caplog.messages == ["line 0.", "line 3 (2 more lines such as this since the last one)."]
 
 
-# ------------------------------------------------------------------ time-outs and async functions
-
-
 def test_a_sync_call_that_takes_too_long_is_left_behind() -> None:
     release = threading.Event()
 
@@ -247,33 +217,24 @@ def test_a_sync_call_that_takes_too_long_is_left_behind() -> None:
     assert values(td, "reward_failures") == [0, 1, 0, 0]
 
 
-def test_workers_run_side_by_side() -> None:
-    barrier = threading.Barrier(4, timeout=LONG)
+def test_workers_run_side_by_side_and_without_them_one_after_another() -> None:
+    barrier, running, names = threading.Barrier(4, timeout=LONG), 0, []
 
-    def reward(*_: Any) -> float:
+    def together(*_: Any) -> float:
         barrier.wait()  # passes only if four run at a time
         return 1.0
 
-    assert values(FunctionReward(reward, workers=4, timeout=LONG)(batch())) == [1.0] * 4
-
-
-def test_one_after_another_without_workers() -> None:
-    running = 0
-
-    def reward(*_: Any) -> float:
+    def alone(*_: Any) -> float:
         nonlocal running
         running += 1
         time.sleep(0.01)
         running -= 1
         return float(running)
 
-    assert values(FunctionReward(reward)(batch())) == [0.0] * 4
-
-
-def test_without_time_out_a_function_runs_in_the_callers_thread() -> None:
-    names: list[str] = []
+    assert values(FunctionReward(together, workers=4, timeout=LONG)(batch())) == [1.0] * 4
+    assert values(FunctionReward(alone)(batch())) == [0.0] * 4
     FunctionReward(lambda *_: names.append(threading.current_thread().name) or 1.0, timeout=None)(batch())
-    assert set(names) == {threading.current_thread().name}
+    assert set(names) == {threading.current_thread().name}, "without a time-out, the caller's"
 
 
 class Judge:
@@ -306,28 +267,19 @@ def test_async_functions(timeout: float | None) -> None:
             assert values(td, "rewards", name) == [0, 1, 2], name
 
 
-def test_async_calls_run_together_up_to_a_limit() -> None:
-    every, two = Judge(), Judge()
+def test_async_calls_run_together_up_to_a_limit_and_to_a_time_out_in_one_loop() -> None:
+    every, two, loops = Judge(), Judge(), set()
     FunctionReward(every)(batch(["a"] * 6))
     FunctionReward(two, workers=2)(batch(["a"] * 6))
     assert (every.most, two.most) == (6, 2)
-
-
-def test_async_calls_have_a_time_out() -> None:
     td = FunctionReward(Judge(), timeout=1.0)(batch(["a", "a", "long", "a"]))
     assert values(td) == [0, 1, 0, 3]
     assert values(td, "reward_failures") == [0, 0, 1, 0]
 
-
-def test_async_functions_where_a_loop_runs_already() -> None:
-    async def notebook() -> list[float]:
+    async def notebook() -> list[float]:  # where a loop runs already
         return values(FunctionReward(judge)(batch()))
 
     assert asyncio.run(notebook()) == [0, 1, 2, 3]
-
-
-def test_one_loop_for_all_batches() -> None:
-    loops = set()
 
     async def reward(*_: Any) -> float:
         loops.add(asyncio.get_running_loop())
@@ -357,22 +309,15 @@ def test_an_async_function_that_blocks_the_loop_is_left_behind(monkeypatch: pyte
     assert caller([Call(blocks, (5,))]) == [5]  # in a new loop
 
 
-def test_gradients_are_off_in_every_thread() -> None:
+def test_gradients_are_off_in_every_thread_and_a_copy_works_in_another_process() -> None:
     modes: list[bool] = []
     for workers in (None, 2):
         for timeout in (None, LONG):
             Caller(timeout, workers)([Call(lambda: modes.append(torch.is_grad_enabled()))])
     assert modes == [False] * 4
-
-
-# ------------------------------------------------------------------ arguments and copies
-
-
-def test_a_copy_works_in_another_process() -> None:
     reward = FunctionReward({"judge": judge, "length": length})
     reward(batch())
-    copy = pickle.loads(pickle.dumps(reward))
-    assert values(copy(batch(["a", "a"]))) == [1, 2]
+    assert values(pickle.loads(pickle.dumps(reward))(batch(["a", "a"]))) == [1, 2]
 
 
 @pytest.mark.parametrize(

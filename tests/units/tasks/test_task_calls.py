@@ -1,0 +1,332 @@
+"""Calls in an answer: what is read of them in each format, what is told to the policy, and their results in the next prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torchrl.envs.llm.transforms import XMLBlockParser
+
+from task_lab import BOT, END, add, call, make_tokenizer
+from torchrl_llm_kl.masks import render_conversation
+from torchrl_llm_kl.tasks import ToolCall, _tools
+from torchrl_llm_kl.tasks._tools import Dialog, Parsed, Tools, parse_hermes, read_calls, strip_end
+from waits import LONG
+
+ADD = ToolCall("add", {"a": 1, "b": 2})
+
+
+async def slow(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: how long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def describe(city: str, days: int, exact: bool) -> Any:
+    """Describe the weather.
+
+    Args:
+        city: where.
+        days: how far ahead.
+        exact: whether to be exact.
+    """
+    return WEATHER[city]
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+WEATHER = {"keys": {(1, 2): 3}, "itself": ITSELF, "half": "a\ud83d", "fine": {"a": math.nan}}
+
+
+def tools_of(*functions: Any, timeout: float | None = None) -> Tools:
+    return Tools(list(functions), timeout=timeout)
+
+
+#: Format, text, what is left of it, and the calls in it.
+CALLS = [
+    *((name, "No call.", "No call.", []) for name in ("hermes", "tagged", "mistral", "llama")),
+    ("hermes", "See:\n" + call("add", a=1, b=2), "See:", [ADD]),
+    ("hermes", call("add", a=1, b=2) + "\n" + call("slow", s=0), "", [ADD, ToolCall("slow", {"s": 0})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', "", [ADD]),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}]', "", [ADD]),
+    ("mistral", 'x[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]f{}', "x", [ADD, ToolCall("f")]),
+    ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
+    # a block without a head is text
+    (
+        "tagged",
+        "a <tool_call><x><tool_call>f</tool_call> b <tool_call>g",
+        "a <tool_call><x> b",
+        [ToolCall("f"), ToolCall("g")],
+    ),
+]
+#: Arguments with tags.
+BODIES = [
+    # JSON reads white space; one newline of each side is the tags'
+    ("<parameter=a>\n\n1\n\n</parameter>", {"a": 1}),
+    ("<parameter=a>\n\nx\n\n</parameter>", {"a": "\nx\n"}),
+    ("<parameter=a>x<parameter=b>1</parameter>", {"a": "x<parameter=b>1"}),
+    ("<parameter=a></arg_value></parameter><parameter=b>2", {"a": "</arg_value>"}),
+    ("<arg_key>a</arg_key>\n<arg_value>True</arg_value><arg_key>b</arg_key>", {"a": True}),
+    ("<arg_key>a</arg_key>x<arg_value>1</arg_value><arg_key>b</arg_key><arg_value>2</arg_value>", {"b": 2}),
+    ("<arg_key>a</arg_key><arg_key>b</arg_key><arg_value>2</arg_value>", {"b": 2}),
+    ("<parameter=a>'x</parameter>", {"a": "'x"}),
+    ("<parameter=a>True story</parameter>", {"a": "True story"}),
+    # as Python prints them
+    *(
+        (f"<arg_key>a</arg_key><arg_value>{value!r}</arg_value>", {"a": value})
+        for each in ["it's", 'say "x"', 'it\'s "x"', "\\", "a\nb\x07", True, None, {"k": [1.5, -2, "True"]}]
+        for value in (each, [each])
+        if not isinstance(each, str) or value is not each
+    ),
+]
+
+
+def test_calls_are_read() -> None:
+    for name, text, content, calls in CALLS:
+        assert getattr(_tools, f"parse_{name}")(text) == Parsed(content, calls), (name, text)
+    for body, arguments in BODIES:
+        text = f"<tool_call><function=f>{body}</function></tool_call>"
+        assert _tools.parse_tagged(text).calls == [ToolCall("f", arguments)], body
+    for parse, text in (  # a user's own, and torchrl's
+        (lambda text: [{"name": "add", "arguments": {"a": 1, "b": 2}}], "x"),
+        (XMLBlockParser(), '<tool name="add">{"a": 1, "b": 2}</tool> y'),
+    ):
+        assert read_calls(parse, text).calls == [ADD]
+    assert read_calls(lambda text: None, "x").calls == []
+    # values in tags have the types of the schema
+    body = "".join(
+        f"<parameter={name}>\n{v}\n</parameter>" for name, v in (("city", 12), ("days", 12), ("exact", "maybe"))
+    )
+    (found,) = _tools.parse_tagged(f"<tool_call><function=describe>{body}</function>", tools_of(describe).schemas).calls
+    assert found == ToolCall("describe", {"city": "12", "days": 12, "exact": "maybe"})
+
+
+def test_a_damaged_call_is_told_to_the_policy() -> None:
+    for body, error in (
+        ('{"name": "add", "argum', "the call is not JSON"),
+        ('{"arguments": {}}', "JSON object with `name`"),
+        ('{"name": "add", "arguments": [1]}', "not a JSON object"),
+        ('{"name": "add", "arguments": "{"}', "arguments are not JSON"),
+        ("[1]", "JSON object with `name`"),
+        ('{"name": "add", "arguments": {"a": %s}}' % ("1" * 5000), "the call is not JSON: Exceeds the limit"),
+    ):
+        for closed in ("</tool_call>", ""):
+            (found,) = parse_hermes(f"<tool_call>{body}{closed}").calls
+            assert error in found.error, (body, closed)
+            assert tools_of(add).run([[found]])[0][0].startswith("Error: "), (body, closed)
+    found = _tools.parse_llama("{not a call")
+    assert (found.content, "not JSON" in found.calls[0].error) == ("", True)
+
+
+def test_a_dialog_finds_calls_outside_of_thoughts_and_ends_an_answer_that_was_cut(tokenizer: Any) -> None:
+    own = call("add", a=1, b=2)
+    assert read_calls(parse_hermes, f"<think>{own}</think>3").calls == []
+    assert read_calls(parse_hermes, f"<think>{own}</think>{own}").calls == [ADD]
+    assert read_calls(parse_hermes, f"<think>{own}") == Parsed(f"<think>{own}", [])  # unfinished
+    assert read_calls(parse_hermes, f"{own}<think>{own}").calls == [ADD]
+    dialog = Dialog(tokenizer, tools_of(add), {})
+    begun = BOT + "<think>\n"  # by the template
+    assert dialog.parse(begun, own) == Parsed(own, [])
+    assert dialog.parse(begun, "hm</think>" + own) == Parsed("hm</think>", [ADD])
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]
+    after = f"x{END}\n<|im_start|>user\n<tool_response>3</tool_response>{END}\n{BOT}"
+    for answer in ("x", f"x{END}"):
+        assert dialog.next_prompt(answer, messages, [{"role": "tool", "name": "add", "content": "3"}]) == after
+
+
+def test_results_and_errors_are_texts() -> None:
+    def fails(x: int) -> int:
+        """Fail.
+
+        Args:
+            x: a number.
+        """
+        raise RuntimeError("no")
+
+    waits = [ADD, ToolCall("slow", {"seconds": LONG})]
+    wrong = [ToolCall("fails", {"x": 1}), ToolCall("add", {"a": 1}), ToolCall("sub")]
+    first, second, third = tools_of(add, slow, fails, timeout=0.2).run([waits, [], wrong])
+    assert first == ["3", "Error: TimeoutError: took longer than 0.2 s"]
+    assert second == []
+    assert third[0] == "Error: RuntimeError: no"
+    assert "missing 1 required positional argument: 'b'" in third[1]
+    assert third[2] == "Error: there is no tool 'sub'. Tools: add, slow, fails"
+    calls = [ToolCall("describe", {"city": city, "days": 1, "exact": True}) for city in WEATHER]
+    (found,) = tools_of(describe).run([calls])
+    assert found[0].startswith("Error: the result is no JSON: TypeError: keys must be str")
+    assert found[1:] == ["Error: the result is no JSON: ValueError: Circular reference detected", "a?", '{"a": NaN}']
+    for tools, error, message in (
+        ([lambda x: x], ValueError, r"the tool '<lambda>' has no schema.*Args:"),
+        ([add, add], ValueError, "two tools are called 'add'"),
+        (["add"], TypeError, "a tool must be a function"),
+    ):
+        with pytest.raises(error, match=message):
+            tools_of(*tools)
+
+
+RESULT = "<|im_start|>user\n<tool_response>\nR\n</tool_response>"
+#: Templates that TRL ships -> what each writes after the raw answer "RAW" and the tool's result "R", by reading it.
+FAMILIES = {
+    "qwen3": f"{END}\n{RESULT}{END}\n{BOT}",
+    "qwen2_5": f"{END}\n{RESULT}{END}\n{BOT}",
+    "qwen3_5_think": f"{END}\n{RESULT}{END}\n{BOT}<think>\n",
+    "nemotron_3_nano": f"{END}\n{RESULT}\n{END}\n{BOT}<think>\n",
+    "glm4moe": "<|observation|>\n<tool_response>\nR\n</tool_response><|assistant|>",
+    "llama3_1": "<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"
+    '"R"<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n',
+}
+
+
+def of_family(name: str) -> Any:
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    special = sorted(set(re.findall(r"<\|[^|<>\s]+\|>|</?tool_call>", template)))
+    end = {"llama3_1": "<|eot_id|>", "glm4moe": "<|endoftext|>"}.get(name, "<|im_end|>")
+    return make_tokenizer(template, extra_special_tokens=special, eos_token=end, bos_token="<bos>")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
+    tokenizer = of_family(name)
+    dialog = Dialog(tokenizer, tools_of(describe, add), {})
+    question = {"role": "user", "content": "?"}
+    arguments = {"city": "7", "days": 3, "exact": True}
+    asked = {"id": "call00000", "type": "function", "function": {"name": "describe", "arguments": arguments}}
+    messages = [question, {"role": "assistant", "content": "", "tool_calls": [asked]}]
+    rendered = render_conversation(tokenizer, messages, tools=dialog.schemas)
+    written = rendered.text[slice(*rendered.assistant_spans[-1])]
+    assert "describe" in written
+    assert dialog.parse("", strip_end(written, dialog.special)).calls == [ToolCall("describe", arguments)]
+    assert dialog.parse("", "It is sunny.").calls == []
+    result = {"role": "tool", "name": "describe", "content": "R"}
+    after = dialog.next_prompt("RAW", [question, {"role": "assistant", "content": "RAW"}], [result])
+    assert after == "RAW" + FAMILIES[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lfm2_v2", r"writes calls in a format that is not known here: .*add\(a=1, b=1\).*Pass tool_parser="),
+        ("deepseekv3", "writes calls in a format that is not known here"),
+        ("gemma3", "does not render results of tools, TemplateError: Conversation roles must alternate"),
+        ("phi3", "does not render results of tools: pass one that does"),
+    ],
+)
+def test_templates_that_cannot_be_used_say_so_at_the_start(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Dialog(of_family(name), tools_of(add), {})
+
+
+def test_a_parser_of_ones_own(tokenizer: Any) -> None:
+    """It reads a format that is not known here; where it fails, the run goes on."""
+
+    def parser(text: str) -> list[dict[str, Any]]:
+        found = re.search(r"\[(\w+)\(a=(\d+), b=(\d+)\)\]", text)
+        return [{"name": found[1], "arguments": {"a": int(found[2]), "b": int(found[3])}}] if found else []
+
+    dialog = Dialog(of_family("lfm2_v2"), tools_of(add), {}, parser)
+    assert dialog.parse("", "<|tool_call_start|>[add(a=1, b=2)]<|tool_call_end|>").calls == [ADD]
+    dialog = Dialog(tokenizer, tools_of(add), {}, lambda text: [] if "ok" in text else [][0])
+    assert dialog.parse("", "ok").calls == []
+    (found,) = dialog.parse("", "x").calls
+    assert found.error == "the call cannot be read: IndexError: list index out of range"
+    (found,) = Dialog(tokenizer, tools_of(add), {}).parse("", "<tool_call>" + "[" * 100_000).calls
+    assert found.error
+
+
+_LONG = 50_000
+_HOSTILE = [
+    head + (unit * (_LONG // len(unit))) + tail
+    for head, unit, tail in (
+        ("<tool_call>a", " ", ""),
+        ("<tool_call>", "\n", "<x"),
+        ("", "<tool_call>", ""),
+        ("", "<tool_call>a", "</tool_call>"),
+        ("<tool_call>", "<function=", ""),
+        ("<tool_call>a", "<parameter=a>", ""),
+        ("<tool_call>a", "<parameter=", ""),
+        ("<tool_call>a<parameter=a>", "\n", ""),
+        ("<tool_call>a<parameter=a>'", "\\'", "</parameter>"),
+        ("<tool_call>a", "<arg_key>", "</arg_key>"),
+        ("<tool_call>a", "<arg_key>k</arg_key> ", ""),
+        ("<tool_call>a<arg_key>k</arg_key>", "<arg_value>", ""),
+        ("", "[TOOL_CALLS]a{", ""),
+        ("{", '"a":{', ""),
+        ("", "<think>", ""),
+        ("", "</think>", ""),
+    )
+]
+
+
+@pytest.mark.parametrize("name", ["hermes", "tagged", "mistral", "llama"])
+def test_work_grows_with_the_length_alone(name: str) -> None:
+    """What is quadratic takes minutes for one of these texts; the limit of a unit fails it."""
+    for text in _HOSTILE:
+        read_calls(getattr(_tools, f"parse_{name}"), text)
+    assert strip_end("x" + "<end><pad>" * 100_000, ("<end>", "<pad>")) == "x"
+    assert strip_end("<pad>" * 200_000, ("<end>", "<pad>")) == ""
+    assert strip_end("x<pad>", ()) == "x<pad>"
+    assert strip_end("xaba", ("ba", "a")) == "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": %s}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": %s}}]'),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": %s}'),
+        ("llama", '{"name": "add", "parameters": {"a": %s}}'),
+        ("tagged", "<tool_call>add<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>"),
+    ],
+)
+def test_a_call_that_is_nested_too_deeply_is_told(name: str, text: str) -> None:
+    def nested(depth: int) -> ToolCall:
+        (found,) = read_calls(getattr(_tools, f"parse_{name}"), text % ("[" * depth + "]" * depth)).calls
+        return found
+
+    found = nested(63)  # and the object of the arguments
+    assert (found.name, found.error, type(found.arguments["a"])) == ("add", "", list)
+    for depth in (64, 900):
+        found = nested(depth)
+        assert (found.arguments, found.error) == ({}, "its arguments are nested more than 64 levels deep")
+    found = nested(100_000)
+    if name == "tagged":  # what cannot be read is text
+        assert found.arguments == {"a": "[" * 100_000 + "]" * 100_000}
+    else:
+        assert "nested too deeply" in found.error
+
+
+class Template:
+    """A tokenizer whose ``response_template`` finds as many calls as an answer has brackets."""
+
+    chat_template = "{{ messages }}"
+    response_template = True
+
+    def parse_response(self, text: str, prefix: str, tools: Any) -> dict[str, Any]:
+        return {"content": "", "tool_calls": [{"name": "f", "arguments": {}}] * text.count("<")}
+
+
+def test_too_many_calls_are_told() -> None:
+    one = '<tool_call>{"name": "add"}</tool_call>'
+    assert len(parse_hermes(one * 1000).calls) == 1000
+    dialog = Dialog.__new__(Dialog)
+    dialog.tools, dialog._parser, dialog.tokenizer = SimpleNamespace(schemas=[]), None, Template()
+    assert len(dialog.parse("", "<" * 10).calls) == 10
+    for found in (
+        read_calls(parse_hermes, one * 1001),
+        read_calls(parse_hermes, f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>"),
+        dialog.parse("", "<" * 1001),
+    ):
+        assert [call.error for call in found.calls] == ["an answer has at most 1000 calls"]
+    # The tokenizer's own parser would take minutes: it does not get such an answer.
+    (call,) = dialog.parse("", "<tool_call></tool_call>" * 50_000).calls
+    assert "1,150,000 characters is too long" in call.error
