@@ -11,15 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import islice
+from functools import cached_property
+from itertools import accumulate, islice
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from template_pairs import CALL, CONTROL_TOKEN, assistant, user
+import template_pairs
+from template_pairs import CONTROL_TOKEN, assistant, called, calls, chat, system, tokenizer_of, tool, user
 from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
-from toy_tokenizer import build_tokenizer
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -32,89 +32,44 @@ _THINKING = re.compile(r"(?:\s*(?:</?think>|<\|channel>thought|<channel\|>))+\s*
 _UNIT = re.compile(rf"{_CONTROL.pattern}|\w+|\s|#+|[^\w\s]")
 
 
-def system(content: str) -> Message:
-    return {"role": "system", "content": content}
-
-
-def tool(content: str, call: str = "c0") -> Message:
-    return {"role": "tool", "name": "add", "tool_call_id": call, "content": content}
-
-
-def calls(*arguments: Any) -> list[dict[str, Any]]:
-    return [
-        {"type": "function", "id": f"c{i}", "function": {"name": "add", "arguments": given}}
-        for i, given in enumerate(arguments)
-    ]
-
-
-SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "description": "x"}, "b": {"type": "integer", "description": "y"}},
-            "required": ["a", "b"],
-        },
-    },
-}
-AB, TEXT = {"a": 1, "b": 2}, '{"a": 1, "b": 2}'
-TOOLS = [user("1+2?"), assistant("", tool_calls=CALL), tool("3"), assistant("It is 3."), user("Thanks")]
+_ARGUMENTS = {"a": {"type": "integer", "description": "x"}, "b": {"type": "integer", "description": "y"}}
+_PARAMETERS = {"type": "object", "properties": _ARGUMENTS, "required": ["a", "b"]}
+_FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": _PARAMETERS}
+SCHEMA = {"type": "function", "function": _FUNCTION}
+_THOUGHTS = [f"<think>\n{why}\n</think>\n\n{answer}" for why, answer in (("one and two", 3), ("two and two", 4))]
+PAIRS = template_pairs.CONVERSATIONS
 # "{0}" stands for control tokens of the template.
 CONVERSATIONS: dict[str, list[Message]] = {
-    "single": [user("Answer yes or no"), assistant("yes")],
-    "multi": [user("Hi"), assistant("Hello there"), user("Hello there"), assistant("Hi")],
-    "system": [system("Be brief."), user("Hi"), assistant("Hello"), user("Bye"), assistant("Bye bye")],
-    "tools": [*TOOLS, assistant("Welcome")],
-    "tools: text": [user("1+2?"), assistant("", tool_calls=calls(TEXT)), tool("3"), assistant("It is 3.")],
-    "tools: content": [user("1+2?"), assistant("I add.", tool_calls=CALL), tool("3"), assistant("3")],
-    "tools: none": [user("1+2?"), assistant(None, tool_calls=CALL), tool("3"), assistant("3")],
+    "single": PAIRS["single"],
+    "multi": PAIRS["multi"],
+    "system": [system("Be brief."), *chat("Hi", "Hello", "Bye", "Bye bye")],
+    "tools": PAIRS["tools"],
+    "tools: text": called(tool_calls=calls('{"a": 1, "b": 2}')),
+    "tools: content": called("I add.", "3"),
+    "tools: none": called(None, "3"),
     "tools: two": [
         user("1+2? 3+4?"),
-        assistant("", tool_calls=calls(AB, {"a": 3, "b": 4})),
+        assistant("", tool_calls=calls({"a": 1, "b": 2}, {"a": 3, "b": 4})),
         tool("3"),
         tool("7", "c1"),
         assistant("3 and 7"),
     ],
-    "tools: schema": [system("Be brief."), *TOOLS, assistant("Welcome")],
-    "tools: call last": [user("1+2?"), assistant("", tool_calls=CALL)],
-    "tools: reasoning": [
-        user("1+2?"),
-        assistant("", tool_calls=CALL, reasoning_content="a tool"),
-        tool("3"),
-        assistant("It is 3.", reasoning_content="it said so"),
-    ],
-    "reasoning": [
-        user("1+2?"),
-        assistant("3", reasoning_content="one and two"),
-        user("2+2?"),
-        assistant("4", reasoning_content="two and two"),
-    ],
-    "thinking tags": [
-        user("1+2?"),
-        assistant("<think>\none and two\n</think>\n\n3"),
-        user("2+2?"),
-        assistant("<think>\ntwo and two\n</think>\n\n4"),
-    ],
-    "two in a row": [user("Hi"), assistant("Hello"), assistant("there"), user("Bye"), assistant("Bye bye")],
-    "empty last": [user("Hi"), assistant("Hello"), user("Bye"), assistant("")],
-    "empty first": [user("Hi"), assistant(""), user("Bye"), assistant("Bye bye")],
-    "unicode": [user("é😀"), assistant("naïve 😀"), user("日本"), assistant("語é")],
-    "role names": [user("assistant"), assistant("user"), user("model"), assistant("assistant")],
-    "control words": [user("{0}"), assistant("{0}"), user("x"), assistant("a{0}b")],
-    "spaces": [user(" Hi "), assistant("  Hello  "), user("Bye\n"), assistant("\nBye\n\n")],
-    "user last": [user("Hi"), assistant("Hello"), user("Bye")],
-    "prompted": [user("Hi"), assistant("Hello"), user("Bye"), assistant("Bye bye")],
-    "short": [user("a"), assistant("a"), user("."), assistant(".")],
-    "the same": [
-        user("Go on"),
-        assistant("Go on"),
-        user("Go on"),
-        assistant("Go on"),
-        user("Go on"),
-        assistant("Go on"),
-    ],
+    "tools: schema": [system("Be brief."), *PAIRS["tools"]],
+    "tools: call last": called()[:2],
+    "tools: reasoning": called(then="it said so", reasoning_content="a tool"),
+    "reasoning": PAIRS["reasoning"],
+    "thinking tags": chat("1+2?", _THOUGHTS[0], "2+2?", _THOUGHTS[1]),
+    "two in a row": [*chat("Hi", "Hello"), assistant("there"), *chat("Bye", "Bye bye")],
+    "empty last": chat("Hi", "Hello", "Bye", ""),
+    "empty first": chat("Hi", "", "Bye", "Bye bye"),
+    "unicode": chat("é😀", "naïve 😀", "日本", "語é"),
+    "role names": chat("assistant", "user", "model", "assistant"),
+    "control words": chat("{0}", "{0}", "x", "a{0}b"),
+    "spaces": chat(" Hi ", "  Hello  ", "Bye\n", "\nBye\n\n"),
+    "user last": chat("Hi", "Hello", "Bye"),
+    "prompted": chat("Hi", "Hello", "Bye", "Bye bye"),
+    "short": chat("a", "a", ".", "."),
+    "the same": chat(*["Go on"] * 6),
 }
 OPTIONS: dict[str, dict[str, Any]] = {"tools: schema": {"tools": [SCHEMA]}, "prompted": {"add_generation_prompt": True}}
 
@@ -156,9 +111,9 @@ class Template:
 
     def __init__(self, name: str, source: str) -> None:
         self.name, self.source = name, source
-        special = sorted(set(CONTROL_TOKEN.findall(source)))
-        self.tokenizer = build_tokenizer(source, special, eos_token=EOS, bos_token="<BOS>")
-        self.control = "".join([word for word in special if "think" not in word][:3]) or "</s>"
+        self.tokenizer = tokenizer_of(source)
+        special = sorted({word for word in CONTROL_TOKEN.findall(source) if "think" not in word})
+        self.control = "".join(special[:3]) or "</s>"
         self.parts = False
         shown = [self._shows_content(parts) for parts in (False, True)]
         self.parts = not shown[0] and shown[1]
@@ -206,21 +161,19 @@ def check(template: Template, kind: str, mask: Callable[..., Any] = render_conve
     except Exception as error:  # says nothing of masks: as bad as a wrong one
         return Check("silent", reason=f"{type(error).__name__}: {error}")
     found = [text[a:b] for a, b in rendered.assistant_spans]
+    by_hand = tuple(found) in BY_HAND.get(kind, ())
     try:
         spans = expected_spans(template, messages, prompt, tools)
     except NoOracle as error:
-        by_hand = BY_HAND.get(kind, ())
-        return Check("right" if tuple(found) in by_hand else "open", tuple(found), reason=str(error))
+        return Check("right" if by_hand else "open", tuple(found), reason=str(error))
     expected = [text[start:end] for start, end, _ in spans]
     either = {at for start, _, latest in spans for at in range(start, latest)}
     if "{% generation" in template.source:  # the blocks say whether a space after the prompt belongs to the turn
         either |= {at for start, end, _ in spans for at in range(start, end) if not text[start : at + 1].strip()}
     same = _positions(rendered.assistant_spans) - either == _positions([turn[:2] for turn in spans]) - either
-    encode = partial(template.tokenizer, add_special_tokens=False)
-    ids = [i for piece in found for i in encode(piece)["input_ids"]]
+    ids = [i for piece in found for i in template.tokenizer(piece, add_special_tokens=False)["input_ids"]]
     same = same and rendered.token_ids[rendered.assistant_mask].tolist() == ids and rendered.text == text
-    same = same or tuple(found) in BY_HAND.get(kind, ())
-    return Check("right" if same else "silent", tuple(found), tuple(expected))
+    return Check("right" if same or by_hand else "silent", tuple(found), tuple(expected))
 
 
 def _positions(spans: Sequence[Span]) -> set[int]:
@@ -313,7 +266,7 @@ class Oracle:
         before, without = self.render(self.messages[:k], True), self.render(self.messages[:k], False)
         if before is None or without is None:
             raise NoOracle("the template refuses the conversation up to the turn")
-        plain = self.render([*self.messages[:k], {"role": "assistant", "content": Z}], False)
+        plain = self.render([*self.messages[:k], assistant(Z)], False)
         if text.startswith(before):
             at = len(before)
             no_prompt = before == without and not self.always and text[at:shown].strip()
@@ -327,10 +280,9 @@ class Oracle:
             if usual and usual in text[at:shown]:  # it has a header that this prompt lacks, as after another answer
                 at = text.rindex(usual, at, shown) + len(usual)
                 return at, at + len(text[at:shown]) - len(text[at:shown].lstrip())
-            elif k and self.messages[k - 1]["role"] == "tool" and plain is not None and plain.startswith(before):
-                # Tags that close the tool's answer may stand in front of the next turn.
-                return at, at + len(_common(plain[at:].split(Z)[0], text[at:]))
-            return at, at
+            # Tags that close the tool's answer may stand in front of the next turn.
+            closed = k and self.messages[k - 1]["role"] == "tool" and plain is not None and plain.startswith(before)
+            return at, at + (len(_common(plain[at:].split(Z)[0], text[at:])) if closed else 0)
         if k and not before.startswith(without.rstrip()):  # the prompt changes what stands before it
             before, without = (self.tail(self.messages[:k], k - 1, flag) or "" for flag in (True, False))
         header = (self.always + before[_shared(before, without) :]).lstrip()
@@ -386,10 +338,7 @@ class Oracle:
     @cached_property
     def leads(self) -> tuple[str, ...]:
         """What a role header may begin with: the first unit of a rendering, the last control token before a message."""
-        plain = (
-            Oracle(self.template, [user(Z)], False, None).text if self.tools else self.render([user(Z)], False) or ""
-        )
-        opened = plain.split(Z)[0].removeprefix("<BOS>").lstrip()
+        opened = Oracle(self.template, [user(Z)], False, None).text.split(Z)[0].removeprefix("<BOS>").lstrip()
         return (*_UNIT.findall(opened)[:1], *re.findall(rf"(?m)^(?:{_CONTROL.pattern})(?=\w)", opened)[-1:])
 
     @cached_property
@@ -451,15 +400,7 @@ def variants(messages: Sequence[Message], k: int) -> list[tuple[list[Message], b
 def _common(*texts: str) -> str:
     """The whole units that the texts share at their beginning."""
     shared = _shared(*texts)
-    boundaries = []
-    for text in texts:
-        at, ends = 0, {0}
-        for unit in _UNIT.findall(text):
-            at += len(unit)
-            ends.add(at)
-            if at > shared:
-                break
-        boundaries.append(ends)
+    boundaries = [{0, *accumulate(len(unit) for unit in _UNIT.findall(text))} for text in texts]
     return texts[0][: max(x for x in set.intersection(*boundaries) if x <= shared)]
 
 

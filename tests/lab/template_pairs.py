@@ -20,9 +20,13 @@ import jinja2
 from torchrl_llm_kl.masks import render_conversation
 from toy_tokenizer import build_tokenizer
 
-CALL = [{"type": "function", "id": "c0", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]
+
+def calls(*arguments: Any) -> list[dict[str, Any]]:
+    functions = [{"name": "add", "arguments": given} for given in arguments]
+    return [{"type": "function", "id": f"c{i}", "function": function} for i, function in enumerate(functions)]
 
 
+CALL = calls({"a": 1, "b": 2})
 #: One conversation format, and its parts.
 END = "<|im_end|>"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -38,30 +42,33 @@ def assistant(content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
 
 
+def system(content: str) -> dict[str, Any]:
+    return {"role": "system", "content": content}
+
+
+def tool(content: str, call: str = "c0") -> dict[str, Any]:
+    return {"role": "tool", "name": "add", "tool_call_id": call, "content": content}
+
+
+def chat(*contents: str) -> list[dict[str, Any]]:
+    """User and assistant in turn."""
+    return [(assistant if i % 2 else user)(content) for i, content in enumerate(contents)]
+
+
+def called(content: Any = "", answer: str = "It is 3.", then: str = "", **fields: Any) -> list[dict[str, Any]]:
+    """A question, a call of a tool, its answer, and that of the assistant, with the reasoning ``then``."""
+    reasoning = {"reasoning_content": then} if then else {}
+    message = assistant(content, **{"tool_calls": CALL, **fields})
+    return [user("1+2?"), message, tool("3"), assistant(answer, **reasoning)]
+
+
+_REASONS = [("1+2?", "3", "one and two"), ("2+2?", "4", "two and two")]
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "single": [user("Answer yes or no"), assistant("yes")],
-    "multi": [user("Hi"), assistant("Hello there"), user("Hello there"), assistant("Hi")],
-    "system": [
-        {"role": "system", "content": "Be brief."},
-        user("Hi"),
-        assistant("Hello"),
-        user("Bye"),
-        assistant("é😀"),
-    ],
-    "tools": [
-        user("1+2?"),
-        assistant("", tool_calls=CALL),
-        {"role": "tool", "name": "add", "tool_call_id": "c0", "content": "3"},
-        assistant("It is 3."),
-        user("Thanks"),
-        assistant("Welcome"),
-    ],
-    "reasoning": [
-        user("1+2?"),
-        assistant("3", reasoning_content="one and two"),
-        user("2+2?"),
-        assistant("4", reasoning_content="two and two"),
-    ],
+    "single": chat("Answer yes or no", "yes"),
+    "multi": chat("Hi", "Hello there", "Hello there", "Hi"),
+    "system": [system("Be brief."), *chat("Hi", "Hello", "Bye", "é😀")],
+    "tools": [*called(), *chat("Thanks", "Welcome")],
+    "reasoning": [m for ask, say, why in _REASONS for m in (user(ask), assistant(say, reasoning_content=why))],
 }
 # Templates that read the content as a list of parts.
 _PARTS = {"idefics3", "llava_next", "smolvlm"}
@@ -104,17 +111,19 @@ def pairs() -> list[str]:
 
 
 def conversation(template: str, kind: str) -> list[dict[str, Any]]:
-    messages = CONVERSATIONS[kind]
-    if template in _PARTS:
-        return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    return messages
+    if template not in _PARTS:
+        return CONVERSATIONS[kind]
+    return [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in CONVERSATIONS[kind]]
+
+
+def tokenizer_of(source: str) -> Any:
+    """Of byte tokens, and the control tokens that a template writes."""
+    return build_tokenizer(source, sorted(set(CONTROL_TOKEN.findall(source))), eos_token="<EOS>", bos_token="<BOS>")
 
 
 @cache
 def tokenizer_for(template: str):
-    source = read(template)
-    special = sorted(set(CONTROL_TOKEN.findall(source)))
-    return build_tokenizer(source, special, eos_token="<EOS>", bos_token="<BOS>")
+    return tokenizer_of(read(template))
 
 
 def masked_by(tokenizer: Any, messages: list[dict[str, Any]], **kwargs: Any) -> list[str]:
@@ -136,13 +145,8 @@ def compare(template: str, kind: str) -> Outcome:
     if marked["input_ids"] != ours.token_ids.tolist():
         return Outcome("texts differ")
     theirs = [bool(flag) for flag in marked["assistant_masks"]]
-    where = list(zip(theirs, ours.assistant_mask.tolist(), ours.token_ids.tolist(), strict=True))
-    runs = [
-        (difference, tokenizer.decode([token for *_, token in run]))
-        for difference, run in groupby(where, key=lambda flags: int(flags[0]) - int(flags[1]))
-    ]
-    return Outcome(
-        "agrees",
-        only_trl=tuple(sorted({text for difference, text in runs if difference == 1})),
-        only_ours=tuple(sorted({text for difference, text in runs if difference == -1})),
-    )
+    where = zip(theirs, ours.assistant_mask.tolist(), ours.token_ids.tolist(), strict=True)
+    only: dict[int, set[str]] = {1: set(), 0: set(), -1: set()}
+    for difference, run in groupby(where, key=lambda flags: int(flags[0]) - int(flags[1])):
+        only[difference].add(tokenizer.decode([token for *_, token in run]))
+    return Outcome("agrees", tuple(sorted(only[1])), tuple(sorted(only[-1])))
