@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
@@ -54,6 +55,17 @@ def make_batch(model: nn.Module) -> dict[str, Tensor]:
         "sampler": old + 0.4 * uniform(ROWS, WIDTH),
         "advantage": advantage.sign() * (0.2 + advantage.abs()),
     }
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    """In double precision, for the losses of other libraries; as :func:`batch`, imported by `conftest.py`."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def batch(model: nn.Module) -> dict[str, Tensor]:
+    return make_batch(model)
 
 
 def rollouts(batch: dict[str, Tensor]) -> TensorDict:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import textwrap
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,6 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 @pytest.fixture
 def trinity(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def module(name: str) -> ModuleType:
-        return load(monkeypatch, "trinity", f"{FOLDER}.{name}", stubs=["verl", "trinity.common.experience"])
-
     def group_by(items: list[Any], id_type: str) -> dict[Any, list[Any]]:
         found: dict[Any, list[Any]] = {}
         for item in items:
@@ -40,7 +37,7 @@ def trinity(monkeypatch: pytest.MonkeyPatch) -> Any:
         return found
 
     def get(name: str, class_name: str, **hyper: Any) -> Any:
-        found = module(name)
+        found = load(monkeypatch, "trinity", f"{FOLDER}.{name}", stubs=["verl", "trinity.common.experience"])
         if hasattr(found, "group_by"):
             monkeypatch.setattr(found, "group_by", group_by)
         return getattr(found, class_name)(**hyper)
@@ -77,6 +74,9 @@ def of_experiences(function: Any, items: list[Any]) -> Tensor:
     return out
 
 
+STEPS = ("step_wise_grpo", "StepWiseGRPOAdvantageFn")
+
+
 @pytest.mark.parametrize(
     ("name", "class_name", "hyper"),
     [
@@ -88,23 +88,18 @@ def of_experiences(function: Any, items: list[Any]) -> Tensor:
         ("rec", "RECGroupedAdvantage", {}),
         ("rec", "RECGroupedAdvantage", {"std_normalize": True, "epsilon": 0.4}),
         ("reinforce", "REINFORCEGroupAdvantage", {}),
+        (*STEPS, {"epsilon": 0.3}),
+        (*STEPS, {"epsilon": 0.3, "enable_step_norm": True}),
+        (*STEPS, {"epsilon": 0.3, "std_cal_level": "batch"}),
     ],
 )
-def test_outcomes(trinity: Any, name: str, class_name: str, hyper: dict[str, Any]) -> None:
-    theirs = trinity(f"{name}_advantage", class_name, **hyper)
+def test_outcomes_and_steps(trinity: Any, name: str, class_name: str, hyper: dict[str, Any]) -> None:
+    steps = name == "step_wise_grpo"
+    theirs = trinity(f"{'multi_step_grpo' if steps else name}_advantage", class_name, **hyper)
     rows = list(range(len(GROUP)))
-    want = of_experiences(theirs, experiences(GROUP, rows, rows, REWARD))
-    inputs = {"reward": REWARD} if name == "reinforce" else {"reward": REWARD, "group": torch.tensor(GROUP)}
-    assert_close(get_advantage(name)(**inputs, **own(name, hyper)), want, **CLOSE)
-
-
-@pytest.mark.parametrize(
-    "hyper", [{"epsilon": 0.3}, {"epsilon": 0.3, "enable_step_norm": True}, {"epsilon": 0.3, "std_cal_level": "batch"}]
-)
-def test_step_wise_grpo(trinity: Any, hyper: dict[str, Any]) -> None:
-    theirs = trinity("multi_step_grpo_advantage", "StepWiseGRPOAdvantageFn", **hyper)
-    want = of_experiences(theirs, experiences(TASK, RUN, STEP, REWARD))
-    assert_close(get_advantage("step_wise_grpo")(REWARD, **IDS, **own("step_wise_grpo", hyper)), want, **CLOSE)
+    want = of_experiences(theirs, experiences(*((TASK, RUN, STEP) if steps else (GROUP, rows, rows)), REWARD))
+    inputs = IDS if steps else {} if name == "reinforce" else {"group": torch.tensor(GROUP)}
+    assert_close(get_advantage(name)(reward=REWARD, **inputs, **own(name, hyper)), want, **CLOSE)
 
 
 @pytest.mark.parametrize("fnorm", ["none", "std"])
@@ -138,30 +133,18 @@ def of_batch(function: Any, batch: dict[str, Tensor], group: list[int] | None = 
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "class_name", "inputs", "hyper"),
+    ("name", "class_name", "inputs", "hyper"),
     [
-        ("ppo", "ppo", "PPOAdvantageFn", "token_level_rewards values", {"gamma": 0.9, "lam": 0.7}),
-        (
-            "reinforceplusplus",
-            "reinforce_plus_plus",
-            "REINFORCEPLUSPLUSAdvantageFn",
-            "token_level_rewards",
-            {"gamma": 0.8},
-        ),
-        (
-            "on_policy_distill",
-            "on_policy_distill",
-            "OnPolicyDistillAdvantage",
-            "old_log_probs teacher_logprobs",
-            {"kl_coef": 0.3},
-        ),
+        ("ppo", "PPOAdvantageFn", "token_level_rewards values", {"gamma": 0.9, "lam": 0.7}),
+        ("reinforce_plus_plus", "REINFORCEPLUSPLUSAdvantageFn", "token_level_rewards", {"gamma": 0.8}),
+        ("on_policy_distill", "OnPolicyDistillAdvantage", "old_log_probs teacher_logprobs", {"kl_coef": 0.3}),
     ],
 )
-def test_tokens(trinity: Any, name: str, module: str, class_name: str, inputs: str, hyper: dict[str, float]) -> None:
+def test_tokens(trinity: Any, name: str, class_name: str, inputs: str, hyper: dict[str, float]) -> None:
     """Without holes in the mask; the value after the last token is 0 in both."""
     batch = token_batch()
     mask = batch["response_mask"]
-    theirs = of_batch(trinity(f"{module}_advantage", class_name, **hyper), batch)
+    theirs = of_batch(trinity(f"{name}_advantage", class_name, **hyper), batch)
     more = {"whiten": True} if name == "ppo" else {}
     found = get_advantage(name)(*(batch[key] for key in inputs.split()), mask, **hyper, **more)
     ours, target = found if name == "ppo" else (found, None)
@@ -212,8 +195,8 @@ def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
     )
     theirs = MCAdvantage(grpo_size=3, trajectory_return=trajectory_return).inv(data.clone())
     ours = Advantage("grpo", epsilon=0.0)(data.clone())
-    order = theirs["query"].flatten().argsort(stable=True), query.argsort(stable=True)
-    want, got = theirs["advantage"].reshape(6)[order[0]], ours["advantage"].reshape(6)[order[1]]
+    want = theirs["advantage"].reshape(6)[theirs["query"].flatten().argsort(stable=True)]
+    got = ours["advantage"].reshape(6)[query.argsort(stable=True)]
     assert ours["advantage"].shape == reward.shape
     assert_close(got, want)
     one_trajectory_each = Advantage("step_wise_grpo", epsilon=0.0)(data.clone())
@@ -311,12 +294,11 @@ def test_optimal_token_baseline(verl: Any, handle_zero_tail: bool, turns: bool) 
     log_p = (2 * torch.randn(9, 5, 6, generator=rng, dtype=torch.float64)).log_softmax(-1)
     log_prob, collision = log_p[..., 0], log_p.exp().square().sum(-1)
     reward, mask = torch.randn(9, 5, generator=rng, dtype=torch.float64), RESPONSE.clone()
-    name = "compute_optimal_token_baseline_advantage"
     if turns:  # holes, which only its variant for several turns skips
-        name = "compute_multi_turn_optimal_token_baseline_advantage"
         mask[torch.arange(9), torch.tensor([0, 3, 1, 0, 2, 4, 1, 3, 2])] = 0
     tail = {"handle_zero_tail": handle_zero_tail}
     given = {"token_level_rewards": reward, "old_log_probs": log_prob, "sum_pi_squared": collision}
+    name = f"compute_{'multi_turn_' * turns}optimal_token_baseline_advantage"
     want = of_verl(getattr(verl, name), mask, **given, **tail)
     ours = get_advantage("optimal_token_baseline")
     got = ours(reward, torch.tensor(GROUP), log_prob, collision, mask.bool(), **tail)
@@ -324,34 +306,22 @@ def test_optimal_token_baseline(verl: Any, handle_zero_tail: bool, turns: bool) 
     assert_close(got[some], want[some], rtol=1e-6, atol=1e-6)
 
 
-# ------------------------------------------------------------------ Trinity's entropy control
-
-
 @pytest.mark.parametrize(
     ("name", "hyper"),
     [
-        ("clipb", {"mu": 0.7, "epsilon": 0.3}),
-        ("clipb", {"mu": 0.3, "epsilon": 0.3}),
-        ("clipv", {"mu": 0.8, "max_frac": 1.0, "epsilon": 0.3}),
-        ("clipv", {"mu": 0.2, "max_frac": 0.1, "epsilon": 0.3}),
-        ("clipv", {"mu": 0.2, "max_frac": 0.01, "epsilon": 0.3}),
+        *(("clipb", {"mu": mu}) for mu in (0.7, 0.3)),
+        *(("clipv", {"mu": mu, "max_frac": share}) for mu, share in ((0.8, 1.0), (0.2, 0.1), (0.2, 0.01))),
     ],
 )
 def test_clip_b_and_clip_v(trinity: Any, name: str, hyper: dict[str, float]) -> None:
     """Trinity takes the tokens out of the mask; here their advantage is 0."""
-    rng = torch.Generator().manual_seed(5)
+    hyper, rng = {**hyper, "epsilon": 0.3}, torch.Generator().manual_seed(5)
     log_p = (2 * torch.randn(9, 5, 6, generator=rng)).log_softmax(-1)
     sampled = log_p[..., 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     nec = (log_p.exp().square() * (entropy.unsqueeze(-1) + log_p)).sum(-1)
-    batch = {
-        "token_level_rewards": ON_LAST.float(),
-        "response_mask": RESPONSE,
-        "rollout_log_probs": sampled,
-        "old_log_probs": sampled,
-        "entropys": entropy,
-        "necs": nec,
-    }
+    batch = {"token_level_rewards": ON_LAST.float(), "response_mask": RESPONSE, "rollout_log_probs": sampled}
+    batch |= {"old_log_probs": sampled, "entropys": entropy, "necs": nec}
     theirs = of_batch(trinity(f"{name}_advantage", f"Clip{name[-1].upper()}AdvantageFn", **hyper), batch, GROUP)
     more = {"discriminator": nec} if name == "clipv" else {}
     given = {"old_log_prob": sampled, "entropy": entropy, "mask": RESPONSE.bool(), **more}

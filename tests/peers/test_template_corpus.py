@@ -40,11 +40,6 @@ def test_the_corpus_is_complete():
     assert len(TEMPLATES) > 400
 
 
-def test_there_are_24_conversations():
-    assert len(CONVERSATIONS) == 24
-    assert OPTIONS.keys() <= CONVERSATIONS.keys()
-
-
 # ------------------------------------------------------------------ the oracle against hand-written spans
 
 PHI = (
@@ -82,11 +77,7 @@ BY_HAND = [
     (INST, "short", ["a<EOS>", ".<EOS>"]),
     (BETWEEN, "multi", ["Hello there<end>", "Hi"]),
     (ALWAYS, "multi", ["Hello there<end>", "Hi<end>"]),
-    (
-        TOOLS,
-        "tools",
-        ['<call>{"a": 1, "b": 2}</call><tool>', "It is 3.<end>", "Welcome<end>"],
-    ),
+    (TOOLS, "tools", ['<call>{"a": 1, "b": 2}</call><tool>', "It is 3.<end>", "Welcome<end>"]),
 ]
 
 
@@ -98,62 +89,45 @@ def test_the_oracle_finds_the_turns(source, kind, expected):
     assert [text[start:end] for start, end, _ in spans] == expected
 
 
-# ------------------------------------------------------------------ wrong masks are noticed
+def wrong_mask(fault):
+    """Characters that each span moves by at its start and its end, or what else goes wrong."""
 
-
-def shifted(left: int, right: int):
     def mask(*args, **kwargs):
         rendered = render_conversation(*args, **kwargs)
-        spans = tuple((start + left, end + right) for start, end in rendered.assistant_spans)
-        return replace(rendered, assistant_spans=spans)
+        spans, tokens = rendered.assistant_spans, rendered.assistant_mask.clone()
+        if fault == "crash":
+            raise RuntimeError("boom")
+        if fault == "last token":
+            tokens[tokens.nonzero()[-1]] = False
+            return replace(rendered, assistant_mask=tokens)
+        left, right = (0, 0) if fault == "last turn" else fault
+        spans = tuple((start + left, end + right) for start, end in spans)
+        return replace(rendered, assistant_spans=spans[:-1] if fault == "last turn" else spans)
 
     return mask
 
 
-def without_last_turn(*args, **kwargs):
-    rendered = render_conversation(*args, **kwargs)
-    return replace(rendered, assistant_spans=rendered.assistant_spans[:-1])
+WRONG = {"header": (-1, 0), "first character": (1, 0), "end token": (0, -1), "white space": (0, 1)}
+WRONG |= {fault: fault for fault in ("last turn", "last token", "crash")}
 
 
-def without_last_token(*args, **kwargs):
-    rendered = render_conversation(*args, **kwargs)
-    mask = rendered.assistant_mask.clone()
-    mask[mask.nonzero()[-1]] = False
-    return replace(rendered, assistant_mask=mask)
-
-
-def crashes(*args, **kwargs):
-    raise RuntimeError("boom")
-
-
-WRONG = {
-    "header": shifted(-1, 0),
-    "first character": shifted(1, 0),
-    "end token": shifted(0, -1),
-    "white space": shifted(0, 1),
-    "last turn": without_last_turn,
-    "last token": without_last_token,
-    "crash": crashes,
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("source", [CHATML, PHI, THINKS])
-def test_a_wrong_mask_is_reported_as_silent(source, wrong):
+def test_a_wrong_mask_is_reported_as_silent(source):
     tested = Template("toy", source)
     assert check(tested, "multi").status == "right"
-    assert check(tested, "multi", WRONG[wrong]).status == "silent"
+    assert {name: check(tested, "multi", wrong_mask(fault)).status for name, fault in WRONG.items()} == {
+        name: "silent" for name in WRONG
+    }
 
 
-def test_a_refusal_is_no_error_of_the_mask():
+def test_a_refusal_of_one_of_the_24_conversations_is_no_error_of_the_mask():
     refusing = "{% if messages|length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
     tested = Template("toy", refusing)
     assert check(tested, "single").status == "right"
     assert check(tested, "multi").status == "refused"
     assert "too long" in check(tested, "multi").reason
-
-
-# ------------------------------------------------------------------ templates in packages
+    assert len(CONVERSATIONS) == 24
+    assert OPTIONS.keys() <= CONVERSATIONS.keys()
 
 
 def test_templates_of_an_archive(tmp_path):
@@ -181,9 +155,6 @@ def test_templates_of_an_archive(tmp_path):
         "code.chat": loop + "45",
         "x:1b": loop + "7",
     }
-
-
-# ------------------------------------------------------------------ borders of white space
 
 
 @pytest.mark.parametrize(

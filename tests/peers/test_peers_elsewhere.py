@@ -1,0 +1,188 @@
+"""The loss of a configuration of Trinity-RFT or verl is that of its own functions, and our tables have its fields."""
+
+from __future__ import annotations
+
+import ast
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_peers_losses import TRINITY, trinity
+from torch import Tensor, nn
+
+from elsewhere_batches import agree, differ, evaluated, ours, scored, with_gradients
+from peers import folder, load
+from torchrl_llm_kl import from_trinity, from_verl
+from torchrl_llm_kl._foreign import VERL, find_row
+from torchrl_llm_kl.algorithms.elsewhere import _trinity
+from torchrl_llm_kl.algorithms.elsewhere._translation import flatten, read_mapping
+
+# ------------------------------------------------------------------ Trinity-RFT
+
+KLS = {
+    "k1": "K1Fn",
+    "k2": "K2Fn",
+    "k3": "K3Fn",
+    "low_var_kl": "LowVarKLFn",
+    "corrected_k3": "CorrectedK3Fn",
+    "abs": "AbsFn",
+}
+GSPO = {"algorithm_type": "gspo", "policy_loss_fn": "gspo"}
+RING = {"clip_mode": "ring", "weight": "importance_sampling", "epsilon_low": 0.1}
+#: What is not there is Trinity's default: of ``algorithm_type`` grpo, the loss ppo and the KL k2. That each of its algorithms
+#: has its functions is shown below, and what these compute with in ``test_peers_losses.py``.
+OF_TRINITY: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "clip": {"policy_loss_fn_args": {"clip_range_low": 0.1, "clip_range_high": 0.28}},
+    "clip both": {"policy_loss_fn_args": {"clip_range": 0.1, "clip_ratio_c": 1.4}},
+    "mean of sequences": {"loss_agg_mode": "seq-mean-token-mean"},
+    "gspo": GSPO,
+    "gspo, its own mean": {**GSPO, "policy_loss_fn_args": {"clip_range": 0.05}, "kl_loss_fn": "none"},
+    "opmd": {"algorithm_type": "opmd", "policy_loss_fn": "opmd"},
+    "rec, some arguments": {"algorithm_type": "rec", "policy_loss_fn": "rec", "policy_loss_fn_args": RING},
+    "importance sampling": {"policy_loss_fn": "importance_sampling"},
+    "entropy": {"entropy_loss_fn_args": {"entropy_coef": 0.05}},
+    **{f"KL {name}": {"kl_loss_fn": name, "kl_loss_fn_args": {"kl_coef": 0.1}} for name in KLS},
+}
+
+
+def trinitys(monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], **settings: Any) -> Tensor:
+    """What Trinity's validator and its loss for verl's engine do: policy loss minus entropy plus KL."""
+    loss_name, kl_name = settings.get("policy_loss_fn", "ppo"), settings.get("kl_loss_fn", "k2")
+    function, mode = trinity(monkeypatch, loss_name), settings.get("loss_agg_mode", "token-mean")
+    args = dict(settings.get("policy_loss_fn_args") or function.default_args())
+    if "loss_agg_mode" in args:
+        args["loss_agg_mode"] = mode
+    (log_prob, entropy), mask = scored(model, batch), batch["mask"]
+    inputs = {"action_mask": mask, "advantages": batch["advantage"][:, None].expand_as(mask)}
+    inputs |= {} if loss_name == "opmd" else {"old_logprob": batch["old"]}
+    loss, _ = function(**args)(log_prob, **inputs)
+    coeff = settings.get("entropy_loss_fn_args", {}).get("entropy_coef", 0.0)
+    loss = loss - coeff * load(monkeypatch, "trinity", "trinity.algorithm.utils").aggregate_loss(entropy, mask, mode)
+    if kl_name == "none":
+        return loss
+    kl = getattr(load(monkeypatch, "trinity", "trinity.algorithm.kl_fn.kl_fn"), KLS[kl_name])
+    made = kl(**settings.get("kl_loss_fn_args", {}))
+    return loss + made.calculate_kl_loss(log_prob, batch["ref"], mask, mode, old_logprob=batch["old"])[0]
+
+
+@pytest.mark.parametrize("name", OF_TRINITY)
+def test_the_loss_is_trinitys(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
+) -> None:
+    settings = OF_TRINITY[name]
+    found = from_trinity({"algorithm": {"algorithm_type": "grpo", **settings}})
+    assert not found.refused
+    agree(ours(model, batch, found), with_gradients(model, lambda: trinitys(monkeypatch, model, batch, **settings)))
+
+
+def test_trinitys_algorithms_and_their_functions() -> None:
+    """Each of Trinity's algorithms translates to the functions of its default_config, read from the source."""
+    tree = ast.parse((folder("trinity") / "algorithm" / "algorithm.py").read_text(encoding="utf-8"))
+    configs = {}
+    for cls in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
+        made = [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == "default_config"]
+        returned = [node.value for node in ast.walk(made[0]) if isinstance(node, ast.Return)] if made else []
+        if returned and returned[0] is not None:
+            configs[cls.name.removesuffix("Algorithm").lower()] = ast.literal_eval(returned[0])
+    spelled = {name.replace("_", ""): name for name in _trinity._KNOWN}
+    names = {"reinforceplusplus": "reinforceplusplus", "onpolicydistill": "on_policy_distill", **spelled}
+    assert {names[kind] for kind in configs} == set(_trinity._KNOWN)
+    for kind, config in configs.items():
+        recipe = from_trinity({"algorithm_type": names[kind]}).recipe
+        assert recipe["objective"] == config["policy_loss_fn"], kind
+        assert recipe["objective"] in TRINITY, kind
+        if kind != "dpo":
+            assert recipe["kl_loss"] == config.get("kl_loss_fn", "k2"), kind
+
+
+# ------------------------------------------------------------------ verl
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+#: An advantage that needs no critic.
+GRPO = "algorithm.adv_estimator=grpo"
+#: Settings of ``A`` beside it; ``loss_mode``, ``kl_cov_ratio``, ``ppo_kl_coef`` and ``dro_beta`` are of its policy_loss.
+OF_VERL: dict[str, str] = {
+    "defaults": "",
+    "clip": "clip_ratio_low=0.1 clip_ratio_high=0.28 clip_ratio_c=1.4",
+    "clip_ratio alone, which changes nothing": "clip_ratio=0.01",
+    "clip_ratio with null": "clip_ratio=0.1 clip_ratio_low=null clip_ratio_high=null",
+    "KL in the loss": "use_kl_loss=True kl_loss_coef=0.1",
+    "KL in the loss, k3+": "use_kl_loss=True kl_loss_coef=0.1 kl_loss_type=k3+",
+    "KL in the loss, mse": "use_kl_loss=True kl_loss_coef=0.1 kl_loss_type=mse",
+    "entropy": "entropy_coeff=0.05 loss_agg_mode=seq-mean-token-mean",
+    "sum": "loss_agg_mode=seq-mean-token-sum",
+    "Dr. GRPO": "loss_agg_mode=seq-mean-token-sum-norm loss_scale_factor=17",
+    "gspo": "loss_mode=gspo clip_ratio_low=0.05 clip_ratio_high=0.1 loss_agg_mode=seq-mean-token-mean",
+    "gspo by tokens": "loss_mode=gspo use_kl_loss=true",
+    "sapo": "loss_mode=sapo tau_pos=1.2 tau_neg=1.6",
+    "sapo, KL": "loss_mode=sapo use_kl_loss=true loss_agg_mode=seq-mean-token-mean",
+    "gpg": "loss_mode=gpg",
+    "dppo_tv": "loss_mode=dppo_tv clip_ratio_low=0.01 clip_ratio_high=0.02",
+    "dppo_kl": "loss_mode=dppo_kl clip_ratio_low=0.001 clip_ratio_high=0.002",
+    "kl_cov": "loss_mode=kl_cov kl_cov_ratio=0.2 ppo_kl_coef=0.6",
+    "geo_mean": "loss_mode=geo_mean clip_ratio_low=0.1 use_kl_loss=True",
+    "dro": "loss_mode=dro dro_beta=0.6",
+    "cispo": "loss_mode=cispo clip_ratio_high=0.3",
+}
+INNER = ("loss_mode", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
+
+
+def settings_of(name: str) -> list[str]:
+    each = OF_VERL[name].split()
+    return [f"{A}.{'policy_loss.' * x.startswith(INNER)}{x}" for x in each]
+
+
+def verls(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str]) -> Tensor:
+    """verl's ``ppo_loss``: the policy loss, minus the entropy, plus the KL."""
+    config = {name.removeprefix(f"{A}."): row.default for name, row in VERL.items() if name.startswith(f"{A}.")}
+    for each in settings:
+        name, _, text = each.partition("=")
+        number = text.replace(".", "", 1).isdigit()
+        value = {"true": True, "null": None}.get(text.lower(), float(text) if number else text)
+        config[name.removeprefix(f"{A}.")] = value
+    inner = {key.removeprefix("policy_loss."): config.pop(key) for key in [*config] if key.startswith("policy_loss.")}
+    values = {**config, "global_batch_info": {"loss_scale_factor": config["loss_scale_factor"]}}
+    values |= {"policy_loss": SimpleNamespace(**inner), "get": lambda self, key, default: getattr(self, key, default)}
+    made = type("Settings", (core.ActorConfig,), values)()
+    log_prob, entropy = scored(model, batch)
+    mask, mode = batch["mask"].double(), config["loss_agg_mode"]
+    inputs = {"old_log_prob": batch["old"], "log_prob": log_prob, "response_mask": mask, "loss_agg_mode": mode}
+    inputs["advantages"] = batch["advantage"][:, None].expand_as(mask)
+    loss, _ = core.get_policy_loss_fn(inner["loss_mode"])(**inputs, config=made)
+    more = {"loss_mask": mask, "loss_agg_mode": mode, **made.global_batch_info}
+    loss = loss - config["entropy_coeff"] * core.agg_loss(loss_mat=entropy, **more)
+    if config["use_kl_loss"]:
+        kl = core.kl_penalty(log_prob, batch["ref"], config["kl_loss_type"])
+        loss = loss + config["kl_loss_coef"] * core.agg_loss(loss_mat=kl, **more)
+    return loss
+
+
+@pytest.mark.parametrize("name", OF_VERL)
+def test_the_loss_is_verls(
+    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
+) -> None:
+    """And without one of the settings the gradients are others."""
+    core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
+    settings = settings_of(name)
+    found = evaluated(model, batch, from_verl([GRPO, *settings]))
+    agree(found, with_gradients(model, lambda: verls(core, model, batch, settings)))
+    for setting in settings if "nothing" not in name and name != "dro" else ():
+        without = from_verl([GRPO, *(other for other in settings if other != setting)])
+        assert without.refused or differ(found, evaluated(model, batch, without)), setting
+
+
+def test_the_table_has_verls_fields_and_defaults() -> None:
+    """Every path of its generated configuration has a row, and a translated one verl's default."""
+    file = folder("verl") / "trainer/config/_generated_ppo_trainer.yaml"
+    given = flatten(read_mapping(file, "verl's"))
+    given = {name: value for name, value in given.items() if not name.endswith("_target_")}
+    assert not [name for name in given if find_row(VERL, name) is None]
+    rows = {name: row for name, row in VERL.items() if row.place in ("override", "sampling") and name in given}
+    assert len(rows) > 35
+    different = {name for name, row in rows.items() if row.default != given[name]}
+    assert different == {name for name in rows if "${" in str(given[name])} == {f"{R}.response_length"}
+    # The file with all defaults is the translation of nothing, and everything in it has a place.
+    found = from_verl(file)
+    assert repr(found.recipe) == repr(from_verl([]).recipe)
+    assert not found.refused
