@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl.algorithms import AlgorithmParts
+from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, make_algorithm
 from toy_tasks import Task
 
-__all__ = ["best_probability", "total", "train"]
+__all__ = ["ADAM", "GROUP", "best_probability", "learned", "total", "train"]
+
+#: Of :func:`train`: quick and steady on all tasks.
+ADAM: dict[str, Any] = {"optimiser": partial(torch.optim.Adam, betas=(0.8, 0.98)), "lr": 0.2}
+#: Answers to each prompt.
+GROUP = 4
 
 
 def total(out: TensorDictBase) -> Tensor:
@@ -44,8 +51,11 @@ def train(
         for _ in range(epochs):
             for x in optimisers:
                 x.zero_grad()
-            shuffled = batch[torch.randperm(len(batch), generator=rng)]
-            for part in parts.micro_batches(shuffled, micro_batches) if micro_batches > 1 else [batch]:
+            pieces = [batch]
+            if micro_batches > 1:
+                shuffled = batch[torch.randperm(len(batch), generator=rng)]
+                pieces = list(parts.micro_batches(shuffled, micro_batches))
+            for part in pieces:
                 for loss in parts.losses:
                     out = loss(part)
                     total(out).backward()
@@ -56,6 +66,30 @@ def train(
     return kl
 
 
-def best_probability(task: Task, model: torch.nn.Module) -> float:
+def learned(
+    task: Task,
+    name: str,
+    *,
+    group: int = GROUP,
+    rows: int = 128,
+    data: TensorDictBase | None = None,
+    how: dict[str, Any] = ADAM,
+    **settings: Any,
+) -> Tensor:
+    """Log-probs of answers ``[P, R]`` that a policy ends with, which begins as the reference.
+
+    It learns from its own answers, or from ``data`` at each step; ``how`` are arguments of :func:`train`.
+    """
+    actor = task.policy()
+    if settings.get("use_reference", ALGORITHMS[name].needs_reference):
+        settings = {"reference": task.policy(), **settings}
+    if name == "dr_grpo":
+        settings["max_len"] = 2
+    parts = make_algorithm(name, actor, **settings)
+    train(parts, lambda rng: task.sample(actor, rows, rng, group) if data is None else data.clone(), **how)
+    return task.log_probs(actor)
+
+
+def best_probability(task: Task, log_probs: Tensor) -> float:
     """Of the best answer, for the prompt where it is lowest."""
-    return float(task.log_probs(model).exp().gather(-1, task.reward.argmax(-1, keepdim=True)).min())
+    return float(log_probs.exp().gather(-1, task.reward.argmax(-1, keepdim=True)).min())

@@ -1,14 +1,19 @@
-"""Learning from given answers: imitation, the best of the policy's own, preferences."""
+"""Learning from given answers: imitation, the best of the policy's own, preferences, labels, experts beside rollouts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
-from optima import pi_star
+from optima import forward_kl_optimum, pi_star
 from torchrl_llm_kl.algorithms import make_algorithm
-from toy_tasks import Task, chain, product, total_variation
-from toy_training import best_probability, train
+from toy_tasks import MIN_P, Task, bandit, chain, mixed, product, total_variation, unlikely
+from toy_training import ADAM, best_probability, learned, train
 
 
 def test_sft_learns_the_distribution_of_the_data() -> None:
@@ -18,21 +23,26 @@ def test_sft_learns_the_distribution_of_the_data() -> None:
     counts[0, torch.tensor([2, 6, 12])] = torch.tensor([10, 50, 40])
     counts[1, torch.tensor([0, 1, 4, 8])] = torch.tensor([25, 25, 45, 5])
     prompts, answers = (torch.repeat_interleave(x, counts[counts > 0]) for x in counts.nonzero().unbind(1))
-    data, actor = task.batch(prompts, answers).exclude(("next", "reward")), task.policy()
-    parts = make_algorithm("sft", actor)
-    train(parts, lambda rng: data.clone(), steps=60, micro_batches=2)
-    assert total_variation(task.log_probs(actor), (counts / 100).log()) < 0.03
+    data = task.batch(prompts, answers).exclude(("next", "reward"))
+    found = learned(task, "sft", data=data, how={"steps": 50, "micro_batches": 2})
+    assert total_variation(found, (counts / 100).log()) < 0.03
 
 
 def test_raft_learns_the_best_answer() -> None:
     task = chain()
-    actor = task.policy()
-    parts = make_algorithm("raft", actor, group_key="query")
-    train(parts, lambda rng: task.sample(actor, 256, rng, 8), steps=50, optimiser=torch.optim.Adam, lr=0.3)
-    assert best_probability(task, actor) > 0.9
+    found = learned(task, "raft", group=8, rows=256, group_key="query", how={**ADAM, "lr": 0.3, "steps": 35})
+    assert best_probability(task, found) > 0.9
 
 
-def preferred(task: Task, worth: torch.Tensor) -> TensorDict:
+# ------------------------------------------------------------------ preferences
+
+
+def worths(task: Task) -> Tensor:
+    """Whole numbers, so that the data holds each pair exactly as often as it is preferred."""
+    return torch.randint(1, 5, task.reward.shape, generator=torch.Generator().manual_seed(1))
+
+
+def preferred(task: Task, worth: Tensor) -> TensorDict:
     """Every two answers to a prompt, each preferred as often as in the Bradley-Terry model: w out of w + w'."""
     rows = []
     for p in range(len(task.prompts)):
@@ -44,14 +54,133 @@ def preferred(task: Task, worth: torch.Tensor) -> TensorDict:
     return task.batch(prompts, answers).exclude(("next", "reward"))
 
 
-def test_dpo_learns_pi_star_of_the_reward_of_the_preferences() -> None:
-    """Rewards are logs of whole numbers, so that the data holds each pair exactly as often as it is preferred."""
-    task, beta = product(), 0.5
-    worth = torch.randint(1, 5, task.reward.shape, generator=torch.Generator().manual_seed(1))
-    data, actor = preferred(task, worth), task.policy()
-    parts = make_algorithm("dpo", actor, reference=task.policy(), beta=beta)
-    train(parts, lambda rng: data.clone(), steps=40, lr=100.0)
-    target = pi_star(task, beta, worth.double().log())
-    assert total_variation(task.reference, target) > 0.3
-    assert total_variation(pi_star(task, 2 * beta, worth.double().log()), target) > 0.1
-    assert total_variation(task.log_probs(actor), target) < 0.01
+def scaled(task: Task, factor: float) -> Tensor:
+    """Odds of the preferences to a power."""
+    return (factor * worths(task).double().log()).log_softmax(-1)
+
+
+def forward(task: Task) -> Tensor:
+    return forward_kl_optimum(replace(task, reward=worths(task).double().log()), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "settings", "how", "target", "others"),
+    [
+        (
+            "dpo",
+            product(),
+            {"beta": 0.5},
+            {"steps": 30, "lr": 100.0},
+            lambda task: pi_star(task, 0.5, worths(task).double().log()),
+            {lambda task: task.reference: 0.3, lambda task: pi_star(task, 1.0, worths(task).double().log()): 0.1},
+        ),
+        (
+            "dpo",
+            bandit(0),
+            {"beta": 0.5, "f_divergence": "forward_kl"},
+            {"steps": 60},
+            forward,
+            {lambda task: pi_star(task, 0.5, worths(task).double().log()): 0.05},
+        ),
+        # Answers of two tokens: beta / 2 times the difference of log-probs is the log of the odds, whatever the reference.
+        (
+            "simpo",
+            product(),
+            {"margin": 0.0, "beta": 3.0},
+            {"steps": 30, "lr": 30.0},
+            lambda task: scaled(task, 2 / 3),
+            {lambda task: task.reference: 0.2, lambda task: scaled(task, 1 / 3): 0.05},
+        ),
+        # With beta 1 both terms have their optimum at the worths: answers are chosen as often as they are worth.
+        (
+            "cpo",
+            product(),
+            {"beta": 1.0},
+            {"steps": 40, "lr": 30.0},
+            lambda task: scaled(task, 1.0),
+            {lambda task: task.reference: 0.3},
+        ),
+    ],
+    ids=["dpo", "dpo, forward KL", "simpo", "cpo"],
+)
+def test_preferences_lead_to_a_known_optimum(
+    name: str, task: Task, settings: dict[str, Any], how: dict[str, Any], target: Any, others: dict[Any, float]
+) -> None:
+    found = learned(task, name, data=preferred(task, worths(task)), how=how, **settings)
+    assert total_variation(found, target(task)) < 0.01
+    for other, distance in others.items():
+        assert total_variation(other(task), target(task)) > distance
+
+
+def test_orpo_learns_between_the_likelihood_and_the_odds() -> None:
+    """Two answers of one token, the first preferred 4 and 2 times out of 5: the optimum by bisection."""
+    reference = torch.tensor([[0.3, 0.7], [0.8, 0.2]], dtype=torch.float64).log()
+    task = Task(2, (0, 1), ((0,), (1,)), torch.zeros_like(reference), reference)
+    data = preferred(task, torch.tensor([[4, 1], [2, 3]]))
+    found = learned(task, "orpo", data=data, beta=0.5, how={"steps": 45})
+    low, high, share = torch.tensor(-9.0), torch.tensor([9.0, 9.0]).double(), torch.tensor([0.8, 0.4]).double()
+    for _ in range(80):
+        y = (low + high) / 2  # log odds: the slope of the likelihood, and of 0.5 times that of twice the log odds
+        rising = y.sigmoid() - share + 0.5 * 2 * ((2 * y).sigmoid() - share) > 0
+        low, high = torch.where(rising, low, y), torch.where(rising, y, high)
+    assert (y.sigmoid() - share).abs().min() > 0.03  # SFT alone ends elsewhere
+    assert total_variation(found, torch.stack([y.sigmoid(), (-y).sigmoid()], -1).log()) < 0.01
+
+
+# ------------------------------------------------------------------ labels
+
+
+def test_bco_learns_pi_star_of_the_odds_of_the_labels() -> None:
+    """Good as often as another is bad: the shift is the log of the normaliser, and the classifier can be exact."""
+    task, beta = bandit(0), 0.6
+    good, bad = torch.tensor([6, 1, 3, 2, 4]), torch.tensor([1, 6, 3, 4, 2])
+    answers = torch.cat([torch.arange(5).repeat_interleave(good), torch.arange(5).repeat_interleave(bad)])
+    data = task.batch(torch.zeros_like(answers), answers).exclude(("next", "reward"))
+    data["chosen"] = torch.arange(len(answers)) < int(good.sum())
+    found = learned(task, "bco", data=data, beta=beta, how={"steps": 60})
+    target = pi_star(task, beta, (good / bad).double().log().expand(2, -1))
+    assert total_variation(task.reference[:1], target[:1]) > 0.2
+    assert total_variation(found[:1], target[:1]) < 0.01
+
+
+def test_kto_learns_the_desirable_answer() -> None:
+    """One in 13 is desirable, and weighs as the paper recommends for so few."""
+    task = chain()
+    prompts = torch.arange(2).repeat_interleave(13)
+    data = task.batch(prompts, torch.arange(13).repeat(2)).exclude(("next", "reward"))
+    data["chosen"] = (task.reward == task.reward.amax(-1, keepdim=True)).flatten()
+    actor = task.policy()
+    parts = make_algorithm("kto", actor, reference=task.policy(), beta=0.5, desirable_weight=12.0)
+    assert best_probability(task, task.reference) < 0.2
+    first = parts.prepare(data.clone())["reference_point"]
+    train(parts, lambda rng: data.clone(), steps=30, micro_batches=2)
+    assert best_probability(task, task.log_probs(actor)) > 0.9
+    last = parts.prepare(data.clone())["reference_point"]
+    assert first.abs().max() < 1e-5  # the policy is the reference
+    assert last.shape == (26,)
+    assert len(last.unique()) == 1
+
+
+# ------------------------------------------------------------------ experts
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "succeeds"),
+    [
+        ("mix", {}, True),
+        ("mix_chord", {}, True),
+        # Without the experts' weight rollouts alone settle on the best answer that the policy can find.
+        ("mix", {"mu": 0.0}, False),
+        ("mix_chord", {"mu_peak": 0.0, "mu_valley": 0.0}, False),
+    ],
+)
+def test_the_answer_of_experts_is_learned(name: str, settings: dict[str, float], succeeds: bool) -> None:
+    """The policy never samples it, and keeps it because it is rewarded."""
+    task = chain()
+    actor = unlikely(task)
+    parts = make_algorithm(name, actor, reference=unlikely(task), group_key="query", **settings)
+    assert best_probability(task, task.log_probs(actor)) < MIN_P / 2
+    steps = 50 if name == "mix_chord" else 40
+    train(parts, lambda rng: mixed(task, actor, rng), steps=steps, optimiser=torch.optim.Adam, lr=0.4, micro_batches=2)
+    found = best_probability(task, task.log_probs(actor))
+    assert found > 0.9 if succeeds else found < MIN_P

@@ -2,101 +2,131 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_learning_rewards import ADAM
 from torch import Tensor
 
 from optima import forward_kl_optimum, pi_star, self_consistent, token_kl_optimum
-from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLPlacementWarning
 from toy_tasks import Task, bandit, chain, total_variation
-from toy_training import best_probability, train
+from toy_training import best_probability, learned
 
-
-def trained(task: Task, name: str, *, group: int = 4, rows: int = 256, **settings: Any) -> Tensor:
-    actor = task.policy()
-    how = {key: settings.pop(key) for key in ("steps", "lr", "optimiser") if key in settings}
-    parts = make_algorithm(name, actor, reference=task.policy(), **settings)
-    train(parts, lambda rng: task.sample(actor, rows, rng, group), **{"lr": 15.0, **how})
-    return task.log_probs(actor)
+SGD: dict[str, Any] = {"lr": 15.0, "steps": 35}
 
 
 @pytest.mark.parametrize("estimator", ["k2", "exact"])
 def test_a_kl_per_token_in_the_loss_ignores_later_kl(estimator: str) -> None:
     """It treats prefixes as fixed: a token is worth the mean reward after it, without its effect on later KL."""
     task, beta = chain(), 0.5
-    found = trained(task, "rloo", group=8, kl_loss=estimator, kl_loss_coeff=beta, lr=25.0)
+    found = learned(task, "rloo", group=8, rows=256, how={"lr": 25.0}, kl_loss=estimator, kl_loss_coeff=beta)
     assert total_variation(found, token_kl_optimum(task, beta)) < 0.04
     assert total_variation(found, pi_star(task, beta)) > 0.15
 
 
-def test_k2_in_the_loss_is_the_reverse_kl() -> None:
+@pytest.mark.parametrize(
+    ("estimator", "warns", "optimum", "other"),
+    [
+        ("k2", None, pi_star, forward_kl_optimum),
+        ("k3", "k3.*forward KL", forward_kl_optimum, pi_star),
+        ("k3+", None, pi_star, forward_kl_optimum),
+    ],
+    ids=["k2: reverse", "k3: forward", "k3 with the gradient of k2: reverse"],
+)
+def test_which_kl_an_estimator_in_the_loss_is(estimator: str, warns: str | None, optimum: Any, other: Any) -> None:
     task, beta = bandit(3), 0.5
-    found = trained(task, "rloo", kl_loss="k2", kl_loss_coeff=beta)
-    assert total_variation(found, pi_star(task, beta)) < 0.02
-    assert total_variation(found, forward_kl_optimum(task, beta)) > 0.1
-
-
-def test_k3_in_the_loss_is_the_forward_kl() -> None:
-    task, beta = bandit(3), 0.5
-    with pytest.warns(KLPlacementWarning, match="k3.*forward KL"):
-        found = trained(task, "rloo", kl_loss="k3", kl_loss_coeff=beta)
-    assert total_variation(found, forward_kl_optimum(task, beta)) < 0.02
-    assert total_variation(found, pi_star(task, beta)) > 0.1
-
-
-def test_k3_with_the_gradient_of_k2_is_the_reverse_kl() -> None:
-    task, beta = bandit(3), 0.5
-    found = trained(task, "rloo", kl_loss="k3+", kl_loss_coeff=beta)
-    assert total_variation(found, pi_star(task, beta)) < 0.02
+    with pytest.warns(KLPlacementWarning, match=warns) if warns else contextlib.nullcontext():
+        found = learned(task, "rloo", rows=256, how=SGD, kl_loss=estimator, kl_loss_coeff=beta)
+    assert total_variation(found, optimum(task, beta)) < 0.02
+    assert total_variation(found, other(task, beta)) > 0.1
 
 
 def test_k1_in_the_loss_holds_nothing() -> None:
     """Its gradient has mean 0, whatever its weight: the policy goes to the best answer. k2 with that weight holds it."""
     task, beta = chain(), 1.0
-    actor = task.policy()
     with pytest.warns(KLPlacementWarning, match="k1.*mean gradient is zero"):
-        parts = make_algorithm(
-            "rloo", actor, reference=task.policy(), group_key="query", kl_loss="k1", kl_loss_coeff=beta
-        )
-    train(parts, lambda rng: task.sample(actor, 128, rng, 4), **ADAM)
-    assert best_probability(task, actor) > 0.9
-    held = trained(task, "rloo", kl_loss="k2", kl_loss_coeff=beta)
+        free = learned(task, "rloo", kl_loss="k1", kl_loss_coeff=beta)
+    assert best_probability(task, free) > 0.9
+    held = learned(task, "rloo", rows=256, how=SGD, kl_loss="k2", kl_loss_coeff=beta)
     assert total_variation(held, token_kl_optimum(task, beta)) < 0.03
     assert float(held.exp().amax()) < 0.5
 
 
-# ---------------------------------------------------------------------- presets whose advantages are scaled
+# ------------------------------------------------------------------ mean advantages, from all answers or all pairs
+
+Advantage = Callable[[Tensor, Tensor], Tensor]
+LENGTHS = torch.tensor([len(answer) for answer in chain().answers])
 
 
 def better_of_two(p: Tensor, reward: Tensor) -> Tensor:
     """Mean GRPO advantage of each answer in groups of two: (r - r') / 2 over |r - r'| / sqrt(2)."""
-    wins = (reward.unsqueeze(-1) - reward.unsqueeze(-2)).sign()
-    return (wins * p.unsqueeze(-2)).sum(-1) / 2**0.5
+    return of_pairs(p, difference(reward).sign()) / 2**0.5
 
 
-def whitened_by(lengths: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    def advantage(p: Tensor, reward: Tensor) -> Tensor:
-        weight = p * lengths / (p * lengths).sum()  # over the tokens of both prompts
-        mean = (weight * reward).sum()
-        return (reward - mean) / (weight * (reward - mean).square()).sum().sqrt()
-
-    return advantage
+def whitened(p: Tensor, reward: Tensor) -> Tensor:
+    weight = p * LENGTHS / (p * LENGTHS).sum()  # over the tokens of both prompts
+    mean = (weight * reward).sum()
+    return (reward - mean) / (weight * (reward - mean).square()).sum().sqrt()
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "cispo", "gspo", "sapo", "reinforce_plus_plus"])
-def test_scaled_advantages_have_a_temperature_of_their_own(name: str) -> None:
-    """Not pi*: dividing by a deviation changes the reward. The fixed point, from the mean advantage of every answer."""
-    task, beta = chain(), 1.0
-    lengths = torch.tensor([len(answer) for answer in task.answers])
-    advantage = whitened_by(lengths) if name == "reinforce_plus_plus" else better_of_two
+def difference(reward: Tensor) -> Tensor:
+    """Of each answer from each other; ``[P, R, R]``."""
+    return reward.unsqueeze(-1) - reward.unsqueeze(-2)
+
+
+def of_pairs(p: Tensor, advantage: Tensor) -> Tensor:
+    """Mean over the other answer of a pair."""
+    return (p.unsqueeze(-2) * advantage).sum(-1)
+
+
+def from_the_mean(p: Tensor, reward: Tensor) -> Tensor:
+    return of_pairs(p, difference(reward) / 2)
+
+
+def by_gradient(p: Tensor, reward: Tensor) -> Tensor:
+    """From the weighted mean of a pair; of answers of one token: by the squared norm of the gradient of its log-prob."""
+    weight = 1 - 2 * p + p.square().sum(-1, keepdim=True)
+    return of_pairs(p, difference(reward) * weight.unsqueeze(-2) / (weight.unsqueeze(-1) + weight.unsqueeze(-2)))
+
+
+def best_of_two(p: Tensor, reward: Tensor) -> Tensor:
+    return of_pairs(p, difference(reward).clamp(min=0))
+
+
+def whitened_pairs(p: Tensor, reward: Tensor) -> Tensor:
+    weight = p.unsqueeze(-1) * p.unsqueeze(-2) * LENGTHS.unsqueeze(-1)  # tokens of both prompts
+    weight = weight / weight.sum()
+    mean = (weight * difference(reward) / 2).sum()
+    return (from_the_mean(p, reward) - mean) / (weight * (difference(reward) / 2 - mean).square()).sum().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "advantage", "beta", "from_plain"),
+    [
+        *((name, chain(), better_of_two, 1.0, 0.0) for name in ("grpo", "dapo", "cispo", "gspo", "sapo")),
+        ("reinforce_plus_plus", chain(), whitened, 1.0, 0.0),
+        ("reinforce_plus_plus_baseline", chain(), whitened_pairs, 1.0, 0.08),
+        ("pass_at_k", chain(), best_of_two, 0.5, 0.08),
+        ("optimal_token_baseline", bandit(3), by_gradient, 0.3, 0.035),
+    ],
+)
+def test_scaled_advantages_have_a_temperature_of_their_own(
+    name: str, task: Task, advantage: Advantage, beta: float, from_plain: float
+) -> None:
+    """Not pi*: dividing by a deviation changes the reward. The fixed point, from the mean advantage of every answer.
+
+    Other baselines than the mean of the group lead elsewhere than that one.
+    """
     target = self_consistent(task, beta, advantage)
     # A mean per sequence would weigh tokens of short answers more.
-    found = trained(task, name, group=2, kl_loss="k2", kl_loss_coeff=beta, use_reference=True, aggregation="token-mean")
+    settings = {"kl_loss": "k2", "kl_loss_coeff": beta, "use_reference": True, "aggregation": "token-mean"}
+    found = learned(task, name, group=2, rows=256, how=SGD, **settings)
     assert total_variation(found, target) < 0.03
-    assert total_variation(token_kl_optimum(task, beta), target) > 0.08
     assert total_variation(task.reference, target) > 0.1
+    if from_plain:
+        assert total_variation(self_consistent(task, beta, from_the_mean), target) > from_plain
+    else:
+        assert total_variation(token_kl_optimum(task, beta), target) > 0.08

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from optima import pi_star, token_kl_optimum
-from torchrl_llm_kl.algorithms import ALGORITHMS, make_algorithm
-from toy_tasks import chain, product, total_variation
-from toy_training import best_probability, train
+from torchrl_llm_kl.algorithms import make_algorithm
+from toy_tasks import TabularCritic, bandit, chain, product, total_variation
+from toy_training import ADAM, GROUP, best_probability, learned, train
 
-GROUP = 4
-#: Those whose advantage is not linear in the reward; more of them in test_learning_baselines.py.
+#: Those whose advantage is not linear in the reward; more of them in test_learning_kl.py.
 OTHERS = ["optimal_token_baseline", "clip_b", "clip_v"]
 #: algorithm -> advantage that is linear in the reward, and by how much the mean policy gradient then multiplies it: a mean
 #: of four that has the answer itself in it leaves 3/4, and the objective of opmd is divided by 1 + tau = 2.
@@ -37,55 +36,131 @@ LINEAR: dict[str, tuple[str | None, float]] = {
     "opo": (None, 3 / 4),  # all answers of that task have one length
     "reinforce_plus_plus_baseline": ("dr_grpo", 3 / 4),
 }
-ADAM = {"optimiser": partial(torch.optim.Adam, betas=(0.8, 0.98)), "lr": 0.2}
-
-
-def settings(name: str, **more: Any) -> dict[str, Any]:
-    """Further settings of each algorithm."""
-    return {**({"max_len": 2} if name == "dr_grpo" else {}), **more}
+KL_IN_THE_REWARD: dict[str, Any] = {"kl_loss": "none", "kl_reward": "k1", "use_reference": True}
 
 
 @pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
 def test_the_preset_finds_the_best_answer(name: str) -> None:
     """Nothing changed: scaled advantages, and a KL too weak to hold anything back."""
     task = chain()
-    actor, reference = task.policy(), task.policy()
-    given = {"reference": reference} if ALGORITHMS[name].use_reference else {}
-    parts = make_algorithm(name, actor, **settings(name), **given)
-    often = {"epochs": 2, "micro_batches": 3, "steps": 25} if name in ("grpo", "dapo") else {"steps": 40}
-    often = {"steps": 60} if name == "clip_b" else often  # without some of the failures
-    assert best_probability(task, actor) < 0.1
-    train(parts, lambda rng: task.sample(actor, 128, rng, GROUP), **ADAM, **often)
-    assert best_probability(task, actor) > 0.9
+    how = {**ADAM, "lr": 0.4, "steps": 24}
+    how |= {"lr": 0.3, "steps": 16, "epochs": 2, "micro_batches": 2} if name == "grpo" else {}
+    assert best_probability(task, task.reference) < 0.1
+    assert best_probability(task, learned(task, name, rows=256, how=how)) > 0.9
 
 
 @pytest.mark.parametrize("name", [*LINEAR, "clip_b", "clip_v"])
 def test_kl_in_the_reward_leads_to_pi_star(name: str) -> None:
     """Whatever the scale of the advantage: at pi* all answers have the same reward less penalty, and none an advantage."""
     task, beta = chain(), 0.5
-    actor = task.policy()
-    kl = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": beta, "use_reference": True}
-    parts = make_algorithm(name, actor, reference=task.policy(), **settings(name, **kl))
-    train(parts, lambda rng: task.sample(actor, 128, rng, GROUP), **ADAM)
+    found = learned(task, name, how={**ADAM, "steps": 35}, **KL_IN_THE_REWARD, kl_reward_coeff=beta)
     target = pi_star(task, beta)
     assert total_variation(task.reference, target) > 0.5
     assert total_variation(token_kl_optimum(task, beta), target) > 0.2
-    assert total_variation(task.log_probs(actor), target) < 0.03
+    assert total_variation(found, target) < 0.03
+
+
+def test_the_optimal_token_baseline_leads_to_pi_star_with_a_kl_in_the_reward() -> None:
+    task, beta = bandit(3), 0.5
+    found = learned(task, "optimal_token_baseline", how={**ADAM, "steps": 35}, **KL_IN_THE_REWARD, kl_reward_coeff=beta)
+    assert total_variation(task.reference, pi_star(task, beta)) > 0.3
+    assert total_variation(found, pi_star(task, beta)) < 0.03
 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_kl_in_the_loss_leads_to_pi_star_where_tokens_are_independent(name: str) -> None:
     """``pi_ref exp(gain r / beta)``: a wrong factor anywhere in the objective or the penalty is a wrong temperature."""
     task, beta = product(), 0.75
-    actor = task.policy()
     advantage, gain = LINEAR[name]
     kl = {"kl_loss": "k2", "kl_loss_coeff": beta, "use_reference": True}
     own = {} if advantage is None else {"advantage": advantage}
-    parts = make_algorithm(name, actor, reference=task.policy(), **settings(name, **kl, **own))
-    often = {"epochs": 2, "micro_batches": 2, "steps": 30} if name == "rloo" else {}
-    lr = 5.0 if name in ("luspo", "dro") else 10.0  # they sum over the two tokens of an answer
-    train(parts, lambda rng: task.sample(actor, 256, rng, GROUP), lr=lr, **often)
+    how = {"steps": 45, "lr": 3.75 if name in ("luspo", "dro") else 7.5}  # they sum over the two tokens of an answer
+    how |= {"steps": 20, "lr": 10.0, "epochs": 2, "micro_batches": 2} if name == "rloo" else {}
+    found = learned(task, name, rows=256, how=how, **kl, **own)
     target = pi_star(task, beta, gain * task.reward)
     assert total_variation(target, pi_star(task, 4 / 3 * beta, gain * task.reward)) > 0.05
     assert total_variation(target, task.reference) > 0.15
-    assert total_variation(task.log_probs(actor), target) < 0.035
+    assert total_variation(found, target) < 0.035
+
+
+# ------------------------------------------------------------------ a critic
+
+
+def test_ppo_finds_the_best_answer_and_its_value() -> None:
+    task = chain()
+    critic = TabularCritic(task)
+    how = {**ADAM, "steps": 30, "epochs": 2, "micro_batches": 2, "lr": 0.15}
+    found = learned(task, "ppo", group=1, critic=critic, how=how)
+    assert best_probability(task, found) > 0.9
+    # The mean reward from here on: nearly the best reward, and all of it at the end of the best answer.
+    mean = (found.exp() * task.reward).sum(-1)
+    for p, prompt in enumerate(task.prompts):
+        best = task.answers[int(task.reward[p].argmax())]
+        assert abs(critic.of(prompt) - mean[p]) < 0.1
+        assert abs(critic.of(prompt, *best[:-1]) - task.reward[p].max()) < 0.15
+
+
+def test_a_kl_in_the_reward_leads_ppo_to_pi_star_and_its_critic_to_soft_values() -> None:
+    """``V(s) = beta log E_ref[exp(r / beta) | s]``: reward less penalty to come, which is certain at pi*."""
+    task, beta = chain(), 0.5
+    critic = TabularCritic(task)
+    kl = {**KL_IN_THE_REWARD, "kl_reward_coeff": beta}
+    found = learned(task, "ppo", group=1, critic=critic, how={**ADAM, "steps": 35, "epochs": 2, "lr": 0.15}, **kl)
+    assert total_variation(found, pi_star(task, beta)) < 0.03
+    for p, prompt in enumerate(task.prompts):
+        weighted = (task.reference[p] + task.reward[p] / beta).exp()
+        for prefix in ((), (0,), (1,), (2,)):
+            inside = torch.tensor([answer[: len(prefix)] == prefix for answer in task.answers])
+            soft = beta * (weighted[inside].sum() / task.reference[p].exp()[inside].sum()).log()
+            assert abs(critic.of(prompt, *prefix) - soft) < 0.1
+        assert abs(critic.of(prompt) - task.reward[p].max()) > 0.3  # and not what a policy without penalty would get
+
+
+# ------------------------------------------------------------------ the best of several, several rewards, the entropy
+
+
+def test_pass_at_k_finds_the_best_answer_and_leaves_room_for_others() -> None:
+    """One of four is nearly always the best, while answers alone are so less often than grpo's."""
+    task = chain()
+    alone, grpo = (
+        best_probability(task, learned(task, name, how={**ADAM, "steps": 60})) for name in ("pass_at_k", "grpo")
+    )
+    assert 1 - (1 - alone) ** GROUP > 0.99
+    assert alone < grpo - 0.02
+
+
+@pytest.mark.parametrize(
+    ("name", "succeeds"), [("gdpo", True), ("grpo", False)], ids=["each by itself", "added up, the small one drowns"]
+)
+def test_a_reward_a_thousand_times_smaller_than_a_noisy_one_is_learned(name: str, succeeds: bool) -> None:
+    """The large one is noise, whatever the answer; the small one is that of the task."""
+    task = bandit(3)
+    actor = task.policy()
+
+    def collect(rng: torch.Generator) -> TensorDict:
+        data = task.sample(actor, 128, rng, GROUP)
+        noise, small = torch.randn(128, 1, generator=rng), 1e-3 * data["next"].pop("reward")
+        if name == "grpo":
+            data["next", "reward"] = noise + small
+        else:
+            data["noise"], data["next", "small"] = noise, small
+        return data
+
+    keys: dict[str, Any] = {"advantage_args": {"keys": {"rewards": ["noise", "small"]}}} if name == "gdpo" else {}
+    train(make_algorithm(name, actor, reference=task.policy(), **keys), collect, **ADAM)
+    assert (best_probability(task, task.log_probs(actor)) > 0.9) == succeeds
+
+
+def test_a_kl_in_one_of_several_rewards_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"kl_reward='k1' adds the KL to one reward.*pass kl_reward='none'"):
+        learned(bandit(3), "gdpo", kl_reward="k1")
+
+
+def test_less_entropy_is_lost_while_failures_are_left_out() -> None:
+    """After as many steps, clip_v's policy has more entropy than grpo's, which clip_v without a limit is otherwise."""
+    task = chain()
+    entropy = {}
+    for name, hyper in (("grpo", {"kl_loss": "none"}), ("clip_v", {"mu": 0.5, "max_frac": 1.0})):
+        log_p = learned(task, name, how={**ADAM, "steps": 10}, use_reference=False, **hyper)
+        entropy[name] = float(-(log_p.exp() * log_p).sum(-1).mean())
+    assert entropy["clip_v"] > entropy["grpo"] + 0.05

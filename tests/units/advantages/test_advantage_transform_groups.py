@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
+from torch.nn.functional import pad
 
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms import make_algorithm
@@ -16,39 +18,24 @@ from toy_models import tiny_model
 MESSAGE = r"group_size=4: sequences 0 and 1 would be compared as answers to one prompt, and their prompt differs\. If rows are"
 
 
-def conversations(*, padding: str = "right") -> TensorDict:
-    """Two prompts, two conversations each, of two turns: ``[4, 2]``; the second prompt holds the first turn."""
+def conversations(*, padding: str = "right") -> Any:
+    """Two prompts, two conversations each, of two turns: 8 rows; the second prompt of each holds the first turn."""
     rows = []
-    for conversation in range(4):
-        prompt, said = [5 + conversation // 2, 9], []
-        for turn in range(2):
-            answer = [10 + conversation, 3 + turn]
-            rows.append((prompt + said, answer, float(conversation == turn)))
-            said = [*said, *answer, 8]
-    width, prompt_width = 7, 5
-    full, attention, prompts = [], [], []
-    for prompt, answer, _ in rows:
-        gap = [0] * (prompt_width - len(prompt))
-        if padding == "left":
-            full.append([*gap, *prompt, *answer])
-            prompts.append([*gap, *prompt])
-            attention.append([False] * len(gap) + [True] * (width - len(gap)))
-        else:
-            full.append([*prompt, *answer, *gap])
-            prompts.append(torch.tensor(prompt))
-            attention.append([True] * (width - len(gap)) + [False] * len(gap))
-    data = TensorDict(
-        tokens=TensorDict(full=torch.tensor(full), batch_size=[8]),
-        masks=TensorDict(all_attention_mask=torch.tensor(attention), batch_size=[8]),
-        next=TensorDict(reward=torch.tensor([[r] for *_, r in rows]), batch_size=[8]),
-        batch_size=[8],
-    )
-    data["tokens", "prompt"] = torch.tensor(prompts) if padding == "left" else torch.nested.as_nested_tensor(prompts)
-    return data
+    for conversation, turn in itertools.product(range(4), range(2)):
+        said = [10 + conversation, 3, 8] if turn else []
+        prompt = torch.tensor([5 + conversation // 2, 9, *said])
+        full = torch.cat([prompt, torch.tensor([10 + conversation, 3 + turn])])
+        gap = 7 - len(full)
+        sides = (gap, 0) if padding == "left" else (0, gap)
+        tokens = {"full": pad(full, sides), "prompt": pad(prompt, (gap, 0)) if padding == "left" else prompt}
+        masks = {"all_attention_mask": pad(torch.ones_like(full), sides) > 0}
+        reward = torch.tensor([float(conversation == turn)])
+        rows.append(TensorDict({"tokens": tokens, "masks": masks, "next": {"reward": reward}}))
+    return (torch.stack if padding == "left" else lazy_stack)(rows)
 
 
-def first_turns() -> TensorDict:
-    return lazy_stack(list(conversations().unbind(0))[::2])  # type: ignore[return-value]
+def first_turns() -> Any:
+    return lazy_stack(list(conversations().unbind(0))[::2])
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -84,7 +71,7 @@ def test_answers_to_one_prompt_are_compared_whatever_their_padding(layout: str) 
     if layout == "dense":
         for row, gap in zip(data.tensordicts, (0, 3, 1, 2), strict=True):  # each row padded in its own way
             for key in (("tokens", "full"), ("masks", "all_attention_mask"), ("tokens", "prompt")):
-                row[key] = torch.nn.functional.pad(row[key], (gap, 0))
+                row[key] = pad(row[key], (gap, 0))
     found = Advantage("dr_grpo", group_size=2)(data)["advantage"].flatten()
     assert found.tolist() == [0.5, -0.5, 0, 0]
     with pytest.raises(ValueError, match="sequences 0 and 2 would be compared"):
