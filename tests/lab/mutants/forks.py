@@ -95,7 +95,7 @@ def forked(works: Iterable[Work], jobs: int) -> Iterator[tuple[Any, Done]]:
 
 def _patience(seconds: float) -> float:
     """How long a process may take on a machine that has other work."""
-    return 30 + 10 * seconds
+    return 300 + 20 * seconds
 
 
 def _child(work: Work, send: Connection) -> None:
