@@ -67,30 +67,23 @@ class Rollout:
 
     def batch(self, rows: slice = slice(None)) -> TensorDictBase:
         """As a TorchRL wrapper stores it: nested tokens, the sampler's log-probs at the root."""
-        prompts, answers, log_probs = self.prompts[rows], self.answers[rows], self.log_probs[rows]
-        full = [torch.cat(each) for each in zip(prompts, answers, strict=True)]
-        stored = [torch.cat([torch.zeros(len(p)), x.float()]) for p, x in zip(prompts, log_probs, strict=True)]
-        size = [len(prompts)]
-        nested = torch.nested.nested_tensor
-        return TensorDict(
-            tokens=TensorDict(prompt=nested(prompts), full=nested(full), batch_size=size),
-            log_probs=TensorDict(full=nested(stored), batch_size=size),
-            next=TensorDict(reward=self.rewards[rows].unsqueeze(-1), batch_size=size),
-            batch_size=size,
-        )
+        prompts, each = self.prompts[rows], zip(self.prompts, self.answers, self.log_probs, strict=True)
+        full, stored = zip(*((torch.cat([p, a]), torch.cat([p * 0.0, x.float()])) for p, a, x in each), strict=True)
+        nested, out = torch.nested.nested_tensor, TensorDict(batch_size=[len(prompts)])
+        out["tokens", "prompt"], out["tokens", "full"] = nested(prompts), nested(list(full[rows]))
+        out["log_probs", "full"] = nested(list(stored[rows]))
+        out["next", "reward"] = self.rewards[rows].unsqueeze(-1)
+        return out
 
 
 def make_prompts(number: int, seed: int, template: str = CHATML) -> list[Tensor]:
     """Rendered questions of random words."""
     rng, tokenizer = torch.Generator().manual_seed(seed), make_tokenizer()
+    options: dict[str, Any] = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
     out = []
     for _ in range(number):
-        letters = torch.randint(26, (8,), generator=rng).tolist()
-        question = "".join(string.ascii_lowercase[i] for i in letters)
-        messages = [{"role": "user", "content": question}]
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=template, tokenize=False, add_generation_prompt=True
-        )
+        question = "".join(string.ascii_lowercase[i] for i in torch.randint(26, (8,), generator=rng).tolist())
+        text = tokenizer.apply_chat_template([{"role": "user", "content": question}], **options)
         out.append(torch.tensor(tokenizer.encode(text, add_special_tokens=False)))
     return out
 
@@ -169,131 +162,108 @@ def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int, lr: float
 # ------------------------------------------------------------------ faults
 
 Seeded = tuple[TensorDictBase, dict[str, Any]]
+Fault = Callable[[str, int], Seeded]
 
 
-def sampled(doc: str, *, scored: float = 1.0, **sampling: Any) -> Callable[[str, int], Seeded]:
-    """A fault that is in how answers are sampled: with these settings, scored at a temperature."""
+def fault(
+    doc: str,
+    *,
+    stored: Callable[[Rollout], dict[str, Any]] = lambda rollout: {},
+    models: Callable[[nn.Module, Rollout, int], dict[str, Any]] = lambda model, rollout, seed: {},
+    dtype: torch.dtype | None = None,
+    template: str = CHATML,
+    **sampling: Any,
+) -> Fault:
+    """A fault in how answers are sampled (settings, dtype, template), what is stored of them, or the models that score them."""
 
-    def fault(family: str, seed: int) -> Seeded:
-        model = make_model(family, seed)
-        given = {"policy": model} if scored == 1.0 else {"policy": model, "temperature": scored}
-        return sample(model, make_prompts(PROMPTS, seed), seed, **sampling).batch(), given
+    def seed_it(family: str, seed: int) -> Seeded:
+        if sampling or dtype or template != CHATML:
+            model, prompts = make_model(family, seed), make_prompts(PROMPTS, seed, template)
+            rollout = sample(copy.deepcopy(model).to(dtype), prompts, seed, **sampling)
+        else:
+            model, rollout = clean(family, seed)
+        prompts = [p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)]  # the trainer's tokens are its own
+        batch = replace(rollout, **{"prompts": prompts, **stored(rollout)}).batch()
+        return batch, {"policy": model, **models(model, rollout, seed)}
 
-    fault.__doc__ = doc
-    return fault
-
-
-RAW = "Sampled and scored at temperature 0.7; the engine records log-probs of temperature 1."
-RAW_AT_08 = "Sampled at temperature 0.8, with raw log-probs recorded, scored at 1: all log-probs agree."
-raw_log_probs = sampled(RAW, scored=0.7, temperature=0.7, raw=True)
-wrong_temperature = sampled("Sampled at temperature 0.8, recorded there, scored at 1.", temperature=0.8)
-wrong_temperature_raw = sampled(RAW_AT_08, temperature=0.8, raw=True)
-top_p = sampled("Sampled with top-p 0.9, and its renormalised log-probs recorded.", top_p=0.9)
-top_p_raw = sampled("Sampled with top-p 0.9, with raw log-probs recorded: all log-probs agree.", top_p=0.9, raw=True)
-top_k = sampled("Sampled with top-k 10, and its renormalised log-probs recorded.", top_k=10)
-top_k_raw = sampled("Sampled with top-k 10, with raw log-probs recorded: all log-probs agree.", top_k=10, raw=True)
+    seed_it.__doc__ = doc
+    return seed_it
 
 
-def stale_by(steps: int) -> Callable[[str, int], Seeded]:
+def stale_by(steps: int) -> Fault:
     """The sampler has the weights of some steps ago."""
-
-    def fault(family: str, seed: int) -> Seeded:
-        model, rollout = clean(family, seed)
-        return rollout.batch(), {"policy": trained(model, rollout, steps, seed)}
-
-    fault.__doc__ = (
-        f"The policy has made {steps} step{'s' * (steps > 1)} of AdamW, at 0.001, since the sampler got its weights."
-    )
-    return fault
+    made = f"The policy has made {steps} step{'s' * (steps > 1)} of AdamW, at 0.001, since the sampler got its weights."
+    return fault(made, models=lambda model, rollout, seed: {"policy": trained(model, rollout, steps, seed)})
 
 
-def chat_template(family: str, seed: int) -> Seeded:
-    """The engine renders with another template; the trainer's tokens are those of its own."""
-    model = make_model(family, seed)
-    rollout = sample(model, make_prompts(PROMPTS, seed, ZEPHYR), seed)
-    prompts = [p for p in make_prompts(PROMPTS, seed) for _ in range(ANSWERS)]
-    return replace(rollout, prompts=prompts).batch(), {"policy": model}
-
-
-def off_by_one(family: str, seed: int) -> Seeded:
-    """Log-probs are one position late."""
-    model, rollout = clean(family, seed)
-    log_probs = [torch.cat([x[:1] * 0, x[:-1]]) for x in rollout.log_probs]
-    return replace(rollout, log_probs=log_probs).batch(), {"policy": model}
-
-
-def bfloat16(family: str, seed: int) -> Seeded:
-    """The sampler runs in bfloat16, the trainer in float32."""
-    model = make_model(family, seed)
-    rollout = sample(copy.deepcopy(model).bfloat16(), make_prompts(PROMPTS, seed), seed)
-    return rollout.batch(), {"policy": model}
-
-
-def retokenised(family: str, seed: int) -> Seeded:
-    """Answers are decoded and encoded again; the log-probs of the sampled tokens stay beside them."""
-    model, rollout = clean(family, seed)
+def _encoded_again(rollout: Rollout) -> dict[str, Any]:
     tokenizer = make_tokenizer()
-    answers, log_probs = [], []
-    for answer, log_prob in zip(rollout.answers, rollout.log_probs, strict=True):
-        again = torch.tensor(tokenizer.encode(tokenizer.decode(answer), add_special_tokens=False))[: len(answer)]
-        answers.append(again)
-        log_probs.append(log_prob[: len(again)])
-    return replace(rollout, answers=answers, log_probs=log_probs).batch(), {"policy": model}
+    again = [tokenizer.encode(tokenizer.decode(answer), add_special_tokens=False) for answer in rollout.answers]
+    answers = [torch.tensor(new[: len(old)]) for new, old in zip(again, rollout.answers, strict=True)]
+    return {"answers": answers, "log_probs": [x[: len(a)] for x, a in zip(rollout.log_probs, answers, strict=True)]}
 
 
-def zeros(family: str, seed: int) -> Seeded:
-    """A cache of prefixes returns 0 for the first tokens of half the answers."""
-    model, rollout = clean(family, seed)
-    cached = [torch.cat([x[:6] * 0, x[6:]]) if i % 2 == 0 else x for i, x in enumerate(rollout.log_probs)]
-    return replace(rollout, log_probs=cached).batch(), {"policy": model}
-
-
-def adapter_off(family: str, seed: int) -> Seeded:
-    """The engine serves the base model, without the policy's adapter."""
+def _with_adapter(model: nn.Module, _: Rollout, seed: int) -> dict[str, Any]:
     import peft
 
-    model, rollout = clean(family, seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        policy = peft.get_peft_model(copy.deepcopy(model), config).eval()
-    return rollout.batch(), {"policy": policy}
+        return {"policy": peft.get_peft_model(copy.deepcopy(model), config).eval()}
 
 
-def reference_is_policy(family: str, seed: int) -> Seeded:
-    """The reference is the model that is trained."""
-    model, rollout = clean(family, seed)
-    return rollout.batch(), {"policy": model, "reference": model}
-
-
+off_by_one = fault(
+    "Log-probs are one position late.",
+    stored=lambda rollout: {"log_probs": [torch.cat([x[:1] * 0, x[:-1]]) for x in rollout.log_probs]},
+)
+retokenised = fault(
+    "Answers are decoded and encoded again; the log-probs of the sampled tokens stay beside them.",
+    stored=_encoded_again,
+)
+chat_template = fault(
+    "The engine renders with another template; the trainer's tokens are those of its own.", template=ZEPHYR
+)
+zeros = fault(
+    "A cache of prefixes returns 0 for the first tokens of half the answers.",
+    stored=lambda rollout: {
+        "log_probs": [torch.cat([x[:6] * (i % 2), x[6:]]) for i, x in enumerate(rollout.log_probs)]
+    },
+)
+raw_log_probs = fault(
+    "Sampled and scored at temperature 0.7; the engine records log-probs of temperature 1.",
+    models=lambda *_: {"temperature": 0.7},
+    temperature=0.7,
+    raw=True,
+)
+COLD = "Sampled at temperature 0.8, recorded there, scored at 1."
+COLD_RAW = "Sampled at temperature 0.8, with raw log-probs recorded, scored at 1: all log-probs agree."
+CUT = "Sampled with {}, and its renormalised log-probs recorded."
+CUT_RAW = "Sampled with {}, with raw log-probs recorded: all log-probs agree."
+BFLOAT16 = fault("The sampler runs in bfloat16, the trainer in float32.", dtype=torch.bfloat16)
+ADAPTER_OFF = fault("The engine serves the base model, without the policy's adapter.", models=_with_adapter)
+SAME = fault("The reference is the model that is trained.", models=lambda model, *_: {"reference": model})
 #: Fault -> how it is seeded, and the causes that name it.
-FAULTS: dict[str, tuple[Callable[[str, int], Seeded], tuple[str, ...]]] = {
+FAULTS: dict[str, tuple[Fault, tuple[str, ...]]] = {
     "1 raw log-probs": (raw_log_probs, ("raw_log_probs",)),
-    "2 wrong temperature": (wrong_temperature, ("wrong_temperature",)),
-    "2 wrong temperature, raw log-probs": (wrong_temperature_raw, ("wrong_temperature",)),
-    "3 top-p": (top_p, ("top_p",)),
-    "3 top-p, raw log-probs": (top_p_raw, ("top_p",)),
-    "4 top-k": (top_k, ("top_k",)),
-    "4 top-k, raw log-probs": (top_k_raw, ("top_k",)),
+    "2 wrong temperature": (fault(COLD, temperature=0.8), ("wrong_temperature",)),
+    "2 wrong temperature, raw log-probs": (fault(COLD_RAW, temperature=0.8, raw=True), ("wrong_temperature",)),
+    "3 top-p": (fault(CUT.format("top-p 0.9"), top_p=0.9), ("top_p",)),
+    "3 top-p, raw log-probs": (fault(CUT_RAW.format("top-p 0.9"), top_p=0.9, raw=True), ("top_p",)),
+    "4 top-k": (fault(CUT.format("top-k 10"), top_k=10), ("top_k",)),
+    "4 top-k, raw log-probs": (fault(CUT_RAW.format("top-k 10"), top_k=10, raw=True), ("top_k",)),
     "5 weights of 1 step ago": (stale_by(1), ("stale_weights",)),
     "6 weights of 10 steps ago": (stale_by(10), ("stale_weights",)),
     "7 another chat template": (chat_template, ("chat_template",)),
     "8 off by one": (off_by_one, ("off_by_one",)),
-    "9 bfloat16 sampler": (bfloat16, ("low_precision",)),
+    "9 bfloat16 sampler": (BFLOAT16, ("low_precision",)),
     "10 decoded and encoded again": (retokenised, ("retokenised",)),
     "11 cached zeros": (zeros, ("zeros",)),
-    "12a adapter off": (adapter_off, ("adapter_off",)),
-    "12b the reference is the policy": (reference_is_policy, ("reference_is_policy",)),
+    "12a adapter off": (ADAPTER_OFF, ("adapter_off",)),
+    "12b the reference is the policy": (SAME, ("reference_is_policy",)),
 }
 
 #: Settings of clean batches, one for each family.
-SETTINGS = (
-    Sampling(),
-    Sampling(0.7),
-    Sampling(top_p=0.9),
-    Sampling(1.2),
-    Sampling(0.8, top_k=20),
-)
+SETTINGS = (Sampling(), Sampling(0.7), Sampling(top_p=0.9), Sampling(1.2), Sampling(0.8, top_k=20))
 
 
 def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
