@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
+from template_pairs import assistant as said, user
 from torchrl_llm_kl import RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.datasets import (
     DataError,
@@ -32,14 +33,6 @@ tensordict.set_list_to_stack(True).set()
 TOKENIZER = build_tokenizer(pad_token="<|pad|>")
 VOCAB = len(TOKENIZER)
 END = "<|im_end|>"
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def said(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
 
 
 def ids(text: str) -> Tensor:
@@ -82,8 +75,6 @@ def trained(row: TensorDictBase) -> str:
     return TOKENIZER.decode(row["tokens", "full"][mask])
 
 
-# ------------------------------------------------------------------ against plain torch, in float64
-
 CHATS = [
     [user("hi"), said("hello"), user("and?"), said("no")],
     [user("why is that?"), said("because")],
@@ -99,11 +90,8 @@ BOT = "<|im_start|>assistant\n"
 #: The text of each, piece by piece, and whether it is trained.
 PIECES = [
     [
-        (turn("user", "hi") + BOT, False),
-        ("hello" + END, True),
-        ("\n" + turn("user", "and?") + BOT, False),
-        ("no" + END, True),
-        ("\n", False),
+        *((turn("user", "hi") + BOT, False), ("hello" + END, True)),
+        *(("\n" + turn("user", "and?") + BOT, False), ("no" + END, True), ("\n", False)),
     ],
     [(turn("user", "why is that?") + BOT, False), ("because" + END, True), ("\n", False)],
     [(turn("system", "Be brief.") + turn("user", "2 + 2") + BOT, False), ("4" + END, True), ("\n", False)],
@@ -174,28 +162,20 @@ def test_parts_of_pairs_add_up() -> None:
     assert kto.loss(batch).total_loss.isfinite()
 
 
-# ------------------------------------------------------------------ replay buffers and transforms
-
-
-def test_a_replay_buffer_samples_rows_as_they_are() -> None:
+def test_a_replay_buffer_samples_rows_and_whole_pairs_as_they_are() -> None:
     data = from_conversations([{"messages": chat, "name": str(i)} for i, chat in enumerate(CHATS)], TOKENIZER)
     model = MeanOfPrefix()
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(3), batch_size=8, transform=RetrieveLogProb(model, assistant_only=False)
-    )
+    transform = RetrieveLogProb(model, assistant_only=False)
+    buffer = ReplayBuffer(storage=LazyStackStorage(3), batch_size=8, transform=transform)
     buffer.extend(data)
     sample = buffer.sample()
     for row in sample.unbind(0):
-        (pieces,) = [PIECES[i] for i in range(3) if row["metadata", "name"] == str(i)]
-        tokens = torch.cat([ids(text) for text, _ in pieces])
-        assert torch.equal(row["tokens", "full"], tokens)
-        plain = answer_log_probs(model, [(text, True) for text, _ in pieces])
+        pieces = [(text, True) for text, _ in PIECES[int(row["metadata", "name"])]]
+        assert torch.equal(row["tokens", "full"], torch.cat([ids(text) for text, _ in pieces]))
+        plain = answer_log_probs(model, pieces)
         assert_close(row["log_probs", "full"][1:].double(), plain, rtol=1e-5, atol=1e-5)
     sft = make_algorithm("sft", model)
     assert sft.loss(sft.prepare(sample)).total_loss.isfinite()
-
-
-def test_a_replay_buffer_samples_whole_pairs() -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(3), batch_size=5)
     buffer.extend(from_pairs(PAIRS, TOKENIZER))
     sample = buffer.sample()
@@ -205,9 +185,6 @@ def test_a_replay_buffer_samples_whole_pairs() -> None:
         assert pair["pair_id"].unique().numel() == 1
     dpo = make_algorithm("dpo", MeanOfPrefix(0), reference=MeanOfPrefix(1))
     assert dpo.loss(dpo.prepare(sample.exclude("pair_id", "chosen"))).total_loss.isfinite()
-
-
-# ------------------------------------------------------------------ text and conversations
 
 
 def test_text_ends_with_the_end_token_once() -> None:
@@ -221,19 +198,13 @@ def test_text_ends_with_the_end_token_once() -> None:
     assert len(from_completions(rows[:1], bare, add_eos=False)) == 1
 
 
-def test_text_as_a_chat() -> None:
+def test_text_as_a_chat_and_system_prompts() -> None:
     rows = [{"question": "why?", "answer": "because"}]
-    (row,) = from_completions(
-        rows, TOKENIZER, prompt_key="question", completion_key="answer", as_chat=True, system_prompt="Be brief."
-    ).unbind(0)
-    assert TOKENIZER.decode(row["tokens", "prompt"]) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    keys = {"prompt_key": "question", "completion_key": "answer"}
+    (row,) = from_completions(rows, TOKENIZER, **keys, as_chat=True, system_prompt="Be brief.").unbind(0)
+    assert TOKENIZER.decode(row["tokens", "prompt"]) == turn("system", "Be brief.") + turn("user", "why?") + BOT
     assert trained(row) == f"because{END}"
-
-
-def test_a_system_prompt_does_not_replace_one() -> None:
-    data = from_conversations(CHATS, TOKENIZER, system_prompt="Be kind.")
+    data = from_conversations(CHATS, TOKENIZER, system_prompt="Be kind.")  # it does not replace one
     texts = [TOKENIZER.decode(row["tokens", "full"]) for row in data]
     assert [text.count("Be kind.") for text in texts] == [1, 1, 0]
     assert "Be brief." in texts[2]
@@ -241,20 +212,14 @@ def test_a_system_prompt_does_not_replace_one() -> None:
 
 def test_the_last_turn_alone() -> None:
     data = from_conversations(CHATS[:1], TOKENIZER, turns="last")
-    assert trained(data[0]) == f"no{END}"
+    (row,) = from_completions([{"prompt": CHATS[0][:3], "completion": CHATS[0][3:]}], TOKENIZER)
+    assert trained(data[0]) == trained(row) == f"no{END}"
+    assert torch.equal(row["tokens", "full"], data[0]["tokens", "full"])
     model = MeanOfPrefix()
     for strategy, kept in (("sft", ["no<|im_end|>"]), ("rlhf", ["hello<|im_end|>", "no<|im_end|>"])):
         parts = make_algorithm("sft", model, masking_strategy=strategy)  # "rlhf": also the turns in the prompt
-        pieces = [(text, text in kept) for text, _ in PIECES[0]]
-        expected = -answer_log_probs(model, pieces).mean()
+        expected = -answer_log_probs(model, [(text, text in kept) for text, _ in PIECES[0]]).mean()
         assert_close(parts.loss(parts.prepare(data.clone())).total_loss, expected)
-
-
-def test_the_completion_after_a_prompt_with_turns() -> None:
-    rows = [{"prompt": CHATS[0][:3], "completion": CHATS[0][3:]}]
-    (row,) = from_completions(rows, TOKENIZER)
-    assert trained(row) == f"no{END}"
-    assert torch.equal(row["tokens", "full"], from_conversations(CHATS[:1], TOKENIZER)[0]["tokens", "full"])
 
 
 def test_pairs_of_histories_share_their_beginning() -> None:
@@ -277,48 +242,31 @@ def test_tools_reach_the_template() -> None:
     assert [trained(row) for row in data] == [f"because{END}"] * 2
 
 
-# ------------------------------------------------------------------ metadata
-
-
 def test_other_columns_are_kept() -> None:
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": "a", "completion": "b", "level": 3, "score": 1, "easy": True, "name": "x", "tags": ["p", "q"]},
         {"prompt": "c", "completion": "d", "level": 4, "score": 0.5, "easy": False, "name": None, "tags": []},
     ]
     data = from_completions(rows, TOKENIZER)
-    assert data["metadata", "level"].tolist() == [3, 4]
-    assert data["metadata", "score"].tolist() == [1.0, 0.5]
-    assert data["metadata", "easy"].tolist() == [True, False]
-    assert [row["metadata", "name"] for row in data] == ["x", None]
-    assert [row["metadata", "tags"] for row in data] == [["p", "q"], []]
+    for name, values in {"level": [3, 4], "score": [1.0, 0.5], "easy": [True, False]}.items():
+        assert data["metadata", name].tolist() == values
+    for name, texts in {"name": ["x", None], "tags": [["p", "q"], []]}.items():
+        assert [row["metadata", name] for row in data] == texts
     assert "metadata" not in from_completions([{"prompt": "a", "completion": "b"}], TOKENIZER)[0]
-    pairs = from_pairs([{**PAIRS[0], "level": 7}], TOKENIZER)
-    assert pairs["metadata", "level"].tolist() == [[7, 7]]
-
-
-def test_a_column_of_pairs_has_one_type_in_all_of_them() -> None:
-    rows = [
-        {**row, "level": level, "weight": weight}
-        for row, level, weight in zip(PAIRS, (1, None), (2, 0.5), strict=False)
-    ]
-    pairs = from_pairs(rows, TOKENIZER)
+    # a column of pairs has one type in all of them
+    more = ({"level": 1, "weight": 2}, {"level": None, "weight": 0.5})
+    pairs = from_pairs([{**row, **columns} for row, columns in zip(PAIRS, more, strict=False)], TOKENIZER)
     assert [[row["metadata", "level"] for row in pair] for pair in pairs] == [[1, 1], [None, None]]
     assert pairs["metadata", "weight"].tolist() == [[2.0, 2.0], [0.5, 0.5]]
     assert pairs[0]["metadata", "weight"].dtype == torch.float32
-
-
-def test_columns_that_another_kind_of_rows_would_read_are_kept() -> None:
+    # also those that another kind of rows would read
     data = from_conversations([{"messages": CHATS[0], "prompt": "p", "tokens": 5, "chosen": "c"}], TOKENIZER)
     assert data["metadata", "tokens"].tolist() == [5]
     assert (data[0]["metadata", "prompt"], data[0]["metadata", "chosen"]) == ("p", "c")
-
-
-def test_missing_numbers_leave_a_column_of_numbers() -> None:
+    # a missing number leaves a column of numbers
     rows = [{"prompt": "a", "completion": "b", "score": score} for score in (math.nan, 0.5)]
     assert_close(from_completions(rows, TOKENIZER)["metadata", "score"], torch.tensor([math.nan, 0.5]), equal_nan=True)
 
-
-# ------------------------------------------------------------------ what is left out
 
 #: One usable row, then one for each reason that leaves a row out.
 BAD = [
@@ -330,7 +278,7 @@ BAD = [
 ]
 
 
-def test_rows_are_left_out_with_a_warning() -> None:
+def test_rows_are_left_out_with_a_warning_an_error_or_a_count() -> None:
     with pytest.warns(SkippedRowsWarning) as found:
         data = from_completions(BAD, TOKENIZER, max_length=30)
     assert [trained(row) for row in data] == [f"b{END}"]
@@ -340,9 +288,6 @@ def test_rows_are_left_out_with_a_warning() -> None:
     assert "skipped 1, too long: row 3: 42 tokens, at most 30" in str(warning)
     assert "skipped 1, malformed: row 4: has the columns prompt" in str(warning)
     assert found[0].filename == __file__
-
-
-def test_rows_that_cannot_be_used_may_raise_or_be_handed_over() -> None:
     with pytest.raises(DataError, match=r"^row 2 of the list, empty: no text to score\.$"):
         from_completions(BAD, TOKENIZER, on_skip="raise")
     counts: list[Skipped] = []
@@ -376,32 +321,26 @@ def test_a_pair_is_left_out_as_a_whole() -> None:
     assert "skipped 1, equal answers: row 3: both answers have the same tokens" in str(found[0].message)
 
 
+#: Answers as messages need no prompt: a misspelt key would train them without it.
+MISSPELT = partial(from_pairs, prompt_key="qestion")
+ASKED = [{"question": [user("a")], "chosen": CHATS[0], "rejected": []}]
+HOLDS_COMPLETION = "holds completion, expected preference: use from_completions"
+
+
 @pytest.mark.parametrize(
     ("make", "rows", "expected"),
     [
         (from_conversations, PAIRS, "first row of the list holds preference, expected messages: use from_pairs"),
         (from_completions, CHATS, "holds messages, expected completion: use from_conversations"),
-        (
-            from_pairs,
-            [{"prompt": "a", "completion": "b"}],
-            "holds completion, expected preference: use from_completions",
-        ),
+        (from_pairs, [{"prompt": "a", "completion": "b"}], HOLDS_COMPLETION),
         (from_completions, [{"question": "a"}], "has the columns question; expected `messages`"),
         (from_completions, [{"tokens": [1], "mask": [1]}], "holds tokens, expected completion"),
+        (MISSPELT, ASKED, r"row 1 of the list has no column 'qestion', which prompt_key= names: it has que"),
     ],
 )
 def test_rows_of_another_kind(make: Any, rows: Any, expected: str) -> None:
     with pytest.raises(DataError, match=expected):
         make(rows, TOKENIZER)
-
-
-def test_a_key_that_names_no_column_is_refused() -> None:
-    """Answers as messages need no prompt: a misspelt key would train them without it."""
-    row = {"question": [{"role": "user", "content": "a"}], "chosen": CHATS[0], "rejected": []}
-    with pytest.raises(
-        DataError, match=r"row 1 of the list has no column 'qestion', which prompt_key= names: it has que"
-    ):
-        from_pairs([row], TOKENIZER, prompt_key="qestion")
 
 
 def test_wrong_settings() -> None:

@@ -1,29 +1,23 @@
-"""Rows of files, datasets, lists and columns; their places, and what is wrong with a source."""
+"""Rows of files, datasets, lists and columns; tokens and masks of each layout by hand, and what is wrong with a bad row."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
-from torchrl_llm_kl.datasets import DataError, Row, Rows, read_rows
+from cli_files import write_jsonl
+from template_pairs import assistant
+from torchrl_llm_kl.datasets import Answer, DataError, Encoder, Row, Rows, Skip, layout_of, read_rows
+from toy_tokenizer import build_tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-
-
-def write_jsonl(path: Path, rows: list[Any]) -> Path:
-    """Rows as JSON lines; text as it is."""
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
-    )
-    return path
-
-
-# ------------------------------------------------------------------ files
 
 
 def test_lines_and_rows(tmp_path: Path) -> None:
@@ -49,15 +43,14 @@ def test_the_first_readable_row_decides_the_layout(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", ["oops", {"tokens": [1, 2], "mask": [0, 1]}])
     assert read_rows(path).layout == "tokens"
     path = write_jsonl(tmp_path / "data.jsonl", ["oops", {"tokens": [1, 2]}])
-    with pytest.raises(DataError, match=r"line 2 of .* no `prompt_length` and no `mask`"):
-        _ = read_rows(path).layout
-
-
-def test_without_pyarrow_parquet_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    (tmp_path / "data.parquet").write_bytes(b"PAR1....")
-    with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[data\]'"):
-        read_rows(tmp_path / "data.parquet")
+    for rows, message in (
+        (path, r"line 2 of .* no `prompt_length` and no `mask`"),
+        ([3], "the list holds no row that can be read"),
+        ([], r"the list holds no row that can be read \(no row at all\)"),
+        (["a"], "row 1 of the list is a text; expected `messages`"),
+    ):
+        with pytest.raises(DataError, match=message):
+            _ = read_rows(rows).layout
 
 
 def test_parquet_has_the_rows_of_json_lines(tmp_path: Path) -> None:
@@ -72,24 +65,21 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path) -> None:
     assert rows.values() == read_rows(write_jsonl(tmp_path / "data.jsonl", values)).values() == values
 
 
-def test_no_file(tmp_path: Path) -> None:
-    message = r"there is no file word word .*\.\.\.: pass the path .* or a list of rows"
-    with pytest.raises(FileNotFoundError, match=message):
-        read_rows("word " * 200)
-    with pytest.raises(FileNotFoundError, match=r"there is no file .*nothing"):
-        read_rows(tmp_path / "nothing")
-    with pytest.raises(DataError, match="is a folder, expected a JSONL or Parquet file"):
-        read_rows(tmp_path)
-    for content, expected in (
-        (b"", "is empty: expected a JSON object on each line"),
-        (b"PAR1 and no more", "is a damaged Parquet file"),
+def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (("empty", b""), ("bad", b"PAR1 and no more")):
+        (tmp_path / name).write_bytes(content)
+    for source, error, message in (
+        ("word " * 200, FileNotFoundError, r"there is no file word word .*\.\.\.: pass the path .* or a list of rows"),
+        (tmp_path / "nothing", FileNotFoundError, r"there is no file .*nothing"),
+        (tmp_path, DataError, "is a folder, expected a JSONL or Parquet file"),
+        (tmp_path / "empty", DataError, "is empty: expected a JSON object on each line"),
+        (tmp_path / "bad", DataError, "is a damaged Parquet file"),
     ):
-        (tmp_path / "data").write_bytes(content)
-        with pytest.raises(DataError, match=expected):
-            read_rows(tmp_path / "data")
-
-
-# ------------------------------------------------------------------ what is in memory
+        with pytest.raises(error, match=message):
+            read_rows(source)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[data\]'"):
+        read_rows(tmp_path / "bad")
 
 
 class Streamed:
@@ -146,7 +136,9 @@ def test_conversations_of_a_history() -> None:
 
 def test_rows_of_the_wrong_type_keep_their_place() -> None:
     rows = read_rows([{"a": 1}, 3, None, b"x"])
+    assert isinstance(rows, Rows)
     assert [row.problem.split(",")[0] for row in rows] == ["", "is of int", "is of NoneType", "is of bytes"]
+    assert list(rows)[1] == Row(1, "row 2", None, "is of int, expected a dict of columns, a text or messages")
     with pytest.raises(DataError, match="row 2 of the list is of int, expected a dict of columns, a text or messages"):
         rows.values()
 
@@ -168,13 +160,119 @@ def test_what_has_no_rows() -> None:
             read_rows(source)
 
 
-def test_no_row_that_can_be_read() -> None:
-    rows = read_rows([3])
-    assert isinstance(rows, Rows)
-    assert list(rows) == [Row(0, "row 1", None, "is of int, expected a dict of columns, a text or messages")]
-    with pytest.raises(DataError, match="the list holds no row that can be read"):
-        _ = rows.layout
-    with pytest.raises(DataError, match=r"the list holds no row that can be read \(no row at all\)"):
-        _ = read_rows([]).layout
-    with pytest.raises(DataError, match="row 1 of the list is a text; expected `messages`"):
-        _ = read_rows(["a"]).layout
+TOKENIZER = build_tokenizer(pad_token="<|pad|>")
+HI = [{"role": "user", "content": "hi"}]
+EARLIER = [*HI, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "and?"}]
+ABCD = TOKENIZER("abcd").input_ids
+
+
+def said(text: str) -> list[dict[str, Any]]:
+    return [assistant(text)]
+
+
+def encode(value: Any, *, tokenizer: Any = TOKENIZER, **settings: Any) -> list[Answer | Skip]:
+    return Encoder(layout_of(value), tokenizer, **settings).encode(Row(0, "line 1", value))
+
+
+def scored(answer: Answer | Skip, tokenizer: Any = TOKENIZER) -> str:
+    """The text of the tokens that are masked in."""
+    assert isinstance(answer, Answer), answer
+    assert answer.tokens.shape == answer.mask.shape
+    return tokenizer.decode(answer.tokens[answer.mask])
+
+
+SCORED = [
+    ({"messages": [*HI, *said("yes")]}, ["yes<|im_end|>"]),
+    ({"messages": [*EARLIER, *said("no")]}, ["ho<|im_end|>no<|im_end|>"]),
+    ({"prompt": "2 + 2 =", "completion": " 4"}, [" 4"]),
+    ({"prompt": "", "completion": "abc"}, ["bc"]),  # the first token has no prefix
+    ({"prompt": HI, "completion": said("yes")}, ["yes<|im_end|>"]),
+    ({"prompt": EARLIER, "completion": said("no")}, ["no<|im_end|>"]),  # the prompt's own turn is not scored
+    ({"prompt": "a", "chosen": "bc", "rejected": "d"}, ["bc", "d"]),
+    ({"prompt": EARLIER, "chosen": said("x"), "rejected": said("yz")}, ["x<|im_end|>", "yz<|im_end|>"]),
+    # the prompt is what both share
+    ({"chosen": [*EARLIER, *said("x")], "rejected": [*EARLIER, *said("yz")]}, ["x<|im_end|>", "yz<|im_end|>"]),
+    ({"tokens": ABCD, "prompt_length": 3}, ["d"]),
+    ({"input_ids": ABCD, "mask": [0, 1, 0, 1]}, ["bd"]),
+    ({"input_ids": ABCD, "completion_mask": [False, False, True, True]}, ["cd"]),
+    ({"tokens": ABCD, "assistant_masks": [1, 1, 0, 0]}, ["b"]),  # the first has no prefix
+    ({"messages": [{**said("yes")[0], "tool_calls": None}, {"role": "user", "content": "?"}]}, ["yes<|im_end|>"]),
+    # lists of pandas are arrays
+    ({"messages": np.array([*HI, *said("b")], dtype=object)}, ["b<|im_end|>"]),
+    ({"tokens": np.array(ABCD), "mask": np.array([False, True, False, False])}, ["b"]),
+]
+
+
+def test_what_is_scored() -> None:
+    for value, expected in SCORED:
+        assert [scored(answer) for answer in encode(value)] == expected, value
+    (answer,) = encode({"prompt": "2 + 2 =", "completion": " 4"})
+    assert TOKENIZER.decode(answer.tokens) == "2 + 2 = 4"  # plain text is not templated
+
+
+def test_a_begin_of_sequence_token_is_a_prefix() -> None:
+    tokenizer = build_tokenizer(bos_token="<|begin|>")
+    bos = ("<|begin|>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[bos])
+    for prompt in ("ab", "<|begin|>ab"):
+        (answer,) = encode({"prompt": prompt, "completion": "cd"}, tokenizer=tokenizer)
+        assert tokenizer.decode(answer.tokens) == "<|begin|>abcd"
+        assert answer.mask.tolist() == [False, False, False, True, True]
+    (alone,) = encode({"prompt": "", "completion": "cd"}, tokenizer=tokenizer)
+    assert scored(alone, tokenizer) == "cd"
+
+
+SKIPPED = [
+    ({"messages": []}, "empty", "no message"),
+    ({"messages": HI}, "no assistant turn", ""),
+    ({"prompt": HI, "completion": []}, "empty", "no message"),
+    ({"prompt": HI, "completion": HI}, "no assistant turn", ""),
+    ({"prompt": "a", "completion": ""}, "empty", "no text to score"),
+    ({"prompt": "", "completion": "a"}, "empty", "no token to score"),
+    ({"tokens": [], "prompt_length": 0}, "empty", "no tokens"),
+    ({"tokens": [3, 4], "prompt_length": 2}, "empty", "no token to score"),
+    ({"tokens": [3, 4], "prompt_length": 3}, "malformed", "expected a whole number from 0 to 2"),
+    ({"tokens": [3, 4], "prompt_length": True}, "malformed", "expected a whole number"),
+    ({"tokens": [3, -100], "prompt_length": 1}, "malformed", "the token id -100"),
+    ({"tokens": [3, 300], "prompt_length": 1}, "malformed", "outside the vocabulary of 259"),
+    ({"tokens": [3, 4.5], "prompt_length": 1}, "malformed", "4.5 in `tokens`"),
+    ({"tokens": [3, 2**70], "prompt_length": 1}, "malformed", "in `tokens`, expected whole numbers"),
+    ({"tokens": "34", "prompt_length": 1}, "malformed", "`tokens` of str"),
+    ({"tokens": [[3, 4]], "prompt_length": 1}, "malformed", "[3, 4] in `tokens`"),
+    ({"tokens": [3, 4], "mask": [1]}, "malformed", "has 1 numbers in `mask`, expected 2"),
+    ({"tokens": [3, 4], "mask": 5}, "malformed", "has `mask` of int, expected a list"),
+    ({"tokens": [3, 4], "mask": [0, 2]}, "malformed", "1 at the tokens to score"),
+    ({"messages": "hi"}, "malformed", "`messages` of str"),
+    ({"messages": [HI]}, "malformed", "expected an object with `role`"),
+    ({"prompt": "a", "completion": said("b")}, "malformed", "give both alike"),
+    ({"chosen": "b", "rejected": "c"}, "malformed", "without a `prompt`"),
+    ({"prompt": 3, "completion": "b"}, "malformed", "give both alike"),
+    ({"prompt": "a", "completion": "b\ud83d"}, "malformed", "no Unicode: '\\ud83d' at character 2"),
+    ({"messages": [*HI, {"role": "assistant", "content": {"a": 1}}]}, "template", ""),
+    ({"messages": [*HI, *said("x" * 50)]}, "too long", "73 tokens, at most 60"),
+]
+
+
+def test_what_is_skipped() -> None:
+    for value, reason, detail in SKIPPED:
+        for skip in encode(value, vocab_size=259, max_length=60):
+            assert isinstance(skip, Skip), skip
+            assert skip.reason == reason, value
+            assert detail in skip.detail, value
+    chosen, rejected = encode({"prompt": "a", "chosen": "b", "rejected": ""})  # one bad answer leaves the other
+    assert scored(chosen) == "b"
+    assert isinstance(rejected, Skip)
+    assert (rejected.part, rejected.reason) == ("rejected", "empty")
+
+
+def test_text_without_tokens_a_template_that_refuses_and_another_layout() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder = Encoder("completion", PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>"), add_eos=True)
+    (skip,) = encoder.encode(Row(0, "row 1", {"prompt": "", "completion": " "}))
+    assert (type(skip), skip.reason, skip.detail) == (Skip, "empty", "no token to score")
+    strict = build_tokenizer("{{ raise_exception('roles must alternate') }}")
+    (skip,) = encode({"messages": [*HI, *said("yes")]}, tokenizer=strict)
+    assert (type(skip), skip.reason, "roles must alternate" in skip.detail) == (Skip, "template", True)
+    (skip,) = Encoder("messages", TOKENIZER).encode(Row(3, "line 4", {"prompt": "a", "completion": "b"}))
+    assert (type(skip), skip.detail) == (Skip, "holds completion, expected messages as in the first row")
