@@ -7,7 +7,8 @@ turn is written down here: its content as shown, and the end token where the tem
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import assume, given, settings, strategies as st
@@ -62,8 +63,7 @@ CONTENTS = {
 CHOICES = (["", SCAN], WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS)
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     scan: str
     walk: str
     header: str
@@ -77,7 +77,7 @@ class Format:
         header = HEADERS[self.header].replace("{{ m.role }}", "assistant")
         template = WALKS[self.walk] + PROMPTS[self.prompt].replace("HEADER", header)
         parts = (
-            body.replace("m.role", "role").replace("m.content", "content").replace("m.reasoning_content", "reasoning")
+            body.replace("m.reasoning_content", "reasoning").replace("m.role", "role").replace("m.content", "content")
         )
         template = template.replace("BODY_OF_PARTS", parts).replace("BODY", body)
         return self.scan + template.replace("END", ENDS[self.end])
@@ -142,15 +142,12 @@ def test_typical_formats_are_right(walk):
             assert outcome(form, messages, False) == "right", form
 
 
-def without_last_turn(*args, **kwargs):
-    rendered = render_conversation(*args, **kwargs)
-    return replace(rendered, assistant_spans=rendered.assistant_spans[:-1])
-
-
-def shifted(left: int, right: int):
+def shifted(left: int, right: int, last: int | None = None):
     def mask(*args, **kwargs):
         rendered = render_conversation(*args, **kwargs)
-        return replace(rendered, assistant_spans=tuple((a + left, b + right) for a, b in rendered.assistant_spans))
+        return replace(
+            rendered, assistant_spans=tuple((a + left, b + right) for a, b in rendered.assistant_spans[:last])
+        )
 
     return mask
 
@@ -159,16 +156,16 @@ def test_a_wrong_mask_is_seen():
     """Negative control: the faults of an earlier version (a lost turn, a header, no end token, white space after it)."""
     form = Format("", "slice", "chatml", "eos", "always", "plain", "plain")
     assert outcome(form, TYPICAL, False) == "right"
-    for mask in (without_last_turn, shifted(-len("assistant\n"), 0), shifted(0, -len("<|im_end|>")), shifted(0, 1)):
+    for mask in (shifted(0, 0, -1), shifted(-len("assistant\n"), 0), shifted(0, -len("<|im_end|>")), shifted(0, 1)):
         assert outcome(form, TYPICAL, False, mask) not in ("right", "error")
 
 
 TAGS, THOUGHT = "[x]", "<think>\nhm</think>no"
-# What the random templates found, as (scan, walk, header, end, place, prompt, content), conversation and generation prompt.
+# What the random templates found.
 FOUND = [
     # scan, walk, header, end, place, prompt and content of the template; the contents of the assistant, or "u:" and the
     # user's; whether a generation prompt is asked for
-    ("", "no variable tag other between missing plain", [TAGS, "assistant"], True),
+    ("", "no_variable tag other between missing plain", [TAGS, "assistant"], True),
     (SCAN, "copies chatml other closed thinking marked", [TAGS], False),
     ("", "macro words other between thinking marked", [THOUGHT, "u:a"], False),
     ("", "loop tag none always thinking trimmed", [THOUGHT, "u:a"], True),
@@ -185,9 +182,7 @@ FOUND = [
 
 def test_what_was_once_wrong_without_a_word():
     for scan, choices, contents, prompt in FOUND:
-        form = Format(
-            scan, *(choice.replace("_", " ") for choice in choices.replace("no variable", "no_variable").split())
-        )
+        form = Format(scan, *(choice.replace("_", " ") for choice in choices.split()))
         messages = [user(text[2:]) if text.startswith("u:") else assistant(text) for text in contents]
         if contents[-1] == "hm:":
             messages[-1] = assistant("", reasoning_content="hm")

@@ -22,25 +22,16 @@ from toy_tokenizer import CHATML, build_tokenizer
 
 MARKED = "{% if m.role == 'assistant' %}{% generation %}TEXT{% endgeneration %}{% else %}TEXT{% endif %}"
 # One conversation format, written in the styles of real templates.
-# One conversation format, written in the styles of real templates.
 CHATML_VARIANTS = {
     "one string": CHATML,
     "filtered loop": LOOP.replace("messages", "messages if m.role != 'x'") + PROMPT,
     "macro": "{% macro show(m) %}" + TURN + "{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}" + PROMPT,
     "index loop": "{% for i in range(messages|length) %}{% set m = messages[i] %}" + TURN + "{% endfor %}" + PROMPT,
-    "no variable": "{% for i in range(messages|length) %}"
-    + TURN.replace("m.", "messages[i].")
-    + "{% endfor %}"
-    + PROMPT,
-    "looks back": "{% for m in messages %}{% set before = messages[loop.index0 - 1] %}"
-    + TURN
-    + "{% endfor %}"
-    + PROMPT,
+    "no variable": LOOP.replace("m in messages", "i in range(messages|length)").replace("m.", "messages[i].") + PROMPT,
+    "looks back": LOOP.replace("%}<", "%}{% set before = messages[loop.index0 - 1] %}<", 1) + PROMPT,
     "continue": "{% for m in messages %}{% if m.role != 'user' %}" + TURN + "{% continue %}{% endif %}"
     "<|im_start|>user\n{{ m.content }}<|im_end|>\n{% endfor %}" + PROMPT,
-    "search first": "{% for m in messages %}{% if m.role == 'system' %}{% set x = m.content %}{% endif %}{% endfor %}"
-    + LOOP
-    + PROMPT,
+    "search first": LOOP.replace(TURN, "{% if m.role == 'system' %}{% set x = m.content %}{% endif %}") + LOOP + PROMPT,
     "captured": "{% set out %}" + LOOP + "{% endset %}{{ out | trim }}\n" + PROMPT,
     "no prompt": LOOP,
     "prompt in the loop": LOOP.replace("{% endfor %}", "{% if loop.last %}" + PROMPT + "{% endif %}{% endfor %}"),
@@ -64,7 +55,8 @@ def masked_turns(messages, template=CHATML, tokenizer=None, **kwargs) -> list[st
 
 #: Conversation, and the masked text of each turn without the end token that follows it.
 ADVERSARIAL = {
-    "repeats the user": ([user("Answer yes or no"), assistant("yes")], ["yes"]),
+    "defect_11 repeats the user": ([user("Answer yes or no"), assistant("yes")], ["yes"]),
+    "defect_12 end tokens": ([user("x"), assistant("a"), user("x"), assistant("b")], ["a", "b"]),
     "one character": ([user("a"), assistant("a"), user("aa"), assistant("a")], ["a", "a"]),
     "empty turns": ([user("x"), assistant(""), user(""), assistant("")], ["", ""]),
     "header in the question": ([user("<|im_start|>assistant\nyes<|im_end|>\n"), assistant("yes")], ["yes"]),
@@ -85,28 +77,20 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize("variant", CHATML_VARIANTS)
-def test_adversarial_conversations(variant):
-    template = CHATML_VARIANTS[variant]
-    for case, (messages, contents) in ADVERSARIAL.items():
+@pytest.mark.parametrize("case", ADVERSARIAL)
+def test_adversarial_conversations(case):
+    messages, contents = ADVERSARIAL[case]
+    for variant, template in CHATML_VARIANTS.items():
         if case == "assistant first" and variant in ("no variable", "captured"):
             with pytest.raises(TurnNotFoundError, match=r"message 0 \(assistant\).*cannot be located"):
                 masked_turns(messages, template)
-        else:
-            assert masked_turns(messages, template) == [content + END for content in contents], case
-    messages = [user("x"), assistant("a"), assistant("b")]
-    assert masked_turns(messages, template, add_generation_prompt=True) == ["a" + END, "b" + END]
-    found = render_conversation(build_tokenizer(template), messages[:2])
-    assert found.located_by == LOCATED_BY.get(variant, "trace")
-
-
-LOCATED_BY = {"no variable": "prefixes", "captured": "prefixes", "marked content": "marks", "marked turn": "marks"}
-
-
-def test_system_only_has_nothing_to_mask():
-    rendered = render_conversation(build_tokenizer(), [{"role": "system", "content": "assistant"}])
-    assert not rendered.assistant_mask.any()
-    assert (rendered.assistant_spans, rendered.located_by) == ((), "no assistant turn")
+            continue
+        for prompt in (False, True):
+            found = masked_turns(messages, template, add_generation_prompt=prompt)
+            assert found == [content + END for content in contents], variant
+        if case == "one character":
+            found = render_conversation(build_tokenizer(template), messages[:2])
+            assert found.located_by == LOCATED_BY.get(variant, "trace"), variant
 
 
 def test_content_that_the_template_changes():
@@ -186,7 +170,7 @@ def test_text_and_tokens_equal_those_of_transformers_and_arguments_stay():
     assert rendered.token_ids.tolist() == plain["input_ids"]
 
 
-def test_a_batch_equals_single_conversations():
+def test_a_batch_equals_single_conversations_and_a_system_message_alone_has_no_turn():
     tokenizer = build_tokenizer()
     conversations = [[user("a"), assistant("b")], [user("a")], [user("ccc"), assistant("é"), user("d"), assistant("")]]
     for together, messages in zip(render_conversations(tokenizer, conversations), conversations, strict=True):
@@ -194,52 +178,51 @@ def test_a_batch_equals_single_conversations():
         assert (together.text, together.assistant_spans) == (alone.text, alone.assistant_spans)
         assert together.token_ids.equal(alone.token_ids)
         assert together.assistant_mask.equal(alone.assistant_mask)
+    rendered = render_conversation(tokenizer, [{"role": "system", "content": "assistant"}])
+    assert not rendered.assistant_mask.any()
+    assert (rendered.assistant_spans, rendered.located_by) == ((), "no assistant turn")
     assert render_conversations(tokenizer, []) == []
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+COUNTS = "{% for i in range(messages | length) %}{{ messages | length }}{{ messages[i].content }}{% endfor %}"
+ASKED = [user("x"), assistant("a"), assistant("b")]
 
 
-def test_no_template():
-    with pytest.raises(MissingChatTemplateError, match=r"no chat template.*Pass `chat_template=`"):
-        render_conversation(build_tokenizer(None), [user("x")])
-    with pytest.raises(MissingChatTemplateError, match=r"\['a', 'b'\] and no default"):
-        render_conversation(build_tokenizer({"a": CHATML, "b": CHATML}), [user("x")])
-    with pytest.raises(MissingChatTemplateError, match="is no template"):
-        render_conversation(build_tokenizer({"a": CHATML}), [user("x")], chat_template="c")
-
-
-def test_an_empty_mask_is_an_error_that_names_the_template():
-    silent = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(EmptyAssistantMaskError, match=r"2 assistant turns.*sha256.*for m in messages.*own template"):
-        render_conversation(build_tokenizer(silent), [user("x"), assistant("a"), assistant("b")])
-    unmarked = CHATML + "{% generation %}{% endgeneration %}"
-    with pytest.raises(EmptyAssistantMaskError, match=r"conversation 1 has 1 assistant turn,.*blocks mark nothing"):
-        render_conversations(build_tokenizer(unmarked), [[user("x")], [user("x"), assistant("a")]])
-
-
-def test_a_turn_that_cannot_be_located_is_an_error():
-    template = "{% for i in range(messages | length) %}{{ messages | length }}{{ messages[i].content }}{% endfor %}"
-    with pytest.raises(TurnNotFoundError, match=r"message 1 \(assistant\) of 3.*sha256.*Pass a template"):
-        render_conversation(build_tokenizer(template), [user("x"), assistant("a"), user("y")])
-
-
-def test_reserved_arguments_are_not_template_variables():
-    for name in ("tokenize", "truncation", "continue_final_message"):
-        with pytest.raises(TypeError, match=f"{name}: not a template variable"):
-            render_conversation(build_tokenizer(), [user("x")], **{name: True})
-
-
-def test_not_a_conversation():
-    for messages in ("x", {"role": "user"}, ["x"], [{"content": "x"}], 3):
-        with pytest.raises(TypeError, match=r"conversation 0"):
-            render_conversation(build_tokenizer(), messages)
-    with pytest.raises(ValueError, match="conversation 0 has no messages"):
-        render_conversation(build_tokenizer(), [])
+@pytest.mark.parametrize(
+    ("template", "messages", "kwargs", "error", "message"),
+    [
+        (None, ASKED, {}, MissingChatTemplateError, r"no chat template.*Pass `chat_template=`"),
+        ({"a": CHATML, "b": CHATML}, ASKED, {}, MissingChatTemplateError, r"\['a', 'b'\] and no default"),
+        ({"a": CHATML}, ASKED, {"chat_template": "c"}, MissingChatTemplateError, "is no template"),
+        (SILENT, ASKED, {}, EmptyAssistantMaskError, r"2 assistant turns.*sha256.*for m in messages.*own template"),
+        (
+            COUNTS,
+            [*ASKED[:2], user("y")],
+            {},
+            TurnNotFoundError,
+            r"message 1 \(assistant\) of 3.*sha256.*Pass a template",
+        ),
+        (CHATML, ASKED, {"tokenize": True}, TypeError, "tokenize: not a template variable"),
+        (CHATML, ASKED, {"truncation": True}, TypeError, "truncation: not a template variable"),
+        (CHATML, ASKED, {"continue_final_message": True}, TypeError, "continue_final_message: not a template variable"),
+        *(
+            (CHATML, wrong, {}, TypeError, "conversation 0")
+            for wrong in ("x", {"role": "u"}, ["x"], [{"content": ""}], 3)
+        ),
+        (CHATML, [], {}, ValueError, "conversation 0 has no messages"),
+    ],
+)
+def test_what_has_no_mask_is_an_error(template, messages, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        render_conversation(build_tokenizer(template), messages, **kwargs)
     assert issubclass(AssistantMaskError, ValueError)
 
 
-# ---- defects of TorchRL's own masks -----------------------------------------------------------------------------------
+def test_blocks_that_mark_nothing():
+    unmarked = CHATML + "{% generation %}{% endgeneration %}"
+    with pytest.raises(EmptyAssistantMaskError, match=r"conversation 1 has 1 assistant turn,.*blocks mark nothing"):
+        render_conversations(build_tokenizer(unmarked), [[user("x")], [user("x"), assistant("a")]])
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -253,29 +236,12 @@ def test_defect_10_the_tokenizers_own_template_is_used(marked):
         assert masked_turns([user("x"), assistant("y")], tokenizer=tokenizer) == ["y[/A]"], name
 
 
-def test_defect_11_a_repeated_text_is_masked_in_only_in_the_assistants_turn():
-    rendered = render_conversation(build_tokenizer(), [user("Answer yes or no"), assistant("yes")])
-    assert rendered.text[: rendered.assistant_spans[0][0]].endswith("<|im_start|>assistant\n")
-    assert len(rendered.assistant_spans) == 1
-
-
-def test_defect_12_the_end_of_turn_token_is_in_the_mask():
-    for variant, template in CHATML_VARIANTS.items():
-        tokenizer = build_tokenizer(template)
-        rendered = render_conversation(tokenizer, [user("x"), assistant("a"), user("x"), assistant("b")])
-        is_end = rendered.token_ids == tokenizer.eos_token_id
-        assert (rendered.assistant_mask & is_end).sum() == 2, variant
-        assert is_end.sum() == 4, variant
-
-
 def test_defect_34_padding_with_the_end_token_changes_nothing():
     plain = build_tokenizer(pad_token="<pad>")
     shared = build_tokenizer(pad_token=END)
     messages = [user("x"), assistant("a"), assistant(END)]
     assert masked_turns(messages, tokenizer=plain) == masked_turns(messages, tokenizer=shared) == ["a" + END, END + END]
 
-
-# ---- properties ------------------------------------------------------------------------------------------------------
 
 FRAGMENTS = [
     "<|im_start|>",
@@ -320,3 +286,71 @@ def test_marks_are_placed_in_linear_time() -> None:
     used = "".join(f"_0{k}" for k in range(7391, 7391 + long)) + "_"
     assert _unused_nonce(used) == f"_0{7391 + long}_"
     assert _unused_nonce("_07391") == "_07391_"
+
+
+SCAN = "{% for m in messages %}{% endfor %}"
+LAST = "{% for m in messages[:-1] %}BODY{% endfor %}{% set m = messages[-1] %}BODY".replace("BODY", TURN)
+CHAT = [user("Hi"), assistant("yes"), user("Bye"), assistant("no")]
+
+
+def test_the_last_message_outside_of_the_loop():
+    """Nemotron-Nano-v2: a loop looks at all messages, another one writes all but the last, also with marks."""
+    marked = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    marked += "{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    marked = LAST.replace("{{ m.content }}<|im_end|>", marked) + PROMPT
+    for scan in (SCAN, ""):
+        for template in (scan + LAST + PROMPT, scan + LAST, scan + marked):
+            assert masked_turns(CHAT, template) == ["yes" + END, "no" + END], template
+        assert masked_turns(CHAT[:2], scan + LAST + PROMPT) == masked_turns(CHAT[:2], scan + LAST) == ["yes" + END]
+
+
+def test_the_stop_token_of_a_tool_call_that_a_tool_answers_in_the_turn():
+    """gemma-4: the tool's answer follows in the same turn, after the token that stopped the model."""
+    template = (
+        "{% for m in messages %}{% if m.role != 'tool' %}<turn>{{ m.role }}\n"
+        "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call>{% set ns = namespace(answered=false) %}"
+        "{% for k in range(loop.index, messages | length) %}{% if messages[k].role == 'tool' %}"
+        "{% set result = messages[k] %}<response>{{ result.content }}</response>{% set ns.answered = true %}"
+        "{% endif %}{% endfor %}{% if not ns.answered %}<response>{% endif %}{% else %}{{ m.content }}<end>\n{% endif %}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role == 'user' %}<turn>assistant\n{% endif %}"
+    )
+    messages = [user("1+2?"), assistant("", tool_calls=CALL), {"role": "tool", "content": "3"}]
+    assert masked_turns(messages[:2], template) == masked_turns(messages, template) == ["<call>add</call><response>"]
+
+
+def test_a_second_header_inside_of_a_turn_is_an_error():
+    """DeepSeek-R1-Distill: a tool call with string content is written as two turns of the assistant."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% else %}<bot>"
+        "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call><|im_end|><bot>{% endif %}"
+        "{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    assert masked_turns(CHAT, template) == ["yes" + END, "no" + END]
+    with pytest.raises(TurnNotFoundError, match=r"message 1 \(assistant\) of 2.*holds a header.*<bot>.*chat_template="):
+        masked_turns([user("1+2?"), assistant("Let me add.", tool_calls=CALL)], template)
+
+
+def test_two_assistant_messages_in_a_row_without_a_prompt_between_them():
+    """Reka: after an assistant's message, the template adds no generation prompt; the header is still no answer."""
+    template = (
+        "{% set ns = namespace(out='') %}{% for i in range(messages | length) %}{% set ns.out = ns.out ~ messages[i].role"
+        " ~ ': ' ~ messages[i].content ~ '<sep>' %}{% endfor %}{{ ns.out }}"
+        "{% if add_generation_prompt and messages[-1].role != 'assistant' %}assistant: {% endif %}"
+    )
+    messages = [user("x"), assistant("first"), assistant("second")]
+    assert masked_turns(messages, template) == ["first<sep>", "second<sep>"]
+
+
+def test_content_in_the_wrong_order_is_an_error():
+    template = (
+        "{% for m in messages | reverse %}" + TURN + "{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(TurnNotFoundError, match="message 1"):
+        masked_turns(CHAT, template)
+
+
+def test_a_turn_that_the_template_never_writes_is_omitted():
+    template = "{% for m in messages if m.content != 'no' %}" + TURN + "{% endfor %}" + PROMPT
+    assert masked_turns([user("Hi"), assistant("yes")], template) == ["yes" + END]
+    silent = SCAN + "{% for m in messages %}{% if loop.index != 2 %}" + TURN + "{% endif %}{% endfor %}" + PROMPT
+    assert masked_turns(CHAT, silent) == ["no" + END]

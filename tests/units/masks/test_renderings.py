@@ -62,15 +62,12 @@ def test_two_renderings_whatever_the_number_of_turns(renderings, template):
         assert len(renderings) == count, (turns, prompt)
 
 
-def test_one_rendering_without_a_mask(renderings):
+def test_one_rendering_without_a_mask_where_no_turn_can_be_missing(renderings):
     tokenizer = build_tokenizer()
     whole = render_conversation(tokenizer, talk(2), assistant_mask=False)
     assert len(renderings) == 1
     assert (whole.assistant_spans, whole.located_by, whole.assistant_mask.any().item()) == ((), "not asked", False)
     assert whole.token_ids.equal(render_conversation(tokenizer, talk(2)).token_ids)
-
-
-def test_without_a_mask_no_turn_can_be_missing():
     tokenizer = build_tokenizer("{{ messages | length }}{% for m in messages %}{{ m | length }}{% endfor %}")
     with pytest.raises((EmptyAssistantMaskError, TurnNotFoundError)):  # which, depends on transformers' release
         render_conversation(tokenizer, talk(1))
@@ -109,27 +106,28 @@ def test_renderings_of_the_templates_that_trl_ships(renderings, part):
     }
 
 
-# ---- a generation prompt that varies between turns -----------------------------------------------------------------------
+def no_thinking(condition: str) -> str:
+    thought = "{% if " + condition + " %}<think></think>{% endif %}"
+    return "{% if add_generation_prompt %}<|im_start|>assistant\n" + thought + "{% endif %}"
 
-NO_THINKING = (
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if CONDITION %}<think></think>{% endif %}{% endif %}"
-)
+
+def loop_with(more: str) -> str:
+    return LOOP.replace("{% endfor %}", more + "{% endfor %}")
+
+
+NOTED = "{% set ns = namespace(last='') %}"
 # Each prompts for the first answer with an empty thinking block, and for the second without.
 VARYING = {
-    "namespace": "{% set ns = namespace(last='') %}"
-    + LOOP.replace("{% endfor %}", "{% set ns.last = m.content %}{% endfor %}")
-    + NO_THINKING.replace("CONDITION", "'/off' in ns.last"),
-    "namespace in a macro": "{% set ns = namespace(last='') %}{% macro note(m) %}{% set ns.last = m.content %}{% endmacro %}"
-    + LOOP.replace("{% endfor %}", "{{ note(m) }}{% endfor %}")
-    + NO_THINKING.replace("CONDITION", "'/off' in ns.last"),
-    "last message": LOOP + NO_THINKING.replace("CONDITION", "'/off' in messages[-1].content"),
+    "namespace": NOTED + loop_with("{% set ns.last = m.content %}") + no_thinking("'/off' in ns.last"),
+    "namespace in a macro": NOTED
+    + "{% macro note(m) %}{% set ns.last = m.content %}{% endmacro %}"
+    + loop_with("{{ note(m) }}")
+    + no_thinking("'/off' in ns.last"),
+    "last message": LOOP + no_thinking("'/off' in messages[-1].content"),
     "by way of a variable": "{% set said = messages | map(attribute='content') | list %}{% set last = said[-1] %}"
     + LOOP
-    + NO_THINKING.replace("CONDITION", "'/off' in last"),
-    "inside of the loop": LOOP.replace(
-        "{% endfor %}",
-        "{% if loop.last %}" + NO_THINKING.replace("CONDITION", "'/off' in m.content") + "{% endif %}{% endfor %}",
-    ),
+    + no_thinking("'/off' in last"),
+    "inside of the loop": loop_with("{% if loop.last %}" + no_thinking("'/off' in m.content") + "{% endif %}"),
 }
 
 
@@ -161,13 +159,10 @@ def test_dependence_of_the_generation_prompt_on_the_messages():
         assert read.prompt_is_fixed == is_fixed, after
         assert not (read.prompt_is_fixed and read.loop_reads_flag), after
         assert not instrument("{% if messages %}" + LOOP + after + "{% endif %}").prompt_is_fixed, after
-    in_loop = LOOP.replace("{% endfor %}", "{% if loop.last and add_generation_prompt %}!{% endif %}{% endfor %}")
-    variable = "{% set asked = add_generation_prompt %}" + LOOP.replace("{% endfor %}", "{{ asked }}{% endfor %}")
+    in_loop = loop_with("{% if loop.last and add_generation_prompt %}!{% endif %}")
+    variable = "{% set asked = add_generation_prompt %}" + loop_with("{{ asked }}")
     for loop in (in_loop, variable):
         assert instrument(loop + PROMPT).loop_reads_flag, loop
-
-
-# ---- the border of header and content ------------------------------------------------------------------------------------
 
 
 def test_without_a_generation_prompt_the_header_is_the_text_before_any_content():

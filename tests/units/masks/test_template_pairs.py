@@ -10,18 +10,7 @@ pytest.importorskip("trl", reason="TRL's chat templates are the oracle")
 
 import template_pairs
 from project import PROJECT
-from template_pairs import (
-    CALL,
-    CONVERSATIONS,
-    assistant,
-    compare,
-    conversation,
-    masked_by,
-    pairs,
-    read,
-    tokenizer_for,
-    user,
-)
+from template_pairs import CALL, CONVERSATIONS, assistant, conversation, masked_by, read, tokenizer_for, user
 from torchrl_llm_kl.masks import render_conversation
 
 # Marked by TRL and not by us: role headers, the thinking tags that a generation prompt ends with, the white space
@@ -76,8 +65,8 @@ def masked_turns(template: str, messages: list[dict], **kwargs) -> list[str]:
 
 
 def test_every_template_is_accounted_for():
-    assert set(pairs()) == set(ONLY_TRL)
-    training = {f"{name}_training" for name in pairs()}
+    assert set(template_pairs.pairs()) == set(ONLY_TRL)
+    training = {f"{name}_training" for name in ONLY_TRL}
     assert set(template_pairs.all_templates()) == set(ONLY_TRL) | training | UNPAIRED
 
 
@@ -86,7 +75,7 @@ def test_mask_agrees_with_the_generation_blocks(template):
     """Also with them after our normalisation, where neither headers nor white space differ. All listed differences occur."""
     seen = set()
     for kind in CONVERSATIONS:
-        outcome = compare(template, kind)
+        outcome = template_pairs.compare(template, kind)
         seen |= set(outcome.only_trl)
         if (template, kind) in REFUSED:
             assert outcome.status == "refused", kind
@@ -121,9 +110,8 @@ def test_answers_are_masked_in_and_questions_are_not(template):
 
 
 CHATML_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
-GLM_CALL = (
-    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>"
-)
+_ARGUMENTS = "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>"
+GLM = "\n<think></think>\n"
 GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
 GEMMA_STOP = "<|tool_response>"  # written by the model, which stops there
 # Hand-written, for cases that no marked template covers.
@@ -138,12 +126,8 @@ EXPECTED = {
     # the generation prompt ends with an empty thinking block
     ("qwen3_5_nothink", "multi"): ["Hello there<|im_end|>", "Hi<|im_end|>"],
     # no end-of-turn token: the next header stops the model
-    ("glm4moe", "reasoning"): ["\n<think></think>\n3", "\n<think>two and two</think>\n4"],
-    ("glm4moe", "tools"): [
-        f"\n<think></think>\n{GLM_CALL}\n</tool_call>",
-        "\n<think></think>\nIt is 3.",
-        "\n<think></think>\nWelcome",
-    ],
+    ("glm4moe", "reasoning"): [f"{GLM}3", "\n<think>two and two</think>\n4"],
+    ("glm4moe", "tools"): [f"{GLM}<tool_call>add\n{_ARGUMENTS}\n</tool_call>", f"{GLM}It is 3.", f"{GLM}Welcome"],
     # the tool's response is inside the model's turn, which continues after it
     ("gemma4_v5", "tools"): [GEMMA_CALL + GEMMA_STOP, "It is 3.<turn|>", "Welcome<turn|>"],
     ("gemma4_v5", "reasoning"): ["3<turn|>", "<|channel>thought\ntwo and two\n<channel|>4<turn|>"],
@@ -161,22 +145,14 @@ EXPECTED = {
 def test_masked_text():
     for (template, kind), expected in EXPECTED.items():
         assert masked_turns(template, conversation(template, kind)) == expected, (template, kind)
-
-
-def test_closed_thinking_belongs_to_the_prompt_when_thinking_is_off():
-    messages = [user("1+2?"), assistant("3")]
+    messages = [user("1+2?"), assistant("3")]  # closed thinking belongs to the prompt when thinking is off
     assert masked_turns("qwen3", messages, enable_thinking=False) == ["3<|im_end|>"]
     assert masked_turns("qwen3", messages, enable_thinking=True) == ["<think>\n\n</think>\n\n3<|im_end|>"]
-
-
-def test_the_second_end_token_of_phi_is_masked_out():
-    for content in ("", "<|end|>", "a"):
-        messages = [user("x"), assistant(content)]
-        assert masked_turns("phi3", messages) == [content + "<|end|>"]
-        assert masked_turns("phi3", messages, chat_template=read("phi3_training")) == [content + "<|end|>"]
-
-
-def test_two_calls_and_their_responses_in_one_gemma_turn():
+    for content in ("", "<|end|>", "a"):  # the second end token of Phi is masked out
+        for source in ("phi3", "phi3_training"):
+            found = masked_turns("phi3", [user("x"), assistant(content)], chat_template=read(source))
+            assert found == [content + "<|end|>"]
+    # two calls and their responses in one turn
     results = [{"role": "tool", "tool_call_id": call, "content": "3"} for call in ("c0", "c1")]
     messages = [user("?"), assistant("", tool_calls=[*CALL, {**CALL[0], "id": "c1"}]), *results, assistant("3")]
     assert masked_turns("gemma4_v5", messages) == [GEMMA_CALL * 2 + GEMMA_STOP, "3<turn|>"]
