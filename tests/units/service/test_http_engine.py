@@ -9,10 +9,8 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +33,7 @@ both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[PromptServer]:
+def server():
     found = PromptServer()
     yield found
     found.close()
@@ -44,35 +42,38 @@ def server() -> Iterator[PromptServer]:
 class Exact(LogProbScorer):
     """In float64, as the server computes; the scores are rounded to float32, as an engine's are."""
 
-    def evaluate(self, *args: Any, **options: Any) -> Scores:
-        found = super().evaluate(*args, **options)
+    def evaluate(self, *args, **options):
         kinds = {torch.float64: torch.float32}
-        return Scores(
-            *(None if x is None else x.like(x.values.to(kinds.get(x.values.dtype, x.values.dtype))) for x in found)
-        )
+        found = super().evaluate(*args, **options)
+        return Scores(*(x and x.like(x.values.to(kinds.get(x.values.dtype, x.values.dtype))) for x in found))
 
 
 @cache
-def scorer(temperature: float = 1.0) -> Exact:
+def scorer(temperature=1.0):
     return Exact(model().double(), temperature=temperature)
 
 
-def engine(server: PromptServer, dialect: str = "vllm", **options: Any) -> HTTPEngine:
+def engine(server, dialect="vllm", **options):
     return HTTPEngine(server.url, **{"model": MODEL, "dialect": dialect, "timeout": LONG, **options})
 
 
-def scored(
-    found: HTTPEngine, rows: Ragged | None = None, mask: torch.Tensor | None = None, settings: Settings = PLAIN
-) -> torch.Tensor:
+def scored(found, rows=None, mask=None, settings=PLAIN):
     rows = sequences(4, 6) if rows is None else rows
     return found.score(rows, rows.positions > 0 if mask is None else mask, settings).values
 
 
-def request(*tokens: int, settings: Settings = PLAIN) -> Request:
+def assert_right(found, rows=None, mask=None, temperature=1.0):
+    """The engine's scores are those of the model here."""
+    rows = sequences(4, 6) if rows is None else rows
+    want = scorer(temperature).score(rows, mask).values
+    assert_same(scored(found, rows, mask, Settings(temperature=temperature)), want)
+
+
+def request(*tokens, settings=PLAIN):
     return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, settings, version=None, caller="")
 
 
-def some_mask(rows: Ragged) -> torch.Tensor:
+def some_mask(rows):
     """The second half of most sequences, none of some, and a gap."""
     mask = (rows.positions >= 4) & (rows.sequence_ids % 3 != 1)
     mask[mask.nonzero()[1]] = False
@@ -80,13 +81,13 @@ def some_mask(rows: Ragged) -> torch.Tensor:
 
 
 @both
-def test_values_are_those_of_the_model(server: PromptServer, dialect: str) -> None:
+def test_values_are_those_of_the_model(server, dialect):
     found = engine(server, dialect)
     assert isinstance(found, Engine)
     assert (found.temperatures, found.precision) == ("raw", 0.0)
     rows = sequences(4, 9)
     for mask in (rows.positions > 0, some_mask(rows), torch.zeros_like(rows.positions, dtype=torch.bool)):
-        assert_same(scored(found, rows, mask), scorer().score(rows, mask).values)
+        assert_right(found, rows, mask)
     assert found.progress() > 9
     assert found.cached_tokens() == (0, 0)
     assert found.interface()[1] is False
@@ -94,7 +95,7 @@ def test_values_are_those_of_the_model(server: PromptServer, dialect: str) -> No
 
 
 @both
-def test_only_what_is_needed_is_requested(server: PromptServer, dialect: str) -> None:
+def test_only_what_is_needed_is_requested(server, dialect):
     found = engine(server, dialect)
     rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 5)])
     mask = torch.zeros(12, dtype=torch.bool)
@@ -112,7 +113,7 @@ def test_only_what_is_needed_is_requested(server: PromptServer, dialect: str) ->
 
 
 @both
-def test_temperatures(server: PromptServer, dialect: str) -> None:
+def test_temperatures(server, dialect):
     """Log-probs at the request's temperature are used; raw ones are refused at another than 1; others are an error."""
     with pytest.raises(ValueError, match=r"temperature=0.7, but the server's log-probs are at temperature 1"):
         scored(engine(server, dialect), settings=Settings(temperature=0.7))
@@ -120,8 +121,7 @@ def test_temperatures(server: PromptServer, dialect: str) -> None:
         found = engine(server, dialect)
         assert found.temperatures == "tempered"
         for temperature in (1.0, 0.7):
-            want = scorer(temperature).score(sequences(4, 6)).values
-            assert_same(scored(found, settings=Settings(temperature=temperature)), want)
+            assert_right(found, temperature=temperature)
     with server.set(scrambled=True), pytest.raises(ServiceError, match="neither those at 1 nor of halved logits"):
         engine(server)
 
@@ -137,17 +137,16 @@ def test_temperatures(server: PromptServer, dialect: str) -> None:
         ("stale", "log-probs of one sequence changed between two requests"),
     ],
 )
-def test_vllm_with_a_prefix_cache(server: PromptServer, cache_: str, message: str) -> None:
+def test_vllm_with_a_prefix_cache(server, cache_, message):
     """A salt for each request keeps it from the others' prefixes; a server that ignores it is refused."""
-    rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 12), torch.arange(1, 9)])
     with server.set(cache=cache_):
-        assert_same(scored(engine(server), rows), scorer().score(rows).values)
+        assert_right(engine(server), Ragged.from_list([torch.arange(1, n) for n in (9, 12, 9)]))
     with server.set(cache=cache_, salts=False), pytest.raises(ServiceError, match=message):
         engine(server)
 
 
 @pytest.mark.parametrize("cache_", ["null", "missing"])
-def test_sglang_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
+def test_sglang_with_a_prefix_cache(server, cache_):
     """Tokens without scores are requested again with ``logprob_start_len=0``."""
     rows = Ragged.from_list([torch.arange(1, 12), torch.arange(1, 9)])
     mask = (rows.positions > 2) & (rows.positions < 7)
@@ -155,7 +154,7 @@ def test_sglang_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
         found = engine(server, "sglang")
         server.change()
         for _ in range(2):
-            assert_same(scored(found, rows, mask), scorer().score(rows, mask).values)
+            assert_right(found, rows, mask)
         assert {body["logprob_start_len"] for body in server.requests()} == {2, 0}
         server.change(recomputes=False)
         alone = Ragged.from_list([torch.arange(1, 12)])
@@ -164,11 +163,11 @@ def test_sglang_with_a_prefix_cache(server: PromptServer, cache_: str) -> None:
             scored(found, alone, mask[:11])
 
 
-# ------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------ numbers and tokens
 
 
 @pytest.mark.parametrize(("dialect", "decimals"), [("vllm", 2), ("sglang", 4)])
-def test_rounding_is_measured(server: PromptServer, dialect: str, decimals: int) -> None:
+def test_rounding_is_measured(server, dialect, decimals):
     with server.set(decimals=decimals):
         found = engine(server, dialect)
         assert found.precision == pytest.approx(0.5 * 10.0**-decimals)
@@ -176,16 +175,15 @@ def test_rounding_is_measured(server: PromptServer, dialect: str, decimals: int)
         assert 0 < difference <= found.precision + 1e-6
 
 
-def test_rounding() -> None:
+def test_rounding():
+    values = torch.rand(20, generator=torch.Generator().manual_seed(0))
     assert rounding([-1.0, -2.0]) == 0.5
     assert rounding([-1.23, -2.0, -math.inf]) == pytest.approx(0.005)
-    values = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
-    assert rounding(values) == 0.0
-    assert rounding(torch.tensor(values).bfloat16().tolist()) == 0.0
+    assert rounding(values.tolist()) == rounding(values.bfloat16().tolist()) == 0.0
 
 
 @both
-def test_a_forbidden_token_is_no_number(server: PromptServer, dialect: str) -> None:
+def test_a_forbidden_token_is_no_number(server, dialect):
     """vLLM sends -9999.0 for -inf, SGLang null."""
     rows = Ragged.from_list([torch.tensor([1, 2, 3]), torch.tensor([7, 8, 50, 9])])
     mask = rows.positions > 0
@@ -207,30 +205,22 @@ class TopSettings(Settings):
 
 
 @both
-def test_top_k(server: PromptServer, dialect: str) -> None:
-    found = engine(server, dialect)
-    rows = sequences(4, 6)
+def test_top_k(server, dialect):
+    found, rows = engine(server, dialect), sequences(4, 6)
     mask = some_mask(rows)
-    scores = found.evaluate(rows, mask, TopSettings(top_k=5))  # type: ignore[call-arg]
-    want = scorer().evaluate(rows, mask, top_k=5)
-    assert scores.top_indices is not None
-    assert want.top_indices is not None
+    scores, want = found.evaluate(rows, mask, TopSettings(top_k=5)), scorer().evaluate(rows, mask, top_k=5)
     assert scores.top_indices.values.equal(want.top_indices.values)
     for name in ("log_prob", "top_log_probs", "tail_log_prob"):
         assert_same(getattr(scores, name).values, getattr(want, name).values)
     if dialect == "vllm":
         with pytest.raises(ValueError, match="greater than max allowed"):
-            found.evaluate(rows, mask, TopSettings(top_k=21))  # type: ignore[call-arg]
-
-
-# ------------------------------------------------------------------ tokens
+            found.evaluate(rows, mask, TopSettings(top_k=21))
 
 
 @pytest.mark.parametrize("old", [False, True])
 @both
-def test_other_tokens_than_were_sent(server: PromptServer, dialect: str, old: bool) -> None:
-    found = engine(server, dialect)
-    rows = Ragged.from_list([torch.tensor([1, 2, 5, 4])])
+def test_other_tokens_than_were_sent(server, dialect, old):
+    found, rows = engine(server, dialect), Ragged.from_list([torch.tensor([1, 2, 5, 4])])
     with server.set(old=old):
         assert scored(found, rows)[0] == 0, "the first token has no log-prob"
     with server.set(retokenises=True, old=old), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
@@ -243,23 +233,22 @@ def test_other_tokens_than_were_sent(server: PromptServer, dialect: str, old: bo
 
 
 @pytest.mark.parametrize(("dialect", "fails"), [("vllm", [503, 0, 429]), ("sglang", [500, 500])])
-def test_failures_that_pass_are_retried(server: PromptServer, dialect: str, fails: list[int]) -> None:
+def test_failures_that_pass_are_retried(server, dialect, fails):
     found = engine(server, dialect)
     with server.set(fails=fails):
-        assert_same(scored(found), scorer().score(sequences(4, 6)).values)
+        assert_right(found)
 
 
-def test_failures_that_stay(server: PromptServer) -> None:
+def test_failures_that_stay(server):
     found = engine(server)
-    for status, message in (
-        (500, "answers with HTTP 500: switched off"),
-        (299, "something that is not JSON"),
-        (403, "answers with HTTP 403"),
+    for switches, message in (
+        ({"fails": [500] * 1000}, "answers with HTTP 500: switched off"),
+        ({"fails": [299] * 1000}, "something that is not JSON"),
+        ({"fails": [403] * 1000}, "answers with HTTP 403"),
+        ({"odd": True}, "answers in another form than this dialect"),
     ):
-        with server.set(fails=[status] * 1000), pytest.raises(ServiceError, match=message):
+        with server.set(**switches), pytest.raises(ServiceError, match=message):
             scored(found)
-    with server.set(odd=True), pytest.raises(ServiceError, match="answers in another form than this dialect"):
-        scored(found)
     found._timeout = 0.3
     with server.set(delay=0.6), pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
         scored(found)
@@ -267,7 +256,7 @@ def test_failures_that_stay(server: PromptServer) -> None:
         HTTPEngine("http://127.0.0.1:9", model=MODEL, timeout=0.2)
 
 
-def test_a_batch_waits_once_for_a_server_that_is_down(server: PromptServer) -> None:
+def test_a_batch_waits_once_for_a_server_that_is_down(server):
     found = engine(server, timeout=0.3)
     with server.set(fails=[503] * 1000):
         first = found.progress()
@@ -279,7 +268,7 @@ def test_a_batch_waits_once_for_a_server_that_is_down(server: PromptServer) -> N
     assert tries <= 20 * 4  # pauses of 0.05, 0.1, 0.2 s
 
 
-def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> None:
+def test_a_server_that_comes_back_with_another_model(server):
     for fails in ([0], [503], []):  # the last: between two calls, noticed by a new connection alone
         found = engine(server)
         with server.set(fails=fails, seed=1), pytest.raises(ServiceError, match="it came back with another model, by"):
@@ -287,36 +276,31 @@ def test_a_server_that_comes_back_with_another_model(server: PromptServer) -> No
         assert scored(found).isfinite().all()
 
 
-def test_a_server_that_is_killed_and_started_again() -> None:
+def test_a_server_that_is_killed_and_started_again():
     """While a caller waits: no answer is lost or wrong."""
-    first = PromptServer()
+    first, asked = PromptServer(), []
     found = engine(first)
-    answers: dict[int, torch.Tensor] = {}
 
-    def call() -> None:
+    def call():
         for seed in range(40):
-            answers[seed] = scored(found, sequences(seed, 2))
+            assert_right(found, sequences(seed, 2))
+            asked.append(seed)
 
     caller = threading.Thread(target=call)
     caller.start()
-    until(lambda: len(answers) >= 10)
+    until(lambda: len(asked) >= 10)
     first.close()
     second = PromptServer(first.port)
     caller.join()
     second.close()
-    assert len(answers) == 40
-    for seed, answer in answers.items():
-        assert_same(answer, scorer().score(sequences(seed, 2)).values)
+    assert len(asked) == 40
 
 
-def test_a_name_that_the_server_does_not_have(server: PromptServer) -> None:
+def test_names_keys_and_addresses(server, monkeypatch):
     with pytest.raises(ServiceError, match="HTTP 404: The model `other` does not exist"):
         engine(server, model="other")
     with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
         engine(server, "sglang", model="other")
-
-
-def test_a_key(server: PromptServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY_KEY", "hush")
     with server.set(key="hush"):
         assert scored(engine(server, api_key_env="TOY_KEY")).isfinite().all()
@@ -326,22 +310,21 @@ def test_a_key(server: PromptServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TOY_KEY")
     with pytest.raises(ValueError, match="'TOY_KEY' is not set in this process"):
         engine(server, api_key_env="TOY_KEY")
+    for url in ("host:8000", "ftp://host", "http://", "http://user:hush@host/", "http://host/?x=1", 3):
+        with pytest.raises(ValueError, match="url must be http") as caught:
+            HTTPEngine(url, model=MODEL)
+        assert "hush" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", "http://user:hush@host/", "http://host/?x=1", 3])
-def test_urls(url: Any) -> None:
-    with pytest.raises(ValueError, match="url must be http") as caught:
-        HTTPEngine(url, model=MODEL)
-    assert "hush" not in str(caught.value)
-
-
-def test_settings_and_weights_that_the_server_owns(server: PromptServer) -> None:
-    """Refused for their request alone."""
+def test_what_the_server_owns_is_refused_alone(server):
+    """Settings and weights; and requests that it refuses leave their neighbours."""
     core = ScoringCore(engine(server))
-    bad = [Settings(entropy=True), Settings(dtype="bfloat16"), Settings(adapters=False), Settings(deterministic=True)]
-    answers = core.score([request(1, 2, 3, settings=each) for each in (PLAIN, *bad, Settings(remember=True))])
-    assert [type(answer) for answer in answers] == [Reply, ValueError, ValueError, ValueError, ValueError, Reply]
-    for name, answer in zip(("entropy", "dtype", "adapters", "deterministic"), answers[1:5], strict=True):
+    bad = {"entropy": True, "dtype": "bfloat16", "adapters": False, "deterministic": True}
+    requests = [request(1, 2, 3, settings=Settings(**{name: value})) for name, value in bad.items()]
+    first, *refused, last = core.score([request(1, 2, 3), *requests, request(1, 2, settings=Settings(remember=True))])
+    assert [type(answer) for answer in (first, last)] == [Reply, Reply]
+    for name, answer in zip(bad, refused, strict=True):
+        assert isinstance(answer, ValueError)
         assert f"{name}=" in str(answer)
         assert "is not possible with the server at" in str(answer)
     rows = sequences(0, 2)
@@ -353,27 +336,22 @@ def test_settings_and_weights_that_the_server_owns(server: PromptServer) -> None
     for call in (core.engine.check_weights, core.engine.update_weights):
         with pytest.raises(TypeError, match="update them at the server"):
             call({"lm_head.weight": torch.zeros(2)})
-
-
-def test_refused_requests_leave_their_neighbours(server: PromptServer) -> None:
-    batch = [request(1, 2, 3), request(1, 97), request(*[1] * 70), request(4, 5)]
-    good, bad, long, other = ScoringCore(engine(server)).score(batch)
-    assert [type(answer) for answer in (good, bad, long, other)] == [Reply, ValueError, ValueError, Reply]
-    assert "refuses sequence 0: HTTP 400: Token id is out of vocabulary" in str(bad)
+    good, wrong, long, other = core.score([request(1, 2, 3), request(1, 97), request(*[1] * 70), request(4, 5)])
+    assert [type(answer) for answer in (good, wrong, long, other)] == [Reply, ValueError, ValueError, Reply]
+    assert "refuses sequence 0: HTTP 400: Token id is out of vocabulary" in str(wrong)
     assert "maximum context length is 64 tokens" in str(long)
 
 
 # ------------------------------------------------------------------ a server that means harm
 
 ENDLESS = b"x" * 2**16
+GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Hostile(socketserver.StreamRequestHandler):
     """Answers as vLLM does, with -1.0 for each token, unless it is told to do something else."""
 
-    server: HostileServer
-
-    def handle(self) -> None:
+    def handle(self):
         while line := self.rfile.readline():
             length = 0
             while line.strip():
@@ -381,71 +359,70 @@ class Hostile(socketserver.StreamRequestHandler):
                     length = int(line.split(b":")[1])
                 line = self.rfile.readline()
             prompt = json.loads(self.rfile.read(length))["prompt"]
-            entries: list[Any] = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
+            entries = [None, *({str(token): {"logprob": -1.0}} for token in prompt[1:])]
             reply = json.dumps({"choices": [{"prompt_logprobs": entries, "prompt_token_ids": prompt}]})
             with contextlib.suppress(OSError):  # the client has gone
                 self.server.misdeed(self, reply)
 
-    def send(self, data: bytes) -> None:
-        self.server.sent += len(data)
-        self.wfile.write(data)
+    def send(self, *parts):
+        for data in parts:
+            self.server.sent += len(data)
+            self.wfile.write(data)
 
-    def answer(self, reply: str) -> None:
-        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n{reply}".encode())
+    def begin(self, header="", what=b"HTTP/1.1 200 OK\r\n"):
+        self.send(what + header.encode() + b"\r\n")
 
-    def drip(self, reply: str) -> None:
-        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n".encode())
-        for byte in reply.encode():
-            self.send(bytes([byte]))
-            time.sleep(0.02)
+    def answer(self, reply):
+        self.begin(f"Content-Length: {len(reply)}\r\n")
+        self.send(reply.encode())
 
-    def drip_header(self, reply: str) -> None:
-        self.send(b"HTTP/1.1 200 OK\r\nX: ")
-        self.drip("x" * 1000)
-
-    def go_on(self, reply: str) -> None:
+    def forever(self, data, pause=0.0):
         while True:
-            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
-            time.sleep(0.02)
+            self.send(data)
+            time.sleep(pause)
 
-    def go_on_at_once(self, reply: str) -> None:
-        while True:
-            self.send(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
 
-    def announce(self, reply: str) -> None:
-        self.send(f"HTTP/1.1 200 OK\r\nContent-Length: {2**30}\r\n\r\n".encode())
-        while True:
-            self.send(ENDLESS)
+def drip(to, reply, before=b""):
+    to.send(before)
+    to.begin(f"Content-Length: {len(reply)}\r\n")
+    for byte in reply.encode():
+        to.send(bytes([byte]))
+        time.sleep(0.02)
 
-    def stream(self, reply: str) -> None:
-        self.send(b"HTTP/1.1 200 OK\r\n\r\n")
-        while True:
-            self.send(ENDLESS)
 
-    def chunks(self, reply: str) -> None:
-        self.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        while True:
-            self.send(b"%x\r\n%s\r\n" % (len(ENDLESS), ENDLESS))
+def announce(to, reply):
+    to.begin(f"Content-Length: {2**30}\r\n")
+    to.forever(ENDLESS)
+
+
+def stream(to, reply):
+    to.begin()
+    to.forever(ENDLESS)
+
+
+def chunks(to, reply):
+    to.begin("Transfer-Encoding: chunked\r\n")
+    to.forever(b"%x\r\n%s\r\n" % (len(ENDLESS), ENDLESS))
 
 
 class HostileServer(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Hostile)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.sent, self.misdeed = 0, Hostile.answer
 
 
 @pytest.fixture(scope="module")
-def hostile() -> Iterator[HostileServer]:
+def hostile():
     with HostileServer() as found:
         threading.Thread(target=found.serve_forever, daemon=True).start()
         yield found
         found.shutdown()
 
 
-def attacked(hostile: HostileServer, misdeed: Callable[[Hostile, str], None], timeout: float) -> None:
+def attacked(hostile, misdeed, timeout=5.0):
     """Score with an engine whose probe was answered well."""
     hostile.misdeed = Hostile.answer
     found = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)
@@ -457,24 +434,34 @@ def attacked(hostile: HostileServer, misdeed: Callable[[Hostile, str], None], ti
         found.close()
 
 
-@pytest.mark.parametrize("misdeed", [Hostile.drip, Hostile.drip_header, Hostile.go_on])
-def test_an_answer_that_does_not_end_ends_at_the_deadline(hostile: HostileServer, misdeed: Any) -> None:
+SLOW = {
+    "drip": drip,
+    "drip header": lambda to, reply: drip(to, "x" * 1000, b"HTTP/1.1 200 OK\r\nX: "),
+    "go on": lambda to, reply: to.forever(GO_ON, 0.02),
+}
+
+
+@pytest.mark.parametrize("misdeed", SLOW)
+def test_an_answer_that_does_not_end_ends_at_the_deadline(hostile, misdeed):
     begin = time.monotonic()
     with pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
-        attacked(hostile, misdeed, timeout=0.3)
+        attacked(hostile, SLOW[misdeed], timeout=0.3)
     assert time.monotonic() - begin < 3  # the time-out of a single read starts again with each byte
 
 
-@pytest.mark.parametrize("misdeed", [Hostile.announce, Hostile.stream, Hostile.chunks, Hostile.go_on_at_once])
-def test_an_answer_is_no_larger_than_what_was_asked(hostile: HostileServer, misdeed: Any) -> None:
+LARGE = {"announce": announce, "stream": stream, "chunks": chunks, "go on": lambda to, _: to.forever(GO_ON * 1000)}
+
+
+@pytest.mark.parametrize("misdeed", LARGE)
+def test_an_answer_is_no_larger_than_what_was_asked(hostile, misdeed):
     limit = 2**20 + 256 * 6 * 2
     with pytest.raises(ServiceError, match=f"answers with more than {limit} bytes"):
-        attacked(hostile, misdeed, timeout=20.0)
+        attacked(hostile, LARGE[misdeed], timeout=20.0)
     assert hostile.sent < limit + 16 * 2**20  # what the system holds between the two is sent too
 
 
-def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile: HostileServer, monkeypatch: Any) -> None:
-    def resolve(*args: Any, **kwargs: Any) -> Any:
+def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile, monkeypatch):
+    def resolve(*args, **kwargs):
         time.sleep(1.0)
         raise OSError("no such name")
 
@@ -486,36 +473,28 @@ def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile: HostileServe
     assert time.monotonic() - begin < 0.9
 
 
-BELIEVED = {
-    '"logprob": 3.7': "the server sent the log-prob 3.7, expected a number of at most 0",
-    '"logprob": true': "the server sent the log-prob True, expected a number of at most 0",
-    '"logprob": "-1.0"': "the server sent the log-prob -1.0, expected a number of at most 0",
-    '"logprob": Infinity': "the server sent the log-prob inf, expected a number of at most 0",
-    '"logprob": -1.0, "logprob": -2.0': "sent two entries named 'logprob' in one object",
-}
+ONE, TWICE = '"logprob": -1.0', '{"2": {"logprob": -1.0}'
+BELIEVED = [
+    (ONE, '"logprob": 3.7', "the server sent the log-prob 3.7, expected a number of at most 0"),
+    (ONE, '"logprob": true', "the server sent the log-prob True, expected a number of at most 0"),
+    (ONE, '"logprob": "-1.0"', "the server sent the log-prob -1.0, expected a number of at most 0"),
+    (ONE, '"logprob": Infinity', "the server sent the log-prob inf, expected a number of at most 0"),
+    (ONE, '"logprob": -1.0, "logprob": -2.0', "sent two entries named 'logprob' in one object"),
+    (TWICE, TWICE + ', "2": {"logprob": -3.0}', "two entries named '2'"),
+    (TWICE, TWICE + ', "02": {"logprob": -3.0}', "two log-probs of token 2 at"),
+]
 
 
-def test_a_log_prob_is_a_number_of_at_most_0(hostile: HostileServer) -> None:
-    for wrong, message in BELIEVED.items():
+def test_a_log_prob_is_one_number_of_at_most_0(hostile):
+    for right, wrong, message in BELIEVED:
         with pytest.raises(ServiceError, match=message):
-            attacked(hostile, lambda to, reply, wrong=wrong: to.answer(reply.replace('"logprob": -1.0', wrong, 1)), 5.0)
-    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")), timeout=5.0)  # it was rounded
+            attacked(hostile, lambda to, reply, pair=(right, wrong): to.answer(reply.replace(*pair, 1)))
+    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")))  # it was rounded
     with pytest.raises(ServiceError, match="something that is not JSON"):
-        attacked(hostile, lambda to, reply: to.answer("[" * 100_000), timeout=5.0)
+        attacked(hostile, lambda to, reply: to.answer("[" * 100_000))
 
 
-@pytest.mark.parametrize(("twice", "message"), [("2", "two entries named '2'"), ("02", "two log-probs of token 2 at")])
-def test_a_token_has_one_log_prob(hostile: HostileServer, twice: str, message: str) -> None:
-    def misdeed(to: Hostile, reply: str) -> None:
-        to.answer(
-            reply.replace('{"2": {"logprob": -1.0}', f'{{"2": {{"logprob": -1.0}}, "{twice}": {{"logprob": -3.0}}')
-        )
-
-    with pytest.raises(ServiceError, match=message):
-        attacked(hostile, misdeed, timeout=5.0)
-
-
-def test_a_token_has_one_log_prob_at_sglang() -> None:
+def test_a_token_has_one_log_prob_at_sglang():
     reply = {
         "input_token_logprobs": [[None, 1, None], [-1.0, 2, None]],
         "input_top_logprobs": [None, [[-1.0, 2, None], [-1.5, 3, None]]],
