@@ -8,11 +8,15 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchrl_llm_kl.head import linear_pair
+
 N, H, V = 7, 13, 101
 INF = float("inf")
 # Every option differs from its default and from its sibling's, so that a swap or an omission shows.
 OPTIONS = {"temperature": 1.7, "scale": 0.6, "soft_cap": 5.0}
 PAIR = {**OPTIONS, "ref_scale": 1.3, "ref_soft_cap": 3.0}
+REF_OPTIONS = {"temperature": 1.7, "scale": 1.3, "soft_cap": 3.0}  # for plain()
+DIRECTIONS = ["reverse", "forward", "jensen_shannon"]
 
 
 def make_head(seed=0, *, n=N, h=H, v=V, dtype=torch.float64, grad=False):
@@ -53,6 +57,23 @@ def jensen_shannon_of(log_p, log_q, beta):
     return beta * kl_of(log_q, log_m) + (1 - beta) * kl_of(log_p, log_m)
 
 
+def divergence_of(log_p, log_q, direction="reverse", beta=0.3):
+    if direction == "jensen_shannon":
+        return jensen_shannon_of(log_p, log_q, beta)
+    return kl_of(log_p, log_q) if direction == "reverse" else kl_of(log_q, log_p)
+
+
+def pair_of(log_p, log_q, targets, **options):
+    """The outputs of ``linear_pair``, from all log-probs."""
+    return divergence_of(log_p, log_q, **options), at(log_p, targets), at(log_q, targets), entropy_of(log_p)
+
+
+def pair(policy, ref, targets=None, **options):
+    """``linear_pair`` of two heads with their biases, if they have some."""
+    biases = {"bias": policy[2], "ref_bias": ref[2]} if len(policy) == 3 else {}
+    return linear_pair(*policy[:2], *ref[:2], targets, **biases, **options)
+
+
 def from_logits(logits, dtype=torch.float32):
     """Hidden states and weight whose product is exactly ``logits``."""
     logits = torch.as_tensor(logits, dtype=dtype)
@@ -68,6 +89,15 @@ class Sizes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.largest = max([self.largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, torch.Tensor))])
         return out
+
+
+def largest(run):
+    """The sizes of the largest tensor of ``run()``, and of the backward of its result."""
+    with Sizes() as forward:
+        out = run()
+    with Sizes() as backward:
+        out.masked_fill(out.isneginf(), 0.0).sum().backward()
+    return forward.largest, backward.largest
 
 
 def assert_same(got, want, inputs=(), weights=None):

@@ -1,4 +1,4 @@
-"""Truncated sampling: values and gradients beside transformers' own warpers over whole rows."""
+"""Truncated sampling over whole rows, and kept tokens found in one sweep and scored alone: beside transformers' warpers."""
 
 from __future__ import annotations
 
@@ -10,36 +10,23 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from closeness import assert_near
 from head_reference import (
     OPTIONS,
     PAIR,
+    REF_OPTIONS,
     N,
-    Sizes,
     V,
     assert_same,
     at,
     entropy_of,
-    kl_of,
     make_head,
-    make_targets,
+    pair,
+    pair_of,
     plain,
 )
-from torchrl_llm_kl.head import Kept, Truncation, linear_log_prob, linear_pair
+from torchrl_llm_kl.head import Kept, Truncation, _functions, linear_kept, linear_log_prob
 from torchrl_llm_kl.head._support import floor_of
-
-TRUNCATIONS = [
-    Truncation(top_k=1),
-    Truncation(top_k=5),
-    Truncation(top_k=V),
-    Truncation(top_k=10 * V),
-    Truncation(top_p=0.8),
-    Truncation(top_p=1e-9),
-    Truncation(top_p=1 - 1e-7),
-    Truncation(min_p=0.1),
-    Truncation(min_p=1.0),
-    Truncation(40, 0.9, 0.02),
-    Truncation(7, 0.5),
-]
 
 
 def warped(log_p, truncation):
@@ -58,7 +45,7 @@ def warped(log_p, truncation):
 def drawn(log_p, truncation, seed=0):
     """Tokens that the truncated sampler draws."""
     rng = torch.Generator().manual_seed(seed)
-    return warped(log_p, truncation).exp().multinomial(1, generator=rng).squeeze(1)
+    return warped(log_p.detach(), truncation).exp().multinomial(1, generator=rng).squeeze(1)
 
 
 def recorded(log_p):
@@ -68,7 +55,7 @@ def recorded(log_p):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# by hand
+# whole rows
 
 
 def test_by_hand():
@@ -85,18 +72,30 @@ def test_by_hand():
     weight = torch.tensor([[4.0], [2.0], [2.0], [1.0]]).log()
     out = linear_log_prob(torch.ones(1, 1), weight, torch.tensor([2]), truncation=Truncation(top_k=2))
     assert_close(out.log_prob.exp(), torch.tensor([0.25]))
+    # ``keep_targets``: the target beside the two of 1/2 and 1/4, values and gradient.
+    weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log().requires_grad_()
+    options = {"truncation": Truncation(top_k=2), "keep_targets": True, "chunk": (1, 3)}
+    out = linear_log_prob(torch.ones(2, 1), weight, torch.tensor([3, 2]), **options)
+    assert_close(out.log_prob.exp(), torch.tensor([1 / 7, 1 / 3]))
+    (gradient,) = torch.autograd.grad(out.log_prob[0], weight)
+    assert_close(gradient, torch.tensor([[-4 / 7], [0.0], [-2 / 7], [6 / 7]]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# beside transformers
+TRUNCATIONS = [
+    *(Truncation(top_k=k) for k in (1, 5, V, 10 * V)),
+    *(Truncation(top_p=p) for p in (0.8, 1e-9, 1 - 1e-7)),
+    *(Truncation(min_p=p) for p in (0.1, 1.0)),
+    Truncation(40, 0.9, 0.02),
+    Truncation(7, 0.5),
+]
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 def test_values_and_gradients(truncation):
     inputs = hidden, weight, bias = make_head(grad=True)
     weights = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected = warped(plain(hidden, weight, bias, **OPTIONS), truncation)
-    targets = drawn(plain(hidden, weight, bias, **OPTIONS).detach(), truncation)
+    log_p = plain(hidden, weight, bias, **OPTIONS)
+    expected, targets = warped(log_p, truncation), drawn(log_p, truncation)
     wanted = (at(expected, targets), entropy_of(expected))
     for given_as in ({"truncation": truncation}, {"kept": recorded(expected.detach())}):
         for chunk in ((2, 7), (4, 1000)):
@@ -108,14 +107,13 @@ def test_kl_to_a_whole_reference():
     """The sampler's KL: finite, and its gradient reaches both heads."""
     truncation = Truncation(20, 0.9)
     policy, ref = make_head(0, grad=True), make_head(1, grad=True)
-    log_q = plain(*ref, temperature=OPTIONS["temperature"], scale=PAIR["ref_scale"], soft_cap=PAIR["ref_soft_cap"])
-    log_p = warped(plain(*policy, **OPTIONS), truncation)
-    targets = drawn(plain(*policy, **OPTIONS).detach(), truncation)
-    options = {"bias": policy[2], "ref_bias": ref[2], "entropy": True, "chunk": (2, 7), **PAIR}
-    for given_as in ({"truncation": truncation}, {"kept": recorded(log_p.detach())}):
-        found = linear_pair(policy[0], policy[1], ref[0], ref[1], targets, **options, **given_as)
-        assert_same(found[:1], [kl_of(log_p, log_q)], [*policy, *ref])
-        assert_same(found[1:], (at(log_p, targets), at(log_q, targets), entropy_of(log_p)))
+    log_p, log_q = plain(*policy, **OPTIONS), plain(*ref, **REF_OPTIONS)
+    sampler, targets = warped(log_p, truncation), drawn(log_p, truncation)
+    want = pair_of(sampler, log_q, targets)
+    for given_as in ({"truncation": truncation}, {"kept": recorded(sampler.detach())}):
+        found = pair(policy, ref, targets, entropy=True, chunk=(2, 7), **PAIR, **given_as)
+        assert_same(found[:1], want[:1], [*policy, *ref])
+        assert_same(found[1:], want[1:])
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,7 +154,7 @@ def test_mean_ratio_is_one():
 def test_backward_with_other_rounding():
     """Tiles of other shapes round their logits otherwise: a token at the edge must not change sides."""
     hidden, weight, _ = make_head(n=64, h=256, v=1000, dtype=torch.float32, grad=True)
-    targets = drawn(plain(hidden, weight).detach(), Truncation(top_k=30))
+    targets = drawn(plain(hidden, weight), Truncation(top_k=30))
     out = linear_log_prob(hidden, weight, targets, truncation=Truncation(top_k=30), chunk=(16, 37)).log_prob
     found = torch.autograd.grad(out.sum(), (hidden, weight))
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
@@ -165,26 +163,175 @@ def test_backward_with_other_rounding():
         assert_close(gradient.double(), wanted, atol=1e-4, rtol=1e-5)
 
 
-def test_no_whole_matrix_of_logits():
-    hidden, weight, _ = make_head(n=600, h=4, v=3000, dtype=torch.float32, grad=True)
-    with Sizes() as sizes:
-        out = linear_log_prob(hidden, weight, make_targets(600, 3000), truncation=Truncation(50, 0.9), chunk=(64, 512))
-        out.log_prob.masked_fill(out.log_prob.isneginf(), 0.0).sum().backward()
-    assert sizes.largest <= 64 * 3001
+# ---------------------------------------------------------------------------------------------------------------------
+# kept tokens: the search
+
+SIZES = {"n": 9, "h": 13, "v": 1000}
+FEW = [
+    *(Truncation(top_k=k) for k in (1, 20)),
+    *(Truncation(top_p=p) for p in (0.3, 1e-9)),
+    Truncation(min_p=0.3),
+    Truncation(40, 0.7, 0.05),
+    Truncation(top_p=0.5, min_p=0.2),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"truncation": Truncation(top_p=0.0)}, r"top_p=0.0.*expected top_k of at least 0, top_p in \(0, 1\]"),
-        ({"truncation": Truncation(top_k=-1)}, "top_k=-1"),
-        ({"truncation": Truncation(min_p=1.5)}, "min_p=1.5"),
-        ({"kept": Kept(torch.zeros(1).long(), torch.zeros(3).long())}, r"offsets has shape \(3,\); expected \(8,\)"),
-    ],
-)
-def test_bad_truncations(options, message):
-    hidden, weight, _ = make_head()
-    with pytest.raises(ValueError, match=message):
-        linear_log_prob(hidden, weight, make_targets(), **options)
+def big_head(seed=0, **options):
+    """Logits of a wide range, so that few tokens hold most of the probability."""
+    hidden, weight, bias = make_head(seed, **SIZES, **options)
+    return [(hidden.detach() * 1.5).requires_grad_(hidden.requires_grad), weight, bias]
+
+
+def masked(log_p, keep):
+    return log_p.masked_fill(~keep, -math.inf).log_softmax(-1)
+
+
+def as_mask(kept, v=1000):
+    found = torch.zeros(len(kept.offsets) - 1, v, dtype=torch.bool)
+    found[kept.rows, kept.ids] = True
+    return found
+
+
+@pytest.mark.parametrize("truncation", FEW, ids=str)
+def test_the_tokens_that_are_found_are_those_of_transformers(truncation):
+    hidden, weight, bias = big_head()
+    expected = warped(plain(hidden, weight, bias, temperature=0.7), truncation).isfinite()
+    logits = (hidden @ weight.T + bias) / 0.7
+    for chunk in ((4, 64), (9, 1000), (100, 37), (3, 320)):
+        kept = linear_kept(hidden, weight, truncation, bias=bias, temperature=0.7, chunk=chunk, most=1000)
+        assert torch.equal(as_mask(kept), expected), chunk
+        assert len(kept.ids) == int(expected.sum())
+        assert_close(kept.logits, logits[kept.rows, kept.ids])
+
+
+def test_kept_tokens_by_hand():
+    # More candidates than are held at once, most of them early: rising logits.
+    weight = torch.linspace(-3, 3, 5000, dtype=torch.float64).unsqueeze(1)
+    hidden = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    kept = linear_kept(hidden, weight, Truncation(top_k=3), chunk=(2, 64), most=3)
+    assert kept.offsets.tolist() == [0, 3, 6]
+    assert kept.ids.tolist() == [4999, 4998, 4997, 0, 1, 2]
+    # Ties stay together.
+    weight = torch.tensor([[0.0], [2.0], [1.0], [2.0], [2.0], [0.0]])
+    kept = linear_kept(torch.ones(1, 1), weight, Truncation(top_k=2), chunk=(1, 2))
+    assert sorted(kept.ids.tolist()) == [1, 3, 4]
+    # Targets are kept; probabilities 1/2, 1/8, 1/4, 1/8.
+    weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log()
+    kept = linear_kept(torch.ones(2, 1), weight, Truncation(top_k=2), torch.tensor([3, 2]))
+    assert [kept.ids[kept.rows == i].tolist() for i in range(2)] == [[0, 2, 3], [0, 2]]
+    assert kept.added.tolist() == [True, False]
+    out = linear_log_prob(torch.ones(2, 1), weight, torch.tensor([3, 2]), kept=kept)
+    assert_close(out.log_prob.exp(), torch.tensor([1 / 7, 1 / 3]))
+
+
+def test_too_many_tokens_and_none():
+    hidden, weight, _ = make_head(**SIZES)
+    assert linear_kept(hidden, weight, Truncation(top_p=1 - 1e-12), chunk=(4, 64)) is None
+    assert linear_kept(hidden, weight, Truncation(top_k=900), chunk=(4, 64)) is None
+    kept = linear_kept(torch.zeros(0, 3), torch.zeros(5, 3), Truncation(top_k=2))
+    assert (len(kept.ids), kept.offsets.tolist()) == (0, [0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# kept tokens: scores
+
+
+@pytest.fixture(params=["kept tokens alone", "whole rows"])
+def path(request, monkeypatch):
+    if request.param == "whole rows":
+        monkeypatch.setattr(_functions, "_few", lambda *args: False)
+    return request.param
+
+
+@pytest.mark.parametrize("truncation", FEW, ids=str)
+def test_values_and_gradients_of_kept_tokens(truncation, path):
+    inputs = hidden, weight, bias = big_head(grad=True)
+    weights = torch.randn(2, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    log_p = plain(hidden, weight, bias, **OPTIONS)
+    targets = drawn(log_p, truncation)
+    kept = linear_kept(hidden, weight, truncation, targets, bias=bias, chunk=(4, 64), most=1000, **OPTIONS)
+    assert not kept.added.any()
+    expected = masked(log_p, as_mask(kept))
+    out = linear_log_prob(hidden, weight, targets, bias=bias, kept=kept, entropy=True, **OPTIONS)
+    assert_same(out, (at(expected, targets), entropy_of(expected)), inputs, weights)
+
+
+@pytest.mark.parametrize(("direction", "ref_kept"), [("reverse", False), ("reverse", True), ("forward", True)])
+def test_kl(direction, ref_kept, path):
+    truncation = Truncation(20, 0.9)
+    policy, ref = big_head(0, grad=True), big_head(1)
+    log_p, log_q = plain(*policy, **OPTIONS), plain(*ref, **REF_OPTIONS)
+    targets = drawn(log_p, truncation)
+    kept = linear_kept(policy[0], policy[1], truncation, targets, bias=policy[2], **OPTIONS)
+    log_p, log_q = masked(log_p, as_mask(kept)), masked(log_q, as_mask(kept)) if ref_kept else log_q
+    options = {"kept": kept, "direction": direction, "ref_kept": ref_kept, **PAIR}
+    found = pair(policy, ref, targets, entropy=True, chunk=(4, 64), **options)
+    want = pair_of(log_p, log_q, targets, direction=direction)
+    assert_same(found[:1], want[:1], policy)
+    assert_same(found[1:], want[1:])
     with pytest.raises(ValueError, match="infinite where the policy is truncated"):
-        linear_pair(hidden, weight, hidden, weight, direction="forward", truncation=Truncation(top_k=3))
+        pair(policy, ref, targets, **{**options, "direction": "forward", "ref_kept": False})
+
+
+def test_gradient_of_a_restricted_reference():
+    """It needs whole rows, where the log-probs of both have a gradient without a KL too."""
+    policy, ref = big_head(0, grad=True), big_head(1, grad=True)
+    truncation = Truncation(top_k=20)
+    log_p, log_q = plain(*policy), plain(*ref)
+    targets, keep = drawn(log_p, truncation), warped(log_p.detach(), truncation).isfinite()
+    found = pair(policy, ref, targets, chunk=(4, 64), truncation=truncation, ref_kept=True)
+    want = (at(masked(log_p, keep), targets), at(masked(log_q, keep), targets))
+    assert_same((found.log_prob, found.ref_log_prob), want, [*policy, *ref], (1.0, -1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    """Logits are rounded as the head rounds them; all else is exact to float32, and each gradient is rounded once."""
+    hidden, weight, _ = big_head(dtype=dtype, grad=True)
+    truncation = Truncation(top_k=30)
+    rounded = (hidden @ weight.T).detach().double().log_softmax(-1)
+    targets = drawn(rounded, truncation)
+    kept = linear_kept(hidden, weight, truncation, targets)
+    keep = as_mask(kept)
+    assert torch.equal(keep, warped(rounded, truncation).isfinite())
+    out = linear_log_prob(hidden, weight, targets, kept=kept).log_prob
+    assert_close(out.double(), at(masked(rounded, keep), targets), atol=1e-5, rtol=1e-5)
+    replayed = linear_log_prob(hidden, weight, targets, kept=kept._replace(logits=None)).log_prob
+    assert_close(replayed, out, atol=0.1, rtol=0.02)  # a logit may round the other way
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    wanted = torch.autograd.grad(at(masked(plain(*exact), keep), targets).sum(), exact)
+    for found, want in zip(torch.autograd.grad(out.sum(), (hidden, weight)), wanted, strict=True):
+        assert found.dtype == dtype
+        assert_close(found.double(), want, atol=0.05 * float(want.abs().max()), rtol=0.05)
+
+
+def test_recorded_twice_counts_once(path):
+    hidden, weight, _ = make_head(n=2, v=50)
+    once = Kept(torch.tensor([3, 8, 5]), torch.tensor([0, 2, 3]))
+    twice = Kept(torch.tensor([8, 3, 8, 5, 5]), torch.tensor([0, 3, 5]))
+    assert_same(
+        *(linear_log_prob(hidden, weight, torch.tensor([8, 5]), kept=kept, entropy=True) for kept in (once, twice))
+    )
+    # A target that was not recorded.
+    found = linear_log_prob(hidden, weight, torch.tensor([9, 5]), kept=once).log_prob
+    assert found.tolist() == [-math.inf, 0.0]
+
+
+def test_a_position_without_tokens():
+    """Positions that are not read may have no record: they cost nothing and turn nothing into NaN."""
+    hidden, weight, _ = make_head(n=2, v=50, grad=True)
+    kept = Kept(torch.tensor([3, 8]), torch.tensor([0, 0, 2]))
+    out = linear_log_prob(hidden, weight, torch.tensor([9, 8]), kept=kept, entropy=True)
+    assert out.log_prob[0] == -math.inf
+    gradients = torch.autograd.grad(out.log_prob[1] + out.entropy.sum(), (hidden, weight))
+    assert all(g.isfinite().all() for g in gradients)
+    assert gradients[0][0].abs().max() == 0
+
+
+def test_record_of_a_sampler():
+    """A record has no logits: they are computed at the recorded tokens alone."""
+    hidden, weight, bias = big_head(dtype=torch.float32)
+    sampler = warped(plain(hidden, weight, bias, **OPTIONS), Truncation(top_p=0.4))
+    targets = drawn(sampler, Truncation())
+    out = linear_log_prob(hidden, weight, targets, bias=bias, kept=recorded(sampler), **OPTIONS).log_prob
+    assert_near(out, at(sampler, targets), terms=SIZES["h"], size=8)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near, needs_equal_rows
+from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
@@ -28,6 +31,7 @@ pytestmark = needs_equal_rows
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1500, "max_position_embeddings": 1024}
 LENGTHS = (150, 3, 67, 262)
 NAMES = ("log_prob", "entropy", "kl", "top_log_probs", "collision")
+ROW = [[3, 4, 5]]
 
 
 @pytest.fixture(scope="module")
@@ -44,45 +48,40 @@ def rows_of(*lengths: int, seed: int = 0) -> list[Tensor]:
     return random_sequences(*lengths, seed=seed, vocab=WIDE["vocab_size"]).to_list()
 
 
-class Packs:
-    """Random packs around the same rows: neighbours that share prefixes with them, copies and continuations, in any order."""
+def packs(mine: list[Tensor], number: int, vocab: int) -> Iterator[tuple[list[Tensor], list[int], list[Tensor]]]:
+    """Random packs around the same rows, where those are, and masks: neighbours share prefixes, are copies, or continue."""
+    rng = torch.Generator().manual_seed(0)
 
-    def __init__(self, mine: list[Tensor], vocab: int, longest: int = 200, seed: int = 0) -> None:
-        self.mine, self.vocab, self.longest = mine, vocab, longest
-        self.rng = torch.Generator().manual_seed(seed)
+    def below(n: int) -> int:
+        return int(torch.randint(n, (1,), generator=rng))
 
-    def below(self, n: int) -> int:
-        return int(torch.randint(n, (1,), generator=self.rng))
-
-    def draw(self) -> tuple[list[Tensor], list[int]]:
-        """Rows, and where each of ``mine`` is among them."""
-        rows = list(self.mine)
-        for _ in range(self.below(7)):
-            start = self.mine[self.below(len(self.mine))]
-            start = start[: self.below(len(start) + 1)]  # nothing, a part, or all
-            end = torch.randint(self.vocab, (2 + self.below(self.longest),), generator=self.rng)
-            rows.append(torch.cat([start, end])[: self.longest + 2])
-        order = torch.randperm(len(rows), generator=self.rng).tolist()
-        return [rows[i] for i in order], [order.index(i) for i in range(len(self.mine))]
+    for i in range(number):
+        rows = list(mine)
+        for _ in range(below(7)):
+            start = mine[below(len(mine))]
+            start = start[: below(len(start) + 1)]  # nothing, a part, or all
+            rows.append(torch.cat([start, torch.randint(vocab, (2 + below(200),), generator=rng)])[:202])
+        order = torch.randperm(len(rows), generator=rng).tolist()
+        places = [order.index(i) for i in range(len(mine))]
+        rows = [rows[i] for i in order]
+        masks = [torch.rand(len(row), generator=rng) < (0.5 if i % 3 else 1.0) for row in rows]
+        for place, mask in enumerate(masks):
+            mask[:] |= place in places
+            mask[0] = False
+        yield rows, places, masks
 
 
 def bits(scores: Scores, index: int) -> list[Tensor]:
-    found = {name: getattr(scores, name) for name in NAMES}
-    return [each.to_list()[index].detach() for each in found.values() if each is not None]
+    found = [getattr(scores, name) for name in NAMES]
+    return [each.to_list()[index].detach() for each in found if each is not None]
 
 
-def differing(scorer: LogProbScorer, packs: Packs, number: int, **options: Any) -> int:
+def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int = VOCAB_SIZE, **options: Any) -> int:
     """In how many packs the scores of a row have other bits than alone."""
-    alone = [bits(scorer.evaluate([row], **options), 0) for row in packs.mine]
+    alone = [bits(scorer.evaluate([row], **options), 0) for row in mine]
     count = 0
-    for i in range(number):
-        rows, places = packs.draw()
-        mask = [torch.rand(len(row), generator=packs.rng) < 0.5 if i % 3 else torch.ones(len(row)) > 0 for row in rows]
-        for place in places:
-            mask[place][:] = True
-        for each in mask:
-            each[0] = False
-        scores = scorer.evaluate(rows, mask, grad=i % 5 == 0 and scorer.adapters is True, **options)
+    for i, (rows, places, masks) in enumerate(packs(mine, number, vocab)):
+        scores = scorer.evaluate(rows, masks, grad=i % 5 == 0 and scorer.adapters is True, **options)
         for want, place in zip(alone, places, strict=True):
             count += not all(torch.equal(a, b) for a, b in zip(bits(scores, place), want, strict=True))
     return count
@@ -93,43 +92,49 @@ def differing(scorer: LogProbScorer, packs: Packs, number: int, **options: Any) 
 
 @pytest.mark.parametrize("number", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_bits_in_random_packs_and_the_normal_mode_as_a_control(model: nn.Module, other: nn.Module, number: int) -> None:
-    packs = rows_of(*LENGTHS)
+    rows, vocab = rows_of(*LENGTHS), WIDE["vocab_size"]
     options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
     fixed, reference = (LogProbScorer(each, deterministic=True) for each in (model, other))
-    vocab = WIDE["vocab_size"]
-    assert differing(fixed, Packs(packs, vocab), number, reference=reference, **options) == 0
-    assert differing(LogProbScorer(model), Packs(packs, vocab), 3) > 0, "the data would not show a difference"
+    assert differing(fixed, rows, number, vocab, reference=reference, **options) == 0
+    assert differing(LogProbScorer(model), rows, 3, vocab) > 0, "the data would not show a difference"
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt2", "opt", "cohere"])
-def test_bits_of_windows_soft_caps_and_scaled_logits(family: str) -> None:
-    model = tiny_model(family, max_position_embeddings=256)
-    rows = random_sequences(90, 3, 140).to_list()
-    scorer = LogProbScorer(model, deterministic=True, temperature=0.7)
-    assert differing(scorer, Packs(rows, VOCAB_SIZE, longest=200), 4, entropy=True) == 0
-    for row in rows:
-        want = plain_log_probs(model, Ragged.from_list([row]), temperature=0.7)
-        assert_near(scorer.score([row]).values, want.detach(), **FORWARD)
+def long(family: str = "qwen2") -> nn.Module:
+    return tiny_model(family, max_position_embeddings=256)
 
 
-def test_a_head_that_is_a_module(model: nn.Module) -> None:
-    model = copy.deepcopy(model)
+def with_a_head_that_is_a_module() -> nn.Module:
+    model = tiny_model(**WIDE)
     model.lm_head.register_forward_hook(lambda _, __, out: out + 0)
-    scorer = LogProbScorer(model, deterministic=True)
-    assert scorer.path == "head"
-    assert differing(scorer, Packs(rows_of(40, 150), WIDE["vocab_size"]), 3, entropy=True) == 0
+    return model
 
 
-def test_adapters() -> None:
+def tuned() -> Any:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    tuned = peft.get_peft_model(tiny_model(max_position_embeddings=256), config).eval()
-    base = LogProbScorer(tuned, adapters=False, deterministic=True)
-    rows = random_sequences(90, 140).to_list()
-    for scorer in (base, LogProbScorer(tuned, deterministic=True)):
-        assert differing(scorer, Packs(rows, VOCAB_SIZE, longest=100), 3) == 0
-    plain = LogProbScorer(tiny_model(max_position_embeddings=256), deterministic=True)
-    assert torch.equal(base.score(rows).values, plain.score(rows).values)
+    return peft.get_peft_model(long(), config).eval()
+
+
+@pytest.mark.parametrize(
+    ("build", "settings"),
+    [
+        *((partial(long, family), {"temperature": 0.7}) for family in ("mistral", "gemma2", "gpt2", "opt", "cohere")),
+        (with_a_head_that_is_a_module, {}),
+        (tuned, {}),
+        (tuned, {"adapters": False}),
+    ],
+)
+def test_bits_of_windows_soft_caps_scaled_logits_modules_and_adapters(build: Any, settings: dict[str, Any]) -> None:
+    rows = random_sequences(90, 3, 140).to_list()
+    scorer = LogProbScorer(build(), deterministic=True, **settings)
+    assert scorer.path == "head"
+    assert differing(scorer, rows, 4, entropy=True) == 0
+    plain = scorer.model if scorer.adapters is True else long()
+    for row in rows:
+        want = plain_log_probs(plain, Ragged.from_list([row]), temperature=scorer.temperature)
+        assert_near(scorer.score([row]).values, want.detach(), **FORWARD)
+    if scorer.adapters is not True:
+        assert torch.equal(scorer.score(rows).values, LogProbScorer(plain, deterministic=True).score(rows).values)
 
 
 def test_values_with_gradient_and_the_gradient(model: nn.Module) -> None:
@@ -146,17 +151,17 @@ def test_values_with_gradient_and_the_gradient(model: nn.Module) -> None:
 
 
 def test_checkpointed_layers_keep_the_bits() -> None:
-    model = tiny_model(max_position_embeddings=256)
+    model = long()
     scorer, rows = LogProbScorer(model, deterministic=True), random_sequences(100, 130, 20).to_list()
+    weights = [model.lm_head.weight, *model.model.layers.parameters()]
     want = scorer.score(rows, grad=True).values
-    (gradient,) = torch.autograd.grad(want.sum(), [model.lm_head.weight])
-    body = torch.autograd.grad(scorer.score(rows, grad=True).values.sum(), list(model.model.layers.parameters()))
+    gradients = torch.autograd.grad(want.sum(), weights)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     found = scorer.score(rows, grad=True).values
     assert torch.equal(found, want)
-    again = torch.autograd.grad(found.sum(), [model.lm_head.weight, *model.model.layers.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(again, [gradient, *body], strict=True))
+    again = torch.autograd.grad(found.sum(), weights)
+    assert all(torch.equal(a, b) for a, b in zip(again, gradients, strict=True))
 
 
 def test_cached_keys_and_values_give_the_same_bits(model: nn.Module) -> None:
@@ -176,25 +181,19 @@ def test_cached_keys_and_values_give_the_same_bits(model: nn.Module) -> None:
 def test_the_attention_in_blocks_is_the_attention() -> None:
     """With a past in the pack, a past outside, a window, soft-caps, sinks and grouped heads, against the pieces' own."""
     rng = torch.Generator().manual_seed(0)
-    heads, groups, size, tokens = 4, 2, 8, 150
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=rng, dtype=torch.float64)
 
-    query, key, value = random(1, heads, tokens, size), random(1, groups, tokens, size), random(1, groups, tokens, size)
-    outside = [[(random(1, groups, n, size), random(1, groups, n, size))] for n in (70, 31)]
-    pieces = [
-        PackPiece(0, 70, -1, []),
-        PackPiece(70, 72, 0, []),
-        PackPiece(72, 149, -1, outside),
-        PackPiece(149, 150, 1, []),
-    ]
+    query, key, value = random(1, 4, 150, 8), random(1, 2, 150, 8), random(1, 2, 150, 8)
+    outside = [[(random(1, 2, n, 8), random(1, 2, n, 8))] for n in (70, 31)]
+    places = [(0, 70, -1, []), (70, 72, 0, []), (72, 149, -1, outside), (149, 150, 1, [])]
     module: Any = nn.Module()
-    for extra in ({}, {"sliding_window": 40}, {"softcap": 2.0}, {"s_aux": random(heads), "sliding_window": 90}):
+    for extra in ({}, {"sliding_window": 40}, {"softcap": 2.0}, {"s_aux": random(4), "sliding_window": 90}):
         found = []
         for attend in (None, _invariant.attend):
-            layout = PackLayout(pieces, attend=attend, saving=_attention.saving())
-            _attention._ACTIVE.layout = layout
+            pieces = [PackPiece(*place) for place in places]
+            _attention._ACTIVE.layout = PackLayout(pieces, attend=attend, saving=_attention.saving())
             try:
                 found.append(_attention._attention(module, query, key, value, scaling=0.3, **extra)[0])
             finally:
@@ -233,14 +232,9 @@ def _compiled() -> nn.Module:
         (tiny_model, {"tokens_per_batch": 100}, "tokens_per_batch must be a multiple of 64"),
         (_Uniform, {}, "_Uniform is scored by its own forward, on padded batches"),
         (_alibi, {}, "BloomForCausalLM cannot attend within a pack"),
-        (
-            lambda: tiny_model("mixtral"),
-            {},
-            "MixtralForCausalLM runs .* on sizes that depend on the tokens, as a mixture of experts does",
-        ),
+        (partial(tiny_model, "mixtral"), {}, "on sizes that depend on the tokens, as a mixture of experts does"),
         (_compiled, {}, "has compiled layers"),
     ],
-    ids=lambda x: getattr(x, "__name__", None) or str(x)[:30],
 )
 def test_models_that_cannot_are_refused_with_the_reason(build: Any, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -248,16 +242,28 @@ def test_models_that_cannot_are_refused_with_the_reason(build: Any, options: dic
 
 
 def test_what_changed_since_is_refused_at_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = LogProbScorer(tiny_model(), deterministic=True)
+    scorer, calls = LogProbScorer(tiny_model(), deterministic=True), []
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"computes in torch\.bfloat16"):
-        scorer.score([[3, 4, 5]])
-    monkeypatch.setattr(_scorer, "model_device", lambda *_: torch.device("cuda:0"))
-    with pytest.raises(ValueError, match=r"is on cuda:0, and fixed shapes are known to suffice on a CPU only"):
-        scorer.score([[1, 2, 3]])
-    monkeypatch.undo()
-    monkeypatch.setattr(_invariant, "Ranks", lambda _: type("Two", (), {"groups": [object()]})())
-    with pytest.raises(ValueError, match="is wrapped or sharded over ranks"):
-        scorer.score([[1, 2, 3]])
+        scorer.score(ROW)
+    with monkeypatch.context() as patch:
+        patch.setattr(_scorer, "model_device", lambda *_: torch.device("cuda:0"))
+        with pytest.raises(ValueError, match=r"is on cuda:0, and fixed shapes are known to suffice on a CPU only"):
+            scorer.score(ROW)
+    with monkeypatch.context() as patch:
+        patch.setattr(_invariant, "Ranks", lambda _: type("Two", (), {"groups": [object()]})())
+        with pytest.raises(ValueError, match="is wrapped or sharded over ranks"):
+            scorer.score(ROW)
+    # A change of threads is checked again.
+    monkeypatch.setattr(_scorer, "find_variance", lambda *_: calls.append(1) or "computes other bits")
+    scorer.score(ROW)
+    assert not calls
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(ValueError, match="Qwen2ForCausalLM computes other bits"):
+            scorer.score(ROW)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _in_pieces(layout: PackLayout, past: Any, query: Tensor, *rest: Any) -> Tensor:
@@ -268,34 +274,22 @@ def _in_pieces(layout: PackLayout, past: Any, query: Tensor, *rest: Any) -> Tens
     return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, query, *rest)
 
 
-@pytest.mark.parametrize("broken", ["packs", "attention", "head"])
-def test_the_check_finds_other_bits(broken: str, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "broken"),
+    [
+        (_passes, "pad_pack", lambda row, _: row),
+        (_passes, "attend", _in_pieces),
+        (_probe, "read", lambda *args, **options: read(*args, **{**options, "tile": None})),
+    ],
+    ids=["packs", "attention", "head"],
+)
+def test_the_check_finds_other_bits(
+    module: Any, name: str, broken: Any, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without one of the three parts scores vary, and the check of the model says so."""
-    if broken == "packs":
-        monkeypatch.setattr(_passes, "pad_pack", lambda row, _: row)
-    elif broken == "attention":
-        monkeypatch.setattr(_passes, "attend", _in_pieces)
-    else:
-        monkeypatch.setattr(_probe, "read", lambda *args, **options: read(*args, **{**options, "tile": None}))
-    with pytest.raises(
-        ValueError, match="computes other bits for a sequence alone than in a pack: they differ by up to"
-    ):
+    monkeypatch.setattr(module, name, broken)
+    with pytest.raises(ValueError, match="other bits for a sequence alone than in a pack: they differ by up to"):
         LogProbScorer(model, deterministic=True)
-
-
-def test_a_change_of_threads_is_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = LogProbScorer(tiny_model(), deterministic=True)
-    calls = []
-    monkeypatch.setattr(_scorer, "find_variance", lambda *_: calls.append(1) or "computes other bits")
-    scorer.score([[1, 2, 3]])
-    assert not calls
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        with pytest.raises(ValueError, match="Qwen2ForCausalLM computes other bits"):
-            scorer.score([[1, 2, 3]])
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
@@ -309,9 +303,9 @@ def test_a_change_of_threads_is_checked_again(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_dropout_with_gradient(family: str, config: dict[str, Any]) -> None:
     scorer = LogProbScorer(tiny_model(family, **config).train(), deterministic=True)
-    scorer.score([[3, 4, 5]])  # in evaluation mode
+    scorer.score(ROW)  # in evaluation mode
     with pytest.raises(ValueError, match=r"drops activations at random: call its eval\(\)"):
-        scorer.score([[3, 4, 5]], grad=True)
+        scorer.score(ROW, grad=True)
 
 
 def test_no_other_budget_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +315,7 @@ def test_no_other_budget_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) ->
     scorer = LogProbScorer(tiny_model(), deterministic=True)
     monkeypatch.setattr(_run, "_attempt", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        scorer.score([[1, 2, 3]])
+        scorer.score(ROW)
     assert scorer.tokens_per_batch is None
 
 
@@ -329,56 +323,51 @@ def test_an_exact_kl_needs_both_models_alike(model: nn.Module, other: nn.Module)
     scorer = LogProbScorer(model, deterministic=True)
     for reference in (LogProbScorer(other), LogProbScorer(other, deterministic=True, tokens_per_batch=128)):
         with pytest.raises(ValueError, match="their difference in rounding would count as KL"):
-            scorer.evaluate([[1, 2, 3]], reference=reference)
+            scorer.evaluate(ROW, reference=reference)
     default = LogProbScorer(model, deterministic=True, tokens_per_batch=256)
-    kl = scorer.evaluate([[3, 4, 5]], reference=default).kl
-    assert kl is not None
-    assert not kl.values.any()
+    assert not scorer.evaluate(ROW, reference=default).kl.values.any()
 
 
 # ---------------------------------------------------------------------- where the setting arrives
 
-
-def batch_of(rows: list[Tensor], prompt: int) -> TensorDict:
-    full = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0)
-    real = torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)) for row in rows], batch_first=True) > 0
-    tokens = TensorDict(prompt=full[:, :prompt], full=full, batch_size=[len(rows)])
-    masks = TensorDict(all_attention_mask=real, all_assistant_mask=real & (torch.arange(full.shape[1]) >= prompt))
-    reward = TensorDict(reward=torch.arange(float(len(rows))).unsqueeze(-1), batch_size=[len(rows)])
-    return TensorDict(tokens=tokens, masks=masks.auto_batch_size_(1), next=reward, batch_size=[len(rows)])
+PROMPT = 75
 
 
-def answers() -> tuple[list[Tensor], int]:
+def batch_of(rows: list[Tensor]) -> TensorDictBase:
+    prompts, responses = ([row[part].tolist() for row in rows] for part in (slice(PROMPT), slice(PROMPT, None)))
+    assistant = [torch.arange(len(row)) >= PROMPT for row in rows]
+    reward = torch.arange(float(len(rows))).unsqueeze(-1)
+    return tokens("padded", prompts, responses, masks__all_assistant_mask=assistant, next__reward=reward)
+
+
+def answers() -> list[Tensor]:
     """Four answers of different lengths to each of two prompts."""
-    first, second, *ends = rows_of(75, 75, 3, 61, 200, 118, 20, 33, 64, 9, seed=3)
-    return [torch.cat([start, end]) for start, end in zip([first] * 4 + [second] * 4, ends, strict=True)], 75
+    first, second, *ends = rows_of(PROMPT, PROMPT, 3, 61, 200, 118, 20, 33, 64, 9, seed=3)
+    return [torch.cat([start, end]) for start, end in zip([first] * 4 + [second] * 4, ends, strict=True)]
 
 
 @pytest.mark.parametrize("estimator", ["k3", "exact"])
 def test_kl_of_a_model_with_its_copy_is_0_in_any_split(estimator: Any, model: nn.Module) -> None:
-    rows, prompt = answers()
+    rows, found = answers(), []
     kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, deterministic=True)
-    found = {}
     for step in (3, 8):
-        parts = [kl(batch_of(rows[i : i + step], prompt)) for i in range(0, 8, step)]
+        parts = [kl(batch_of(rows[i : i + step])) for i in range(0, 8, step)]
         assert all(float(part["next", "kl_penalty"].abs().max()) == 0.0 for part in parts)
-        found[step] = [row for part in parts for row in part["next", "log_probs", "full"].unbind(0)]
-    for i, row in enumerate(rows):
-        assert torch.equal(found[3][i][: len(row)], found[8][i][: len(row)])
+        found.append([row for part in parts for row in part["next", "log_probs", "full"].unbind(0)])
+    for row, a, b in zip(rows, *found, strict=True):
+        assert torch.equal(a[: len(row)], b[: len(row)])
 
 
 def test_the_first_ratio_of_a_step_is_1(model: nn.Module) -> None:
     """Old log-probs of the whole batch without gradient, current ones of a micro-batch with: equal to the last bit."""
-    rows, prompt = answers()
-    parts = make_algorithm(
-        "grpo", copy.deepcopy(model), reference=model, group_size=4, loss_args={"deterministic": True}
-    )
+    rows, options = answers(), {"group_size": 4, "loss_args": {"deterministic": True}}
+    parts = make_algorithm("grpo", copy.deepcopy(model), reference=model, **options)
     assert isinstance(parts.kl_transform, (RetrieveKL, RetrieveLogProb))
     assert parts.loss.scorer.deterministic
-    batch = parts.prepare(batch_of(rows, prompt))
-    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows, prompt))
+    batch = parts.prepare(batch_of(rows))
+    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows))
     for i, row in list(enumerate(rows))[::3]:
-        current = parts.loss.scorer.score([row], torch.arange(len(row)) >= prompt, grad=True).values
+        current = parts.loss.scorer.score([row], torch.arange(len(row)) >= PROMPT, grad=True).values
         assert torch.equal(current.detach(), old["next", "log_probs", "full"][i, : len(row)])
     assert torch.isfinite(parts.loss(batch[2:4]).total_loss)
 
@@ -391,30 +380,20 @@ def test_settings_reach_every_scorer() -> None:
     kl.deterministic = False
     assert [part.scorer.deterministic for part in (kl[0], kl[1])] == [False, False]
     loss = PolicyLoss(model, "ppo", deterministic=True, reference=model)
-    assert loss.scorer.deterministic
-    assert loss._reference_scorer is not None
-    assert loss._reference_scorer.deterministic
+    assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True, True]
     assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic
     with pytest.raises(ValueError, match=r"own settings: set \['deterministic'\] there"):
         PolicyLoss(LogProbScorer(model), "ppo", deterministic=True)
-    other, message = (
-        LogProbScorer(tiny_model(seed=1)),
-        "reference is a scorer with deterministic=False, and the actor has.*=True",
-    )
-    with pytest.raises(ValueError, match=message):
+    other = LogProbScorer(tiny_model(seed=1))
+    with pytest.raises(ValueError, match=r"is a scorer with deterministic=False, and the actor has.*=True"):
         make_algorithm("grpo", model, reference=other, group_size=2, loss_args={"deterministic": True})
 
 
 def test_a_service_scores_requests_that_arrive_together_with_the_same_bits(model: nn.Module) -> None:
-    core = ScoringCore(TransformersEngine(model))
-    rows = rows_of(150, 20, 90)
-
-    def request(row: Tensor) -> Request:
-        settings = Settings(deterministic=True)
-        sent = Request.of(row, torch.tensor([len(row)]), None, settings, version=None, caller="")
-        return Request.unpack(sent.pack())
-
-    want = [LogProbScorer(model, deterministic=True).score([row]).values[1:] for row in rows]
-    for found, expected in zip(core.score([request(row) for row in rows]), want, strict=True):
+    core, settings, rows = ScoringCore(TransformersEngine(model)), Settings(deterministic=True), rows_of(150, 20, 90)
+    sent = [Request.of(row, torch.tensor([len(row)]), None, settings, version=None, caller="") for row in rows]
+    replies = core.score([Request.unpack(each.pack()) for each in sent])
+    for row, found in zip(rows, replies, strict=True):
+        want = LogProbScorer(model, deterministic=True).score([row]).values[1:]
         assert not isinstance(found, Exception)
-        assert torch.equal(torch.as_tensor(found.log_prob), expected)
+        assert torch.equal(torch.as_tensor(found.log_prob), want)

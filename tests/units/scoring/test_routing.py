@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from checkpointed import enable, enable_and_wrap, in_own_code, wrap
 from closeness import assert_near
@@ -222,43 +221,13 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
     want, _ = by_hand("mixtral", model, rows, used)
     assert_near(found.log_prob.values.double(), want, size=16, dtype=torch.float32)
     # The routers' own choices are those of a model with the recorded ones forced alone.
-    for place in (0, 1, 2):
-        free = torch.cat([record[:, place, 0] < 0 for record in records])
-        logits: list[Tensor] = []
-        handle = routers(model)[place].register_forward_hook(lambda *args, into=logits: into.append(args[2][0]))
-        with torch.no_grad():
-            by_hand("mixtral", model, rows, used)
-        handle.remove()
-        best = torch.cat(logits).topk(2, -1).indices
-        last = torch.cat([torch.arange(len(row)) == len(row) - 1 for row in rows])
-        chosen = torch.cat(used)[:, place].long()
-        assert torch.equal(chosen[free & ~last].sort(-1).values, best[free & ~last].sort(-1).values)
-
-
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_router_gradients_are_finite_differences(family: str) -> None:
-    model = in_float64(family)
-    scorer = LogProbScorer(model, tokens_per_batch=23)
-    records = random_experts(SOME, len(LAYERS[family]), seed=3)
-
-    def total(grad: bool = False) -> Tensor:
-        return (WEIGHTS[: len(SOME_TOKENS.values)] * scorer.score(SOME_TOKENS, routing=records, grad=grad).values).sum()
-
-    weights = [parameter for router in routers(model) for parameter in router.parameters()]
-    found = torch.autograd.grad(total(grad=True), weights)
-    assert all(float(gradient.abs().max()) > 1e-3 for gradient in found)
-    # Some routers compute their softmax in float32: steps are large beside its rounding.
-    step, generator = 4e-3, torch.Generator().manual_seed(0)
-    directions = [torch.randn(weight.shape, generator=generator, dtype=weight.dtype) for weight in weights]
-    directions = [direction / direction.norm() for direction in directions]
-    values, starts = [], [weight.detach().clone() for weight in weights]
-    for factor in (-2, -1, 1, 2):
-        for weight, start, direction in zip(weights, starts, directions, strict=True):
-            weight.data = start + factor * step * direction
-        values.append(total().double())
-    fourth_order = (values[0] - 8 * values[1] + 8 * values[2] - values[3]) / (12 * step)
-    along = sum((gradient * direction).sum() for gradient, direction in zip(found, directions, strict=True))
-    assert_close(along, fourth_order, atol=2e-3, rtol=2e-3)
+    logits: list[list[Tensor]] = [[], [], []]
+    for router, into in zip(routers(model), logits, strict=True):
+        router.register_forward_hook(lambda *args, into=into: into.append(args[2][0]))
+    by_hand("mixtral", model, rows, used)
+    best, chosen = torch.stack([torch.cat(each).topk(2, -1).indices for each in logits], 1), torch.cat(used).long()
+    free = torch.cat([F.pad(record[:-1, :, 0] < 0, (0, 0, 0, 1)) for record in records])  # without last tokens
+    assert torch.equal(chosen[free].sort(-1).values, best[free].sort(-1).values)
 
 
 # ------------------------------------------------------------------ forms of a record
@@ -267,32 +236,22 @@ def test_router_gradients_are_finite_differences(family: str) -> None:
 def test_engines_forms() -> None:
     """vLLM: an array for each sequence without its last token, with a place for each layer, dense ones too."""
     model = tiny_model("deepseek_v3")
-    scorer = LogProbScorer(model)
-    want = scorer.evaluate(TOKENS, record_routing=True)
-    records = want.routing.to_list()
-    of_vllm = []
-    for record in records:
-        array = np.zeros((len(record) - 1, 3, K), dtype=np.uint8)
-        array[:, 1:] = record[:-1].numpy()
-        of_vllm.append(array)
-    model = perturbed(model)
-    scorer = LogProbScorer(model)
-    expected = scorer.score(TOKENS, routing=want.routing).values
+    routing = LogProbScorer(model).evaluate(TOKENS, record_routing=True).routing
+    records = routing.to_list()
+    of_vllm = [np.pad(record[:-1].numpy().astype(np.uint8), ((0, 0), (1, 0), (0, 0))) for record in records]
+    scorer = LogProbScorer(perturbed(model))
+    expected = scorer.score(TOKENS, routing=routing).values
     assert not torch.equal(scorer.score(TOKENS).values, expected)
-    forms = [of_vllm, records, want.routing.values, torch.cat(records).long(), want.routing.to_nested()]
-    for form in forms:
+    for form in [of_vllm, records, routing.values, torch.cat(records).long(), routing.to_nested()]:
         assert torch.equal(scorer.score(TOKENS, routing=form).values, expected)
-    padded, real = TOKENS.to_padded(side="left"), TOKENS.padding_mask(side="left")
-    found = scorer.score(padded, attention_mask=real.long(), routing=want.routing.to_padded(side="left"))
-    assert torch.equal(found.values, expected)
-    assert torch.equal(scorer.score(padded, attention_mask=real.long(), routing=of_vllm).values, expected)
+    padded, real = TOKENS.to_padded(side="left"), TOKENS.padding_mask(side="left").long()
+    for form in [of_vllm, routing.to_padded(side="left")]:
+        assert torch.equal(scorer.score(padded, attention_mask=real, routing=form).values, expected)
 
 
 def test_dtype_of_a_record() -> None:
     assert Routers.of(tiny_model("mixtral", num_local_experts=128)).dtype == torch.int8
-    assert Routers.of(tiny_model("mixtral", num_local_experts=129)).dtype == torch.int16
-    model = tiny_model("mixtral", num_local_experts=130)
-    scorer = LogProbScorer(model)
+    scorer = LogProbScorer(tiny_model("mixtral", num_local_experts=129))
     first = scorer.evaluate([ROWS[0]], record_routing=True)
     assert first.routing.values.dtype == torch.int16
     assert torch.equal(scorer.score([ROWS[0]], routing=first.routing).values, first.log_prob.values)
@@ -351,17 +310,16 @@ def test_a_checkpoint_in_the_models_own_code_is_refused(share: bool) -> None:
 
 def test_the_references_own_routing() -> None:
     model = in_float64("mixtral")
-    ref = perturbed(model)
-    scorer, ref_scorer = LogProbScorer(model, tokens_per_batch=23), LogProbScorer(ref)
+    scorer, ref_scorer = LogProbScorer(model, tokens_per_batch=23), LogProbScorer(perturbed(model))
     records, others = random_experts(ROWS, 3, seed=1), random_experts(ROWS, 3, seed=2)
-    for given in (None, others):
-        options = {} if given is None else {"ref_routing": given}
+    near: dict[str, Any] = {"size": 16, "dtype": torch.float32}
+    for options in ({}, {"ref_routing": others}):
         found = scorer.evaluate(TOKENS, routing=records, reference=ref_scorer, **options)
-        assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, size=16, dtype=torch.float32)
-        want = ref_scorer.score(TOKENS, routing=given).values
-        assert_near(found.ref_log_prob.values, want, size=16, dtype=torch.float32)
+        assert_near(found.log_prob.values, scorer.score(TOKENS, routing=records).values, **near)
+        want = ref_scorer.score(TOKENS, routing=options.get("ref_routing")).values
+        assert_near(found.ref_log_prob.values, want, **near)
     same = scorer.evaluate(TOKENS, routing=records, reference=LogProbScorer(model), ref_routing=records).kl.values
-    assert_near(same, torch.zeros_like(same), size=16, dtype=torch.float32)
+    assert_near(same, torch.zeros_like(same), **near)
     with pytest.raises(ValueError, match="no reference= is given"):
         scorer.evaluate(TOKENS, ref_routing=records)
 
@@ -443,31 +401,22 @@ def test_another_thread_routes_by_itself() -> None:
 # ------------------------------------------------------------------ refused
 
 
+def mixtral(change: Any) -> nn.Module:
+    model = tiny_model("mixtral")
+    change(model)
+    return model
+
+
 def olmoe() -> nn.Module:
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return OlmoeForCausalLM(
-        OlmoeConfig(vocab_size=VOCAB_SIZE, num_experts=4, num_experts_per_tok=2, pad_token_id=None, **sizes)
-    )
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
+    return OlmoeForCausalLM(OlmoeConfig(vocab_size=VOCAB_SIZE, **experts, **sizes))
 
 
-def compiled() -> nn.Module:
-    model = tiny_model("mixtral")
-    model.model.layers[1].compile(backend="eager")
-    return model
-
-
-def changed() -> nn.Module:
-    model = tiny_model("mixtral")
-    routers(model)[1].register_forward_hook(lambda _, __, out: (out[0], 2 * out[1], out[2]))
-    return model
-
-
-def uncalled() -> nn.Module:
-    model = tiny_model("mixtral")
-    model.model.layers[1].mlp.forward = lambda hidden: hidden
-    return model
+def doubled(_: Any, __: Any, out: Any) -> Any:
+    return out[0], 2 * out[1], out[2]
 
 
 @pytest.mark.parametrize(
@@ -476,22 +425,32 @@ def uncalled() -> nn.Module:
         (tiny_model, "Qwen2ForCausalLM is dense"),
         (olmoe, "OlmoeTopKRouter weigh experts is not known here. Known are Mixtral"),
         (lambda: FakeBackend(engine(tiny_model("mixtral"))), "routing of FakeBackend cannot be recorded or replayed"),
-        (compiled, "MixtralForCausalLM has compiled parts"),
-        (changed, "MixtralTopKRouter does not weigh experts as in transformers"),
-        (uncalled, "MixtralTopKRouter of layer 1 was not called"),
+        (
+            lambda: mixtral(lambda m: m.model.layers[1].compile(backend="eager")),
+            "MixtralForCausalLM has compiled parts",
+        ),
+        (
+            lambda: mixtral(lambda m: setattr(m.model.layers[1].mlp, "forward", lambda hidden: hidden)),
+            "MixtralTopKRouter of layer 1 was not called",
+        ),
+        (
+            lambda: mixtral(lambda m: routers(m)[1].register_forward_hook(doubled)),
+            "MixtralTopKRouter does not weigh experts as in transformers",
+        ),
     ],
 )
 def test_models_that_are_refused(make: Any, message: str) -> None:
-    scorer = LogProbScorer(make(), probe=make is not changed)
+    replayed_only = "weigh experts as" in message
+    scorer = LogProbScorer(make(), probe=not replayed_only)
     options: list[dict[str, Any]] = [{"routing": random_experts(ROWS, 3)}, {"record_routing": True}]
-    for option in options[: 1 if make is changed else 2]:
+    for option in options[: 1 if replayed_only else 2]:
         with pytest.raises(ValueError, match=message):
             scorer.evaluate(TOKENS, **option)
 
 
-def put(row: int, place: tuple[int, ...], value: list[int]) -> Any:
+def put(row: int, t: int, layer: int, value: list[int]) -> Any:
     def change(records: list[Tensor]) -> list[Tensor]:
-        records[row][place] = torch.tensor(value)
+        records[row][t, layer] = torch.tensor(value)
         return records
 
     return change
@@ -503,20 +462,14 @@ def put(row: int, place: tuple[int, ...], value: list[int]) -> Any:
         (lambda r: [x[:, :2] for x in r], "record has 2 layers, and MixtralForCausalLM has 3: expected one for each"),
         (lambda r: [x[..., :1] for x in r], "has 1 experts for each token and layer, and MixtralForCausalLM chooses 2"),
         (lambda r: r[:-1], "the record has 7 sequences, the tokens have 8"),
-        (
-            lambda r: [*r[:2], r[2][:-2], *r[3:]],
-            r"sequence 2 has shape \(39, 3, 2\): expected \(41, .*experts\), or 40",
-        ),
+        (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\): expected \(41, .*experts\), or 40"),
         (lambda r: torch.cat(r)[1:], r"shape \(195, 3, 2\): expected \(196, layers, experts\)"),
         (lambda r: torch.cat(r).float(), "holds torch.float32: expected integers"),
-        (
-            put(1, (5, 2), [6, 0]),
-            r"experts \[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5",
-        ),
+        (put(1, 5, 2, [6, 0]), r"\[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5"),
         # Ids that were stored in too narrow a type.
-        (put(1, (5, 2), [-56, -100]), r"experts \[-56, -100\] at sequence 1, position 5, layer 2: .* 0 to 5, or -1"),
-        (put(3, (7, 0), [-1, 0]), r"\[-1, 0\] at sequence 3, position 7, layer 0: expected either all experts"),
-        (put(0, (2, 1), [4, 4]), r"\[4, 4\] at sequence 0, position 2, layer 1: expected 2 different experts"),
+        (put(1, 5, 2, [-56, -100]), r"experts \[-56, -100\] at sequence 1, position 5, layer 2: .* 0 to 5, or -1"),
+        (put(3, 7, 0, [-1, 0]), r"\[-1, 0\] at sequence 3, position 7, layer 0: expected either all experts"),
+        (put(0, 2, 1, [4, 4]), r"\[4, 4\] at sequence 0, position 2, layer 1: expected 2 different experts"),
     ],
 )
 def test_records_that_are_refused(change: Any, message: str) -> None:
@@ -526,22 +479,14 @@ def test_records_that_are_refused(change: Any, message: str) -> None:
 
 def test_tokens_that_need_no_forward_are_not_checked() -> None:
     """Engines fill the place of the last token with zeros."""
-    scorer = LogProbScorer(tiny_model("mixtral"))
-    want = random_experts(ROWS, 3)
-    filled = [record.clone() for record in want]
-    for record in filled:
-        record[-1] = 0
+    scorer, want = LogProbScorer(tiny_model("mixtral")), random_experts(ROWS, 3)
+    filled = [torch.cat([record[:-1], torch.zeros_like(record[-1:])]) for record in want]
     assert torch.equal(scorer.score(TOKENS, routing=filled).values, scorer.score(TOKENS, routing=want).values)
-
-
-def test_an_empty_mask_and_flat_records() -> None:
-    scorer = LogProbScorer(tiny_model("mixtral"))
     nothing = torch.zeros_like(TOKENS.positions, dtype=torch.bool)
-    found = scorer.evaluate(TOKENS, nothing, routing=random_experts(ROWS, 3), record_routing=True)
+    found = scorer.evaluate(TOKENS, nothing, routing=want, record_routing=True)
     assert bool((found.routing.values == -1).all())
-    assert flat_record([torch.zeros(0, 3, 2, dtype=torch.int8)], Ragged.from_list([ids(1, 0)])).tolist() == [
-        [[-1] * 2] * 3
-    ]
+    alone = flat_record([torch.zeros(0, 3, 2, dtype=torch.int8)], Ragged.from_list([ids(1, 0)]))
+    assert alone.tolist() == [[[-1] * 2] * 3]
 
 
 def test_the_configuration_of_the_language_model() -> None:

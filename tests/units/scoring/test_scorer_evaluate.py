@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from scoring_reference import body_tokens, conversation
+from scoring_reference import SHARED, body_tokens, conversation
 from torchrl_llm_kl import LogProbScorer, Ragged
 from toy_models import BACKWARD, FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
@@ -21,6 +21,7 @@ ROWS = conversation()
 BATCH = Ragged.from_list(ROWS)
 TOP_IDS = (7 * torch.arange(len(BATCH.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
 EVERYTHING: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": TOP_IDS}
+HOT, SMALL = {"temperature": 0.7}, {"tokens_per_batch": 9, "head_chunk": 4}
 
 
 def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
@@ -32,6 +33,20 @@ def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+class Tuples(nn.Module):
+    """Not from transformers: logits in a tuple, no parts with known names."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.body = nn.Embedding(VOCAB_SIZE, 8), nn.GRU(8, 8, batch_first=True)
+        self.head = nn.Linear(8, VOCAB_SIZE)
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.head(self.body(self.embedding(input_ids))[0]), None
 
 
 def assert_exact(
@@ -68,47 +83,24 @@ def test_equals_sums_over_the_whole_vocabulary(family: str) -> None:
     assert_exact(LogProbScorer(tiny_model(family)), LogProbScorer(tiny_model(family, seed=1)))
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
-def test_temperature_small_packs_and_two_families(direction: Any) -> None:
-    scorer = LogProbScorer(tiny_model("gemma2"), temperature=0.7, tokens_per_batch=9, head_chunk=4)
-    assert_exact(scorer, LogProbScorer(tiny_model("granite"), temperature=0.7), 0.7, direction)
-
-
-class Tuples(nn.Module):
-    """Not from transformers: logits in a tuple, no parts with known names."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embedding, self.body, self.head = (
-            nn.Embedding(VOCAB_SIZE, 8),
-            nn.GRU(8, 8, batch_first=True),
-            nn.Linear(8, VOCAB_SIZE),
-        )
-        nn.init.normal_(self.head.weight)
-
-    def forward(self, input_ids: Tensor) -> Any:
-        return self.head(self.body(self.embedding(input_ids))[0]), None
-
-
 @pytest.mark.parametrize(
-    ("policy", "reference", "direction"),
+    ("policy", "reference", "direction", "settings", "ref_settings"),
     [
-        (lambda: Tuples(0), lambda: Tuples(1), "forward"),
-        (lambda: Tuples(0), lambda: tiny_model("llama"), "reverse"),
-        (lambda: tiny_model("llama"), lambda: Tuples(0), "forward"),
+        (lambda: Tuples(0), lambda: Tuples(1), "forward", {"tokens_per_batch": 64, "head_chunk": 5}, {}),
+        (lambda: Tuples(0), lambda: tiny_model("llama"), "reverse", {"tokens_per_batch": 64, "head_chunk": 5}, {}),
+        (lambda: tiny_model("llama"), lambda: Tuples(0), "forward", {"tokens_per_batch": 64, "head_chunk": 5}, {}),
+        *(
+            (lambda: tiny_model("gemma2"), lambda: tiny_model("granite"), direction, {**HOT, **SMALL}, HOT)
+            for direction in ("reverse", "forward")
+        ),
+        (lambda: tiny_model("llama"), tiny_model, "reverse", {"share_prefixes": False, "tokens_per_batch": 30}, {}),
+        (lambda: tiny_model("llama"), tiny_model, "reverse", {}, {"share_prefixes": False}),
     ],
-    ids=["both whole", "policy whole", "reference whole"],
+    ids=["both whole", "policy whole", "reference whole", "two families", "forward", "policy padded", "ref padded"],
 )
-def test_models_that_return_whole_logits(policy: Any, reference: Any, direction: Any) -> None:
-    scorer = LogProbScorer(policy(), tokens_per_batch=64, head_chunk=5)
-    assert_exact(scorer, LogProbScorer(reference()), direction=direction)
-
-
-def test_one_model_padded_and_one_in_packs() -> None:
-    model, ref = tiny_model("llama"), tiny_model("qwen2")
-    assert_exact(LogProbScorer(model, share_prefixes=False, tokens_per_batch=30), LogProbScorer(ref))
-    assert_exact(LogProbScorer(model), LogProbScorer(ref, share_prefixes=False))
+def test_any_two_models(policy: Any, reference: Any, direction: Any, settings: Any, ref_settings: Any) -> None:
+    scorers = LogProbScorer(policy(), **settings), LogProbScorer(reference(), **ref_settings)
+    assert_exact(*scorers, settings.get("temperature", 1.0), direction)
 
 
 @pytest.mark.parametrize("target", ["all-linear", ["lm_head", "q_proj"]])
@@ -125,17 +117,12 @@ def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
     assert float(got.values.max()) > 0.01
 
 
-def test_everything_costs_one_forward_of_each_body() -> None:
-    model, ref = tiny_model("llama"), tiny_model("llama", seed=1)
-    scorer, reference = LogProbScorer(model), LogProbScorer(ref)
-    once = body_tokens(model, lambda: scorer.score(BATCH))
-    for each in (model, ref):
-        assert body_tokens(each, lambda: scorer.evaluate(BATCH, reference=reference, **EVERYTHING)) == once
-
-
-@pytest.mark.parametrize("tokens_per_batch", [11, 8192])
-def test_gradients_reach_the_policy_alone(tokens_per_batch: int) -> None:
-    model, ref, rows = tiny_model("qwen2"), tiny_model("qwen2", seed=1), conversation()[:5]
+@pytest.mark.parametrize(
+    ("make", "tokens_per_batch"), [(tiny_model, 11), (tiny_model, 8192), (Tuples, 8192)], ids=["packs", "pack", "full"]
+)
+def test_gradients_reach_the_policy_alone(make: Any, tokens_per_batch: int) -> None:
+    """On the full path logits are recomputed: each saved tensor may be unpacked only once."""
+    model, ref, rows = make(seed=0), make(seed=1), ROWS[:5]
     scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
     got = scorer.evaluate(Ragged.from_list(rows), entropy=True, top_k=2, reference=LogProbScorer(ref), grad=True)
     assert not got.ref_log_prob.values.requires_grad
@@ -153,10 +140,11 @@ def test_gradients_reach_the_policy_alone(tokens_per_batch: int) -> None:
         assert_near(a, b, **BACKWARD)
 
 
-def test_conversations_that_go_on_use_both_caches() -> None:
-    model, ref = tiny_model("llama"), tiny_model("llama", seed=1)
+def test_one_forward_of_each_body_and_conversations_that_go_on_use_both_caches() -> None:
+    model, ref, row = tiny_model("llama"), tiny_model("llama", seed=1), torch.arange(30)
     scorer, reference = LogProbScorer(model), LogProbScorer(ref)
-    row = torch.arange(30)
+    for each in (model, ref):
+        assert body_tokens(each, lambda: scorer.evaluate(BATCH, reference=reference, **EVERYTHING)) == SHARED
     scorer.evaluate(Ragged.from_list([row[:20]]), reference=reference, remember=True)
     batch = Ragged.from_list([row])
     new = batch.positions >= 22
@@ -170,12 +158,8 @@ def test_conversations_that_go_on_use_both_caches() -> None:
     assert body_tokens(ref, turn) == 29 - 19
     scorer.forget()  # one cache is empty: both models use only the hits that both caches have
     assert body_tokens(ref, turn) == 29
-
-
-def test_exact_kl_of_a_model_with_itself_is_zero() -> None:
-    scorer = LogProbScorer(tiny_model("qwen2"))
-    got = scorer.evaluate(BATCH, reference=scorer).kl.values
-    assert_near(got, torch.zeros_like(got), size=16)
+    itself = scorer.evaluate(BATCH, reference=scorer).kl.values
+    assert_near(itself, torch.zeros_like(itself), size=16)
 
 
 def sequences_and_probabilities(model: Any, prompt: Tensor, length: int, vocab: int) -> tuple[list[Tensor], Tensor]:
@@ -221,29 +205,22 @@ def test_a_temperature_of_one_call() -> None:
             scorer.score(BATCH, temperature=bad)
 
 
-def test_pairs_that_do_not_fit() -> None:
+def test_pairs_and_options_that_do_not_fit() -> None:
     model = LogProbScorer(tiny_model("llama"))
     wide = LogProbScorer(tiny_model("llama", vocab_size=VOCAB_SIZE + 3))
     for scorer, reference in ((model, wide), (wide, model)):
         with pytest.raises(ValueError, match=r"vocabular.*(97|100).*(97|100)"):
             scorer.evaluate(BATCH, reference=reference)
-    scorer = LogProbScorer(model.model, temperature=0.7)
     with pytest.raises(ValueError, match=r"scored at temperature 0\.7 and the reference at 1\.0"):
-        scorer.evaluate(BATCH, reference=LogProbScorer(tiny_model("llama", seed=1)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        LogProbScorer(model.model, temperature=0.7).evaluate(BATCH, reference=model)
+    for options, message in [
         ({"top_k": -1}, "top_k must be at least 0, got -1"),
         ({"top_k": VOCAB_SIZE + 1}, "98.*97"),
-        ({"direction": "sideways"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'sideways'"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], message: str) -> None:
-    for model in (tiny_model("llama"), Tuples()):
-        with pytest.raises(ValueError, match=message):
-            LogProbScorer(model).evaluate(BATCH, **options)
+        ({"direction": "up"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'up'"),
+    ]:
+        for scorer in (model, LogProbScorer(Tuples())):
+            with pytest.raises(ValueError, match=message):
+                scorer.evaluate(BATCH, **options)
 
 
 def test_sequences_of_one_token_have_nothing_to_score() -> None:
@@ -259,26 +236,14 @@ def test_sequences_of_one_token_have_nothing_to_score() -> None:
 
 @pytest.mark.parametrize(("whole_logits", "temperature"), [(False, 1.0), (False, 0.5), (True, 0.5)])
 def test_moments_of_three_tokens_by_hand(whole_logits: bool, temperature: float) -> None:
-    """Probabilities 1/2, 1/3, 1/6, or 9/14, 4/14, 1/14 at half the temperature; and a token that is ruled out."""
-
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bias = nn.Parameter(torch.tensor([3.0, 2.0, 1.0, 0.0]).log())
-
-        def forward(self, input_ids: Tensor) -> Any:
-            return (self.bias.expand(*input_ids.shape, 4),)
-
-    model: Any = Fixed()
-    if not whole_logits:
-        model = tiny_model("llama")
-        with torch.no_grad():
-            model.lm_head.weight.zero_()
-        model.lm_head.bias = nn.Parameter(torch.full((VOCAB_SIZE,), -torch.inf))
-        model.lm_head.bias.data[:3] = torch.tensor([3.0, 2.0, 1.0]).log()
+    """Probabilities 1/2, 1/3, 1/6, or 9/14, 4/14, 1/14 at half the temperature; and tokens that are ruled out."""
+    model: Any = Tuples() if whole_logits else tiny_model("llama")
+    head = model.head if whole_logits else model.lm_head
+    nn.init.zeros_(head.weight)
+    head.bias = nn.Parameter(torch.full((VOCAB_SIZE,), -torch.inf))
+    head.bias.data[:3] = torch.tensor([3.0, 2.0, 1.0]).log()
     scorer = LogProbScorer(model, temperature=temperature, probe=False)
-    batch = Ragged.from_list([torch.tensor([0, 2, 1])])
-    got = scorer.evaluate(batch, entropy=True, moments=True, grad=True)
+    got = scorer.evaluate(Ragged.from_list([torch.tensor([0, 2, 1])]), entropy=True, moments=True, grad=True)
     p = [1 / 2, 1 / 3, 1 / 6] if temperature == 1 else [9 / 14, 4 / 14, 1 / 14]
     h = -sum(x * math.log(x) for x in p)
     collision, discriminator = sum(x * x for x in p), sum(x * x * (h + math.log(x)) for x in p)
@@ -286,4 +251,4 @@ def test_moments_of_three_tokens_by_hand(whole_logits: bool, temperature: float)
     assert_close(got.discriminator.values, torch.tensor([0, discriminator, discriminator]))
     grads = [each.values.requires_grad for each in (got.log_prob, got.collision, got.discriminator)]
     assert grads == [True, False, False]
-    assert scorer.evaluate(batch).collision is None
+    assert scorer.evaluate(Ragged.from_list([torch.tensor([0, 2])])).collision is None

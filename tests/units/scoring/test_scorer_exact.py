@@ -11,18 +11,14 @@ from torch import nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from scoring_reference import conversation, plain_log_probs, random_mask, random_sequences
+from scoring_reference import assert_scores, conversation, plain_log_probs, random_mask, random_sequences
 from torchrl_llm_kl.head import _tiles
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer
 from toy_models import BACKWARD, FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
-LENGTHS = (20, 1, 0, 7, 33, 2, 12, 12)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def model(request):
-    return tiny_model(request.param)
+ROWS = conversation()
+BATCH = Ragged.from_list(ROWS)
 
 
 def assert_as_plain(model, sequences, mask=None, **options):
@@ -34,8 +30,9 @@ def assert_as_plain(model, sequences, mask=None, **options):
     return scorer
 
 
-def test_equals_one_sequence_at_a_time(model):
-    sequences = random_sequences(*LENGTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_one_sequence_at_a_time(family):
+    model, sequences = tiny_model(family), random_sequences(20, 1, 0, 7, 33, 2, 12, 12)
     for tokens_per_batch, keep, temperature in [(1, 0.5, 0.7), (40, 0.1, 1.3), (8192, None, 1.0)]:
         mask = None if keep is None else random_mask(sequences, keep=keep)
         options = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "head_chunk": 5}
@@ -45,26 +42,28 @@ def test_equals_one_sequence_at_a_time(model):
     assert got.values.dtype == torch.float32
     assert not got.values.requires_grad
     assert torch.equal(got.lengths, sequences.lengths)
+    for tokens_per_batch in (7, 64, 8192):
+        scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
+        assert scorer.shares_prefixes
+        assert_scores(scorer, model, ROWS)
 
 
-def test_gradient_equals_the_plain_models(model):
-    model = copy.deepcopy(model)
-    sequences = random_sequences(9, 1, 0, 14, 4)
-    mask = random_mask(sequences, keep=0.6)
-    weight = torch.randn(sequences.values.shape, generator=torch.Generator().manual_seed(1))
-
-    (plain_log_probs(model, sequences, mask, temperature=0.8) * weight).sum().backward()
-    want = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    got = LogProbScorer(model, temperature=0.8, tokens_per_batch=16, head_chunk=3).score(sequences, mask, grad=True)
-    (got.values * weight).sum().backward()
-
-    assert want
-    for name, parameter in model.named_parameters():
-        if want[name] is None:
-            assert parameter.grad is None, name
-            continue
-        assert_near(parameter.grad, want[name], **BACKWARD, msg=name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_the_plain_models(family):
+    """Every parameter's is the sum over the sequences, each forwarded alone; also through what several share."""
+    model, batch = tiny_model(family).double(), Ragged.from_list([*ROWS[:6], *random_sequences(1, 0, 14).to_list()])
+    mask, parameters = random_mask(batch, keep=0.6), list(model.parameters())
+    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain = (plain_log_probs(model, batch, mask, temperature=0.8) * weights).sum()
+    want = torch.autograd.grad(plain, parameters, allow_unused=True)
+    for tokens_per_batch in (9, 8192):
+        scorer = LogProbScorer(model, temperature=0.8, tokens_per_batch=tokens_per_batch, head_chunk=3)
+        assert scorer.shares_prefixes
+        found = (scorer.score(batch, mask, grad=True).values * weights).sum()
+        for a, b in zip(torch.autograd.grad(found, parameters, allow_unused=True), want, strict=True):
+            assert (a is None) == (b is None)
+            if b is not None:
+                assert_near(a, b, **BACKWARD, dtype=torch.float32)  # norms and rotations are float32 even here
 
 
 def test_windows_and_soft_caps_matter():
@@ -77,21 +76,13 @@ def test_windows_and_soft_caps_matter():
 
 
 def test_sequences_without_tokens_to_score_are_not_forwarded_and_others_are_trimmed():
-    model = tiny_model()
-    seen = []
-    handle = model.get_decoder().register_forward_pre_hook(
-        lambda _module, _args, kwargs: seen.append(kwargs), with_kwargs=True
-    )
-    sequences = random_sequences(10, 20, 8)
+    model, seen, sequences = tiny_model(), [], random_sequences(10, 20, 8)
+    model.get_decoder().register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True)
     mask = torch.zeros(38, dtype=torch.bool)
-    mask[[3, 4]] = True  # sequence 0, up to position 4
-    mask[30 + 6] = True  # sequence 2, position 6
-    scorer = LogProbScorer(model, probe=False)
-    scorer.score(sequences, mask)
-    handle.remove()
-
+    mask[[3, 4, 30 + 6]] = True  # sequence 0, up to position 4; sequence 2, position 6
+    LogProbScorer(model, probe=False).score(sequences, mask)
     (call,) = seen
-    first, third = sequences.to_list()[0], sequences.to_list()[2]
+    first, _, third = sequences.to_list()
     assert call["input_ids"].tolist() == [third[:6].tolist(), [*first[:4].tolist(), 0, 0]]
     assert call["attention_mask"].tolist() == [[1] * 6, [1] * 4 + [0] * 2]
 
@@ -107,19 +98,16 @@ def test_nothing_to_score_is_all_zeros(grad):
 
 def test_inputs_are_not_mutated_and_int32_ids_are_fine():
     sequences = random_sequences(9, 5)
-    mask = random_mask(sequences)
-    before = sequences.values.clone(), mask.clone(), sequences.lengths.clone()
-    scorer = LogProbScorer(tiny_model())
+    mask, scorer = random_mask(sequences), LogProbScorer(tiny_model())
+    before = copy.deepcopy((sequences.values, mask, sequences.lengths))
     want = scorer.score(sequences, mask).values
-    for now, then in zip((sequences.values, mask, sequences.lengths), before, strict=True):
-        assert torch.equal(now, then)
+    assert all(map(torch.equal, (sequences.values, mask, sequences.lengths), before))
     assert torch.equal(scorer.score(sequences.like(sequences.values.int()), mask).values, want)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda scorer: pickle.loads(pickle.dumps(scorer))])
 def test_a_copy_scores_the_same_and_new_weights_take_effect_at_once(clone):
-    scorer = LogProbScorer(tiny_model("gemma2"), temperature=0.6)
-    sequences = random_sequences(9, 5)
+    scorer, sequences = LogProbScorer(tiny_model("gemma2"), temperature=0.6), random_sequences(9, 5)
     twin = clone(scorer)
     assert twin.model is not scorer.model
     assert twin.path == "head"
@@ -135,37 +123,11 @@ def test_a_copy_scores_the_same_and_new_weights_take_effect_at_once(clone):
 def test_with_grad_the_logits_are_not_held(monkeypatch):
     """No tensor saved by the graph has the size of the vocabulary, beyond the few that the head keeps within a budget."""
     monkeypatch.setattr(_tiles, "_KEPT_BYTES", 0)
-    model = tiny_model()
-    sequences = random_sequences(30, 30)
-    shapes = []
+    model, shapes = tiny_model(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
-        LogProbScorer(model, probe=False, head_chunk=16).score(sequences, grad=True)
+        LogProbScorer(model, probe=False, head_chunk=16).score(random_sequences(30, 30), grad=True)
     assert shapes
-    activations = [shape for shape in shapes if shape[-1:] == (VOCAB_SIZE,) and shape != (VOCAB_SIZE, 32)]
-    assert not activations
-
-
-class Table(nn.Module):
-    def __init__(self, seed):
-        super().__init__()
-        values = torch.randn(5, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        self.table = nn.Parameter(values)
-
-    def forward(self, input_ids):
-        return (self.table[input_ids],)
-
-
-@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
-def test_the_gradient_of_an_exact_kl_on_the_full_path():
-    """Recomputed logits: each saved tensor may be unpacked only once."""
-    ids = torch.tensor([0, 3, 1, 3])
-    model, other = LogProbScorer(Table(0)), LogProbScorer(Table(1))
-    kl = model.evaluate(Ragged.from_list([ids]), grad=True, reference=other).kl.values.sum()
-    p, q = (scorer.model.table[ids[:-1]].log_softmax(-1) for scorer in (model, other))
-    expected = (p.exp() * (p - q.detach())).sum()
-    assert_near(kl.double(), expected, size=8, terms=16, dtype=torch.float32)
-    found, want = (torch.autograd.grad(x, model.model.table)[0] for x in (kl, expected))
-    assert_near(found, want, size=8, terms=16, dtype=torch.float32)
+    assert not [shape for shape in shapes if shape[-1:] == (VOCAB_SIZE,) and shape != (VOCAB_SIZE, 32)]
 
 
 # ------------------------------------------------------------------ products in half precision on float32 weights
@@ -173,46 +135,38 @@ def test_the_gradient_of_an_exact_kl_on_the_full_path():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_equals_the_plain_model_under_autocast(family):
-    model, batch = tiny_model(family, initializer_range=0.1), Ragged.from_list(conversation())
+    model = tiny_model(family, initializer_range=0.1)
     scorer = LogProbScorer(model, dtype=torch.bfloat16)
-    assert scorer.path == "head"
-    assert scorer.shares_prefixes
-    found = scorer.score(batch).values
-    assert found.dtype == torch.float32
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert_close(found, plain_log_probs(model, batch).detach(), atol=0.08, rtol=0)
-    assert not torch.equal(found, LogProbScorer(model).score(batch).values), "no part ran in bfloat16"
+    assert (scorer.path, scorer.shares_prefixes) == ("head", True)
+    found = scorer.score(BATCH).values
+    assert {found.dtype, *(parameter.dtype for parameter in model.parameters())} == {torch.float32}
+    assert_close(found, plain_log_probs(model, BATCH).detach(), atol=0.08, rtol=0)
+    assert not torch.equal(found, LogProbScorer(model).score(BATCH).values), "no part ran in bfloat16"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_error_is_at_most_that_of_a_model_in_half_precision(family):
-    model, batch = tiny_model(family, initializer_range=0.3), Ragged.from_list(conversation())
+    model = tiny_model(family, initializer_range=0.3)
     with torch.no_grad():
-        truth, narrow = (plain_log_probs(each, batch) for each in (model, copy.deepcopy(model).bfloat16()))
-    found = LogProbScorer(model, dtype=torch.bfloat16).score(batch).values
+        truth, narrow = (plain_log_probs(each, BATCH) for each in (model, copy.deepcopy(model).bfloat16()))
+    found = LogProbScorer(model, dtype=torch.bfloat16).score(BATCH).values
     assert (found - truth).norm() < 1.1 * (narrow - truth).norm()
 
 
-def test_exact_kl_to_a_reference_in_another_precision():
-    """The products of both heads are then in float32, so the KL of a model to itself has the body's rounding alone."""
-    model, batch = tiny_model("llama", initializer_range=0.1), Ragged.from_list(conversation())
+def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_linear_stays_in_float32():
+    model, gradients, seen = tiny_model("llama", initializer_range=0.1), [], []
     for dtype in (torch.bfloat16, None):
-        kl = LogProbScorer(model, dtype=dtype).evaluate(batch, reference=LogProbScorer(model)).kl.values
+        scorer = LogProbScorer(model, dtype=dtype)
+        # The products of both heads are in float32 here, so the KL of a model to itself has the body's rounding alone.
+        kl = scorer.evaluate(BATCH, reference=LogProbScorer(model)).kl.values
         assert kl.abs().max() < 1e-3
         assert bool(kl.any()) == (dtype is not None)
-
-
-def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_linear_stays_in_float32():
-    model, batch = tiny_model("llama", initializer_range=0.1), Ragged.from_list(conversation()[:4])
-    gradients = []
-    for dtype in (torch.bfloat16, None):
-        total = LogProbScorer(model, dtype=dtype).score(batch, grad=True).values.sum()
+        total = scorer.score(Ragged.from_list(ROWS[:4]), grad=True).values.sum()
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]))
     assert torch.nn.functional.cosine_similarity(*gradients, dim=0) > 0.999
     assert gradients[0].dtype == torch.float32
-    seen = []
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
-    LogProbScorer(model, dtype=torch.bfloat16, probe=False).score(batch)
+    LogProbScorer(model, dtype=torch.bfloat16, probe=False).score(BATCH)
     assert set(seen) == {(torch.float32, torch.float32)}
 
 
@@ -222,18 +176,15 @@ def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_line
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_defect_01_no_token_sees_the_future(family):
     """Change the last token of a sequence: no earlier log-prob of any sequence moves."""
-    scorer = LogProbScorer(tiny_model(family))
-    sequences = random_sequences(12, 9)
+    scorer, sequences = LogProbScorer(tiny_model(family)), random_sequences(12, 9)
     changed = sequences.values.clone()
     changed[11] = (changed[11] + 1) % 97
     a, b = scorer.score(sequences).values, scorer.score(sequences.like(changed)).values
-    moved = (a - b).abs() > 1e-3
-    assert moved.nonzero().flatten().tolist() == [11]
+    assert ((a - b).abs() > 1e-3).nonzero().flatten().tolist() == [11]
 
 
 def test_defect_02_first_tokens_are_never_scored_from_the_sequence_before():
-    scorer = LogProbScorer(tiny_model())
-    sequences = random_sequences(5, 4, 6)
+    scorer, sequences = LogProbScorer(tiny_model()), random_sequences(5, 4, 6)
     got = scorer.score(sequences)
     assert [row[0].item() for row in got.to_list()] == [0.0, 0.0, 0.0]
     alone = [scorer.score(Ragged.from_list([row])).values for row in sequences.to_list()]
@@ -259,33 +210,22 @@ class Spy(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
-def test_defect_03_position_ids_are_integers():
-    model = Spy()
-    LogProbScorer(model).score(random_sequences(5, 3))
-    assert model.seen[-1]["position_ids"].dtype == torch.long
-
-
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_defect_03_models_with_learned_positions(family):
-    assert_as_plain(tiny_model(family), random_sequences(12, 3, 7))
-
-
-@pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
-def test_defect_04_mask_and_positions_go_by_keyword_and_count_from_the_first_real_token():
-    """The spy takes keywords only."""
+def test_defect_03_position_ids_are_integers_and_defect_04_they_count_from_the_first_real_token():
+    """Mask and positions go by keyword: the spy takes keywords only."""
     model = Spy()
     LogProbScorer(model).score(random_sequences(5, 3))
     seen = model.seen[-1]
+    assert seen["position_ids"].dtype == torch.long
     assert seen["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     assert seen["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
-def test_defect_04_left_padded_data_is_scored_from_position_zero(family):
+def test_defect_03_models_with_learned_positions_and_defect_04_left_padded_data(family):
     model, sequences = tiny_model(family), random_sequences(12, 3, 7)
+    scorer = assert_as_plain(model, sequences)
     mask = sequences.padding_mask(side="left")
-    padded = Ragged.from_padded(sequences.to_padded(side="left", value=96), mask=mask)
-    got = LogProbScorer(model).score(padded).restore()
+    got = scorer.score(Ragged.from_padded(sequences.to_padded(side="left", value=96), mask=mask)).restore()
     with torch.no_grad():
         want = sequences.like(plain_log_probs(model, sequences)).to_padded(side="left")
     assert_near(got, want, **FORWARD)
@@ -310,21 +250,18 @@ def test_defect_33_temperature_divides_the_logits():
 
 
 def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():
-    eos = 5
+    eos, free = 5, tiny_model()
     model = tiny_model(eos_token_id=eos, pad_token_id=eos)
+    free.load_state_dict(model.state_dict())
     sequences = Ragged.from_list([torch.tensor([eos, 7, 8, eos, 9, eos]), torch.tensor([3, eos])])
     got = LogProbScorer(model).score(sequences)
-    free = tiny_model()
-    free.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        assert_near(got.values, plain_log_probs(free, sequences), **FORWARD)
+    assert_near(got.values, plain_log_probs(free, sequences).detach(), **FORWARD)
     assert all((row[1:] < 0).all() for row in got.to_list())
 
 
 def test_defect_35_exactly_zero_outside_the_mask():
     sequences = random_sequences(10, 4, 7)
-    mask = random_mask(sequences)
-    keep = sequences.padding_mask(side="left")
+    mask, keep = random_mask(sequences), sequences.padding_mask(side="left")
     padded = Ragged.from_padded(sequences.to_padded(side="left"), mask=keep)
     got = LogProbScorer(tiny_model()).score(padded, mask).restore()
     scored = torch.zeros_like(keep)
@@ -336,25 +273,18 @@ def test_defect_35_exactly_zero_outside_the_mask():
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "opt"])
 def test_defect_36_log_sum_exp_is_float32_in_a_bfloat16_model(family):
     """No more error than the model's own logits, upcast; far less than a bfloat16 log-softmax."""
-    model = tiny_model(family).to(torch.bfloat16)
-    sequences = random_sequences(*[30] * 12)
-    truth_model = copy.deepcopy(model).double()
-    truth, upcast, narrow = [], [], []
+    model, sequences = tiny_model(family).to(torch.bfloat16), random_sequences(*[30] * 12)
+    truth_model, columns = copy.deepcopy(model).double(), []
     with torch.no_grad():
         for ids in sequences.to_list():
             logits, exact = (m(input_ids=ids[None]).logits[0, :-1] for m in (model, truth_model))
-            for rows, each in ((truth, exact), (upcast, logits.float()), (narrow, logits)):
-                rows.append(each.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1).double())
+            chosen = [x.log_softmax(-1).gather(-1, ids[1:, None]).double() for x in (exact, logits.float(), logits)]
+            columns.append(torch.cat(chosen, -1))
+    truth, upcast, narrow = torch.cat(columns).unbind(-1)
     got = torch.cat([row[1:] for row in LogProbScorer(model).score(sequences).to_list()]).double()
-
-    def rms(rows):
-        return (rows - torch.cat(truth)).square().mean().sqrt().item()
-
-    assert rms(got) <= 1.05 * rms(torch.cat(upcast))
-
+    assert (got - truth).square().mean().sqrt() <= 1.05 * (upcast - truth).square().mean().sqrt()
     # The log-sum-exp alone: against the same bfloat16 logits, summed exactly.
-    rounding = (got - torch.cat(upcast)).abs().mean().item()
-    assert rounding < 0.5 * (torch.cat(narrow) - torch.cat(upcast)).abs().mean().item()
+    assert (got - upcast).abs().mean() < 0.5 * (narrow - upcast).abs().mean()
 
 
 def test_defect_37_minus_infinity_is_masked_or_raises():
@@ -363,9 +293,15 @@ def test_defect_37_minus_infinity_is_masked_or_raises():
     model.lm_head = nn.Linear(32, 97)
     model.lm_head.bias.data.zero_()[50] = float("-inf")
     scorer, sequences = LogProbScorer(model), Ragged.from_list([torch.tensor([1, 2]), torch.tensor([1, 50, 2])])
-    with pytest.raises(ValueError, match="sequence 1, position 1"):
+    message = r"log-prob is -inf at sequence 1, position 1 \(token 50\): expected a finite number\. Mask the token"
+    with pytest.raises(ValueError, match=message):
         scorer.score(sequences)
     got = scorer.score(sequences, torch.tensor([0, 1, 0, 0, 1]).bool(), grad=True).values
     assert (got - got.detach()).eq(0).all()
+    assert got[3] == 0
     got.sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
+    model = tiny_model()
+    model.get_input_embeddings().weight.data[50] = float("nan")
+    with pytest.raises(ValueError, match=r"log-prob is nan at sequence 1, position \d"):
+        LogProbScorer(model, probe=False).score(sequences, grad=True)

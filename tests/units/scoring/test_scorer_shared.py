@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from closeness import assert_near
-from scoring_reference import SHARED, assert_scores, body_tokens, conversation, ids, plain_log_probs
+from scoring_reference import SHARED, assert_scores, body_tokens, conversation, ids
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _attention
 from torchrl_llm_kl.scoring._model import Route, Setup
@@ -18,16 +17,7 @@ from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from toy_models import BACKWARD, FAMILIES, FORWARD, tiny_model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exact_for_every_family(family: str) -> None:
-    model = tiny_model(family)
-    for tokens_per_batch in (7, 64, 8192):
-        scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
-        assert scorer.shares_prefixes
-        assert_scores(scorer, model, conversation())
+from toy_models import tiny_model
 
 
 def test_each_shared_stretch_goes_through_the_body_once() -> None:
@@ -43,103 +33,61 @@ def test_each_shared_stretch_goes_through_the_body_once() -> None:
     assert torch.equal(scorer.score(batch).values, LogProbScorer(model).score(batch).values)
 
 
-def test_mask_and_temperature_hold() -> None:
-    model, batch = tiny_model("qwen2"), Ragged.from_list(conversation())
-    mask = (batch.positions > 0) & (torch.arange(len(batch.values)) % 3 == 0)
-    with torch.no_grad():
-        want = plain_log_probs(model, batch, mask, temperature=0.7)
-    assert_near(LogProbScorer(model, temperature=0.7).score(batch, mask).values, want, **FORWARD)
-
-
 @settings(max_examples=8, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 12)), min_size=2, max_size=7))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(0, 12)), min_size=2, max_size=7))
 def test_any_tree_of_prefixes(shape: list[tuple[int, int, int]]) -> None:
     """Sequences cut from four trunks at any length, with their own tails, including exact copies."""
     model = tiny_model("mistral")  # a sliding window shorter than most sequences
     rows = [torch.cat([ids(40, trunk)[:cut], ids(tail, 50 + trunk)]) for trunk, cut, tail in shape]
-    rows = [row if len(row) else ids(2, 99) for row in rows]
     assert_scores(LogProbScorer(model), model, rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_flow_through_what_is_shared(family: str) -> None:
-    """Every parameter's gradient is the sum over the sequences, each forwarded alone by the plain model."""
-    model, rows = tiny_model(family).double(), conversation()[:6]
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    weights = [torch.randn(len(row), dtype=torch.float64) for row in rows]
-    plain = torch.zeros((), dtype=torch.float64)
-    for w, row in zip(weights, rows, strict=True):
-        log_probs = model(input_ids=row[None]).logits[0].log_softmax(-1)
-        plain = plain + (w[1:] * log_probs[:-1].gather(-1, row[1:, None])[:, 0]).sum()
-    want = torch.autograd.grad(plain, parameters, allow_unused=True)
-    for tokens_per_batch in (9, 8192):
-        scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
-        assert scorer.shares_prefixes
-        found = (torch.cat(weights) * scorer.score(Ragged.from_list(rows), grad=True).values).sum()
-        for a, b in zip(torch.autograd.grad(found, parameters, allow_unused=True), want, strict=True):
-            assert (a is None) == (b is None)
-            if b is not None:
-                assert_near(a, b, **BACKWARD, dtype=torch.float32)  # norms and rotations are float32 even here
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_models_own_attention_is_restored(fails: bool) -> None:
+def test_the_models_own_attention_is_restored() -> None:
     model, batch = tiny_model("gemma2"), Ragged.from_list(conversation())
-    scorer = LogProbScorer(model)
-    before = model.config._attn_implementation
-    if fails:
-        model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            scorer.score(batch)
-    else:
+    scorer, before = LogProbScorer(model), model.config._attn_implementation
+    scorer.score(batch)
+    assert model.config._attn_implementation == before
+    model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         scorer.score(batch)
     assert model.config._attn_implementation == before
 
 
-def test_soft_capped_scores_short_windows_and_sinks() -> None:
-    soft_caps: list[dict[str, Any]] = [
-        {"attn_logit_softcapping": 2.0},
-        {"sliding_window": 3},
-        {"attn_logit_softcapping": None},
-    ]
-    models: list[Any] = [tiny_model("gemma2", **own) for own in soft_caps]
-    for model in models:
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 2.0}),
+        ("gemma2", {"sliding_window": 3}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gpt_oss", {}),
+    ],
+)
+def test_soft_capped_scores_short_windows_and_sinks(family: str, own: dict[str, Any]) -> None:
+    model: Any = tiny_model(family, **own)
+    if own:
         model.set_attn_implementation("eager")  # the only attention of transformers with soft-capping
-    for model in [*models, tiny_model("gpt_oss")]:
-        scorer = LogProbScorer(model, tokens_per_batch=11)
-        assert scorer.shares_prefixes
-        assert_scores(scorer, model, conversation())
+    scorer = LogProbScorer(model, tokens_per_batch=11)
+    assert scorer.shares_prefixes
+    assert_scores(scorer, model, conversation())
 
 
 # ------------------------------------------------------------------ the varlen kernel of GPUs
 
-KERNEL_FAMILIES = ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"]  # it does not support gemma2's soft-capping
-
 
 def slow_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    most_queries: int,
-    most_keys: int,
-    *,
-    scale: float | None,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, *most: int, **options: Any
 ) -> Tensor:
     """The documented contract of ``varlen_attn``: the last query of a sequence sees its last key."""
     assert query_ends.dtype == key_ends.dtype == torch.int32
-    assert (most_queries, most_keys) == (int(query_ends.diff().max()), int(key_ends.diff().max()))
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    groups = query.shape[1] // key.shape[1]
+    assert most == (int(query_ends.diff().max()), int(key_ends.diff().max()))
+    scale, window, groups = options["scale"], options["window_size"][0], query.shape[1] // key.shape[1]
+    assert options["enable_gqa"] == (groups > 1)
     out = torch.empty_like(query)
     for i in range(len(query_ends) - 1):
         q = query[query_ends[i] : query_ends[i + 1]]
         k, v = (t[key_ends[i] : key_ends[i + 1]].repeat_interleave(groups, 1) for t in (key, value))
         distance = torch.arange(len(k)) - (torch.arange(len(q)).unsqueeze(-1) + len(k) - len(q))
-        seen = (distance <= 0) & ((distance >= -window_size[0]) | (window_size[0] < 0))
+        seen = (distance <= 0) & ((distance >= -window) | (window < 0))
         scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[query_ends[i] : query_ends[i + 1]] = torch.einsum("hqk,khd->qhd", weights, v)
@@ -166,7 +114,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", KERNEL_FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"])  # no soft-capping
 def test_the_kernel_on_a_gpu(family: str, dtype: torch.dtype) -> None:
     sizes: dict[str, Any] = {"hidden_size": 64, "initializer_range": 0.1}  # heads of 16
     model = tiny_model(family, **sizes).to("cuda", dtype)
