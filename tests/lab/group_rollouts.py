@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvBase, StepCounter, Transform
-from torchrl.envs.llm import ChatEnv
+from torchrl.envs import EnvBase, Transform
 
-from toy_rollouts import QUERIES, _collate, plain_log_probs, steps
+from toy_rollouts import Rewarded, make_env, plain_log_probs, steps
 
 GROUP = 4
-PROMPTS = 2
-ROWS = GROUP * PROMPTS
-
-
-class EvenBytes(Transform):
-    """The share of the sampled tokens whose id is even, ``[B, 1]``."""
-
-    def __init__(self) -> None:
-        super().__init__(in_keys=[], out_keys=["reward"])
-
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        shares = [even_share(step) for step in steps(tensordict)]
-        return next_tensordict.set("reward", torch.stack(shares).reshape(*next_tensordict.batch_size, 1))
-
-    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, 1))
-        return reward_spec
+ROWS = 2 * GROUP
 
 
 def of_response(step: TensorDictBase, values: Tensor) -> Tensor:
@@ -47,33 +29,22 @@ def response(step: TensorDictBase) -> Tensor:
 
 
 def even_share(step: TensorDictBase) -> Tensor:
+    """The share of the sampled tokens whose id is even."""
     return (response(step) % 2 == 0).float().mean()
 
 
-def group_env(
-    tokenizer: Any,
-    *transforms: Transform,
-    rows: int = ROWS,
-    group: int = GROUP,
-    turns: int = 1,
-    queries: Sequence[str] = QUERIES,
-) -> EnvBase:
-    """A chat env that poses each query ``group`` times in a row, ``rows`` at a step, done after ``turns``."""
-    env = ChatEnv.from_dataloader(
-        DataLoader([{"query": query} for query in queries] * 100, batch_size=1, collate_fn=_collate),
-        batch_size=(rows,),
-        repeats=group,
-        tokenizer=tokenizer,
-        input_mode="history",
-    )
-    for transform in (StepCounter(max_steps=turns), EvenBytes(), *transforms):
-        env = env.append_transform(transform)
-    return env
+def _even_shares(batch: TensorDictBase) -> Tensor:
+    return torch.stack([even_share(step) for step in steps(batch)])
+
+
+def group_env(tokenizer: Any, *transforms: Transform, rows: int = ROWS, group: int = GROUP, **options: Any) -> EnvBase:
+    """A chat env that poses each query ``group`` times in a row, ``rows`` at a step; even tokens are rewarded."""
+    return make_env(tokenizer, *transforms, envs=rows, group=group, reward=Rewarded(_even_shares), **options)
 
 
 def scored(model: nn.Module, step: TensorDictBase) -> Tensor:
     """Log-probs of the sampled tokens by one plain forward, with graph."""
-    ids = step["tokens", "full"][step["masks", "all_attention_mask"]]
+    ids = _ids(step)
     count = len(response(step))
     log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
     return log_probs[:-1].gather(-1, ids[1:, None])[-count:, 0]
@@ -93,9 +64,7 @@ def grpo_advantages(rewards: Sequence[float], group: int = GROUP) -> list[float]
     found = []
     for start in range(0, len(rewards), group):
         own = rewards[start : start + group]
-        mean = sum(own) / group
-        deviation = (sum((x - mean) ** 2 for x in own) / (group - 1)) ** 0.5
-        found += [(x - mean) / (deviation + 1e-6) for x in own]
+        found += [(x - statistics.mean(own)) / (statistics.stdev(own) + 1e-6) for x in own]
     return found
 
 

@@ -11,13 +11,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 LAYOUTS = ["padded", "nested", "jagged", "lazy"]
+KINDS = {"nested": torch.strided, "jagged": torch.jagged}
 #: Three sequences whose prompts and responses all differ in length.
 PROMPTS = [[7, 8, 9], [5], [4, 4]]
 RESPONSES = [[11, 12], [13, 14, 15, 16], [17]]
-
-
-def as_rows(rows: Sequence[Any]) -> list[Tensor]:
-    return [torch.as_tensor(row) for row in rows]
 
 
 def joined(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -27,14 +24,11 @@ def joined(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]])
 def pad_both_sides(rows: list[Tensor], prompts: Sequence[Any], responses: Sequence[Any], fill: float = 0) -> Tensor:
     """As torchrl pads a rollout: left of the prompts, right of the responses. Rows of any other length: on the right."""
     lengths, starts = [len(row) for row in rows], [len(prompt) for prompt in prompts]
-    if lengths == starts:
-        return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side="left")
-    if lengths != [a + len(response) for a, response in zip(starts, responses, strict=True)]:
-        return pad_sequence(rows, batch_first=True, padding_value=fill)
+    if lengths != starts and lengths != [len(row) for row in joined(prompts, responses)]:
+        starts = [0] * len(rows)
     before = [row[:start] for row, start in zip(rows, starts, strict=True)]
     after = [row[start:] for row, start in zip(rows, starts, strict=True)]
-    parts = pad_sequence(before, True, fill, "left"), pad_sequence(after, True, fill)
-    return torch.cat(parts, 1)
+    return torch.cat([pad_sequence(before, True, fill, "left"), pad_sequence(after, True, fill)], 1)
 
 
 def lay_out(
@@ -50,18 +44,16 @@ def lay_out(
     ``entries``: under each key a list with a row for each sequence, or a tensor whose first dimension is the batch. Rows
     as long as the sequences, their prompts or their responses are padded as those are; ``fill`` is what padding holds.
     """
-    columns = {key: as_rows(value) if isinstance(value, list) else value for key, value in entries.items()}
+    columns: dict[Any, Any] = dict(entries)
+    for key, rows in entries.items():
+        if isinstance(rows, list):
+            columns[key] = rows = [torch.as_tensor(row) for row in rows]
+            if layout == "padded":
+                columns[key] = pad_both_sides(rows, prompts, responses, fill if rows[0].is_floating_point() else 0)
+            elif layout != "lazy":
+                columns[key] = torch.nested.as_nested_tensor(rows, layout=KINDS[layout])
     if layout == "lazy":
         return lazy_stack([TensorDict({k: rows[i] for k, rows in columns.items()}) for i in range(len(prompts))])
-    for key, rows in columns.items():
-        if not isinstance(rows, list):
-            continue
-        if layout == "padded":
-            value = fill if rows[0].is_floating_point() else 0
-            columns[key] = pad_both_sides(rows, prompts, responses, value)
-        else:
-            kind = torch.jagged if layout == "jagged" else torch.strided
-            columns[key] = torch.nested.as_nested_tensor(rows, layout=kind)
     return TensorDict(columns, batch_size=[len(prompts)])
 
 

@@ -14,6 +14,7 @@ from toy_models import VOCAB_SIZE
 
 PROMPT = 4
 LENGTHS = (9, 7, 5, 9, 6, 8)  # prompt and response
+NEXT = ("log_probs", "ref_log_probs", "sampler_log_probs")
 
 
 def batch(seed: int = 0, *, layout: str = "padded") -> TensorDictBase:
@@ -27,24 +28,17 @@ def batch(seed: int = 0, *, layout: str = "padded") -> TensorDictBase:
     for i, length in enumerate(LENGTHS):
         width = 9 if layout == "padded" else length
         attention = torch.arange(width) < length
+        masks = {"all_attention_mask": attention, "all_assistant_mask": attention & (torch.arange(width) >= PROMPT)}
+        stored = dict(zip(NEXT, (log_probs, ref, sampler), strict=True))
         row = {
             "tokens": {"full": full[i, :width], "prompt": full[i, :PROMPT]},
-            "masks": {
-                "all_attention_mask": attention,
-                "all_assistant_mask": attention & (torch.arange(width) >= PROMPT),
-            },
+            "masks": masks,
             "advantage": advantage[i : i + 1],
-            "next": {
-                "log_probs": {"full": log_probs[i, :width].where(attention, 0)},
-                "ref_log_probs": {"full": ref[i, :width].where(attention, 0)},
-                "sampler_log_probs": {"full": sampler[i, :width].where(attention, 0)},
-            },
+            "next": {key: {"full": values[i, :width].where(attention, 0)} for key, values in stored.items()},
         }
         rows.append(TensorDict(row))
-    if layout == "lazy":
-        return lazy_stack(rows)
-    if layout == "padded":
-        return lazy_stack(rows).contiguous()
+    if layout != "nested":
+        return lazy_stack(rows) if layout == "lazy" else lazy_stack(rows).contiguous()
     out = TensorDict({"advantage": advantage.unsqueeze(-1)}, batch_size=[6])
     for key in [("tokens", "full"), ("masks", "all_assistant_mask"), *(("next", k, "full") for k in NEXT)]:
         out[key] = torch.nested.as_nested_tensor([row[key] for row in rows], layout=torch.strided)
@@ -52,14 +46,11 @@ def batch(seed: int = 0, *, layout: str = "padded") -> TensorDictBase:
     return out
 
 
-NEXT = ("log_probs", "ref_log_probs", "sampler_log_probs")
-
-
 def responses(model: nn.Module, data: TensorDictBase, temperature: float = 1.0) -> list[dict[str, Tensor]]:
     """Of each sequence's response: log-probs of the model with graph, entropies, and the entries of the data."""
     out = []
     for i, length in enumerate(LENGTHS):
-        ids = data["tokens", "full"][i][:length] if not data["tokens", "full"].is_nested else data["tokens", "full"][i]
+        ids = data["tokens", "full"][i][:length]
         logits = model(input_ids=ids.unsqueeze(0)).logits[0, PROMPT - 1 : -1].float() / temperature
         all_log_probs = logits.log_softmax(-1)
         log_prob = all_log_probs.gather(-1, ids[PROMPT:].unsqueeze(-1)).squeeze(-1)

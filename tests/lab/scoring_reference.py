@@ -33,14 +33,12 @@ def plain_log_probs(
     """``[N]``, 0 where nothing is scored."""
     rows = []
     for ids in sequences.to_list():
-        row = torch.zeros(len(ids))
+        rows.append(torch.zeros(min(len(ids), 1)))
         if len(ids) > 1:
             output = model(input_ids=ids[None])
             logits = (output.logits if hasattr(output, "logits") else output[0])[0].float() / temperature
-            row = torch.cat([row[:1], logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1)])
-        rows.append(row)
-    flat = torch.cat(rows)
-    return flat if mask is None else torch.where(mask, flat, 0.0)
+            rows.append(logits.log_softmax(-1)[:-1].gather(-1, ids[1:, None]).squeeze(-1))
+    return torch.cat(rows) if mask is None else torch.where(mask, torch.cat(rows), 0.0)
 
 
 def assert_scores(scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], **options: bool) -> None:
@@ -64,16 +62,9 @@ def conversation() -> list[Tensor]:
     """Two groups of answers, one of which goes on for a second turn with two answers, and a stranger."""
     prompt, other = ids(20, 0), ids(18, 1)
     second = torch.cat([prompt, ids(17, 2)])
-    return [
-        torch.cat([prompt, ids(6, 3)]),
-        torch.cat([prompt, ids(3, 4)]),
-        torch.cat([second, ids(4, 5)]),
-        torch.cat([second, ids(7, 6)]),
-        torch.cat([other, ids(5, 7)]),
-        torch.cat([other, ids(9, 8)]),
-        ids(11, 9),
-        ids(1, 10),
-    ]
+    prompts = (prompt, prompt, second, second, other, other, ids(0, 0), ids(0, 0))
+    lengths = (6, 3, 4, 7, 5, 9, 11, 1)
+    return [torch.cat([p, ids(n, 3 + i)]) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
 
 
 def body_tokens(model: Any, run: Any) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,51 +30,62 @@ def make_model(tokenizer: Any, seed: int, family: str = "qwen2", **config: Any) 
 
 
 def make_policy(model: nn.Module, tokenizer: Any, *, pad_output: bool, **kwargs: Any) -> TransformersWrapper:
-    generate_kwargs = {
-        "max_new_tokens": 6,
-        "do_sample": True,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return TransformersWrapper(
-        model, tokenizer=tokenizer, pad_output=pad_output, generate=True, generate_kwargs=generate_kwargs, **kwargs
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    how = {"generate": True, "generate_kwargs": {"max_new_tokens": 6, "do_sample": True, **ends}, **kwargs}
+    return TransformersWrapper(model, tokenizer=tokenizer, pad_output=pad_output, **how)
 
 
 def make_scoring_wrapper(model: nn.Module, tokenizer: Any, *, pad_output: bool, **kwargs: Any) -> TransformersWrapper:
-    return TransformersWrapper(
-        model, tokenizer=tokenizer, pad_output=pad_output, generate=False, **{"input_mode": "tokens", **kwargs}
-    )
+    how = {"generate": False, "input_mode": "tokens", **kwargs}
+    return TransformersWrapper(model, tokenizer=tokenizer, pad_output=pad_output, **how)
 
 
-class Outcome(Transform):
-    """A constant outcome reward per env, of shape ``[B, *features]``."""
+class Rewarded(Transform):
+    """Adds a reward of shape ``[B, *features]``, which ``reward(step)`` computes from a batch of steps."""
 
-    def __init__(self, features: tuple[int, ...] = (1,)) -> None:
+    def __init__(self, reward: Callable[[TensorDictBase], Tensor], features: tuple[int, ...] = (1,)) -> None:
         super().__init__(in_keys=[], out_keys=["reward"])
-        self.features = features
+        self.reward, self.features = reward, features
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        rewards = torch.tensor(OUTCOMES[: next_tensordict.batch_size.numel()])
-        shape = (*next_tensordict.batch_size, *self.features)
-        return next_tensordict.set("reward", rewards.reshape(-1, *[1 for _ in self.features]).expand(shape).clone())
+        rewards = self.reward(tensordict).reshape(*tensordict.batch_size, *[1 for _ in self.features])
+        return next_tensordict.set("reward", rewards.expand(*tensordict.batch_size, *self.features).clone())
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         reward_spec["reward"] = Unbounded(shape=(*reward_spec.shape, *self.features))
         return reward_spec
 
 
+def _constant(step: TensorDictBase) -> Tensor:
+    return torch.tensor(OUTCOMES[: step.batch_size.numel()])
+
+
+class Outcome(Rewarded):
+    """A constant outcome reward per env."""
+
+    def __init__(self, features: tuple[int, ...] = (1,)) -> None:
+        super().__init__(_constant, features)
+
+
 def make_env(
-    tokenizer: Any, *transforms: Transform, envs: int = 2, turns: int = 1, input_mode: str = "history"
+    tokenizer: Any,
+    *transforms: Transform,
+    envs: int = 2,
+    turns: int = 1,
+    input_mode: str = "history",
+    group: int | None = None,
+    queries: Sequence[str] = QUERIES,
+    reward: Transform | None = None,
 ) -> EnvBase:
-    """A chat env over :data:`QUERIES` with the outcome reward, done after ``turns``, then ``transforms``."""
+    """A chat env that poses each query ``group`` times, with the outcome reward or another, done after ``turns``."""
     env = ChatEnv.from_dataloader(
-        DataLoader([{"query": q} for q in QUERIES] * 100, batch_size=1, collate_fn=_collate),
+        DataLoader([{"query": query} for query in queries] * 100, batch_size=1, collate_fn=_collate),
         batch_size=(envs,),
         tokenizer=tokenizer,
         input_mode=input_mode,
+        repeats=group,
     )
-    for transform in (StepCounter(max_steps=turns), Outcome(), *transforms):
+    for transform in (StepCounter(max_steps=turns), reward or Outcome(), *transforms):
         env = env.append_transform(transform)
     return env
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, product as tuples
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -25,30 +27,19 @@ class TabularPolicy(nn.Module):
         self.table = nn.Parameter(torch.zeros(sum(vocab**n for n in range(1, longest + 1)), vocab))
 
     def forward(self, input_ids: Tensor) -> tuple[Tensor]:
-        row, rows = torch.full_like(input_ids[:, 0], -1), []
-        for token in input_ids.unbind(1):
-            row = (row + 1) * self.vocab + token
-            rows.append(row)
-        return (self.table[torch.stack(rows, 1)],)
+        rows = accumulate(input_ids.unbind(1), lambda row, token: (row + 1) * self.vocab + token)
+        return (self.table[torch.stack(list(rows), 1)],)
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts of one token, answers of a few, and the reward of each answer to each prompt.
-
-    Args:
-        vocab: number of tokens.
-        prompts: one token each.
-        answers: all that there are; the last token of each ends it.
-        reward: ``[P, R]``, of each answer to each prompt.
-        reference: log-probs of a reference policy; ``[P, R]``.
-    """
+    """Prompts of one token, answers of a few, and the reward of each answer to each prompt."""
 
     vocab: int
     prompts: tuple[int, ...]
-    answers: tuple[tuple[int, ...], ...]
-    reward: Tensor
-    reference: Tensor
+    answers: tuple[tuple[int, ...], ...]  # all that there are; the last token of each ends it
+    reward: Tensor  # [P, R], of each answer to each prompt
+    reference: Tensor  # [P, R], log-probs of a reference policy
 
     @property
     def longest(self) -> int:
@@ -61,9 +52,7 @@ class Task:
         with torch.no_grad():
             for p, prompt in enumerate(self.prompts):
                 for prefix in sorted({answer[:n] for answer in self.answers for n in range(len(answer))}):
-                    row = -1
-                    for token in (prompt, *prefix):
-                        row = (row + 1) * self.vocab + token
+                    row = reduce(lambda row, token: (row + 1) * self.vocab + token, (prompt, *prefix), -1)
                     for token in range(self.vocab):
                         inside = [i for i, a in enumerate(self.answers) if a[: len(prefix) + 1] == (*prefix, token)]
                         model.table[row, token] = mass[p, inside].sum().log()
@@ -110,36 +99,21 @@ class Task:
     def batch(self, prompts: Tensor, answers: Tensor) -> TensorDict:
         """Rows of answers to prompts, by their numbers ``[B]``."""
         full, real = (x[prompts, answers] for x in self._padded)
-        return TensorDict(
-            {
-                "tokens": {"full": full, "prompt": full[:, :1]},
-                "masks": {"all_attention_mask": real},
-                "next": {"reward": self.reward[prompts, answers].float().unsqueeze(-1)},
-            },
-            batch_size=[len(full)],
-        )
+        reward = self.reward[prompts, answers].float().unsqueeze(-1)
+        tokens, masks = {"full": full, "prompt": full[:, :1]}, {"all_attention_mask": real}
+        return TensorDict({"tokens": tokens, "masks": masks, "next": {"reward": reward}}, batch_size=[len(full)])
 
 
-def _listed(vocab: int, longest: int, end: int | None, prefix: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    for token in range(vocab):
-        answer = (*prefix, token)
-        if token == end or len(answer) == longest:
-            yield answer
-        else:
-            yield from _listed(vocab, longest, end, answer)
-
-
-def _task(vocab: int, longest: int, end: int | None, prompts: Sequence[int], seed: int, spread: float) -> Task:
+def _task(vocab: int, answers: Sequence[tuple[int, ...]], prompts: Sequence[int], seed: int) -> Task:
     rng = torch.Generator().manual_seed(seed)
-    answers = tuple(_listed(vocab, longest, end))
     reward = torch.rand(len(prompts), len(answers), generator=rng, dtype=torch.float64) * 2 - 1
-    reference = (spread * torch.randn(reward.shape, generator=rng, dtype=torch.float64)).log_softmax(-1)
-    return Task(vocab, tuple(prompts), answers, reward, reference)
+    reference = (0.7 * torch.randn(reward.shape, generator=rng, dtype=torch.float64)).log_softmax(-1)
+    return Task(vocab, tuple(prompts), tuple(answers), reward, reference)
 
 
 def chain(seed: int = 0) -> Task:
     """Answers of one or two tokens, 3 ends one early: rewards and reference of whole answers, one clearly best."""
-    task = _task(4, 2, 3, (1, 2), seed, spread=0.7)
+    task = _task(4, [*tuples(range(3), range(4)), (3,)], (1, 2), seed)
     task.reward.clamp_(max=0.7)
     task.reward[torch.arange(2), torch.tensor([5, 10])] = 1.5
     return task
@@ -147,7 +121,7 @@ def chain(seed: int = 0) -> Task:
 
 def bandit(seed: int) -> Task:
     """Answers of one token."""
-    return _task(5, 1, None, (0, 3), seed, spread=0.7)
+    return _task(5, [(token,) for token in range(5)], (0, 3), seed)
 
 
 def product(seed: int = 0) -> Task:
@@ -156,7 +130,7 @@ def product(seed: int = 0) -> Task:
     reward, reference = torch.randn(2, 2, 2, 3, generator=rng, dtype=torch.float64).unbind()
     reference = (0.7 * reference).log_softmax(-1)
     both = [(x[:, 0, :, None] + x[:, 1, None, :]).flatten(1) for x in (reward, reference)]
-    return Task(3, (0, 2), tuple(_listed(3, 2, None)), *both)
+    return Task(3, (0, 2), tuple(tuples(range(3), repeat=2)), *both)
 
 
 def total_variation(log_prob: Tensor, target: Tensor) -> float:
