@@ -19,6 +19,7 @@ LOG_PROB = tensor([[-1.0, -9.0, -4.0, -6.0], [-4.0, -6.0, -5.0, NAN]])
 ADVANTAGE = tensor([[1.0, -1.0, 2.0, -2.0], [-2.0, 2.0, 0.0, NAN]])
 MASK = ~LOG_PROB.isnan()
 INPUTS = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE}
+BOUNDS = {"clip_low": 0.1, "clip_high": 0.2}
 
 
 @pytest.mark.parametrize(
@@ -28,30 +29,31 @@ INPUTS = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE}
         ((3.0, 5.0), [[1, 1, 0, 0], [0, 0, 0, 0]]),
         ((-3.0, -1.0), [[0, 0, 0, 0], [1, 1, 0, 0]]),
         ((2.0, 4.0), [[0, 0, 0, 0], [0, 0, 0, 0]]),  # strictly between
+        # A masked-out log-prob and advantage of 0 would have a covariance of -5 times the mean.
+        ((10.0, 60.0), [[0, 0, 0, 0], [0, 0, 0, 0]]),
     ],
 )
 def test_clip_cov_chooses_between_two_bounds(bounds: tuple[float, float], chosen: list[list[int]]) -> None:
-    for shift in (0.0, 7.0):  # of all advantages: no covariance changes
+    """Of the deviations from the means, wherever these are."""
+    for shift in (0.0, 7.0, -10.0):
         inputs = {"old_log_prob": LOG_PROB, "advantage": ADVANTAGE + shift}
         got = select_clip_cov(LOG_PROB, MASK, **inputs, fraction=1.0, cov_low=bounds[0], cov_high=bounds[1])
         assert got.int().tolist() == chosen
 
 
-def test_clip_cov_skips_tokens_that_ppo_clips() -> None:
-    ratio = tensor([[1.3, 1.0, 1.15, 1.0], [1.0, 1.0, 1.0, 1.0]])  # A > 0, A < 0, A > 0, A < 0
-    hyper = {"fraction": 1.0, "cov_low": 1.0, "clip_low": 0.1, "clip_high": 0.2}
-    got = select_clip_cov(LOG_PROB, MASK, old_log_prob=LOG_PROB - ratio.log(), advantage=ADVANTAGE, **hyper)
-    assert got[0].tolist() == [False, True, True, True]
-    ratio = tensor([[1.0, 0.85, 1.0, 0.95], [1.0, 1.0, 1.0, 1.0]])
-    got = select_clip_cov(LOG_PROB, MASK, old_log_prob=LOG_PROB - ratio.log(), advantage=ADVANTAGE, **hyper)
-    assert got[0].tolist() == [True, False, True, True]
+@pytest.mark.parametrize(  # A > 0, A < 0, A > 0, A < 0
+    ("ratio", "chosen"), [([1.3, 1.0, 1.15, 1.0], [0, 1, 1, 1]), ([1.0, 0.85, 1.0, 0.95], [1, 0, 1, 1])]
+)
+def test_clip_cov_skips_tokens_that_ppo_clips(ratio: list[float], chosen: list[int]) -> None:
+    old = LOG_PROB - tensor([ratio, [1.0] * 4]).log()
+    got = select_clip_cov(LOG_PROB, MASK, old_log_prob=old, advantage=ADVANTAGE, fraction=1.0, cov_low=1.0, **BOUNDS)
+    assert got[0].tolist() == chosen
 
 
 @pytest.mark.parametrize(("fraction", "number"), [(0.01, 1), (0.43, 3), (0.9, 4)])
 def test_clip_cov_chooses_at_random_among_them(fraction: float, number: int) -> None:
     """A fraction of the 7 masked-in tokens, of 4 candidates; each is chosen equally often."""
-    generator = torch.Generator().manual_seed(0)
-    total = torch.zeros(2, 4)
+    generator, total = torch.Generator().manual_seed(0), torch.zeros(2, 4)
     for _ in range(400):
         got = select_clip_cov(LOG_PROB, MASK, **INPUTS, fraction=fraction, cov_low=1.0, generator=generator)
         assert got.sum() == number
@@ -62,77 +64,57 @@ def test_clip_cov_chooses_at_random_among_them(fraction: float, number: int) -> 
 
 
 def test_kl_cov_chooses_the_highest() -> None:
-    log_prob, advantage = LOG_PROB.clone(), ADVANTAGE.clone()
-    log_prob[0, 0] = -0.8  # makes the order unique
-    log_prob[0, 2] = -3.9
-    order = [(0, 0), (0, 1), (0, 2), (0, 3)]
-    for fraction, number in ((0.01, 1), (0.3, 2), (0.5, 3), (1.0, 7)):
-        got = select_kl_cov(log_prob, MASK, advantage=advantage + 7.0, fraction=fraction)
-        assert got.sum() == number
-        assert all(got[index] for index in order[:number])
-
-
-def test_selecting_takes_no_gradient_and_checks_its_inputs() -> None:
     log_prob = LOG_PROB.clone().requires_grad_()
-    assert not select_kl_cov(log_prob, MASK, advantage=ADVANTAGE).requires_grad
+    with torch.no_grad():
+        log_prob[0, 0], log_prob[0, 2] = -0.8, -3.9  # make the order unique
+    for fraction, number in ((0.01, 1), (0.3, 2), (0.5, 3), (1.0, 7)):
+        for shift in (7.0, -10.0):
+            got = select_kl_cov(log_prob, MASK, advantage=ADVANTAGE + shift, fraction=fraction)
+            assert got.sum() == number
+            assert got[0, :number].all()
+            assert not got.requires_grad
+
+
+def test_inputs_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"mask has shape \(2, 4\) but advantage has shape \(2, 1\)"):
         select_kl_cov(LOG_PROB, MASK, advantage=ADVANTAGE[:, :1])
     with pytest.raises(TypeError, match="mask must be boolean"):
         select_clip_cov(LOG_PROB, MASK.float(), **INPUTS)
     for fraction in (0.0, 1.5):
-        with pytest.raises(ValueError, match=f"fraction must be greater than 0 and at most 1, got {fraction}"):
-            select_clip_cov(LOG_PROB, MASK, **INPUTS, fraction=fraction)
-        with pytest.raises(ValueError, match=f"fraction must be greater than 0 and at most 1, got {fraction}"):
-            select_kl_cov(LOG_PROB, MASK, advantage=ADVANTAGE, fraction=fraction)
+        for select, inputs in ((select_clip_cov, INPUTS), (select_kl_cov, {"advantage": ADVANTAGE})):
+            with pytest.raises(ValueError, match=f"fraction must be greater than 0 and at most 1, got {fraction}"):
+                select(LOG_PROB, MASK, **inputs, fraction=fraction)
 
 
-def test_clip_cov_drops_the_chosen_tokens() -> None:
+def test_what_is_done_to_the_chosen_tokens() -> None:
+    """Clip-Cov drops them, KL-Cov pulls them back."""
+    tokens: dict[str, Any] = {"ratio": [[1.5, 1.1, 0.5, 0.5, 1.1]], "advantage": [[2.0, 2.0, -1.0, 1.0, -3.0]]}
     selected = torch.tensor([[False, True, False, True, False]])
-    result = evaluate(
-        clip_cov,
-        ratio=[[1.5, 1.1, 0.5, 0.5, 1.1]],
-        advantage=[[2.0, 2.0, -1.0, 1.0, -3.0]],
-        selected=selected,
-        clip_low=0.3,
-        clip_high=0.2,
-    )
-    assert_result(
-        result,
-        value=[[-2.4, 0.0, 0.7, 0.0, 3.3]],
-        gradient=[[0.0, 0.0, 0.0, 0.0, 3.3]],
-        selected_fraction=0.4,
-        clip_fraction_low=0.2,
-        clip_fraction_high=0.2,
-    )
+    result = evaluate(clip_cov, **tokens, selected=selected, clip_low=0.3, clip_high=0.2)
+    fractions = {"selected_fraction": 0.4, "clip_fraction_low": 0.2, "clip_fraction_high": 0.2}
+    assert_result(result, value=[[-2.4, 0.0, 0.7, 0.0, 3.3]], gradient=[[0.0, 0.0, 0.0, 0.0, 3.3]], **fractions)
     assert result[0].mask.all()
-
-
-def test_clip_cov_chooses_with_its_own_bounds() -> None:
-    """Covariances 4, 4, 2, 2. PPO clips the last token (0.85 < 0.9, A < 0) and not the first (1.15 < 1.2, A > 0)."""
-    tokens = {
-        "ratio": [[1.15, 1.0, 1.0, 0.85]],
-        "advantage": [[1.0, -1.0, 2.0, -2.0]],
-        "log_prob": LOG_PROB[:1].tolist(),
-    }
-    result = evaluate(clip_cov, **tokens, fraction=1.0, clip_low=0.1, clip_high=0.2)
-    assert_result(result, value=[[0.0, 0.0, 0.0, 1.8]], gradient=[[0.0] * 4], selected_fraction=0.75)
-    result = evaluate(clip_cov, **tokens, fraction=1.0, clip_low=0.1, clip_high=0.2, cov_low=3.0)
-    assert_result(result, value=[[0.0, 0.0, -2.0, 1.8]], gradient=[[0.0, 0.0, -2.0, 0.0]], selected_fraction=0.5)
-    result = evaluate(clip_cov, **tokens, fraction=1.0, clip_low=0.1, clip_high=0.2, cov_high=3.0)
-    assert_result(result, value=[[-1.15, 1.0, 0.0, 1.8]], gradient=[[-1.15, 1.0, 0.0, 0.0]], selected_fraction=0.25)
-
-
-def test_kl_cov_pulls_the_chosen_tokens_back() -> None:
-    selected = torch.tensor([[True, True, False, True]])
-    tokens: dict[str, Any] = {"ratio": [[2.0, 0.5, 2.0, 1.0]], "advantage": [[3.0, 3.0, 3.0, 3.0]]}
-    penalty = 0.25 * math.log(2)
+    tokens = {"ratio": [[2.0, 0.5, 2.0, 1.0]], "advantage": [[3.0, 3.0, 3.0, 3.0]]}
+    result = evaluate(kl_cov, **tokens, selected=torch.tensor([[True, True, False, True]]), coeff=0.25)
+    penalty, metrics = 0.25 * math.log(2), {"selected_fraction": 0.75, "ratio_mean": 5.5 / 4}
     assert_result(
-        evaluate(kl_cov, **tokens, selected=selected, coeff=0.25),
-        value=[[-6 + penalty, -1.5 + penalty, -6.0, -3.0]],
-        gradient=[[-5.75, -1.75, -6.0, -3.0]],
-        selected_fraction=0.75,
-        ratio_mean=5.5 / 4,
+        result, value=[[-6 + penalty, -1.5 + penalty, -6, -3]], gradient=[[-5.75, -1.75, -6.0, -3.0]], **metrics
     )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "gradient", "selected"),
+    [
+        ({}, [0.0, 0.0, 0.0, 1.8], [0.0] * 4, 0.75),
+        ({"cov_low": 3.0}, [0.0, 0.0, -2.0, 1.8], [0.0, 0.0, -2.0, 0.0], 0.5),
+        ({"cov_high": 3.0}, [-1.15, 1.0, 0.0, 1.8], [-1.15, 1.0, 0.0, 0.0], 0.25),
+    ],
+)
+def test_clip_cov_chooses_with_its_own_bounds(bounds: Any, value: Any, gradient: Any, selected: float) -> None:
+    """Covariances 4, 4, 2, 2. PPO clips the last token (0.85 < 0.9, A < 0) and not the first (1.15 < 1.2, A > 0)."""
+    tokens = {"ratio": [[1.15, 1.0, 1.0, 0.85]], "advantage": [[1.0, -1.0, 2.0, -2.0]]}
+    result = evaluate(clip_cov, **tokens, log_prob=LOG_PROB[:1].tolist(), fraction=1.0, **BOUNDS, **bounds)
+    assert_result(result, value=[value], gradient=[gradient], selected_fraction=selected)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +128,8 @@ def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, h
     batch = random_batch(1, rows=8)
     batch["advantage"][:4] += 2.0
     inputs = {key: batch[key] for key in ("log_prob", "mask", "advantage")}
+    torch.manual_seed(0)
     if function is clip_cov:
-        torch.manual_seed(0)
         selected = select_clip_cov(**inputs, old_log_prob=batch["old_log_prob"], **hyper)
     else:
         selected = select_kl_cov(**inputs, **hyper)
@@ -160,28 +142,4 @@ def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, h
     rows = torch.arange(4)
     (part,) = function(**rows_of(batch, rows), **hyper, selected=selected[rows])
     assert_close(part.value, given.value[rows])
-    (alone,) = function(**rows_of(batch, rows), **hyper)
-    assert not torch.equal(alone.value, part.value)
-
-
-# Log-probs 4 and -4 from their mean, -5; the last token is masked out.
-THREE = tensor([[-1.0, -9.0, -5.0, -5.0]])
-THREE_MASK = torch.tensor([[True, True, True, False]])
-
-
-def test_covariances_are_those_of_deviations_from_the_means() -> None:
-    """Advantages 1, -1 and 0 from their mean, wherever that is: covariances 4, 4 and 0."""
-    for shift in (-10.0, 0.0, 10.0):
-        advantage = tensor([[1.0, -1.0, 0.0, 99.0]]) + shift
-        inputs: dict[str, Any] = {"advantage": advantage, "old_log_prob": THREE, "fraction": 1.0}
-        between = select_clip_cov(THREE, THREE_MASK, **inputs, cov_low=3.0, cov_high=5.0)
-        assert between.tolist() == [[True, True, False, False]]
-        # A masked-out log-prob and advantage of 0 would have a covariance of -5 times the mean.
-        assert not select_clip_cov(THREE, THREE_MASK, **inputs, cov_low=40.0, cov_high=60.0).any()
-        highest = select_kl_cov(THREE, THREE_MASK, advantage=advantage, fraction=0.7)
-        assert highest.tolist() == [[True, True, False, False]]
-
-
-def test_fractions_are_of_the_masked_in_tokens() -> None:
-    inputs = {"advantage": tensor([[1.0, -1.0, 0.0, 0.0]]), "old_log_prob": THREE}
-    assert select_clip_cov(THREE, THREE_MASK, **inputs, fraction=0.5, cov_low=3.0).sum() == 1
+    assert not torch.equal(function(**rows_of(batch, rows), **hyper)[0].value, part.value)

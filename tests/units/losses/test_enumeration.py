@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,25 +24,19 @@ class Bandit:
         rng = torch.Generator().manual_seed(seed)
         self.old_logits, step, self.advantage = torch.randn(3, vocab, generator=rng, dtype=torch.float64).unbind()
         self.logits = (self.old_logits + distance * step.clamp(-2, 2)).requires_grad_()
-        self.old = self.old_logits.softmax(-1)
-
-    @property
-    def policy(self) -> Tensor:
-        return self.logits.softmax(-1)
+        self.old, self.policy = self.old_logits.softmax(-1), self.logits.softmax(-1)
+        self.good = self.advantage > 0
 
     def mean_gradient(self, name: str, **hyper: Any) -> Tensor:
         """Of an objective, over tokens of the old policy. Each token is a sequence of its own."""
-        inputs = {
-            "log_prob": self.logits.log_softmax(-1),
-            "old_log_prob": self.old_logits.log_softmax(-1),
-            "advantage": self.advantage,
-        }
-        mask = torch.ones_like(self.advantage, dtype=torch.bool).unsqueeze(-1)
-        (term,) = get_objective(name)(mask=mask, **{key: x.unsqueeze(-1) for key, x in inputs.items()}, **hyper)
+        inputs = [self.logits.log_softmax(-1), self.old_logits.log_softmax(-1), self.advantage]
+        log_prob, old, advantage = (x.unsqueeze(-1) for x in inputs)
+        mask = torch.ones_like(log_prob, dtype=torch.bool)
+        (term,) = get_objective(name)(log_prob, mask, old_log_prob=old, advantage=advantage, **hyper)
         return self.gradient((self.old * term.value.squeeze(-1)).sum())
 
     def gradient(self, loss: Tensor) -> Tensor:
-        return torch.autograd.grad(loss, self.logits)[0]
+        return torch.autograd.grad(loss, self.logits, retain_graph=True)[0]
 
     def policy_gradient(self) -> Tensor:
         """Of minus the expected advantage of the current policy."""
@@ -53,39 +48,41 @@ class Bandit:
         return weight.sum() * self.policy.detach() - weight
 
 
+#: Objectives whose mean gradient is the policy gradient: on policy, off policy, and off policy but inside their bounds.
 ON_POLICY: list[tuple[str, dict[str, Any]]] = [
-    ("ppo", {}),
+    *[(name, {}) for name in ("ppo", "dapo", "dr_grpo", "luspo", "gmpo", "sppo", "importance_sampling", "gpg")],
+    *[(name, {}) for name in ("vespo", "kl_cov")],
     ("ppo", {"fallback_to_policy_gradient": True}),
-    ("dapo", {}),
-    ("dr_grpo", {}),
-    ("gspo", {"level": "token"}),
-    ("gspo", {"level": "sequence"}),
-    ("luspo", {}),
+    *[(name, {"level": level}) for name in ("gspo", "topr", "dro") for level in ("token", "sequence")],
     ("dro", {"beta": 0.7}),
-    ("dro", {"beta": 0.7, "level": "sequence"}),
-    ("gmpo", {}),
     ("cispo", {"enable_mask_clip": True}),
-    ("topr", {}),
-    ("topr", {"level": "sequence"}),
-    ("sppo", {}),
     ("sapo", {"tau_pos": 0.5, "tau_neg": 2.0}),
-    ("importance_sampling", {}),
-    ("gpg", {}),
-    ("vespo", {}),
-    ("dppo", {"divergence": "tv"}),
-    ("dppo", {"divergence": "kl"}),
+    *[("dppo", {"divergence": divergence}) for divergence in ("tv", "kl")],
     ("clip_cov", {"cov_low": 100.0, "cov_high": 200.0}),
-    ("kl_cov", {}),
     *[("rec", {"clip_mode": mode}) for mode in ("none", "one-side", "two-side", "ring", "gspo-one-side")],
     *[("rec", {"weight": weight}) for weight in ("importance_sampling", "gspo_importance_sampling")],
     ("rec", {"regularizer": "k2", "regularizer_coef": 0.7}),
 ]
+OFF_POLICY: list[tuple[str, dict[str, Any]]] = [
+    ("importance_sampling", {}),
+    ("rec", {"weight": "importance_sampling"}),
+    ("rec", {"weight": "gspo_importance_sampling"}),  # of one token, whose geometric mean is its ratio
+    ("cispo", {"clip_high": 1e6}),
+    ("dppo", {"clip_low": 1.0, "clip_high": 1.0, "clip_ratio_c": None}),
+    ("ppo", {"clip_low": 1.0, "clip_high": 1e6, "clip_ratio_c": None}),
+]
+# Logits within 0.08: ratios within exp(0.16) = 1.174.
+INSIDE = [(name, {}) for name in ("ppo", "dapo", "dr_grpo")]
 
 
-@pytest.mark.parametrize(("name", "hyper"), ON_POLICY)
-def test_on_policy_it_is_the_policy_gradient(name: str, hyper: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "hyper", "distance"),
+    [(*case, distance) for cases, distance in ((ON_POLICY, 0.0), (OFF_POLICY, 1.0), (INSIDE, 0.04)) for case in cases],
+)
+def test_it_is_the_policy_gradient(name: str, hyper: dict[str, Any], distance: float) -> None:
+    """Of the current policy, unbiased."""
     for seed, vocab in DRAWS:
-        bandit = Bandit(seed, vocab, distance=0.0)
+        bandit = Bandit(seed, vocab, distance)
         assert_close(bandit.mean_gradient(name, **hyper), bandit.policy_gradient(), **CLOSE)
 
 
@@ -95,75 +92,34 @@ def test_opmd_is_a_fraction_of_it() -> None:
         assert_close(bandit.mean_gradient("opmd", tau=tau) * (1 + tau), bandit.policy_gradient(), **CLOSE)
 
 
+def tapered(bandit: Bandit) -> Tensor:
+    return torch.where(bandit.good, bandit.old, torch.minimum(bandit.policy, bandit.old))
+
+
+def gamma_density(bandit: Bandit) -> Tensor:
+    w = bandit.policy / bandit.old
+    return bandit.old * torch.where(bandit.good, w**2 * (3 - 3 * w).exp(), w**3 * (2 - 2 * w).exp())
+
+
 @pytest.mark.parametrize(
-    ("name", "hyper"),
+    ("name", "hyper", "weight"),
     [
-        ("importance_sampling", {}),
-        ("rec", {"weight": "importance_sampling"}),
-        # A sequence of one token: its geometric mean is its ratio.
-        ("rec", {"weight": "gspo_importance_sampling"}),
-        ("cispo", {"clip_high": 1e6}),
-        ("dppo", {"clip_low": 1.0, "clip_high": 1.0, "clip_ratio_c": None}),
-        ("ppo", {"clip_low": 1.0, "clip_high": 1e6, "clip_ratio_c": None}),
+        ("gpg", {}, lambda bandit: bandit.old),  # without a ratio it imitates the old policy by advantage
+        ("opmd", {}, lambda bandit: 0.5 * bandit.old),
+        ("rec", {}, lambda bandit: bandit.old),
+        ("topr", {"level": "token"}, tapered),  # pushes down with the lesser probability
+        ("topr", {"level": "sequence"}, tapered),
+        ("cispo", {}, lambda bandit: torch.minimum(bandit.policy, 1.28 * bandit.old)),  # never above its bound
+        ("vespo", {}, gamma_density),
     ],
 )
-def test_off_policy_it_is_the_policy_gradient(name: str, hyper: dict[str, Any]) -> None:
-    """Of the current policy, from tokens of another one, unbiased."""
+def test_off_policy_it_weighs_the_advantage(
+    name: str, hyper: dict[str, Any], weight: Callable[[Bandit], Tensor]
+) -> None:
     for seed, vocab in DRAWS:
         bandit = Bandit(seed, vocab, distance=1.0)
-        assert_close(bandit.mean_gradient(name, **hyper), bandit.policy_gradient(), **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["ppo", "dapo", "dr_grpo"])
-def test_inside_its_bounds_so_is_ppo(name: str) -> None:
-    for seed, vocab in DRAWS:
-        bandit = Bandit(seed, vocab, distance=0.04)  # logits within 0.08: ratios within exp(0.16) = 1.174
-        assert_close(bandit.mean_gradient(name), bandit.policy_gradient(), **CLOSE)
-
-
-@pytest.mark.parametrize(("name", "factor"), [("gpg", 1.0), ("opmd", 0.5), ("rec", 1.0)])
-def test_without_a_ratio_it_imitates_the_old_policy_by_advantage(name: str, factor: float) -> None:
-    for seed, vocab in DRAWS:
-        bandit = Bandit(seed, vocab, distance=1.0)
-        assert_close(bandit.mean_gradient(name), factor * bandit.weighted(bandit.old * bandit.advantage), **CLOSE)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_topr_pushes_down_with_the_lesser_probability(level: str) -> None:
-    for seed, vocab in DRAWS:
-        bandit = Bandit(seed, vocab, distance=1.0)
-        lesser = torch.minimum(bandit.policy, bandit.old)
-        weight = torch.where(bandit.advantage > 0, bandit.old, lesser) * bandit.advantage
-        assert_close(bandit.mean_gradient("topr", level=level), bandit.weighted(weight), **CLOSE)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_topr_of_a_sequence_pushes_down_with_the_lesser_probability_of_all_of_it(seed: int) -> None:
-    """All sequences of two independent tokens, all of them bad."""
-    rng = torch.Generator().manual_seed(seed)
-    old_logits, step = torch.randn(2, 2, 3, generator=rng, dtype=torch.float64).unbind()
-    logits = (old_logits + step).requires_grad_()
-    tokens = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-
-    def log_probs(logits: Tensor) -> Tensor:
-        return torch.stack([logits.log_softmax(-1)[position, tokens[:, position]] for position in range(2)], -1)
-
-    log_prob, old = log_probs(logits), log_probs(old_logits)
-    advantage = -torch.rand(9, 1, generator=rng, dtype=torch.float64).expand(9, 2) - 0.1
-    mask = torch.ones(9, 2, dtype=torch.bool)
-    (term,) = get_objective("topr")(log_prob, mask, old_log_prob=old, advantage=advantage, level="sequence")
-    p, q = log_prob.sum(-1).exp(), old.sum(-1).exp()
-    (got,) = torch.autograd.grad((q[:, None] * term.value).sum(), logits, retain_graph=True)
-    lesser = torch.minimum(p, q).detach()
-    (want,) = torch.autograd.grad(-(lesser * advantage[:, 0] * log_prob.sum(-1)).sum(), logits)
-    assert_close(got, want, **CLOSE)
-
-
-def test_cispo_never_weighs_more_than_its_bound() -> None:
-    for seed, vocab in DRAWS:
-        bandit = Bandit(seed, vocab, distance=1.0)
-        bounded = torch.minimum(bandit.policy, 1.28 * bandit.old)
-        assert_close(bandit.mean_gradient("cispo"), bandit.weighted(bounded * bandit.advantage), **CLOSE)
+        expected = bandit.weighted(weight(bandit) * bandit.advantage)
+        assert_close(bandit.mean_gradient(name, **hyper), expected, **CLOSE)
 
 
 def test_recs_forward_kl_is_the_kl_of_the_old_policy_to_the_new() -> None:
@@ -174,9 +130,24 @@ def test_recs_forward_kl_is_the_kl_of_the_old_policy_to_the_new() -> None:
         assert_close(got, 0.3 * bandit.gradient(kl), **CLOSE)
 
 
-def test_vespo_weighs_by_a_gamma_density() -> None:
-    for seed, vocab in DRAWS:
-        bandit = Bandit(seed, vocab, distance=1.0)
-        w = bandit.policy / bandit.old
-        density = torch.where(bandit.advantage > 0, w**2 * (3 - 3 * w).exp(), w**3 * (2 - 2 * w).exp())
-        assert_close(bandit.mean_gradient("vespo"), bandit.weighted(bandit.old * density * bandit.advantage), **CLOSE)
+def test_topr_of_a_sequence_pushes_down_with_the_lesser_probability_of_all_of_it() -> None:
+    """All sequences of two independent tokens, all of them bad."""
+    tokens = torch.cartesian_prod(torch.arange(3), torch.arange(3))
+
+    def log_probs(logits: Tensor) -> Tensor:
+        return torch.stack([logits.log_softmax(-1)[position, tokens[:, position]] for position in range(2)], -1)
+
+    for seed in range(5):
+        rng = torch.Generator().manual_seed(seed)
+        old_logits, step = torch.randn(2, 2, 3, generator=rng, dtype=torch.float64).unbind()
+        logits = (old_logits + step).requires_grad_()
+        log_prob, old = log_probs(logits), log_probs(old_logits)
+        advantage = -torch.rand(9, 1, generator=rng, dtype=torch.float64).expand(9, 2) - 0.1
+        mask = torch.ones(9, 2, dtype=torch.bool)
+        (term,) = get_objective("topr")(log_prob, mask, old_log_prob=old, advantage=advantage, level="sequence")
+        p, q = log_prob.sum(-1).exp(), old.sum(-1).exp()
+        lesser = -(torch.minimum(p, q).detach() * advantage[:, 0] * log_prob.sum(-1)).sum()
+        found = (
+            torch.autograd.grad(x, logits, retain_graph=True)[0] for x in ((q[:, None] * term.value).sum(), lesser)
+        )
+        assert_close(*found, **CLOSE)

@@ -40,27 +40,44 @@ FAMILY = [
 ]
 
 
-def pair() -> dict[str, Tensor]:
-    """Log-ratios that sum to 1 over the chosen answer's 2 tokens and to -2 over the rejected one's 3."""
-    ratio = torch.tensor([[0.4, 0.6, 50.0], [-0.5, -0.5, -1.0]], dtype=torch.float64)
-    ref = torch.tensor([[-1.0, -2.0, -3.0], [-2.5, -1.5, -4.0]], dtype=torch.float64)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    return {"log_prob": (ref + ratio).requires_grad_(), "mask": mask, "ref_log_prob": ref}
-
-
-def rows(ratios: list[float]) -> dict[str, Tensor]:
-    """One token per answer with the given log-ratio."""
-    ref = torch.full((len(ratios), 1), -3.0, dtype=torch.float64)
-    ratio = torch.tensor(ratios, dtype=torch.float64).unsqueeze(-1)
-    return {"log_prob": (ref + ratio).requires_grad_(), "mask": torch.ones_like(ref).bool(), "ref_log_prob": ref}
-
-
 def f64(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
 def column(values: list[float]) -> Tensor:
     return f64(values).unsqueeze(-1)
+
+
+def pair() -> dict[str, Tensor]:
+    """Log-ratios that sum to 1 over the chosen answer's 2 tokens and to -2 over the rejected one's 3."""
+    ref = f64([[-1.0, -2.0, -3.0], [-2.5, -1.5, -4.0]])
+    log_prob = ref + f64([[0.4, 0.6, 50.0], [-0.5, -0.5, -1.0]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    return {"log_prob": log_prob.requires_grad_(), "mask": mask, "ref_log_prob": ref}
+
+
+def labelled() -> dict[str, Tensor]:
+    """The log-ratio of a desirable answer is 1, of an undesirable one -2."""
+    return {**pair(), "chosen": torch.tensor([True, False])}
+
+
+def rows(*ratios: float) -> dict[str, Tensor]:
+    """One token per answer with the given log-ratio."""
+    ref = torch.full((len(ratios), 1), -3.0, dtype=torch.float64)
+    log_prob = (ref + column(list(ratios))).requires_grad_()
+    return {"log_prob": log_prob, "mask": torch.ones_like(ref).bool(), "ref_log_prob": ref}
+
+
+def free(data: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: data[key] for key in ("log_prob", "mask")}
+
+
+def at(data: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
+    return {key: x[index] for key, x in data.items()}
+
+
+def flags(*values: int) -> Tensor:
+    return torch.tensor(values) == 1
 
 
 def mean(term: LossTerm) -> Tensor:
@@ -71,14 +88,21 @@ def gradient(value: Tensor, data: dict[str, Tensor]) -> Tensor:
     return torch.autograd.grad(value.sum(), data["log_prob"], retain_graph=True)[0]
 
 
-def assert_pair(term: LossTerm, data: dict[str, Tensor], value: list[float], slope: list[list[float]]) -> None:
+def numbers(term: LossTerm) -> dict[str, float]:
+    return {name: round(metric.item(), 9) for name, metric in term.metrics.items()}
+
+
+def assert_pair(term: LossTerm, data: dict[str, Tensor], value: list[float], *slopes: float, **close: float) -> None:
     """Values, and gradients of both answers' tokens."""
-    assert_close(term.value.detach(), column(value), **CLOSE)
-    assert_close(gradient(term.value, data), f64(slope), **CLOSE)
+    close = close or CLOSE
+    assert_close(term.value.detach(), column(value), **close)
+    on_chosen, *on_rejected = slopes if len(slopes) > 2 else (slopes[0], *[slopes[1]] * 3)
+    assert_close(gradient(term.value, data), f64([[on_chosen, on_chosen, 0.0], on_rejected]), **close)
 
 
-def free(data: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: data[key] for key in ("log_prob", "mask")}
+JS, ALPHA = {"f_divergence": "js_divergence"}, {"f_divergence": "alpha_divergence"}
+FORWARD = {"f_divergence": "forward_kl"}
+NORMALISED = {"length_normalised": True}
 
 
 @pytest.mark.parametrize(
@@ -86,14 +110,14 @@ def free(data: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         ("dpo", {"beta": 0.5}, 0.2014133, -0.0912128, 0.0912128),
         ("dpo", {"beta": 0.5, "label_smoothing": 0.1}, 0.3514133, -0.0412128, 0.0412128),
-        ("dpo", {"beta": 0.6, "length_normalised": True}, 0.4031860, -0.0995437, 0.0663624),
+        ("dpo", {"beta": 0.6, **NORMALISED}, 0.4031860, -0.0995437, 0.0663624),
         ("robust", {"beta": 0.5, "label_smoothing": 0.1}, 0.0139133, -0.1537128, 0.1537128),
         ("robust", {"beta": 0.5}, 0.2014133, -0.0912128, 0.0912128),
         ("hinge", {"beta": 0.2}, 0.4, -0.2, 0.2),
         ("hinge", {"beta": 0.4}, 0.0, 0.0, 0.0),
         ("ipo", {"beta": 0.1}, 4.0, -4.0, 4.0),
         ("ipo", {"beta": 0.25}, 1.0, 2.0, -2.0),
-        ("ipo", {"beta": 0.5, "length_normalised": True}, 1 / 36, 1 / 6, -1 / 9),
+        ("ipo", {"beta": 0.5, **NORMALISED}, 1 / 36, 1 / 6, -1 / 9),
         ("apo_zero", {"beta": 0.5}, 0.6464821, -0.1175019, 0.0983060),
         ("sppo_hard", {"beta": 0.1}, 25.0, -8.0, 6.0),
         ("exo_pair", {"beta": 0.5, "label_smoothing": 0.1}, 0.0311388, -0.0519943, 0.0519943),
@@ -106,18 +130,12 @@ def free(data: dict[str, Tensor]) -> dict[str, Tensor]:
         ("bco_pair", {"beta": 0.5, "reference_point": torch.full((2,), 0.4)}, 0.8176377, -0.2127787, 0.1157376),
         ("aot", {"beta": 0.5, "label_smoothing": 0.1}, 0.3514133, -0.0412128, 0.0412128),
         ("aot", {"beta": 0.5, "reference_point": torch.full((2,), 0.75)}, 0.2811501, -0.1225425, 0.1225425),
-        ("dpo", {"beta": 0.5, "f_divergence": "forward_kl"}, 0.0294416, -0.0053365, 0.1071873),
-        ("dpo", {"beta": 0.5, "f_divergence": "js_divergence"}, 0.3391835, -0.0386803, 0.1266799),
-        ("dpo", {"beta": 0.5, "f_divergence": "alpha_divergence", "f_alpha": 0.3}, 0.1526704, -0.0524453, 0.1289945),
-        ("dpo", {"beta": 0.5, "f_divergence": "alpha_divergence"}, 0.1142442, -0.0327405, 0.1467327),
-        ("hinge", {"beta": 0.3, "f_divergence": "js_divergence"}, 0.4559001, -0.0806824, 0.2642391),
-        (
-            "ipo",
-            {"beta": 0.25, "f_divergence": "forward_kl", "length_normalised": True},
-            0.1986892,
-            0.1639807,
-            -2.1957597,
-        ),
+        ("dpo", {"beta": 0.5, **FORWARD}, 0.0294416, -0.0053365, 0.1071873),
+        ("dpo", {"beta": 0.5, **JS}, 0.3391835, -0.0386803, 0.1266799),
+        ("dpo", {"beta": 0.5, **ALPHA, "f_alpha": 0.3}, 0.1526704, -0.0524453, 0.1289945),
+        ("dpo", {"beta": 0.5, **ALPHA}, 0.1142442, -0.0327405, 0.1467327),
+        ("hinge", {"beta": 0.3, **JS}, 0.4559001, -0.0806824, 0.2642391),
+        ("ipo", {"beta": 0.25, **FORWARD, **NORMALISED}, 0.1986892, 0.1639807, -2.1957597),
         ("dpo", {"beta": 0.5, "weighting": "probability"}, 0.0026433, -0.0011971, 0.0011971),
         ("simpo", {}, 0.0252403, -0.0249244, 0.0166163),
         ("simpo", {"beta": 0.6, "margin": 0.4, "label_smoothing": 0.1}, 0.4132617, -0.0506824, 0.0337883),
@@ -127,40 +145,29 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
     data = pair()
     (term,) = get_objective(name)(**data, **hyper)
     assert term.name == "objective"
-    assert_close(term.value.detach(), column([value]), rtol=1e-6, atol=1e-7)
     assert term.mask.tolist() == [[True]]
-    (gradient,) = torch.autograd.grad(term.value.sum(), data["log_prob"])
-    expected = torch.tensor([[on_chosen, on_chosen, 0.0], [on_rejected] * 3], dtype=torch.float64)
-    assert_close(gradient, expected, **CLOSE)
+    assert_close(term.value.detach(), column([value]), rtol=1e-6, atol=1e-7)
+    assert_pair(term, data, [value], on_chosen, on_rejected)
 
 
-def test_a_tie_is_no_success() -> None:
-    (term,) = dpo(**rows([0.5, 0.5, 1.0, 0.5]))
-    assert term.metrics["reward_accuracy"] == 0.5
-
-
-def test_rewards_are_means_over_pairs() -> None:
-    """Chosen 1 and 3, rejected -1 and 5 nats above the reference; the third pair is no pair."""
-    data = rows([1.0, -1.0, 3.0, 5.0, 3.0, 3.0])
-    data["mask"][5] = False
-    found = {name: round(metric.item(), 6) for name, metric in dpo(**data, beta=0.5)[0].metrics.items()}
-    assert found == {"chosen_reward": 1.0, "rejected_reward": 1.0, "reward_margin": 0.0, "reward_accuracy": 0.5}
-
-
-def test_each_pair_has_its_own_loss() -> None:
-    """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133."""
-    (term,) = dpo(**rows([1.5, -0.5, -0.25, 0.75]), beta=1.0)
+def test_each_pair_has_its_own_loss_and_rewards() -> None:
+    """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is no success."""
+    (term,) = dpo(**rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
     assert_close(term.value.detach(), column([0.1269280, 1.3132617]), rtol=1e-6, atol=1e-7)
     assert_close(mean(term).item(), 0.7200949, rtol=1e-6, atol=1e-7)
-    assert_close(term.metrics["reward_accuracy"].item(), 0.5)
-    assert_close(term.metrics["reward_margin"].item(), 0.5)
+    assert (numbers(term)["reward_accuracy"], numbers(term)["reward_margin"]) == (0.5, 0.5)
+    # Chosen 1 and 3, rejected -1 and 5 nats above the reference; the third pair is no pair.
+    data = rows(1.0, -1.0, 3.0, 5.0, 3.0, 3.0)
+    data["mask"][5] = False
+    expected = {"chosen_reward": 1.0, "rejected_reward": 1.0, "reward_margin": 0.0, "reward_accuracy": 0.5}
+    assert numbers(dpo(**data, beta=0.5)[0]) == expected
+    assert dpo(**rows(0.5, 0.5, 1.0, 0.5))[0].metrics["reward_accuracy"] == 0.5
 
 
 def test_robust_is_unbiased_under_flipped_labels() -> None:
     """Both labels of a pair, each with its probability, instead of sampled ones."""
-    right, flipped = rows([1.5, -0.5]), rows([-0.5, 1.5])
-    robust = get_objective("robust")
-    noisy = [robust(**data, beta=0.7, label_smoothing=0.2)[0].value for data in (right, flipped)]
+    right, flipped = rows(1.5, -0.5), rows(-0.5, 1.5)
+    noisy = [get_objective("robust")(**data, beta=0.7, label_smoothing=0.2)[0].value for data in (right, flipped)]
     assert_close(0.8 * noisy[0] + 0.2 * noisy[1], dpo(**right, beta=0.7)[0].value)
 
 
@@ -168,82 +175,71 @@ def test_robust_is_unbiased_under_flipped_labels() -> None:
 def test_rewards_and_orders_of_rows(name: str) -> None:
     """With ids of pairs the order does not matter, and the flag says which answer is chosen."""
     objective = get_objective(name)
-    (term,) = objective(**pair(), beta=0.5)
-    found = {key: round(metric.item(), 9) for key, metric in term.metrics.items()}
-    assert found == {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reward_accuracy": 1.0}
-    ids = torch.tensor([2**62, 2**62, -(2**62), -(2**62), 7, 7])
-    is_chosen = torch.tensor([True, False] * 3)
-    data = rows([1.5, -0.5, -0.25, 0.75, 0.3, 0.2])
+    expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reward_accuracy": 1.0}
+    assert numbers(objective(**pair(), beta=0.5)[0]) == expected
+    ids, is_chosen = torch.tensor([2**62, 2**62, -(2**62), -(2**62), 7, 7]), flags(1, 0, 1, 0, 1, 0)
+    data = rows(1.5, -0.5, -0.25, 0.75, 0.3, 0.2)
     (neighbours,) = objective(**data, beta=0.4)
-    (gradient,) = torch.autograd.grad(mean(neighbours), data["log_prob"])
+    slopes = gradient(mean(neighbours), data)
     for order in ([3, 0, 5, 1, 4, 2], [1, 0, 2, 3, 5, 4]):
-        shuffled = {key: value.detach()[order] for key, value in data.items()}
+        shuffled = {key: value.detach() for key, value in at(data, order).items()}
         shuffled["log_prob"].requires_grad_()
         (term,) = objective(**shuffled, pair_id=ids[order], chosen=is_chosen[order], beta=0.4)
         # In the order of ids: the second pair, the third, the first.
         assert_close(term.value, neighbours.value[[1, 2, 0]])
-        (found,) = torch.autograd.grad(mean(term), shuffled["log_prob"])
-        assert_close(found, gradient[order])
-    turned = objective(**rows([1.5, -0.5]), pair_id=ids[:2], chosen=~is_chosen[:2])[0]
-    assert_close(turned.value, objective(**rows([-0.5, 1.5]))[0].value)
+        assert_close(gradient(mean(term), shuffled), slopes[order])
+    turned = objective(**rows(1.5, -0.5), pair_id=ids[:2], chosen=~is_chosen[:2])[0]
+    assert_close(turned.value, objective(**rows(-0.5, 1.5))[0].value)
 
 
 def test_leading_batch_dimensions_are_one_list_of_rows() -> None:
-    flat = rows([1.5, -0.5, -0.25, 0.75])
+    flat = rows(1.5, -0.5, -0.25, 0.75)
     nested = {key: value.view(2, 2, 1) for key, value in flat.items()}
-    expected = dpo(**flat)[0].value
-    assert_close(dpo(**nested)[0].value, expected)
+    assert_close(dpo(**nested)[0].value, dpo(**flat)[0].value)
     ids, is_chosen = torch.tensor([[5, 9], [9, 5]]), torch.tensor([[True, False], [True, False]])
     crossed = dpo(**nested, pair_id=ids, chosen=is_chosen)[0].value
-    assert_close(crossed, dpo(**rows([1.5, 0.75, -0.25, -0.5]))[0].value)
+    assert_close(crossed, dpo(**rows(1.5, 0.75, -0.25, -0.5))[0].value)
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_pair_with_an_empty_answer_does_not_exist(name: str) -> None:
-    (whole,) = get_objective(name)(**rows([1.5, -0.5]))
+    (whole,) = get_objective(name)(**rows(1.5, -0.5))
     for empty in ([2, 3], [2], [3]):
-        data = rows([1.5, -0.5, -0.25, 0.75])
+        data = rows(1.5, -0.5, -0.25, 0.75)
         data["mask"][empty] = False
-        (term,) = get_objective(name)(**data)
-        assert term.mask.tolist() == [[True], [False]]
-        assert term.value[1] == 0
-        assert_close(mean(term), mean(whole))
-        (gradient,) = torch.autograd.grad(term.value.sum(), data["log_prob"])
-        assert (gradient[2:] == 0).all()
-        assert_close(dict(term.metrics), dict(whole.metrics))
+        order = torch.tensor([3, 0, 1, 2])
+        for given in (data, {**at(data, order), "pair_id": torch.tensor([2, 1, 1, 2]), "chosen": flags(0, 1, 0, 1)}):
+            (term,) = get_objective(name)(**given)
+            assert term.mask.tolist() == [[True], [False]]
+            assert term.value[1] == 0
+            assert_close(mean(term), mean(whole))
+            assert (gradient(term.value, data)[2:] == 0).all()
+            assert_close(dict(term.metrics), dict(whole.metrics))
 
 
-def test_an_empty_answer_is_found_in_any_order() -> None:
-    data = rows([0.75, 1.5, -0.5, -0.25])
-    data["mask"][0] = False
-    is_chosen = torch.tensor([False, True, False, True])
-    (term,) = dpo(**data, pair_id=torch.tensor([2, 1, 1, 2]), chosen=is_chosen)
-    assert term.mask.tolist() == [[True], [False]]
-    assert_close(mean(term), mean(dpo(**rows([1.5, -0.5]))[0]))
-
-
-NO_PAIRS: list[tuple[list[int] | None, list[bool] | None, str]] = [
-    ([1, 1, 7, 7], [True, False, True, True], "pair_id 7 has 2 chosen and 0 rejected rows, expected one of each"),
-    ([1, 1, 7, 8], [True, False, True, False], "pair_id 7 has 1 chosen and 0 rejected rows, expected one of each"),
-    ([3, 3, 3, 3], [True, False, True, False], "pair_id 3 has 2 chosen and 2 rejected rows, expected one of each"),
+NO_PAIRS: list[tuple[list[int] | None, list[int] | None, str]] = [
+    ([1, 1, 7, 7], [1, 0, 1, 1], "pair_id 7 has 2 chosen and 0 rejected rows, expected one of each"),
+    ([1, 1, 7, 8], [1, 0, 1, 0], "pair_id 7 has 1 chosen and 0 rejected rows, expected one of each"),
+    ([3, 3, 3, 3], [1, 0, 1, 0], "pair_id 3 has 2 chosen and 2 rejected rows, expected one of each"),
     ([1, 2, 1, 2], None, "got pair_id without chosen: pass both"),
-    (None, [True, False, True, False], "got chosen without pair_id: pass both"),
-    ([1, 1], [True, False, True, False], r"dpo: pair_id has shape \(2,\), expected one value per sequence, \(4,\)"),
+    (None, [1, 0, 1, 0], "got chosen without pair_id: pass both"),
+    ([1, 1], [1, 0, 1, 0], r"dpo: pair_id has shape \(2,\), expected one value per sequence, \(4,\)"),
 ]
 
 
 def test_rows_that_are_no_pairs() -> None:
-    for ids, is_chosen, message in NO_PAIRS:
-        given = {
-            "pair_id": None if ids is None else torch.tensor(ids),
-            "chosen": None if is_chosen is None else torch.tensor(is_chosen),
-        }
+    four, three = rows(1.5, -0.5, -0.25, 0.75), rows(1.0, 2.0, 3.0)
+    for ids, chosen, message in NO_PAIRS:
         with pytest.raises(ValueError, match=message):
-            dpo(**rows([1.5, -0.5, -0.25, 0.75]), **given)
+            given = {"pair_id": ids and torch.tensor(ids), "chosen": chosen and flags(*chosen)}
+            dpo(**four, **given)
     with pytest.raises(ValueError, match="got 3 rows: row 2 has no partner"):
-        dpo(**rows([1.5, -0.5, -0.25]))
+        dpo(**three)
     with pytest.raises(TypeError, match=r"chosen must be boolean, got torch\.int64"):
-        dpo(**rows([1.5, -0.5]), pair_id=torch.tensor([1, 1]), chosen=torch.tensor([1, 0]))
+        dpo(**rows(1.5, -0.5), pair_id=torch.tensor([1, 1]), chosen=torch.tensor([1, 0]))
+    three["mask"][2] = False
+    with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
+        aot_unpaired(**three, chosen=flags(1, 0, 1))
 
 
 # ---------------------------------------------------------------------- options of the family
@@ -253,12 +249,10 @@ def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
     """The rejected answer's third token has the log-ratio -1: with 1/4 of it, delta is 1 + 1.25."""
     data = pair()
     (term,) = dpo(**data, beta=0.5, ld_alpha=0.25)
-    assert_pair(term, data, [0.2811501], [[-0.1225425, -0.1225425, 0.0], [0.1225425, 0.1225425, 0.0306356]])
-    assert_close(term.metrics["rejected_reward"].item(), -0.625)
+    assert_pair(term, data, [0.2811501], -0.1225425, 0.1225425, 0.1225425, 0.0306356)
+    assert numbers(term)["rejected_reward"] == -0.625
     (term,) = sppo_hard(**data, beta=0.1, ld_alpha=0.25)
-    assert_close(term.value.item(), 30.0625)
-    expected = [[-8, -8, 0.0], [7.5, 7.5, 1.875]]
-    assert_close(gradient(term.value, data), f64(expected))
+    assert_pair(term, data, [30.0625], -8.0, 7.5, 7.5, 1.875)
 
 
 def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
@@ -266,36 +260,33 @@ def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
     ratio = torch.tensor([[1.0, 9.0, 2.0, 4.0], [1.0, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 9.0, 4.0]])
     mask = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]).bool()
     ref, ids = torch.full((4, 4), -9.0), torch.tensor([8, 3, 3, 8])
-    chosen = torch.tensor([True, False, True, False])
-    (term,) = hinge(ref + ratio, mask, ref_log_prob=ref, pair_id=ids, chosen=chosen, beta=0.01, ld_alpha=0.5)
+    given = {"ref_log_prob": ref, "pair_id": ids, "chosen": flags(1, 0, 1, 0), "beta": 0.01}
+    part, all_of_it, whole = (
+        hinge(ref + ratio, mask, **given, **x)[0].value for x in ({"ld_alpha": 0.5}, {"ld_alpha": 1.0}, {})
+    )
     # Pair 3: 1 + 0.5 * 3 against 1. Pair 8: three tokens each, 7 against 9.
-    assert_close(term.value, 1 - 0.01 * torch.tensor([[1.5], [-2.0]]))
-    whole = hinge(ref + ratio, mask, ref_log_prob=ref, pair_id=ids, chosen=chosen, beta=0.01)
-    all_of_it = hinge(ref + ratio, mask, ref_log_prob=ref, pair_id=ids, chosen=chosen, beta=0.01, ld_alpha=1.0)
-    assert_close(whole[0].value, all_of_it[0].value)
-
-
-def test_the_alpha_divergence_lies_between_the_kls() -> None:
-    for f_alpha, limit in ((1e-6, "reverse_kl"), (1.0, "forward_kl")):
-        value = dpo(**pair(), f_divergence="alpha_divergence", f_alpha=f_alpha)[0].value
-        assert_close(value, dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
+    assert_close(part, 1 - 0.01 * torch.tensor([[1.5], [-2.0]]))
+    assert_close(whole, all_of_it)
 
 
 @pytest.mark.parametrize(
-    ("f_divergence", "f", "hyper"),
+    ("f", "hyper"),
     [
-        ("reverse_kl", lambda u: u * u.log(), {}),
-        ("forward_kl", lambda u: -u.log(), {}),
-        ("js_divergence", lambda u: u * u.log() - (1 + u) * ((1 + u) / 2).log(), {}),
-        ("alpha_divergence", lambda u: (u**0.7 - 0.7 * u - 0.3) / (0.3 * -0.7), {"f_alpha": 0.3}),
+        (lambda u: u * u.log(), {"f_divergence": "reverse_kl"}),
+        (lambda u: -u.log(), FORWARD),
+        (lambda u: u * u.log() - (1 + u) * ((1 + u) / 2).log(), JS),
+        (lambda u: (u**0.7 - 0.7 * u - 0.3) / (0.3 * -0.7), {**ALPHA, "f_alpha": 0.3}),
     ],
 )
-def test_the_lead_is_of_the_derivative_of_the_divergence(f_divergence: str, f: Any, hyper: dict[str, float]) -> None:
+def test_the_lead_is_of_the_derivative_of_the_divergence(f: Any, hyper: dict[str, Any]) -> None:
     """Table 1 of the f-DPO paper has each f; autograd its derivative."""
-    u = torch.tensor([[0.3], [1.9]], dtype=torch.float64, requires_grad=True)
+    u = f64([[0.3], [1.9]]).requires_grad_()
     (slope,) = torch.autograd.grad(f(u).sum(), u)
-    (term,) = hinge(**rows(u.detach().log().flatten().tolist()), beta=0.1, f_divergence=f_divergence, **hyper)
+    (term,) = hinge(**rows(*u.detach().log().flatten().tolist()), beta=0.1, **hyper)
     assert_close(term.value.item(), 1 - 0.1 * (slope[0] - slope[1]).item())
+    for f_alpha, limit in ((1e-6, "reverse_kl"), (1.0, "forward_kl")):  # alpha lies between the KLs
+        value = dpo(**pair(), **ALPHA, f_alpha=f_alpha)[0].value
+        assert_close(value, dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
 
 
 def test_pairs_are_weighted_by_their_probability() -> None:
@@ -305,13 +296,12 @@ def test_pairs_are_weighted_by_their_probability() -> None:
     (term,) = dpo(**data, beta=0.5, weighting="probability")
     assert_close(term.metrics["weight_mean"].item(), math.exp(-13 / 3))
     assert_close(term.value, math.exp(-13 / 3) * plain.value)
-    sharp = torch.tensor([[-0.2, -1.0, 7.0], [-2.5, -1.2, -4.0]], dtype=torch.float64)
+    sharp = f64([[-0.2, -1.0, 7.0], [-2.5, -1.2, -4.0]])
     (term,) = dpo(**data, sharp_log_prob=sharp, beta=0.5, weighting="aligned")
     assert_close(term.metrics["weight_mean"].item(), math.exp(0.4 + 2.3 / 3))
     assert_close(gradient(term.value, data), math.exp(0.4 + 2.3 / 3) * gradient(plain.value, data))
-    (product,) = apo_zero(**rows([0.5, 0.2, 0.7, 0.1]), weighting="probability")
-    weights = [math.exp(-5.3), math.exp(-5.2)]
-    assert_close(product.value, apo_zero(**rows([0.5, 0.2, 0.7, 0.1]))[0].value * column(weights))
+    product, alone = (apo_zero(**rows(0.5, 0.2, 0.7, 0.1), weighting=x)[0].value for x in ("probability", "none"))
+    assert_close(product, alone * column([math.exp(-5.3), math.exp(-5.2)]))
 
 
 def test_the_policys_own_answers_weigh_one_on_average() -> None:
@@ -323,6 +313,14 @@ def test_the_policys_own_answers_weigh_one_on_average() -> None:
     assert_close(term.metrics["weight_mean"].item(), 1.0)
 
 
+def test_exo_is_0_at_the_odds_of_the_labels() -> None:
+    lead = math.log(0.9 / 0.1)
+    data = rows(lead / 2, -lead / 2)
+    (term,) = exo_pair(**data, beta=1.0, label_smoothing=0.1)
+    assert_close(term.value.item(), 0.0)
+    assert_close(gradient(term.value, data), torch.zeros(2, 1, dtype=torch.float64))
+
+
 # ---------------------------------------------------------------------- without a reference
 
 
@@ -330,45 +328,38 @@ def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> No
     """Log-probs of -0.6 - 1.4 = -2 and of -10."""
     data = pair()
     term, nll = cpo(**free(data))
-    assert_pair(term, data, [0.3711007], [[-0.0310026, -0.0310026, 0.0], [0.0310026] * 3])
+    assert_pair(term, data, [0.3711007], -0.0310026, 0.0310026)
     assert (nll.name, nll.weight, nll.aggregation) == ("nll", 1.0, None)
     assert nll.mask.tolist() == [[True, True, False], [False] * 3]
     assert_close(nll.value[nll.mask].tolist(), [0.6, 1.4])
     assert_close(mean(nll).item(), 2.0)
-    assert cpo(**free(data), nll_coeff=0.3)[1].weight == 0.3
-    assert cpo(**free(data), nll_aggregation="token-mean")[1].aggregation == "token-mean"
-    assert_close(
-        cpo(**free(data), beta=0.5)[0].value, dpo(**data | {"ref_log_prob": torch.zeros(2, 3)}, beta=0.5)[0].value
-    )
+    other = cpo(**free(data), nll_coeff=0.3, nll_aggregation="token-mean")[1]
+    assert (other.weight, other.aggregation) == (0.3, "token-mean")
+    without = dpo(**data | {"ref_log_prob": torch.zeros(2, 3)}, beta=0.5)[0].value
+    assert_close(cpo(**free(data), beta=0.5)[0].value, without)
 
 
 def test_orpo_compares_odds() -> None:
-    """Mean log-probs of -1 and -10/3: odds of 0.582 and 0.0370."""
+    """Mean log-probs of -1 and -10/3: odds of 0.582 and 0.0370; finite for a certain answer."""
     data = pair()
     term, nll = orpo(**free(data))
-    assert_close(term.value.detach(), column([0.0061627]), rtol=1e-5, atol=0)
-    expected = [[-0.0047275, -0.0047275, 0.0], [0.0020659] * 3]
-    assert_close(gradient(term.value, data), f64(expected), rtol=2e-5, atol=1e-7)
+    assert_pair(term, data, [0.0061627], -0.0047275, 0.0020659, rtol=2e-5, atol=1e-7)
     assert nll.aggregation == "seq-mean-token-mean"
     assert_close(aggregate(nll.value, nll.mask, nll.aggregation).item(), 1.0)
     assert_close(term.metrics["reward_margin"].item(), 0.1 * 7 / 3)
-
-
-def test_the_odds_of_a_certain_answer_are_finite() -> None:
     for certain in (0.0, -1e-9, -1e-4):
         log_prob = torch.tensor([[certain], [-2.0]], requires_grad=True)
         (term, _) = orpo(log_prob, torch.ones(2, 1, dtype=torch.bool), beta=1.0)
-        (slope,) = torch.autograd.grad(term.value.sum(), log_prob)
-        assert slope.isfinite().all()
+        assert torch.autograd.grad(term.value.sum(), log_prob)[0].isfinite().all()
         odds = math.exp(max(-certain, 1e-7)) - 1  # of the other outcome
         assert_close(term.value.item(), math.log1p(odds / (math.exp(2) - 1)), rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["cpo", "orpo"])
 def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
-    data = free(rows([1.5, -0.5, -0.25, 0.75, 0.1, 0.2]))
+    data = free(rows(1.5, -0.5, -0.25, 0.75, 0.1, 0.2))
     data["mask"][2] = False
-    ids, chosen = torch.tensor([4, 4, 9, 9, 1, 1]), torch.tensor([False, True, False, True, True, False])
+    ids, chosen = torch.tensor([4, 4, 9, 9, 1, 1]), flags(0, 1, 0, 1, 1, 0)
     term, nll = get_objective(name)(**data, pair_id=ids, chosen=chosen)
     assert nll.mask.flatten().tolist() == [False, True, False, False, True, False]
     assert term.mask.flatten().tolist() == [True, True, False]
@@ -377,80 +368,66 @@ def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
 
 def test_simpos_margin_is_one_of_rewards() -> None:
     """2 (c - l) = 1.4 against a margin of 1."""
-    data = free(rows([0.5, -0.2]))
-    assert_close(simpo(**data)[0].value.item(), math.log1p(math.exp(-0.4)))
-    assert simpo(**data)[0].metrics["reward_margin"].item() == pytest.approx(1.4)
+    (term,) = simpo(**free(rows(0.5, -0.2)))
+    assert_close(term.value.item(), math.log1p(math.exp(-0.4)))
+    assert numbers(term)["reward_margin"] == 1.4
 
 
 # ---------------------------------------------------------------------- answers with a label each
 
 
-def labelled() -> dict[str, Tensor]:
-    """The log-ratio of a desirable answer is 1, of an undesirable one -2."""
-    return {**pair(), "chosen": torch.tensor([True, False])}
-
-
 def test_kto_by_hand() -> None:
-    data = labelled()
-    hyper = {"reference_point": torch.full((2,), 0.5), "beta": 0.5}
-    (term,) = kto(**data, **hyper, desirable_weight=1.3, undesirable_weight=0.7)
-    assert_pair(term, data, [0.5691705, 0.1558901], [[-0.1599872, -0.1599872, 0.0], [0.0605867] * 3])
-    found = {key: round(metric.item(), 9) for key, metric in term.metrics.items()}
-    assert found == {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reference_point": 0.5}
-    assert_close(kto(**data, **hyper)[0].value, term.value / column([1.3, 0.7]))
-    default = kto(**data, **{**hyper, "beta": 0.1})[0].value
-    assert_close(kto(**data, reference_point=hyper["reference_point"])[0].value, default)
-
-
-def test_kto_with_0_is_the_unpaired_apo_zero() -> None:
-    value = kto(**labelled(), reference_point=torch.zeros(2), beta=0.4)[0].value
-    assert_close(value.sum(), apo_zero(**pair(), beta=0.4)[0].value.sum())
-
-
-def test_bco_by_hand() -> None:
-    data = labelled()
-    (term,) = bco(**data, reference_point=torch.full((2,), 0.5), beta=0.5)
-    assert_pair(term, data, [0.5759394, 0.2519291], [[-0.2189117, -0.2189117, 0.0], [0.1113501] * 3])
-    (own,) = bco(**data, beta=0.5)  # half way: -0.5
-    assert_close(own.value.detach(), column([0.3868710, 0.3868710]), **CLOSE)
-    assert_close(own.metrics["reference_point"].item(), -0.5)
-    expected = [[-0.1604107, -0.1604107, 0.0], [0.1604107] * 3]
-    assert_close(gradient(own.value, data), f64(expected), **CLOSE)
-    assert_close(bco(**data)[0].value, bco(**data, beta=0.1)[0].value)
-    assert_close(bco_pair(**pair(), beta=0.5)[0].value.sum(), own.value.sum())
-
-
-@pytest.mark.parametrize("name", ["kto", "bco"])
-def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None:
-    flags = torch.tensor([False, True, True, False, True])
-    data = {**rows([0.5, -0.25, 1.5, 0.75, 3.0]), "chosen": flags, "reference_point": torch.full((5,), 0.2)}
-    data["mask"][4], data["log_prob"] = False, data["log_prob"].detach().requires_grad_()
-    data["reference_point"][4] = torch.nan
-    (term,) = get_objective(name)(**data, beta=0.3)
-    assert term.mask.flatten().tolist() == [True, True, True, True, False]
-    assert term.value[4] == 0
-    assert gradient(term.value, data).isfinite().all()
-    assert_close(term.metrics["chosen_reward"].item(), 0.3 * 1.25 / 2)
-    assert_close(term.metrics["rejected_reward"].item(), 0.3 * 1.25 / 2)
-    order = torch.tensor([3, 1, 0, 4, 2])
-    (other,) = get_objective(name)(**{key: x[order] for key, x in data.items()}, beta=0.3)
-    assert_close(other.value, term.value[order])
-    nested = {key: x.unflatten(0, (1, 5)) for key, x in data.items()}
-    assert_close(get_objective(name)(**nested, beta=0.3)[0].value, term.value.unsqueeze(0))
-
-
-def test_the_gradient_of_kto_is_greatest_at_the_reference_point() -> None:
-    data = rows([-3.0, 0.7, 4.0])
+    data, point = labelled(), {"reference_point": torch.full((2,), 0.5)}
+    (term,) = kto(**data, **point, beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)
+    assert_pair(term, data, [0.5691705, 0.1558901], -0.1599872, 0.0605867)
+    expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reference_point": 0.5}
+    assert numbers(term) == expected
+    assert_close(kto(**data, **point, beta=0.5)[0].value, term.value / column([1.3, 0.7]))
+    assert_close(kto(**data, **point)[0].value, kto(**data, **point, beta=0.1)[0].value)
+    with_0 = kto(**data, reference_point=torch.zeros(2), beta=0.4)[0].value
+    assert_close(with_0.sum(), apo_zero(**pair(), beta=0.4)[0].value.sum())
+    data = rows(-3.0, 0.7, 4.0)  # the gradient is greatest at the reference point
     (term,) = kto(**data, chosen=torch.ones(3).bool(), reference_point=torch.full((3,), 0.7), beta=1.0)
     found = gradient(term.value, data).flatten()
     assert found.argmin() == 1
     assert_close(found[1].item(), -0.25)
 
 
+def test_bco_by_hand() -> None:
+    data = labelled()
+    (term,) = bco(**data, reference_point=torch.full((2,), 0.5), beta=0.5)
+    assert_pair(term, data, [0.5759394, 0.2519291], -0.2189117, 0.1113501)
+    (own,) = bco(**data, beta=0.5)  # half way: -0.5
+    assert_pair(own, data, [0.3868710, 0.3868710], -0.1604107, 0.1604107)
+    assert_close(own.metrics["reference_point"].item(), -0.5)
+    assert_close(bco(**data)[0].value, bco(**data, beta=0.1)[0].value)
+    assert_close(bco_pair(**pair(), beta=0.5)[0].value.sum(), own.value.sum())
+
+
+@pytest.mark.parametrize("name", ["kto", "bco"])
+def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None:
+    objective = get_objective(name)
+    data = {
+        **rows(0.5, -0.25, 1.5, 0.75, 3.0),
+        "chosen": flags(0, 1, 1, 0, 1),
+        "reference_point": torch.full((5,), 0.2),
+    }
+    data["mask"][4], data["reference_point"][4] = False, torch.nan
+    (term,) = objective(**data, beta=0.3)
+    assert term.mask.flatten().tolist() == [True, True, True, True, False]
+    assert term.value[4] == 0
+    assert gradient(term.value, data).isfinite().all()
+    for reward in ("chosen_reward", "rejected_reward"):
+        assert_close(term.metrics[reward].item(), 0.3 * 1.25 / 2)
+    order = torch.tensor([3, 1, 0, 4, 2])
+    assert_close(objective(**at(data, order), beta=0.3)[0].value, term.value[order])
+    nested = {key: x.unflatten(0, (1, 5)) for key, x in data.items()}
+    assert_close(objective(**nested, beta=0.3)[0].value, term.value.unsqueeze(0))
+
+
 def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
     """Log-ratios of 1 and -2, and an answer without tokens."""
-    data = pair()
-    data = {key: torch.cat([x, x[:1]]) for key, x in data.items()}
+    data = {key: torch.cat([x, x[:1]]) for key, x in pair().items()}
     data["mask"][2] = False
     assert kto_reference_point(**data).tolist() == [0.0, 0.0, 0.0]
     data["ref_log_prob"][1] -= 1.0
@@ -460,26 +437,16 @@ def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
 
 def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
     """Log-ratios of 1.5, -0.25, 0 and 1.25: [1.5, 1.25] and [-0.25, 0] have means of 1.375 and -0.125."""
-    data = rows([1.5, -0.25, 0.0, 1.25])
+    data = rows(1.5, -0.25, 0.0, 1.25)
     one_kind = [([1, 1, 1, 1], 0.625), ([0, 0, 0, 0], 0.625)]
-    for flags, expected in [([1, 0, 0, 1], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2), *one_kind]:
-        found = bco_reference_point(**data, chosen=torch.tensor(flags).bool())
+    for labels, expected in [([1, 0, 0, 1], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2), *one_kind]:
+        found = bco_reference_point(**data, chosen=flags(*labels))
         assert_close(found.tolist(), [expected] * 4)
         assert not found.requires_grad
-
-
-def test_without_labels_rows_are_pairs() -> None:
-    data = rows([1.5, -0.5, 2.5, 0.5, 9.0, 7.0])
+    data = rows(1.5, -0.5, 2.5, 0.5, 9.0, 7.0)  # without labels rows are pairs
     data["mask"][4:] = False
     assert_close(bco_reference_point(**data).tolist(), [1.0] * 6)
     assert_close(bco_pair(**data)[0].value, bco_pair(**data, reference_point=bco_reference_point(**data))[0].value)
-
-
-def test_an_empty_answer_without_a_partner_is_an_error() -> None:
-    data = rows([1.0, 2.0, 3.0])
-    data["mask"][2] = False
-    with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
-        aot_unpaired(**data, chosen=torch.tensor([True, False, True]))
 
 
 # ---------------------------------------------------------------------- optimal transport
@@ -487,61 +454,39 @@ def test_an_empty_answer_without_a_partner_is_an_error() -> None:
 
 def test_aot_compares_leads_of_equal_rank() -> None:
     """Leads of the policy 3, 1, 2 and of the reference 0.5, 4, 1: sorted, 1 - 0.5, 2 - 1, 3 - 4."""
-    ref = torch.tensor([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0], dtype=torch.float64).unsqueeze(-1)
-    log_prob = torch.tensor([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0], dtype=torch.float64).unsqueeze(-1).requires_grad_()
-    data = {"log_prob": log_prob, "mask": torch.ones(6, 1, dtype=torch.bool), "ref_log_prob": ref}
+    ref, log_prob = column([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0]), column([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0])
+    data = {"log_prob": log_prob.requires_grad_(), "mask": torch.ones(6, 1, dtype=torch.bool), "ref_log_prob": ref}
     (term,) = aot(**data, beta=1.0)
-    leads = torch.tensor([-1.0, 0.5, 1.0], dtype=torch.float64)
+    leads = f64([-1.0, 0.5, 1.0])
     assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
     slope = -torch.sigmoid(-leads)
     assert_close(gradient(term.value, data).flatten(), torch.stack([slope, -slope], -1).flatten())
     point = aot_reference_point(**data)
     assert_close(point.tolist(), [3.5, 3.5, -3.5, -3.5, 0.0, 0.0])
     assert_close(aot(**data, reference_point=point, beta=1.0)[0].value, term.value)
-    ids, chosen = torch.tensor([2, 7, 5, 2, 5, 7]), torch.tensor([True, False, True, False, False, True])
-    order = torch.tensor([0, 3, 4, 1, 5, 2])
-    crossed = {key: x[order] for key, x in data.items()}
-    found = aot_reference_point(**crossed, pair_id=ids, chosen=chosen)
+    order, ids = torch.tensor([0, 3, 4, 1, 5, 2]), torch.tensor([2, 7, 5, 2, 5, 7])
+    found = aot_reference_point(**at(data, order), pair_id=ids, chosen=flags(1, 0, 1, 0, 0, 1))
     assert_close(found, point[order])
-
-
-def test_a_pair_that_is_left_out_has_no_rank() -> None:
-    data = rows([1.5, -0.5, 0.75, -0.25, 9.0, 0.0])
-    data["mask"][5] = False
-    kept = {key: x[:4] for key, x in data.items()}
-    assert_close(aot(**data)[0].value[:2], aot(**kept)[0].value)
+    data = rows(1.5, -0.5, 0.75, -0.25, 9.0, 0.0)
+    data["mask"][5] = False  # a pair that is left out has no rank
+    assert_close(aot(**data)[0].value[:2], aot(**at(data, slice(4)))[0].value)
     assert aot_reference_point(**data)[4:].tolist() == [0.0, 0.0]
 
 
 def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
-    """Chosen 0.5, 3, 1; rejected 2, -1, 0: sorted, 0.5 + 1, 1 - 0, 3 - 2."""
-    data = rows([0.5, 2.0, 3.0, 1.0, -1.0, 0.0])
-    chosen = torch.tensor([True, False, True, True, False, False])
-    assert aot_match(**data, chosen=chosen).tolist() == [0, 2, 2, 1, 0, 1]
-    (term,) = aot_unpaired(**data, chosen=chosen, beta=1.0)
-    leads = torch.tensor([1.5, 1.0, 1.0], dtype=torch.float64)
+    """Chosen 0.5, 3, 1; rejected 2, -1, 0: sorted, 0.5 + 1, 1 - 0, 3 - 2. Matches of the whole hold in its parts."""
+    data = {**rows(0.5, 2.0, 3.0, 1.0, -1.0, 0.0), "chosen": flags(1, 0, 1, 1, 0, 0)}
+    match = aot_match(**data)
+    assert match.tolist() == [0, 2, 2, 1, 0, 1]
+    (term,) = aot_unpaired(**data, beta=1.0)
+    leads = f64([1.5, 1.0, 1.0])
     assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
     slope = -torch.sigmoid(-leads)
     expected = torch.stack([slope[0], -slope[2], slope[2], slope[1], -slope[0], -slope[1]])
     assert_close(gradient(term.value, data).flatten(), expected)
-    smoothed = aot_unpaired(**data, chosen=chosen, beta=1.0, label_smoothing=0.2)[0].value.detach().flatten()
+    smoothed = aot_unpaired(**data, beta=1.0, label_smoothing=0.2)[0].value.detach().flatten()
     assert_close(smoothed, 0.8 * torch.log1p((-leads).exp()) + 0.2 * torch.log1p(leads.exp()))
-    assert_close(aot_unpaired(**data, chosen=chosen)[0].value, aot_unpaired(**data, chosen=chosen, beta=0.1)[0].value)
-
-
-def test_matches_of_the_whole_batch_hold_in_its_parts() -> None:
-    data = rows([0.5, 2.0, 3.0, 1.0, -1.0, 0.0])
-    chosen = torch.tensor([True, False, True, True, False, False])
-    match = aot_match(**data, chosen=chosen)
-    (whole,) = aot_unpaired(**data, chosen=chosen)
-    part = match != 1
-    rest = {key: x[part] for key, x in {**data, "chosen": chosen, "match_id": match}.items()}
-    assert_close(aot_unpaired(**rest)[0].value, whole.value[[0, 2]])
-
-
-def test_exo_is_0_at_the_odds_of_the_labels() -> None:
-    lead = math.log(0.9 / 0.1)
-    data = rows([lead / 2, -lead / 2])
-    (term,) = exo_pair(**data, beta=1.0, label_smoothing=0.1)
-    assert_close(term.value.item(), 0.0)
-    assert_close(gradient(term.value, data), torch.zeros(2, 1, dtype=torch.float64))
+    (whole,) = aot_unpaired(**data)
+    assert_close(whole.value, aot_unpaired(**data, beta=0.1)[0].value)
+    part = at({**data, "match_id": match}, match != 1)
+    assert_close(aot_unpaired(**part)[0].value, whole.value[[0, 2]])

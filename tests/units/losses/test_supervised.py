@@ -19,49 +19,42 @@ HYPER = {"clip_low": 0.3, "clip_high": 0.2, "clip_ratio_c": 2.5}
 SCHEDULE = {"mu_warmup_steps": 4, "mu_decay_steps": 8, "mu_peak": 0.8, "mu_valley": 0.2}
 
 
-def imitate(name: str, probability: list[float], mask: list[bool] | None = None, **hyper: Any) -> tuple[Any, Tensor]:
-    log_prob = torch.tensor([probability], dtype=torch.float64).log().requires_grad_()
-    keep = torch.tensor([mask or [True] * len(probability)])
-    (term,) = get_objective(name)(log_prob, keep, **hyper)
-    (gradient,) = torch.autograd.grad(torch.where(keep, term.value, 0).sum(), log_prob)
+def f64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(actual: Any, expected: Any) -> None:
+    assert_close(torch.as_tensor(actual, dtype=torch.float64).detach(), f64(expected), rtol=1e-6, atol=1e-8)
+
+
+#: The cut-off may be a tensor.
+CUTOFF = {"cutoff_prob": f64(0.4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "probability", "hyper", "value", "gradient", "weight"),
+    [
+        ("sft", [0.5, 0.1], {}, [0.6931472, 2.3025851], [-1.0, -1.0], None),
+        ("sft_is", [0.5, 0.1], {}, [0.3465736, 0.2302585], [-0.5, -0.1], 0.3),  # weighs by the probability
+        ("sft_phi", [0.9, 0.5, 0.2], {}, [0.00948245, 0.1732868, 0.2575101], [-0.09, -0.25, -0.16], 0.5 / 3),
+        # Above the cut-off nothing is trained: 0.09 and 0.25 times -log(0.4); 0.21 times -log(0.3).
+        ("sft_phi", [0.9, 0.5, 0.3], CUTOFF, [0.0824662, 0.2290727, 0.2528343], [0, 0, -0.21], None),
+        ("sft_phi", [0.9, 0.5, 0.3], {"cutoff_prob": 0.4}, [0.0824662, 0.2290727, 0.2528343], [0, 0, -0.21], None),
+        ("sft_phi", [0.999, 0.5], {}, [9.995e-07, 0.1732868], [-0.000999, -0.25], None),  # without it all are
+    ],
+)
+def test_imitation_by_hand(
+    name: str, probability: list[float], hyper: Any, value: list[float], gradient: list[float], weight: float | None
+) -> None:
+    """With a token that does not count."""
+    log_prob = f64([[*probability, 0.01]]).log().requires_grad_()
+    mask = torch.tensor([[True] * len(probability) + [False]])
+    (term,) = get_objective(name)(log_prob, mask, **hyper)
     assert term.name == "objective"
-    return term, gradient
-
-
-def assert_row(actual: Tensor, expected: list[float]) -> None:
-    assert_close(actual.detach(), torch.tensor([expected], dtype=torch.float64), rtol=1e-6, atol=1e-7)
-
-
-def test_sft_is_minus_the_log_probability() -> None:
-    term, gradient = imitate("sft", [0.5, 0.1])
-    assert_row(term.value, [0.6931472, 2.3025851])
-    assert_row(gradient, [-1.0, -1.0])
-
-
-def test_sft_is_weighs_by_the_probability_without_gradient() -> None:
-    term, gradient = imitate("sft_is", [0.5, 0.1, 0.9], [True, True, False])
-    assert_row(term.value[:, :2], [0.3465736, 0.2302585])
-    assert_row(gradient, [-0.5, -0.1, 0.0])
-    assert_close(term.metrics["weight_mean"].item(), 0.3)
-
-
-def test_sft_phi_weighs_by_how_undecided_the_policy_is() -> None:
-    term, gradient = imitate("sft_phi", [0.9, 0.5, 0.2, 0.01], [True, True, True, False])
-    assert_row(term.value[:, :3], [0.0094824, 0.1732868, 0.2575101])
-    assert_row(gradient, [-0.09, -0.25, -0.16, 0.0])
-    assert_close(term.metrics["weight_mean"].item(), 0.5 / 3)
-
-
-@pytest.mark.parametrize("cutoff", [0.4, torch.tensor(0.4, dtype=torch.float64)], ids=["number", "tensor"])
-def test_above_the_cutoff_nothing_is_trained(cutoff: Any) -> None:
-    term, gradient = imitate("sft_phi", [0.9, 0.5, 0.3], cutoff_prob=cutoff)
-    # 0.09 and 0.25 times -log(0.4); 0.21 times -log(0.3).
-    assert_row(term.value, [0.0824662, 0.2290727, 0.2528343])
-    assert_row(gradient, [0.0, 0.0, -0.21])
-
-
-def test_without_a_cutoff_all_are_trained() -> None:
-    assert_row(imitate("sft_phi", [0.999, 0.5])[1], [-0.000999, -0.25])
+    close(term.value[mask], value)
+    close(torch.autograd.grad(term.value[mask].sum(), log_prob)[0], [[*gradient, 0.0]])
+    if weight is not None:
+        close(term.metrics["weight_mean"], weight)
 
 
 def test_the_weight_near_certainty_is_not_rounded_away() -> None:
@@ -76,75 +69,63 @@ def test_the_weight_near_certainty_is_not_rounded_away() -> None:
 
 def mixture() -> dict[str, Tensor]:
     """Row 0: ratios 2, 1/2 and 1.1; row 1 of an expert: probabilities 1/2 and 1/5; row 2: ratio 4 with A < 0."""
-    old = torch.full((3, 3), -5.0, dtype=torch.float64)
-    log_prob = old + torch.tensor([[2.0, 0.5, 1.1], [1.0, 1.0, 1.0], [4.0, 1.0, 1.0]], dtype=torch.float64).log()
-    log_prob[1] = torch.tensor([0.5, 0.2, 0.7], dtype=torch.float64).log()
-    old[1] = NAN
+    old = f64([[-5.0] * 3, [NAN] * 3, [-5.0] * 3])
+    log_prob = old + f64([[2.0, 0.5, 1.1], [1.0, 1.0, 1.0], [4.0, 1.0, 1.0]]).log()
+    log_prob[1] = f64([0.5, 0.2, 0.7]).log()
     return {
         "log_prob": log_prob.requires_grad_(),
         "mask": torch.tensor([[True, True, True], [True, True, False], [True, False, False]]),
         "old_log_prob": old,
-        "advantage": torch.tensor([[3.0, -3.0, 5.0], [NAN, NAN, NAN], [-1.0, 9.0, 9.0]], dtype=torch.float64),
+        "advantage": f64([[3.0, -3.0, 5.0], [NAN, NAN, NAN], [-1.0, 9.0, 9.0]]),
         "expert_mask": torch.tensor([False, True, False]).unsqueeze(-1).expand(3, 3),
     }
 
 
-def total(terms: Any, mode: str = "token-mean") -> Tensor:
-    parts = [t.weight * aggregate(t.value, t.mask, t.aggregation or mode, denominator=count(t.mask)) for t in terms]
-    return sum(parts[1:], parts[0])
-
-
-def close(actual: Any, expected: Any) -> None:
-    expected = torch.tensor(expected, dtype=torch.float64)
-    assert_close(torch.as_tensor(actual, dtype=torch.float64), expected, rtol=1e-6, atol=1e-8)
+def total(terms: Any) -> Tensor:
+    how = [(t, t.aggregation or "token-mean") for t in terms]
+    return sum(t.weight * aggregate(t.value, t.mask, mode, denominator=count(t.mask)) for t, mode in how)
 
 
 def test_mix_by_hand() -> None:
     data = mixture()
     usual, expert = mix(**data, mu=0.25, **HYPER)
-    assert (usual.name, expert.name) == ("usual", "expert")
-    assert (usual.weight, expert.weight) == (0.75, 0.25)
-    close(usual.value[usual.mask].detach(), [-3.6, 2.1, -5.5, 2.5])
-    close(expert.value[expert.mask].detach(), [0.6931472, 1.6094379])
+    assert [(term.name, term.weight) for term in (usual, expert)] == [("usual", 0.75), ("expert", 0.25)]
+    close(usual.value[usual.mask], [-3.6, 2.1, -5.5, 2.5])
+    close(expert.value[expert.mask], [0.6931472, 1.6094379])
     assert usual.mask.tolist() == [[True, True, True], [False] * 3, [True, False, False]]
     assert expert.mask.tolist() == [[False] * 3, [True, True, False], [False] * 3]
     loss = total((usual, expert))
     # 3/4 of -4.5 / 4 and 1/4 of ln(10) / 2
-    close(loss.detach(), 0.75 * -1.125 + 0.25 * 1.1512925)
+    close(loss, 0.75 * -1.125 + 0.25 * 1.1512925)
     (gradient,) = torch.autograd.grad(loss, data["log_prob"])
     # Of the usual tokens only ratio 1.1 is inside the bounds: -5.5 / 4 * 3/4. Each token of the expert: -1 / 2 * 1/4.
     close(gradient, [[0.0, 0.0, -1.03125], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]])
-    close(usual.metrics["clip_fraction"], 0.5)
-    close(expert.metrics["expert_fraction"], 2 / 6)
+    close([usual.metrics["clip_fraction"], expert.metrics["expert_fraction"]], [0.5, 2 / 6])
 
 
 def test_mix_chord_by_hand() -> None:
     data = mixture()
     usual, expert = mix_chord(**data, step=8, **SCHEDULE, **HYPER)
     close([usual.weight, expert.weight, expert.metrics["mu"]], [0.5, 0.5, 0.5])
-    close(usual.value[usual.mask].detach(), [-3.6, 2.1, -5.5, 2.5])
-    close(expert.value[expert.mask].detach(), [0.1732868, 0.2575101])
+    close(usual.value[usual.mask], [-3.6, 2.1, -5.5, 2.5])
+    close(expert.value[expert.mask], [0.1732868, 0.2575101])
     (gradient,) = torch.autograd.grad(total((usual, expert)), data["log_prob"])
     close(gradient, [[0.0, 0.0, -0.6875], [-0.0625, -0.04, 0.0], [0.0, 0.0, 0.0]])
     close(expert.metrics["weight_mean"], 0.205)
-
-
-def test_chord_without_phi_is_mix() -> None:
-    usual, expert = mix_chord(**mixture(), mu_peak=0.9, mu_valley=0.25, enable_phi_function=False, **HYPER)
-    other_usual, other_expert = mix(**mixture(), mu=0.25, **HYPER)
-    assert_close(usual.value, other_usual.value)
-    assert_close(expert.value, other_expert.value)
-    assert (usual.weight, expert.weight) == (0.75, 0.25)
+    without_phi = mix_chord(**mixture(), mu_peak=0.9, mu_valley=0.25, enable_phi_function=False, **HYPER)
+    for term, same in zip(without_phi, mix(**mixture(), mu=0.25, **HYPER), strict=True):
+        assert_close(term.value, same.value)
+        assert term.weight == same.weight
 
 
 @pytest.mark.parametrize(("name", "all_experts"), [("mix", True), ("mix_chord", True), ("mix", False)])
-def test_a_part_without_rows_is_0(name: str, all_experts: bool) -> None:
+def test_a_part_without_rows_is_0_and_the_usual_one_is_ppo(name: str, all_experts: bool) -> None:
     data = random_batch(3)
     data["log_prob"].requires_grad_()
     data["expert_mask"] = torch.full_like(data["mask"], all_experts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        usual, expert = get_objective(name)(**data)
+        usual, expert = get_objective(name)(**data, **HYPER)
         loss = total((usual, expert))
     empty, full = (usual, expert) if all_experts else (expert, usual)
     assert not empty.mask.any()
@@ -154,26 +135,28 @@ def test_a_part_without_rows_is_0(name: str, all_experts: bool) -> None:
     assert gradient.isfinite().all()
     assert (gradient != 0).any()
     assert all(metric.isfinite() for term in (usual, expert) for metric in term.metrics.values())
+    if not all_experts:
+        assert_close(usual.value, ppo(**data, **HYPER)[0].value)
 
 
-def test_without_experts_the_usual_part_is_ppo() -> None:
-    data = random_batch(4)
-    data["expert_mask"] = torch.zeros_like(data["mask"])
-    usual, _ = mix(**data, **HYPER)
-    (alone,) = ppo(**data, **HYPER)
-    assert_close(usual.value, alone.value)
-
-
-def test_mu_may_be_a_tensor() -> None:
+def test_mu_and_step_may_be_tensors() -> None:
     mu = torch.tensor(0.3)
-    usual, expert = mix(**mixture(), mu=mu)
-    close([usual.weight, expert.weight], [0.7, 0.3])
+    close([term.weight for term in mix(**mixture(), mu=mu)], [0.7, 0.3])
     usual, expert = mix_chord(**mixture(), mu_valley=mu.requires_grad_())
     close([usual.weight.detach(), expert.weight.detach()], [0.7, 0.3])
     assert "mu" not in expert.metrics  # a constant
     usual, expert = mix_chord(**mixture(), mu_valley=mu, mu_decay_steps=2, step=2)
     close([usual.weight.detach(), expert.weight.detach(), expert.metrics["mu"]], [0.7, 0.3, 0.3])
     assert not expert.metrics["mu"].requires_grad
+    # Tensors without data raise when they are read.
+    data = {key: value.detach().to("meta") for key, value in mixture().items()}
+    usual, expert = mix_chord(**data, step=torch.tensor(3, device="meta"), **SCHEDULE)
+    assert usual.weight.device.type == expert.metrics["mu"].device.type == "meta"
+    step, weights = torch.tensor(0), []
+    for _ in range(3):
+        weights.append(float(mix_chord(**mixture(), step=step, **SCHEDULE)[1].weight))
+        step += 1  # in place
+    close(weights, [0.0, 0.2, 0.4])
 
 
 def test_the_schedule_by_hand() -> None:
@@ -181,28 +164,11 @@ def test_the_schedule_by_hand() -> None:
     middle = 0.2 + 0.3 * (1 + math.sqrt(0.5))
     table = {0: 0.0, 1: 0.2, 3: 0.6, 4: 0.8, 6: middle, 8: 0.5, 12: 0.2, 13: 0.2, 99: 0.2}
     for step, mu in table.items():
-        number = mu_schedule(step, *SCHEDULE.values())
+        number, on_device = (mu_schedule(x, *SCHEDULE.values()) for x in (step, torch.tensor(step)))
         assert isinstance(number, float), step
         close(number, mu)
-        on_device = mu_schedule(torch.tensor(step), *SCHEDULE.values())
         assert isinstance(on_device, Tensor), step
         assert_close(on_device, torch.tensor(mu))
         assert_close(mu_schedule(step, 4, 8, torch.tensor(0.8), torch.tensor(0.2)), torch.tensor(mu))
     for warmup, decay, expected in ((0, 0, [0.2] * 3), (2, 0, [0.0, 0.4, 0.2]), (0, 2, [0.8, 0.5, 0.2])):
         close([mu_schedule(step, warmup, decay, 0.8, 0.2) for step in range(3)], expected)
-
-
-def test_the_schedule_does_not_read_a_tensor() -> None:
-    """Tensors without data raise when they are read."""
-    data = {key: value.detach().to("meta") for key, value in mixture().items()}
-    usual, expert = mix_chord(**data, step=torch.tensor(3, device="meta"), **SCHEDULE)
-    assert usual.weight.device.type == expert.metrics["mu"].device.type == "meta"
-
-
-def test_a_step_that_is_counted_up_in_place() -> None:
-    step = torch.tensor(0)
-    weights = []
-    for _ in range(3):
-        weights.append(float(mix_chord(**mixture(), step=step, **SCHEDULE)[1].weight))
-        step += 1
-    close(weights, [0.0, 0.2, 0.4])
