@@ -1,23 +1,27 @@
-"""References: in less memory (bfloat16, int8, layers in the host's memory), and following the policy (averages, resets)."""
+"""References: in less memory, following the policy (averages, resets), or the policy's own model with other adapters."""
 
 from __future__ import annotations
 
 import copy
 import io
+import re
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from torchrl_llm_kl import LogProbScorer, Ragged, ReferenceUpdater, prepare_reference
+from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl.scoring import ReferenceUpdater, ScorerSlot, prepare_reference
 from toy_models import FORWARD, tiny_model
 from toy_rollouts import plain_log_probs
 
 ROWS = [torch.tensor(row) for row in ([5, 9, 11, 2, 40, 3], [5, 9, 11, 2, 7, 8, 1], [60, 2])]
-IDS = ROWS[0]
+IDS, BATCH = ROWS[0], Ragged.from_list(ROWS)
+ONE = Ragged.from_list([IDS])
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -39,18 +43,24 @@ def moved(model: nn.Module, by: float = 0.1, seed: int = 0) -> nn.Module:
 
 
 def kl(policy: Any, reference: LogProbScorer) -> Tensor:
-    found = LogProbScorer(policy).evaluate(Ragged.from_list([IDS]), reference=reference).kl
-    assert found is not None
-    return found.values[1:]
+    return LogProbScorer(policy).evaluate(ONE, reference=reference).kl.values[1:]
+
+
+def assert_plain(found: Ragged, model: nn.Module) -> None:
+    for row, ours in zip(ROWS, found.to_list(), strict=True):
+        assert_near(ours, plain_log_probs(model, row), **FORWARD)
 
 
 def lora(model: nn.Module, **config: Any) -> Any:
+    """A model with adapters far from 0; or, for one that has some, the configuration of others."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
-    own = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **config}
-    if not isinstance(model, peft.PeftModel):
-        return peft.get_peft_model(model, peft.LoraConfig(**own)).eval()
-    return peft.LoraConfig(**own)
+    own = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **config})
+    return own if isinstance(model, peft.PeftModel) else peft.get_peft_model(model, own).eval()
+
+
+def num_bytes(module: nn.Module) -> int:
+    return sum(w.numel() * w.element_size() for w in module.parameters())
 
 
 # ------------------------------------------------------------------ in less memory
@@ -64,150 +74,111 @@ def test_an_offloaded_reference_scores_the_same_with_two_layers_resident(family:
     at_rest = [list(layer.parameters()) for layer in layers]
     slots: dict[int, set[int]] = {}  # layer -> where its weights were while it ran
 
+    def at_home(index: int) -> bool:
+        return all(a is b for a, b in zip(layers[index].parameters(), at_rest[index], strict=True))
+
     def look(index: int) -> Any:
         def hook(*_: Any) -> None:
             here = {w.untyped_storage().data_ptr() for w in layers[index].parameters()}
             slots.setdefault(index, set()).update(here)
             assert not {w.untyped_storage().data_ptr() for w in at_rest[index]} & here
-            for i in set(range(5)) - {index}:
-                pairs = zip(layers[i].parameters(), at_rest[i], strict=True)
-                assert all(a is b for a, b in pairs), "layers other than the one that runs hold their own weights"
+            assert all(at_home(i) for i in range(5) if i != index), (
+                "others than the one that runs hold their own weights"
+            )
 
         return hook
 
     scorer = LogProbScorer(reference, tokens_per_batch=8)
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(look(index))
-    found = scorer.score(Ragged.from_list(ROWS), remember=True)
     assert scorer.path == "head"
-    for row, ours in zip(ROWS, found.to_list(), strict=True):
-        assert_near(ours, plain_log_probs(policy, row), **FORWARD)
+    assert_plain(scorer.score(BATCH, remember=True), policy)
     assert sorted(slots) == [0, 1, 2, 3, 4]
     assert len(set().union(*slots.values())) == 2, "all layers share two places"
-    for layer, rest in zip(layers, at_rest, strict=True):
-        assert all(a is b for a, b in zip(layer.parameters(), rest, strict=True))
-    want = LogProbScorer(policy).evaluate(Ragged.from_list(ROWS), reference=scorer).kl
-    assert want is not None
-    assert_near(want.values, torch.zeros_like(want.values), **FORWARD)
+    assert all(map(at_home, range(5)))
+    found = LogProbScorer(policy).evaluate(BATCH, reference=scorer).kl.values
+    assert_near(found, torch.zeros_like(found), **FORWARD)
 
 
 def test_changed_weights_and_errors_leave_nothing_stale() -> None:
     policy = tiny_model("llama", num_hidden_layers=3)
     scorer = LogProbScorer(reference_of(policy, offload_to="cpu"))
-    rows = Ragged.from_list(ROWS)
-    scorer.score(rows, remember=True)
-    layers = layers_of(scorer.model)
-    handle = layers[0].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
+    scorer.score(BATCH, remember=True)
+    handle = layers_of(scorer.model)[0].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        scorer.score(rows)
+        scorer.score(BATCH)
     handle.remove()
     assert not any(w.requires_grad for w in scorer.model.parameters())
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
     ReferenceUpdater(scorer, policy, reset_every=1).step()
-    for row, ours in zip(ROWS, scorer.score(rows, remember=True).to_list(), strict=True):
-        assert_near(ours, plain_log_probs(policy, row), **FORWARD)
+    assert_plain(scorer.score(BATCH, remember=True), policy)
 
 
 def test_bfloat16_beside_a_float32_policy() -> None:
     policy = tiny_model("qwen2")
     reference = reference_of(policy, dtype=torch.bfloat16, offload_to="cpu")
     assert {w.dtype for w in reference.parameters()} == {torch.bfloat16}
-    frequencies = reference.get_decoder().rotary_emb.inv_freq
-    assert torch.equal(frequencies, policy.get_decoder().rotary_emb.inv_freq), (
-        "rounded frequencies would shift positions"
-    )
-    scores = LogProbScorer(policy).evaluate(Ragged.from_list(ROWS), reference=LogProbScorer(reference))
-    assert scores.kl is not None
-    assert scores.ref_log_prob is not None
+    frequencies = [model.get_decoder().rotary_emb.inv_freq for model in (reference, policy)]
+    assert torch.equal(*frequencies), "rounded frequencies would shift positions"
+    scores = LogProbScorer(policy).evaluate(BATCH, reference=LogProbScorer(reference))
     assert scores.kl.values.dtype == scores.ref_log_prob.values.dtype == torch.float32
     assert 0 < scores.kl.values.max() < 0.1
-    assert [w.dtype for w in policy.parameters()] == [torch.float32] * len(list(policy.parameters()))
+    assert {w.dtype for w in policy.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_int8_is_the_nearest_of_255_steps_of_each_row(offload: str | None) -> None:
     policy = tiny_model("llama")
+    with torch.no_grad():
+        layers_of(policy)[0].mlp.up_proj.weight[3].zero_()  # a row of zeros stays one
     reference = reference_of(policy, dtype=torch.int8, offload_to=offload)
-    rounded = copy.deepcopy(policy)
-    seen = 0
-    with torch.no_grad():
-        for name, linear in rounded.get_decoder().layers.named_modules():
-            if isinstance(linear, nn.Linear):
-                for row in linear.weight:
-                    steps = torch.linspace(-1, 1, 255, dtype=torch.float64) * row.abs().max().double()
-                    row.copy_(steps[(row.double()[:, None] - steps).abs().argmin(1)])
-                weight = reference.get_decoder().layers.get_submodule(name).weight
-                assert (weight.dtype, weight.shape, int(weight.abs().max())) == (torch.int8, linear.weight.shape, 127)
-                seen += 1
+    rounded, seen = copy.deepcopy(policy), 0
+    for name, linear in rounded.get_decoder().layers.named_modules():
+        if isinstance(linear, nn.Linear):
+            for row in linear.weight.data:
+                steps = torch.linspace(-1, 1, 255, dtype=torch.float64) * row.abs().max().double()
+                row.copy_(steps[(row.double()[:, None] - steps).abs().argmin(1)])
+            weight = reference.get_decoder().layers.get_submodule(name).weight
+            assert (weight.dtype, weight.shape, int(weight.abs().max())) == (torch.int8, linear.weight.shape, 127)
+            seen += 1
     assert seen == 14
-    scores = LogProbScorer(policy).evaluate(Ragged.from_list(ROWS), reference=LogProbScorer(reference))
-    assert scores.kl is not None
-    assert scores.ref_log_prob is not None
-    for row, ours in zip(ROWS, scores.ref_log_prob.to_list(), strict=True):
-        assert_near(ours, plain_log_probs(rounded, row), **FORWARD)
+    scores = LogProbScorer(policy).evaluate(BATCH, reference=LogProbScorer(reference))
+    assert_plain(scores.ref_log_prob, rounded)
     assert 0 < scores.kl.values.max() < 0.2
-    own, eighth = (
-        sum(w.numel() * w.element_size() for w in layers_of(m)[0].mlp.parameters()) for m in (policy, reference)
-    )
+    own, eighth = (num_bytes(layers_of(model)[0].mlp) for model in (policy, reference))
     assert eighth < 0.3 * own
-
-
-def test_a_row_of_zeros_in_int8_is_zeros() -> None:
-    policy = tiny_model("llama")
-    with torch.no_grad():
-        layers_of(policy)[0].mlp.up_proj.weight.zero_()
-    reference = reference_of(policy, dtype=torch.int8)
-    out = layers_of(reference)[0].mlp.up_proj(torch.ones(1, 32))
-    assert out.dtype == torch.float32
-    assert not out.any()
+    if offload is None:
+        out = layers_of(reference)[0].mlp.up_proj(torch.ones(1, 32))
+        assert (out.dtype, float(out[0, 3])) == (torch.float32, 0.0)
 
 
 def test_what_cannot_be_prepared_is_refused() -> None:
     gpt2, llama = tiny_model("gpt2"), tiny_model("llama")
     offloaded, int8 = reference_of(llama, offload_to="cpu"), reference_of(llama, dtype=torch.int8)
-    cases: list[tuple[type[Exception], str, Any]] = [
-        (
-            TypeError,
-            "dtype must be torch.int8 or a floating-point type, got torch.int32",
-            lambda: reference_of(llama, dtype=torch.int32),
-        ),
-        (
-            ValueError,
-            r"GPT2LMHeadModel hold no nn.Linear .* use dtype=torch.bfloat16",
-            lambda: reference_of(gpt2, dtype=torch.int8),
-        ),
+    for error, message, call in [
+        (TypeError, "floating-point type, got torch.int32", lambda: reference_of(llama, dtype=torch.int32)),
+        (ValueError, "GPT2LM.* no nn.Linear .* use dtype=torch.bfloat16", lambda: reference_of(gpt2, dtype=torch.int8)),
         (ValueError, "meta device: load them", lambda: prepare_reference(copy.deepcopy(llama).to("meta"))),
         (TypeError, "no separate body and head", lambda: prepare_reference(nn.Linear(1, 1))),
         (ValueError, "offloaded already", lambda: prepare_reference(offloaded, offload_to="cpu")),
-        (
-            ValueError,
-            "grad=True, but LlamaForCausalLM is offloaded",
-            lambda: LogProbScorer(offloaded).score(Ragged.from_list(ROWS), grad=True),
-        ),
-        (
-            ValueError,
-            r"q_proj.weight has dtype torch.int8, which cannot follow .* in bfloat16 or wider",
-            lambda: ReferenceUpdater(int8, llama, decay=0.5),
-        ),
-    ]
-    for error, message, call in cases:
+        (ValueError, "LlamaForCausalLM is offloaded", lambda: LogProbScorer(offloaded).score(BATCH, grad=True)),
+        (ValueError, "int8, which cannot follow .* or wider", lambda: ReferenceUpdater(int8, llama, decay=0.5)),
+    ]:
         with pytest.raises(error, match=message):
             call()
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_two_layers_and_the_head_are_resident() -> None:
-    policy = tiny_model(
-        "llama", num_hidden_layers=12, hidden_size=512, intermediate_size=2048, tie_word_embeddings=False
-    )
-    layer = sum(w.numel() * w.element_size() for w in layers_of(policy)[0].parameters())
+    sizes: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
+    policy = tiny_model("llama", tie_word_embeddings=False, **sizes)
     before = torch.cuda.memory_allocated()
     scorer = LogProbScorer(reference_of(policy, offload_to="cuda"))
     for _ in range(3):
-        found = scorer.score(Ragged.from_list(ROWS))
-    assert torch.cuda.max_memory_allocated() - before < 4 * layer
+        found = scorer.score(BATCH)
+    assert torch.cuda.max_memory_allocated() - before < 4 * num_bytes(layers_of(policy)[0])
     for row, ours in zip(ROWS, found.to_list(), strict=True):
         assert_close(ours, plain_log_probs(policy, row), atol=1e-4, rtol=0)
 
@@ -219,27 +190,20 @@ def test_on_a_gpu_two_layers_and_the_head_are_resident() -> None:
 def test_averages_of_a_drifting_policy(decay: float, dtype: torch.dtype) -> None:
     """A policy at ``a + b t`` after ``t`` steps: the average is ``a + b (t - (1 - d^t) d / (1 - d))``; a bfloat16 reference is
     that rounded once, where plain bfloat16 arithmetic would stand still."""
-    policy, reference = nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=dtype)
-    if dtype == torch.float32:
-        policy = policy.float()
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.copy_(parameter.bfloat16())
-    start = {name: value.detach().double().clone() for name, value in policy.named_parameters()}
-    reference.load_state_dict({name: value.to(dtype) for name, value in start.items()})
+    wide = torch.float32 if dtype == torch.float32 else torch.float64
+    start = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+    policy, reference = (nn.Linear(8, 8, bias=False, dtype=each) for each in (wide, dtype))
+    policy.weight.data.copy_(start), reference.weight.data.copy_(start)
     updater, slope = ReferenceUpdater(reference, policy, decay=decay), 2.0**-12
-    with torch.no_grad():
-        for step in range(1, 501):
-            for name, parameter in policy.named_parameters():
-                parameter.copy_(start[name] + slope * step)
-            updater.step()
-    want = 500 - (1 - decay**500) * decay / (1 - decay)
-    for name, found in reference.named_parameters():
-        expected = start[name] + slope * want
-        if dtype == torch.bfloat16:
-            assert_close(found.detach(), expected.bfloat16(), atol=0, rtol=2**-7)
-        else:
-            assert_close(found.detach().double(), expected, atol=1e-6 if dtype == torch.float32 else 1e-12, rtol=0)
+    for step in range(1, 501):
+        policy.weight.data.copy_(start + slope * step)
+        updater.step()
+    expected = start + slope * (500 - (1 - decay**500) * decay / (1 - decay))
+    found = reference.weight.detach()
+    if dtype == torch.bfloat16:
+        assert_close(found, expected.bfloat16(), atol=0, rtol=2**-7)
+    else:
+        assert_close(found.double(), expected, atol=1e-6 if dtype == torch.float32 else 1e-12, rtol=0)
     assert updater.steps == 500
 
 
@@ -247,12 +211,12 @@ def test_a_resting_policy_is_reached_to_the_last_bits() -> None:
     """``r_t = p + d^t (r_0 - p)``: plain float32 arithmetic stops ``eps / (1 - d)`` before it."""
     policy = nn.Linear(32, 32)
     reference = moved(policy, by=0.01, seed=1)
-    start = {name: value.detach().double().clone() for name, value in reference.named_parameters()}
+    start = [value.detach().double() for value in reference.parameters()]
     updater = ReferenceUpdater(reference, policy, decay=0.995)
     for _ in range(1000):
         updater.step()
-    for (name, found), target in zip(reference.named_parameters(), policy.parameters(), strict=True):
-        want = target.double() + 0.995**1000 * (start[name] - target.double())
+    for found, first, target in zip(reference.parameters(), start, policy.parameters(), strict=True):
+        want = target.double() + 0.995**1000 * (first - target.double())
         assert_close(found.double(), want, atol=1e-6, rtol=0)
 
 
@@ -270,29 +234,27 @@ def test_steps_between_averages_and_resets() -> None:
 def test_the_kl_is_0_after_a_reset_and_the_cache_knows(dtype: torch.dtype) -> None:
     policy = tiny_model("qwen2").to(dtype)
     reference = LogProbScorer(moved(policy))
-    rows = Ragged.from_list([IDS])
     updater = ReferenceUpdater(reference, policy, decay=0.5, reset_every=2)
-    before = reference.score(rows, remember=True).values
+    before = reference.score(ONE, remember=True).values
     assert kl(policy, reference).min() > 1e-3
     updater.step()
-    assert_near(reference.score(rows, remember=True).values, reference.score(rows).values, **FORWARD)
-    assert (reference.score(rows, remember=True).values - before).abs().max() > 1e-3
+    assert_near(reference.score(ONE, remember=True).values, reference.score(ONE).values, **FORWARD)
+    assert (reference.score(ONE, remember=True).values - before).abs().max() > 1e-3
     updater.step()
     assert kl(policy, reference).abs().max() == 0
-    policy_scores = LogProbScorer(policy).score(rows, remember=True).values
-    assert torch.equal(reference.score(rows, remember=True).values, policy_scores)
+    of_policy = LogProbScorer(policy).score(ONE, remember=True).values
+    assert torch.equal(reference.score(ONE, remember=True).values, of_policy)
     updater.step()
     assert kl(policy, reference).abs().max() == 0, "an average of equal weights is equal"
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["adapter of the policy's model", "model of its own"])
-def test_adapters(own: bool) -> None:
-    policy = lora(tiny_model("qwen2"), target_modules=["q_proj", "up_proj"])
+def test_adapters_follow(own: bool) -> None:
+    targets = ["q_proj", "up_proj"]
+    policy = lora(tiny_model("qwen2"), target_modules=targets)
     if own:
-        policy.add_adapter("ref", lora(policy, target_modules=["q_proj", "up_proj"]))
-        reference = LogProbScorer(policy, adapters="ref")
-    else:
-        reference = LogProbScorer(copy.deepcopy(policy))
+        policy.add_adapter("ref", lora(policy, target_modules=targets))
+    reference = LogProbScorer(policy, adapters="ref") if own else LogProbScorer(copy.deepcopy(policy))
     with torch.no_grad():
         for name, parameter in reference.model.named_parameters():
             if "lora_" in name and (not own or ".ref." in name):
@@ -308,8 +270,7 @@ def test_adapters(own: bool) -> None:
     assert_close(follows, 0.75 * before + 0.25 * weights[name])
     updater.step()
     assert kl(policy, reference).abs().max() == 0
-    for n, value in trained.items():
-        assert torch.equal(weights[n], value), n
+    assert all(torch.equal(weights[n], value) for n, value in trained.items())
     assert list(policy.active_adapters) == ["default"]
 
 
@@ -347,7 +308,7 @@ def test_a_served_reference() -> None:
 
 
 def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
-    first = tiny_model("llama", num_hidden_layers=1)
+    first, file = tiny_model("llama", num_hidden_layers=1), io.BytesIO()
     policies = [moved(first, seed=seed) for seed in range(6)]
 
     def run(updater: ReferenceUpdater, policy: nn.Module, steps: range) -> None:
@@ -359,7 +320,6 @@ def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
     policy, reference = copy.deepcopy(first), copy.deepcopy(first)
     whole = ReferenceUpdater(reference, policy, **options)
     run(whole, policy, range(4))
-    file = io.BytesIO()
     torch.save(whole.state_dict(), file)
     run(whole, policy, range(4, 6))
     again, resumed = copy.deepcopy(first), moved(first, seed=9)
@@ -368,40 +328,32 @@ def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
     updater.load_state_dict(torch.load(file))
     assert updater.steps == 4
     run(updater, again, range(4, 6))
-    for a, b in zip(reference.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b)
-    state = whole.state_dict()
-    rest = {n: v for n, v in state["weights"].items() if n != "model.norm.weight"}
+    assert all(map(torch.equal, reference.parameters(), resumed.parameters()))
+    state, norm = whole.state_dict(), "model.norm.weight"
+    rest = {n: v for n, v in state["weights"].items() if n != norm}
     with pytest.raises(KeyError, match=r"another reference: model.norm.weight"):
         updater.load_state_dict({**state, "weights": rest})
     with pytest.raises(ValueError, match=r"model.norm.weight: the reference has shape .*32,.*the state .*1, 2"):
-        updater.load_state_dict({**state, "weights": {**rest, "model.norm.weight": torch.zeros(1, 2)}})
+        updater.load_state_dict({**state, "weights": {**rest, norm: torch.zeros(1, 2)}})
 
 
 def test_what_cannot_follow_is_refused() -> None:
-    model = tiny_model("llama")
-    for options, message in [
-        ({}, "the reference would never change: pass decay="),
-        ({"decay": 1.0}, "decay .* less than 1, got 1.0"),
-        ({"decay": -0.1}, "at least 0 .* got -0.1"),
-        ({"decay": 0.5, "every": 0}, "every must be at least 1, got 0"),
-        ({"reset_every": 0}, "reset_every must be at least 1, got 0"),
-        ({"reset_every": 4, "every": 2}, "every=2 is the time between averages, and there is none"),
+    model, narrow = tiny_model("llama"), tiny_model("llama", vocab_size=50)
+    for reference, options, message in [
+        (None, {}, "the reference would never change: pass decay="),
+        (None, {"decay": 1.0}, "decay .* less than 1, got 1.0"),
+        (None, {"decay": -0.1}, "at least 0 .* got -0.1"),
+        (None, {"decay": 0.5, "every": 0}, "every must be at least 1, got 0"),
+        (None, {"reset_every": 0}, "reset_every must be at least 1, got 0"),
+        (None, {"reset_every": 4, "every": 2}, "every=2 is the time between averages, and there is none"),
+        (model, {"decay": 0.5}, "share weights: make the reference a copy"),
+        (tiny_model("gpt2"), {"decay": 0.5}, "no counterpart of 'transformer.wte.weight' of the reference"),
+        (tiny_model("llama", num_hidden_layers=1), {"decay": 0.5}, "has no counterpart of 'model.layers.1"),
+        (narrow, {"decay": 0.5}, r"embed_tokens.weight: the reference has shape \(50, 32\), the policy \(97"),
+        (tiny_model("llama").to("meta"), {"decay": 0.5}, "meta device"),
     ]:
         with pytest.raises(ValueError, match=message):
-            ReferenceUpdater(copy.deepcopy(model), model, **options)
-    for reference, message in [
-        (model, "share weights: make the reference a copy"),
-        (tiny_model("gpt2"), "no counterpart of 'transformer.wte.weight' of the reference"),
-        (tiny_model("llama", num_hidden_layers=1), "reference has no counterpart of 'model.layers.1"),
-        (
-            tiny_model("llama", vocab_size=50),
-            r"embed_tokens.weight: the reference has shape \(50, 32\), the policy \(97",
-        ),
-        (tiny_model("llama").to("meta"), "meta device"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            ReferenceUpdater(reference, model, decay=0.5)
+            ReferenceUpdater(reference or copy.deepcopy(model), model, **options)
     with pytest.raises(TypeError, match=r"reference must be a model, got 'base': load it first"):
         ReferenceUpdater("base", model, decay=0.5)
 
@@ -423,3 +375,133 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
             ReferenceUpdater(LogProbScorer(policy, adapters=adapters), policy, decay=0.5)
     with pytest.raises(ValueError, match=r"no counterpart of .* of the"):
         ReferenceUpdater(tiny_model("qwen2"), policy, decay=0.5)
+
+
+# ------------------------------------------------------------------ other adapters of the policy's model
+
+
+def with_two_adapters() -> tuple[Any, Any]:
+    """A model with the adapters "default" (active) and "ref", partly on other layers, and a copy with "ref" active."""
+    model = lora(tiny_model("qwen2"), target_modules=["q_proj", "v_proj", "up_proj"])
+    model.add_adapter("ref", lora(model, r=2, target_modules=["q_proj", "o_proj"]))
+    alone = copy.deepcopy(model)
+    alone.set_adapter("ref")
+    return model, alone
+
+
+@pytest.mark.parametrize(
+    ("adapters", "native", "state"),
+    [
+        (False, False, "active"),
+        (False, True, "raises"),
+        ("ref", True, "active"),
+        ("ref", False, "disabled"),
+        ("ref", True, "disabled"),
+        ("ref", False, "raises"),
+    ],
+)
+def test_another_state_is_scored_alone_and_the_models_own_restored(adapters: Any, native: bool, state: str) -> None:
+    """Of a PeftModel, or of transformers' own model with adapters (native)."""
+    model, alone = with_two_adapters()
+    model = model.get_base_model() if native else model
+    want = plain_log_probs(alone if adapters else tiny_model("qwen2"), IDS)
+    assert (want - plain_log_probs(model, IDS)).abs().max() > 0.05
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    if state == "disabled":
+        for layer in model.modules():
+            if hasattr(layer, "lora_A"):
+                layer.enable_adapters(False)
+    before = plain_log_probs(model, IDS)
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    scorer = LogProbScorer(model, adapters=adapters)
+    assert scorer.path == "head"
+    if state == "raises":
+        handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scorer.score(ONE)
+        handle.remove()
+    assert_near(scorer.score(ONE).values, want, **FORWARD)
+    assert_near(LogProbScorer(model).score(ONE).values, before, **FORWARD)
+    assert torch.equal(plain_log_probs(model, IDS), before)
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
+
+
+def test_whole_layers_of_a_named_adapter() -> None:
+    """A head trained with ``modules_to_save`` is that of the adapter too."""
+    model = lora(tiny_model("qwen2"), modules_to_save=["lm_head"])
+    model.add_adapter("ref", lora(model))
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "modules_to_save.default" in n).mul_(1.5)
+    alone = copy.deepcopy(model)
+    alone.set_adapter("ref")
+    before = plain_log_probs(model, IDS)
+    for name, want in {"ref": plain_log_probs(alone, IDS), "default": before}.items():
+        assert_near(LogProbScorer(model, adapters=name).score(ONE).values, want, **FORWARD)
+    assert torch.equal(plain_log_probs(model, IDS), before)
+
+
+def test_adapters_that_are_refused() -> None:
+    model, _ = with_two_adapters()
+    for adapters, message in [
+        (False, "grad=True with adapters=False"),
+        ("ref", r"grad=True with adapters='ref': the adapter 'ref' is a reference.*adapters=True"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LogProbScorer(model, adapters=adapters).score(ONE, grad=True)
+        with pytest.raises(ValueError, match=r"has no PEFT adapters to switch off.*get_peft_model"):
+            LogProbScorer(tiny_model(), adapters=adapters)
+    message = r"adapters='old', but the adapters in the layers .* 'default', 'ref'.*add_adapter"
+    with pytest.raises(ValueError, match=message):
+        LogProbScorer(model, adapters="old")
+    for wrong in (None, 1, 0, ["default"]):
+        message = rf"adapters must be True, False or a name, got {re.escape(repr(wrong))}"
+        for make in (LogProbScorer, RetrieveLogProb):
+            with pytest.raises(TypeError, match=message):
+                make(model, adapters=wrong)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"merged into its weights.*unmerge_adapter"):
+        LogProbScorer(model, adapters=False)
+
+
+def test_the_exact_kl_and_the_cache_of_a_named_adapter() -> None:
+    model, alone = with_two_adapters()
+    policy, reference = LogProbScorer(model), LogProbScorer(model, adapters="ref")
+    scores = policy.evaluate(ONE, reference=reference, remember=True)
+    with torch.no_grad():
+        p, q = (m(IDS[None]).logits[0, :-1].double().log_softmax(-1) for m in (model, alone))
+        assert_near(scores.kl.values[1:].double(), (p.exp() * (p - q)).sum(-1), **FORWARD, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if ".ref." in name:
+                parameter.mul_(0.5)
+        alone.load_state_dict(model.state_dict())
+    assert_near(reference.score(ONE, remember=True).values, plain_log_probs(alone, IDS), **FORWARD)
+
+
+@pytest.mark.filterwarnings("ignore:KL estimator 'k2' in the reward")
+def test_a_policy_against_its_own_named_adapter() -> None:
+    model, alone = with_two_adapters()
+    data = TensorDict(tokens=TensorDict(prompt=IDS[None, :2], full=IDS[None], batch_size=[1]), batch_size=[1])
+    data["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=[1])
+    transform = RetrieveKL(model, "base", ref_adapters="ref")
+    found = transform(data.clone())
+    assert_near(found["next", "log_probs", "full"][0, 2:], plain_log_probs(model, IDS)[2:], **FORWARD)
+    options = {"reference": LogProbScorer(model, adapters="ref"), "group_size": 2}
+    made = [make_algorithm("grpo", model, **options, **{kl: "k2"}) for kl in ("kl_reward", "kl_loss")]
+    for each in (found, *(parts.kl_transform(data.clone()) for parts in made)):
+        assert_near(each["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], **FORWARD)
+    transform.adapters = False
+    assert [part.adapters for part in transform.transforms[:2]] == [False, "ref"]
+    with pytest.raises(ValueError, match="ref_adapters=True is the policy itself"):
+        RetrieveKL(model, "base", ref_adapters=True)
+
+
+def test_adapters_of_a_model_in_another_process() -> None:
+    class Remote:
+        def make_scorer(self, **settings: Any) -> dict[str, Any]:
+            return settings
+
+    for adapters in (False, "ref"):
+        assert ScorerSlot().get(Remote(), adapters=adapters) == {"adapters": adapters}
+    with pytest.raises(TypeError, match="adapters must be True, False or a name, got 3"):
+        ScorerSlot().get(Remote(), adapters=3)
