@@ -27,21 +27,16 @@ def fetch_wheel(requirement: str, folder: Path) -> None:
     wheel.unlink()
 
 
-def fetch_tests_of_torchrl(folder: Path) -> None:
-    """Clone torchrl's repository at the release that is installed; say so if it cannot be reached."""
-    command = ["git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version('torchrl')}", REPOSITORY, str(folder)]
-    if subprocess.run(command, check=False).returncode:
-        print(f"torchrl's own tests are not run: {REPOSITORY} cannot be cloned. Put a checkout at {folder}.")
-
-
 def main(top: Path) -> None:
-    """Fetch all that is not there."""
+    """Fetch all that is not there; say so if torchrl's repository, at the release that is installed, cannot be reached."""
     top.mkdir(parents=True, exist_ok=True)
     for name, requirement in FOLDERS.values():
         if not (top / name).is_dir():
             fetch_wheel(requirement, top / name)
-    if not (top / "torchrl").is_dir():
-        fetch_tests_of_torchrl(top / "torchrl")
+    folder = top / "torchrl"
+    clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", f"v{version('torchrl')}", REPOSITORY, str(folder)]
+    if not folder.is_dir() and subprocess.run(clone, check=False).returncode:
+        print(f"torchrl's own tests are not run: {REPOSITORY} cannot be cloned. Put a checkout at {folder}.")
 
 
 if __name__ == "__main__":

