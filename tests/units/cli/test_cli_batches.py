@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +12,9 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 
-from cli_files import Cli, error_of
+from cli_files import CHATS, Cli, error_of, write_jsonl
+from stored_batches import FULL, Mischief, batch, save
 from torchrl_llm_kl import diagnostics, save_batch
-
-FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 1]])
-
-
-def batch(**more: Any) -> TensorDict:
-    td = TensorDict(tokens=TensorDict(prompt=FULL[:, :2], full=FULL, batch_size=[2]), batch_size=[2])
-    td["next", "log_probs", "full"] = -FULL.float()
-    return td.update(more)
-
-
-def save(kind: str, path: Path, td: TensorDictBase) -> Path:
-    if kind == "memmap":
-        td.save(str(path))
-        return path
-    content = {"dict": td.to_dict, "state": td.state_dict, "tensordict": lambda: td}[kind]()
-    torch.save(content, path)
-    return path
-
-
-# ------------------------------------------------------------------ loading
-
-
-class Mischief:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 def test_no_code_of_a_file_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,49 +30,32 @@ def test_no_code_of_a_file_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "hacked").exists()
 
 
-def test_a_saved_batch_of_rows_is_checked(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = stub(monkeypatch)
-    rows = [TensorDict(tokens=TensorDict(prompt=FULL[0, :2], full=FULL[0, :n]), query="why?") for n in (4, 5)]
-    save_batch(lazy_stack(rows), tmp_path / "batch.pt")
-    assert cli("check", tmp_path / "batch.pt").stdout == "nothing found\n"
-    assert [row["tokens", "full"].tolist() for row in seen["td"].unbind(0)] == [[3, 4, 5, 6], [3, 4, 5, 6, 7]]
-
-
-# ------------------------------------------------------------------ check
-
-
-@dataclass
-class Finding:
-    name: str = "length bias"
-    confidence: float = 0.9
-    evidence: str = "short answers"
-    remedy: str = "aggregate by sequence"
-
-
-@dataclass
 class Diagnosis:
-    findings: list[Finding] = field(default_factory=list)
+    def __init__(self, findings: Sequence[str]) -> None:
+        self.findings = findings
 
     def __str__(self) -> str:
-        return "\n".join(f"{f.name}: {f.remedy}" for f in self.findings) or "nothing found"
+        return "\n".join(self.findings) or "nothing found"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"findings": [vars(f) for f in self.findings]}
+        return {"findings": list(self.findings)}
 
 
-def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> dict[str, Any]:
+def stub(monkeypatch: pytest.MonkeyPatch, *findings: str) -> dict[str, Any]:
     """A doctor with these findings; returns what it is given."""
     seen: dict[str, Any] = {}
 
     def diagnose(td: TensorDictBase, **given: Any) -> Diagnosis:
         seen.update(given, td=td)
-        return Diagnosis(list(findings))
+        return Diagnosis(findings)
 
     monkeypatch.setattr(diagnostics, "diagnose", diagnose, raising=False)
     return seen
 
 
-def test_exit_codes_of_findings(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes_of_findings_and_what_the_doctor_gets(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
+) -> None:
     """0 for a clean batch and for notes alone, 1 for faults."""
     path = save("dict", tmp_path / "batch.pt", batch())
     seen = stub(monkeypatch)
@@ -110,22 +63,18 @@ def test_exit_codes_of_findings(cli: Cli, tmp_path: Path, monkeypatch: pytest.Mo
     assert torch.equal(seen["td"]["tokens", "full"], FULL)
     defaults = {"policy": None, "reference": None, "tokenizer": None, "temperature": 1.0}
     assert {key: seen[key] for key in defaults} == defaults
-    stub(monkeypatch, Finding())
-    assert cli("check", path, code=1).stdout == "length bias: aggregate by sequence\n"
-    assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"][0]["confidence"] == 0.9
-    monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
-    assert "length bias" in cli("check", path).stdout
-
-
-def test_the_doctor_gets_models_and_tokenizer(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
-) -> None:
-    seen = stub(monkeypatch)
-    path = save("dict", tmp_path / "batch.pt", batch())
     cli("check", path, "--policy", model, "--reference", reference, "--tokenizer", model, "--temperature", 0.5)
     assert not torch.equal(seen["policy"].lm_head.weight, seen["reference"].lm_head.weight)
-    assert seen["tokenizer"].chat_template
-    assert seen["temperature"] == 0.5
+    assert (bool(seen["tokenizer"].chat_template), seen["temperature"]) == (True, 0.5)
+    rows = [TensorDict(tokens=TensorDict(prompt=FULL[0, :2], full=FULL[0, :n]), query="why?") for n in (4, 5)]
+    save_batch(lazy_stack(rows), tmp_path / "rows.pt")
+    assert cli("check", tmp_path / "rows.pt").stdout == "nothing found\n"
+    assert [row["tokens", "full"].tolist() for row in seen["td"].unbind(0)] == [[3, 4, 5, 6], [3, 4, 5, 6, 7]]
+    stub(monkeypatch, "length bias")
+    assert cli("check", path, code=1).stdout == "length bias\n"
+    assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"] == ["length bias"]
+    monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
+    assert "length bias" in cli("check", path).stdout
 
 
 def test_tokens_of_another_type_are_a_wrong_input(cli: Cli, tmp_path: Path) -> None:
@@ -138,24 +87,32 @@ def test_tokens_of_another_type_are_a_wrong_input(cli: Cli, tmp_path: Path) -> N
         assert message in error_of(cli("check", tmp_path / "batch.pt", code=2))
 
 
-@pytest.mark.parametrize("name", ["diagnose", "inspect_tokens"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("diagnose", "check {path}"),
+        ("inspect_tokens", "inspect {path} --tokenizer {model}"),
+        ("inspect_tokens", "score {model} {path} --html x.html"),
+    ],
+)
 def test_a_version_without_the_doctor_says_so(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str, words: str
 ) -> None:
     monkeypatch.delattr(diagnostics, name, raising=False)
     path = save("dict", tmp_path / "batch.pt", batch())
-    words = ["check", path] if name == "diagnose" else ["inspect", path, "--tokenizer", model]
-    assert f"has no diagnostics.{name}" in error_of(cli(*words, code=2))
+    if words.startswith("score"):
+        path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    said = "leave the option out" if words.startswith("score") else f"has no diagnostics.{name}"
+    assert said in error_of(cli(*words.format(path=path, model=model).split(), code=2))
 
 
-@pytest.mark.skipif(not hasattr(diagnostics, "diagnose"), reason="the doctor is not there yet")
-def test_the_real_doctor(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
+def test_the_real_doctor_and_inspector(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
     path = save("dict", tmp_path / "batch.pt", batch())
     result = cli("check", path, "--policy", model, "--reference", reference, "--json", code=1)
     assert json.loads(result.stdout)["findings"]  # the log-probs in the batch are made up
-
-
-# ------------------------------------------------------------------ inspect
+    assert cli("inspect", path, "--tokenizer", model).stdout.strip()
+    cli("inspect", path, "--tokenizer", model, "--html", tmp_path / "page.html")
+    assert "<html" in (tmp_path / "page.html").read_text(encoding="utf-8").lower()
 
 
 def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
@@ -185,11 +142,3 @@ def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: 
         cli("inspect", one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html", code=2)
     )
     assert "Missing option" in error_of(cli("inspect", one, code=2))
-
-
-@pytest.mark.skipif(not hasattr(diagnostics, "inspect_tokens"), reason="the inspector is not there yet")
-def test_the_real_inspector(cli: Cli, tmp_path: Path, model: str) -> None:
-    path = save("dict", tmp_path / "batch.pt", batch())
-    assert cli("inspect", path, "--tokenizer", model).stdout.strip()
-    cli("inspect", path, "--tokenizer", model, "--html", tmp_path / "page.html")
-    assert "<html" in (tmp_path / "page.html").read_text(encoding="utf-8").lower()

@@ -24,6 +24,7 @@ from torchrl_llm_kl.cli._score import ScoreFile, Totals
 from toy_models import FORWARD
 from toy_rollouts import make_model, make_tokenizer
 
+HI = {"role": "user", "content": "hi"}
 KEYS = {"index", "num_tokens", "num_scored", "log_prob", "ref_log_prob", "kl"}
 
 
@@ -39,15 +40,8 @@ def by_hand(model: str, reference: str, ids: Tensor, mask: Tensor, temperature: 
     chosen = ids[1:, None]
     log_prob, ref = (x.gather(1, chosen)[:, 0][mask[1:]] for x in (p, q))
     d = log_prob - ref
-    values = {
-        "log_prob": log_prob,
-        "ref_log_prob": ref,
-        "k1": d,
-        "k2": d**2 / 2,
-        "k3": (-d).exp() - 1 + d,
-        "abs": d.abs(),
-    }
-    values["exact"] = (p.exp() * (p - q)).sum(-1)[mask[1:]]
+    values = {"log_prob": log_prob, "ref_log_prob": ref, "k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}
+    values |= {"abs": d.abs(), "exact": (p.exp() * (p - q)).sum(-1)[mask[1:]]}
     return {name: float(value.sum()) for name, value in values.items()}
 
 
@@ -60,17 +54,24 @@ def chat_ids(question: str, answer: str) -> tuple[Tensor, Tensor]:
     return torch.tensor([i for part in parts for i in part]), torch.tensor(mask)
 
 
-# ------------------------------------------------------------------ numbers
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "chats.jsonl", CHATS)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "scores.jsonl"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_are_those_of_a_plain_forward(
-    cli: Cli, tmp_path: Path, model: str, reference: str, temperature: float
+    cli: Cli, data: Path, out: Path, model: str, reference: str, temperature: float
 ) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+    """And the summary adds them up."""
     names = ["k1", "k2", "k3", "abs", "exact"]
-    words = ["score", model, data, "--reference", reference, "--temperature", temperature, "--out", out]
-    cli(*words, "--estimator", "k1,k2,k3", "--estimator", "abs,exact")
+    words = ["score", model, data, "--reference", reference, "--temperature", temperature, "--out", out, "--json"]
+    found = json.loads(cli(*words, "--estimator", "k1,k2,k3", "--estimator", "abs,exact").stdout)
     records = read_jsonl(out)
     assert [record["index"] for record in records] == [0, 1, 2, 3]
     for record, chat in zip(records, CHATS, strict=True):
@@ -79,15 +80,21 @@ def test_scores_are_those_of_a_plain_forward(
         ids, mask = chat_ids(*(message["content"] for message in chat["messages"]))
         expected = by_hand(model, reference, ids, mask, temperature)
         assert (record["num_tokens"], record["num_scored"]) == (len(ids), int(mask.sum()))
-        found = {**record["kl"], "log_prob": record["log_prob"], "ref_log_prob": record["ref_log_prob"]}
+        values = {**record["kl"], "log_prob": record["log_prob"], "ref_log_prob": record["ref_log_prob"]}
         for name, value in expected.items():
             exponent = 15.0 if name == "k3" else 0.0  # the largest ratio is exp(15)
             terms = FORWARD["terms"] * len(ids)
-            assert_near(found[name], value, terms=terms, size=16, exponent=exponent, dtype=torch.float32, msg=name)
+            assert_near(values[name], value, terms=terms, size=16, exponent=exponent, dtype=torch.float32, msg=name)
+    tokens = sum(record["num_scored"] for record in records)
+    assert (found["scored"], found["scored_tokens"], found["skipped"]) == (4, tokens, {})
+    for name in names:
+        total, answers = sum(record["kl"][name] for record in records), found["answers"]["all"]
+        assert answers[f"KL {name}"]["per_token"] == pytest.approx(total / tokens)
+        assert answers[f"KL {name}"]["per_answer"] == pytest.approx(total / 4)
 
 
-def test_scores_of_each_token(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS[:1]), tmp_path / "scores.jsonl"
+def test_scores_of_each_token(cli: Cli, tmp_path: Path, out: Path, model: str, reference: str) -> None:
+    data = write_jsonl(tmp_path / "chats.jsonl", CHATS[:1])
     cli("score", model, data, "--reference", reference, "--out", out, "--per-token")
     (record,) = read_jsonl(out)
     ids, mask = chat_ids("hi", "hello")
@@ -119,47 +126,60 @@ def test_the_summary_by_hand() -> None:
     assert totals.means()["KL k1"] == pytest.approx(expected)
 
 
-def test_one_answer_has_no_standard_error(cli: Cli, tmp_path: Path, model: str) -> None:
-    data = write_jsonl(tmp_path / "chats.jsonl", CHATS[:1])
-    found = json.loads(cli("score", model, data, "--json").stdout)["answers"]["all"]
+def test_what_is_left_out_of_the_summary(cli: Cli, tmp_path: Path, data: Path, out: Path, model: str) -> None:
+    """No standard error of one answer, no KL without a reference, no exact KL of two vocabularies."""
+    one = write_jsonl(tmp_path / "one.jsonl", CHATS[:1])
+    found = json.loads(cli("score", model, one, "--json").stdout)["answers"]["all"]
     assert found["log_prob"]["per_token_error"] is None
     assert found["perplexity"]["value"] == pytest.approx(math.exp(-found["log_prob"]["per_token"]))
-    assert "nan" not in cli("score", model, data).stdout
-
-
-def test_the_summary_adds_up_the_records(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
-    result = cli("score", model, data, "--reference", reference, "--out", out, "--json")
-    found, records = json.loads(result.stdout), read_jsonl(out)
-    tokens = sum(record["num_scored"] for record in records)
-    assert (found["scored"], found["scored_tokens"], found["skipped"]) == (4, tokens, {})
-    for name in ("k1", "k3", "exact"):
-        total = sum(record["kl"][name] for record in records)
-        assert found["answers"]["all"][f"KL {name}"]["per_token"] == pytest.approx(total / tokens)
-        assert found["answers"]["all"][f"KL {name}"]["per_answer"] == pytest.approx(total / 4)
-
-
-def test_without_a_reference_there_are_no_kls(cli: Cli, tmp_path: Path, model: str) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
-    result = cli("score", model, data, "--out", out)
-    assert all(set(record) == KEYS - {"ref_log_prob", "kl"} for record in read_jsonl(out))
-    assert "KL" not in result.stdout
-    assert "perplexity" in result.stdout
-
-
-def test_another_vocabulary_has_no_exact_kl_by_default(cli: Cli, tmp_path: Path, model: str) -> None:
+    text = cli("score", model, one, "--out", out).stdout
+    assert set(read_jsonl(out)[0]) == KEYS - {"ref_log_prob", "kl"}
+    assert ("nan" in text, "KL" in text, "perplexity" in text) == (False, False, True)
     tokenizer = make_tokenizer()
     wider = make_model(tokenizer, seed=2)
     wider.resize_token_embeddings(len(tokenizer) + 8)
     wider.save_pretrained(tmp_path / "wider")
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
-    words = ["score", model, data, "--reference", tmp_path / "wider", "--out", out]
+    words = ["score", model, data, "--reference", tmp_path / "wider", "--out", out, "--overwrite"]
     cli(*words)
     assert list(read_jsonl(out)[0]["kl"]) == ["k1", "k3"]
-    assert "leave exact out" in error_of(cli(*words, "--overwrite", "--estimator", "exact", code=2))
+    assert "leave exact out" in error_of(cli(*words, "--estimator", "exact", code=2))
 
 
-# ------------------------------------------------------------------ interruptions
+def test_parquet_scores_as_json_lines(cli: Cli, tmp_path: Path, model: str) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    rows: list[Any] = [*CHATS, {"messages": [HI]}, {"messages": None}]
+    rows[1] = {"messages": [{**message, "tool_calls": None} for message in rows[1]["messages"]]}
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet", row_group_size=2)
+    write_jsonl(tmp_path / "data.jsonl", rows)
+    for name in ("parquet", "jsonl"):
+        cli("score", model, tmp_path / f"data.{name}", "--out", tmp_path / name)
+    found, expected = (
+        [{key: x for key, x in record.items() if key != "place"} for record in read_jsonl(tmp_path / name)]
+        for name in ("parquet", "jsonl")
+    )
+    assert found == expected
+    assert [record.get("skipped", "") for record in found] == [""] * 4 + ["no assistant turn", "malformed"]
+
+
+def test_pairs_are_summed_apart(cli: Cli, tmp_path: Path, out: Path, model: str) -> None:
+    pairs = [{"prompt": "a", "chosen": "bcd", "rejected": "ef"}, {"prompt": "g", "chosen": "h", "rejected": ""}]
+    result = cli("score", model, write_jsonl(tmp_path / "pairs.jsonl", pairs), "--out", out)
+    found = [(r["index"], r["answer"], r.get("num_scored")) for r in read_jsonl(out)]
+    assert found == [(0, "chosen", 3), (0, "rejected", 2), (1, "chosen", 1), (1, "rejected", None)]
+    counts = [line for line in result.stdout.splitlines() if "answers: " in line]
+    assert counts == ["all answers: 3", "chosen answers: 2", "rejected answers: 1"]
+    assert "skipped 1, empty: line 2 (rejected): no text to score" in result.stdout
+
+
+def test_token_ids_need_no_tokenizer(cli: Cli, tmp_path: Path, out: Path, model: str) -> None:
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "bare")
+    data = write_jsonl(tmp_path / "ids.jsonl", [{"tokens": [5, 6, 7, 8], "prompt_length": 2}])
+    cli("score", tmp_path / "bare", data, "--out", out)
+    log_probs = log_softmax(model, torch.tensor([5, 6, 7, 8]), 1.0)
+    expected = float(log_probs[1, 7] + log_probs[2, 8])
+    assert_near(read_jsonl(out)[0]["log_prob"], expected, **FORWARD, dtype=torch.float32)
 
 
 class Interrupts:
@@ -183,7 +203,7 @@ ROWS = [*CHATS, "not json", *CHATS, {"messages": []}, *CHATS]
 def test_an_interrupted_run_continues_byte_for_byte(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str, at: int, torn: bool
 ) -> None:
-    data = write_jsonl(tmp_path / "chats.jsonl", ROWS)
+    data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
 
     def words(out: Path) -> list[Any]:  # 4 * 16 tokens: two or three answers in a batch
@@ -204,9 +224,8 @@ def test_an_interrupted_run_continues_byte_for_byte(
 
 
 def test_a_finished_run_scores_nothing_again(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+    cli: Cli, data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
     cli("score", model, data, "--out", out)
     count, held = Interrupts(monkeypatch, at=-1), out.read_bytes()
     cli("score", model, data, "--out", out)
@@ -245,13 +264,13 @@ def other_checkpoint(checkpoints: Path, tmp_path: Path, *, weights: bool) -> str
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("temperature", "--temperature was 1.0, now 2.0"),
-        ("estimator", "--estimator was default, now k1"),
-        ("limit", "--limit was None, now 2"),
-        ("batch", "--batch-tokens was 1024, now 512"),
-        ("dtype", "--dtype was auto, now bfloat16"),
+        ("--temperature 2", "--temperature was 1.0, now 2.0"),
+        ("--estimator k1", "--estimator was default, now k1"),
+        ("--limit 2", "--limit was None, now 2"),
+        ("--batch-tokens 512", "--batch-tokens was 1024, now 512"),
+        ("--dtype bfloat16", "--dtype was auto, now bfloat16"),
         ("no reference", "--reference was True, now False"),
-        ("reference", "the reference's weights changed"),
+        ("--reference {model}", "the reference's weights changed"),
         ("weights", "the model's weights changed"),
         ("template", "the tokenizer changed"),
         ("data", "data changed"),
@@ -262,34 +281,25 @@ def test_another_run_is_refused(
 ) -> None:
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     data, out = tmp_path / "chats.jsonl", tmp_path / "scores.jsonl"
-    held, name, more = out.read_bytes(), model, ["--reference", reference]
+    held, name = out.read_bytes(), model
+    more = [] if change == "no reference" else ["--reference", reference]
     if change == "data":
         write_jsonl(data, [*CHATS, *CHATS])
     elif change in ("weights", "template"):
         name = other_checkpoint(checkpoints, tmp_path, weights=change == "weights")
-    else:
-        more = {
-            "temperature": [*more, "--temperature", "2"],
-            "estimator": [*more, "--estimator", "k1"],
-            "limit": [*more, "--limit", "2"],
-            "batch": [*more, "--batch-tokens", "512"],
-            "dtype": [*more, "--dtype", "bfloat16"],
-            "no reference": [],
-            "reference": ["--reference", model],
-        }[change]
+    elif change.startswith("--"):
+        more += change.format(model=model).split()
     assert reason in error_of(cli("score", name, data, *more, "--out", out, code=2))
     assert out.read_bytes() == held
 
 
-def test_an_output_that_is_no_run_s_is_left_alone(cli: Cli, tmp_path: Path, model: str) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "notes.txt"
-    out.write_text("my notes\n")
-    assert "exists, but not notes.txt.run.json" in error_of(cli("score", model, data, "--out", out, code=2))
-    assert out.read_text() == "my notes\n"
-
-
-def test_a_changed_output_is_not_continued(cli: Cli, tmp_path: Path, model: str) -> None:
-    data, out = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "scores.jsonl"
+def test_an_output_that_is_no_run_s_or_was_changed_is_left_alone(
+    cli: Cli, tmp_path: Path, data: Path, out: Path, model: str
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes\n")
+    assert "exists, but not notes.txt.run.json" in error_of(cli("score", model, data, "--out", notes, code=2))
+    assert notes.read_text() == "my notes\n"
     cli("score", model, data, "--out", out)
     out.write_bytes(out.read_bytes()[:-10])
     assert "the file was changed" in error_of(cli("score", model, data, "--out", out, code=2))
@@ -323,25 +333,12 @@ def test_what_a_killed_process_left_is_cut_off(tmp_path: Path) -> None:
     assert read_jsonl(path) == [{"index": 0}, {"index": 1}]
 
 
-# ------------------------------------------------------------------ skips
-
-
-def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, model: str) -> None:
-    user = {"role": "user", "content": "hi"}
-    rows = [
-        CHATS[0],
-        {"messages": []},
-        '{"messages": [',
-        "",  # no row
-        {"messages": [user]},
-        {"messages": [user, {"role": "assistant", "content": "x" * 600}]},
-        {"messages": "hi"},
-        {"messages": [{"content": "no role"}]},
-        {"text": "no layout"},
-        "[1, 2]",
-        CHATS[1],
-    ]
-    data, out = write_jsonl(tmp_path / "chats.jsonl", rows), tmp_path / "scores.jsonl"
+def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, out: Path, model: str) -> None:
+    long = {"messages": [HI, {"role": "assistant", "content": "x" * 600}]}
+    bad: list[Any] = [{"messages": "hi"}, {"messages": [{"content": "no role"}]}, {"text": "no layout"}, "[1, 2]"]
+    # the text "" is no row
+    rows = [CHATS[0], {"messages": []}, '{"messages": [', "", {"messages": [HI]}, long, *bad, CHATS[1]]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     result = cli("score", model, data, "--out", out, "--json")
     found = json.loads(result.stdout)
     assert found["scored"] == 2
@@ -357,45 +354,30 @@ def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, mo
     assert "skipped 5, malformed: line 3: is not JSON" in text
 
 
-def test_limits_of_tokens_and_rows(cli: Cli, tmp_path: Path, model: str) -> None:
-    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+def test_limits_of_tokens_and_rows(cli: Cli, tmp_path: Path, data: Path, out: Path, model: str) -> None:
     lengths = [len(chat_ids(*(m["content"] for m in chat["messages"]))[0]) for chat in CHATS]
     found = json.loads(cli("score", model, data, "--max-length", sorted(lengths)[1], "--json").stdout)
     assert (found["scored"], found["skipped"]["too long"]["count"]) == (2, 2)
-    cli("score", model, data, "--limit", 3, "--out", tmp_path / "scores.jsonl")
-    assert [record["index"] for record in read_jsonl(tmp_path / "scores.jsonl")] == [0, 1, 2]
+    cli("score", model, data, "--limit", 3, "--out", out)
+    assert [record["index"] for record in read_jsonl(out)] == [0, 1, 2]
+    nothing = write_jsonl(tmp_path / "nothing.jsonl", [{"messages": []}])
+    assert "nothing in" in error_of(cli("score", model, nothing, code=1))
 
 
-def test_nothing_scored_is_exit_code_1(cli: Cli, tmp_path: Path, model: str) -> None:
-    data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": []}])
-    assert "nothing in" in error_of(cli("score", model, data, code=1))
-
-
-# ------------------------------------------------------------------ hostile input
-
-
-def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, model: str, reference: str) -> None:
-    data, empty = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "empty.jsonl"
-    empty.touch()
+def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, data: Path, model: str, reference: str) -> None:
     (tmp_path / "folder").mkdir()
     wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"question": "hi", "answer": "ho"}])
-    blank = write_jsonl(tmp_path / "blank.jsonl", ["", " "])
-    parquet = tmp_path / "bad.parquet"
-    parquet.write_bytes(b"PAR1 and nothing else")
+    pair = [model, data, "--reference", reference]
     for words, text in (
         ([model, tmp_path / "none.jsonl"], "there is no file"),
-        ([model, empty], "is empty"),
-        ([model, blank], "no row"),
-        ([model, parquet], "is a damaged Parquet file"),
-        ([model, tmp_path / "folder"], "is a folder, expected a JSONL or Parquet file"),
-        ([model, wrong], "line 1 of"),
-        ([model, wrong], "has the columns answer, question; expected `messages`"),
+        ([model, write_jsonl(tmp_path / "blank.jsonl", ["", " "])], "no row"),
+        ([model, wrong], f"line 1 of {wrong} has the columns answer, question; expected `messages`"),
         ([tmp_path / "folder", data], "holds no model"),
         ([tmp_path / "absent", data], "there is no folder"),
         ([data, data], "is a file: pass the folder"),
         ([model, data, "--estimator", "k3"], "add --reference MODEL"),
-        ([model, data, "--reference", reference, "--estimator", "k33"], "Did you mean 'k3'?"),
-        ([model, data, "--reference", reference, "--estimator", "corrected_k3"], "Choose among k1, k2"),
+        ([*pair, "--estimator", "k33"], "Did you mean 'k3'?"),
+        ([*pair, "--estimator", "corrected_k3"], "Choose among k1, k2"),
         ([model, data, "--temperature", "0"], "is not greater than 0"),
         ([model, data, "--temperature", "nan"], "is not greater than 0"),
         ([model, data, "--temperature", "warm"], "(see torchrl-llm-kl score --help)"),
@@ -410,9 +392,8 @@ def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, model: str, reference:
 
 
 @pytest.mark.filterwarnings("ignore:.*full forward")
-def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, checkpoints: Path, model: str) -> None:
+def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, data: Path, checkpoints: Path, model: str) -> None:
     """Without a chat template, and with weights that are not finite: of the model, which names the rows, or the reference."""
-    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
     plain = shutil.copytree(checkpoints / "model", tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     assert "chat template" in error_of(cli("score", plain, data, code=2))
@@ -428,11 +409,8 @@ def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, checkpoints: Pa
         assert re.search(r"cannot be scored by \S*broken: .*is nan", found)
 
 
-# ------------------------------------------------------------------ the page
-
-
 def test_the_page_gets_the_scores_of_the_first_answers(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
+    cli: Cli, tmp_path: Path, data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
 ) -> None:
     seen: dict[str, Any] = {}
 
@@ -441,8 +419,7 @@ def test_the_page_gets_the_scores_of_the_first_answers(
         Path(html).write_text("page")
 
     monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
-    data, page = write_jsonl(tmp_path / "chats.jsonl", CHATS), tmp_path / "page.html"
-    out = tmp_path / "scores.jsonl"
+    page = tmp_path / "page.html"
     cli("score", model, data, "--reference", reference, "--html", page, "--per-token", "--out", out)
     assert page.read_text() == "page"
     columns, records = seen["columns"], read_jsonl(out)
@@ -453,32 +430,23 @@ def test_the_page_gets_the_scores_of_the_first_answers(
     assert columns.mask.int().tolist() == [value for record in records for value in record["mask"]]
 
 
-def test_a_version_without_an_inspector_says_so(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    monkeypatch.delattr(diagnostics, "inspect_tokens", raising=False)
-    data = write_jsonl(tmp_path / "chats.jsonl", CHATS)
-    assert "leave the option out" in error_of(cli("score", model, data, "--html", tmp_path / "x.html", code=2))
-
-
 @pytest.mark.parametrize(
     ("out", "html", "message"),
     [
-        ("data.jsonl", None, "DATA and --out are one file"),
-        (None, "data.jsonl", "DATA and --html are one file"),
-        ("./folder/../data.jsonl", None, "DATA and --out are one file"),
+        ("chats.jsonl", None, "DATA and --out are one file"),
+        (None, "chats.jsonl", "DATA and --html are one file"),
+        ("./folder/../chats.jsonl", None, "DATA and --out are one file"),
         ("scores", "scores", "--out and --html are one file"),
         ("scores", "scores.run.json", "--html and the record of --out are one file"),
     ],
 )
 def test_no_file_is_written_over_another(
-    cli: Cli, tmp_path: Path, model: str, out: str | None, html: str | None, message: str
+    cli: Cli, tmp_path: Path, data: Path, model: str, out: str | None, html: str | None, message: str
 ) -> None:
     (tmp_path / "folder").mkdir()
-    data = write_jsonl(tmp_path / "data.jsonl", CHATS)
     before = data.read_bytes()
     given = {"--out": out, "--html": html}
     options = [word for name, path in given.items() if path for word in (name, f"{tmp_path}/{path}")]
     assert message in error_of(cli("score", model, data, *options, "--overwrite", code=2))
     assert data.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "folder"]

@@ -7,7 +7,6 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from torchrl.trainers.algorithms import GRPOTrainer
 from project import PROJECT
 from torchrl_llm_kl import (
     Advantage,
-    KLComputation,
     KLRewardTransform,
     PIKLCoefficient,
     PolicyLoss,
@@ -36,7 +34,7 @@ from torchrl_llm_kl import (
     RetrieveLogProb,
     Sampling,
 )
-from torchrl_llm_kl.configs import NODES, PolicyLossConfig, RetrieveKLConfig, build
+from torchrl_llm_kl.configs import NODES, PolicyLossConfig, RetrieveKLConfig
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
 from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
 
@@ -78,9 +76,6 @@ def test_torchrls_groups_are_joined_and_no_node_of_its_own_is_replaced() -> None
     assert compose("+transform@it=kl_reward").it["_target_"] == "torchrl.envs.llm.transforms.kl.KLRewardTransform"
     assert issubclass(RetrieveKLConfig, theirs.TransformConfig)
     assert issubclass(PolicyLossConfig, theirs.LossConfig)
-
-
-# ------------------------------------------------------------------ run on rollouts
 
 
 class Lab:
@@ -125,22 +120,14 @@ def test_retrieve_kl(lab: Lab) -> None:
     same(transform(lab.data), expected(lab.data), *written)
 
 
-def test_the_models_are_the_ones_that_were_passed(lab: Lab) -> None:
-    """A copy would be scored, or trained, in their place."""
-    transform = instantiate(compose("+transform@kl=retrieve_log_prob").kl, model=lab.gen)
-    assert transform.model is lab.gen
-    loss = instantiate(compose("+loss=policy").loss, actor=lab.policy_model, reference=lab.ref_model)
-    assert loss.actor_network is lab.policy_model
-    assert loss.reference is lab.ref_model
-
-
-def test_separate_transforms(lab: Lab) -> None:
+def test_separate_transforms_with_the_models_that_were_passed(lab: Lab) -> None:
     """Two scorers, a KL and a reward, from one configuration: a list of transforms as torchrl's ``transform=compose`` has."""
     scorers = "+transform@policy=retrieve_log_prob", "+transform@reference=retrieve_log_prob"
     key = "reference.log_probs_full_key=[ref_log_probs, full]"
     cfg = compose(*scorers, key, "+transform@kl=kl_computation", "kl.coeff=0.3")
-    found = instantiate(cfg.reference, model=lab.ref)(instantiate(cfg.policy, model=lab.gen)(lab.data))
-    found = instantiate(cfg.kl)(found)
+    transform = instantiate(cfg.policy, model=lab.gen)
+    assert transform.model is lab.gen, "a copy would be scored in its place"
+    found = instantiate(cfg.kl)(instantiate(cfg.reference, model=lab.ref)(transform(lab.data)))
     same(found, RetrieveKL(lab.gen, lab.ref, coeff=0.3)(lab.data), *WRITTEN)
 
 
@@ -150,6 +137,10 @@ def test_kl_reward(lab: Lab) -> None:
     found = instantiate(cfg.kl, ref_model=lab.ref)(scored.clone())
     expected = KLRewardTransform(lab.ref, coef=0.3, out_keys=["reward", "my_kl", "my_ref"])(scored.clone())
     same(found, expected, ("next", "reward"), ("next", "my_kl"), ("next", "my_ref"))
+    assert instantiate(compose("+transform@kl=llm_kl_reward").kl, ref_model=lab.ref).log_prob_full_key == WRITTEN[0][1:]
+    # torchrl's transform takes keys as lists, and then finds no entry: the reason for `build` as the target here
+    theirs_own = instantiate(compose("+transform@kl=kl_reward").kl, ref_model=lab.ref)
+    assert isinstance(theirs_own.log_prob_full_key, ListConfig)
 
 
 NODES_OF_TERMS = (
@@ -178,20 +169,19 @@ def test_policy_loss(lab: Lab, given: str) -> None:
     terms = [KLToReference(0.2), EntropyBonus(0.01)]
     expected = PolicyLoss(lab.policy_model, "dapo", terms=terms, clip_high=0.35, clip_low=0.1, dtype=torch.float64)
     found, want = loss(data), expected(data)
-    assert {key for key in found.keys(True) if key.startswith("loss_")} == {
-        "loss_objective",
-        "loss_kl_to_ref",
-        "loss_entropy",
-    }
+    losses = {"loss_objective", "loss_kl_to_ref", "loss_entropy"}
+    assert {key for key in found.keys(True) if key.startswith("loss_")} == losses
     for key, value in want.items():
         assert_close(found[key], value, atol=0, rtol=0)
 
 
-def test_sampling_is_shared_by_reference() -> None:
+def test_sampling_is_shared_by_reference_and_a_partial_node_waits_for_its_model() -> None:
     values = "sampling.temperature=0.7", "sampling.top_p=0.9"
     cfg = compose("+sampling=base", *values, "+loss=policy", "loss.sampling=${sampling}")
     assert instantiate(cfg.sampling) == Sampling(0.7, top_p=0.9)
     assert instantiate(cfg.loss, actor=nn.Linear(1, 1)).sampling == Sampling(0.7, top_p=0.9)
+    cfg = compose("+loss=policy", "loss._partial_=true", "loss.objective=gpg")  # as torchrl's trainer nodes take losses
+    assert instantiate(cfg.loss)(actor=nn.Linear(1, 1)).objective.function.__name__ == "gpg"
 
 
 def test_advantage_and_algorithm(lab: Lab) -> None:
@@ -202,13 +192,6 @@ def test_advantage_and_algorithm(lab: Lab) -> None:
     parts = instantiate(compose("+algorithm=base", *values).algorithm, actor=lab.policy_model)
     assert parts.loss.actor_network is lab.policy_model
     assert float(parts.loss.clip_high) == pytest.approx(0.3)
-
-
-def test_a_partial_node_waits_for_its_model() -> None:
-    """As torchrl's trainer nodes take their losses."""
-    cfg = compose("+loss=policy", "loss._partial_=true", "loss.objective=gpg")
-    make: Callable[..., PolicyLoss] = instantiate(cfg.loss)
-    assert make(actor=nn.Linear(1, 1)).objective.function.__name__ == "gpg"
 
 
 def test_the_pages_configuration(lab: Lab, tmp_path: Path) -> None:
@@ -244,37 +227,31 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
     collector.shutdown()
 
 
-# ------------------------------------------------------------------ wrong input
-
-
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("overrides", "error", "message"),
     [
-        ("kl.coef=0.1", "Key 'coef' is not in struct|Could not override 'kl.coef'"),
-        ("kl.temperature=warm", "could not be converted to Float"),
-        ("kl.add_to_reward=7.5", "is not a valid bool"),
+        ("kl.coef=0.1", ConfigCompositionException, "Key 'coef' is not in struct|Could not override 'kl.coef'"),
+        ("kl.temperature=warm", ConfigCompositionException, "could not be converted to Float"),
+        ("kl.add_to_reward=7.5", ConfigCompositionException, "is not a valid bool"),
+        ("loss.hyper={clip_hihg: 0.3}", InstantiationException, "Did you mean 'clip_high'"),
+        (
+            "loss.hyper={temperature: 0.3}",
+            InstantiationException,
+            r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once",
+        ),
+        ("loss.dtype=float31", InstantiationException, "dtype='float31' is not one of torch's"),
+        ("+coefficient@kl.coeff=adaptive", MissingMandatoryValue, r"Missing mandatory value: .*coeff\.init"),
     ],
 )
-def test_overrides_are_checked(override: str, message: str) -> None:
-    with pytest.raises(ConfigCompositionException) as raised:
-        compose("+transform@kl=retrieve_kl", override)
-    found = f"{raised.value} {raised.value.__cause__}"
-    assert any(part in found for part in message.split("|")), found
+def test_what_is_refused(overrides: str, error: type[Exception], message: str) -> None:
+    def build() -> None:
+        cfg = compose("+loss=policy", "+transform@kl=retrieve_kl", overrides)
+        instantiate(cfg.loss, actor=nn.Linear(1, 1))
+        instantiate(cfg.kl)
 
-
-def test_what_the_constructor_refuses() -> None:
-    for overrides, message in (
-        (["loss.hyper={clip_hihg: 0.3}"], "Did you mean 'clip_high'"),
-        (
-            ["loss.hyper={temperature: 0.3}"],
-            "temperature is an argument of torchrl_llm_kl.losses.PolicyLoss and in hyper",
-        ),
-        (["loss.dtype=float31"], "dtype='float31' is not one of torch's"),
-    ):
-        with pytest.raises(InstantiationException, match=message):
-            instantiate(compose("+loss=policy", *overrides).loss, actor=nn.Linear(1, 1))
-    with pytest.raises(MissingMandatoryValue, match=r"Missing mandatory value: .*coeff\.init"):
-        instantiate(compose("+transform@kl=kl_computation", "+coefficient@kl.coeff=adaptive").kl)
+    with pytest.raises(error) as raised:
+        build()
+    assert re.search(message, f"{raised.value} {raised.value.__cause__}")
 
 
 def test_without_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,18 +261,3 @@ def test_without_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"^config groups need hydra-core: pip install 'torchrl-llm-kl\[hydra\]'\.$"
     with pytest.raises(ImportError, match=message):
         importlib.import_module("torchrl_llm_kl.configs")
-
-
-def test_build_refuses_what_is_given_twice() -> None:
-    message = r"coeff is an argument of torchrl_llm_kl\.KLComputation and in hyper: give it once"
-    with pytest.raises(TypeError, match=message):
-        build(class_="torchrl_llm_kl.KLComputation", coeff=0.1, hyper={"coeff": 0.2})
-    assert isinstance(build(class_="torchrl_llm_kl.KLComputation", hyper={"coeff": 0.2}), KLComputation)
-
-
-def test_keys_of_torchrls_own_node_arrive_as_lists(lab: Lab) -> None:
-    """torchrl's transform takes them as they are, and then finds no entry: the reason for ``build`` as the target here."""
-    transform = instantiate(compose("+transform@kl=kl_reward").kl, ref_model=lab.ref)
-    assert isinstance(transform.log_prob_full_key, ListConfig)
-    ours = instantiate(compose("+transform@kl=llm_kl_reward").kl, ref_model=lab.ref)
-    assert ours.log_prob_full_key == ("log_probs", "full")

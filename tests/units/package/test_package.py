@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import torchrl_llm_kl
+from torchrl_llm_kl import losses
+from torchrl_llm_kl.losses import objectives
 
 
 def test_every_exported_name_exists() -> None:
@@ -63,9 +65,6 @@ def test_a_misspelt_name_has_a_suggestion(package: str, typo: str, name: str) ->
 
 
 def test_the_objectives_are_exported_by_their_package_too() -> None:
-    from torchrl_llm_kl import losses
-    from torchrl_llm_kl.losses import objectives
-
     assert {"ppo", "select_kl_cov", "sppo_hard"} <= set(objectives.__all__) < set(losses.__all__)
     for name in objectives.__all__:
         assert getattr(objectives, name) is getattr(losses, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -41,7 +40,7 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == names(checkpoints)
 
 
-def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_while_writing_or_a_kill_leaves_nothing(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)
 
@@ -52,26 +51,15 @@ def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="disk full"):
         fail()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001"]
-
-
-def test_a_step_is_written_again(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    write(checkpoints, 1)
-    write(checkpoints, 1, text="other")
+    assert names(checkpoints) == [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    write(checkpoints, 1, text="other")  # a step is written again
     assert (tmp_path / "step-000001" / "model" / "a.txt").read_text() == "other 1"
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    write(Checkpoints(tmp_path), 1)
     for left in (".new-000002", ".old-step-000000"):
         (tmp_path / left / "model").mkdir(parents=True)
     assert Checkpoints(tmp_path).latest() is not None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001"]
-
-
-def truncate(folder: Path) -> None:
-    (folder / "model" / "a.txt").write_text("w")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    with pytest.raises(ValueError, match="at least 1"):
+        Checkpoints(tmp_path, keep=0)
 
 
 def flip(folder: Path) -> None:
@@ -79,12 +67,13 @@ def flip(folder: Path) -> None:
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
 
 
-def cut_record(folder: Path) -> None:
-    record = folder / "checkpoint.json"
-    record.write_text(record.read_text()[:20])
+def another_step(folder: Path) -> None:
+    """A whole checkpoint, but of step 1."""
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "step-000001", folder)
 
 
-def replaced(name: str, how: Callable[[Path], None] = lambda path: None) -> Callable[[Path], None]:
+def replaced(name: str, how: Callable[[Path], object] = lambda path: None) -> Callable[[Path], None]:
     def replace(folder: Path) -> None:
         (folder / name).unlink()
         how(folder / name)
@@ -92,14 +81,23 @@ def replaced(name: str, how: Callable[[Path], None] = lambda path: None) -> Call
     return replace
 
 
+def record(content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / "checkpoint.json").write_bytes(content)
+
+
+def signed(**changes: Any) -> Callable[[Path], object]:
+    """A record with the right checksum."""
+    return record(_record_of({"step": 2, "numbers": {}, "files": {}, **changes}))
+
+
 #: What happens to a checkpoint, and what is said. Reading a pipe would block for ever, and a link to zeros never end.
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated": (truncate, r"model/a\.txt has 1 bytes of 9"),
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda folder: (folder / "model" / "a.txt").write_text("w"), r"model/a\.txt has 1 bytes of 9"),
     "a bit flipped": (flip, r"b\.txt has another content"),
     "removed": (replaced("b.txt"), r"b\.txt is missing"),
-    "a cut record": (cut_record, r"checkpoint\.json"),
     "no record": (replaced("checkpoint.json"), r"checkpoint\.json"),
-    "a file in its place": (lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")), ""),  # type: ignore[dict-item]
+    "a file in its place": (lambda folder: (shutil.rmtree(folder), folder.write_text("no folder")), ""),
+    "of another step": (another_step, r"checkpoint\.json: it is of step 1"),
     **{
         f"{kind} for {name}": (replaced(name, how), re.escape(name))
         for name in ("checkpoint.json", "b.txt")
@@ -109,19 +107,46 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
             "a link": lambda path: path.symlink_to("/dev/zero"),
         }.items()
     },
+    "an empty record": (record(b""), "Expecting value"),
+    "no text": (record(b"\xff\x00\xfe"), "can't decode"),
+    "zeros": (record(bytes(400)), "Expecting value"),
+    "deep lists": (record(b"[" * 100_000), "recursion"),
+    "deep objects": (record(b'{"step":' * 100_000), "recursion"),
+    "a list": (record(b"[1]"), "no checksum"),
+    "a number": (record(b"3"), "no checksum"),
+    "a long number": (record(b'{"step": ' + b"9" * 5000 + b"}"), "limit"),
+    "an infinite step": (record(b'{"step": 1e999, "numbers": {}, "files": {}, "checksum": 1}'), "another content"),
+    "an earlier version's": (record(b'{"step": 2, "numbers": {}, "files": {}}'), "of an earlier version"),
+    "more after it": (record(_record_of({"step": 2, "numbers": {}, "files": {}}) + b"\n"), "another content"),
+    "a cut record": (record(_record_of({"step": 2, "numbers": {}, "files": {}})[:20]), r"checkpoint\.json"),
+    "a step of text": (signed(step="2"), "expected a step"),
+    "a fraction": (signed(step=2.5), "expected a step"),
+    "a negative step": (signed(step=-2), "expected a step"),
+    "true": (signed(step=True), "expected a step"),
+    "numbers in a list": (signed(numbers=[[1, 2]]), "expected a step"),
+    "no files": (record(_record_of({"step": 2, "numbers": {}})), "expected a step"),
+    "files in a list": (signed(files=["b.txt"]), "expected a step"),
+    "a file without a checksum": (signed(files={"b.txt": 5}), "a size and a checksum"),
+    "a size of text": (signed(files={"b.txt": ["5", 1]}), "a size and a checksum"),
+    "a name of no file": (signed(files={"\0": [5, 1]}), "missing"),
+    "a long name": (signed(files={"b" * 5000: [5, 1]}), "too long"),
 }
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_whatever_is_wrong_the_one_before_is_taken(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 1)
     write(checkpoints, 2)
     damage(tmp_path / "step-000002")
-    with pytest.warns(CheckpointWarning, match=f"step-000002 is damaged .{message}"):
+    with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*taking the one before"):
         found = checkpoints.latest()
     assert found is not None
-    assert found.step == 1
+    assert (found.step, found.numbers) == (1, {"at": 1})
+    with pytest.warns(CheckpointWarning, match="step-000002 is damaged"):
+        assert checkpoints.at(2) is None
 
 
 def test_no_flipped_bit_of_a_record_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,51 +167,3 @@ def test_no_flipped_bit_of_a_record_is_believed(tmp_path: Path, monkeypatch: pyt
     assert not believed, f"{len(believed)} of {8 * len(data)}"
     monkeypatch.setattr(Path, "read_bytes", lambda self: data)
     assert isinstance(checkpoints.read(path), Checkpoint)
-
-
-WHOLE: dict[str, Any] = {"step": 2, "numbers": {}, "files": {}}
-
-#: What may be in the place of a record, and what is said of it; those of `_record_of` have the right checksum.
-RECORDS = {
-    "empty": (b"", "Expecting value"),
-    "no text": (b"\xff\x00\xfe", "can't decode"),
-    "zeros": (bytes(400), "Expecting value"),
-    "deep lists": (b"[" * 100_000, "recursion"),
-    "deep objects": (b'{"step":' * 100_000, "recursion"),
-    "a list": (b"[1]", "no checksum"),
-    "a number": (b"3", "no checksum"),
-    "a long number": (b'{"step": ' + b"9" * 5000 + b"}", "limit"),
-    "an infinite step": (b'{"step": 1e999, "numbers": {}, "files": {}, "checksum": 1}', "another content"),
-    "an earlier version's": (json.dumps(WHOLE).encode(), "of an earlier version"),
-    "more after it": (_record_of(WHOLE) + b"\n", "another content"),
-    "a step of text": (_record_of({**WHOLE, "step": "2"}), "expected a step"),
-    "a fraction": (_record_of({**WHOLE, "step": 2.5}), "expected a step"),
-    "a negative step": (_record_of({**WHOLE, "step": -2}), "expected a step"),
-    "true": (_record_of({**WHOLE, "step": True}), "expected a step"),
-    "numbers in a list": (_record_of({**WHOLE, "numbers": [[1, 2]]}), "expected a step"),
-    "no files": (_record_of({"step": 2, "numbers": {}}), "expected a step"),
-    "files in a list": (_record_of({**WHOLE, "files": ["b.txt"]}), "expected a step"),
-    "a file without a checksum": (_record_of({**WHOLE, "files": {"b.txt": 5}}), "a size and a checksum"),
-    "a size of text": (_record_of({**WHOLE, "files": {"b.txt": ["5", 1]}}), "a size and a checksum"),
-    "a name of no file": (_record_of({**WHOLE, "files": {"\0": [5, 1]}}), "missing"),
-    "a long name": (_record_of({**WHOLE, "files": {"b" * 5000: [5, 1]}}), "too long"),
-}
-
-
-@pytest.mark.parametrize(("record", "message"), RECORDS.values(), ids=RECORDS)
-def test_whatever_is_wrong_the_one_before_is_taken(tmp_path: Path, record: bytes, message: str) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    write(checkpoints, 1)
-    write(checkpoints, 2)
-    (tmp_path / "step-000002" / "checkpoint.json").write_bytes(record)
-    with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*taking the one before"):
-        found = checkpoints.latest()
-    assert found is not None
-    assert (found.step, found.numbers) == (1, {"at": 1})
-    with pytest.warns(CheckpointWarning, match="step-000002 is damaged"):
-        assert checkpoints.at(2) is None
-
-
-def test_at_least_one_is_kept(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Checkpoints(tmp_path, keep=0)
