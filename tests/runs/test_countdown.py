@@ -80,39 +80,21 @@ def words(output: str) -> str:
     return " ".join(output.replace("│", " ").split())
 
 
-# ------------------------------------------------------------------ the task
-
-
-def test_answers_that_solve_a_problem():
-    """Its own; neither a wrong one nor one without its tags."""
+def test_the_task(tokenizer) -> None:
+    """Which answers solve a problem, their rewards by hand, problems without a twin on the other side, and their tokens."""
     for problem in PROBLEMS:
         assert problem.is_solved_by(problem.answer(problem.operation)), problem
-    for answer in ("<answer>3*5</answer>", "<answer>4+4</answer>", "3+5"):
+    for answer in ("<answer>3*5</answer>", "<answer>4+4</answer>", "3+5"):  # wrong, or without its tags
         assert not Problem((3, 5), 8, "+").is_solved_by(answer)
-
-
-def test_the_rewards_by_hand() -> None:
     metadata = {"numbers": [3, 5], "target": 15}
     for answer, value in (("<answer>3*5</answer>", 1.0), ("<answer>3+5</answer>", 0.1), ("3*5", 0.0)):
         assert reward("", answer, metadata) == value
         assert solved("", answer, metadata) == (value == 1.0)
-
-
-def test_no_held_out_problem_has_a_twin_in_training():
     train, held_out = split_problems(all_problems(20), 200)
     assert len(held_out) == len(set(held_out)) == 200
-
-    def key(problem):
-        return frozenset(problem.numbers), problem.target
-
-    assert not {key(p) for p in train} & {key(p) for p in held_out}
+    keys, others = ({(frozenset(p.numbers), p.target) for p in side} for side in (train, held_out))
+    assert not keys & others
     assert len(train) + len(held_out) == len(all_problems(20))
-
-
-# ------------------------------------------------------------------ tokens
-
-
-def test_digits_are_single_tokens_and_prompts_are_short(tokenizer):
     problem = Problem((3, 5), 15, "*")
     assert tokenizer.tokenize("<answer>3*5</answer>") == ["<answer>", "3", "*", "5", "</answer>"]
     assert len(tokenizer(render_prompt(problem, tokenizer))["input_ids"]) < 24
@@ -136,9 +118,6 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
         tokens = row["tokens", "prompt"]
         want = tokenizer(render_prompt(by_query[row["query"]], tokenizer))["input_ids"]
         assert tokens[tokens != tokenizer.pad_token_id].tolist() == want
-
-
-# ------------------------------------------------------------------ the training step
 
 
 def make_parts(model, reference):
@@ -180,29 +159,19 @@ def log_probs(model, batch):
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1), mask
 
 
-def test_batch_is_grouped_and_its_log_probs_are_the_models_own(batch, model):
+def test_log_probs_of_a_batch_and_the_gradient_of_its_loss_by_hand(batch, model, parts):
+    """The policy gradient: with one update per batch the ratio is 1, and clipping plays no part."""
     for start in range(0, 16, 4):
         assert len(set(batch[start : start + 4]["query"])) == 1
-    want, mask = log_probs(model, batch)
-    assert mask.any(-1).all()
-    assert_close(batch["next", "log_probs", "full"][:, 1:], torch.where(mask, want, 0.0), atol=1e-4, rtol=0)
-
-
-def test_gradient_of_the_loss_is_the_policy_gradient_by_hand(batch, model, parts):
-    """With one update per batch the ratio is 1, and clipping plays no part."""
-    answers = countdown_grpo.loss_entries(batch)
-    parts.loss(answers)["loss_objective"].backward()
-    got = torch.cat([p.grad.flatten() for p in model.parameters()])
-    model.zero_grad()
-
     log_prob, mask = log_probs(model, batch)
+    assert mask.any(-1).all()
+    assert_close(batch["next", "log_probs", "full"][:, 1:], torch.where(mask, log_prob, 0.0), atol=1e-4, rtol=0)
     (-(log_prob * batch["advantage"])[mask].mean()).backward()
     want = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert want.norm() > 0
-    assert_close(got, want, atol=1e-5, rtol=1e-3)
-
-
-# ------------------------------------------------------------------ the whole run
+    model.zero_grad()
+    parts.loss(countdown_grpo.loss_entries(batch))["loss_objective"].backward()
+    assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), want, atol=1e-5, rtol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +200,10 @@ def test_a_run_writes_consistent_metrics_and_a_picture(tiny_run):
 
 
 def test_a_saved_checkpoint_goes_through_the_same_loop(tiny_run, tmp_path):
+    """And its tokenizer splits text as before."""
     folder, _ = tiny_run
     run("--model", str(folder / "model"), *TINY, "--out", str(tmp_path))
     assert len(rows_of(tmp_path)) == 2
-
-
-def test_a_saved_tokenizer_splits_text_as_before(tiny_run):
-    folder, _ = tiny_run
     problems = all_problems()
     before, (_, after) = build_tokenizer(problems), countdown_grpo.open_policy(str(folder / "model"))
     prompt = render_prompt(problems[0], before)
@@ -265,26 +231,10 @@ def test_bad_options_say_what_is_wrong(arguments, message, tmp_path):
     assert message in words(result.output)
 
 
-def test_smoothing_and_the_metrics_file(tmp_path):
-    assert smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
-    metrics = MetricsFile(tmp_path / "a" / "metrics.jsonl")
-    metrics.append({"step": 0, "kl": random.Random(0).random()})
-    assert json.loads(metrics.path.read_text()) == metrics.rows[0]
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that a run draws."""
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    return figures
-
-
 def texts(figure) -> str:
-    found = [
-        text for axis in figure.axes for text in (axis.title, axis.yaxis.label, *axis.get_legend_handles_labels()[1])
-    ]
-    return " ".join(text if isinstance(text, str) else text.get_text() for text in found)
+    found = [text for axis in figure.axes for text in (axis.title, axis.yaxis.label)]
+    labels = [label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]]
+    return " ".join([*(text.get_text() for text in found), *labels])
 
 
 #: One of each kind: groups with a penalty and without, a critic, experts, a teacher. The others take as long.
@@ -294,8 +244,10 @@ KINDS = ("grpo", "dapo", "ppo", "mix", "on_policy_distill")
 @pytest.mark.parametrize(
     "algorithm", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ON_POLICY]
 )
-def test_every_on_policy_algorithm_runs(tmp_path, monkeypatch, drawn, algorithm):
+def test_every_on_policy_algorithm_runs(tmp_path, monkeypatch, algorithm):
     """Only a run with a penalty speaks of one."""
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
     monkeypatch.setattr(countdown_grpo, "TEACHER_STEPS", 5)
     sizes = ("--steps", "2", "--warmup-steps", "25", "--num-prompts", "2", "--group-size", "4")
     output = run("--algorithm", algorithm, *sizes, "--out", str(tmp_path))
@@ -309,8 +261,7 @@ def test_every_on_policy_algorithm_runs(tmp_path, monkeypatch, drawn, algorithm)
     penalised = algorithm == "grpo"
     for word in ("target", "coefficient", "adaptive KL penalty"):
         assert (word in texts(figure)) == penalised, word
-    for word in ("target", "coefficient"):
-        assert (word in output) == penalised, word
+        assert word.startswith("adaptive") or (word in output) == penalised, word
     assert len(figure.axes) == (3 if penalised else 2)
     assert "KL (nats per answer)" in texts(figure)
     assert "KL to the reference" in output
@@ -334,9 +285,8 @@ def test_earlier_runs_are_moved_aside(tiny_run):
     (out / "notes.txt").write_text("mine")
     arguments = ("--steps", "1", *TINY[2:], "--out", str(out))
     for number in (1, 2):
-        assert f"{out} holds an earlier run: moved it to {out / f'earlier-{number}'}" in run(*arguments).replace(
-            "\n", ""
-        )
+        said = run(*arguments).replace("\n", "")
+        assert f"{out} holds an earlier run: moved it to {out / f'earlier-{number}'}" in said
     assert [(out / "earlier-1" / name).read_bytes() for name in ("metrics.jsonl", "curves.png")] == before
     assert [len(rows_of(out / at)) for at in (".", "earlier-2")] == [1, 1]
     assert (out / "notes.txt").read_text() == "mine"
@@ -345,7 +295,11 @@ def test_earlier_runs_are_moved_aside(tiny_run):
     assert "exists already, and saving would overwrite it" in words(result.output)
 
 
-def test_lines_come_at_once_where_there_is_no_terminal(capsys, monkeypatch):
+def test_lines_come_at_once_where_there_is_no_terminal(capsys, monkeypatch, tmp_path):
+    metrics = MetricsFile(tmp_path / "a" / "metrics.jsonl")
+    metrics.append({"step": 0, "kl": random.Random(0).random()})
+    assert json.loads(metrics.path.read_text()) == metrics.rows[0]
+    assert smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
     clock = [0.0]
     monkeypatch.setattr("torchrl_llm_kl.training._report.time.perf_counter", lambda: clock[0])
     with progress("warm-up", 6) as advance:

@@ -22,20 +22,10 @@ from typer.testing import CliRunner  # noqa: E402
 
 TUTORIALS = PROJECT / "tutorials"
 import gsm8k_text  # noqa: E402
+from gsm8k import task  # noqa: E402
 from gsm8k.measure import equal_writers, is_right, mean_with_error, pair_figures, run_command  # noqa: E402
 from gsm8k.report import mean_of, summary  # noqa: E402
-from gsm8k.task import (  # noqa: E402
-    FILE,
-    FOLDER,
-    WRITERS,
-    Question,
-    guess_by_length,
-    guess_by_writer,
-    pairs,
-    read_questions,
-    solutions,
-    split,
-)
+from gsm8k.task import FILE, FOLDER, WRITERS, Question, guess_by_writer, pairs, read_questions  # noqa: E402
 
 
 def question(number: int, right: str) -> Question:
@@ -53,22 +43,19 @@ def row(of: int, chosen_by: str, rejected_by: str, chosen: str = "a", rejected: 
     return {"chosen": said[0], "rejected": said[1], "question": of, "chosen_by": chosen_by, "rejected_by": rejected_by}
 
 
-# ------------------------------------------------------------------ questions, folds and pairs
-
-
 def test_no_question_is_on_both_sides() -> None:
     questions = [question(i, "1010") for i in range(41)]
     held = {}
     for seed in (0, 1, 2, 100):
-        training, held_out = split(questions, seed)
+        training, held_out = task.split(questions, seed)
         held[seed] = {q.text for q in held_out}
         assert not held[seed] & {q.text for q in training}
         assert len(training) + len(held_out) == 41
         assert len(held_out) in (10, 11)
     assert set().union(*held.values()) == {q.text for q in questions}  # so that the four are disjoint
     assert sum(map(len, held.values())) == 41
-    assert split(questions, 3)[1] == split(questions, 0)[1]
-    assert split(questions, 101)[1] == split(questions, 100)[1]
+    assert task.split(questions, 3)[1] == task.split(questions, 0)[1]
+    assert task.split(questions, 101)[1] == task.split(questions, 100)[1]
 
 
 def test_pairs_are_each_right_answer_against_each_wrong_one() -> None:
@@ -82,7 +69,7 @@ def test_pairs_are_each_right_answer_against_each_wrong_one() -> None:
     assert rows[0]["prompt"] == [{"role": "user", "content": "What is 7 plus 14?"}]
     assert rows[0]["chosen"][0]["content"].endswith("A: 21")
     assert rows[0]["rejected"][0]["content"].endswith("A: 22")
-    (solution,) = solutions([question(7, "0110")])
+    (solution,) = task.solutions([question(7, "0110")])
     assert [m["role"] for m in solution["messages"]] == ["user", "assistant"]
     assert solution["messages"][1]["content"] == "7 + 14 = 21\nA: 21"
 
@@ -97,21 +84,15 @@ def test_the_real_questions() -> None:
     assert [right for _, right in questions[0].answers.values()] == [False, False, False, True]
 
 
-# ------------------------------------------------------------------ guesses and figures, by hand
-
-
 def test_guesses_know_only_what_training_shows() -> None:
     train = [row(0, "a", "b", "long one", "short"), row(1, "a", "b", "longer", "short"), row(2, "b", "a", "no", "yes")]
     held_out = [row(0, "a", "b", "xx", "x"), row(1, "b", "a", "x", "xxx"), row(2, "c", "a", "x", "x")]
-    assert guess_by_length(train, held_out) == [1, -2, 0]  # longer is right more often in training
-    assert guess_by_length(train[2:], held_out) == [-1, 2, 0]
+    assert task.guess_by_length(train, held_out) == [1, -2, 0]  # longer is right more often in training
+    assert task.guess_by_length(train[2:], held_out) == [-1, 2, 0]
     assert guess_by_writer(train, held_out) == [1, -1, 0]  # a won twice against b, and lost once
     assert is_right([2.0, -1.0, 0.0]).tolist() == [1.0, 0.0, 0.5]
-
-
-def test_at_equal_writers_the_writer_tells_nothing() -> None:
     held_out = [row(i, "a", "b") for i in range(3)] + [row(3, "b", "a"), row(4, "a", "c")]
-    weights = equal_writers(held_out)
+    weights = equal_writers(held_out)  # at equal writers, the writer tells nothing
     assert weights.tolist() == pytest.approx([1 / 3] * 3 + [1.0, 0.0])
     right = is_right(guess_by_writer([row(0, "a", "b")], held_out))
     assert right.tolist() == [1, 1, 1, 0, 0.5]
@@ -127,6 +108,8 @@ def test_errors_count_questions_and_not_pairs() -> None:
     assert (mean, error) == pytest.approx((0.5, math.sqrt(2 * 3 / 2) / 6))
     weighted, _ = mean_with_error(values, torch.arange(6), torch.tensor([3.0, 0, 0, 0, 0, 1.0], dtype=torch.float64))
     assert weighted == 0.75
+    results = [{"x": 0.5, "x_error": 0.03}, {"x": 0.7, "x_error": 0.04}]  # of seeds
+    assert mean_of(results, "x") == pytest.approx((0.6, 0.025))
 
 
 def test_figures_of_pairs() -> None:
@@ -145,14 +128,6 @@ def test_figures_of_pairs() -> None:
     assert found["by_length"] == pytest.approx(2 / 3)
     assert found["by_writer"] == pytest.approx((1 + 0.5 + 0) / 3)
     assert (found["pairs"], found["questions"]) == (3, 2)
-
-
-def test_the_summary_averages_seeds() -> None:
-    results = [{"x": 0.5, "x_error": 0.03}, {"x": 0.7, "x_error": 0.04}]
-    assert mean_of(results, "x") == pytest.approx((0.6, 0.025))
-
-
-# ------------------------------------------------------------------ a run
 
 
 def words_for(data: Path, out: Path, *, jobs: int) -> list[str]:
@@ -258,7 +233,7 @@ def test_a_second_run_keeps_the_first(finished: tuple[Path, str], monkeypatch: p
     assert (out / "earlier-1" / "seed-0" / "dpo").is_dir()
 
 
-def test_wrong_options(tmp_path: Path) -> None:
+def test_wrong_options_and_a_command_that_fails(tmp_path: Path) -> None:
     for words, expected in (
         (["--beta", "0"], "0 is not greater than 0"),
         (["--dpo-lr", "-1"], "-1 is not greater than 0"),
@@ -270,8 +245,5 @@ def test_wrong_options(tmp_path: Path) -> None:
         assert expected in " ".join(result.output.split())
     with pytest.raises(FileNotFoundError, match=FILE):
         read_questions(tmp_path)
-
-
-def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"score .* ended with 2: torchrl-llm-kl: the folder .* holds no model"):
         run_command("score", tmp_path, tmp_path / "nothing.jsonl")
