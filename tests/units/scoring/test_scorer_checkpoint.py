@@ -29,14 +29,12 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(hidden)
+        ctx.run, ctx.hidden = run, hidden
         return run(hidden)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
-        (hidden,) = ctx.saved_tensors
-        hidden = hidden.detach().requires_grad_()
+        hidden = ctx.hidden.detach().requires_grad_()
         with torch.enable_grad():
             ctx.run(hidden).backward(gradient)
         return None, hidden.grad
@@ -168,12 +166,9 @@ def test_two_forwards_before_their_backwards() -> None:
     scorer = LogProbScorer(model, tokens_per_batch=16)
     first, second = (scorer.score(Ragged.from_list(rows), grad=True).values for rows in (ROWS[:4], ROWS[4:]))
     scorer.score(Ragged.from_list(ROWS[2:5]))
-    cut = len(first)
-    (first * WEIGHTS[:cut]).sum().backward(retain_graph=True)
-    (second * WEIGHTS[cut:]).sum().backward()
-    assert_gradients(model, plain_gradients())
-    once = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    (first * WEIGHTS[:cut]).sum().backward()
-    (scorer.score(Ragged.from_list(ROWS[4:]), grad=True).values * WEIGHTS[cut:]).sum().backward()
-    assert_gradients(model, once)
+    totals = (first * WEIGHTS[: len(first)]).sum(), (second * WEIGHTS[len(first) :]).sum()
+    for keep in (True, False):
+        model.zero_grad()
+        for total in totals:
+            total.backward(retain_graph=keep)
+        assert_gradients(model, plain_gradients())

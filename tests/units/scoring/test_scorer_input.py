@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from closeness import assert_near
 from scoring_reference import plain_log_probs, random_sequences
@@ -25,7 +25,7 @@ from torchrl_llm_kl.scoring import (
     prepare_reference,
 )
 from torchrl_llm_kl.service.client import _remote
-from toy_models import BACKWARD, FORWARD, tiny_model
+from toy_models import FORWARD, tiny_model
 
 ROWS = [[3, 5, 7, 9], [], [5], [3, 5, 8]]
 TOKENS = Ragged.from_list([torch.tensor(row, dtype=torch.long) for row in ROWS])
@@ -73,27 +73,14 @@ def test_every_form(scorer, want, form):
     else:
         restored, real = got.restore(), attention.bool()
         assert restored.shape == ids.shape
-        assert bool((restored[~real] == 0).all())
+        assert not restored[~real].any()
         assert_near(restored[real], want, **FORWARD)
-
-
-def test_a_nested_tensor(scorer, want):
-    rows = [torch.tensor(row) for row in ROWS if len(row) > 1]
-    got = scorer.score(torch.nested.as_nested_tensor(rows, layout=torch.jagged))
-    assert_near(got.values, want[[0, 1, 2, 3, 5, 6, 7]], **FORWARD)
-    assert got.restore().is_nested
 
 
 # Tokens 2 and 3 of the first row, 1 of the last.
 MASK_ROWS = [[False, False, True, True], [], [False], [False, True, False]]
-
-
 FLAT = torch.tensor([0, 0, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
-
-
-LEFT_MASK = torch.zeros(4, 4, dtype=torch.bool).index_put(
-    (torch.tensor([0, 0, 3]), torch.tensor([2, 3, 2])), torch.tensor(True)
-)
+LEFT_MASK = torch.zeros(4, 4, dtype=torch.bool).masked_scatter(LEFT_REAL > 0, FLAT)
 
 
 @pytest.mark.parametrize(
@@ -117,23 +104,17 @@ def test_every_form_of_the_mask(scorer, want, ids, attention, mask):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_mask(scorer, want, layout):
     """With ids of every form."""
-    rows, marks = ([torch.tensor(row) for row in x if len(row) > 0] for x in (ROWS, MASK_ROWS))
-    mask = torch.nested.as_nested_tensor(marks, layout=layout)
-    for ids in (rows, Ragged.from_list(rows), torch.nested.as_nested_tensor(rows, layout=layout)):
-        got = scorer.score(ids, mask)
-        assert_near(got.values, torch.where(FLAT, want, 0), **FORWARD)
     some = [0, 2, 3]
-    got = scorer.score(LEFT[some], mask, attention_mask=LEFT_REAL[some])
-    assert_near(got.values, torch.where(FLAT, want, 0), **FORWARD)
+    rows, marks = ([torch.tensor(x[i]) for i in some] for x in (ROWS, MASK_ROWS))
+    mask = torch.nested.as_nested_tensor(marks, layout=layout)
+    nested = torch.nested.as_nested_tensor(rows, layout=layout)
+    got = [scorer.score(ids, mask) for ids in (rows, Ragged.from_list(rows), nested)]
+    got.append(scorer.score(LEFT[some], mask, attention_mask=LEFT_REAL[some]))
+    for each in got:
+        assert_near(each.values, torch.where(FLAT, want, 0), **FORWARD)
+    assert got[2].restore().is_nested
     with pytest.raises(ValueError, match=r"one bool for each token, rows of \[4, 1, 3\], got rows of \[4, 1\]"):
         scorer.score(rows, torch.nested.as_nested_tensor(marks[:2], layout=layout))
-
-
-def test_gradients_of_padded_ids(model, scorer):
-    weight = model.lm_head.weight
-    got = scorer.score(LEFT, attention_mask=LEFT_REAL, grad=True).values.sum()
-    found, expected = (torch.autograd.grad(x, weight)[0] for x in (got, plain_log_probs(model, TOKENS).sum()))
-    assert_near(found, expected, **BACKWARD)
 
 
 @pytest.mark.parametrize(
@@ -179,27 +160,19 @@ def test_a_served_model_takes_every_form(monkeypatch):
 # ------------------------------------------------------------------ settings
 
 
-@pytest.mark.parametrize("model", [None, lambda ids: ids])
-def test_not_a_model(model):
-    with pytest.raises(TypeError, match=f"or another torch module that returns logits, got {type(model).__name__}"):
-        LogProbScorer(model)
+NAME = "Qwen/Qwen2-0.5B"
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (LogProbScorer, "model must be a model,"),
-        (fingerprint_of, "model must be a model,"),
-        (prepare_reference, "model must be a model,"),
+        *((make, "model must be a model,") for make in (LogProbScorer, fingerprint_of, prepare_reference)),
         (lambda name: RememberedModel(name, "unused"), "model must be a model,"),
         (lambda name: ReferenceUpdater(tiny_model(), name, decay=0.9), "policy must be a model,"),
         (PolicyLoss, "actor must be a model,"),
         (lambda name: make_algorithm("grpo", name, reference=tiny_model()), "actor must be a model,"),
         (lambda name: make_algorithm("grpo", name), "actor must be a model,"),
-        (
-            lambda name: make_algorithm("grpo", tiny_model(), reference=name),
-            "reference must be a model or 'base' or 'data',",
-        ),
+        (lambda x: make_algorithm("grpo", tiny_model(), reference=x), "reference must be a model or 'base' or 'data',"),
         (RetrieveLogProb, "model must be a model or 'from_collector',"),
         (lambda name: RetrieveLogProb(tiny_model(), reference=name), "reference must be a model,"),
         (lambda name: RetrieveKL(name, tiny_model()), "gen_model must be a model or 'from_collector',"),
@@ -210,26 +183,32 @@ def test_not_a_model(model):
 def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((TypeError, ValueError)) as error:
-        make("Qwen/Qwen2-0.5B")
+        make(NAME)
     message = str(error.value)
     assert message.startswith(expected)
-    assert message.endswith("load it first, AutoModelForCausalLM.from_pretrained('Qwen/Qwen2-0.5B').")
+    assert message.endswith(f"load it first, AutoModelForCausalLM.from_pretrained('{NAME}').")
+    if make is LogProbScorer:
+        for model in (None, lambda ids: ids):
+            found = type(model).__name__
+            with pytest.raises(TypeError, match=f"or another torch module that returns logits, got {found}"):
+                LogProbScorer(model)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("temperature", 0.0, ValueError, "temperature must be a positive number, got 0.0"),
-        ("temperature", -1.0, ValueError, "temperature must be a positive number, got -1.0"),
-        ("temperature", float("nan"), ValueError, "temperature must be a positive number, got nan"),
-        ("temperature", float("inf"), ValueError, "temperature must be a positive number, got inf"),
+        *(
+            ("temperature", value, ValueError, f"temperature must be a positive number, got {value}")
+            for value in (0.0, -1.0, math.nan, math.inf)
+        ),
         ("temperature", "1", ValueError, "temperature must be a number"),
         ("sampling", 0.7, TypeError, "sampling must be a Sampling"),
         ("tokens_per_batch", 0, ValueError, "tokens_per_batch must be at least 1, got 0"),
         ("head_chunk", 0, ValueError, "head_chunk must be at least 1, got 0"),
-        ("dtype", torch.int8, ValueError, "dtype must be a floating-point type such as torch.bfloat16, got torch.int8"),
-        ("dtype", torch.bool, ValueError, "dtype must be a floating-point type such as torch.bfloat16, got torch.bool"),
-        ("dtype", "bfloat16", ValueError, "dtype must be a floating-point type such as torch.bfloat16, got bfloat16"),
+        *(
+            ("dtype", value, ValueError, f"must be a floating-point type such as torch.bfloat16, got {value}")
+            for value in (torch.int8, torch.bool, "bfloat16")
+        ),
         ("adapters", 3, TypeError, "adapters must be True, False or a name, got 3"),
         ("adapters", False, ValueError, "has no PEFT adapters to switch off"),
         ("memory", -1, ValueError, "memory must be at least 0, got -1"),
@@ -266,8 +245,7 @@ def test_settings_set_later_are_followed_and_others_fixed():
 
 @pytest.mark.parametrize(("token", "share_prefixes"), [(0, True), (7, False)])
 def test_a_token_that_stands_for_an_image_is_refused(token, share_prefixes, tmp_path):
-    model = tiny_model()
-    rows = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, token, 9])])
+    model, rows = tiny_model(), [[3, 4, 5], [8, token, 9]]
     model.config.image_token_id = None
     scorer = LogProbScorer(model, share_prefixes=share_prefixes)
     scorer.score(rows)  # text, as far as the configuration tells
@@ -277,8 +255,7 @@ def test_a_token_that_stands_for_an_image_is_refused(token, share_prefixes, tmp_
     for ask in (scorer.score, lambda rows: scorer.score(rows, grad=True), remembered.score):
         with pytest.raises(ValueError, match=message):
             ask(rows)
-    text = Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 2, 9])])
-    assert_near(scorer.score(text).values, plain_log_probs(model, text).detach(), **FORWARD)
+    assert scorer.score([[3, 4, 5], [8, 2, 9]]).values.isfinite().all()
 
 
 IMAGE, VIDEO, AUDIO = "image_token_id", "video_token_id", "audio_token_id"
@@ -303,31 +280,34 @@ def test_families_with_tokens_that_stand_for_what_is_not_text(make, expected):
     assert placeholders(SimpleNamespace(config=make())) == expected
 
 
+NONE = torch.zeros(0, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
-    ("mask", "error", "message"),
+    ("tokens", "mask", "error", "message"),
     [
-        (torch.ones(5), TypeError, "mask must be boolean, got torch.float32: pass mask.bool()."),
-        (torch.zeros(4, dtype=torch.bool), ValueError, "one entry for each token, (5,), got (4,)"),
-        (torch.zeros(1, 5, dtype=torch.bool), ValueError, "one entry for each token, (5,), got (1, 5)"),
-        (torch.arange(5) == 3, ValueError, "mask selects the first token of sequence 2: it has no prefix"),
-        (torch.arange(5) == 3, ValueError, "Set the mask to False"),
+        (random_sequences(3, 0, 2), torch.ones(5), TypeError, "boolean, got torch.float32: pass mask.bool()."),
+        *(
+            (random_sequences(3, 0, 2), torch.zeros(shape).bool(), ValueError, f"for each token, (5,), got {shape}")
+            for shape in ((4,), (1, 5))
+        ),
+        (
+            random_sequences(3, 0, 2),
+            torch.arange(5) == 3,
+            ValueError,
+            "the first token of sequence 2: it has no prefix",
+        ),
+        (random_sequences(3, 0, 2), torch.arange(5) == 3, ValueError, "Set the mask to False"),
+        *(
+            (Ragged.from_list([values]), None, ValueError, "token ids must be a flat integer tensor")
+            for values in (torch.rand(4), torch.ones(4).bool(), torch.ones(4, 2).long())
+        ),
+        (Ragged(NONE, NONE, Rows(NONE, torch.Size([0]))), None, ValueError, "at least one sequence, got a batch of 0"),
     ],
 )
-def test_mask_form(scorer, mask, error, message):
+def test_form_of_tokens_and_mask(scorer, tokens, mask, error, message):
     with pytest.raises(error, match=re.escape(message)):
-        scorer.score(random_sequences(3, 0, 2), mask)
-
-
-@pytest.mark.parametrize("values", [torch.rand(4), torch.ones(4, dtype=torch.bool), torch.ones(4, 2, dtype=torch.long)])
-def test_token_ids_form(scorer, values):
-    with pytest.raises(ValueError, match="token ids must be a flat integer tensor"):
-        scorer.score(Ragged.from_list([values]))
-
-
-def test_no_sequences(scorer):
-    none = torch.zeros(0, dtype=torch.long)
-    with pytest.raises(ValueError, match="expected at least one sequence, got a batch of 0"):
-        scorer.score(Ragged(none, none, Rows(none, torch.Size([0]))))
+        scorer.score(tokens, mask)
 
 
 @pytest.mark.parametrize(("bad_id", "family"), [(97, "qwen2"), (-100, "qwen2"), (2**40, "gpt2")])
@@ -346,20 +326,3 @@ def test_longer_than_the_models_positions(family):
         scorer.score(random_sequences(3, 17))
     mask = torch.arange(43) == 42  # a long sequence that is not scored
     assert scorer.score(random_sequences(40, 3), mask).values[42] < 0
-
-
-def test_a_forbidden_token_raises_only_if_it_is_scored():
-    model, sequences = tiny_model(), Ragged.from_list([torch.tensor([3, 4, 5]), torch.tensor([8, 9, 50, 7])])
-    model.lm_head = nn.Linear(32, 97)
-    model.lm_head.bias.data.zero_()[50] = float("-inf")
-    scorer = LogProbScorer(model)
-    message = r"log-prob is -inf at sequence 1, position 2 \(token 50\): expected a finite number\. Mask the token"
-    with pytest.raises(ValueError, match=message):
-        scorer.score(sequences)
-    got = scorer.score(sequences, torch.tensor([0, 1, 1, 0, 1, 0, 1]).bool()).values
-    assert got.isfinite().all()
-    assert got[5] == 0
-    model = tiny_model()
-    model.get_input_embeddings().weight.data[50] = float("nan")
-    with pytest.raises(ValueError, match=r"log-prob is nan at sequence 1, position \d"):
-        LogProbScorer(model, probe=False).score(sequences, grad=True)

@@ -65,9 +65,9 @@ def spelled(tree, sequences, node):
     return out
 
 
-def has_children(tree):
-    """Whether a node is the parent of another; ``[M]``."""
-    return torch.isin(torch.arange(tree.num_nodes), tree.parent)
+def parents(tree):
+    """The nodes that others follow."""
+    return sorted({node for node in tree.parent.tolist() if node >= 0})
 
 
 def num_levels(tree):
@@ -82,21 +82,14 @@ def arrays(instance):
 # ---------------------------------------------------------------------- by hand
 
 
-PROMPT_A, PROMPT_B = [10, 11, 12, 13], [20, 21]
-
-
-ANSWERS = [
-    [*PROMPT_A, 1, 2],  # 0
-    [*PROMPT_B, 1],  # 1
-    [*PROMPT_A, 3],  # 2
-    [*PROMPT_B, 4, 5, 6],  # 3
-    [*PROMPT_A, 1, 7, 8],  # 4: begins as 0 does
-    [*PROMPT_B, 9],  # 5
-]
+A, B = [10, 11, 12, 13], [20, 21]
+ANSWERS = [[*A, 1, 2], [*B, 1], [*A, 3], [*B, 4, 5, 6], [*A, 1, 7, 8], [*B, 9]]  # the fifth begins as the first does
 
 
 def test_three_answers_to_each_of_two_prompts():
-    assert arrays(build(ANSWERS)) == {
+    tree = build(ANSWERS)
+    assert {(x.dtype, x.device.type) for x in (getattr(tree, f.name) for f in fields(tree))} == {(torch.long, "cpu")}
+    assert arrays(tree) == {
         #          A   B  0+4  1  2  3  5  0  4
         "parent": [-1, -1, 0, 1, 0, 1, 1, 2, 2],
         "level": [0, 0, 1, 1, 1, 1, 1, 2, 2],
@@ -111,6 +104,8 @@ def test_three_answers_to_each_of_two_prompts():
 
 def test_a_branch_that_saves_too_little_is_not_shared():
     """Sharing saves 2 * 4 tokens of prompt A, 2 * 2 of prompt B, 1 of the answers to A that begin with 1."""
+    for min_shared, shared in [(1, [0, 1, 2]), (2, [0, 1]), (4, [0, 1]), (5, [0]), (8, [0]), (9, [])]:
+        assert parents(build(ANSWERS, min_shared=min_shared)) == shared
     tree = build(ANSWERS, min_shared=5)
     assert arrays(tree) == {
         #          A   1   3   5  0  2  4
@@ -124,40 +119,28 @@ def test_a_branch_that_saves_too_little_is_not_shared():
         "forward_lengths": [6, 3, 5, 5, 7, 3],
     }
     assert tree.num_tokens == 29 - 2 * 4
-    assert has_children(tree).tolist() == [True] + [False] * 6
 
 
 @pytest.mark.parametrize(
-    ("min_shared", "shared"), [(1, [0, 1, 2]), (2, [0, 1]), (4, [0, 1]), (5, [0]), (8, [0]), (9, [])]
+    ("sequences", "min_shared", "parent", "length"),
+    [
+        # Each inner pair saves 6 alone, the outer branch 5: without them, the outer one of all four saves 15.
+        *(
+            ([[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)], charge, [-1, 0, 0, 0, 0], [5, 2, 2, 2, 2])
+            for charge in (10, 15)
+        ),
+        ([[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)], 16, [-1] * 4, [7] * 4),
+        # The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, after it only 3.
+        ([[1, 1, 2], [1, 1, 3, 3, 3, 4], [1, 1, 3, 3, 3, 5]], 4, [-1, -1, 1, 1], [3, 5, 1, 1]),
+        # Turns of a conversation are one node.
+        *(([[1, 2, 3, 4, 5], [1, 2], [1, 2, 3]], charge, [-1], [5]) for charge in (0, 16)),
+    ],
 )
-def test_the_charge_is_met_when_the_saving_equals_it(min_shared, shared):
-    assert has_children(build(ANSWERS, min_shared=min_shared)).nonzero().squeeze(-1).tolist() == shared
-
-
-def test_branches_are_weighed_together():
-    """Each inner pair saves 6 alone, the outer branch 5: without them, the outer one of all four saves 15."""
-    sequences = [[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)]
-    tree = build(sequences, min_shared=10)
-    assert tree.parent.tolist() == [-1, 0, 0, 0, 0]
-    assert tree.length.tolist() == [5, 2, 2, 2, 2]
-    assert num_levels(build(sequences, min_shared=15)) == 2
-    assert num_levels(build(sequences, min_shared=16)) == 1
-
-
-def test_an_outer_branch_gives_way_to_an_inner_one_that_saves_more():
-    """The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, after it only 3."""
-    tree = build([[1, 1, 2], [1, 1, 3, 3, 3, 4], [1, 1, 3, 3, 3, 5]], min_shared=4)
-    assert tree.parent.tolist() == [-1, -1, 1, 1]
-    assert tree.length.tolist() == [3, 5, 1, 1]
-
-
-def test_turns_of_a_conversation_are_one_node():
-    turns = [[1, 2, 3, 4, 5], [1, 2], [1, 2, 3]]
-    for min_shared in (0, 16):
-        tree = build(turns, min_shared=min_shared)
-        assert tree.num_nodes == 1
-        assert tree.leaf.tolist() == [0, 0, 0]
-        assert tree.num_tokens == 5
+def test_branches_are_weighed_together(sequences, min_shared, parent, length):
+    tree = build(sequences, min_shared=min_shared)
+    assert tree.parent.tolist() == parent
+    assert tree.length.tolist() == length
+    assert tree.num_tokens == sum(length)
 
 
 # ---------------------------------------------------------------------- against the oracle
@@ -224,10 +207,9 @@ def test_no_other_choice_of_branches_costs_less(batch, min_shared):
             cost = sum(len(e) - start for e, start in zip(ends, starts, strict=True)) + min_shared * count
             costs.setdefault(cost, []).append(count)
     tree = build(sequences, lengths, min_shared)
-    shared = int(has_children(tree).sum())
-    assert tree.num_tokens + min_shared * shared == min(costs)
-    assert shared == max(costs[min(costs)])
-    for node in has_children(tree).nonzero().squeeze(-1).tolist():
+    assert tree.num_tokens + min_shared * len(parents(tree)) == min(costs)
+    assert len(parents(tree)) == max(costs[min(costs)])
+    for node in parents(tree):
         assert int(tree.length[node]) * (tree.parent.tolist().count(node) - 1) >= min_shared
 
 
@@ -250,12 +232,6 @@ def test_a_chain_of_branches_deeper_than_the_recursion_limit():
     assert tree.num_tokens == 1100 + 1099
 
 
-def test_all_is_int64_on_the_cpu():
-    tree = build(ANSWERS)
-    for f in fields(tree):
-        assert (getattr(tree, f.name).dtype, getattr(tree, f.name).device.type) == (torch.long, "cpu")
-
-
 @pytest.mark.parametrize(
     ("lengths", "min_shared", "message"),
     [
@@ -266,15 +242,12 @@ def test_all_is_int64_on_the_cpu():
         ([1, 1], -1, "min_shared must be at least 0, got -1"),
     ],
 )
-def test_bad_lengths(lengths, min_shared, message):
+def test_bad_lengths_and_ids(lengths, min_shared, message):
+    tokens = ragged([[1, 2, 3], [4, 5]])
     with pytest.raises(ValueError, match=message):
-        PrefixTree.build(ragged([[1, 2, 3], [4, 5]]), torch.tensor(lengths), min_shared=min_shared)
-
-
-def test_bad_ids():
-    tokens = Ragged.from_list([torch.tensor([1, 2], dtype=torch.int32)])
-    with pytest.raises(ValueError, match=r"int64 \[N\], got shape \(2,\) of dtype torch.int32"):
-        PrefixTree.build(tokens, tokens.lengths)
+        PrefixTree.build(tokens, torch.tensor(lengths), min_shared=min_shared)
+    with pytest.raises(ValueError, match=r"int64 \[N\], got shape \(5,\) of dtype torch.int32"):
+        PrefixTree.build(tokens.like(tokens.values.int()), tokens.lengths)
 
 
 @pytest.mark.gpu
@@ -380,15 +353,11 @@ def test_micro_batches_hold_every_sequence_once_and_as_many_as_fit(lengths, budg
         assert number == len(planned) - 1 or (len(batch) + 1) * longest > budget
 
 
-def test_similar_lengths_share_a_micro_batch_longest_first():
+def test_micro_batches_by_hand():
+    """Similar lengths share one, longest first."""
     batches = plan_micro_batches(torch.tensor([3, 100, 4, 99, 0]), 200)
     assert [batch.tolist() for batch in batches] == [[1, 3], [2, 0]]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "budget", "message"),
-    [([1], 0, "tokens_per_batch must be at least 1, got 0"), ([2, -3], 5, "got -3 for sequence 1")],
-)
-def test_bad_micro_batches(lengths, budget, message):
-    with pytest.raises(ValueError, match=message):
-        plan_micro_batches(torch.tensor(lengths), budget)
+    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
+        plan_micro_batches(torch.tensor([1]), 0)
+    with pytest.raises(ValueError, match="got -3 for sequence 1"):
+        plan_micro_batches(torch.tensor([2, -3]), 5)
