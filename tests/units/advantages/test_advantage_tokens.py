@@ -1,9 +1,10 @@
-"""Advantages of tokens: by hand, against a slow loop, with holes in the mask; distillation summed over a vocabulary."""
+"""Advantages of tokens: by hand, against slow loops, by enumeration of a vocabulary, with holes in the mask."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchrl_llm_kl.advantages import (
     clip_v,
     gae,
     get_advantage,
+    grpo,
     jsd,
     on_policy_distill,
     optimal_token_baseline,
@@ -29,6 +31,21 @@ from torchrl_llm_kl.advantages import (
 from torchrl_llm_kl.advantages._token import whitened
 
 F64 = {"dtype": torch.float64}
+NAN = float("nan")
+ROOT_3 = math.sqrt(3)
+TWO = torch.tensor([0, 0])
+
+
+def f64(values: Any) -> Tensor:
+    return torch.tensor(values, **F64)
+
+
+def bools(values: Any) -> Tensor:
+    return torch.tensor(values).bool()
+
+
+ONES = bools([[1, 1, 1], [1, 1, 1]])
+OUTCOME = f64([1.0, 0.0])
 
 
 def slow_gae(
@@ -46,17 +63,6 @@ def slow_gae(
     return advantage, target
 
 
-def test_gae_by_hand_skips_tokens_outside_the_response() -> None:
-    """gamma 0.5, lam 0.25; from the end: 4 - 2 = 2; 1 + 0.5 * 2 - 3 = -1, + 0.125 * 2 = -0.75; 0.5 * 3 - 1 + 0.125 * -0.75."""
-    nan = float("nan")
-    reward = torch.tensor([[nan, 0.0, nan, nan, 1.0, 4.0, nan]], **F64)
-    value = torch.tensor([[nan, 1.0, nan, nan, 3.0, 2.0, 8.0]], **F64)
-    mask = torch.tensor([[False, True, False, False, True, True, False]])
-    advantage, target = gae(reward, value, mask, gamma=0.5, lam=0.25)
-    assert_close(advantage, torch.tensor([[0, 0.40625, 0, 0, -0.75, 2, 0]], **F64))
-    assert_close(target, torch.tensor([[0, 1.40625, 0, 0, 2.25, 4, 0]], **F64))
-
-
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**20), gamma=st.sampled_from([0.0, 0.7, 1.0]), lam=st.sampled_from([0.0, 0.4, 1.0]))
 def test_gae_is_the_sum_of_its_definition(seed: int, gamma: float, lam: float) -> None:
@@ -71,26 +77,25 @@ def test_gae_is_the_sum_of_its_definition(seed: int, gamma: float, lam: float) -
         assert torch.equal(of_any_shape.reshape(4, 6), ours)
 
 
-def test_gae_whitens_the_advantage_and_not_the_target() -> None:
-    """Without discount and value, advantages 3, 2, 2 and 1: mean 2, variance 2/3."""
-    reward = torch.tensor([[1.0, 9.0, 2.0], [1.0, 1.0, 9.0]], **F64)
-    mask = torch.tensor([[True, False, True], [True, True, False]])
-    value = torch.zeros_like(reward)
-    advantage, target = gae(reward, value, mask, whiten=True)
-    unit = math.sqrt(1.5)
-    assert_close(advantage, torch.tensor([[unit, 0, 0], [0, -unit, 0]], **F64), atol=2e-7, rtol=0)
-    assert_close(target, torch.tensor([[3.0, 0, 2], [2, 1, 0]], **F64))
+def test_gae_by_hand_skips_tokens_outside_the_response_and_whitens_the_advantage_alone() -> None:
+    """gamma 0.5, lam 0.25; from the end: 4 - 2 = 2; 1 + 0.5 * 2 - 3 = -1, + 0.125 * 2 = -0.75; 0.5 * 3 - 1 + 0.125 * -0.75."""
+    reward, value = f64([[NAN, 0.0, NAN, NAN, 1.0, 4.0, NAN]]), f64([[NAN, 1.0, NAN, NAN, 3.0, 2.0, 8.0]])
+    advantage, target = gae(reward, value, bools([[0, 1, 0, 0, 1, 1, 0]]), gamma=0.5, lam=0.25)
+    assert_close(advantage, f64([[0, 0.40625, 0, 0, -0.75, 2, 0]]))
+    assert_close(target, f64([[0, 1.40625, 0, 0, 2.25, 4, 0]]))
+    # Without discount and value, advantages 3, 2, 2 and 1: mean 2, variance 2/3.
+    reward = f64([[1.0, 9.0, 2.0], [1.0, 1.0, 9.0]])
+    advantage, target = gae(reward, torch.zeros_like(reward), bools([[1, 0, 1], [1, 1, 0]]), whiten=True)
+    assert_close(advantage, f64([[1.0, 0, 0], [0, -1, 0]]) * math.sqrt(1.5), atol=2e-7, rtol=0)
+    assert_close(target, f64([[3.0, 0, 2], [2, 1, 0]]))
 
 
 def test_reinforce_plus_plus_by_hand() -> None:
-    """gamma 0.5: returns 1, 2 and 3."""
-    reward = torch.tensor([[0.0, 9.0, 2.0], [3.0, 9.0, 9.0]], **F64)
-    mask = torch.tensor([[True, False, True], [True, False, False]])
-    got = reinforce_plus_plus(reward, mask, gamma=0.5)
-    assert_close(got, torch.tensor([[-1.0, 0, 0], [1, 0, 0]], **F64), atol=2e-7, rtol=0)
-    undiscounted = reinforce_plus_plus(reward, mask)  # returns 2, 2, 3
-    third = 1 / math.sqrt(3)
-    assert_close(undiscounted, torch.tensor([[-third, 0, -third], [2 * third, 0, 0]], **F64), atol=2e-7, rtol=0)
+    """gamma 0.5: returns 1, 2 and 3; without a discount 2, 2, 3."""
+    reward, mask = f64([[0.0, 9.0, 2.0], [3.0, 9.0, 9.0]]), bools([[1, 0, 1], [1, 0, 0]])
+    assert_close(reinforce_plus_plus(reward, mask, gamma=0.5), f64([[-1.0, 0, 0], [1, 0, 0]]), atol=2e-7, rtol=0)
+    want = f64([[-1.0, 0, -1.0], [2, 0, 0]]) / ROOT_3
+    assert_close(reinforce_plus_plus(reward, mask), want, atol=2e-7, rtol=0)
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])
@@ -98,16 +103,13 @@ def test_equal_returns_are_exactly_0_after_whitening(count: int) -> None:
     reward, mask = torch.zeros(count, 3), torch.ones(count, 3, dtype=torch.bool)
     reward[:, -1] = 0.1
     assert torch.equal(reinforce_plus_plus(reward, mask), torch.zeros(count, 3))
-    alone = torch.zeros(count, 3, dtype=torch.bool)
-    alone[0, 1] = True
+    alone = torch.zeros_like(mask).index_put((torch.tensor(0), torch.tensor(1)), torch.tensor(True))
     assert torch.equal(reinforce_plus_plus(torch.full((count, 3), 5.0), alone), torch.zeros(count, 3))
 
 
 def test_whitening_by_hand_where_little_or_nothing_varies() -> None:
     """Variance 2e-8 of two tokens, and 1e-8 added. Of equal numbers, nothing is left to round; nothing at all is possible."""
-    mask = torch.tensor([[True, True, False]])
-    result = whitened(torch.tensor([[0.0, 2e-4, 0.0]], **F64), mask)
-    assert_close(result, torch.tensor([[-1.0, 1.0, 0.0]], **F64) / math.sqrt(3))
+    assert_close(whitened(f64([[0.0, 2e-4, 0.0]]), bools([[1, 1, 0]])), f64([[-1.0, 1.0, 0.0]]) / ROOT_3)
     for tokens in range(50):
         value = torch.full((1, tokens + 1), 0.1)
         value[0, -1] = 0.0
@@ -116,12 +118,21 @@ def test_whitening_by_hand_where_little_or_nothing_varies() -> None:
     assert whitened(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)) == 0
 
 
-def test_on_policy_distill_by_hand() -> None:
-    student, teacher = torch.tensor([[-1.0, -2.0, -9.0]], **F64), torch.tensor([[-3.0, -0.5, -1.0]], **F64)
-    mask = torch.tensor([[True, True, False]])
-    got = on_policy_distill(student, teacher, mask, kl_coef=0.5)
-    assert_close(got, torch.tensor([[-1.0, 0.75, 0.0]], **F64))
+def test_reinforce_plus_plus_baseline_by_hand() -> None:
+    """Centred outcomes -1, 1 and 0, 0 on 1, 3, 1 and 1 tokens: mean 1/3, variance (16/9 + 3 * 4/9 + 2/9) / 5 = 2/3."""
+    reward, group = f64([1.0, 3.0, 7.0, 7.0, 5.0]), torch.tensor([4, 4, -2, -2, 9])
+    mask = bools([[1, 0, 0], [1, 1, 1], [0, 1, 0], [1, 0, 0], [1, 1, 1]])
+    got = reinforce_plus_plus_baseline(reward, group, mask)
+    low, zero, high = (x * math.sqrt(3 / 2) for x in (-4 / 3, -1 / 3, 2 / 3))
+    want = f64([[low, 0, 0], [high, high, high], [0, zero, 0], [zero, 0, 0], [0, 0, 0]])
+    assert_close(got, want, atol=2e-7, rtol=0)
+    assert (got[4] == 0).all()  # a group of one; its tokens are in no statistic either
+    assert_close(reinforce_plus_plus_baseline(reward[:4], group[:4], mask[:4]), got[:4])
+    equal = reinforce_plus_plus_baseline(torch.full((5,), 0.1), torch.zeros_like(group), mask)
+    assert torch.equal(equal, torch.zeros(5, 3))
 
+
+# ------------------------------------------------------------------ all of them
 
 TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "gae": lambda x, y, mask: gae(x, y, mask, gamma=0.9, lam=0.8),
@@ -129,21 +140,19 @@ TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "reinforce_plus_plus": lambda x, y, mask: reinforce_plus_plus(x, mask, gamma=0.9),
     "on_policy_distill": lambda x, y, mask: on_policy_distill(x, y, mask),
     "jsd": lambda x, y, mask: jsd(x, y, mask, beta=0.3),
-    "reinforce_plus_plus_baseline": lambda x, y, mask: reinforce_plus_plus_baseline(
-        *outcomes(x, y, mask, torch.arange(len(x)).double()), mask
-    ),
+    "reinforce_plus_plus_baseline": lambda x, y, mask: reinforce_plus_plus_baseline(*outcomes(x, y, mask), mask),
     "optimal_token_baseline": lambda x, y, mask: optimal_token_baseline(x, outcomes(x, y, mask)[1], y, -x, mask),
     "clip_b": lambda x, y, mask: clip_b(*outcomes(x, y, mask), x, -y, mask),
     "clip_v": lambda x, y, mask: clip_v(*outcomes(x, y, mask), x, -y, x * y, mask, mu=0.1),
 }
 
 
-def outcomes(x: Tensor, y: Tensor, mask: Tensor, reward: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def outcomes(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Different outcomes of sequences in one group; shapes and graph as those of the tokens."""
     if x.shape != y.shape or x.shape != mask.shape:  # tests of shapes
         return torch.zeros(len(mask)), torch.zeros(len(mask), dtype=torch.long)
-    reward = torch.arange(len(x)) if reward is None else reward
-    return reward.to(x.dtype), torch.zeros(len(x), dtype=torch.long)
+    rows = mask.shape[:-1]
+    return torch.arange(rows.numel()).reshape(rows).to(x.dtype), torch.zeros(rows, dtype=torch.long)
 
 
 def results(name: str, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
@@ -151,57 +160,57 @@ def results(name: str, x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, ...]
     return found if isinstance(found, tuple) else (found,)
 
 
-each = pytest.mark.parametrize("name", TOKEN)
-
-
-@each
-def test_masked_out_numbers_have_no_effect_and_get_0(name: str) -> None:
+@pytest.mark.parametrize("name", TOKEN)
+def test_masked_out_numbers_have_no_effect_and_get_0_in_any_batch_dtype_and_graph(name: str) -> None:
     rng = torch.Generator().manual_seed(2)
-    x, y = -torch.rand(2, 5, 7, generator=rng)
-    mask = torch.rand(5, 7, generator=rng) < 0.5
+    x, y = -torch.rand(2, 6, 7, generator=rng)
+    mask = torch.rand(6, 7, generator=rng) < 0.5
     clean = results(name, x, y, mask)
-    for bad in (float("nan"), float("inf"), -float("inf"), 1e4):
+    for bad in (NAN, float("inf"), -float("inf"), 1e4):
         spoilt = results(name, torch.where(mask, x, bad), torch.where(mask, y, bad), mask)
         for got, want in zip(spoilt, clean, strict=True):
             assert torch.equal(got, want)
             assert (got[~mask] == 0).all()
             assert (got[mask] != 0).any()
     for got in results(name, x, y, torch.zeros_like(mask)):
-        assert torch.equal(got, torch.zeros(5, 7))
-
-
-@each
-def test_no_graph_and_float32_or_wider(name: str) -> None:
-    x, y = -torch.rand(2, 3, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    mask = torch.ones(3, 4, dtype=torch.bool)
-    for got in results(name, x.clone().requires_grad_(), y.clone().requires_grad_(), mask):
+        assert torch.equal(got, torch.zeros(6, 7))
+    for got, want in zip(results(name, *(z.reshape(2, 3, 7) for z in (x, y, mask))), clean, strict=True):
+        assert_close(got.flatten(0, 1), want)
+    wide = results(name, x.bfloat16().float(), y.bfloat16().float(), mask)
+    for got, same in zip(results(name, x.bfloat16(), y.bfloat16(), mask), wide, strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, same)
+    for got in results(name, x.double().requires_grad_(), y.double().requires_grad_(), mask):
         assert not got.requires_grad
         assert got.dtype == torch.float64
-    for got, wide in zip(
-        results(name, x.bfloat16(), y.bfloat16(), mask),
-        results(name, x.bfloat16().float(), y.bfloat16().float(), mask),
-        strict=True,
-    ):
-        assert got.dtype == torch.float32
-        assert torch.equal(got, wide)
+    if name != "reinforce_plus_plus_baseline":  # no numbers per token
+        x = torch.zeros(2, 3)
+        with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but \w+ has shape \(2, 1\)"):
+            TOKEN[name](x[:, :1], x, x == 0)
+        with pytest.raises(TypeError, match=r"mask must be boolean, got torch\.float32"):
+            TOKEN[name](x, x, x)
 
 
-@pytest.mark.parametrize("name", sorted(set(TOKEN) - {"reinforce_plus_plus_baseline"}))  # no numbers per token
-def test_bad_shapes_and_masks(name: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, g, m: gae(x, x, m, gamma=1.5), "gamma must be at least 0 and at most 1, got 1.5"),
+        (lambda x, g, m: gae(x, x, m, lam=-0.1), "lam must be at least 0 and at most 1, got -0.1"),
+        (lambda x, g, m: reinforce_plus_plus(x, m, gamma=-1), "gamma must be at least 0 and at most 1, got -1"),
+        (lambda x, g, m: clip_b(x[:, 0], g, x, x, m, mu=-0.1), "mu must be at least 0, got -0.1"),
+        (lambda x, g, m: clip_b(x[:, 0], g, x, x, m, epsilon=-0.1), "epsilon must be at least 0, got -0.1"),
+        (lambda x, g, m: clip_v(x[:, 0], g, x, x, x, m, mu=-0.2), "mu must be at least 0, got -0.2"),
+        (lambda x, g, m: clip_v(x[:, 0], g, x, x, x, m, max_frac=1.5), "max_frac must be .* at most 1, got 1.5"),
+        *(  # at the ends the divergence is 0
+            (lambda x, g, m, b=b: jsd(x, x, m, beta=b), "beta must be greater than 0 and less than 1.*on_policy_dis")
+            for b in (0.0, 1.0, -0.1, 1.1)
+        ),
+    ],
+)
+def test_hyper_parameters_out_of_range(call: Any, message: str) -> None:
     x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"mask has shape \(2, 3\) but \w+ has shape \(2, 1\)"):
-        TOKEN[name](x[:, :1], x, x == 0)
-    with pytest.raises(TypeError, match=r"mask must be boolean, got torch\.float32"):
-        TOKEN[name](x, x, x)
-
-
-@pytest.mark.parametrize("hyper", [{"gamma": 1.5}, {"lam": -0.1}])
-def test_discounts_out_of_range(hyper: dict[str, float]) -> None:
-    x = torch.zeros(1, 2)
-    with pytest.raises(ValueError, match=f"{next(iter(hyper))} must be at least 0 and at most 1, got"):
-        gae(x, x, x == 0, **hyper)
-    with pytest.raises(ValueError, match="gamma must be at least 0 and at most 1, got -1"):
-        reinforce_plus_plus(x, x == 0, gamma=-1)
+    with pytest.raises(ValueError, match=message):
+        call(x, TWO, x == 0)
 
 
 # ------------------------------------------------------------------ distillation
@@ -238,50 +247,152 @@ def test_the_policy_gradient_is_minus_that_of_the_divergence(name: str, seed: in
     assert_close(policy_gradient(name, logits, log_teacher, kl_coef=2.5, **hyper), -2.5 * want)
 
 
-@pytest.mark.parametrize("name", ["jsd", "on_policy_distill"])
-def test_steps_along_it_shrink_the_divergence(name: str) -> None:
-    log_teacher = torch.tensor([0.7, 0.2, 0.05, 0.05], **F64).log()
-    logits = torch.tensor([-1.0, 0.5, 1.5, 0.0], dtype=torch.float64, requires_grad=True)
-    seen = []
-    for _ in range(200):
-        with torch.no_grad():
-            seen.append(divergence(name, logits.log_softmax(-1), log_teacher, 0.3).item())
-        step = policy_gradient(name, logits, log_teacher, **({"beta": 0.3} if name == "jsd" else {}))
-        logits = (logits + 1.0 * step).detach().requires_grad_()
-    assert all(after < before for before, after in itertools.pairwise(seen))
-    assert seen[-1] < 1e-3 * seen[0]
-
-
-def test_jsd_by_hand() -> None:
-    """Student 1/2, 1/2 and teacher 9/10, 1/10; beta 1/4: mixture 0.6, 0.4."""
-    student = torch.tensor([[0.5, 0.5, 0.5]], **F64).log()
-    teacher = torch.tensor([[0.9, 0.1, 0.2]], **F64).log()
-    want = 2.0 * 0.75 * torch.tensor([[1.2, 0.8, 1.0]], **F64).log()
-    mask = torch.tensor([[True, True, False]])
-    assert_close(jsd(student, teacher, mask, beta=0.25, kl_coef=2.0), want)
-    trinity = {"lambda_coef": 0.25, "kl_coef": 2.0, "temperature": 1.0, "chunk_size": None}
-    assert_close(jsd(student, teacher, mask, **advantage_spec(jsd).hyperparameters.translate(trinity)), want)
-
-
-def test_a_token_of_teacher_probability_0_has_a_finite_advantage() -> None:
-    student, never = torch.tensor([[-1.0]]), torch.tensor([[-float("inf")]])
-    got = jsd(student, never, torch.tensor([[True]]), beta=0.25)
-    assert_close(got, 0.75 * torch.tensor([[0.75]]).log())
-
-
-def test_settings_of_jsd_that_are_refused_and_a_chunk_size_that_warns() -> None:
-    x = -torch.ones(1, 1)
-    for beta in (0.0, 1.0, -0.1, 1.1):  # at the ends the divergence is 0
-        with pytest.raises(ValueError, match=r"beta must be greater than 0 and less than 1, got .*on_policy_distill"):
-            jsd(x, x, x == 0, beta=beta)
+def test_distillation_by_hand() -> None:
+    mask = bools([[1, 1, 0]])
+    got = on_policy_distill(f64([[-1.0, -2.0, -9.0]]), f64([[-3.0, -0.5, -1.0]]), mask, kl_coef=0.5)
+    assert_close(got, f64([[-1.0, 0.75, 0.0]]))
+    # Student 1/2, 1/2 and teacher 9/10, 1/10; beta 1/4: mixture 0.6, 0.4. Under Trinity's names too.
+    student, teacher = f64([[0.5, 0.5, 0.5]]).log(), f64([[0.9, 0.1, 0.2]]).log()
+    want = 2.0 * 0.75 * f64([[1.2, 0.8, 1.0]]).log()
     translate = advantage_spec(jsd).hyperparameters.translate
-    with pytest.raises(ValueError, match=r"temperature=2.0 is not supported.*scored with at that temperature"):
-        translate({"temperature": 2.0})
-    with pytest.warns(UserWarning, match="chunk_size has no effect here"):
-        assert jsd(x, x, x < 0, **translate({"chunk_size": 64})) == 0
-
-
-def test_the_student_as_its_own_teacher_has_advantage_0() -> None:
+    trinity = translate({"lambda_coef": 0.25, "kl_coef": 2.0, "temperature": 1.0, "chunk_size": None})
+    for hyper in ({"beta": 0.25, "kl_coef": 2.0}, trinity):
+        assert_close(jsd(student, teacher, mask, **hyper), want)
+    # A token of teacher probability 0 has a finite advantage, and the student as its own teacher 0.
+    x = torch.tensor([[-1.0]])
+    assert_close(jsd(x, -torch.inf * torch.ones(1, 1), x < 0, beta=0.25), 0.75 * torch.tensor([[0.75]]).log())
     x = -torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
     assert (on_policy_distill(x, x, x < 0) == 0).all()
     assert_near(jsd(x, x, x < 0, beta=0.3), torch.zeros(2, 3), size=1)
+    with pytest.raises(ValueError, match=r"temperature=2.0 is not supported.*scored with at that temperature"):
+        translate({"temperature": 2.0})
+    with pytest.warns(UserWarning, match="chunk_size has no effect here"):
+        assert translate({"chunk_size": 64}) == {}
+
+
+# ------------------------------------------------------------------ optimal token baseline
+
+
+def otb(group: list[int], rows: Any = slice(None), **hyper: Any) -> Tensor:
+    """Answers of 3, 2 and 1 response tokens; holes hold NaN. Squared norms 0.5, 0.5, 1 and 1, 0.25 and 0.5."""
+    probability = f64([[0.5, NAN, 0.5, 0.25], [NAN, 0.25, 0.75, NAN], [0.5, NAN, NAN, NAN]])
+    collision = f64([[0.5, NAN, 0.5, 0.5], [NAN, 0.5, 0.75, NAN], [0.5, NAN, NAN, NAN]])
+    reward = f64([[1.0, NAN, 0.0, 2.0], [NAN, 0.0, 4.0, NAN], [-1.0, NAN, NAN, NAN]])
+    mask = hyper.pop("mask", bools([[1, 0, 1, 1], [0, 1, 1, 0], [1, 0, 0, 0]]))
+    inputs = (x[rows] for x in (probability.log(), collision, mask))
+    return optimal_token_baseline(reward[rows], torch.tensor(group), *inputs, **hyper)
+
+
+def test_optimal_token_baseline_by_hand() -> None:
+    """First tokens: returns 3, 4, -1 of weights 1/2, 1, 1/2; second: 2 and 4 of 1 and 5/4; third: 2 alone."""
+    first, second = (1.5 + 4 - 0.5) / 2, (2 + 5) / 2.25
+    want = [[3 - first, 0, 2 - second, 2], [0, 4 - first, 4 - second, 0], [-1 - first, 0, 0, 0]]
+    assert_close(otb([0, 0, 0]), f64(want))
+    want[0][3] = 0
+    assert_close(otb([0, 0, 0], handle_zero_tail=False), f64(want))
+    # Groups apart, and one alone.
+    got, pair = otb([8, 3, 8]), otb([0, 0], [0, 2])
+    assert (got[1] == 0).all()
+    assert_close(got[[0, 2]], pair)
+    first = (0.5 * 3 - 0.5) / 1
+    assert_close(pair, f64([[3 - first, 0, 2, 2], [-1 - first, 0, 0, 0]]))
+    # Beside an answer without tokens there is nothing to compare with either.
+    assert (otb([8, 3, 8], mask=bools([[1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])) == 0).all()
+
+
+def test_optimal_token_baseline_of_equal_returns_is_0_and_of_certain_tokens_the_mean() -> None:
+    mask, ids = torch.ones(3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
+    log_prob, collision = torch.tensor([[0.3, 0.9], [0.2, 0.6], [0.7, 0.1]]).log(), torch.full((3, 2), 0.4)
+    reward = torch.tensor([[0.0, 0.1]]).expand(3, 2)
+    assert torch.equal(optimal_token_baseline(reward, ids, log_prob, collision, mask), torch.zeros(3, 2))
+    outcome = torch.tensor([[0.0, 1.0], [0.0, 2.0], [0.0, 6.0]])
+    got = optimal_token_baseline(outcome, ids, torch.zeros(3, 2), torch.ones(3, 2), mask)
+    assert_close(got, torch.tensor([[-2.0, -2], [-1, -1], [3, 3]]))
+    # A squared norm that rounding makes negative is 0 too.
+    rounded = torch.tensor([[1 - 6e-8, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    assert_close(optimal_token_baseline(outcome, ids, torch.zeros(3, 2), rounded, mask), got)
+
+
+def test_the_weight_of_a_token_is_the_squared_norm_of_its_gradient() -> None:
+    """By autograd, of each token of a vocabulary: two answers of one token, whose baseline then is that of their weights."""
+    logits = torch.tensor([0.4, -1.0, 1.5, 0.0], requires_grad=True, **F64)
+    log_p = logits.log_softmax(0)
+    norms = [torch.autograd.grad(x, logits, retain_graph=True)[0].square().sum() for x in log_p]
+    collision = log_p.detach().exp().square().sum().expand(2, 1)
+    for a, b in itertools.product(range(4), repeat=2):
+        log_prob = log_p.detach()[[a, b]].unsqueeze(1)
+        got = optimal_token_baseline(OUTCOME.unsqueeze(1), TWO, log_prob, collision, ONES[:, :1])
+        baseline = norms[a] / (norms[a] + norms[b])
+        assert_close(got.squeeze(1), torch.stack([1 - baseline, -baseline]))
+
+
+# ------------------------------------------------------------------ Clip_B, Clip_V
+
+
+def distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits of 2 answers of 4 tokens, log-probs of sampled tokens, entropies, mean discriminators."""
+    logits = 2 * torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1), **F64)
+    log_p = logits.log_softmax(-1)
+    sampled = log_p.gather(-1, torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]).unsqueeze(-1)).squeeze(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    mean = (log_p.exp().square() * (entropy.unsqueeze(-1) + log_p)).sum(-1)
+    return logits, sampled, entropy, mean
+
+
+def plain_of(tokens: int, epsilon: float = 1e-6) -> Tensor:
+    """A success and a failure without clipping."""
+    return grpo(OUTCOME, TWO, epsilon=epsilon).unsqueeze(-1).expand(2, tokens)
+
+
+def test_the_difference_of_discriminators_is_the_change_of_the_entropy() -> None:
+    """dH of a step along ``grad log p(y)`` in the logits is ``-(S_y - E[S])``, by autograd, for every token."""
+    logits, _, entropy, mean = distributions()
+    position = logits[0, 0].clone().requires_grad_()
+    log_p = position.log_softmax(0)
+    (slope,) = torch.autograd.grad(-(log_p.exp() * log_p).sum(), position, retain_graph=True)
+    for y in range(5):
+        (direction,) = torch.autograd.grad(log_p[y], position, retain_graph=True)
+        score = log_p[y].exp() * (entropy[0, 0] + log_p[y])
+        assert_close((slope * direction).sum(), mean[0, 0] - score)
+
+
+def test_clipping_loses_less_entropy() -> None:
+    """The sum of first-order changes over all tokens: left out are tokens of a failure whose penalty costs entropy."""
+    _, sampled, entropy, mean = distributions()
+    score = sampled.exp() * (entropy + sampled)
+    got = clip_v(OUTCOME, TWO, sampled, entropy, mean, bools([[1] * 4] * 2), mu=2.0, max_frac=1.0)
+    assert 0 < int((got == 0).sum()) < 4
+    assert (got * (mean - score)).sum() > (plain_of(4) * (mean - score)).sum() + 1e-3
+
+
+def test_clip_b_by_hand() -> None:
+    """Scores of six tokens; means and deviations over all of them, of both signs."""
+    p, entropy = f64([[0.5, 0.9, 0.2], [0.4, 0.05, 0.3]]), f64([[0.6, 0.3, 1.1], [0.9, 0.5, 1.0]])
+    scores = [x * (h + math.log(x)) for x, h in zip(p.flatten().tolist(), entropy.flatten().tolist(), strict=True)]
+    below = [(s - sum(scores) / 6) / statistics.pstdev(scores) for s in scores]
+    assert sorted(range(6), key=below.__getitem__)[:2] == [4, 2]  # one of a failure, one of a success
+    for mu, left_out in ((-below[4] + 0.01, False), (-below[4] - 0.01, True)):
+        want = plain_of(3, 0.5).clone()
+        want[1, 1] *= not left_out
+        assert_close(clip_b(OUTCOME, TWO, p.log(), entropy, ONES, mu=mu, epsilon=0.5), want)
+
+
+def test_clip_v_leaves_out_the_largest_losses_of_entropy() -> None:
+    """Losses 5, 4, 3, ... of a failure, none of a success; at most a share of all tokens, and one at least."""
+    one = torch.zeros(2, 5, **F64)  # certain tokens have a discriminator of 0
+    loss = f64([[9.0, 0, 0, 0, 0], [3.0, 5.0, 0.0, 4.0, -6.0]])
+    sigma = statistics.pstdev(loss.flatten().tolist())
+    cases = {(3.5, 1.0): [1, 3], (4.5, 1.0): [1], (2.5, 0.2): [1, 3], (2.5, 0.19): [1], (2.5, 0.0): [1], (5.5, 1.0): []}
+    hyper = [({"mu": deviations / sigma, "max_frac": share}, out) for (deviations, share), out in cases.items()]
+    for given_ones, left_out in [*hyper, ({}, [])]:  # 8.5 deviations by default
+        got = clip_v(OUTCOME, TWO, one, one, loss, bools([[1] * 5] * 2), **given_ones)
+        assert_close(got[got != 0], plain_of(5)[got != 0])
+        assert (got[0] != 0).all()
+        assert (got[1] == 0).nonzero().squeeze(-1).tolist() == left_out
+
+
+def test_equal_scores_are_never_left_out() -> None:
+    same, reward = [torch.full((2, 3), value) for value in (-0.1, 0.7, 0.9)], OUTCOME.float()
+    plain = grpo(reward, TWO).unsqueeze(-1).expand(2, 3)
+    assert torch.equal(clip_b(reward, TWO, *same[:2], ONES, mu=0.0), plain)
+    assert torch.equal(clip_v(reward, TWO, *same, ONES, mu=0.0), plain)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict
-from test_advantage_transform import batch, conversations
+from test_advantage_transform import batch, conversations, with_moments
+from torch import Tensor
 
 from torchrl_llm_kl.advantages import Advantage
 
 NAN = float("nan")
+REWARD, MOMENTS = ("next", "reward"), ("next", "moments")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,8 @@ NAN = float("nan")
         ("grpo", {"keys": {"mask": "m"}}, "grpo has no key 'mask'"),
         ("grpo", {"keys": {"group": "g"}}, "no key 'group'. Pass group_key=. Known: "),
         ("jsd", {"temperature": 0.5}, "is not supported"),
+        ("grpo", {"keys": {"reward": ["a", "b"]}}, r"'reward': \.\.\.\} must be one key, got the list \['a', 'b'\]"),
+        ("gdpo", {"keys": {"rewards": []}}, r"keys=\{'rewards': \.\.\.\} must be one key, got the list \[\]"),
     ],
 )
 def test_arguments(name: Any, settings: dict[str, Any], message: str) -> None:
@@ -40,11 +44,12 @@ def test_arguments(name: Any, settings: dict[str, Any], message: str) -> None:
     ("name", "hyper", "drop", "message"),
     [
         ("grpo", {}, "query", r"the group is missing: expected 'query' in the TensorDict, found: .*Pass group_key="),
+        ("grpo", {}, REWARD, r"the reward is missing: expected \('next', 'reward'\) .*query.*; in 'next': "),
         (
-            "grpo",
-            {},
-            ("next", "reward"),
-            r"the reward is missing: expected \('next', 'reward'\) .*query.*; in 'next': ",
+            "gdpo",
+            {"keys": {"rewards": [REWARD, "b"]}},
+            "none",
+            r"the rewards are missing: expected 'b'.*an entry for each",
         ),
         ("remax", {}, "none", r"the baseline is missing: expected 'reward_baseline'.*Answer each prompt greedily"),
         ("gae", {}, ("next", "state_value"), r"the value is missing: .*Put RetrieveValue before"),
@@ -54,27 +59,23 @@ def test_arguments(name: Any, settings: dict[str, Any], message: str) -> None:
         ("gae", {}, ("tokens", "full"), r"nothing to score: expected \('tokens', 'full'\)"),
         ("gigpo", {"keys": {"run": "query"}}, "none", "the state is missing: expected 'state'.*the env's state"),
         ("step_wise_grpo", {"keys": {"run": "r"}}, "none", "the run is missing: expected 'r'"),
+        ("clip_b", {}, ("next", "entropy"), "the entropy is missing: .*entropy_key='entropy'"),
+        ("clip_v", {}, (*MOMENTS, "discriminator"), "the discriminator is missing: .*moments_key='moments'"),
+        ("optimal_token_baseline", {}, (*MOMENTS, "collision"), "the collision is missing: .*moments_key='moments'"),
     ],
 )
 def test_entries_that_are_missing(name: str, hyper: dict[str, Any], drop: Any, message: str) -> None:
-    data = conversations("padded").exclude(drop)
+    data = with_moments("padded").exclude(drop)
     before = set(data.keys(True, True))
     with pytest.raises(KeyError, match=message):
         Advantage(name, **hyper)(data)
     assert set(data.keys(True, True)) == before
 
 
-def test_which_tokens_are_the_response_must_be_known() -> None:
-    data = conversations("padded").exclude(("tokens", "prompt"))
-    with pytest.raises(ValueError, match="cannot tell which tokens the assistant produced"):
-        Advantage("gae")(data)
-
-
-@pytest.mark.parametrize(("form", "bad"), [("lazy", NAN), ("strided", float("inf")), ("padded", NAN)])
+@pytest.mark.parametrize(("form", "bad"), [("lazy", NAN), ("nested", float("inf")), ("padded", NAN)])
 def test_rewards_that_are_not_finite_name_their_sequence(form: str, bad: float) -> None:
     data = conversations(form)
-    reward = torch.tensor([[1.0], [bad], [2.0]])
-    data["next", "reward"] = reward
+    data["next", "reward"] = torch.tensor([[1.0], [bad], [2.0]])
     with pytest.raises(ValueError, match=f"the reward is {bad} at sequence 1: expected a finite number"):
         Advantage("rloo")(data)
     with pytest.raises(ValueError, match=f"the reward is {bad} at sequence 1, position 3"):
@@ -109,6 +110,19 @@ def test_entries_of_another_kind(name: str, key: str, value: Any, error: type[Ex
         Advantage(name, keys={"run": "run", "step": "step"} if key == "step" else {})(data)
 
 
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (torch.zeros(6), r"under \('next', 'reward'\) must be \[\*B, R\], R numbers for each of 6 .* found \(6,\)"),
+        (torch.zeros(6, 4, 1), r"must be \[\*B, R\].*found \(6, 4, 1\)\. Pass keys=\{'rewards': \[\.\.\.\]\}"),
+        (torch.zeros(6, 2).index_put((torch.tensor(3), torch.tensor(1)), torch.tensor(NAN)), "at sequence 3, reward 1"),
+    ],
+)
+def test_rewards_that_fit_no_sequence(reward: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Advantage("gdpo")(batch(reward=reward))
+
+
 def test_lengths_that_are_not_those_of_the_tokens() -> None:
     data = conversations("padded")
     for shape, message in (
@@ -124,7 +138,9 @@ def test_lengths_that_are_not_those_of_the_tokens() -> None:
         Advantage("rloo")(data)
 
 
-def test_empty_and_locked_batches() -> None:
+def test_empty_and_locked_batches_and_an_unknown_response() -> None:
+    with pytest.raises(ValueError, match="cannot tell which tokens the assistant produced"):
+        Advantage("gae")(conversations("padded").exclude(("tokens", "prompt")))
     with pytest.raises(ValueError, match=r"the batch is empty: a TensorDict of batch size \(0,\)"):
         Advantage("grpo")(TensorDict(batch_size=[0]))
     with pytest.raises(RuntimeError, match="Cannot modify locked TensorDict"):
