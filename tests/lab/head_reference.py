@@ -108,3 +108,15 @@ def assert_same(got, want, inputs=(), weights=None):
         sums = (sum((w * x).sum() for w, x in zip(weights, values, strict=True)) for values in (got, want))
         ours, theirs = (torch.autograd.grad(total, tuple(inputs), retain_graph=True) for total in sums)
         assert_close(ours, theirs)
+
+
+def collapse(log_p, ids):
+    """Log-probs of the ids, and of all other tokens together if there are some."""
+    listed, others = log_p.gather(-1, ids), torch.ones_like(log_p).scatter(-1, ids, 0.0)
+    rest = (log_p.exp() * others).sum(-1, keepdim=True).log()
+    return listed if ids.shape[-1] == log_p.shape[-1] else torch.cat([listed, rest], -1)
+
+
+def gkd_of(log_q, log_p, beta):
+    """GKD's divergence of a student ``q`` and a teacher ``p``."""
+    return {0.0: kl_of(log_p, log_q), 1.0: kl_of(log_q, log_p)}.get(beta, jensen_shannon_of(log_q, log_p, beta))

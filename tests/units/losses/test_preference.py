@@ -230,8 +230,8 @@ NO_PAIRS: list[tuple[list[int] | None, list[int] | None, str]] = [
 def test_rows_that_are_no_pairs() -> None:
     four, three = rows(1.5, -0.5, -0.25, 0.75), rows(1.0, 2.0, 3.0)
     for ids, chosen, message in NO_PAIRS:
+        given = {"pair_id": ids and torch.tensor(ids), "chosen": chosen and flags(*chosen)}
         with pytest.raises(ValueError, match=message):
-            given = {"pair_id": ids and torch.tensor(ids), "chosen": chosen and flags(*chosen)}
             dpo(**four, **given)
     with pytest.raises(ValueError, match="got 3 rows: row 2 has no partner"):
         dpo(**three)
