@@ -60,32 +60,21 @@ class Recurrent(nn.Module):
 
 def test_a_wrong_head_path_is_detected():
     model = scaling_its_logits(1.05)
-    with pytest.warns(
-        UserWarning, match=r"full forward.*head of Scaled.*largest difference 0\.\d+, tolerance"
-    ) as caught:
+    message = r"full forward.*head of Scaled.*largest difference 0\.\d+, tolerance"
+    with pytest.warns(UserWarning, match=message) as caught:
         scorer = LogProbScorer(model, temperature=0.9, tokens_per_batch=30, head_chunk=4)
     assert len(caught) == 1
     assert scorer.path == "full"
 
     sequences = random_sequences(11, 1, 0, 5, 20)
-    mask = random_mask(sequences)
+    mask, parameters = random_mask(sequences), list(model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         got = scorer.score(sequences, mask, grad=True).values
+        assert LogProbScorer(scaling_its_logits(2.0), probe=False).path == "head", "which is trusted"
     want = plain_log_probs(model, sequences, mask, temperature=0.9)
     assert_near(got, want, **FORWARD)
-
-    parameters = list(model.parameters())
-    for a, b in zip(
-        torch.autograd.grad(got.sum(), parameters), torch.autograd.grad(want.sum(), parameters), strict=True
-    ):
-        assert_near(a, b, **BACKWARD)
-
-
-def test_probe_false_trusts_the_head():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert LogProbScorer(scaling_its_logits(2.0), probe=False).path == "head"
+    assert_near(*(torch.autograd.grad(value.sum(), parameters) for value in (got, want)), **BACKWARD)
 
 
 @pytest.mark.parametrize(
@@ -101,15 +90,12 @@ def test_probe_false_trusts_the_head():
 )
 def test_any_module_that_returns_logits(form):
     torch.manual_seed(0)
-    model = Recurrent(form)
+    model, sequences = Recurrent(), random_sequences(11, 1, 0, 5)
+    want = plain_log_probs(model, sequences).detach()
+    model.form = form
     with pytest.warns(UserWarning, match="Recurrent does not expose its body and head"):
         scorer = LogProbScorer(model)
     assert scorer.path == "full"
-    sequences = random_sequences(11, 1, 0, 5)
-    model.form = lambda logits: (logits,)
-    with torch.no_grad():
-        want = plain_log_probs(model, sequences)
-    model.form = form
     assert_near(scorer.score(sequences).values, want, **FORWARD)
 
 
@@ -131,11 +117,11 @@ def test_a_model_that_returns_no_logits_or_sees_the_future():
         LogProbScorer(Peeking())
 
 
-def test_a_transformers_model_that_returns_tuples():
+def returning_tuples() -> nn.Module:
     model = tiny_model()
-    whole, body = model, model.get_decoder()
+    body = model.get_decoder()
 
-    class Whole(type(whole)):
+    class Whole(type(model)):
         def forward(self, *args, **kwargs):
             return self.lm_head(self.model(*args, **kwargs)[0]), None
 
@@ -143,14 +129,12 @@ def test_a_transformers_model_that_returns_tuples():
         def forward(self, *args, **kwargs):
             return super().forward(*args, **kwargs).to_tuple()
 
-    whole.__class__, body.__class__ = Whole, Body
+    model.__class__, body.__class__ = Whole, Body
     assert isinstance(model(input_ids=torch.tensor([[1, 2]])), tuple)
-    scorer = LogProbScorer(model)
-    assert scorer.path == "head"
-    assert_scores(scorer, model, random_sequences(11, 4).to_list())
+    return model
 
 
-def test_a_model_that_numbers_positions_in_its_own_way():
+def numbering_positions_in_its_own_way() -> nn.Module:
     """Like RoBERTa, whose first position is not 0: the scorer must not pass position_ids."""
     model = tiny_model("gpt2")
     body = model.get_decoder()
@@ -162,6 +146,12 @@ def test_a_model_that_numbers_positions_in_its_own_way():
             return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
 
     body.__class__ = FromTwo
+    return model
+
+
+@pytest.mark.parametrize("make", [returning_tuples, numbering_positions_in_its_own_way])
+def test_unusual_models_of_transformers(make):
+    model = make()
     scorer = LogProbScorer(model)
     assert scorer.path == "head"
     assert_scores(scorer, model, random_sequences(11, 4).to_list())
@@ -173,43 +163,43 @@ def test_the_model_stays_as_it_was():
     model.transformer.h[0].eval()
 
     def state():
-        return [module.training for module in model.modules()], model.config.to_dict(), torch.get_rng_state().tolist()
+        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+        modes = [module.training for module in model.modules()]
+        return (
+            modes,
+            hooks,
+            model.config.to_dict(),
+            torch.get_rng_state().tolist(),
+            [p.grad for p in model.parameters()],
+        )
 
     before, sequences = state(), random_sequences(12)
     scorer = LogProbScorer(model)
     assert scorer.path == "head"
     calm = scorer.score(sequences).values
     assert state() == before
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(LogProbScorer(model.eval()).score(sequences).values, calm)
     model.train()
     assert not torch.equal(scorer.score(sequences, grad=True).values, calm), "with gradient the model keeps its mode"
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("out of order")
-
-    model.transformer.h[1].forward = fail
-    with pytest.raises(RuntimeError, match="out of order"):
+    model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         LogProbScorer(model)
     assert all(module.training for module in model.modules())
 
 
 def test_weights_on_the_meta_device_are_probed_at_the_first_score():
+    real, sequences = tiny_model("qwen2"), random_sequences(9, 4)
     with torch.device("meta"):
         model = tiny_model("qwen2")
     scorer = LogProbScorer(model)
     assert scorer.path is None
     with pytest.raises(ValueError, match=r"weights on the meta device, which hold no numbers: load them"):
-        scorer.score(random_sequences(5))
-    real = tiny_model("qwen2")
+        scorer.score(sequences)
     model.to_empty(device="cpu")
     model.load_state_dict(real.state_dict())
     for name, buffer in real.named_buffers():
         model.get_buffer(name).copy_(buffer)
-    sequences = random_sequences(9, 4)
-    with torch.no_grad():
-        assert_near(scorer.score(sequences).values, plain_log_probs(real, sequences), **FORWARD)
+    assert_scores(scorer, real, sequences.to_list())
     assert scorer.path == "head"
 
 
@@ -245,18 +235,9 @@ def test_on_the_gpu(family):
 # ------------------------------------------------------------------ packs
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
 def group(length: int = 40) -> list[Tensor]:
@@ -270,23 +251,23 @@ def assert_exact(model: nn.Module, **options: Any) -> LogProbScorer:
     return scorer
 
 
-@pytest.mark.parametrize("window", [15, 20])
-def test_a_window_that_is_only_in_the_mask(window: int) -> None:
-    """Phimoe passes no window to its attention, and the probe's sequences are shorter than the window."""
+def phimoe(window: int) -> nn.Module:
+    """It passes no window to its attention, and the probe's sequences are shorter than the window."""
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
     torch.manual_seed(0)
-    config = PhimoeConfig(
-        **SIZES, sliding_window=window, num_local_experts=2, num_experts_per_tok=1, initializer_range=0.4
-    )
-    assert not assert_exact(PhimoeForCausalLM(config).eval()).shares_prefixes
+    experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "initializer_range": 0.4}
+    return PhimoeForCausalLM(PhimoeConfig(**SIZES, sliding_window=window, **experts)).eval()
 
 
-@pytest.mark.parametrize(("family", "window"), [("mistral", 15), ("gemma2", 20), ("qwen2", 20)])
-def test_a_window_that_is_passed_to_the_attention(family: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "window"), [("phimoe", 15), ("phimoe", 20), ("mistral", 15), ("gemma2", 20), ("qwen2", 20)]
+)
+def test_a_window_in_the_mask_alone_or_passed_to_the_attention(family: str, window: int) -> None:
     own: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {}
-    model = tiny_model(family, sliding_window=window, max_position_embeddings=128, **own)
-    assert assert_exact(model).shares_prefixes
+    options = {"sliding_window": window, "max_position_embeddings": 128, **own}
+    model = phimoe(window) if family == "phimoe" else tiny_model(family, **options)
+    assert assert_exact(model).shares_prefixes == (family != "phimoe")
 
 
 class Leaking(nn.Module):
@@ -336,15 +317,6 @@ def test_no_false_alarm_in_any_precision(family: str, dtype: torch.dtype, width:
     assert scorer.score(random_sequences(5)).values.dtype == wide
 
 
-def test_zeros_prove_nothing_and_a_declared_state_is_believed() -> None:
-    model = tiny_model("llama")
-    model._is_stateful = True
-    assert not assert_exact(model).shares_prefixes
-    model._is_stateful = False
-    nn.init.zeros_(model.model.embed_tokens.weight)
-    assert not LogProbScorer(model).shares_prefixes
-
-
 def with_its_own_mask() -> nn.Module:
     """A body that passes its own mask to every layer."""
     model = tiny_model("llama")
@@ -362,43 +334,42 @@ def with_its_own_mask() -> nn.Module:
 def with_a_state_along_the_row() -> nn.Module:
     """Convolutions and recurrences would see the previous sequence."""
     model = tiny_model("llama")
-    mlp = model.model.layers[0].mlp
-
-    class Shifted(type(mlp)):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1))
-
-    mlp.__class__ = Shifted
+    model.model.layers[0].mlp = Leaking(model.model.layers[0].mlp, 1.0)
     return model
 
 
-@pytest.mark.parametrize("make", [with_its_own_mask, with_a_state_along_the_row])
+def with_a_declared_state() -> nn.Module:
+    model = tiny_model("llama")
+    model._is_stateful = True
+    return model
+
+
+def with_zeros() -> nn.Module:
+    """They prove nothing."""
+    model = tiny_model("llama")
+    nn.init.zeros_(model.model.embed_tokens.weight)
+    return model
+
+
+@pytest.mark.parametrize("make", [with_its_own_mask, with_a_state_along_the_row, with_a_declared_state, with_zeros])
 def test_bodies_that_cannot_be_packed_are_padded(make: Any) -> None:
-    model = make()
-    scorer = LogProbScorer(model)
+    scorer = LogProbScorer(make())
     assert (scorer.path, scorer.shares_prefixes) == ("head", False)
-    assert_scores(scorer, tiny_model("llama") if make is with_its_own_mask else model, conversation())
+    assert_scores(scorer, tiny_model("llama") if make is with_its_own_mask else scorer.model, conversation())
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
     """The length of the whole sequence decides: a mask of the first tokens alone gives the same numbers as a full one."""
-    rope: dict[str, Any] = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 4,
-        "long_factor": [8.0] * 4,
-    }
+    rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     if nested:
         from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
         torch.manual_seed(0)
-        config = Gemma3TextConfig(
-            **{**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "initializer_range": 0.4},
-            rope_parameters={"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
-        )
-        model: Any = Gemma3ForCausalLM(config).eval()
+        own = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "initializer_range": 0.4}
+        kinds = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        model: Any = Gemma3ForCausalLM(Gemma3TextConfig(**{**SIZES, **own}, rope_parameters=kinds)).eval()
     else:
         model = tiny_model("llama", max_position_embeddings=128, head_dim=8, rope_parameters=rope)
     scorer, batch = LogProbScorer(model), Ragged.from_list([*group(), ids(17, 3), ids(16, 4)])
@@ -408,18 +379,16 @@ def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
 
 
 def test_layerdrop_is_scored_without_packs() -> None:
-    model = tiny_model("opt", layerdrop=0.5).train()
-    scorer, batch = LogProbScorer(model, tokens_per_batch=16), Ragged.from_list(group(20))
+    model, rows = tiny_model("opt", layerdrop=0.5).train(), group(20)
+    scorer, batch = LogProbScorer(model, tokens_per_batch=16), Ragged.from_list(rows)
     assert scorer.shares_prefixes
     with pytest.warns(UserWarning, match=r"^Layers are dropped at random: .* share no prefixes where OPTForCausalLM"):
-        assert body_tokens(model, lambda: scorer.score(batch, grad=True)) == sum(len(row) - 1 for row in group(20))
+        assert body_tokens(model, lambda: scorer.score(batch, grad=True)) == sum(len(row) - 1 for row in rows)
 
 
 def test_more_embedded_than_predicted() -> None:
     """Like models with an extra token for padding or audio."""
     model = tiny_model("llama")
-    wide = nn.Embedding(VOCAB_SIZE + 40, 32)
-    with torch.no_grad():
-        wide.weight[:VOCAB_SIZE] = model.model.embed_tokens.weight
-    model.model.embed_tokens = wide
+    weight = model.model.embed_tokens.weight.data
+    model.model.embed_tokens = nn.Embedding.from_pretrained(torch.cat([weight, torch.randn(40, 32)]))
     assert assert_exact(model).shares_prefixes

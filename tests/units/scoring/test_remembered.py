@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near, rows_keep_their_bits
-from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
+from scoring_reference import FakeBackend, body_tokens, engine, plain_log_probs, random_mask, random_sequences
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
@@ -37,6 +37,7 @@ from toy_models import FORWARD, tiny_model
 from toy_tokenizer import build_tokenizer
 
 SEQUENCES = random_sequences(9, 1, 12, 0, 5)
+EVERYTHING = int((SEQUENCES.positions > 0).sum())
 
 
 def forwards(model: nn.Module) -> list[int]:
@@ -47,10 +48,10 @@ def forwards(model: nn.Module) -> list[int]:
     return calls
 
 
-def is_forwarded(scorer: Any, calls: list[int], *args: Any, **options: Any) -> bool:
+def is_forwarded(scorer: Any, calls: list[int], sequences: Any = SEQUENCES, **options: Any) -> bool:
     """Whether a call runs the model."""
     before = len(calls)
-    scorer.evaluate(*args, **options)
+    scorer.evaluate(sequences, **options)
     return len(calls) > before
 
 
@@ -86,37 +87,32 @@ def test_the_second_epoch_makes_no_forward(tmp_path: Path) -> None:
 
 def test_another_run_or_copy_makes_no_forward_either(tmp_path: Path) -> None:
     first = RememberedModel(tiny_model(), tmp_path)
-    scorer = first.make_scorer()
+    scorer, plain = first.make_scorer(), LogProbScorer(tiny_model()).evaluate(SEQUENCES, entropy=True)
     log_probs = scorer.score(SEQUENCES).values
     want = scorer.evaluate(SEQUENCES, entropy=True)
     assert torch.equal(want.log_prob.values, log_probs)
-    assert torch.equal(
-        want.entropy.values, LogProbScorer(tiny_model()).evaluate(SEQUENCES, entropy=True).entropy.values
-    )
+    assert torch.equal(want.entropy.values, plain.entropy.values)
     first.store.flush()
     for twin in (RememberedModel(tiny_model(), tmp_path), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         calls, scorer = forwards(twin.model), twin.make_scorer()
-        done = len(calls)  # of the scorer's check of the model
+        assert not is_forwarded(scorer, calls, entropy=True)
         found = scorer.evaluate(SEQUENCES, entropy=True)
-        assert len(calls) == done
         assert torch.equal(found.log_prob.values, want.log_prob.values)
         assert torch.equal(found.entropy.values, want.entropy.values)
 
 
 def test_only_what_is_missing_is_forwarded(tmp_path: Path) -> None:
     model = tiny_model()
-    scorer = RememberedModel(model, tmp_path).make_scorer()
-    some = random_mask(SEQUENCES, keep=0.3)
+    scorer, some = RememberedModel(model, tmp_path).make_scorer(), random_mask(SEQUENCES, keep=0.3)
     first = scorer.score(SEQUENCES, some).values
     both = scorer.score(SEQUENCES, SEQUENCES.positions > 0).values
     assert torch.equal(both[some], first[some])
     assert_near(both, plain_log_probs(model, SEQUENCES).detach(), **FORWARD)
-    lengths: list[int] = []
-    model.model.register_forward_pre_hook(
-        lambda _, args, options: lengths.append(options["input_ids"].numel()), with_kwargs=True
-    )
-    scorer.score([*SEQUENCES.to_list(), torch.tensor([3, 4, 5])])
-    assert lengths == [2]
+    assert body_tokens(model, lambda: scorer.score([*SEQUENCES.to_list(), torch.tensor([3, 4, 5])])) == 2
+    # Gradients and other scores come from the model.
+    assert scorer.score(SEQUENCES, grad=True).values.requires_grad
+    found = scorer.evaluate(SEQUENCES, top_k=3, moments=True, reference=LogProbScorer(tiny_model(seed=1)))
+    assert None not in (found.top_indices, found.collision, found.kl)
 
 
 def test_a_float64_model_and_a_padded_batch(tmp_path: Path) -> None:
@@ -133,40 +129,30 @@ def test_a_float64_model_and_a_padded_batch(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ misses
 
 
-def one_step(model: nn.Module) -> None:
-    """An optimiser's step that changes one weight in place."""
-    weight = model.model.layers[1].mlp.down_proj.weight
+def one_step(model: Any) -> None:
     with torch.no_grad():
-        weight[3, 5] += 0.5
+        model.model.layers[1].mlp.down_proj.weight[3, 5] += 0.5
 
 
-def through_data(model: nn.Module) -> None:
-    """As weight updaters do: no version counter moves."""
-    for parameter in model.parameters():
-        parameter.data.mul_(1.01)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "one weight in place, as an optimiser": one_step,
+    "through data: no version counter moves": lambda model: [p.data.mul_(1.01) for p in model.parameters()],
+    "replaced": lambda model: setattr(model.model.norm, "weight", nn.Parameter(model.model.norm.weight * 1.5)),
+    "configuration": lambda model: setattr(model.config, "logits_scaling", 2.0),
+}
 
 
-def replaced(model: nn.Module) -> None:
-    model.model.norm.weight = nn.Parameter(model.model.norm.weight.detach() * 1.5)
-
-
-def config(model: nn.Module) -> None:
-    model.config.logits_scaling = 2.0
-
-
-@pytest.mark.parametrize("change", [one_step, through_data, replaced, config])
-def test_a_changed_model_misses(tmp_path: Path, change: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_misses(tmp_path: Path, change: str) -> None:
     model = tiny_model("granite")
     scorer = RememberedModel(model, tmp_path).make_scorer()
     before = scorer.score(SEQUENCES).values
     saved = copy.deepcopy(model)
-    change(model)
-    after = scorer.score(SEQUENCES).values
-    assert torch.equal(after, LogProbScorer(model).score(SEQUENCES).values)
-    assert not torch.equal(after, before)
-    old = RememberedModel(saved, scorer.model.store).make_scorer()
-    calls = forwards(saved)
-    assert not is_forwarded(old, calls, SEQUENCES)
+    CHANGES[change](model)
+    assert_as_plain(scorer, model)
+    assert not torch.equal(scorer.score(SEQUENCES).values, before)
+    old, calls = RememberedModel(saved, scorer.model.store).make_scorer(), forwards(saved)
+    assert not is_forwarded(old, calls)
     assert torch.equal(old.score(SEQUENCES).values, before)
 
 
@@ -190,25 +176,18 @@ def test_weights_that_others_write_miss(tmp_path: Path) -> None:
     assert_as_plain(scorer, wrapper.model)
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.7},
-    {"dtype": torch.bfloat16},
-    *([{"deterministic": True}] if rows_keep_their_bits() else []),
-]
-
-
 def test_other_settings_and_other_tokens_miss(tmp_path: Path) -> None:
     model = tiny_model()
     calls, reference = forwards(model), RememberedModel(model, tmp_path)
-    for settings in SETTINGS:
-        scorer = reference.make_scorer(**settings)
-        assert is_forwarded(scorer, calls, SEQUENCES), settings
-        assert torch.equal(scorer.score(SEQUENCES).values, LogProbScorer(model, **settings).score(SEQUENCES).values)
-    for settings in SETTINGS:
-        assert not is_forwarded(reference.make_scorer(**settings), calls, SEQUENCES)
-    scorer = reference.make_scorer()
-    ids = SEQUENCES.values.clone()
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"dtype": torch.bfloat16}]
+    settings += [{"deterministic": True}] if rows_keep_their_bits() else []
+    for each in settings:
+        scorer = reference.make_scorer(**each)
+        assert is_forwarded(scorer, calls), each
+        assert_as_plain(scorer, model, **each)
+    for each in settings:
+        assert not is_forwarded(reference.make_scorer(**each), calls)
+    scorer, ids = reference.make_scorer(), SEQUENCES.values.clone()
     ids[1] += 1
     assert is_forwarded(scorer, calls, SEQUENCES.like(ids))
     narrow = reference.make_scorer(dtype=torch.bfloat16).score(SEQUENCES).values
@@ -246,26 +225,17 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(tmp_path: Path) ->
         calls, again = forwards(model), RememberedModel(model, tmp_path)
         for sampling, values in wanted.items():
             other = again.make_scorer(sampling=sampling)
-            done = len(calls)  # of the scorer's check of the model
+            assert not is_forwarded(other, calls)
             assert torch.equal(other.score(SEQUENCES).values, values)
-            assert len(calls) == done
 
 
 def test_settings_that_are_fixed(tmp_path: Path) -> None:
     scorer = RememberedModel(tiny_model(), tmp_path).make_scorer()
     before = scorer.score(SEQUENCES).values
-    for name, value in {
-        "adapters": False,
-        "dtype": torch.bfloat16,
-        "deterministic": True,
-        "tokens_per_batch": 64,
-        "memory": 0,
-        "model": tiny_model(seed=1),
-        "path": "full",
-        "temprature": 2.0,
-    }.items():
+    fixed = "adapters", "dtype", "deterministic", "tokens_per_batch", "memory", "model", "path", "temprature"
+    for name in fixed:
         with pytest.raises(AttributeError, match=f"{name} of a RememberedScorer is fixed: build another"):
-            setattr(scorer, name, value)
+            setattr(scorer, name, 64)
     for name, value in {"temperature": 0.0, "sampling": "greedy"}.items():
         with pytest.raises((ValueError, TypeError), match=f"{name} must be a"):
             setattr(scorer, name, value)
@@ -294,8 +264,7 @@ def test_another_tokenizer_misses(tmp_path: Path) -> None:
         reference.store.flush()
         return reference.store.tokens_recalled
 
-    everything = int((SEQUENCES.positions > 0).sum())
-    assert [scored(), scored(), scored(merges=[("h", "i")]), scored()] == [0, everything, 0, everything]
+    assert [scored(), scored(), scored(merges=[("h", "i")]), scored()] == [0, EVERYTHING, 0, EVERYTHING]
 
 
 class Scaled(nn.Module):
@@ -326,7 +295,7 @@ def test_models_of_equal_weights_and_other_behaviour_miss(tmp_path: Path) -> Non
     models = [tiny_model(seed=seed) for seed in (0, 1)]
     for model in [*models, *models]:
         assert_as_plain(RememberedModel(model, store).make_scorer(), model)
-    assert store.tokens_recalled == 2 * int((SEQUENCES.positions > 0).sum())
+    assert store.tokens_recalled == 2 * EVERYTHING
 
 
 # ------------------------------------------------------------------ another backend, and errors
@@ -367,22 +336,19 @@ def test_errors_name_the_sequence_of_the_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("column", "value"), [(0, 7.0), (1, -5.0), (1, float("inf"))])
 def test_scores_that_cannot_be_are_computed_again(tmp_path: Path, column: int, value: float) -> None:
     """A shard with right checksums, and a log-prob above 0 or an entropy below."""
-    model = tiny_model()
+    model, row = tiny_model(), [[1, 2, 3]]
     written = RememberedModel(model, tmp_path)
-    want = written.make_scorer().evaluate([[1, 2, 3]], entropy=True)
-    scores = [want.log_prob.values.numpy(), want.entropy.values.numpy()]
-    keys = list(written.store._writer.waiting)
+    want = written.make_scorer().evaluate(row, entropy=True)[:2]
+    keys, mask = list(written.store._writer.waiting), np.array([False, True, True])
     written.store.close()
     (path,) = tmp_path.glob("*.safetensors")
-    mask = np.array([False, True, True])
-    changed = [x[mask] for x in scores]
-    changed[column] = np.array([changed[column][0], value], np.float32)
-    path.write_bytes(_encode([_Record(key, mask, x) for key, x in zip(keys, changed, strict=True)]))
+    scores = [each.values.numpy()[mask] for each in want]
+    scores[column] = np.array([scores[column][0], value], np.float32)
+    path.write_bytes(_encode([_Record(key, mask, x) for key, x in zip(keys, scores, strict=True)]))
     scorer = RememberedModel(model, tmp_path).make_scorer()
     with pytest.warns(UserWarning, match="is damaged and is not read .*expected numbers in"):
-        found = scorer.evaluate([[1, 2, 3]], entropy=True)
-    assert torch.equal(found.log_prob.values, want.log_prob.values)
-    assert torch.equal(found.entropy.values, want.entropy.values)
+        found = scorer.evaluate(row, entropy=True)[:2]
+    assert all(torch.equal(a.values, b.values) for a, b in zip(found, want, strict=True))
 
 
 def test_nan_is_never_stored(tmp_path: Path) -> None:
@@ -409,14 +375,6 @@ def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | Non
             fingerprint_of(reference.model)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_gradients_and_other_scores_come_from_the_model(tmp_path: Path) -> None:
-    scorer = RememberedModel(tiny_model(), tmp_path).make_scorer()
-    scorer.score(SEQUENCES)
-    assert scorer.score(SEQUENCES, grad=True).values.requires_grad
-    found = scorer.evaluate(SEQUENCES, top_k=3, moments=True, reference=LogProbScorer(tiny_model(seed=1)))
-    assert None not in (found.top_indices, found.collision, found.kl)
 
 
 # ------------------------------------------------------------------ a service that is pushed weights meanwhile

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from closeness import assert_near, needs_equal_rows
-from scoring_reference import FullLogits, ids, plain_log_probs, random_mask, random_sequences
+from scoring_reference import FullLogits, ids, random_mask, random_sequences
 from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
@@ -65,23 +65,23 @@ def keep_of(logits, sampling, targets):
 
 
 def expected(model, rows, sampling, ref=None):
-    """Log-prob, entropy, and KL and reference log-prob of each token but the first, one row at a time; ``[N, 2 or 4]``."""
+    """Log-prob, entropy and moments, and KL and reference log-prob of each token but the first; ``[N, 4 or 6]``."""
     out = []
     for row in rows:
         logits, targets = plain_logits(model, row), row[1:]
         keep = keep_of(logits, sampling, targets)
         log_p = (logits / sampling.temperature).masked_fill(~keep, -math.inf).log_softmax(-1)
-        finite = log_p.masked_fill(~keep, 0.0)
-        columns = [finite.gather(1, targets[:, None])[:, 0], -(log_p.exp() * finite).sum(-1)]
+        p, finite = log_p.exp(), log_p.masked_fill(~keep, 0.0)
+        entropy = -(p * finite).sum(-1)
+        discriminator = (p.square() * (entropy[:, None] + finite)).sum(-1)
+        columns = [finite.gather(1, targets[:, None])[:, 0], entropy, p.square().sum(-1), discriminator]
         if ref is not None:
             logits = plain_logits(ref, row).detach() / sampling.temperature
             if sampling.reference == "kept":
                 logits = logits.masked_fill(~keep, -math.inf)
             log_q = logits.log_softmax(-1)
-            columns += [
-                (log_p.exp() * (finite - log_q).masked_fill(~keep, 0.0)).sum(-1),
-                log_q.gather(1, targets[:, None])[:, 0],
-            ]
+            kl = (p * (finite - log_q).masked_fill(~keep, 0.0)).sum(-1)
+            columns += [kl, log_q.gather(1, targets[:, None])[:, 0]]
         out.append(torch.stack(columns, -1))
     return torch.cat(out)
 
@@ -89,28 +89,19 @@ def expected(model, rows, sampling, ref=None):
 def sampled_rows(model, sampling, count=4, length=9):
     """Rows whose tokens after the first are drawn from the truncated sampler."""
     generator = torch.Generator().manual_seed(0)
-    rows = torch.stack([ids(3, 0), *(ids(3, seed) for seed in range(1, count))])
+    rows = torch.stack([ids(3, seed) for seed in range(count)])
     for _ in range(length - 3):
         with torch.no_grad():
             logits = model(input_ids=rows).logits[:, -1]
-        top = logits.argmax(-1)
-        keep = keep_of(logits, sampling, top)
+        keep = keep_of(logits, sampling, logits.argmax(-1))
         probs = (logits / sampling.temperature).masked_fill(~keep, -math.inf).softmax(-1)
         rows = torch.cat([rows, probs.multinomial(1, generator=generator)], 1)
     return list(rows)
 
 
-def of_scores(scores, *names):
-    flat = [getattr(scores, name).values for name in names]
-    scored = scores.log_prob.positions > 0
-    return torch.stack(flat, -1)[scored]
-
-
 def assert_same_gradients(found, want, model):
-    parameters = list(model.parameters())
-    pairs = [torch.autograd.grad(total, parameters, allow_unused=True) for total in (found, want)]
-    for a, b in zip(*pairs, strict=True):
-        assert_close(a, b, atol=1e-5, rtol=1e-5)
+    pairs = [torch.autograd.grad(total, list(model.parameters()), allow_unused=True) for total in (found, want)]
+    assert_close(*pairs, atol=1e-5, rtol=1e-5)
 
 
 # ------------------------------------------------------------------ own logits
@@ -123,58 +114,39 @@ def test_values_and_gradients(sampling, kind):
     scorer = make_scorer(model, kind, sampling=sampling)
     assert scorer.path == ("full" if kind == "full" else "head")
     mask = torch.tensor([False, False, False] + [True] * 6).repeat(4)
-    found = scorer.evaluate(Ragged.from_list(rows), mask, entropy=True, grad=True)
-    want = expected(model, rows, sampling).reshape(4, 8, 2)[:, 2:].reshape(-1, 2)
+    few = sampling is not SAMPLINGS[-1]
+    found = scorer.evaluate(Ragged.from_list(rows), mask, entropy=True, moments=few, grad=True)
+    want = expected(model, rows, sampling).reshape(4, 8, 4)[:, 2:].reshape(-1, 4)
     got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
-    assert_near(got, want.to(got.dtype), **ROUNDED)
-    weights = torch.randn(want.shape, generator=torch.Generator().manual_seed(2), dtype=want.dtype)
-    assert_same_gradients((weights * got).sum(), (weights * want).sum(), model)
+    assert_near(got, want[:, :2].to(got.dtype), **ROUNDED)
+    if few:
+        moments = torch.stack([found.collision.values, found.discriminator.values], -1)[mask]
+        assert_close(moments.double(), want[:, 2:].detach(), atol=1e-5, rtol=1e-4)
+    else:
+        with pytest.raises(ValueError, match="leaves too many of 97 tokens to keep at once"):
+            scorer.evaluate(Ragged.from_list(rows), mask, moments=True)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(2), dtype=want.dtype)
+    assert_same_gradients((weights * got).sum(), (weights * want[:, :2]).sum(), model)
 
 
 @pytest.mark.parametrize("reference", ["whole", "kept"])
 @pytest.mark.parametrize("kind", ["head", "full"])
 def test_exact_kl(reference, kind):
+    """To the model itself it is 0, or -log of the mass that is kept: the sampler is not the model."""
     sampling = Sampling(0.8, top_k=8, top_p=0.9, reference=reference)
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     rows = sampled_rows(model, sampling)
-    scorer, other = make_scorer(model, kind, sampling=sampling), make_scorer(ref, kind, temperature=0.8)
-    found = scorer.evaluate(Ragged.from_list(rows), reference=other, entropy=True)
-    with torch.no_grad():
-        want = expected(model, rows, sampling, ref)
-    got = of_scores(found, "log_prob", "entropy", "kl", "ref_log_prob")
-    assert_near(got.double(), want, **ROUNDED)
-    assert float(got[:, 2].min()) >= -1e-9
-
-
-@pytest.mark.parametrize(("reference", "at_zero"), [("whole", False), ("kept", True)])
-def test_kl_of_a_model_with_itself(reference, at_zero):
-    """To the whole reference it is -log of the mass that is kept: the sampler is not the model."""
-    model, sampling = tiny_model(), Sampling(top_p=0.8, reference=reference)
-    rows = sampled_rows(model, sampling)
-    found = LogProbScorer(model, sampling=sampling).evaluate(Ragged.from_list(rows), reference=LogProbScorer(model))
-    masses = []
-    for row in rows:
-        logits = plain_logits(model, row).detach()
-        masses.append((logits.softmax(-1) * keep_of(logits, sampling, row[1:])).sum(-1))
-    want = torch.zeros(32) if at_zero else -torch.cat(masses).log()
-    assert_near(of_scores(found, "kl")[:, 0], want, **FORWARD)
-
-
-def test_mean_ratio():
-    """Over all that a sampler of top-p 0.8 may draw, the mean ratio is 1; of whole distributions the mass that is kept."""
-    model, sampling, prompt = tiny_model(), Sampling(top_p=0.8), ids(6, 3)
-    with torch.no_grad():
-        logits = model(input_ids=prompt[None]).logits[0, -1:]
-    keep = keep_of(logits, sampling, logits.argmax(-1))[0]
-    rows = [torch.cat([prompt, token[None]]) for token in keep.nonzero().squeeze(1)]
-    last = torch.tensor([False] * 6 + [True]).repeat(len(rows))
-    drawn = logits[0].masked_fill(~keep, -math.inf).softmax(-1)[keep]
-    ratio = LogProbScorer(model, sampling=sampling).score(Ragged.from_list(rows), last).values[last].exp() / drawn
-    assert_near((drawn * ratio).sum(), 1.0, **FORWARD)
-    whole = LogProbScorer(model).score(Ragged.from_list(rows), last).values[last].exp() / drawn
-    mass = float(logits[0].softmax(-1)[keep].sum())
-    assert_near((drawn * whole).sum(), mass, **FORWARD)
-    assert 0.8 <= mass < 0.99
+    scorer = make_scorer(model, kind, sampling=sampling)
+    for other in (ref, model):
+        reference_scorer = make_scorer(other, kind, temperature=0.8)
+        found = scorer.evaluate(Ragged.from_list(rows), reference=reference_scorer, entropy=True)
+        with torch.no_grad():
+            want = expected(model, rows, sampling, other)[:, [0, 1, 4, 5]]
+        columns = (found.log_prob, found.entropy, found.kl, found.ref_log_prob)
+        got = torch.stack([each.values for each in columns], -1)[found.kl.positions > 0]
+        assert_near(got.double(), want, **ROUNDED)
+        assert float(got[:, 2].min()) >= -1e-9
+    assert bool((got[:, 2] > 1e-3).any()) == (reference == "whole")
 
 
 @needs_equal_rows
@@ -190,20 +162,6 @@ def test_deterministic():
         scorer.evaluate(rows, return_kept=True)
     with pytest.raises(ValueError, match="deterministic=True with kept="):
         LogProbScorer(model, deterministic=True).score(rows, kept=random_record(Ragged.from_list(rows)))
-
-
-def test_moments():
-    """``sum p ** 2`` over what is kept."""
-    model, sampling = tiny_model(), Sampling(top_k=6)
-    rows = sampled_rows(model, sampling)
-    found = LogProbScorer(model, sampling=sampling).evaluate(Ragged.from_list(rows), moments=True)
-    want = []
-    for row in rows:
-        logits = plain_logits(model, row).detach()
-        p = logits.masked_fill(~keep_of(logits, sampling, row[1:]), -math.inf).softmax(-1)
-        h = -(p * p.clamp(min=1e-30).log()).sum(-1, keepdim=True)
-        want.append(torch.stack([p.square().sum(-1), (p.square() * (h + p.clamp(min=1e-30).log())).sum(-1)], -1))
-    assert_close(of_scores(found, "collision", "discriminator"), torch.cat(want), atol=1e-5, rtol=1e-4)
 
 
 def test_cache_and_store_know_the_sampler(tmp_path):
@@ -272,14 +230,14 @@ def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
 
 @pytest.mark.parametrize("kind", ["packed", "padded", "full", "cached"])
 def test_replay(kind):
+    """Of a record of any tokens; what it computes is not cached."""
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     tokens = random_sequences(9, 4, 1, 7)
     mask, record = random_mask(tokens, keep=0.7), random_record(tokens)
-    sampling = Sampling(0.7, top_k=3, reference="kept")
-    scorer = make_scorer(model, kind, sampling=sampling, tokens_per_batch=8)
-    if kind == "cached":
-        scorer.score(tokens, remember=True)
-    found = scorer.evaluate(tokens, mask, entropy=True, kept=record, grad=kind != "cached", remember=kind == "cached")
+    scorer = make_scorer(model, kind, sampling=Sampling(0.7, top_k=3, reference="kept"), tokens_per_batch=8)
+    cached = kind == "cached"
+    own = scorer.score(tokens, remember=cached).values
+    found = scorer.evaluate(tokens, mask, entropy=True, kept=record, grad=not cached, remember=cached)
     want, keep = [], torch.zeros(tokens.values.shape[0], VOCAB_SIZE, dtype=torch.bool)
     keep[record.rows, record.ids] = True
     for row, kept in zip(tokens.to_list(), tokens.like(keep).to_list(), strict=True):
@@ -290,50 +248,36 @@ def test_replay(kind):
     want = torch.cat(want)[mask]
     got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
     assert_near(got, want.to(got.dtype), **ROUNDED)
-    if kind != "cached":
+    if cached:
+        assert_near(scorer.score(tokens, remember=True).values, own, **ROUNDED)
+    else:
         assert_same_gradients(got.sum(), want.sum(), model)
         kl = scorer.evaluate(tokens, mask, kept=record, reference=make_scorer(ref, kind, temperature=0.7)).kl.values
         assert float(kl.min()) >= -1e-9
-
-
-def test_a_replay_is_not_cached():
-    model, tokens = tiny_model(), Ragged.from_list([ids(12, 0)])
-    scorer = LogProbScorer(model)
-    scorer.score(tokens, kept=random_record(tokens), remember=True)
-    assert_close(scorer.score(tokens, remember=True).values, LogProbScorer(model).score(tokens).values)
-
-
-def test_a_record_of_other_tokens():
-    tokens = random_sequences(5, 4)
-    record, scorer = random_record(tokens), LogProbScorer(tiny_model())
-    shifted = Kept(record.ids, record.offsets.roll(-1))
-    other = random_sequences(5, 4, seed=1)
-    with pytest.raises(ValueError, match=r"at sequence 0, position \d.*were recorded as kept there"):
-        scorer.score(other, kept=record)
-    with pytest.raises(ValueError, match=r"must not descend|from 0 to"):
-        scorer.score(tokens, kept=shifted)
-    with pytest.raises(ValueError, match=r"must hold 10 numbers"):
-        scorer.score(tokens, kept=Kept(record.ids, record.offsets[:-1]))
 
 
 # ------------------------------------------------------------------ what is refused
 
 
 def test_refusals():
-    model, tokens = tiny_model(), random_sequences(5)
-    scorer = LogProbScorer(model, sampling=Sampling(top_k=50))
-    with pytest.raises(ValueError, match="score the two apart"):
-        scorer.evaluate(tokens, top_k=3)
-    with pytest.raises(ValueError, match="the reference is scored with Sampling"):
-        LogProbScorer(model).evaluate(tokens, reference=scorer)
-    with pytest.raises(ValueError, match="infinite where the policy is truncated"):
-        scorer.evaluate(tokens, reference=LogProbScorer(model), direction="forward")
-    with pytest.raises(ValueError, match="two temperatures"):
-        LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))
+    model, tokens = tiny_model(), random_sequences(5, 4)
+    plain, warm, record = LogProbScorer(model), LogProbScorer(model, temperature=0.7), random_record(tokens)
+    truncated, whole = LogProbScorer(model, sampling=Sampling(top_k=50)), {"reference": plain, "direction": "forward"}
+    shifted, short = Kept(record.ids, record.offsets.roll(-1)), Kept(record.ids, record.offsets[:-1])
+    for message, call in [
+        ("score the two apart", lambda: truncated.evaluate(tokens, top_k=3)),
+        ("the reference is scored with Sampling", lambda: plain.evaluate(tokens, reference=truncated)),
+        ("infinite where the policy is truncated", lambda: truncated.evaluate(tokens, **whole)),
+        ("two temperatures", lambda: LogProbScorer(model, temperature=0.5, sampling=Sampling(0.7))),
+        ("which leaves every token: there is nothing to return", lambda: warm.evaluate(tokens, return_kept=True)),
+        (r"at sequence 0, position \d.*kept there", lambda: plain.score(random_sequences(5, 4, seed=1), kept=record)),
+        (r"must not descend|from 0 to", lambda: plain.score(tokens, kept=shifted)),
+        (r"must hold 10 numbers", lambda: plain.score(tokens, kept=short)),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
     with pytest.raises(TypeError, match="must be a Sampling"):
         LogProbScorer(model, sampling={"top_k": 3})
-    with pytest.raises(ValueError, match="which leaves every token: there is nothing to return"):
-        LogProbScorer(model, temperature=0.7).evaluate(tokens, return_kept=True)
 
 
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
@@ -404,32 +348,30 @@ def test_settings_in_other_forms():
     found = as_sampling(1.0, Sampling(np.float32(0.5), top_p=np.float32(0.75), min_p=np.float32(0.25)))
     assert found == Sampling(0.5, top_p=0.75, min_p=0.25)
     assert {type(found.temperature), type(found.top_p), type(found.min_p)} == {float}
-    model, rows = tiny_model(), random_sequences(5, 3)
-    want = plain_log_probs(model, rows).detach()
+    model = tiny_model()
     for settings in ({"temperature": None}, {"sampling": Sampling(None, top_k=-1, top_p=None, min_p=None)}):
-        assert_near(LogProbScorer(model, **settings).score(rows).values, want, **FORWARD)
+        assert LogProbScorer(model, **settings).sampling == Sampling()
     transform = RetrieveLogProb(model, temperature=None)
     assert transform.temperature == 1.0
     transform.temperature = 0.5
     transform.temperature = None
-    assert_near(transform.scorer.score(rows).values, want, **FORWARD)
+    assert transform.scorer.sampling == Sampling()
 
 
 def test_none_is_off_in_transformers():
     """What the comparison with a wrapper takes for granted."""
     model = configured(top_k=2, top_p=0.5, min_p=0.5, repetition_penalty=3.0)
-    off = {"temperature": None, "top_k": None, "top_p": None, "min_p": None, "repetition_penalty": None}
+    off = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
     outputs = {"output_logits": True, "output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 2}
     found = model.generate(torch.tensor([[3, 4, 5]]), do_sample=True, **off, **outputs)
-    assert all(torch.equal(scores, logits) for scores, logits in zip(found.scores, found.logits, strict=True))
+    assert all(map(torch.equal, found.scores, found.logits))
 
 
 def test_generate_kwargs_refuses_what_generate_does_not_know():
     model = tiny_model()
-    with pytest.raises(ValueError, match=r"generate of \w+ has no 'max_tokens'. Did you mean 'max_new_tokens'\?"):
-        Sampling().generate_kwargs(model, max_tokens=5)
-    with pytest.raises(ValueError, match=r"has no 'streamr'\. Did you mean 'streamer'"):
-        Sampling().generate_kwargs(model, streamr=None)
+    for name, meant in (("max_tokens", "max_new_tokens"), ("streamr", "streamer")):
+        with pytest.raises(ValueError, match=rf"generate of \w+ has no '{name}'\. Did you mean '{meant}'"):
+            Sampling().generate_kwargs(model, **{name: None})
     for name, value in (("temperature", 2.0), ("top_k", 5), ("do_sample", False), ("repetition_penalty", 1.2)):
         with pytest.raises(ValueError, match=f"{name}={value} is not how .*Sampling.temperature=0.5.* samples"):
             Sampling(0.5).generate_kwargs(model, **{name: value})
@@ -490,26 +432,25 @@ def test_sampler_of(wrapper, found):
 
 
 def test_what_a_mismatch_says():
-    wrapper = Wrapper(configured(), do_sample=True)
+    wrapper, wide = Wrapper(configured(), do_sample=True), Wrapper(configured(), do_sample=True, top_k=97)
+    warm = Wrapper(configured(), do_sample=True, top_k=97, temperature=0.7)
+    penalised = Wrapper(configured(repetition_penalty=1.1), do_sample=True, top_k=97)
     message = mismatch_of(wrapper, Sampling())
     assert message.startswith("sampler uses top_k=50, scorer does not.")
     assert 'generate_kwargs={"top_k": 97, "top_p": 1.0}' in message  # torchrl's wrapper takes no 0
     assert "sampling=Sampling(top_k=50)" in message
-    assert mismatch_of(wrapper, Sampling(top_k=50)) is None
+    # Greedy is fine for an evaluation, wrong for a policy gradient.
+    for each, known in ((wrapper, Sampling(top_k=50)), (wide, Sampling()), (warm, Sampling(0.7))):
+        assert mismatch_of(each, known) is None
+    assert mismatch_of(Wrapper(configured()), Sampling()) is None
+    assert "sampler is greedy" in mismatch_of(Wrapper(configured()), Sampling(), trains=True)
     assert "sampler uses top_k=50, scorer top_k=20" in mismatch_of(wrapper, Sampling(top_k=20))
-    assert mismatch_of(Wrapper(configured(), do_sample=True, top_k=97), Sampling()) is None
-    warm = Wrapper(configured(), do_sample=True, top_k=97, temperature=0.7)
     assert mismatch_of(warm, Sampling()).startswith("sampler uses temperature=0.7, scorer temperature=1.")
-    assert mismatch_of(warm, Sampling(0.7)) is None
     assert "scorer uses top_p=0.9, sampler does not" in mismatch_of(warm, Sampling(0.7, top_p=0.9))
-    penalised = Wrapper(configured(repetition_penalty=1.1), do_sample=True, top_k=97)
     message = mismatch_of(penalised, Sampling())
     assert "repetition_penalty=1.1, which cannot be scored" in message
     assert '"repetition_penalty": 1.0' in message
     assert "sampling=" not in message
-    # Greedy is fine for an evaluation, wrong for a policy gradient.
-    assert mismatch_of(Wrapper(configured()), Sampling()) is None
-    assert "sampler is greedy" in mismatch_of(Wrapper(configured()), Sampling(), trains=True)
     with pytest.warns(SamplerMismatchWarning, match="top_k=50") as caught:
         warn_of_mismatch(wrapper, Sampling())
     assert caught[0].filename == __file__
