@@ -1,11 +1,5 @@
 """A service without Ray: requests and replies are packed, scored in this process and unpacked."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
-
 from remote_models import model
 from torchrl_llm_kl.service import RemoteModel
 from torchrl_llm_kl.service._wire import Reply, Request
@@ -18,19 +12,19 @@ from torchrl_llm_kl.service.replica._core import ScoringCore
 class Loopback:
     """Models by name, each as two replicas that take requests of four tokens."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cores: dict[str, ScoringCore] = {}
+    def __init__(self, monkeypatch):
+        self.cores = {}
         loop = self
 
         class Exchange:
-            def __init__(self, replicas: Any, router: Any, whole: Any, *, timeout: float) -> None:
+            def __init__(self, replicas, router, whole, *, timeout):
                 self.parts = whole.divided(router, [0, 1])
                 self._core = loop.cores[replicas.spec.name]
 
-            async def arrival(self) -> None:
+            async def arrival(self):
                 pass
 
-            def replies(self) -> list[Reply]:
+            def replies(self):
                 found = self._core.score([Request.unpack(part.request.pack()) for part in self.parts])
                 for one in found:
                     if isinstance(one, Exception):
@@ -39,7 +33,7 @@ class Loopback:
 
         monkeypatch.setattr(_remote, "Exchange", Exchange)
 
-    def serve(self, made: Any, name: str = "model") -> RemoteModel:
+    def serve(self, made, name="model"):
         self.cores[name] = ScoringCore(TransformersEngine(made))
         remote = RemoteModel(ServiceSpec(name, model, "source", {"max_tokens": 4}, num_replicas=2))
         remote._interface = self.cores[name].engine.interface()

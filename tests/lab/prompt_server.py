@@ -13,10 +13,8 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import torch
 
@@ -48,20 +46,20 @@ class Refused(Exception):
 
 
 @cache
-def served(seed: int) -> Any:
+def served(seed):
     return tiny_model(seed=seed).double()
 
 
 class Toy:
     """The prefix cache, and the log-probs."""
 
-    def __init__(self) -> None:
-        self.switches: dict[str, Any] = dict(FIXED)
-        self.requests: list[dict[str, Any]] = []
-        self.cached: set[tuple[Any, ...]] = set()
+    def __init__(self):
+        self.switches = dict(FIXED)
+        self.requests = []
+        self.cached = set()
         self.lock = threading.Lock()
 
-    def positions(self, ids: list[int], temperature: float, k: int) -> list[dict[int, float] | None]:
+    def positions(self, ids, temperature, k):
         """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
         s = self.switches
         if not all(0 <= token < 97 for token in ids):
@@ -77,24 +75,24 @@ class Toy:
         elif s["tempered"]:
             logits = logits / temperature
         log_probs = logits.log_softmax(-1)
-        out: list[dict[int, float] | None] = [None]
+        out = [None]
         for token, row in zip(ids[1:], log_probs, strict=True):
             chosen = [int(token), *row.topk(k).indices.tolist()]
             out.append({i: self.rounded(float(row[i])) for i in chosen})
         return out
 
-    def rounded(self, value: float) -> float:
+    def rounded(self, value):
         decimals = self.switches["decimals"]
         return value if decimals is None or math.isinf(value) else round(value, decimals)
 
-    def in_cache(self, ids: list[int], salt: Any) -> int:
+    def in_cache(self, ids, salt):
         """Leading tokens that an earlier request had too; all but the last are kept."""
         with self.lock:
             known = [n for n in range(len(ids)) if (salt, *ids[:n]) in self.cached]
             self.cached |= {(salt, *ids[:n]) for n in range(1, len(ids) + 1)}
         return max(known, default=0) if self.switches["cache"] else 0
 
-    def vllm(self, body: dict[str, Any]) -> dict[str, Any]:
+    def vllm(self, body):
         s = self.switches
         if body["model"] != MODEL:
             raise FileNotFoundError(f"The model `{body['model']}` does not exist.")
@@ -125,7 +123,7 @@ class Toy:
             choice["prompt_token_ids"] = ids
         return {"object": "text_completion", "model": MODEL, "choices": [choice]}
 
-    def sglang(self, body: dict[str, Any]) -> dict[str, Any]:
+    def sglang(self, body):
         s, sampling = self.switches, body["sampling_params"]
         ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in body["input_ids"]]
         start, k = body.get("logprob_start_len", -1), body["top_logprobs_num"]
@@ -135,8 +133,8 @@ class Toy:
         if s["recomputes"] and start == 0:
             cached = 0  # all of the input is computed again
         first = len(ids) - 1 if start < 0 else max(start, cached if s["cache"] == "missing" else 0)
-        entries: list[Any] = [[None, ids[first], None]]
-        tops: list[Any] = [None]
+        entries = [[None, ids[first], None]]
+        tops = [None]
         for t in range(first + 1, len(ids)):
             position = found[t] or {}
             gone = s["cache"] == "null" and t < cached
@@ -154,13 +152,13 @@ class Handler(BaseHTTPRequestHandler):
     server: PromptServer
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         if self.path == "/get_model_info":
             self.reply(200, {"model_path": MODEL})
         else:
             self.reply(404, {"detail": "Not Found"})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         toy = self.server.toy
         toy.requests.append(body)
@@ -184,14 +182,14 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(404, {"error": {"message": str(error)}})
         self.reply(200, {"detail": "ok"} if toy.switches["odd"] else answer)
 
-    def reply(self, status: int, content: Any, data: bytes = b"") -> None:
+    def reply(self, status, content, data=b""):
         data = data or json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
 
@@ -200,7 +198,7 @@ class PromptServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port=0):
         super().__init__(("127.0.0.1", port), Handler)
         self.toy, self._open = Toy(), list[socket.socket]()
         self.port = self.server_address[1]
@@ -208,7 +206,7 @@ class PromptServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @contextlib.contextmanager
-    def set(self, **switches: Any) -> Iterator[None]:
+    def set(self, **switches):
         """Context in which switches differ from their defaults."""
         assert switches.keys() <= FIXED.keys()
         self.change(**{**FIXED, **switches})
@@ -217,24 +215,24 @@ class PromptServer(ThreadingHTTPServer):
         finally:
             self.change(**FIXED)
 
-    def change(self, **switches: Any) -> None:
+    def change(self, **switches):
         """Change switches until the end of the context."""
         toy = self.toy
         toy.switches = json.loads(json.dumps({**toy.switches, **switches}))  # lists of its own
         toy.requests, toy.cached = [], set()
 
-    def requests(self) -> list[dict[str, Any]]:
+    def requests(self):
         """Bodies of the requests since the last change of a switch."""
         return self.toy.requests
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request, client_address):
         self._open.append(request)
         super().process_request(request, client_address)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         pass  # a client that has gone
 
-    def close(self) -> None:
+    def close(self):
         """End as a process that is killed: open connections end too."""
         self.shutdown()
         self.server_close()

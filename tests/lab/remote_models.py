@@ -1,13 +1,10 @@
 """Factories that actors can import."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,35 +12,35 @@ from torch import nn
 from toy_models import tiny_model
 
 
-def broken() -> nn.Module:
+def broken():
     raise OSError("no such checkpoint: /nowhere")
 
 
 class Slow(nn.Module):
     """Sleeps, then returns uniform logits."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds):
         super().__init__()
         self.seconds, self.weight = seconds, nn.Parameter(torch.zeros(1))
 
-    def forward(self, input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
+    def forward(self, input_ids, **_):
         time.sleep(self.seconds)
         return (torch.zeros(*input_ids.shape, 97) + self.weight,)
 
 
-def slow(seconds: float) -> nn.Module:
+def slow(seconds):
     return Slow(seconds)
 
 
-def model(seed: int = 0) -> nn.Module:
+def model(seed=0):
     return tiny_model(seed=seed).double()
 
 
-def _pause(module: nn.Module, args: Any, *, seconds: float) -> None:
+def _pause(module, args, *, seconds):
     time.sleep(seconds)
 
 
-def delayed(seconds: float, seed: int = 0) -> nn.Module:
+def delayed(seconds, seed=0):
     """:func:`model` with a slower forward."""
     made = tiny_model(seed=seed).double()
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds))
@@ -51,12 +48,12 @@ def delayed(seconds: float, seed: int = 0) -> nn.Module:
 
 
 #: The service that the tests on a cluster share: whoever gives it other weights gives these back.
-SHARED: dict[str, Any] = {"factory": partial(delayed, 0.02), "name": "shared", "num_replicas": 2, "num_cpus": 0.1}
+SHARED = {"factory": partial(delayed, 0.02), "name": "shared", "num_replicas": 2, "num_cpus": 0.1}
 
 POISON, ENDLESS, SLOW = [13] * 6, [17] * 6, [19] * 6
 
 
-def _die_or_hang(module: nn.Module, args: Any) -> None:
+def _die_or_hang(module, args):
     ids = args[0].flatten().tolist()
     runs = [ids[i : i + 4] for i in range(len(ids))]
     if POISON[:4] in runs:
@@ -65,7 +62,7 @@ def _die_or_hang(module: nn.Module, args: Any) -> None:
         threading.Event().wait()
 
 
-def deadly(folder: str) -> nn.Module:
+def deadly(folder):
     """:func:`model`; its process ends at the sequence ``POISON``, and the forward never returns at ``ENDLESS``.
 
     Leaves a file in the folder each time.
@@ -76,26 +73,26 @@ def deadly(folder: str) -> nn.Module:
     return made
 
 
-def _report(module: nn.Module, args: Any, *, folder: str, seconds: float) -> None:
+def _report(module, args, *, folder, seconds):
     if args[0].flatten().tolist()[:4] == SLOW[:4]:
         (Path(folder) / f"scores-{os.getpid()}").touch()
         time.sleep(seconds)
 
 
-def reporting(folder: str, seconds: float) -> nn.Module:
+def reporting(folder, seconds):
     """:func:`model`, which leaves a file named after its process in ``folder`` and sleeps when it scores ``SLOW``."""
     made = tiny_model(seed=0).double()
     made.model.embed_tokens.register_forward_pre_hook(partial(_report, folder=folder, seconds=seconds))
     return made
 
 
-def late(seconds: float) -> nn.Module:
+def late(seconds):
     """:func:`model`, slow to make."""
     time.sleep(seconds)
     return tiny_model(seed=0).double()
 
 
-def only_once(folder: str) -> nn.Module:
+def only_once(folder):
     """:func:`model` the first time; afterwards an error until ``folder / 'broken'`` is removed."""
     marks = Path(folder)
     if (marks / "broken").exists():
@@ -104,18 +101,18 @@ def only_once(folder: str) -> nn.Module:
     return tiny_model(seed=0).double()
 
 
-def quits(folder: str) -> nn.Module:
+def quits(folder):
     """Ends the process, after leaving a file in ``folder``."""
     (Path(folder) / str(os.getpid())).touch()
     os._exit(7)
 
 
-def _pause_while(module: nn.Module, args: Any, *, path: str, seconds: float) -> None:
+def _pause_while(module, args, *, path, seconds):
     if Path(path).exists():
         time.sleep(seconds)
 
 
-def delayed_while(path: str, seconds: float) -> nn.Module:
+def delayed_while(path, seconds):
     """:func:`model` with a slower forward while a file exists."""
     made = tiny_model(seed=0).double()
     made.model.layers[0].register_forward_pre_hook(partial(_pause_while, path=path, seconds=seconds))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from loopback import Loopback
@@ -9,11 +7,11 @@ pytest.importorskip("ray")
 
 
 @pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_ray(monkeypatch):
     """Ray starts a cluster in many of its functions: here none does."""
     monkeypatch.setattr("ray._private.auto_init_hook.enable_auto_connect", False)
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> Loopback:
+def loop(monkeypatch):
     return Loopback(monkeypatch)

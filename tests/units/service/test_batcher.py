@@ -1,38 +1,53 @@
-"""The request queue: composition and order of batches, and a full queue."""
-
-from __future__ import annotations
+"""The request queue: shares of callers, composition and order of batches, large requests in pieces, and a full queue."""
 
 import asyncio
+import heapq
+import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
+from load import assert_same
+from remote_models import model
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded, ServiceTimeout
 from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._batcher import Batcher
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.service.replica._fair import FairQueue, Job
+from torchrl_llm_kl.service.replica._pieces import Pieces
 from waits import LONG
 
+quick = settings(max_examples=40, deadline=None)
 
-def request(tag: int, *, tokens: int = 3, caller: str = "a", deaths: int = 0) -> Request:
-    ids = torch.full((tokens,), tag)
-    made = Request.of(ids, torch.tensor([tokens]), None, Settings(), version=None, caller=caller)
-    return replace(made, deaths=deaths)
+
+def sent(rows, mask=None, *, caller="a", kept=None, **settings):
+    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+    flat = None if mask is None else torch.tensor([bit for row in mask for bit in row], dtype=torch.bool)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return Request.of(tokens, lengths, flat, Settings(**settings), version=None, caller=caller, kept=kept)
+
+
+def request(tag, *, tokens=3, caller="a", deaths=0):
+    return replace(sent([[tag] * tokens], caller=caller), deaths=deaths)
 
 
 class Recorder:
     """Answers each request with its tag, and records the batches."""
 
-    def __init__(self, seconds: float = 0.0, fails: Sequence[int] = ()) -> None:
-        self.seconds, self.fails, self.batches = seconds, set(fails), []
-        self.threads: set[str] = set()
+    def __init__(self, seconds=0.0, fails=()):
+        self.seconds, self.fails, self.batches, self.threads = seconds, set(fails), [], set()
 
-    def __call__(self, requests: Sequence[Request]) -> list[Reply | Exception]:
+    def __call__(self, requests):
         time.sleep(self.seconds)
         self.threads.add(threading.current_thread().name)
         tags = [int(r.tokens[0]) for r in requests]
@@ -43,13 +58,13 @@ class Recorder:
         ]
 
 
-async def ask(batcher: Batcher, *requests: Request, timeout: float = LONG) -> list[object]:
+async def ask(batcher, *requests, timeout=LONG):
     return await asyncio.gather(*(batcher.submit(r, timeout=timeout) for r in requests), return_exceptions=True)
 
 
-def run(recorder: Recorder, *requests: Request, **settings: float) -> list[object]:
-    async def main() -> list[object]:
-        batcher = Batcher(recorder, **{"max_wait": 0.05, **settings})
+def run(score, *requests, **settings):
+    async def main():
+        batcher = Batcher(score, **{"max_wait": 0.05, **settings})
         answers = await ask(batcher, *requests)
         await batcher.close()
         return answers
@@ -57,11 +72,47 @@ def run(recorder: Recorder, *requests: Request, **settings: float) -> list[objec
     return asyncio.run(main())
 
 
-def tags_of(answers: list[object]) -> list[float]:
+def tags_of(answers):
     return [float(answer.log_prob[0]) for answer in answers]
 
 
-def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone() -> None:
+# ------------------------------------------------------------------ batches
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "batches"),
+    [
+        # Round-robin over callers, the oldest first.
+        (
+            [*(request(i, tokens=10, caller="greedy") for i in range(4)), request(9, tokens=10, caller="modest")],
+            {"max_tokens": 20},
+            [[0, 9], [1, 2], [3]],
+        ),
+        # A request above max_tokens is a batch of its own.
+        ([request(0, tokens=50), request(1), request(2)], {"max_tokens": 10}, [[0], [1, 2]]),
+        # One that is ill-formed fails alone.
+        (
+            [request(0)]
+            + [replace(request(1), **bad) for bad in ({"caller": ["a"]}, {"deaths": "2"}, {"lengths": None})]
+            + [request(2)],
+            {},
+            [[0, 2]],
+        ),
+    ],
+    ids=["round-robin", "large", "ill-formed"],
+)
+def test_composition_of_batches(requests, options, batches):
+    recorder = Recorder()
+    answers = run(recorder, *requests, **options)
+    assert recorder.batches == batches
+    for asked, answer in zip(requests, answers, strict=True):
+        if asked.tokens[0] == 1 and [0, 2] in batches:
+            assert isinstance(answer, (TypeError, AttributeError))
+        else:
+            assert tags_of([answer]) == [asked.tokens[0]]
+
+
+def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone():
     recorder = Recorder(fails=[1])
     bad, *answers = run(recorder, *(request(i, caller=str(i)) for i in (1, 0, *range(2, 8))))
     assert tags_of(answers) == [0, *range(2, 8)]
@@ -70,60 +121,33 @@ def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone() -> None
     assert recorder.threads == {"scoring_0"}
 
 
-def test_round_robin_over_callers_oldest_first() -> None:
-    recorder = Recorder()
-    greedy = [request(i, tokens=10, caller="greedy") for i in range(4)]
-    run(recorder, *greedy, request(9, tokens=10, caller="modest"), max_tokens=20)
-    assert recorder.batches == [[0, 9], [1, 2], [3]]
-
-
-def test_no_wait_when_all_recent_callers_are_in() -> None:
-    async def main() -> list[list[int]]:
-        recorder = Recorder()
-        batcher = Batcher(recorder, max_wait=0.2)
+def test_recent_callers_are_waited_for_and_nobody_else():
+    async def main():
+        first, then = Recorder(), Recorder()
+        batcher = Batcher(first, max_wait=0.2)
         await ask(batcher, request(0, caller="a"))  # the only caller so far
         await ask(batcher, request(1, caller="b"))
         batcher._max_wait = 2 * LONG
         await asyncio.wait_for(ask(batcher, request(2, caller="a"), request(3, caller="b")), LONG)
         await batcher.close()
-        return recorder.batches
-
-    assert asyncio.run(main()) == [[0], [1], [2, 3]]
-
-
-def test_recent_callers_are_waited_for() -> None:
-    async def main() -> list[list[int]]:
-        recorder = Recorder()
-        batcher = Batcher(recorder, max_wait=0.3)
-        for caller in "abc":
-            batcher.expect(caller)
-        late = asyncio.get_running_loop().call_later
-        tasks: list[asyncio.Task[object]] = []
+        batcher, tasks = Batcher(then, max_wait=0.3), []
         for i, caller in enumerate("abc"):
-            late(
-                0.05 * i,
-                lambda i=i, caller=caller: tasks.append(asyncio.ensure_future(ask(batcher, request(i, caller=caller)))),
-            )
+            batcher.expect(caller)
+            asked = request(i, caller=caller)
+            late = lambda asked=asked: tasks.append(asyncio.ensure_future(ask(batcher, asked)))  # noqa: E731
+            asyncio.get_running_loop().call_later(0.05 * i, late)
         await asyncio.sleep(0.25)
         await asyncio.gather(*tasks)
         await batcher.close()
-        return recorder.batches
+        return first.batches, then.batches
 
-    assert asyncio.run(main()) == [[0, 1, 2]]
-
-
-def test_a_request_above_max_tokens_is_a_batch_of_its_own() -> None:
-    recorder = Recorder()
-    answers = run(recorder, request(0, tokens=50), request(1), request(2), max_tokens=10)
-    assert tags_of(answers) == [0, 1, 2]
-    assert recorder.batches == [[0], [1, 2]]
+    assert asyncio.run(main()) == ([[0], [1], [2, 3]], [[0, 1, 2]])
 
 
-def test_a_full_queue_makes_callers_wait_until_their_timeout() -> None:
-    async def main() -> tuple[list[object], list[object]]:
+def test_a_full_queue_makes_callers_wait_until_their_timeout():
+    async def main():
         batcher = Batcher(Recorder(seconds=0.3), max_wait=0.0, max_queue=2, max_tokens=3)
-        impatient = asyncio.gather(*(batcher.submit(request(i), timeout=0.1) for i in range(6)), return_exceptions=True)
-        first = await impatient
+        first = await ask(batcher, *(request(i) for i in range(6)), timeout=0.1)
         patient = await ask(batcher, *(request(i) for i in range(4)))
         await batcher.close()
         return first, patient
@@ -136,31 +160,30 @@ def test_a_full_queue_makes_callers_wait_until_their_timeout() -> None:
     assert tags_of(patient) == [0, 1, 2, 3]
 
 
-def test_a_full_queue_admits_callers_with_nothing_in_it_first() -> None:
-    async def main() -> int:
+def test_a_full_queue_admits_callers_with_nothing_in_it_first():
+    async def main():
         recorder = Recorder(seconds=0.02)
         batcher = Batcher(recorder, max_wait=0.0, max_queue=4, max_tokens=6)
-        greedy = asyncio.gather(*(batcher.submit(request(i, caller="greedy"), timeout=30) for i in range(60)))
+        greedy = asyncio.ensure_future(ask(batcher, *(request(i, caller="greedy") for i in range(60)), timeout=30))
         await asyncio.sleep(0.01)
         start = len(recorder.batches)
         await batcher.submit(request(99, caller="modest"), timeout=30)
         waited = len(recorder.batches) - start
-        await greedy
+        tags_of(await greedy)
         await batcher.close()
         return waited
 
     assert asyncio.run(main()) <= 3
 
 
-def test_a_request_after_a_death_is_announced_and_shares_no_batch() -> None:
+def test_a_request_after_a_death_is_announced_and_shares_no_batch():
     recorder, announced = Recorder(), []
-
-    async def main() -> list[object]:
-        batcher = Batcher(recorder, on_trial=lambda r: announced.append((int(r.tokens[0]), list(recorder.batches))))
-        requests = [request(0, caller="a"), request(7, caller="b", deaths=1), request(8, caller="c", deaths=2)]
-        return await ask(batcher, *requests, request(1, caller="d"), request(2, caller="b"))
-
-    assert tags_of(asyncio.run(main())) == [0, 7, 8, 1, 2]
+    requests = [
+        request(i, caller=caller, deaths=deaths)
+        for i, caller, deaths in ((0, "a", 0), (7, "b", 1), (8, "c", 2), (1, "d", 0), (2, "b", 0))
+    ]
+    found = run(recorder, *requests, on_trial=lambda r: announced.append((int(r.tokens[0]), list(recorder.batches))))
+    assert tags_of(found) == [0, 7, 8, 1, 2]
     assert recorder.batches == [[0, 1, 2], [7], [8]]
     assert announced == [(7, [[0, 1, 2]]), (8, [[0, 1, 2], [7]])]
 
@@ -170,13 +193,13 @@ def test_a_request_after_a_death_is_announced_and_shares_no_batch() -> None:
     [(SystemExit("enough"), "the model raised SystemExit: enough."), (MemoryError("no room"), "no room")],
     ids=["exit", "memory"],
 )
-def test_an_error_of_the_model_reaches_all_callers_of_its_batch(error: BaseException, text: str) -> None:
-    def score(requests: Sequence[Request]) -> list[Reply | Exception]:
+def test_an_error_of_the_model_reaches_all_callers_of_its_batch(error, text):
+    def score(requests):
         if requests[0].tokens[0] == 0:
             raise error
         return Recorder()(requests)
 
-    async def main() -> list[object]:
+    async def main():
         batcher = Batcher(score)
         return [*await ask(batcher, request(0), request(0, caller="b")), *await ask(batcher, request(1))]
 
@@ -185,16 +208,16 @@ def test_an_error_of_the_model_reaches_all_callers_of_its_batch(error: BaseExcep
     assert isinstance(after, Reply)
 
 
-def test_a_replica_that_hangs_passes_its_queue_on() -> None:
+def test_a_replica_that_hangs_passes_its_queue_on():
     """Rejected from the watchdog's thread: what waits gets the error at once, and so do later requests; the batch goes on."""
     hangs, enough = threading.Event(), threading.Event()
 
-    def hang(requests: Sequence[Request]) -> list[Reply | Exception]:
+    def hang(requests):
         hangs.set()
         enough.wait()
         return Recorder()(requests)
 
-    async def main() -> list[object]:
+    async def main():
         batcher = Batcher(hang, max_wait=0.0, max_tokens=3, max_queue=2)
         asked = [asyncio.ensure_future(batcher.submit(request(i), timeout=60)) for i in range(5)]
         await asyncio.to_thread(hangs.wait)
@@ -211,14 +234,13 @@ def test_a_replica_that_hangs_passes_its_queue_on() -> None:
 
 
 @pytest.mark.parametrize("what", ["on_trial", "on_batch", "replies"])
-def test_a_fault_of_the_batcher_ends_one_batch(what: str) -> None:
-    def fail(*_: object) -> list[Reply | Exception]:
+def test_a_fault_of_the_batcher_ends_one_batch(what):
+    def fail(*_):
         raise RuntimeError("a fault")
 
-    async def main() -> list[object]:
-        options = {} if what == "replies" else {what: fail}
+    async def main():
         recorder = (lambda requests: Recorder()(requests)[1:]) if what == "replies" else Recorder()
-        batcher = Batcher(recorder, **options)
+        batcher = Batcher(recorder, **{} if what == "replies" else {what: fail})
         first = await ask(batcher, request(0, deaths=1))
         batcher._score, batcher._on_trial = Recorder(), lambda request: None
         return [*first, *await ask(batcher, request(1), request(2))]
@@ -228,30 +250,343 @@ def test_a_fault_of_the_batcher_ends_one_batch(what: str) -> None:
     assert tags_of(others) == [1, 2]
 
 
-def test_an_ill_formed_request_fails_alone() -> None:
-    bad = [replace(request(1), caller=["a"]), replace(request(1), deaths="2"), replace(request(1), lengths=None)]
-    recorder = Recorder()
-    answers = run(recorder, request(0), *bad, request(2))
-    assert tags_of([answers[0], answers[-1]]) == [0, 2]
-    assert all(isinstance(answer, (TypeError, AttributeError)) for answer in answers[1:-1])
-    assert [sorted(batch) for batch in recorder.batches] == [[0, 2]]
-
-
-def test_close_refuses_waiting_and_later_requests() -> None:
-    async def main() -> list[object]:
+def test_close_refuses_waiting_and_later_requests():
+    async def main():
         batcher = Batcher(Recorder(seconds=0.2), max_wait=0.0, max_tokens=3)
-        waiting = asyncio.gather(*(batcher.submit(request(i), timeout=5) for i in range(3)), return_exceptions=True)
+        waiting = asyncio.ensure_future(ask(batcher, *(request(i) for i in range(3)), timeout=5))
         await asyncio.sleep(0.1)
         await batcher.close()
         late = await ask(batcher, request(7))
         return [*await waiting, *late]
 
-    answers = asyncio.run(main())
-    assert isinstance(answers[0], Reply)
-    assert all(isinstance(answer, ServiceClosedError) for answer in answers[1:])
+    first, *others = asyncio.run(main())
+    assert isinstance(first, Reply)
+    assert all(isinstance(answer, ServiceClosedError) for answer in others)
+    for name in ("max_tokens", "max_queue"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            Batcher(Recorder(), **{name: 0})
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_queue"])
-def test_limits_out_of_range(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        Batcher(Recorder(), **{name: 0})
+# ------------------------------------------------------------------ large requests in pieces
+
+
+def echo(part):
+    """Scores that name the token, and the one before it as an entropy."""
+    mask = part.flat_mask().numpy()
+    before = np.concatenate([[-1], part.tokens[:-1]])
+    return Reply(part.tokens[mask].astype(np.float64), before[mask].astype(np.float64), 0)
+
+
+ROWS = st.lists(st.lists(st.integers(-3, 5), max_size=9), min_size=1, max_size=12)
+
+
+@quick
+@given(ROWS, st.integers(1, 20), st.booleans(), st.data())
+def test_parts_join_to_the_whole(rows, limit, masked, data):
+    """Each token ``t`` keeps ``t % 3`` ids, ``100 t`` and so on: parts have those of their own scored tokens."""
+    flat = [token for row in rows for token in row]
+    mask = [[data.draw(st.booleans()) for _ in row] for row in rows] if masked else None
+    ids = [[1000 + 100 * token + i for i in range(token % 3)] for token in flat]
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, ids))])
+    kept = Kept(torch.tensor([i for some in ids for i in some], dtype=torch.long), offsets) if masked else None
+    whole = sent(rows, mask, kept=kept)
+    pieces = Pieces(whole, limit)
+    assert sum(pieces.sizes) == whole.num_tokens
+    units = data.draw(st.permutations(range(len(pieces.sizes))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(len(units) - 1, 1)))))
+    groups = [group for a, b in zip([0, *cuts], [*cuts, len(units)], strict=True) if (group := units[a:b])]
+    parts = [pieces.part(group) for group in groups]
+    for group, part in zip(groups, parts, strict=True):
+        assert part.num_tokens == sum(pieces.sizes[unit] for unit in group)
+        assert part.num_tokens <= limit or len(group) > 1 or len(part.lengths) == 1 or len(pieces.sizes) == 1
+        assert [row.tolist() for row in part.rows()] == [rows[i] for i in pieces.rows(group)]
+        if masked:
+            scored = part.tokens[part.flat_mask().numpy()].tolist()
+            assert part.replay.counts.tolist() == [token % 3 for token in scored]
+            assert part.replay.ids.tolist() == [1000 + 100 * token + i for token in scored for i in range(token % 3)]
+            assert Request.unpack(part.pack()).replay is not None, "it is well formed"
+    joined, expected = pieces.join([(g, echo(p)) for g, p in zip(groups, parts, strict=True)]), echo(whole)
+    np.testing.assert_array_equal(joined.log_prob, expected.log_prob)
+    assert len(joined.entropy) == len(joined.log_prob)
+
+
+def test_answers_to_one_prompt_stay_together():
+    """Answers of all prompts in turn: each unit holds those of whole prompts, though all share a first token."""
+    prompts = [[0, 10 * (i + 1), 3, 4, 5] for i in range(6)]
+    rows = [[*prompt, 50 + j, i] for j in range(4) for i, prompt in enumerate(prompts)]
+    pieces = Pieces(sent(rows), 2 * 4 * 7 + 10)
+    assert pieces.sizes == [56, 56, 56]
+    for unit in range(3):
+        assert len({rows[i][1] for i in pieces.rows([unit])}) == 2
+    for lengths in ([2, 2], [5, -1], [9, 9]):  # the core reports what is wrong with ill-formed ones
+        whole = Request(np.arange(4), np.array(lengths), None, Settings())
+        assert Pieces(whole, 2).part([0]) is whole or lengths == [2, 2]
+
+
+def in_pieces(core, *requests):
+    """Answers, and the tokens of each request in each batch."""
+    batches = []
+
+    def score(parts):
+        batches.append([part.num_tokens for part in parts])
+        return core.score(parts)
+
+    return run(score, *requests, max_wait=0.0, max_tokens=160), batches
+
+
+def random_rows(count, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randint(97, (int(n),), generator=rng).tolist() for n in torch.randint(2, 30, (count,), generator=rng)]
+
+
+def scores_of(made, rows, mask=None, **options):
+    """Values at the scored tokens."""
+    data = Ragged.from_list([torch.tensor(row) for row in rows])
+    chosen = data.positions > 0 if mask is None else torch.tensor([bit for row in mask for bit in row])
+    found = LogProbScorer(made).evaluate(data, chosen, **options)
+    return found.log_prob.values[chosen], found.entropy and found.entropy.values[chosen]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_scores_in_pieces_are_those_of_the_whole(entropy):
+    rows, small = random_rows(60), random_rows(2, seed=1)
+    mask = [[i > 0 and (i + j) % 3 > 0 for i in range(len(row))] for j, row in enumerate(rows)]
+    core = ScoringCore(TransformersEngine(model()))
+    answers, batches = in_pieces(core, sent(rows, mask, entropy=entropy), sent(small, caller="b", entropy=entropy))
+    assert len(batches) > 4
+    assert len(batches[0]) == 2, "the small request shares the first batch"
+    for answer, given_rows, chosen in zip(answers, (rows, small), (mask, None), strict=True):
+        log_prob, entropies = scores_of(model(), given_rows, chosen, entropy=entropy)
+        assert_same(torch.from_numpy(answer.log_prob), log_prob)
+        assert (answer.entropy is not None) == entropy
+        if entropy:
+            assert_same(torch.from_numpy(answer.entropy), entropies)
+    rows[41] = [5, 6, 1000]
+    (bad, good), _ = in_pieces(core, sent(rows), sent([[1, 2]]))
+    assert isinstance(bad, ValueError)
+    assert "sequence 41" in str(bad)
+    assert isinstance(good, Reply)
+
+
+def test_pieces_of_a_request_come_from_one_version():
+    """Weights change after its second batch: the earlier pieces are scored again."""
+    core, rows = ScoringCore(TransformersEngine(model())), random_rows(60)
+    score, calls = core.score, itertools.count(1)
+
+    def push_in_between(requests):
+        if next(calls) == 3:
+            core.update_weights(model(seed=1).state_dict(), 1)
+        return score(requests)
+
+    core.score = push_in_between
+    (answer,), batches = in_pieces(core, sent(rows))
+    assert answer.version == 1
+    assert sum(map(sum, batches)) > sum(map(len, rows)), "two batches were scored twice"
+    assert_same(torch.from_numpy(answer.log_prob), scores_of(model(seed=1), rows)[0])
+
+
+@pytest.mark.parametrize("callers", [1, 3])
+def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(callers):
+    """Weights change after each batch: a request of ten batches is scored at most three times, then they change again."""
+    version, batches = 0, 0
+
+    def score(requests):
+        nonlocal batches
+        batches += 1
+        return [replace(echo(part), version=version) for part in requests]
+
+    def change():
+        nonlocal version
+        version += 1
+
+    async def main():
+        batcher = Batcher(score, max_wait=0.0, max_tokens=160)
+
+        async def push():
+            while True:
+                before = batches
+                await batcher.in_thread(change)
+                while batches == before:
+                    await asyncio.sleep(0)
+
+        pushing = asyncio.ensure_future(push())
+        large = [batcher.submit(sent([[1] * 8] * 200, caller=f"{i}"), timeout=60.0) for i in range(callers)]
+        answers = await asyncio.wait_for(asyncio.gather(*large), 20.0)
+        end = version
+        await batcher.submit(sent([[1, 2]]), timeout=60.0)
+        await asyncio.wait_for(batcher.in_thread(change), 20.0)
+        assert version > end, "updates go on"
+        pushing.cancel()
+        await batcher.close()
+        return answers
+
+    assert all(answer.log_prob.size == 200 * 7 for answer in asyncio.run(main()))
+    assert batches <= 3 * 10 * callers + 5
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancelled"])
+def test_what_no_caller_waits_for_is_not_scored(how):
+    """The first batch of a large request runs; then its caller is gone, and none of its other 99 pieces is scored."""
+    running, batches = threading.Event(), []
+
+    def slow(requests):
+        running.set()
+        time.sleep(0.1)
+        batches.append([part.num_tokens for part in requests])
+        return [echo(part) for part in requests]
+
+    async def main():
+        batcher = Batcher(slow, max_wait=0.0, max_tokens=160)
+        timeout = 0.05 if how == "deadline" else 60.0
+        large = asyncio.ensure_future(batcher.submit(sent([[1] * 40] * 400), timeout=timeout))
+        while not running.is_set():
+            await asyncio.sleep(0.01)
+        if how == "cancelled":
+            large.cancel()
+        small = await ask(batcher, sent([[1, 2]], caller="b"), timeout=60.0)
+        gone = await asyncio.gather(large, return_exceptions=True)
+        assert (len(batcher), batcher.tokens) == (0, 0)
+        await batcher.close()
+        return [*small, *gone]
+
+    small, gone = asyncio.run(main())
+    assert isinstance(small, Reply)
+    assert batches == [[160], [2]]
+    if how == "deadline":
+        assert "a request was not scored within 0.05 s" in str(gone)
+    else:
+        assert isinstance(gone, asyncio.CancelledError)
+
+
+# ------------------------------------------------------------------ the fair queue
+
+BUDGET, QUANTUM, UNIT = 6400, 100, 400
+
+
+def job(caller, *sizes, alone=False):
+    return Job(caller, sizes, alone=alone)
+
+
+def queue_of(*jobs, quantum=QUANTUM):
+    queue = FairQueue(quantum)
+    for each in jobs:
+        queue.add(each)
+    return queue
+
+
+def taken(batch):
+    """Tokens of each caller."""
+    found = Counter()
+    for each, units in batch.items():
+        found[each.caller] += sum(each.sizes[unit] for unit in units)
+    return dict(found)
+
+
+CALLERS = st.lists(st.lists(st.integers(1, UNIT), min_size=1, max_size=12), min_size=1, max_size=12)
+
+
+@quick
+@given(CALLERS, st.integers(1, 2 * BUDGET), st.integers(1, 2 * UNIT), st.sets(st.integers(0, 11)))
+def test_everything_is_taken_once_in_order_and_in_full_batches(sizes, budget, quantum, alone):
+    jobs = [job(str(i % 5), *units, alone=i in alone) for i, units in enumerate(sizes)]
+    queue, order, finished = queue_of(*jobs, quantum=quantum), defaultdict(list), []
+    for _ in range(sum(map(len, sizes))):  # each batch takes at least one unit
+        before = queue.tokens
+        batch = queue.take(budget)
+        size = sum(taken(batch).values())
+        assert queue.tokens == before - size
+        assert size <= budget or sum(map(len, batch.values())) == 1
+        assert len(batch) <= 1 or not any(each.alone for each in batch)
+        for each, units in batch.items():
+            order[each] += units
+            finished += [each] * (not each.todo)
+    assert (len(queue), queue.tokens, len(queue.callers)) == (0, 0, 0)
+    assert all(order[each] == list(range(len(each.sizes))) for each in jobs)
+    for caller, some in itertools.product(map(str, range(5)), (False, True)):  # first come, first served
+        mine = [[j for j in of if (j.caller, j.alone) == (caller, some)] for of in (finished, jobs)]
+        assert mine[0] == mine[1]
+
+
+@quick
+@given(CALLERS, st.integers(1, BUDGET))
+def test_callers_that_always_wait_differ_by_a_quantum_and_a_unit(sizes, budget):
+    """Each repeats its sizes for ever. The bound holds after every batch."""
+    queue = queue_of(*(job(str(i), *(units * (40 * UNIT // sum(units) + 1))) for i, units in enumerate(sizes)))
+    done = Counter({str(i): 0 for i in range(len(sizes))})
+    for _ in range(200):
+        done.update(taken(queue.take(budget)))
+        if len(queue) < len(sizes):
+            break
+        assert max(done.values()) - min(done.values()) <= QUANTUM + max(map(max, sizes))
+
+
+@quick
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, UNIT)), max_size=60), st.integers(1, UNIT))
+def test_nobody_starves(arrivals, size):
+    """Others come between all batches, and greedy ones always wait: a request is taken after its share of turns."""
+    queue = queue_of(*(job(f"greedy{greedy}", *[UNIT] * 10_000) for greedy in range(3)))
+    queue.take(BUDGET)
+    mine = job("mine", size)
+    queue.add(mine)
+    # Per turn: a quantum of each of the others, once more for a caller that had none; and a unit that waits for its credit.
+    bound = (-(-size // QUANTUM) + 1) * 7 * 2 * QUANTUM + 7 * UNIT
+    waited = 0
+    for caller, tokens in [*arrivals, *[(0, 1)] * 1000]:
+        queue.add(job(f"other{caller}", *[tokens] * 3))
+        waited += sum(taken(queue.take(UNIT)).values())
+        if not mine.todo:
+            break
+    assert waited <= bound
+
+
+def test_a_new_caller_is_first_once():
+    queue = queue_of(*(job(f"old{i}", *[100] * 100) for i in range(64)))
+    assert len(taken(queue.take(BUDGET))) == 64
+    queue.add(job("new", 50))
+    assert next(iter(taken(queue.take(300)))) == "new"
+    queue.add(job("new", 50))  # at once again: after the others' turns
+    batches = [taken(queue.take(600)) for _ in range(11)]
+    assert ["new" in batch for batch in batches] == [False] * 10 + [True]
+
+
+def test_requests_alone_come_after_those_that_wait_and_removed_ones_never():
+    first, second = job("a", 30, 30, alone=True), job("a", 30, alone=True)
+    queue = queue_of(first, second, job("a", 40), job("b", 40), job("c", 40))
+    assert taken(queue.take(BUDGET)) == {"a": 40, "b": 40, "c": 40}
+    queue.add(job("d", 40))
+    batches = [queue.take(BUDGET) for _ in range(3)]
+    assert [list(map(id, batch)) for batch in batches[1:]] == [[id(first)], [id(second)]]
+    assert taken(batches[0]) == {"d": 40}
+    assert not len(queue)
+    large = job("large", *[UNIT] * 50)
+    queue = queue_of(large, job("small", 10))
+    queue.take(BUDGET)
+    assert queue.remove(lambda each: each is large) == [large]
+    assert (len(queue), queue.tokens, queue.take(BUDGET)) == (0, 0, {})
+
+
+@pytest.mark.parametrize(("large", "small", "tokens"), [(1, 31, 180), (16, 16, 60), (1, 1, 3000)])
+def test_small_callers_wait_at_most_three_batches(large, small, tokens):
+    """Beside callers that always have a large request; small ones ask again 0.1 to 2 s after each answer.
+
+    A batch of ``BUDGET`` tokens takes one second.
+    """
+    queue = queue_of(*(job(f"large{i}", *[UNIT] * 10**5) for i in range(large)))
+    pauses = itertools.cycle([0.1, 0.7, 2.0, 0.3, 1.3])
+    due = [(next(pauses), i) for i in range(small)]
+    heapq.heapify(due)
+    asked, found, now = {}, [], 0.0
+    while now < 400.0:
+        while due and due[0][0] <= now:
+            at, i = heapq.heappop(due)
+            each = job(f"small{i}", tokens)
+            asked[each] = at
+            queue.add(each)
+        batch = queue.take(BUDGET)
+        now = now + sum(taken(batch).values()) / BUDGET if batch else due[0][0]
+        for each in batch:
+            if each in asked:
+                found.append(now - asked.pop(each))
+                heapq.heappush(due, (now + next(pauses), int(each.caller.removeprefix("small"))))
+    assert len(found) > 100
+    assert sorted(found)[int(0.99 * len(found))] <= 3.0

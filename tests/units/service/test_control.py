@@ -1,9 +1,6 @@
 """The control actor's table and rules, with a clock of the test and without Ray."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,40 +24,38 @@ HERE = {"job": "01", "worker": "ff", "driver": True}
 class Lab:
     """A control table with replicas that do what a test says."""
 
-    def __init__(self, **plan: Any) -> None:
+    def __init__(self, **plan):
         self.now, self.lives = 1000.0, 0
         scaling = Scaling(wait=3, hold=10, idle=300)
         self.control = Control(Plan("service", **plan), clock=lambda: self.now, scaling=scaling)
 
     @classmethod
-    def running(cls, **plan: Any) -> Lab:
+    def running(cls, **plan):
         """With a client and its first replica."""
         lab = cls(**plan)
         lab.join()
         lab.up()
         return lab
 
-    def join(self, client: str = "client", **options: Any) -> dict[str, Any]:
+    def join(self, client="client", **options):
         return self.control.join(client, HERE, **{"config": CONFIG, **options})
 
-    def start(self, replica: int = 0) -> Any:
+    def start(self, replica=0):
         """A new process of a replica asks for leave."""
         self.lives += 1
         return self.control.starting(replica, f"life {self.lives}")
 
-    def ready(self, replica: int = 0, **facts: Any) -> str:
+    def ready(self, replica=0, **facts):
         return self.control.ready(replica, f"life {self.lives}", {"fingerprint": "f", "version": 0, **facts})
 
-    def up(self, replica: int = 0, **facts: Any) -> None:
+    def up(self, replica=0, **facts):
         self.start(replica)
         assert self.ready(replica, **facts) == ""
 
-    def state(self, replica: int = 0) -> str:
+    def state(self, replica=0):
         return self.control.slots[replica].state
 
-    def wait(
-        self, seconds: float, *, beat: bool = True, gone: tuple[str, ...] = (), **pulses: dict[str, Any]
-    ) -> list[tuple[str, int]]:
+    def wait(self, seconds, *, beat=True, gone=(), **pulses):
         """Let time pass; replicas named ``r0``, ``r1``, ... answer each second with these facts, clients too if they beat."""
         done = []
         for _ in range(int(seconds)):
@@ -84,7 +79,7 @@ class Lab:
 # ------------------------------------------------------------------ joining and leaving
 
 
-def test_the_first_client_sets_the_configuration_and_others_must_share_it() -> None:
+def test_the_first_client_sets_the_configuration_and_others_must_share_it():
     lab = Lab()
     assert lab.join()["incarnation"] == 1
     lab.up()
@@ -95,7 +90,7 @@ def test_the_first_client_sets_the_configuration_and_others_must_share_it() -> N
     assert set(lab.control.clients) == {"client", "other"}
 
 
-def test_a_configuration_is_replaced_once_nothing_runs_and_nobody_uses_it() -> None:
+def test_a_configuration_is_replaced_once_nothing_runs_and_nobody_uses_it():
     lab = Lab()
     lab.join(new=True)
     lab.start()
@@ -108,7 +103,7 @@ def test_a_configuration_is_replaced_once_nothing_runs_and_nobody_uses_it() -> N
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_the_last_client_ends_the_service_unless_it_is_detached(detached: bool) -> None:
+def test_the_last_client_ends_the_service_unless_it_is_detached(detached):
     lab = Lab(detached=detached)
     lab.join("a")
     lab.join("b")
@@ -132,7 +127,7 @@ JOIN, RELEASE, BEAT = "join", "release", "beat"
     ],
     ids=["heartbeat", "newer lease", "join"],
 )
-def test_messages_that_overtake_each_other(messages: list[tuple[str, str, int]], ends: bool) -> None:
+def test_messages_that_overtake_each_other(messages, ends):
     lab = Lab()
     for what, client, lease in messages:
         if what == JOIN:
@@ -144,7 +139,7 @@ def test_messages_that_overtake_each_other(messages: list[tuple[str, str, int]],
     assert lab.control.tick() == ([("end", 0)] if ends else [])
 
 
-def test_a_client_of_an_ended_incarnation_does_not_join_the_next() -> None:
+def test_a_client_of_an_ended_incarnation_does_not_join_the_next():
     lab = Lab()
     lab.join("new", incarnation=2)
     before = lab.control.version
@@ -161,12 +156,12 @@ def test_a_client_of_an_ended_incarnation_does_not_join_the_next() -> None:
     assert (lost.control.incarnation, set(lost.control.clients)) == (4, {"client"})
 
 
-def test_heartbeats_end_with_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_end_with_the_incarnation(monkeypatch):
     """A client that is idle while its service is shut down and another takes the name."""
     lab, beats = Lab(), list[tuple[Any, ...]]()
     lab.join("new", incarnation=2)
 
-    def hold(*args: Any) -> Any:
+    def hold(*args):
         beats.append(args)
         return lab.control.hold(*args)
 
@@ -189,7 +184,7 @@ def test_heartbeats_end_with_the_incarnation(monkeypatch: pytest.MonkeyPatch) ->
     assert lab.control.clients[client_name()].lease == 2
 
 
-def test_a_model_by_value_of_an_ended_incarnation_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_by_value_of_an_ended_incarnation_is_not_kept(monkeypatch):
     monkeypatch.setattr(ray, "put", lambda value: value)
     lab = Lab()
     lab.join(incarnation=2, new=True)
@@ -204,7 +199,7 @@ def test_a_model_by_value_of_an_ended_incarnation_is_not_kept(monkeypatch: pytes
     assert (replaced["incarnation"], replaced["has_model"], actor.model()) == (3, False, []), "another configuration"
 
 
-def test_a_silent_client_keeps_its_lease_until_ray_reports_its_end() -> None:
+def test_a_silent_client_keeps_its_lease_until_ray_reports_its_end():
     lab = Lab(lease=600.0)
     lab.join()
     assert lab.wait(_table.GRACE - 1, beat=False, gone=("client",)) == [], "it may be about to connect again"
@@ -221,7 +216,7 @@ def test_a_silent_client_keeps_its_lease_until_ray_reports_its_end() -> None:
         assert lab.wait(3, beat=False)[0] == ("end", 0)
 
 
-def test_time_in_which_the_control_actor_itself_is_stopped_does_not_count() -> None:
+def test_time_in_which_the_control_actor_itself_is_stopped_does_not_count():
     lab = Lab.running(lease=100.0, hang_after=60.0)
     lab.now += 500
     assert lab.control.tick(gone=["client"]) == []
@@ -231,7 +226,7 @@ def test_time_in_which_the_control_actor_itself_is_stopped_does_not_count() -> N
 # ------------------------------------------------------------------ starts, and the weights of replicas
 
 
-def test_a_factory_that_ends_its_process_is_called_three_times_with_growing_pauses() -> None:
+def test_a_factory_that_ends_its_process_is_called_three_times_with_growing_pauses():
     lab = Lab()
     lab.join(new=True)
     pauses = []
@@ -252,7 +247,7 @@ def test_a_factory_that_ends_its_process_is_called_three_times_with_growing_paus
     assert "its factory raised OSError: no such checkpoint" in lab.start().refusal
 
 
-def test_what_forgives_failed_starts() -> None:
+def test_what_forgives_failed_starts():
     """A success, and time; a process that dies with its model is none."""
     lab = Lab()
     lab.join(new=True)
@@ -272,7 +267,7 @@ def test_what_forgives_failed_starts() -> None:
     assert lab.start().pause == 0
 
 
-def test_a_restarted_replica_must_have_the_weights_of_the_first() -> None:
+def test_a_restarted_replica_must_have_the_weights_of_the_first():
     lab = Lab(slots=2, least=2)
     lab.join()
     lab.up(0, fingerprint="one")
@@ -290,7 +285,7 @@ def test_a_restarted_replica_must_have_the_weights_of_the_first() -> None:
         assert (lab.ready(1, **facts) == "") == fine, facts
 
 
-def test_expected_weights() -> None:
+def test_expected_weights():
     _table.check_expected("a", "a", "service")
     _table.check_expected(None, "a", "service")
     for found in ("b", None):
@@ -301,7 +296,7 @@ def test_expected_weights() -> None:
 # ------------------------------------------------------------------ replicas that hang
 
 
-def test_a_silent_replica_is_avoided_then_started_again() -> None:
+def test_a_silent_replica_is_avoided_then_started_again():
     lab = Lab.running(slots=2, least=2, hang_after=60.0)
     lab.up(1)
     before = lab.control.version
@@ -318,7 +313,7 @@ def test_a_silent_replica_is_avoided_then_started_again() -> None:
 
 
 @pytest.mark.parametrize("hang_after", [0.5, 60.0])
-def test_answers_that_are_collected_late_are_no_silence(hang_after: float) -> None:
+def test_answers_that_are_collected_late_are_no_silence(hang_after):
     """The control actor sends a pulse, looks once a second for the answer, and sends the next one a second after that."""
     lab = Lab.running(hang_after=hang_after)
     for _ in range(100):
@@ -336,7 +331,7 @@ def test_answers_that_are_collected_late_are_no_silence(hang_after: float) -> No
     assert lab.state() == READY, "nobody asked"
 
 
-def test_a_pulse_that_was_sent_before_a_replica_was_ready_is_still_awaited() -> None:
+def test_a_pulse_that_was_sent_before_a_replica_was_ready_is_still_awaited():
     lab = Lab(hang_after=1.0)
     lab.join()
     lab.start()
@@ -350,7 +345,7 @@ def test_a_pulse_that_was_sent_before_a_replica_was_ready_is_still_awaited() -> 
 # ------------------------------------------------------------------ a table that was lost
 
 
-def test_a_lost_table_is_rebuilt_from_the_replicas() -> None:
+def test_a_lost_table_is_rebuilt_from_the_replicas():
     lab = Lab(slots=3, least=1)
     lab.join()
     facts = {"config": CONFIG, "fingerprint": "f", "incarnation": 4, "version": 7, "starts": 3}
@@ -366,7 +361,7 @@ def test_a_lost_table_is_rebuilt_from_the_replicas() -> None:
         lab.join("third", config=OTHER, new=True)
 
 
-def test_a_replica_that_stood_still_before_the_table_was_lost() -> None:
+def test_a_replica_that_stood_still_before_the_table_was_lost():
     """It never answers: only Ray knows that it is not starting."""
     lab = Lab(hang_after=30.0)
     lab.join()
@@ -385,7 +380,7 @@ def test_a_replica_that_stood_still_before_the_table_was_lost() -> None:
     assert lab.state() == READY
 
 
-def test_clients_get_the_table_of_an_actor_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_get_the_table_of_an_actor_that_was_started_again(monkeypatch):
     """Its version must not be the one that they have, or nobody would give it the model again."""
     monkeypatch.setattr(_actor, "_kept", lambda *name: {})
     monkeypatch.setattr(_actor, "ended", lambda *name: 0)
@@ -396,7 +391,7 @@ def test_clients_get_the_table_of_an_actor_that_was_started_again(monkeypatch: p
     assert ControlActor(Plan("service")).hold("client", HERE, version, 1, 1)["version"] != version
 
 
-def test_quarantined_requests_are_bounded() -> None:
+def test_quarantined_requests_are_bounded():
     control = Lab().control
     control.quarantine(str(i) for i in range(3000))
     assert list(control.quarantined) == [str(i) for i in range(3000 - 1024, 3000)]
@@ -412,11 +407,11 @@ IDLE = {"queue_tokens": 0, "tokens_per_second": 10_000.0, "busy_share": 0.1}
 
 
 @pytest.fixture
-def scaled() -> Lab:
+def scaled():
     return Lab.running(slots=3, least=1, detached=True)
 
 
-def test_a_long_queue_adds_a_replica_and_idle_minutes_remove_it(scaled: Lab) -> None:
+def test_a_long_queue_adds_a_replica_and_idle_minutes_remove_it(scaled):
     scaled.wait(9, r0=BUSY)
     assert scaled.control.scale == 1, "not at once"
     scaled.wait(3, r0=BUSY)
@@ -430,7 +425,7 @@ def test_a_long_queue_adds_a_replica_and_idle_minutes_remove_it(scaled: Lab) -> 
     assert (scaled.control.scale, scaled.state(1)) == (1, MISSING)
 
 
-def test_a_replica_that_is_not_needed_finishes_its_requests(scaled: Lab) -> None:
+def test_a_replica_that_is_not_needed_finishes_its_requests(scaled):
     scaled.wait(12, r0=BUSY)
     scaled.up(1)
     scaled.wait(301, r0=IDLE, r1=IDLE)
@@ -439,7 +434,7 @@ def test_a_replica_that_is_not_needed_finishes_its_requests(scaled: Lab) -> None
     assert scaled.wait(1, r0=IDLE, r1=IDLE) == [("retire", 1)]
 
 
-def test_the_number_does_not_swing(scaled: Lab) -> None:
+def test_the_number_does_not_swing(scaled):
     for _ in range(20):
         scaled.wait(8, r0=BUSY)
         scaled.wait(8, r0=IDLE)
@@ -453,7 +448,7 @@ def test_the_number_does_not_swing(scaled: Lab) -> None:
 
 # ------------------------------------------------------------------ any order of events
 
-EVENTS: dict[str, Callable[[Lab, int], object]] = {
+EVENTS = {
     "start": Lab.start,
     "ready": Lab.ready,
     "fail": lambda lab, i: lab.control.failed(i, lab.control.slots[i].life, "error"),
@@ -470,7 +465,7 @@ STATES = {MISSING, _table.PENDING, _table.STARTING, READY, HUNG, _table.BACKING_
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(EVENTS))), max_size=40))
-def test_any_order_of_events_keeps_the_table_sound(events: list[tuple[int, str]]) -> None:
+def test_any_order_of_events_keeps_the_table_sound(events):
     """No event changes what clients see without a new version of the table."""
     lab = Lab(slots=3, least=1, detached=True)
     lab.join()

@@ -1,9 +1,6 @@
 """A reference behind a service or of another backend: an exact KL is refused at construction, any other is scored."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,14 +22,14 @@ class Engine:
 
     model = SimpleNamespace()
 
-    def get_new_version(self, **_: Any) -> Engine:
+    def get_new_version(self, **_):
         return self
 
 
 class Served(RemoteModel):
     """A service whose scores are computed here; nothing else of a service is used."""
 
-    def make_scorer(self, **settings: Any) -> Any:
+    def make_scorer(self, **settings):
         remote = super().make_scorer(**settings)
         return LogProbScorer(tiny_model(seed=1), temperature=remote.temperature)
 
@@ -43,7 +40,7 @@ class ServedAlike(Served):
     interface = ModelInterface()
 
 
-def service(kind: type[RemoteModel] = RemoteModel) -> RemoteModel:
+def service(kind=RemoteModel):
     return kind(ServiceSpec("name", tiny_model, "source", {"max_tokens": 64}))
 
 
@@ -55,7 +52,7 @@ REMOTE = {
 
 
 @pytest.mark.parametrize("kind", REMOTE)
-def test_an_exact_kl_in_the_loss_is_refused_at_construction(kind: str) -> None:
+def test_an_exact_kl_in_the_loss_is_refused_at_construction(kind):
     make, message = REMOTE[kind]
     actor = tiny_model(seed=0)
     with pytest.raises(ValueError, match=message):
@@ -68,7 +65,7 @@ def test_an_exact_kl_in_the_loss_is_refused_at_construction(kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::torchrl_llm_kl.estimators.KLPlacementWarning")
 @pytest.mark.parametrize("kind", ["service", "backend"])
-def test_an_exact_kl_in_the_reward_is_refused_at_construction(kind: str) -> None:
+def test_an_exact_kl_in_the_reward_is_refused_at_construction(kind):
     make, message = REMOTE[kind]
     model = tiny_model(seed=0)
     with pytest.raises(ValueError, match=message):
@@ -80,7 +77,7 @@ def test_an_exact_kl_in_the_reward_is_refused_at_construction(kind: str) -> None
             RetrieveLogProb(policy, reference=reference, log_probs_full_key=("log_probs", "full"))
 
 
-def test_an_exact_kl_that_is_requested_later() -> None:
+def test_an_exact_kl_that_is_requested_later():
     model = tiny_model(seed=0)
     transform = RetrieveLogProb(model)
     with pytest.raises(ValueError, match=REFUSED.format("Engine", "of another backend")):
@@ -96,7 +93,7 @@ def test_an_exact_kl_that_is_requested_later() -> None:
         loss(batch())
 
 
-def test_what_needs_the_model_here_is_refused_at_construction() -> None:
+def test_what_needs_the_model_here_is_refused_at_construction():
     remote = service().make_scorer()
     with pytest.raises(ValueError, match="the entropy needs whole distributions, and Engine, of another backend"):
         RetrieveLogProb(Engine(), entropy_key="entropy")
@@ -108,7 +105,7 @@ def test_what_needs_the_model_here_is_refused_at_construction() -> None:
         PolicyLoss(service())
 
 
-def batch() -> TensorDict:
+def batch():
     full = torch.tensor([[3, 4, 5], [3, 4, 6]])
     tokens = TensorDict(full=full, prompt=full[:, :2], batch_size=[2])
     log_probs = TensorDict(full=torch.full((2, 3), -2.0), batch_size=[2])
@@ -116,10 +113,10 @@ def batch() -> TensorDict:
     return TensorDict(tokens=tokens, log_probs=log_probs, advantage=advantage, batch_size=[2])
 
 
-def test_a_service_scores_the_reference_log_probs_that_the_data_lacks() -> None:
+def test_a_service_scores_the_reference_log_probs_that_the_data_lacks():
     """As a local reference does, whatever the actor's ``tokens_per_batch``."""
     actor = tiny_model(seed=0)
-    settings: dict[str, Any] = {"terms": [KLToReference(0.5, "k2")], "temperature": 0.7, "tokens_per_batch": 32}
+    settings = {"terms": [KLToReference(0.5, "k2")], "temperature": 0.7, "tokens_per_batch": 32}
     want = PolicyLoss(actor, reference=tiny_model(seed=1), **settings)(batch())
     got = PolicyLoss(actor, reference=service(Served), **settings)(batch())
     assert want["loss_kl_to_ref"] > 0.01
@@ -128,7 +125,7 @@ def test_a_service_scores_the_reference_log_probs_that_the_data_lacks() -> None:
 
 @pytest.mark.filterwarnings("ignore:the top k below")
 @pytest.mark.parametrize(("name", "beta"), [("gkd", 0.3), ("gkd", 1.0), ("on_policy_distill", 0.0)])
-def test_a_served_teacher_trains_as_a_local_one(name: Any, beta: float) -> None:
+def test_a_served_teacher_trains_as_a_local_one(name, beta):
     student = tiny_model(seed=0)
     losses, gradients = [], []
     for teacher in (tiny_model(seed=1), service(ServedAlike)):

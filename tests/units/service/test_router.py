@@ -1,29 +1,25 @@
 """Which replica scores a sequence: pure functions of the call and of earlier calls. Without Ray."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from torchrl_llm_kl.service.client._router import BALANCE, Router, _Earlier, _Home, _prefix_sums
 
 
-def rows(count: int, *, prefix: int = 0, length: int = 40, seed: int = 0) -> list[np.ndarray]:
+def rows(count, *, prefix=0, length=40, seed=0):
     rng = np.random.default_rng(seed)
     start = np.arange(prefix)
     return [np.concatenate([start, rng.integers(0, 1000, length)]) for _ in range(count)]
 
 
-def assign(
-    router: Router, call: list[np.ndarray], scored: int, replicas: int | list[int], *, goes_on: bool = False
-) -> list[int]:
+def assign(router, call, scored, replicas, *, goes_on=False):
     numbers = range(replicas) if isinstance(replicas, int) else replicas
     lengths = np.array([len(row) for row in call], np.int64)
     first = np.minimum(scored, lengths)
     return router.assign(np.concatenate(call), lengths, first, list(numbers), goes_on=goes_on).tolist()
 
 
-def groups(prompts: int, responses: int, *, seed: int = 0, spread: int = 0) -> list[np.ndarray]:
+def groups(prompts, responses, *, seed=0, spread=0):
     """Responses to prompts of 60 tokens; their lengths differ by up to ``spread``."""
     rng = np.random.default_rng(seed)
     return [
@@ -33,7 +29,7 @@ def groups(prompts: int, responses: int, *, seed: int = 0, spread: int = 0) -> l
     ]
 
 
-def imbalance(call: list[np.ndarray], chosen: list[int], replicas: int) -> float:
+def imbalance(call, chosen, replicas):
     tokens = np.bincount(chosen, weights=[len(row) for row in call], minlength=replicas)
     return float(tokens.max() / tokens.mean())
 
@@ -42,7 +38,7 @@ def imbalance(call: list[np.ndarray], chosen: list[int], replicas: int) -> float
 
 
 @pytest.mark.parametrize(("prompts", "seed"), [*((16, seed) for seed in range(4)), (64, 4), (256, 5)])
-def test_a_call_is_balanced_and_responses_to_one_prompt_stay_together(prompts: int, seed: int) -> None:
+def test_a_call_is_balanced_and_responses_to_one_prompt_stay_together(prompts, seed):
     """Plain rendezvous hashing gives 16 prompts on four replicas a largest share of 1.75 times the mean."""
     call = groups(prompts, 8, seed=seed)
     chosen = assign(Router(), call, 60, 4)
@@ -52,12 +48,12 @@ def test_a_call_is_balanced_and_responses_to_one_prompt_stay_together(prompts: i
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_call_of_unequal_prompts_is_balanced_by_tokens(seed: int) -> None:
+def test_a_call_of_unequal_prompts_is_balanced_by_tokens(seed):
     call = groups(24, 4, seed=seed, spread=200)
     assert imbalance(call, assign(Router(), call, 60, 4), 4) <= BALANCE
 
 
-def test_the_choice_is_the_same_in_every_process_and_in_any_order() -> None:
+def test_the_choice_is_the_same_in_every_process_and_in_any_order():
     call = groups(16, 8, spread=50)
     chosen = assign(Router(), call, 60, 4)
     assert chosen == assign(Router(), call, 60, 4)
@@ -66,13 +62,13 @@ def test_the_choice_is_the_same_in_every_process_and_in_any_order() -> None:
     assert chosen[:16] == [3] * 8 + [0] * 8, "in every release too"
 
 
-def test_a_prompt_alone_goes_to_one_replica_in_every_call() -> None:
+def test_a_prompt_alone_goes_to_one_replica_in_every_call():
     for prompt in rows(20, length=60):
         found = {assign(Router(), [np.concatenate([prompt, tail])], 60, 4)[0] for tail in rows(8, length=25)}
         assert len(found) == 1
 
 
-def test_one_long_prompt_does_not_crowd_the_others() -> None:
+def test_one_long_prompt_does_not_crowd_the_others():
     long = np.arange(10_000)
     chosen = assign(Router(), [long, *rows(30)], 20_000, 3)
     assert chosen[0] not in chosen[1:]
@@ -80,13 +76,13 @@ def test_one_long_prompt_does_not_crowd_the_others() -> None:
 
 @pytest.mark.parametrize("prefixes", [(0,), (100,), (30, 60), (10, 20, 30, 40)])
 @pytest.mark.parametrize("scored", [1, 120], ids=["everything is scored", "the answer is scored"])
-def test_calls_of_one_sequence_spread_for_any_system_prompts(prefixes: tuple[int, ...], scored: int) -> None:
+def test_calls_of_one_sequence_spread_for_any_system_prompts(prefixes, scored):
     talks = [row for prefix in prefixes for row in rows(400 // len(prefixes), prefix=prefix, seed=prefix)]
     shares = np.bincount([assign(Router(), [talk], scored, 4)[0] for talk in talks], minlength=4)
     assert shares.min() > 60, shares  # 100 on average, with a standard deviation of 8.7
 
 
-def test_the_work_of_a_lost_replica_spreads_and_the_rest_stays() -> None:
+def test_the_work_of_a_lost_replica_spreads_and_the_rest_stays():
     talks = rows(400)
     before = [assign(Router(), [talk], 1, 4)[0] for talk in talks]
     after = [assign(Router(), [talk], 1, [0, 1, 3])[0] for talk in talks]
@@ -95,7 +91,7 @@ def test_the_work_of_a_lost_replica_spreads_and_the_rest_stays() -> None:
     assert moved[[0, 1, 3]].min() > 15, "they spread over all others"
 
 
-def test_empty_sequences_and_calls() -> None:
+def test_empty_sequences_and_calls():
     empty = np.zeros(0, np.int64)
     assert Router().assign(empty, empty, empty, [0, 1]).tolist() == []
     router = Router()
@@ -107,7 +103,7 @@ def test_empty_sequences_and_calls() -> None:
 # ------------------------------------------------------------------ conversations
 
 
-def test_a_growing_conversation_keeps_its_replica() -> None:
+def test_a_growing_conversation_keeps_its_replica():
     """Each turn scores its own tokens, so that the prompt before them differs each time."""
     router, talks = Router(), rows(50)
     first = assign(router, [talk[:20] for talk in talks], 12, 5, goes_on=True)
@@ -118,14 +114,14 @@ def test_a_growing_conversation_keeps_its_replica() -> None:
     assert set(first) == set(range(5))
 
 
-def test_turns_of_one_conversation_in_one_call_stay_together() -> None:
+def test_turns_of_one_conversation_in_one_call_stay_together():
     talks = rows(20, length=200)
     call = [talk[:end] for end in (150, 70, 200, 20) for talk in talks]
     chosen = np.array(assign(Router(), call, 1, 5, goes_on=True)).reshape(4, 20)
     assert (chosen == chosen[:1]).all()
 
 
-def test_a_conversation_moves_when_its_replica_is_lost_and_stays_there() -> None:
+def test_a_conversation_moves_when_its_replica_is_lost_and_stays_there():
     router, talks = Router(), rows(40)
     first = assign(router, [talk[:20] for talk in talks], 12, 4, goes_on=True)
     moved = assign(router, [talk[:30] for talk in talks], 25, [0, 1, 3], goes_on=True)
@@ -133,7 +129,7 @@ def test_a_conversation_moves_when_its_replica_is_lost_and_stays_there() -> None
     assert assign(router, talks, 33, 4, goes_on=True) == moved, "its keys and values are at the new one"
 
 
-def test_the_longest_earlier_sequence_counts() -> None:
+def test_the_longest_earlier_sequence_counts():
     """Two conversations with the same first turn, which other replicas continued."""
     router, start, ends = Router(), np.arange(37), rows(2, length=70)
     longer = [np.concatenate([start, end]) for end in ends]
@@ -146,7 +142,7 @@ def test_the_longest_earlier_sequence_counts() -> None:
     assert assign(router, later, 200, 4, goes_on=True) == [3, 1, 2]
 
 
-def test_every_prefix_is_found_and_nothing_else() -> None:
+def test_every_prefix_is_found_and_nothing_else():
     """Against a search by comparison, around the borders of blocks."""
     rng, earlier, kept = np.random.default_rng(0), _Earlier(1000), {}
     for n in rng.integers(1, 130, 300):
@@ -160,7 +156,7 @@ def test_every_prefix_is_found_and_nothing_else() -> None:
         assert earlier.find(_prefix_sums(row, np.array([len(row)]))) is kept[max(starts, key=len)]
 
 
-def test_the_oldest_sequences_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_sequences_are_dropped(monkeypatch):
     monkeypatch.setattr("torchrl_llm_kl.service.client._router._REMEMBERED", 3)
     router, talks = Router(), rows(4)
     first = [assign(router, [talk[:20]], 12, 64, goes_on=True)[0] for talk in talks]
@@ -172,7 +168,7 @@ def test_the_oldest_sequences_are_dropped(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(router._earlier._lengths) <= 3, "nothing is kept of sequences that were dropped"
 
 
-def test_prefix_sums_tell_order_position_and_number_apart() -> None:
+def test_prefix_sums_tell_order_position_and_number_apart():
     lengths = np.array([3, 3, 3, 2, 0, 3])
     sums = _prefix_sums(np.array([1, 2, 3, 3, 2, 1, 1, 2, 4, 1, 2, -1, 2, 3]), lengths)
     ends = lengths.cumsum()

@@ -1,10 +1,6 @@
 """The transforms with remote models, without Ray."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +9,8 @@ from tensordict import TensorDict
 from torchrl.envs.llm.transforms import kl as torchrl_kl
 
 from remote_models import model
-from torchrl_llm_kl import (
-    KLComputation,
-    KLRewardTransform,
-    LogProbScorer,
-    Ragged,
-    RetrieveKL,
-    RetrieveLogProb,
-    make_algorithm,
-)
+from torchrl_llm_kl import KLComputation, KLRewardTransform, LogProbScorer, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 
@@ -33,31 +20,31 @@ class RemoteStub:
 
     interface = ModelInterface()
 
-    def __init__(self, events: list[str]) -> None:
+    def __init__(self, events):
         self.events, self.scorer = events, LogProbScorer(model(seed=1))
 
-    def make_scorer(self, **settings: object) -> RemoteStub:
+    def make_scorer(self, **settings):
         return self
 
-    def begin(self, tokens: Ragged, mask: torch.Tensor, **settings: object) -> Callable[[], Scores]:
+    def begin(self, tokens, mask, **settings):
         self.events.append("request sent")
 
-        def finish() -> Scores:
+        def finish():
             self.events.append("reply awaited")
             return self.scorer.evaluate(tokens, mask)
 
         return finish
 
 
-def test_the_reference_is_scored_while_the_policy_is() -> None:
-    events: list[str] = []
+def test_the_reference_is_scored_while_the_policy_is():
+    events = []
     policy = model()
     transform = RetrieveKL(policy, RemoteStub(events), coeff=0.5)
     policy.register_forward_pre_hook(lambda *_: events.append("policy scored"))
     policy.model.register_forward_pre_hook(lambda *_: events.append("policy scored"))
     full = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
 
-    def data() -> TensorDict:
+    def data():
         return TensorDict(
             {
                 "tokens": {"full": full, "prompt": full[:, :2].clone()},
@@ -77,7 +64,7 @@ def test_the_reference_is_scored_while_the_policy_is() -> None:
         assert torch.allclose(found[key], expected[key], atol=1e-6)
 
 
-def test_service_arguments_without_a_service_are_refused() -> None:
+def test_service_arguments_without_a_service_are_refused():
     there = RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": 1}))
     with pytest.raises(ValueError, match="actor_name, num_replicas would be ignored"):
         RayRetrieveLogProb(there, num_replicas=7, actor_name="x")
@@ -95,11 +82,11 @@ MODELS = {RetrieveLogProb: 1, RetrieveKL: 2, KLRewardTransform: 1}
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def started(monkeypatch):
     """The arguments of each service that was started; none is."""
-    arguments: list[dict[str, Any]] = []
+    arguments = []
 
-    def start(served: Any, *, factory: Any, **options: Any) -> SimpleNamespace:
+    def start(served, *, factory, **options):
         arguments.append({name: value for name, value in options.items() if value is not None})
         model = RemoteStub([])
         model.interface = ModelInterface(log_probs_key=f"log_probs_{len(arguments)}")
@@ -109,12 +96,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return arguments
 
 
-def made(cls: type, **kwargs: Any) -> Any:
+def made(cls, **kwargs):
     return cls(*(model(seed=seed) for seed in range(MODELS[cls])), **kwargs)
 
 
 @pytest.mark.parametrize("cls", VARIANTS)
-def test_the_backend_of_torchrl_builds_the_variant(cls: type, started: list[Any]) -> None:
+def test_the_backend_of_torchrl_builds_the_variant(cls, started):
     assert type(made(cls)) is type(made(cls, service_backend="direct")) is cls
     assert started == []
     with torchrl.service_backend("ray"):
@@ -133,16 +120,16 @@ def test_the_backend_of_torchrl_builds_the_variant(cls: type, started: list[Any]
 
 
 @pytest.mark.parametrize("cls", VARIANTS)
-def test_options_of_the_backend_are_arguments_of_the_service(cls: type, started: list[Any]) -> None:
-    options: dict[str, Any] = {"num_gpus": 0.5, "resources": {"gold": 1}, "name": "mine"}
+def test_options_of_the_backend_are_arguments_of_the_service(cls, started):
+    options = {"num_gpus": 0.5, "resources": {"gold": 1}, "name": "mine"}
     given = {"actor_options": options} if cls is RetrieveKL else options
     made(cls, service_backend="ray", service_backend_options=given, timeout=7)
     names = ["mine-gen", "mine"] if cls is RetrieveKL else ["mine"]
-    expected: dict[str, Any] = {"num_gpus": 0.5, "resources": {"gold": 1}, "timeout": 7}
+    expected = {"num_gpus": 0.5, "resources": {"gold": 1}, "timeout": 7}
     assert started == [{**expected, "name": name} for name in names]
 
 
-def test_an_option_that_no_actor_has_is_refused(started: list[Any]) -> None:
+def test_an_option_that_no_actor_has_is_refused(started):
     for option in ("memory", "num_replicas", "num_cpu"):
         with pytest.raises(ValueError, match=f"options has '{option}', expected options of Ray's actors"):
             made(RetrieveLogProb, service_backend="ray", service_backend_options={option: 1})
@@ -161,7 +148,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("cls", [RetrieveKL, KLRewardTransform])
-def test_errors_of_a_backend_are_those_of_torchrl(cls: type) -> None:
+def test_errors_of_a_backend_are_those_of_torchrl(cls):
     for wrong in WRONG:
         texts = []
         for each in (cls, getattr(torchrl_kl, cls.__name__)):
@@ -173,7 +160,7 @@ def test_errors_of_a_backend_are_those_of_torchrl(cls: type) -> None:
         cls()
 
 
-def test_a_subclass_has_no_variant() -> None:
+def test_a_subclass_has_no_variant():
     class Mine(RetrieveLogProb):
         """A user's subclass of a local class."""
 
@@ -182,7 +169,7 @@ def test_a_subclass_has_no_variant() -> None:
     assert type(Mine(model())) is Mine
 
 
-def test_a_scope_leaves_the_policy_of_an_algorithm_here(started: list[Any]) -> None:
+def test_a_scope_leaves_the_policy_of_an_algorithm_here(started):
     """A copy behind a service would keep the first weights."""
     with torchrl.service_backend("ray"):
         parts = make_algorithm("grpo", model(), reference=model(seed=1), group_size=2, kl_reward="k1")

@@ -1,7 +1,5 @@
 """Requests, replies and errors between clients and replicas; thousands of damaged messages among them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -439,7 +437,7 @@ def check_answers(core, messages, size):
     rng = random.Random(3)
     good = [request(rng) for _ in range(8)]
     expected = [core.score([one])[0] for one in good]
-    batch: list[Request] = []
+    batch = []
     answered = refused = 0
     for packed in messages:
         try:

@@ -1,49 +1,44 @@
 """Descriptions of models, and what a client sends to another process."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
 import types
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from remote_models import model, slow
 from torchrl_llm_kl.service import RemoteModel, ScoringService
 from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_reads, describe_source
 
 
-def make_another() -> nn.Module:
+def make_another():
     return model(seed=1)
 
 
-def closure(seed: int) -> object:
+def closure(seed):
     return lambda: model(seed=seed)
 
 
 class Loader:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.seed = seed
 
-    def load(self) -> nn.Module:
+    def load(self):
         return model(self.seed)
 
-    def __call__(self) -> nn.Module:
+    def __call__(self):
         return self.load()
 
 
-def of_array(values: np.ndarray) -> nn.Module:
+def of_array(values):
     return model(int(values.sum()))
 
 
-def test_factories_differ_by_name_code_and_arguments() -> None:
+def test_factories_differ_by_name_code_and_arguments():
     long = np.zeros(5000)
     other = long.copy()
     other[2500] = 1
@@ -74,7 +69,7 @@ def test_factories_differ_by_name_code_and_arguments() -> None:
     assert not any(" at 0x" in text for text in described)
 
 
-def test_models_differ_by_their_weights() -> None:
+def test_models_differ_by_their_weights():
     one = model()
     assert describe_source(one, None) == describe_source(model(), None)
     assert describe_source(one, None) != describe_source(model(seed=1), None)
@@ -85,9 +80,9 @@ def test_models_differ_by_their_weights() -> None:
     assert describe_source(one, None) != describe_source(swapped, None)
 
 
-def test_a_model_given_by_value_is_not_sent_to_other_clients() -> None:
-    def spec(make: object) -> ServiceSpec:
-        return ServiceSpec("name", make, "source", {"max_tokens": 1})  # type: ignore[arg-type]
+def test_a_model_given_by_value_is_not_sent_to_other_clients():
+    def spec(make):
+        return ServiceSpec("name", make, "source", {"max_tokens": 1})
 
     held, made = RemoteModel(spec(HeldModel(model()))), RemoteModel(spec(model))
     assert len(pickle.dumps(held)) < 2000 < len(pickle.dumps(model()))
@@ -96,13 +91,13 @@ def test_a_model_given_by_value_is_not_sent_to_other_clients() -> None:
     assert copy.deepcopy(held).spec.make_model is held.spec.make_model
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[ray\]'"):
         ScoringService(factory=model)
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+REFUSED = {
     "num_replicas must be a whole number of at least 1, got 0": {"num_replicas": 0},
     "num_replicas must be a whole number of at least 1, got 1.5": {"num_replicas": 1.5},
     "num_replicas must be a whole number of at least 1, got True": {"num_replicas": True},
@@ -130,12 +125,12 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_invalid_arguments_are_refused_before_actors_start(message: str) -> None:
+def test_invalid_arguments_are_refused_before_actors_start(message):
     with pytest.raises(ValueError, match=message):
         ScoringService(**{"factory": model, **REFUSED[message]})
 
 
-def test_a_spec_plans_its_control_actor() -> None:
+def test_a_spec_plans_its_control_actor():
     spec = ServiceSpec("name", model, "source", {"hang_after": 900.0}, num_replicas=4, min_replicas=2, lease=5.0)
     assert (spec.plan.slots, spec.plan.least, spec.plan.lease) == (4, 2, 5.0)
     assert spec.plan.hang_after == 60.0, "a process answers while its model works, so silence is no work"
@@ -144,7 +139,7 @@ def test_a_spec_plans_its_control_actor() -> None:
 # ------------------------------------------------------------------ what a factory reads
 
 
-def script(checkpoint: int, **others: Any) -> Callable[[], nn.Module]:
+def script(checkpoint, **others):
     """The factory of a driver's script, with the module globals that it had there."""
     source = """
 import torch
@@ -167,10 +162,10 @@ class Loader:
     module = types.ModuleType("driver")
     module.__dict__.update({"CKPT": checkpoint, "LIMITS": {"a": [1, 2.5]}, "model": model, **others})
     exec(source, module.__dict__)
-    return module.load  # type: ignore[no-any-return]
+    return module.load
 
 
-def test_globals_that_the_factory_and_its_helpers_read_are_compared() -> None:
+def test_globals_that_the_factory_and_its_helpers_read_are_compared():
     """Two drivers whose factories differ in a global alone: the second got the first one's scores."""
     zero, one = (describe_reads(script(checkpoint))[0] for checkpoint in (0, 1))
     assert {key for key in zero if zero[key] != one[key]} == {"driver.CKPT"}
@@ -182,8 +177,8 @@ def test_globals_that_the_factory_and_its_helpers_read_are_compared() -> None:
     assert {key for key in zero if zero[key] != other[key]} == {"driver.LIMITS"}
 
 
-def test_globals_behind_any_kind_of_factory() -> None:
-    def kinds(checkpoint: int) -> list[Callable[[], Any]]:
+def test_globals_behind_any_kind_of_factory():
+    def kinds(checkpoint):
         load = script(checkpoint)
         loader = load.__globals__["Loader"]()
         return [partial(load), loader, loader.read, eval("lambda: load()", load.__globals__), lambda: load()]
@@ -193,8 +188,8 @@ def test_globals_behind_any_kind_of_factory() -> None:
         assert {key for key in before if before[key] != after[key]} == {"driver.CKPT"}
 
 
-def test_a_changed_helper_shows_and_long_values_are_cut() -> None:
-    def changed_helper(limits: object) -> nn.Module:
+def test_a_changed_helper_shows_and_long_values_are_cut():
+    def changed_helper(limits):
         return model(2)
 
     before, after = script(0), script(0, LONG="x" * 1000)

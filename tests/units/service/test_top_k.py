@@ -1,17 +1,13 @@
 """The top k over the wire: the numbers of the local scorer, in float32 and float16."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from loopback import Loopback
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.service import ProtocolError
@@ -25,7 +21,7 @@ ROWS = [[3, 4, 5, 6, 7], [8], [], [9, 10, 11]]
 
 
 @pytest.mark.parametrize(("k", "dtype"), [(1, torch.float64), (5, torch.float32), (97, torch.float64)])
-def test_scores_equal_those_of_the_local_scorer(loop: Loopback, k: int, dtype: torch.dtype) -> None:
+def test_scores_equal_those_of_the_local_scorer(loop, k, dtype):
     made = model().to(dtype)
     some = [[False, True, False, True, True], [False], [], [False, False, True]]
     scorer = loop.serve(made).make_scorer()
@@ -38,17 +34,14 @@ def test_scores_equal_those_of_the_local_scorer(loop: Loopback, k: int, dtype: t
             if a is not None:
                 same = name in ("log_prob", "top_indices")
                 assert_close(a.values, b.values, atol=2e-6, rtol=1e-6, check_dtype=same)
-    assert found.top_log_probs is not None
     assert found.top_log_probs.values.dtype == torch.float32
     if k == 97:
-        assert found.tail_log_prob is not None
         assert found.tail_log_prob.values[found.log_prob.values != 0].isneginf().all()
     empty = scorer.evaluate([[3], []], top_k=4).top_indices
-    assert empty is not None
     assert (empty.values.shape, empty.values.dtype) == ((1, 4), torch.int64)
 
 
-def test_log_probs_in_float16(loop: Loopback) -> None:
+def test_log_probs_in_float16(loop):
     """A relative error of at most 2^-11, 2^-25 nats for the smallest; finite ones stay finite, -inf stays -inf."""
     remote = loop.serve(model())
     exact = remote.make_scorer().evaluate(ROWS, top_k=97)
@@ -62,11 +55,11 @@ def test_log_probs_in_float16(loop: Loopback) -> None:
     assert ((a - b).abs() <= torch.maximum(a.abs() * 2.0**-11, torch.tensor(2.0**-25))).all()
 
     class Far(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.logits = torch.nn.Parameter(torch.tensor([0.0, -1e-6, -70000.0, -20.0, -torch.inf]))
 
-        def forward(self, input_ids: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
+        def forward(self, input_ids, **_):
             return (self.logits.expand(*input_ids.shape, 5),)
 
     with pytest.warns(UserWarning, match="full forward"):
@@ -82,7 +75,7 @@ def test_log_probs_in_float16(loop: Loopback) -> None:
         far.top_k_dtype = torch.int8
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+REFUSED = {
     "98.*97": {"top_k": 98},
     "top_k must be a whole number from 0 to 1024, got -1": {"top_k": -1},
     "top_k must be a whole number from 0 to 1024, got 2000": {"top_k": 2000},
@@ -92,7 +85,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_is_refused(loop: Loopback) -> None:
+def test_what_is_refused(loop):
     scorer = loop.serve(model()).make_scorer()
     for message, options in REFUSED.items():
         with pytest.raises(ValueError, match=message):
@@ -107,12 +100,12 @@ def test_what_is_refused(loop: Loopback) -> None:
 class Plain(TransformersEngine):
     """An engine without distributions."""
 
-    def evaluate(self, *args: Any) -> Any:
+    def evaluate(self, *args):
         found = super().evaluate(*args)
         return found._replace(top_indices=None, entropy=None)
 
 
-def test_an_engine_without_distributions() -> None:
+def test_an_engine_without_distributions():
     core, request = ScoringCore(Plain(model())), partial(Request.of, version=None, caller="")
     tokens, lengths = torch.tensor([3, 4, 5]), torch.tensor([3])
     settings = [_remote.Settings(), _remote.Settings(entropy=True), _remote.Settings(top_k=2)]
@@ -124,7 +117,7 @@ def test_an_engine_without_distributions() -> None:
     assert "Plain returns no top_indices" in str(top)
 
 
-def test_a_reply_without_the_top_k(loop: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_without_the_top_k(loop, monkeypatch):
     remote = loop.serve(model())
     monkeypatch.setattr(
         _remote.Exchange, "replies", lambda self: [Reply(np.zeros(7, np.float32), None, 0)] * len(self.parts)
