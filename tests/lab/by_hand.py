@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -49,8 +49,7 @@ def assert_result(result: tuple[LossTerm, Tensor], *, value: Rows, gradient: Row
     assert term.name == "objective"
     assert_close(term.value.detach(), tensor(value))
     assert_close(found, tensor(gradient))
-    for name, expected in metrics.items():
-        assert math.isclose(term.metrics[name].item(), expected, rel_tol=1e-6, abs_tol=1e-9), name
+    assert {name: term.metrics[name].item() for name in metrics} == pytest.approx(metrics, rel=1e-6, abs=1e-9)
 
 
 #: An objective, its inputs and hyper-parameters, values, gradients, and metrics.
@@ -72,11 +71,6 @@ def case(
 
 def _rows(values: Sequence[Any]) -> Rows:
     return values if isinstance(values[0], Sequence) else [values]
-
-
-def clip(both: float, low: float, high: float, **others: float) -> dict[str, float]:
-    """Fractions of clipped tokens, and other metrics."""
-    return {"clip_fraction": both, "clip_fraction_low": low, "clip_fraction_high": high, **others}
 
 
 def assert_case(case: Case) -> LossTerm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +21,18 @@ PROMPT, WIDTH, ROWS = 3, 8, 24
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
-def make_model(folder: Path) -> nn.Module:
-    """In double precision, saved in the folder."""
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    """In double precision, for the losses of other libraries; as :func:`batch`, imported by `conftest.py`."""
+    folder = tmp_path_factory.mktemp("model")
     made = tiny_model("qwen2", seed=0, vocab_size=len(build_tokenizer(pad_token="<|pad|>"))).double()
     made.save_pretrained(folder)
     made.config._name_or_path = str(folder)  # TRL loads the reference from there
     return made
 
 
-def make_batch(model: nn.Module) -> dict[str, Tensor]:
+@pytest.fixture(scope="session")
+def batch(model: nn.Module) -> dict[str, Tensor]:
     """Answers of the model, of 1 to 8 tokens, with ratios around all clip bounds, and advantages of both signs."""
     rng = torch.Generator().manual_seed(3)
 
@@ -57,35 +59,15 @@ def make_batch(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
-    """In double precision, for the losses of other libraries; as :func:`batch`, imported by `conftest.py`."""
-    return make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="session")
-def batch(model: nn.Module) -> dict[str, Tensor]:
-    return make_batch(model)
-
-
 def rollouts(batch: dict[str, Tensor]) -> TensorDict:
     """The batch as this package reads it; padding on the right is outside the mask."""
-    full = [row[: PROMPT + int(n)] for row, n in zip(batch["ids"], batch["mask"].sum(-1), strict=True)]
-
-    def whole(values: Tensor) -> list[Tensor]:
-        return [torch.cat([torch.zeros(PROMPT), row[mask]]) for row, mask in zip(values, batch["mask"], strict=True)]
-
+    names = {"log_probs": "old", "ref_log_probs": "ref", "sampler_log_probs": "sampler"}
     rows = []
-    for i in range(ROWS):
-        names = {"log_probs": "old", "ref_log_probs": "ref", "sampler_log_probs": "sampler"}
-        following = {key: TensorDict(full=whole(batch[name])[i]) for key, name in names.items()}
-        rows.append(
-            TensorDict(
-                tokens=TensorDict(prompt=batch["ids"][i, :PROMPT], full=full[i]),
-                next=TensorDict(**following),
-                advantage=batch["advantage"][i],
-            )
-        )
+    for i, mask in enumerate(batch["mask"]):
+        stored = {key: torch.cat([torch.zeros(PROMPT), batch[name][i][mask]]) for key, name in names.items()}
+        tokens = TensorDict(prompt=batch["ids"][i, :PROMPT], full=batch["ids"][i, : PROMPT + int(mask.sum())])
+        following = TensorDict(**{key: TensorDict(full=values) for key, values in stored.items()})
+        rows.append(TensorDict(tokens=tokens, next=following, advantage=batch["advantage"][i]))
     return lazy_stack(rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,9 @@ def homes(name: str, count: int) -> dict[str, str]:
     """The node of each actor of the service."""
     found = {}
     for actor in (*(f"{name}:{i}" for i in range(count)), f"{name}:control"):
-        try:
+        with suppress(ValueError):
             handle = ray.get_actor(actor, namespace="torchrl_llm_kl")
-        except ValueError:
-            continue
-        found[actor] = actors(handle._actor_id.hex())["Address"]["NodeID"]
+            found[actor] = actors(handle._actor_id.hex())["Address"]["NodeID"]
     return found
 
 
@@ -40,31 +38,21 @@ def main() -> dict[str, Any]:
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
     nodes = [cluster.add_node(**NODE) for _ in range(3)]
     cluster.wait_for_nodes()
-    environment = {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
-    service = ScoringService(
-        factory=partial(delayed, 0.05),
-        name="nodes",
-        num_replicas=4,
-        num_cpus=1,
-        scheduling_strategy="SPREAD",
-        timeout=LONG,
-    )
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {"env_vars": {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}}
+    ray.init(address=cluster.address, log_to_driver=False, runtime_env=environment)
+    places = {"num_replicas": 4, "num_cpus": 1, "scheduling_strategy": "SPREAD"}
+    service = ScoringService(factory=partial(delayed, 0.05), name="nodes", timeout=LONG, **places)
     before = homes("nodes", 4)
     with callers(service.model, count=3) as load:
         until(lambda: len(load.answers) > 20)
         victim = next(node for node in nodes if node.node_id in {before[f"nodes:{i}"] for i in range(4)})
         lost = [name for name, home in before.items() if home == victim.node_id]
         cluster.remove_node(victim, allow_graceful=False)
-        killed, answered = time.monotonic(), len(load.answers)
+        answered = len(load.answers)
         until(lambda: len(load.answers) > answered + 10, seconds=240)
-        resumed = time.monotonic() - killed
         added = cluster.add_node(**NODE)
         until(lambda: all(stats.get("requests", 0) > 5 for stats in service.stats()), seconds=240)
-        whole = time.monotonic() - killed
     local = LogProbScorer(model())
     wrong = sum(
         not torch.allclose(answer, local.score(sequences(seed)).values, rtol=1e-6, atol=1e-6)
@@ -80,8 +68,6 @@ def main() -> dict[str, Any]:
         "errors": [repr(error)[:300] for error in load.errors[:3]],
         "wrong": wrong,
         "actors on the killed node": lost,
-        "ten answers after": round(resumed, 1),
-        "all replicas work after": round(whole, 1),
         "replicas on the new node": [name for name, home in after.items() if home == added.node_id],
         "moved": sum(after[name] != before[name] for name in lost if name in after),
     }

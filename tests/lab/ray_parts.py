@@ -1,6 +1,6 @@
-"""What Ray's actors make: envs, policies and models, equal in every process.
+"""What Ray's actors and other processes make: envs, policies and models, equal in every process.
 
-Models are float64: in no number does the shape of a batch show.
+Models of actors are float64: in no number does the shape of a batch show.
 """
 
 from __future__ import annotations
@@ -19,12 +19,29 @@ from toy_rollouts import make_model, make_policy, make_scoring_wrapper, make_tok
 CPUS = {"num_cpus": 0.2}
 
 
+def _scores(seed: int, dtype: torch.dtype) -> Any:
+    tokenizer = make_tokenizer()
+    key = "ref_log_probs" if seed else "log_probs"
+    return make_scoring_wrapper(make_model(tokenizer, seed).to(dtype), tokenizer, pad_output=False, log_probs_key=key)
+
+
 @cache
 def scoring_model(seed: int) -> Any:
     """The policy (seed 0) or the reference (seed 1), as a wrapper that scores."""
-    tokenizer = make_tokenizer()
-    key = "ref_log_probs" if seed else "log_probs"
-    return make_scoring_wrapper(make_model(tokenizer, seed).double(), tokenizer, pad_output=False, log_probs_key=key)
+    return _scores(seed, torch.float64)
+
+
+def scoring_models() -> tuple[Any, Any]:
+    """Both in float32, anew."""
+    return _scores(0, torch.float32), _scores(1, torch.float32)
+
+
+def child_env(query: str, *, turns: int = 1, models: tuple[Any, Any] | None = None) -> EnvBase:
+    """Of a pool: one conversation that starts with ``query``; with models of its own unless they are given."""
+    tensordict.set_list_to_stack(True).set()
+    torch.set_num_threads(1)
+    transform = RetrieveKL(*(models or scoring_models()), coeff=0.3)
+    return group_env(make_tokenizer(), transform, rows=1, group=1, turns=turns, queries=[query])
 
 
 def sampling_policy() -> Any:

@@ -76,11 +76,9 @@ def go(lab: Path, out: Path, *overrides: str, kl: dict[str, Any] = TARGET, **how
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a saved model."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        found |= load_file(file)
-    assert found
-    return found
+    files = list(folder.glob("*.safetensors"))
+    assert files
+    return {name: values for file in files for name, values in load_file(file).items()}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

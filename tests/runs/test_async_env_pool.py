@@ -15,7 +15,7 @@ from torchrl.envs import AsyncEnvPool, EnvBase
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
-from pooled_envs import child_env, scoring_models
+from ray_parts import child_env, scoring_models
 from toy_models import FORWARD
 from toy_rollouts import QUERIES, make_model, make_policy, make_tokenizer, steps
 
@@ -41,13 +41,8 @@ def pool_of(makers: list[Callable[[], EnvBase]], **settings: Any) -> Iterator[As
 
 
 def collected(pool: AsyncEnvPool, turns: int) -> list[TensorDictBase]:
-    collector = LLMCollector(
-        pool,
-        policy=greedy_policy(),
-        yield_completed_trajectories=True,
-        dialog_turns_per_batch=1,
-        total_dialog_turns=turns,
-    )
+    sizes = {"dialog_turns_per_batch": 1, "total_dialog_turns": turns}
+    collector = LLMCollector(pool, policy=greedy_policy(), yield_completed_trajectories=True, **sizes)
     batches = [batch.clone() for batch in collector]
     collector.shutdown()
     return batches
@@ -93,19 +88,15 @@ def test_processes_with_models_of_their_own() -> None:
             collected(pool, CHILDREN)
 
 
-# ------------------------------------------------------------------ what a pool cannot do
+def test_what_a_pool_cannot_do() -> None:
+    """It is registered with the collector, its children are not: pass the policy.
 
-
-def test_children_do_not_know_the_collector() -> None:
-    """The pool is registered, its children are not: pass the policy."""
+    torchrl writes the numbers of the children, one dimension, into a TensorDict of two: take a collector.
+    """
     models = ("from_collector", scoring_models()[1])
     makers = [partial(child_env, query, models=models) for query in QUERIES[:2]]
     with pool_of(makers) as pool, pytest.raises(ValueError, match="The collector is not set"):
         collected(pool, 2)
-
-
-def test_children_of_a_batch_dimension_have_no_synchronous_step() -> None:
-    """torchrl writes the numbers of the children, one dimension, into a TensorDict of two: take a collector."""
     with pool_of([partial(child_env, query) for query in QUERIES[:2]]) as pool:
         chosen = greedy_policy()(pool.reset())
         with pytest.raises(RuntimeError, match="batch dimension mismatch"):
