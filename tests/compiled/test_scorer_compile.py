@@ -20,6 +20,7 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _attention
 
 ROWS = conversation()
+BATCH = Ragged.from_list(ROWS)
 
 
 @pytest.fixture
@@ -46,21 +47,11 @@ def want(shared: list[Any]) -> list[Tensor | None]:
 
 def total_of(compiled: Any) -> Tensor:
     compiled.zero_grad()
-    found = LogProbScorer(compiled, tokens_per_batch=16).score(Ragged.from_list(ROWS), grad=True).values
+    found = LogProbScorer(compiled, tokens_per_batch=16).score(BATCH, grad=True).values
     return (found * torch.linspace(-1, 2, len(found), dtype=found.dtype)).sum()
 
 
 # ------------------------------------------------------------------ with the graphs of one model
-
-
-def test_packs_are_shared(shared: list[Any]) -> None:
-    scorer, seen = LogProbScorer(shared[1]), []
-    handle = shared[1].model.register_forward_pre_hook(
-        lambda _, args, options: seen.append(options["input_ids"].numel()), with_kwargs=True
-    )
-    scorer.score(Ragged.from_list(ROWS), grad=True)
-    handle.remove()
-    assert sum(seen) == SHARED
 
 
 def test_a_kept_graph_and_freed_memory(shared: list[Any], want: list[Tensor | None]) -> None:
@@ -101,8 +92,15 @@ def test_a_backward_that_failed_leaves_nothing_in_the_next(shared: list[Any], wa
     assert_close([p.grad for p in compiled.parameters()], want, **EXACT)
 
 
-def test_the_prefix_cache(shared: list[Any]) -> None:
+def test_packs_are_shared_and_the_prefix_cache(shared: list[Any]) -> None:
     plain, scorer = LogProbScorer(shared[0]), LogProbScorer(shared[1], tokens_per_batch=16)
+    seen: list[int] = []
+    handle = shared[1].model.register_forward_pre_hook(
+        lambda _, args, options: seen.append(options["input_ids"].numel()), with_kwargs=True
+    )
+    scorer.score(BATCH, grad=True)
+    handle.remove()
+    assert sum(seen) == SHARED
     for rows in (ROWS, [torch.cat([row, ids(4, 11)]) for row in ROWS]):
         found = scorer.score(Ragged.from_list(rows), remember=True).values
         assert_close(found, plain.score(Ragged.from_list(rows)).values, **EXACT)
@@ -117,7 +115,7 @@ def test_frozen_layers_have_no_backward(shared: list[Any]) -> None:
     scorer = LogProbScorer(compiled, tokens_per_batch=16)
     try:
         gc.collect()
-        value = scorer.score(Ragged.from_list(ROWS), grad=True).values.sum()
+        value = scorer.score(BATCH, grad=True).values.sum()
         assert {call for layout in _attention._LAYOUTS.values() for call in layout.recorded} == {1}
         del value
         assert_close(train(scorer, ROWS), train(LogProbScorer(plain, tokens_per_batch=16), ROWS), **EXACT)
@@ -144,9 +142,6 @@ def compile_last_layer(model: Any, backend: str) -> None:
     model.get_decoder().layers[-1].compile(backend=backend)
 
 
-OTHER_WAYS = [replace_layers, replace_body, compile_last_layer]
-
-
 def layouts() -> list[list[Tensor]]:
     """Batches whose packs have different trees and sizes."""
     prompts = [ids(5 + 7 * i, i) for i in range(2)]
@@ -157,11 +152,9 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def assert_one_graph_each(
-    plain: Any, compiled: Any, number: int = 1, close: dict[str, float] = EXACT, **settings: Any
-) -> None:
+def assert_one_graph_each(plain: Any, compiled: Any, number: int, close: dict[str, float]) -> None:
     """``number`` graphs for scoring and for training, whatever the packs; and the same numbers."""
-    want, scorer = LogProbScorer(plain, **settings), LogProbScorer(compiled, **settings)
+    want, scorer = (LogProbScorer(model, tokens_per_batch=16) for model in (plain, compiled))
     assert scorer.shares_prefixes
     assert graphs() == 0, "the check of the fast path compiled"
     for rows in layouts():
@@ -175,27 +168,28 @@ def assert_one_graph_each(
 
 @pytest.mark.usefixtures("_nothing_compiled_before")
 @pytest.mark.parametrize(
-    "way", [compile_layers, compile_body, *(pytest.param(way, marks=pytest.mark.slow) for way in OTHER_WAYS)]
+    ("way", "family", "number", "backend"),
+    [
+        (compile_layers, "llama", 1, "aot_eager"),
+        (compile_body, "llama", 1, "aot_eager"),
+        (compile_layers, "gemma2", 2, "aot_eager"),  # layers of two kinds, windows and soft-caps
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((way, "llama", 1, "aot_eager") for way in (replace_layers, replace_body, compile_last_layer)),
+                (compile_layers, "mistral", 1, "aot_eager"),
+                # Its graphs write into the memory of tensors that they no longer need.
+                *((way, "llama", 1, "inductor") for way in (compile_layers, compile_body)),
+            )
+        ),
+    ],
 )
-def test_one_graph_for_all_packs(way: Any) -> None:
+def test_one_graph_for_all_packs(way: Any, family: str, number: int, backend: str) -> None:
+    """A body of inductor in float64 differs by 5e-6 of itself."""
+    close = {"atol": 1e-4, "rtol": 1e-5} if backend == "inductor" else EXACT
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*LogProbScorer")
-        assert_one_graph_each(*pair(way), tokens_per_batch=16)
-
-
-@pytest.mark.usefixtures("_nothing_compiled_before")
-@pytest.mark.parametrize(("family", "number"), [pytest.param("mistral", 1, marks=pytest.mark.slow), ("gemma2", 2)])
-def test_windows_and_soft_caps(family: str, number: int) -> None:
-    """gemma2's layers are of two kinds, and have a graph for each."""
-    assert_one_graph_each(*pair(compile_layers, family), number, tokens_per_batch=30)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_nothing_compiled_before")
-@pytest.mark.parametrize("way", [compile_layers, compile_body])
-def test_inductor(way: Any) -> None:
-    """Its graphs write into the memory of tensors that they no longer need; a body in float64 differs by 5e-6 of itself."""
-    assert_one_graph_each(*pair(way, backend="inductor"), close={"atol": 1e-4, "rtol": 1e-5}, tokens_per_batch=16)
+        assert_one_graph_each(*pair(way, family, backend), number, close)
 
 
 @pytest.mark.usefixtures("_nothing_compiled_before")
