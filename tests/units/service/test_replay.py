@@ -1,5 +1,9 @@
-"""A replay of kept tokens over the wire: the numbers of the local scorer and of masked softmaxes, in transforms and losses."""
+"""What a remote scorer returns beside log-probs: the top k, and replays of kept tokens, in transforms and losses too."""
 
+import asyncio
+from functools import partial
+
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -11,6 +15,7 @@ from torchrl_llm_kl import KLRewardTransform, LogProbScorer, PolicyLoss, Ragged,
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import write_kept
+from torchrl_llm_kl.service import ProtocolError
 from torchrl_llm_kl.service._wire import Reply, Request, Settings
 from torchrl_llm_kl.service.client import _remote
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
@@ -20,7 +25,119 @@ from torchrl_llm_kl.transforms import RetrieveKL as LocalKL
 VOCAB = 97
 WHOLE = Sampling(0.8, top_p=0.8)
 KEPT = Sampling(0.8, top_p=0.8, reference="kept")
-CPUS = {"num_cpus": 0.1}
+FIELDS = ("log_prob", "entropy", "top_indices", "top_log_probs", "tail_log_prob")
+ROWS = [[3, 4, 5, 6, 7], [8], [], [9, 10, 11]]
+SOME = [[False, True, False, True, True], [False], [], [False, False, True]]
+
+
+def assert_local(found, expected):
+    """The numbers of the local scorer; those of the top k in float32."""
+    for name in FIELDS:
+        a, b = getattr(found, name), getattr(expected, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            same = name in ("log_prob", "top_indices")
+            assert_close(a.values, b.values, atol=2e-6, rtol=1e-6, check_dtype=same)
+
+
+# ------------------------------------------------------------------ the top k
+
+
+@pytest.mark.parametrize(("k", "dtype"), [(1, torch.float64), (5, torch.float32), (97, torch.float64)])
+def test_the_top_k_equals_that_of_the_local_scorer(loop, k, dtype):
+    made = model().to(dtype)
+    scorer = loop.serve(made).make_scorer()
+    for mask, entropy in ((None, True), (SOME, False)):
+        found = scorer.evaluate(ROWS, mask, top_k=k, entropy=entropy)
+        assert_local(found, LogProbScorer(made).evaluate(ROWS, mask, top_k=k, entropy=entropy))
+    assert found.top_log_probs.values.dtype == torch.float32
+    if k == 97:
+        assert found.tail_log_prob.values[found.log_prob.values != 0].isneginf().all()
+    empty = scorer.evaluate([[3], []], top_k=4).top_indices.values
+    assert (empty.shape, empty.dtype) == ((1, 4), torch.int64)
+
+
+def test_log_probs_in_float16(loop):
+    """A relative error of at most 2^-11, 2^-25 nats for the smallest; finite ones stay finite, -inf stays -inf."""
+    remote = loop.serve(model())
+    exact = remote.make_scorer().evaluate(ROWS, top_k=97)
+    remote.top_k_dtype = torch.float16
+    rounded = remote.make_scorer().evaluate(ROWS, top_k=97)
+    for name in ("top_indices", "tail_log_prob", "log_prob"):
+        assert torch.equal(getattr(exact, name).values, getattr(rounded, name).values)
+    a, b = exact.top_log_probs.values, rounded.top_log_probs.values
+    assert not torch.equal(a, b)
+    assert ((a - b).abs() <= torch.maximum(a.abs() * 2.0**-11, torch.tensor(2.0**-25))).all()
+
+    class Far(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = torch.nn.Parameter(torch.tensor([0.0, -1e-6, -70000.0, -20.0, -torch.inf]))
+
+        def forward(self, input_ids, **_):
+            return (self.logits.expand(*input_ids.shape, 5),)
+
+    with pytest.warns(UserWarning, match="full forward"):
+        far = loop.serve(Far())
+    far.top_k_dtype = torch.float16
+    found = far.make_scorer().evaluate([[0, 1]], top_k=5)
+    assert found.top_indices.values[1].tolist() == [0, 1, 3, 2, 4]
+    assert found.top_log_probs.values[1, 3:].tolist() == [-65504.0, -torch.inf]
+    by_hand = torch.tensor([-0.693147, -0.693148, -20.693148])
+    assert_close(found.top_log_probs.values[1, :3], by_hand, rtol=2.0**-11, atol=0)
+    with pytest.raises(ValueError, match=r"top_k_dtype must be torch.float32 or torch.float16, got torch.int8"):
+        far.top_k_dtype = torch.int8
+
+
+REFUSED = {
+    "98.*97": {"top_k": 98},
+    "top_k must be a whole number from 0 to 1024, got -1": {"top_k": -1},
+    "top_k must be a whole number from 0 to 1024, got 2000": {"top_k": 2000},
+    "moments=True needs the models in this process": {"moments": True},
+    "an exact KL needs the models in this process: .* Ask for top_k=": {"reference": object()},
+    "returns no gradient": {"grad": True},
+}
+
+
+def test_what_is_refused(loop, monkeypatch):
+    remote = loop.serve(model())
+    scorer = remote.make_scorer()
+    for message, options in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            scorer.evaluate(ROWS, **options)
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(scorer.aevaluate(ROWS, **options))
+    for routing in ({"routing": torch.zeros(1, 1, 1)}, {"record_routing": True}):
+        with pytest.raises(ValueError, match="routing is recorded and replayed by a model in this process"):
+            scorer.evaluate(ROWS, **routing)
+    short = Reply(np.zeros(7, np.float32), None, 0)
+    monkeypatch.setattr(_remote.Exchange, "replies", lambda self: [short] * len(self.parts))
+    with pytest.raises(ProtocolError, match="it answers another request"):
+        scorer.evaluate(ROWS, top_k=2)
+
+
+class Plain(TransformersEngine):
+    """An engine without distributions, which knows nothing of recorded tokens."""
+
+    def evaluate(self, sequences, mask, settings):
+        return super().evaluate(sequences, mask, settings)._replace(top_indices=None, entropy=None)
+
+
+def test_an_engine_without_distributions(loop):
+    core, tokens, lengths = ScoringCore(Plain(model())), torch.tensor([3, 4, 5]), torch.tensor([3])
+    made = partial(Request.of, tokens, lengths, None, version=None, caller="")
+    plain, entropy, top = core.score([made(each) for each in (Settings(), Settings(entropy=True), Settings(top_k=2))])
+    assert isinstance(plain, Reply)
+    assert (type(entropy), type(top)) == (ValueError, ValueError)
+    assert str(entropy) == "Plain returns no entropy: leave it out of the request."
+    assert "Plain returns no top_indices" in str(top)
+    scorer, loop.cores["model"] = loop.serve(model()).make_scorer(), core
+    with pytest.raises(ValueError, match="Plain cannot score over recorded tokens: its evaluate"):
+        scorer.evaluate([[3, 4, 5]], kept=record_of([tokens]))
+    assert scorer.evaluate([[3, 4, 5]]).log_prob.values.shape == (3,)
+
+
+# ------------------------------------------------------------------ records
 
 
 def rows_of(seed=0, count=7):
@@ -53,37 +170,26 @@ def by_hand(made, rows, kept, temperature):
     return torch.stack(log_probs), torch.stack(entropies)
 
 
-# ------------------------------------------------------------------ the scorer
-
-
 @pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, True), (torch.float64, False)])
 def test_scores_equal_masked_softmaxes_and_the_local_scorer(loop, dtype, masked):
-    made, rows = model().to(dtype), rows_of()
+    made, rows, settings = model().to(dtype), rows_of(), {"sampling": Sampling(0.7, top_k=4)}
     kept = record_of(rows)
-    settings = {"sampling": Sampling(0.7, top_k=4)}
-    mask = None
-    if masked:
-        mask = [[i > 0 and (i + j) % 3 > 0 for i in range(len(row))] for j, row in enumerate(rows)]
-    found = loop.serve(made).make_scorer(**settings).evaluate(rows, mask, kept=kept, entropy=True)
+    mask = [[i > 0 and (i + j) % 3 > 0 for i in range(len(row))] for j, row in enumerate(rows)] if masked else None
+    scorer = loop.serve(made).make_scorer(**settings)
+    found = scorer.evaluate(rows, mask, kept=kept, entropy=True)
     local = LogProbScorer(made, **settings).evaluate(rows, mask, kept=kept, entropy=True)
-    log_prob, entropy = by_hand(made, rows, kept, 0.7)
     scored = local.log_prob.values != 0
     assert scored.sum() > 10
-    for got, want, exact in (
-        (found.log_prob.values, local.log_prob.values, log_prob),
-        (found.entropy.values, local.entropy.values, entropy),
-    ):
+    for name, exact in zip(("log_prob", "entropy"), by_hand(made, rows, kept, 0.7), strict=True):
+        got, want = getattr(found, name).values, getattr(local, name).values
         assert_close(got, want, atol=1e-6, rtol=1e-6, check_dtype=False)
         assert_close(got[scored].double(), exact[scored], atol=2e-5 if dtype == torch.float32 else 1e-9, rtol=0)
-    assert torch.equal(
-        loop.serve(made).make_scorer(**settings).score(rows, mask, kept=kept).values, found.log_prob.values
-    )
+    assert torch.equal(scorer.score(rows, mask, kept=kept).values, found.log_prob.values)
 
 
 def request(rows, kept, caller, **settings):
     lengths = torch.tensor([len(row) for row in rows])
-    given = {"version": None, "caller": caller, "kept": kept}
-    return Request.of(torch.cat(rows), lengths, None, Settings(**settings), **given)
+    return Request.of(torch.cat(rows), lengths, None, Settings(**settings), version=None, caller=caller, kept=kept)
 
 
 def test_a_batch_of_requests_with_and_without_a_record():
@@ -91,76 +197,52 @@ def test_a_batch_of_requests_with_and_without_a_record():
     core = ScoringCore(TransformersEngine(model().double()))
     rows = [rows_of(seed, 3) for seed in range(6)]
     wrong = record_of(rows[4])._replace(ids=torch.full_like(record_of(rows[4]).ids, 5))
-    batch = [
-        request(rows[0], record_of(rows[0]), "a", keep_top_p=0.5),
-        request(rows[1], None, "b", keep_top_p=0.5),
-        request(rows[2], record_of(rows[2], 1), "c", keep_top_p=0.5),
-        request(rows[3], record_of(rows[3], 2), "d", temperature=0.6, entropy=True),
-        request(rows[4], wrong, "e", keep_top_p=0.5),
-        request(rows[5], None, "f"),
-    ]
-    for one, found in zip(batch, core.score(batch), strict=True):
+    records = [record_of(rows[0]), None, record_of(rows[2], 1), record_of(rows[3], 2), wrong, None]
+    settings = [{"keep_top_p": 0.5}] * 5 + [{}]
+    settings[3] = {"temperature": 0.6, "entropy": True}
+    batch = [request(rows[i], records[i], "abcdef"[i], **settings[i]) for i in range(6)]
+    for i, (one, found) in enumerate(zip(batch, core.score(batch), strict=True)):
         alone = core.score([one])[0]
-        if one.caller == "e":
+        if i == 4:
             assert isinstance(found, ValueError)
             assert "is not among the" in str(found) == str(alone)
             continue
-        assert isinstance(found, Reply), found
         assert_close(found.log_prob, alone.log_prob, atol=1e-12, rtol=0)
-    answers = core.score(batch)
-    for i, temperature in ((0, 1.0), (2, 1.0), (3, 0.6)):
-        found = answers[i]
-        kept = record_of(rows[i], {0: 0, 2: 1, 3: 2}[i])
-        want, _ = by_hand(core.engine.model, rows[i], kept, temperature)
-        assert_close(torch.from_numpy(found.log_prob), want[batch[i].flat_mask()], atol=1e-9, rtol=0)
-
-
-def test_equal_requests_with_other_records_are_different():
-    rows = rows_of()
-    digests = {request(rows, kept, "a").digest() for kept in (None, record_of(rows), record_of(rows, 1))}
-    assert len(digests) == 3
+        if records[i] is not None:
+            want, _ = by_hand(core.engine.model, rows[i], records[i], settings[i].get("temperature", 1.0))
+            assert_close(torch.from_numpy(found.log_prob), want[one.flat_mask()], atol=1e-9, rtol=0)
+    digests = {request(rows[0], kept, "a").digest() for kept in (None, record_of(rows[0]), record_of(rows[0], 1))}
+    assert len(digests) == 3, "equal requests with other records are different"
 
 
 def test_what_cannot_be_replayed(loop):
     rows = [torch.tensor([1, 2]), torch.tensor([3, 4, 5])]
     scorer, right = loop.serve(model()).make_scorer(), record_of(rows)
     other = Kept(torch.tensor([1, 2, 3, 4, 9]), torch.arange(6))
-    with pytest.raises(ValueError, match="token 5 at sequence 1, position 2 is not among the 1 that were recorded"):
-        scorer.evaluate(rows, kept=other)
-    with pytest.raises(ValueError, match=r"kept\.offsets must hold 6 numbers"):
-        scorer.evaluate(rows, kept=other._replace(offsets=torch.arange(5)))
-    with pytest.raises(ValueError, match=r"kept\.ids holds token ids from -4 to 5"):
-        scorer.evaluate(rows, kept=Kept(torch.tensor([1, 2, 3, 4, 5, -4]), torch.tensor([0, 1, 2, 3, 4, 6])))
-    with pytest.raises(ValueError, match="to 97; expected 0 to 96"):
-        scorer.evaluate(rows, kept=Kept(torch.tensor([1, 2, 3, 4, 5, 97]), torch.tensor([0, 1, 2, 3, 4, 6])))
-    with pytest.raises(ValueError, match="most probable of all tokens"):
-        scorer.evaluate(rows, kept=right, top_k=3)
+    last = torch.tensor([0, 1, 2, 3, 4, 6])
+    for message, options in {
+        "token 5 at sequence 1, position 2 is not among the 1 that were recorded": {"kept": other},
+        r"kept\.offsets must hold 6 numbers": {"kept": other._replace(offsets=torch.arange(5))},
+        r"kept\.ids holds token ids from -4 to 5": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
+        "to 97; expected 0 to 96": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, 97]), last)},
+        "most probable of all tokens": {"kept": right, "top_k": 3},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            scorer.evaluate(rows, **options)
     with pytest.raises(ValueError, match="deterministic=True with kept="):
         loop.serve(model().float()).make_scorer(deterministic=True).evaluate(rows, kept=right)
-
-    class Plain(TransformersEngine):
-        def evaluate(self, sequences, mask, settings):
-            return super().evaluate(sequences, mask, settings)
-
-    loop.cores["model"] = ScoringCore(Plain(model()))
-    with pytest.raises(ValueError, match="Plain cannot score over recorded tokens: its evaluate"):
-        scorer.evaluate(rows, kept=right)
-    assert scorer.evaluate(rows).log_prob.values.shape == (5,)
 
 
 def test_requests_are_divided_by_what_is_sent(monkeypatch):
     """Kept tokens count: a call whose tokens are few is more than one request if its record is large."""
     rows = [torch.tensor([1, 2, 3])] * 8
-    kept = record_of(rows, most=30)
     monkeypatch.setattr(_remote, "_MOST_TOKENS", 60)
-    part = _remote.Part(request(rows, kept, "a"), torch.tensor([False, True, True] * 8))
+    part = _remote.Part(request(rows, record_of(rows, most=30), "a"), torch.tensor([False, True, True] * 8))
     parts = part.divided(_remote.Router(), [0])
     assert len(parts) > 2
     assert [int(i) for one in parts for i in one.elements] == part.elements.tolist()
-    for one in parts:
-        assert one.request.num_tokens + len(one.request.replay.ids) < 60 + 3 + 60
-    whole = [one.request.replay.ids.tolist() for one in parts if one.request.replay is not None]
-    assert [i for some in whole for i in some] == part.request.replay.ids.tolist()
+    assert all(one.request.num_tokens + len(one.request.replay.ids) < 60 + 3 + 60 for one in parts)
+    assert [i for one in parts for i in one.request.replay.ids.tolist()] == part.request.replay.ids.tolist()
     plain = _remote.Part(request(rows, None, "a"), part.mask)
     assert len(plain.divided(_remote.Router(), [0])) == 1
 
@@ -174,11 +256,13 @@ def data(seed=0, *, recorded=True):
     full = torch.randint(VOCAB, (3, 10), generator=rng)
     mask = torch.arange(10).expand(3, 10) >= 4
     td = TensorDict(
-        tokens=TensorDict(full=full, prompt=full[:, :4].clone(), batch_size=[3]),
-        masks=TensorDict(all_attention_mask=torch.ones_like(mask), all_assistant_mask=mask, batch_size=[3]),
-        log_probs=TensorDict(full=torch.where(mask, -torch.rand(3, 10, generator=rng), 0.0), batch_size=[3]),
-        next=TensorDict(reward=torch.zeros(3, 1), batch_size=[3]),
-        batch_size=[3],
+        {
+            "tokens": {"full": full, "prompt": full[:, :4].clone()},
+            "masks": {"all_attention_mask": torch.ones_like(mask), "all_assistant_mask": mask},
+            "log_probs": {"full": torch.where(mask, -torch.rand(3, 10, generator=rng), 0.0)},
+            "next": TensorDict({"reward": torch.zeros(3, 1)}, [3]),
+        },
+        [3],
     )
     if not recorded:
         return td
@@ -190,26 +274,25 @@ def data(seed=0, *, recorded=True):
 
 def assert_equal(found, want, *keys):
     """Entries below ``"next"``."""
-    found, want = found["next"], want["next"]
     for key in keys:
-        assert_close(found[key], want[key], atol=1e-6, rtol=1e-6)
-        assert torch.count_nonzero(found[key]) > 10, key
+        assert_close(found["next"][key], want["next"][key], atol=1e-6, rtol=1e-6)
+        assert torch.count_nonzero(found["next"][key]) > 10, key
 
 
-CASES = {
-    "reference, whole, recorded": ("reference", WHOLE, True),
-    "reference, kept, found": ("reference", KEPT, False),
-    "both, whole, found": ("both", WHOLE, False),
-    "both, kept, recorded": ("both", KEPT, True),
-    "remembered, kept, recorded": ("remembered", KEPT, True),
-    "remembered, whole, found": ("remembered", WHOLE, False),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_kl_to_a_served_reference(loop, case, tmp_path):
+@pytest.mark.parametrize(
+    ("served", "sampling", "recorded"),
+    [
+        ("reference", WHOLE, True),
+        ("reference", KEPT, False),
+        ("both", WHOLE, False),
+        ("both", KEPT, True),
+        ("remembered", KEPT, True),
+        ("remembered", WHOLE, False),
+    ],
+    ids=str,
+)
+def test_a_kl_to_a_served_reference(loop, served, sampling, recorded, tmp_path):
     """Over all tokens, and over those that the policy keeps: recorded, or found by a policy that is scored here."""
-    served, sampling, recorded = CASES[case]
     policy, reference = model().double(), model(1).double()
     there = loop.serve(reference)
     ref = RememberedModel(there, tmp_path, fingerprint="x") if served == "remembered" else there
@@ -219,8 +302,7 @@ def test_a_kl_to_a_served_reference(loop, case, tmp_path):
     want = RetrieveKL(policy, reference, **options)(batch.clone())
     keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"]
     assert_equal(LocalKL(gen, ref, **options)(batch.clone()), want, *keys)
-    both = RetrieveKL(policy, reference, **{**options, "sampling": KEPT if sampling is WHOLE else WHOLE})
-    other = both(batch.clone())
+    other = RetrieveKL(policy, reference, **{**options, "sampling": KEPT if sampling is WHOLE else WHOLE})(batch)
     assert float((other["next", "ref_log_probs", "full"] - want["next", "ref_log_probs", "full"]).abs().max()) > 0.1
 
 
@@ -239,32 +321,26 @@ def test_a_reward_transform_with_a_record(loop):
         want = KLRewardTransform(reference, coef=0.3, sampling=sampling)(data())
         assert_equal(found, want, "ref_log_probs", "kl_penalty", "reward")
         full = data()["tokens", "full"]
-        log_p = (reference(input_ids=full).logits[:, 3:-1] / 0.8).log_softmax(-1)
-        by_all = log_p.gather(-1, full[:, 4:, None]).squeeze(-1)
-        if sampling is not WHOLE:
-            exact, _ = by_hand(reference, list(full), record_of(list(full)), 0.8)
-            by_all = exact.view(3, 10)[:, 4:]
-        assert_near(found["next", "ref_log_probs"][:, 4:, 0].double(), by_all, size=16, dtype=torch.float32)
+        if sampling is WHOLE:
+            log_p = (reference(input_ids=full).logits[:, 3:-1] / 0.8).log_softmax(-1)
+            exact = log_p.gather(-1, full[:, 4:, None]).squeeze(-1)
+        else:
+            exact = by_hand(reference, list(full), record_of(list(full)), 0.8)[0].view(3, 10)[:, 4:]
+        assert_near(found["next", "ref_log_probs"][:, 4:, 0].double(), exact, size=16, dtype=torch.float32)
     with pytest.raises(KeyError, match="compares over the tokens that the sampler kept: expected them below 'kept'"):
         KLRewardTransform(there, sampling=KEPT)(data(recorded=False))
-    assert_equal(
-        KLRewardTransform(there, sampling=WHOLE)(data(recorded=False)),
-        KLRewardTransform(reference, temperature=0.8)(data(recorded=False)),
-        "ref_log_probs",
-    )
+    without = KLRewardTransform(there, sampling=WHOLE)(data(recorded=False))
+    assert_equal(without, KLRewardTransform(reference, temperature=0.8)(data(recorded=False)), "ref_log_probs")
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "found"])
 def test_a_loss_with_a_served_reference(loop, recorded):
     """Values and gradients are those of a reference in this process."""
-    reference = model(1).double()
-    found = []
+    reference, found = model(1).double(), []
     for ref in (loop.serve(reference), reference):
-        policy = model().double()
-        batch = data(recorded=recorded)
+        policy, batch = model().double(), data(recorded=recorded)
         batch["advantage"] = torch.tensor([[1.0], [-1.0], [0.5]])
-        loss = PolicyLoss(policy, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=KEPT)
-        out = loss(batch)
+        out = PolicyLoss(policy, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=KEPT)(batch)
         out.total_loss.backward()
         found.append((out["kl_to_ref"].double(), policy.lm_head.weight.grad))
     assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
