@@ -21,9 +21,6 @@ from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, Retrie
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Scores, read
-from torchrl_llm_kl.service._wire import Request, Settings
-from torchrl_llm_kl.service.engines._engine import TransformersEngine
-from torchrl_llm_kl.service.replica._core import ScoringCore
 from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
 pytestmark = needs_equal_rows
@@ -85,9 +82,6 @@ def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int
         for want, place in zip(alone, places, strict=True):
             count += not all(torch.equal(a, b) for a, b in zip(bits(scores, place), want, strict=True))
     return count
-
-
-# ---------------------------------------------------------------------- the promise
 
 
 @pytest.mark.parametrize("number", [4, pytest.param(50, marks=pytest.mark.slow)])
@@ -201,9 +195,6 @@ def test_the_attention_in_blocks_is_the_attention() -> None:
         assert_close(found[1], found[0], atol=1e-12, rtol=0)
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 class _Uniform(nn.Module):
     def forward(self, input_ids: Tensor) -> tuple[Tensor]:
         return (torch.zeros(*input_ids.shape, 4),)
@@ -308,27 +299,23 @@ def test_dropout_with_gradient(family: str, config: dict[str, Any]) -> None:
         scorer.score(ROW, grad=True)
 
 
-def test_no_other_budget_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(
+    model: nn.Module, other: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    scorer = LogProbScorer(tiny_model(), deterministic=True)
-    monkeypatch.setattr(_run, "_attempt", fail)
-    with pytest.raises(torch.OutOfMemoryError):
-        scorer.score(ROW)
-    assert scorer.tokens_per_batch is None
-
-
-def test_an_exact_kl_needs_both_models_alike(model: nn.Module, other: nn.Module) -> None:
     scorer = LogProbScorer(model, deterministic=True)
     for reference in (LogProbScorer(other), LogProbScorer(other, deterministic=True, tokens_per_batch=128)):
         with pytest.raises(ValueError, match="their difference in rounding would count as KL"):
             scorer.evaluate(ROW, reference=reference)
     default = LogProbScorer(model, deterministic=True, tokens_per_batch=256)
     assert not scorer.evaluate(ROW, reference=default).kl.values.any()
+    monkeypatch.setattr(_run, "_attempt", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        scorer.score(ROW)
+    assert scorer.tokens_per_batch is None
 
-
-# ---------------------------------------------------------------------- where the setting arrives
 
 PROMPT = 75
 
@@ -346,54 +333,36 @@ def answers() -> list[Tensor]:
     return [torch.cat([start, end]) for start, end in zip([first] * 4 + [second] * 4, ends, strict=True)]
 
 
-@pytest.mark.parametrize("estimator", ["k3", "exact"])
-def test_kl_of_a_model_with_its_copy_is_0_in_any_split(estimator: Any, model: nn.Module) -> None:
-    rows, found = answers(), []
-    kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, deterministic=True)
-    for step in (3, 8):
-        parts = [kl(batch_of(rows[i : i + step])) for i in range(0, 8, step)]
-        assert all(float(part["next", "kl_penalty"].abs().max()) == 0.0 for part in parts)
-        found.append([row for part in parts for row in part["next", "log_probs", "full"].unbind(0)])
-    for row, a, b in zip(rows, *found, strict=True):
-        assert torch.equal(a[: len(row)], b[: len(row)])
-
-
-def test_the_first_ratio_of_a_step_is_1(model: nn.Module) -> None:
+def test_the_first_ratio_of_a_step_is_1_and_the_kl_of_a_copy_0_in_any_split(model: nn.Module) -> None:
     """Old log-probs of the whole batch without gradient, current ones of a micro-batch with: equal to the last bit."""
     rows, options = answers(), {"group_size": 4, "loss_args": {"deterministic": True}}
     parts = make_algorithm("grpo", copy.deepcopy(model), reference=model, **options)
     assert isinstance(parts.kl_transform, (RetrieveKL, RetrieveLogProb))
     assert parts.loss.scorer.deterministic
     batch = parts.prepare(batch_of(rows))
-    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows))
+    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows))["next", "log_probs", "full"]
     for i, row in list(enumerate(rows))[::3]:
         current = parts.loss.scorer.score([row], torch.arange(len(row)) >= PROMPT, grad=True).values
-        assert torch.equal(current.detach(), old["next", "log_probs", "full"][i, : len(row)])
+        assert torch.equal(current.detach(), old[i, : len(row)])
     assert torch.isfinite(parts.loss(batch[2:4]).total_loss)
+    for estimator in ("k3", "exact"):
+        kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, deterministic=True)
+        split = [kl(batch_of(rows[i : i + 3]))["next"] for i in range(0, 8, 3)]
+        assert not any(part["kl_penalty"].any() for part in split)
+        found = [row for part in split for row in part["log_probs", "full"].unbind(0)]
+        assert all(torch.equal(a[: len(row)], b[: len(row)]) for row, a, b in zip(rows, found, old, strict=True))
 
 
-def test_settings_reach_every_scorer() -> None:
-    model = tiny_model()
+def test_settings_reach_every_scorer(model: nn.Module) -> None:
     kl = RetrieveKL(model, model, deterministic=True)
-    assert kl.deterministic
-    assert [part.scorer.deterministic for part in (kl[0], kl[1])] == [True, True]
+    assert [kl.deterministic, kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [True] * 3
     kl.deterministic = False
-    assert [part.scorer.deterministic for part in (kl[0], kl[1])] == [False, False]
+    assert [kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [False] * 2
     loss = PolicyLoss(model, "ppo", deterministic=True, reference=model)
-    assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True, True]
+    assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True] * 2
     assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic
     with pytest.raises(ValueError, match=r"own settings: set \['deterministic'\] there"):
         PolicyLoss(LogProbScorer(model), "ppo", deterministic=True)
-    other = LogProbScorer(tiny_model(seed=1))
+    options = {"reference": LogProbScorer(model), "group_size": 2, "loss_args": {"deterministic": True}}
     with pytest.raises(ValueError, match=r"is a scorer with deterministic=False, and the actor has.*=True"):
-        make_algorithm("grpo", model, reference=other, group_size=2, loss_args={"deterministic": True})
-
-
-def test_a_service_scores_requests_that_arrive_together_with_the_same_bits(model: nn.Module) -> None:
-    core, settings, rows = ScoringCore(TransformersEngine(model)), Settings(deterministic=True), rows_of(150, 20, 90)
-    sent = [Request.of(row, torch.tensor([len(row)]), None, settings, version=None, caller="") for row in rows]
-    replies = core.score([Request.unpack(each.pack()) for each in sent])
-    for row, found in zip(rows, replies, strict=True):
-        want = LogProbScorer(model, deterministic=True).score([row]).values[1:]
-        assert not isinstance(found, Exception)
-        assert torch.equal(torch.as_tensor(found.log_prob), want)
+        make_algorithm("grpo", copy.deepcopy(model), **options)

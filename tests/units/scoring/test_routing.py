@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Gemma3Config, OlmoeConfig, OlmoeForCausalLM
 
 from checkpointed import enable, enable_and_wrap, in_own_code, wrap
 from closeness import assert_near
@@ -128,9 +129,6 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], toler
         assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
 
 
-# ------------------------------------------------------------------ own routing
-
-
 @pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_own_routing_is_recorded_and_replayed_changes_no_bit(family: str, kind: str) -> None:
     model = tiny_model(family)
@@ -157,9 +155,6 @@ def test_own_routing_is_recorded_and_replayed_changes_no_bit(family: str, kind: 
     scorer.dtype = torch.bfloat16
     half = scorer.evaluate(TOKENS, record_routing=True)
     assert torch.equal(scorer.score(TOKENS, routing=half.routing).values, half.log_prob.values)
-
-
-# ------------------------------------------------------------------ other routing
 
 
 @pytest.mark.parametrize("of", ["another sampler", "chance"])
@@ -230,9 +225,6 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
     assert torch.equal(chosen[free].sort(-1).values, best[free].sort(-1).values)
 
 
-# ------------------------------------------------------------------ forms of a record
-
-
 def test_engines_forms() -> None:
     """vLLM: an array for each sequence without its last token, with a place for each layer, dense ones too."""
     model = tiny_model("deepseek_v3")
@@ -249,15 +241,15 @@ def test_engines_forms() -> None:
         assert torch.equal(scorer.score(padded, attention_mask=real, routing=form).values, expected)
 
 
-def test_dtype_of_a_record() -> None:
+def test_dtype_of_a_record_and_parts() -> None:
     assert Routers.of(tiny_model("mixtral", num_local_experts=128)).dtype == torch.int8
     scorer = LogProbScorer(tiny_model("mixtral", num_local_experts=129))
     first = scorer.evaluate([ROWS[0]], record_routing=True)
     assert first.routing.values.dtype == torch.int16
     assert torch.equal(scorer.score([ROWS[0]], routing=first.routing).values, first.log_prob.values)
-
-
-def test_tell_apart() -> None:
+    config = Gemma3Config(text_config={"num_hidden_layers": 3}, vision_config={"num_hidden_layers": 5})
+    assert text_config(SimpleNamespace(config=config)).num_hidden_layers == 3
+    # Tokens are told apart where they or their experts differ.
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(3, (200,), generator=generator)
     record = torch.randint(2, (200, 2, 1), generator=generator).to(torch.int8)
@@ -267,45 +259,36 @@ def test_tell_apart() -> None:
     assert tell_apart(values, None) is values
 
 
-# ------------------------------------------------------------------ with the rest of the scorer
-
-
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("checkpointed", "reentrant", "share"),
     [(enable, True, True), (wrap, False, True), (enable_and_wrap, True, True), (enable, False, False)],
 )
 def test_checkpoints_replay(checkpointed: Any, reentrant: bool, share: bool) -> None:
     """The recomputation in the backward replays too: gradients are those without checkpoints."""
-    records = random_experts(ROWS, 3)
-    found: list[Any] = []
+    records, found = random_experts(ROWS, 3), []
     for change in (False, True):
         model = tiny_model("mixtral").train()
         scorer = LogProbScorer(model, share_prefixes=share, tokens_per_batch=23)
         calls: list[int] = []
         routers(model)[1].register_forward_pre_hook(lambda *_, into=calls: into.append(1))
+        weights = list(model.parameters())
         if change:
             checkpointed(model, reentrant)
         scores = scorer.evaluate(TOKENS, routing=records, record_routing=True, grad=True)
         forwards = len(calls)
         (WEIGHTS * scores.log_prob.values).sum().backward()
         assert (len(calls) > forwards) is change, "layers are computed again in the backward"
-        gradient = {name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
-        found.append((scores, gradient))
+        found.append((scores, [weight.grad for weight in weights]))
     (plain, expected), (scores, gradient) = found
     assert torch.equal(scores.log_prob.values, plain.log_prob.values)
     assert torch.equal(scores.routing.values, plain.routing.values)
-    assert_same([gradient[name] for name in expected], list(expected.values()), 1e-6)
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_checkpoint_in_the_models_own_code_is_refused(share: bool) -> None:
+    assert_same(gradient, expected, 1e-6)
+    # A checkpoint in the model's own code is refused.
     model = tiny_model("mixtral").train()
     in_own_code(model, reentrant=False)
-    scorer = LogProbScorer(model, share_prefixes=share)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match="checkpoint in their own code"):
-            scorer.score(TOKENS, routing=random_experts(ROWS, 3), grad=True)
+    with pytest.raises(ValueError, match="checkpoint in their own code"):
+        LogProbScorer(model, share_prefixes=share).score(TOKENS, routing=records, grad=True)
 
 
 def test_the_references_own_routing() -> None:
@@ -345,60 +328,39 @@ def test_adapters_and_the_base_as_reference() -> None:
 def test_caches_of_prefixes_and_scores_are_left_alone(tmp_path: Any) -> None:
     """What they hold is of the model's own routing."""
     model, records = tiny_model("mixtral"), random_experts(ROWS, 3)
-    scorer = LogProbScorer(model)
-    own = scorer.score(TOKENS, remember=True).values
     want = LogProbScorer(model).score(TOKENS, routing=records).values
-    assert torch.equal(scorer.score(TOKENS, routing=records, remember=True).values, want)
-    assert_near(scorer.score(TOKENS, remember=True).values, own, **FORWARD)
-    assert scorer.memory.tokens_recalled > 0
-    stored = RememberedModel(model, tmp_path).make_scorer()
-    own = stored.score(TOKENS).values
-    assert torch.equal(stored.score(TOKENS, routing=records).values, want)
-    assert torch.equal(stored.score(TOKENS).values, own)
+    cached, stored = LogProbScorer(model), RememberedModel(model, tmp_path).make_scorer()
+    for scorer, options in ((cached, {"remember": True}), (stored, {})):
+        own = scorer.score(TOKENS, **options).values
+        assert torch.equal(scorer.score(TOKENS, routing=records, **options).values, want)
+        assert_near(scorer.score(TOKENS, **options).values, own, **FORWARD)
+    assert cached.memory.tokens_recalled > 0
     assert stored.evaluate(TOKENS, record_routing=True).routing is not None
 
 
-def test_nothing_stays_on_the_model() -> None:
+def test_nothing_stays_on_the_model_and_another_thread_routes_by_itself() -> None:
     model = tiny_model("mixtral")
     enable(model, reentrant=False)
     scorer, records = LogProbScorer(model), random_experts(ROWS, 3)
+    router, found, hidden = routers(model)[0], [], torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
     before = [(dict(m.__dict__), len(m._forward_hooks)) for m in model.modules()]
-    own = scorer.score(TOKENS).values
-    scorer.score(TOKENS, routing=records)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("stop")
-
-    handle = model.model.layers[2].mlp.gate.register_forward_hook(fail)
-    with pytest.raises(RuntimeError, match="stop"):
-        scorer.score(TOKENS, routing=records)
-    handle.remove()
-    assert [(dict(m.__dict__), len(m._forward_hooks)) for m in model.modules()] == before
-    assert torch.equal(scorer.score(TOKENS).values, own)
-
-
-def test_another_thread_routes_by_itself() -> None:
-    """A router that another thread calls during a replay chooses as it does otherwise."""
-    model = tiny_model("mixtral")
-    scorer, records = LogProbScorer(model), random_experts(ROWS, 3)
-    router, found = routers(model)[0], []
-    hidden = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    want = router(hidden)
+    own, want = scorer.score(TOKENS).values, router(hidden)
 
     def meanwhile(*_: Any) -> None:
-        if not found:
-            found.append(None)
-            thread = threading.Thread(target=lambda: found.append(router(hidden)))
-            thread.start()
-            thread.join()
+        thread = threading.Thread(target=lambda: found.append(router(hidden)))
+        thread.start()
+        thread.join()
 
     handle = model.model.layers[1].register_forward_hook(meanwhile)
     scorer.score(TOKENS, routing=records)
     handle.remove()
-    assert all(torch.equal(a, b) for a, b in zip(found[1], want, strict=True))
-
-
-# ------------------------------------------------------------------ refused
+    assert all(map(torch.equal, found[0], want))
+    handle = model.model.layers[2].mlp.gate.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scorer.score(TOKENS, routing=records)
+    handle.remove()
+    assert [(dict(m.__dict__), len(m._forward_hooks)) for m in model.modules()] == before
+    assert torch.equal(scorer.score(TOKENS).values, own)
 
 
 def mixtral(change: Any) -> nn.Module:
@@ -408,8 +370,6 @@ def mixtral(change: Any) -> nn.Module:
 
 
 def olmoe() -> nn.Module:
-    from transformers import OlmoeConfig, OlmoeForCausalLM
-
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
     return OlmoeForCausalLM(OlmoeConfig(vocab_size=VOCAB_SIZE, **experts, **sizes))
@@ -487,12 +447,3 @@ def test_tokens_that_need_no_forward_are_not_checked() -> None:
     assert bool((found.routing.values == -1).all())
     alone = flat_record([torch.zeros(0, 3, 2, dtype=torch.int8)], Ragged.from_list([ids(1, 0)]))
     assert alone.tolist() == [[[-1] * 2] * 3]
-
-
-def test_the_configuration_of_the_language_model() -> None:
-    from transformers import Gemma3Config
-
-    class Multimodal(nn.Module):
-        config = Gemma3Config(text_config={"num_hidden_layers": 3}, vision_config={"num_hidden_layers": 5})
-
-    assert text_config(Multimodal()).num_hidden_layers == 3
