@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from closeness import assert_near
 from head_reference import (
     DIRECTIONS,
     INF,
@@ -55,6 +56,11 @@ def test_by_hand():
     assert_close(of_log_prob, torch.tensor([[0.25], [-0.25]]))
     slope = 0.75 * 0.25 * math.log(3)
     assert_close(of_entropy, torch.tensor([[-slope], [slope]]))
+    weight = torch.tensor([[1.0], [5.0], [2.0], [8.0]]).log()
+    top = linear_top_k(torch.ones(1, 1), weight, 2, chunk=(1, 1))
+    assert top.indices.tolist() == [[3, 1]]
+    assert_close(top.log_probs.exp(), torch.tensor([[0.5, 0.3125]]))
+    assert_close(top.tail_log_prob.exp(), torch.tensor([0.1875]))
 
 
 def test_gradcheck_log_prob_and_entropy():
@@ -66,14 +72,6 @@ def test_gradcheck_log_prob_and_entropy():
             return tuple(linear_log_prob(h, w, targets, bias=b, entropy=True, chunk=(2, 4), **options))
 
         assert torch.autograd.gradcheck(run, tuple(make_head(n=3, h=2, v=11, grad=True)))
-
-
-def test_top_k_by_hand():
-    weight = torch.tensor([[1.0], [5.0], [2.0], [8.0]]).log()
-    top = linear_top_k(torch.ones(1, 1), weight, 2, chunk=(1, 1))
-    assert top.indices.tolist() == [[3, 1]]
-    assert_close(top.log_probs.exp(), torch.tensor([[0.5, 0.3125]]))
-    assert_close(top.tail_log_prob.exp(), torch.tensor([0.1875]))
 
 
 @pytest.mark.parametrize("k", [1, 5, 60, V])
@@ -92,8 +90,7 @@ def test_top_k_against_sorted_log_probs(k):
         assert torch.equal(with_targets.indices, top.indices)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# precision: no more error than plain torch in the same dtype
+# ---------------------------------------------------------------------- precision: no more error than plain torch
 
 
 def worst(got, truth):
@@ -195,8 +192,7 @@ def test_autocast_multiplies_as_the_model_does_but_product_dtype_wins():
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True)), product_dtype
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# extremes
+# ---------------------------------------------------------------------- extremes
 
 
 EXTREME = {
@@ -297,27 +293,21 @@ def test_targets_of_any_integer_dtype_and_hidden_states_that_are_not_contiguous(
     assert_same(got, (at(plain(h, w), targets), entropy_of(plain(h, w))), (h, w))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# memory, graphs
+# ---------------------------------------------------------------------- memory, graphs
 
 
 def head_of(n, h, v, dtype=torch.float32, seed=1):
     return make_head(seed, n=n, h=h, v=v, dtype=dtype, grad=True)
 
 
-def of_pair(dtype, **options):
-    sizes, options = (60, 2, 211, dtype), {"entropy": True, "chunk": (7, 13), **PAIR, **options}
-    return torch.stack(pair(head_of(*sizes), head_of(*sizes, seed=2), make_targets(60, 211), **options))
-
-
-def of_top_k():
-    top = linear_top_k(*head_of(60, 2, 211)[:2], 5, chunk=(7, 13))
-    return top.log_probs.requires_grad_()
+def of_pair(dtype):
+    heads = (head_of(60, 2, 211, dtype, seed) for seed in (1, 2))
+    return torch.stack(pair(*heads, make_targets(60, 211), entropy=True, chunk=(7, 13), **PAIR))
 
 
 def of_mixture():
-    options = {"direction": "jensen_shannon", "beta": 0.3, "chunk": (100, 13)}
-    return linear_kl(*head_of(200, 2, 211)[:2], *head_of(200, 2, 211, seed=2)[:2], **options)
+    heads = (head_of(200, 2, 211, seed=seed) for seed in (1, 2))
+    return pair(*heads, direction="jensen_shannon", beta=0.3, chunk=(100, 13)).kl
 
 
 def of_outcomes(k):
@@ -334,17 +324,20 @@ def of_truncation(kept):
     return linear_log_prob(hidden, weight, targets, chunk=chunk, **options).log_prob
 
 
+FEW_TILES = 8 * 7 * 13
+
+
 @pytest.mark.parametrize(
     ("run", "forward", "backward"),
     [
-        (partial(of_pair, torch.float32), 8 * 7 * 13, 8 * 7 * 13),
-        (partial(of_pair, torch.bfloat16), 8 * 7 * 13, 8 * 7 * 13),
-        (of_top_k, 8 * 7 * 13, 8 * 7 * 13),
+        (lambda: of_pair(torch.float32), FEW_TILES, FEW_TILES),
+        (lambda: of_pair(torch.bfloat16), FEW_TILES, FEW_TILES),
+        (lambda: linear_top_k(*head_of(60, 2, 211)[:2], 5, chunk=(7, 13))[1].requires_grad_(), FEW_TILES, FEW_TILES),
         (of_mixture, 64 * 211, 100 * 13),
-        (partial(of_outcomes, 1), 4096 * 8, 4096 * 8),
-        (partial(of_outcomes, 64), 4096 * 8, 4096 * 8),
-        (partial(of_truncation, True), 64 * 512, 64 * 512),
-        (partial(of_truncation, False), 64 * 3001, 64 * 3001),
+        (lambda: of_outcomes(1), 4096 * 8, 4096 * 8),
+        (lambda: of_outcomes(64), 4096 * 8, 4096 * 8),
+        (lambda: of_truncation(True), 64 * 512, 64 * 512),
+        (lambda: of_truncation(False), 64 * 3001, 64 * 3001),
     ],
 )
 def test_memory_is_that_of_a_few_tiles(run, forward, backward):
@@ -354,32 +347,22 @@ def test_memory_is_that_of_a_few_tiles(run, forward, backward):
         assert run is not of_mixture or found == allowed
 
 
-def test_no_graph_without_gradient():
-    hidden, weight, bias = make_head(grad=True)
+def test_no_graph_without_gradient_nothing_is_mutated_and_second_derivatives_are_refused():
+    head, targets = make_head(grad=True), make_targets()
+    before = [t.detach().clone() for t in head]
     with torch.no_grad():
-        out = linear_pair(hidden, weight, hidden, weight, make_targets(), bias=bias, entropy=True)
+        out = pair(head, head, targets, entropy=True, chunk=(3, 17))
     assert all(t.grad_fn is None and not t.requires_grad for t in out)
-    frozen = [t.detach() for t in (hidden, weight)]
-    assert not linear_log_prob(*frozen, make_targets()).log_prob.requires_grad
-    assert not linear_top_k(hidden, weight, 3).log_probs.requires_grad
+    frozen = [t.detach() for t in head[:2]]
+    assert not linear_log_prob(*frozen, targets).log_prob.requires_grad
+    assert not linear_top_k(*head[:2], 4, bias=head[2], chunk=(3, 17)).log_probs.requires_grad
     with torch.inference_mode():
-        inside = linear_log_prob(hidden, weight, make_targets(), bias=bias, entropy=True)
-    assert_close(inside.log_prob, at(plain(hidden, weight, bias), make_targets()).detach())
-
-
-def test_arguments_are_not_mutated():
-    policy, ref = make_head(1), make_head(2)
-    before = [t.clone() for t in (*policy, *ref)]
-    pair(policy, ref, make_targets(), chunk=(3, 17))
-    linear_top_k(*policy[:2], 4, bias=policy[2], chunk=(3, 17))
-    assert all(torch.equal(a, b) for a, b in zip((*policy, *ref), before, strict=True))
-
-
-def test_second_derivative_is_refused():
-    hidden, weight, _ = make_head(grad=True)
+        inside = linear_log_prob(*head[:2], targets, bias=head[2], entropy=True)
+    assert_close(inside.log_prob, at(plain(*head), targets).detach())
+    assert all(map(torch.equal, head, before))
     factor = torch.ones(N, dtype=torch.float64, requires_grad=True)
-    value = (linear_log_prob(hidden, weight, make_targets()).log_prob * factor).sum()
-    (gradient,) = torch.autograd.grad(value, hidden, create_graph=True)
+    value = (linear_log_prob(*head[:2], targets).log_prob * factor).sum()
+    (gradient,) = torch.autograd.grad(value, head[0], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
 
@@ -408,8 +391,7 @@ def test_on_cuda_without_synchronisation(dtype, direction):
     assert_close(top.log_probs.cpu(), want_top.log_probs, **tolerance)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# errors
+# ---------------------------------------------------------------------- errors
 
 HIDDEN, WEIGHT, BIAS = (t.float() for t in make_head())
 TARGETS = make_targets()
@@ -473,3 +455,109 @@ def test_error_messages(function, arguments, options, message):
     error = TypeError if any(word in message for word in ("dtype", "float64")) else ValueError
     with pytest.raises(error, match=message):
         function(*arguments, **options)
+
+
+# ------------------------------------------------------------------ log-probs of ids and of all other tokens together
+
+
+ORDER = torch.Generator().manual_seed(3)
+
+
+def make_ids(k, *lists, n=N, v=V):
+    """``k`` different ids of each list."""
+    count = torch.Size([n, *lists]).numel()
+    return torch.stack([torch.randperm(v, generator=ORDER)[:k] for _ in range(count)]).reshape(n, *lists, k)
+
+
+def plain_outcomes(log_p, ids):
+    """From all log-probs: those at the ids, and the log of the sum of all other probabilities."""
+    log_p = log_p.reshape(log_p.shape[0], *[1] * (ids.ndim - 2), -1).expand(*ids.shape[:-1], -1)
+    listed = torch.zeros_like(log_p, dtype=torch.bool).scatter(-1, ids, True)
+    others = log_p.masked_fill(listed, -INF).logsumexp(-1, keepdim=True)
+    return torch.cat([log_p.gather(-1, ids), others], -1)
+
+
+def test_outcomes_by_hand():
+    """Probabilities 1/2, 1/4, 1/8 and 1/8; the ids in any order."""
+    hidden, weight = from_logits([[0.5, 0.25, 0.125, 0.125]], torch.float64)
+    out = linear_outcomes(hidden, weight.log(), torch.tensor([1]), torch.tensor([[3, 0]]), chunk=(1, 2))
+    assert_close(out.log_prob.exp(), torch.tensor([0.25]).double())
+    assert_close(out.outcomes.exp(), torch.tensor([[0.125, 0.5, 0.375]]).double())
+    assert out.entropy is None
+
+
+@pytest.mark.parametrize(("k", "lists"), [(1, ()), (5, ()), (100, ()), (4, (2,)), (3, (2, 3))])
+def test_values_and_gradients_of_outcomes(k, lists):
+    """Of each output alone, and of all together."""
+    tensors, targets, ids = make_head(grad=True), make_targets(), make_ids(k, *lists)
+    log_p = plain(*tensors, **OPTIONS)
+    want = at(log_p, targets), entropy_of(log_p), plain_outcomes(log_p, ids)
+    for chunk in ((3, 17), (7, 40), None):
+        got = linear_outcomes(*tensors[:2], targets, ids, bias=tensors[2], entropy=True, chunk=chunk, **OPTIONS)
+        assert got.outcomes.shape == (N, *lists, k + 1)
+        upstream = [torch.randn(x.shape, generator=ORDER, dtype=torch.float64) for x in want]
+        for one, expected, weights in zip(got, want, upstream, strict=True):
+            assert_same([one], [expected], tensors, [weights])
+        assert_same(got, want, tensors, upstream)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**20), v=st.integers(2, 9), data=st.data())
+def test_gradcheck_outcomes(seed, v, data):
+    """Finite differences, for any vocabulary, list and tile."""
+    rng = torch.Generator().manual_seed(seed)
+    k = data.draw(st.integers(1, v - 1))
+    inputs = tuple(torch.randn(n, 3, generator=rng, dtype=torch.float64).requires_grad_() for n in (2, v))
+    ids = torch.stack([torch.randperm(v, generator=rng)[:k] for _ in range(2)])
+    chunk = (1, data.draw(st.integers(1, v)))
+
+    def value(h, w):
+        return linear_outcomes(h, w, torch.zeros(2, dtype=torch.long), ids, chunk=chunk).outcomes
+
+    assert torch.autograd.gradcheck(value, inputs)
+
+
+@pytest.mark.parametrize("chunk", [(3, 17), None])
+def test_the_other_functions_of_the_same_head(chunk):
+    hidden, weight, bias = make_head(dtype=torch.float32)
+    options = {"bias": bias, "chunk": chunk, **OPTIONS}
+    top = linear_top_k(hidden, weight, 6, **options)
+    out = linear_outcomes(hidden, weight, make_targets(), top.indices, entropy=True, **options)
+    assert_near(out.outcomes, torch.cat([top.log_probs, top.tail_log_prob.unsqueeze(-1)], -1), terms=H, size=8)
+    want = linear_log_prob(hidden, weight, make_targets(), entropy=True, **options)
+    assert torch.equal(out.log_prob, want.log_prob)
+    assert torch.equal(out.entropy, want.entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunk", [(1, 1), (1, 2), None])
+def test_a_tail_whose_probability_underflows(dtype, chunk):
+    """The others have exp(-200) and exp(-200) / 3 of the top: 0 in float32, as is one minus the top; their log is exact."""
+    low = -200.0
+    logits = torch.tensor([[0.0, low, low - math.log(3.0)]], dtype=dtype, requires_grad=True)
+    hidden = torch.ones(1, 1, dtype=dtype)
+    out = linear_outcomes(hidden, logits.T, torch.tensor([0]), torch.tensor([[0]]), chunk=chunk).outcomes
+    others = low + torch.log(torch.tensor(4 / 3, dtype=torch.float64))
+    assert_near(out[0, 1].double(), others, dtype=dtype)
+    (gradient,) = torch.autograd.grad(out[0, 1], logits)
+    assert_near(gradient, torch.tensor([[-1.0, 0.75, 0.25]], dtype=dtype), exponent=200)
+
+
+@pytest.mark.parametrize("chunk", [(2, 3), None])
+def test_outcomes_without_probability_have_no_gradient(chunk):
+    """All tokens listed; a padding id; and others that a bias rules out. Whatever gradient arrives there is dropped."""
+    hidden, weight, bias = make_head(v=5)
+    bias[3:] = -INF
+    ids = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, -1, -1], [2, 0, -1, -1, -1]]).expand(N, 3, 5)
+    tensors = [t.requires_grad_() for t in (hidden, weight)]
+    out = linear_outcomes(*tensors, make_targets(v=3), ids, bias=bias, chunk=chunk).outcomes
+    impossible = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 0]]).bool().expand(N, 3, 6)
+    assert out.isneginf().equal(impossible)
+    upstream = torch.randn(out.shape, generator=ORDER, dtype=torch.float64)
+    log_p = plain(hidden, weight[:3], bias[:3])
+    listed = [upstream[:, i, j] * log_p[:, token] for i in range(2) for j, token in enumerate((0, 1, 2))]
+    # Of the third list token 1 is all that is left.
+    listed += [upstream[:, 2, j] * log_p[:, token] for j, token in ((0, 2), (1, 0), (5, 1))]
+    expected = torch.autograd.grad(sum(listed).sum(), tensors)
+    got = torch.autograd.grad(out, tensors, upstream.masked_fill(impossible, INF))
+    assert_close(got, expected)

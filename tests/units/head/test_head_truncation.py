@@ -10,7 +10,6 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from closeness import assert_near
 from head_reference import (
     OPTIONS,
     PAIR,
@@ -54,8 +53,7 @@ def recorded(log_p):
     return Kept(torch.cat(rows), torch.tensor([0, *(len(row) for row in rows)]).cumsum(0))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# whole rows
+# ---------------------------------------------------------------------- whole rows
 
 
 def test_by_hand():
@@ -103,19 +101,6 @@ def test_values_and_gradients(truncation):
             assert_same(linear_log_prob(hidden, weight, targets, **options), wanted, inputs, weights)
 
 
-def test_kl_to_a_whole_reference():
-    """The sampler's KL: finite, and its gradient reaches both heads."""
-    truncation = Truncation(20, 0.9)
-    policy, ref = make_head(0, grad=True), make_head(1, grad=True)
-    log_p, log_q = plain(*policy, **OPTIONS), plain(*ref, **REF_OPTIONS)
-    sampler, targets = warped(log_p, truncation), drawn(log_p, truncation)
-    want = pair_of(sampler, log_q, targets)
-    for given_as in ({"truncation": truncation}, {"kept": recorded(sampler.detach())}):
-        found = pair(policy, ref, targets, entropy=True, chunk=(2, 7), **PAIR, **given_as)
-        assert_same(found[:1], want[:1], [*policy, *ref])
-        assert_same(found[1:], want[1:])
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     logits=st.lists(st.lists(st.floats(-30, 10, width=32), min_size=6, max_size=6), min_size=1, max_size=4),
@@ -135,22 +120,6 @@ def test_the_same_tokens_as_transformers(logits, truncation):
         assert kept.any(-1).all()
 
 
-def test_mean_ratio_is_one():
-    """Of tokens drawn at top-p 0.8 the whole distribution is the wrong one: its mean ratio is the mass that is kept."""
-    generator = torch.Generator().manual_seed(0)
-    weight = (3 * torch.randn(200, 1, generator=generator)).double()
-    hidden, truncation = torch.ones(50_000, 1, dtype=torch.float64), Truncation(top_p=0.8)
-    log_p = plain(hidden[:1], weight)
-    sampler = warped(log_p, truncation)
-    targets = sampler.exp().multinomial(len(hidden), replacement=True, generator=generator).squeeze(0)
-    found = linear_log_prob(hidden, weight, targets, truncation=truncation).log_prob
-    assert abs(float((found - sampler[0, targets]).exp().mean()) - 1) < 1e-9
-    whole = linear_log_prob(hidden, weight, targets).log_prob
-    mass = log_p[sampler.isfinite()].exp().sum()
-    assert float((whole - found).exp().mean()) == pytest.approx(float(mass), abs=1e-9)
-    assert 0.8 <= float(mass) < 0.9
-
-
 def test_backward_with_other_rounding():
     """Tiles of other shapes round their logits otherwise: a token at the edge must not change sides."""
     hidden, weight, _ = make_head(n=64, h=256, v=1000, dtype=torch.float32, grad=True)
@@ -163,8 +132,7 @@ def test_backward_with_other_rounding():
         assert_close(gradient.double(), wanted, atol=1e-4, rtol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# kept tokens: the search
+# ---------------------------------------------------------------------- kept tokens: the search
 
 SIZES = {"n": 9, "h": 13, "v": 1000}
 FEW = [
@@ -222,18 +190,15 @@ def test_kept_tokens_by_hand():
     assert kept.added.tolist() == [True, False]
     out = linear_log_prob(torch.ones(2, 1), weight, torch.tensor([3, 2]), kept=kept)
     assert_close(out.log_prob.exp(), torch.tensor([1 / 7, 1 / 3]))
-
-
-def test_too_many_tokens_and_none():
+    # Too many tokens, and no positions.
     hidden, weight, _ = make_head(**SIZES)
-    assert linear_kept(hidden, weight, Truncation(top_p=1 - 1e-12), chunk=(4, 64)) is None
-    assert linear_kept(hidden, weight, Truncation(top_k=900), chunk=(4, 64)) is None
+    for truncation in (Truncation(top_p=1 - 1e-12), Truncation(top_k=900)):
+        assert linear_kept(hidden, weight, truncation, chunk=(4, 64)) is None
     kept = linear_kept(torch.zeros(0, 3), torch.zeros(5, 3), Truncation(top_k=2))
     assert (len(kept.ids), kept.offsets.tolist()) == (0, [0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# kept tokens: scores
+# ---------------------------------------------------------------------- kept tokens: scores
 
 
 @pytest.fixture(params=["kept tokens alone", "whole rows"])
@@ -258,19 +223,21 @@ def test_values_and_gradients_of_kept_tokens(truncation, path):
 
 @pytest.mark.parametrize(("direction", "ref_kept"), [("reverse", False), ("reverse", True), ("forward", True)])
 def test_kl(direction, ref_kept, path):
-    truncation = Truncation(20, 0.9)
-    policy, ref = big_head(0, grad=True), big_head(1)
+    """Whole rows have a gradient to the reference too."""
+    truncation, whole = Truncation(20, 0.9), path == "whole rows"
+    policy, ref = big_head(0, grad=True), big_head(1, grad=whole)
     log_p, log_q = plain(*policy, **OPTIONS), plain(*ref, **REF_OPTIONS)
     targets = drawn(log_p, truncation)
     kept = linear_kept(policy[0], policy[1], truncation, targets, bias=policy[2], **OPTIONS)
     log_p, log_q = masked(log_p, as_mask(kept)), masked(log_q, as_mask(kept)) if ref_kept else log_q
-    options = {"kept": kept, "direction": direction, "ref_kept": ref_kept, **PAIR}
-    found = pair(policy, ref, targets, entropy=True, chunk=(4, 64), **options)
+    options = {"direction": direction, "ref_kept": ref_kept, **PAIR}
     want = pair_of(log_p, log_q, targets, direction=direction)
-    assert_same(found[:1], want[:1], policy)
-    assert_same(found[1:], want[1:])
+    for given_as in ({"kept": kept}, {"truncation": truncation}) if whole else ({"kept": kept},):
+        found = pair(policy, ref, targets, entropy=True, chunk=(4, 64), **options, **given_as)
+        assert_same(found[:1], want[:1], [*policy, *ref] if whole else policy)
+        assert_same(found[1:], want[1:])
     with pytest.raises(ValueError, match="infinite where the policy is truncated"):
-        pair(policy, ref, targets, **{**options, "direction": "forward", "ref_kept": False})
+        pair(policy, ref, targets, kept=kept, **{**options, "direction": "forward", "ref_kept": False})
 
 
 def test_gradient_of_a_restricted_reference():
@@ -305,33 +272,20 @@ def test_half_precision(dtype):
         assert_close(found.double(), want, atol=0.05 * float(want.abs().max()), rtol=0.05)
 
 
-def test_recorded_twice_counts_once(path):
-    hidden, weight, _ = make_head(n=2, v=50)
+def test_unusual_records(path):
+    hidden, weight, _ = make_head(n=2, v=50, grad=True)
+    # Recorded twice counts once; a target that was not recorded has no probability.
     once = Kept(torch.tensor([3, 8, 5]), torch.tensor([0, 2, 3]))
     twice = Kept(torch.tensor([8, 3, 8, 5, 5]), torch.tensor([0, 3, 5]))
-    assert_same(
-        *(linear_log_prob(hidden, weight, torch.tensor([8, 5]), kept=kept, entropy=True) for kept in (once, twice))
-    )
-    # A target that was not recorded.
+    found = [linear_log_prob(hidden, weight, torch.tensor([8, 5]), kept=kept, entropy=True) for kept in (once, twice)]
+    assert_same(*found)
     found = linear_log_prob(hidden, weight, torch.tensor([9, 5]), kept=once).log_prob
     assert found.tolist() == [-math.inf, 0.0]
-
-
-def test_a_position_without_tokens():
-    """Positions that are not read may have no record: they cost nothing and turn nothing into NaN."""
-    hidden, weight, _ = make_head(n=2, v=50, grad=True)
-    kept = Kept(torch.tensor([3, 8]), torch.tensor([0, 0, 2]))
-    out = linear_log_prob(hidden, weight, torch.tensor([9, 8]), kept=kept, entropy=True)
-    assert out.log_prob[0] == -math.inf
-    gradients = torch.autograd.grad(out.log_prob[1] + out.entropy.sum(), (hidden, weight))
-    assert all(g.isfinite().all() for g in gradients)
-    assert gradients[0][0].abs().max() == 0
-
-
-def test_record_of_a_sampler():
-    """A record has no logits: they are computed at the recorded tokens alone."""
-    hidden, weight, bias = big_head(dtype=torch.float32)
-    sampler = warped(plain(hidden, weight, bias, **OPTIONS), Truncation(top_p=0.4))
-    targets = drawn(sampler, Truncation())
-    out = linear_log_prob(hidden, weight, targets, bias=bias, kept=recorded(sampler), **OPTIONS).log_prob
-    assert_near(out, at(sampler, targets), terms=SIZES["h"], size=8)
+    # Positions that are not read may have no record: they cost nothing and turn nothing into NaN.
+    if path == "kept tokens alone":
+        kept = Kept(torch.tensor([3, 8]), torch.tensor([0, 0, 2]))
+        out = linear_log_prob(hidden, weight, torch.tensor([9, 8]), kept=kept, entropy=True)
+        assert out.log_prob[0] == -math.inf
+        gradients = torch.autograd.grad(out.log_prob[1] + out.entropy.sum(), (hidden, weight))
+        assert all(g.isfinite().all() for g in gradients)
+        assert gradients[0][0].abs().max() == 0

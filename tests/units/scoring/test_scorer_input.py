@@ -1,7 +1,8 @@
-"""What a scorer takes: token ids and masks of every form; and bad input, which raises an error that names its remedy."""
+"""What a scorer takes: token ids, masks and settings of every form; TorchRL's wrappers; bad input, with its remedy."""
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from types import SimpleNamespace
@@ -9,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from tensordict import TensorDict
+from torch import nn
+from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
-from scoring_reference import plain_log_probs, random_sequences
+from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
 from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
@@ -26,6 +30,7 @@ from torchrl_llm_kl.scoring import (
 )
 from torchrl_llm_kl.service.client import _remote
 from toy_models import FORWARD, tiny_model
+from toy_tokenizer import build_tokenizer
 
 ROWS = [[3, 5, 7, 9], [], [5], [3, 5, 8]]
 TOKENS = Ragged.from_list([torch.tensor(row, dtype=torch.long) for row in ROWS])
@@ -48,8 +53,7 @@ def scorer(model):
 
 @pytest.fixture(scope="module")
 def want(model):
-    with torch.no_grad():
-        return plain_log_probs(model, TOKENS)
+    return plain_log_probs(model, TOKENS).detach()
 
 
 FORMS = {
@@ -117,6 +121,9 @@ def test_a_nested_mask(scorer, want, layout):
         scorer.score(rows, torch.nested.as_nested_tensor(marks[:2], layout=layout))
 
 
+FIVE, NONE = random_sequences(3, 0, 2), torch.zeros(0, dtype=torch.long)
+
+
 @pytest.mark.parametrize(
     ("ids", "mask", "attention", "error", "message"),
     [
@@ -126,17 +133,41 @@ def test_a_nested_mask(scorer, want, layout):
         (LEFT, None, LEFT_REAL * 2, ValueError, "must hold 1 at tokens and 0 at padding"),
         (ROWS, None, LEFT_REAL, ValueError, "attention_mask= belongs to a padded tensor"),
         (LEFT, LEFT_MASK | (LEFT_REAL == 0), LEFT_REAL, ValueError, "the mask selects padding: sequence 1, slot 0"),
-        (LEFT, LEFT_MASK.long(), LEFT_REAL, TypeError, "mask must be boolean, got torch.int64"),
+        (LEFT, LEFT_MASK.long(), LEFT_REAL, TypeError, r"boolean, got torch.int64: pass mask.bool\(\)\."),
         (LEFT, LEFT_MASK[:, 1:], LEFT_REAL, ValueError, r"one entry for each token, \(8,\), got \(4, 3\)"),
+        (FIVE, FLAT[:4], None, ValueError, r"one entry for each token, \(5,\), got \(4,\)"),
+        (FIVE, FLAT[None, :5], None, ValueError, r"one entry for each token, \(5,\), got \(1, 5\)"),
+        (
+            FIVE,
+            torch.arange(5) == 3,
+            None,
+            ValueError,
+            "first token of sequence 2: it has no prefix.* the mask to False",
+        ),
         (ROWS, MASK_ROWS[1:], None, ValueError, r"rows of \[4, 0, 1, 3\], got rows of \[0, 1, 3\]"),
         (ROWS, [[1, 0, 1, 1], [], [0], [0, 1, 0]], None, (TypeError, ValueError), "boolean|rows"),
         ([3, 5, 7], None, None, TypeError, "expected a list of rows of numbers, found 3 as row 0"),
         ([[3, 5], ["a"]], None, None, TypeError, r"found \['a'\] as row 1"),
         ([[3, 5], [0.5]], None, None, ValueError, r"torch.float32 at row 1"),
-        ([[0.5, 2.0]], None, None, ValueError, "token ids must be a flat integer tensor .* torch.float32"),
+        *(
+            (Ragged.from_list([values]), None, None, ValueError, "token ids must be a flat integer tensor")
+            for values in (torch.rand(4), torch.ones(4).bool(), torch.ones(4, 2).long())
+        ),
         ([], None, None, ValueError, "at least one row"),
+        (Ragged(NONE, NONE, Rows(NONE, torch.Size([0]))), None, None, ValueError, "one sequence, got a batch of 0"),
         ("text", None, None, TypeError, "sequences must be a Ragged, a list of token id lists, .* got str"),
         ({"input_ids": LEFT}, None, None, TypeError, "got dict"),
+        *(
+            (
+                [[3], [5, 7, x]],
+                None,
+                None,
+                ValueError,
+                rf"id {x} at sequence 1, position 2.*\[0, 96\].*vocabulary of 97",
+            )
+            for x in (97, -100, 2**40)
+        ),
+        ([[3], [5] * 17], None, None, ValueError, "sequence 1 has 17 tokens .* allows 16 positions: truncate"),
     ],
 )
 def test_bad_input(scorer, ids, mask, attention, error, message):
@@ -280,49 +311,216 @@ def test_families_with_tokens_that_stand_for_what_is_not_text(make, expected):
     assert placeholders(SimpleNamespace(config=make())) == expected
 
 
-NONE = torch.zeros(0, dtype=torch.long)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "mask", "error", "message"),
-    [
-        (random_sequences(3, 0, 2), torch.ones(5), TypeError, "boolean, got torch.float32: pass mask.bool()."),
-        *(
-            (random_sequences(3, 0, 2), torch.zeros(shape).bool(), ValueError, f"for each token, (5,), got {shape}")
-            for shape in ((4,), (1, 5))
-        ),
-        (
-            random_sequences(3, 0, 2),
-            torch.arange(5) == 3,
-            ValueError,
-            "the first token of sequence 2: it has no prefix",
-        ),
-        (random_sequences(3, 0, 2), torch.arange(5) == 3, ValueError, "Set the mask to False"),
-        *(
-            (Ragged.from_list([values]), None, ValueError, "token ids must be a flat integer tensor")
-            for values in (torch.rand(4), torch.ones(4).bool(), torch.ones(4, 2).long())
-        ),
-        (Ragged(NONE, NONE, Rows(NONE, torch.Size([0]))), None, ValueError, "at least one sequence, got a batch of 0"),
-    ],
-)
-def test_form_of_tokens_and_mask(scorer, tokens, mask, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        scorer.score(tokens, mask)
-
-
-@pytest.mark.parametrize(("bad_id", "family"), [(97, "qwen2"), (-100, "qwen2"), (2**40, "gpt2")])
-def test_id_outside_the_vocabulary(bad_id, family):
-    sequences = random_sequences(4, 6)
-    sequences.values[6] = bad_id
-    with pytest.raises(ValueError, match=rf"token id {bad_id} at sequence 1, position 2.*\[0, 96\].*vocabulary of 97"):
-        LogProbScorer(tiny_model(family)).score(sequences)
-
-
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt"])
 def test_longer_than_the_models_positions(family):
     scorer = LogProbScorer(tiny_model(family, max_position_embeddings=16))
     assert scorer.score(random_sequences(16, 3)).values.isfinite().all()
-    with pytest.raises(ValueError, match=r"sequence 1 has 17 tokens .* allows 16 positions: truncate"):
+    with pytest.raises(ValueError, match=r"sequence 1 has 17 tokens"):
         scorer.score(random_sequences(3, 17))
     mask = torch.arange(43) == 42  # a long sequence that is not scored
     assert scorer.score(random_sequences(40, 3), mask).values[42] < 0
+
+
+# ------------------------------------------------------------------ wrappers of TorchRL
+
+
+SETTINGS = {"tokenizer_kwargs": {"padding": True, "padding_side": "left"}}
+
+
+@pytest.fixture
+def module():
+    return tiny_model()
+
+
+@pytest.fixture
+def backend(module):
+    return engine(module)
+
+
+@pytest.fixture
+def remote(backend):
+    return LogProbScorer(FakeBackend(backend, **SETTINGS))
+
+
+@pytest.mark.parametrize(("generate", "input_mode"), [(True, "history"), (False, "tokens")])
+def test_transformers_wrapper_is_scored_through_its_weights(module, generate, input_mode):
+    wrapper = TransformersWrapper(module, tokenizer=build_tokenizer(), generate=generate, input_mode=input_mode)
+    scorer, sequences = LogProbScorer(wrapper, temperature=0.7), random_sequences(9, 1, 4)
+    assert (scorer.path, scorer.model) == ("head", module)
+    want = plain_log_probs(module, sequences, temperature=0.7).detach()
+    assert_near(scorer.score(sequences).values, want, **FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_batch", "key"), [(1, "log_probs"), (20, ("nested", "log_probs")), (8192, "log_probs")]
+)
+def test_another_backend_is_scored_through_its_own_forward(module, backend, tokens_per_batch, key):
+    wrapper = FakeBackend(backend, log_probs_key=key, **SETTINGS)
+    scorer = LogProbScorer(wrapper, tokens_per_batch=tokens_per_batch)
+    assert (scorer.path, scorer.model) == ("wrapper", wrapper)
+    sequences = random_sequences(12, 1, 0, 7, 9)
+    mask = random_mask(sequences, keep=0.3)
+    mask[12 + 1 : 12 + 1 + 7] = False  # nothing of sequence 3: not forwarded
+    got = scorer.score(sequences, mask).values
+    assert (got.dtype, got.requires_grad) == (torch.float32, False)
+    assert_near(got, plain_log_probs(module, sequences, mask).detach(), **FORWARD)
+    assert sum(map(len, backend.requests)) == 2
+
+
+def test_defect_09_the_wrapper_is_never_mutated(backend):
+    wrapper = FakeBackend(backend, **copy.deepcopy(SETTINGS))
+    before = {
+        name: copy.deepcopy(value) if name in FakeBackend.DEFAULTS else value for name, value in vars(wrapper).items()
+    }
+    LogProbScorer(wrapper).score(random_sequences(6, 3))
+    assert vars(wrapper) == before
+
+
+def test_defect_34_tokens_equal_to_the_backends_padding_are_scored(module, remote):
+    sequences = Ragged.from_list([torch.tensor([3, 5, 7, 5]), torch.tensor([5, 5])])
+    assert_near(remote.score(sequences).values, plain_log_probs(module, sequences).detach(), **FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0.7),
+        ("sampling", Sampling(top_p=0.9)),
+        ("adapters", False),
+        ("adapters", "other"),
+        ("deterministic", True),
+        ("dtype", torch.bfloat16),
+    ],
+)
+def test_a_setting_that_a_backend_cannot_follow(module, backend, remote, name, value):
+    shown = re.escape(f"{value}" if name == "sampling" else f"{name}={value!r}")
+    message, sequences = f"{shown} cannot be applied by FakeBackend.*backend", random_sequences(6)
+    with pytest.raises(ValueError, match=message):
+        LogProbScorer(FakeBackend(backend, **SETTINGS), **{name: value})
+    with pytest.raises(ValueError, match=message):
+        setattr(remote, name, value)
+    if name == "temperature":
+        with pytest.raises(ValueError, match=f"{message[:-7]}in the backend"):
+            remote.score(sequences, temperature=value)
+    assert_near(remote.score(sequences).values, plain_log_probs(module, sequences).detach(), **FORWARD)
+
+
+def test_gradients_flow_if_the_backend_keeps_a_graph(module, backend, remote):
+    remote.score(random_sequences(6), grad=True).values.sum().backward()
+    assert module.lm_head.weight.grad.abs().sum() > 0
+    backend.score = lambda ids: -torch.ones(len(ids))
+    with pytest.raises(ValueError, match="grad=True, but the backend of FakeBackend returns log-probs without a graph"):
+        remote.score(random_sequences(6), grad=True)
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (lambda n: torch.zeros(n + 2 * (n == 4)), r"expected \[6, 4\].*first that differs is sequence 2"),
+        (lambda n: torch.zeros(n - (n == 4)), r"expected \[6, 4\].*first that differs is sequence 2"),
+        (lambda n: torch.full((n,), -torch.inf), "log-prob is -inf at sequence 2, position 3"),
+    ],
+)
+def test_a_backend_that_returns_other_lengths_or_no_numbers(backend, remote, score, message):
+    backend.score = lambda ids: score(len(ids))
+    mask = None if "expected" in message else torch.arange(11) == 10
+    with pytest.raises(ValueError, match=message):
+        remote.score(random_sequences(6, 1, 4), mask)
+
+
+def test_a_backend_that_returns_no_log_probs_of_the_given_tokens(backend):
+    class Silent(FakeBackend):
+        def forward(self, tensordict):
+            return TensorDict({"tokens": tensordict.get("tokens")}, batch_size=tensordict.batch_size)
+
+    with pytest.raises(ValueError, match=r"Silent returned no \('log_probs', 'full'\)"):
+        LogProbScorer(Silent(backend, **SETTINGS)).score(random_sequences(6, 4))
+
+
+def test_a_remote_wrapper_is_used_as_it_is(module, backend):
+    """A new version of it would transfer the weights."""
+
+    class Remote:
+        def __init__(self, local):
+            self._remote_wrapper = local
+
+        def get_new_version(self, **kwargs):
+            raise AssertionError("the weights would travel")
+
+        def __call__(self, tensordict):
+            return self._remote_wrapper(tensordict)
+
+    own = {"generate": False, "input_mode": "tokens", "input_key": ("tokens", "full"), "pad_output": False}
+    sequences, scorer = random_sequences(6, 3), LogProbScorer(Remote(FakeBackend(backend, **own, padding_value=-1)))
+    assert scorer.path == "wrapper"
+    assert_near(scorer.score(sequences).values, plain_log_probs(module, sequences).detach(), **FORWARD)
+
+
+# ------------------------------------------------------------------ zeros that torchrl fills in
+
+
+def filled(module: nn.Module, cached: int) -> SimpleNamespace:
+    """An engine that returns no scores of tokens whose block of ``cached`` tokens it has seen; torchrl fills in 0.
+
+    Like vLLM it always computes a sequence's last token, which predicts none of the sequence.
+    """
+    seen, backend = set(), engine(module)
+
+    def score(ids):
+        row = plain_log_probs(module, Ragged.from_list([ids])).detach()
+        rows = ids.tolist()
+        blocks = [tuple(rows[:end]) for end in range(cached, len(rows), cached)]
+        hit = max((len(block) for block in blocks if block in seen), default=0)
+        seen.update(blocks)
+        return torch.where(torch.arange(len(row)) <= hit, 0.0, row) if hit else row
+
+    backend.score = score
+    return backend
+
+
+@pytest.mark.parametrize("length", [9, 12, 13])
+def test_scores_of_a_cached_prefix_are_no_zeros(length):
+    """A second call finds the first blocks of 4 in the cache."""
+    sequences, end = random_sequences(length, 2), (length - 1) // 4 * 4
+    scorer = LogProbScorer(FakeBackend(filled(tiny_model(), 4), **SETTINGS))
+    want = plain_log_probs(tiny_model(), sequences).detach()
+    assert_near(scorer.score(sequences).values, want, **FORWARD)
+    message = f"FakeBackend returned log-probs of exactly 0 up to sequence 0, position {end}, .*enable_prefix_caching=F"
+    with pytest.raises(ValueError, match=message):
+        scorer.score(sequences)
+    mask = torch.arange(length + 2) == length - 1
+    if end < length - 1:  # the zeros are those of tokens that are not scored
+        assert_near(scorer.score(sequences, mask).values, torch.where(mask, want, 0), **FORWARD)
+
+
+@pytest.mark.parametrize("prompt", [2, 5])
+def test_an_engine_without_scores_of_prompts(module, backend, remote, prompt):
+    """As SGLang's wrapper: 0 for the whole prompt; a mask of the response alone reads none of them."""
+    sequences, mask = random_sequences(9), torch.arange(9) >= prompt
+    row = plain_log_probs(module, sequences, mask).detach()
+    backend.score = lambda ids: row[: len(ids)]
+    with pytest.raises(ValueError, match=rf"exactly 0 up to sequence 0, position {prompt - 1}, .* in its place 0:"):
+        remote.score(sequences)
+    assert len(backend.requests) == 2
+    assert_near(remote.score(sequences, mask).values, row, **FORWARD)
+    assert len(backend.requests) == 3
+
+
+class Counting(nn.Module):
+    """After ``n`` comes ``n + 1`` with a probability of exactly 1 in float32."""
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=100.0 * nn.functional.one_hot((input_ids + 1) % 10, 10))
+
+
+def test_tokens_that_are_certain_have_zeros():
+    """No false alarm: whole sequences of certain tokens, certain starts, and certain tokens in between."""
+    module = Counting()
+    backend = engine(module)
+    scorer = LogProbScorer(FakeBackend(backend, **SETTINGS))
+    sequences = Ragged.from_list([torch.arange(8), torch.tensor([3, 4, 5, 9, 0, 1]), torch.tensor([6, 6, 7, 8])])
+    got = scorer.score(sequences)
+    assert got.values.tolist() == plain_log_probs(module, sequences).tolist()
+    assert got.values.tolist() == [0.0] * 11 + [-100.0, 0.0, 0.0, 0.0, -100.0, 0.0, 0.0]
+    assert sum(map(len, backend.requests)) == 3 + 4  # two sequences are certain from their start
+    assert scorer.score(Ragged.from_list([torch.tensor([4, 5])])).values.tolist() == [0.0, 0.0]

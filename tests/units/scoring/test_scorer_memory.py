@@ -1,0 +1,503 @@
+"""Memory: the prefix cache, layers that are recomputed in the backward, and forwards that run out of it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from checkpointed import enable, enable_and_wrap, enable_in_own_code, in_own_code, layers, wrap
+from closeness import assert_near
+from scoring_reference import SHARED, assert_scores, body_tokens, conversation, ids, plain_log_probs
+from torchrl_llm_kl import LogProbScorer, Ragged
+from toy_models import BACKWARD, FAMILIES, FORWARD, tiny_model
+
+TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, float32: the tiny Llama's
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def scorer(model: Any) -> LogProbScorer:
+    return LogProbScorer(model)
+
+
+def turns(seed: int, *lengths: int) -> list[Tensor]:
+    """A conversation after each of its turns."""
+    parts = [ids(length, 100 * seed + i) for i, length in enumerate(lengths)]
+    return [torch.cat(parts[: i + 1]) for i in range(len(parts))]
+
+
+def cost(scorer: LogProbScorer, row: Tensor, mask: Tensor | None = None, **options: Any) -> int:
+    """How many tokens go through the body."""
+    return body_tokens(scorer.model, lambda: scorer.score(Ragged.from_list([row]), mask, remember=True, **options))
+
+
+def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Tensor | None = None) -> None:
+    batch = Ragged.from_list(rows)
+    found, want = scorer.score(batch, mask, remember=True).values, plain_log_probs(model, batch, mask).detach()
+    # Packs of a few tokens sum in another order than whole sequences.
+    assert_near(found, want.to(found.dtype), **FORWARD, dtype=torch.float32)
+    assert scorer.memory.num_bytes <= scorer.memory.limit
+    held = [t for s in scorer.memory._by_use for pair in s.keys_values for t in pair]
+    assert scorer.memory.num_bytes == sum(t.numel() * t.element_size() for t in held)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exact_for_every_family(family: str) -> None:
+    model = tiny_model(family)
+    for tokens_per_batch in (7, None):
+        scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
+        assert scorer.shares_prefixes
+        for a, b in zip(turns(1, 9, 6, 5), turns(2, 4, 7, 11), strict=True):
+            assert_exact(scorer, model, [a, b])
+
+
+def test_costs_by_hand(model: Any, scorer: LogProbScorer) -> None:
+    # A last token is not forwarded. The next turn forwards it, and the one before it again, which predicts it.
+    assert [cost(scorer, row) for row in turns(0, 10, 6, 6, 6)] == [9, 7, 7, 7]
+    scorer, costs = LogProbScorer(model), []
+    for before, row in zip([4, 10, 16, 22], turns(0, 10, 6, 6, 6), strict=True):
+        mask = torch.arange(len(row)) >= before + 2  # the assistant's, after two tokens of the user's
+        costs.append(cost(scorer, row, mask))
+        assert_exact(scorer, model, [row], mask)
+    assert costs == [9, 6, 6, 6]
+    # Scoring again: the last scored token was not forwarded, so the cache has no place for its log-prob.
+    scorer, row, first = LogProbScorer(model), ids(20, 0), torch.arange(20) >= 12
+    cost(scorer, row, first)
+    assert cost(scorer, row, first) == 1
+    assert cost(scorer, row, first & (torch.arange(20) < 19)) == 1
+    # Token 5 was never scored: its log-prob needs the hidden state of token 4, so all tokens from there on are forwarded.
+    earlier = first | (torch.arange(20) == 5)
+    assert cost(scorer, row, earlier) == 15
+    assert_exact(scorer, model, [row], earlier)
+    assert cost(scorer, row, earlier) == 1
+    # At another temperature the log-probs of old tokens need their hidden states, those of the new turn its own.
+    scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
+    cost(scorer, first)
+    assert cost(scorer, second, torch.arange(18) >= 12, temperature=2.0) == 6
+    assert [cost(scorer, first, temperature=hot) for hot in (2.0, 2.0, 1.0)] == [11, 1, 1]
+    assert len(scorer.memory) == 2
+    # The prompt and the first answer are cached; the two others need the prompt's end and their own five tokens.
+    scorer, group = LogProbScorer(model), [torch.cat([ids(15, 0), ids(6, seed)]) for seed in (1, 2, 3)]
+    assert_exact(scorer, model, group[:1])
+    batch = Ragged.from_list(group)
+    assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 1 + 5 + 5 + 1
+    assert_exact(scorer, model, group)
+    assert_exact(scorer, model, [torch.cat([row, ids(7, 9)]) for row in group])
+
+
+REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.lists(REQUEST, min_size=1, max_size=3), min_size=2, max_size=6), st.integers(0, 60), st.integers(3, 40)
+)
+def test_any_history_of_requests_at_any_limit(history: Any, room: int, budget: int) -> None:
+    """Whatever was cached, evicted or cut before: the numbers equal the plain model's and the limit holds."""
+    model = tiny_model("mistral")
+    scorer = LogProbScorer(model, memory=room * TOKEN_BYTES, tokens_per_batch=budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for request in history:
+            rows = [torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)]) for trunk, cut, tail in request]
+            assert_exact(scorer, model, rows)
+
+
+def test_the_least_recently_used_is_evicted_first(model: Any) -> None:
+    scorer = LogProbScorer(model, memory=30 * TOKEN_BYTES)
+    a, b, c = (turns(seed, 13, 1)[1] for seed in (1, 2, 3))  # 13 tokens of each are cached
+    for row in (a, b, a, c):  # no room for all three: b is evicted, a was used again
+        assert_exact(scorer, model, [row])
+    assert len(scorer.memory) == 2
+    for row, tokens in ((a, 1), (c, 1), (b, 13)):
+        twin = copy.copy(scorer)
+        twin.memory = copy.deepcopy(scorer.memory)
+        assert cost(twin, row) == tokens
+    for room in (1, 5):
+        scorer = LogProbScorer(model, memory=room * TOKEN_BYTES)
+        with pytest.warns(UserWarning, match=r"memory of 0 MiB is too small .* 19 tokens here .* raise memory="):
+            assert_exact(scorer, model, [ids(20, 0)])
+        assert len(scorer.memory) == 0
+
+
+def one_step(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+CHANGES: dict[str, Any] = {
+    "load_state_dict": lambda model: model.load_state_dict(tiny_model("llama", seed=1).state_dict()),
+    "data in place": lambda model: [p.data.mul_(1.1) for p in model.parameters()],
+    "data swapped": lambda model: [setattr(p, "data", p.data * 1.1) for p in model.parameters()],
+    "optimiser": one_step,
+    "one matrix": lambda model: model.model.layers[1].self_attn.q_proj.weight.data.copy_(torch.randn(32, 32)),
+    "dtype": lambda model: model.double(),
+    "replaced": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight * 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_are_never_served_old_entries(model: Any, scorer: LogProbScorer, change: str) -> None:
+    first, second = turns(0, 12, 6)
+    for row in (first, first, second):
+        assert_exact(scorer, model, [row])
+        CHANGES[change](model)
+    assert_exact(scorer, model, [second])
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(REQUEST, st.integers(0, 6)), min_size=2, max_size=8), st.integers(20, 60))
+def test_one_cache_for_all_temperatures(history: Any, room: int) -> None:
+    """Also for more temperatures than log-probs are kept for, and where entries are evicted in between."""
+    model = tiny_model("mistral").double()
+    scorer = LogProbScorer(model, memory=2 * room * TOKEN_BYTES)
+    plain = LogProbScorer(model, memory=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for (trunk, cut, tail), i in history:
+            batch, hot = Ragged.from_list([torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)])]), 0.4 + 0.3 * i
+            found = scorer.score(batch, temperature=hot, remember=True).values
+            assert_close(found, plain.score(batch, temperature=hot).values, atol=1e-11, rtol=1e-11)
+    assert scorer.memory.num_bytes <= scorer.memory.limit
+    assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
+
+
+def test_adapters_and_surroundings_clear_the_cache_and_another_temperature_has_other_log_probs() -> None:
+    """An adapter switched off, its factor, and autocast around a call."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
+    assert_exact(scorer, model, [first])
+    with model.disable_adapter():
+        assert_exact(scorer, model, [second])
+    assert_exact(scorer, model, [second])
+    assert_exact(LogProbScorer(model, adapters=False), tiny_model("llama"), [first])
+    assert_exact(scorer, model, [first])
+    rows = Ragged.from_list([first])
+    scorer.temperature = 0.5
+    want = LogProbScorer(model, temperature=0.5).score(rows).values
+    assert_near(scorer.score(rows, remember=True).values, want, **FORWARD)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = scorer.score(rows, remember=True).values
+    wide = scorer.score(rows, remember=True).values
+    assert not torch.equal(narrow, wide)
+    assert_near(wide, want, **FORWARD)
+    for layer in model.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("default", 5.0)
+    scaled = scorer.score(rows, remember=True).values
+    assert (scaled - wide).abs().max() > 1e-3
+    assert_near(scaled, scorer.score(rows).values, **FORWARD)
+
+
+def test_what_is_not_cached(model: Any, scorer: LogProbScorer) -> None:
+    (row,) = turns(0, 9)
+    batch = Ragged.from_list([row])
+    scorer.score(batch)
+    assert scorer.memory.num_bytes == 0, "without remember"
+    assert cost(scorer, row) == 8
+    assert scorer.memory.num_bytes == 8 * TOKEN_BYTES
+    assert cost(scorer, row, grad=True) == 8, "gradients never come from the cache"
+    assert scorer.score(batch, grad=True, remember=True).values.requires_grad
+    scorer.forget()
+    assert (scorer.memory.num_bytes, len(scorer.memory)) == (0, 0)
+    assert cost(scorer, row) == 8
+    padded = LogProbScorer(model, share_prefixes=False)
+    for each in turns(0, 9, 5):
+        assert_exact(padded, model, [each])
+    assert len(padded.memory) == 0
+
+
+def test_threads_share_one_cache(model: Any, scorer: LogProbScorer) -> None:
+    failures: list[BaseException] = []
+    plain = tiny_model("llama")
+
+    def play(seed: int) -> None:
+        try:
+            for row in turns(seed, 6, 5, 4, 3):
+                assert_exact(scorer, plain, [row])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=play, args=(seed,)) for seed in range(4)]
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
+    assert not failures
+
+
+# ------------------------------------------------------------------ checkpoints: recomputed when the pack is gone
+
+
+ROWS = conversation()
+BATCH = Ragged.from_list(ROWS)
+APART = sum(len(row) - 1 for row in ROWS)
+WEIGHTS = torch.linspace(-1, 2, len(BATCH.values))
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint that is not torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        ctx.run, ctx.hidden = run, hidden
+        return run(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+        hidden = ctx.hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.run(hidden).backward(gradient)
+        return None, hidden.grad
+
+
+def of_another_library(model: Any, reentrant: bool) -> None:
+    for layer in layers(model):
+
+        def forward(hidden: Tensor, *args: Any, plain: Callable[..., Any] = layer.forward, **options: Any) -> Any:
+            return Recomputed.apply(lambda x: plain(x, *args, **options), hidden)
+
+        layer.forward = forward
+
+
+def backward(model: Any, **settings: Any) -> tuple[list[Tensor | None], int]:
+    """The gradients of a weighted sum of all log-probs, and how often layers ran in the backward."""
+    runs: list[int] = []
+    found = LogProbScorer(model, **settings).score(BATCH, grad=True)
+    attention = [module for module in model.modules() if "Attention" in type(module).__name__]
+    handles = [module.register_forward_hook(lambda *_: runs.append(1)) for module in attention]
+    (found.values * WEIGHTS).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return [p.grad for p in model.parameters()], len(runs)
+
+
+@cache
+def plain_gradients(family: str = "llama") -> list[Tensor | None]:
+    """Each sequence alone through the plain model."""
+    model = tiny_model(family)
+    (plain_log_probs(model, BATCH) * WEIGHTS).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def assert_gradients(model: Any, want: list[Tensor | None]) -> None:
+    for a, b in zip([p.grad for p in model.parameters()], want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_near(a, b, **BACKWARD)
+
+
+WAYS = [enable, wrap, enable_and_wrap]
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointed", "reentrant"),
+    [
+        *((family, WAYS[i % 3], False) for i, family in enumerate(FAMILIES)),
+        *zip(("llama", "gemma2", "gpt2"), WAYS, [True] * 3, strict=True),
+    ],
+)
+def test_packs_under_checkpointing(checkpointed: Any, reentrant: bool, family: str) -> None:
+    """The recomputation attends as the forward did: same tokens through the body, same gradient to the last bit."""
+    for tokens_per_batch in (9, 8192):  # keys from earlier packs, and one pack
+        model = tiny_model(family).train()
+        checkpointed(model, reentrant)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", message="None of the inputs")  # torch, where the check needs no gradient
+            got, runs = backward(model, tokens_per_batch=tokens_per_batch)
+        assert runs > 0, "the layers did not run again"
+        assert_gradients(model, plain_gradients(family))
+        for a, b in zip(got, backward(tiny_model(family).train(), tokens_per_batch=tokens_per_batch)[0], strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+    scorer = LogProbScorer(model)
+    assert body_tokens(model, lambda: scorer.score(BATCH, grad=True)) == SHARED
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "reentrant"),
+    [(in_own_code, True), (in_own_code, False), (enable_in_own_code, False), (of_another_library, False)],
+)
+def test_other_checkpoints_are_padded_with_one_warning(checkpointed: Any, reentrant: bool) -> None:
+    for tokens_per_batch in (9, 8192):
+        model = tiny_model("llama").train()
+        checkpointed(model, reentrant)
+        message = r"^Layers run in a checkpoint .* share no prefixes where LlamaForCausalLM"
+        with pytest.warns(UserWarning, match=message) as caught:
+            backward(model, tokens_per_batch=tokens_per_batch)
+        assert sum("share no prefixes" in str(w.message) for w in caught) == 1
+        assert_gradients(model, plain_gradients())
+    scorer = LogProbScorer(model)
+    with pytest.warns(UserWarning, match="share no prefixes"):
+        scorer.score(BATCH, grad=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*LogProbScorer")
+        assert body_tokens(model, lambda: scorer.score(BATCH, grad=True)) >= APART
+        assert body_tokens(model, lambda: scorer.score(BATCH)) == SHARED, "without gradient nothing is recomputed"
+        model.zero_grad()
+        backward(model, share_prefixes=False)  # no warning where prefixes are not to be shared
+    assert_gradients(model, plain_gradients())
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_autocast_and_dropout_are_recomputed(dropped: bool) -> None:
+    """Under autocast and, with the same random numbers, under dropout."""
+    options: dict[str, Any] = {"attention_dropout": 0.4} if dropped else {}
+    found = []
+    for checkpointed in (False, True):
+        model = tiny_model("llama", **options).train()
+        if checkpointed:
+            enable(model, False)
+        scorer = LogProbScorer(model, dtype=torch.bfloat16)
+        torch.manual_seed(3)
+        (scorer.score(BATCH, grad=True).values * WEIGHTS).sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_backward_in_another_thread_leaves_the_model_as_before() -> None:
+    """As on a GPU: the recomputation runs in a thread of autograd."""
+    model = tiny_model("gemma2").train()
+    enable(model, False)
+    name, functions = model.config._attn_implementation, [x._gradient_checkpointing_func for x in layers(model)]
+    total = (LogProbScorer(model).score(BATCH, grad=True).values * WEIGHTS).sum()
+    thread = threading.Thread(target=total.backward)
+    thread.start()
+    thread.join()
+    assert_gradients(model, plain_gradients("gemma2"))
+    assert model.config._attn_implementation == name
+    assert [x._gradient_checkpointing_func for x in layers(model)] == functions
+    assert_scores(LogProbScorer(tiny_model("gemma2")), model.eval(), ROWS)
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    """Each recomputation finds the pack of its own forward, whatever was scored in between; twice, if the graph is kept."""
+    model = tiny_model("llama").train()
+    enable(model, False)
+    scorer = LogProbScorer(model, tokens_per_batch=16)
+    first, second = (scorer.score(Ragged.from_list(rows), grad=True).values for rows in (ROWS[:4], ROWS[4:]))
+    scorer.score(Ragged.from_list(ROWS[2:5]))
+    totals = (first * WEIGHTS[: len(first)]).sum(), (second * WEIGHTS[len(first) :]).sum()
+    for keep in (True, False):
+        model.zero_grad()
+        for total in totals:
+            total.backward(retain_graph=keep)
+        assert_gradients(model, plain_gradients())
+
+
+# ------------------------------------------------------------------ out of memory: a forward is retried with half the tokens
+
+
+ROW = torch.arange(50)
+
+
+def scorer_with_room_for(tokens: int, error: Exception | None = None, **options: Any) -> LogProbScorer:
+    """A scorer whose model's body raises an out-of-memory error on more than ``tokens`` tokens, including padding."""
+    error = torch.OutOfMemoryError("CUDA out of memory (simulated)") if error is None else error
+    model = tiny_model("qwen2")
+    scorer = LogProbScorer(model, **options)
+
+    def check(_: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].numel() > tokens:
+            raise error
+
+    model.model.register_forward_pre_hook(check, with_kwargs=True)
+    return scorer
+
+
+def assert_plain(found: Ragged, *rows: torch.Tensor) -> None:
+    want = plain_log_probs(tiny_model("qwen2"), Ragged.from_list(list(rows))).detach()
+    assert_near(found.values.detach(), want, **FORWARD)
+
+
+@pytest.mark.parametrize(("share", "grad"), [(True, True), (True, False), (False, True)])
+def test_the_budget_is_halved_until_it_fits_and_stays(share: bool, grad: bool) -> None:
+    rows = [torch.cat([ids(20, 0), ids(n, n)]) for n in (3, 9, 6, 4, 7, 2)]
+    scorer = scorer_with_room_for(40, tokens_per_batch=256, share_prefixes=share)
+    with pytest.warns(UserWarning, match="out of memory: LogProbScorer continues with tokens_per_batch="):
+        found = scorer.score(Ragged.from_list(rows), grad=grad)
+    assert scorer.tokens_per_batch == 32
+    assert_plain(found, *rows)
+    # A call that fits leaves the budget to the device: one that the model moves to later has its own default.
+    scorer = scorer_with_room_for(40, share_prefixes=share)
+    scorer.score(Ragged.from_list([ROW[:9]]))
+    assert scorer.tokens_per_batch is None
+
+
+def test_a_single_sequence_is_cut_or_raises_the_devices_error() -> None:
+    scorer = scorer_with_room_for(40, tokens_per_batch=64)
+    with pytest.warns(UserWarning, match="out of memory"):
+        assert_plain(scorer.score(Ragged.from_list([ROW])), ROW)
+    assert scorer.tokens_per_batch == 32
+    for share, room, left in ((False, 40, 32), (True, 12, 16)):
+        scorer = scorer_with_room_for(room, tokens_per_batch=64, share_prefixes=share)
+        with pytest.warns(UserWarning, match="out of memory"), pytest.raises(torch.OutOfMemoryError):
+            scorer.score(Ragged.from_list([ROW]))
+        assert scorer.tokens_per_batch == left
+
+
+def of_torch() -> Exception:
+    """What the CPU's allocator really raises."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**48)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+    return caught.value
+
+
+ALLOCATORS = {
+    "cpu": of_torch(),
+    "cpu of Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: not enough memory: you"),
+    "metal": RuntimeError("MPS backend out of memory (MPS allocated: 8.99 GB, other allocations: 0.02 GB)."),
+    "metal, one buffer": RuntimeError("Invalid buffer size: 24.00 GiB"),
+    "driver": RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "xpu": torch.OutOfMemoryError("XPU out of memory."),
+    "numpy": MemoryError("Unable to allocate 25.0 GiB"),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATORS)
+def test_every_allocator_is_out_of_memory(name: str) -> None:
+    scorer = scorer_with_room_for(40, ALLOCATORS[name], tokens_per_batch=64)
+    rows = [ROW[:25], ROW[25:]]
+    with pytest.warns(UserWarning, match="out of memory: LogProbScorer continues with tokens_per_batch=32"):
+        found = scorer.score(Ragged.from_list(rows), grad=name == "cpu")
+    assert_plain(found, *rows)
+    assert scorer.tokens_per_batch == 32
+    tight = scorer_with_room_for(0, ALLOCATORS[name], tokens_per_batch=32)
+    with pytest.warns(UserWarning, match="out of memory"), pytest.raises(type(ALLOCATORS[name])) as caught:
+        tight.score(Ragged.from_list([ROW]))
+    assert caught.value is ALLOCATORS[name]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        RuntimeError("the memory of a friend ran out of memory"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        ValueError("CUDA out of memory"),
+    ],
+)
+def test_another_error_is_raised(error: Exception) -> None:
+    scorer = scorer_with_room_for(4, error, tokens_per_batch=64)
+    with pytest.raises(type(error)) as caught:
+        scorer.score(Ragged.from_list([ROW]))
+    assert caught.value is error
+    assert scorer.tokens_per_batch == 64
