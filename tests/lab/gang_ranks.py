@@ -3,18 +3,14 @@
 And the factories of gangs, which their actors import.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from load import sequences
@@ -26,16 +22,16 @@ from torchrl_llm_kl.service.engines._rank import RankEngine, may_split, shard_mo
 from toy_models import tiny_model
 
 
-def build(seed: int = 0, dtype: str = "float64", family: str = "qwen2", **config: Any) -> nn.Module:
+def build(seed=0, dtype="float64", family="qwen2", **config):
     return tiny_model(family, seed=seed, **config).to(getattr(torch, dtype))
 
 
-def by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
+def by_hand(model, mesh):
     """A function for ``shard=``: the root alone."""
     fully_shard(model, mesh=mesh)
 
 
-def difference(shard: str, dtype: str = "float64") -> list[float]:
+def difference(shard, dtype="float64"):
     """Largest difference of log-probs and entropies from one process: before and after an update, and with a part of it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     how = by_hand if shard == "by_hand" else shard
@@ -47,7 +43,7 @@ def difference(shard: str, dtype: str = "float64") -> list[float]:
     mask = rows.positions > 0
     found = []
 
-    def compare() -> None:
+    def compare():
         want = whole.evaluate(rows, mask, settings)
         mine, start = rows, 0
         chosen = mask
@@ -81,7 +77,7 @@ def difference(shard: str, dtype: str = "float64") -> list[float]:
     return found
 
 
-def replayed(shard: str) -> tuple[float, list[list[str]], dict[str, str]]:
+def replayed(shard):
     """Difference from one process over recorded tokens; the names of the tensors, and of weights as a wrapper names them."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = TransformersEngine(build())
@@ -107,7 +103,7 @@ def replayed(shard: str) -> tuple[float, list[list[str]], dict[str, str]]:
     return found, engine.tensors(), engine.own_names(wrapped)
 
 
-def refusal(shard: str, **config: Any) -> str:
+def refusal(shard, **config):
     """The message for a model that cannot be sharded so."""
     try:
         shard_model(build(**config), shard, init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -119,7 +115,7 @@ def refusal(shard: str, **config: Any) -> str:
 # ------------------------------------------------------------------ factories
 
 
-def recorded(folder: str, pause: float = 0.0) -> nn.Module:
+def recorded(folder, pause=0.0):
     """:func:`build` with a slower forward; leaves a file named after rank and process in ``folder``."""
     made = build()
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=pause))
@@ -127,23 +123,23 @@ def recorded(folder: str, pause: float = 0.0) -> nn.Module:
     return made
 
 
-def _pause(module: nn.Module, args: Any, *, seconds: float) -> None:
+def _pause(module, args, *, seconds):
     time.sleep(seconds)
 
 
-def broken_on_one_rank() -> nn.Module:
+def broken_on_one_rank():
     if dist.get_rank() == 1:
         raise OSError("no such checkpoint: /nowhere")
     return build()
 
 
-def pids(folder: Path, rank: int) -> list[int]:
+def pids(folder, rank):
     """Processes that were this rank, oldest first, those that have ended included."""
     marks = sorted(folder.glob(f"{rank}-*"), key=lambda path: path.stat().st_mtime_ns)
     return [int(path.name.split("-")[1]) for path in marks]
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

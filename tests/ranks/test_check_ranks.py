@@ -1,22 +1,16 @@
 """Ranks have the gradient of the whole batch, and those that train apart, or with another gradient, are told what is wrong."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from closeness import assert_near
-from distributed.pool import RankPool
 from policy_batches import batch, gradients, total
 from torchrl_llm_kl import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, ValueLoss
@@ -27,7 +21,7 @@ SHARES = ([0, 1, 2, 4], [3, 5])  # of six sequences: 5 + 3 + 1 + 2 and 5 + 4 res
 PARTS = ([[0], [1, 2, 3]], [[1], [0]])  # of a share
 
 
-def make_loss(critic: bool = False, seed: int = 0) -> Any:
+def make_loss(critic=False, seed=0):
     if not critic:
         return PolicyLoss(tiny_model(seed=seed), "ppo", terms=[KLToReference(AdaptiveKLCoefficient(0.2, 0.5, 100))])
     torch.manual_seed(seed)
@@ -36,15 +30,13 @@ def make_loss(critic: bool = False, seed: int = 0) -> Any:
     return loss
 
 
-def share(rank: int) -> TensorDictBase:
+def share(rank):
     data = batch()
     data["value_target"] = torch.linspace(-1, 2, 54).reshape(6, 9)
     return data[torch.tensor(SHARES[rank])]
 
 
-def train(
-    loss: Any, data: TensorDictBase, rank: int, *, scale: float = 1.0, whole: bool = False
-) -> list[TensorDictBase]:
+def train(loss, data, rank, *, scale=1.0, whole=False):
     """The micro-batches of a step, whose gradients are added up."""
     parts = [data] if whole else [data[torch.tensor(rows)] for rows in PARTS[rank]]
     for part in parts:
@@ -52,7 +44,7 @@ def train(
     return parts
 
 
-def combine(loss: Any, *, average: bool = True) -> None:
+def combine(loss, *, average=True):
     for p in loss.parameters():
         if p.grad is not None:
             dist.all_reduce(p.grad)
@@ -62,7 +54,7 @@ def combine(loss: Any, *, average: bool = True) -> None:
 # ------------------------------------------------------------------ what the ranks run
 
 
-def right(rank: int, critic: bool, average: bool) -> None:
+def right(rank, critic, average):
     loss = make_loss(critic)
     parts = train(loss, loss.count(share(rank), ranks_average=average), rank)
     combine(loss, average=average)
@@ -74,7 +66,7 @@ def right(rank: int, critic: bool, average: bool) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def wrapped(rank: int, critic: bool) -> None:
+def wrapped(rank, critic):
     """As the advice says: DDP around the loss; the last micro-batch synchronises."""
     loss = make_loss(critic)
     ddp, data = DistributedDataParallel(loss), loss.count(share(rank))
@@ -88,23 +80,23 @@ def wrapped(rank: int, critic: bool) -> None:
     loss.check_ranks(data)
 
 
-def unwrapped(rank: int, critic: bool) -> None:
+def unwrapped(rank, critic):
     ddp = DistributedDataParallel(make_loss(critic))
     loss = ddp.module
     loss.check_ranks(*train(loss, loss.count(share(rank)), rank))
 
 
 def a_step(
-    rank: int,
-    critic: bool = False,
+    rank,
+    critic=False,
     *,
-    same_weights: bool = True,
-    counted: Mapping[str, bool] | None = MappingProxyType({}),
-    average: bool = True,
-    twice: bool = False,
-    forget: int = 0,
-    **options: Any,
-) -> None:
+    same_weights=True,
+    counted=MappingProxyType({}),
+    average=True,
+    twice=False,
+    forget=0,
+    **options,
+):
     """Train on two micro-batches, add up the gradients and check; the settings are mistakes."""
     loss, data = make_loss(critic, seed=0 if same_weights else rank), share(rank)
     data = data if counted is None else loss.count(data, **counted)
@@ -115,7 +107,7 @@ def a_step(
     loss.check_ranks(*parts[: len(parts) - forget])
 
 
-def other_coefficient(rank: int) -> None:
+def other_coefficient(rank):
     loss = make_loss()
     loss.terms[0].coeff.update(0.55 - 0.1 * rank, n=4)
     train(loss, loss.count(share(rank)), rank)
@@ -123,7 +115,7 @@ def other_coefficient(rank: int) -> None:
     loss.check_ranks()
 
 
-def other_frozen(rank: int) -> None:
+def other_frozen(rank):
     loss = make_loss()
     if rank:
         loss.actor_network.lm_head.weight.requires_grad_(False)
@@ -134,7 +126,7 @@ def other_frozen(rank: int) -> None:
 # ------------------------------------------------------------------ the ranks
 
 
-def answer(case: str, options: dict[str, Any]) -> str:
+def answer(case, options):
     """Run a case on this rank; what it raised as text."""
     try:
         globals()[case](dist.get_rank(), **options)
@@ -144,10 +136,10 @@ def answer(case: str, options: dict[str, Any]) -> str:
 
 
 @pytest.fixture
-def both(pool: RankPool) -> Callable[..., str]:
+def both(pool):
     """Runs a case on two ranks and returns what both said."""
 
-    def run(case: Callable[..., None], **options: Any) -> str:
+    def run(case, **options):
         first, second = pool.run("test_check_ranks:answer", case=case.__name__, options=options)
         assert first == second, "each rank must raise, or the other waits for ever"
         return first
@@ -164,7 +156,7 @@ def both(pool: RankPool) -> Callable[..., str]:
         (wrapped, {"critic": True}),
     ],
 )
-def test_a_right_step_passes_and_nothing_changes(both: Any, case: Any, options: dict[str, bool]) -> None:
+def test_a_right_step_passes_and_nothing_changes(both, case, options):
     """Combined by hand, or as the advice says: DDP around the loss."""
     assert both(case, **options) == "ok"
 
@@ -226,7 +218,7 @@ def test_a_right_step_passes_and_nothing_changes(both: Any, case: Any, options: 
         ),
     ],
 )
-def test_a_wrong_step_is_explained(both: Any, case: Any, options: Any, message: list[str]) -> None:
+def test_a_wrong_step_is_explained(both, case, options, message):
     said = both(case, **options)
     assert all(some in said for some in message), said
 
@@ -234,7 +226,7 @@ def test_a_wrong_step_is_explained(both: Any, case: Any, options: Any, message: 
 # ------------------------------------------------------------------ the gradient of the whole batch
 
 
-def share_of_rank(mode: str, average: bool) -> dict[str, Any]:
+def share_of_rank(mode, average):
     """On each of two ranks: the sum of both gradients, each rank's from two micro-batches."""
     loss, rank = reduced(mode), dist.get_rank()
     train(loss, loss.count(share(rank), ranks_average=average), rank)
@@ -242,13 +234,13 @@ def share_of_rank(mode: str, average: bool) -> dict[str, Any]:
     return {name: p.grad.numpy() for name, p in loss.named_parameters()}
 
 
-def reduced(mode: str) -> PolicyLoss:
+def reduced(mode):
     terms = [KLToReference(0.2), EntropyBonus(0.05)]
     return PolicyLoss(tiny_model(seed=0), terms=terms, aggregation=mode, max_len=8)
 
 
 @pytest.mark.parametrize(("mode", "average"), [("token-mean", True), ("seq-mean-token-mean", False)])
-def test_two_ranks_have_the_gradient_of_the_whole(pool: RankPool, mode: str, average: bool) -> None:
+def test_two_ranks_have_the_gradient_of_the_whole(pool, mode, average):
     loss = reduced(mode)
     want = gradients(total(loss(batch())), loss)
     assert all(bool((x != 0).any()) for x in want.values())
@@ -258,7 +250,7 @@ def test_two_ranks_have_the_gradient_of_the_whole(pool: RankPool, mode: str, ave
 
 
 @pytest.mark.parametrize("settings", [{}, {"static_graph": True}], ids=str)
-def test_ddp_finds_the_losses_in_the_output(settings: dict[str, bool]) -> None:
+def test_ddp_finds_the_losses_in_the_output(settings):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         loss, data = reduced("token-mean"), batch()
@@ -278,7 +270,7 @@ def test_ddp_finds_the_losses_in_the_output(settings: dict[str, bool]) -> None:
 # ------------------------------------------------------------------ one process
 
 
-def test_parts_of_one_process() -> None:
+def test_parts_of_one_process():
     loss, data = make_loss(), batch()
     loss.count(data)
     with pytest.raises(RuntimeError, match=r"no parameter has a gradient: call check_ranks after backward\(\)"):
@@ -291,7 +283,7 @@ def test_parts_of_one_process() -> None:
     loss.check_ranks(data)
 
 
-def test_accelerate_divides_counted_losses() -> None:
+def test_accelerate_divides_counted_losses():
     accelerate = pytest.importorskip("accelerate")
     for steps in (1, 2):
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps)
@@ -306,13 +298,13 @@ def test_accelerate_divides_counted_losses() -> None:
             loss.check_ranks(*parts)
 
 
-def test_ranks_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, but torch\.distributed is not initialised"):
         make_loss().check_ranks()
 
 
-def test_what_cannot_be_compared() -> None:
+def test_what_cannot_be_compared():
     loss = PolicyLoss(tiny_model(seed=0), aggregation="none")
     loss(batch())["loss_objective"].sum().backward()
     with pytest.raises(ValueError, match="aggregation 'none' has no gradient that ranks could share"):

@@ -1,7 +1,5 @@
 """The parts of the sharded recipe, and its command line. ``tests/ranks/test_saving.py`` compares numbers of ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +49,7 @@ def test_gumbel_noise_samples_from_the_softmax():
 def test_noise_of_a_problem_does_not_depend_on_the_problems_beside_it():
     scores = torch.randn(6, 5)
 
-    def drawn(*problems: int) -> list[torch.Tensor]:
+    def drawn(*problems):
         noise = Gumbel(2)
         noise.start([generator(3, "answers", problem) for problem in problems])
         rows = len(problems) * 2
@@ -93,13 +90,13 @@ def test_a_signal_is_kept_for_the_end_of_the_step():
 # ------------------------------------------------------------------ one process
 
 
-def run(*arguments: str, code: int = 0) -> str:
+def run(*arguments, code=0):
     result = CliRunner().invoke(countdown_fsdp.app, arguments)
     assert result.exit_code == code, result.output + repr(result.exception)
     return " ".join(result.output.replace("│", " ").split())
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
+def metrics(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
@@ -161,7 +158,7 @@ def test_what_cannot_be_run_is_said(whole, tmp_path):
 # ------------------------------------------------------------------ torchrun
 
 
-def torchrun(ranks: int, *arguments: str, log: Path) -> subprocess.Popen[str]:
+def torchrun(ranks, *arguments, log):
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *(str(TUTORIALS / "countdown_fsdp.py"), *arguments),
@@ -182,7 +179,7 @@ def test_ctrl_c_saves_a_run_that_other_ranks_continue(monkeypatch, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log"
     process = torchrun(2, *SMALL, "--out", str(out), log=log)
 
-    def moved() -> bool:
+    def moved():
         assert process.poll() is None, log.read_text()
         return (out / "metrics.jsonl").exists() and bool(metrics(out))
 

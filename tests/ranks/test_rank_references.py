@@ -1,7 +1,5 @@
 """A sharded reference follows a sharded policy, and a coefficient that holds a target is the same on all ranks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

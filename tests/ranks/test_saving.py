@@ -1,13 +1,8 @@
 """A run that is saved on some ranks and continued on others ends as one process that never stopped."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +13,6 @@ pytest.importorskip("rich")
 pytest.importorskip("typer")
 
 from distributed import saving
-from distributed.pool import RankPool
 
 STEPS = 3
 # float64 sums in another order on another number of ranks; each of 12 updates adds to it.
@@ -26,7 +20,7 @@ TOLERANCE = 1e-10
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def settings(tmp_path_factory):
     """A short run from a model that is warmed up once for all tests."""
     import tensordict
 
@@ -50,12 +44,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def alone(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone(settings, tmp_path_factory):
     """One process, without torch.distributed, from the first step to the last."""
     return saving.recipe(settings, str(tmp_path_factory.mktemp("alone")))
 
 
-def check(result: dict[str, Any], alone: dict[str, Any]) -> None:
+def check(result, alone):
     assert len(result["rows"]) == len(alone["rows"])
     for row, want in zip(result["rows"], alone["rows"], strict=True):
         assert row.keys() == want.keys()
@@ -73,7 +67,7 @@ def check(result: dict[str, Any], alone: dict[str, Any]) -> None:
     assert result["accuracy"] == alone["accuracy"]
 
 
-def test_the_run_alone_moves_and_samples(alone: dict[str, Any]) -> None:
+def test_the_run_alone_moves_and_samples(alone):
     """So that equal figures say something."""
     rows = alone["rows"]
     assert [row["step"] for row in rows] == list(range(STEPS))
@@ -87,9 +81,7 @@ def test_the_run_alone_moves_and_samples(alone: dict[str, Any]) -> None:
     assert moved.abs().max() > 1e-3
 
 
-def test_saved_on_two_ranks_and_continued_on_one_and_on_three(
-    pool: RankPool, settings: dict[str, Any], alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_saved_on_two_ranks_and_continued_on_one_and_on_three(pool, settings, alone, tmp_path):
     out = tmp_path / "two"
     for result in pool.run("distributed.saving:recipe", settings=settings, out=str(out), until=2):
         assert len(result["rows"]) == 2
@@ -105,9 +97,7 @@ def test_saved_on_two_ranks_and_continued_on_one_and_on_three(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_all_steps_on_any_number_of_ranks(
-    pool: RankPool, settings: dict[str, Any], alone: dict[str, Any], tmp_path: Path, ranks: int
-) -> None:
+def test_all_steps_on_any_number_of_ranks(pool, settings, alone, tmp_path, ranks):
     for result in pool.run("distributed.saving:recipe", ranks=ranks, settings=settings, out=str(tmp_path)):
         check(result, alone)
 
@@ -117,7 +107,7 @@ def test_all_steps_on_any_number_of_ranks(
     "algorithm",
     [pytest.param(name, marks=() if name == "gigpo" else pytest.mark.slow) for name in saving.other_algorithms()],
 )
-def test_other_algorithms(pool: RankPool, settings: dict[str, Any], tmp_path: Path, algorithm: str) -> None:
+def test_other_algorithms(pool, settings, tmp_path, algorithm):
     """With a critic, which is sharded too; with moments; without a reference."""
     from torchrl_llm_kl.algorithms import get_algorithm
 
@@ -132,7 +122,7 @@ def test_other_algorithms(pool: RankPool, settings: dict[str, Any], tmp_path: Pa
     assert ("critic.head.weight" in alone["weights"]) == (algorithm == "ppo")
 
 
-def test_a_reference_that_follows_is_continued_on_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+def test_a_reference_that_follows_is_continued_on_other_ranks(pool, tmp_path):
     """Bit for bit: what rounding took from the average is saved, sharded as the weights are."""
     whole = saving.follow(str(tmp_path / "whole"), first=0, last=6)
     pool.run("distributed.saving:follow", folder=str(tmp_path), first=0, last=3)

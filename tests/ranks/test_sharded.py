@@ -3,8 +3,6 @@
 Cases that are slow repeat one of the others with another wrap.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ TRAIN = "distributed.cases:train"
 KINDS = ("DDP(loss)", "loss(DDP)", "fsdp2", "fsdp2, own groups", "fsdp1, flat parameters")
 
 
-def wraps(*quick: str, of: tuple[str, ...] = KINDS):
+def wraps(*quick, of=KINDS):
     """Parameters: these wraps, and the others as slow tests."""
     others = [wrap for wrap in of if wrap not in quick]
     return pytest.mark.parametrize("wrap", [*quick, *(pytest.param(wrap, marks=pytest.mark.slow) for wrap in others)])

@@ -1,7 +1,5 @@
 """A head sharded over the vocabulary gives the values and gradients of the whole head."""
 
-from __future__ import annotations
-
 import pytest
 
 CASES = "distributed.tensor_parallel"

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO gives the parameters of one process. It computes in float32, whatever the model's dtype."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")

@@ -1,18 +1,14 @@
 """What each rank does: wrap a model as a training script would, train it on this rank's share, compare with one process."""
 
-from __future__ import annotations
-
 import contextlib
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -35,7 +31,7 @@ PACK = 32  # tokens of a pack: a batch of one rank needs several, another's one
 SHAPES = [(5, 31), (40, 20), (7, 38), (40, 33), (5, 30), (40, 27), (6, 2), (9, 3), (4, 1), (8, 2)]
 
 
-def batch() -> TensorDict:
+def batch():
     """Padded rollouts: tokens, masks, advantage, log-probs of sampler and reference."""
     rng = torch.Generator().manual_seed(0)
     shared = torch.randint(3, VOCAB, (40,), generator=rng)
@@ -63,14 +59,7 @@ def batch() -> TensorDict:
     )
 
 
-def build(
-    dtype: torch.dtype = torch.float64,
-    *,
-    lora: bool = False,
-    checkpoint: str = "",
-    seed: int = 3,
-    **config: Any,
-) -> nn.Module:
+def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
     """The same weights on each rank and in one process."""
     model = tiny_model("qwen2", seed=seed, vocab_size=VOCAB, max_position_embeddings=128, **config).to(dtype).train()
     for module in list(model.modules()):
@@ -99,13 +88,13 @@ def build(
     return model
 
 
-def make_loss(model: Any, **options: Any) -> PolicyLoss:
+def make_loss(model, **options):
     """PPO with an entropy bonus and a KL term, exact with ``reference``: every kind of score that needs the head."""
     terms = [EntropyBonus(0.01), KLToReference(0.1, "exact" if "reference" in options else "k2")]
     return PolicyLoss(model, "ppo", terms=terms, masking_strategy="rlhf", tokens_per_batch=PACK, **options)
 
 
-def total(out: Any) -> Tensor:
+def total(out):
     return sum(value for name, value in out.items() if name.startswith("loss_"))
 
 
@@ -113,9 +102,7 @@ def total(out: Any) -> Tensor:
 
 
 @cache
-def expected(
-    dtype: torch.dtype, steps: int, rate: float, clip: float | None, exact: bool, config: tuple[tuple[str, Any], ...]
-) -> dict[str, Tensor]:
+def expected(dtype, steps, rate, clip, exact, config):
     model = build(dtype, **dict(config))
     loss = make_loss(model, **{"reference": build(dtype, seed=4)} if exact else {})
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -134,11 +121,11 @@ def expected(
 # ------------------------------------------------------------------ ways to wrap
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def layers_of(model):
     return list(model.get_decoder().layers)
 
 
-def shard(model: nn.Module, *, keep: bool = False, groups: bool = False, by_layer: bool = True, **options: Any) -> Any:
+def shard(model, *, keep=False, groups=False, by_layer=True, **options):
     """FSDP2: the layers, then all that is left."""
     if by_layer:
         for layer in layers_of(model):
@@ -152,19 +139,19 @@ def shard(model: nn.Module, *, keep: bool = False, groups: bool = False, by_laye
     return fully_shard(model, reshard_after_forward=not keep, **options)
 
 
-def _fsdp2_loss(model: nn.Module, make: Make) -> Any:
+def _fsdp2_loss(model, make):
     for layer in layers_of(model):
         fully_shard(layer)
     return fully_shard(make(model))
 
 
-def _fsdp1(model: nn.Module, *, flat: bool) -> Any:
+def _fsdp1(model, *, flat):
     policy = ModuleWrapPolicy({type(layers_of(model)[0])})
     return FSDP(model, auto_wrap_policy=policy, use_orig_params=not flat, device_id=torch.device("cpu"))
 
 
 #: A model, and what makes a loss of the wrapped one, to what a script trains.
-WRAPS: dict[str, Callable[[nn.Module, Make], Any]] = {
+WRAPS = {
     "DDP(loss)": lambda model, make: DDP(make(model)),
     "loss(DDP)": lambda model, make: make(DDP(model)),
     "fsdp2": lambda model, make: make(shard(model)),
@@ -179,7 +166,7 @@ WRAPS: dict[str, Callable[[nn.Module, Make], Any]] = {
 # ------------------------------------------------------------------ ways to share the batch
 
 
-def share(split: str, rank: int, ranks: int) -> TensorDict:
+def share(split, rank, ranks):
     """This rank's rows: many tokens for some and few for others, none with a response, or no row at all."""
     rows = batch()
     if split == "uneven":  # 475 tokens against 35, on two ranks
@@ -199,7 +186,7 @@ def share(split: str, rank: int, ranks: int) -> TensorDict:
     return rows[owner == rank]
 
 
-def parameters_of(model: nn.Module) -> dict[str, Tensor]:
+def parameters_of(model):
     """Whole parameters, under the names of the model that is not wrapped."""
     with contextlib.ExitStack() as stack:
         if any(isinstance(module, FSDP) for module in model.modules()):
@@ -210,7 +197,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
         }
 
 
-def held_back(run: Any, loss: PolicyLoss) -> AbstractContextManager[Any]:
+def held_back(run, loss):
     """Context of a micro-batch that is not the last: gradients stay on this rank."""
     for module in (run, loss.actor_network):
         if hasattr(module, "no_sync"):
@@ -222,13 +209,13 @@ def held_back(run: Any, loss: PolicyLoss) -> AbstractContextManager[Any]:
     return stack
 
 
-def wrapped(wrap: str, model: nn.Module, **options: Any) -> tuple[Any, PolicyLoss]:
+def wrapped(wrap, model, **options):
     """What a script calls, and the loss inside."""
     run = WRAPS[wrap](model, partial(make_loss, **options))
     return run, run.module if isinstance(run, DDP) else run
 
 
-def step(run: Any, loss: PolicyLoss, rows: TensorDict, micro_batches: int = 1) -> None:
+def step(run, loss, rows, micro_batches=1):
     """Forward and backward of this rank's share of a step; a micro-batch may be empty."""
     rows = loss.count(rows)
     parts = [rows] if micro_batches == 1 else [rows[i] for i in torch.arange(len(rows)).tensor_split(micro_batches)]
@@ -237,31 +224,21 @@ def step(run: Any, loss: PolicyLoss, rows: TensorDict, micro_batches: int = 1) -
             total(run(part)).backward()
 
 
-def clip_gradient(run: Any, loss: PolicyLoss, most: float) -> None:
+def clip_gradient(run, loss, most):
     if isinstance(loss.actor_network, FSDP):
         loss.actor_network.clip_grad_norm_(most)
     else:
         torch.nn.utils.clip_grad_norm_(run.parameters(), most)
 
 
-def difference(loss: PolicyLoss, want: dict[str, Tensor]) -> float:
+def difference(loss, want):
     """The largest of any parameter."""
     got = parameters_of(loss.actor_network)
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
     return max(float((got[name] - want[name]).abs().max()) for name in want)
 
 
-def train(
-    wrap: str,
-    *,
-    split: str | Sequence[str] = "uneven",
-    dtype: torch.dtype = torch.float64,
-    micro_batches: int = 1,
-    rate: float = RATE,
-    clip: float | None = None,
-    exact: bool = False,
-    **config: Any,
-) -> float:
+def train(wrap, *, split="uneven", dtype=torch.float64, micro_batches=1, rate=RATE, clip=None, exact=False, **config):
     """Steps on this rank's share; the largest difference from one process with the whole batch."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     splits = [split] * STEPS if isinstance(split, str) else split

@@ -1,9 +1,6 @@
 """What each rank measures and does with a coefficient that holds a target."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +13,7 @@ KINDS = {
 }
 
 
-def updated(
-    kind: str, measured: list[list[tuple[float, float]]], *, tensors: bool = True, all_ranks: bool | None = None
-) -> dict[str, float]:
+def updated(kind, measured, *, tensors=True, all_ranks=None):
     """The state after updates with each rank's (KL, number of samples)."""
     coefficient = KINDS[kind]()
     for step in measured:
@@ -27,7 +22,7 @@ def updated(
     return {name: float(buffer) for name, buffer in coefficient.state_dict().items()}
 
 
-def refused(kind: str, kls: list[float], n: list[float]) -> tuple[str, dict[str, Any]]:
+def refused(kind, kls, n):
     """What an update of numbers raises, and the state after it."""
     coefficient, rank = KINDS[kind](), dist.get_rank()
     try:
@@ -37,7 +32,7 @@ def refused(kind: str, kls: list[float], n: list[float]) -> tuple[str, dict[str,
     return "", {}
 
 
-def of_a_group(kind: str) -> float:
+def of_a_group(kind):
     """The average after an update of the first two ranks alone: 0.2 and 0.4, weights 1 and 3."""
     group = dist.new_group([0, 1])
     coefficient = KINDS[kind]()

@@ -1,16 +1,12 @@
 """What each rank does beside plain training: mixed precision, references, other libraries, errors, saving."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -36,29 +32,29 @@ from torchrl_llm_kl import RetrieveKL
 from toy_models import tiny_model
 
 
-def _mine(split: str = "uneven") -> TensorDict:
+def _mine(split="uneven"):
     return share(split, dist.get_rank(), dist.get_world_size())
 
 
-def _three_steps() -> dict[str, Tensor]:
+def _three_steps():
     return expected(torch.float64, STEPS, RATE, None, False, ())
 
 
 # ------------------------------------------------------------------ recorded routing
 
 
-def _mixture(checkpoint: str = "") -> Any:
-    model: Any = tiny_model("mixtral", vocab_size=VOCAB, max_position_embeddings=128).double().train()
+def _mixture(checkpoint=""):
+    model = tiny_model("mixtral", vocab_size=VOCAB, max_position_embeddings=128).double().train()
     model.set_experts_implementation("eager")  # the default has no float64
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def replayed_routing(wrap: str, checkpoint: str = "", split: str = "uneven") -> tuple[float, float]:
+def replayed_routing(wrap, checkpoint="", split="uneven"):
     """The change by a step over recorded experts: its relative difference from one process, with and without the record."""
 
-    def recorded(rows: TensorDict) -> TensorDict:
+    def recorded(rows):
         rng = torch.Generator().manual_seed(1)
         record = torch.rand(*batch()["tokens", "full"].shape, 3, 6, generator=rng).argsort(-1)[..., :2]
         owner = {tuple(row.tolist()): i for i, row in enumerate(batch()["tokens", "full"])}
@@ -86,7 +82,7 @@ def replayed_routing(wrap: str, checkpoint: str = "", split: str = "uneven") -> 
 SMALL = 0.01  # with larger steps rounding grows from step to step
 
 
-def _in_bfloat16() -> dict[str, Tensor]:
+def _in_bfloat16():
     """One process: float32 weights, and a bfloat16 copy of them that computes."""
     master = build(torch.float32)
     narrow = copy.deepcopy(master)
@@ -103,7 +99,7 @@ def _in_bfloat16() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in master.named_parameters()}
 
 
-def mixed_precision(by_layer: bool) -> tuple[float, ...]:
+def mixed_precision(by_layer):
     """Relative error of the change by three small steps against float32: on ranks, and of one process in bfloat16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     before = {name: p.detach().clone() for name, p in build(torch.float32).named_parameters()}
@@ -115,7 +111,7 @@ def mixed_precision(by_layer: bool) -> tuple[float, ...]:
         optimizer.step(), optimizer.zero_grad()
     one, wide = _in_bfloat16(), expected(torch.float32, STEPS, SMALL, None, False, ())
 
-    def change(after: dict[str, Tensor]) -> Tensor:
+    def change(after):
         return torch.cat([(after[name] - before[name]).flatten() for name in before])
 
     truth = change(wide)
@@ -128,7 +124,7 @@ def mixed_precision(by_layer: bool) -> tuple[float, ...]:
 WRITTEN = (("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward")
 
 
-def retrieve(wrap: str, estimator: str, split: str) -> float:
+def retrieve(wrap, estimator, split):
     """KL to a sharded reference before and after three steps, and log-probs; the largest difference from one process."""
     plain, reference = build(), build(seed=4)
     run, loss = wrapped(wrap, build())
@@ -155,7 +151,7 @@ def retrieve(wrap: str, estimator: str, split: str) -> float:
     return worst
 
 
-def rewarded(rows: TensorDict) -> TensorDict:
+def rewarded(rows):
     rows["next", "reward"] = torch.ones(len(rows), 1, dtype=torch.float64)
     return rows
 
@@ -163,7 +159,7 @@ def rewarded(rows: TensorDict) -> TensorDict:
 # ------------------------------------------------------------------ other libraries
 
 
-def accelerate(what: str, steps: int) -> float:
+def accelerate(what, steps):
     """``accelerator.prepare`` of the loss or of the model, with its own accumulation over ``steps`` micro-batches."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -194,7 +190,7 @@ def accelerate(what: str, steps: int) -> float:
 # ------------------------------------------------------------------ errors
 
 
-def refuse(wrap: str, kind: str) -> tuple[float, str, float]:
+def refuse(wrap, kind):
     """Rank 1 has a bad token or a NaN weight. Seconds until this rank's error, its text, the difference after a good step."""
     run, loss = wrapped(wrap, build())
     rows, optimizer = _mine(), torch.optim.SGD(run.parameters(), lr=RATE)
@@ -221,13 +217,13 @@ def refuse(wrap: str, kind: str) -> tuple[float, str, float]:
     return seconds, text, difference(loss, _three_steps())
 
 
-def out_of_memory(wrap: str, where: str, room: int) -> tuple[int, float]:
+def out_of_memory(wrap, where, room):
     """On rank 1 part of the model has room for so many tokens. The budget in the end, and the difference."""
     from torchrl_llm_kl.scoring import _run
 
     model = build()
 
-    def check(tokens: int) -> None:
+    def check(tokens):
         if tokens > room and dist.get_rank() == 1:
             raise torch.OutOfMemoryError(f"{tokens} tokens")
 
@@ -237,7 +233,7 @@ def out_of_memory(wrap: str, where: str, room: int) -> tuple[int, float]:
         modules[where].register_forward_pre_hook(lambda _, args: check(args[0].shape[1]))
     plain_read = _run.read
 
-    def read(states: Any, *args: Any, **options: Any) -> Any:
+    def read(states, *args, **options):
         if where == "head" and loss.scorer.tokens_per_batch > room:
             check(room + 1)
         return plain_read(states, *args, **options)
@@ -257,7 +253,7 @@ def out_of_memory(wrap: str, where: str, room: int) -> tuple[int, float]:
 # ------------------------------------------------------------------ saving
 
 
-def state(wrap: str) -> float:
+def state(wrap):
     """Keys and values of the state dict after a step, as of a model of one process; it loads into one."""
     run, loss = wrapped(wrap, build())
     step(run, loss, _mine())
@@ -270,7 +266,7 @@ def state(wrap: str) -> float:
     return 0.0
 
 
-def scored_before() -> float:
+def scored_before():
     """A model that is scored before it is sharded."""
     model = build()
     loss = make_loss(model)

@@ -1,7 +1,5 @@
 """What each rank does: a reference follows a sharded policy."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 
@@ -9,7 +7,7 @@ from distributed.cases import PACK, RATE, STEPS, VOCAB, build, parameters_of, sh
 from torchrl_llm_kl import LogProbScorer, Ragged, ReferenceUpdater
 
 
-def refuse(wrap: str) -> str:
+def refuse(wrap):
     """The message for a sharded policy that a whole reference cannot follow."""
     trained = wrapped(wrap, build())[1].actor_network
     try:
@@ -19,7 +17,7 @@ def refuse(wrap: str) -> str:
     return "nothing was refused"
 
 
-def change_one_shard() -> float:
+def change_one_shard():
     """Weights of rank 1 change without a trace that autograd would see; this rank's cached scores against fresh ones."""
     model = wrapped("fsdp2", build())[1].actor_network
     scorer, rows = LogProbScorer(model, tokens_per_batch=PACK), [list(range(3, 20))]
@@ -32,7 +30,7 @@ def change_one_shard() -> float:
     return float((cached - fresh).abs().max())
 
 
-def follow(wrap: str, *, whole: bool = False, lora: bool = False) -> tuple[float, float, float]:
+def follow(wrap, *, whole=False, lora=False):
     """Three steps; a reference is averaged, averaged, and reset.
 
     Returns the largest difference of its weights from averages of the whole parameters, of its cached scores from fresh ones,
@@ -60,5 +58,4 @@ def follow(wrap: str, *, whole: bool = False, lora: bool = False) -> tuple[float
         cached, fresh = (scorers[1].score(rows, remember=remember).values for remember in (True, False))
         scores = max(scores, float((cached - fresh).abs().max()))
     kl = scorers[0].evaluate(rows, reference=scorers[1]).kl
-    assert kl is not None
     return weights, scores, float(kl.values.abs().max())

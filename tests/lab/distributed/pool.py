@@ -1,16 +1,12 @@
 """A pool of processes, one for each rank: started once for all tests, since an import of torch takes seconds."""
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from waits import slowdown
 
@@ -31,13 +27,13 @@ PRELOAD += ["torchrl_llm_kl.losses", "torchrl_llm_kl.transforms"]
 class RankPool:
     """Runs functions ``module:function`` on several ranks at once, each as ``function(**arguments)``."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         self.size = size
         self._folder = tempfile.TemporaryDirectory()
         self._cases = 0
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers = []
 
-    def run(self, function: str, *, ranks: int = 2, limit: float = LIMIT, **arguments: Any) -> list[Any]:
+    def run(self, function, *, ranks=2, limit=LIMIT, **arguments):
         """The result of each rank. Raises the first error of a rank; a TimeoutError after ``limit`` seconds."""
         if not all(process.is_alive() for process, _ in self._workers):
             self.close()
@@ -65,7 +61,7 @@ class RankPool:
             raise AssertionError(f"{function}, rank {failures[0][0]}:\n{failures[0][1]}")
         return [value for _, value in sorted(results, key=lambda result: result[0])]
 
-    def _start(self, ranks: int) -> None:
+    def _start(self, ranks):
         context = multiprocessing.get_context("forkserver")  # one import for all ranks
         context.set_forkserver_preload(PRELOAD)
         new = []
@@ -78,7 +74,7 @@ class RankPool:
             connection.recv()  # the imports are done
         self._workers += new
 
-    def close(self) -> None:
+    def close(self):
         """End all processes; the next case starts new ones."""
         for process, connection in self._workers:
             connection.close()
@@ -87,7 +83,7 @@ class RankPool:
         self._workers = []
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection):
     """Run cases until the pool closes."""
     import torch
     import torch.distributed as dist

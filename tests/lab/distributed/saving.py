@@ -1,16 +1,13 @@
 """What each rank does: train, save, and continue what another number of ranks has saved."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -20,22 +17,22 @@ from torchrl_llm_kl import ReferenceUpdater
 TUTORIALS = str(PROJECT / "tutorials")
 
 
-def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
+def whole_tensors(model):
     """All weights, gathered; a collective."""
-    state: Any = get_model_state_dict(model)
+    state = get_model_state_dict(model)
     return {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone() for name, value in state.items()
     }
 
 
-def recipe(settings: dict[str, Any], out: str, *, until: int | None = None, resume: bool = False) -> dict[str, Any]:
+def recipe(settings, out, *, until=None, resume=False):
     """Run the recipe, or a part of it. Returns the metrics of each step, the weights and the accuracies."""
     if TUTORIALS not in sys.path:
         sys.path.insert(0, TUTORIALS)
     import countdown_fsdp
     from countdown.task import split_problems
 
-    countdown_fsdp.split_problems = partial(split_problems, num_held_out=24)  # type: ignore[attr-defined]  # faster
+    countdown_fsdp.split_problems = partial(split_problems, num_held_out=24)  # faster
     run = countdown_fsdp.Run(countdown_fsdp.Settings(**settings), Path(out), resume=resume)
     assert run.train(until)
     rows = [{key: value for key, value in row.items() if key != "seconds"} for row in run.metrics.rows]
@@ -52,7 +49,7 @@ def recipe(settings: dict[str, Any], out: str, *, until: int | None = None, resu
     }
 
 
-def other_algorithms() -> list[str]:
+def other_algorithms():
     """The algorithms that the recipe runs beside its default."""
     from torchrl_llm_kl.algorithms import ALGORITHMS
 
@@ -67,7 +64,7 @@ def other_algorithms() -> list[str]:
 # ------------------------------------------------------------------ a reference that follows
 
 
-def follow(folder: str, *, first: int, last: int) -> dict[str, Tensor]:
+def follow(folder, *, first, last):
     """Steps ``first`` to ``last`` of a reference that follows a policy; saved in ``folder`` after the last."""
     torch.manual_seed(0)
     models = [nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)) for _ in range(2)]

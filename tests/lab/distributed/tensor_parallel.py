@@ -1,17 +1,12 @@
 """What each rank does for tensor parallel: a head sharded over the vocabulary against the whole head in plain torch;
 a model that transformers loads with a tensor parallel plan against one process."""
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from distributed.cases import RATE, STEPS, VOCAB, batch, difference, expected, make_loss, share, total
@@ -24,7 +19,7 @@ OPTIONS = {"temperature": 1.7, "scale": 0.6, "soft_cap": 5.0}
 REF_OPTIONS = {"temperature": 1.7, "scale": 1.3, "soft_cap": 3.0}
 
 
-def head(seed: int, vocab: int, *, impossible: bool = False) -> list[Tensor]:
+def head(seed, vocab, *, impossible=False):
     """Hidden states, weight and bias; with ``impossible`` the first half of the vocabulary is ruled out."""
     rng = torch.Generator().manual_seed(seed)
     shapes = (POSITIONS, HIDDEN), (vocab, HIDDEN), (vocab,)
@@ -34,9 +29,7 @@ def head(seed: int, vocab: int, *, impossible: bool = False) -> list[Tensor]:
     return [hidden, weight, bias]
 
 
-def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor, *, temperature: float, scale: float, soft_cap: Any = None
-) -> Tensor:
+def plain(hidden, weight, bias, *, temperature, scale, soft_cap=None):
     """All log-probs ``[N, V]``."""
     logits = scale * F.linear(hidden, weight, bias)
     if soft_cap is not None:
@@ -44,24 +37,24 @@ def plain(
     return (logits / temperature).log_softmax(-1)
 
 
-def kl(p: Tensor, q: Tensor) -> Tensor:
+def kl(p, q):
     return (p.exp() * (p - q).masked_fill(p.isneginf(), 0.0)).sum(-1)
 
 
-def targets_of(vocab: int) -> Tensor:
+def targets_of(vocab):
     """The first and the last token of the vocabulary, and some between."""
     inner = torch.randint(vocab, (POSITIONS - 2,), generator=torch.Generator().manual_seed(9))
     return torch.cat([torch.tensor([0, vocab - 1]), inner])
 
 
-def distribute(tensors: list[Tensor], grad: bool) -> list[Any]:
+def distribute(tensors, grad):
     """The hidden states whole, weight and bias sharded."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     out = [tensors[0].detach().clone(), *(distribute_tensor(t.detach().clone(), mesh, [Shard(0)]) for t in tensors[1:])]
     return [t.detach().requires_grad_(grad) for t in out]
 
 
-def compare(found: list[Tensor], want: list[Tensor], sharded: list[Any], whole: list[Tensor]) -> float:
+def compare(found, want, sharded, whole):
     """The largest difference in values and, under one random weighting of them, in gradients."""
     rng = torch.Generator().manual_seed(4)
     weights = [torch.randn(t.shape, generator=rng, dtype=t.dtype) for t in want]
@@ -75,7 +68,7 @@ def compare(found: list[Tensor], want: list[Tensor], sharded: list[Any], whole: 
     return max(float((a - b).abs().max().detach()) for a, b in pairs)
 
 
-def one_head(vocab: int) -> float:
+def one_head(vocab):
     whole, targets = [t.requires_grad_() for t in head(0, vocab)], targets_of(vocab)
     sharded = distribute(whole, grad=True)
     hidden, weight, bias = sharded
@@ -85,7 +78,7 @@ def one_head(vocab: int) -> float:
     return compare([out.log_prob, out.entropy], want, sharded, whole)
 
 
-def two_heads(vocab: int, direction: str, ref_whole: bool) -> float:
+def two_heads(vocab, direction, ref_whole):
     whole, targets = [t.requires_grad_() for t in head(0, vocab)], targets_of(vocab)
     ref = [t.requires_grad_(not ref_whole) for t in head(1, vocab)]
     sharded = distribute(whole, grad=True)
@@ -101,7 +94,7 @@ def two_heads(vocab: int, direction: str, ref_whole: bool) -> float:
     return compare(list(out), want, sharded + ref_sharded, whole + ref)
 
 
-def top(vocab: int, k: int, impossible: bool = False) -> float:
+def top(vocab, k, impossible=False):
     whole = head(0, vocab, impossible=impossible)
     options = {**OPTIONS, "soft_cap": None} if impossible else OPTIONS  # a soft cap makes every token possible
     hidden, weight, bias = distribute(whole, grad=False)
@@ -119,15 +112,15 @@ def top(vocab: int, k: int, impossible: bool = False) -> float:
     return max(float((a - b).abs().max()) for a, b in both)
 
 
-def tops(vocab: int, ks: list[int]) -> float:
+def tops(vocab, ks):
     return max(top(vocab, k) for k in ks)
 
 
-def all_outcomes(vocab: int, ks: list[int]) -> float:
+def all_outcomes(vocab, ks):
     return max(outcomes(vocab, k) for k in ks)
 
 
-def outcomes(vocab: int, k: int) -> float:
+def outcomes(vocab, k):
     """Two lists of ids, the second with one id less; values and gradients."""
     whole, targets = [t.requires_grad_() for t in head(0, vocab)], targets_of(vocab)
     sharded = distribute(whole, grad=True)
@@ -150,7 +143,7 @@ def outcomes(vocab: int, k: int) -> float:
     return compare([out.log_prob, out.entropy, flat[0]], [*expected, flat[1]], sharded, whole)
 
 
-def impossible_slice(vocab: int) -> list[float]:
+def impossible_slice(vocab):
     """Tokens ruled out on a whole slice: their log-prob, and the differences of the others' and of entropy and KL."""
     whole, ref, targets = head(0, vocab, impossible=True), head(1, vocab), targets_of(vocab)
     hidden, weight, bias = distribute(whole, grad=False)
@@ -171,14 +164,14 @@ def impossible_slice(vocab: int) -> list[float]:
     ]
 
 
-def refusals(cases: list[str]) -> dict[str, str]:
+def refusals(cases):
     """The message of each unsupported head, or plan of a model."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     hidden, weight, bias = head(0, 10)
     rows, columns = (distribute_tensor(weight, mesh, [Shard(dim)]) for dim in (0, 1))
     targets = targets_of(10)
-    calls: dict[str, Callable[[], Any]] = {
+    calls = {
         "hidden size": lambda: linear_log_prob(hidden, columns, targets),
         "bias": lambda: linear_log_prob(hidden, rows, targets, bias=bias),
         "mixture": lambda: linear_pair(hidden, rows, hidden, rows, direction="jensen_shannon"),
@@ -196,7 +189,7 @@ def refusals(cases: list[str]) -> dict[str, str]:
     return {case: _refusal(calls[case]) for case in cases}
 
 
-def _refusal(call: Callable[[], Any]) -> str:
+def _refusal(call):
     """The message with which a call is refused."""
     try:
         call()
@@ -205,7 +198,7 @@ def _refusal(call: Callable[[], Any]) -> str:
     return "nothing was refused"
 
 
-def sequence_parallel(library: str) -> nn.Module:
+def sequence_parallel(library):
     """A model whose last norm is sequence parallel."""
     from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -219,7 +212,7 @@ def sequence_parallel(library: str) -> nn.Module:
 # ------------------------------------------------------------------ whole models
 
 
-def load(model: nn.Module, logits: str | dict[str, str] = "colwise_gather_output", **sizes: int) -> nn.Module:
+def load(model, logits="colwise_gather_output", **sizes):
     """The model as transformers loads it with a tensor parallel plan, over all ranks."""
     from transformers.distributed import DistributedConfig
 
@@ -237,7 +230,7 @@ def load(model: nn.Module, logits: str | dict[str, str] = "colwise_gather_output
     return loaded
 
 
-def score(logits: str, tp: int, vocab: int) -> dict[str, float]:
+def score(logits, tp, vocab):
     """All scores of policy and reference, both sharded; the largest difference from one process by name."""
     models = [tiny_model("qwen2", seed=seed, vocab_size=vocab, num_key_value_heads=tp).double() for seed in (3, 4)]
     sizes = {"tp_size": tp, "fsdp_size": dist.get_world_size() // tp}
@@ -260,11 +253,11 @@ def score(logits: str, tp: int, vocab: int) -> dict[str, float]:
     return {name: float((a - b).abs().max()) for name, (a, b) in pairs.items()}
 
 
-def _norm(module: Any, hidden: Tensor) -> Tensor:
+def _norm(module, hidden):
     return F.rms_norm(hidden, hidden.shape[-1:], module.weight, module.variance_epsilon)
 
 
-def train(logits: str, tp: int, **config: Any) -> float:
+def train(logits, tp, **config):
     """Three steps, each data parallel rank on its share of the batch; the largest difference from one process."""
     data = dist.get_world_size() // tp
     want = expected(torch.float64, STEPS, RATE, None, False, tuple(sorted(config.items())))

@@ -1,9 +1,6 @@
 """What each rank does: DeepSpeed's ZeRO trains the model or the loss."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +10,7 @@ from distributed.features import WRITTEN, rewarded
 from torchrl_llm_kl import LogProbScorer, ReferenceUpdater, RetrieveKL
 
 
-def engine_of(module: Any, stage: int, accumulate: int = 1) -> Any:
+def engine_of(module, stage, accumulate=1):
     """``deepspeed.initialize`` as a script calls it; a frozen module has no optimizer. DeepSpeed computes in float32."""
     import deepspeed
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
@@ -42,7 +39,7 @@ def engine_of(module: Any, stage: int, accumulate: int = 1) -> Any:
     return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
 
-def _difference(model: Any) -> float:
+def _difference(model):
     """Of a parameter, from those of one process in float64 after three steps."""
     from deepspeed import zero
 
@@ -53,7 +50,7 @@ def _difference(model: Any) -> float:
     return worst
 
 
-def _steps(engine: Any, run: Any, loss: Any, split: str, micro_batches: int = 1) -> None:
+def _steps(engine, run, loss, split, micro_batches=1):
     for _ in range(STEPS):
         rows = loss.count(share(split, dist.get_rank(), dist.get_world_size()))
         for i in torch.arange(len(rows)).tensor_split(micro_batches):
@@ -61,7 +58,7 @@ def _steps(engine: Any, run: Any, loss: Any, split: str, micro_batches: int = 1)
             engine.step()
 
 
-def train(what: str, stage: int, split: str = "uneven", micro_batches: int = 1) -> float:
+def train(what, stage, split="uneven", micro_batches=1):
     """Three steps; the largest difference from one process."""
     model = build()
     if what == "loss":
@@ -74,7 +71,7 @@ def train(what: str, stage: int, split: str = "uneven", micro_batches: int = 1) 
     return _difference(model)
 
 
-def retrieve(stage: int) -> list[float]:
+def retrieve(stage):
     """KL to a sharded reference, before and after three steps, with and without the prefix cache: differences."""
     policy = build()
     engine = engine_of(policy, stage)
@@ -98,7 +95,7 @@ def retrieve(stage: int) -> list[float]:
     return worst
 
 
-def refuse(case: str) -> str:
+def refuse(case):
     """The message of what is not supported; or of a bad token on rank 1, and then three steps."""
     model = build()
     engine = engine_of(make_loss(model) if case == "loss" else model, 2 if case == "token, ZeRO-2" else 3)
