@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import warnings
-from typing import ClassVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,14 +36,14 @@ class Wrapper(nn.Module):
         self.model = inner
 
 
+NAME = "lm_head.weight"
+
+
 def test_weights_in_every_form():
-    inner = model(seed=3)
-    expected = inner.state_dict()
-    wrapper = Wrapper(inner)
-    core = ScoringCore(TransformersEngine(model()))
-    for version, weights in enumerate(
-        [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected], start=1
-    ):
+    inner, core = model(seed=3), ScoringCore(TransformersEngine(model()))
+    expected, wrapper = inner.state_dict(), Wrapper(inner)
+    forms = [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected]
+    for version, weights in enumerate(forms, start=1):
         core.update_weights({name: torch.zeros_like(value) for name, value in expected.items()}, version)
         core.update_weights(state_dict_of(weights), version)
         found = core.engine.model.state_dict()
@@ -56,17 +56,14 @@ def test_weights_that_do_not_fit_change_nothing():
     core = ScoringCore(TransformersEngine(model()))
     before = {name: value.clone() for name, value in core.engine.model.state_dict().items()}
     good = {name: value + 1 for name, value in before.items()}
-    name = "lm_head.weight"
-    bad = {
-        "holds values that are not finite": good[name].clone().fill_(torch.inf),
-        "the model has shape": torch.zeros(2),
-        "weights must be tensors, got list": [1.0],
-    }
-    for message, value in bad.items():
-        with pytest.raises((TypeError, ValueError), match=message):
-            core.update_weights({**good, name: value}, 1)
-    with pytest.raises(KeyError, match="no weight 'nowhere'"):
-        core.update_weights({**good, "nowhere": torch.zeros(1)}, 1)
+    for message, bad in {
+        "holds values that are not finite": {NAME: good[NAME].clone().fill_(torch.inf)},
+        "the model has shape": {NAME: torch.zeros(2)},
+        "weights must be tensors, got list": {NAME: [1.0]},
+        "no weight 'nowhere'": {"nowhere": torch.zeros(1)},
+    }.items():
+        with pytest.raises((TypeError, ValueError, KeyError), match=message):
+            core.update_weights({**good, **bad}, 1)
     assert core.version == 0
     core.update_weights(before, 3)
     with pytest.raises(WeightVersionError, match="version 2 of the weights was pushed after version 3"):
@@ -75,51 +72,32 @@ def test_weights_that_do_not_fit_change_nothing():
     assert all(torch.equal(core.engine.model.state_dict()[key], value) for key, value in before.items())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_weights_of_another_kind_of_number_are_refused(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [(torch.float32, 1e300), (torch.float16, 1e5), (torch.float16, -7e4), (torch.bfloat16, 3.4e38), (torch.float64, 0)],
+    ids=str,
+)
+def test_numbers_of_another_kind_and_those_that_overflow_in_the_cast_are_refused(dtype, largest):
     engine = TransformersEngine(model().to(dtype))
-    name = "lm_head.weight"
-    before = engine.model.state_dict()[name].clone()
-    real = torch.ones(before.shape)
-    bad = {
-        torch.int8: real.to(torch.int8),
-        torch.int64: real.long(),
-        torch.bool: real.bool(),
-        torch.complex64: real.to(torch.complex64),
-    }
-    for kind, value in bad.items():
-        with pytest.raises(ValueError, match=f"the model has {dtype}, got {kind}"):
-            engine.update_weights({name: value})
-    with pytest.raises(ValueError, match=r"must be a dense tensor with values, got torch.sparse_coo"):
-        engine.update_weights({name: real.to_sparse()})
-    with pytest.raises(ValueError, match=r"must be a dense tensor with values, got .* on meta"):
-        engine.update_weights({name: real.to("meta")})
-    assert torch.equal(engine.model.state_dict()[name], before)
+    before = engine.model.state_dict()[NAME].clone()
+    real, value = torch.ones(before.shape), before.double()
+    bad = {f"the model has {dtype}, got {kind}": real.to(kind) for kind in (torch.int8, torch.int64, torch.bool)}
+    bad[f"the model has {dtype}, got torch.complex64"] = real.to(torch.complex64)
+    bad[r"must be a dense tensor with values, got torch.sparse_coo"] = real.to_sparse()
+    bad[r"must be a dense tensor with values, got .* on meta"] = real.to("meta")
+    if largest:
+        beyond = f"up to {abs(largest):.3g} in torch.float64, beyond the range of the model's {dtype}"
+        bad[re.escape(beyond)] = value.clone()
+        bad[re.escape(beyond)][3, 2] = largest
+    for message, weight in bad.items():
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights({NAME: weight})
+    assert torch.equal(engine.model.state_dict()[NAME], before)
+    value[3, 2] = torch.finfo(dtype).max
+    engine.update_weights({NAME: value})
     for good in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        engine.update_weights({name: 2 * real.to(good)})
-        assert torch.equal(engine.model.state_dict()[name], torch.full_like(before, 2))
-
-
-def test_weights_that_overflow_in_the_cast_are_refused():
-    name = "lm_head.weight"
-    for dtype, largest in (
-        (torch.float32, 1e300),
-        (torch.float16, 1e5),
-        (torch.bfloat16, 3.4e38),
-        (torch.float16, -7e4),
-    ):
-        engine = TransformersEngine(model().to(dtype))
-        value = engine.model.state_dict()[name].double()
-        value[3, 2] = largest
-        with pytest.raises(
-            ValueError,
-            match=f"up to {abs(largest):.3g} in torch.float64, beyond the range of the model's {dtype}".replace(
-                "+", r"\+"
-            ),
-        ):
-            engine.update_weights({name: value})
-        value[3, 2] = torch.finfo(dtype).max
-        engine.update_weights({name: value})
+        engine.update_weights({NAME: 2 * real.to(good)})
+        assert torch.equal(engine.model.state_dict()[NAME], torch.full_like(before, 2))
 
 
 def test_whole_numbers_keep_their_values():
@@ -137,28 +115,23 @@ def test_whole_numbers_keep_their_values():
 def test_peft_names_of_adapters():
     """As ``save_pretrained`` writes them, without the adapter's name; also DoRA and trained modules."""
     peft, adapter = pytest.importorskip("peft"), "ref"
+    where = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
 
     def made(seed):
         torch.manual_seed(seed)
-        config = peft.LoraConfig(
-            r=4,
-            init_lora_weights=False,
-            target_modules=["q_proj", "embed_tokens"],
-            modules_to_save=["lm_head"],
-            use_dora=True,
-        )
+        config = peft.LoraConfig(r=4, init_lora_weights=False, use_dora=True, **where)
         return peft.get_peft_model(model(), config, adapter_name=adapter)
 
     engine, other = TransformersEngine(made(0)), made(1)
     short = peft.get_peft_model_state_dict(other, adapter_name=adapter, save_embedding_layers=False)
     assert not any(adapter in name for name in short)
-    assert len(short) > 6
     engine.update_weights(short)
     expected = {name: value for name, value in other.state_dict().items() if adapter in name}
     found = engine.model.state_dict()
-    assert len(expected) == len(short)
+    assert len(expected) == len(short) > 6
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    engine.update_weights({**short, "base_model.model.model.norm.weight": found["base_model.model.model.norm.weight"]})
+    norm = "base_model.model.model.norm.weight"
+    engine.update_weights({**short, norm: found[norm]})
     with pytest.raises(KeyError, match=r"no weight 'lora_A.weight'"):
         engine.update_weights({"lora_A.weight": torch.zeros(1)})
 
@@ -286,18 +259,9 @@ def test_progress_grows_within_a_call():
     assert engine.progress() >= before + 10
 
 
-class Steps:
-    """An engine whose progress is set by the test."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def progress(self):
-        return self.steps
-
-
 def test_the_watchdog_sees_calls_without_progress():
-    engine = Steps()
+    engine = SimpleNamespace(steps=0)
+    engine.progress = lambda: engine.steps
     core = ScoringCore(engine)
     watchdog = Watchdog(core, hang_after=10.0)
     assert not any(watchdog.hangs(now) for now in range(0, 100, 3)), "no call runs"
@@ -323,48 +287,33 @@ def test_nan_scores_fail_only_their_request():
         made.model.embed_tokens.weight[13] = torch.nan
     core = ScoringCore(TransformersEngine(made))
     good, bad, other = core.score([request(1, 2, 3), request(1, 13, 3), request(4, 5)])
-    assert isinstance(good, Reply)
-    assert isinstance(other, Reply)
-    assert isinstance(bad, ValueError)
+    assert [type(answer) for answer in (good, bad, other)] == [Reply, ValueError, Reply]
     assert "log-prob is nan at sequence 0, position 1 (token 13)" in str(bad)
 
 
 # ------------------------------------------------------------------ fingerprints and counters
 
 
-def test_weights_are_read_once_after_each_update():
-    class Engine(TransformersEngine):
-        reads = 0
-
-        def fingerprint(self):
-            self.reads += 1
-            return super().fingerprint()
-
-    engine = Engine(model())
-    core = ScoringCore(engine)
+def test_weights_are_read_once_after_each_update(monkeypatch):
+    core, reads, read = ScoringCore(TransformersEngine(model())), [], TransformersEngine.fingerprint
+    monkeypatch.setattr(TransformersEngine, "fingerprint", lambda self: (reads.append(self), read(self))[1])
     assert core.fingerprint is None
     for _ in range(2):
         core.read_fingerprint()
     assert core.fingerprint == (0, fingerprint_of(model()), "")
-    assert engine.reads == 1
+    assert len(reads) == 1
     core.update_weights(model(seed=1).state_dict(), 0)  # under the same number
     assert core.fingerprint is None
     core.read_fingerprint()
     assert core.fingerprint == (0, fingerprint_of(model(seed=1)), "")
-
-
-def test_an_engine_that_reports_no_fingerprint_is_named():
-    class Plain:
-        pass
-
-    with pytest.raises(TypeError, match="Plain reports no fingerprint of its weights: state it"):
-        ScoringCore(Plain()).read_fingerprint()
+    with pytest.raises(TypeError, match="object reports no fingerprint of its weights: state it"):
+        ScoringCore(object()).read_fingerprint()
 
 
 class Metric:
     """Records values by name."""
 
-    told: ClassVar[dict[str, list[float]]] = {}
+    told = {}  # noqa: RUF012
 
     def __init__(self, name, *_, tag_keys=()):
         assert tag_keys == ("replica",)
@@ -415,8 +364,7 @@ def test_sequences_are_split_by_tokens():
     rows = Ragged.from_list([torch.full((n,), n) for n in (3, 3, 1, 1, 2, 2)])
     mask = rows.positions > 0
     one, other = split(rows, mask, 2)
-    assert one.lengths.tolist() == [3, 3]
-    assert other.lengths.tolist() == [1, 1, 2, 2]
+    assert (one.lengths.tolist(), other.lengths.tolist()) == ([3, 3], [1, 1, 2, 2])
     assert [*one.tokens, *other.tokens] == rows.values.tolist()
     assert [*one.mask, *other.mask] == mask.tolist()
     alone = split(Ragged.from_list([torch.tensor([7, 8])]), torch.tensor([False, True]), 3)
@@ -425,27 +373,22 @@ def test_sequences_are_split_by_tokens():
 
 def test_a_lost_engine_is_no_answer():
     """It ends the replica instead, without scoring the requests of the batch one by one."""
-    engine = TransformersEngine(model())
-    calls = []
+    engine, calls = TransformersEngine(model()), []
 
     def lose(*args):
         calls.append(args)
         raise EngineLost("gone")
 
     engine.evaluate = lose
-    one = Request.of(torch.tensor([1, 2]), torch.tensor([2]), None, Settings(), version=None, caller="")
     with pytest.raises(EngineLost, match="gone"):
-        ScoringCore(engine).score([one, one])
+        ScoringCore(engine).score([request(1, 2)] * 2)
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_arguments_of_a_gang_are_checked():
+    for options, message in (
         ({"ranks": 0}, "ranks must be a whole number of at least 1, got 0"),
         ({"ranks": 2, "shard": "fsdp1"}, "shard must be 'fsdp2', 'tp', 'none' or a function, got 'fsdp1'"),
-    ],
-)
-def test_arguments_are_checked(options, message):
-    with pytest.raises(ValueError, match=message):
-        GangEngine(model, **options)
+    ):
+        with pytest.raises(ValueError, match=message):
+            GangEngine(model, **options)

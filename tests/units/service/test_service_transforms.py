@@ -1,4 +1,4 @@
-"""The transforms with remote models, without Ray."""
+"""The transforms and losses with remote models, without Ray: what is refused at construction, and what is scored there."""
 
 from types import SimpleNamespace
 
@@ -6,13 +6,24 @@ import pytest
 import torch
 import torchrl
 from tensordict import TensorDict
+from torch.testing import assert_close
 from torchrl.envs.llm.transforms import kl as torchrl_kl
 
 from remote_models import model
-from torchrl_llm_kl import KLComputation, KLRewardTransform, LogProbScorer, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import (
+    KLComputation,
+    KLRewardTransform,
+    LogProbScorer,
+    PolicyLoss,
+    RetrieveKL,
+    RetrieveLogProb,
+    make_algorithm,
+)
+from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
 from torchrl_llm_kl.service.control._spec import ServiceSpec
+from toy_models import tiny_model
 
 
 class RemoteStub:
@@ -28,46 +39,33 @@ class RemoteStub:
 
     def begin(self, tokens, mask, **settings):
         self.events.append("request sent")
-
-        def finish():
-            self.events.append("reply awaited")
-            return self.scorer.evaluate(tokens, mask)
-
-        return finish
+        return lambda: (self.events.append("reply awaited"), self.scorer.evaluate(tokens, mask))[1]
 
 
 def test_the_reference_is_scored_while_the_policy_is():
-    events = []
-    policy = model()
+    events, policy = [], model()
     transform = RetrieveKL(policy, RemoteStub(events), coeff=0.5)
     policy.register_forward_pre_hook(lambda *_: events.append("policy scored"))
     policy.model.register_forward_pre_hook(lambda *_: events.append("policy scored"))
     full = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
-
-    def data():
-        return TensorDict(
-            {
-                "tokens": {"full": full, "prompt": full[:, :2].clone()},
-                "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
-                "next": TensorDict({"reward": torch.zeros(2, 1)}, [2]),
-            },
-            [2],
-        )
-
-    found = transform(data())
-    assert events[0] == "request sent"
-    assert events[-1] == "reply awaited"
-    assert events[1:-1]
+    tokens = {"full": full, "prompt": full[:, :2].clone()}
+    masks = {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)}
+    data = TensorDict({"tokens": tokens, "masks": masks, "next": TensorDict({"reward": torch.zeros(2, 1)}, [2])}, [2])
+    found = transform(data.clone())
+    assert (events[0], events[-1]) == ("request sent", "reply awaited")
     assert set(events[1:-1]) == {"policy scored"}
-    expected = RetrieveKL(model(), model(seed=1), coeff=0.5)(data())
+    expected = RetrieveKL(model(), model(seed=1), coeff=0.5)(data)
     for key in (("next", "kl_penalty"), ("next", "reward")):
         assert torch.allclose(found[key], expected[key], atol=1e-6)
 
 
+def service(kind=RemoteModel):
+    return kind(ServiceSpec("name", tiny_model, "source", {"max_tokens": 64}))
+
+
 def test_service_arguments_without_a_service_are_refused():
-    there = RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": 1}))
     with pytest.raises(ValueError, match="actor_name, num_replicas would be ignored"):
-        RayRetrieveLogProb(there, num_replicas=7, actor_name="x")
+        RayRetrieveLogProb(service(), num_replicas=7, actor_name="x")
     with pytest.raises(ValueError, match="there is nothing to serve, use the local class"):
         RetrieveKL("from_collector", "base", service_backend="ray")
     for here in ({"use_ray_service": False}, {"service_backend": "direct"}):
@@ -75,10 +73,136 @@ def test_service_arguments_without_a_service_are_refused():
             RayRetrieveLogProb(model(), **here)
 
 
+# ------------------------------------------------------------------ an exact KL
+
+EXACT = "an exact KL needs whole distributions, and {}, {}, returns log-probs only: pass the transformers model"
+THERE, ELSEWHERE = EXACT.format("RemoteModel", "behind a service"), EXACT.format("Engine", "of another backend")
+
+
+class Engine:
+    """A TorchRL wrapper whose weights are elsewhere."""
+
+    model = SimpleNamespace()
+
+    def get_new_version(self, **_):
+        return self
+
+
+def batch():
+    full = torch.tensor([[3, 4, 5], [3, 4, 6]])
+    tokens = {"full": full, "prompt": full[:, :2]}
+    log_probs, advantage = {"full": torch.full((2, 3), -2.0)}, torch.tensor([[1.0], [-1.0]])
+    return TensorDict({"tokens": tokens, "log_probs": log_probs, "advantage": advantage}, [2])
+
+
+def refused(message, *calls):
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore::torchrl_llm_kl.estimators.KLPlacementWarning")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [(service, THERE), (Engine, ELSEWHERE), (lambda: LogProbScorer(Engine()), ELSEWHERE)],
+    ids=["service", "backend", "scorer of a backend"],
+)
+def test_an_exact_kl_is_refused_at_construction(make, message):
+    actor, grpo = tiny_model(seed=0), {"group_size": 2}
+    refused(
+        message,
+        lambda: PolicyLoss(actor, terms=[KLToReference(0.1, "exact")], reference=make()),
+        lambda: make_algorithm("grpo", actor, reference=make(), kl_loss="exact", **grpo),
+        lambda: make_algorithm("gkd", actor, reference=make()),
+    )
+    if isinstance(make(), LogProbScorer):
+        return
+    refused(message, lambda: make_algorithm("grpo", actor, reference=make(), kl_loss="none", kl_reward="exact", **grpo))
+    for policy, reference in ((actor, make()), (make(), actor), ("from_collector", make())):
+        refused(
+            message,
+            lambda pair=(policy, reference): RetrieveKL(*pair, estimator="exact"),
+            lambda policy=policy, reference=reference: RetrieveLogProb(
+                policy, reference=reference, log_probs_full_key=("log_probs", "full")
+            ),
+        )
+
+
+def test_an_exact_kl_that_is_requested_later():
+    actor = tiny_model(seed=0)
+    transform, kl = RetrieveLogProb(actor), RetrieveKL(actor, Engine())
+    refused(
+        ELSEWHERE,
+        lambda: setattr(transform, "reference", Engine()),
+        lambda: setattr(kl, "estimator", "exact"),
+    )
+    assert transform.reference is None
+    assert kl.estimator != "exact"
+    loss = PolicyLoss(actor, terms=[KLToReference(0.1, "k2")], reference=service())
+    loss.kl_to_ref_estimator = "exact"
+    refused(THERE, lambda: loss(batch()))
+
+
+def test_what_needs_the_model_here_is_refused_at_construction():
+    remote = service().make_scorer()
+    refused(
+        "the entropy needs whole distributions, and Engine, of another backend",
+        lambda: RetrieveLogProb(Engine(), entropy_key="entropy"),
+    )
+    refused(
+        "RemoteModel returns log-probs only",
+        lambda: LogProbScorer(tiny_model()).evaluate([[3, 4]], reference=remote),
+    )
+    with pytest.raises(TypeError, match="got RemoteScorer"):
+        PolicyLoss(tiny_model(), terms=[KLToReference(0.1)], reference=remote)
+    with pytest.raises(TypeError, match=r"got RemoteModel: train the model in this process"):
+        PolicyLoss(service())
+
+
+# ------------------------------------------------------------------ references and teachers
+
+
+class Served(RemoteModel):
+    """A service whose scores are computed here; nothing else of a service is used."""
+
+    def make_scorer(self, **settings):
+        return LogProbScorer(tiny_model(seed=1), temperature=super().make_scorer(**settings).temperature)
+
+
+class ServedAlike(Served):
+    """With the interface of a bare model."""
+
+    interface = ModelInterface()
+
+
+def test_a_service_scores_the_reference_log_probs_that_the_data_lacks():
+    """As a local reference does, whatever the actor's ``tokens_per_batch``."""
+    settings = {"terms": [KLToReference(0.5, "k2")], "temperature": 0.7, "tokens_per_batch": 32}
+    want, got = (
+        PolicyLoss(tiny_model(seed=0), reference=reference, **settings)(batch())["loss_kl_to_ref"]
+        for reference in (tiny_model(seed=1), service(Served))
+    )
+    assert want > 0.01
+    assert_close(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:the top k below")
+@pytest.mark.parametrize(("name", "beta"), [("gkd", 0.3), ("gkd", 1.0), ("on_policy_distill", 0.0)])
+def test_a_served_teacher_trains_as_a_local_one(name, beta):
+    student, found = tiny_model(seed=0), []
+    for teacher in (tiny_model(seed=1), service(ServedAlike)):
+        parts = make_algorithm(name, student, reference=teacher, top_k=6, beta=beta, temperature=0.8)
+        data = parts.prepare(batch().exclude("log_probs", "advantage"))
+        assert data["top_k", "ids"].shape == (2, 3, 6)
+        loss = parts.loss(data).total_loss
+        found.append((loss, *torch.autograd.grad(loss, tuple(student.parameters()))))
+    assert found[0][0] > 0.01
+    assert_close(found[1], found[0])
+
+
 # ------------------------------------------------------------------ torchrl's backends
 
 VARIANTS = {RetrieveLogProb: RayRetrieveLogProb, RetrieveKL: RayRetrieveKL, KLRewardTransform: RayKLRewardTransform}
-MODELS = {RetrieveLogProb: 1, RetrieveKL: 2, KLRewardTransform: 1}
 
 
 @pytest.fixture
@@ -88,16 +212,20 @@ def started(monkeypatch):
 
     def start(served, *, factory, **options):
         arguments.append({name: value for name, value in options.items() if value is not None})
-        model = RemoteStub([])
-        model.interface = ModelInterface(log_probs_key=f"log_probs_{len(arguments)}")
-        return SimpleNamespace(model=model, close=lambda: None)
+        made = RemoteStub([])
+        made.interface = ModelInterface(log_probs_key=f"log_probs_{len(arguments)}")
+        return SimpleNamespace(model=made, close=lambda: None)
 
     monkeypatch.setattr(_transforms, "ScoringService", start)
     return arguments
 
 
+def models_of(cls):
+    return [model(seed=seed) for seed in range(2 if cls in (RetrieveKL, RayRetrieveKL) else 1)]
+
+
 def made(cls, **kwargs):
-    return cls(*(model(seed=seed) for seed in range(MODELS[cls])), **kwargs)
+    return cls(*models_of(cls), **kwargs)
 
 
 @pytest.mark.parametrize("cls", VARIANTS)
@@ -107,26 +235,23 @@ def test_the_backend_of_torchrl_builds_the_variant(cls, started):
     with torchrl.service_backend("ray"):
         found = made(cls, num_cpus=2)
         local = made(cls, service_backend="direct")
-        again = VARIANTS[cls](*(model(seed=seed) for seed in range(MODELS[cls])), num_cpus=2)
+        again = made(VARIANTS[cls], num_cpus=2)
     assert type(found) is type(made(cls, service_backend="ray", num_cpus=2)) is type(again) is VARIANTS[cls]
     with pytest.warns(FutureWarning, match="use_ray_service is deprecated .* Use service_backend='ray'") as warned:
         assert type(made(cls, use_ray_service=True, num_cpus=2)) is VARIANTS[cls]
     assert warned[0].filename == __file__
-    assert [options["num_cpus"] for options in started] == [2] * (4 * MODELS[cls])
+    assert [options["num_cpus"] for options in started] == [2] * (4 * len(models_of(cls)))
     assert type(local) is cls
     if cls is RetrieveKL:  # its parts follow no scope: what they score is served already
         for transform in (found, local):
             assert [type(part) for part in transform] == [RetrieveLogProb, RetrieveLogProb, KLComputation]
-
-
-@pytest.mark.parametrize("cls", VARIANTS)
-def test_options_of_the_backend_are_arguments_of_the_service(cls, started):
-    options = {"num_gpus": 0.5, "resources": {"gold": 1}, "name": "mine"}
+    started.clear()
+    expected = {"num_gpus": 0.5, "resources": {"gold": 1}}  # options of the backend are arguments of the service
+    options = {**expected, "name": "mine"}
     given = {"actor_options": options} if cls is RetrieveKL else options
     made(cls, service_backend="ray", service_backend_options=given, timeout=7)
     names = ["mine-gen", "mine"] if cls is RetrieveKL else ["mine"]
-    expected = {"num_gpus": 0.5, "resources": {"gold": 1}, "timeout": 7}
-    assert started == [{**expected, "name": name} for name in names]
+    assert started == [{**expected, "timeout": 7, "name": name} for name in names]
 
 
 def test_an_option_that_no_actor_has_is_refused(started):
@@ -160,17 +285,15 @@ def test_errors_of_a_backend_are_those_of_torchrl(cls):
         cls()
 
 
-def test_a_subclass_has_no_variant():
+def test_what_has_no_variant(started):
+    """A user's subclass; and the policy of an algorithm, whose copy behind a service would keep the first weights."""
+
     class Mine(RetrieveLogProb):
-        """A user's subclass of a local class."""
+        pass
 
     with pytest.raises(TypeError, match=r"Mine does not support service_backend='ray'.*RayRetrieveLogProb"):
         Mine(model(), service_backend="ray")
     assert type(Mine(model())) is Mine
-
-
-def test_a_scope_leaves_the_policy_of_an_algorithm_here(started):
-    """A copy behind a service would keep the first weights."""
     with torchrl.service_backend("ray"):
         parts = make_algorithm("grpo", model(), reference=model(seed=1), group_size=2, kl_reward="k1")
     assert type(parts.kl_transform) is RetrieveKL

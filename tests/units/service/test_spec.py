@@ -39,8 +39,7 @@ def of_array(values):
 
 
 def test_factories_differ_by_name_code_and_arguments():
-    long = np.zeros(5000)
-    other = long.copy()
+    long, other = np.zeros(5000), np.zeros(5000)
     other[2500] = 1
     factories = [
         Loader(0).load,
@@ -49,42 +48,33 @@ def test_factories_differ_by_name_code_and_arguments():
         Loader(1),
         partial(of_array, long),
         partial(of_array, other),
-        model,
-        make_another,
-        partial(model, seed=1),
-        partial(model, seed=2),
-        partial(slow, 0.1),
-        closure(1),
-        closure(2),
-        lambda: model(seed=1),
-        lambda: model(seed=2),
     ]
+    factories += [model, make_another, partial(model, seed=1), partial(model, seed=2), partial(slow, 0.1)]
+    factories += [closure(1), closure(2), lambda: model(seed=1), lambda: model(seed=2)]
     described = [describe_source(None, factory) for factory in factories]
     assert len(set(described)) == len(factories), described
     assert "remote_models.model" in described[6]
-    assert describe_source(None, partial(model, seed=1)) == described[8]
-    assert describe_source(None, closure(1)) == described[11]
-    assert describe_source(None, Loader(1).load) == described[1]
-    assert describe_source(None, partial(of_array, long.copy())) == described[4]
+    alike = {1: Loader(1).load, 4: partial(of_array, long.copy()), 8: partial(model, seed=1), 11: closure(1)}
+    for i, factory in alike.items():
+        assert describe_source(None, factory) == described[i]
     assert not any(" at 0x" in text for text in described)
 
 
 def test_models_differ_by_their_weights():
-    one = model()
-    assert describe_source(one, None) == describe_source(model(), None)
-    assert describe_source(one, None) != describe_source(model(seed=1), None)
     swapped = model()
-    weight = swapped.lm_head.weight
     with torch.no_grad():
-        weight[[0, 1]] = weight[[1, 0]].clone()  # keeps the sum
-    assert describe_source(one, None) != describe_source(swapped, None)
+        swapped.lm_head.weight[[0, 1]] = swapped.lm_head.weight[[1, 0]].clone()  # keeps the sum
+    one, same, other, third = (describe_source(each, None) for each in (model(), model(), model(seed=1), swapped))
+    assert one == same
+    assert one not in (other, third)
+
+
+def spec(make=model, **options):
+    return ServiceSpec("name", make, "source", {"max_tokens": 1, "hang_after": 900.0}, **options)
 
 
 def test_a_model_given_by_value_is_not_sent_to_other_clients():
-    def spec(make):
-        return ServiceSpec("name", make, "source", {"max_tokens": 1})
-
-    held, made = RemoteModel(spec(HeldModel(model()))), RemoteModel(spec(model))
+    held, made = RemoteModel(spec(HeldModel(model()))), RemoteModel(spec())
     assert len(pickle.dumps(held)) < 2000 < len(pickle.dumps(model()))
     assert pickle.loads(pickle.dumps(held)).spec.make_model is None
     assert pickle.loads(pickle.dumps(made)).spec.make_model is model
@@ -131,9 +121,9 @@ def test_invalid_arguments_are_refused_before_actors_start(message):
 
 
 def test_a_spec_plans_its_control_actor():
-    spec = ServiceSpec("name", model, "source", {"hang_after": 900.0}, num_replicas=4, min_replicas=2, lease=5.0)
-    assert (spec.plan.slots, spec.plan.least, spec.plan.lease) == (4, 2, 5.0)
-    assert spec.plan.hang_after == 60.0, "a process answers while its model works, so silence is no work"
+    plan = spec(num_replicas=4, min_replicas=2, lease=5.0).plan
+    assert (plan.slots, plan.least, plan.lease) == (4, 2, 5.0)
+    assert plan.hang_after == 60.0, "a process answers while its model works, so silence is no work"
 
 
 # ------------------------------------------------------------------ what a factory reads
@@ -165,27 +155,27 @@ class Loader:
     return module.load
 
 
+def differing(one, other):
+    """The names of globals whose descriptions differ, as the first factory reads them."""
+    before, after = describe_reads(one)[0], describe_reads(other)[0]
+    return {key for key in before if before[key] != after[key]}
+
+
 def test_globals_that_the_factory_and_its_helpers_read_are_compared():
     """Two drivers whose factories differ in a global alone: the second got the first one's scores."""
-    zero, one = (describe_reads(script(checkpoint))[0] for checkpoint in (0, 1))
-    assert {key for key in zero if zero[key] != one[key]} == {"driver.CKPT"}
-    assert (zero["driver.CKPT"], one["driver.CKPT"]) == ("0", "1")
-    again, opaque = describe_reads(script(0))
-    assert again == zero
+    zero, opaque = describe_reads(script(0))
+    assert (zero["driver.CKPT"], describe_reads(script(1))[0]["driver.CKPT"]) == ("0", "1")
+    assert describe_reads(script(0))[0] == zero
     assert opaque == ["driver.LOCK"], "it says what it cannot compare"
-    other = describe_reads(script(0, LIMITS={"a": [1, 2.75]}))[0]
-    assert {key for key in zero if zero[key] != other[key]} == {"driver.LIMITS"}
+    assert differing(script(0), script(0, LIMITS={"a": [1, 2.75]})) == {"driver.LIMITS"}
 
-
-def test_globals_behind_any_kind_of_factory():
     def kinds(checkpoint):
         load = script(checkpoint)
         loader = load.__globals__["Loader"]()
-        return [partial(load), loader, loader.read, eval("lambda: load()", load.__globals__), lambda: load()]
+        return [load, partial(load), loader, loader.read, eval("lambda: load()", load.__globals__), lambda: load()]
 
-    for zero, one in zip(kinds(0), kinds(1), strict=True):
-        before, after = describe_reads(zero)[0], describe_reads(one)[0]
-        assert {key for key in before if before[key] != after[key]} == {"driver.CKPT"}
+    for one, other in zip(kinds(0), kinds(1), strict=True):
+        assert differing(one, other) == {"driver.CKPT"}
 
 
 def test_a_changed_helper_shows_and_long_values_are_cut():
@@ -194,6 +184,5 @@ def test_a_changed_helper_shows_and_long_values_are_cut():
 
     before, after = script(0), script(0, LONG="x" * 1000)
     after.__globals__["middle"] = types.FunctionType(changed_helper.__code__, after.__globals__, "middle")
-    one, other = describe_reads(before)[0], describe_reads(after)[0]
-    assert one["driver.middle"] != other["driver.middle"]
-    assert max(map(len, other.values())) < 200
+    assert "driver.middle" in differing(before, after)
+    assert max(map(len, describe_reads(after)[0].values())) < 200
