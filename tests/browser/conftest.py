@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from built_site import Site, build
+from built_site import site  # noqa: F401
 from inspector_tab import CHROMIUM, TOKENIZER, Tab, batch
 from torchrl_llm_kl import inspect_tokens
 from torchrl_llm_kl.diagnostics import TokenColumns
 from waits import LONG
 
 
-@pytest.fixture(scope="session")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """The site, built once for all tests; ``TORCHRL_LLM_KL_SITE`` names one that is built already."""
-    if built := os.environ.get("TORCHRL_LLM_KL_SITE"):
-        return Site(Path(built).resolve(), "")
-    folder = tmp_path_factory.mktemp("site")
-    return Site(folder, build(folder))
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="no chromium to test in: playwright is not installed"
-    )
+    reason = "no chromium to test in: playwright is not installed"
+    playwright = pytest.importorskip("playwright.sync_api", reason=reason)
     playwright.expect.set_options(timeout=1000 * LONG)  # a busy machine is no failure
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(executable_path=CHROMIUM)
@@ -38,12 +27,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def show(browser: Any) -> Iterator[Callable[..., Tab]]:
-    """Open a page; at the end it must have asked for nothing and complained of nothing."""
+def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Tab]]:
+    """Open the page of a batch, or one that is there; at the end it asked for nothing and complained of nothing."""
     tabs: list[Tab] = []
 
-    def open_page(path: Path, scheme: str = "light", width: int = 1300, height: int = 800) -> Tab:
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    def open_page(
+        what: Path | TokenColumns, words: Any = TOKENIZER, *, scheme: str = "light", width: int = 1300, **options: Any
+    ) -> Tab:
+        path = tmp_path / "x.html" if isinstance(what, TokenColumns) else what
+        if isinstance(what, TokenColumns):
+            inspect_tokens(what, words, path, **options)
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         tab = Tab(context.new_page())
         tabs.append(tab)
 

@@ -24,19 +24,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium: the site is not tested in a browser"),
 ]
 PHONE = {"width": 390, "height": 844}
-PAGES = [
-    "",
-    "start/",
-    "concepts/",
-    "algorithms/",
-    "losses/",
-    "ray/",
-    "papers/",
-    "api/",
-    "reference/losses/",
-    "elsewhere/",
-]
-PAGES += ["benchmarks/RESULTS/", "notebooks/start/", "CHANGELOG/"]
+PAGES = ["", "start", "concepts", "algorithms", "losses", "ray", "papers", "api", "reference/losses", "elsewhere"]
+PAGES += ["benchmarks/RESULTS", "notebooks/start", "CHANGELOG"]
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -57,33 +46,34 @@ def address(site: Site) -> Iterator[str]:
 @pytest.fixture
 def visit(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     """Open a page, in a window of its own; afterwards no other host was asked and no script has failed."""
-    contexts, strangers, errors = [], [], []
+    contexts: list[Any] = []
+    asked: list[str] = []
+    errors: list[str] = []
+
+    def answered(response: Any) -> None:
+        if response.status >= 400:
+            errors.append(f"{response.status} {response.url}")
 
     def opened(path: str, **settings: Any) -> Any:
         contexts.append(context := browser.new_context(**settings))
         page = context.new_page()
         page.set_default_timeout(120_000)
-        page.on(
-            "request",
-            lambda request: request.url.startswith((address, "data:", "blob:")) or strangers.append(request.url),
-        )
+        page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on(
-            "response", lambda response: response.status < 400 or errors.append(f"{response.status} {response.url}")
-        )
+        page.on("response", answered)
         page.goto(f"{address}/{path}")
         return page
 
     yield opened
     for context in contexts:
         context.close()
-    assert strangers == []
+    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
     assert errors == []
 
 
 @pytest.mark.parametrize("path", PAGES)
 def test_a_phone_needs_no_sideways_scrolling(visit: Callable[..., Any], path: str) -> None:
-    page = visit(path, viewport=PHONE, is_mobile=True, device_scale_factor=2)
+    page = visit(f"{path}/".lstrip("/"), viewport=PHONE, is_mobile=True, device_scale_factor=2)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     wide = page.evaluate(
         "[...document.querySelectorAll('.md-content img, .md-content p, .md-content h1')]"
@@ -92,20 +82,19 @@ def test_a_phone_needs_no_sideways_scrolling(visit: Callable[..., Any], path: st
     assert wide == 0
 
 
-@pytest.mark.parametrize(
-    ("query", "target"),
-    [
-        ("RetrieveKL", "reference/transforms/#torchrl_llm_kl.transforms.RetrieveKL"),
-        ("PIKLCoefficient", "reference/estimators/#torchrl_llm_kl.estimators.PIKLCoefficient"),
-        ("distillation", "distillation/"),
-    ],
-)
+FOUND = {
+    "RetrieveKL": "reference/transforms/#torchrl_llm_kl.transforms.RetrieveKL",
+    "PIKLCoefficient": "reference/estimators/#torchrl_llm_kl.estimators.PIKLCoefficient",
+    "distillation": "distillation/",
+}
+
+
+@pytest.mark.parametrize(("query", "target"), FOUND.items(), ids=FOUND)
 def test_search_finds(visit: Callable[..., Any], query: str, target: str) -> None:
     page = visit("")
     page.locator(".md-search__input").click()
     page.locator(".md-search__input").fill(query)
-    result = page.locator(".md-search-result__link").first
-    result.wait_for()
+    page.locator(".md-search-result__link").first.wait_for()
     found = page.eval_on_selector_all(".md-search-result__link", "links => links.slice(0, 12).map(link => link.href)")
     assert any(target in re.sub(r"\?h=[^#]*", "", link) for link in found), found
 
@@ -121,33 +110,22 @@ def test_a_result_leads_to_the_name(visit: Callable[..., Any]) -> None:
 def test_dark_and_light(visit: Callable[..., Any], scheme: str) -> None:
     """The system's choice at first, then the reader's."""
     page = visit("concepts/", color_scheme=scheme)
-    shown = {"light": "default", "dark": "slate"}
-    assert page.get_attribute("body", "data-md-color-scheme") == shown[scheme]
+    first, other = ("default", "slate") if scheme == "light" else ("slate", "default")
+    assert page.get_attribute("body", "data-md-color-scheme") == first
     page.locator("label.md-header__button:not([hidden])[for^=__palette]").first.click()
-    other = shown["dark" if scheme == "light" else "light"]
     playwright.expect(page.locator("body")).to_have_attribute("data-md-color-scheme", other)
 
 
-def test_formulas_are_drawn(visit: Callable[..., Any]) -> None:
-    page = visit("reference/losses/")
-    box = page.locator("math").first.bounding_box()
+def test_formulas_pictures_and_outputs_are_shown(visit: Callable[..., Any], site: Site) -> None:
+    box = visit("reference/losses/").locator("math").first.bounding_box()
     assert box["width"] > 10
     assert box["height"] > 8
-
-
-def test_pictures_are_shown(visit: Callable[..., Any]) -> None:
     page = visit("concepts/")
     page.wait_for_load_state("networkidle")
     widths = page.eval_on_selector_all(".md-content img", "images => images.map(image => image.naturalWidth)")
     assert len(widths) == 5
     assert min(widths) > 500
-
-
-def test_the_notebook_shows_its_outputs(visit: Callable[..., Any]) -> None:
     page = visit("notebooks/start/")
     assert page.locator(".md-content img").count() >= 1
     assert "top_k" in page.inner_text(".md-content")
-
-
-def test_the_site_is_one_folder(site: Site) -> None:
     assert sum(path.stat().st_size for path in Path(site.folder).rglob("*") if path.is_file()) < 60_000_000

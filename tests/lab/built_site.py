@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from html.parser import HTMLParser
 from os import environ
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
+import pytest
+
 from project import PROJECT
 
 
 def build(folder: Path) -> str:
-    """Build the site into a folder, with warnings as errors, as ``make docs`` does; what the build printed.
-
-    Raises:
-        RuntimeError: if it fails, with all that it printed.
-    """
+    """Build the site into a folder, with warnings as errors, as ``make docs`` does; what the build printed."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"mkdocs build --strict failed with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return done.stderr
+
+
+CODE = ("code", "pre", "script", "style")
 
 
 class Page(HTMLParser):
@@ -51,10 +52,10 @@ class Page(HTMLParser):
             self.loads.append(str(found["src"]))
         elif tag == "link" and found.get("href") and found.get("rel") not in ("canonical", "next", "prev"):
             self.loads.append(str(found["href"]))
-        self._code += tag in ("code", "pre", "script", "style")
+        self._code += tag in CODE
 
     def handle_endtag(self, tag: str) -> None:
-        self._code -= tag in ("code", "pre", "script", "style")
+        self._code -= tag in CODE
 
     def handle_data(self, data: str) -> None:
         if not self._code:
@@ -63,16 +64,10 @@ class Page(HTMLParser):
 
 @dataclass
 class Site:
-    """A built site.
-
-    Args:
-        folder: its root.
-        printed: what the build said.
-    """
+    """A built site: its root, and what the build said."""
 
     folder: Path
     printed: str
-    _pages: dict[Path, Page] = field(default_factory=dict)
 
     @cached_property
     def pages(self) -> dict[Path, Page]:
@@ -88,3 +83,12 @@ class Site:
         place, anchor = urldefrag(target)
         path = (page.path.parent / unquote(place)).resolve() if place else page.path
         return (path / "index.html" if path.is_dir() else path), unquote(anchor)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The site, built once for all tests of a tier; ``TORCHRL_LLM_KL_SITE`` names one that is built already."""
+    if built := environ.get("TORCHRL_LLM_KL_SITE"):
+        return Site(Path(built).resolve(), "")
+    folder = tmp_path_factory.mktemp("site")
+    return Site(folder, build(folder))

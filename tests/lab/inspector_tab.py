@@ -57,6 +57,11 @@ def batch(seed: int = 0, answers: int = 4) -> TokenColumns:
     return TokenColumns(tokens, mask, columns, {"reward": reward}, torch.arange(len(rows)) // answers)
 
 
+def span(columns: TokenColumns, row: int) -> slice:
+    """Where a rollout's tokens are."""
+    return slice(*columns.tokens.offsets[row : row + 2].tolist())
+
+
 @dataclass
 class Tab:
     """A page of the inspector, and what it has done beyond its file."""
@@ -72,9 +77,6 @@ class Tab:
         self.page.locator(f"#row-{row}").click()
         self.wait_for_rollout(row)
 
-    def heading(self) -> str:
-        return str(self.page.inner_text("#heading"))
-
     def wait_for_rollout(self, row: int) -> None:
         self.wait_for("#heading", f"Rollout {row}")
 
@@ -84,6 +86,9 @@ class Tab:
 
         expect(self.page.locator(selector)).to_have_text(text)
 
+    def texts(self, selector: str) -> list[str]:
+        return self.page.locator(selector).all_text_contents()
+
     def focused(self) -> int:
         return int(self.page.evaluate("document.activeElement.dataset.i ?? -1"))
 
@@ -92,14 +97,12 @@ class Tab:
 
     def classes(self, pane: int = 0) -> list[set[str]]:
         """The classes of each token."""
-        found = self.page.eval_on_selector_all(
-            f".tokens[data-side='{pane}'] [data-i]", "spans => spans.map(span => span.className)"
-        )
+        spans = f".tokens[data-side='{pane}'] [data-i]"
+        found = self.page.eval_on_selector_all(spans, "spans => spans.map(span => span.className)")
         return [set(names.split()) for names in found]
 
     def card(self) -> dict[str, float]:
         """The numbers of the shown card, of the first batch."""
-        cells = self.page.eval_on_selector_all(
-            "#card dd[data-side='0']", "cells => cells.map(cell => [cell.dataset.name, cell.textContent])"
-        )
+        read = "cells => cells.map(cell => [cell.dataset.name, cell.textContent])"
+        cells = self.page.eval_on_selector_all("#card dd[data-side='0']", read)
         return {name: float(text.replace("∞", "inf")) for name, text in cells}

@@ -1,5 +1,22 @@
-"""Where the project is."""
+"""Where the project is, and its files that are loaded by path: scripts that write pages, modules without their package."""
 
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def script(name: str) -> Any:
+    """``script("docs/build_api.py")``, run once."""
+    path = PROJECT / name
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import tensordict
-import torch
 
 from project import PROJECT
 from toy_rollouts import make_model, make_tokenizer
@@ -35,15 +34,8 @@ def example(folder: Path, **changes: str) -> str:
     return text
 
 
-def run_example(folder: Path, **changes: str) -> None:
+def run_example(folder: Path, changes: dict[str, str] | None = None, **names: Any) -> None:
+    """Run it, with changes and names that are given."""
     save_checkpoint(folder)
     with tensordict.set_list_to_stack(tensordict.list_to_stack()):
-        exec(compile(example(folder, **changes), "README.md", "exec"), {})
-
-
-def noisy(batch: Any) -> Any:
-    """Random token rewards, so that no group has equal ones."""
-    for row in batch.unbind(0):
-        reward = row["next", "reward"]
-        row["next", "reward"] = reward + torch.rand(reward.shape)
-    return batch
+        exec(compile(example(folder, **changes or {}), "README.md", "exec"), names)

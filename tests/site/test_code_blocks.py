@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import shlex
 import sys
@@ -19,14 +20,16 @@ import transformers
 import typer
 import yaml
 
+import countdown_grpo
 import torchrl_llm_kl
 from code_blocks import PAGES, all_blocks
-from preambles import PREAMBLES, World
+from preambles import PREAMBLES, given
 from project import PROJECT
+from readme import save_checkpoint
 from torchrl_llm_kl import diagnostics
 from torchrl_llm_kl.cli._commands import app
 
-#: Blocks that are not run: page -> how many, for reasons that hold on any machine without these.
+#: Blocks that are not run, for reasons that hold on any machine without these, and how many there are.
 NOT_RUN = {
     ("docs/distributed.md", "needs DeepSpeed"): 1,
     ("docs/ray.md", "needs eight GPUs"): 1,
@@ -35,8 +38,6 @@ NOT_RUN = {
     ("docs/torchrl.md", "tests/ray and tests/runs run it in actors or processes"): 3,
     ("docs/vllm.md", "needs vLLM and a GPU"): 2,
 }
-#: Pages that start Ray.
-SLOW = {"docs/ray.md"}
 LANGUAGES = {"", "python", "bash", "console", "text", "yaml", "json", "diff", "toml"}
 
 PYTHON = all_blocks("python")
@@ -49,11 +50,7 @@ WITH_PYTHON = sorted({block.page for block in PYTHON})
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny model, which stands for any checkpoint of the hub."""
-    folder, world = tmp_path_factory.mktemp("checkpoint"), World()
-    model = world.new_model(0)
-    model.config.max_position_embeddings = 2048
-    model.save_pretrained(folder)
-    world.tokenizer.save_pretrained(folder)
+    save_checkpoint(folder := tmp_path_factory.mktemp("checkpoint"))
     return folder
 
 
@@ -62,9 +59,8 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """An empty folder, the hub's names as the tiny checkpoint, and settings put back afterwards."""
     monkeypatch.chdir(tmp_path)
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
-        original = loader.from_pretrained
 
-        def load(name: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+        def load(name: Any, *args: Any, _original: Any = loader.from_pretrained, **kwargs: Any) -> Any:
             return _original(checkpoint if str(name).startswith("Qwen/") else name, *args, **kwargs)
 
         monkeypatch.setattr(loader, "from_pretrained", load)
@@ -85,23 +81,26 @@ def public_names() -> set[str]:
 
 def run_page(page: str) -> dict[str, Any]:
     """All blocks in order, in one namespace: the namespace."""
-    given = PREAMBLES[page](World()) if page in PREAMBLES else {}
-    assert set(given) & public_names() == set()
-    names = {"__name__": "page", **given}
+    names = {"__name__": "page", **given(page)}
+    assert set(names) & public_names() == set()
     for block in PYTHON:
         if block.page == page and block.reason is None:
             exec(compile("\n" * (block.line - 1) + block.code, str(PROJECT / page), "exec"), names)
     return names
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in WITH_PYTHON]
-)
+#: Those that start Ray are slow.
+PARAMETERS = [pytest.param(page, marks=pytest.mark.slow if page == "docs/ray.md" else ()) for page in WITH_PYTHON]
+
+
+@pytest.mark.parametrize("page", PARAMETERS)
 def test_the_python_of_a_page_runs(page: str, surroundings: None) -> None:
     names = run_page(page)
     if page == "docs/data.md":
         assert names["pairs"].batch_size == (8, 2)
         assert len(names["answers"]) == len(names["buffer"]) == 8
+    if page == "docs/distillation.md":
+        assert 0.6 < float(names["out"]["captured_mass"]) < 1
 
 
 def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,32 +109,26 @@ def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch:
     both = [page for page, code in pages.items() if "diagnose(" in code and ".step()" in code]
     assert both == ["docs/start.md"]
     events: list[str] = []
-    diagnose, step = diagnostics.diagnose, torch.optim.AdamW.step
+    step = torch.optim.AdamW.step
+    for owner, name, original in ((diagnostics, "diagnose", diagnostics.diagnose), (torch.optim.AdamW, "step", step)):
 
-    def looked(*args: Any, **kwargs: Any) -> Any:
-        events.append("diagnose")
-        return diagnose(*args, **kwargs)
+        def seen(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
+            events.append(_name)
+            return _original(*args, **kwargs)
 
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        events.append("step")
-        return step(*args, **kwargs)
-
-    monkeypatch.setattr(diagnostics, "diagnose", looked)
-    monkeypatch.setattr(torch.optim.AdamW, "step", stepped)
+        monkeypatch.setattr(owner, name, seen)
     run_page("docs/start.md")
     assert events == ["diagnose", "step", "step"]
 
 
 def test_few_blocks_are_not_run() -> None:
-    found = Counter((block.page, block.reason) for page_blocks in [all_blocks(*LANGUAGES)] for block in page_blocks)
-    assert {key: number for key, number in found.items() if key[1] is not None} == NOT_RUN
+    assert Counter((block.page, block.reason) for block in all_blocks(*LANGUAGES) if block.reason) == NOT_RUN
     assert set(PREAMBLES) <= set(WITH_PYTHON)
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert set(re.findall(r"^```([\w.]*)", text, re.MULTILINE)) <= LANGUAGES
 
 
 def test_blocks_that_are_not_run_import_what_exists() -> None:
-    """They parse, and their imports of torchrl and of this package are there."""
     for block in [block for block in PYTHON if block.reason]:
         for node in ast.walk(ast.parse(block.code)):
             if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("torchrl", "torchrl_llm_kl"):
@@ -153,12 +146,10 @@ _OF_TYPER = {"--help", "--install-completion", "--show-completion"}
 
 def commands() -> list[tuple[str, str]]:
     """Where and what: lines of shell blocks, and code in the text, that call a program of ours."""
-    found = []
-    for block in all_blocks("", "bash", "console"):
-        for number, line in enumerate(block.code.splitlines()):
-            text = line.removeprefix("$ ").strip()
-            if text.split(" ")[0] in _PROGRAMS:
-                found.append((f"{block.page}:{block.line + number}", text))
+    blocks = all_blocks("", "bash", "console")
+    lines = [(f"{block.page}:{block.line + i}", x) for block in blocks for i, x in enumerate(block.code.splitlines())]
+    found = [(where, line.removeprefix("$ ").strip()) for where, line in lines]
+    found = [(where, text) for where, text in found if text.split(" ")[0] in _PROGRAMS]
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         inline = re.findall(r"`((?:make|torchrl-llm-kl|python) [^`\n]+)`", text)
@@ -181,9 +172,9 @@ def wrong_in(command: str) -> set[str]:
         return {word for word in words if re.fullmatch("[a-z-]+", word)} - set(targets)
     if program == "torchrl-llm-kl":
         return wrong_words(words)
+    if program == "python" and words[:2] == ["-m", "torchrl_llm_kl"]:
+        return wrong_words(words[2:])
     if program == "python" and words[0] == "-m":
-        if words[1] == "torchrl_llm_kl":
-            return wrong_words(words[2:])
         module = PROJECT.joinpath(*words[1].split("."))  # tests/benchmarks would hide benchmarks from importlib
         return set() if module.with_suffix(".py").exists() or (module / "__main__.py").exists() else {words[1]}
     if program in ("python", "torchrun"):
@@ -196,22 +187,14 @@ def wrong_in(command: str) -> set[str]:
 def wrong_words(words: list[str]) -> set[str]:
     """The commands and options that the command line has not."""
     program = typer.main.get_command(app)
-    known: set[str] = _OF_TYPER | {name for parameter in program.params for name in parameter.opts}
-    for word in words:
-        if word in program.commands:  # type: ignore[attr-defined]
-            known |= {name for parameter in program.commands[word].params for name in parameter.opts}  # type: ignore[attr-defined]
-            known |= options_of_the_demo() if word == "demo" else set()
-            break
-        if not word.startswith("-") and word != "COMMAND":
-            return {word}
+    called = next((word for word in words if not word.startswith("-") and word != "COMMAND"), None)
+    if called and called not in program.commands:  # type: ignore[attr-defined]
+        return {called}
+    parameters = [*program.params, *(program.commands[called].params if called else ())]  # type: ignore[attr-defined]
+    known = _OF_TYPER | {name for parameter in parameters for name in parameter.opts}
+    if called == "demo":  # passes its options on to the script
+        known |= {f"--{name.replace('_', '-')}" for name in inspect.signature(countdown_grpo.main).parameters}
     return {word for word in words if word.startswith("--") and word.split("=")[0] not in known}
-
-
-def options_of_the_demo() -> set[str]:
-    """``demo`` passes its options on to the script."""
-    tree = ast.parse((PROJECT / "tutorials" / "countdown_grpo.py").read_text(encoding="utf-8"))
-    (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
-    return {f"--{argument.arg.replace('_', '-')}" for argument in main.args.args}
 
 
 def test_configurations_parse() -> None:

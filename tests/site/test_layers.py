@@ -3,95 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from scripts import script
+from project import script
 
 layers = script("docs/build_architecture.py")
 ROW = {layer: row for row, names in enumerate(layers.LAYERS) for layer in names}
-BASE = layers.LAYERS[0]
-MODULES = layers.modules()
-imports = cache(layers.imports)
+#: Module -> what it imports, and whether by name.
+IMPORTS = {module: list(layers.imports(path)) for module, path in layers.modules().items()}
 
 SERVICE = f"{layers.PACKAGE}.service."
 # Folders and modules of the service, from the lowest row to the highest. The folders' own packages hold no names.
 SERVICE_ROWS = [
-    {"_errors", "_wire"},
-    {"control", "_weights"},
-    {"engines"},
-    {"replica"},
-    {"client"},
-    {"_service"},
-    {"_transforms", "_weight_sync"},
+    "_errors _wire",
+    "control _weights",
+    "engines",
+    "replica",
+    "client",
+    "_service",
+    "_transforms _weight_sync",
 ]
-SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in parts}
+SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in parts.split()}
+#: Parts of one row that may import each other.
+TOGETHER = [{"_errors", "_wire"}, {"control", "_weights"}]
 
 
 def wrong_imports() -> list[str]:
     """What modules import that they must not."""
     wrong = []
-    for module, path in MODULES.items():
+    for module, targets in IMPORTS.items():
         own = layers.layer_of(module)
-        for target, by_name in imports(path):
+        for target, by_name in targets:
             other = layers.layer_of(target)
             if other in (own, "") or own == "":
                 continue
-            if by_name:
-                wrong.append(f"{module} loads {target} by name: only the root package does")
-            if ROW[other] >= ROW[own]:
-                wrong.append(f"{module} imports {target}: up or across")
-            if other not in BASE and target != f"{layers.PACKAGE}.{other}":
-                wrong.append(f"{module} reaches into {target}")
+            inside = other not in layers.LAYERS[0] and target != f"{layers.PACKAGE}.{other}"
+            wrong += [f"{module} loads {target} by name: only the root package does"] * by_name
+            wrong += [f"{module} imports {target}: up or across"] * (ROW[other] >= ROW[own])
+            wrong += [f"{module} reaches into {target}"] * inside
     return wrong
 
 
 def test_imports_go_down_and_through_the_package() -> None:
-    assert {layers.layer_of(module) for module in MODULES} - {""} == set(ROW)
+    assert {layers.layer_of(module) for module in IMPORTS} - {""} == set(ROW)
     assert wrong_imports() == []
 
 
 def test_imports_within_the_service_go_down() -> None:
     wrong = []
-    for module in [name for name in MODULES if name.startswith(SERVICE)]:
+    for module in [name for name in IMPORTS if name.startswith(SERVICE)]:
         own = module.removeprefix(SERVICE).split(".")[0]
-        for target in [name for name, _ in imports(MODULES[module]) if name.startswith(SERVICE)]:
+        for target in [name for name, _ in IMPORTS[module] if name.startswith(SERVICE)]:
             part = target.removeprefix(SERVICE).split(".")[0]
-            same = part == own or {part, own} <= {"_errors", "_wire"} or {part, own} <= {"control", "_weights"}
-            if not same and SERVICE_ROW[part] >= SERVICE_ROW[own]:
-                wrong.append(f"{module} imports {target}: up or across")
+            allowed = part == own or any({part, own} <= both for both in TOGETHER)
+            wrong += [f"{module} imports {target}: up or across"] * (
+                not allowed and SERVICE_ROW[part] >= SERVICE_ROW[own]
+            )
     assert wrong == []
 
 
-def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """A circle of modules, empty if there is none. Importing a module runs the packages that hold it."""
-    done: set[str] = set()
-
-    def visit(module: str, path: list[str]) -> list[str]:
-        if module in path:
-            return [*path[path.index(module) :], module]
-        if module in done:
-            return []
-        for target in sorted(graph.get(module, ())):
-            # A package's own modules import one another while it loads: that is no circle.
-            if module.startswith(f"{target}."):
-                continue
-            if found := visit(target, [*path, module]):
-                return found
-        done.add(module)
-        return []
-
-    return next((found for module in graph if (found := visit(module, []))), [])
+def circle(graph: Mapping[str, set[str]]) -> set[str]:
+    """The modules of a circle, empty if there is none. A package's own modules import one another while it loads."""
+    others = {module: {x for x in targets if not f"{module}.".startswith(f"{x}.")} for module, targets in graph.items()}
+    try:
+        TopologicalSorter(others).prepare()
+    except CycleError as error:
+        return set(error.args[1])
+    return set()
 
 
 def test_no_circles() -> None:
-    graph = {
-        module: {target for target, by_name in imports(path) if not by_name and target in MODULES} - {module}
-        for module, path in MODULES.items()
-    }
-    assert circle(graph) == []
-    assert circle({"p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}}) == ["p.a", "p.b", "p.c", "p.a"]
-    assert circle({"p": {"p.a"}, "p.a": {"p.b"}, "p.b": set()}) == []
+    graph = {name: {x for x, by_name in to if not by_name and x in IMPORTS} for name, to in IMPORTS.items()}
+    assert circle(graph) == set()
+    assert circle({"p.a": {"p.b"}, "p.b": {"p.c"}, "p.c": {"p.a"}}) == {"p.a", "p.b", "p.c"}
+    assert circle({"p": {"p.a"}, "p.a": {"p.b", "p"}, "p.b": set()}) == set()
 
 
 def test_an_import_of_a_private_module_is_seen(tmp_path: Path) -> None:
@@ -101,12 +87,8 @@ def test_an_import_of_a_private_module_is_seen(tmp_path: Path) -> None:
         "def later():\n    from torchrl_llm_kl.scoring._run import x\n    import torchrl_llm_kl.head\n"
         "import_module('torchrl_llm_kl.service')\n"
     )
-    assert sorted(layers.imports(file)) == [
-        ("torchrl_llm_kl.head", False),
-        ("torchrl_llm_kl.losses", False),
-        ("torchrl_llm_kl.scoring._run", False),
-        ("torchrl_llm_kl.service", True),
-    ]
+    by_name = {"head": False, "losses": False, "scoring._run": False, "service": True}
+    assert sorted(layers.imports(file)) == [(f"torchrl_llm_kl.{name}", flag) for name, flag in by_name.items()]
 
 
 def test_the_page_has_the_table_of_today() -> None:

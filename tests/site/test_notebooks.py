@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from project import PROJECT
-from scripts import script
+from project import PROJECT, script
 
 nbformat = pytest.importorskip("nbformat", reason="the extra `docs` is not installed")
 pytest.importorskip("jupytext", reason="the extra `docs` is not installed")
@@ -56,7 +55,6 @@ def test_the_first_notebook_learns_and_finds_the_fault() -> None:
 def test_executing_a_notebook_yields_what_it_shows(source: Path, tmp_path: Path) -> None:
     """Numbers may differ in the last digits on another machine; the words around them may not."""
     number = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-    again, before = printed(build.execute(source, tmp_path)), printed(shown(source))
-    assert [number.sub("#", text).split("\n")[0] for text in again] == [
-        number.sub("#", text).split("\n")[0] for text in before
-    ]
+    notebooks = build.execute(source, tmp_path), shown(source)
+    again, before = ([number.sub("#", text).split("\n")[0] for text in printed(each)] for each in notebooks)
+    assert again == before

@@ -28,12 +28,10 @@ def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkey
     for seed in range(3):
         torch.manual_seed(seed)
         run_example(tmp_path)
-    assert len(found) == 3
-    differ = [each for each in found if each.measures["mismatch/rms"] > 0.002]
-    assert differ, "no pad token was sampled in 1,500 tokens"
-    for each in found:
-        assert "stale_weights" not in {finding.cause for finding in each.findings}, each
-        assert [finding.cause for finding in each.faults] == (["few_tokens"] if each in differ else []), each
+    differ = [each.measures["mismatch/rms"] > 0.002 for each in found]
+    assert any(differ), "no pad token was sampled in 1,500 tokens"
+    assert ["stale_weights" in {finding.cause for finding in each.findings} for each in found] == [False] * 3
+    assert [[x.cause for x in each.faults] for each in found] == [["few_tokens"] * differs for differs in differ]
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
@@ -62,13 +60,19 @@ def test_gradients_of_the_examples_steps_do_not_add_up(
     changes = {"total_dialog_turns=8": "total_dialog_turns=24", "max_new_tokens=64": "max_new_tokens=6"}
     # Random rewards, so that no step is without gradient.
     changes["grpo.prepare(batch.reshape(-1))"] = "grpo.prepare(noisy(batch.reshape(-1)))"
-    changes["tensordict.set_list_to_stack"] = "from readme import noisy; tensordict.set_list_to_stack"
     if forgotten:
         changes["optimizer.step(), optimizer.zero_grad()"] = "optimizer.step()"
-    run_example(tmp_path, **changes)
+    run_example(tmp_path, changes, noisy=noisy)
     assert len(errors) == 3
     assert errors[0] < 1e-6
     assert all((error > 1e-4) == forgotten for error in errors[1:]), errors
+
+
+def noisy(batch: Any) -> Any:
+    """Random token rewards, so that no group has equal ones."""
+    for row in batch.unbind(0):
+        row["next", "reward"] = row["next", "reward"] + torch.rand(row["next", "reward"].shape)
+    return batch
 
 
 def loops() -> dict[str, str]:

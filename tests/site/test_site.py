@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-from built_site import PROJECT, Page, Site
-from scripts import script
+from built_site import Site
+from project import PROJECT, script
 
 pytest.importorskip("material", reason="the extra `docs` is not installed")
 pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
@@ -23,9 +22,10 @@ NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer
 
 def test_every_page_of_the_docs_is_in_the_site(site: Site) -> None:
     pages = {path.stem for path in PROJECT.glob("docs/*.md")} - {"index"}
+    pages |= {"CHANGELOG", "CONTRIBUTING", "benchmarks/RESULTS", "benchmarks/RAY", "benchmarks/profile"}
     assert [page for page in sorted(pages) if not (site.folder / page / "index.html").is_file()] == []
-    for outside in ("CHANGELOG", "CONTRIBUTING", "benchmarks/RESULTS", "benchmarks/RAY", "benchmarks/profile"):
-        assert (site.folder / outside / "index.html").is_file()
+    assert "Start" in "".join(site.pages[site.folder / "index.html"].text)
+    assert "WARNING" not in site.printed
 
 
 def test_every_link_leads_somewhere(site: Site) -> None:
@@ -39,8 +39,7 @@ def test_every_link_leads_somewhere(site: Site) -> None:
                 continue
             path, anchor = site.resolve(page, target)
             checked += 1
-            there = path.is_file() and (not anchor or path.suffix != ".html" or anchor in site.pages[path].anchors)
-            if not there:
+            if not (path.is_file() and (not anchor or path.suffix != ".html" or anchor in site.pages[path].anchors)):
                 broken.append(f"{page.path.relative_to(site.folder)}: {target}")
     assert broken == []
     assert checked > 5000
@@ -69,58 +68,50 @@ def test_no_markup_of_docstrings_is_left(site: Site) -> None:
     assert "<math" in (site.folder / "reference" / "losses" / "index.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("layer", "text"),
-    [
-        ("losses", "Schulman et al. 2017 (arXiv 1707.06347), eq. 7"),  # which a decorator appends
-        ("losses", "the mode"),
-        ("losses", "Every"),
-        ("transforms", "gen_log_probs_full_key"),
-        ("estimators", "KL estimators, the exact KL"),
-    ],
-)
-def test_the_reference_has_the_texts_of_the_running_program(site: Site, layer: str, text: str) -> None:
-    source = (site.folder / "reference" / layer / "index.html").read_text(encoding="utf-8")
-    assert text in re.sub(r"<[^>]+>", "", source)
+def text_of(site: Site, page: str, after: str = "") -> str:
+    """What a page shows, from a place in its source on."""
+    source = site.page(page).path.read_text(encoding="utf-8")
+    return re.sub(r"<[^>]+>", "", source[source.index(after) :])
 
 
-def test_the_variants_of_an_objective_are_functions(site: Site) -> None:
-    """They are assigned, not defined."""
-    source = (site.folder / "reference" / "losses" / "index.html").read_text(encoding="utf-8")
-    heading = source.split('id="torchrl_llm_kl.losses.dapo"')[1][:4000]
-    assert "clip_high" in re.sub(r"<[^>]+>", "", heading)
+def test_the_reference_has_the_texts_of_the_running_program(site: Site) -> None:
+    losses = text_of(site, "reference/losses")
+    assert "Schulman et al. 2017 (arXiv 1707.06347), eq. 7" in losses  # which a decorator appends
+    assert "the mode" in losses
+    assert "Every" in losses
+    assert "gen_log_probs_full_key" in text_of(site, "reference/transforms")
+    assert "KL estimators, the exact KL" in text_of(site, "reference/estimators")
+    # The variants of an objective are assigned, not defined.
+    assert "clip_high" in text_of(site, "reference/losses", 'id="torchrl_llm_kl.losses.dapo"')[:1500]
 
 
-def test_names_in_the_text_link_to_the_reference(site: Site) -> None:
+def test_names_in_the_text_link_to_the_reference_and_files_are_pages(site: Site) -> None:
     targets = site.page("losses").links
     assert any(target.endswith("reference/losses/#torchrl_llm_kl.losses.PolicyLoss") for target in targets)
-
-
-def test_files_that_pages_link_to_are_pages(site: Site) -> None:
-    text = site.page("source/tutorials/countdown_grpo.py").path.read_text(encoding="utf-8")
-    assert "schedule.step()" in re.sub(r"<[^>]+>", "", text)
+    assert "schedule.step()" in text_of(site, "source/tutorials/countdown_grpo.py")
 
 
 UNCHANGED = "`f[i](x.md)` [a](#b) [c](https://d.e)"
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "place", "repository", "expected"),
-    [
-        ("[a](../README.md#x)", "docs/cli.md", "cli.md", None, "[a](source/overview.md#x)"),
-        ("[a](../tests/x.py)", "docs/cli.md", "cli.md", None, "[a](source/tests/x.py.md)"),
-        ("[a](../tests/x.py)", "docs/cli.md", "cli.md", "https://host/r", "[a](https://host/r/blob/main/tests/x.py)"),
-        ("[a](docs/ray.md)", "CONTRIBUTING.md", "CONTRIBUTING.md", None, "[a](ray.md)"),
-        ("![a](results.png)", "benchmarks/RESULTS.md", "benchmarks/RESULTS.md", None, "![a](results.png)"),
-        ("![a](../docs/x.png)", "benchmarks/RAY.md", "benchmarks/RAY.md", None, "![a](../x.png)"),
-        ("[a](docs/ray.md)", "README.md", "source/overview.md", None, "[a](../ray.md)"),
-        ("[a](notebooks/b.ipynb)", "docs/start.md", "start.md", None, "[a](notebooks/b.md)"),
-        (UNCHANGED, "docs/cli.md", "cli.md", None, UNCHANGED),
-        ("```\n[a](../b.py)\n```", "docs/cli.md", "cli.md", None, "```\n[a](../b.py)\n```"),
-    ],
-)
-def test_links_are_rewritten(text: str, path: str, place: str, repository: str | None, expected: str) -> None:
-    assert hooks.with_site_links(text, path, place, repository) == expected
+LINKS = [
+    ("[a](../README.md#x)", "docs/cli.md", "cli.md", "[a](source/overview.md#x)"),
+    ("[a](../tests/x.py)", "docs/cli.md", "cli.md", "[a](source/tests/x.py.md)"),
+    ("[a](docs/ray.md)", "CONTRIBUTING.md", "CONTRIBUTING.md", "[a](ray.md)"),
+    ("![a](results.png)", "benchmarks/RESULTS.md", "benchmarks/RESULTS.md", "![a](results.png)"),
+    ("![a](../docs/x.png)", "benchmarks/RAY.md", "benchmarks/RAY.md", "![a](../x.png)"),
+    ("[a](docs/ray.md)", "README.md", "source/overview.md", "[a](../ray.md)"),
+    ("[a](notebooks/b.ipynb)", "docs/start.md", "start.md", "[a](notebooks/b.md)"),
+    (UNCHANGED, "docs/cli.md", "cli.md", UNCHANGED),
+    ("```\n[a](../b.py)\n```", "docs/cli.md", "cli.md", "```\n[a](../b.py)\n```"),
+]
+
+
+def test_links_are_rewritten() -> None:
+    for text, path, place, expected in LINKS:
+        assert hooks.with_site_links(text, path, place, None) == expected
+    hosted = hooks.with_site_links("[a](../tests/x.py)", "docs/cli.md", "cli.md", "https://host/r")
+    assert hosted == "[a](https://host/r/blob/main/tests/x.py)"
 
 
 def test_names_are_linked_once_in_a_section() -> None:
@@ -133,9 +124,3 @@ def test_names_are_linked_once_in_a_section() -> None:
 def test_tables_of_docstrings_become_markdown() -> None:
     found = script("docs/site_docstrings.py").as_table("  ", "==== =====", "  a    b", "  x    y | z\n  long w")
     assert found.splitlines() == ["  | a | b |", "  | --- | --- |", "  | x | y \\| z |", "  | long | w |"]
-
-
-def test_pages_are_in_the_order_of_the_navigation(site: Site) -> None:
-    home: Page = site.pages[Path(site.folder) / "index.html"]
-    assert "Start" in "".join(home.text)
-    assert site.printed.count("WARNING") == 0

@@ -25,33 +25,30 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # In a copy: setuptools writes `build/` and `*.egg-info` beside the sources.
     source = folder / "source"
     source.mkdir()
-    tracked = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"]
-    tracked += ["torchrl_llm_kl", "tests", "tutorials", "benchmarks", "docs"]
-    for name in tracked:
+    files = "pyproject.toml setup.py MANIFEST.in README.md LICENSE torchrl_llm_kl tests tutorials benchmarks docs"
+    for name in files.split():
         os.symlink(PROJECT / name, source / name)
     subprocess.run([*build, str(source)], check=True, capture_output=True, text=True)
     (path,) = folder.glob("*.whl")
     return path
 
 
-def test_the_wheel_holds_the_package_alone_and_the_command(wheel: Path) -> None:
+def metadata_of(wheel: Path, file: str) -> str:
     archive = zipfile.ZipFile(wheel)
-    names = archive.namelist()
-    folders = {name.split("/")[0] for name in names}
-    assert {name for name in folders if not name.endswith(".dist-info")} == {"torchrl_llm_kl"}
-    package = PROJECT / "torchrl_llm_kl"
-    expected = {str(path.relative_to(PROJECT)) for path in package.rglob("*.py")} | {"torchrl_llm_kl/py.typed"}
+    (name,) = [name for name in archive.namelist() if name.endswith(f".dist-info/{file}")]
+    return archive.read(name).decode()
+
+
+def test_the_wheel_holds_the_package_alone_and_the_command(wheel: Path) -> None:
+    expected = {str(path.relative_to(PROJECT)) for path in PROJECT.glob("torchrl_llm_kl/**/*.py")}
     page = ("_excerpt.html.jinja", "_inspector.css", "_inspector.html.jinja", "_inspector.js", "_parts.js")
-    expected |= {f"torchrl_llm_kl/diagnostics/{name}" for name in page}
-    assert {name for name in names if name.startswith("torchrl_llm_kl/")} == expected
-    (name,) = [name for name in names if name.endswith("entry_points.txt")]
-    assert "torchrl-llm-kl = torchrl_llm_kl.cli:main" in archive.read(name).decode().splitlines()
+    expected |= {"torchrl_llm_kl/py.typed", *(f"torchrl_llm_kl/diagnostics/{name}" for name in page)}
+    assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == expected
+    assert "torchrl-llm-kl = torchrl_llm_kl.cli:main" in metadata_of(wheel, "entry_points.txt").splitlines()
 
 
 def test_the_wheel_has_the_version_and_a_readme_without_relative_links(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
-    metadata = archive.read(name).decode()
+    metadata = metadata_of(wheel, "METADATA")
     assert f"\nVersion: {torchrl_llm_kl.__version__}\n" in metadata
     assert "\nDescription-Content-Type: text/markdown\n" in metadata
     _, _, readme = metadata.partition("\n\n")
@@ -74,32 +71,26 @@ def test_relative_links_become_absolute() -> None:
 
 
 def test_the_readme_example_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    environment, elsewhere, checkpoint = tmp_path / "env", tmp_path / "elsewhere", tmp_path / "checkpoint"
+    elsewhere, checkpoint, dependencies = (tmp_path / name for name in ("elsewhere", "checkpoint", "dependencies"))
     elsewhere.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
-    python = environment / "bin" / "python"
-    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    dependencies.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(code: str) -> list[str]:
+        command = [str(tmp_path / "env" / "bin" / "python"), "-c", code]
+        done = subprocess.run(command, cwd=elsewhere, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    (site,) = run("import sysconfig; print(sysconfig.get_path('purelib'))")
     zipfile.ZipFile(wheel).extractall(site)
     # The dependencies are those of this environment; its editable install of the project is left out.
-    dependencies = tmp_path / "dependencies"
-    dependencies.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if "torchrl_llm_kl" not in path.name:
             os.symlink(path, dependencies / path.name)
-    (site / "dependencies.pth").write_text(f"{dependencies}\n")
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [str(python), *arguments], cwd=elsewhere, env=variables, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
+    Path(site, "dependencies.pth").write_text(f"{dependencies}\n")
     save_checkpoint(checkpoint)
-    first, *lines = run(
-        "-c", "import torchrl_llm_kl; print(torchrl_llm_kl.__file__)\n" + example(checkpoint)
-    ).splitlines()
-    assert first.startswith(str(site))
+    first, *lines = run("import torchrl_llm_kl; print(torchrl_llm_kl.__file__)\n" + example(checkpoint))
+    assert first.startswith(site)
     assert [line for line in lines if line.startswith("KL tensor(0.")], lines
