@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
-import builtins
 import html
 import io
 import json
 import math
 import re
+import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,6 @@ from toy_rollouts import OUTCOMES, collect, make_model, make_policy, make_tokeni
 from toy_tokenizer import Words, build_tokenizer
 
 NAN, INF = math.nan, math.inf
-
-
 LETTERS = Words(*"abcdefghij")
 
 
@@ -67,25 +66,16 @@ def test_tokens_of_a_byte_level_tokenizer_are_its_text() -> None:
     ],
 )
 def test_pieces_of_other_tokenizers(piece: str, decoded: str, text: str, data: bytes) -> None:
-    class One:
-        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-            return [piece]
-
-        def decode(self, ids: list[int]) -> str:
-            return decoded
-
-    (token,) = token_texts(One(), [7])
+    one = SimpleNamespace(convert_ids_to_tokens=lambda ids: [piece], decode=lambda ids: decoded)
+    (token,) = token_texts(one, [7])
     assert (token.text, token.data) == (text, data)
 
 
-def test_an_id_that_the_tokenizer_does_not_know_is_shown_as_its_number() -> None:
-    assert [token.text for token in token_texts(Words("a"), [0, 5])] == ["a", "⟨id 5⟩"]
-    assert token_texts(build_tokenizer(), [100_000])[0].text == "⟨id 100000⟩"
-
-
-def test_what_cannot_be_seen_is_escaped() -> None:
+def test_what_cannot_be_seen_or_is_not_known_is_escaped() -> None:
     assert visible("a\u202eb\u200bc\x1b[31m\ud83d") == "a\\u{202e}b\\u{200b}c\\u{1b}[31m\\u{d83d}"
     assert visible("é 🦆\n\tש") == "é 🦆↵\n→\tש"
+    assert [token.text for token in token_texts(Words("a"), [0, 5])] == ["a", "⟨id 5⟩"]
+    assert token_texts(build_tokenizer(), [100_000])[0].text == "⟨id 100000⟩"
 
 
 # ---------------------------------------------------------------------- numbers
@@ -131,9 +121,7 @@ def test_numbers_beyond_all_bounds_are_the_worst_and_do_not_stretch_the_scale() 
     assert side.worst(entropy, 9) == [(0, at, pytest.approx(v)) for at, v in ((2, INF), (1, 1.0), (5, 0.7), (4, 0.3))]
     assert scale_of(entropy, [side]) == 1.0
     assert [step_of(v, 1.0) for v in (0.0, 0.19, 0.2, -0.99, 1.0, INF, -INF, NAN)] == [0, 0, 1, -4, 5, 5, -5, None]
-
-
-def test_scales_are_round() -> None:
+    # Scales are round.
     for top, scale in ((0.0, 1.0), (0.9, 1.0), (1.1, 1.5), (3e-5, 3e-5), (51.0, 60.0)):
         side = Side(columns_of([[0, 1]], entropy=[0, top]), 0.2, 0.2)
         assert scale_of(available([side])[0], [side]) == pytest.approx(scale)
@@ -143,14 +131,11 @@ def test_rollouts_are_matched_by_tokens_then_by_prompt() -> None:
     one = Side(columns_of([[1, 2], [1, 3], [1, 4], [5, 2]]), 0.2, 0.2)
     other = Side(columns_of([[1, 9], [1, 3], [1, 2], [6, 2], [1, 8]]), 0.2, 0.2)
     assert match(one, other) == [2, 1, 0, -1]
-
-
-def test_a_missing_column_leaves_nan() -> None:
-    side = Side(columns_of([[0, 1]], entropy=[0, 1.0]), 0.2, 0.2)
+    # A missing column leaves NaN.
     kl = Quantity("kl", "", "", "size", ("kl",))
-    assert side.values(kl) is None
-    assert all(bool(part.isnan().all()) for part in side.summary(kl))
-    assert side.worst(kl, 3) == []
+    assert one.values(kl) is None
+    assert all(bool(part.isnan().all()) for part in one.summary(kl))
+    assert one.worst(kl, 3) == []
 
 
 # ---------------------------------------------------------------------- the page's data
@@ -230,11 +215,23 @@ def test_errors_say_what_was_expected() -> None:
 
 
 def test_nothing_is_written_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an earlier page stays until the new one is whole."""
     monkeypatch.chdir(tmp_path)
     inspection = inspect_tokens(columns_of([[0, 1]], entropy=[0.0, 1.0]), LETTERS, None)
     assert repr(inspection) == "Inspection(1 rollouts, not written)"
     assert not list(tmp_path.iterdir())
     assert inspection.write("y.html") == Path("y.html") == inspection.path
+    before = Path("y.html").read_bytes()
+
+    def full_disk(*_: Any) -> Any:
+        yield {"side": 0, "row": 0, "data": "x" * 100_000}
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("torchrl_llm_kl.diagnostics._page._rollouts", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        inspect_tokens(columns_of([[1, 2, 4]], log_prob=[0.0, -1.0, -2.0]), LETTERS, tmp_path / "y.html")
+    assert Path("y.html").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "y.html"]
 
 
 def test_a_notebook_shows_the_worst_rollouts_without_scripts() -> None:
@@ -251,7 +248,7 @@ def test_a_notebook_shows_the_worst_rollouts_without_scripts() -> None:
     assert "reward 0.5, 2 tokens, entropy mean 1.15, largest 2 nats" in page
 
 
-def test_a_terminal_shows_coloured_tokens() -> None:
+def test_a_terminal_shows_coloured_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     rich = pytest.importorskip("rich.console")
     words = Words("prompt ", "fine ", "bad ", "\x1b[2J", "[bold]", "end")
     columns = columns_of([[0, 1, 2, 3, 4, 5]], entropy=[0.0, 0.01, 2.0, 0.3, 0.2, 0.1])
@@ -265,32 +262,6 @@ def test_a_terminal_shows_coloured_tokens() -> None:
     assert "rollout 0" in plain
     console.print(inspection)
     assert "rollout 0" in console.export_text()
-
-
-def test_a_terminal_without_rich_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without_rich(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.startswith("rich"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without_rich)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
     with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[cli\]'"):
-        inspect_tokens(columns_of([[0, 1]]), LETTERS, None).print()
-
-
-def test_an_earlier_page_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "page.html"
-    inspect_tokens(columns_of([[1, 2, 3]], log_prob=[0.0, -1.0, -2.0]), LETTERS, path)
-    before = path.read_bytes()
-
-    def full_disk(*_: Any) -> Any:
-        yield {"side": 0, "row": 0, "data": "x" * 100_000}
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("torchrl_llm_kl.diagnostics._page._rollouts", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        inspect_tokens(columns_of([[1, 2, 4]], log_prob=[0.0, -1.0, -2.0]), LETTERS, path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+        inspection.print()

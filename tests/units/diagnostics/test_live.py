@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,10 @@ def batch(shift: int = 0) -> TensorDict:
     return td
 
 
+def watching(folder: Path, logger: Any = None, every: int = 1, **models: Any) -> RunMonitor:
+    return RunMonitor(logger, every=every, folder=folder, tokenizer=build_tokenizer(), **models)
+
+
 def test_outputs_of_a_step_are_averaged_and_numbers_are_kept_as_they_are() -> None:
     lines = Lines()
     monitor = RunMonitor(lines, every=0)
@@ -53,13 +58,9 @@ def test_outputs_of_a_step_are_averaged_and_numbers_are_kept_as_they_are() -> No
     assert logged == {"ESS": 0.75, "loss_objective": 1.0, "clip_fraction": 0.25, "kl": 0.125}
     assert lines.scalars == {7: logged}
     assert monitor.step(8, kl=0.5) == {"kl": 0.5}, "a step starts without the numbers of the one before"
-
-
-def test_a_graph_is_not_kept() -> None:
-    monitor = RunMonitor(every=0)
     monitor.add({"loss": torch.ones(1, requires_grad=True) * 2})
-    assert not monitor._sums["loss"][0].requires_grad
-    assert monitor.step(0) == {"loss": 2.0}
+    assert not monitor._sums["loss"][0].requires_grad, "a graph is not kept"
+    assert monitor.step(9) == {"loss": 2.0}
 
 
 def test_the_line_of_a_progress_bar() -> None:
@@ -71,7 +72,7 @@ def test_the_line_of_a_progress_bar() -> None:
 
 def test_a_batch_is_looked_at_every_so_many_steps(tmp_path: Path) -> None:
     lines = Lines()
-    monitor = RunMonitor(lines, every=3, folder=tmp_path, tokenizer=build_tokenizer())
+    monitor = watching(tmp_path, lines, every=3)
     looked = []
     for step in range(7):
         found = monitor.look(step, batch())
@@ -82,18 +83,15 @@ def test_a_batch_is_looked_at_every_so_many_steps(tmp_path: Path) -> None:
     assert lines.texts == {}, "nothing is wrong"
     assert (tmp_path / "diagnosis.txt").read_text().startswith("step 6\n48 tokens of 8 sequences: no fault")
     assert "Rollouts of step 6" in (tmp_path / "rollouts.html").read_text()
-
-
-def test_a_fault_is_logged_with_its_confidence_and_its_report() -> None:
-    lines = Lines()
-    monitor = RunMonitor(lines, every=1)
-    monitor.look(0, batch(shift=1))
-    monitor.step(0)
+    assert monitor.look(9, batch()[:0]) is None, "it is empty"
+    # A fault is logged with its confidence and its report.
+    monitor.look(12, batch(shift=1))
+    monitor.step(12)
     assert monitor.diagnosis is not None
     assert monitor.diagnosis.worst is not None
     assert monitor.diagnosis.worst.cause == "off_by_one"
-    assert lines.scalars[0]["doctor/fault/off_by_one"] == monitor.diagnosis.worst.confidence
-    assert lines.texts[0] == f"step 0\n{monitor.diagnosis}\n"
+    assert lines.scalars[12]["doctor/fault/off_by_one"] == monitor.diagnosis.worst.confidence
+    assert lines.texts == {12: f"step 12\n{monitor.diagnosis}\n"}
 
 
 def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
@@ -102,7 +100,7 @@ def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
     for name, model in (("policy", policy), ("reference", reference)):
         model.register_forward_pre_hook(lambda *_, name=name: calls.__setitem__(name, calls[name] + 1))
     td = batch().exclude(("next", "log_probs"), ("next", "sampler_log_probs"))
-    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=build_tokenizer(), policy=policy, reference=reference)
+    monitor = watching(tmp_path, policy=policy, reference=reference)
     monitor.look(0, td)
     metrics = monitor.step(0)
     once = dict(calls)
@@ -111,59 +109,43 @@ def test_models_are_run_once_for_doctor_and_page(tmp_path: Path) -> None:
     assert metrics["doctor/kl/exact"] > 0
 
 
-@pytest.mark.parametrize("scores", [False, True])
-def test_an_entry_that_fits_no_token_is_a_finding_and_stops_no_run(scores: bool, tmp_path: Path) -> None:
-    td = batch()
-    td["next", "sampler_log_probs", "full"] = torch.zeros(8, 11)
-    policy = tiny_model() if scores else None
-    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=build_tokenizer(), policy=policy)
-    found = monitor.look(0, td)
+@pytest.mark.parametrize("fault", ["entry", "entry beside a policy", "policy"])
+def test_what_is_broken_is_a_finding_and_stops_no_run(fault: str, tmp_path: Path) -> None:
+    """An entry that fits no token, or a policy of NaN."""
+    td, policy = batch(), None if fault == "entry" else tiny_model()
+    if fault == "policy" and policy is not None:
+        with torch.no_grad():
+            next(policy.parameters()).fill_(math.nan)
+        with pytest.warns(UserWarning, match="nan"):
+            found = watching(tmp_path, policy=policy).look(0, td)
+    else:
+        td["next", "sampler_log_probs", "full"] = torch.zeros(8, 11)
+        found = watching(tmp_path, policy=policy).look(0, td)
+        assert (tmp_path / "rollouts.html").is_file()
     assert found is not None
     assert found.worst is not None
-    assert found.worst.cause == "retokenised"
-    assert (tmp_path / "rollouts.html").is_file()
+    assert found.worst.cause == ("nan" if fault == "policy" else "retokenised")
+    assert fault != "policy" or "NaN weights" in found.worst.evidence["error"]
 
 
-def test_a_policy_that_is_broken_is_a_finding_and_stops_no_run(tmp_path: Path) -> None:
-    policy = tiny_model()
-    with torch.no_grad():
-        next(policy.parameters()).fill_(math.nan)
-    monitor = RunMonitor(every=1, folder=tmp_path, tokenizer=build_tokenizer(), policy=policy)
-    with pytest.warns(UserWarning, match="nan"):
-        found = monitor.look(0, batch())
-    assert found is not None
-    assert found.worst is not None
-    assert found.worst.cause == "nan"
-    assert "NaN weights" in found.worst.evidence["error"]
-
-
-def test_an_empty_batch_is_not_looked_at() -> None:
-    assert RunMonitor(None, every=1).look(0, batch()[:0]) is None
-    assert RunMonitor(None, every=1).step(0, kl=1.0) == {"kl": 1.0}
-
-
-def test_torchrls_csv_logger(tmp_path: Path) -> None:
-    logger = CSVLogger("run", log_dir=str(tmp_path))
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
-    monitor.add({"ESS": torch.tensor(0.25)})
-    monitor.look(4, batch(shift=1))
-    monitor.step(4)
-    rows = list(csv.reader((tmp_path / "run" / "scalars" / "ESS.csv").open()))
-    assert [[float(x) for x in row] for row in rows] == [[4.0, 0.25]]
-    assert "off_by_one" in (tmp_path / "run" / "scalars" / "doctor" / "fault").iterdir().__next__().name
-    assert (tmp_path / "run" / "texts" / "diagnosis4.txt").read_text() == (
-        tmp_path / "out" / "diagnosis.txt"
-    ).read_text()
-    page = tmp_path / "run" / "rollouts" / "4.html"
-    assert page.read_bytes() == (tmp_path / "out" / "rollouts.html").read_bytes()
+# ------------------------------------------------------------------ torchrl's loggers
 
 
 def logged(logger: Any, tmp_path: Path) -> dict[str, str]:
     """Look at a batch with a fault, log a number; the files that the run keeps."""
-    monitor = RunMonitor(logger, every=1, folder=tmp_path / "out", tokenizer=build_tokenizer())
+    monitor = watching(tmp_path / "out", logger)
     monitor.look(4, batch(shift=1))
     monitor.step(4, kl=0.5)
     return {name: (tmp_path / "out" / name).read_text() for name in ("diagnosis.txt", "rollouts.html")}
+
+
+def test_torchrls_csv_logger(tmp_path: Path) -> None:
+    kept = logged(CSVLogger("run", log_dir=str(tmp_path)), tmp_path)
+    rows = list(csv.reader((tmp_path / "run" / "scalars" / "kl.csv").open()))
+    assert [[float(x) for x in row] for row in rows] == [[4.0, 0.5]]
+    assert "off_by_one" in next((tmp_path / "run" / "scalars" / "doctor" / "fault").iterdir()).name
+    assert (tmp_path / "run" / "texts" / "diagnosis4.txt").read_text() == kept["diagnosis.txt"]
+    assert (tmp_path / "run" / "rollouts" / "4.html").read_text() == kept["rollouts.html"]
 
 
 def test_torchrls_tensorboard_logger(tmp_path: Path) -> None:
@@ -211,25 +193,12 @@ def test_torchrls_mlflow_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert text.read_text() == kept["diagnosis.txt"]
 
 
-def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tokenizer"):
-        RunMonitor(folder=tmp_path)
-    with pytest.raises(ValueError, match="every"):
-        RunMonitor(every=-1)
+def test_a_logger_of_numbers_alone_and_errors(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    logged(SimpleNamespace(log_scalar=lambda name, value, step=None: seen.append((name, value, step))), tmp_path)
+    assert ("kl", 0.5, 4) in seen
+    for settings, message in (({"folder": tmp_path}, "tokenizer"), ({"every": -1}, "every")):
+        with pytest.raises(ValueError, match=message):
+            RunMonitor(**settings)
     with pytest.raises(FileNotFoundError, match="no page"):
         log_page(Lines(), "rollouts", tmp_path / "none.html", 0)
-
-
-def test_a_logger_without_texts_and_folders_gets_numbers_alone(tmp_path: Path) -> None:
-    class Numbers:
-        def __init__(self) -> None:
-            self.seen: list[Any] = []
-
-        def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
-            self.seen.append((name, value, step))
-
-    numbers = Numbers()
-    monitor = RunMonitor(numbers, every=1, folder=tmp_path, tokenizer=build_tokenizer())
-    monitor.look(0, batch(shift=1))
-    monitor.step(0, kl=1.0)
-    assert ("kl", 1.0, 0) in numbers.seen

@@ -1,4 +1,4 @@
-"""Measures of a batch by hand, in float64, and as verl has them."""
+"""Columns of a batch in every layout, their scores equal to a plain forward; measures by hand, in float64."""
 
 from __future__ import annotations
 
@@ -7,35 +7,106 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from seeded import columns_of, make_tokenizer
 from torchrl_llm_kl import Ragged
-from torchrl_llm_kl.diagnostics import TokenColumns, measure
+from torchrl_llm_kl.diagnostics import TokenColumns, measure, read_columns
 from torchrl_llm_kl.diagnostics._measures import clustered_mean, retokenised, worst_tokens
+from toy_models import tiny_model
 
-NAN = math.nan
-LN2 = math.log(2)
+NAN, INF, LN2 = math.nan, math.inf, math.log(2)
 
 
 def f64(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+# ------------------------------------------------------------------ columns
+
+FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 0]])
+REAL = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
+ASSISTANT = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]).bool()
+
+
+def batch(*, masks: bool = True) -> TensorDict:
+    """Two answers to one prompt; the first has two turns."""
+    td = TensorDict(tokens=TensorDict(prompt=FULL[:, :1], full=FULL, batch_size=[2]), batch_size=[2])
+    td["next", "reward"] = torch.tensor([[1.0], [0.5]])
+    if masks:
+        td["masks"] = TensorDict(all_attention_mask=REAL, all_assistant_mask=ASSISTANT, batch_size=[2])
+    return td
+
+
+def test_turns_places_advantages_and_the_first_zero_of_an_engine() -> None:
+    td = batch().set("advantage", torch.tensor([2.0, -1.0]))
+    td["log_probs", "full"] = torch.tensor([[0.0, 0.0, -2, -3, -4], [0.0, 0.0, 0.0, -7, 0]])
+    columns = read_columns(td)
+    assert columns.turns.tolist() == [-1, 0, -1, 1, 1, -1, -1, 0, 0]
+    assert columns.places.tolist() == [-1, 0, -1, 1, 2, -1, -1, 0, 1]
+    assert columns.rows["reward"].tolist() == [1.0, 0.5]
+    assert columns.prompts is not None
+    assert columns.prompts.tolist() == [0, 0]
+    assert columns.columns["advantage"][columns.mask].tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
+    # It is no number.
+    assert columns.columns["sampler_log_prob"][columns.mask].isnan().tolist() == [True, False, False, True, False]
+    # A mask that begins each sequence starts a turn in each.
+    assert read_columns(batch(masks=False)).turns.tolist() == [-1, 0, 0, 0, 0, -1, 0, 0, 0, 0]
+    with pytest.raises(KeyError, match="no column"):
+        read_columns(batch(), keys={"log_probs": "x"})
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_log_probs_of_engine_and_transform_are_kept_apart(nested: bool) -> None:
+    td, own = batch(), torch.tensor([[0.0, -1, -2, -3, -4], [0.0, -5, -6, -7, 0]])
+    engine = own * 2
+    if nested:
+        td = TensorDict(batch_size=[2])
+        td["tokens", "prompt"] = torch.nested.nested_tensor([FULL[0, :1], FULL[1, :1]])
+        td["tokens", "full"] = torch.nested.nested_tensor([FULL[0], FULL[1, :4]])
+        own, engine = (torch.nested.nested_tensor([rows[0], rows[1, :4]]) for rows in (own, engine))
+    td["next", "log_probs", "full"], td["log_probs", "full"] = own, engine
+    columns = read_columns(td, scope="turn")
+    expected = torch.tensor([0.0, -1, -2, -3, -4, 0, -5, -6, -7])[columns.mask]
+    assert torch.equal(columns.columns["old_log_prob"][columns.mask], expected)
+    assert torch.equal(columns.columns["sampler_log_prob"][columns.mask], 2 * expected)
+
+
+def test_models_give_log_prob_entropy_and_the_exact_kl() -> None:
+    policy, reference = tiny_model(seed=0).double(), tiny_model(seed=1).double()
+    columns = read_columns(batch(), policy=policy, reference=reference, temperature=0.7)
+    expected: dict[str, list[torch.Tensor]] = {"log_prob": [], "entropy": [], "ref_log_prob": [], "kl": []}
+    for ids in (FULL[0], FULL[1, :4]):
+        p, q = (
+            (model(input_ids=ids[None]).logits[0, :-1].detach() / 0.7).log_softmax(-1) for model in (policy, reference)
+        )
+        expected["log_prob"].append(p.gather(-1, ids[1:, None]).squeeze(-1))
+        expected["ref_log_prob"].append(q.gather(-1, ids[1:, None]).squeeze(-1))
+        expected["entropy"].append(-(p.exp() * p).sum(-1))
+        expected["kl"].append((p.exp() * (p - q)).sum(-1))
+    after_the_first = columns.tokens.positions > 0
+    for name, values in expected.items():
+        found = columns.columns[name]
+        wanted = torch.cat(values).to(found.dtype)[columns.mask[after_the_first]]
+        torch.testing.assert_close(found[columns.mask], wanted, rtol=1e-5, atol=1e-6)
+        assert bool(found[~columns.mask].isnan().all())
+    assert torch.equal(columns.known("kl", "entropy"), columns.mask)
+    assert not bool(columns.known("advantage").any())
+
+
 # ------------------------------------------------------------------ errors by sequence
 
 
 def test_clustered_error_by_hand() -> None:
-    """Sums of deviations of three sequences: -2, 0, 2; variance 3/2 * 8 / 6**2."""
+    """Sums of deviations of three sequences: -2, 0, 2; variance 3/2 * 8 / 6**2. That of single tokens is a lower bound."""
     found = clustered_mean(f64([0, 0, 1, 1, 2, 2]), torch.tensor([3, 3, 5, 5, 9, 9]))
-    assert found.value == 1.0
-    assert found.error == pytest.approx(math.sqrt(1.5 * 8) / 6)
-    assert found.count == 6
-
-
-def test_the_error_of_single_tokens_is_a_lower_bound() -> None:
-    """Within each sequence deviations cancel: the clustered error alone would be 0."""
+    assert (found.value, found.error, found.count) == (1.0, pytest.approx(math.sqrt(1.5 * 8) / 6), 6)
+    # Within each sequence deviations cancel: the clustered error alone would be 0.
     found = clustered_mean(f64([-1, 1, 1, -1]), torch.tensor([0, 0, 1, 1]))
     assert found.error == pytest.approx(math.sqrt(4) / 4)
+    found = clustered_mean(f64([1, 2]), torch.tensor([0, 0]))  # one sequence has no error
+    assert (found.value, found.z, math.isnan(found.error)) == (1.5, 0.0, True)
+    assert math.isnan(clustered_mean(f64([]), torch.tensor([])).value)
 
 
 @pytest.mark.parametrize(
@@ -46,31 +117,44 @@ def test_the_error_of_single_tokens_is_a_lower_bound() -> None:
 def test_standard_scores_are_those_of_student_s_t(degrees: int, t: float, z: float) -> None:
     values = torch.linspace(-1, 1, degrees + 1, dtype=torch.float64)
     error = clustered_mean(values, torch.arange(degrees + 1)).error
-    found = clustered_mean(values + t * error, torch.arange(degrees + 1))
-    assert found.z == pytest.approx(z, abs=0.02)
-    assert clustered_mean(-values - t * error, torch.arange(degrees + 1)).z == pytest.approx(-z, abs=0.02)
+    for sign in (1, -1):
+        found = clustered_mean(sign * (values + t * error), torch.arange(degrees + 1))
+        assert found.z == pytest.approx(sign * z, abs=0.02)
 
 
-def test_one_sequence_has_no_error() -> None:
-    found = clustered_mean(f64([1, 2]), torch.tensor([0, 0]))
-    assert (found.value, found.z) == (1.5, 0.0)
-    assert math.isnan(found.error)
-    assert math.isnan(clustered_mean(f64([]), torch.tensor([])).value)
+# ------------------------------------------------------------------ measures
 
-
-# ------------------------------------------------------------------ sampler and trainer
-
-
-def test_mismatch_by_hand() -> None:
-    """Ratios of trainer to sampler: 2, 1/2 | 4, and a token that the sampler did not score."""
-    sampler = [[-2.0, -1.0], [-3.0, NAN]]
-    trainer = [[-2.0 + LN2, -1.0 - LN2], [-3.0 + 2 * LN2, -1.0]]
-    advantage = [[1.0, 1.0], [-1.0, -1.0]]
-    found = measure(columns_of([[1, 1], [1, 1]], sampler_log_prob=sampler, old_log_prob=trainer, advantage=advantage))
-    k3 = [2 - 1 - LN2, 0.5 - 1 + LN2, 4 - 1 - 2 * LN2]
-    expected = {
+#: Ratios of trainer to sampler: 2, 1/2 | 4, and a token that the sampler did not score.
+SAMPLER, TRAINER = [[-2.0, -1.0], [-3.0, NAN]], [[-2.0 + LN2, -1.0 - LN2], [-3.0 + 2 * LN2, -1.0]]
+K3 = [2 - 1 - LN2, 0.5 - 1 + LN2, 4 - 1 - 2 * LN2]
+#: Every token of p = (1/2, 1/4, 1/8, 1/8), as often as it is drawn: no noise, the expectation itself.
+DRAWN = [-LN2] * 4 + [-2 * LN2] * 2 + [-3 * LN2] * 2
+#: Ratios of now to then: 1.5, 1.1 (up), 0.5, 2 (down) and 1 without a sign.
+NOW = [[math.log(r) - 1 for r in row] for row in ([1.5, 1.1], [0.5, 2.0], [1.0, 1.0])]
+ONE, TWO, PAIR = [[1]], [[1, 1]], [[1, 1]] * 2
+#: Of two turns of one token: 0, 2 | 1, 5.
+TURNS = {"log_prob": [[-1.0, 0, -3.0], [-2.0, 0, -6.0]], "entropy": [[1.0, 0, 1.0]] * 2}
+UP, SIGNS = [[1.0, 1.0]], [[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]]
+KLS = {"log_prob": [[-1.0, -2.0]] * 2, "ref_log_prob": [[-2.0, -2.5], [-1.0, -1.0]], "kl": [[0.5, 0.5], [0.25, 0.25]]}
+#: What is measured -> mask, columns, arguments.
+BATCHES: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, float]]] = {
+    "mismatch": (PAIR, {"sampler_log_prob": SAMPLER, "old_log_prob": TRAINER, "advantage": SIGNS[:2]}, {}),
+    "the sampler's": (ONE, {"old_log_prob": [[-1.0]], "log_prob": [[-1.5]]}, {}),
+    "nothing beside": (ONE, {"old_log_prob": [[-1.0]]}, {}),
+    "drawn": ([[1] * 8] * 2, {"log_prob": [DRAWN] * 2, "entropy": [[1.75 * LN2] * 8] * 2}, {}),
+    "truncated": ([[1] * 3], {"log_prob": [[-LN2, -LN2, -2 * LN2]], "entropy": [[1.75 * LN2] * 3]}, {}),
+    "turns": ([[1, 0, 1]] * 2, TURNS, {}),
+    "drift": (TWO * 3, {"log_prob": NOW, "old_log_prob": [[-1.0] * 2] * 3, "advantage": SIGNS}, {"clip_high": 0.6}),
+    "tight": (TWO, {"log_prob": NOW[:1], "old_log_prob": [[-1.0, -1.0]], "advantage": UP}, {"clip_high": 0.3}),
+    "KL": (PAIR, KLS, {}),
+    "masks": ([[1, 0, 1], [0]], {"ref_log_prob": [[0.0, 0.0, NAN], [0.0]]}, {}),
+    "not recorded": ([[1] * 4], {"sampler_log_prob": [[NAN, -1.0, -INF, -2.0]]}, {}),
+}
+#: Batch -> its numbers; None: not measured.
+MEASURED: dict[str, dict[str, float | None]] = {
+    "mismatch": {
         "mismatch/k1": -2 * LN2 / 3,
-        "mismatch/k3": sum(k3) / 3,
+        "mismatch/k3": sum(K3) / 3,
         "mismatch/ratio": 6.5 / 3,
         "mismatch/rms": LN2 * math.sqrt(6 / 3),
         "mismatch/max_abs": 2 * LN2,
@@ -81,133 +165,78 @@ def test_mismatch_by_hand() -> None:
         "mismatch/ppl_ratio": (1 + 1 / 4) / 2,
         "mismatch/k1@0": -3 * LN2 / 2,
         "mismatch/k1@1-3": LN2,
-        "mismatch/k3@positive": (k3[0] + k3[1]) / 2,
-        "mismatch/k3@negative": k3[2],
-    }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-12)
-    assert "mismatch/k1@4-15" not in found
+        "mismatch/k3@positive": (K3[0] + K3[1]) / 2,
+        "mismatch/k3@negative": K3[2],
+        "mismatch/k1@4-15": None,
+    },
+    # Stored log-probs are the sampler's if there are no others, and compared with nothing if these are alone.
+    "the sampler's": {"mismatch/k1": 0.5},
+    "nothing beside": {"mismatch/k1": None, "mismatch/rms": None},
+    "drawn": {"surprisal/gap": 0, "surprisal/entropy": 1.75 * LN2},
+    # By a sampler that keeps the first two: surprisals ln 2 and 2 ln 2, as 2 to 1.
+    "truncated": {"surprisal/gap": (4 / 3 - 1.75) * LN2},
+    "turns": {
+        "surprisal/gap": 2.0,
+        "surprisal/error": math.sqrt(2 * (4 + 4)) / 4,
+        **dict(zip((f"surprisal/gap@{x}" for x in ("turn0", "turn1", "0", "1-3")), (0.5, 3.5) * 2, strict=True)),
+    },
+    "drift": {
+        "clipped/outside": 2 / 6,
+        "clipped/positive": 0.0,
+        "clipped/negative": 0.5,
+        "drift/mean": (math.log(1.5) + math.log(1.1)) / 6,
+    },
+    "tight": {"clipped/positive": 0.5, "drift/max_abs": math.log(1.5)},
+    "KL": {
+        "kl/k1": (1 + 0.5 + 0 - 1) / 4,
+        "kl/exact": 0.375,
+        "kl/exact@1-3": 0.375,
+        "kl/k1_minus_exact": 0.125 - 0.375,
+        # Deviations from -0.25: 0.75, 0.25 | 0, -1: sums 1 and -1.
+        "kl/k1_minus_exact_error": math.sqrt(max(2 * 2, 0.5625 + 0.0625 + 1)) / 4,
+        "kl/k3": (math.exp(-1) - 1 + 1 + math.exp(-0.5) - 1 + 0.5 + 0 + math.e - 1 - 1) / 4,
+    },
+    "masks": {"mask/coverage": 1 / 3, "mask/empty_sequences": 0.5, "nan/ref_log_prob": 0.5, "zeros/ref_log_prob": 0.5},
+    "not recorded": {"mask/not_recorded": 0.25, "nan/sampler_log_prob": 0.25},  # which is no NaN
+}
 
 
-def test_the_stored_log_probs_are_the_sampler_s_if_there_are_no_others() -> None:
-    both = columns_of([[1]], old_log_prob=[[-1.0]], log_prob=[[-1.5]])
-    assert measure(both)["mismatch/k1"] == pytest.approx(0.5)
-    alone = measure(columns_of([[1]], old_log_prob=[[-1.0]]))
-    assert not any(name.startswith("mismatch") for name in alone)
-
-
-# ------------------------------------------------------------------ surprisal
-
-
-def test_surprisal_minus_entropy_is_0_for_samples_of_the_distribution() -> None:
-    """Every token of p = (1/2, 1/4, 1/8, 1/8), as often as it is drawn: no noise, the expectation itself."""
-    drawn = [LN2] * 4 + [2 * LN2] * 2 + [3 * LN2] * 2
-    entropy = [1.75 * LN2] * 8
-    found = measure(columns_of([[1] * 8, [1] * 8], log_prob=[[-x for x in drawn]] * 2, entropy=[entropy] * 2))
-    assert found["surprisal/gap"] == pytest.approx(0, abs=1e-12)
-    assert found["surprisal/entropy"] == pytest.approx(1.75 * LN2)
-    # of a sampler that keeps the first two: surprisals ln 2 and 2 ln 2, as 2 to 1
-    kept = measure(columns_of([[1] * 3], log_prob=[[-LN2, -LN2, -2 * LN2]], entropy=[[1.75 * LN2] * 3]))
-    assert kept["surprisal/gap"] == pytest.approx((4 / 3 - 1.75) * LN2)
-
-
-def test_surprisal_s_error_and_parts() -> None:
-    mask = [[1, 0, 1], [1, 0, 1]]  # two turns of one token
-    found = measure(
-        columns_of(mask, log_prob=[[-1.0, 0, -3.0], [-2.0, 0, -6.0]], entropy=[[1.0, 0, 1.0], [1.0, 0, 1.0]])
-    )
-    assert found["surprisal/gap"] == 2.0  # 0, 2 | 1, 5
-    assert found["surprisal/error"] == pytest.approx(math.sqrt(2 * (4 + 4)) / 4)
-    assert (found["surprisal/gap@turn0"], found["surprisal/gap@turn1"]) == (0.5, 3.5)
-    assert (found["surprisal/gap@0"], found["surprisal/gap@1-3"]) == (0.5, 3.5)
-
-
-# ------------------------------------------------------------------ drift, clipping, KL
-
-
-def test_drift_and_clipped_tokens() -> None:
-    """Ratios of now to then: 1.5, 1.1 (up), 0.5, 2 (down) and 1 without a sign."""
-    ratios = [[1.5, 1.1], [0.5, 2.0], [1.0, 1.0]]
-    now = [[math.log(r) - 1 for r in row] for row in ratios]
-    found = measure(
-        columns_of(
-            [[1, 1]] * 3, log_prob=now, old_log_prob=[[-1.0, -1.0]] * 3,
-            advantage=[[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]],
-        ),
-        clip_low=0.2,
-        clip_high=0.6,
-    )  # fmt: skip
-    assert found["clipped/outside"] == pytest.approx(2 / 6)
-    assert (found["clipped/positive"], found["clipped/negative"]) == (0.0, 0.5)
-    tight = measure(
-        columns_of([[1, 1]], log_prob=now[:1], old_log_prob=[[-1.0, -1.0]], advantage=[[1.0, 1.0]]), clip_high=0.3
-    )
-    assert (tight["clipped/positive"], tight["drift/max_abs"]) == (0.5, pytest.approx(math.log(1.5)))
-    assert found["drift/mean"] == pytest.approx((math.log(1.5) + math.log(1.1)) / 6)
-
-
-def test_k1_against_the_exact_kl() -> None:
-    found = measure(
-        columns_of(
-            [[1, 1], [1, 1]], log_prob=[[-1.0, -2.0], [-1.0, -2.0]], ref_log_prob=[[-2.0, -2.5], [-1.0, -1.0]],
-            kl=[[0.5, 0.5], [0.25, 0.25]],
-        )
-    )  # fmt: skip
-    assert found["kl/k1"] == pytest.approx((1 + 0.5 + 0 - 1) / 4)
-    assert found["kl/exact"] == pytest.approx(0.375)
-    assert found["kl/exact@1-3"] == pytest.approx(0.375)
-    assert found["kl/k1_minus_exact"] == pytest.approx(0.125 - 0.375)
-    # deviations from -0.25: 0.75, 0.25 | 0, -1: sums 1 and -1
-    assert found["kl/k1_minus_exact_error"] == pytest.approx(math.sqrt(max(2 * 2, 0.5625 + 0.0625 + 1)) / 4)
-    assert found["kl/k3"] == pytest.approx((math.exp(-1) - 1 + 1 + math.exp(-0.5) - 1 + 0.5 + 0 + math.e - 1 - 1) / 4)
+@pytest.mark.parametrize("name", BATCHES)
+def test_measures_by_hand(name: str) -> None:
+    (mask, columns, settings), expected = BATCHES[name], MEASURED[name]
+    found = measure(columns_of(mask, **columns), **settings)
+    numbers = {key: value for key, value in expected.items() if value is not None}
+    assert {key: found[key] for key in numbers} == pytest.approx(numbers, rel=1e-12, abs=1e-12)
+    assert not (expected.keys() - numbers.keys()) & found.keys()
 
 
 def test_worst_tokens() -> None:
     columns = columns_of([[1, 1], [1, 0]], kl=[[0.1, 3.0], [2.0, 9.0]])
-    assert worst_tokens(columns, most=2) == [
+    worst = [
         {"sequence": 0, "position": 2, "token": 2, "kl": 3.0},
         {"sequence": 1, "position": 1, "token": 1, "kl": 2.0},
     ]
+    assert worst_tokens(columns, most=2) == worst
     assert worst_tokens(columns_of([[1]])) == []
-
-
-# ------------------------------------------------------------------ masks, numbers, answers
-
-
-def test_mask_and_numbers() -> None:
-    found = measure(columns_of([[1, 0, 1], [0]], ref_log_prob=[[0.0, 0.0, NAN], [0.0]]))
-    assert found["mask/coverage"] == pytest.approx(2 / 6)
-    assert found["mask/empty_sequences"] == 0.5
-    assert (found["nan/ref_log_prob"], found["zeros/ref_log_prob"]) == (0.5, 0.5)
-
-
-def test_tokens_that_a_sampler_did_not_score_are_no_nan() -> None:
-    inf = float("inf")
-    found = measure(columns_of([[1, 1, 1, 1]], sampler_log_prob=[[NAN, -1.0, -inf, -2.0]]))
-    assert (found["mask/not_recorded"], found["nan/sampler_log_prob"]) == (0.25, 0.25)
 
 
 def test_answers_and_groups() -> None:
     """Four prompts; one has four answers instead of two, and one group has equal rewards."""
-    rewards = f64([1, 0, 1, 1, 0, 1, 0, 2, 3, 4])
-    columns = columns_of([[1, 1]] * 9 + [[1]], rows={"reward": rewards})
-    columns = TokenColumns(
-        columns.tokens, columns.mask, rows=columns.rows, prompts=torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 3, 3])
-    )
+    made = columns_of([[1, 1]] * 9 + [[1]], rows={"reward": f64([1, 0, 1, 1, 0, 1, 0, 2, 3, 4])})
+    prompts = torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 3, 3])
+    columns = TokenColumns(made.tokens, made.mask, rows=made.rows, prompts=prompts)
     found = measure(columns, end=[1])  # tokens are 0, 1, 2 and once 0, 1
-    assert found["groups/number"] == 4
-    assert found["groups/duplicated_prompts"] == 0.25
-    assert found["groups/without_spread"] == 0.25
-    assert found["answers/at_limit"] == 0.9
-    assert found["answers/length"] == 1.9
+    expected = {"groups/number": 4, "groups/duplicated_prompts": 0.25, "groups/without_spread": 0.25}
+    # The token before the last one may end the answer too.
+    expected |= {"answers/at_limit": 0.9, "answers/length": 1.9, "answers/truncated": 0.0}
+    assert {name: found[name] for name in expected} == expected
     assert measure(columns, end=[7])["answers/truncated"] == 1.0
-    assert found["answers/truncated"] == 0.0  # the token before the last one may end the answer too
 
 
 def test_decoded_and_encoded_again() -> None:
     """ "a" and "b" apart are one token when encoded; "ab" as one token stays."""
     tokenizer = make_tokenizer()
-    a, b, x = tokenizer.convert_tokens_to_ids(["a", "b", "x"])
-    whole = tokenizer.convert_tokens_to_ids("ab")
+    a, b, x, whole = tokenizer.convert_tokens_to_ids(["a", "b", "x", "ab"])
     tokens = Ragged.from_list([torch.tensor([x, x, a, b, x]), torch.tensor([x, whole, x])])
     found = retokenised(TokenColumns(tokens, tokens.positions > 0), tokenizer)
     assert found == {"retokenised/tokens": 3 / 6, "retokenised/answers": 0.5, "retokenised/first": 1.0}

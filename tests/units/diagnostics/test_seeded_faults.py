@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from seeded import FAMILIES, FAULTS, Seeded, clean_batches, make_model, make_prompts, make_tokenizer, sample
+from seeded import FAMILIES, FAULTS, clean_batches, make_model, make_prompts, make_tokenizer, sample
 from torchrl_llm_kl import Sampling, diagnose
 from torchrl_llm_kl.diagnostics._rescored import Top
 from torchrl_llm_kl.scoring import truncate
@@ -20,6 +20,7 @@ from toy_tokenizer import CHATML
 
 #: One way to seed each of the twelve faults.
 TWELVE = [name for name in FAULTS if "raw log-probs" not in name.partition(",")[2]]
+assert len({name.split()[0].rstrip("ab") for name in TWELVE}) == 12
 #: What the evidence says of the sampler's setting: its name, value and tolerance.
 ESTIMATES = {
     "1 raw log-probs": ("temperature_of_log_probs", 1.0, 0.0),
@@ -48,10 +49,6 @@ def named(fault: str, family: str, seed: int) -> None:
     assert {key: str(value) for key, value in batch.items(True, True)} == before
 
 
-def test_twelve_faults() -> None:
-    assert len({name.split()[0].rstrip("ab") for name in TWELVE}) == 12
-
-
 @pytest.mark.parametrize("fault", TWELVE)
 def test_a_seeded_fault_is_named_first(fault: str) -> None:
     named(fault, FAMILIES[list(FAULTS).index(fault) % len(FAMILIES)], 0)
@@ -64,30 +61,17 @@ def test_a_seeded_fault_is_named_first_in_every_family(fault: str, seed: int) ->
     named(fault, FAMILIES[seed], seed)
 
 
+@pytest.mark.parametrize(
+    ("seed", "number"),
+    [(0, 2), pytest.param(1, 40, marks=pytest.mark.slow)],  # 200 clean batches in all
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_clean_batch_raises_no_alarm(family: str) -> None:
-    for batch, given in clean_batches(family, 0, 2):
-        assert diagnose(batch, tokenizer=make_tokenizer(), **given).faults == ()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_alarm_in_many_clean_batches(family: str) -> None:
-    """40 of each family: 200 in all."""
-    batches = list(clean_batches(family, 1, 40))
-    assert len(batches) == 40
+def test_a_clean_batch_raises_no_alarm(family: str, seed: int, number: int) -> None:
+    batches = list(clean_batches(family, seed, number))
+    assert len(batches) == number
     for batch, given in batches:
         diagnosis = diagnose(batch, tokenizer=make_tokenizer(), **given)
         assert diagnosis.faults == (), diagnosis
-
-
-def rollout(temperature: float = 1.0, *, precise: bool = True, template: str = CHATML, **settings: Any) -> Seeded:
-    """A policy of one family, and what it samples in its own precision or in bfloat16."""
-    model = make_model("llama", 0)
-    sampler = model if precise else copy.deepcopy(model).bfloat16()
-    found = sample(sampler, make_prompts(12, 0, template), 0, temperature=temperature, **settings)
-    prompts = [p for p in make_prompts(12, 0) for _ in range(8)]
-    return replace(found, prompts=prompts).batch(), {"policy": model}
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -102,24 +86,22 @@ def test_answers_of_another_model_are_of_no_temperature(family: str) -> None:
     assert causes == ["other_sampling", "wrong_temperature"]
 
 
-#: How an engine samples, how its tokens are scored, and what is found: its log-probs are raw in all cases, as vLLM's are.
-RECORDED: dict[str, tuple[dict[str, Any], Sampling, str | None]] = {
-    "T = 1": ({}, Sampling(), None),
-    "T = 0.7": ({"temperature": 0.7}, Sampling(0.7), "raw_log_probs"),
-    "T = 1.5": ({"temperature": 1.5}, Sampling(1.5), "raw_log_probs"),
-    "top-p 0.8": ({"top_p": 0.8}, Sampling(top_p=0.8), "raw_log_probs"),
-    "top-k 20": ({"top_k": 20}, Sampling(top_k=20), "raw_log_probs"),
-    "T = 0.8, top-k 20, top-p 0.9": (
-        {"temperature": 0.8, "top_k": 20, "top_p": 0.9}, Sampling(0.8, top_k=20, top_p=0.9), "raw_log_probs"
-    ),
-    "top-k 20, scored plainly": ({"top_k": 20}, Sampling(), "top_k"),
-}  # fmt: skip
+#: How an engine samples, and what is found if its tokens are scored alike: its log-probs are raw, as vLLM's are.
+RECORDED: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"temperature": 0.7}, "raw_log_probs"),
+    ({"temperature": 1.5}, "raw_log_probs"),
+    ({"top_p": 0.8}, "raw_log_probs"),
+    ({"top_k": 20}, "raw_log_probs"),
+    ({"temperature": 0.8, "top_k": 20, "top_p": 0.9}, "raw_log_probs"),
+    ({"top_k": 20}, "top_k"),  # scored plainly
+]
 
 
-@pytest.mark.parametrize(("name", "seed"), [(name, 3 * (i % 2)) for i, name in enumerate(RECORDED)])
-def test_what_an_engine_records_by_default(name: str, seed: int) -> None:
+@pytest.mark.parametrize(("sampled", "cause", "seed"), [(*row, 3 * (i % 2)) for i, row in enumerate(RECORDED)])
+def test_what_an_engine_records_by_default(sampled: dict[str, Any], cause: str | None, seed: int) -> None:
     """Raw log-probs say nothing of what was sampled, so they are no reason to sample or to score at 1."""
-    sampled, scored, cause = RECORDED[name]
+    scored = Sampling() if cause == "top_k" else Sampling(**sampled)
     model = make_model(FAMILIES[seed], seed)
     prompts = make_prompts(12 if cause == "top_k" else 2, seed)  # a truncation of the tokens alone needs many of them
     batch = sample(model, prompts, seed, raw=True, **sampled).batch()
@@ -144,23 +126,21 @@ def test_both_causes_are_named_where_tokens_cannot_decide() -> None:
         assert [each.cause for each in diagnosis.faults] == ["raw_log_probs"]
 
 
-#: How raw log-probs are sampled and scored, and what the tokens tell.
-OVERRULED: dict[str, tuple[dict[str, Any], Sampling, set[str]]] = {
-    "a temperature": ({}, Sampling(0.7), {"wrong_temperature"}),
-    "top-p": ({}, Sampling(top_p=0.8), {"scored_truncation"}),
-    "top-k": ({}, Sampling(top_k=20), {"scored_truncation"}),
-    "both": ({}, Sampling(0.7, top_p=0.9), {"wrong_temperature", "scored_truncation"}),
-    "one of both": ({"temperature": 0.6}, Sampling(0.6, top_p=0.8), {"scored_truncation", "raw_log_probs"}),
-}
-
-
 @pytest.mark.filterwarnings("ignore::torchrl_llm_kl.SamplerMismatchWarning")
-@pytest.mark.parametrize("name", OVERRULED)
-def test_tokens_alone_overrule_raw_log_probs(name: str) -> None:
-    """The same records of tokens that were *not* sampled as they are scored."""
-    sampled, scored, causes = OVERRULED[name]
+@pytest.mark.parametrize(
+    ("temperature", "scored", "causes"),
+    [
+        (1.0, Sampling(0.7), {"wrong_temperature"}),
+        (1.0, Sampling(top_p=0.8), {"scored_truncation"}),
+        (1.0, Sampling(top_k=20), {"scored_truncation"}),
+        (1.0, Sampling(0.7, top_p=0.9), {"wrong_temperature", "scored_truncation"}),
+        (0.6, Sampling(0.6, top_p=0.8), {"scored_truncation", "raw_log_probs"}),
+    ],
+)
+def test_tokens_alone_overrule_raw_log_probs(temperature: float, scored: Sampling, causes: set[str]) -> None:
+    """The same records of tokens that were *not* sampled as they are scored: what the tokens tell."""
     model = make_model("qwen2", 2)
-    batch = sample(model, make_prompts(6, 2), 2, raw=True, **sampled).batch()
+    batch = sample(model, make_prompts(6, 2), 2, raw=True, temperature=temperature).batch()
     diagnosis = diagnose(batch, policy=model, sampling=scored)
     assert {each.cause for each in diagnosis.faults} - {"other_sampling"} == causes, diagnosis
     assert diagnosis.worst is not None
@@ -168,14 +148,21 @@ def test_tokens_alone_overrule_raw_log_probs(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    "settings",
     [
-        Sampling(top_k=3), Sampling(top_p=0.7), Sampling(min_p=0.2), Sampling(top_k=6, top_p=0.8),
-        Sampling(top_p=0.9, min_p=0.1), Sampling(top_k=8, top_p=0.9, min_p=0.1), Sampling(),
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"top_k": 6, "top_p": 0.8},
+        {"top_p": 0.9, "min_p": 0.1},
+        {"top_k": 8, "top_p": 0.9, "min_p": 0.1},
+        {},
     ],
-)  # fmt: skip
-def test_what_truncations_keep_together(sampling: Sampling) -> None:
+    ids=str,
+)
+def test_what_truncations_keep_together(settings: dict[str, Any]) -> None:
     """Beside the logits of the scorer, token by token."""
+    sampling = Sampling(**settings)
     logits = 2 * torch.randn(40, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     ids = torch.arange(40) % 12
     log_probs = logits.log_softmax(-1)
@@ -187,29 +174,32 @@ def test_what_truncations_keep_together(sampling: Sampling) -> None:
 
 
 UNKNOWN = "{% for m in messages %}{{ '@@' + m['role'] + '@@ ' + m['content'] + ' %% ' }}{% endfor %}{{ '@@bot@@ ' }}"
-#: How it is sampled, how it is scored, and what is found, the most certain first.
-OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], list[str]]] = {
-    "min-p": ({"min_p": 0.1}, {}, ["min_p"]),
-    "greedy": ({"top_k": 1}, {}, ["top_k"]),
-    "another top-p": ({"top_p": 0.95}, {"sampling": Sampling(top_p=0.9)}, ["top_p"]),
-    "raw log-probs of a temperature and top-p": (
-        {"temperature": 0.7, "top_p": 0.9, "raw": True}, {"temperature": 0.7}, ["raw_log_probs", "top_p"]
-    ),
-    "a temperature that is not sampled": ({}, {"temperature": 0.7}, ["wrong_temperature"]),
-    "a truncation that is not sampled": ({}, {"sampling": Sampling(top_p=0.8)}, ["scored_truncation", "other_sampling"]),
-    "top-k in bfloat16": ({"top_k": 10, "precise": False}, {}, ["top_k"]),
-    "a temperature in bfloat16": ({"temperature": 0.8, "precise": False}, {}, ["wrong_temperature"]),
-    "a template that is not known": ({"template": UNKNOWN}, {}, ["chat_template"]),
-}  # fmt: skip
+RAW = {"temperature": 0.7, "top_p": 0.9, "raw": True}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::torchrl_llm_kl.SamplerMismatchWarning")
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_faults_and_two_at_once(name: str) -> None:
-    sampled, scored, causes = OTHERS[name]
-    batch, given = rollout(**sampled)
-    diagnosis = diagnose(batch, tokenizer=make_tokenizer(), **given, **scored)
+@pytest.mark.parametrize(
+    ("sampled", "scored", "causes"),  # the most certain first
+    [
+        ({"min_p": 0.1}, {}, ["min_p"]),
+        ({"top_k": 1}, {}, ["top_k"]),
+        ({"top_p": 0.95}, {"sampling": Sampling(top_p=0.9)}, ["top_p"]),
+        (RAW, {"temperature": 0.7}, ["raw_log_probs", "top_p"]),
+        ({}, {"temperature": 0.7}, ["wrong_temperature"]),
+        ({}, {"sampling": Sampling(top_p=0.8)}, ["scored_truncation", "other_sampling"]),
+        ({"top_k": 10, "precise": False}, {}, ["top_k"]),
+        ({"temperature": 0.8, "precise": False}, {}, ["wrong_temperature"]),
+        ({"template": UNKNOWN}, {}, ["chat_template"]),
+    ],
+)
+def test_other_faults_and_two_at_once(sampled: dict[str, Any], scored: dict[str, Any], causes: list[str]) -> None:
+    """By a policy in its own precision or in bfloat16."""
+    model, settings = make_model("llama", 0), {"precise": True, "template": CHATML, **sampled}
+    sampler = model if settings.pop("precise") else copy.deepcopy(model).bfloat16()
+    found = sample(sampler, make_prompts(12, 0, settings.pop("template")), 0, **settings)
+    batch = replace(found, prompts=[p for p in make_prompts(12, 0) for _ in range(8)]).batch()
+    diagnosis = diagnose(batch, tokenizer=make_tokenizer(), policy=model, **scored)
     assert [each.cause for each in diagnosis.faults] == causes, diagnosis
 
 
