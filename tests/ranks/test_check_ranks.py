@@ -87,18 +87,10 @@ def unwrapped(rank, critic):
 
 
 def a_step(
-    rank,
-    critic=False,
-    *,
-    same_weights=True,
-    counted=MappingProxyType({}),
-    average=True,
-    twice=False,
-    forget=0,
-    **options,
+    rank, critic=False, *, seeds=(0, 0), counted=MappingProxyType({}), average=True, twice=False, forget=0, **options
 ):
     """Train on two micro-batches, add up the gradients and check; the settings are mistakes."""
-    loss, data = make_loss(critic, seed=0 if same_weights else rank), share(rank)
+    loss, data = make_loss(critic, seed=seeds[rank]), share(rank)
     data = data if counted is None else loss.count(data, **counted)
     if twice:
         total(loss(data[:1])).backward()
@@ -161,63 +153,56 @@ def test_a_right_step_passes_and_nothing_changes(both, case, options):
     assert both(case, **options) == "ok"
 
 
-@pytest.mark.parametrize(
-    ("case", "options", "message"),
-    [
-        (
-            unwrapped,
-            {"critic": False},
-            ["RuntimeError: the gradients of ranks 0 and 1 of 2 differ in", "DistributedDataParallel(PolicyLoss"],
-        ),
-        (unwrapped, {"critic": True}, ["the gradients of ranks 0 and 1 of 2 differ in"]),
-        (
-            a_step,
-            {"critic": True, "same_weights": False},
-            ["the parameters of ranks 0 and 1 of 2 differ in", "Start all ranks from the same weights"],
-        ),
-        (  # Accelerate's division by its accumulation steps, after the counts
-            a_step,
-            {"scale": 1 / 2},
-            ["the gradient is 0.5 times", "divided by 2, the number of parts", "gradient_accumulation_steps=1"],
-        ),
-        (a_step, {"scale": 1 / 3}, ["the gradient is 0.3333 times", "Look for what else multiplies it"]),
-        (
-            a_step,
-            {"whole": True, "counted": {"ranks_average": True}, "average": False},
-            ["is 2 times", "added up", "count(..., ranks_average=False)"],
-        ),
-        (
-            a_step,
-            {"critic": True, "whole": True, "counted": {"ranks_average": False}},
-            ["is 0.5 times", "averaged", "count(..., ranks_average=True)"],
-        ),
-        *(
-            (  # the mean of the ranks' means: 11 and 9 tokens weigh the same
-                a_step,
-                {"critic": critic, "counted": None, "scale": 1 / 2},
-                ["the gradient is not that of the 2 parts", "call loss.count(batch) before the batch is split"],
-            )
-            for critic in (False, True)
-        ),
-        (
-            a_step,
-            {"counted": {"all_ranks": False}},
-            ["divided by [0.45, 0.55] times the count of all parts of 2 rank(s)", "over all ranks"],
-        ),
-        (a_step, {"forget": 1}, ["divided by [1.111111] times the count", "pass all parts of the share"]),
-        (a_step, {"twice": True}, ["the gradient is not that of the 2 parts of this rank"]),
-        (
-            other_coefficient,
-            {},
-            ["the buffers of ranks 0 and 1 of 2 differ in 1 of", "update adaptive ones, alike on all ranks"],
-        ),
-        (
-            other_frozen,
-            {},
-            ["ranks 0 and 1 of 2 have different gradients: actor_network.lm_head.weight on one of them only"],
-        ),
-    ],
-)
+NOT_WHOLE = ["the gradient is not that of the 2 parts", "call loss.count(batch) before the batch is split"]
+AVERAGED, ADDED = {"ranks_average": True}, {"ranks_average": False}
+WRONG = [
+    (
+        unwrapped,
+        {"critic": False},
+        ["RuntimeError: the gradients of ranks 0 and 1", "DistributedDataParallel(PolicyLoss"],
+    ),
+    (unwrapped, {"critic": True}, ["the gradients of ranks 0 and 1 of 2 differ in"]),
+    (
+        a_step,
+        {"critic": True, "seeds": (0, 1)},
+        ["the parameters of ranks 0 and 1 of 2 differ in", "from the same weights"],
+    ),
+    # Accelerate's division by its accumulation steps, after the counts.
+    (a_step, {"scale": 1 / 2}, ["is 0.5 times", "divided by 2, the number of parts", "gradient_accumulation_steps=1"]),
+    (a_step, {"scale": 1 / 3}, ["the gradient is 0.3333 times", "Look for what else multiplies it"]),
+    (
+        a_step,
+        {"whole": True, "counted": AVERAGED, "average": False},
+        ["is 2 times", "added up", "count(..., ranks_average=False)"],
+    ),
+    (
+        a_step,
+        {"critic": True, "whole": True, "counted": ADDED},
+        ["is 0.5 times", "averaged", "count(..., ranks_average=True)"],
+    ),
+    # The mean of the ranks' means: 11 and 9 tokens weigh the same.
+    *((a_step, {"critic": critic, "counted": None, "scale": 1 / 2}, NOT_WHOLE) for critic in (False, True)),
+    (
+        a_step,
+        {"counted": {"all_ranks": False}},
+        ["divided by [0.45, 0.55] times the count of all parts of 2 rank(s)", "over all ranks"],
+    ),
+    (a_step, {"forget": 1}, ["divided by [1.111111] times the count", "pass all parts of the share"]),
+    (a_step, {"twice": True}, ["the gradient is not that of the 2 parts of this rank"]),
+    (
+        other_coefficient,
+        {},
+        ["the buffers of ranks 0 and 1 of 2 differ in 1 of", "update adaptive ones, alike on all ranks"],
+    ),
+    (
+        other_frozen,
+        {},
+        ["ranks 0 and 1 of 2 have different gradients: actor_network.lm_head.weight on one of them only"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "options", "message"), WRONG)
 def test_a_wrong_step_is_explained(both, case, options, message):
     said = both(case, **options)
     assert all(some in said for some in message), said

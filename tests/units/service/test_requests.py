@@ -452,9 +452,5 @@ def test_deaths_on_the_wire():
     assert (found.deaths, found.settings) == (2, plain.settings)
     assert Request.unpack(plain.pack()).deaths == 0
     assert found.digest() == plain.digest()
-    for other in (
-        {"settings": Settings(temperature=0.5)},
-        {"tokens": plain.tokens + 1},
-        {"lengths": np.array([2, 2])},
-    ):
+    for other in ({"settings": Settings(temperature=0.5)}, {"tokens": plain.tokens + 1}, {"lengths": np.array([2, 2])}):
         assert found.digest() != replace(plain, **other).digest()

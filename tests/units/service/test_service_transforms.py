@@ -131,11 +131,7 @@ def test_an_exact_kl_is_refused_at_construction(make, message):
 def test_an_exact_kl_that_is_requested_later():
     actor = tiny_model(seed=0)
     transform, kl = RetrieveLogProb(actor), RetrieveKL(actor, Engine())
-    refused(
-        ELSEWHERE,
-        lambda: setattr(transform, "reference", Engine()),
-        lambda: setattr(kl, "estimator", "exact"),
-    )
+    refused(ELSEWHERE, lambda: setattr(transform, "reference", Engine()), lambda: setattr(kl, "estimator", "exact"))
     assert transform.reference is None
     assert kl.estimator != "exact"
     loss = PolicyLoss(actor, terms=[KLToReference(0.1, "k2")], reference=service())
@@ -150,8 +146,7 @@ def test_what_needs_the_model_here_is_refused_at_construction():
         lambda: RetrieveLogProb(Engine(), entropy_key="entropy"),
     )
     refused(
-        "RemoteModel returns log-probs only",
-        lambda: LogProbScorer(tiny_model()).evaluate([[3, 4]], reference=remote),
+        "RemoteModel returns log-probs only", lambda: LogProbScorer(tiny_model()).evaluate([[3, 4]], reference=remote)
     )
     with pytest.raises(TypeError, match="got RemoteScorer"):
         PolicyLoss(tiny_model(), terms=[KLToReference(0.1)], reference=remote)
