@@ -1,4 +1,4 @@
-"""Full-vocabulary divergences against hand calculation and against the whole logits."""
+"""Full-vocabulary divergences against hand calculation and against the whole logits. Their numerics: tests/units/head."""
 
 import math
 
@@ -6,30 +6,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from head_reference import DIRECTIONS, Sizes, divergence_of
 from torchrl_llm_kl.estimators import exact_kl, exact_kl_from_logits
 
-DIRECTIONS = ["reverse", "forward", "jensen_shannon"]
 BETA = 0.3
+each_direction = pytest.mark.parametrize("direction", DIRECTIONS)
 
 
 def log_of(*probabilities):
     return torch.tensor([probabilities], dtype=torch.float64).log()
 
 
-def brute_force(logits, ref_logits, direction, temperature=1.0):
-    """From the whole logits with torch's KL: ``kl_div(input, target)`` is KL(target || input)."""
-    log_p, log_q = (logits / temperature).log_softmax(-1), (ref_logits / temperature).log_softmax(-1)
-
-    def kl(log_a, log_b):
-        return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
-
-    if direction == "jensen_shannon":
-        log_m = (BETA * log_q.exp() + (1 - BETA) * log_p.exp()).log()
-        return BETA * kl(log_q, log_m) + (1 - BETA) * kl(log_p, log_m)
-    return kl(log_p, log_q) if direction == "reverse" else kl(log_q, log_p)
+def brute_force(logits, ref_logits, direction="reverse", temperature=1.0):
+    return divergence_of(*((x / temperature).log_softmax(-1) for x in (logits, ref_logits)), direction, BETA)
 
 
 def draw(dtype=torch.float64, batch=(2,), T=7, H=11, ref_H=5, V=37, with_bias=True):
@@ -57,6 +47,10 @@ def logits_of(tensors):
     return F.linear(hidden, weight, bias), F.linear(ref_hidden, ref_weight, ref_bias)
 
 
+def leaves_of(tensors):
+    return [t.detach().requires_grad_() for t in logits_of(tensors)]
+
+
 @pytest.mark.parametrize(
     ("direction", "beta", "expected"),
     [
@@ -66,28 +60,13 @@ def logits_of(tensors):
     ],
 )
 def test_two_tokens_by_hand(direction, beta, expected):
-    got = exact_kl_from_logits(log_of(0.5, 0.5), log_of(0.75, 0.25), direction=direction, beta=beta)
-    assert got.item() == pytest.approx(expected, abs=2e-7)
-    # Probabilities 9:1 at temperature 2 are 3:1.
-    got = exact_kl_from_logits(log_of(1.0, 1.0), log_of(9.0, 1.0), direction=direction, beta=beta, temperature=2.0)
-    assert got.item() == pytest.approx(expected, abs=2e-7)
+    """Probabilities 9:1 at temperature 2 are 3:1."""
+    for p, q, temperature in ((log_of(0.5, 0.5), log_of(0.75, 0.25), 1.0), (log_of(1, 1), log_of(9, 1), 2.0)):
+        got = exact_kl_from_logits(p, q, direction=direction, beta=beta, temperature=temperature)
+        assert got.item() == pytest.approx(expected, abs=2e-7)
 
 
-def test_limits_of_beta():
-    p, q = log_of(0.2, 0.5, 0.3), log_of(0.6, 0.1, 0.3)
-    forward = 0.6 * math.log(3) + 0.1 * math.log(0.2)
-    reverse = 0.2 * math.log(1 / 3) + 0.5 * math.log(5)
-    low, high = (exact_kl_from_logits(p, q, direction="jensen_shannon", beta=b).item() for b in (1e-6, 1 - 1e-6))
-    assert (low / 1e-6, high / 1e-6) == pytest.approx((forward, reverse), rel=1e-4)
-
-
-def test_half_beta_is_symmetric_and_bounded():
-    p, q = log_of(1.0, 0.0, 0.0), log_of(0.0, 0.5, 0.5)  # nothing in common: the bound is reached
-    got = [exact_kl_from_logits(*pair, direction="jensen_shannon") for pair in ((p, q), (q, p))]
-    assert [x.item() for x in got] == pytest.approx([math.log(2)] * 2)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@each_direction
 @pytest.mark.parametrize(("chunk_size", "with_bias"), [(1, True), (3, False), (14, True), (1000, False)])
 def test_values_and_gradients_are_those_of_the_whole_logits(direction, with_bias, chunk_size):
     tensors = draw(with_bias=with_bias)
@@ -99,25 +78,32 @@ def test_values_and_gradients_are_those_of_the_whole_logits(direction, with_bias
     assert_gradients(got, want, inputs, upstream)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_gradcheck(direction):
-    tensors = draw(batch=(), T=3, H=2, ref_H=3, V=5)
-    assert torch.autograd.gradcheck(lambda *t: call(t, direction=direction, beta=BETA, chunk_size=2), tensors)
+def test_the_whole_logits_never_exist():
+    tensors = draw(H=3, ref_H=3)
+    with Sizes() as sizes:
+        call(tensors, chunk_size=4).sum().backward()
+    assert sizes.largest == 4 * 37  # [chunk, V]; the whole is 14 * 37
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@each_direction
 def test_from_logits(direction):
-    logits, ref_logits = (t.detach().requires_grad_() for t in logits_of(draw()))
-    got = exact_kl_from_logits(logits, ref_logits, direction=direction, beta=BETA, chunk_size=4)
-    want = brute_force(logits, ref_logits, direction)
+    leaves = leaves_of(draw())
+    got = exact_kl_from_logits(*leaves, direction=direction, beta=BETA, chunk_size=4)
+    want = brute_force(*leaves, direction)
     assert_close(got, want)
-    assert_gradients(got.square(), want.square(), (logits, ref_logits))
+    assert_gradients(got.square(), want.square(), leaves)
+
+
+@pytest.mark.parametrize(("direction", "expected"), [("reverse", math.inf), ("forward", math.log(2))])
+def test_a_token_that_only_the_reference_rules_out(direction, expected):
+    got = exact_kl_from_logits(log_of(0.5, 0.5), log_of(1.0, 0.0), direction=direction)
+    assert got.item() == pytest.approx(expected)
 
 
 def test_any_number_of_batch_dimensions_and_no_positions():
     for batch in ((), (3,), (2, 3)):
         tensors = draw(batch=batch)
-        assert_close(call(tensors), brute_force(*logits_of(tensors), "reverse"))
+        assert_close(call(tensors), brute_force(*logits_of(tensors)))
     tensors = draw(T=0)
     got = call(tensors)
     assert (got.shape, got.dtype) == ((2, 0), torch.float64)
@@ -125,54 +111,7 @@ def test_any_number_of_batch_dimensions_and_no_positions():
     assert_close(gradient, torch.zeros(37, 11, dtype=torch.float64))
 
 
-def test_only_what_needs_a_gradient_gets_one():
-    tensors = [t.detach() if i % 2 else t for i, t in enumerate(draw())]
-    hidden, _, weight, *_ = tensors
-    got, want = call(tensors), brute_force(*logits_of(tensors), "reverse")
-    assert_gradients(got, want, (hidden, weight))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the largest tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = (t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor))
-        self.numel = max(self.numel, *sizes, 0)
-        return result
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_whole_logits_never_exist(direction):
-    tensors = draw(H=3, ref_H=3)
-    with LargestTensor() as largest:
-        call(tensors, direction=direction, chunk_size=4).sum().backward()
-    assert largest.numel == 4 * 37  # [chunk, V]; the whole is 14 * 37
-
-
-@pytest.mark.parametrize(("dtype", "direction"), [*zip(["bfloat16", "float16", "bfloat16"], DIRECTIONS, strict=True)])
-def test_half_precision_adds_no_error_to_that_of_the_logits(dtype, direction):
-    tensors = draw(dtype := getattr(torch, dtype))
-    got = call(tensors, direction=direction, beta=BETA, chunk_size=4)
-    logits, ref_logits = logits_of(tensors)
-    assert got.dtype == torch.float32
-    assert_close(got.double(), brute_force(logits.double(), ref_logits.double(), direction), rtol=1e-5, atol=1e-5)
-    got.sum().backward()
-    assert all(t.grad.dtype == dtype and t.grad.isfinite().all() for t in tensors)
-
-
-def test_gradients_of_a_head_are_summed_in_float32():
-    """A bfloat16 sum of 3,000 chunks stops growing at 256 times one chunk's share."""
-    hidden = torch.ones(3000, 1, dtype=torch.bfloat16)
-    weight = torch.tensor([[3.0], [1.0]]).log().bfloat16().requires_grad_()
-    exact_kl(hidden, hidden, weight, torch.zeros_like(weight), chunk_size=1).sum().backward()
-    # p = (3/4, 1/4), KL(p || uniform) = 0.130812: p_j (ln(2 p_j) - KL) = +-0.205990 per row.
-    assert_close(weight.grad.float(), torch.tensor([[617.97], [-617.97]]), rtol=1e-2, atol=0)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@each_direction
 def test_backward_recomputes_under_the_autocast_of_forward(direction):
     """Logits are rounded as in the models; the divergence is not."""
     tensors = draw(torch.float32)
@@ -185,38 +124,20 @@ def test_backward_recomputes_under_the_autocast_of_forward(direction):
     assert_gradients(got, want, tensors, rtol=2e-2, atol=2e-2)  # each chunk's gradient is rounded to bfloat16
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@each_direction
 @pytest.mark.parametrize("double", ["policy", "reference"])
 def test_one_model_in_float64(direction, double):
     """The other product is computed in float64 too; each gradient has the dtype of its input."""
-    tensors = draw(torch.float32)
     chosen = range(0, 6, 2) if double == "policy" else range(1, 6, 2)
-    tensors = [t.detach().double().requires_grad_() if i in chosen else t for i, t in enumerate(tensors)]
-    got = call(tensors, direction=direction, beta=BETA, chunk_size=4)
+    narrow = draw(torch.float32)
+    tensors = [t.detach().double().requires_grad_() if i in chosen else t for i, t in enumerate(narrow)]
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    want = brute_force(*logits_of(wide), direction)
+    got, want = call(tensors, direction=direction, beta=BETA, chunk_size=4), brute_force(*logits_of(wide), direction)
     assert_close(got, want)
     (got.sum() + want.sum()).backward()
     for mine, theirs in zip(tensors, wide, strict=True):
         assert mine.grad.dtype == mine.dtype
         assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_tokens_that_both_models_rule_out(direction):
-    logits, ref_logits = (t.detach() for t in logits_of(draw()))
-    padded = [F.pad(t, (0, 2), value=-math.inf).requires_grad_() for t in (logits, ref_logits)]
-    got = exact_kl_from_logits(*padded, direction=direction, beta=BETA)
-    assert_close(got, brute_force(logits, ref_logits, direction))
-    for gradient in torch.autograd.grad(got.sum(), padded):
-        assert gradient.isfinite().all()
-        assert_close(gradient[..., -2:], torch.zeros(2, 7, 2, dtype=torch.float64))
-
-
-@pytest.mark.parametrize(("direction", "expected"), [("reverse", math.inf), ("forward", math.log(2))])
-def test_a_token_that_only_the_reference_rules_out(direction, expected):
-    got = exact_kl_from_logits(log_of(0.5, 0.5), log_of(1.0, 0.0), direction=direction)
-    assert got.item() == pytest.approx(expected)
 
 
 ZEROS = {"hidden": (2, 3, 4), "ref_hidden": (2, 3, 6), "weight": (9, 4), "ref_weight": (9, 6)}
@@ -250,10 +171,9 @@ def test_shapes_that_disagree(changes, message):
     ],
 )
 def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        exact_kl_from_logits(torch.zeros(1, 2), torch.zeros(1, 2), **options)
-    with pytest.raises(ValueError, match=message):
-        exact_kl(*(torch.zeros(2, 3) for _ in range(4)), **options)
+    for function, tensors in ((exact_kl_from_logits, 2), (exact_kl, 4)):
+        with pytest.raises(ValueError, match=message):
+            function(*[torch.zeros(2, 3)] * tensors, **options)
 
 
 def test_logits_that_disagree():

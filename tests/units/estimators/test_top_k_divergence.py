@@ -11,23 +11,11 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
 from closeness import assert_near
+from head_reference import collapse, gkd_of
 from torchrl_llm_kl.estimators import exact_kl_from_logits, top_k_divergence
 
 F64 = {"dtype": torch.float64}
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
-
-
-def collapse(log_p, ids):
-    """All log-probs ``[V]`` to those of the ids and of all other tokens together, from probabilities."""
-    if ids.shape[-1] == log_p.shape[-1]:
-        return torch.cat([log_p.gather(-1, ids), torch.full_like(log_p[..., :1], -torch.inf)], -1)
-    p = log_p.exp()
-    others = torch.ones_like(p).scatter(-1, ids, 0.0)
-    return torch.cat([log_p.gather(-1, ids), (p * others).sum(-1, keepdim=True).log()], -1)
-
-
-def kl(p, q):
-    return (p * (p / q).log()).sum(-1)
 
 
 def agree(got, want, logits, *, rtol=1e-11):
@@ -44,19 +32,13 @@ def drawn(*shape, seed):
     return logits, other, logits.log_softmax(-1), other.log_softmax(-1)
 
 
-def enumerated(log_q, log_p, beta):
-    """GKD's divergence of a student ``q`` and a teacher ``p``, term by term."""
-    p, q = log_p.exp(), log_q.exp()
-    if beta == 0:
-        return kl(p, q)
-    if beta == 1:
-        return kl(q, p)
-    m = beta * p + (1 - beta) * q
-    return beta * kl(p, m) + (1 - beta) * kl(q, m)
+def listed(log_p):
+    """Every token, and no other."""
+    return torch.cat([log_p, torch.full_like(log_p[..., :1], -torch.inf)], -1)
 
 
 def test_by_hand():
-    """Teacher 3/4, 1/4 and student 1/2, 1/2; the mixture of beta 1/4 is 9/16, 7/16."""
+    """Teacher 3/4, 1/4 and student 1/2, 1/2; the mixture of beta 1/4 is 9/16, 7/16. Beta may be a tensor."""
     student, teacher = torch.tensor([0.5, 0.5], **F64).log(), torch.tensor([0.75, 0.25], **F64).log()
     log = math.log
     forward = 0.75 * log(1.5) + 0.25 * log(0.5)
@@ -64,7 +46,8 @@ def test_by_hand():
     of_teacher = 0.75 * log(12 / 9) + 0.25 * log(4 / 7)
     of_student = 0.5 * log(8 / 9) + 0.5 * log(8 / 7)
     for beta, want in ((0.0, forward), (1.0, reverse), (0.25, 0.25 * of_teacher + 0.75 * of_student)):
-        assert float(top_k_divergence(student, teacher, beta=beta)) == pytest.approx(want, abs=1e-15)
+        for given_beta in (beta, torch.tensor(beta, **F64)):
+            assert float(top_k_divergence(student, teacher, beta=given_beta)) == pytest.approx(want, abs=1e-15)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -76,7 +59,8 @@ def test_value_and_gradient_by_enumeration(beta, seed, v, data):
     student, teacher = collapse(log_q, ids), collapse(log_p, ids)
     got = top_k_divergence(student, teacher, beta=beta)
     assert got.shape == (4,)
-    agree(got, enumerated(student, teacher, beta), logits)
+    agree(got, gkd_of(student, teacher, beta), logits)
+    assert torch.equal(got, top_k_divergence(student, teacher, beta=torch.tensor(beta, **F64)))
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -86,42 +70,28 @@ def test_it_grows_with_k_up_to_the_exact_divergence(beta):
     direction = {0.0: "forward", 1.0: "reverse"}.get(beta, "jensen_shannon")
     share = {"beta": beta} if direction == "jensen_shannon" else {}
     exact = exact_kl_from_logits(logits, other, direction=direction, **share)
-    found = []
-    for k in range(1, 10):
-        ids = log_p.topk(k, -1).indices
-        found.append(top_k_divergence(collapse(log_q, ids), collapse(log_p, ids), beta=beta))
+    ids = log_p.argsort(-1, descending=True)
+    pairs = [[collapse(log, ids[..., :k]) for log in (log_q, log_p)] for k in range(1, 9)]
+    found = [top_k_divergence(*pair, beta=beta) for pair in [*pairs, (listed(log_q), listed(log_p))]]
     assert all((a <= b + 1e-12).all() for a, b in pairwise(found))
     assert (found[0] >= 0).all()
     assert (found[-2] < exact + 1e-12).all()
     agree(found[-1], exact, logits)
     # Float32: the exact divergence in float64 is the truth.
     narrow = logits.detach().float().requires_grad_()
-    student = torch.cat([narrow.log_softmax(-1), torch.full((6, 1), -torch.inf)], -1)
-    teacher = torch.cat([log_p.float(), torch.full((6, 1), -torch.inf)], -1)
-    value = top_k_divergence(student, teacher, beta=beta)
+    value = top_k_divergence(listed(narrow.log_softmax(-1)), listed(log_p.float()), beta=beta)
     assert_near(value.double(), exact, terms=7, dtype=torch.float32)
     want = torch.autograd.grad(exact.sum(), logits)[0]
     assert_near(torch.autograd.grad(value.sum(), narrow)[0].double(), want, terms=7, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def gkd():
-    return pytest.importorskip("trl.experimental.gkd.gkd_trainer")
-
-
-@pytest.fixture(scope="module")
-def server():
-    return pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
-
-
 @pytest.mark.parametrize("beta", BETAS)
-def test_trl(gkd, beta):
+def test_trl(beta):
     """With every token listed it is TRL's GKD loss, at any temperature."""
+    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
     logits, other, *_ = drawn(3, 5, 11, seed=7)
     theirs = gkd.GKDTrainer.generalized_jsd_loss(logits, other, beta=beta, temperature=0.7, reduction="none").sum(-1)
-    student, teacher = ((x / 0.7).log_softmax(-1) for x in (logits, other))
-    none = torch.full((3, 5, 1), -torch.inf, **F64)
-    ours = top_k_divergence(torch.cat([student, none], -1), torch.cat([teacher, none], -1), beta=beta)
+    ours = top_k_divergence(*(listed((x / 0.7).log_softmax(-1)) for x in (logits, other)), beta=beta)
     agree(ours, theirs, logits)
     labels = torch.tensor([[-100, 1, 2, -100, 3]]).expand(3, 5)
     mean = gkd.GKDTrainer.generalized_jsd_loss(logits, other, labels=labels, beta=beta, temperature=0.7)
@@ -129,23 +99,16 @@ def test_trl(gkd, beta):
 
 
 @pytest.mark.parametrize(("k", "beta"), [*zip([1, 4, 1, 4, 1], BETAS, strict=True)])
-def test_trl_with_a_tail(server, k, beta):
+def test_trl_with_a_tail(k, beta):
     """TRL's distillation from a server, whose tail is one minus the top k."""
+    server = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
     logits, _, log_q, log_p = drawn(5, 11, seed=8)
     ids = log_p.topk(k, -1).indices
     some = torch.ones_like(ids, dtype=torch.bool)
-    student, mask = server._add_tail_bucket(log_q.gather(-1, ids), some)
-    teacher, _ = server._add_tail_bucket(log_p.gather(-1, ids), some)
+    (student, mask), (teacher, _) = (server._add_tail_bucket(log.gather(-1, ids), some) for log in (log_q, log_p))
     theirs = server._jsd_divergence(student, teacher, beta, mask).sum(-1)
     ours = top_k_divergence(collapse(log_q, ids), collapse(log_p, ids), beta=beta)
     agree(ours, theirs, logits, rtol=1e-10)
-
-
-def test_beta_as_a_tensor():
-    _, _, student, teacher = drawn(3, 4, seed=0)
-    for beta in BETAS:
-        got = top_k_divergence(student, teacher, beta=torch.tensor(beta, **F64))
-        assert torch.equal(got, top_k_divergence(student, teacher, beta=beta))
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -168,22 +131,18 @@ def test_tails_without_probability(student_rest, teacher_rest, beta):
             assert_close(value, want)
             assert_close(gradient[:2], torch.autograd.grad(want, without)[0])
             assert gradient[2] == 0
-        if (
-            student_rest == -400.0 and beta == 0
-        ):  # p (log p - log q) of the rest; its probability under the student is 0
+        if student_rest == -400 and beta == 0:  # p (log p - log q) of the rest; its probability under the student is 0
             known = 0.3 * math.log(0.3 / 0.6) + 0.7 * math.log(0.7 / 0.4)
             assert value.item() == pytest.approx(known + math.exp(-5) * 395, rel=1e-6)
             assert float(gradient[2]) == pytest.approx(-math.exp(-5), rel=1e-6)
 
 
-def test_half_precision_is_calculated_in_float32():
+def test_half_precision_and_the_teacher():
+    """Half precision is calculated in float32; the teacher has no gradient."""
     student, teacher = (x.detach().bfloat16() for x in drawn(4, seed=0)[2:])
     got = top_k_divergence(student, teacher)
     assert got.dtype == torch.float32
     assert torch.equal(got, top_k_divergence(student.float(), teacher.float()))
-
-
-def test_the_teacher_has_no_gradient():
     student, teacher = (torch.zeros(2).log_softmax(-1).requires_grad_() for _ in range(2))
     top_k_divergence(student, teacher).backward()
     assert teacher.grad is None

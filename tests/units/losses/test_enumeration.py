@@ -128,26 +128,3 @@ def test_recs_forward_kl_is_the_kl_of_the_old_policy_to_the_new() -> None:
         got = bandit.mean_gradient("rec", regularizer="forward-kl", regularizer_coef=0.3) - bandit.mean_gradient("rec")
         kl = (bandit.old * (bandit.old.log() - bandit.policy.log())).sum()
         assert_close(got, 0.3 * bandit.gradient(kl), **CLOSE)
-
-
-def test_topr_of_a_sequence_pushes_down_with_the_lesser_probability_of_all_of_it() -> None:
-    """All sequences of two independent tokens, all of them bad."""
-    tokens = torch.cartesian_prod(torch.arange(3), torch.arange(3))
-
-    def log_probs(logits: Tensor) -> Tensor:
-        return torch.stack([logits.log_softmax(-1)[position, tokens[:, position]] for position in range(2)], -1)
-
-    for seed in range(5):
-        rng = torch.Generator().manual_seed(seed)
-        old_logits, step = torch.randn(2, 2, 3, generator=rng, dtype=torch.float64).unbind()
-        logits = (old_logits + step).requires_grad_()
-        log_prob, old = log_probs(logits), log_probs(old_logits)
-        advantage = -torch.rand(9, 1, generator=rng, dtype=torch.float64).expand(9, 2) - 0.1
-        mask = torch.ones(9, 2, dtype=torch.bool)
-        (term,) = get_objective("topr")(log_prob, mask, old_log_prob=old, advantage=advantage, level="sequence")
-        p, q = log_prob.sum(-1).exp(), old.sum(-1).exp()
-        lesser = -(torch.minimum(p, q).detach() * advantage[:, 0] * log_prob.sum(-1)).sum()
-        found = (
-            torch.autograd.grad(x, logits, retain_graph=True)[0] for x in ((q[:, None] * term.value).sum(), lesser)
-        )
-        assert_close(*found, **CLOSE)

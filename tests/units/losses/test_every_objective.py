@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -14,19 +15,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from objective_cases import CASES, inputs_of, raises_without, random_batch, rows_of
-from torchrl_llm_kl.losses import (
-    AGGREGATIONS,
-    LossTerm,
-    TermPart,
-    aggregate,
-    available_objectives,
-    count,
-    get_objective,
-    spec_of,
-)
+from torchrl_llm_kl import losses
 
 NAN, INF = float("nan"), float("inf")
-REDUCING = [mode for mode in AGGREGATIONS if mode != "none"]
+REDUCING = [mode for mode in losses.AGGREGATIONS if mode != "none"]
 #: Their values are multiplied by weights that pass no gradient: the derivative of the value is another one.
 WEIGHTED = {
     *("ppo-pg", "gspo-token", "luspo", "cispo", "cispo-masked", "topr-token", "topr-sequence", "vespo", "dppo-tv"),
@@ -35,30 +27,34 @@ WEIGHTED = {
 }
 
 
-def terms_of(case: str, batch: dict[str, Tensor], **changes: Any) -> tuple[LossTerm, ...]:
+def terms_of(case: str, batch: dict[str, Tensor], **changes: Any) -> tuple[losses.LossTerm, ...]:
     name, hyper = CASES[case]
-    return get_objective(name)(**{**inputs_of(name, batch), **hyper, **changes})
+    return losses.get_objective(name)(**{**inputs_of(name, batch), **hyper, **changes})
 
 
 def gradient_of(
-    case: str, batch: dict[str, Tensor], mode: str, denominators: dict[str, Tensor] | None = None
+    case: str, batch: dict[str, Tensor], mode: str = "token-mean", denominators: dict[str, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its gradient of the log-probs."""
     log_prob, total = batch["log_prob"].clone().requires_grad_(), torch.zeros(())
     for term in terms_of(case, {**batch, "log_prob": log_prob}):
         how = term.aggregation or mode
         denominator = None if denominators is None else denominators[term.name]
-        total = total + term.weight * aggregate(term.value, term.mask, how, denominator=denominator)
+        total = total + term.weight * losses.aggregate(term.value, term.mask, how, denominator=denominator)
     (gradient,) = torch.autograd.grad(total, log_prob)
     return total.detach(), gradient
 
 
-def masked_total(terms: tuple[LossTerm, ...]) -> Tensor:
-    return torch.cat([torch.where(term.mask, term.value, 0).flatten() for term in terms]).sum()
+def values_of(terms: tuple[losses.LossTerm, ...]) -> Tensor:
+    return torch.cat([torch.where(term.mask, term.value, 0).flatten() for term in terms])
 
 
-def parameters_of(case: str) -> tuple[str, ...]:
-    return tuple(inspect.signature(get_objective(CASES[case][0])).parameters)
+def batch_of(case: str, seed: int, **shape: Any) -> dict[str, Tensor]:
+    """With tokens that are selected, if the objective takes them."""
+    batch, rng = random_batch(seed, **shape), torch.Generator().manual_seed(seed)
+    if "selected" in inspect.signature(losses.get_objective(CASES[case][0])).parameters:
+        batch["selected"] = torch.rand(batch["mask"].shape, generator=rng) < 0.3
+    return batch
 
 
 def pairs_of(rows: int, parts: int, seed: int) -> list[Tensor]:
@@ -71,29 +67,22 @@ def pairs_of(rows: int, parts: int, seed: int) -> list[Tensor]:
 def any_split_gives_the_gradient_of_the_whole(case: str) -> None:
     """Each aggregation, with splits into two to four uneven parts."""
     for i, mode in enumerate(2 * REDUCING):
-        seed, parts = 100 * len(case) + i, 2 + i % 3
-        batch = random_batch(seed, rows=8)
-        if "selected" in parameters_of(case):
-            batch["selected"] = torch.rand(8, 5, generator=torch.Generator().manual_seed(seed)) < 0.3
-        whole_loss, whole = gradient_of(case, batch, mode)
-        denominators = {term.name: count(term.mask, term.aggregation or mode) for term in terms_of(case, batch)}
-        total, assembled = torch.zeros_like(whole_loss), torch.zeros_like(whole)
-        for rows in pairs_of(8, parts, seed):
-            part_loss, part = gradient_of(case, rows_of(batch, rows), mode, denominators)
-            total += part_loss
-            assembled[rows] = part
-        assert_close(total, whole_loss, msg=lambda text, mode=mode: f"{mode}: {text}")
-        assert_close(assembled, whole, msg=lambda text, mode=mode: f"{mode}: {text}")
+        seed = 100 * len(case) + i
+        batch = batch_of(case, seed, rows=8)
+        whole = gradient_of(case, batch, mode)
+        denominators = {term.name: losses.count(term.mask, term.aggregation or mode) for term in terms_of(case, batch)}
+        found = torch.zeros_like(whole[0]), torch.zeros_like(whole[1])
+        for rows in pairs_of(8, 2 + i % 3, seed):
+            loss, found[1][rows] = gradient_of(case, rows_of(batch, rows), mode, denominators)
+            found[0].add_(loss)
+        assert_close(found, whole, msg=lambda text, mode=mode: f"{mode}: {text}")
 
 
 def masked_out_entries_do_not_matter(case: str) -> None:
     batch = random_batch(5)
-    loss, gradient = gradient_of(case, batch, "token-mean")
     for bad in (NAN, INF, -INF, 1e4):
         spoilt = {key: torch.where(batch["mask"], x, bad) if x.is_floating_point() else x for key, x in batch.items()}
-        spoilt_loss, spoilt_gradient = gradient_of(case, spoilt, "token-mean")
-        assert_close(spoilt_loss, loss)
-        assert_close(spoilt_gradient, gradient)
+        assert_close(gradient_of(case, spoilt), gradient_of(case, batch))
 
 
 def an_empty_batch_has_loss_and_gradient_0(case: str) -> None:
@@ -101,7 +90,7 @@ def an_empty_batch_has_loss_and_gradient_0(case: str) -> None:
     batch["mask"] = torch.zeros_like(batch["mask"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loss, gradient = gradient_of(case, batch, "token-mean")
+        loss, gradient = gradient_of(case, batch)
     assert loss == 0
     assert (gradient == 0).all()
 
@@ -111,19 +100,16 @@ def rows_without_tokens_change_nothing(case: str) -> None:
     loss, gradient = gradient_of(case, batch, "seq-mean-token-mean")
     more = {key: torch.cat([x, x[:2]]) for key, x in batch.items()}
     more["mask"][-2:] = False
-    more_loss, more_gradient = gradient_of(case, more, "seq-mean-token-mean")
-    assert_close(more_loss, loss)
-    assert_close(more_gradient, torch.cat([gradient, torch.zeros_like(gradient[:2])]))
+    expected = loss, torch.cat([gradient, torch.zeros_like(gradient[:2])])
+    assert_close(gradient_of(case, more, "seq-mean-token-mean"), expected)
 
 
 def metrics_are_masked_numbers_without_graph(case: str) -> None:
     """Masked-out rows and columns change none."""
     batch = random_batch(21)
     batch["log_prob"].requires_grad_()
-    wide = {
-        key: nn.functional.pad(x, (0, 2, 0, 2), value=False if x.dtype == torch.bool else NAN)
-        for key, x in batch.items()
-    }
+    filling = {key: False if x.dtype == torch.bool else NAN for key, x in batch.items()}
+    wide = {key: nn.functional.pad(x, (0, 2, 0, 2), value=filling[key]) for key, x in batch.items()}
     for term, same in zip(terms_of(case, batch), terms_of(case, wide), strict=True):
         assert_close(dict(same.metrics), dict(term.metrics))
         for name, metric in term.metrics.items():
@@ -143,37 +129,32 @@ def half_precision_is_calculated_in_float32(case: str) -> None:
 def extreme_ratios_leave_the_gradient_finite(case: str) -> None:
     batch = random_batch(13, dtype=torch.float32)
     for log_prob, old in ((-1e-3, -200.0), (-200.0, -1e-3)):
-        far = {**batch, "log_prob": torch.full_like(batch["log_prob"], log_prob)}
-        far["old_log_prob"] = far["ref_log_prob"] = torch.full_like(batch["log_prob"], old)
-        loss, gradient = gradient_of(case, far, "token-mean")
-        assert loss.isfinite()
-        assert gradient.isfinite().all()
+        values = {"log_prob": log_prob, "old_log_prob": old, "ref_log_prob": old}
+        far = {**batch, **{key: torch.full_like(batch["log_prob"], x) for key, x in values.items()}}
+        assert all(found.isfinite().all() for found in gradient_of(case, far))
 
 
 def no_gradient_reaches_the_data(case: str) -> None:
     """``ppo(log_prob, old_log_prob=log_prob)`` had a gradient of 0 on every token."""
     name, hyper = CASES[case]
-    data, function = inputs_of(name, random_batch(3)), get_objective(name)
-    required = spec_of(function).required(hyper)
+    data, function = inputs_of(name, random_batch(3)), losses.get_objective(name)
+    required = losses.spec_of(function).required(hyper)
     trained = next((key for key in ("outcomes", "teacher_divergence") if key in required), "log_prob")
     leaf, plain = (data[trained].clone().requires_grad_() for _ in range(2))
     kinds = ("old_log_prob", "ref_log_prob", "advantage", "teacher_outcomes")
     graph = {key: data[key].clone().requires_grad_() for key in kinds if key in data}
-    total = masked_total(function(**{**data, **graph, trained: leaf}, **hyper))
+    total = values_of(function(**{**data, **graph, trained: leaf}, **hyper)).sum()
     found = torch.autograd.grad(total, list(graph.values()), retain_graph=True, allow_unused=True)
     assert found == (None,) * len(graph)
-    expected = masked_total(function(**{**data, trained: plain}, **hyper))
+    expected = values_of(function(**{**data, trained: plain}, **hyper)).sum()
     assert_close(torch.autograd.grad(total, leaf)[0], torch.autograd.grad(expected, plain)[0])
 
 
 def finite_differences_agree_unless_a_weight_is_detached(case: str) -> None:
-    batch = random_batch(21)
-    if "selected" in parameters_of(case):
-        batch["selected"] = torch.rand(6, 5, generator=torch.Generator().manual_seed(0)) < 0.3
+    batch = batch_of(case, 21)
 
     def value(log_prob: Tensor) -> Tensor:
-        terms = terms_of(case, {**batch, "log_prob": log_prob})
-        return torch.cat([torch.where(term.mask, term.value, 0).flatten() for term in terms])
+        return values_of(terms_of(case, {**batch, "log_prob": log_prob}))
 
     leaf = batch["log_prob"].requires_grad_()
     agree = torch.autograd.gradcheck(value, leaf, eps=1e-6, atol=1e-5, raise_exception=False)
@@ -198,11 +179,11 @@ def its_inputs_are_those_that_it_states(case: str) -> None:
 
 
 def inputs_are_stated(name: str, hyper: dict[str, Any]) -> None:
-    part, data = TermPart(get_objective(name), **hyper), inputs_of(name, random_batch(0))
-    more = {key: -data["log_prob"] for key in ("entropy", "kl")}
-    data |= {**more, "sampler_log_prob": data["old_log_prob"], "selected": data["expert_mask"]}
+    part, data = losses.TermPart(losses.get_objective(name), **hyper), inputs_of(name, random_batch(0))
+    data |= dict.fromkeys(("entropy", "kl"), -data["log_prob"])
+    data |= {"sampler_log_prob": data["old_log_prob"], "selected": data["expert_mask"]}
     assert set(part.needs) == raises_without(part, data), hyper
-    assert set(spec_of(get_objective(name)).required(hyper)) == set(part.needs), hyper
+    assert set(losses.spec_of(losses.get_objective(name)).required(hyper)) == set(part.needs), hyper
 
 
 PROPERTIES: tuple[Callable[[str], None], ...] = (
@@ -228,21 +209,21 @@ def test_properties_of_an_objective(case: str) -> None:
 
 
 def test_there_is_a_case_for_each_with_its_source() -> None:
-    assert {name for name, _ in CASES.values()} == set(available_objectives())
-    for name in available_objectives():
-        function = get_objective(name)
+    assert {name for name, _ in CASES.values()} == set(losses.available_objectives())
+    for name in losses.available_objectives():
+        function = losses.get_objective(name)
         assert pickle.loads(pickle.dumps(function)) is function, name
-        assert len(spec_of(function).source) > 10, name
+        assert len(losses.spec_of(function).source) > 10, name
 
 
 def test_inputs_are_stated_under_choices_without_a_case() -> None:
     inputs_are_stated("ppo", {"fallback_to_policy_gradient": True, "enable_sequence_masking": True})
     inputs_are_stated("mix_chord", {"enable_phi_function": False, "mu_warmup_steps": 3})
-    for mode in ("none", "one-side", "two-side", "ring", "gspo-one-side"):
-        for weight in ("none", "importance_sampling", "gspo_importance_sampling", "advantage"):
-            for regularizer in ("none", "k2", "forward-kl"):
-                choice = {"clip_mode": mode, "weight": weight, "regularizer": regularizer}
-                inputs_are_stated("rec", {**choice, "regularizer_coef": 0.1})
+    modes = ("none", "one-side", "two-side", "ring", "gspo-one-side")
+    weights = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
+    for mode, weight, regularizer in itertools.product(modes, weights, ("none", "k2", "forward-kl")):
+        choice = {"clip_mode": mode, "weight": weight, "regularizer": regularizer}
+        inputs_are_stated("rec", {**choice, "regularizer_coef": 0.1})
 
 
 def test_without_the_common_denominator_a_split_is_another_loss() -> None:

@@ -45,12 +45,8 @@ def near(layout: str = "padded") -> TensorDictBase:
 @pytest.mark.parametrize(
     ("correction", "layout"),
     [
-        (ImportanceWeights(level="token", low=0.6, high=1.4), "nested"),
         (ImportanceWeights(level="sequence", mode="mask", low=0.6, high=1.4), "lazy"),
         (ImportanceWeights(level="geometric", low=0.6, high=1.4), "nested"),
-        (RejectionMask("token_k1", high=0.07), "lazy"),
-        (RejectionMask("seq_sum_k2", high=0.07), "nested"),
-        (RejectionMask("seq_mean_k3", high=0.07), "lazy"),
         (RejectionMask("seq_max_k2", high=0.07), "nested"),
     ],
 )
@@ -69,8 +65,6 @@ def test_padded_rows_agree_with_those_of_their_own_lengths(
     ("correction", "aggregation", "lead"),
     [
         (RejectionMask("token_k1", high=1e-6), "token-mean", 2.0),
-        (RejectionMask("seq_sum_k2", high=1e-6), "seq-mean-token-mean", -2.0),
-        (RejectionMask("seq_mean_k3", high=1e-6), "token-mean", -2.0),
         (RejectionMask("seq_max_k1", high=1e-6), "seq-mean-token-mean", 2.0),
         (ImportanceWeights(level="geometric", mode="mask", low=1e6, high=None), "token-mean", -2.0),
     ],

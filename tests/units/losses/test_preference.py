@@ -10,28 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from torchrl_llm_kl.losses import (
-    LossTerm,
-    aggregate,
-    aot,
-    aot_match,
-    aot_reference_point,
-    aot_unpaired,
-    apo_zero,
-    bco,
-    bco_pair,
-    bco_reference_point,
-    cpo,
-    dpo,
-    exo_pair,
-    get_objective,
-    hinge,
-    kto,
-    kto_reference_point,
-    orpo,
-    simpo,
-    sppo_hard,
-)
+from torchrl_llm_kl import losses
 
 CLOSE = {"rtol": 2e-6, "atol": 1e-7}
 FAMILY = [
@@ -80,19 +59,21 @@ def flags(*values: int) -> Tensor:
     return torch.tensor(values) == 1
 
 
-def mean(term: LossTerm) -> Tensor:
-    return aggregate(term.value, term.mask, "seq-mean-token-sum")
+def mean(term: losses.LossTerm) -> Tensor:
+    return losses.aggregate(term.value, term.mask, "seq-mean-token-sum")
 
 
 def gradient(value: Tensor, data: dict[str, Tensor]) -> Tensor:
     return torch.autograd.grad(value.sum(), data["log_prob"], retain_graph=True)[0]
 
 
-def numbers(term: LossTerm) -> dict[str, float]:
+def numbers(term: losses.LossTerm) -> dict[str, float]:
     return {name: round(metric.item(), 9) for name, metric in term.metrics.items()}
 
 
-def assert_pair(term: LossTerm, data: dict[str, Tensor], value: list[float], *slopes: float, **close: float) -> None:
+def assert_pair(
+    term: losses.LossTerm, data: dict[str, Tensor], value: list[float], *slopes: float, **close: float
+) -> None:
     """Values, and gradients of both answers' tokens."""
     close = close or CLOSE
     assert_close(term.value.detach(), column(value), **close)
@@ -143,7 +124,7 @@ NORMALISED = {"length_normalised": True}
 )
 def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: float, on_rejected: float) -> None:
     data = pair()
-    (term,) = get_objective(name)(**data, **hyper)
+    (term,) = losses.get_objective(name)(**data, **hyper)
     assert term.name == "objective"
     assert term.mask.tolist() == [[True]]
     assert_close(term.value.detach(), column([value]), rtol=1e-6, atol=1e-7)
@@ -152,7 +133,7 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
 
 def test_each_pair_has_its_own_loss_and_rewards() -> None:
     """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is no success."""
-    (term,) = dpo(**rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
+    (term,) = losses.dpo(**rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
     assert_close(term.value.detach(), column([0.1269280, 1.3132617]), rtol=1e-6, atol=1e-7)
     assert_close(mean(term).item(), 0.7200949, rtol=1e-6, atol=1e-7)
     assert (numbers(term)["reward_accuracy"], numbers(term)["reward_margin"]) == (0.5, 0.5)
@@ -160,21 +141,23 @@ def test_each_pair_has_its_own_loss_and_rewards() -> None:
     data = rows(1.0, -1.0, 3.0, 5.0, 3.0, 3.0)
     data["mask"][5] = False
     expected = {"chosen_reward": 1.0, "rejected_reward": 1.0, "reward_margin": 0.0, "reward_accuracy": 0.5}
-    assert numbers(dpo(**data, beta=0.5)[0]) == expected
-    assert dpo(**rows(0.5, 0.5, 1.0, 0.5))[0].metrics["reward_accuracy"] == 0.5
+    assert numbers(losses.dpo(**data, beta=0.5)[0]) == expected
+    assert losses.dpo(**rows(0.5, 0.5, 1.0, 0.5))[0].metrics["reward_accuracy"] == 0.5
 
 
 def test_robust_is_unbiased_under_flipped_labels() -> None:
     """Both labels of a pair, each with its probability, instead of sampled ones."""
     right, flipped = rows(1.5, -0.5), rows(-0.5, 1.5)
-    noisy = [get_objective("robust")(**data, beta=0.7, label_smoothing=0.2)[0].value for data in (right, flipped)]
-    assert_close(0.8 * noisy[0] + 0.2 * noisy[1], dpo(**right, beta=0.7)[0].value)
+    noisy = [
+        losses.get_objective("robust")(**data, beta=0.7, label_smoothing=0.2)[0].value for data in (right, flipped)
+    ]
+    assert_close(0.8 * noisy[0] + 0.2 * noisy[1], losses.dpo(**right, beta=0.7)[0].value)
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_rewards_and_orders_of_rows(name: str) -> None:
     """With ids of pairs the order does not matter, and the flag says which answer is chosen."""
-    objective = get_objective(name)
+    objective = losses.get_objective(name)
     expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reward_accuracy": 1.0}
     assert numbers(objective(**pair(), beta=0.5)[0]) == expected
     ids, is_chosen = torch.tensor([2**62, 2**62, -(2**62), -(2**62), 7, 7]), flags(1, 0, 1, 0, 1, 0)
@@ -195,21 +178,21 @@ def test_rewards_and_orders_of_rows(name: str) -> None:
 def test_leading_batch_dimensions_are_one_list_of_rows() -> None:
     flat = rows(1.5, -0.5, -0.25, 0.75)
     nested = {key: value.view(2, 2, 1) for key, value in flat.items()}
-    assert_close(dpo(**nested)[0].value, dpo(**flat)[0].value)
+    assert_close(losses.dpo(**nested)[0].value, losses.dpo(**flat)[0].value)
     ids, is_chosen = torch.tensor([[5, 9], [9, 5]]), torch.tensor([[True, False], [True, False]])
-    crossed = dpo(**nested, pair_id=ids, chosen=is_chosen)[0].value
-    assert_close(crossed, dpo(**rows(1.5, 0.75, -0.25, -0.5))[0].value)
+    crossed = losses.dpo(**nested, pair_id=ids, chosen=is_chosen)[0].value
+    assert_close(crossed, losses.dpo(**rows(1.5, 0.75, -0.25, -0.5))[0].value)
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_pair_with_an_empty_answer_does_not_exist(name: str) -> None:
-    (whole,) = get_objective(name)(**rows(1.5, -0.5))
+    (whole,) = losses.get_objective(name)(**rows(1.5, -0.5))
     for empty in ([2, 3], [2], [3]):
         data = rows(1.5, -0.5, -0.25, 0.75)
         data["mask"][empty] = False
         order = torch.tensor([3, 0, 1, 2])
         for given in (data, {**at(data, order), "pair_id": torch.tensor([2, 1, 1, 2]), "chosen": flags(0, 1, 0, 1)}):
-            (term,) = get_objective(name)(**given)
+            (term,) = losses.get_objective(name)(**given)
             assert term.mask.tolist() == [[True], [False]]
             assert term.value[1] == 0
             assert_close(mean(term), mean(whole))
@@ -232,14 +215,14 @@ def test_rows_that_are_no_pairs() -> None:
     for ids, chosen, message in NO_PAIRS:
         given = {"pair_id": ids and torch.tensor(ids), "chosen": chosen and flags(*chosen)}
         with pytest.raises(ValueError, match=message):
-            dpo(**four, **given)
+            losses.dpo(**four, **given)
     with pytest.raises(ValueError, match="got 3 rows: row 2 has no partner"):
-        dpo(**three)
+        losses.dpo(**three)
     with pytest.raises(TypeError, match=r"chosen must be boolean, got torch\.int64"):
-        dpo(**rows(1.5, -0.5), pair_id=torch.tensor([1, 1]), chosen=torch.tensor([1, 0]))
+        losses.dpo(**rows(1.5, -0.5), pair_id=torch.tensor([1, 1]), chosen=torch.tensor([1, 0]))
     three["mask"][2] = False
     with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
-        aot_unpaired(**three, chosen=flags(1, 0, 1))
+        losses.aot_unpaired(**three, chosen=flags(1, 0, 1))
 
 
 # ---------------------------------------------------------------------- options of the family
@@ -248,10 +231,10 @@ def test_rows_that_are_no_pairs() -> None:
 def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
     """The rejected answer's third token has the log-ratio -1: with 1/4 of it, delta is 1 + 1.25."""
     data = pair()
-    (term,) = dpo(**data, beta=0.5, ld_alpha=0.25)
+    (term,) = losses.dpo(**data, beta=0.5, ld_alpha=0.25)
     assert_pair(term, data, [0.2811501], -0.1225425, 0.1225425, 0.1225425, 0.0306356)
     assert numbers(term)["rejected_reward"] == -0.625
-    (term,) = sppo_hard(**data, beta=0.1, ld_alpha=0.25)
+    (term,) = losses.sppo_hard(**data, beta=0.1, ld_alpha=0.25)
     assert_pair(term, data, [30.0625], -8.0, 7.5, 7.5, 1.875)
 
 
@@ -262,7 +245,7 @@ def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
     ref, ids = torch.full((4, 4), -9.0), torch.tensor([8, 3, 3, 8])
     given = {"ref_log_prob": ref, "pair_id": ids, "chosen": flags(1, 0, 1, 0), "beta": 0.01}
     part, all_of_it, whole = (
-        hinge(ref + ratio, mask, **given, **x)[0].value for x in ({"ld_alpha": 0.5}, {"ld_alpha": 1.0}, {})
+        losses.hinge(ref + ratio, mask, **given, **x)[0].value for x in ({"ld_alpha": 0.5}, {"ld_alpha": 1.0}, {})
     )
     # Pair 3: 1 + 0.5 * 3 against 1. Pair 8: three tokens each, 7 against 9.
     assert_close(part, 1 - 0.01 * torch.tensor([[1.5], [-2.0]]))
@@ -282,25 +265,27 @@ def test_the_lead_is_of_the_derivative_of_the_divergence(f: Any, hyper: dict[str
     """Table 1 of the f-DPO paper has each f; autograd its derivative."""
     u = f64([[0.3], [1.9]]).requires_grad_()
     (slope,) = torch.autograd.grad(f(u).sum(), u)
-    (term,) = hinge(**rows(*u.detach().log().flatten().tolist()), beta=0.1, **hyper)
+    (term,) = losses.hinge(**rows(*u.detach().log().flatten().tolist()), beta=0.1, **hyper)
     assert_close(term.value.item(), 1 - 0.1 * (slope[0] - slope[1]).item())
     for f_alpha, limit in ((1e-6, "reverse_kl"), (1.0, "forward_kl")):  # alpha lies between the KLs
-        value = dpo(**pair(), **ALPHA, f_alpha=f_alpha)[0].value
-        assert_close(value, dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
+        value = losses.dpo(**pair(), **ALPHA, f_alpha=f_alpha)[0].value
+        assert_close(value, losses.dpo(**pair(), f_divergence=limit)[0].value, rtol=1e-5, atol=0)
 
 
 def test_pairs_are_weighted_by_their_probability() -> None:
     """Mean log-probs of -1 and -10/3; relative to its own answers, of 0.4 and 2.3 / 3 (WPO)."""
     data = pair()
-    (plain,) = dpo(**data, beta=0.5)
-    (term,) = dpo(**data, beta=0.5, weighting="probability")
+    (plain,) = losses.dpo(**data, beta=0.5)
+    (term,) = losses.dpo(**data, beta=0.5, weighting="probability")
     assert_close(term.metrics["weight_mean"].item(), math.exp(-13 / 3))
     assert_close(term.value, math.exp(-13 / 3) * plain.value)
     sharp = f64([[-0.2, -1.0, 7.0], [-2.5, -1.2, -4.0]])
-    (term,) = dpo(**data, sharp_log_prob=sharp, beta=0.5, weighting="aligned")
+    (term,) = losses.dpo(**data, sharp_log_prob=sharp, beta=0.5, weighting="aligned")
     assert_close(term.metrics["weight_mean"].item(), math.exp(0.4 + 2.3 / 3))
     assert_close(gradient(term.value, data), math.exp(0.4 + 2.3 / 3) * gradient(plain.value, data))
-    product, alone = (apo_zero(**rows(0.5, 0.2, 0.7, 0.1), weighting=x)[0].value for x in ("probability", "none"))
+    product, alone = (
+        losses.apo_zero(**rows(0.5, 0.2, 0.7, 0.1), weighting=x)[0].value for x in ("probability", "none")
+    )
     assert_close(product, alone * column([math.exp(-5.3), math.exp(-5.2)]))
 
 
@@ -309,14 +294,14 @@ def test_the_policys_own_answers_weigh_one_on_average() -> None:
     logits = torch.tensor([0.3, 0.3, 0.3, -torch.inf]).double()
     log_p, sharp = logits.log_softmax(-1)[:2, None], (2 * logits).log_softmax(-1)[:2, None]
     mask = torch.ones(2, 1, dtype=torch.bool)
-    (term,) = dpo(log_p, mask, ref_log_prob=log_p - 1, sharp_log_prob=sharp, weighting="aligned")
+    (term,) = losses.dpo(log_p, mask, ref_log_prob=log_p - 1, sharp_log_prob=sharp, weighting="aligned")
     assert_close(term.metrics["weight_mean"].item(), 1.0)
 
 
 def test_exo_is_0_at_the_odds_of_the_labels() -> None:
     lead = math.log(0.9 / 0.1)
     data = rows(lead / 2, -lead / 2)
-    (term,) = exo_pair(**data, beta=1.0, label_smoothing=0.1)
+    (term,) = losses.exo_pair(**data, beta=1.0, label_smoothing=0.1)
     assert_close(term.value.item(), 0.0)
     assert_close(gradient(term.value, data), torch.zeros(2, 1, dtype=torch.float64))
 
@@ -327,29 +312,29 @@ def test_exo_is_0_at_the_odds_of_the_labels() -> None:
 def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> None:
     """Log-probs of -0.6 - 1.4 = -2 and of -10."""
     data = pair()
-    term, nll = cpo(**free(data))
+    term, nll = losses.cpo(**free(data))
     assert_pair(term, data, [0.3711007], -0.0310026, 0.0310026)
     assert (nll.name, nll.weight, nll.aggregation) == ("nll", 1.0, None)
     assert nll.mask.tolist() == [[True, True, False], [False] * 3]
     assert_close(nll.value[nll.mask].tolist(), [0.6, 1.4])
     assert_close(mean(nll).item(), 2.0)
-    other = cpo(**free(data), nll_coeff=0.3, nll_aggregation="token-mean")[1]
+    other = losses.cpo(**free(data), nll_coeff=0.3, nll_aggregation="token-mean")[1]
     assert (other.weight, other.aggregation) == (0.3, "token-mean")
-    without = dpo(**data | {"ref_log_prob": torch.zeros(2, 3)}, beta=0.5)[0].value
-    assert_close(cpo(**free(data), beta=0.5)[0].value, without)
+    without = losses.dpo(**data | {"ref_log_prob": torch.zeros(2, 3)}, beta=0.5)[0].value
+    assert_close(losses.cpo(**free(data), beta=0.5)[0].value, without)
 
 
 def test_orpo_compares_odds() -> None:
     """Mean log-probs of -1 and -10/3: odds of 0.582 and 0.0370; finite for a certain answer."""
     data = pair()
-    term, nll = orpo(**free(data))
+    term, nll = losses.orpo(**free(data))
     assert_pair(term, data, [0.0061627], -0.0047275, 0.0020659, rtol=2e-5, atol=1e-7)
     assert nll.aggregation == "seq-mean-token-mean"
-    assert_close(aggregate(nll.value, nll.mask, nll.aggregation).item(), 1.0)
+    assert_close(losses.aggregate(nll.value, nll.mask, nll.aggregation).item(), 1.0)
     assert_close(term.metrics["reward_margin"].item(), 0.1 * 7 / 3)
     for certain in (0.0, -1e-9, -1e-4):
         log_prob = torch.tensor([[certain], [-2.0]], requires_grad=True)
-        (term, _) = orpo(log_prob, torch.ones(2, 1, dtype=torch.bool), beta=1.0)
+        (term, _) = losses.orpo(log_prob, torch.ones(2, 1, dtype=torch.bool), beta=1.0)
         assert torch.autograd.grad(term.value.sum(), log_prob)[0].isfinite().all()
         odds = math.exp(max(-certain, 1e-7)) - 1  # of the other outcome
         assert_close(term.value.item(), math.log1p(odds / (math.exp(2) - 1)), rtol=1e-3, atol=1e-9)
@@ -360,7 +345,7 @@ def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
     data = free(rows(1.5, -0.5, -0.25, 0.75, 0.1, 0.2))
     data["mask"][2] = False
     ids, chosen = torch.tensor([4, 4, 9, 9, 1, 1]), flags(0, 1, 0, 1, 1, 0)
-    term, nll = get_objective(name)(**data, pair_id=ids, chosen=chosen)
+    term, nll = losses.get_objective(name)(**data, pair_id=ids, chosen=chosen)
     assert nll.mask.flatten().tolist() == [False, True, False, False, True, False]
     assert term.mask.flatten().tolist() == [True, True, False]
     assert_close(mean(nll).item(), (3.5 + 2.9) / 2)
@@ -368,7 +353,7 @@ def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
 
 def test_simpos_margin_is_one_of_rewards() -> None:
     """2 (c - l) = 1.4 against a margin of 1."""
-    (term,) = simpo(**free(rows(0.5, -0.2)))
+    (term,) = losses.simpo(**free(rows(0.5, -0.2)))
     assert_close(term.value.item(), math.log1p(math.exp(-0.4)))
     assert numbers(term)["reward_margin"] == 1.4
 
@@ -378,16 +363,16 @@ def test_simpos_margin_is_one_of_rewards() -> None:
 
 def test_kto_by_hand() -> None:
     data, point = labelled(), {"reference_point": torch.full((2,), 0.5)}
-    (term,) = kto(**data, **point, beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)
+    (term,) = losses.kto(**data, **point, beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)
     assert_pair(term, data, [0.5691705, 0.1558901], -0.1599872, 0.0605867)
     expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reference_point": 0.5}
     assert numbers(term) == expected
-    assert_close(kto(**data, **point, beta=0.5)[0].value, term.value / column([1.3, 0.7]))
-    assert_close(kto(**data, **point)[0].value, kto(**data, **point, beta=0.1)[0].value)
-    with_0 = kto(**data, reference_point=torch.zeros(2), beta=0.4)[0].value
-    assert_close(with_0.sum(), apo_zero(**pair(), beta=0.4)[0].value.sum())
+    assert_close(losses.kto(**data, **point, beta=0.5)[0].value, term.value / column([1.3, 0.7]))
+    assert_close(losses.kto(**data, **point)[0].value, losses.kto(**data, **point, beta=0.1)[0].value)
+    with_0 = losses.kto(**data, reference_point=torch.zeros(2), beta=0.4)[0].value
+    assert_close(with_0.sum(), losses.apo_zero(**pair(), beta=0.4)[0].value.sum())
     data = rows(-3.0, 0.7, 4.0)  # the gradient is greatest at the reference point
-    (term,) = kto(**data, chosen=torch.ones(3).bool(), reference_point=torch.full((3,), 0.7), beta=1.0)
+    (term,) = losses.kto(**data, chosen=torch.ones(3).bool(), reference_point=torch.full((3,), 0.7), beta=1.0)
     found = gradient(term.value, data).flatten()
     assert found.argmin() == 1
     assert_close(found[1].item(), -0.25)
@@ -395,18 +380,18 @@ def test_kto_by_hand() -> None:
 
 def test_bco_by_hand() -> None:
     data = labelled()
-    (term,) = bco(**data, reference_point=torch.full((2,), 0.5), beta=0.5)
+    (term,) = losses.bco(**data, reference_point=torch.full((2,), 0.5), beta=0.5)
     assert_pair(term, data, [0.5759394, 0.2519291], -0.2189117, 0.1113501)
-    (own,) = bco(**data, beta=0.5)  # half way: -0.5
+    (own,) = losses.bco(**data, beta=0.5)  # half way: -0.5
     assert_pair(own, data, [0.3868710, 0.3868710], -0.1604107, 0.1604107)
     assert_close(own.metrics["reference_point"].item(), -0.5)
-    assert_close(bco(**data)[0].value, bco(**data, beta=0.1)[0].value)
-    assert_close(bco_pair(**pair(), beta=0.5)[0].value.sum(), own.value.sum())
+    assert_close(losses.bco(**data)[0].value, losses.bco(**data, beta=0.1)[0].value)
+    assert_close(losses.bco_pair(**pair(), beta=0.5)[0].value.sum(), own.value.sum())
 
 
 @pytest.mark.parametrize("name", ["kto", "bco"])
 def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None:
-    objective = get_objective(name)
+    objective = losses.get_objective(name)
     data = {
         **rows(0.5, -0.25, 1.5, 0.75, 3.0),
         "chosen": flags(0, 1, 1, 0, 1),
@@ -429,10 +414,10 @@ def test_the_kl_of_mismatched_answers_is_a_mean_that_is_not_negative() -> None:
     """Log-ratios of 1 and -2, and an answer without tokens."""
     data = {key: torch.cat([x, x[:1]]) for key, x in pair().items()}
     data["mask"][2] = False
-    assert kto_reference_point(**data).tolist() == [0.0, 0.0, 0.0]
+    assert losses.kto_reference_point(**data).tolist() == [0.0, 0.0, 0.0]
     data["ref_log_prob"][1] -= 1.0
-    assert_close(kto_reference_point(**data).tolist(), [1.0, 1.0, 1.0])
-    assert not kto_reference_point(**data).requires_grad
+    assert_close(losses.kto_reference_point(**data).tolist(), [1.0, 1.0, 1.0])
+    assert not losses.kto_reference_point(**data).requires_grad
 
 
 def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
@@ -440,13 +425,16 @@ def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
     data = rows(1.5, -0.25, 0.0, 1.25)
     one_kind = [([1, 1, 1, 1], 0.625), ([0, 0, 0, 0], 0.625)]
     for labels, expected in [([1, 0, 0, 1], 0.625), ([1, 1, 1, 0], (5 / 12 + 1.25) / 2), *one_kind]:
-        found = bco_reference_point(**data, chosen=flags(*labels))
+        found = losses.bco_reference_point(**data, chosen=flags(*labels))
         assert_close(found.tolist(), [expected] * 4)
         assert not found.requires_grad
     data = rows(1.5, -0.5, 2.5, 0.5, 9.0, 7.0)  # without labels rows are pairs
     data["mask"][4:] = False
-    assert_close(bco_reference_point(**data).tolist(), [1.0] * 6)
-    assert_close(bco_pair(**data)[0].value, bco_pair(**data, reference_point=bco_reference_point(**data))[0].value)
+    assert_close(losses.bco_reference_point(**data).tolist(), [1.0] * 6)
+    assert_close(
+        losses.bco_pair(**data)[0].value,
+        losses.bco_pair(**data, reference_point=losses.bco_reference_point(**data))[0].value,
+    )
 
 
 # ---------------------------------------------------------------------- optimal transport
@@ -456,37 +444,37 @@ def test_aot_compares_leads_of_equal_rank() -> None:
     """Leads of the policy 3, 1, 2 and of the reference 0.5, 4, 1: sorted, 1 - 0.5, 2 - 1, 3 - 4."""
     ref, log_prob = column([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0]), column([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0])
     data = {"log_prob": log_prob.requires_grad_(), "mask": torch.ones(6, 1, dtype=torch.bool), "ref_log_prob": ref}
-    (term,) = aot(**data, beta=1.0)
+    (term,) = losses.aot(**data, beta=1.0)
     leads = f64([-1.0, 0.5, 1.0])
     assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
     slope = -torch.sigmoid(-leads)
     assert_close(gradient(term.value, data).flatten(), torch.stack([slope, -slope], -1).flatten())
-    point = aot_reference_point(**data)
+    point = losses.aot_reference_point(**data)
     assert_close(point.tolist(), [3.5, 3.5, -3.5, -3.5, 0.0, 0.0])
-    assert_close(aot(**data, reference_point=point, beta=1.0)[0].value, term.value)
+    assert_close(losses.aot(**data, reference_point=point, beta=1.0)[0].value, term.value)
     order, ids = torch.tensor([0, 3, 4, 1, 5, 2]), torch.tensor([2, 7, 5, 2, 5, 7])
-    found = aot_reference_point(**at(data, order), pair_id=ids, chosen=flags(1, 0, 1, 0, 0, 1))
+    found = losses.aot_reference_point(**at(data, order), pair_id=ids, chosen=flags(1, 0, 1, 0, 0, 1))
     assert_close(found, point[order])
     data = rows(1.5, -0.5, 0.75, -0.25, 9.0, 0.0)
     data["mask"][5] = False  # a pair that is left out has no rank
-    assert_close(aot(**data)[0].value[:2], aot(**at(data, slice(4)))[0].value)
-    assert aot_reference_point(**data)[4:].tolist() == [0.0, 0.0]
+    assert_close(losses.aot(**data)[0].value[:2], losses.aot(**at(data, slice(4)))[0].value)
+    assert losses.aot_reference_point(**data)[4:].tolist() == [0.0, 0.0]
 
 
 def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
     """Chosen 0.5, 3, 1; rejected 2, -1, 0: sorted, 0.5 + 1, 1 - 0, 3 - 2. Matches of the whole hold in its parts."""
     data = {**rows(0.5, 2.0, 3.0, 1.0, -1.0, 0.0), "chosen": flags(1, 0, 1, 1, 0, 0)}
-    match = aot_match(**data)
+    match = losses.aot_match(**data)
     assert match.tolist() == [0, 2, 2, 1, 0, 1]
-    (term,) = aot_unpaired(**data, beta=1.0)
+    (term,) = losses.aot_unpaired(**data, beta=1.0)
     leads = f64([1.5, 1.0, 1.0])
     assert_close(term.value.detach().flatten(), torch.log1p((-leads).exp()))
     slope = -torch.sigmoid(-leads)
     expected = torch.stack([slope[0], -slope[2], slope[2], slope[1], -slope[0], -slope[1]])
     assert_close(gradient(term.value, data).flatten(), expected)
-    smoothed = aot_unpaired(**data, beta=1.0, label_smoothing=0.2)[0].value.detach().flatten()
+    smoothed = losses.aot_unpaired(**data, beta=1.0, label_smoothing=0.2)[0].value.detach().flatten()
     assert_close(smoothed, 0.8 * torch.log1p((-leads).exp()) + 0.2 * torch.log1p(leads.exp()))
-    (whole,) = aot_unpaired(**data)
-    assert_close(whole.value, aot_unpaired(**data, beta=0.1)[0].value)
+    (whole,) = losses.aot_unpaired(**data)
+    assert_close(whole.value, losses.aot_unpaired(**data, beta=0.1)[0].value)
     part = at({**data, "match_id": match}, match != 1)
-    assert_close(aot_unpaired(**part)[0].value, whole.value[[0, 2]])
+    assert_close(losses.aot_unpaired(**part)[0].value, whole.value[[0, 2]])

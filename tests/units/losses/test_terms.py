@@ -1,9 +1,10 @@
-"""Penalties and bonuses: which policies are compared, over which tokens, with whose gradient."""
+"""Penalties and bonuses by hand: which policies are compared, over which tokens, with whose gradient; and sums over tokens."""
 
 from __future__ import annotations
 
 import math
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from by_hand import tensor
+from torchrl_llm_kl._numerics import masked_mean, masked_sum
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k3
 from torchrl_llm_kl.losses import (
     DivergenceToTeacher,
@@ -18,130 +21,108 @@ from torchrl_llm_kl.losses import (
     KLToReference,
     KLToSampler,
     LossTerm,
+    aggregate,
     available_objectives,
+    count,
 )
+from torchrl_llm_kl.losses._arithmetic import clean, sequence_mean, sequence_sum
 from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 NAN = float("nan")
 MASK = torch.tensor([[True, True, False]])
-REF = torch.tensor([[-1.5, -1.0, NAN]], dtype=torch.float64)  # d = 0.5, -1
-OLD = torch.tensor([[-1.2, -2.4, NAN]], dtype=torch.float64)  # 0.2, 0.4
-SAMPLER = torch.tensor([[-0.7, -2.6, NAN]], dtype=torch.float64)  # -0.3, 0.6
+REF, OLD, SAMPLER = (tensor([[*x, NAN]]) for x in ([-1.5, -1.0], [-1.2, -2.4], [-0.7, -2.6]))
+# Of the policy's -1 and -2: d = 0.5, -1; 0.2, 0.4; -0.3, 0.6.
+K3 = [0.1065307, 0.7182818]
 EXPERTS = torch.tensor([[False, True, True]])
 
 
 def policy() -> Tensor:
-    return torch.tensor([[-1.0, -2.0, NAN]], dtype=torch.float64, requires_grad=True)
+    return tensor([[-1.0, -2.0, NAN]]).requires_grad_()
 
 
-def assert_term(term: LossTerm, log_prob: Tensor, value: list[float], gradient: list[float]) -> None:
-    width = len(value)
-    assert_close(term.value.detach()[0, :width], torch.tensor(value, dtype=torch.float64), rtol=1e-6, atol=1e-8)
-    (found,) = torch.autograd.grad(torch.where(term.mask, term.value, 0).sum(), log_prob)
-    assert_close(found, torch.tensor([gradient], dtype=torch.float64), rtol=1e-6, atol=1e-8)
+def assert_term(term: LossTerm, leaf: Tensor, value: list[float], gradient: list[float]) -> None:
+    assert_close(term.value.detach()[MASK], tensor(value), rtol=1e-6, atol=1e-8)
+    (found,) = torch.autograd.grad(torch.where(term.mask, term.value, 0).sum(), leaf)
+    assert_close(found, tensor([[*gradient, 0.0]]), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
     ("estimator", "value", "gradient"),
     [
-        ("k1", [0.5, -1.0], [1.0, 1.0, 0.0]),
-        ("k2", [0.125, 0.5], [0.5, -1.0, 0.0]),
-        ("k3", [0.1065307, 0.7182818], [0.3934693, -1.7182818, 0.0]),
-        (k3, [0.1065307, 0.7182818], [0.3934693, -1.7182818, 0.0]),
-        ("k3+", [0.1065307, 0.7182818], [0.5, -1.0, 0.0]),
-        ("abs", [0.5, 1.0], [1.0, -1.0, 0.0]),
-        ("none", [0.0, 0.0], None),
+        ("k1", [0.5, -1.0], [1.0, 1.0]),
+        (k3, K3, [0.3934693, -1.7182818]),
+        ("k3+", K3, [0.5, -1.0]),
     ],
 )
-def test_kl_to_ref_by_hand(estimator: Any, value: list[float], gradient: list[float] | None) -> None:
+def test_kl_to_ref_by_hand(estimator: Any, value: list[float], gradient: list[float]) -> None:
     log_prob = policy()
     (term,) = kl_to_ref(log_prob, MASK, ref_log_prob=REF, estimator=estimator, coeff=0.25)
     assert (term.name, term.weight) == ("kl_to_ref", 0.25)
     assert torch.equal(term.mask, MASK)
-    if gradient is None:
-        assert (term.value == 0).all()
-    else:
-        assert_term(term, log_prob, value, gradient)
+    assert_term(term, log_prob, value, gradient)
 
 
-def test_the_default_is_k2_with_trinitys_coefficient() -> None:
-    (term,) = kl_to_ref(policy(), MASK, ref_log_prob=REF)
-    assert_close(term.value.detach()[0, :2], torch.tensor([0.125, 0.5], dtype=torch.float64))
+def test_other_estimators_of_the_kl_to_ref() -> None:
+    """The default is k2 with Trinity's coefficient; some read who sampled, and an exact KL has its own gradient."""
+    log_prob, coeff = policy(), torch.tensor(0.3)
+    (term,) = kl_to_ref(log_prob, MASK, ref_log_prob=REF)
+    assert_term(term, log_prob, [0.125, 0.5], [0.5, -1.0])
     assert term.weight == 1e-3
-    coeff = torch.tensor(0.3)
     assert kl_to_ref(policy(), MASK, ref_log_prob=REF, coeff=coeff)[0].weight is coeff
-
-
-def test_corrected_k3_reads_who_sampled() -> None:
+    assert (kl_to_ref(policy(), MASK, ref_log_prob=REF, estimator="none")[0].value == 0).all()
     (term,) = kl_to_ref(policy(), MASK, ref_log_prob=REF, old_log_prob=OLD, estimator="corrected_k3")
-    expected = torch.tensor([0.1065307 * math.exp(0.2), 0.7182818 * math.exp(0.4)], dtype=torch.float64)
-    assert_close(term.value.detach()[0, :2], expected, rtol=1e-6, atol=1e-8)
-    with pytest.raises(ValueError, match=r"kl_to_ref needs old_log_prob: .* or change estimator='corrected_k3'"):
-        kl_to_ref(policy(), MASK, ref_log_prob=REF, estimator="corrected_k3")
-
-
-def test_an_exact_kl_comes_with_its_own_gradient() -> None:
-    kl = torch.tensor([[0.3, 0.7, NAN]], dtype=torch.float64, requires_grad=True)
-    (term,) = kl_to_ref(policy(), MASK, kl=kl, estimator="exact")
-    assert_term(term, kl, [0.3, 0.7], [1.0, 1.0, 0.0])
-    with pytest.raises(ValueError, match=r"kl_to_ref needs kl: pass kl=, .* or change estimator='exact'"):
-        kl_to_ref(policy(), MASK, ref_log_prob=REF, estimator="exact")
+    expected = tensor([K3[0] * math.exp(0.2), K3[1] * math.exp(0.4)])
+    assert_close(term.value.detach()[MASK], expected, rtol=1e-6, atol=1e-8)
+    kl = tensor([[0.3, 0.7, NAN]]).requires_grad_()
+    assert_term(kl_to_ref(policy(), MASK, kl=kl, estimator="exact")[0], kl, [0.3, 0.7], [1.0, 1.0])
 
 
 def test_kl_to_sampler_prefers_the_samplers_own_log_probs() -> None:
     log_prob = policy()
     (term,) = kl_to_sampler(log_prob, MASK, old_log_prob=OLD, sampler_log_prob=SAMPLER, coeff=0.5)
     assert (term.name, term.weight) == ("kl_to_sampler", 0.5)
-    assert_term(term, log_prob, [0.045, 0.18], [-0.3, 0.6, 0.0])
+    assert_term(term, log_prob, [0.045, 0.18], [-0.3, 0.6])
     log_prob = policy()
     (term,) = kl_to_sampler(log_prob, MASK, old_log_prob=OLD)
     assert term.weight == 1e-3
-    assert_term(term, log_prob, [0.02, 0.08], [0.2, 0.4, 0.0])
-
-
-def test_corrected_k3_to_the_sampler_is_the_reverse_kl() -> None:
-    """Over every token of a vocabulary, each with the sampler's probability, instead of sampled ones."""
-    logits = torch.tensor([0.3, -0.8, 0.5], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor([0.6, -0.2, 0.1], dtype=torch.float64).log_softmax(-1)
-    new = logits.log_softmax(-1)
-    exact = (new.exp() * (new - old)).sum()
-    (term,) = kl_to_sampler(new[None], torch.ones(1, 3).bool(), old_log_prob=old[None], estimator="corrected_k3")
-    mean = (old.exp() * term.value[0]).sum()
-    assert_close(mean, exact)
-    (found,) = torch.autograd.grad(mean, logits, retain_graph=True)
-    assert_close(found, torch.autograd.grad(exact, logits)[0])
+    assert_term(term, log_prob, [0.02, 0.08], [0.2, 0.4])
+    given = {"old_log_prob": OLD, "sampler_log_prob": SAMPLER, "estimator": "corrected_k3"}
+    (term,) = kl_to_sampler(policy(), MASK, **given)  # times the ratio to the sampler
+    expected = tensor([(math.exp(-d) - 1 + d) * math.exp(d) for d in (-0.3, 0.6)])
+    assert_close(term.value.detach()[MASK], expected)
 
 
 def test_entropy_is_rewarded() -> None:
-    entropy = torch.tensor([[0.5, 2.0, NAN]], dtype=torch.float64, requires_grad=True)
+    entropy = tensor([[0.5, 2.0, NAN]]).requires_grad_()
     (term,) = entropy_bonus(policy(), MASK, entropy=entropy, coeff=0.01)
     assert (term.name, term.weight) == ("entropy", 0.01)
-    assert_term(term, entropy, [-0.5, -2.0], [-1.0, -1.0, 0.0])
-    with pytest.raises(ValueError, match="entropy_bonus needs entropy: pass entropy="):
-        entropy_bonus(policy(), MASK, coeff=0.01)
+    assert_term(term, entropy, [-0.5, -2.0], [-1.0, -1.0])
+    (term,) = EntropyBonus(-0.25)({"log_prob": policy(), "mask": MASK, "entropy": entropy})  # less of it
+    assert float(term.weight) == -0.25
+    assert term.value[MASK].tolist() == [-0.5, -2.0]
 
 
-TERMS: list[tuple[Any, dict[str, Any]]] = [
-    (kl_to_ref, {"ref_log_prob": REF}),
-    (kl_to_ref, {"kl": REF, "estimator": "exact"}),
-    (kl_to_sampler, {"old_log_prob": OLD}),
-    (entropy_bonus, {"entropy": -REF, "coeff": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("function", "inputs"), TERMS)
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (kl_to_ref, {"ref_log_prob": REF}),
+        (kl_to_ref, {"kl": REF, "estimator": "exact"}),
+        (kl_to_sampler, {"old_log_prob": OLD}),
+        (entropy_bonus, {"entropy": -REF, "coeff": 0.1}),
+    ],
+)
 def test_terms_keep_the_promises_of_objectives_and_can_leave_experts_out(function: Any, inputs: dict[str, Any]) -> None:
     (term,) = function(policy(), MASK, **inputs, expert_mask=EXPERTS, leave_out_experts=True)
     assert term.mask.tolist() == [[True, False, False]]
     (term,) = function(policy(), MASK, **inputs, expert_mask=EXPERTS)
     assert torch.equal(term.mask, MASK)
-    with pytest.raises(ValueError, match=r"needs expert_mask: pass expert_mask=, .* or change leave_out_experts=True"):
-        function(policy(), MASK, **inputs, leave_out_experts=True)
     assert (term.value[~MASK] == 0).all()
     half = {key: value.bfloat16() if isinstance(value, Tensor) else value for key, value in inputs.items()}
     assert function(policy().bfloat16(), MASK, **half)[0].value.dtype == torch.float32
     assert pickle.loads(pickle.dumps(function)) is function
     assert function.__name__ not in available_objectives()
+    with pytest.raises(ValueError, match=r"needs expert_mask: pass expert_mask=, .* or change leave_out_experts=True"):
+        function(policy(), MASK, **inputs, leave_out_experts=True)
     with pytest.raises(ValueError, match=r"mask has shape \(1, 3\) but log_prob has shape \(1, 2\)"):
         function(policy()[:, :2], MASK, **inputs)
     with pytest.raises(TypeError, match=f"{function.__name__} has no hyper-parameter 'koeff'.*Did you mean 'coeff'"):
@@ -160,19 +141,106 @@ def test_a_penalty_has_no_negative_weight(part: Any) -> None:
     assert float(part(FixedKLCoefficient(-0.5)).coeff()) == -0.5  # on purpose
 
 
-def test_less_entropy_is_a_negative_weight() -> None:
-    entropy = torch.tensor([[0.5, 2.0, NAN]])
-    (term,) = EntropyBonus(-0.25)({"log_prob": policy(), "mask": MASK, "entropy": entropy})
-    assert float(term.weight) == -0.25
-    assert term.value[MASK].tolist() == [-0.5, -2.0]
+def test_an_estimator_that_pulls_elsewhere_warns() -> None:
+    """All of them: ``test_contract.py``."""
+    with pytest.warns(UserWarning, match=r"KL estimator 'k3' in the loss: .*forward KL.*Use 'k2'"):
+        KLToReference(0.1, "k3")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KLToReference(0.1, "k3+")
 
 
 def test_missing_inputs_are_named() -> None:
-    with pytest.raises(ValueError, match="kl_to_ref needs ref_log_prob: pass ref_log_prob="):
-        kl_to_ref(policy(), MASK)
-    with pytest.raises(ValueError, match="kl_to_sampler needs log-probs of the sampler"):
-        kl_to_sampler(policy(), MASK)
-    with pytest.raises(ValueError, match="kl_to_sampler has no 'exact'"):
-        kl_to_sampler(policy(), MASK, old_log_prob=OLD, estimator="exact")
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
-        kl_to_ref(policy(), MASK, ref_log_prob=REF, estimator="k4")
+    for function, inputs, message in [
+        (kl_to_ref, {}, "kl_to_ref needs ref_log_prob: pass ref_log_prob="),
+        (kl_to_ref, {"ref_log_prob": REF, "estimator": "k4"}, "unknown KL estimator 'k4'"),
+        (
+            kl_to_ref,
+            {"ref_log_prob": REF, "estimator": "corrected_k3"},
+            "needs old_log_prob: .* or change estimator='corr",
+        ),
+        (kl_to_ref, {"ref_log_prob": REF, "estimator": "exact"}, "needs kl: pass kl=, .* or change estimator='exact'"),
+        (kl_to_sampler, {}, "kl_to_sampler needs log-probs of the sampler"),
+        (kl_to_sampler, {"old_log_prob": OLD, "estimator": "exact"}, "kl_to_sampler has no 'exact'"),
+        (entropy_bonus, {"coeff": 0.01}, "entropy_bonus needs entropy: pass entropy="),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            function(policy(), MASK, **inputs)
+
+
+# ---------------------------------------------------------------------- sums over tokens and sequences
+
+# Two tokens, one token, none.
+ROWS = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]) == 1
+VALUE = tensor([[1.0, 2.0, NAN, NAN], [6.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN]])
+
+
+def slopes(first: float, second: float) -> Tensor:
+    return tensor([[first, first, 0, 0], [second, 0, 0, 0], [0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_len", "loss", "first", "second"),
+    [
+        ("token-mean", None, 9 / 3, 1 / 3, 1 / 3),
+        ("seq-mean-token-sum", None, (3 + 6) / 2, 1 / 2, 1 / 2),
+        ("seq-mean-token-mean", None, (1.5 + 6) / 2, 1 / 4, 1 / 2),
+        ("seq-mean-token-sum-norm", None, 9 / (2 * 4), 1 / 8, 1 / 8),
+        ("seq-mean-token-sum-norm", 1, 9 / 2, 1 / 2, 1 / 2),
+    ],
+)
+def test_aggregations_by_hand(mode: str, max_len: int | None, loss: float, first: float, second: float) -> None:
+    for shape in ((3, 4), (3, 1, 4)):
+        value, mask = VALUE.clone().requires_grad_(), ROWS.view(shape)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            result = aggregate(value.view(shape), mask, mode, max_len=max_len)
+            of_whole = aggregate(value.view(shape), mask, mode, denominator=2 * count(mask, mode, max_len=max_len))
+        assert_close([result.item(), of_whole.item()], [loss, loss / 2])
+        assert_close(torch.autograd.grad(result, value)[0], slopes(first, second))
+
+
+def test_aggregation_none_and_of_half_precision() -> None:
+    value = VALUE.clone().requires_grad_()
+    result = aggregate(value, ROWS, "none")
+    assert_close(result, tensor([[1, 2, 0, 0], [6, 0, 0, 0], [0, 0, 0, 0]]))
+    assert_close(torch.autograd.grad(result.sum(), value)[0], ROWS.double())
+    with pytest.raises(ValueError, match="'none' has no denominator, got denominator=3"):
+        aggregate(value, ROWS, "none", denominator=3)
+    value = torch.full((1, 4), 0.1, dtype=torch.bfloat16, requires_grad=True)
+    result = aggregate(value, torch.ones(1, 4, dtype=torch.bool))
+    assert result.dtype == torch.float32
+    assert_close(torch.autograd.grad(result, value)[0], torch.full((1, 4), 0.25, dtype=torch.bfloat16))
+
+
+def test_an_empty_mask_and_counts_that_are_none() -> None:
+    with pytest.warns(UserWarning, match="the mask is empty"):
+        assert aggregate(VALUE[2:], ROWS[2:]) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert aggregate(VALUE[2:], ROWS[2:], denominator=0) == 0  # of a whole batch without tokens
+    for denominator in (math.inf, NAN, -1.0):
+        with pytest.raises(ValueError, match=f"denominator must be a count of tokens or sequences, got {denominator}"):
+            aggregate(VALUE, ROWS, denominator=denominator)
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        count(ROWS.float())
+    with pytest.raises(ValueError, match="max_len must be at least 1 token, got 0"):
+        count(ROWS, "seq-mean-token-sum-norm", max_len=0)
+
+
+def test_masked_arithmetic_by_hand() -> None:
+    for function, expected, gradient in [
+        (masked_sum, tensor(9), slopes(1, 1)),
+        (masked_mean, tensor(3), slopes(1 / 3, 1 / 3)),
+        (sequence_sum, tensor([[3], [6], [0]]), slopes(1, 1)),
+        (sequence_mean, tensor([[1.5], [6], [0]]), slopes(1 / 2, 1)),
+    ]:
+        value = VALUE.clone().requires_grad_()
+        result = function(value, ROWS)
+        assert_close(result.detach(), expected)
+        assert_close(torch.autograd.grad(result.sum(), value)[0], gradient)
+    assert_close(masked_mean(VALUE[1:], ROWS[1:]), tensor(6))
+    assert masked_mean(VALUE[2:], ROWS[2:]) == 0
+    assert_close(clean(VALUE.half(), ROWS), VALUE.nan_to_num(0).float())
+    flags = torch.tensor([[True, False, True, False]])
+    assert clean(flags, ROWS[:1]).tolist() == [[True, False, False, False]]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from by_hand import tensor
 from closeness import assert_near
 from policy_batches import LENGTHS, PROMPT, batch, gradients
 from torchrl_llm_kl.losses import ValueLoss, value_error
@@ -18,6 +19,7 @@ from torchrl_llm_kl.transforms import RetrieveValue
 from toy_models import tiny_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+NAN = float("nan")
 
 
 def make_critic(family: str = "qwen2", **kwargs: int) -> TokenCritic:
@@ -29,6 +31,10 @@ def make_critic(family: str = "qwen2", **kwargs: int) -> TokenCritic:
     return critic
 
 
+def ragged(*rows: list[int] | range) -> Ragged:
+    return Ragged.from_list([torch.tensor([*row]) for row in rows])
+
+
 def value_of(critic: TokenCritic, ids: Tensor) -> Tensor:
     """Before each token but the first, from one plain forward."""
     hidden = critic.body(input_ids=ids.unsqueeze(0)).last_hidden_state[0, :-1]
@@ -37,13 +43,18 @@ def value_of(critic: TokenCritic, ids: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gemma2"])  # OPT-350m projects its hidden states
 def test_values_are_those_of_prefixes(family: str) -> None:
+    """The value of a token does not see it."""
     critic = make_critic(family, tokens_per_batch=12)  # several forwards
-    rows = [torch.arange(1, 8), torch.tensor([5, 6]), torch.tensor([9]), torch.arange(3, 12)]
-    values = critic(Ragged.from_list(rows)).to_list()
-    for row, got in zip(rows, values, strict=True):
+    tokens = ragged(range(1, 8), [5, 6], [9], range(3, 12), [1, 2, 3, 90])
+    values = critic(tokens).to_list()
+    for row, got in zip(tokens.to_list(), values, strict=True):
         assert got[0] == 0
         if len(row) > 1:
             assert_close(got[1:], value_of(critic, row), **CLOSE)
+    assert_close(values[0][:4], values[4], **CLOSE)
+    changed = critic(ragged([1, 2, 80, 4])).values
+    assert_close(changed[:3], values[0][:3], **CLOSE)
+    assert abs(changed[3] - values[0][3]) > 1e-3
 
 
 def test_a_critic_with_adapters_trains_them() -> None:
@@ -51,24 +62,26 @@ def test_a_critic_with_adapters_trains_them() -> None:
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     critic = TokenCritic(peft.get_peft_model(tiny_model(seed=2), config))
     nn.init.normal_(critic.head.weight)
-    row = torch.arange(1, 8)
-    values = critic(Ragged.from_list([row])).values
-    assert_close(values[1:], value_of(critic, row), **CLOSE)
+    values = critic(ragged(range(1, 8))).values
+    assert_close(values[1:], value_of(critic, torch.arange(1, 8)), **CLOSE)
     values.sum().backward()
     trained = {name for name, p in critic.named_parameters() if p.grad is not None and p.grad.any()}
     assert any("lora_A" in name for name in trained)
     assert all("lora" in name or name.startswith("head") for name in trained)
     plain = TokenCritic(tiny_model(seed=2))
     plain.head.load_state_dict(critic.head.state_dict())
-    assert (plain(Ragged.from_list([row])).values - values).abs().max() > 1e-3
+    assert (plain(ragged(range(1, 8))).values - values).abs().max() > 1e-3
 
 
-def test_tokens_that_the_critic_cannot_read() -> None:
-    critic = make_critic()
+def test_an_untrained_critic_expects_nothing_and_none_reads_every_token() -> None:
+    critic = TokenCritic(tiny_model())
+    assert (critic(ragged(range(5))).values == 0).all()
+    with pytest.raises(ValueError, match="pass hidden_size="):
+        TokenCritic(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"token id 97 at sequence 1, position 2 is outside the vocabulary"):
-        critic(Ragged.from_list([torch.tensor([1, 2]), torch.tensor([1, 2, 97])]))
+        critic(ragged([1, 2], [1, 2, 97]))
     with pytest.raises(ValueError, match=r"sequence 0 has 65 tokens but .* allows 64 positions"):
-        critic(Ragged.from_list([torch.ones(65, dtype=torch.long)]))
+        critic(ragged([1] * 65))
 
 
 def test_values_are_read_without_dropout() -> None:
@@ -84,38 +97,20 @@ def test_values_are_read_without_dropout() -> None:
     assert [module.training for module in critic.modules()] == modes
 
 
-def test_an_untrained_critic_expects_nothing() -> None:
-    critic = TokenCritic(tiny_model())
-    assert (critic(Ragged.from_list([torch.arange(5)])).values == 0).all()
-    with pytest.raises(ValueError, match="pass hidden_size="):
-        TokenCritic(nn.Linear(2, 2))
-
-
-def test_the_value_of_a_token_does_not_see_it() -> None:
-    critic = make_critic()
-    a, b = critic(Ragged.from_list([torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 90])])).to_list()
-    assert_close(a, b, **CLOSE)
-    c = critic(Ragged.from_list([torch.tensor([1, 2, 80, 4])])).values
-    assert_close(c[:3], a[:3], **CLOSE)
-    assert abs(c[3] - a[3]) > 1e-3
-
-
 @pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
 def test_retrieve_value_and_value_loss(layout: str) -> None:
-    critic = make_critic()
-    data = batch(layout=layout)
+    critic, data = make_critic(), batch(layout=layout)
     RetrieveValue(critic)(data)
     values = [step["next", "state_value"] for step in data.unbind(0)]
     assert not any(row.requires_grad for row in values)
-    plain = batch()["tokens", "full"]
-    expected, targets = [], []
-    for i, length in enumerate(LENGTHS):
-        now = value_of(critic, plain[i, :length])[PROMPT - 1 :]
-        assert_close(values[i][PROMPT:length], now.detach(), **CLOSE)
-        assert (values[i][:PROMPT] == 0).all()
+    expected, targets, rows = [], [], []
+    for ids, length, row in zip(batch()["tokens", "full"], LENGTHS, values, strict=True):
+        now = value_of(critic, ids[:length])[PROMPT - 1 :]
+        assert_close(row[PROMPT:length], now.detach(), **CLOSE)
+        assert (row[:PROMPT] == 0).all()
         expected.append(now)
         targets.append(now.detach() + torch.linspace(-1, 1, len(now)))
-    rows = [nn.functional.pad(t, (PROMPT, len(values[i]) - PROMPT - len(t))) for i, t in enumerate(targets)]
+        rows.append(nn.functional.pad(targets[-1], (PROMPT, len(row) - length)))
     if layout == "lazy":
         for step, row in zip(data.tensordicts, rows, strict=True):
             step["value_target"] = row
@@ -124,16 +119,13 @@ def test_retrieve_value_and_value_loss(layout: str) -> None:
     out = ValueLoss(critic, clip_value=0.2)(data)
     error = (torch.cat(expected) - torch.cat(targets)).square().mean() / 2
     assert_close(out["loss_critic"], error, **CLOSE)  # nothing has moved: nothing is clipped
-    got, want = gradients(out["loss_critic"], critic), gradients(error, critic)
-    for name in want:
-        assert_near(got[name], want[name], terms=64, size=8)
+    assert_near(gradients(out["loss_critic"], critic), gradients(error, critic), terms=64, size=8)
     assert out["value_clip_fraction"] == 0
 
 
 def test_clipped_error_by_hand() -> None:
     value = torch.tensor([[1.0, 1.0, 0.1, -1.0, 5.0]], requires_grad=True)
-    old = torch.tensor([[0.5, 0.5, 0.0, 0.0, float("nan")]])
-    target = torch.tensor([[2.0, 0.0, 1.0, 1.0, float("nan")]])
+    old, target = torch.tensor([[0.5, 0.5, 0.0, 0.0, NAN]]), torch.tensor([[2.0, 0.0, 1.0, 1.0, NAN]])
     mask = torch.tensor([[True, True, True, True, False]])
     (term,) = value_error(value, mask, value_target=target, old_value=old, clip_value=0.25)
     # Moved towards its target beyond the bound: (0.75 - 2)^2 / 2 without gradient. Away from it, inside: free.
@@ -142,56 +134,47 @@ def test_clipped_error_by_hand() -> None:
     assert_close(gradient, torch.tensor([[0.0, 1.0, -0.9, -2.0, 0.0]]))
     assert term.metrics["value_clip_fraction"] == 0.25
     assert_close(term.metrics["value_mean"].item(), (1 + 1 + 0.1 - 1) / 4)
-    error, spread = torch.tensor([1.0, -1.0, 0.9, 2.0]), target[0, :4]
-    expected = 1 - error.var(correction=0) / spread.var(correction=0)
-    assert_close(term.metrics["explained_variance"], expected)
     (free,) = value_error(value, mask, value_target=target)
     assert_close(free.value, torch.tensor([[0.5, 0.5, 0.405, 2.0, 0.0]]))
+    (half,) = value_error(torch.full((1, 1), 500.0).half(), mask[:, :1], value_target=torch.zeros(1, 1).half())
+    assert half.value.item() == 125_000  # no overflow
 
 
-def f64(rows: list[list[float]]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def test_explained_variance_by_hand() -> None:
-    value, target = f64([[1.0, 3.0, 9.0]]), f64([[1.0, 2.0, 9.0]])
+@pytest.mark.parametrize(
+    ("value", "target", "expected"),
+    [
+        ([1.0, 3.0], [1.0, 2.0], 0.0),  # errors 0 and -1: variance 1/4; targets: 1/4
+        ([1.5, 3.0], [1.0, 3.0], 1 - 0.0625 / 1),
+        ([1.0, 2.0], [4.0, 5.0], 1.0),  # off by a constant
+        ([2.0, 2.0], [5.0, 5.0], 1.0),  # nothing to explain, and nothing left
+    ],
+)
+def test_explained_variance_by_hand(value: list[float], target: list[float], expected: float) -> None:
     mask = torch.tensor([[True, True, False]])
-    # Errors 0 and -1: variance 1/4. Targets: 1/4.
-    assert_close(value_error(value, mask, value_target=target)[0].metrics["explained_variance"].item(), 0.0)
-    half = value_error(f64([[1.5, 3.0, 0.0]]), mask, value_target=f64([[1.0, 3.0, 0.0]]))
-    assert_close(half[0].metrics["explained_variance"].item(), 1 - 0.0625 / 1)
-    same = value_error(target, mask, value_target=f64([[4.0, 5.0, 0.0]]))[0]  # off by a constant
-    assert_close(same.metrics["explained_variance"].item(), 1.0)
-    constant = value_error(f64([[2.0, 2.0, 0.0]]), mask, value_target=f64([[5.0, 5.0, 0.0]]))[0]
-    assert constant.metrics["explained_variance"] == 1  # nothing to explain, and nothing left
-
-
-def test_targets_are_found_under_next_and_values_without_it() -> None:
-    loss, data = ValueLoss(make_critic()), batch()
-    data["value_target"], data["next", "state_value"] = torch.ones(6, 9), torch.linspace(-1, 1, 54).reshape(6, 9)
-    expected = loss(data)
-    assert expected["value_clip_fraction"] > 0
-    data["next", "value_target"], data["state_value"] = data.pop("value_target"), data.pop(("next", "state_value"))
-    assert_close(loss(data)["loss_critic"], expected["loss_critic"])
+    (term,) = value_error(tensor([[*value, 9.0]]), mask, value_target=tensor([[*target, 0.0]]))
+    assert_close(term.metrics["explained_variance"].item(), expected)
 
 
 def test_keys_buffers_and_errors() -> None:
-    loss = ValueLoss(make_critic(), clip_value=0.3, coeff=0.5)
+    """Targets are found under "next" and values without it."""
+    loss, data = ValueLoss(make_critic(), clip_value=0.3, coeff=0.5), batch()
     assert loss.in_keys == [("tokens", "full"), ("tokens", "prompt"), "value_target"]
-    data = batch()
     with pytest.raises(KeyError, match="ValueLoss needs value_target"):
         loss(data)
-    data["returns"] = torch.ones(6, 9)
+    data["returns"], data["next", "state_value"] = torch.ones(6, 9), torch.linspace(-1, 1, 54).reshape(6, 9)
     loss.set_keys(value_target="returns")
     assert loss.in_keys[-1] == "returns"
     out = loss(data)
     assert set(out.keys()) == set(loss.out_keys)
-    buffer = loss.coeff
-    loss.coeff = 1.0
+    assert out["value_clip_fraction"] > 0
+    data["next", "returns"], data["state_value"] = data.pop("returns"), data.pop(("next", "state_value"))
+    assert_close(loss(data)["loss_critic"], out["loss_critic"])
+    buffer, loss.coeff = loss.coeff, 1.0
     assert loss.coeff is buffer
     assert_close(loss(data)["loss_critic"], 2 * out["loss_critic"])
     loss.clip_value = None
-    assert_close(loss(data)["loss_critic"], 2 * out["loss_critic"])
+    free = ValueLoss(loss.critic_network, clip_value=None)(data.set("value_target", torch.ones(6, 9)))
+    assert_close(loss(data)["loss_critic"], free["loss_critic"])
     loss.clip_value = 0.1
     assert copy.deepcopy(loss).to(torch.bfloat16).clip_value == torch.tensor(0.1)
     with pytest.raises(ValueError, match="clip_value must be at least 0, got -2"):

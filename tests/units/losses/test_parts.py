@@ -1,0 +1,358 @@
+"""Parts of a loss: what they need, on one device or two, and inputs that would give a wrong loss without a word."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from objective_cases import raises_without, random_batch
+from policy_batches import batch
+from torchrl_llm_kl import AdaptiveKLCoefficient, losses
+from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_estimator, k2
+from torchrl_llm_kl.losses._parts import Part, dummy_inputs
+
+NAN = float("nan")
+MASK = torch.ones(2, 2, dtype=torch.bool)
+OLD = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], dtype=torch.float64)
+ONES = torch.ones(2, 2, dtype=torch.float64)
+PAIR = torch.tensor([0.1, 0.5])
+
+# ---------------------------------------------------------------------- what a part claims to need is what it raises without
+
+
+def needed(part: Any) -> set[str]:
+    data = random_batch(0)
+    data |= {**dict.fromkeys(("entropy", "kl"), -data["log_prob"]), "sampler_log_prob": data["old_log_prob"]}
+    return raises_without(part, data)
+
+
+ESTIMATORS = [
+    *(name for name in available_estimators() if name != "exact"),
+    k2,
+    corrected_k3,
+    functools.partial(corrected_k3, ratio_max=3.0),
+    get_estimator("corrected_k3+"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:KL estimator")
+@pytest.mark.parametrize("leave_out_experts", [False, True])
+def test_terms_need_what_they_state(leave_out_experts: bool) -> None:
+    parts = [losses.KLToReference(0.1, each, leave_out_experts=leave_out_experts) for each in [*ESTIMATORS, "exact"]]
+    parts += [losses.KLToSampler(0.1, each, leave_out_experts=leave_out_experts) for each in ESTIMATORS]
+    for part in [*parts, losses.EntropyBonus(0.1, leave_out_experts=leave_out_experts)]:
+        assert set(part.needs) == needed(part), part
+        assert ("expert_mask" in part.needs) == leave_out_experts
+
+
+def test_corrections_need_what_they_state_and_functions_their_inputs_without_a_default() -> None:
+    for part, needs in {
+        losses.ImportanceWeights(): {"old_log_prob", "sampler_log_prob"},
+        losses.ImportanceWeights(level="sequence", mode="mask", low=0.5): {"old_log_prob", "sampler_log_prob"},
+        losses.OffPolicySequenceMask(): {"old_log_prob", "advantage"},
+        losses.TopEntropyMask(0.3): {"entropy"},
+        losses.TopEntropyMask(threshold=0.5): {"entropy"},
+    }.items():
+        assert set(part.needs) == needed(part) == needs
+
+    def mine(
+        log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float, ref_log_prob: Tensor | None = None, **_: Any
+    ) -> tuple[losses.LossTerm, ...]:
+        return (losses.LossTerm("mine", scale * advantage * log_prob, mask),)
+
+    assert (
+        losses.TermPart(mine, scale=1.0).needs
+        == losses.TermPart(functools.partial(mine, scale=1.0)).needs
+        == ("advantage",)
+    )
+    assert losses.Correction(lambda mask, entropy: (entropy, {})).needs == ("entropy",)
+
+
+def test_keys_follow_later_settings(model: nn.Module) -> None:
+    """Old log-probs are no longer needed once the fallback is set; names of metrics and inputs of terms follow too."""
+    loss, data = losses.PolicyLoss(model), batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs"))
+    old, bare = loss.tensor_keys.old_log_prob, data.exclude(("next", "log_probs"))
+    for _ in range(2):
+        assert old in loss.in_keys
+        with pytest.raises(KeyError, match="ppo needs old_log_prob"):
+            loss(bare)
+        loss.fallback_to_policy_gradient = True
+        assert old not in loss.in_keys
+        assert "ESS" not in loss.out_keys
+        fresh = losses.PolicyLoss(model, fallback_to_policy_gradient=True)
+        out = loss(bare)
+        assert_close(out["loss_objective"], fresh(bare)["loss_objective"])
+        assert set(loss.out_keys) == set(fresh.out_keys) == set(out.keys())
+        loss.fallback_to_policy_gradient = False
+    for name, value, metric in (
+        ("enable_sequence_masking", True, "sequence_masked_fraction"),
+        ("clip_ratio_c", None, "clip_fraction_dual"),
+    ):
+        before = metric in loss.out_keys
+        setattr(loss, name, value)
+        assert (metric in loss.out_keys) != before
+        assert set(loss(data).keys()) == set(loss.out_keys)
+    loss.out_keys = ["loss_objective"]
+    assert loss.out_keys == ["loss_objective"]
+    loss.out_keys = None
+    assert set(loss(data).keys()) == set(loss.out_keys)
+    loss = losses.PolicyLoss(model, "gpg", terms=[losses.KLToReference(0.1)])
+    assert "expert_mask" not in loss.in_keys
+    loss.kl_to_ref_leave_out_experts = True
+    assert "expert_mask" in loss.in_keys
+    with pytest.raises(KeyError, match="needs expert_mask"):
+        loss(batch())
+
+
+# ---------------------------------------------------------------------- graphs of data, shapes and kinds
+
+
+def test_data_with_a_graph_are_constants() -> None:
+    """On-policy data have the policy gradient; a target made from the value still trains it; so do weights."""
+    log_prob = OLD.clone().requires_grad_()
+    for term, expected in [
+        *(
+            (f(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES)
+            for f in (losses.ppo, losses.sppo, losses.dapo)
+        ),
+        (losses.kl_to_ref(log_prob, MASK, ref_log_prob=log_prob - 0.5), 0.5 * ONES),
+        (losses.value_error(log_prob, MASK, value_target=log_prob + 2.0), -2 * ONES),
+        (losses.apply_correction([losses.LossTerm("objective", log_prob * 2, MASK)], log_prob.exp()), 2 * OLD.exp()),
+    ]:
+        assert_close(torch.autograd.grad(term[0].value.sum(), log_prob)[0], expected)
+
+
+def test_booleans_are_not_numbers() -> None:
+    for call in (
+        lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=MASK),
+        lambda: losses.ppo(OLD, MASK, old_log_prob=MASK, advantage=ONES),
+        lambda: losses.get_objective("gpg")(MASK, MASK, advantage=ONES),
+        lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=MASK),
+        lambda: losses.importance_weights(OLD, MASK, MASK),
+        lambda: losses.rejection_mask(MASK, OLD, MASK, divergence="token_k2", high=1.0),
+        lambda: losses.mismatch_metrics(OLD, MASK, MASK),
+        lambda: losses.top_entropy_mask(MASK, MASK),
+        lambda: losses.value_error(OLD, MASK, value_target=MASK),
+    ):
+        with pytest.raises(TypeError, match=r"must hold numbers, got a boolean tensor: pass \w+\.float\(\)"):
+            call()
+
+
+def test_a_hyper_parameter_does_not_broadcast_over_tokens() -> None:
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("clip_high", lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=ONES, clip_high=PAIR)),
+        ("tau", lambda: losses.opmd(OLD, MASK, advantage=ONES, tau=PAIR)),
+        ("coeff", lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=OLD, coeff=PAIR)),
+        ("weight", lambda: losses.LossTerm("objective", OLD, MASK, weight=PAIR)),
+        ("denominator", lambda: losses.aggregate(OLD, MASK, denominator=PAIR)),
+        ("high", lambda: losses.importance_weights(OLD, OLD, MASK, high=PAIR)),
+        ("low", lambda: losses.importance_weights(OLD, OLD, MASK, low=PAIR)),
+        ("low", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", low=-PAIR)),
+        ("high", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", high=PAIR)),
+        ("delta", lambda: losses.off_policy_sequence_mask(OLD, OLD, OLD, MASK, delta=PAIR)),
+        ("threshold", lambda: losses.top_entropy_mask(-OLD, MASK, threshold=PAIR)),
+        ("fraction", lambda: losses.top_entropy_mask(-OLD, MASK, fraction=PAIR)),
+        ("clip_value", lambda: losses.value_error(OLD, MASK, value_target=OLD, old_value=OLD, clip_value=PAIR)),
+    ]
+    for name, call in calls:
+        with pytest.raises(ValueError, match=rf"{name} must be one number, got a tensor of shape \(2,\)"):
+            call()
+
+
+def test_weights_masks_and_numbers_that_are_none() -> None:
+    term, weights = losses.LossTerm("objective", torch.ones(2, 1), MASK[:, :1]), torch.tensor([[2.0, 0.0], [1.0, 1.0]])
+    assert losses.apply_correction([term], weights, MASK)[0].value.tolist() == [[1.0], [1.0]]
+    with pytest.raises(ValueError, match=r"weights has shape \(2, 2\) but mask has shape \(2, 1\)"):
+        losses.apply_correction([term], weights, MASK[:, :1])
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        losses.apply_correction([term], weights, MASK.float())
+    with pytest.raises(TypeError, match="mask must be boolean"):
+        losses.value_error(OLD, MASK.float(), value_target=OLD)
+    with pytest.raises(ValueError, match="threshold must be a number, got nan"):
+        losses.top_entropy_mask(-OLD, MASK, threshold=NAN)
+    for part in (losses.KLToReference, losses.KLToSampler, losses.EntropyBonus):
+        with pytest.raises(ValueError, match=r"coeff must be a (finite )?number.*got nan"):
+            part(NAN)
+
+
+def test_every_kind_of_number_is_a_checked_buffer() -> None:
+    for value in (3, np.float32(3), np.float64(3), np.int64(3), torch.tensor(3), torch.tensor([3.0])):
+        part = losses.TermPart(losses.dapo, clip_ratio_c=value)
+        assert part.state_dict()["clip_ratio_c"].item() == 3.0
+        assert part.clip_ratio_c.shape == ()
+    part.clip_ratio_c = 4
+    assert part.state_dict()["clip_ratio_c"].item() == 4.0
+    for part in (losses.ImportanceWeights(low=1, high=2), losses.RejectionMask("token_k1", low=-1, high=2)):
+        assert set(part.state_dict()) == {"low", "high"}
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (PAIR, ValueError, r"clip_high has shape \(2,\): pass one number"),
+        (torch.tensor(0.1, requires_grad=True), ValueError, "clip_high requires grad but would be copied"),
+        (True, TypeError, "clip_high must be a number, a tensor or a module, got True"),
+        ("0.2", TypeError, "clip_high must be a number, a tensor or a module, got '0.2'"),
+        (np.float32(-5), ValueError, r"clip_high must be at least 0, got -5\.0"),
+    ],
+)
+def test_what_is_not_a_number(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        losses.TermPart(losses.ppo, clip_high=value)
+    part = losses.TermPart(losses.ppo)
+    with pytest.raises(error, match=message):
+        part.clip_high = value
+    assert_close(part.clip_high, torch.tensor(0.2))
+
+
+# ---------------------------------------------------------------------- on data
+
+
+def test_a_misspelt_attribute_is_refused(model: nn.Module) -> None:
+    loss = losses.PolicyLoss(model, terms=[losses.KLToReference(0.1)])
+    for name, near in (("clip_hihg", "clip_high"), ("kl_coeff", "kl_to_ref_coeff")):
+        with pytest.raises(AttributeError, match=rf"PolicyLoss has no '{name}' to set.*Did you mean '{near}'"):
+            setattr(loss, name, 0.3)
+    loss.log_entropy = True
+    loss.note = "anything else"  # type: ignore[assignment]
+
+
+def test_a_mask_is_no_weight(model: nn.Module) -> None:
+    half, advice = torch.full((6, 1), 0.5), "is a mask: expected True and False, or 1 and 0"
+    for value in (half, 2 * torch.ones(6, 1).long(), torch.full((6, 1), NAN)):
+        with pytest.raises(ValueError, match=f"'loss_mask' {advice}"):
+            losses.PolicyLoss(model)(batch().set("loss_mask", value))
+    with pytest.raises(ValueError, match=f"'expert_mask' {advice}"):
+        losses.PolicyLoss(model, "mix")(batch().set("expert_mask", half))
+    rows = torch.tensor([1, 0, 1, 0, 1, 1]).unsqueeze(-1)
+    one, two, three = (losses.PolicyLoss(model)(batch().set("loss_mask", x)) for x in (rows, rows.float(), rows == 1))
+    assert one["loss_objective"] == two["loss_objective"] == three["loss_objective"]
+    with pytest.raises(TypeError, match="advantage must hold numbers"):
+        losses.PolicyLoss(model)(batch().set("advantage", torch.ones(6, 1) == 1))
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"),
+    [("ppo", "loss_mask"), ("ppo", "sampler_log_prob"), ("clip_cov", "selected"), ("dpo", "pair_id")],
+)
+def test_an_optional_entry_under_another_key_must_be_there(model: nn.Module, objective: Any, name: str) -> None:
+    loss = losses.PolicyLoss(model, objective)
+    loss(batch())
+    loss.set_keys(**{name: "misspelt"})
+    with pytest.raises(KeyError, match=rf"{name}.*expected 'misspelt' in the TensorDict.*set_keys\({name}="):
+        loss(batch())
+
+
+def test_responses_longer_than_the_limit(model: nn.Module) -> None:
+    """The longest response has five tokens."""
+    assert losses.PolicyLoss(model, "dr_grpo", max_len=5)(batch())["loss_objective"].isfinite()
+    loss = losses.PolicyLoss(model, "dr_grpo", max_len=4)
+    for call in (loss, loss.count):
+        with pytest.raises(ValueError, match=r"max_len=4, but a sequence has 5 trained tokens"):
+            call(batch())
+
+
+def test_terms_and_corrections_are_not_mixed_up(model: nn.Module) -> None:
+    with pytest.raises(TypeError, match="terms must not hold a ImportanceWeights: pass it in corrections="):
+        losses.PolicyLoss(model, terms=[losses.ImportanceWeights()])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="corrections must not hold a KLToReference: pass it in terms="):
+        losses.PolicyLoss(model, corrections=[losses.KLToReference(0.1)])  # type: ignore[list-item]
+    plain, part = (
+        losses.PolicyLoss(model, corrections=[x])(batch())
+        for x in (losses.importance_weights, losses.ImportanceWeights())
+    )
+    assert_close(plain["loss_objective"], part["loss_objective"])
+
+
+def test_the_metrics_do_not_need_old_log_probs_of_every_token(model: nn.Module) -> None:
+    data = batch()
+    data["next", "log_probs", "full"][0] = NAN
+    assert all(value.isfinite() for value in losses.PolicyLoss(model, "gpg")(data).values())
+
+
+# ---------------------------------------------------------------------- two devices
+
+aten = torch.ops.aten
+# Arithmetic and comparisons take a 0-dim tensor of the CPU beside one of an accelerator; these do not.
+STRICT = (aten.clamp.Tensor, aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default)
+
+
+class Accelerator(TorchDispatchMode):
+    """Tensors of the device "meta" stand for those of an accelerator: they cannot be read, but can be copied back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten._to_copy.default:
+            source, device = args[0], torch.device(kwargs.get("device") or args[0].device).type
+            if source.device.type == "meta" and device == "cpu":
+                return next(value for there, value in self.copied if there is source).clone()
+            out = func(*args, **kwargs)
+            self.copied.append((out, source))
+            return out
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        here = [x for x in given if x.device.type == "cpu"]
+        if len(here) < len(given) and here and (func in STRICT or any(x.ndim for x in here)):
+            raise RuntimeError(f"Expected all tensors to be on the same device, found two in {func}.")
+        return func(*args, **kwargs)
+
+
+PLAIN = ("dapo", "dr_grpo", "gspo", "luspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "vespo")
+RING = {"clip_mode": "ring", "weight": "importance_sampling", "regularizer": "k2", "regularizer_coef": 0.1}
+MAKE: dict[str, Callable[[], Any]] = {
+    **{
+        name: functools.partial(losses.TermPart, losses.get_objective(name))
+        for name in (*PLAIN, "topr", "sppo", "dro", "mix", "distill")
+    },
+    "ppo": lambda: losses.TermPart(losses.ppo, clip_ratio_c=3.0, enable_sequence_masking=True),
+    "rec": lambda: losses.TermPart(losses.get_objective("rec"), **RING),
+    "value_error": lambda: Part(losses.value_error, ("value", "mask", "value_target", "old_value"), clip_value=0.2),
+    "adaptive": lambda: losses.KLToReference(AdaptiveKLCoefficient(0.1, target=1.0, horizon=10)),
+    "kl_to_sampler": lambda: losses.KLToSampler(0.1, "corrected_k3"),
+    "entropy": lambda: losses.EntropyBonus(0.1),
+    "weights": lambda: losses.ImportanceWeights(low=0.5, high=2.0, mode="mask"),
+    "geometric": lambda: losses.ImportanceWeights(level="geometric", high=2.0),
+    "rejection": lambda: losses.RejectionMask("seq_max_k1", low=-0.1, high=0.1),
+    "sequences": lambda: losses.OffPolicySequenceMask(0.1),
+    "top_entropy": lambda: losses.TopEntropyMask(0.5),
+    "threshold": lambda: losses.TopEntropyMask(threshold=0.5),
+}
+
+
+def leaves(result: Any) -> list[Tensor]:
+    """Values, weights and metrics of terms; weights and metrics of a correction."""
+    terms = [[x.value, x.weight, dict(x.metrics)] if isinstance(x, losses.LossTerm) else x for x in result]
+    return [x for x in tree_leaves(terms) if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.filterwarnings("ignore:KL estimator")
+def test_tokens_and_numbers_on_two_devices(name: str) -> None:
+    """A loss keeps its numbers on the CPU unless it is moved: no copy for each call; or it was moved, and a batch was not."""
+    part, rng = MAKE[name](), torch.Generator().manual_seed(0)
+    given = {
+        key: x - torch.rand(x.shape, generator=rng) if x.dtype.is_floating_point else x
+        for key, x in dummy_inputs(part).items()
+    }
+    expected = leaves(part(given))
+    with Accelerator():
+        found = leaves(part({key: x.to("meta") for key, x in given.items()}))
+    assert [x.shape for x in found] == [x.shape for x in expected]
+    assert all(x.device.type == "meta" for x in found if x.ndim)
+    if name != "adaptive":
+        with Accelerator():
+            part.to("meta")
+            found = leaves(part(given))
+        assert_close(found, expected)
