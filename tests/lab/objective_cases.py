@@ -94,6 +94,11 @@ _CASES: dict[str, dict[str, Any]] = {
     "orpo": {"beta": 0.2},
 }
 CASES = {case: (case.partition("-")[0], hyper) for case, hyper in _CASES.items()}
+#: Objectives of pairs, which need a reference log-prob each.
+PAIRS = (
+    *("dpo", "robust", "hinge", "ipo", "exo_pair", "discopop", "apo_zero", "apo_down", "sppo_hard", "nca_pair"),
+    *("bco_pair", "aot"),
+)
 
 
 def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
