@@ -50,9 +50,6 @@ def letters(*rows: list[int], mask: Any = None, rewards: list[float] | None = No
     return TokenColumns(tokens, mask, columns, {} if rewards is None else {"reward": torch.tensor(rewards)})
 
 
-# ---------------------------------------------------------------------- numbers
-
-
 def test_numbers_that_are_rare(show: Show) -> None:
     values = [0.0, INF, -INF, NAN, 1e-45, -3.4028234663852886e38, 0.1, 16777216.0, -0.0]
     tab = show(letters(list(range(len(values))), advantage=values), Words(*"abcdefghi"))
@@ -104,9 +101,6 @@ def test_charts_show_means_by_position_and_by_turn(tab: Tab, columns: TokenColum
     for heights, groups, bound in ((dots, columns.turns, 1e-4), (lines, columns.places, 2e-3)):
         mean = [float(columns.columns["kl"][groups == i].double().mean()) for i in range(int(groups.max()) + 1)]
         assert [(zero - y) / (zero - top) for y in heights] == pytest.approx([x / max(mean) for x in mean], abs=bound)
-
-
-# ---------------------------------------------------------------------- controls
 
 
 def test_the_list_is_sorted(tab: Tab, columns: TokenColumns) -> None:
@@ -252,9 +246,6 @@ def test_rollouts_without_scored_tokens_or_without_any(show: Show) -> None:
     assert tab.rows() == [2, 0, 1]  # infinity, 1, none
 
 
-# ---------------------------------------------------------------------- two batches
-
-
 def test_two_batches_side_by_side(show: Show, columns: TokenColumns) -> None:
     other = batch(seed=1)  # the same tokens, other numbers
     tab = show(columns, TOKENIZER, other=other, names=("step 1", "step 9"))
@@ -285,8 +276,6 @@ def test_answers_that_differ_show_from_where(show: Show) -> None:
     assert "No rollout of B has this prompt." in tab.page.inner_text("#panes")
     assert "1 of B without counterpart" in tab.page.inner_text("#about")
 
-
-# ---------------------------------------------------------------------- hostile text
 
 HOSTILE = (
     *("<script>window.hacked = 1</script>", "</script><script>window.hacked = 2</script>", "<!--", "-->"),
@@ -351,9 +340,6 @@ def test_the_policy_stops_scripts_and_requests(tab: Tab) -> None:
     assert tab.page.evaluate("window.hacked") is None
     assert any("Content Security Policy" in message for message in tab.messages)
     tab.messages.clear()
-
-
-# ---------------------------------------------------------------------- looks
 
 
 def luminance(colour: tuple[float, ...]) -> float:

@@ -1,11 +1,15 @@
-"""The code blocks of the documentation: which there are, in which language, and whether they are marked as not run."""
+"""The code blocks of the documentation: language, and whether they are marked as not run; the README's, on a tiny model."""
 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensordict
 
 from project import PROJECT
+from toy_rollouts import make_model, make_tokenizer
 
 _TOP = [PROJECT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES = sorted([*PROJECT.glob("docs/*.md"), *PROJECT.glob("benchmarks/*.md"), *_TOP])
@@ -34,3 +38,30 @@ def all_blocks(*languages: str) -> list[Block]:
             line = text.count("\n", 0, match.start("code")) + 1
             found.append(Block(name, line, match["language"], match["code"], match["reason"]))
     return [block for block in found if block.language in languages]
+
+
+def save_checkpoint(folder: Path) -> None:
+    """A tiny model with its tokenizer, for the example to load."""
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, seed=0)
+    model.config.max_position_embeddings = 2048
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def example(folder: Path, **changes: str) -> str:
+    """The README's, with the checkpoint in ``folder`` in place of the hub's, and other changes: text -> new text."""
+    (text,) = (block.code for block in all_blocks("python") if block.page == "README.md")
+    assert len(text.strip().splitlines()) <= 20, "the README promises a short example"
+    for old, new in {'"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(folder)), **changes}.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def run_example(folder: Path, changes: dict[str, str] | None = None, **names: Any) -> None:
+    """Run it, with changes and names that are given."""
+    save_checkpoint(folder)
+    with tensordict.set_list_to_stack(tensordict.list_to_stack()):
+        exec(compile(example(folder, **changes or {}), "README.md", "exec"), names)

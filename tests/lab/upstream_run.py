@@ -1,4 +1,7 @@
-"""Run torchrl's own tests of its LLM transforms against this package's."""
+"""Run torchrl's own tests of its LLM transforms against this package's.
+
+It is a plugin of that run: every hub name that the tests load is a tiny random model with a byte-level tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,12 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toy_models import tiny_model
+from toy_tokenizer import build_tokenizer
 
 HERE = Path(__file__).resolve().parent
 SELECTED = ("llm/test_wrapper.py::TestKLTransforms", "llm/test_llm_objectives.py")
@@ -28,17 +37,17 @@ def run(checkout: Path) -> dict[str, tuple[str, str]]:
     """Each test's id (``Class.test[parameters]``), outcome (passed, failed, skipped) and last line of error.
 
     ``checkout`` is a folder with torchrl's repository (its ``test/llm``), at the version that is installed. The tests are
-    copied and only their import of the transforms is changed; hub names load tiny models (``tiny_hub.py``).
+    copied and only their import of the transforms is changed; hub names load tiny models.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_with_swapped_import(checkout, folder)
         report = folder / "report.xml"
         (folder / "pytest.ini").write_text("[pytest]\n")
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "tiny_hub", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "upstream_run", "-p", "no:cacheprovider"]
         paths = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
-            [*pytest, f"--junitxml={report}", *SELECTED],
+            [*command, f"--junitxml={report}", *SELECTED],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": paths},
             capture_output=True,
@@ -55,3 +64,38 @@ def _outcome(case: ElementTree.Element) -> tuple[str, tuple[str, str]]:
         if (found := case.find(tag)) is not None:
             return name, (outcome, (found.get("message") or "").strip().partition("\n")[0])
     return name, ("passed", "")
+
+
+#: Beside the 256 bytes: the special tokens of torchrl's chat template for Qwen.
+_SPECIAL = ("<|im_start|>", "<|endoftext|>")
+_SIZES = {"vocab_size": 260, "max_position_embeddings": 1024}
+
+
+def _tokenizer(name: str, **_: Any) -> Any:
+    return build_tokenizer(extra_special_tokens=_SPECIAL, name_or_path=name)
+
+
+def _model(name: str, **_: Any) -> Any:
+    return tiny_model("qwen2", **_SIZES)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test module is imported: no test reaches a hub, and no model is larger than a megabyte."""
+    import transformers
+
+    config.addinivalue_line("markers", "timeout: set by torchrl's conftest; not enforced")
+    transformers.AutoTokenizer.from_pretrained = staticmethod(_tokenizer)
+    transformers.AutoModelForCausalLM.from_pretrained = staticmethod(_model)
+    opt = transformers.OPTConfig
+    sizes = tiny_model("opt", **_SIZES).config.to_diff_dict()
+    transformers.OPTConfig = lambda **settings: opt(**{**sizes, **settings})  # OPTConfig() has 125M parameters
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Any:
+    """Without vLLM, the tests that take nothing but a tokenizer from it run all the same."""
+    if fixturedef.argname != "vllm_instance":
+        return None
+    result = (_model(""), _tokenizer(""))
+    fixturedef.cached_result = (result, fixturedef.cache_key(request), None)
+    return result

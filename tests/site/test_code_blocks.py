@@ -22,10 +22,9 @@ import yaml
 
 import countdown_grpo
 import torchrl_llm_kl
-from code_blocks import PAGES, all_blocks
+from code_blocks import PAGES, all_blocks, save_checkpoint
 from preambles import PREAMBLES, given
 from project import PROJECT
-from readme import save_checkpoint
 from torchrl_llm_kl import diagnostics
 from torchrl_llm_kl.cli._commands import app
 
@@ -42,9 +41,6 @@ LANGUAGES = {"", "python", "bash", "console", "text", "yaml", "json", "diff", "t
 
 PYTHON = all_blocks("python")
 WITH_PYTHON = sorted({block.page for block in PYTHON})
-
-
-# ---------------------------------------------------------------------- Python
 
 
 @pytest.fixture(scope="session")
@@ -136,8 +132,6 @@ def test_blocks_that_are_not_run_import_what_exists() -> None:
                 missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
                 assert missing == [], f"{block.page}:{block.line}"
 
-
-# ---------------------------------------------------------------------- commands
 
 _PROGRAMS = ("make", "torchrl-llm-kl", "python", "pip", "torchrun")
 #: Options that typer adds to every program.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from code_blocks import run_example
 from project import PROJECT
-from readme import README, run_example
 from torchrl_llm_kl import Diagnosis, PolicyLoss, diagnose
 from toy_rollouts import make_tokenizer
 
@@ -79,7 +79,7 @@ def loops() -> dict[str, str]:
     """Every example with an optimiser step: code blocks of the docs, scripts of the tutorials, docstrings."""
     found = {}
     docs = [*PROJECT.glob("docs/*.md"), *PROJECT.glob("docs/*.py"), *PROJECT.glob("torchrl_llm_kl/**/*.py")]
-    for path in [README, *docs]:
+    for path in [PROJECT / "README.md", *docs]:
         text = path.read_text(encoding="utf-8")
         blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         blocks += re.findall(r"(?:^ *(?:>>>|\.\.\.) .*\n)+", text, re.MULTILINE)

@@ -8,7 +8,7 @@ from typing import Any
 
 from test_layers import wrong_imports
 
-from readme import run_example
+from code_blocks import run_example
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: Any) -> None:

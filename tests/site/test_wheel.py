@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import torchrl_llm_kl
+from code_blocks import example, save_checkpoint
 from project import PROJECT
-from readme import example, save_checkpoint
 
 
 @pytest.fixture(scope="module")
