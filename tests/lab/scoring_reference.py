@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase, LogProbs
 from closeness import assert_near
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer
-from toy_models import FORWARD, VOCAB_SIZE
+from toy_models import BACKWARD, FORWARD, VOCAB_SIZE
 
 
 def random_sequences(*lengths: int, seed: int = 0, vocab: int = VOCAB_SIZE) -> Ragged:
@@ -48,6 +49,14 @@ def assert_scores(scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], *
         with torch.no_grad():
             want = plain_log_probs(model, Ragged.from_list([row]))
         assert_near(log_probs, want, **FORWARD)
+
+
+def assert_gradients(found: Any, want: Any) -> None:
+    """Equal gradients of the same parameters, and None where there is none."""
+    for a, b in zip(found, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_near(a, b, **BACKWARD, dtype=torch.float32)  # norms and rotations are float32 in any model
 
 
 def ids(length: int, seed: int) -> Tensor:
@@ -91,6 +100,20 @@ class FullLogits(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None) -> tuple[Tensor]:
         return (self.inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits,)
+
+
+class Recurrent(nn.Module):
+    """A language model from another library: no configuration, no named parts, logits in ``form``."""
+
+    def __init__(self, seed: int = 0, form: Callable[[Tensor], Any] = lambda logits: (logits, None)) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.body = nn.Embedding(VOCAB_SIZE, 8), nn.GRU(8, 8, batch_first=True)
+        self.head, self.form = nn.Linear(8, VOCAB_SIZE), form
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        return self.form(self.head(self.body(self.embedding(input_ids))[0]))
 
 
 class FakeBackend(LLMWrapperBase):

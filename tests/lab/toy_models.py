@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -83,3 +84,19 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
             elif name.endswith("e_score_correction_bias"):  # part of the choice of experts, not of their weights
                 nn.init.normal_(values, std=0.3)
     return model.eval()
+
+
+def altered(family: str, change: Callable[[Any], Any], **overrides: Any) -> nn.Module:
+    """A model after a change of it."""
+    model = tiny_model(family, **overrides)
+    change(model)
+    return model
+
+
+def with_lora(model: nn.Module, **config: Any) -> Any:
+    """The model with PEFT adapters far from 0; the test is skipped without PEFT."""
+    import pytest
+
+    peft = pytest.importorskip("peft")
+    own = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False, **config}
+    return peft.get_peft_model(model, peft.LoraConfig(**own)).eval()

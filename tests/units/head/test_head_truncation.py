@@ -221,10 +221,11 @@ def test_values_and_gradients_of_kept_tokens(truncation, path):
     assert_same(out, (at(expected, targets), entropy_of(expected)), inputs, weights)
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("direction", "ref_kept"), [("reverse", False), ("reverse", True), ("forward", True)])
-def test_kl(direction, ref_kept, path):
-    """Whole rows have a gradient to the reference too."""
-    truncation, whole = Truncation(20, 0.9), path == "whole rows"
+def test_kl(direction, ref_kept, whole):
+    """A gradient to the reference needs whole rows."""
+    truncation = Truncation(20, 0.9)
     policy, ref = big_head(0, grad=True), big_head(1, grad=whole)
     log_p, log_q = plain(*policy, **OPTIONS), plain(*ref, **REF_OPTIONS)
     targets = drawn(log_p, truncation)

@@ -21,7 +21,7 @@ from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, Retrie
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Scores, read
-from toy_models import FORWARD, VOCAB_SIZE, tiny_model
+from toy_models import FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
 
 pytestmark = needs_equal_rows
 # Wide enough that products of different numbers of rows are summed in different orders.
@@ -97,25 +97,13 @@ def long(family: str = "qwen2") -> nn.Module:
     return tiny_model(family, max_position_embeddings=256)
 
 
-def with_a_head_that_is_a_module() -> nn.Module:
-    model = tiny_model(**WIDE)
-    model.lm_head.register_forward_hook(lambda _, __, out: out + 0)
-    return model
-
-
-def tuned() -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    return peft.get_peft_model(long(), config).eval()
-
-
 @pytest.mark.parametrize(
     ("build", "settings"),
     [
         *((partial(long, family), {"temperature": 0.7}) for family in ("mistral", "gemma2", "gpt2", "opt", "cohere")),
-        (with_a_head_that_is_a_module, {}),
-        (tuned, {}),
-        (tuned, {"adapters": False}),
+        (lambda: altered("qwen2", lambda m: m.lm_head.register_forward_hook(lambda _, __, out: out + 0), **WIDE), {}),
+        (lambda: with_lora(long()), {}),
+        (lambda: with_lora(long()), {"adapters": False}),
     ],
 )
 def test_bits_of_windows_soft_caps_scaled_logits_modules_and_adapters(build: Any, settings: dict[str, Any]) -> None:
@@ -206,12 +194,6 @@ def _alibi() -> nn.Module:
     return BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=1, n_head=4)).eval()
 
 
-def _compiled() -> nn.Module:
-    model = tiny_model()
-    model.model.layers[0].mlp.compile(backend="eager")
-    return model
-
-
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 @pytest.mark.parametrize(
     ("build", "options", "reason"),
@@ -224,7 +206,7 @@ def _compiled() -> nn.Module:
         (_Uniform, {}, "_Uniform is scored by its own forward, on padded batches"),
         (_alibi, {}, "BloomForCausalLM cannot attend within a pack"),
         (partial(tiny_model, "mixtral"), {}, "on sizes that depend on the tokens, as a mixture of experts does"),
-        (_compiled, {}, "has compiled layers"),
+        (lambda: altered("qwen2", lambda m: m.model.layers[0].mlp.compile(backend="eager")), {}, "has compiled layers"),
     ],
 )
 def test_models_that_cannot_are_refused_with_the_reason(build: Any, options: dict[str, Any], reason: str) -> None:

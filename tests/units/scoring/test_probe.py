@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from scoring_reference import (
+    Recurrent,
     assert_scores,
     body_tokens,
     conversation,
@@ -23,9 +24,7 @@ from scoring_reference import (
 )
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _model
-from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
-
-# ------------------------------------------------------------------ body and head, or the full forward
+from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, altered, tiny_model
 
 
 def scaling_its_logits(factor: float) -> nn.Module:
@@ -40,22 +39,6 @@ def scaling_its_logits(factor: float) -> nn.Module:
 
     model.__class__ = Scaled
     return model
-
-
-class Recurrent(nn.Module):
-    """A language model from another library: no configuration, no named parts, logits in ``form``."""
-
-    def __init__(self, form=lambda logits: (logits, None)):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB_SIZE, 8)
-        self.body = nn.GRU(8, 8, batch_first=True)
-        self.head = nn.Linear(8, VOCAB_SIZE)
-        self.form = form
-        with torch.no_grad():
-            self.head.weight.mul_(10)
-
-    def forward(self, input_ids):
-        return self.form(self.head(self.body(self.embedding(input_ids))[0]))
 
 
 def test_a_wrong_head_path_is_detected():
@@ -89,7 +72,6 @@ def test_a_wrong_head_path_is_detected():
     ids=["tuple", "list", "mapping", "object", "tensor"],
 )
 def test_any_module_that_returns_logits(form):
-    torch.manual_seed(0)
     model, sequences = Recurrent(), random_sequences(11, 1, 0, 5)
     want = plain_log_probs(model, sequences).detach()
     model.form = form
@@ -101,7 +83,7 @@ def test_any_module_that_returns_logits(form):
 
 def test_a_model_that_returns_no_logits_or_sees_the_future():
     with pytest.warns(UserWarning, match="Recurrent does not expose"):
-        scorer = LogProbScorer(Recurrent(lambda logits: "nothing"))
+        scorer = LogProbScorer(Recurrent(form=lambda logits: "nothing"))
     with pytest.raises(TypeError, match="'logits', or a tuple that starts with it, got str"):
         scorer.score(random_sequences(4))
 
@@ -163,15 +145,9 @@ def test_the_model_stays_as_it_was():
     model.transformer.h[0].eval()
 
     def state():
-        hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-        modes = [module.training for module in model.modules()]
-        return (
-            modes,
-            hooks,
-            model.config.to_dict(),
-            torch.get_rng_state().tolist(),
-            [p.grad for p in model.parameters()],
-        )
+        of_modules = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        gradients = [p.grad for p in model.parameters()]
+        return of_modules, gradients, model.config.to_dict(), torch.get_rng_state().tolist()
 
     before, sequences = state(), random_sequences(12)
     scorer = LogProbScorer(model)
@@ -230,9 +206,6 @@ def test_on_the_gpu(family):
     got = scorer.score(on_gpu, mask.cuda()).values
     assert got.is_cuda
     assert_close(got.cpu(), want, rtol=0, atol=1e-4)
-
-
-# ------------------------------------------------------------------ packs
 
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -331,27 +304,17 @@ def with_its_own_mask() -> nn.Module:
     return model
 
 
-def with_a_state_along_the_row() -> nn.Module:
-    """Convolutions and recurrences would see the previous sequence."""
-    model = tiny_model("llama")
-    model.model.layers[0].mlp = Leaking(model.model.layers[0].mlp, 1.0)
-    return model
-
-
-def with_a_declared_state() -> nn.Module:
-    model = tiny_model("llama")
-    model._is_stateful = True
-    return model
-
-
-def with_zeros() -> nn.Module:
-    """They prove nothing."""
-    model = tiny_model("llama")
-    nn.init.zeros_(model.model.embed_tokens.weight)
-    return model
-
-
-@pytest.mark.parametrize("make", [with_its_own_mask, with_a_state_along_the_row, with_a_declared_state, with_zeros])
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_its_own_mask,
+        # Convolutions and recurrences would see the previous sequence.
+        lambda: altered("llama", lambda m: setattr(m.model.layers[0], "mlp", Leaking(m.model.layers[0].mlp, 1.0))),
+        lambda: altered("llama", lambda m: setattr(m, "_is_stateful", True)),
+        lambda: altered("llama", lambda m: nn.init.zeros_(m.model.embed_tokens.weight)),  # they prove nothing
+    ],
+    ids=["own mask", "state along the row", "declared state", "zeros"],
+)
 def test_bodies_that_cannot_be_packed_are_padded(make: Any) -> None:
     scorer = LogProbScorer(make())
     assert (scorer.path, scorer.shares_prefixes) == ("head", False)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
-from torchrl_llm_kl.scoring import ReferenceUpdater, ScorerSlot, prepare_reference
+from torchrl_llm_kl.scoring import ReferenceUpdater, prepare_reference
 from toy_models import FORWARD, tiny_model
 from toy_rollouts import plain_log_probs
 
@@ -442,20 +442,6 @@ def test_adapters_that_are_refused() -> None:
         LogProbScorer(model, adapters=False)
 
 
-def test_the_exact_kl_and_the_cache_of_a_named_adapter() -> None:
-    model, alone = with_two_adapters()
-    policy, reference = LogProbScorer(model), LogProbScorer(model, adapters="ref")
-    scores = policy.evaluate(ONE, reference=reference, remember=True)
-    with torch.no_grad():
-        p, q = (m(IDS[None]).logits[0, :-1].double().log_softmax(-1) for m in (model, alone))
-        assert_near(scores.kl.values[1:].double(), (p.exp() * (p - q)).sum(-1), **FORWARD, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if ".ref." in name:
-                parameter.mul_(0.5)
-        alone.load_state_dict(model.state_dict())
-    assert_near(reference.score(ONE, remember=True).values, plain_log_probs(alone, IDS), **FORWARD)
-
-
 @pytest.mark.filterwarnings("ignore:KL estimator 'k2' in the reward")
 def test_a_policy_against_its_own_named_adapter() -> None:
     model, alone = with_two_adapters()
@@ -472,14 +458,3 @@ def test_a_policy_against_its_own_named_adapter() -> None:
     assert [part.adapters for part in transform.transforms[:2]] == [False, "ref"]
     with pytest.raises(ValueError, match="ref_adapters=True is the policy itself"):
         RetrieveKL(model, "base", ref_adapters=True)
-
-
-def test_adapters_of_a_model_in_another_process() -> None:
-    class Remote:
-        def make_scorer(self, **settings: Any) -> dict[str, Any]:
-            return settings
-
-    for adapters in (False, "ref"):
-        assert ScorerSlot().get(Remote(), adapters=adapters) == {"adapters": adapters}
-    with pytest.raises(TypeError, match="adapters must be True, False or a name, got 3"):
-        ScorerSlot().get(Remote(), adapters=3)

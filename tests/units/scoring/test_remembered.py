@@ -31,7 +31,7 @@ from torchrl_llm_kl.scoring import (
     prepare_reference,
 )
 from torchrl_llm_kl.scoring._store import _encode, _Record
-from toy_models import FORWARD, tiny_model
+from toy_models import FORWARD, tiny_model, with_lora
 from toy_tokenizer import build_tokenizer
 
 SEQUENCES = random_sequences(9, 1, 12, 0, 5)
@@ -172,8 +172,7 @@ def test_weights_that_others_write_miss(remember: Remember) -> None:
 
 
 def test_adapters_miss(remember: Remember) -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model = with_lora(tiny_model())
     active, base = remember(model), remember(model, adapters=False)
     first = active.score(SEQUENCES).values
     assert_as_plain(base, model, adapters=False)

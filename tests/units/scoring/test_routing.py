@@ -21,7 +21,7 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.scoring._model import text_config
 from torchrl_llm_kl.scoring._routing import Routers, flat_record, tell_apart
-from toy_models import EXPERT_FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
+from toy_models import EXPERT_FAMILIES, FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
 
 # Layers with a router, of three.
 LAYERS = {"mixtral": [0, 1, 2], "qwen3_moe": [0, 1], "gpt_oss": [0, 1, 2], "deepseek_v3": [1, 2]}
@@ -309,12 +309,10 @@ def test_the_references_own_routing() -> None:
 
 def test_adapters_and_the_base_as_reference() -> None:
     """The policy replays and its base, the same modules without adapters, routes by itself."""
-    peft = pytest.importorskip("peft")
     plain = tiny_model("mixtral")
     own = LogProbScorer(plain).score(TOKENS).values
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-    policy = peft.get_peft_model(plain, peft.LoraConfig(**settings))
+    policy = with_lora(plain, target_modules=["q_proj", "v_proj"])
     scorer, base = LogProbScorer(policy), LogProbScorer(policy, adapters=False)
     first = scorer.evaluate(TOKENS, record_routing=True)
     assert torch.equal(scorer.score(TOKENS, routing=first.routing).values, first.log_prob.values)
@@ -363,12 +361,6 @@ def test_nothing_stays_on_the_model_and_another_thread_routes_by_itself() -> Non
     assert torch.equal(scorer.score(TOKENS).values, own)
 
 
-def mixtral(change: Any) -> nn.Module:
-    model = tiny_model("mixtral")
-    change(model)
-    return model
-
-
 def olmoe() -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
@@ -386,15 +378,15 @@ def doubled(_: Any, __: Any, out: Any) -> Any:
         (olmoe, "OlmoeTopKRouter weigh experts is not known here. Known are Mixtral"),
         (lambda: FakeBackend(engine(tiny_model("mixtral"))), "routing of FakeBackend cannot be recorded or replayed"),
         (
-            lambda: mixtral(lambda m: m.model.layers[1].compile(backend="eager")),
+            lambda: altered("mixtral", lambda m: m.model.layers[1].compile(backend="eager")),
             "MixtralForCausalLM has compiled parts",
         ),
         (
-            lambda: mixtral(lambda m: setattr(m.model.layers[1].mlp, "forward", lambda hidden: hidden)),
+            lambda: altered("mixtral", lambda m: setattr(m.model.layers[1].mlp, "forward", lambda hidden: hidden)),
             "MixtralTopKRouter of layer 1 was not called",
         ),
         (
-            lambda: mixtral(lambda m: routers(m)[1].register_forward_hook(doubled)),
+            lambda: altered("mixtral", lambda m: routers(m)[1].register_forward_hook(doubled)),
             "MixtralTopKRouter does not weigh experts as in transformers",
         ),
     ],

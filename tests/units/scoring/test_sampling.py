@@ -64,12 +64,12 @@ def keep_of(logits, sampling, targets):
     return scores.isfinite().scatter(1, targets[:, None], True)
 
 
-def expected(model, rows, sampling, ref=None):
+def expected(model, rows, sampling, ref=None, keeps=None):
     """Log-prob, entropy and moments, and KL and reference log-prob of each token but the first; ``[N, 4 or 6]``."""
     out = []
-    for row in rows:
+    for i, row in enumerate(rows):
         logits, targets = plain_logits(model, row), row[1:]
-        keep = keep_of(logits, sampling, targets)
+        keep = keep_of(logits, sampling, targets) if keeps is None else keeps[i]
         log_p = (logits / sampling.temperature).masked_fill(~keep, -math.inf).log_softmax(-1)
         p, finite = log_p.exp(), log_p.masked_fill(~keep, 0.0)
         entropy = -(p * finite).sum(-1)
@@ -102,9 +102,6 @@ def sampled_rows(model, sampling, count=4, length=9):
 def assert_same_gradients(found, want, model):
     pairs = [torch.autograd.grad(total, list(model.parameters()), allow_unused=True) for total in (found, want)]
     assert_close(*pairs, atol=1e-5, rtol=1e-5)
-
-
-# ------------------------------------------------------------------ own logits
 
 
 @pytest.mark.parametrize(("sampling", "kind"), CASES, ids=str)
@@ -191,9 +188,6 @@ def test_a_token_that_the_sampler_would_not_draw():
         scorer.score(Ragged.from_list(rows))
 
 
-# ------------------------------------------------------------------ replay
-
-
 def random_record(tokens, seed=0):
     """For each token 1 to 6 ids, one of which is its own."""
     generator = torch.Generator().manual_seed(seed)
@@ -238,14 +232,10 @@ def test_replay(kind):
     cached = kind == "cached"
     own = scorer.score(tokens, remember=cached).values
     found = scorer.evaluate(tokens, mask, entropy=True, kept=record, grad=not cached, remember=cached)
-    want, keep = [], torch.zeros(tokens.values.shape[0], VOCAB_SIZE, dtype=torch.bool)
+    keep = torch.zeros(tokens.values.shape[0], VOCAB_SIZE, dtype=torch.bool)
     keep[record.rows, record.ids] = True
-    for row, kept in zip(tokens.to_list(), tokens.like(keep).to_list(), strict=True):
-        log_p = (plain_logits(model, row) / 0.7).masked_fill(~kept[1:], -math.inf).log_softmax(-1)
-        finite = log_p.masked_fill(~kept[1:], 0.0)
-        both = torch.stack([finite.gather(1, row[1:, None])[:, 0], -(log_p.exp() * finite).sum(-1)], -1)
-        want.append(torch.cat([both.new_zeros(1, 2), both]))
-    want = torch.cat(want)[mask]
+    keeps = [kept[1:] for kept in tokens.like(keep).to_list()]
+    want = expected(model, tokens.to_list(), Sampling(0.7), keeps=keeps)[mask[tokens.positions > 0], :2]
     got = torch.stack([found.log_prob.values, found.entropy.values], -1)[mask]
     assert_near(got, want.to(got.dtype), **ROUNDED)
     if cached:
@@ -254,9 +244,6 @@ def test_replay(kind):
         assert_same_gradients(got.sum(), want.sum(), model)
         kl = scorer.evaluate(tokens, mask, kept=record, reference=make_scorer(ref, kind, temperature=0.7)).kl.values
         assert float(kl.min()) >= -1e-9
-
-
-# ------------------------------------------------------------------ what is refused
 
 
 def test_refusals():
@@ -379,9 +366,6 @@ def test_generate_kwargs_refuses_what_generate_does_not_know():
     found = Sampling(0.5).generate_kwargs(model, temperature=0.5, **others)
     assert {name: found[name] for name in others} == others
     model.generate(torch.tensor([[3, 4, 5]]), **found)
-
-
-# ------------------------------------------------------------------ the sampler of a wrapper
 
 
 class Wrapper:

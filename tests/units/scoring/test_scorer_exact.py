@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from closeness import assert_near
 from scoring_reference import (
     SHARED,
+    assert_gradients,
     assert_scores,
     body_tokens,
     conversation,
@@ -31,7 +32,7 @@ from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import Request
 from torchrl_llm_kl.scoring._scores import Wanted, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from toy_models import BACKWARD, FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
+from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
 ROWS = conversation()
 BATCH = Ragged.from_list(ROWS)
@@ -76,10 +77,7 @@ def test_gradients_equal_the_plain_models(family):
         scorer = LogProbScorer(model, temperature=0.8, tokens_per_batch=tokens_per_batch, head_chunk=3)
         assert scorer.shares_prefixes
         found = (scorer.score(batch, mask, grad=True).values * weights).sum()
-        for a, b in zip(torch.autograd.grad(found, parameters, allow_unused=True), want, strict=True):
-            assert (a is None) == (b is None)
-            if b is not None:
-                assert_near(a, b, **BACKWARD, dtype=torch.float32)  # norms and rotations are float32 even here
+        assert_gradients(torch.autograd.grad(found, parameters, allow_unused=True), want)
 
 
 def test_sequences_without_tokens_to_score_are_not_forwarded_and_others_are_trimmed():
@@ -101,15 +99,6 @@ def test_nothing_to_score_is_all_zeros(grad):
         got = scorer.score(sequences, grad=grad)
         assert got.values.tolist() == [0.0] * len(sequences.values)
     assert scorer.score(random_sequences(5), torch.zeros(5, dtype=torch.bool)).values.tolist() == [0.0] * 5
-
-
-def test_inputs_are_not_mutated_and_int32_ids_are_fine():
-    sequences = random_sequences(9, 5)
-    mask, scorer = random_mask(sequences), LogProbScorer(tiny_model())
-    before = copy.deepcopy((sequences.values, mask, sequences.lengths))
-    want = scorer.score(sequences, mask).values
-    assert all(map(torch.equal, (sequences.values, mask, sequences.lengths), before))
-    assert torch.equal(scorer.score(sequences.like(sequences.values.int()), mask).values, want)
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda scorer: pickle.loads(pickle.dumps(scorer))])

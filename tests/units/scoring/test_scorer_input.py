@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import re
 from types import SimpleNamespace
 
@@ -228,10 +227,7 @@ def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        *(
-            ("temperature", value, ValueError, f"temperature must be a positive number, got {value}")
-            for value in (0.0, -1.0, math.nan, math.inf)
-        ),
+        ("temperature", -1.0, ValueError, "temperature must be a positive number, got -1.0"),
         ("temperature", "1", ValueError, "temperature must be a number"),
         ("sampling", 0.7, TypeError, "sampling must be a Sampling"),
         ("tokens_per_batch", 0, ValueError, "tokens_per_batch must be at least 1, got 0"),

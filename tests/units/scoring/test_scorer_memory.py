@@ -17,9 +17,9 @@ from torch.testing import assert_close
 
 from checkpointed import enable, enable_and_wrap, enable_in_own_code, in_own_code, layers, wrap
 from closeness import assert_near
-from scoring_reference import SHARED, assert_scores, body_tokens, conversation, ids, plain_log_probs
+from scoring_reference import SHARED, assert_gradients, assert_scores, body_tokens, conversation, ids, plain_log_probs
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import BACKWARD, FAMILIES, FORWARD, tiny_model
+from toy_models import FAMILIES, FORWARD, tiny_model, with_lora
 
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, float32: the tiny Llama's
 
@@ -179,9 +179,7 @@ def test_one_cache_for_all_temperatures(history: Any, room: int) -> None:
 
 def test_adapters_and_surroundings_clear_the_cache_and_another_temperature_has_other_log_probs() -> None:
     """An adapter switched off, its factor, and autocast around a call."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
-    model = peft.get_peft_model(tiny_model("llama"), config)
+    model = with_lora(tiny_model("llama"), target_modules="all-linear")
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
     assert_exact(scorer, model, [first])
     with model.disable_adapter():
@@ -296,13 +294,6 @@ def plain_gradients(family: str = "llama") -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-def assert_gradients(model: Any, want: list[Tensor | None]) -> None:
-    for a, b in zip([p.grad for p in model.parameters()], want, strict=True):
-        assert (a is None) == (b is None)
-        if a is not None:
-            assert_near(a, b, **BACKWARD)
-
-
 WAYS = [enable, wrap, enable_and_wrap]
 
 
@@ -323,7 +314,7 @@ def test_packs_under_checkpointing(checkpointed: Any, reentrant: bool, family: s
             warnings.filterwarnings("ignore", message="None of the inputs")  # torch, where the check needs no gradient
             got, runs = backward(model, tokens_per_batch=tokens_per_batch)
         assert runs > 0, "the layers did not run again"
-        assert_gradients(model, plain_gradients(family))
+        assert_gradients((p.grad for p in model.parameters()), plain_gradients(family))
         for a, b in zip(got, backward(tiny_model(family).train(), tokens_per_batch=tokens_per_batch)[0], strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
     scorer = LogProbScorer(model)
@@ -342,7 +333,7 @@ def test_other_checkpoints_are_padded_with_one_warning(checkpointed: Any, reentr
         with pytest.warns(UserWarning, match=message) as caught:
             backward(model, tokens_per_batch=tokens_per_batch)
         assert sum("share no prefixes" in str(w.message) for w in caught) == 1
-        assert_gradients(model, plain_gradients())
+        assert_gradients((p.grad for p in model.parameters()), plain_gradients())
     scorer = LogProbScorer(model)
     with pytest.warns(UserWarning, match="share no prefixes"):
         scorer.score(BATCH, grad=True)
@@ -352,7 +343,7 @@ def test_other_checkpoints_are_padded_with_one_warning(checkpointed: Any, reentr
         assert body_tokens(model, lambda: scorer.score(BATCH)) == SHARED, "without gradient nothing is recomputed"
         model.zero_grad()
         backward(model, share_prefixes=False)  # no warning where prefixes are not to be shared
-    assert_gradients(model, plain_gradients())
+    assert_gradients((p.grad for p in model.parameters()), plain_gradients())
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -380,7 +371,7 @@ def test_a_backward_in_another_thread_leaves_the_model_as_before() -> None:
     thread = threading.Thread(target=total.backward)
     thread.start()
     thread.join()
-    assert_gradients(model, plain_gradients("gemma2"))
+    assert_gradients((p.grad for p in model.parameters()), plain_gradients("gemma2"))
     assert model.config._attn_implementation == name
     assert [x._gradient_checkpointing_func for x in layers(model)] == functions
     assert_scores(LogProbScorer(tiny_model("gemma2")), model.eval(), ROWS)
@@ -398,7 +389,7 @@ def test_two_forwards_before_their_backwards() -> None:
         model.zero_grad()
         for total in totals:
             total.backward(retain_graph=keep)
-        assert_gradients(model, plain_gradients())
+        assert_gradients((p.grad for p in model.parameters()), plain_gradients())
 
 
 # ------------------------------------------------------------------ out of memory: a forward is retried with half the tokens

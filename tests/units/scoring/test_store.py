@@ -27,21 +27,27 @@ def store(tmp_path: Path) -> Any:
     return ScoreStore(tmp_path)
 
 
-@pytest.fixture
-def filled(tmp_path: Path, store: Any) -> Any:
-    """With one shard of two sequences."""
-    put(store, 1, 2)
+def write(store: Any, *numbers: int, **options: Any) -> None:
+    put(store, *numbers, **options)
     store.flush()
+
+
+def add(store: Any, *lengths: int) -> tuple[list[bytes], list[np.ndarray], list[np.ndarray]]:
+    """Sequences in one call; their keys, masks and scores."""
+    keys, masks, values = zip(*(row(i, length) for i, length in enumerate(lengths)), strict=True)
+    store.add(list(keys), list(lengths), np.concatenate(masks), np.concatenate(values))
+    return list(keys), list(masks), list(values)
+
+
+@pytest.fixture
+def filled(store: Any) -> Any:
+    """With one shard of two sequences."""
+    write(store, 1, 2)
     return store
 
 
-# ------------------------------------------------------------------ what comes back
-
-
 def test_several_sequences_of_one_call(tmp_path: Path, store: Any) -> None:
-    rows = [row(0, 5), row(1, 2), row(2, 300)]
-    keys, masks, values = (list(each) for each in zip(*rows, strict=True))
-    store.add(keys, [5, 2, 300], np.concatenate(masks), np.concatenate(values))
+    keys, masks, values = add(store, 5, 2, 300)
     for fresh in (False, True):
         if fresh:
             store.flush()
@@ -52,14 +58,17 @@ def test_several_sequences_of_one_call(tmp_path: Path, store: Any) -> None:
         assert found.dtype == np.float32
 
 
-def test_float64_stays_float64(tmp_path: Path, store: Any) -> None:
-    put(store, 1, dtype=np.float64)
-    put(store, 2)
-    store.flush()
+def test_files_are_safetensors_and_float64_stays_float64(tmp_path: Path, filled: Any) -> None:
+    from safetensors.numpy import load_file
+
+    found = load_file(shards(tmp_path)[0])
+    assert set(found) == {"keys", "checks", "lengths", "counts", "masks", "values"}
+    assert np.array_equal(found["values"], np.concatenate([row(i)[2][row(i)[1]] for i in (1, 2)]))
+    write(filled, 3, dtype=np.float64)
     reader = ScoreStore(tmp_path)
-    assert has(reader, 1, dtype=np.float64)
+    assert has(reader, 3, dtype=np.float64)
     assert has(reader, 2)
-    assert reader.read([row(1)[0]], [50])[1].dtype == np.float64
+    assert reader.read([row(3)[0]], [50])[1].dtype == np.float64
 
 
 def test_another_mask_adds_tokens_and_the_first_scores_stay(tmp_path: Path, store: Any) -> None:
@@ -94,8 +103,7 @@ def test_a_process_goes_on_reading_its_own_scores_and_sees_those_of_others(tmp_p
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
 def test_copies_open_the_same_folder(tmp_path: Path, again: Callable[[Any], Any]) -> None:
     store = ScoreStore(tmp_path, max_bytes=10**6, shard_bytes=10**5, flush_after=3)
-    put(store, 1)
-    store.flush()
+    write(store, 1)
     twin = again(store)
     assert has(twin, 1)
     assert (twin.max_bytes, twin.shard_bytes, twin.flush_after) == (10**6, 10**5, 3)
@@ -111,17 +119,6 @@ def test_wrong_arguments(tmp_path: Path, store: Any) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_files_are_safetensors(tmp_path: Path, filled: Any) -> None:
-    from safetensors.numpy import load_file
-
-    found = load_file(shards(tmp_path)[0])
-    assert set(found) == {"keys", "checks", "lengths", "counts", "masks", "values"}
-    assert np.array_equal(found["values"], np.concatenate([row(i)[2][row(i)[1]] for i in (1, 2)]))
-
-
-# ------------------------------------------------------------------ when it is written, and how much
 
 
 def test_a_full_shard_is_written_and_a_record_that_waited(tmp_path: Path) -> None:
@@ -140,8 +137,7 @@ def test_the_size_is_bounded_and_the_least_recently_read_shard_goes(
 ) -> None:
     monkeypatch.setattr(load(), "_TOUCH_EVERY", 0.0)
     store = ScoreStore(tmp_path, max_bytes=20_000, shard_bytes=4000)
-    put(store, 0)
-    store.flush()
+    write(store, 0)
     for number in range(1, 150):
         put(store, number)
         assert store.num_bytes <= 20_000
@@ -155,36 +151,31 @@ def test_the_size_is_bounded_and_the_least_recently_read_shard_goes(
 
 def test_one_call_may_exceed_a_shard_and_one_sequence_the_store(tmp_path: Path) -> None:
     store = ScoreStore(tmp_path, max_bytes=10_000, shard_bytes=1500)
-    rows = [row(i) for i in range(20)]
-    keys, masks, values = (list(each) for each in zip(*rows, strict=True))
-    store.add(keys, [50] * 20, np.concatenate(masks), np.concatenate(values))
+    add(store, *[50] * 20)
     assert len(shards(tmp_path)) > 1
-    put(store, 99, length=10_000)
-    store.flush()
+    write(store, 99, length=10_000)
     assert store.num_bytes <= 10_000
     assert not has(store, 99, length=10_000)
     assert has(store, 19)
 
 
-def test_a_folder_that_cannot_be_written_warns_once(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path / "store", flush_after=0.0)
-    (tmp_path / "store").rmdir()
-    (tmp_path / "store").write_text("in the way")
+def test_a_folder_that_was_removed_is_made_again_and_one_that_cannot_be_written_warns_once(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    store = ScoreStore(folder, flush_after=0.0)
+    put(store, 1)
+    shutil.rmtree(folder)
+    assert not has(store, 1)
+    put(store, 2)
+    assert has(store, 2)
+    store = ScoreStore(folder, flush_after=0.0)
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
     with pytest.warns(UserWarning, match="cannot be stored.*Check that the folder is writable"):
         put(store, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         put(store, 2)
         assert not has(store, 1)
-
-
-def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
-    store = ScoreStore(tmp_path / "store", flush_after=0.0)
-    put(store, 1)
-    shutil.rmtree(tmp_path / "store")
-    assert not has(store, 1)
-    put(store, 2)
-    assert has(store, 2)
 
 
 def test_drafts_of_killed_writers_are_removed_and_files_of_others_stay(tmp_path: Path) -> None:
@@ -196,16 +187,12 @@ def test_drafts_of_killed_writers_are_removed_and_files_of_others_stay(tmp_path:
     put(store, 0)
     assert not has(ScoreStore(tmp_path), 0)
     for number in range(1, 40):
-        put(store, number)
-        store.flush()
+        write(store, number)
     assert has(store, 39)
     assert not has(store, 0), "the store is full"
     names = {path.name for path in tmp_path.iterdir()}
     assert names > others
     assert {name for name in names if name.endswith(".tmp")} == others - {"model.safetensors"}
-
-
-# ------------------------------------------------------------------ damage
 
 
 def damaged(folder: Path, change: Callable[[bytes], bytes]) -> None:
@@ -243,8 +230,7 @@ def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, filled: Any, n
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not has(reader, 2)
-        put(reader, 1)
-        reader.flush()
+        write(reader, 1)
         assert has(reader, 1)
 
 
@@ -279,8 +265,7 @@ def test_only_regular_files_are_opened(
         assert not has(reader, 1)
     assert not has(reader, 2)
     for number in range(20):  # and it is not removed to make room
-        put(reader, number)
-        reader.flush()
+        write(reader, number)
     assert has(reader, 19)
     assert not has(reader, 3)
     assert path in shards(tmp_path)
@@ -336,13 +321,13 @@ def test_a_record_that_does_not_fit_its_mask_or_sequence(tmp_path: Path, filled:
 
 def test_too_many_open_files_are_no_damage(tmp_path: Path, filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores are a miss now, and found later."""
-    opened = ScoreStore(tmp_path)
-    assert has(opened, 1)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    for reader in (opened, ScoreStore(tmp_path)):
+    for opened in (False, True):
+        reader = ScoreStore(tmp_path)
+        assert not opened or has(reader, 1)
         with monkeypatch.context() as patch:
             patch.setattr("builtins.open", full)
             with pytest.warns(UserWarning, match="could not be read .*Too many open files.*this time"):
@@ -351,14 +336,13 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path, filled: Any, monkeypa
 
 
 def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any) -> None:
-    put(store, *range(20))
-    store.flush()
-    good = shards(tmp_path)[0].read_bytes()
-    rng, lost = np.random.default_rng(0), 0
+    write(store, *range(20))
+    (path,) = shards(tmp_path)
+    good, rng, lost = path.read_bytes(), np.random.default_rng(0), 0
     for at in rng.choice(len(good) * 8, 150, replace=False).tolist():
         bad = bytearray(good)
         bad[at // 8] ^= 1 << at % 8
-        shards(tmp_path)[0].write_bytes(bad)
+        path.write_bytes(bad)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reader = ScoreStore(tmp_path)
