@@ -64,7 +64,7 @@ def main(
     write: Annotated[Path | None, typer.Option("--record", help="Write which tests fail for each mutant.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Run what such a file says is noticed; is it still?")] = None,
 ) -> None:
-    """Exit code 1 if a mutant survives that is not listed in equivalent.py; with --compare, if one survives that did not."""
+    """Exit code 1 if a mutant survives that is not listed in equivalent.json; with --compare, if one survives that did not."""
     console = Console(file=sys.stdout)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # forks end then too
     before = set(record.killed(record.read(compare))) if compare else None
@@ -191,12 +191,12 @@ def _lost(console: Console, before: set[record.Key], now: dict[record.Key, Outco
 
 
 def _stale(console: Console, cases: Sequence[Case], tried: dict[Case, Outcome], equivalent: bool) -> bool:
-    """Whether equivalent.py lists what is no mutant, or what a test notices."""
+    """Whether equivalent.json lists what is no mutant, or what a test notices."""
     files, known = {case.target.file for case in cases}, {(*case.key[:2], case.key.after) for case in cases}
     stale = [key for key in EQUIVALENT if key[0] in files and key not in known]
     stale += [(*case.key[:2], case.key.after) for case in tried if equivalent and tried[case].killers]
     for key in stale:
-        message = f"\nequivalent.py lists what is no mutant, or not equivalent: {key}"
+        message = f"\nequivalent.json lists what is no mutant, or not equivalent: {key}"
         console.print(escape(message), highlight=False, soft_wrap=True)
     return bool(stale)
 
