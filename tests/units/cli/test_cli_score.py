@@ -112,21 +112,9 @@ def test_scores_of_each_token(cli: Cli, tmp_path: Path, out: Path, model: str, r
     assert_near(read_jsonl(again)[0]["kl"], record["kl"], **FORWARD, dtype=torch.float32)
 
 
-def test_the_summary_by_hand() -> None:
-    """Counts 1, 2, 3 and sums 2, 2, 5. Mean per token 9 / 6; residuals 0.5, -1, 0.5; s.e. sqrt(1.5 * 3 / 2) / 6."""
-    totals = Totals()
-    for count, value in ((1, 2.0), (2, 2.0), (3, 5.0)):
-        totals.add(count, {"KL k1": value})
-    expected = {
-        "per_token": 1.5,
-        "per_token_error": math.sqrt(1.5 * 3 / 2) / 6,
-        "per_answer": 3.0,
-        "per_answer_error": math.sqrt(3.0 / 3),  # the variance of 2, 2, 5 is 3
-    }
-    assert totals.means()["KL k1"] == pytest.approx(expected)
-
-
-def test_what_is_left_out_of_the_summary(cli: Cli, tmp_path: Path, data: Path, out: Path, model: str) -> None:
+def test_the_summary_by_hand_and_what_is_left_out_of_it(
+    cli: Cli, tmp_path: Path, data: Path, out: Path, model: str
+) -> None:
     """No standard error of one answer, no KL without a reference, no exact KL of two vocabularies."""
     one = write_jsonl(tmp_path / "one.jsonl", CHATS[:1])
     found = json.loads(cli("score", model, one, "--json").stdout)["answers"]["all"]
@@ -143,27 +131,22 @@ def test_what_is_left_out_of_the_summary(cli: Cli, tmp_path: Path, data: Path, o
     cli(*words)
     assert list(read_jsonl(out)[0]["kl"]) == ["k1", "k3"]
     assert "leave exact out" in error_of(cli(*words, "--estimator", "exact", code=2))
+    # counts 1, 2, 3 and sums 2, 2, 5. Mean per token 9 / 6; residuals 0.5, -1, 0.5; s.e. sqrt(1.5 * 3 / 2) / 6
+    totals = Totals()
+    for count, value in ((1, 2.0), (2, 2.0), (3, 5.0)):
+        totals.add(count, {"KL k1": value})
+    expected = {
+        "per_token": 1.5,
+        "per_token_error": math.sqrt(1.5 * 3 / 2) / 6,
+        "per_answer": 3.0,
+        "per_answer_error": math.sqrt(3.0 / 3),  # the variance of 2, 2, 5 is 3
+    }
+    assert totals.means()["KL k1"] == pytest.approx(expected)
 
 
-def test_parquet_scores_as_json_lines(cli: Cli, tmp_path: Path, model: str) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
-    rows: list[Any] = [*CHATS, {"messages": [HI]}, {"messages": None}]
-    rows[1] = {"messages": [{**message, "tool_calls": None} for message in rows[1]["messages"]]}
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet", row_group_size=2)
-    write_jsonl(tmp_path / "data.jsonl", rows)
-    for name in ("parquet", "jsonl"):
-        cli("score", model, tmp_path / f"data.{name}", "--out", tmp_path / name)
-    found, expected = (
-        [{key: x for key, x in record.items() if key != "place"} for record in read_jsonl(tmp_path / name)]
-        for name in ("parquet", "jsonl")
-    )
-    assert found == expected
-    assert [record.get("skipped", "") for record in found] == [""] * 4 + ["no assistant turn", "malformed"]
-
-
-def test_pairs_are_summed_apart(cli: Cli, tmp_path: Path, out: Path, model: str) -> None:
+def test_pairs_are_summed_apart_and_token_ids_need_no_tokenizer(
+    cli: Cli, tmp_path: Path, out: Path, model: str
+) -> None:
     pairs = [{"prompt": "a", "chosen": "bcd", "rejected": "ef"}, {"prompt": "g", "chosen": "h", "rejected": ""}]
     result = cli("score", model, write_jsonl(tmp_path / "pairs.jsonl", pairs), "--out", out)
     found = [(r["index"], r["answer"], r.get("num_scored")) for r in read_jsonl(out)]
@@ -171,15 +154,12 @@ def test_pairs_are_summed_apart(cli: Cli, tmp_path: Path, out: Path, model: str)
     counts = [line for line in result.stdout.splitlines() if "answers: " in line]
     assert counts == ["all answers: 3", "chosen answers: 2", "rejected answers: 1"]
     assert "skipped 1, empty: line 2 (rejected): no text to score" in result.stdout
-
-
-def test_token_ids_need_no_tokenizer(cli: Cli, tmp_path: Path, out: Path, model: str) -> None:
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(tmp_path / "bare")
     data = write_jsonl(tmp_path / "ids.jsonl", [{"tokens": [5, 6, 7, 8], "prompt_length": 2}])
-    cli("score", tmp_path / "bare", data, "--out", out)
+    cli("score", tmp_path / "bare", data, "--out", tmp_path / "of_ids")
     log_probs = log_softmax(model, torch.tensor([5, 6, 7, 8]), 1.0)
     expected = float(log_probs[1, 7] + log_probs[2, 8])
-    assert_near(read_jsonl(out)[0]["log_prob"], expected, **FORWARD, dtype=torch.float32)
+    assert_near(read_jsonl(tmp_path / "of_ids")[0]["log_prob"], expected, **FORWARD, dtype=torch.float32)
 
 
 class Interrupts:
@@ -223,18 +203,6 @@ def test_an_interrupted_run_continues_byte_for_byte(
     assert parts.read_bytes() == whole.read_bytes()
 
 
-def test_a_finished_run_scores_nothing_again(
-    cli: Cli, data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    cli("score", model, data, "--out", out)
-    count, held = Interrupts(monkeypatch, at=-1), out.read_bytes()
-    cli("score", model, data, "--out", out)
-    assert count.calls == 0
-    assert out.read_bytes() == held
-    cli("score", model, data, "--out", out, "--overwrite")
-    assert count.calls == 1
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Path:
     """A folder with data and the output of a run of both models."""
@@ -245,43 +213,41 @@ def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Pat
     return folder
 
 
-def other_checkpoint(checkpoints: Path, tmp_path: Path, *, weights: bool) -> str:
+def other_checkpoint(checkpoints: Path, tmp_path: Path, *, weights: bool) -> Path:
     """The model with one weight changed, or with another chat template."""
-    folder = tmp_path / "other"
-    shutil.copytree(checkpoints / "model", folder)
+    folder = Path(shutil.copytree(checkpoints / "model", tmp_path / "other"))
     if weights:
         changed = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             changed.model.norm.weight[0] += 1e-3
         changed.save_pretrained(folder)
     else:
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = tokenizer.chat_template.replace("im_start", "im_begin")
-        tokenizer.save_pretrained(folder)
-    return str(folder)
+        template = folder / "chat_template.jinja"
+        template.write_text(template.read_text().replace("im_start", "im_begin"))
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ("--temperature 2", "--temperature was 1.0, now 2.0"),
-        ("--estimator k1", "--estimator was default, now k1"),
-        ("--limit 2", "--limit was None, now 2"),
-        ("--batch-tokens 512", "--batch-tokens was 1024, now 512"),
-        ("--dtype bfloat16", "--dtype was auto, now bfloat16"),
-        ("no reference", "--reference was True, now False"),
-        ("--reference {model}", "the reference's weights changed"),
-        ("weights", "the model's weights changed"),
-        ("template", "the tokenizer changed"),
-        ("data", "data changed"),
-    ],
-)
+CHANGES = {
+    "--temperature 2": "--temperature was 1.0, now 2.0",
+    "--estimator k1": "--estimator was default, now k1",
+    "--limit 2": "--limit was None, now 2",
+    "--batch-tokens 512": "--batch-tokens was 1024, now 512",
+    "--dtype bfloat16": "--dtype was auto, now bfloat16",
+    "no reference": "--reference was True, now False",
+    "--reference {model}": "the reference's weights changed",
+    "weights": "the model's weights changed",
+    "template": "the tokenizer changed",
+    "data": "data changed",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_another_run_is_refused(
-    cli: Cli, tmp_path: Path, checkpoints: Path, finished: Path, model: str, reference: str, change: str, reason: str
+    cli: Cli, tmp_path: Path, checkpoints: Path, finished: Path, model: str, reference: str, change: str
 ) -> None:
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     data, out = tmp_path / "chats.jsonl", tmp_path / "scores.jsonl"
-    held, name = out.read_bytes(), model
+    held, name = out.read_bytes(), Path(model)
     more = [] if change == "no reference" else ["--reference", reference]
     if change == "data":
         write_jsonl(data, [*CHATS, *CHATS])
@@ -289,12 +255,12 @@ def test_another_run_is_refused(
         name = other_checkpoint(checkpoints, tmp_path, weights=change == "weights")
     elif change.startswith("--"):
         more += change.format(model=model).split()
-    assert reason in error_of(cli("score", name, data, *more, "--out", out, code=2))
+    assert CHANGES[change] in error_of(cli("score", name, data, *more, "--out", out, code=2))
     assert out.read_bytes() == held
 
 
-def test_an_output_that_is_no_run_s_or_was_changed_is_left_alone(
-    cli: Cli, tmp_path: Path, data: Path, out: Path, model: str
+def test_a_finished_run_scores_nothing_again_and_another_output_is_left_alone(
+    cli: Cli, tmp_path: Path, data: Path, out: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes\n")
@@ -305,9 +271,16 @@ def test_an_output_that_is_no_run_s_or_was_changed_is_left_alone(
     assert "the file was changed" in error_of(cli("score", model, data, "--out", out, code=2))
     (tmp_path / "scores.jsonl.run.json").write_text("{}")
     assert "is damaged" in error_of(cli("score", model, data, "--out", out, code=2))
+    cli("score", model, data, "--out", out, "--overwrite")
+    count, held = Interrupts(monkeypatch, at=-1), out.read_bytes()
+    cli("score", model, data, "--out", out)
+    assert count.calls == 0
+    assert out.read_bytes() == held
+    cli("score", model, data, "--out", out, "--overwrite")
+    assert count.calls == 1
 
 
-def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+def test_two_processes_do_not_write_one_output_and_a_killed_one_is_cut_off(tmp_path: Path) -> None:
     one = ScoreFile(tmp_path / "scores.jsonl")
     assert list(one.begin({"--limit": None})) == []
     other = ScoreFile(tmp_path / "scores.jsonl")
@@ -316,11 +289,8 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="another process writes"):
         other.append([{"index": 0}], 1)
     assert read_jsonl(one.path) == [{"index": 0}]
-
-
-def test_what_a_killed_process_left_is_cut_off(tmp_path: Path) -> None:
-    """Killed after the batch, before the record: the batch is written again, once."""
-    path = tmp_path / "scores.jsonl"
+    # killed after the batch, before the record: the batch is written again, once
+    path = tmp_path / "killed.jsonl"
     file = ScoreFile(path)
     assert list(file.begin({})) == []
     file.append([{"index": 0}], 1)
@@ -333,13 +303,15 @@ def test_what_a_killed_process_left_is_cut_off(tmp_path: Path) -> None:
     assert read_jsonl(path) == [{"index": 0}, {"index": 1}]
 
 
-def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, out: Path, model: str) -> None:
+def test_what_is_skipped_is_counted_with_its_reason(
+    cli: Cli, tmp_path: Path, out: Path, model: str, data: Path
+) -> None:
     long = {"messages": [HI, {"role": "assistant", "content": "x" * 600}]}
     bad: list[Any] = [{"messages": "hi"}, {"messages": [{"content": "no role"}]}, {"text": "no layout"}, "[1, 2]"]
     # the text "" is no row
     rows = [CHATS[0], {"messages": []}, '{"messages": [', "", {"messages": [HI]}, long, *bad, CHATS[1]]
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    result = cli("score", model, data, "--out", out, "--json")
+    mixed = write_jsonl(tmp_path / "rows.jsonl", rows)
+    result = cli("score", model, mixed, "--out", out, "--json")
     found = json.loads(result.stdout)
     assert found["scored"] == 2
     counts = {reason: held["count"] for reason, held in found["skipped"].items()}
@@ -350,16 +322,13 @@ def test_what_is_skipped_is_counted_with_its_reason(cli: Cli, tmp_path: Path, ou
     records = read_jsonl(out)
     assert [record["index"] for record in records] == list(range(10))
     assert [record["index"] for record in records if "skipped" not in record] == [0, 9]
-    text = cli("score", model, data).stdout
+    text = cli("score", model, mixed).stdout
     assert "skipped 5, malformed: line 3: is not JSON" in text
-
-
-def test_limits_of_tokens_and_rows(cli: Cli, tmp_path: Path, data: Path, out: Path, model: str) -> None:
     lengths = [len(chat_ids(*(m["content"] for m in chat["messages"]))[0]) for chat in CHATS]
     found = json.loads(cli("score", model, data, "--max-length", sorted(lengths)[1], "--json").stdout)
     assert (found["scored"], found["skipped"]["too long"]["count"]) == (2, 2)
-    cli("score", model, data, "--limit", 3, "--out", out)
-    assert [record["index"] for record in read_jsonl(out)] == [0, 1, 2]
+    cli("score", model, data, "--limit", 3, "--out", tmp_path / "three")
+    assert [record["index"] for record in read_jsonl(tmp_path / "three")] == [0, 1, 2]
     nothing = write_jsonl(tmp_path / "nothing.jsonl", [{"messages": []}])
     assert "nothing in" in error_of(cli("score", model, nothing, code=1))
 
@@ -431,22 +400,20 @@ def test_the_page_gets_the_scores_of_the_first_answers(
 
 
 @pytest.mark.parametrize(
-    ("out", "html", "message"),
+    ("options", "message"),
     [
-        ("chats.jsonl", None, "DATA and --out are one file"),
-        (None, "chats.jsonl", "DATA and --html are one file"),
-        ("./folder/../chats.jsonl", None, "DATA and --out are one file"),
-        ("scores", "scores", "--out and --html are one file"),
-        ("scores", "scores.run.json", "--html and the record of --out are one file"),
+        ("--out {0}/chats.jsonl", "DATA and --out are one file"),
+        ("--html {0}/chats.jsonl", "DATA and --html are one file"),
+        ("--out {0}/./folder/../chats.jsonl", "DATA and --out are one file"),
+        ("--out {0}/scores --html {0}/scores", "--out and --html are one file"),
+        ("--out {0}/scores --html {0}/scores.run.json", "--html and the record of --out are one file"),
     ],
 )
 def test_no_file_is_written_over_another(
-    cli: Cli, tmp_path: Path, data: Path, model: str, out: str | None, html: str | None, message: str
+    cli: Cli, tmp_path: Path, data: Path, model: str, options: str, message: str
 ) -> None:
     (tmp_path / "folder").mkdir()
     before = data.read_bytes()
-    given = {"--out": out, "--html": html}
-    options = [word for name, path in given.items() if path for word in (name, f"{tmp_path}/{path}")]
-    assert message in error_of(cli("score", model, data, *options, "--overwrite", code=2))
+    assert message in error_of(cli("score", model, data, *options.format(tmp_path).split(), "--overwrite", code=2))
     assert data.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "folder"]

@@ -49,13 +49,6 @@ def test_a_dry_run_prints_the_resolved_settings_and_writes_nothing(cli: Cli, fil
     assert "loading" in result.stderr
 
 
-def test_a_reward_that_always_fails_is_the_user_s(cli: Cli, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text("def f(question, answer, metadata):\n    return answer.absent\n")
-    last = cli("train", file, f"reward={tmp_path / 'fails.py'}:f", code=2).stderr.splitlines()[-1]
-    assert "failed for all 8 answers of its first batch" in last
-    assert "unexpected" not in last
-
-
 #: A change of the settings, and what is said of it. Each is found without weights.
 NOT_THERE = {
     "data.prompts=nowhere.jsonl": "nowhere.jsonl",
@@ -64,6 +57,9 @@ NOT_THERE = {
     "data.prompts={tmp}/odd.jsonl": "line 1 of {tmp}/odd.jsonl has no prompt",
     "reward=nowhere.py:f": "there is no file nowhere.py",
     "reward={lab}/rewards.py:nothing": "has no function 'nothing'. Known: vowels, digits",
+    "reward.functions.a.function=nowhere.py:f": "there is no file nowhere.py",
+    "reward=no.such.module:f": "there is no module no.such.module",
+    "reward=math": "names no function",
     "reward.functions={{a: {{function: 3}}}}": "reward.functions.a is {{'function': 3}}: expected module.py:function",
     "reward.functions={{a: {{function: math:sqrt, weight: 1e400}}}}": "weight is inf: expected a finite number",
     "model.name=./nowhere": "model.name: there is no folder ./nowhere",
@@ -117,7 +113,7 @@ def test_what_is_not_there_is_found_before_a_run_begins(
     assert not (odd / "out").exists()
 
 
-def test_errors_are_one_line(cli: Cli, file: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line_of_the_user_s(cli: Cli, file: Path, tmp_path: Path) -> None:
     for words, message in (
         ([file, "optimizer.learning_rate=1"], "unknown key optimizer.learning_rate: did you mean optimizer.lr?"),
         ([file, "model.name=./nowhere"], "there is no folder ./nowhere"),
@@ -125,3 +121,7 @@ def test_errors_are_one_line(cli: Cli, file: Path, tmp_path: Path) -> None:
         ([], "train --example"),
     ):
         assert message in error_of(cli("train", *words, code=2)), message
+    (tmp_path / "fails.py").write_text("def f(question, answer, metadata):\n    return answer.absent\n")
+    last = cli("train", file, f"reward={tmp_path / 'fails.py'}:f", code=2).stderr.splitlines()[-1]
+    assert "failed for all 8 answers of its first batch" in last
+    assert "unexpected" not in last

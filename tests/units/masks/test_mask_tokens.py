@@ -1,7 +1,8 @@
-"""From characters to tokens: borders inside tokens, trimmed offsets, no offsets; and TorchRL's histories as messages."""
+"""From characters to tokens, and from TorchRL's histories to messages; the number of renderings of a template."""
 
 from __future__ import annotations
 
+import jinja2
 import pytest
 import tensordict
 import torch
@@ -9,15 +10,18 @@ from tensordict import lazy_stack
 from tokenizers import AddedToken, processors
 from torchrl.data.llm import History
 
-from template_pairs import CALL, assistant, user
+import template_pairs
+from template_pairs import CALL, END, LOOP, PROMPT, assistant, masked_by, user
+from torchrl_llm_kl import masks
 from torchrl_llm_kl.masks import (
-    AssistantMaskError,
+    EmptyAssistantMaskError,
+    TurnNotFoundError,
     encode_with_mask,
     history_to_messages,
     mask_from_prompt_lengths,
     render_conversation,
-    render_conversations,
 )
+from torchrl_llm_kl.masks._template import instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
 
@@ -39,7 +43,7 @@ def masked(tokenizer, text, spans) -> str:
     return tokenizer.decode(ids[mask])
 
 
-def test_a_token_that_straddles_the_border_is_masked_in():
+def test_borders_inside_tokens_and_white_space_of_offsets_and_headers():
     tokenizer = build_tokenizer(merges=[("b", "c")])
     for span, expected in (((1, 3), "bc"), ((2, 3), "bc"), ((1, 2), "bc"), ((3, 4), "d"), ((0, 1), ""), ((2, 2), "")):
         assert masked(tokenizer, "abcd", [span]) == expected, span
@@ -47,20 +51,6 @@ def test_a_token_that_straddles_the_border_is_masked_in():
     tokenizer = build_tokenizer(merges=[("Ċ", "Ċ")])
     rendered = render_conversation(tokenizer, [user("x"), assistant("\na")])
     assert tokenizer.decode(rendered.token_ids[rendered.assistant_mask]) == "\n\na<|im_end|>"
-
-
-def test_every_token_of_a_character_is_masked_in_and_the_first_never():
-    ((_, mask), (ids, empty), (_, none)) = encode_with_mask(build_tokenizer(), ["a😀b", "", "ab"], [[(1, 2)], [], []])
-    assert mask.tolist() == [False, True, True, True, True, False]
-    assert (ids.tolist(), empty.tolist(), none.tolist()) == ([], [], [False, False])
-    assert masked(build_tokenizer(), "abc", [(0, 3)]) == "bc"
-    tokenizer = build_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert render_conversation(tokenizer, [assistant("abc")]).assistant_mask.tolist() == [False, True, True]
-    tokenizer = build_tokenizer("{{ bos_token }}" + CHATML, bos_token="<s>")  # by the template: not added twice
-    assert (render_conversation(tokenizer, [user("x")]).token_ids == tokenizer.bos_token_id).sum() == 1
-
-
-def test_white_space_that_trimmed_offsets_omit_or_a_header_token_swallows():
     tokenizer = build_tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     assert masked(tokenizer, "x a  b \n<|im_end|>\n", [(3, 18)]) == "  b \n<|im_end|>"
@@ -73,11 +63,18 @@ def test_white_space_that_trimmed_offsets_omit_or_a_header_token_swallows():
     assert masked(tokenizer, "x:\n<end>", [(3, 8)]) == "<end>"
 
 
-def test_without_offsets_the_pieces_must_have_the_tokens_of_the_whole():
+def test_every_token_of_a_character_is_masked_in_and_the_first_never_also_without_offsets():
+    ((_, mask), (ids, empty), (_, none)) = encode_with_mask(build_tokenizer(), ["a😀b", "", "ab"], [[(1, 2)], [], []])
+    assert mask.tolist() == [False, True, True, True, True, False]
+    assert (ids.tolist(), empty.tolist(), none.tolist()) == ([], [], [False, False])
+    assert masked(build_tokenizer(), "abc", [(0, 3)]) == "bc"
+    tokenizer = build_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert render_conversation(tokenizer, [assistant("abc")]).assistant_mask.tolist() == [False, True, True]
+    tokenizer = build_tokenizer("{{ bos_token }}" + CHATML, bos_token="<s>")  # by the template: not added twice
+    assert (render_conversation(tokenizer, [user("x")]).token_ids == tokenizer.bos_token_id).sum() == 1
     ((ids, mask),) = encode_with_mask(WithoutOffsets(words=False), ["abcde"], [[(1, 2), (3, 5)]])
-    assert ids.tolist() == [97, 98, 99, 100, 101]
-    assert mask.tolist() == [False, True, False, True, True]
-    with pytest.raises(AssistantMaskError, match=r"changes token 1 of 3.*fast version"):
+    assert (ids.tolist(), mask.int().tolist()) == ([97, 98, 99, 100, 101], [0, 1, 0, 1, 1])
+    with pytest.raises(masks.AssistantMaskError, match=r"changes token 1 of 3.*fast version"):
         encode_with_mask(WithoutOffsets(words=True), ["one two six"], [[(5, 9)]])
 
 
@@ -93,9 +90,6 @@ def test_masks_from_lengths_of_prompts():
             mask = mask_from_prompt_lengths(torch.tensor(prompts, dtype=dtype), torch.tensor(lengths, dtype=dtype))
             assert mask.dtype == torch.bool
             assert mask.int().tolist() == expected
-
-
-def test_impossible_lengths():
     for prompts, lengths, message in (
         ([1, 4], [2, 3], "sequence 1 has prompt length 4 and length 3"),
         ([-1], [2], "sequence 0 has prompt length -1"),
@@ -127,7 +121,7 @@ SHORT = [user("a"), assistant("b")]
 
 
 @pytest.mark.usefixtures("_lists_are_stacks")
-def test_histories_are_messages():
+def test_histories_are_messages_that_have_what_is_set_and_are_copies():
     assert history_to_messages(History.from_chats(LONG)) == LONG
     assert history_to_messages(History(role="user", content="a")) == [user("a")]
     history = History(role=["user", "assistant"], content=["a", "b"], batch_size=(2,))
@@ -143,10 +137,6 @@ def test_histories_are_messages():
         history = History.from_chats([[user("a")], [user("c")]])
         extended = history.extend(History.from_chats([LONG[1:2], LONG[3:]]), dim=-1, inplace=inplace)
         assert history_to_messages(extended) == [LONG[:2], LONG[2:]]
-
-
-@pytest.mark.usefixtures("_lists_are_stacks")
-def test_messages_have_what_is_set_and_are_copies():
     chat = [user("a"), assistant("", tool_calls=CALL), {"role": "<none>", "content": ""}, user("b")]
     history = History.from_chats(chat)
     assert history_to_messages(history) == [chat[0], chat[1], chat[3]]
@@ -162,7 +152,183 @@ def test_defect_13_the_mask_belongs_to_the_tokens_that_are_returned():
     """Ragged histories give each conversation its own tokens and a mask of the same length, unpadded."""
     tokenizer = build_tokenizer()
     chats = history_to_messages(History.from_chats([LONG, SHORT]))
-    long, short = render_conversations(tokenizer, chats)
+    long, short = masks.render_conversations(tokenizer, chats)
     assert tokenizer.decode(long.token_ids[long.assistant_mask]) == "b<|im_end|>d<|im_end|>"
     assert tokenizer.decode(short.token_ids[short.assistant_mask]) == "b<|im_end|>"
     assert len(short.token_ids) == len(short.assistant_mask) < len(long.token_ids) == len(long.assistant_mask)
+
+
+TYPICAL = {
+    "chatml": CHATML,
+    "llama-3": "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' "
+    "+ message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = '<|begin_of_text|>' + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    # no generation prompt at all
+    "mistral": "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
+    "gemma": "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+    "phi-3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+    "default set": "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
+    + CHATML,
+    "thinking prompt": LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
+    "marked": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + PROMPT,
+}
+
+
+def talk(turns: int) -> list[dict]:
+    return [m for k in range(turns) for m in (user(f"Question {k}?"), assistant(f"Answer {k}."))]
+
+
+@pytest.fixture
+def renderings(monkeypatch):
+    """A list that grows by one with each rendering of a template."""
+    made: list[object] = []
+    render = jinja2.Template.render
+    monkeypatch.setattr(
+        jinja2.Template, "render", lambda *args, **kwargs: made.append(args[0]) or render(*args, **kwargs)
+    )
+    return made
+
+
+@pytest.mark.parametrize("template", TYPICAL)
+def test_two_renderings_whatever_the_number_of_turns(renderings, template):
+    """One without an assistant's turn; a third may show what the generation prompt adds."""
+    tokenizer = build_tokenizer(TYPICAL[template])
+    with_prompt = 3 if template in ("mistral", "thinking prompt") else 2
+    for turns, prompt, count in ((1, False, 2), (4, False, 2), (3, True, with_prompt), (0, False, 1), (0, True, 1)):
+        messages = talk(turns) or [user("x")]
+        render_conversation(tokenizer, messages, add_generation_prompt=prompt)  # its borders are confirmed once
+        renderings.clear()
+        rendered = render_conversation(tokenizer, messages, add_generation_prompt=prompt)
+        assert len(rendered.assistant_spans) == turns, (turns, prompt)
+        assert len(renderings) == count, (turns, prompt)
+
+
+def test_one_rendering_without_a_mask_where_no_turn_can_be_missing(renderings):
+    tokenizer = build_tokenizer()
+    whole = render_conversation(tokenizer, talk(2), assistant_mask=False)
+    assert len(renderings) == 1
+    assert (whole.assistant_spans, whole.located_by, whole.assistant_mask.any().item()) == ((), "not asked", False)
+    assert whole.token_ids.equal(render_conversation(tokenizer, talk(2)).token_ids)
+    tokenizer = build_tokenizer("{{ messages | length }}{% for m in messages %}{{ m | length }}{% endfor %}")
+    with pytest.raises((EmptyAssistantMaskError, TurnNotFoundError)):  # which, depends on transformers' release
+        render_conversation(tokenizer, talk(1))
+    assert render_conversation(tokenizer, talk(1), assistant_mask=False).text == "222"
+
+
+# TRL's templates that need more than two renderings for four plain turns, and why.
+MORE = {
+    # the loop ends the last turn differently before a generation prompt: one rendering for each
+    **dict.fromkeys(("gptoss", "gptoss_training"), 3),
+    # the text after the loop depends on the last message: the prompt of each turn is rendered, with marks and without
+    **dict.fromkeys(("deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "deepseekv3_training"), 18),
+    **dict.fromkeys(("diffusion_gemma", "diffusion_gemma_training", "phi3_training", "phi3_5_training"), 18),
+    **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), 18),
+    # no generation prompt, and content in parts: each header is found by rendering the turn with other content
+    **dict.fromkeys(("llava_next", "llava_next_training"), 10),
+}
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_renderings_of_the_templates_that_trl_ships(renderings, part):
+    pytest.importorskip("trl", reason="its templates are counted")
+    templates = template_pairs.all_templates()[part::4]
+    counts = {}
+    for template in templates:
+        messages = talk(4)
+        if template.removesuffix("_training") == "llava_next":
+            messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        tokenizer = template_pairs.tokenizer_for(template)
+        render_conversation(tokenizer, messages)
+        renderings.clear()
+        render_conversation(tokenizer, messages)
+        counts[template] = len(renderings)
+    assert {template: count for template, count in counts.items() if count != 2} == {
+        template: count for template, count in MORE.items() if template in templates
+    }
+
+
+def no_thinking(condition: str) -> str:
+    thought = "{% if " + condition + " %}<think></think>{% endif %}"
+    return "{% if add_generation_prompt %}<|im_start|>assistant\n" + thought + "{% endif %}"
+
+
+def loop_with(more: str) -> str:
+    return LOOP.replace("{% endfor %}", more + "{% endfor %}")
+
+
+NOTED = "{% set ns = namespace(last='') %}"
+# Each prompts for the first answer with an empty thinking block, and for the second without.
+VARYING = {
+    "namespace": NOTED + loop_with("{% set ns.last = m.content %}") + no_thinking("'/off' in ns.last"),
+    "namespace in a macro": NOTED
+    + "{% macro note(m) %}{% set ns.last = m.content %}{% endmacro %}"
+    + loop_with("{{ note(m) }}")
+    + no_thinking("'/off' in ns.last"),
+    "last message": LOOP + no_thinking("'/off' in messages[-1].content"),
+    "by way of a variable": "{% set said = messages | map(attribute='content') | list %}{% set last = said[-1] %}"
+    + LOOP
+    + no_thinking("'/off' in last"),
+    "inside of the loop": loop_with("{% if loop.last %}" + no_thinking("'/off' in m.content") + "{% endif %}"),
+}
+
+
+@pytest.mark.parametrize("template", VARYING)
+def test_each_turn_has_the_header_of_its_own_generation_prompt(template):
+    messages = [user("a /off"), assistant("<think></think>yes"), user("b"), assistant("<think></think>no")]
+    for prompt in (False, True):
+        found = masked_by(build_tokenizer(VARYING[template]), messages, add_generation_prompt=prompt)
+        assert found == ["yes" + END, "<think></think>no" + END], prompt
+
+
+AFTER_THE_LOOP = {
+    "": True,
+    PROMPT: True,
+    "{% if add_generation_prompt and enable_thinking %}<think>{% endif %}": True,
+    "{% set header = '<a>' %}{% if add_generation_prompt %}{{ header }}{% else %}{{ eos_token }}{% endif %}": True,
+    "{% if add_generation_prompt %}{{ messages | length }}{% endif %}": False,
+    "{% if add_generation_prompt %}{{ roles }}{% endif %}": False,
+    "{% if add_generation_prompt %}{{ head() }}{% endif %}": False,
+    "{% generation %}{{ eos_token }}{% endgeneration %}": False,
+    "{% for m in messages if m.role == 'x' %}{% endfor %}": True,
+}
+
+
+def test_dependence_of_the_generation_prompt_on_the_messages():
+    before = "{% set first = messages[0] %}{% set roles = first.role %}{% macro head() %}{{ roles }}{% endmacro %}"
+    for after, is_fixed in AFTER_THE_LOOP.items():
+        read = instrument(before + LOOP + after)
+        assert read.prompt_is_fixed == is_fixed, after
+        assert not (read.prompt_is_fixed and read.loop_reads_flag), after
+        assert not instrument("{% if messages %}" + LOOP + after + "{% endif %}").prompt_is_fixed, after
+    in_loop = loop_with("{% if loop.last and add_generation_prompt %}!{% endif %}")
+    variable = "{% set asked = add_generation_prompt %}" + loop_with("{{ asked }}")
+    for loop in (in_loop, variable):
+        assert instrument(loop + PROMPT).loop_reads_flag, loop
+
+
+def test_without_a_generation_prompt_the_header_is_the_text_before_any_content():
+    for shown, content, expected in (
+        ("{{ m.role }}: {{ m.content | upper }}\n", "assistant", "ASSISTANT"),
+        ("{{ m.role }}: {{ m.content }}\n", "assistant", "assistant"),
+        ("{{ m.role }} {{ m.content }}\n", "assistant", "assistant"),
+        (" {{ m.content }}</s>", "yes", " yes</s>"),
+        (" {{ m.content }}</s>", "[INST]", " [INST]</s>"),
+        ("<answer>{{ m.content }}</s>", "<answer>", "<answer></s>"),
+        ("<answer>{{ m.content }}</s>", "answer", "answer</s>"),
+    ):
+        template = (
+            "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}" + shown + "{% endif %}{% endfor %}"
+        )
+        found = masked_by(build_tokenizer(template), [user("x"), assistant(content)])
+        assert found == [expected], (shown, content)
+    for closes in ("", "{% else %}{{ eos_token }}"):  # an end token that only the prompt adds belongs to no answer
+        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+        template += "{% if add_generation_prompt %}{{ eos_token }}assistant: " + closes + "{% endif %}"
+        found = masked_by(build_tokenizer(template), [user("x"), assistant("yes")], add_generation_prompt=True)
+        assert found == ["yes" + END * bool(closes)], closes

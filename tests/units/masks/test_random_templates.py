@@ -1,7 +1,6 @@
 """Random templates: every assistant turn is masked right, or an error names it; nothing is wrong in silence.
 
-The templates write one of a few formats in the styles of real ones. The generator knows the format, so that the expected
-turn is written down here: its content as shown, and the end token where the template writes one.
+They write one of a few formats in the styles of real ones: the expected turn is its content as shown, and its end token.
 """
 
 from __future__ import annotations

@@ -60,53 +60,47 @@ UNPAIRED = {
 }
 
 
-def masked_turns(template: str, messages: list[dict], **kwargs) -> list[str]:
-    return masked_by(tokenizer_for(template), messages, **kwargs)
-
-
 def test_every_template_is_accounted_for():
     assert set(template_pairs.pairs()) == set(ONLY_TRL)
     training = {f"{name}_training" for name in ONLY_TRL}
     assert set(template_pairs.all_templates()) == set(ONLY_TRL) | training | UNPAIRED
 
 
-@pytest.mark.parametrize("template", ONLY_TRL)
+@pytest.mark.parametrize("template", sorted({*ONLY_TRL, *UNPAIRED}))
 def test_mask_agrees_with_the_generation_blocks(template):
-    """Also with them after our normalisation, where neither headers nor white space differ. All listed differences occur."""
-    seen = set()
+    """Also with them after our normalisation, where neither headers nor white space differ. All listed differences occur.
+
+    Of templates without such blocks, answers are masked in and questions are not.
+    """
+    seen, tokenizer = set(), tokenizer_for(template)
     for kind in CONVERSATIONS:
-        outcome = template_pairs.compare(template, kind)
-        seen |= set(outcome.only_trl)
+        messages = conversation(template, kind)
+        outcome = template_pairs.compare(template, kind) if template in ONLY_TRL else None
         if (template, kind) in REFUSED:
             assert outcome.status == "refused", kind
             assert REFUSED[template, kind] in outcome.reason
-        elif (template, kind) in TEXTS_DIFFER:
-            assert outcome.status == "texts differ", kind
-        else:
-            assert outcome.status == "agrees", (kind, outcome)
-            assert outcome.only_ours == ONLY_OURS.get((template, kind), ()), kind
-            messages = conversation(template, kind)
-            found = render_conversation(tokenizer_for(template), messages)
-            marked = render_conversation(tokenizer_for(template), messages, chat_template=read(f"{template}_training"))
-            assert (found.located_by, marked.located_by) == ("trace", "marks"), kind
-            assert found.assistant_spans == marked.assistant_spans, kind
-            assert found.assistant_mask.equal(marked.assistant_mask), kind
-    assert seen == ONLY_TRL[template]
-
-
-@pytest.mark.parametrize("template", sorted({*ONLY_TRL, *UNPAIRED}))
-def test_answers_are_masked_in_and_questions_are_not(template):
-    for kind, messages in CONVERSATIONS.items():
-        if (template, kind) in REFUSED:
             continue
-        turns = masked_turns(template, conversation(template, kind))
-        spoken = [m for m in messages if m["role"] == "assistant"]
+        turns = masked_by(tokenizer, messages)
+        spoken = [m["content"] for m in CONVERSATIONS[kind] if m["role"] == "assistant"]
         # deepseek_r1_distill omits the tool calls of a message with content, but it writes the turn
-        assert len(turns) == len(spoken), kind
-        for turn, message in zip(turns, spoken, strict=True):
-            assert message["content"] in turn, kind
+        for turn, content in zip(turns, spoken, strict=True):
+            assert content in turn, kind
             assert turn == turn.rstrip(), kind
             assert "<|im_start|>" not in turn, kind
+        if outcome is None:
+            continue
+        seen |= set(outcome.only_trl)
+        if (template, kind) in TEXTS_DIFFER:
+            assert outcome.status == "texts differ", kind
+            continue
+        assert outcome.status == "agrees", (kind, outcome)
+        assert outcome.only_ours == ONLY_OURS.get((template, kind), ()), kind
+        found = render_conversation(tokenizer, messages)
+        marked = render_conversation(tokenizer, messages, chat_template=read(f"{template}_training"))
+        assert (found.located_by, marked.located_by) == ("trace", "marks"), kind
+        assert found.assistant_spans == marked.assistant_spans, kind
+        assert found.assistant_mask.equal(marked.assistant_mask), kind
+    assert seen == ONLY_TRL.get(template, set())
 
 
 CHATML_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
@@ -144,18 +138,18 @@ EXPECTED = {
 
 def test_masked_text():
     for (template, kind), expected in EXPECTED.items():
-        assert masked_turns(template, conversation(template, kind)) == expected, (template, kind)
+        assert masked_by(tokenizer_for(template), conversation(template, kind)) == expected, (template, kind)
     messages = [user("1+2?"), assistant("3")]  # closed thinking belongs to the prompt when thinking is off
-    assert masked_turns("qwen3", messages, enable_thinking=False) == ["3<|im_end|>"]
-    assert masked_turns("qwen3", messages, enable_thinking=True) == ["<think>\n\n</think>\n\n3<|im_end|>"]
+    assert masked_by(tokenizer_for("qwen3"), messages, enable_thinking=False) == ["3<|im_end|>"]
+    assert masked_by(tokenizer_for("qwen3"), messages, enable_thinking=True) == ["<think>\n\n</think>\n\n3<|im_end|>"]
     for content in ("", "<|end|>", "a"):  # the second end token of Phi is masked out
         for source in ("phi3", "phi3_training"):
-            found = masked_turns("phi3", [user("x"), assistant(content)], chat_template=read(source))
+            found = masked_by(tokenizer_for("phi3"), [user("x"), assistant(content)], chat_template=read(source))
             assert found == [content + "<|end|>"]
     # two calls and their responses in one turn
     results = [{"role": "tool", "tool_call_id": call, "content": "3"} for call in ("c0", "c1")]
     messages = [user("?"), assistant("", tool_calls=[*CALL, {**CALL[0], "id": "c1"}]), *results, assistant("3")]
-    assert masked_turns("gemma4_v5", messages) == [GEMMA_CALL * 2 + GEMMA_STOP, "3<turn|>"]
+    assert masked_by(tokenizer_for("gemma4_v5"), messages) == [GEMMA_CALL * 2 + GEMMA_STOP, "3<turn|>"]
 
 
 def test_the_published_table_is_current():

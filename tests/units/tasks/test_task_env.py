@@ -115,13 +115,24 @@ def test_history_mode(tokenizer: Any) -> None:
         make_env(data, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
 
 
-def test_the_specs_are_those_of_the_data_and_an_error_reaches_the_user_of_a_collector(tokenizer: Any) -> None:
+def test_specs_of_the_data_several_transforms_in_their_order_and_an_error_in_a_reward(tokenizer: Any) -> None:
     reward = {"right": right, "odd": odd_rows}
     check_env_specs(make_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2))
     check_env_specs(make_env(ROWS, reward, tokenizer, group_size=2, max_turns=3, reply=lambda *_: "go on"))
     env = make_env(ROWS, lambda q, a, m: m["target"], tokenizer, group_size=2)
     with pytest.raises(RewardError, match=r"failed for all 2 answers of its first batch.*KeyError: 'target'"):
         collected(env, scripted_policy(tokenizer, lambda prompt: "x"), 4)
+    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
+    keys = [{"log_probs_full_key": (name, "full")} for name in ("log_probs", "ref_log_probs")]
+    three = [RetrieveLogProb(model, **keys[0]), RetrieveLogProb(ref, **keys[1]), KLComputation()]
+    reward = FunctionReward(right, timeout=None)  # with settings of one's own
+    env = make_env(ROWS, reward, tokenizer, group_size=2, kl_transform=three)
+    assert env.transform[0] is reward
+    assert [type(t) for t in env.transform] == [FunctionReward, *map(type, three)]
+    env = env.append_transform(StepCounter())
+    row, _ = collected(env, scripted_policy(tokenizer, answers_questions, model=model), 2)
+    assert row["next", "reward"].numel() == len(row["tokens", "full"])
+    assert row["next", "step_count"].item() == 1
 
 
 def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[tuple[int, str]]:
@@ -152,21 +163,9 @@ def test_a_run_continues_where_it_was_stopped_and_ranks_share_the_prompts(tokeni
     assert posed(tokenizer, 1, Table(ROWS), num_prompts=1, seed=None, start=3) == [(3, "q3")] * 2
 
 
-def test_several_transforms_come_in_their_order(tokenizer: Any) -> None:
-    model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
-    keys = [{"log_probs_full_key": (name, "full")} for name in ("log_probs", "ref_log_probs")]
-    three = [RetrieveLogProb(model, **keys[0]), RetrieveLogProb(ref, **keys[1]), KLComputation()]
-    reward = FunctionReward(right, timeout=None)  # with settings of one's own
-    env = make_env(ROWS, reward, tokenizer, group_size=2, kl_transform=three)
-    assert env.transform[0] is reward
-    assert [type(t) for t in env.transform] == [FunctionReward, *map(type, three)]
-    env = env.append_transform(StepCounter())
-    row, _ = collected(env, scripted_policy(tokenizer, answers_questions, model=model), 2)
-    assert row["next", "reward"].numel() == len(row["tokens", "full"])
-    assert row["next", "step_count"].item() == 1
+def test_templates_system_prompts_and_one_begin_of_sequence_token(tokenizer: Any) -> None:
+    """A tokenizer may add one to what the template wrote."""
 
-
-def test_templates_and_system_prompts(tokenizer: Any) -> None:
     def texts(rows: list[Any], tokenizer: Any = tokenizer, **settings: Any) -> list[str]:
         found = make_env(rows, right, tokenizer, group_size=1, num_prompts=len(rows), seed=None, **settings)
         return found.reset()["text", "prompt"]
@@ -182,10 +181,6 @@ def test_templates_and_system_prompts(tokenizer: Any) -> None:
     assert texts(["a"], base, apply_template=False) == ["a"]
     with pytest.raises(ValueError, match="a prompt has 2 messages"):
         texts(["a"], base, apply_template=False, system_prompt="S")
-
-
-def test_a_begin_of_sequence_token_comes_once() -> None:
-    """Whether the tokenizer adds one to what the template wrote, or not."""
     for adds_one in (True, False):
         bos = make_tokenizer("{{ bos_token }}{{ messages[0].content }}", bos_token="<|bos|>")
         if adds_one:

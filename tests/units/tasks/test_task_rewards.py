@@ -1,15 +1,18 @@
-"""Rewards from functions: values and weights by hand, failures that count as 0, and time-outs."""
+"""Prompts from every source, in an order that a resumed run continues; rewards from functions, their failures and time-outs."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
+import json
 import logging
 import math
 import pickle
 import re
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +23,129 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import StepCounter
 
 from closeness import assert_near
-from torchrl_llm_kl import FunctionReward, RewardError, make_algorithm
-from torchrl_llm_kl.tasks import _calls, _rewards, reward_metrics
+from torchrl_llm_kl import FunctionReward, PromptError, RewardError, make_algorithm
+from torchrl_llm_kl.datasets import DataError
+from torchrl_llm_kl.tasks import PromptOrder, Prompts, _calls, _rewards, reward_metrics
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from toy_rollouts import make_model
 from waits import LONG
+
+ROWS = [
+    {"question": "1 + 1?", "answer": "2", "level": 1},
+    {"prompt": "2 + 1?", "answer": "3", "level": None},
+    {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 1?"}], "level": [1, 2]},
+]
+USER = {"role": "user", "content": "a"}
+
+
+class Table:
+    """What a data set of Hugging Face looks like."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.read = rows, 0
+        self.column_names = list(rows[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        assert type(index) is int
+        self.read += 1
+        return self.rows[index]
+
+
+def check(prompts: Prompts) -> None:
+    assert [p.question for p in prompts] == ["1 + 1?", "2 + 1?", "3 + 1?"]
+    assert [[m["role"] for m in p.messages] for p in prompts] == [["user"], ["user"], ["system", "user"]]
+    metadata = [{"answer": "2", "level": 1}, {"answer": "3", "level": None}, {"level": [1, 2]}]
+    assert [p.metadata for p in prompts] == metadata
+
+
+def test_rows_of_a_list_of_files_and_of_data_sets(tmp_path: Path) -> None:
+    """Parquet fills missing columns with None; a data set is read when a row is posed."""
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n\n" for row in ROWS))
+    table = Table(ROWS)
+    for source in (ROWS, path, str(path), table):
+        prompts = Prompts(source)
+        assert (len(prompts), table.read) == (3, int(source is table))
+        check(prompts)
+    assert prompts[1:][0].question == "2 + 1?"
+    with pytest.raises(PromptError, match="row 2 of the data set has no prompt: found the columns text, expected one"):
+        _ = Prompts(Table([{"prompt": "a"}, {"text": "b"}]))[1]
+    path.write_text(f'{json.dumps(ROWS[0])}\n{{"x": 1}}\n')
+    with pytest.raises(PromptError, match=r"line 2 of .*a\.jsonl has no prompt: found the columns x"):
+        Prompts(path)
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    rows = [{"question": "1 + 1?", "prompt": None, "answer": "2"}, {"question": None, "prompt": "2?", "answer": None}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    prompts = Prompts(tmp_path / "rows.parquet")
+    assert [p.question for p in prompts] == ["1 + 1?", "2?"]
+    assert prompts[0].metadata == {"prompt": None, "answer": "2"}
+
+
+@pytest.mark.slow
+def test_a_data_set_of_hugging_face() -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list([{"question": "a", "answer": "2"}, {"question": None, "answer": "3"}])
+    assert Prompts(data)[0].question == "a"
+    assert Prompts(data)[0].metadata == {"answer": "2"}
+    with pytest.raises(TypeError, match="is a stream"):
+        Prompts(data.to_iterable_dataset())
+    with pytest.raises(PromptError, match="row 2 of the data set has no prompt: found the columns answer, expected"):
+        _ = Prompts(data)[1]
+
+
+def test_texts_conversations_and_columns() -> None:
+    assert Prompts(["a", "b"])[1].messages == [{"role": "user", "content": "b"}]
+    assert Prompts([[USER]])[0].question == "a"
+    assert Prompts({"question": ["a", "b"], "answer": [1, 2]})[1].metadata == {"answer": 2}
+    parts = [{"type": "text", "text": "Look"}, {"type": "image", "text": None}, {"type": "text", "text": "!"}]
+    assert Prompts([{"prompt": [{"role": "user", "content": parts}]}])[0].question == "Look!"
+    arrays = np.array([{"role": "user", "content": np.array(parts, dtype=object)}], dtype=object)  # of Parquet
+    assert Prompts([{"messages": arrays}])[0].question == "Look!"
+    row = {"messages": [USER], "question": "q", "prompt": "p"}  # the first column with a prompt is the prompt
+    assert Prompts([row])[0].question == "p"
+    assert Prompts([{**row, "prompt": None}])[0].question == "q"
+    assert Prompts([{**row, "prompt": None}])[0].metadata == {"messages": row["messages"], "prompt": None}
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ([], PromptError, "0 rows"),
+        ([{"text": "a", "n": "b"}], PromptError, "row 1 of the list has no prompt: found the columns text, n"),
+        (["a", {}], PromptError, r"row 2 of the list has no prompt: found the columns \(none\)"),
+        ([{"prompt": 3}], PromptError, "row 1 of the list has 3 as `prompt`, expected a text or a list of messages"),
+        ([{"messages": []}], PromptError, r"has \[\] as `messages`"),
+        ([{"messages": ["a"]}], PromptError, "has 'a' in `messages`, expected a dict with `role`"),
+        ([[USER, {"role": "assistant", "content": "b"}]], PromptError, "ends with the assistant's message"),
+        ([{"messages": [{**USER, "content": 5}]}], PromptError, "row 1 of the list has .* the content 5 in `messages`"),
+        (["a", "b\ud83d"], PromptError, r"row 2 of .* no Unicode in `prompt`: '\\ud83d' at character 1"),
+        (["a", 3], DataError, "row 2 of the list is of int"),
+        (3, TypeError, "expected rows"),
+    ],
+)
+def test_errors_name_the_row(source: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Prompts(source)
+
+
+def test_each_epoch_is_a_permutation_of_its_own_and_the_order_of_today_is_that_of_tomorrow() -> None:
+    """A run that is resumed with a later version must find its order again, from any position."""
+    order = PromptOrder(50, seed=3)
+    epochs = [tuple(order[i] for i in range(50 * e, 50 * e + 50)) for e in range(4)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len(set(epochs)) == 4
+    assert epochs[0] != tuple(range(50))
+    assert [PromptOrder(3, seed=None)[i] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]  # as they are
+    order = PromptOrder(6, seed=0)
+    assert [order[i] for i in reversed(range(12))][::-1] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]
+    assert [order[i] for i in range(12)] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]
+    assert [PromptOrder(6, seed=1)[i] for i in range(12)] != [order[i] for i in range(12)]
+
 
 ANSWERS = ["4", "22", "", "4<|im_end|><|pad|>"]
 
@@ -43,63 +164,46 @@ def values(td: TensorDictBase, *key: str) -> list[float]:
     return td[("next", *(key or ("reward",)))].squeeze(-1).tolist()
 
 
-def right(question: str, answer: str, metadata: dict[str, Any]) -> bool:
-    return answer == metadata["answer"]
-
-
 def length(question: str, answer: str, metadata: dict[str, Any]) -> int:
     return len(answer)
 
 
 def test_a_function_gets_question_answer_and_metadata(tokenizer: Any) -> None:
     seen: list[Any] = []
-
-    def reward(*args: Any) -> float:
-        seen.append(args)
-        return 0.5
-
-    td = FunctionReward(reward, tokenizer=tokenizer)(batch())
+    td = FunctionReward(lambda *args: seen.append(args) or 0.5, tokenizer=tokenizer)(batch())
     answers = ["4", "22", "", "4"]  # without end token and padding
     assert seen == [(f"question {i}", answer, {"answer": "4", "row": i}) for i, answer in enumerate(answers)]
     assert values(td) == [0.5] * 4
     assert td["next", "reward"].dtype == torch.float32
     assert td["next", "reward"].shape == td["next", "reward_failures"].shape == (4, 1)
     assert "rewards" not in td["next"]
-
-    def pops(question: str, answer: str, metadata: dict[str, Any]) -> float:
-        return float(metadata.pop("row"))
-
     td = batch()  # what a function does to its metadata stays there
-    assert values(FunctionReward({"a": pops, "b": pops})(td)) == [0.0, 2.0, 4.0, 6.0]
+    pops = {name: lambda q, a, metadata: float(metadata.pop("row")) for name in "ab"}
+    assert values(FunctionReward(pops)(td)) == [0.0, 2.0, 4.0, 6.0]
     assert td["metadata"][1] == {"answer": "4", "row": 1}
 
 
-def test_named_parts_and_weights(tokenizer: Any) -> None:
-    reward = FunctionReward({"right": (3.0, right), "length": (-0.25, length), "plain": length}, tokenizer=tokenizer)
+def test_named_parts_weights_and_numbers_of_any_kind(tokenizer: Any) -> None:
+    parts = {"right": (3.0, lambda q, a, m: a == m["answer"]), "length": (-0.25, length), "plain": length}
+    reward = FunctionReward(parts, tokenizer=tokenizer)
     td = reward(batch())
     assert values(td, "rewards", "right") == [1, 0, 0, 1]
     assert values(td, "rewards", "length") == [1, 2, 0, 1] == values(td, "rewards", "plain")
     assert values(td) == [3 - 0.25 + 1, -0.5 + 2, 0, 3 - 0.25 + 1]
     assert reward.weights == {"right": 3.0, "length": -0.25, "plain": 1.0}
     assert reward.part_keys == [("next", "rewards", name) for name in ("right", "length", "plain")]
-
-    def parts(question: str, answer: str, metadata: dict[str, Any]) -> Any:  # what is not promised is a failure
-        return [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": math.nan}, 3.0][metadata["row"]]
-
-    td = FunctionReward(parts, weights={"a": 1.0, "b": 10.0})(batch())
+    found = [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "b": math.nan}, 3.0]  # what is not promised is a failure
+    td = FunctionReward(lambda q, a, m: found[m["row"]], weights={"a": 1.0, "b": 10.0})(batch())
     assert values(td) == [21, 0, 0, 0]
     assert values(td, "rewards", "a") == [1, 0, 0, 0]
     assert values(td, "reward_failures") == [0, 2, 2, 2]
-
-
-def test_numbers_of_any_kind() -> None:
     kinds = [1, True, np.float32(1), np.int64(1), np.array([1.0]), torch.tensor(1), torch.tensor([1.0])]
     td = FunctionReward(lambda q, a, m: kinds[m["row"]], timeout=None)(batch(["a"] * len(kinds)))
     assert values(td) == [1.0] * len(kinds)
     assert values(td, "reward_failures") == [0] * len(kinds)
 
 
-def test_batches_of_any_shape_and_rows_that_are_not_done() -> None:
+def test_batches_of_any_shape_and_metrics_over_what_is_done() -> None:
     for td in (lazy_stack(list(batch().unbind(0))), batch().reshape(2, 2)):
         td = FunctionReward(length)(td)
         assert td["next", "reward"].shape == (*td.batch_size, 1)
@@ -108,9 +212,6 @@ def test_batches_of_any_shape_and_rows_that_are_not_done() -> None:
     td["next"] = TensorDict(done=torch.tensor([[True], [False], [False], [True]]), batch_size=[4])
     assert values(FunctionReward(lambda q, a, m: rows.append(m["row"]) or 1.0)(td)) == [1, 0, 0, 1]
     assert rows == [0, 3]
-
-
-def test_metrics_are_means_over_finished_answers() -> None:
     td = batch(["a", "bb", "cccc", "d"])
     td["next"] = TensorDict(done=torch.tensor([[True], [True], [False], [True]]), batch_size=[4])
     td = FunctionReward({"length": length, "odd": (5.0, fails_on({1, 2}, None))})(td)
@@ -122,7 +223,7 @@ def test_metrics_are_means_over_finished_answers() -> None:
 
 
 def test_gdpo_reads_the_parts(tokenizer: Any) -> None:
-    reward = FunctionReward({"right": right, "length": length})
+    reward = FunctionReward({"right": lambda q, a, m: a == m["answer"], "length": length})
     args = {"keys": {"rewards": reward.part_keys}, "reward_weights": [1.0, 0.25]}
     gdpo = make_algorithm("gdpo", make_model(tokenizer, seed=0), kl_loss="none", group_size=2, advantage_args=args)
     td = reward(batch(["4", "222", "22", "333"]))
@@ -163,7 +264,9 @@ FAILURES = [
 ]
 
 
-def test_a_failure_is_a_counted_zero_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_a_counted_zero_with_a_log_line_but_no_flood(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for error, message in FAILURES:
         caplog.clear()
         parts = {"odd": (2.0, fails_on({1, 3}, error)), "length": (1.0, length)}
@@ -175,6 +278,14 @@ def test_a_failure_is_a_counted_zero_with_a_log_line(caplog: pytest.LogCaptureFi
         assert "'odd' failed for 2 of 4 answers, first in row 1 (question 'question 1', answer 'b')" in line
         assert re.search(message, line), (message, line)
         assert line.endswith("they count as 0.")
+    caplog.clear()
+    now = iter([100.0, 100.0, 101.0, 105.0, 111.0, 111.0])
+    monkeypatch.setattr(_rewards, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    log = _rewards.FailureLog()
+    with caplog.at_level(logging.WARNING, logger="torchrl_llm_kl.tasks"):
+        for i in range(4):
+            log.add(f"line {i}")
+    assert caplog.messages == ["line 0.", "line 3 (2 more lines such as this since the last one)."]
 
 
 @pytest.mark.parametrize("timeout", [None, LONG])
@@ -194,44 +305,40 @@ def test_only_the_first_batch_raises_where_all_its_answers_fail(
     assert "the reward function failed for 4 of 4 answers" in caplog.text
 
 
-def test_the_log_is_not_flooded(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 100.0, 101.0, 105.0, 111.0, 111.0])
-    monkeypatch.setattr(_rewards, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    log = _rewards.FailureLog()
-    with caplog.at_level(logging.WARNING, logger="torchrl_llm_kl.tasks"):
-        for i in range(4):
-            log.add(f"line {i}")
-    assert caplog.messages == ["line 0.", "line 3 (2 more lines such as this since the last one)."]
-
-
-def test_a_sync_call_that_takes_too_long_is_left_behind() -> None:
+def test_a_call_that_takes_too_long_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an async one that blocks the loop."""
     release = threading.Event()
-
-    def reward(question: str, answer: str, metadata: dict[str, Any]) -> float:
-        return 1.0 if metadata["row"] != 1 else float(release.wait(LONG))
-
-    td = FunctionReward(reward, timeout=0.3)(batch())
+    td = FunctionReward(lambda q, a, m: m["row"] != 1 or release.wait(LONG), timeout=0.3)(batch())
     assert not release.is_set()
-    release.set()
     assert values(td) == [1, 0, 1, 1]
     assert values(td, "reward_failures") == [0, 1, 0, 0]
+    monkeypatch.setattr(_calls, "_GRACE", 0.2)
+
+    async def blocks(x: int) -> int:
+        if x == 1:
+            release.wait(LONG)
+        return x
+
+    caller = Caller(timeout=0.2)
+    results = caller([Call(blocks, (x,)) for x in range(3)])
+    assert results[0] == 0
+    assert isinstance(results[1], Failure)
+    assert "blocked the event loop" in str(results[1].error)
+    release.set()
+    assert caller([Call(blocks, (5,))]) == [5]  # in a new loop
 
 
 def test_workers_run_side_by_side_and_without_them_one_after_another() -> None:
-    barrier, running, names = threading.Barrier(4, timeout=LONG), 0, []
-
-    def together(*_: Any) -> float:
-        barrier.wait()  # passes only if four run at a time
-        return 1.0
+    barrier, running, names = threading.Barrier(4, timeout=LONG), [], []
 
     def alone(*_: Any) -> float:
-        nonlocal running
-        running += 1
+        running.append(1)
         time.sleep(0.01)
-        running -= 1
-        return float(running)
+        running.pop()
+        return float(len(running))
 
-    assert values(FunctionReward(together, workers=4, timeout=LONG)(batch())) == [1.0] * 4
+    together = FunctionReward(lambda *_: barrier.wait() >= 0, workers=4, timeout=LONG)  # passes if four run at a time
+    assert values(together(batch())) == [1.0] * 4
     assert values(FunctionReward(alone)(batch())) == [0.0] * 4
     FunctionReward(lambda *_: names.append(threading.current_thread().name) or 1.0, timeout=None)(batch())
     assert set(names) == {threading.current_thread().name}, "without a time-out, the caller's"
@@ -291,35 +398,6 @@ def test_async_calls_run_together_up_to_a_limit_and_to_a_time_out_in_one_loop() 
     assert len(loops) == 1
 
 
-def test_an_async_function_that_blocks_the_loop_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_calls, "_GRACE", 0.2)
-    release = threading.Event()
-
-    async def blocks(x: int) -> int:
-        if x == 1:
-            release.wait(LONG)
-        return x
-
-    caller = Caller(timeout=0.2)
-    results = caller([Call(blocks, (x,)) for x in range(3)])
-    assert results[0] == 0
-    assert isinstance(results[1], Failure)
-    assert "blocked the event loop" in str(results[1].error)
-    release.set()
-    assert caller([Call(blocks, (5,))]) == [5]  # in a new loop
-
-
-def test_gradients_are_off_in_every_thread_and_a_copy_works_in_another_process() -> None:
-    modes: list[bool] = []
-    for workers in (None, 2):
-        for timeout in (None, LONG):
-            Caller(timeout, workers)([Call(lambda: modes.append(torch.is_grad_enabled()))])
-    assert modes == [False] * 4
-    reward = FunctionReward({"judge": judge, "length": length})
-    reward(batch())
-    assert values(pickle.loads(pickle.dumps(reward))(batch(["a", "a"]))) == [1, 2]
-
-
 @pytest.mark.parametrize(
     ("reward", "weights", "message"),
     [
@@ -345,19 +423,19 @@ def test_wrong_arguments(reward: Any, weights: Any, message: str) -> None:
         FunctionReward(reward, weights=weights)
 
 
-def test_arguments_with_defaults_are_no_error() -> None:
-    async def later(*args: Any, scale: float = 2.0) -> float:
-        return scale
-
-    reward = FunctionReward({"later": later, "more": lambda q, a, m, more=3.0, **_: more})
-    td = reward(batch(["four"]))
-    assert (values(td, "rewards", "later"), values(td, "rewards", "more")) == ([2], [3])
-    check_takes(max, "reward", "question", "answer", "metadata")  # Python does not tell the arguments of all functions
-
-
-def test_numbers_out_of_range_and_data_without_answers() -> None:
+def test_arguments_with_defaults_out_of_range_and_data_without_answers() -> None:
     for kwargs in ({"timeout": 0.0}, {"workers": 0}):
         with pytest.raises(ValueError, match=next(iter(kwargs))):
             FunctionReward(length, **kwargs)
     with pytest.raises(KeyError, match=r"expected texts under \('text', 'response'\), found query.*answer_key="):
         FunctionReward(length)(TensorDict(query=["a"], batch_size=[1]))
+    td = FunctionReward({"later": judge, "more": lambda q, a, m, more=3.0, **_: more})(batch(["a", "b"]))
+    assert (values(td, "rewards", "later"), values(td, "rewards", "more")) == ([0, 1], [3, 3])
+    check_takes(max, "reward", "question", "answer", "metadata")  # Python does not tell the arguments of all functions
+    modes: list[bool] = []  # gradients are off in every thread
+    for workers, timeout in itertools.product((None, 2), (None, LONG)):
+        Caller(timeout, workers)([Call(lambda: modes.append(torch.is_grad_enabled()))])
+    assert modes == [False] * 4
+    reward = FunctionReward({"judge": judge, "length": length})  # a copy works in another process
+    reward(batch())
+    assert values(pickle.loads(pickle.dumps(reward))(batch(["a", "a"]))) == [1, 2]

@@ -132,7 +132,7 @@ def pair_pieces(pair: dict[str, str], part: str) -> list[tuple[str, bool]]:
     return [(pair["prompt"], False), (pair[part] + END, True)]
 
 
-def test_dpo_equals_plain_torch() -> None:
+def test_dpo_equals_plain_torch_and_its_parts_add_up() -> None:
     model, reference, beta = MeanOfPrefix(0), MeanOfPrefix(1), 0.3
     pieces = [pair_pieces(pair, part) for pair in PAIRS for part in ("chosen", "rejected")]
     sums = torch.stack([answer_log_probs(m, piece).sum() for m in (model, reference) for piece in pieces]).view(2, 3, 2)
@@ -147,9 +147,6 @@ def test_dpo_equals_plain_torch() -> None:
         assert_close(out.total_loss, expected, rtol=1e-7, atol=0)  # scores of the reference are float32
         assert_close(out["reward_margin"].double(), margin.mean(), rtol=1e-6, atol=1e-7)
         assert_close(gradients(out.total_loss, model), gradients(expected, model), rtol=1e-6, atol=1e-9)
-
-
-def test_parts_of_pairs_add_up() -> None:
     dpo = make_algorithm("dpo", MeanOfPrefix(0), reference=MeanOfPrefix(1), beta=0.3)
     batch = dpo.prepare(from_pairs(PAIRS, TOKENIZER))
     parts = [dpo.loss(part).total_loss for part in dpo.micro_batches(batch, size=2)]
@@ -163,31 +160,28 @@ def test_parts_of_pairs_add_up() -> None:
 
 
 def test_a_replay_buffer_samples_rows_and_whole_pairs_as_they_are() -> None:
-    data = from_conversations([{"messages": chat, "name": str(i)} for i, chat in enumerate(CHATS)], TOKENIZER)
     model = MeanOfPrefix()
+    sft, dpo = make_algorithm("sft", model), make_algorithm("dpo", model, reference=MeanOfPrefix(1))
+    data = from_conversations([{"messages": chat, "name": str(i)} for i, chat in enumerate(CHATS)], TOKENIZER)
     transform = RetrieveLogProb(model, assistant_only=False)
-    buffer = ReplayBuffer(storage=LazyStackStorage(3), batch_size=8, transform=transform)
-    buffer.extend(data)
-    sample = buffer.sample()
+    rows = ReplayBuffer(storage=LazyStackStorage(3), batch_size=8, transform=transform)
+    rows.extend(data)
+    sample = rows.sample()
     for row in sample.unbind(0):
         pieces = [(text, True) for text, _ in PIECES[int(row["metadata", "name"])]]
         assert torch.equal(row["tokens", "full"], torch.cat([ids(text) for text, _ in pieces]))
         plain = answer_log_probs(model, pieces)
         assert_close(row["log_probs", "full"][1:].double(), plain, rtol=1e-5, atol=1e-5)
-    sft = make_algorithm("sft", model)
     assert sft.loss(sft.prepare(sample)).total_loss.isfinite()
-    buffer = ReplayBuffer(storage=LazyStackStorage(3), batch_size=5)
-    buffer.extend(from_pairs(PAIRS, TOKENIZER))
-    sample = buffer.sample()
-    assert sample.batch_size == (5, 2)
-    for pair in sample.unbind(0):
-        assert pair["chosen"].tolist() == [True, False]
-        assert pair["pair_id"].unique().numel() == 1
-    dpo = make_algorithm("dpo", MeanOfPrefix(0), reference=MeanOfPrefix(1))
+    pairs = ReplayBuffer(storage=LazyStackStorage(3), batch_size=5)
+    pairs.extend(from_pairs(PAIRS, TOKENIZER))
+    sample = pairs.sample()
+    assert sample["chosen"].tolist() == [[True, False]] * 5
+    assert torch.equal(sample["pair_id"][:, 0], sample["pair_id"][:, 1])
     assert dpo.loss(dpo.prepare(sample.exclude("pair_id", "chosen"))).total_loss.isfinite()
 
 
-def test_text_ends_with_the_end_token_once() -> None:
+def test_text_ends_with_the_end_token_once_also_as_a_chat_with_system_prompts() -> None:
     rows = [{"prompt": "a ", "completion": "b"}, {"prompt": "a ", "completion": f"c{END}"}]
     assert [trained(row) for row in from_completions(rows, TOKENIZER)] == [f"b{END}", f"c{END}"]
     assert [trained(row) for row in from_completions(rows, TOKENIZER, add_eos=False)] == ["b", f"c{END}"]
@@ -196,9 +190,6 @@ def test_text_ends_with_the_end_token_once() -> None:
     with pytest.raises(ValueError, match="no eos_token, which ends an answer: set it, or pass add_eos=False"):
         from_completions(rows, bare)
     assert len(from_completions(rows[:1], bare, add_eos=False)) == 1
-
-
-def test_text_as_a_chat_and_system_prompts() -> None:
     rows = [{"question": "why?", "answer": "because"}]
     keys = {"prompt_key": "question", "completion_key": "answer"}
     (row,) = from_completions(rows, TOKENIZER, **keys, as_chat=True, system_prompt="Be brief.").unbind(0)
@@ -210,7 +201,7 @@ def test_text_as_a_chat_and_system_prompts() -> None:
     assert "Be brief." in texts[2]
 
 
-def test_the_last_turn_alone() -> None:
+def test_the_last_turn_alone_pairs_of_histories_and_tools() -> None:
     data = from_conversations(CHATS[:1], TOKENIZER, turns="last")
     (row,) = from_completions([{"prompt": CHATS[0][:3], "completion": CHATS[0][3:]}], TOKENIZER)
     assert trained(data[0]) == trained(row) == f"no{END}"
@@ -220,9 +211,6 @@ def test_the_last_turn_alone() -> None:
         parts = make_algorithm("sft", model, masking_strategy=strategy)  # "rlhf": also the turns in the prompt
         expected = -answer_log_probs(model, [(text, text in kept) for text, _ in PIECES[0]]).mean()
         assert_close(parts.loss(parts.prepare(data.clone())).total_loss, expected)
-
-
-def test_pairs_of_histories_share_their_beginning() -> None:
     better = History.from_chats([[user("hi"), said("hello")], [user("why?"), said("because")]])
     worse = History.from_chats([[user("hi"), said("go")], [user("why?"), said("no")]])
     data = from_pairs({"chosen": better, "rejected": worse}, TOKENIZER)
@@ -230,9 +218,6 @@ def test_pairs_of_histories_share_their_beginning() -> None:
         [f"hello{END}", f"go{END}"],
         [f"because{END}", f"no{END}"],
     ]
-
-
-def test_tools_reach_the_template() -> None:
     template = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + str(TOKENIZER.chat_template)
     tool = {"type": "function", "function": {"name": "own", "parameters": {}}}
     other = {"type": "function", "function": {"name": "all", "parameters": {}}}
@@ -301,7 +286,7 @@ def test_rows_are_left_out_with_a_warning_an_error_or_a_count() -> None:
         from_completions([{"prompt": "a", "completion": ""}], TOKENIZER)
 
 
-def test_long_rows_may_be_cut() -> None:
+def test_long_rows_may_be_cut_and_a_pair_is_left_out_as_a_whole() -> None:
     rows = [{"prompt": "ab", "completion": "cdefgh"}, {"prompt": "abcdef", "completion": "g"}]
     with pytest.warns(SkippedRowsWarning, match="cut 1 at the largest length") as found:
         data = from_completions(rows, TOKENIZER, max_length=5, too_long="cut")
@@ -310,9 +295,6 @@ def test_long_rows_may_be_cut() -> None:
     assert "8 tokens, at most 5, and the response begins after them" in str(found[0].message)
     (exact,) = from_completions(rows[:1], TOKENIZER, max_length=9, too_long="cut")
     assert trained(exact) == f"cdefgh{END}"
-
-
-def test_a_pair_is_left_out_as_a_whole() -> None:
     rows = [PAIRS[0], {**PAIRS[1], "rejected": ""}, {**PAIRS[2], "rejected": PAIRS[2]["chosen"]}]
     with pytest.warns(SkippedRowsWarning) as found:
         data = from_pairs(rows, TOKENIZER)
@@ -344,16 +326,14 @@ def test_rows_of_another_kind(make: Any, rows: Any, expected: str) -> None:
 
 
 def test_wrong_settings() -> None:
-    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+    for settings, error, expected in (
         ({"turns": "first"}, ValueError, "turns"),
         ({"too_long": "drop"}, ValueError, "too_long"),
         ({"max_length": 1}, ValueError, "expected at least 2"),
         ({"max_len": 3}, TypeError, "max_len"),
-    ]
-    for settings, error, expected in cases:
+    ):
         with pytest.raises(error, match=expected):
             from_conversations(CHATS, TOKENIZER, **settings)
     for tokenizer in ("Qwen/Qwen2.5-0.5B-Instruct", None):
-        found = type(tokenizer).__name__
-        with pytest.raises(TypeError, match=f"expected a tokenizer of transformers, found {found}"):
+        with pytest.raises(TypeError, match=f"expected a tokenizer of transformers, found {type(tokenizer).__name__}"):
             from_completions(BAD, tokenizer)

@@ -39,7 +39,16 @@ def test_lines_and_rows(tmp_path: Path) -> None:
         read_rows(path).values()
 
 
-def test_the_first_readable_row_decides_the_layout(tmp_path: Path) -> None:
+def test_parquet_has_the_rows_of_json_lines_whose_first_readable_decides_the_layout(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    values = [{"question": "a", "answer": 1}, {"question": "b", "answer": None}, {"question": "ü", "answer": 3}]
+    parquet.write_table(pa.Table.from_pylist(values), tmp_path / "data.bin", row_group_size=2)
+    rows = read_rows(str(tmp_path / "data.bin"))
+    assert rows.total == 3
+    assert [(row.index, row.place) for row in rows] == [(0, "row 1"), (1, "row 2"), (2, "row 3")]
+    assert rows.values() == read_rows(write_jsonl(tmp_path / "data.jsonl", values)).values() == values
     path = write_jsonl(tmp_path / "data.jsonl", ["oops", {"tokens": [1, 2], "mask": [0, 1]}])
     assert read_rows(path).layout == "tokens"
     path = write_jsonl(tmp_path / "data.jsonl", ["oops", {"tokens": [1, 2]}])
@@ -51,18 +60,6 @@ def test_the_first_readable_row_decides_the_layout(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             _ = read_rows(rows).layout
-
-
-def test_parquet_has_the_rows_of_json_lines(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as parquet
-
-    values = [{"question": "a", "answer": 1}, {"question": "b", "answer": None}, {"question": "ü", "answer": 3}]
-    parquet.write_table(pa.Table.from_pylist(values), tmp_path / "data.bin", row_group_size=2)
-    rows = read_rows(str(tmp_path / "data.bin"))
-    assert rows.total == 3
-    assert [(row.index, row.place) for row in rows] == [(0, "row 1"), (1, "row 2"), (2, "row 3")]
-    assert rows.values() == read_rows(write_jsonl(tmp_path / "data.jsonl", values)).values() == values
 
 
 def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +88,7 @@ class Streamed:
         yield from ({"question": text} for text in "ab")
 
 
-def test_rows_of_lists_columns_and_streams() -> None:
+def test_rows_of_lists_columns_streams_and_histories() -> None:
     questions = [{"question": "a"}, {"question": "b"}]
     sources: list[tuple[Any, list[Any], int | None]] = [
         (questions, questions, 2),
@@ -109,6 +106,14 @@ def test_rows_of_lists_columns_and_streams() -> None:
         assert rows.total == total, values
         assert [(row.index, row.place) for row in rows] == [(i, f"row {i + 1}") for i in range(len(values))]
         assert read_rows(rows) is rows
+    from torchrl.data.llm import History
+
+    other = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
+    history = History.from_chats([CHAT, other])
+    assert read_rows(history).values() == [CHAT, other]
+    assert read_rows(history[0]).values() == [CHAT]  # one conversation
+    assert read_rows(history.reshape(2, 1, 2)).values() == [CHAT, other]  # of any batch size
+    assert read_rows({"chosen": history, "n": [1, 2]}).values() == [{"chosen": CHAT, "n": 1}, {"chosen": other, "n": 2}]
 
 
 def test_datasets_of_hugging_face() -> None:
@@ -123,27 +128,7 @@ def test_datasets_of_hugging_face() -> None:
         read_rows(datasets.DatasetDict(train=dataset, test=dataset))
 
 
-def test_conversations_of_a_history() -> None:
-    from torchrl.data.llm import History
-
-    other = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
-    history = History.from_chats([CHAT, other])
-    assert read_rows(history).values() == [CHAT, other]
-    assert read_rows(history[0]).values() == [CHAT]  # one conversation
-    assert read_rows(history.reshape(2, 1, 2)).values() == [CHAT, other]  # of any batch size
-    assert read_rows({"chosen": history, "n": [1, 2]}).values() == [{"chosen": CHAT, "n": 1}, {"chosen": other, "n": 2}]
-
-
-def test_rows_of_the_wrong_type_keep_their_place() -> None:
-    rows = read_rows([{"a": 1}, 3, None, b"x"])
-    assert isinstance(rows, Rows)
-    assert [row.problem.split(",")[0] for row in rows] == ["", "is of int", "is of NoneType", "is of bytes"]
-    assert list(rows)[1] == Row(1, "row 2", None, "is of int, expected a dict of columns, a text or messages")
-    with pytest.raises(DataError, match="row 2 of the list is of int, expected a dict of columns, a text or messages"):
-        rows.values()
-
-
-def test_what_has_no_rows() -> None:
+def test_what_has_no_rows_and_rows_of_the_wrong_type() -> None:
     class DataFrame:
         iterrows = staticmethod(list)
 
@@ -158,6 +143,12 @@ def test_what_has_no_rows() -> None:
     for source, error, expected in sources:
         with pytest.raises(error, match=expected):
             read_rows(source)
+    rows = read_rows([{"a": 1}, 3, None, b"x"])
+    assert isinstance(rows, Rows)
+    assert [row.problem.split(",")[0] for row in rows] == ["", "is of int", "is of NoneType", "is of bytes"]
+    assert list(rows)[1] == Row(1, "row 2", None, "is of int, expected a dict of columns, a text or messages")
+    with pytest.raises(DataError, match="row 2 of the list is of int, expected a dict of columns, a text or messages"):
+        rows.values()
 
 
 TOKENIZER = build_tokenizer(pad_token="<|pad|>")
@@ -203,14 +194,11 @@ SCORED = [
 ]
 
 
-def test_what_is_scored() -> None:
+def test_what_is_scored_after_a_begin_of_sequence_token_too() -> None:
     for value, expected in SCORED:
         assert [scored(answer) for answer in encode(value)] == expected, value
     (answer,) = encode({"prompt": "2 + 2 =", "completion": " 4"})
     assert TOKENIZER.decode(answer.tokens) == "2 + 2 = 4"  # plain text is not templated
-
-
-def test_a_begin_of_sequence_token_is_a_prefix() -> None:
     tokenizer = build_tokenizer(bos_token="<|begin|>")
     bos = ("<|begin|>", tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[bos])
@@ -263,9 +251,6 @@ def test_what_is_skipped() -> None:
     assert scored(chosen) == "b"
     assert isinstance(rejected, Skip)
     assert (rejected.part, rejected.reason) == ("rejected", "empty")
-
-
-def test_text_without_tokens_a_template_that_refuses_and_another_layout() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     encoder = Encoder("completion", PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>"), add_eos=True)

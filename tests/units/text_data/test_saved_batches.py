@@ -115,7 +115,7 @@ def test_a_batch_is_the_same_after_a_round_trip(name: str, tmp_path: Path) -> No
     same(td, load_batch(tmp_path / "batch.pt"))
 
 
-def test_jagged_entries_still_go_together_and_a_row_does_not_bring_its_whole_batch(tmp_path: Path) -> None:
+def test_jagged_entries_go_together_numbers_keep_their_bits_and_rows_are_alone(tmp_path: Path) -> None:
     """Two jagged tensors of the same offsets can be added; torch goes by the identity of the offsets."""
     ids = torch.nested.nested_tensor([FULL[0], FULL[1, :3]], layout=torch.jagged)
     save_batch(TensorDict(a=ids, b=ids * 2, batch_size=[2]), tmp_path / "batch.pt")
@@ -123,10 +123,6 @@ def test_jagged_entries_still_go_together_and_a_row_does_not_bring_its_whole_bat
     assert torch.equal((found["a"] + found["b"]).values(), (ids * 3).values())
     save_batch(TensorDict(a=torch.zeros(1000, 1000), batch_size=[1000])[:1], tmp_path / "row.pt")
     assert (tmp_path / "row.pt").stat().st_size < 20_000  # 4 MB as a view
-
-
-def test_numbers_keep_their_bits(tmp_path: Path) -> None:
-    """Also NaN with a payload, infinities and -0."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool):
         numbers = torch.tensor([0.1, -0.0, 1e-40, torch.inf, torch.nan], dtype=torch.float64)
         numbers = (numbers if dtype.is_floating_point else numbers.nan_to_num(posinf=7)).to(dtype)
@@ -170,7 +166,7 @@ def test_python_objects_are_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_names_no_other_class(tmp_path: Path) -> None:
+def test_a_file_names_no_other_class_and_pickles_need_trust(tmp_path: Path) -> None:
     save_batch(batch(), tmp_path / "batch.pt")
     record = torch.load(tmp_path / "batch.pt", weights_only=True)
     for name in ("os:system", "torchrl_evil.data:History", "tensordict:TensorDict.fit", "torchrl.data:__doc__"):
@@ -181,6 +177,10 @@ def test_a_file_names_no_other_class(tmp_path: Path) -> None:
     torch.save({"format": "torchrl_llm_kl.batch", "version": 2, "batch": {}}, tmp_path / "batch.pt")
     with pytest.raises(DataError, match="has version 2"):
         load_batch(tmp_path / "batch.pt")
+    path = save("tensordict", tmp_path / "batch.pt", batch())
+    with pytest.raises(DataError, match=r"pickled objects besides tensors.*--trust"):
+        load_batch(path)
+    assert torch.equal(load_batch(path, trust=True)["tokens", "full"], FULL)
 
 
 @pytest.mark.parametrize("kind", ["dict", "state", "memmap"])
@@ -221,22 +221,6 @@ def test_a_folder_with_all_of_it_is_complete(kind: str, tmp_path: Path) -> None:
         assert each["query"] == ["why?", "how?"]
         assert [len(row["a"]) for row in each["rows"].unbind(0)] == [2, 3]
         assert torch.equal(each["nest"].unbind(0)[1], FULL[1, :3])
-
-
-def test_mapped_nested_tokens_are_read(tmp_path: Path) -> None:
-    td = nested(torch.strided)
-    td["tokens", "prompt"] = torch.nested.nested_tensor([FULL[0, :2], FULL[1, :1]])
-    found = load_batch(save("memmap", tmp_path / "folder", td))
-    columns = read_columns(found)
-    assert [row.tolist() for row in columns.tokens.to_list()] == [FULL[0].tolist(), FULL[1, :3].tolist()]
-    assert columns.mask.tolist() == [False, False, True, True, True, False, True, True]
-
-
-def test_a_pickled_tensordict_needs_trust(tmp_path: Path) -> None:
-    path = save("tensordict", tmp_path / "batch.pt", batch())
-    with pytest.raises(DataError, match=r"pickled objects besides tensors.*--trust"):
-        load_batch(path)
-    assert torch.equal(load_batch(path, trust=True)["tokens", "full"], FULL)
 
 
 def with_pickle(folder: Path, name: str = "other.pickle") -> Path:
@@ -291,7 +275,7 @@ def test_no_link_is_followed(what: str, tmp_path: Path) -> None:
     assert not (tmp_path / "hacked").exists()
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_mapped_nested_tokens_are_read_and_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     folder = save("memmap", tmp_path / "folder", batch())
     (folder / "tokens" / "meta.json").unlink()
     os.mkfifo(folder / "tokens" / "meta.json")
@@ -300,6 +284,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
         load_batch(folder)
     with pytest.raises(DataError, match="neither a file nor a folder"):
         load_batch(tmp_path / "batch.pt")
+    td = nested(torch.strided)
+    td["tokens", "prompt"] = torch.nested.nested_tensor([FULL[0, :2], FULL[1, :1]])
+    found = load_batch(save("memmap", tmp_path / "mapped", td))
+    columns = read_columns(found)
+    assert [row.tolist() for row in columns.tokens.to_list()] == [FULL[0].tolist(), FULL[1, :3].tolist()]
+    assert columns.mask.tolist() == [False, False, True, True, True, False, True, True]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,415 @@
+"""Commands: exit codes, one-line errors, tables, colours, templates, batches; processes: tests/runs/test_interpreters.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import pickle
+import platform
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from typer.testing import CliRunner
+
+from cli_files import CHATS, Cli, error_of, write_jsonl
+from project import PROJECT
+from stored_batches import FULL, Mischief, batch, save
+from torchrl_llm_kl import __version__, diagnostics, save_batch
+from torchrl_llm_kl.algorithms import ALGORITHMS
+from torchrl_llm_kl.cli import _commands, _console, _tables, main
+from torchrl_llm_kl.cli._commands import app
+from torchrl_llm_kl.cli._console import cells_of
+from torchrl_llm_kl.estimators import CONTRACTS
+from toy_tokenizer import build_tokenizer
+
+COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "train", "templates", "demo")
+
+
+def raising(error: BaseException) -> Any:
+    def show(*_: Any) -> None:
+        raise error
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (_console.CommandError("no such\n thing: make one."), 2, "no such thing: make one."),
+        (ValueError("found 1, expected 2."), 2, "found 1, expected 2."),
+        (KeyError("no entry 'x'."), 2, "no entry 'x'."),
+        (OSError(28, "No space left on device"), 2, "[Errno 28] No space left on device"),
+        (AttributeError("no attribute"), 3, "AttributeError: no attribute (unexpected; "),
+        (ValueError(), 3, "ValueError: no message (unexpected; "),
+        (KeyboardInterrupt(), 130, "interrupted."),
+        (typer.Exit(7), 7, None),
+    ],
+)
+def test_exit_codes(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str | None
+) -> None:
+    monkeypatch.setattr("torchrl_llm_kl.cli._tables.show_version", raising(error))
+    result = cli("version", code=code)
+    assert text in error_of(result) if text else not result.stderr
+
+
+def test_a_warning_is_one_line_and_so_are_no_command_a_wrong_one_and_a_missing_extra(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = "torchrl_llm_kl.cli._tables.show_version"
+    with monkeypatch.context() as patch:
+        patch.setattr(show, lambda *_: warnings.warn("take\ncare", stacklevel=1))
+        assert cli("version").stderr == "torchrl-llm-kl: warning: take care\n"
+        patch.setattr(show, raising(ValueError("wrong")))
+        for words, env in ((["--debug", "version"], {}), (["version"], {"TORCHRL_LLM_KL_DEBUG": "1"})):
+            assert isinstance(CliRunner().invoke(app, words, env=env).exception, ValueError)
+    assert error_of(cli(code=2)) == "name a command; torchrl-llm-kl --help lists them."
+    assert "'scor'" in error_of(cli("scor", code=2))
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"torchrl-llm-kl {__version__}\n"
+    assert main(["algorithms", "grpoo"]) == 2
+    assert "Did you mean 'grpo'?" in capsys.readouterr().err
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "typer" else own(name))
+    assert main(["version"]) == 2
+    said = "torchrl-llm-kl: the command line needs typer: pip install 'torchrl-llm-kl[cli]'.\n"
+    assert capsys.readouterr().err == said
+
+
+def test_help_and_page_name_commands_and_options_that_exist(cli: Cli) -> None:
+    whole = cli("--help", env={"COLUMNS": "300"}).stdout
+    text = " ".join(whole.split())
+    assert all(f" {name} " in text for name in COMMANDS)
+    assert "0 success, 1 a check found something" in text
+    assert "--install-completion" in text
+    page = (PROJECT / "docs" / "cli.md").read_text(encoding="utf-8")
+    helps = {name: cli(name, "--help", env={"COLUMNS": "300"}).stdout for name in COMMANDS}
+    assert all("Usage: torchrl-llm-kl" in text for text in helps.values())
+    options = {name: set(re.findall(r"--[a-z][\w-]*", text)) for name, text in {**helps, "": whole}.items()}
+    # `--algorithm` is the tutorial's
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page)) - {"--algorithm"} <= set().union(*options.values())
+    assert all(f"`{name} " in page or f"`{name}`" in page for name in COMMANDS)
+    documented = page[page.index("## score") : page.index("## check")]
+    of_score = options["score"] - {"--help", "--json"}
+    assert {option for option in of_score if option not in documented} == {"--tokenizer"}
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tables_and_numbers_in_a_pipe_and_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines are never cut in a pipe; what is not finite is null."""
+    _console.print_table(["name", "number"], [["a", "1"], ["b" * 300, "23"]], right=1)
+    lines = ["name" + " " * 296 + "  number", "a" + " " * 299 + "       1", "b" * 300 + "      23"]
+    assert capsys.readouterr().out.splitlines() == lines
+    _console.print_json({"a": [float("nan"), float("inf"), 1.5], "b": Path("x")})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.5], "b": "x"}
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    _console.print_table(["name", "text"], [["a", "word " * 30]])
+    text = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    assert max(map(len, text.splitlines())) <= 40
+    assert text.count("word") == 30
+
+
+def test_colours_and_progress_follow_the_stream(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert not _console.shows_colour()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert _console.shows_colour()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not _console.shows_colour()
+    monkeypatch.setattr(_console, "_SECONDS_BETWEEN_LINES", 0.0)
+    with _console.progress("score", 2000) as advance:
+        advance(1000, "5 tokens scored")
+    line = r"torchrl-llm-kl: score: 1,000 of 2,000 rows, \d+ s, 5 tokens scored\n"
+    assert re.fullmatch(line, capsys.readouterr().err)
+    out = Terminal()
+    monkeypatch.setattr(sys, "stderr", out)
+    monkeypatch.setenv("TERM", "xterm")
+    with _console.progress("score", 20) as advance:
+        advance(20, "5 tokens scored")
+    assert "20/20" in out.getvalue()
+
+
+def test_the_demo_passes_its_options_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a checkout it says where it is."""
+    seen: list[list[str]] = []
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        seen.append(words)
+        return subprocess.CompletedProcess(words, 130)
+
+    monkeypatch.setattr(_commands.subprocess, "run", run)
+    cli("demo", "--algorithm", "dapo", "--steps", "3", code=130)
+    assert Path(seen[0][1]).resolve() == PROJECT / "tutorials" / "countdown_grpo.py"
+    assert seen[0][2:] == ["--algorithm", "dapo", "--steps", "3"]
+    monkeypatch.setattr(_commands, "__file__", str(tmp_path / "torchrl_llm_kl" / "cli" / "_commands.py"))
+    monkeypatch.chdir(tmp_path)
+    assert "in a checkout of the project's sources" in error_of(cli("demo", code=2))
+
+
+def test_all_algorithms_are_listed_with_their_settings(cli: Cli) -> None:
+    lines = cli("algorithms").stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(ALGORITHMS)
+    models = {line.split()[0]: line.split("  ")[-1].strip() for line in lines[1:]}
+    assert (models["ppo"], models["dapo"], models["grpo"]) == ("reference, critic", "none", "reference")
+    assert models["gkd"] == "teacher"
+    text = cli("algorithms", "ppo").stdout
+    for part in ("advantage.whiten", "Schulman et al. 2016 (arXiv 1506.02438)", "reference, critic"):
+        assert part in text
+    assert error_of(cli("algorithms", "grpoo", code=2)).partition(". ")[2].startswith("Did you mean 'grpo'? Known: ")
+    for name, preset in ALGORITHMS.items():
+        found = json.loads(cli("algorithms", name, "--json").stdout)
+        settings = found["settings"]
+        want = {field: getattr(preset, field) for field in ("objective", "kl_loss", "repeat_times")}
+        for part in ("objective", "advantage"):
+            want |= {f"{part}.{key}": value for key, value in getattr(preset, f"{part}_args").items()}
+        assert {key: settings[key]["value"] for key in want} == want, name
+        assert {field: settings[field]["source"] for field in preset.sources} == dict(preset.sources), name
+        assert all(row["source"] for row in settings.values()), name
+        assert ("critic" in found["needs"]["models besides the policy"]) == preset.use_critic, name
+    settings = json.loads(cli("algorithms", "dapo", "--json").stdout)["settings"]
+    assert (settings["objective.clip_low"]["value"], settings["objective.clip_high"]["value"]) == (0.2, 0.28)
+
+
+def test_estimators_versions_and_cells_of_a_markdown_table(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = json.loads(cli("version", "--all", "--json").stdout)
+    assert found["python"] == platform.python_version()
+    packages = {"torchrl-llm-kl", "torch", "tensordict", "torchrl", "transformers", "ray", "peft"}
+    assert {*packages, "platform", "CUDA"} <= set(found)
+    assert "torch " in cli("version", "--all").stdout
+    monkeypatch.setattr(_tables, "_PACKAGES", ("no-such-package",))
+    assert json.loads(cli("version", "--all", "--json").stdout)["no-such-package"] == "not installed"
+    assert cells_of("| a | b |\n|---|---|\n| `x` |  |\n| **y** | z |\n") == (["a", "b"], [["x", ""], ["y", "z"]])
+    lines = cli("estimators").stdout.splitlines()
+    names = [contract.name for contract in CONTRACTS]
+    assert [line.split()[0] for line in lines[3 : len(names) + 3]] == names
+    start = lines.index("Tokens that another policy, old, sampled:") + 3
+    assert [line.split()[0] for line in lines[start : start + len(names)]] == names
+    assert lines[start + names.index("corrected_k3")].split() == ["corrected_k3", "yes", "KL(p‖q)"]
+    assert "  for corrected_k3 while no clamp is active" in lines
+    k1 = lines[4]
+    assert "KL(p‖q)" in k1
+    assert "*" not in k1
+    found = {row["name"]: row for row in json.loads(cli("estimators", "--json").stdout)}
+    assert found["k3"]["unbiased"] is True
+    assert found["k3"]["loss_gradient"] == "KL(q‖p)"
+    assert found["k1"]["reward"] == "yes"
+
+
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<end>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def saved(folder: Path, template: str | None, **special: Any) -> Path:
+    build_tokenizer(template, ("<user>", "<assistant>", "<system>"), **special).save_pretrained(folder)
+    return folder
+
+
+def test_brackets_without_colour_and_colour_without_brackets(cli: Cli, model: str) -> None:
+    lines = cli("templates", model).stdout.splitlines()
+    # 18: twice "It is 4." and the end-of-turn token
+    assert lines[0] == f"{model}: 5 messages, 116 tokens, 18 masked in"
+    assert lines[1] == "turns found by: the template's loop over the messages"
+    assert "[[It is 4.<|im_end|>]]" in lines
+    assert "[[It is 8.<|im_end|>]]" in lines
+    assert sum("[[" in line for line in lines) == 2
+    assert "turn 1: 9 tokens, the last is '<|im_end|>' (id 256)" in lines
+    assert lines[-1] == "The end-of-turn token is masked in, as the model must emit it."
+    text = cli("templates", model, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}).stdout
+    assert "\x1b[1;32mIt is 4.<|im_end|>\x1b[0m" in text
+    assert "[[" not in text
+    plain = cli("templates", model, env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).stdout
+    assert "[[It is 4.<|im_end|>]]" in plain
+
+
+def test_generation_blocks_are_named_and_what_a_template_lacks(cli: Cli, tmp_path: Path) -> None:
+    found = json.loads(cli("templates", saved(tmp_path, MARKED, eos_token="<end>"), "--json").stdout)
+    assert found["located_by"] == "marks"
+    assert [found["text"][slice(*turn["characters"])] for turn in found["turns"]] == ["It is 4.<end>", "It is 8.<end>"]
+    assert [turn["last_token"] for turn in found["turns"]] == ["<end>", "<end>"]
+    assert found["num_masked_in"] == sum(turn["num_tokens"] for turn in found["turns"]) == 18
+    lines = cli("templates", saved(tmp_path, NO_SYSTEM)).stdout.splitlines()
+    assert lines[2] == "without the system message, which the template refuses: no system role"
+    assert "<user>What is 2 + 2?<assistant>[[It is 4.]]<user>And twice that?<assistant>[[It is 8.]]" in lines
+    assert "2 of 2 turns end in no special token" in lines[-1]
+
+
+def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_terminal(
+    cli: Cli, tmp_path: Path, model: str
+) -> None:
+    """A list, an object, or the first line of several; what is wrong with one, or with the tokenizer, is said."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    path, whole = tmp_path / "chat.json", json.dumps({"messages": messages})
+    for text in (json.dumps(messages), whole, f"{whole}\n{{}}"):
+        path.write_text(text)
+        assert "[[bc<|im_end|>]]" in cli("templates", model, "--conversation", path).stdout
+    for content, text in (
+        (b"nonsense", "is not JSON"),
+        (b"", "is not JSON"),
+        (b"{}", "no messages"),
+        (b"[]", "no messages"),
+        (b'[{"role": "user", "content": "\xe9"}]', "is not UTF-8"),
+        (b'[{"role": "user"}]', "refuses this conversation"),
+    ):
+        path.write_bytes(content)
+        assert text in error_of(cli("templates", model, "--conversation", path, code=2))
+    assert "cannot read" in error_of(cli("templates", model, "--conversation", tmp_path / "none.json", code=2))
+    assert "chat template" in error_of(cli("templates", saved(tmp_path, None), code=2))
+    assert "there is no folder" in error_of(cli("templates", tmp_path / "none", code=2))
+    messages = [{"role": "user", "content": "\x1b[2J"}, {"role": "assistant", "content": "a\u202eb"}]
+    (tmp_path / "chat.json").write_text(json.dumps(messages))
+    for env in ({}, {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}):
+        text = cli("templates", model, "--conversation", tmp_path / "chat.json", env=env).stdout
+        assert "\\u{1b}[2J" in text
+        assert "a\\u{202e}b" in text
+        assert "\x1b[2J" not in text
+        assert "\u202e" not in text
+
+
+def test_no_code_of_a_file_runs_and_tokens_of_another_type_are_refused(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"tokens": Mischief(tmp_path / "hacked")}, tmp_path / "batch.pt")
+    assert "can run any code" in error_of(cli("check", tmp_path / "batch.pt", code=2))
+    folder = save("memmap", tmp_path / "folder", batch(env=NonTensorData("a", batch_size=[2])))
+    (folder / "env").rename(tmp_path / "env")
+    (tmp_path / "env" / "other.pickle").write_bytes(pickle.dumps({"data": Mischief(tmp_path / "hacked")}))
+    (folder / "env").symlink_to(tmp_path / "env", target_is_directory=True)
+    assert "is a link" in error_of(cli("check", folder, code=2))
+    assert "there is no" in error_of(cli("check", tmp_path / "absent.pt", code=2))
+    assert not (tmp_path / "hacked").exists()
+    for content, message in (
+        ({"unrelated": FULL}, "tokens"),
+        ({"tokens": {"full": FULL.float(), "prompt": FULL[:, :2]}}, "expected integer token ids"),
+        ({"tokens": FULL}, "expected a nested TensorDict"),
+    ):
+        torch.save(content, tmp_path / "batch.pt")
+        assert message in error_of(cli("check", tmp_path / "batch.pt", code=2))
+
+
+class Diagnosis:
+    def __init__(self, findings: Sequence[str]) -> None:
+        self.findings = findings
+
+    def __str__(self) -> str:
+        return "\n".join(self.findings) or "nothing found"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"findings": list(self.findings)}
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, *findings: str) -> dict[str, Any]:
+    """A doctor with these findings; returns what it is given."""
+    seen: dict[str, Any] = {}
+
+    def diagnose(td: TensorDictBase, **given: Any) -> Diagnosis:
+        seen.update(given, td=td)
+        return Diagnosis(findings)
+
+    monkeypatch.setattr(diagnostics, "diagnose", diagnose, raising=False)
+    return seen
+
+
+def test_exit_codes_of_findings_and_what_the_doctor_gets(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
+) -> None:
+    """0 for a clean batch and for notes alone, 1 for faults."""
+    path = save("dict", tmp_path / "batch.pt", batch())
+    result = cli("check", path, "--policy", model, "--reference", reference, "--json", code=1)
+    assert json.loads(result.stdout)["findings"]  # the log-probs in the batch are made up
+    assert cli("inspect", path, "--tokenizer", model).stdout.strip()
+    cli("inspect", path, "--tokenizer", model, "--html", tmp_path / "page.html")
+    assert "<html" in (tmp_path / "page.html").read_text(encoding="utf-8").lower()
+    seen = stub(monkeypatch)
+    assert cli("check", path).stdout == "nothing found\n"
+    assert torch.equal(seen["td"]["tokens", "full"], FULL)
+    defaults = {"policy": None, "reference": None, "tokenizer": None, "temperature": 1.0}
+    assert {key: seen[key] for key in defaults} == defaults
+    cli("check", path, "--policy", model, "--reference", reference, "--tokenizer", model, "--temperature", 0.5)
+    assert not torch.equal(seen["policy"].lm_head.weight, seen["reference"].lm_head.weight)
+    assert (bool(seen["tokenizer"].chat_template), seen["temperature"]) == (True, 0.5)
+    rows = [TensorDict(tokens=TensorDict(prompt=FULL[0, :2], full=FULL[0, :n]), query="why?") for n in (4, 5)]
+    save_batch(lazy_stack(rows), tmp_path / "rows.pt")
+    assert cli("check", tmp_path / "rows.pt").stdout == "nothing found\n"
+    assert [row["tokens", "full"].tolist() for row in seen["td"].unbind(0)] == [[3, 4, 5, 6], [3, 4, 5, 6, 7]]
+    stub(monkeypatch, "length bias")
+    assert cli("check", path, code=1).stdout == "length bias\n"
+    assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"] == ["length bias"]
+    monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
+    assert "length bias" in cli("check", path).stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("diagnose", "check {path}"),
+        ("inspect_tokens", "inspect {path} --tokenizer {model}"),
+        ("inspect_tokens", "score {model} {path} --html x.html"),
+    ],
+)
+def test_a_version_without_the_doctor_says_so(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str, words: str
+) -> None:
+    monkeypatch.delattr(diagnostics, name, raising=False)
+    path = save("dict", tmp_path / "batch.pt", batch())
+    if words.startswith("score"):
+        path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
+    said = "leave the option out" if words.startswith("score") else f"has no diagnostics.{name}"
+    assert said in error_of(cli(*words.format(path=path, model=model).split(), code=2))
+
+
+def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    seen: dict[str, Any] = {}
+
+    class Inspection:
+        def print(self, *, console: Any) -> None:
+            console.print("the tokens")
+
+    def inspect_tokens(td: TensorDictBase, tokenizer: Any, **given: Any) -> Inspection:
+        seen.update(given, td=td, tokenizer=tokenizer)
+        return Inspection()
+
+    monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
+    one = save("dict", tmp_path / "one.pt", batch())
+    two = save("memmap", tmp_path / "two", batch(advantage=torch.tensor([1.0, -1.0])))
+    assert cli("inspect", one, "--tokenizer", model).stdout == "the tokens\n"
+    assert (seen["html"], seen["other"], seen["temperature"]) == (None, None, 1.0)
+    assert not {"policy", "reference"} & set(seen)
+    cli("inspect", one, "--tokenizer", model, "--policy", model, "--reference", model, "--temperature", 0.5)
+    assert (seen["policy"].config.vocab_size, seen["temperature"]) == (seen["reference"].config.vocab_size, 0.5)
+    page = tmp_path / "page.html"
+    assert cli("inspect", one, "--tokenizer", model, "--html", page, "--other", two).stdout == f"wrote {page}\n"
+    assert seen["html"] == page
+    assert torch.equal(seen["other"]["advantage"], torch.tensor([1.0, -1.0]))
+    assert "create it first" in error_of(
+        cli("inspect", one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html", code=2)
+    )
+    assert "Missing option" in error_of(cli("inspect", one, code=2))
