@@ -50,7 +50,7 @@ def test_each_cell_and_each_seed_is_there_once():
     assert {cell.sampler for cell in cells} == samplers
 
 
-def test_results_are_found_again_and_only_the_missing_ones_run(tmp_path):
+def test_results_are_found_again_by_processor_and_only_the_missing_ones_run(tmp_path):
     """A line that a kill cut off is run again."""
     path = tmp_path / "results.jsonl"
     one, two = target_cells()
@@ -69,10 +69,7 @@ def test_results_are_found_again_and_only_the_missing_ones_run(tmp_path):
         assert path.read_bytes() == whole
         results.append(row(one, 2))
         assert [json.loads(line)["seed"] for line in path.read_text().splitlines()] == [3, 3, 2]
-
-
-def test_each_processor_has_runs_of_its_own(tmp_path):
-    results = Results(tmp_path / "results.jsonl")
+    results = Results(tmp_path / "others.jsonl")
     pi, _ = target_cells()
     for processor, seed, accuracy, kl in (("A", 10, 0.5, 0.4), ("A", 11, 0.7, 0.6), ("B", 10, 0.9, 0.5)):
         measured = {"accuracy_before": 0.25, "accuracy_after": accuracy, "kl_last_half": kl, "swing": 1.5}
@@ -103,7 +100,7 @@ def test_statistics_by_hand():
     assert (summary["kl_last_half"], summary["swing"]) == (pytest.approx(13 / 3), 4.0)
 
 
-def test_the_table_of_the_target_by_hand(tmp_path):
+def test_the_tables_by_hand_and_blocks_of_a_page(tmp_path):
     results = Results(tmp_path / "r.jsonl")
     pi, ziegler = target_cells()
     values = {"accuracy_before": 0.5, "accuracy_after": 0.75, "swing": 2.0}
@@ -117,10 +114,7 @@ def test_the_table_of_the_target_by_hand(tmp_path):
     assert "PI control, 2 of 3 seeds run: the mean KL of the last half is within 10 % of the target in 1" in table
     assert "the coefficient within a factor of 4 after the first third in 1" in table
     assert "1 pairs: 5.0 %" in table
-
-
-def test_the_table_of_claims_by_hand_and_blocks_of_a_page(tmp_path):
-    results = Results(tmp_path / "r.jsonl")
+    results = Results(tmp_path / "claims.jsonl")
     for seed, (k1, k3) in enumerate([(0.70, 0.60), (0.72, 0.61), (0.71, 0.60)]):
         results.append(row(Cell("placement", kl_reward="k1"), seed, sampled_after=k1))
         results.append(row(Cell("placement", kl_loss="k3"), seed, sampled_after=k3))
@@ -135,7 +129,7 @@ def test_the_table_of_claims_by_hand_and_blocks_of_a_page(tmp_path):
         study.write_blocks(page, {"three": "3"})
 
 
-def test_the_true_kl_of_answers_of_one_token_is_exact():
+def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estimate():
     """A single token has the prompt as its only prefix: nothing is sampled, and a plain sum must give the same number."""
     problems = all_problems(9)[:6]
     tokenizer = build_tokenizer(problems)
@@ -156,10 +150,7 @@ def test_the_true_kl_of_answers_of_one_token_is_exact():
     assert kl == pytest.approx(want, rel=1e-4)
     assert right == 0.0
     assert countdown_study.true_kl(policy, policy, tokenizer, problems, samples=1, seed=0)[0] == 0.0
-
-
-def test_the_true_kl_agrees_with_its_estimate():
-    """Over several tokens: the mean log-ratio of sampled answers, an independent estimate."""
+    # over several tokens: the mean log-ratio of sampled answers, an independent estimate
     problems = [Problem((3, 5), 8, "+")] * 50
     tokenizer = build_tokenizer(all_problems(9))
     torch.manual_seed(0)

@@ -43,7 +43,7 @@ def row(of: int, chosen_by: str, rejected_by: str, chosen: str = "a", rejected: 
     return {"chosen": said[0], "rejected": said[1], "question": of, "chosen_by": chosen_by, "rejected_by": rejected_by}
 
 
-def test_no_question_is_on_both_sides() -> None:
+def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> None:
     questions = [question(i, "1010") for i in range(41)]
     held = {}
     for seed in (0, 1, 2, 100):
@@ -56,9 +56,6 @@ def test_no_question_is_on_both_sides() -> None:
     assert sum(map(len, held.values())) == 41
     assert task.split(questions, 3)[1] == task.split(questions, 0)[1]
     assert task.split(questions, 101)[1] == task.split(questions, 100)[1]
-
-
-def test_pairs_are_each_right_answer_against_each_wrong_one() -> None:
     rows = pairs([question(5, "0000"), question(7, "0110")])
     assert [(r["question"], r["chosen_by"], r["rejected_by"]) for r in rows] == [
         (1, WRITERS[1], WRITERS[0]),
@@ -84,7 +81,7 @@ def test_the_real_questions() -> None:
     assert [right for _, right in questions[0].answers.values()] == [False, False, False, True]
 
 
-def test_guesses_know_only_what_training_shows() -> None:
+def test_guesses_know_only_what_training_shows_and_errors_count_questions() -> None:
     train = [row(0, "a", "b", "long one", "short"), row(1, "a", "b", "longer", "short"), row(2, "b", "a", "no", "yes")]
     held_out = [row(0, "a", "b", "xx", "x"), row(1, "b", "a", "x", "xxx"), row(2, "c", "a", "x", "x")]
     assert task.guess_by_length(train, held_out) == [1, -2, 0]  # longer is right more often in training
@@ -97,9 +94,6 @@ def test_guesses_know_only_what_training_shows() -> None:
     right = is_right(guess_by_writer([row(0, "a", "b")], held_out))
     assert right.tolist() == [1, 1, 1, 0, 0.5]
     assert mean_with_error(right, torch.arange(5), weights)[0] == pytest.approx(0.5)
-
-
-def test_errors_count_questions_and_not_pairs() -> None:
     values = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     mean, error = mean_with_error(values, torch.arange(6))
     assert (mean, error) == pytest.approx((0.5, float(values.std()) / 6**0.5))  # each by itself: the usual error

@@ -1,20 +1,27 @@
-"""What takes an interpreter of its own: what imports load, streams of the command line, a writer that is killed."""
+"""What takes a process of its own: what imports load, streams of the command line, writers that are killed or many."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
 import torchrl_llm_kl
+from stored_rows import ScoreStore, has, put, shards
 from torchrl_llm_kl import __version__
 from torchrl_llm_kl.training import Checkpoints
-from waits import LONG
+from waits import LONG, until
 
 LAYERS = sorted(path.parent.name for path in Path(torchrl_llm_kl.__file__).parent.glob("*/__init__.py"))
 
@@ -33,6 +40,8 @@ loaded("torch", "transformers", "pyarrow")
 from torchrl_llm_kl import training
 training.example_config(); training.load_model
 loaded("torch", "torchrl", "transformers")
+import torchrl_llm_kl.masks, torchrl_llm_kl.scoring
+loaded("torchrl", "transformers", "ray")
 training.evaluate
 loaded("torchrl")
 import torchrl.envs  # loads ray where it is installed
@@ -45,10 +54,7 @@ print(sorted({{"ray", "transformers"}} & (set(sys.modules) - before)))
 def test_what_imports_load() -> None:
     """Neither the package nor an example nor a mistyped key loads torch, and no layer loads ray or transformers."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["['torchrl_llm_kl']", "[]", "[]", "['torchrl']", "[]"]
-
-
-# ------------------------------------------------------------------ the command line
+    assert done.stdout.splitlines() == ["['torchrl_llm_kl']", "[]", "[]", "[]", "['torchrl']", "[]"]
 
 
 def program(*words: str, **settings: Any) -> subprocess.CompletedProcess[Any]:
@@ -57,39 +63,28 @@ def program(*words: str, **settings: Any) -> subprocess.CompletedProcess[Any]:
     return subprocess.run(command, check=False, **options)
 
 
-def test_the_module_runs() -> None:
+def test_streams_of_the_module() -> None:
+    """Read, gone, closed, completed by a shell, or without Unicode."""
     found = program("version")
     assert (found.stdout, found.stderr, found.returncode) == (f"torchrl-llm-kl {__version__}\n", "", 0)
-
-
-def test_a_reader_that_is_gone_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
     done = program("version", stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_a_closed_stream() -> None:
     command = f"{sys.executable} -m torchrl_llm_kl version >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_completion_of_a_shell() -> None:
     words = {"_TORCHRL_LLM_KL_COMPLETE": "complete_bash", "COMP_WORDS": "torchrl-llm-kl est", "COMP_CWORD": "1"}
     assert program(env=os.environ | words).stdout.split() == ["estimators"]
 
 
-def test_a_stream_without_unicode() -> None:
-    for encoding, words in (("ascii", ()), ("latin-1", ()), ("ascii", ("--json",))):
-        environment = os.environ | {"PYTHONIOENCODING": encoding}
-        found = program("estimators", *words, env=environment, text=False)
-        assert found.returncode == 0
-        assert "‖" in str(json.loads(found.stdout)) if words else b"\\u2016" in found.stdout
+@pytest.mark.parametrize(("encoding", "words"), [("ascii", ()), ("latin-1", ()), ("ascii", ("--json",))])
+def test_a_stream_without_unicode(encoding: str, words: tuple[str, ...]) -> None:
+    found = program("estimators", *words, env=os.environ | {"PYTHONIOENCODING": encoding}, text=False)
+    assert found.returncode == 0
+    assert "‖" in str(json.loads(found.stdout)) if words else b"\\u2016" in found.stdout
 
-
-# ------------------------------------------------------------------ checkpoints
 
 WRITER = """
 import sys
@@ -125,3 +120,90 @@ def test_a_process_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path: Pa
         if half_written == 2:
             return
     raise AssertionError(f"{half_written} of 10 kills hit a checkpoint that was being written: the test shows nothing")
+
+
+def work(folder: str, seed: int, rounds: int) -> None:
+    """Write and read random sequences, also those of others; an AssertionError for a wrong score."""
+    from filelock import FileLock
+
+    store = ScoreStore(folder, max_bytes=20_000, shard_bytes=3000)
+    rng, hits = np.random.default_rng(seed), 0
+    for _ in range(rounds):
+        number = int(rng.integers(200))
+        if has(store, number):
+            hits += 1
+        else:
+            put(store, number)
+        with FileLock(Path(folder) / "lock"):
+            assert store.num_bytes <= 20_000
+    store.flush()
+    assert hits > rounds // 10
+
+
+def write_for_ever(folder: str) -> None:
+    store, number = ScoreStore(folder, max_bytes=10**6, shard_bytes=2000), 0
+    while True:
+        put(store, number % 1000)
+        number += 1
+
+
+def write_and_leave(folder: str) -> None:
+    put(ScoreStore(folder), 7)
+
+
+def start(target: Callable[..., None], *args: Any) -> Any:
+    process = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    process.start()
+    return process
+
+
+def test_several_processes_write_and_read_at_once_and_their_ends_write_what_waits(tmp_path: Path) -> None:
+    processes = [start(work, str(tmp_path / "shared"), seed, 400) for seed in range(3)]
+    processes.append(start(write_and_leave, str(tmp_path / "left")))
+    for process in processes:
+        process.join(LONG)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert has(ScoreStore(tmp_path / "left"), 7)
+    reader = ScoreStore(tmp_path / "shared")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sum(has(reader, number) for number in range(200)) > 50
+    assert not list(tmp_path.glob("*/*.tmp"))
+
+
+def test_a_process_killed_while_it_writes_harms_nothing(tmp_path: Path) -> None:
+    for _ in range(3):
+        before = len(shards(tmp_path))
+        process = start(write_for_ever, str(tmp_path))
+        until(lambda before=before: len(shards(tmp_path)) >= before + 20)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(LONG)
+    reader = ScoreStore(tmp_path, max_bytes=10**6, shard_bytes=2000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sum(has(reader, number) for number in range(1000)) > 100
+        put(reader, 5000)
+        reader.flush()  # the lock is free, and drafts are gone
+    assert has(reader, 5000)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_does_not_write_the_records_of_its_parent(tmp_path: Path) -> None:
+    store = ScoreStore(tmp_path)
+    put(store, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            put(store, 2)
+            store.flush()
+            code = 0 if has(store, 2) and not has(store, 1) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert has(store, 2)
+    store.flush()
+    assert has(ScoreStore(tmp_path), 1)

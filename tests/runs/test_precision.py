@@ -20,14 +20,14 @@ from rich.progress import Progress  # noqa: E402
 from benchmarks import precision  # noqa: E402
 from torchrl_llm_kl import LogProbScorer  # noqa: E402
 
-NO_DATA = Path("nowhere")
+NARROW = ("bf16 products", "bf16 model", ".bfloat16()")
 
 
 @pytest.fixture(scope="module")
 def measured() -> precision.Measured:
     """On text that every machine has."""
     with pytest.MonkeyPatch.context() as patch, Progress(disable=True) as progress:
-        patch.setattr(precision, "REAL_ANSWERS", NO_DATA)
+        patch.setattr(precision, "REAL_ANSWERS", Path("nowhere"))
         return precision.measure(precision.SMALLEST, progress)
 
 
@@ -35,37 +35,32 @@ def errors(found: precision.Measured, setting: str) -> torch.Tensor:
     return (found.last[setting].log_prob - found.last["float64"].log_prob).abs()
 
 
-def test_float32_is_near_the_truth(measured):
-    assert 0 < errors(measured, "float32").max() < 5e-6
+def test_float32_is_near_the_truth_and_bfloat16_errs_a_little(measured):
+    """Weights in float32 err no more than a narrow model."""
+    single = errors(measured, "float32")
+    assert 0 < single.max() < 5e-6
     for kind, value in measured.last["float64"].kl.items():
         assert_close(measured.last["float32"].kl[kind], value, rtol=1e-4, atol=5e-6)
-
-
-def test_bfloat16_errs_a_little(measured):
-    """Weights in float32 err no more than a narrow model."""
-    found = {setting: errors(measured, setting) for setting in ("bf16 products", "bf16 model", ".bfloat16()")}
+    found = {setting: errors(measured, setting) for setting in NARROW}
     for error in found.values():
-        assert 100 * errors(measured, "float32").mean() < error.mean()
+        assert 100 * single.mean() < error.mean()
         assert error.max() < 0.1
     assert found["bf16 products"].mean() < 1.1 * found["bf16 model"].mean()
 
 
-def test_the_policy_leaves_the_reference(measured):
+def test_the_policy_leaves_the_reference_and_is_another_in_another_dtype(measured):
     """Step by step, so that there is a KL to be wrong about."""
     first, last = (readings["float64"].kl["exact"] for readings in measured.readings.values())
     assert 0 < first.mean() < last.mean() < 0.1
     assert first.min() > -1e-9
-
-
-def test_the_same_model_in_two_dtypes_is_two_policies(measured):
     against = measured.against_float32
     assert against["float32"].kl["exact"].abs().max() == 0
-    for setting in ("bf16 products", "bf16 model", ".bfloat16()"):
+    for setting in NARROW:
         assert 0 < against[setting].kl["exact"].mean() < 1e-4
         assert_close(against[setting].ref_log_prob, measured.last["float32"].log_prob, rtol=0, atol=5e-6)
 
 
-def test_only_answers_are_scored(monkeypatch):
+def test_only_answers_are_scored_and_copies_leave_the_model_alone(monkeypatch):
     """All tokens of an answer and its end, none of a question."""
     monkeypatch.setattr(precision, "documents", lambda: ([("ab", ["cd"], "efg")] * 8, "here"))
     text = precision.corpus(replace(precision.SMALLEST, model=replace(precision.MODEL, vocab=256), held_out=2))
@@ -74,9 +69,10 @@ def test_only_answers_are_scored(monkeypatch):
     assert text.mask.tolist() == [False] * 3 + [True] * 5 + [False] * 3 + [True] * 5
     # Six questions are left: the first for tuning, "ab\nefg\n\n", five for training, "ab\ncd\n\n".
     assert (len(text.tuning), len(text.training)) == (8, 5 * 7)
-
-
-def test_copies_leave_the_model_alone():
+    # two answers, of sums 3 and 5: the mean is 2; their tokens are -1 and +1 off in sum; sqrt((1 + 1) * 2 / 1) / 4
+    values, rows = torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 0, 1, 1])
+    assert precision.by_sequence(values, rows).tolist() == [3.0, 5.0]
+    assert precision.mean_and_error(values, rows) == (2.0, pytest.approx(0.5))
     model = precision.qwen2(precision.QUICK)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     narrow, double = precision.in_bfloat16(model), precision.in_double(model)
@@ -88,13 +84,6 @@ def test_copies_leave_the_model_alone():
     assert_close(double(input_ids=ids).logits.float(), model(input_ids=ids).logits, rtol=0, atol=1e-5)
     assert LogProbScorer(double).path == "head"
     assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
-def test_standard_error_of_a_clustered_mean():
-    """Two answers, of sums 3 and 5: the mean is 2; their tokens are -1 and +1 off in sum; sqrt((1 + 1) * 2 / 1) / 4."""
-    values, rows = torch.tensor([1.0, 2.0, 5.0, 0.0]), torch.tensor([0, 0, 1, 1])
-    assert precision.by_sequence(values, rows).tolist() == [3.0, 5.0]
-    assert precision.mean_and_error(values, rows) == (2.0, pytest.approx(0.5))
 
 
 def test_the_page_is_written_between_its_markers(measured, monkeypatch, tmp_path):
@@ -111,10 +100,7 @@ def test_the_page_is_written_between_its_markers(measured, monkeypatch, tmp_path
         assert text == f"before\n\n{precision.START}\n\n{precision.markdown(measured)}\n\n{precision.END}\n\nafter\n"
     assert (tmp_path / "precision.png").stat().st_size > 10_000
     assert "docstrings" in text
-
-
-def test_the_page_has_the_rows_of_the_script(measured):
-    """A renamed row or setting leaves the page out of date."""
+    # a renamed row or setting leaves the page out of date
     page = (precision.DOCS / precision.PAGE).read_text(encoding="utf-8")
     labels = [label for label, _ in precision.of_last_policy(measured)]
     assert all(f"| {label} |" in page for label in labels)

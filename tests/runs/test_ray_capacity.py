@@ -1,10 +1,13 @@
-"""How many replicas: the search, the fit and the commands, on figures that are known."""
+"""How many replicas: the event model beside queues whose answers are known; the search, the fit and the commands."""
 
 from __future__ import annotations
 
 import inspect
+import math
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -16,10 +19,171 @@ from benchmarks.ray.calibration import Batches, Calibration, Check, fit  # noqa:
 from benchmarks.ray.callers import Window  # noqa: E402
 from benchmarks.ray.capacity import Answer, Limits, Work, answers_for, replicas_needed, with_model  # noqa: E402
 from benchmarks.ray.comparison import Bytes, Calls, Case, Line  # noqa: E402
-from benchmarks.ray.events import Observed, Replica, quantile, simulate  # noqa: E402
+from benchmarks.ray.events import Draw, Observed, Replica, World, quantile, simulate  # noqa: E402
 from benchmarks.ray.overhead import Overhead  # noqa: E402
 from benchmarks.ray.results import RayRun  # noqa: E402
 from torchrl_llm_kl.service import ScoringService  # noqa: E402
+
+ALONE = 1e-9  # a limit of tokens that no two requests fit into
+
+
+def constant(value: float) -> Draw:
+    return lambda random: value
+
+
+def exponential(mean: float) -> Draw:
+    return lambda random: random.expovariate(1 / mean)
+
+
+def in_turn(values: list[float]) -> Draw:
+    left = iter(values)
+    return lambda random: next(left)
+
+
+def machine_repair(machines: int, think: float, service: float) -> tuple[float, float]:
+    """Throughput and mean response of M/M/1//N: states 0..N broken machines, one repairer."""
+    weights = [math.perm(machines, k) * (service / think) ** k for k in range(machines + 1)]
+    idle = weights[0] / sum(weights)
+    throughput = (1 - idle) / service
+    return throughput, machines / throughput - think
+
+
+@pytest.mark.parametrize(("collectors", "think"), [(4, 2.0), (20, 10.0)])
+def test_closed_queue_with_exponential_times(collectors: int, think: float) -> None:
+    """One request at a time, its size exponential: the machine repair model, which has a closed form."""
+    replica = Replica(fixed=0.0, each=0.0, rate=1.0, max_tokens=ALONE)
+    world = World(collectors, exponential(think), exponential(1.0), 1, replica)
+    found = simulate(world, requests=20_000, warm_up=2000)
+    throughput, response = machine_repair(collectors, think, 1.0)
+    assert found.throughput == pytest.approx(throughput, rel=0.03)
+    assert found.latency == pytest.approx(response, rel=0.04)
+    assert found.busy == pytest.approx(throughput * 1.0, rel=0.03)
+    assert found.lost == pytest.approx(response / (response + think), rel=0.03)
+
+
+@pytest.mark.parametrize("arrivals", [0.5, 2.0])
+def test_batches_without_a_limit_take_all_that_came_meanwhile(arrivals: float) -> None:
+    """While a batch is served a Poisson number of requests arrive, and make the next; after none, the first to come does."""
+    replica = Replica(fixed=1.0, each=0.0, rate=math.inf, max_tokens=math.inf)
+    world = World(1000, exponential(1000 / arrivals), constant(1.0), 1, replica)
+    found = simulate(world, requests=60_000, warm_up=5000)
+    sizes = Counter(size for size, _ in found.batches)
+    total = len(found.batches)
+    assert sum(s * n for s, n in sizes.items()) / total == pytest.approx(arrivals + math.exp(-arrivals), rel=0.02)
+    assert sizes[1] / total == pytest.approx((1 + arrivals) * math.exp(-arrivals), rel=0.03)
+    assert sizes[2] / total == pytest.approx(arrivals**2 / 2 * math.exp(-arrivals), rel=0.05)
+
+
+@pytest.mark.parametrize(("replicas", "rho"), [(1, 0.7), (3, 0.6)])
+def test_many_collectors_ask_as_a_poisson_stream(replicas: int, rho: float) -> None:
+    """M/D/1: the mean wait is rho / (2 (1 - rho)) services (Pollaczek and Khinchine); a hash divides the stream.
+
+    Each replica is a queue of its own with its share of the requests, not one server of a common queue.
+    """
+    replica = Replica(fixed=1.0, each=0.0, rate=math.inf, max_tokens=ALONE)
+    world = World(1000, exponential(1000 / (rho * replicas)), constant(1.0), replicas, replica)
+    found = simulate(world, requests=60_000, warm_up=5000)
+    assert found.throughput == pytest.approx(rho * replicas, rel=0.02)
+    assert found.busy == pytest.approx(rho, rel=0.02)
+    assert found.latency == pytest.approx(1 + rho / (2 * (1 - rho)), rel=0.05)
+
+
+def test_a_world_of_one_and_of_the_same_seed_by_hand() -> None:
+    """2 of fixed, 3 for the request, 8 tokens at 4 a second, 1 on the way: 8 seconds; nobody to wait for."""
+    replica = Replica(fixed=2.0, each=3.0, rate=4.0, max_wait=100.0)
+    found = simulate(World(1, constant(12.0), constant(8.0), 1, replica, link=constant(1.0)), requests=10)
+    assert found.latencies == pytest.approx([8.0] * 10)
+    assert set(found.batches) == {(1, 8.0)}
+    assert found.lost == pytest.approx(8 / 20)
+    # collectors begin anywhere in their thinking: half of them have asked after half of the time
+    world = World(1000, constant(10.0), constant(1.0), 1, Replica(0.0, 0.0, math.inf))
+    assert simulate(world, requests=500).seconds == pytest.approx(5.0, rel=0.15)
+    world = World(5, exponential(1.0), exponential(1.0), 2, Replica(0.1, 0.0, 10.0))
+    assert simulate(world, requests=200, seed=1) == simulate(world, requests=200, seed=1)
+    assert simulate(world, requests=200, seed=1) != simulate(world, requests=200, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "batches"),
+    [
+        (100.0, [(2, 20.0)]),  # both are there: no further wait
+        (19.0, [(1, 10.0), (1, 10.0)]),  # no room for two
+        (20.0, [(2, 20.0)]),  # room for exactly two
+        (3.0, [(1, 10.0), (1, 10.0)]),  # larger than the limit goes alone
+    ],
+)
+def test_requests_that_come_together(max_tokens: float, batches: list[tuple[int, float]]) -> None:
+    """The first to arrive knows of nobody else, and starts alone: the second and a third are what is looked at."""
+    replica = Replica(1.0, 0.0, math.inf, max_wait=5.0, max_tokens=max_tokens)
+    world = World(3, in_turn([0.0, 0.0, 0.0, 1e6, 1e6, 1e6]), constant(10.0), 1, replica)
+    assert simulate(world, requests=3).batches == [(1, 10.0), *batches]
+
+
+def late(second: float, *, lately: float = 10.0, max_tokens: float = 1000.0) -> Observed:
+    """Two collectors of which one asks at 8, the other ``second`` seconds later; a batch takes 1 s, the window is 4 s.
+
+    Both have asked at 0: one was alone and had its answer at 1, the other waited for it until 4 and had its answer at 5.
+    """
+    replica = Replica(1.0, 0.0, math.inf, max_wait=4.0, lately=lately, max_tokens=max_tokens)
+    world = World(2, in_turn([0.0, 0.0, 7.0, 3.0 + second, 1e6, 1e6]), constant(10.0), 1, replica)
+    return simulate(world, requests=2, warm_up=2)
+
+
+@pytest.mark.parametrize(
+    ("second", "how", "latencies", "sizes"),
+    [
+        (1.0, {}, [2.0, 1.0], [2]),  # the other comes in time: no wait beyond it
+        (6.0, {}, [5.0, 5.0], [1, 1]),  # each waits for the other in vain
+        (6.0, {"max_tokens": 15.0}, [5.0, 5.0], [1, 1]),  # what is done counts no more
+        (1.5, {"lately": 7.5}, [1.0, 5.0], [1, 1]),  # who asked long ago is not waited for
+        (1.5, {"lately": 8.5}, [2.5, 1.0], [2]),  # who asked not so long ago is
+        # Enough to do: no wait. The second had its first answer at 2, and asks 3 s sooner.
+        (4.5, {"max_tokens": 10.0}, [1.0, 1.0], [1, 1]),
+    ],
+)
+def test_the_window_by_hand(second: float, how: dict[str, float], latencies: list[float], sizes: list[int]) -> None:
+    found = late(second, **how)
+    assert found.latencies == pytest.approx(latencies)
+    assert [requests for requests, _ in found.batches] == sizes
+
+
+def test_a_small_request_beside_a_large_one() -> None:
+    """50 tokens in pieces of 10, two to a batch, at 10 a second; 5 tokens come after one second.
+
+    They wait for the first batch, share the second with one piece, and have their answer 2.5 seconds after they came.
+    """
+    replica = Replica(0.0, 0.0, 10.0, max_tokens=20.0, piece=10.0)
+    link = in_turn([0.0, 2.0])  # half of it there, half back
+    world = World(2, in_turn([0.0, 0.0, 1e6, 1e6]), in_turn([50.0, 5.0]), 1, replica, link=link)
+    found = simulate(world, requests=2)
+    assert found.batches == [(1, 20.0), (2, 15.0), (1, 20.0)]
+    assert found.latencies == pytest.approx([1.0 + 2.5 + 1.0, 5.5])
+    # the oldest goes first: all wait behind the first, and are served in the order in which they came
+    world = World(
+        4, in_turn([0.0] * 4 + [1e6] * 4), in_turn([5.0, 2.0, 4.0, 3.0]), 1, Replica(0.0, 0.0, 1.0, max_tokens=ALONE)
+    )
+    found = simulate(world, requests=4)
+    assert [tokens for _, tokens in found.batches] == [5.0, 2.0, 4.0, 3.0]
+    assert found.latencies == pytest.approx([5.0, 7.0, 11.0, 14.0])
+
+
+def test_nothing_is_lost_or_made_up() -> None:
+    sizes = Random(1)
+    replica = Replica(0.1, 0.05, 50.0, max_wait=0.2, max_tokens=40.0)
+    world = World(12, exponential(2.0), lambda _: 3.0 * sizes.randint(1, 30), 4, replica, constant(0.1), prompts=3)
+    found = simulate(world, requests=5000, warm_up=100)
+    assert (len(found.latencies), found.answered, found.asked) == (5000, 5100, 5100 + found.waiting)
+    assert 0 <= found.waiting <= 12
+    assert all(tokens <= 40.0 or requests == 1 for requests, tokens in found.batches)
+    assert all(latency >= 0.1 + 0.1 + 0.05 for latency in found.latencies)
+    # Little's law: collectors that wait, on average, are throughput times latency; the others think.
+    assert found.throughput * (found.latency + found.thought / 5000) == pytest.approx(12, rel=0.03)
+    # Two prompts on two replicas: half of the time both on one, of double size, else side by side.
+    world = World(1, constant(1.0), constant(10.0), 2, Replica(0.0, 0.0, 1.0), prompts=2)
+    found = simulate(world, requests=2000)
+    assert Counter(found.batches).keys() == {(1, 10.0), (1, 5.0)}
+    assert found.latency == pytest.approx(0.5 * 10 + 0.5 * 5, rel=0.05)
+
 
 REPLICA = Replica(fixed=0.004, each=0.0005, rate=30_000, max_wait=0.003)
 
@@ -46,7 +210,7 @@ def test_enough_and_no_more_than_needed(collectors: int, speed: float) -> None:
     assert lost(work, collectors, answer.replicas - max(1, answer.replicas // 10)) > allowed - 0.004
 
 
-def test_an_idle_service_of_its_own() -> None:
+def test_an_idle_service_of_its_own_and_a_limit_that_no_number_keeps() -> None:
     """One collector: 3072 tokens around 30,000 a second and 4.5 ms, beside 2.048 s of generation."""
     answer = replicas_needed(Work(1000.0), 1, REPLICA, no_link, Limits())
     seconds = 3072 / 30_000 + 0.0045
@@ -54,10 +218,7 @@ def test_an_idle_service_of_its_own() -> None:
     assert (answer.lost, answer.lost_alone) == pytest.approx([seconds / (seconds + 2.048)] * 2, rel=0.03)
     assert answer.latency_p50 == pytest.approx(seconds, rel=0.03)
     assert answer.requests_per_batch == 1
-
-
-def test_a_limit_that_no_number_keeps() -> None:
-    """The largest requests take half as long again as the mean one, whatever waits."""
+    # the largest requests take half as long again as the mean one, whatever waits
     work, alone = Work(1000.0), 1.5 * 3072 / 30_000 + 0.0045
     assert replicas_needed(work, 3, REPLICA, no_link, Limits(p99=0.9 * alone)).replicas is None
     found = replicas_needed(work, 3, REPLICA, no_link, Limits(p99=3 * alone))
@@ -65,29 +226,19 @@ def test_a_limit_that_no_number_keeps() -> None:
     assert found.latency_p99 <= 3 * alone
 
 
-def test_the_guess_does_not_matter() -> None:
+def test_more_collectors_and_faster_ones_need_more_whatever_the_guess() -> None:
     one, other = (replicas_needed(Work(1000.0), 20, REPLICA, no_link, Limits(), guess=guess) for guess in (1, 40))
     assert one.replicas == other.replicas
-
-
-def test_more_collectors_and_faster_ones_need_more() -> None:
     seen: list[Answer] = []
     answers = answers_for([200.0, 2000.0], [100, 10, 300], REPLICA, no_link, Limits(), on_answer=seen.append)
     assert seen == answers
-    assert [(a.tokens_per_second, a.collectors) for a in answers] == [
-        (speed, count) for speed in (200.0, 2000.0) for count in (10, 100, 300)
-    ]
+    asked = [(speed, count) for speed in (200.0, 2000.0) for count in (10, 100, 300)]
+    assert [(a.tokens_per_second, a.collectors) for a in answers] == asked
     needed = [a.replicas for a in answers]
     assert needed == sorted(needed[:3]) + sorted(needed[3:])
     assert all(few < many for few, many in zip(needed[1:3], needed[4:], strict=True))
-
-
-def test_another_model() -> None:
     assert with_model(REPLICA, fixed=None, rate=None) == REPLICA
     assert with_model(REPLICA, fixed=0.02, rate=1e6) == replace(REPLICA, fixed=0.02, rate=1e6)
-
-
-# ------------------------------------------------------------------ the fit
 
 
 def batches(fixed: float, each: float, token: float) -> list[Batches]:
@@ -106,26 +257,17 @@ def test_the_fit_finds_what_is_there() -> None:
     assert quantile(found.links, 0.5) == pytest.approx(1.5e-3)
     defaults = inspect.signature(ScoringService).parameters
     assert (replica.max_wait, replica.max_tokens) == (defaults["max_wait"].default, defaults["max_tokens"].default)
-
-
-def test_the_fit_has_nothing_negative() -> None:
-    found = fit(batches(3e-3, -0.5e-3, 1 / 50_000), [0.1], tokens=200)
+    found = fit(batches(3e-3, -0.5e-3, 1 / 50_000), [0.1], tokens=200)  # nothing negative
     assert found.replica["each"] == 0
     assert found.replica["fixed"] > 0
     assert found.largest_error > 0.01
 
 
-# ------------------------------------------------------------------ figures
-
-
-def test_calls_of_a_window() -> None:
+def test_calls_of_a_window_and_quantiles() -> None:
     """Three calls and a quarter of one in two seconds; one that came too late."""
     window = Window(2.0, [(0.0, 0.5), (0.5, 1.0), (1.0, 1.5), (1.5, 3.5), (2.5, 3.5)])
     assert window.throughput == pytest.approx(3.25 / 2)
     assert window.latencies == [0.5, 0.5, 0.5, 2.0, 1.0]
-
-
-def test_quantiles_of_what_was_observed() -> None:
     found = Observed(10.0, [1.0, 2.0, 3.0, 4.0], 30.0, [], 0.5, 0, 4, 4)
     assert (found.throughput, found.latency, found.lost) == (0.4, 2.5, 0.25)
     assert (found.quantile(0.5), found.quantile(0.99)) == (3.0, 4.0)
@@ -154,37 +296,29 @@ def run() -> RayRun:
     )
 
 
-def test_targets() -> None:
+def test_targets_saved_loaded_and_merged(tmp_path: Path) -> None:
     """Ratios of rounds are 5, 3.5 and 8: the median, and that of eight callers only."""
-    found = [(goal.short, goal.found, goal.target, goal.met) for goal in run().goals]
-    assert found == [
+    before = run()
+    assert [(goal.short, goal.found, goal.target, goal.met) for goal in before.goals] == [
         ("ms", pytest.approx(2.5), 3.0, True),
         ("ms", pytest.approx(4.0), 3.0, False),
         ("faster", 5.0, 4.0, True),
         ("bytes", 1.0, 0.0, False),
     ]
-    assert run().checks[0].errors == pytest.approx((0.2, -0.25))
-
-
-def test_saved_loaded_and_merged(tmp_path: Path) -> None:
-    before = run()
+    assert before.checks[0].errors == pytest.approx((0.2, -0.25))
     before.save(tmp_path)
     assert RayRun.load(tmp_path) == before
     newer = replace(before, command="other", lines=(), bytes=(), calibration=None, overheads=before.overheads[:1])
-    merged = before.updated(newer)
-    assert merged == replace(before, overheads=before.overheads[:1])
+    assert before.updated(newer) == replace(before, overheads=before.overheads[:1])
     assert before.same_place(newer)
     assert not before.same_place(replace(before, machine={"cores": "3"}))
-
-
-# ------------------------------------------------------------------ the commands
 
 
 def invoke(*arguments: str) -> typer_testing.Result:
     return typer_testing.CliRunner().invoke(cli.app, arguments)
 
 
-def test_render_and_ask(tmp_path: Path) -> None:
+def test_render_and_ask_also_when_nothing_is_stored(tmp_path: Path) -> None:
     run().save(tmp_path)
     rendered = invoke("render", "--out", str(tmp_path))
     assert rendered.exit_code == 0, rendered.output + repr(rendered.exception)
@@ -205,11 +339,9 @@ def test_render_and_ask(tmp_path: Path) -> None:
     assert "too slow" in " ".join(refused.output.split())
     faster = invoke(*question, "--model-tokens-per-second", "1000000", "--p99-ms", "100")
     assert faster.exit_code == 0, faster.output
-
-
-def test_nothing_stored(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
     for command in (["render"], ["capacity", "--collectors", "1", "--tokens-per-second", "1"]):
-        result = invoke(*command, "--out", str(tmp_path))
+        result = invoke(*command, "--out", str(tmp_path / "empty"))
         assert result.exit_code == 2
         assert "run first" in " ".join(result.output.split())
 

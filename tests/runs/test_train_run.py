@@ -20,34 +20,21 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from torchrl_llm_kl import training
 from torchrl_llm_kl.cli._commands import app
-from torchrl_llm_kl.training import (
-    Checkpoints,
-    CheckpointWarning,
-    ConfigError,
-    ModelError,
-    load_model,
-    load_prompts,
-    read_config,
-    step_figures,
-    summary,
-    train,
-)
+from torchrl_llm_kl.training import Checkpoints, CheckpointWarning, ConfigError, ModelError, read_config, train
 from torchrl_llm_kl.training._build import file_digests
-from train_lab import ANSWERS, HELD_OUT, assert_same_run, figures, go, same, settings, weights
+from train_lab import ANSWERS, HELD_OUT, assert_same_run, figures, go, same, settings, steps_in, weights
 from waits import LONG, until
 
 pytestmark = pytest.mark.usefixtures("_no_curves")
 SHORT = ("optimizer.warmup_steps=0", "evaluation.every=0")
 
 
-# ------------------------------------------------------------------ what a run leaves
-
-
 def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
     """Greedy answers of the first model, one prompt at a time, through transformers alone."""
     config = settings(lab, whole)
-    _, held_out = load_prompts(config)
+    _, held_out = training.load_prompts(config)
     assert held_out is not None
     assert len(held_out) == HELD_OUT
     tokenizer = AutoTokenizer.from_pretrained(config.model.name)
@@ -101,7 +88,7 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
     for text in ("trained for 1 step with grpo", f"| 0 | {before['reward']:.4g} | — | 0 |", "````yaml\nmodel:\n"):
         assert text in card
     rows = [{"step": 0, "tokens": 38_811.0, "seconds": 7_500.0}, {"tokens": 1.0, "seconds": 7_500.0}]
-    assert summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
+    assert training.summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
 
 
 def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, tmp_path: Path) -> None:
@@ -143,7 +130,7 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
     def share(reward: torch.Tensor, rows: slice = slice(None), **how: Any) -> float:
         after = TensorDict(reward=reward[..., None], kl_penalty=kl, batch_size=[6])
         batch = TensorDict(next=after, group=group[:, None], batch_size=[6])
-        return step_figures(batch[rows], **how)["equal_rewards"]
+        return training.step_figures(batch[rows], **how)["equal_rewards"]
 
     assert share(earned[:, None]) == pytest.approx(2 / 3)
     assert share(charged, coefficient=Coefficient(), charged=True) == pytest.approx(2 / 3)
@@ -152,16 +139,20 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
     assert share(earned[:, None], compares=False) == 0.0
     assert share(torch.full((6, 1), 0.7), compares=False) == 1.0
     without = TensorDict(next=TensorDict(reward=earned[:, None], batch_size=[6]), batch_size=[6])
-    assert "equal_rewards" not in step_figures(without)
+    assert "equal_rewards" not in training.step_figures(without)
 
 
-# ------------------------------------------------------------------ resuming
-
-
-def test_a_damaged_checkpoint_is_passed_over(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """The run goes on from the one before."""
+def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_only_reports(
+    lab: Path, whole: Path, tmp_path: Path
+) -> None:
+    """The run goes on from the one before; a finished one, with fewer steps too, writes what is missing."""
     out = tmp_path / "out"
     shutil.copytree(whole, out)
+    shutil.rmtree(out / "final")
+    for changes in (("run.steps=2",), ()):
+        result, _ = go(lab, out, *changes)
+        assert (result.outcome, result.step) == ("finished", 4)
+    assert_same_run(out, whole)
     shutil.rmtree(out / "final")
     shutil.rmtree(out / "checkpoints" / "step-000004")
     state = out / "checkpoints" / "step-000003" / "state.pt"
@@ -169,24 +160,6 @@ def test_a_damaged_checkpoint_is_passed_over(lab: Path, whole: Path, tmp_path: P
     with pytest.warns(CheckpointWarning, match=r"state\.pt has 1000 bytes"):
         _, said = go(lab, out)
     assert said[0].startswith("going on after step 2 of 4")
-    assert_same_run(out, whole)
-
-
-def test_a_signal_saves_and_the_run_goes_on(
-    lab: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGTERM while the answers of the second step are rewarded: the step is finished, and nothing else."""
-    out = tmp_path / "out"
-    monkeypatch.setenv("INTERRUPT_AT", str(HELD_OUT + ANSWERS + 3))
-    before = signal.getsignal(signal.SIGTERM)  # Ray, in an earlier test, may have set its own
-    result, said = go(lab, out, "checkpoints.every=4")
-    assert (result.outcome, result.step, result.final) == ("interrupted", 2, None)
-    assert f"saved {out / 'checkpoints' / 'step-000002'}" in said[-1]
-    assert "Run the same command to go on" in said[-1]
-    assert not (out / "final").exists()
-    assert signal.getsignal(signal.SIGTERM) is before
-    monkeypatch.delenv("INTERRUPT_AT")
-    assert go(lab, out, "checkpoints.every=4")[0].outcome == "finished"
     assert_same_run(out, whole)
 
 
@@ -231,18 +204,17 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("data.prompts=nowhere.jsonl", "nowhere.jsonl"),
-        ("reward=nowhere.py:f", "there is no file nowhere.py"),
-        ("model.name=./nowhere", "there is no folder ./nowhere"),
-        ("algorithm.name=dpo", "learns from given answers"),
-        ("model.dtype=bfloat16", "weights cannot be read"),
-    ],
-)
+NO_BEGIN = {
+    "data.prompts=nowhere.jsonl": "nowhere.jsonl",
+    "reward=nowhere.py:f": "there is no file nowhere.py",
+    "model.name=./nowhere": "there is no folder ./nowhere",
+    "algorithm.name=dpo": "learns from given answers",
+    "model.dtype=bfloat16": "weights cannot be read",
+}
+
+
 def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(
-    lab: Path, tmp_path: Path, change: str, message: str, monkeypatch: pytest.MonkeyPatch
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it fails while it loads the weights."""
     (tmp_path / "checkpoints").mkdir(parents=True)
@@ -254,13 +226,11 @@ def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(
         raise ModelError("weights cannot be read")
 
     monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
-    said: list[str] = []
-    for _ in range(2):
+    for change, message in [*NO_BEGIN.items()] * 2:
         with pytest.raises((ValueError, OSError), match=message):
-            train(settings(lab, tmp_path, change), fresh=True, say=said.append)
+            train(settings(lab, tmp_path, change), fresh=True, say=pytest.fail)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == before
     assert all((tmp_path / name).read_text() == "of the earlier run" for name in ("config.yaml", "metrics.jsonl"))
-    assert said == []
 
 
 def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
@@ -284,9 +254,11 @@ def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
     assert sorted(path for path in out.rglob("*") if path.name != ".lock") == before
 
 
-def test_a_device_that_is_not_there_is_said_before_a_model_is_loaded(
+def test_a_device_that_is_not_there_and_a_folder_of_another_are_refused(
     lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before a model is loaded."""
+
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("weights are loaded")
 
@@ -295,7 +267,15 @@ def test_a_device_that_is_not_there_is_said_before_a_model_is_loaded(
         with pytest.raises(ModelError, match=rf"^model\.device='{device}' is no device .* which has cpu"):
             go(lab, tmp_path / "out", f"model.device={device}")
         with pytest.raises(ModelError, match=rf"^device='{device}' is no device"):
-            load_model(str(lab / "model"), device=device)
+            training.load_model(str(lab / "model"), device=device)
+    from filelock import FileLock
+
+    with Checkpoints(tmp_path / "out" / "checkpoints").writing(3, {"seconds": 1.0}):
+        pass
+    with pytest.raises(ConfigError, match=r"step-000003 is of another program: .*--fresh"):
+        go(lab, tmp_path / "out")
+    with FileLock(tmp_path / ".lock"), pytest.raises(ConfigError, match="another process trains in"):
+        go(lab, tmp_path)
 
 
 def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,17 +291,6 @@ def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytes
     config = read_config({"model": {"name": "m"}, "data": data, "reward": {"functions": parts}})
     want = {"p.jsonl": b"1", "h.jsonl": b"2", "a.py": b"3", "~/b.py": b"4"}
     assert file_digests(config) == {name: sha256(content).hexdigest() for name, content in want.items()}
-
-
-def test_a_folder_of_another_program_or_process_is_refused(lab: Path, tmp_path: Path) -> None:
-    from filelock import FileLock
-
-    with Checkpoints(tmp_path / "out" / "checkpoints").writing(3, {"seconds": 1.0}):
-        pass
-    with pytest.raises(ConfigError, match=r"step-000003 is of another program: .*--fresh"):
-        go(lab, tmp_path / "out")
-    with FileLock(tmp_path / ".lock"), pytest.raises(ConfigError, match="another process trains in"):
-        go(lab, tmp_path)
 
 
 def test_mlflow_has_one_run_of_the_project_whose_process_changes(
@@ -341,16 +310,6 @@ def test_mlflow_has_one_run_of_the_project_whose_process_changes(
     assert run.info.run_name == "out"
 
 
-def test_a_finished_run_only_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """With fewer steps too; and it writes what is missing."""
-    shutil.copytree(whole, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "final")
-    for changes in (("run.steps=2",), ()):
-        result, _ = go(lab, tmp_path / "out", *changes)
-        assert (result.outcome, result.step) == ("finished", 4)
-    assert_same_run(tmp_path / "out", whole)
-
-
 def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
     """The run writes all settings under this name; a second start only replaces its own file."""
     own = "# my comments\n" + settings(lab, tmp_path, "run.steps=1", SHORT[0]).to_yaml()
@@ -364,65 +323,88 @@ def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Pat
     assert not (tmp_path / "earlier-2").exists()
 
 
-def test_the_command_and_its_exit_codes(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interrupted, finished by the same command, refused with other settings, and ended by its KL."""
-    file, out = tmp_path / "config.yaml", tmp_path / "out"
-    file.write_text(settings(lab, out, "evaluation.every=0", "run.steps=2").to_yaml())
+def test_the_command_and_its_exit_codes(
+    lab: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted, finished by the same command, refused with other settings, and ended by its KL.
 
-    def command(*words: str) -> Any:
+    SIGTERM comes while the answers of the second step are rewarded: the step is finished, and nothing else.
+    """
+    file, out = tmp_path / "config.yaml", tmp_path / "out"
+    file.write_text(settings(lab, out, "checkpoints.every=4").to_yaml())
+
+    def invoke(*words: str) -> Any:
         return CliRunner().invoke(app, ["train", str(file), *words])
 
-    monkeypatch.setenv("INTERRUPT_AT", str(ANSWERS))
-    interrupted = command()
+    monkeypatch.setenv("INTERRUPT_AT", str(HELD_OUT + ANSWERS + 3))
+    before = signal.getsignal(signal.SIGTERM)  # Ray, in an earlier test, may have set its own
+    interrupted = invoke()
     assert interrupted.exit_code == 130
-    assert "interrupted after step 1 of 2: saved" in interrupted.stderr
+    said = " ".join(interrupted.stderr.split())
+    assert f"interrupted after step 2 of 4: saved {out / 'checkpoints' / 'step-000002'}" in said
+    assert "Run the same command to go on" in said
+    assert (steps_in(out)[-1], (out / "final").exists()) == ("step-000002", False)
+    assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.delenv("INTERRUPT_AT")
-    finished = command()
+    finished = invoke()
     assert finished.exit_code == 0
-    assert "going on after step 1 of 2" in finished.stderr
-    assert f"wrote {out / 'final'}, the weights after step 2" in finished.stdout
-    assert weights(out / "final")
-    refused = command("optimizer.lr=1")
+    assert "going on after step 2 of 4" in finished.stderr
+    assert f"wrote {out / 'final'}, the weights after step 4" in finished.stdout
+    assert_same_run(out, whole)
+    refused = invoke("optimizer.lr=1")
     assert refused.exit_code == 2
     assert "other settings (optimizer.lr" in refused.stderr
-    changes = "kl.stop_above=0.001 kl.stop_after=1 optimizer.lr=0.3 run.steps=4 optimizer.schedule=constant"
-    stopped = command(*changes.split(), "--fresh")
+    changes = "kl.stop_above=0.001 kl.stop_after=1 optimizer.lr=0.3 optimizer.schedule=constant evaluation.every=0"
+    stopped = invoke(*changes.split(), "--fresh")
     assert stopped.exit_code == 1
     assert "kl.stop_above" in stopped.stderr
 
 
-# ------------------------------------------------------------------ kills
+def command(lab: Path, out: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The command, in a process of its own."""
+    file = out.parent / f"{out.name}.yaml"
+    file.write_text(settings(lab, out).to_yaml())
+    words = [sys.executable, "-m", "torchrl_llm_kl", "train", str(file), *overrides]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
 
-def killed(lab: Path, out: Path, rng: random.Random, *overrides: str) -> int:
-    """Start the command, kill it at a random moment after it has made a step more; how many were done by then."""
+def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
+    """Start the command, kill it so long after it has made a step more; how many were done by then."""
     metrics = out / "metrics.jsonl"
 
     def done() -> int:
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    file = out.parent / f"{out.name}.yaml"
-    file.write_text(settings(lab, out).to_yaml())
-    command = [sys.executable, "-m", "torchrl_llm_kl", "train", str(file), *overrides]
     before, begun = done(), time.time()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    process = command(lab, out, *overrides)
 
     def moved() -> bool:
         return metrics.exists() and metrics.stat().st_mtime > begun and done() > before
 
     until(lambda: process.poll() is not None or moved(), seconds=LONG)
-    time.sleep(rng.uniform(0, 0.5))
+    time.sleep(pause)
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
-    assert done() > before, output.decode()
+    assert done() > before, output
     return done()
 
 
-def test_a_killed_run_ends_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
-    assert killed(lab, tmp_path / "out", random.Random(0)) >= 1
-    go(lab, tmp_path / "out")
+def finish(lab: Path, out: Path, *overrides: str) -> str:
+    """The same command again: its output."""
+    process = command(lab, out, *overrides)
+    output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_a_killed_run_is_finished_by_a_second_command_with_the_same_bits(
+    lab: Path, whole: Path, tmp_path: Path
+) -> None:
+    """Nothing is left of the first process but its files."""
+    assert killed(lab, tmp_path / "out", pause=0.1) >= 1
+    assert not (tmp_path / "out" / "final").exists(), "killed before its end"
+    assert "going on after step " in finish(lab, tmp_path / "out")
     assert_same_run(tmp_path / "out", whole)
 
 
@@ -432,7 +414,7 @@ def test_a_run_killed_five_times_ends_with_the_same_bits(lab: Path, tmp_path: Pa
     go(lab, tmp_path / "whole", *overrides)
     seed = random.SystemRandom().randrange(2**32)
     rng = random.Random(seed)
-    killed_at = [killed(lab, tmp_path / "out", rng, *overrides) for _ in range(5)]
+    killed_at = [killed(lab, tmp_path / "out", rng.uniform(0, 0.5), *overrides) for _ in range(5)]
     print(json.dumps({"seed": seed, "killed at": killed_at}))
-    go(lab, tmp_path / "out", *overrides)
+    finish(lab, tmp_path / "out", *overrides)
     assert_same_run(tmp_path / "out", tmp_path / "whole")

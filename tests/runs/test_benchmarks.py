@@ -1,0 +1,198 @@
+"""Every workload at its smallest, both libraries agreeing, and the report; verdicts and multiply-adds from known numbers."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+for name in ("matplotlib", "rich", "tokenizers"):
+    pytest.importorskip(name)
+typer_testing = pytest.importorskip("typer.testing")
+from rich.console import Console  # noqa: E402
+
+from benchmarks import __main__ as cli, sampling  # noqa: E402
+from benchmarks.agreement import DisagreementError, largest_difference  # noqa: E402
+from benchmarks.measure import Contender, HostMeter, Measured, alternate  # noqa: E402
+from benchmarks.models import QUICK  # noqa: E402
+from benchmarks.results import Outcome, Result, Run, Targets, Turns  # noqa: E402
+from benchmarks.roofline import BodyShape, Roofline, needed_multiply_adds, padded_multiply_adds  # noqa: E402
+from benchmarks.workloads import WORKLOADS, imports, kl_computation  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def invoke(*arguments: str) -> typer_testing.Result:
+    return typer_testing.CliRunner().invoke(cli.app, arguments)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_imports_in_fresh_processes():
+    """The package alone loads next to nothing."""
+    found = WORKLOADS["f"].measure(cli.Settings(repeats=1, quick=True))
+    assert found.ours.seconds < 0.05 < found.theirs.seconds
+
+
+@pytest.mark.slow
+def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(imports, "BEFORE", "")  # each real import takes seconds
+    monkeypatch.setattr(imports, "STATEMENTS", {"torchrl": ["import uuid"], "here": ["import cmath", "import uuid"]})
+    result = invoke("run", "--quick", "--repeats", "1", "--threads", "1", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    first = files(tmp_path)
+    assert set(first) == {"results.json", "RESULTS.md", "results.png"}
+    run = Run.load(tmp_path)
+    assert [result.name for result in run.results] == list(WORKLOADS)
+    page = first["RESULTS.md"].decode()
+    for result in run.results:
+        assert f"| **{result.name}** | {result.title} |" in page
+        assert result.outcome.ours.seconds > 0
+        largest = 1e-2 if result.name == "bf16" else 1e-4
+        assert result.outcome.difference is None or result.outcome.difference < largest
+    assert {r.name for r in run.results if r.outcome.roofline} == {"a4", "a16", "b"}
+
+    assert invoke("render", "--out", str(tmp_path)).exit_code == 0
+    assert files(tmp_path)["RESULTS.md"] == first["RESULTS.md"]
+
+    # One workload again: the others stay, in their order.
+    one = invoke("run", "--only", "e", "--quick", "--repeats", "2", "--threads", "1", "--out", str(tmp_path))
+    assert one.exit_code == 0, one.output
+    again = Run.load(tmp_path)
+    assert [result.name for result in again.results] == list(WORKLOADS)
+    changed = {new.name for old, new in zip(run.results, again.results, strict=True) if old != new}
+    assert changed == {"e"}
+
+    # Not beside figures of another place.
+    data = json.loads(first["results.json"])
+    data["machine"]["cores"] = "1000"
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    refused = invoke("run", "--only", "e", "--quick", "--threads", "1", "--out", str(tmp_path))
+    assert refused.exit_code == 2
+    assert "--out" in refused.output
+
+
+def test_devices_that_are_not_there_and_libraries_that_disagree(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, code, message in ((("--device", "cuda"), 1, "no CUDA device"), (("--only", "z"), 2, "'z'")):
+        result = invoke("run", *words)
+        assert result.exit_code == code
+        assert message in result.output
+    # negative control: ours with another coefficient; too far, NaN, other shapes, nothing to compare
+    ours = kl_computation.KLComputation
+    monkeypatch.setattr(kl_computation, "KLComputation", lambda coeff: ours(coeff=2 * coeff))
+    with pytest.raises(DisagreementError, match="reward"):
+        WORKLOADS["e"].measure(cli.Settings(repeats=1, quick=True))
+    cases = [([1.0, 2.2], [1.0, 2.0]), ([float("nan"), 2.0], [1.0, 2.0]), ([1.0], [1.0, 2.0]), ([], [])]
+    for found, expected in cases:
+        with pytest.raises(DisagreementError, match="KL"):
+            largest_difference(torch.tensor(found), torch.tensor(expected), tolerance=0.1, what="KL")
+    assert largest_difference(torch.tensor([1.0, 2.25]), torch.tensor([1.0, 2.0]), tolerance=0.5, what="KL") == 0.25
+
+
+def test_alternation_and_peak():
+    seen = []
+    contenders = {
+        "small": Contender(lambda given: seen.append(given), prepare=lambda: "fresh"),
+        "large": Contender(lambda _: torch.ones(8 * 2**20)),  # 32 MiB
+    }
+    found = alternate(contenders, HostMeter(), repeats=2, warm_up=1, on_run=seen.append)
+    assert seen == ["small", "fresh", "large"] * 3
+    assert [len(measured.all_seconds) for measured in found.values()] == [2, 2]
+    if found["large"].peak_mib is not None:
+        assert 32 <= found["large"].peak_mib < 48
+        assert found["small"].peak_mib < 8
+
+
+def result(targets: Targets) -> Result:
+    """3 times faster, 16 times less memory; a new token of the last turn takes 1.5 times as long as one of the first."""
+    theirs, ours = Measured([9.0, 6.0, 5.0], [160.0, 1.0, 170.0]), Measured([2.0, 1.0, 7.0], [10.0, 30.0, 5.0])
+    turns = Turns([100, 200], theirs=[1.0, 8.0], ours=[1.0, 3.0])
+    return Result("x", "title", targets, Outcome("work", theirs, ours, difference=0.0, turns=turns))
+
+
+def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
+    for targets, met in (
+        (Targets(faster=3, smaller=16, growth=1.5), [True, True, True]),
+        (Targets(faster=3.1, smaller=16.1, growth=1.4), [False, False, False]),
+        (Targets(), []),
+    ):
+        goals = result(targets).goals
+        assert [goal.met for goal in goals] == met
+        assert [goal.found for goal in goals] == [3.0, 16.0, 1.5][: len(met)]
+    run = Run("make bench", {}, {}, {}, (result(Targets()), replace(result(Targets()), name="y")))
+    newer = replace(run, command="other", results=(replace(result(Targets(faster=9)), name="y"),))
+    run.updated(newer).save(tmp_path)
+    loaded = Run.load(tmp_path)
+    assert loaded.command == "make bench"
+    assert [(r.name, r.targets.faster) for r in loaded.results] == [("x", None), ("y", 9)]
+    assert loaded.results[0] == run.results[0]
+
+
+# Every width another, so that none can stand for its neighbour. A token takes in one layer 2 x (2x3 + 2x5) for queries,
+# output and keys, values, and 3 x 2x7 in the MLP: 74.
+SHAPE = BodyShape(hidden=2, intermediate=7, queries=3, keys=5, layers=1, vocab=11)
+TOKEN, HEAD = 74, 2 * 11
+
+
+def attention(*lengths: int) -> int:
+    """A query of width 3 with each key, and each weight with a value of width 3."""
+    return sum(2 * 3 * length for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "scored", "expected"),
+    [
+        ([[1, 2, 3]], ["..x"], 2 * TOKEN + attention(1, 2) + HEAD),  # the last token is never forwarded
+        ([[1, 2, 3]], [".x."], TOKEN + attention(1) + HEAD),  # nor any behind the last scored
+        ([[1, 2, 3]], ["..."], 0),  # nothing asked
+        ([[1, 2, 3], [1, 2, 4]], ["..x", "..x"], 2 * TOKEN + attention(1, 2) + HEAD),  # one prefix predicts both
+        # Prefixes 1, 12, 123, 14: the head at 12 and 123 for the first answer, at 1 and 14 for the second.
+        ([[1, 2, 3, 9], [1, 4, 5]], ["..xx", ".xx"], 4 * TOKEN + attention(1, 2, 3, 2) + 4 * HEAD),
+        # The same tokens behind another first one are another prefix: no suffix is shared.
+        ([[1, 2, 3], [5, 2, 3]], ["..x", "..x"], 4 * TOKEN + attention(1, 2, 1, 2) + 2 * HEAD),
+        # The second stops early inside the first, and asks the head where the first does not.
+        ([[1, 2, 3, 4], [1, 2]], ["...x", ".x"], 3 * TOKEN + attention(1, 2, 3) + 2 * HEAD),
+    ],
+)
+def test_multiply_adds_by_hand(sequences, scored, expected):
+    masks = [[mark == "x" for mark in marks] for marks in scored]
+    assert needed_multiply_adds(sequences, masks, SHAPE) == expected
+    deep = replace(SHAPE, layers=4)  # layers multiply the body alone
+    rows = zip(sequences, masks, strict=True)
+    heads = HEAD * len({tuple(row[:i]) for row, mask in rows for i, asked in enumerate(mask) if asked})
+    assert needed_multiply_adds(sequences, masks, deep) == 4 * (expected - heads) + heads
+
+
+def test_shapes_and_fractions():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+    config = transformers.Qwen2Config(**sizes, num_hidden_layers=3, vocab_size=50)
+    assert BodyShape.of(config) == BodyShape(hidden=24, intermediate=40, queries=24, keys=8, layers=3, vocab=50)
+    # 500 multiply-adds are 1,000 operations: 10 s at 100 a second, half of the 20 s that it took
+    assert Roofline(multiply_adds=500, product_flops=100.0, seconds=20.0).fraction == 0.5
+    # two rows of 3 tokens, each attending to 3; 4 positions in the head
+    assert padded_multiply_adds(2, 3, 4, SHAPE) == 6 * TOKEN + attention(*[3] * 6) + 4 * HEAD
+
+
+def test_the_sampling_benchmark_has_the_entropy_that_was_asked_for_and_a_row_for_each_kind() -> None:
+    found = sampling.measure(QUICK, 32, 2.0, 2)
+    assert found.entropy == pytest.approx(2.0, abs=0.05)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(sampling.table(found))
+    shown = console.export_text()
+    for name in (sampling.PLAIN, *sampling.KINDS):
+        ratio = found.times[name].seconds / found.times[sampling.PLAIN].seconds
+        assert any(name in line and f"{ratio:.2f}" in line for line in shown.splitlines())
