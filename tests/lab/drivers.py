@@ -1,7 +1,5 @@
 """Another driver of the cluster: a process that runs pieces of a script and returns what they print."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -11,7 +9,6 @@ import sys
 import textwrap
 import traceback
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -35,7 +32,7 @@ class Driver:
         finds_lab: whether its actors find the modules of this folder.
     """
 
-    def __init__(self, *, finds_lab: bool = True) -> None:
+    def __init__(self, *, finds_lab=True):
         address = ray.get_runtime_context().gcs_address
         start = (
             f"import sys; sys.path[:0] = [{LAB!r}]; import drivers; drivers.serve({address!r}, finds_lab={finds_lab})"
@@ -43,57 +40,54 @@ class Driver:
         command = [sys.executable, "-c", start]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def start(self, body: str) -> None:
+    def start(self, body):
         """Run a script. ``result()`` waits for it."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(textwrap.dedent(body)) + "\n")
         self.process.stdin.flush()
 
-    def result(self) -> str:
-        assert self.process.stdout is not None
+    def result(self):
         line = self.process.stdout.readline()
         assert line, f"the driver ended with exit code {self.process.wait()}"
         found = json.loads(line)
         assert not found["error"], found["error"]
         return str(found["printed"]).strip()
 
-    def run(self, body: str) -> str:
+    def run(self, body):
         self.start(body)
         return self.result()
 
-    def exit(self) -> None:
+    def exit(self):
         """As a script that ends."""
-        assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
 
-def handle_of(remote: Any) -> str:
+def handle_of(remote):
     """The expression of a served model in a driver's script."""
     return f"pickle.loads(bytes.fromhex({pickle.dumps(remote).hex()!r}))"
 
 
-def total(remote: Any) -> float:
+def total(remote):
     from load import sequences
 
     return float(remote.make_scorer().score(sequences()).values.sum())
 
 
-def serve(address: str, *, finds_lab: bool = True) -> None:
+def serve(address, *, finds_lab=True):
     """The process: a script of each line of the input, in JSON."""
 
-    def connect(**options: Any) -> None:
+    def connect(**options):
         environment = {"env_vars": {"PYTHONPATH": LAB, "OMP_NUM_THREADS": "1"}}
         options = {"address": address, "runtime_env": environment, **options}
         ray.init(log_to_driver=False, **{name: value for name, value in options.items() if value is not None})
 
     out, sys.stdout = sys.stdout, sys.stderr
     connect(**{} if finds_lab else {"runtime_env": None})
-    names: dict[str, Any] = {"connect": connect, "total": total}
+    names = {"connect": connect, "total": total}
     exec(HEAD, names)
     for line in sys.stdin:
         printed, error = io.StringIO(), ""

@@ -31,35 +31,38 @@ def by_hand(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
+def share_of(made, how, rows, mask, kept=None):
+    """This rank's sequences, mask and record, and where its tokens are among all."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if may_split(made, how) else (1, 0)
+    shares = split(rows, mask, ranks, kept)
+    own, start = shares[rank], sum(x.mask.size for x in shares[:rank])
+    mine = type(rows).from_list(list(torch.tensor(own.tokens).split(own.lengths.tolist())))
+    record = None if kept is None else Kept(*map(torch.tensor, own.kept))
+    return mine, torch.tensor(own.mask), record, slice(start, start + mine.values.shape[0])
+
+
+def largest(pairs, where):
+    return max(float((one.values - other.values[where]).abs().max()) for one, other in pairs)
+
+
 def difference(shard, dtype="float64"):
     """Largest difference of log-probs and entropies from one process: before and after an update, and with a part of it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     how = by_hand if shard == "by_hand" else shard
     whole = TransformersEngine(build(0, dtype), tokens_per_batch=16)
     made = shard_model(build(0, dtype), how, mesh)
-    engine = RankEngine(made, tokens_per_batch=16)
-    settings = Settings(temperature=1.3, entropy=True)
-    rows = sequences(3, 8)
+    engine, settings = RankEngine(made, tokens_per_batch=16), Settings(temperature=1.3, entropy=True)
+    rows, found = sequences(3, 8), []
     mask = rows.positions > 0
-    found = []
+    mine, chosen, _, where = share_of(made, how, rows, mask)
 
     def compare():
-        want = whole.evaluate(rows, mask, settings)
-        mine, start = rows, 0
-        chosen = mask
-        if may_split(made, how):
-            shares = split(rows, mask, dist.get_world_size())
-            share = shares[dist.get_rank()]
-            start = sum(x.mask.size for x in shares[: dist.get_rank()])
-            mine = type(rows).from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
-            chosen = torch.tensor(share.mask)
-        got = engine.evaluate(mine, chosen, settings)
-        end = start + mine.values.shape[0]
+        want, got = whole.evaluate(rows, mask, settings), engine.evaluate(mine, chosen, settings)
         pairs = [(got.log_prob, want.log_prob), (got.entropy, want.entropy)]
         again = whole.score(rows, mask, Settings())
         # The second call reads the cache.
         pairs += [(engine.score(mine, chosen, Settings(remember=True)), again) for _ in range(2)]
-        found.append(max(float((one.values - other.values[start:end]).abs().max()) for one, other in pairs))
+        found.append(largest(pairs, where))
 
     compare()
     new = build(1, dtype).state_dict()
@@ -90,15 +93,9 @@ def replayed(shard):
     kept = Kept(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
     settings = Settings(temperature=1.3, entropy=True, keep_top_k=3)
     want = whole.evaluate(rows, mask, settings, kept=kept)
-    split_rows = may_split(made, shard)
-    shares = split(rows, mask, dist.get_world_size() if split_rows else 1, kept)
-    share = shares[dist.get_rank() if split_rows else 0]
-    start = sum(x.mask.size for x in shares[: dist.get_rank()]) if split_rows else 0
-    mine = type(rows).from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
-    got = engine.evaluate(mine, torch.tensor(share.mask), settings, kept=Kept(*map(torch.tensor, share.kept)))
-    end = start + mine.values.shape[0]
-    pairs = [(got.log_prob, want.log_prob), (got.entropy, want.entropy)]
-    found = max(float((one.values - other.values[start:end]).abs().max()) for one, other in pairs)
+    mine, chosen, record, where = share_of(made, shard, rows, mask, kept)
+    got = engine.evaluate(mine, chosen, settings, kept=record)
+    found = largest([(got.log_prob, want.log_prob), (got.entropy, want.entropy)], where)
     wrapped = [f"model.{name}" for name in build().state_dict()]
     return found, engine.tensors(), engine.own_names(wrapped)
 
@@ -110,9 +107,6 @@ def refusal(shard, **config):
     except (TypeError, ValueError) as error:
         return str(error)
     return "nothing was refused"
-
-
-# ------------------------------------------------------------------ factories
 
 
 def recorded(folder, pause=0.0):

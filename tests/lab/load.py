@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +36,27 @@ def all_up(service: ScoringService) -> None:
     until(lambda: all("pid" in stats for stats in service.stats()))
 
 
+def names(prefix: str = "") -> list[str]:
+    """Of all actors on the cluster that start so."""
+    every = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(entry["name"] for entry in every if entry["name"].startswith(prefix))
+
+
+def actor(service: ScoringService, what: object) -> ray.actor.ActorHandle:
+    """A replica by its number, ``"control"`` or ``"weights"``."""
+    return ray.get_actor(f"{service.name}:{what}", namespace=service.model.spec.namespace)
+
+
+def pids(service: ScoringService) -> list[int]:
+    """Of all replicas, 0 for those that do not answer."""
+    return [stats.get("pid", 0) for stats in service.stats()]
+
+
+def pid_of(handle: ray.actor.ActorHandle) -> int:
+    """The process of any actor."""
+    return int(ray.get(handle.__ray_call__.remote(lambda self: os.getpid())))
+
+
 def clone(remote: RemoteModel, *, timeout: float | None = None) -> RemoteModel:
     """A copy as another process receives it."""
     found: RemoteModel = pickle.loads(pickle.dumps(remote))
@@ -48,6 +71,7 @@ class Load:
     answers: dict[int, Tensor] = field(default_factory=dict)
     errors: list[Exception] = field(default_factory=list)
     asked: int = 0
+    slowest: float = 0.0  # seconds of a call
     stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -60,11 +84,12 @@ class Load:
         scorer = clone(remote).make_scorer()
         done = 0
         while not self.stop.is_set() and done != calls:
-            seed = self.next_seed()
+            seed, start = self.next_seed(), time.monotonic()
             try:
                 self.answers[seed] = scorer.score(sequences(seed)).values
             except Exception as error:
                 self.errors.append(error)
+            self.slowest = max(self.slowest, time.monotonic() - start)
             done += 1
 
     def assert_all_right(self, *scorers: LogProbScorer) -> None:

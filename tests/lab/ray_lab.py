@@ -1,19 +1,13 @@
 """Transforms with local and with remote models, and the places where they run."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import Any
 
 import tensordict
 import torch
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import lazy_stack
 from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import EnvBase, Transform
-from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
@@ -22,10 +16,10 @@ from toy_rollouts import leaves, make_env, make_model, make_policy, make_scoring
 from waits import wait_for_replicas
 
 wait_for_replicas()  # in actors too
-CPUS: dict[str, Any] = {"num_cpus": 0.1}
+CPUS = {"num_cpus": 0.1}
 COEFF = 0.3
 SERVICE = "lab"  # the reference; f"{SERVICE}-gen" has the policy
-SERVED: dict[str, Any] = {"max_wait": 0.2, **CPUS}
+SERVED = {"max_wait": 0.2, **CPUS}
 NAMES = ["RetrieveLogProb", "RetrieveKL", "from_collector", "KLRewardTransform"]
 
 
@@ -33,7 +27,7 @@ TOKENIZER = make_tokenizer()
 
 
 @cache
-def wrapper(seed: int, key: str) -> TransformersWrapper:
+def wrapper(seed, key):
     """A float64 model: the cache of a service must not show in the last bit of float32."""
     model = make_model(TOKENIZER, seed).double()
     return make_scoring_wrapper(model, TOKENIZER, pad_output=False, log_probs_key=key)
@@ -42,10 +36,10 @@ def wrapper(seed: int, key: str) -> TransformersWrapper:
 GEN = partial(wrapper, 0, "log_probs")
 REF = partial(wrapper, 1, "ref_log_probs")
 BY_VALUE = partial(wrapper, 3, "ref_log_probs")
-VALUE: dict[str, Any] = {"actor_name": f"{SERVICE}-value", **CPUS}
+VALUE = {"actor_name": f"{SERVICE}-value", **CPUS}
 
 
-def local(name: str) -> Transform:
+def local(name):
     """A transform with its models in this process."""
     if name == "RetrieveLogProb":
         return RetrieveLogProb(REF())
@@ -54,9 +48,9 @@ def local(name: str) -> Transform:
     return RetrieveKL("from_collector" if name == "from_collector" else GEN(), REF(), coeff=COEFF)
 
 
-def remote(name: str) -> Transform:
+def remote(name):
     """A transform with its reference behind ``SERVICE`` and its policy, unless it is a collector's, behind another."""
-    options: dict[str, Any] = {"actor_name": SERVICE, **SERVED}
+    options = {"actor_name": SERVICE, **SERVED}
     if name == "RetrieveLogProb":
         return RayRetrieveLogProb(model_factory=REF, **options)
     if name == "KLRewardTransform":
@@ -66,28 +60,26 @@ def remote(name: str) -> Transform:
     return RayRetrieveKL(gen_model_factory=GEN, ref_model_factory=REF, coeff=COEFF, **options)
 
 
-def scorers(transform: Any) -> list[Any]:
+def scorers(transform):
     """The scorers of a transform's models, but not that of a collector's policy."""
     if isinstance(transform, RetrieveKL):
         return [part.scorer for part in list(transform)[:2] if hasattr(part, "model")]
     return [transform.scorer]
 
 
-def chat_env(
-    make_transforms: Callable[[], list[Transform]], envs: int = 2, turns: int = 2, input_mode: str = "history"
-) -> EnvBase:
+def chat_env(make_transforms, envs=2, turns=2, input_mode="history"):
     """A chat env, as an env factory returns it."""
     return make_env(TOKENIZER, *make_transforms(), envs=envs, turns=turns, input_mode=input_mode)
 
 
-def greedy_policy(pad_output: bool = False) -> TransformersWrapper:
+def greedy_policy(pad_output=False):
     """A policy that generates the same tokens in every process."""
     policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=pad_output)
     policy.generate_kwargs["do_sample"] = False
     return policy
 
 
-def collected(env: EnvBase, turns: int = 8, **policy: Any) -> TensorDictBase:
+def collected(env, turns=8, **policy):
     """All batches of an :class:`LLMCollector`, four turns each; the same tokens at every call."""
     torch.manual_seed(0)
     collector = LLMCollector(env, **policy, dialog_turns_per_batch=4, total_dialog_turns=turns)
@@ -96,14 +88,12 @@ def collected(env: EnvBase, turns: int = 8, **policy: Any) -> TensorDictBase:
     return lazy_stack(batches)
 
 
-# ------------------------------------------------------------------ in a collector's actor
-
 FEATURES = ["reward", "feature_kl", "feature_ref"]
 
 
-def variants(made_elsewhere: Transform) -> list[Transform]:
+def variants(made_elsewhere):
     """One of each class, the first pickled and the others created with the env; the last two write to keys of their own."""
-    options: dict[str, Any] = {"actor_name": SERVICE, **SERVED}
+    options = {"actor_name": SERVICE, **SERVED}
     return [
         made_elsewhere,
         RayRetrieveLogProb(model_factory=REF, log_probs_full_key=("again", "full"), **options),
@@ -111,7 +101,7 @@ def variants(made_elsewhere: Transform) -> list[Transform]:
     ]
 
 
-def local_variants() -> list[Transform]:
+def local_variants():
     return [
         local("from_collector"),
         RetrieveLogProb(REF(), log_probs_full_key=("again", "full")),
@@ -119,18 +109,18 @@ def local_variants() -> list[Transform]:
     ]
 
 
-def in_worker(make_transforms: Callable[[], list[Transform]]) -> EnvBase:
+def in_worker(make_transforms):
     tensordict.set_list_to_stack(True).set()
     return chat_env(make_transforms)
 
 
-def start_together(*calls: Callable[[], Any]) -> list[Any]:
+def start_together(*calls):
     """Results of concurrent calls: actors that start side by side take little longer than one."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
+def assert_same(found, expected):
     """Every entry of every step is equal, numbers up to rounding."""
     assert found.shape == expected.shape
     for one, other in zip(steps(found), steps(expected), strict=True):
@@ -145,13 +135,13 @@ def assert_same(found: TensorDictBase, expected: TensorDictBase) -> None:
                 assert got[key] == value, key
 
 
-def assert_same_specs(found: EnvBase, expected: EnvBase) -> None:
+def assert_same_specs(found, expected):
     """Two envs declare the same entries."""
     for name in ("observation", "reward", "done", "action", "state"):
         assert getattr(found, f"full_{name}_spec") == getattr(expected, f"full_{name}_spec"), name
 
 
-def assert_scored(data: TensorDictBase, *keys: Any) -> None:
+def assert_scored(data, *keys):
     """Each step has non-zero numbers under ``keys``: equal zeros would prove nothing."""
     for step in steps(data):
         for key in keys:

@@ -28,29 +28,26 @@ class Slow(nn.Module):
         return (torch.zeros(*input_ids.shape, 97) + self.weight,)
 
 
-def slow(seconds):
-    return Slow(seconds)
-
-
 def model(seed=0):
     return tiny_model(seed=seed).double()
 
 
-def _pause(module, args, *, seconds):
-    time.sleep(seconds)
+def _pause(module, args, *, seconds, path):
+    if path is None or Path(path).exists():
+        time.sleep(seconds)
 
 
-def delayed(seconds, seed=0):
-    """:func:`model` with a slower forward."""
-    made = tiny_model(seed=seed).double()
-    made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds))
+def delayed(seconds, seed=0, path=None):
+    """:func:`model` with a slower forward; with a path, while that file exists."""
+    made = model(seed)
+    made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds, path=path))
     return made
 
 
 #: The service that the tests on a cluster share: whoever gives it other weights gives these back.
 SHARED = {"factory": partial(delayed, 0.02), "name": "shared", "num_replicas": 2, "num_cpus": 0.1}
 
-POISON, ENDLESS, SLOW = [13] * 6, [17] * 6, [19] * 6
+POISON, ENDLESS = [13] * 6, [17] * 6
 
 
 def _die_or_hang(module, args):
@@ -73,23 +70,10 @@ def deadly(folder):
     return made
 
 
-def _report(module, args, *, folder, seconds):
-    if args[0].flatten().tolist()[:4] == SLOW[:4]:
-        (Path(folder) / f"scores-{os.getpid()}").touch()
-        time.sleep(seconds)
-
-
-def reporting(folder, seconds):
-    """:func:`model`, which leaves a file named after its process in ``folder`` and sleeps when it scores ``SLOW``."""
-    made = tiny_model(seed=0).double()
-    made.model.embed_tokens.register_forward_pre_hook(partial(_report, folder=folder, seconds=seconds))
-    return made
-
-
 def late(seconds):
     """:func:`model`, slow to make."""
     time.sleep(seconds)
-    return tiny_model(seed=0).double()
+    return model()
 
 
 def only_once(folder):
@@ -98,22 +82,10 @@ def only_once(folder):
     if (marks / "broken").exists():
         raise OSError("the disk is not there")
     (marks / "broken").touch()
-    return tiny_model(seed=0).double()
+    return model()
 
 
 def quits(folder):
     """Ends the process, after leaving a file in ``folder``."""
     (Path(folder) / str(os.getpid())).touch()
     os._exit(7)
-
-
-def _pause_while(module, args, *, path, seconds):
-    if Path(path).exists():
-        time.sleep(seconds)
-
-
-def delayed_while(path, seconds):
-    """:func:`model` with a slower forward while a file exists."""
-    made = tiny_model(seed=0).double()
-    made.model.layers[0].register_forward_pre_hook(partial(_pause_while, path=path, seconds=seconds))
-    return made

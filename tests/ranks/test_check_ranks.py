@@ -51,9 +51,6 @@ def combine(loss, *, average=True):
             p.grad /= 2 if average else 1
 
 
-# ------------------------------------------------------------------ what the ranks run
-
-
 def right(rank, critic, average):
     loss = make_loss(critic)
     parts = train(loss, loss.count(share(rank), ranks_average=average), rank)
@@ -113,9 +110,6 @@ def other_frozen(rank):
         loss.actor_network.lm_head.weight.requires_grad_(False)
     train(loss, loss.count(share(rank)), rank)
     loss.check_ranks()
-
-
-# ------------------------------------------------------------------ the ranks
 
 
 def answer(case, options):
@@ -208,9 +202,6 @@ def test_a_wrong_step_is_explained(both, case, options, message):
     assert all(some in said for some in message), said
 
 
-# ------------------------------------------------------------------ the gradient of the whole batch
-
-
 def share_of_rank(mode, average):
     """On each of two ranks: the sum of both gradients, each rank's from two micro-batches."""
     loss, rank = reduced(mode), dist.get_rank()
@@ -250,9 +241,6 @@ def test_ddp_finds_the_losses_in_the_output(settings):
     finally:
         time.sleep(0.1)  # Gloo's thread needs Python's lock to drop its last work, and the end waits for that thread
         dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------ one process
 
 
 def test_parts_of_one_process():

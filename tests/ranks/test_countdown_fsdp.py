@@ -31,9 +31,6 @@ from waits import LONG, until  # noqa: E402
 SMALL = ("--warmup-steps", "15", "--num-prompts", "3", "--group-size", "4", "--steps", "3")
 
 
-# ------------------------------------------------------------------ random numbers and shares
-
-
 def test_gumbel_noise_samples_from_the_softmax():
     """Frequencies of 20000 draws, each within 4.5 standard deviations."""
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
@@ -85,9 +82,6 @@ def test_a_signal_is_kept_for_the_end_of_the_step():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop
     assert signal.getsignal(signal.SIGTERM) == before
-
-
-# ------------------------------------------------------------------ one process
 
 
 def run(*arguments, code=0):
@@ -153,9 +147,6 @@ def test_what_cannot_be_run_is_said(whole, tmp_path):
         (("--lr", "0", *out), "0 is not greater than 0"),
     ]:
         assert message in run(*arguments, code=2)
-
-
-# ------------------------------------------------------------------ torchrun
 
 
 def torchrun(ranks, *arguments, log):

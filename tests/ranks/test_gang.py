@@ -54,9 +54,6 @@ def groups():
     return [group["state"] for group in ray.util.placement_group_table().values()]
 
 
-# ------------------------------------------------------------------ without Ray
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["fsdp2", "tp", "none", "by_hand"])
 def test_ranks_score_as_one_process(pool, shard):
@@ -81,9 +78,6 @@ def test_models_that_have_no_plan_are_refused(pool):
         assert "the model has 1 heads of keys and values, which 2 ranks cannot share equally" in message
     for message in pool.run("gang_ranks:refusal", shard="tp", family="gpt2"):
         assert "transformers has no plan for GPT2LMHeadModel" in message
-
-
-# ------------------------------------------------------------------ as a replica
 
 
 def test_a_service_of_gangs_scores_as_the_model(service, local):
@@ -194,14 +188,10 @@ def test_a_rank_that_hangs(tmp_path, local, shard):
 
 
 @pytest.mark.slow
-def test_the_error_of_one_rank_s_factory():
+def test_the_error_of_one_rank_s_factory_and_of_ranks_without_room():
     with pytest.raises(OSError, match="no such checkpoint: /nowhere"):
         GangEngine(broken_on_one_rank, ranks=2, start_timeout=LONG, **CPUS)
     until(lambda: groups().count("CREATED") <= 1)
-
-
-@pytest.mark.slow
-def test_no_room_for_the_ranks():
     with pytest.raises(TimeoutError, match=r"2 ranks with \{'CPU': 100\} each \(STRICT_PACK\) have no room"):
         GangEngine(build, ranks=2, num_cpus=100, start_timeout=1.0)
 

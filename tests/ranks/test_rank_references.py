@@ -46,8 +46,6 @@ def test_a_change_on_one_rank_clears_the_cache_of_all(pool):
     assert max(pool.run(f"{FOLLOW}:change_one_shard")) < 1e-12
 
 
-# ------------------------------------------------------------------ coefficients
-
 #: Each update's (KL, samples) of each rank, and the mean over all samples.
 MEASURED = [[(0.2, 2), (0.4, 6), (math.nan, 0)], [(0.6, 5), (0.9, 1), (0.3, 4)], [(1.0, 1), (0.5, 1), (0.6, 2)]]
 MEANS = [0.35, 0.51, 0.675]

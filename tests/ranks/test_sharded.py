@@ -66,9 +66,6 @@ def test_random_splits(pool, wrap, first, count):
     assert max(pool.run(TRAIN, wrap=wrap, split=splits, rate=0.01)) < 1e-12
 
 
-# ------------------------------------------------------------------ what training scripts add
-
-
 @wraps("loss(DDP)", "fsdp2", of=tuple(WRAPS))
 def test_accumulation(pool, wrap):
     """``no_sync``, or ``set_requires_gradient_sync``, for all micro-batches but the last; some are empty."""
@@ -154,9 +151,6 @@ def test_accelerate(pool, what, steps):
 def test_state_dict(pool, wrap):
     """The keys and values of the model in one process, which can load it."""
     assert max(pool.run("distributed.features:state", wrap=wrap)) == 0
-
-
-# ------------------------------------------------------------------ errors of one rank
 
 
 @pytest.mark.parametrize(

@@ -1,54 +1,36 @@
 """Tests on the local Ray cluster, and what they share: a service, the models of transforms, another driver."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 
-from rollout_fixtures import (  # noqa: F401
-    _lists_become_stacks,
-    _tables_have_no_head,
-    padded,
-    policy_model,
-    ref_model,
-    tokenizer,
-)
-from waits import wait_for_replicas
-
-if TYPE_CHECKING:
-    from drivers import Driver
-    from torchrl_llm_kl import LogProbScorer
-    from torchrl_llm_kl.service import ScoringService
-
 pytest.importorskip("ray")
+from drivers import Driver
+from load import all_up
+from remote_models import SHARED, model
+from rollout_fixtures import _lists_become_stacks, _tables_have_no_head  # noqa: F401
+from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.service import RayRetrieveLogProb, ScoringService
+from waits import wait_for_replicas
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cluster(ray_cluster: None) -> None:
+def _cluster(ray_cluster):
     """Started before the first test."""
     wait_for_replicas()
 
 
 @pytest.fixture(scope="session")
-def shared(ray_cluster: None) -> Iterator[ScoringService]:
+def shared(ray_cluster):
     """Two replicas with the numbers of ``model()`` and a slow forward, so that a kill hits a batch."""
-    from remote_models import SHARED
-    from torchrl_llm_kl.service import ScoringService
-
     with ScoringService(**SHARED) as found:
         yield found
         found.shutdown()
 
 
 @pytest.fixture
-def pushed(shared: ScoringService) -> Iterator[ScoringService]:
+def pushed(shared):
     """``shared``, which gets its own weights back after a test."""
-    from load import all_up
-    from remote_models import model
-
     all_up(shared)
     yield shared
     shared.model.version = None
@@ -56,19 +38,15 @@ def pushed(shared: ScoringService) -> Iterator[ScoringService]:
 
 
 @pytest.fixture(scope="session")
-def local() -> LogProbScorer:
+def local():
     """The numbers of ``shared``."""
-    from remote_models import model
-    from torchrl_llm_kl import LogProbScorer
-
     return LogProbScorer(model())
 
 
 @pytest.fixture(scope="session")
-def transform_services(ray_cluster: None) -> Iterator[None]:
+def transform_services(ray_cluster):
     """The reference behind ``"lab"``, the policy behind ``"lab-gen"``, and a model by value behind ``"lab-value"``."""
     from ray_lab import BY_VALUE, GEN, REF, SERVED, SERVICE, VALUE, start_together
-    from torchrl_llm_kl.service import RayRetrieveLogProb, ScoringService
 
     *services, _ = start_together(
         partial(ScoringService, factory=REF, name=SERVICE, **SERVED),
@@ -81,13 +59,11 @@ def transform_services(ray_cluster: None) -> Iterator[None]:
 
 
 @pytest.fixture
-def drivers(ray_cluster: None) -> Iterator[Callable[[], Driver]]:
+def drivers(ray_cluster):
     """Starts other drivers."""
-    from drivers import Driver
+    started = []
 
-    started: list[Driver] = []
-
-    def start() -> Driver:
+    def start():
         started.append(Driver())
         return started[-1]
 
@@ -97,10 +73,8 @@ def drivers(ray_cluster: None) -> Iterator[Callable[[], Driver]]:
 
 
 @pytest.fixture(scope="session")
-def driver(ray_cluster: None) -> Iterator[Driver]:
+def driver(ray_cluster):
     """Another driver, for all tests."""
-    from drivers import Driver
-
     found = Driver()
     yield found
     found.kill()

@@ -1,34 +1,24 @@
 """Clients in other processes: drivers that start and exit, fork, stop, connect again, or were never connected."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 import ray
 
 from drivers import LAB, Driver, handle_of
-from load import assert_same, sequences
+from load import assert_same, names, sequences
 from remote_models import model
-from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.service import ScoringService, ServiceError
 from waits import LONG, until
 
 CPUS = {"num_cpus": 0.1}
-Start = Callable[[], Driver]
 
 
-def names(prefix: str = "") -> list[str]:
-    every = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(entry["name"] for entry in every if entry["name"].startswith(prefix))
-
-
-def test_a_forked_child_gets_an_error_at_once(shared: ScoringService, driver: Driver) -> None:
+def test_a_forked_child_gets_an_error_at_once(shared, driver):
     found = driver.run(
         f"""
         remote = {handle_of(shared.model)}
@@ -50,7 +40,7 @@ def test_a_forked_child_gets_an_error_at_once(shared: ScoringService, driver: Dr
     assert found.endswith("True")
 
 
-def test_an_import_error_in_the_actor_is_raised_at_once() -> None:
+def test_an_import_error_in_the_actor_is_raised_at_once():
     driver = Driver(finds_lab=False)
     found = driver.run(
         """
@@ -65,7 +55,7 @@ def test_an_import_error_in_the_actor_is_raised_at_once() -> None:
 
 
 @pytest.mark.slow
-def test_drivers_with_the_same_name_and_with_another_configuration(drivers: Start, local: LogProbScorer) -> None:
+def test_drivers_with_the_same_name_and_with_another_configuration(drivers, local):
     """Two drivers agree and share one actor, the factory of the third differs; the actor ends with the last driver."""
     one, two, other = drivers(), drivers(), drivers()
     for each in (one, two):
@@ -95,7 +85,7 @@ def test_drivers_with_the_same_name_and_with_another_configuration(drivers: Star
 
 
 @pytest.mark.slow
-def test_a_detached_service_outlives_its_driver(drivers: Start, local: LogProbScorer) -> None:
+def test_a_detached_service_outlives_its_driver(drivers, local):
     first = drivers()
     pid = first.run(
         'print(ScoringService(factory=model, name="stays", num_cpus=0.1, lifetime="detached").stats()[0]["pid"])'
@@ -110,7 +100,7 @@ def test_a_detached_service_outlives_its_driver(drivers: Start, local: LogProbSc
 
 
 @pytest.mark.slow
-def test_the_lease_of_a_killed_driver_expires(drivers: Start) -> None:
+def test_the_lease_of_a_killed_driver_expires(drivers):
     doomed = drivers()
     doomed.run('service = ScoringService(factory=model, name="orphan", num_cpus=0.1)')
     doomed.kill()
@@ -119,7 +109,7 @@ def test_the_lease_of_a_killed_driver_expires(drivers: Start) -> None:
 
 
 @pytest.mark.slow
-def test_another_cluster_in_the_same_process(drivers: Start) -> None:
+def test_another_cluster_in_the_same_process(drivers):
     found = drivers().run(
         """
         options = dict(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, address="local")
@@ -136,7 +126,7 @@ def test_another_cluster_in_the_same_process(drivers: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_ray_did_not_start(shared: ScoringService, local: LogProbScorer) -> None:
+def test_a_process_that_ray_did_not_start(shared, local):
     """Such as one of multiprocessing: the pickled model holds the cluster's address."""
     script = f"""if True:
         import pickle, sys
@@ -148,8 +138,6 @@ def test_a_process_that_ray_did_not_start(shared: ScoringService, local: LogProb
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert float(ran.stdout) == pytest.approx(float(local.score(sequences()).values.sum()), rel=1e-6)
 
-
-# ------------------------------------------------------------------ clients that stop or connect again
 
 KEPT = """
     service = ScoringService(factory=model, name="kept", num_cpus=0.1)
@@ -166,7 +154,7 @@ KEPT = """
     ["ray.shutdown(); connect(); time.sleep(45)", "ray.shutdown(); time.sleep(10); connect(); time.sleep(40)"],
     ids=["at once", "after ten seconds"],
 )
-def test_a_client_that_connects_again_keeps_the_service(drivers: Start, between: str) -> None:
+def test_a_client_that_connects_again_keeps_the_service(drivers, between):
     """Its handles ended with the old connection, and with them its leases, the service and the pushed weights."""
     client = drivers()
     assert client.run(KEPT.format(between=between)) == "True 1"
@@ -175,7 +163,7 @@ def test_a_client_that_connects_again_keeps_the_service(drivers: Start, between:
 
 
 @pytest.mark.slow
-def test_a_client_that_is_stopped_for_a_while_keeps_the_service(drivers: Start) -> None:
+def test_a_client_that_is_stopped_for_a_while_keeps_the_service(drivers):
     client = drivers()
     client.start(KEPT.format(between="time.sleep(5)"))
     until(lambda: names("kept:weights"))
@@ -188,8 +176,6 @@ def test_a_client_that_is_stopped_for_a_while_keeps_the_service(drivers: Start) 
     until(lambda: not names("kept:"))
 
 
-# ------------------------------------------------------------------ models by value
-
 GIVEN = """
     service = ScoringService(model(), name={name!r}, num_cpus=0.1, lifetime="detached")
     total(service.model)
@@ -199,7 +185,7 @@ GIVEN = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["a replica is killed", "all are killed"])
-def test_a_model_by_value_after_the_process_that_passed_it(drivers: Start, local: LogProbScorer, lost: bool) -> None:
+def test_a_model_by_value_after_the_process_that_passed_it(drivers, local, lost):
     """It outlives that process; if all actors are lost too, the error says that nobody has it any more."""
     client, expected, name = drivers(), local.score(sequences()).values, f"given-{lost}"
     remote = pickle.loads(bytes.fromhex(client.run(GIVEN.format(name=name))))

@@ -1,7 +1,5 @@
 """The control actor on a Ray cluster: its loss, the end of a service, hung replicas, clients that stop or come back."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -10,73 +8,47 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 import torch
-from torch import nn
 
-from load import assert_same, callers, clone, sequences
+from load import actor, assert_same, callers, clone, names, pid_of, pids, sequences
 from project import PROJECT
-from remote_models import delayed, delayed_while, model, quits
-from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.service import (
-    RemoteModel,
-    ScoringService,
-    ServiceClosedError,
-    ServiceError,
-)
+from remote_models import delayed, model, quits
+from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceError
 from torchrl_llm_kl.service.control._actor import control_of
 from torchrl_llm_kl.service.control._table import READY, Plan, Scaling
 from waits import LONG, until
 
 pytestmark = pytest.mark.slow
-CPUS: dict[str, Any] = {"num_cpus": 0.1}
-CONTROLLED: dict[str, Any] = {
+CPUS = {"num_cpus": 0.1}
+CONTROLLED = {
     **{"factory": partial(delayed, 0.02), "name": "controlled", "num_replicas": 2},
     **{"hang_after": 3.0, "lifetime": "detached", **CPUS},
 }
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[ScoringService]:
+def service():
     """Two replicas that are started again after three silent seconds."""
     found = ScoringService(**CONTROLLED)
     yield found
     found.shutdown()
 
 
-def pids(service: ScoringService) -> list[int]:
-    return [stats.get("pid", 0) for stats in service.stats()]
+def states(service):
+    return list(ray.get(actor(service, "control").table.remote())["states"].values())
 
 
-def control(service: ScoringService) -> Any:
-    return ray.get_actor(f"{service.name}:control", namespace=service.model.spec.namespace)
-
-
-def names(prefix: str) -> list[str]:
-    every = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(entry["name"] for entry in every if entry["name"].startswith(prefix))
-
-
-def states(service: ScoringService) -> list[str]:
-    return list(ray.get(control(service).table.remote())["states"].values())
-
-
-# ------------------------------------------------------------------ the control actor is lost
-
-
-def test_the_loss_of_the_control_actor_harms_nobody(service: ScoringService, local: LogProbScorer) -> None:
+def test_the_loss_of_the_control_actor_harms_nobody(service, local):
     """It is killed under load, then a replica is: no request is lost or wrong, and the table comes back."""
     fingerprint = service.fingerprint
     with callers(service.model, calls=30) as load:
         until(lambda: len(load.answers) > 4)
         before = pids(service)
-        ray.kill(control(service), no_restart=False)
+        ray.kill(actor(service, "control"), no_restart=False)
         os.kill(before[0], signal.SIGKILL)
     load.assert_all_right(local)
     assert service.fingerprint == fingerprint
@@ -84,9 +56,9 @@ def test_the_loss_of_the_control_actor_harms_nobody(service: ScoringService, loc
     assert pids(service)[1] == before[1]
 
 
-def test_the_control_actor_is_created_again_by_whoever_needs_it(service: ScoringService, local: LogProbScorer) -> None:
+def test_the_control_actor_is_created_again_by_whoever_needs_it(service, local):
     before, fingerprint = pids(service), service.fingerprint
-    ray.kill(control(service), no_restart=True)
+    ray.kill(actor(service, "control"), no_restart=True)
     until(lambda: names("controlled:control") == [])
     newcomer = clone(service.model)
     assert_same(newcomer.make_scorer().score(sequences()).values, local.score(sequences()).values)
@@ -95,10 +67,7 @@ def test_the_control_actor_is_created_again_by_whoever_needs_it(service: Scoring
     assert pids(service) == before
 
 
-# ------------------------------------------------------------------ the right model
-
-
-def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path: Path, local: LogProbScorer) -> None:
+def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path, local):
     torch.save(model().state_dict(), tmp_path / "weights")
     with ScoringService(factory=partial(from_file, str(tmp_path / "weights")), name="changes", **CPUS) as service:
         scorer = service.model.make_scorer()
@@ -110,22 +79,19 @@ def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path
         service.shutdown()
 
 
-def from_file(path: str) -> nn.Module:
+def from_file(path):
     found = model()
     found.load_state_dict(torch.load(path, weights_only=True))
     return found
 
 
-# ------------------------------------------------------------------ the end
-
-
-def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer, tmp_path: Path) -> None:
+def test_a_shutdown_during_a_long_batch_is_not_undone(local, tmp_path):
     """Callers whose batch outlasts the shutdown used to make the service again."""
-    service = ScoringService(factory=partial(delayed_while, str(tmp_path / "slow"), 14.0), name="ends", **CPUS)
+    service = ScoringService(factory=partial(delayed, 14.0, path=str(tmp_path / "slow")), name="ends", **CPUS)
     (tmp_path / "slow").touch()
-    errors: list[Exception] = []
+    errors = []
 
-    def call(remote: RemoteModel) -> None:
+    def call(remote):
         try:
             remote.make_scorer().score(sequences())
         except Exception as error:
@@ -157,7 +123,7 @@ def test_a_shutdown_during_a_long_batch_is_not_undone(local: LogProbScorer, tmp_
         new.shutdown()
 
 
-def test_a_factory_that_ends_its_process_is_an_error_with_the_cause(tmp_path: Path) -> None:
+def test_a_factory_that_ends_its_process_is_an_error_with_the_cause(tmp_path):
     with pytest.raises(ServiceError, match=r"failed to start 3 times within \d+ s: its process ended before the model"):
         ScoringService(factory=partial(quits, str(tmp_path)), name="quits", **CPUS)
     assert len(list(tmp_path.iterdir())) == 3
@@ -167,10 +133,7 @@ def test_a_factory_that_ends_its_process_is_an_error_with_the_cause(tmp_path: Pa
         service.shutdown()
 
 
-# ------------------------------------------------------------------ replicas that hang, or cannot be reached
-
-
-def test_a_stopped_replica_blocks_nobody_and_is_started_again(service: ScoringService, local: LogProbScorer) -> None:
+def test_a_stopped_replica_blocks_nobody_and_is_started_again(service, local):
     before = pids(service)
     with callers(service.model, calls=30) as load:
         until(lambda: len(load.answers) > 4)
@@ -186,43 +149,37 @@ def test_a_stopped_replica_blocks_nobody_and_is_started_again(service: ScoringSe
     assert after[1] != before[1]
 
 
-# ------------------------------------------------------------------ models by value
-
-
 @pytest.mark.parametrize("restarted", [True, False], ids=["by Ray", "by clients"])
-def test_a_model_by_value_outlives_all_actors_at_once(local: LogProbScorer, restarted: bool) -> None:
+def test_a_model_by_value_outlives_all_actors_at_once(local, restarted):
     """Control actor and replica are killed together: a process that passed the model hands it in again."""
     with ScoringService(model(), name="handed", **CPUS) as service:
-        namespace, other = service.model.spec.namespace, clone(service.model)  # without the model
+        other = clone(service.model)  # without the model
         for remote in (other, service.model):
             assert_same(remote.make_scorer().score(sequences()).values, local.score(sequences()).values)
-            actors = [ray.get_actor(name, namespace=namespace) for name in ("handed:control", "handed:0")]
-            ids = ray.get([actor.__ray_call__.remote(lambda self: os.getpid()) for actor in actors])
-            for actor, pid in zip(actors, ids, strict=True):
+            actors = [actor(service, what) for what in ("control", 0)]
+            ids = [pid_of(each) for each in actors]
+            for each, pid in zip(actors, ids, strict=True):
                 if restarted:
                     os.kill(pid, signal.SIGKILL)
                 else:
-                    ray.kill(actor, no_restart=True)
+                    ray.kill(each, no_restart=True)
             assert_same(remote.make_scorer().score(sequences(1)).values, local.score(sequences(1)).values)
         assert pids(service)[0] not in ids
         service.shutdown()
 
 
-# ------------------------------------------------------------------ resources, and the number of replicas
-
-
 @ray.remote
 class _Hog:
-    def ready(self) -> None:
+    def ready(self):
         pass
 
 
-def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog):
     total = ray.cluster_resources()["CPU"]
     free = int(ray.available_resources()["CPU"])
-    hog = _Hog.options(num_cpus=free).remote()  # type: ignore[attr-defined]
+    hog = _Hog.options(num_cpus=free).remote()
     ray.get(hog.ready.remote())
-    made: list[ScoringService] = []
+    made = []
     thread = threading.Thread(target=lambda: made.append(ScoringService(factory=model, name="waits", num_cpus=1)))
     with caplog.at_level(logging.WARNING, logger="torchrl_llm_kl.service"):
         thread.start()
@@ -234,8 +191,8 @@ def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog
     made[0].shutdown()
 
 
-def test_the_number_of_replicas_follows_the_load(local: LogProbScorer) -> None:
-    options: dict[str, Any] = {"name": "scales", "min_replicas": 1, "max_replicas": 2, "max_tokens": 40, **CPUS}
+def test_the_number_of_replicas_follows_the_load(local):
+    options = {"name": "scales", "min_replicas": 1, "max_replicas": 2, "max_tokens": 40, **CPUS}
     control_of(Plan("scales", slots=2, least=1), Scaling(wait=0.2, hold=2.0, idle=4.0))
     with ScoringService(factory=partial(delayed, 0.1), **options) as service:
         assert len(service.stats()) == 1
@@ -248,10 +205,7 @@ def test_the_number_of_replicas_follows_the_load(local: LogProbScorer) -> None:
         service.shutdown()
 
 
-# ------------------------------------------------------------------ nodes
-
-
-def test_a_node_is_killed_and_another_added_under_load() -> None:
+def test_a_node_is_killed_and_another_added_under_load():
     """Four nodes in a process of their own, because this one is connected to a cluster."""
     script = str(PROJECT / "tests" / "lab" / "nodes.py")
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LONG, check=False)

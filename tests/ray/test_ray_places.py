@@ -1,132 +1,105 @@
 """The Ray variants in every place where TorchRL runs a transform: they write what the local classes write, to 1e-6."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import ray
 import torch
 from ray import cloudpickle
-from tensordict import TensorDictBase, lazy_stack
+from tensordict import lazy_stack
 from torchrl.collectors.llm import RayLLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs import EnvBase, EnvCreator, Transform
+from torchrl.envs import EnvCreator
 
-from ray_lab import (
-    GEN,
-    NAMES,
-    REF,
-    SERVED,
-    SERVICE,
-    TOKENIZER,
-    assert_same,
-    assert_same_specs,
-    assert_scored,
-    chat_env,
-    collected,
-    greedy_policy,
-    in_worker,
-    local,
-    local_variants,
-    remote,
-    scorers,
-    variants,
-)
+import ray_lab
+from ray_lab import TOKENIZER, assert_same, chat_env, collected, greedy_policy, local, remote, scorers
 from torchrl_llm_kl import RetrieveLogProb
 from torchrl_llm_kl.service import RayRetrieveLogProb
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, steps
 
 pytestmark = pytest.mark.usefixtures("transform_services")
+KL = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty")]
 NEXT_WRITTEN = {
     "RetrieveLogProb": [("next", "ref_log_probs", "full")],
-    "RetrieveKL": [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty")],
+    "RetrieveKL": KL,
     "KLRewardTransform": [("next", "kl_penalty"), ("next", "ref_log_probs"), ("next", "reward")],
+    "from_collector": KL,
 }
-NEXT_WRITTEN["from_collector"] = NEXT_WRITTEN["RetrieveKL"]
-WITH_MODELS = [name for name in NAMES if name != "from_collector"]
+with_models = pytest.mark.parametrize("name", [name for name in ray_lab.NAMES if name != "from_collector"])
 
 
 @pytest.fixture(params=[False, True], ids=["nested", "padded"])
-def policy(request: pytest.FixtureRequest) -> Any:
+def policy(request):
     return make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=request.param)
 
 
-def both(name: str) -> list[Transform]:
+nested = pytest.mark.parametrize("policy", [False], ids=["nested"], indirect=True)
+
+
+def both(name):
     """The Ray variant and the local class."""
     variant = remote(name)
     assert all(scorer.path == "remote" for scorer in scorers(variant))
     return [variant, local(name)]
 
 
-def before(name: str) -> list[Transform]:
+def before(name):
     """Transforms whose output ``name`` reads."""
-    return [RetrieveLogProb(GEN())] if name == "KLRewardTransform" else []
+    return [RetrieveLogProb(ray_lab.GEN())] if name == "KLRewardTransform" else []
 
 
-def data(policy: Any, name: str, envs: int = 2, turns: int = 1) -> TensorDictBase:
+def data(policy, name, envs=2, turns=1):
     return collect(TOKENIZER, policy, *before(name), envs=envs, turns=turns)
 
 
-BATCHES: dict[str, Callable[[TensorDictBase], TensorDictBase]] = {
-    "no batch dimension": lambda td: td[1, 0],
-    "one": lambda td: td[:, 0],
-    "two": lambda td: td,
-    "three": lambda td: lazy_stack([td.clone(), td[:, [1, 0]].clone()]),
-}
+def assert_alike(name, found, expected, *more, keys=None):
+    ray_lab.assert_scored(found, *(NEXT_WRITTEN[name] if keys is None else keys), *more)
+    assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", WITH_MODELS)
-def test_direct_call(policy: Any, name: str) -> None:
+@with_models
+def test_direct_call(policy, name):
     """On any number of batch dimensions, and without ``"next"``."""
-    rollout = data(policy, name, turns=2)
-    transforms = both(name)
-    for select in BATCHES.values():
-        found, expected = (transform(select(rollout).clone()) for transform in transforms)
-        assert_scored(found, *NEXT_WRITTEN[name])
-        assert_same(found, expected)
+    rollout, transforms = data(policy, name, turns=2), both(name)
+    several = lazy_stack([rollout.clone(), rollout[:, [1, 0]].clone()])
+    for given in (rollout[1, 0], rollout[:, 0], rollout, several):
+        assert_alike(name, *(transform(given.clone()) for transform in transforms))
     given = rollout.exclude("next")
     if name == "KLRewardTransform":
         for step, whole in zip(steps(given), steps(rollout), strict=True):
             step["log_probs", "full"] = whole["next", "log_probs", "full"]
     found, expected = (transform(given.clone()) for transform in transforms)
     assert found.get("next", None) is None
-    assert_scored(found, *[key[1:] for key in NEXT_WRITTEN[name]])
-    assert_same(found, expected)
+    assert_alike(name, found, expected, keys=[key[1:] for key in NEXT_WRITTEN[name]])
 
 
-def rollouts(envs: list[EnvBase], policy: Any, turns: int) -> list[TensorDictBase]:
-    assert_same_specs(*envs)
-    return [(torch.manual_seed(0), env.rollout(turns, policy))[1] for env in envs]
+def assert_rollouts(name, envs, policy, turns):
+    ray_lab.assert_same_specs(*envs)
+    found, expected = [(torch.manual_seed(0), env.rollout(turns, policy))[1] for env in envs]
+    assert found.shape[1] == turns
+    assert_alike(name, found, expected)
 
 
-@pytest.mark.parametrize("name", WITH_MODELS)
-def test_chat_env(policy: Any, name: str) -> None:
+@with_models
+def test_chat_env(policy, name):
     envs = [make_env(TOKENIZER, *before(name), transform, envs=3, turns=3) for transform in both(name)]
-    found, expected = rollouts(envs, policy, 3)
-    assert found.shape == (3, 3)
-    assert_scored(found, *NEXT_WRITTEN[name])
-    assert_same(found, expected)
+    assert_rollouts(name, envs, policy, 3)
 
 
-@pytest.mark.parametrize("policy", [False], ids=["nested"], indirect=True)
-@pytest.mark.parametrize(("name", "factory"), [*((name, False) for name in NAMES), ("from_collector", True)])
-def test_collector(policy: Any, name: str, factory: bool) -> None:
+@nested
+@pytest.mark.parametrize(("name", "factory"), [*((name, False) for name in ray_lab.NAMES), ("from_collector", True)])
+def test_collector(policy, name, factory):
     given = {"policy_factory": lambda: policy} if factory else {"policy": policy}
-    found, expected = (
-        collected(make_env(TOKENIZER, *before(name), transform, turns=2), **given) for transform in both(name)
-    )
+    envs = [make_env(TOKENIZER, *before(name), transform, turns=2) for transform in both(name)]
+    found, expected = (collected(env, **given) for env in envs)
     assert found.shape == (2, 2, 2)
-    assert_scored(found, *NEXT_WRITTEN[name])
-    assert_same(found, expected)
+    assert_alike(name, found, expected)
 
 
-@pytest.mark.parametrize("name", WITH_MODELS)
-def test_replay_buffer(policy: Any, name: str) -> None:
+@with_models
+def test_replay_buffer(policy, name):
     """On extend, and on sample."""
     given = flat(data(policy, name, envs=3))
     stored, samples = [], []
@@ -140,68 +113,43 @@ def test_replay_buffer(policy: Any, name: str) -> None:
         buffer.append_transform(transform.clone())
         torch.manual_seed(1)
         samples.append(lazy_stack([buffer.sample(), buffer.sample()]))
-    for found, expected in (stored, samples):
-        assert_scored(found, *NEXT_WRITTEN[name])
-        assert_same(found, expected)
+    assert_alike(name, *stored)
+    assert_alike(name, *samples)
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "clone": lambda transform: transform.clone(),
-    "pickle": lambda transform: pickle.loads(pickle.dumps(transform)),
-}
+def pickled(thing):
+    return pickle.loads(pickle.dumps(thing))
 
 
-@pytest.mark.parametrize("policy", [False], ids=["nested"], indirect=True)
-@pytest.mark.parametrize("name", WITH_MODELS)
-def test_copies(policy: Any, name: str) -> None:
+@nested
+@with_models
+def test_copies_and_pickled_env_factories(policy, name):
     given = data(policy, name)
     variant, original = both(name)
     expected = original(given.clone())
     variant(given.clone())  # connected: a copy must work from then on too
-    for how in COPIES.values():
+    for how in (copy.deepcopy, lambda transform: transform.clone(), pickled):
         found = how(variant)
         assert type(found) is type(variant)
         assert type(how(original)) is type(original)
         assert all(scorer.path == "remote" for scorer in scorers(found))
         assert_same(found(given.clone()), expected)
-
-
-class Pickled:
-    """An env factory as another process receives it."""
-
-    def __init__(self, factory: Callable[[], EnvBase]) -> None:
-        self.factory = cloudpickle.loads(cloudpickle.dumps(factory))
-
-    def __call__(self) -> EnvBase:
-        return self.factory()
-
-
-@pytest.mark.parametrize("policy", [False], ids=["nested"], indirect=True)
-@pytest.mark.parametrize("name", WITH_MODELS)
-def test_pickled_env_factory(policy: Any, name: str) -> None:
-    envs = [Pickled(partial(chat_env, partial(list, [*before(name), transform])))() for transform in both(name)]
-    found, expected = rollouts(envs, policy, 2)
-    assert_scored(found, *NEXT_WRITTEN[name])
-    assert_same(found, expected)
+    factories = [partial(chat_env, partial(list, [*before(name), transform])) for transform in (variant, original)]
+    assert_rollouts(name, [cloudpickle.loads(cloudpickle.dumps(factory))() for factory in factories], policy, 2)
 
 
 @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL"])
-def test_env_creator(name: str) -> None:
+def test_env_creator(name):
     """EnvCreator takes a step with a random action, of which only text can be scored."""
     policy = make_policy(make_model(TOKENIZER, seed=0), TOKENIZER, pad_output=False, input_mode="text")
-    envs = []
-    for transform in both(name):
-        creator = EnvCreator(partial(chat_env, partial(list, [transform]), input_mode="text"))
-        envs.append((pickle.loads(pickle.dumps(creator)) if name == "RetrieveKL" else creator)())
-    found, expected = rollouts(envs, policy, 2)
-    assert_scored(found, *NEXT_WRITTEN[name])
-    assert_same(found, expected)
+    makers = [EnvCreator(partial(chat_env, partial(list, [each]), input_mode="text")) for each in both(name)]
+    envs = [(pickled(creator) if name == "RetrieveKL" else creator)() for creator in makers]
+    assert_rollouts(name, envs, policy, 2)
 
 
-def test_ray_collector() -> None:
+def test_ray_collector():
     collector = RayLLMCollector(
-        partial(in_worker, partial(variants, remote("from_collector"))),
+        partial(ray_lab.in_worker, partial(ray_lab.variants, remote("from_collector"))),
         policy_factory=greedy_policy,
         dialog_turns_per_batch=4,
         total_dialog_turns=8,
@@ -210,16 +158,15 @@ def test_ray_collector() -> None:
     found = lazy_stack([collector.next(), collector.next()])
     collector.shutdown()
     ray.kill(collector._collector)
-    expected = collected(chat_env(local_variants), policy=greedy_policy())
-    assert_scored(found, *NEXT_WRITTEN["from_collector"], ("next", "again", "full"), ("next", "feature_kl"))
-    assert_same(found, expected)
+    expected = collected(chat_env(ray_lab.local_variants), policy=greedy_policy())
+    assert_alike("from_collector", found, expected, ("next", "again", "full"), ("next", "feature_kl"))
 
 
 class MyVariant(RayRetrieveLogProb):
     """A user's subclass of a Ray variant."""
 
 
-def test_subclasses() -> None:
-    variant = MyVariant(model_factory=REF, service_backend="ray", actor_name=SERVICE, **SERVED)
+def test_subclasses():
+    variant = MyVariant(model_factory=ray_lab.REF, service_backend="ray", actor_name=ray_lab.SERVICE, **ray_lab.SERVED)
     assert type(variant) is MyVariant
     assert variant.scorer.path == "remote"

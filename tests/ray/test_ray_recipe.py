@@ -3,22 +3,18 @@
 ``tests/ray/test_ray_places.py`` has a ``RayLLMCollector`` with the Ray variants of all transforms.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import ray
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
+from torchrl.collectors.llm import LLMCollector, RayLLMCollector
+from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.trainers.algorithms import GRPOTrainer
 
@@ -36,9 +32,7 @@ ROWS = 2 * GROUP
 
 
 @contextmanager
-def ray_buffer(**settings: Any) -> Iterator[Any]:
-    from torchrl.data import RayReplayBuffer
-
+def ray_buffer(**settings):
     buffer = RayReplayBuffer(
         storage=partial(LazyStackStorage, 64), **{"batch_size": ROWS // 2, "remote_config": CPUS, **settings}
     )
@@ -49,9 +43,7 @@ def ray_buffer(**settings: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def ray_collector(env: Any, policy: Any = sampling_policy, **settings: Any) -> Iterator[Any]:
-    from torchrl.collectors.llm import RayLLMCollector
-
+def ray_collector(env, policy=sampling_policy, **settings):
     if "replay_buffer" in settings:
         settings["replay_buffer"] = settings["replay_buffer"].client()  # the buffer itself cannot be sent to an actor
     collector = RayLLMCollector(
@@ -66,11 +58,11 @@ def ray_collector(env: Any, policy: Any = sampling_policy, **settings: Any) -> I
         ray.kill(collector._collector)
 
 
-def retrieve_kl(**settings: Any) -> RetrieveKL:
+def retrieve_kl(**settings):
     return RetrieveKL(scoring_model(0), scoring_model(1), **settings)
 
 
-def by_tokens(data: TensorDictBase) -> dict[str, TensorDictBase]:
+def by_tokens(data):
     return {str(step["tokens", "full"].tolist()): step for step in steps(data)}
 
 
@@ -83,7 +75,7 @@ KEYS = [
 ]
 
 
-def test_replay_buffer_on_extend_and_on_sample() -> None:
+def test_replay_buffer_on_extend_and_on_sample():
     """What the buffer's actor writes is what a local buffer writes; a transform without ``invert`` scores each sample."""
     torch.manual_seed(0)
     data = flat(plain_env().rollout(1, sampling_policy()))
@@ -106,7 +98,7 @@ def test_replay_buffer_on_extend_and_on_sample() -> None:
 
 
 @contextmanager
-def local_collector(env: Any, **settings: Any) -> Iterator[LLMCollector]:
+def local_collector(env, **settings):
     settings = {"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS, **settings}
     collector = LLMCollector(env(), policy_factory=sampling_policy, **settings)
     yield collector
@@ -114,12 +106,12 @@ def local_collector(env: Any, **settings: Any) -> Iterator[LLMCollector]:
 
 
 @contextmanager
-def local_buffer(sampler: Any) -> Iterator[ReplayBuffer]:
+def local_buffer(sampler):
     yield ReplayBuffer(storage=LazyStackStorage(64), sampler=sampler(), batch_size=ROWS // 2)
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("in actors", marks=pytest.mark.slow)])
-def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str) -> None:
+def test_collector_scores_its_own_policy_and_fills_the_buffer(where):
     """``"from_collector"`` before and after new weights: log-probs are those of the weights that sampled."""
     make_buffer, make_collector = (local_buffer, local_collector) if where == "here" else (ray_buffer, ray_collector)
     reference, weights = scoring_model(1).model, copy.deepcopy(scoring_model(0).model)
@@ -142,19 +134,19 @@ def test_collector_scores_its_own_policy_and_fills_the_buffer(where: str) -> Non
                 buffer.empty(empty_write_count=False)
 
 
-def check_scores(batch: TensorDictBase, policy: Any, reference: Any) -> None:
+def check_scores(batch, policy, reference):
     for key, model in ((("next", "log_probs", "full"), policy), (("next", "ref_log_probs", "full"), reference)):
         for step, want in zip(steps(batch), without_graph(model, batch), strict=True):
             assert_close(of_response(step, step[key]).float(), want.float(), atol=1e-5, rtol=0)
 
 
-def push(collector: Any, model: Any) -> None:
+def push(collector, model):
     """New weights for the collector's policy; ``TransformersWrapper`` keeps its model under ``"model"``."""
     collector.update_policy_weights_(TensorDict(model=TensorDict.from_module(model).detach().clone()))
 
 
 @pytest.mark.slow
-def test_a_task_in_a_collectors_actor() -> None:
+def test_a_task_in_a_collectors_actor():
     """An env of ``make_env``: prompts in their order, rewards of functions, log-probs of the collector's own policy."""
     with ray_collector(task_env, text_policy, total_dialog_turns=3 * ROWS) as collector:
         batches = [batch.reshape(-1) for batch in iter(collector.next, None)]
@@ -178,7 +170,7 @@ def test_a_task_in_a_collectors_actor() -> None:
 
 
 @pytest.mark.slow
-def test_asynchronous_loop() -> None:
+def test_asynchronous_loop():
     """Two collectors fill a buffer, which waits for groups; a learner takes samples and pushes weights now and then."""
     model = copy.deepcopy(scoring_model(0).model)
     loss = PolicyLoss(model, "ppo", terms=[KLToReference(1e-3)])
@@ -192,7 +184,7 @@ def test_asynchronous_loop() -> None:
         ):
             for collector in (one, two):
                 collector.start()
-            wait_for(buffer, 2 * GROUP)
+            until(lambda: buffer.write_count >= 2 * GROUP, seconds=300.0)
             shares = []
             for step in range(1, 41):
                 batch = buffer.sample(ROWS)
@@ -206,27 +198,24 @@ def test_asynchronous_loop() -> None:
                 if step % 5 == 0:
                     for collector in (one, two):
                         push(collector, model)
-                    wait_for(buffer, buffer.write_count + GROUP)
+                    writes = buffer.write_count + GROUP
+                    until(lambda writes=writes: buffer.write_count >= writes, seconds=300.0)
             assert all(collector.is_running() for collector in (one, two))
             assert int(buffer[:]["next", "policy_version"].max()) > 1
     assert sum(shares[-8:]) > sum(shares[:8]), shares
 
 
-def wait_for(buffer: Any, writes: int) -> None:
-    until(lambda: buffer.write_count >= writes, seconds=300.0)
-
-
 @pytest.mark.slow
-def test_grpo_trainer_over_ray() -> None:
+def test_grpo_trainer_over_ray():
     """``GRPOTrainer`` with torchrl's Ray parts: the collector fills the buffer, the weights follow each batch."""
     model = copy.deepcopy(scoring_model(0).model)
-    seen: list[TensorDictBase] = []
+    seen = []
     with ray_buffer(sampler=SamplerWithoutReplacement) as buffer:
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
         with ray_collector(scoring_env, replay_buffer=buffer, total_dialog_turns=3 * ROWS) as collector:
 
             class Sender:
-                def update_weights(self) -> None:
+                def update_weights(self):
                     push(collector, model)
 
             with warnings.catch_warnings():
@@ -241,7 +230,7 @@ def test_grpo_trainer_over_ray() -> None:
                     empty_replay_buffer_on_weight_update=True,
                     progress_bar=False,
                 )
-            before: list[Any] = []
+            before = []
             trainer.register_op("pre_epoch", lambda batch: (before.append(copy.deepcopy(model)), batch)[1])
             trainer.register_op(
                 "process_optim_batch", lambda batch: (seen.append((len(before) - 1, batch.clone())), batch)[1]
@@ -253,13 +242,8 @@ def test_grpo_trainer_over_ray() -> None:
         assert all(len(response(row)) for row in steps(batch))
 
 
-# ------------------------------------------------------------------ what RayLLMCollector itself cannot do
-
-
-def test_properties_that_torchrls_collector_asks_its_actor_for() -> None:
+def test_properties_that_torchrls_collector_asks_its_actor_for():
     """They are no methods, so that Ray cannot call them; and ``sync_iter=False`` needs a ``remote_config``."""
-    from torchrl.collectors.llm import RayLLMCollector
-
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'setdefault'"):
         RayLLMCollector(plain_env, policy_factory=sampling_policy, dialog_turns_per_batch=ROWS, sync_iter=False)
     with ray_collector(plain_env) as collector, pytest.raises((TypeError, ValueError, AttributeError)):

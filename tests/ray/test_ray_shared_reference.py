@@ -1,7 +1,5 @@
 """A reference that is shared and killed trains what one in the same process trains, and the tutorial says so."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -28,17 +26,6 @@ from countdown.comparison import largest_difference  # noqa: E402
 from countdown.sharing import join  # noqa: E402
 
 STEPS, KILLED, COLLECTORS, ANSWERS = 4, 2, 4, 12  # answers: of each collector in a step
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The tutorial, small, and what it printed. A process of its own: in this one the service's tests may have started Ray."""
-    out = tmp_path_factory.mktemp("ray")
-    options = f"--steps {STEPS} --collectors {COLLECTORS} --num-prompts 3 --group-size 4 --warmup-steps 15 --seed 3"
-    process = tutorial(out, options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    printed, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 0, printed[-3000:]
-    return out, printed
 
 
 def tutorial(out, options, **where):
@@ -88,8 +75,13 @@ def cells(output, what):
 
 
 @pytest.mark.slow
-def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(finished):
-    out, output = finished
+def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(tmp_path):
+    """The tutorial, small, in a process of its own: in this one the service's tests may have started Ray."""
+    out = tmp_path
+    options = f"--steps {STEPS} --collectors {COLLECTORS} --num-prompts 3 --group-size 4 --warmup-steps 15 --seed 3"
+    process = tutorial(out, options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 0, output[-3000:]
     undisturbed, killed = rows_of(out / "undisturbed.jsonl"), rows_of(out / "killed.jsonl")
     assert [row["step"] for row in killed] == list(range(STEPS))
     for one, other in zip(undisturbed, killed, strict=True):
@@ -99,23 +91,15 @@ def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(finished):
     assert "The two runs agree" in output
     assert "The two runs differ" not in output
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_runs_train_and_the_reference_counts(finished):
-    out, _ = finished
-    rows = rows_of(out / "killed.jsonl")
+    # The runs train, and the reference counts.
+    rows = killed
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)  # the policy starts as its reference
     assert all(row["kl"] != 0 for row in rows[1:]), "the policy moves, the reference stays"
     assert any(row["kl"] > 1e-3 for row in rows[KILLED:]), "also after it was started again"
     for row in rows:
         assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
         assert COLLECTORS * ANSWERS <= row["answer_tokens"] <= COLLECTORS * ANSWERS * 14
-
-
-@pytest.mark.slow
-def test_the_table_says_that_it_was_killed_and_that_no_request_was_lost(finished):
-    _, output = finished
+    # The table says that it was killed, and that no request was lost.
     assert cells(output, "restarts of the reference") == [[0], [1]]
     (before,), (first, second) = cells(output, "requests answered")
     assert before == STEPS * COLLECTORS

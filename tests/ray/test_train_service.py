@@ -1,33 +1,26 @@
 """A run whose reference is behind a service over Ray is the run with a reference of its own."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from train_lab import TARGET, build_lab, figures, settings
 
 pytest.importorskip("ray")
-from torchrl_llm_kl.training import Run, TrainConfig, load_reference, train
+from torchrl_llm_kl.training import Run, load_reference, train
 
 
-def test_a_run_with_a_shared_reference(ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_shared_reference(ray_cluster, tmp_path, monkeypatch):
     """From a relative path, and gone on with after a step; a second client keeps the service between the two processes."""
     lab, runs = build_lab(tmp_path), []
 
-    def build(*args: Any, **kwargs: Any) -> Run:
+    def build(*args, **kwargs):
         runs.append(Run(*args, **kwargs))
         return runs[-1]
 
-    def config(name: str, steps: int, *changes: str) -> TrainConfig:
-        common = ("model.name=model", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "evaluation.every=3")
+    def config(name, steps, *changes):
+        common = ["model.name=model", "optimizer.schedule=constant", "optimizer.warmup_steps=0", "evaluation.every=3"]
+        common += ["evaluation.greedy=false", "evaluation.num_prompts=2", f"run.steps={steps}"]
         # In the loss: in the reward, a KL of 1e-7 in place of 0 would be all that differs in a group of equal rewards.
-        return settings(
-            lab, tmp_path / name, *common, "evaluation.greedy=false", "evaluation.num_prompts=2", f"run.steps={steps}",
-            *changes, kl={**TARGET, "place": "loss"},
-        )  # fmt: skip
+        return settings(lab, tmp_path / name, *common, *changes, kl={**TARGET, "place": "loss"})
 
     monkeypatch.chdir(lab)
     train(config("own", 3), say=lambda line: None)

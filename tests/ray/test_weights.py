@@ -1,41 +1,30 @@
 """Weight updates: direct, through torchrl, and while callers request versions."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
-from torch import nn
 
-from load import assert_same, callers, clone, sequences
+from load import actor, assert_same, callers, clone, names, pid_of, sequences
 from remote_models import SHARED, model
 from torchrl_llm_kl import LogProbScorer
-from torchrl_llm_kl.service import (
-    ScoringService,
-    ServiceWeightSyncScheme,
-    ServiceWeightUpdater,
-    WeightVersionError,
-)
+from torchrl_llm_kl.service import ScoringService, ServiceWeightSyncScheme, ServiceWeightUpdater, WeightVersionError
 from torchrl_llm_kl.service._weights import chunks_of, keeper_of
 from waits import LONG, until
 
 
-def assert_scores(service: ScoringService, expected: nn.Module) -> None:
+def assert_scores(service, expected):
     found = clone(service.model).make_scorer().score(sequences()).values
     assert_same(found, LogProbScorer(expected).score(sequences()).values)
 
 
-def assert_holds(service: ScoringService, expected: nn.Module, version: int) -> None:
+def assert_holds(service, expected, version):
     data = sequences(count=24)  # enough to reach both replicas
     remote = clone(service.model)
     for wanted in (None, version):
@@ -44,10 +33,10 @@ def assert_holds(service: ScoringService, expected: nn.Module, version: int) -> 
     assert [stats["version"] for stats in service.stats()] == [version, version]
 
 
-def test_weights_reach_every_replica_under_their_version(pushed: ScoringService) -> None:
+def test_weights_reach_every_replica_under_their_version(pushed):
     start = pushed.version
-    pushed.update_weights(model(seed=1).state_dict(), start + 1)
-    assert_holds(pushed, model(seed=1), start + 1)
+    pushed.update_weights(model(seed=1).state_dict(), np.int64(start + 1))
+    assert_holds(pushed, model(seed=1), np.int64(start + 1))
     pushed.update_weights(ray.put(model(seed=2).state_dict()), start + 5)
     assert_holds(pushed, model(seed=2), start + 5)
     pushed.update_weights(model(seed=2), start + 5)  # again, as after a timeout
@@ -56,27 +45,18 @@ def test_weights_reach_every_replica_under_their_version(pushed: ScoringService)
     mixed = model(seed=2)
     mixed.load_state_dict(half, strict=False)
     assert_holds(pushed, mixed, start + 6)
-    with pytest.raises(
-        WeightVersionError, match=rf"version {start + 2} of the weights was pushed after version {start + 6}"
-    ):
-        pushed.update_weights(model(), start + 2)
     with pytest.raises(WeightVersionError, match=rf"version {start + 6} of the weights was pushed before with others"):
         pushed.update_weights(model(seed=2), start + 6)
     with pytest.raises(TypeError, match="version must be a whole number, got '7'"):
-        pushed.update_weights(model(), "7")  # type: ignore[arg-type]
-    for weights, error, message in (
-        ({"nowhere": torch.zeros(1)}, KeyError, "no weight 'nowhere'"),
-        ({}, ValueError, "there are no weights"),
-        ({"lm_head.weight": 1}, TypeError, "got int"),
-    ):
-        with pytest.raises(error, match=message):
-            pushed.update_weights(weights, start + 7)
+        pushed.update_weights(model(), "7")
+    with pytest.raises(KeyError, match="no weight 'nowhere'"):
+        pushed.update_weights({"nowhere": torch.zeros(1)}, start + 7)
     with pytest.raises(TypeError, match="version must be a whole number"):
-        pushed.model.version = 2.5  # type: ignore[assignment]
+        pushed.model.version = 2.5
     assert_holds(pushed, mixed, start + 6)
 
 
-def test_a_past_version_and_one_that_is_never_pushed(pushed: ScoringService) -> None:
+def test_a_past_version_and_one_that_is_never_pushed(pushed):
     pushed.update_weights(model(), pushed.version + 1)
     remote = clone(pushed.model, timeout=1.0)
     remote.version = pushed.version - 1
@@ -91,10 +71,10 @@ def test_a_past_version_and_one_that_is_never_pushed(pushed: ScoringService) -> 
     assert time.monotonic() - start < LONG / 2
 
 
-def test_a_request_waits_for_a_later_version(pushed: ScoringService) -> None:
+def test_a_request_waits_for_a_later_version(pushed):
     early = clone(pushed.model)
     early.version = pushed.version + 1
-    found: list[torch.Tensor] = []
+    found = []
     thread = threading.Thread(target=lambda: found.append(early.make_scorer().score(sequences()).values))
     with callers(pushed.model, count=2) as load:  # requests without a version are served meanwhile
         thread.start()
@@ -106,7 +86,7 @@ def test_a_request_waits_for_a_later_version(pushed: ScoringService) -> None:
     load.assert_all_right(LogProbScorer(model()), LogProbScorer(model(seed=4)))
 
 
-def test_through_a_sync_scheme_and_an_updater_of_torchrl(pushed: ScoringService) -> None:
+def test_through_a_sync_scheme_and_an_updater_of_torchrl(pushed):
     scheme = ServiceWeightSyncScheme(pushed)
     scheme.init_on_sender(model_id="policy")
     scheme.connect()
@@ -126,7 +106,7 @@ def test_through_a_sync_scheme_and_an_updater_of_torchrl(pushed: ScoringService)
         ServiceWeightUpdater(pushed)()
 
 
-def test_a_replica_catches_up_after_an_interrupted_push(pushed: ScoringService) -> None:
+def test_a_replica_catches_up_after_an_interrupted_push(pushed):
     """The keeper stores weights first: a replica without them takes them once a client has seen the new version."""
     spec, new, version = pushed.model.spec, model(seed=9), pushed.version + 1
     keeper, chunks = keeper_of(spec), list(chunks_of(new.state_dict().items(), size=20_000))
@@ -139,12 +119,12 @@ def test_a_replica_catches_up_after_an_interrupted_push(pushed: ScoringService) 
     assert_holds(pushed, new, version)
 
 
-def test_two_updaters_at_once(pushed: ScoringService) -> None:
+def test_two_updaters_at_once(pushed):
     """Without numbers of their own: each push gets the next one."""
     start, versions = pushed.update_weights(model()), []
     other = ScoringService(**SHARED)
 
-    def update(updater: ScoringService, new: nn.Module) -> None:
+    def update(updater, new):
         versions.extend(updater.update_weights(new) for _ in range(3))
 
     pairs = [(pushed, model(seed=1)), (other, model(seed=2))]
@@ -161,9 +141,9 @@ def test_two_updaters_at_once(pushed: ScoringService) -> None:
 
 
 @contextmanager
-def stopped(actor: object) -> Iterator[None]:
+def stopped(handle):
     """The process of an actor stands still, as one that cannot be reached."""
-    pid = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))  # type: ignore[attr-defined]
+    pid = pid_of(handle)
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -171,14 +151,14 @@ def stopped(actor: object) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_a_replica_that_cannot_be_reached_does_not_block_a_push(pushed: ScoringService) -> None:
+def test_a_replica_that_cannot_be_reached_does_not_block_a_push(pushed):
     """It takes the weights when it is back, before it answers a client that has seen their version."""
-    namespace, data = pushed.model.spec.namespace, sequences(count=24)
+    data = sequences(count=24)
     pushed.update_weights(model())
-    with stopped(ray.get_actor(f"{pushed.name}:1", namespace=namespace)):
+    with stopped(actor(pushed, 1)):
         version = pushed.update_weights(model(seed=3), wait=1.0)
         assert version.missed == (f"{pushed.name}:1",)
-        found: list[torch.Tensor] = []
+        found = []
         waiting = threading.Thread(target=lambda: found.append(pushed.model.make_scorer().score(data).values))
         waiting.start()
     waiting.join(timeout=LONG)
@@ -186,12 +166,12 @@ def test_a_replica_that_cannot_be_reached_does_not_block_a_push(pushed: ScoringS
     assert [stats["version"] for stats in pushed.stats()] == [version, version]
 
 
-def test_a_keeper_that_cannot_be_reached_does_not_stop_the_scores(pushed: ScoringService) -> None:
+def test_a_keeper_that_cannot_be_reached_does_not_stop_the_scores(pushed):
     """A request for a version to come asks the keeper: others are scored meanwhile."""
     pushed.update_weights(model())
     early = clone(pushed.model, timeout=20.0)
     early.version = pushed.version + 1
-    found: list[torch.Tensor] = []
+    found = []
     waiting = threading.Thread(target=lambda: found.append(early.make_scorer().score(sequences()).values))
     with stopped(keeper_of(pushed.model.spec)):
         waiting.start()
@@ -205,37 +185,17 @@ def test_a_keeper_that_cannot_be_reached_does_not_stop_the_scores(pushed: Scorin
     assert_same(found[0], LogProbScorer(model(seed=5)).score(sequences()).values)
 
 
-def test_numpy_integers_are_versions(pushed: ScoringService) -> None:
-    pushed.update_weights(model(), np.int64(pushed.version + 1))
-    remote = clone(pushed.model)
-    remote.version = np.int64(pushed.version)
-    assert_same(remote.make_scorer().score(sequences()).values, LogProbScorer(model()).score(sequences()).values)
-
-
-def restart(service: ScoringService) -> None:
+def restart(service):
     before = service.stats()[0]["pid"]
-    ray.kill(ray.get_actor(f"{service.name}:0", namespace=service.model.spec.namespace), no_restart=False)
+    ray.kill(actor(service, 0), no_restart=False)
     until(lambda: service.stats()[0]["pid"] != before)
 
 
 @pytest.mark.slow
-def test_partial_updates_survive_a_restart() -> None:
-    half = {name: value for name, value in model(seed=2).state_dict().items() if "layers.0" in name}
-    expected = model(seed=1)
-    expected.load_state_dict(half, strict=False)
+def test_weights_lost_with_their_keeper_are_an_error():
     with ScoringService(factory=model, num_cpus=0.1) as service:
         service.update_weights(model(seed=1), 1)
-        service.update_weights(half, 2)
-        restart(service)
-        assert_scores(service, expected)
-        service.shutdown()
-
-
-@pytest.mark.slow
-def test_weights_lost_with_their_keeper_are_an_error() -> None:
-    with ScoringService(factory=model, num_cpus=0.1) as service:
-        service.update_weights(model(seed=1), 1)
-        ray.kill(ray.get_actor(f"{service.name}:weights", namespace=service.model.spec.namespace))
+        ray.kill(actor(service, "weights"))
         restart(service)
         with pytest.raises(WeightVersionError, match="version 1 of the weights was seen before"):
             service.model.make_scorer().score(sequences())
@@ -245,10 +205,10 @@ def test_weights_lost_with_their_keeper_are_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_a_new_service_with_an_old_name_starts_at_version_0() -> None:
+def test_a_new_service_with_an_old_name_starts_at_version_0():
     with ScoringService(factory=model, name="life", num_cpus=0.1) as service:
         service.update_weights(model(seed=1), 5)
-    until(lambda: "life:0" not in {e["name"] for e in ray.util.list_named_actors(all_namespaces=True)})
+    until(lambda: not names("life:0"))
     with ScoringService(factory=model, name="life", num_cpus=0.1) as service:
         assert service.version == 0
         assert_scores(service, model())
@@ -256,12 +216,12 @@ def test_a_new_service_with_an_old_name_starts_at_version_0() -> None:
 
 
 @pytest.mark.slow
-def test_weights_outlive_their_service_on_disk(tmp_path: Path) -> None:
-    made: dict[str, Any] = {"factory": model, "name": "on-disk", "num_cpus": 0.1, "weights_dir": tmp_path}
+def test_weights_outlive_their_service_on_disk(tmp_path):
+    made = {"factory": model, "name": "on-disk", "num_cpus": 0.1, "weights_dir": tmp_path}
     with ScoringService(**made) as service:
         service.update_weights(model(seed=1), 5)
         service.shutdown()
-    until(lambda: not {e["name"] for e in ray.util.list_named_actors(all_namespaces=True)} & {"on-disk:0"})
+    until(lambda: not names("on-disk:0"))
     with ScoringService(**made) as service:
         assert service.version == 5
         assert_scores(service, model(seed=1))

@@ -98,9 +98,6 @@ def total(out):
     return sum(value for name, value in out.items() if name.startswith("loss_"))
 
 
-# ------------------------------------------------------------------ one process
-
-
 @cache
 def expected(dtype, steps, rate, clip, exact, config):
     model = build(dtype, **dict(config))
@@ -116,9 +113,6 @@ def expected(dtype, steps, rate, clip, exact, config):
                 p.grad.mul_(clip / (norm + 1e-6))
         optimizer.step(), optimizer.zero_grad()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-# ------------------------------------------------------------------ ways to wrap
 
 
 def layers_of(model):
@@ -162,8 +156,6 @@ WRAPS = {
     "fsdp1, original parameters": lambda model, make: make(_fsdp1(model, flat=False)),
     "fsdp1, flat parameters": lambda model, make: make(_fsdp1(model, flat=True)),
 }
-
-# ------------------------------------------------------------------ ways to share the batch
 
 
 def share(split, rank, ranks):

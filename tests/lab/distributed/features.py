@@ -11,40 +11,22 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from distributed.cases import (
-    RATE,
-    STEPS,
-    VOCAB,
-    batch,
-    build,
-    difference,
-    expected,
-    layers_of,
-    make_loss,
-    parameters_of,
-    shard,
-    share,
-    step,
-    total,
-    wrapped,
-)
+from distributed import cases
+from distributed.cases import RATE, STEPS, batch, build, difference, make_loss, shard, step, total, wrapped
 from torchrl_llm_kl import RetrieveKL
 from toy_models import tiny_model
 
 
 def _mine(split="uneven"):
-    return share(split, dist.get_rank(), dist.get_world_size())
+    return cases.share(split, dist.get_rank(), dist.get_world_size())
 
 
 def _three_steps():
-    return expected(torch.float64, STEPS, RATE, None, False, ())
-
-
-# ------------------------------------------------------------------ recorded routing
+    return cases.expected(torch.float64, STEPS, RATE, None, False, ())
 
 
 def _mixture(checkpoint=""):
-    model = tiny_model("mixtral", vocab_size=VOCAB, max_position_embeddings=128).double().train()
+    model = tiny_model("mixtral", vocab_size=cases.VOCAB, max_position_embeddings=128).double().train()
     model.set_experts_implementation("eager")  # the default has no float64
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -74,9 +56,6 @@ def replayed_routing(wrap, checkpoint="", split="uneven"):
     optimizer.step()
     size = max(float((after[0][name] - before[name]).abs().max()) for name in before)
     return difference(loss, after[0]) / size, difference(loss, after[1]) / size
-
-
-# ------------------------------------------------------------------ precision
 
 
 SMALL = 0.01  # with larger steps rounding grows from step to step
@@ -109,16 +88,13 @@ def mixed_precision(by_layer):
     for _ in range(STEPS):
         step(loss, loss, _mine())
         optimizer.step(), optimizer.zero_grad()
-    one, wide = _in_bfloat16(), expected(torch.float32, STEPS, SMALL, None, False, ())
+    one, wide = _in_bfloat16(), cases.expected(torch.float32, STEPS, SMALL, None, False, ())
 
     def change(after):
         return torch.cat([(after[name] - before[name]).flatten() for name in before])
 
     truth = change(wide)
-    return tuple(float((change(found) - truth).norm() / truth.norm()) for found in (parameters_of(model), one))
-
-
-# ------------------------------------------------------------------ rewards
+    return tuple(float((change(found) - truth).norm() / truth.norm()) for found in (cases.parameters_of(model), one))
 
 
 WRITTEN = (("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward")
@@ -156,9 +132,6 @@ def rewarded(rows):
     return rows
 
 
-# ------------------------------------------------------------------ other libraries
-
-
 def accelerate(what, steps):
     """``accelerator.prepare`` of the loss or of the model, with its own accumulation over ``steps`` micro-batches."""
     from accelerate import Accelerator
@@ -185,9 +158,6 @@ def accelerate(what, steps):
                 accelerator.backward(total(run(rows[i])) * steps)  # which divides by the steps
                 optimizer.step(), optimizer.zero_grad()
     return difference(loss, _three_steps())
-
-
-# ------------------------------------------------------------------ errors
 
 
 def refuse(wrap, kind):
@@ -228,7 +198,7 @@ def out_of_memory(wrap, where, room):
             raise torch.OutOfMemoryError(f"{tokens} tokens")
 
     decoder = model.get_decoder()
-    modules = {"embedding": decoder.embed_tokens, "layer": layers_of(model)[1].mlp, "norm": decoder.norm}
+    modules = {"embedding": decoder.embed_tokens, "layer": cases.layers_of(model)[1].mlp, "norm": decoder.norm}
     if where in modules:
         modules[where].register_forward_pre_hook(lambda _, args: check(args[0].shape[1]))
     plain_read = _run.read
@@ -248,9 +218,6 @@ def out_of_memory(wrap, where, room):
     finally:
         _run.read = plain_read
     return loss.scorer.tokens_per_batch, difference(loss, _three_steps())
-
-
-# ------------------------------------------------------------------ saving
 
 
 def state(wrap):

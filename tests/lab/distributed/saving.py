@@ -61,9 +61,6 @@ def other_algorithms():
     )
 
 
-# ------------------------------------------------------------------ a reference that follows
-
-
 def follow(folder, *, first, last):
     """Steps ``first`` to ``last`` of a reference that follows a policy; saved in ``folder`` after the last."""
     torch.manual_seed(0)

@@ -209,9 +209,6 @@ def sequence_parallel(library):
     return parallelize_module(model, mesh, {"model.norm": SequenceParallel()})
 
 
-# ------------------------------------------------------------------ whole models
-
-
 def load(model, logits="colwise_gather_output", **sizes):
     """The model as transformers loads it with a tensor parallel plan, over all ranks."""
     from transformers.distributed import DistributedConfig

@@ -76,9 +76,6 @@ def tags_of(answers):
     return [float(answer.log_prob[0]) for answer in answers]
 
 
-# ------------------------------------------------------------------ batches
-
-
 @pytest.mark.parametrize(
     ("requests", "options", "batches"),
     [

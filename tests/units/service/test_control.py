@@ -76,9 +76,6 @@ class Lab:
         return done
 
 
-# ------------------------------------------------------------------ joining and leaving
-
-
 def test_the_first_client_sets_the_configuration_and_others_must_share_it():
     lab = Lab()
     assert lab.join()["incarnation"] == 1
@@ -223,9 +220,6 @@ def test_time_in_which_the_control_actor_itself_is_stopped_does_not_count():
     assert lab.state() == READY
 
 
-# ------------------------------------------------------------------ starts, and the weights of replicas
-
-
 def test_a_factory_that_ends_its_process_is_called_three_times_with_growing_pauses():
     lab = Lab()
     lab.join(new=True)
@@ -293,9 +287,6 @@ def test_expected_weights():
             _table.check_expected("a", found, "service")
 
 
-# ------------------------------------------------------------------ replicas that hang
-
-
 def test_a_silent_replica_is_avoided_then_started_again():
     lab = Lab.running(slots=2, least=2, hang_after=60.0)
     lab.up(1)
@@ -320,7 +311,7 @@ def test_answers_that_are_collected_late_are_no_silence(hang_after):
         lab.control.asked(0)
         for _ in range(2):
             lab.now += 1.1
-            assert lab.control.tick() == []
+            assert (lab.control.tick(), lab.state()) == ([], READY)
         lab.control.pulse(0, {"life": "life 1", "fingerprint": "f"})
         lab.control.hold("client", HERE, 0)
         lab.now += 1.1
@@ -340,9 +331,6 @@ def test_a_pulse_that_was_sent_before_a_replica_was_ready_is_still_awaited():
     assert lab.ready() == ""
     assert lab.wait(3) == []
     assert lab.wait(5) == [("restart", 0)], "three seconds after its last sign of life"
-
-
-# ------------------------------------------------------------------ a table that was lost
 
 
 def test_a_lost_table_is_rebuilt_from_the_replicas():
@@ -400,57 +388,49 @@ def test_quarantined_requests_are_bounded():
     assert control.version == before
 
 
-# ------------------------------------------------------------------ the number of replicas
-
 BUSY = {"queue_tokens": 40_000, "tokens_per_second": 10_000.0, "busy_share": 1.0}
 IDLE = {"queue_tokens": 0, "tokens_per_second": 10_000.0, "busy_share": 0.1}
 
 
-@pytest.fixture
-def scaled():
-    return Lab.running(slots=3, least=1, detached=True)
+SCALED = {"slots": 3, "least": 1, "detached": True}
 
 
-def test_a_long_queue_adds_a_replica_and_idle_minutes_remove_it(scaled):
-    scaled.wait(9, r0=BUSY)
-    assert scaled.control.scale == 1, "not at once"
-    scaled.wait(3, r0=BUSY)
-    assert scaled.control.scale == 2
-    scaled.wait(60, r0=BUSY)
-    assert scaled.control.scale == 2, "the new one is not there yet"
-    scaled.up(1)
-    scaled.wait(200, r0=IDLE, r1=IDLE)
-    assert scaled.control.scale == 2
-    assert scaled.wait(120, r0=IDLE, r1=IDLE) == [("retire", 1)]
-    assert (scaled.control.scale, scaled.state(1)) == (1, MISSING)
+def test_a_long_queue_adds_a_replica_and_idle_minutes_remove_it():
+    lab = Lab.running(**SCALED)
+    for seconds, scale in ((9, 1), (3, 2), (60, 2)):  # not at once; then one, until the new one is there
+        lab.wait(seconds, r0=BUSY)
+        assert lab.control.scale == scale
+    lab.up(1)
+    lab.wait(200, r0=IDLE, r1=IDLE)
+    assert lab.control.scale == 2
+    assert lab.wait(120, r0=IDLE, r1=IDLE) == [("retire", 1)]
+    assert (lab.control.scale, lab.state(1)) == (1, MISSING)
+    lab.wait(12, r0=BUSY)
+    lab.up(1)
+    lab.wait(301, r0=IDLE, r1=IDLE)
+    assert lab.state(1) == _table.DRAINING, "it finishes its requests"
+    assert lab.wait(100, r0=IDLE, r1={**IDLE, "queue_tokens": 5}) == []
+    assert lab.wait(1, r0=IDLE, r1=IDLE) == [("retire", 1)]
 
 
-def test_a_replica_that_is_not_needed_finishes_its_requests(scaled):
-    scaled.wait(12, r0=BUSY)
-    scaled.up(1)
-    scaled.wait(301, r0=IDLE, r1=IDLE)
-    assert scaled.state(1) == _table.DRAINING
-    assert scaled.wait(100, r0=IDLE, r1={**IDLE, "queue_tokens": 5}) == []
-    assert scaled.wait(1, r0=IDLE, r1=IDLE) == [("retire", 1)]
-
-
-def test_the_number_does_not_swing(scaled):
+def test_the_number_does_not_swing():
+    lab = Lab.running(**SCALED)
     for _ in range(20):
-        scaled.wait(8, r0=BUSY)
-        scaled.wait(8, r0=IDLE)
-    assert scaled.control.scale == 1
-    scaled.wait(12, r0=BUSY)
-    scaled.up(1)
+        lab.wait(8, r0=BUSY)
+        lab.wait(8, r0=IDLE)
+    assert lab.control.scale == 1
+    lab.wait(12, r0=BUSY)
+    lab.up(1)
     half = {**IDLE, "busy_share": 0.4}
-    scaled.wait(2000, r0=half, r1=half)
-    assert scaled.control.scale == 2, "one alone would be busy for 80% of the time"
+    lab.wait(2000, r0=half, r1=half)
+    assert lab.control.scale == 2, "one alone would be busy for 80% of the time"
 
-
-# ------------------------------------------------------------------ any order of events
 
 EVENTS = {
     "start": Lab.start,
-    "ready": Lab.ready,
+    "ready": lambda lab, i: lab.ready(i, fingerprint=None),
+    "answer": lambda lab, i: lab.wait(1, **{f"r{i}": {}}),
+    "refuse": lambda lab, i: lab.control.quarantine([f"{i}"]),
     "fail": lambda lab, i: lab.control.failed(i, lab.control.slots[i].life, "error"),
     "lose": lambda lab, i: lab.control.lost(i),
     "find": lambda lab, i: lab.control.found(i),
@@ -467,7 +447,7 @@ STATES = {MISSING, _table.PENDING, _table.STARTING, READY, HUNG, _table.BACKING_
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(sorted(EVENTS))), max_size=40))
 def test_any_order_of_events_keeps_the_table_sound(events):
     """No event changes what clients see without a new version of the table."""
-    lab = Lab(slots=3, least=1, detached=True)
+    lab = Lab(**SCALED)
     lab.join()
     for replica, event in events:
         before = lab.control.table()

@@ -126,9 +126,6 @@ def test_temperatures(server, dialect):
         engine(server)
 
 
-# ------------------------------------------------------------------ caches
-
-
 @pytest.mark.parametrize(
     ("cache_", "message"),
     [
@@ -161,9 +158,6 @@ def test_sglang_with_a_prefix_cache(server, cache_):
         assert scored(found, alone, mask[:11]).isfinite().all()
         with pytest.raises(ServiceError, match="returned no log-prob for"):
             scored(found, alone, mask[:11])
-
-
-# ------------------------------------------------------------------ numbers and tokens
 
 
 @pytest.mark.parametrize(("dialect", "decimals"), [("vllm", 2), ("sglang", 4)])
@@ -227,9 +221,6 @@ def test_other_tokens_than_were_sent(server, dialect, old):
         scored(found, rows)
     with server.set(starts=True, old=old), pytest.raises(ServiceError, match="scored other tokens than were sent"):
         scored(found, rows)
-
-
-# ------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(("dialect", "fails"), [("vllm", [503, 0, 429]), ("sglang", [500, 500])])
@@ -341,8 +332,6 @@ def test_what_the_server_owns_is_refused_alone(server):
     assert "refuses sequence 0: HTTP 400: Token id is out of vocabulary" in str(wrong)
     assert "maximum context length is 64 tokens" in str(long)
 
-
-# ------------------------------------------------------------------ a server that means harm
 
 ENDLESS = b"x" * 2**16
 GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"

@@ -85,9 +85,6 @@ def assert_equal(found, expected):
         assert torch.equal(found[name].double(), value.double()), name
 
 
-# ------------------------------------------------------------------ chunks
-
-
 def test_chunks_hold_every_type_and_shape():
     base = torch.arange(24.0).reshape(4, 6)
     types = (torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn)
@@ -108,9 +105,6 @@ def test_no_chunk_is_larger_than_asked_but_for_a_single_weight():
     given = {f"{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate([40, 40, 30, 500, 10, 90, 1])}
     sizes = [sum(data.nbytes for _, _, data in chunk.values()) for chunk in chunks_of(given.items(), size=100)]
     assert sizes == [80, 30, 500, 100, 1]
-
-
-# ------------------------------------------------------------------ versions
 
 
 def test_versions_are_never_given_twice():
@@ -206,9 +200,6 @@ def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monke
     assert refused(one, weights(1.0), 6)
     assert commit(one, weights(1.0)) == 8
     assert one.get("model")[2] is None
-
-
-# ------------------------------------------------------------------ on disk
 
 
 def test_a_new_keeper_takes_up_the_files_of_an_earlier_one(tmp_path):

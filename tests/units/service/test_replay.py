@@ -40,9 +40,6 @@ def assert_local(found, expected):
             assert_close(a.values, b.values, atol=2e-6, rtol=1e-6, check_dtype=same)
 
 
-# ------------------------------------------------------------------ the top k
-
-
 @pytest.mark.parametrize(("k", "dtype"), [(1, torch.float64), (5, torch.float32), (97, torch.float64)])
 def test_the_top_k_equals_that_of_the_local_scorer(loop, k, dtype):
     made = model().to(dtype)
@@ -135,9 +132,6 @@ def test_an_engine_without_distributions(loop):
     with pytest.raises(ValueError, match="Plain cannot score over recorded tokens: its evaluate"):
         scorer.evaluate([[3, 4, 5]], kept=record_of([tokens]))
     assert scorer.evaluate([[3, 4, 5]]).log_prob.values.shape == (3,)
-
-
-# ------------------------------------------------------------------ records
 
 
 def rows_of(seed=0, count=7):
@@ -245,9 +239,6 @@ def test_requests_are_divided_by_what_is_sent(monkeypatch):
     assert [i for one in parts for i in one.request.replay.ids.tolist()] == part.request.replay.ids.tolist()
     plain = _remote.Part(request(rows, None, "a"), part.mask)
     assert len(plain.divided(_remote.Router(), [0])) == 1
-
-
-# ------------------------------------------------------------------ transforms and losses
 
 
 def data(seed=0, *, recorded=True):

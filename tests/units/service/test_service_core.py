@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import re
 import warnings
 from types import SimpleNamespace
@@ -136,48 +135,29 @@ def test_peft_names_of_adapters():
         engine.update_weights({"lora_A.weight": torch.zeros(1)})
 
 
-# ------------------------------------------------------------------ settings
-
-
 def request(*tokens, **settings):
     made = Settings(**settings)
     return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, made, version=None, caller="")
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"adapters": ["a"]}, "adapters must be True, False or a name .* got .'a'."),
-        ({"adapters": {}}, "adapters must be True, False or a name .* got {}"),
-        ({"temperature": [1.0]}, "temperature must be a positive number, got .1.0."),
-        ({"temperature": "hot"}, "temperature must be a positive number, got 'hot'"),
-        ({"temperature": math.nan}, "temperature must be a positive number, got nan"),
-        ({"temperature": math.inf}, "temperature must be a positive number, got inf"),
-        ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
-        ({"temperature": None}, "temperature must be a positive number, got None"),
-        ({"dtype": {"a": 1}}, "dtype must be the name of a floating-point type .* got {'a': 1}"),
-        ({"dtype": "load"}, "dtype must be the name of a floating-point type"),
-        ({"entropy": []}, "entropy must be True or False, got .."),
-        ({"remember": "yes"}, "remember must be True or False, got 'yes'"),
-        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
-        ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
-        ({"adapters": "nobody"}, "adapters"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_ill_typed_settings_fail_alone(bad, message):
-    core = ScoringCore(TransformersEngine(model()))
-    good = [request(1, 2, 3 + i) for i in range(3)]
-    answers = core.score([good[0], request(4, 5, 6, **bad), *good[1:]])
-    assert isinstance(answers[1], ValueError)
-    assert re.search(message, str(answers[1]))
-    alone = [core.score([each])[0] for each in good]
-    for found, expected in zip([answers[0], *answers[2:]], alone, strict=True):
-        assert_close(found.log_prob, expected.log_prob, atol=1e-6, rtol=1e-6)
+def test_ill_typed_settings_fail_alone():
+    """Those that cannot be hashed too, by which requests are grouped."""
+    core, good = ScoringCore(TransformersEngine(model())), [request(1, 2, 3 + i) for i in range(3)]
+    bad = {
+        "adapters must be True, False or a name .* got .'a'.": {"adapters": ["a"]},
+        "adapters must be True, False or a name .* got {}": {"adapters": {}},
+        "dtype must be the name of a floating-point type .* got {'a': 1}": {"dtype": {"a": 1}},
+        "temperature must be a positive number, got .1.0.": {"temperature": [1.0]},
+        "entropy must be True or False, got ..": {"entropy": []},
+        "adapters": {"adapters": "nobody"},
+    }
+    for message, settings in bad.items():
+        first, refused, *others = core.score([good[0], request(4, 5, 6, **settings), *good[1:]])
+        assert isinstance(refused, ValueError)
+        assert re.search(message, str(refused))
+        for found, one in zip([first, *others], good, strict=True):
+            assert_close(found.log_prob, core.score([one])[0].log_prob, atol=1e-6, rtol=1e-6)
     assert core.running is None
-
-
-# ------------------------------------------------------------------ one scorer for all temperatures
 
 
 def test_many_temperatures_share_one_scorer():
@@ -241,9 +221,6 @@ def test_scorers_of_other_settings_are_few_and_share_the_memory():
     assert seen > 12 * 10
 
 
-# ------------------------------------------------------------------ progress
-
-
 def test_progress_grows_within_a_call():
     """At each forward of a pack, and at each weight that is copied."""
     engine = TransformersEngine(model(), tokens_per_batch=16)
@@ -289,9 +266,6 @@ def test_nan_scores_fail_only_their_request():
     good, bad, other = core.score([request(1, 2, 3), request(1, 13, 3), request(4, 5)])
     assert [type(answer) for answer in (good, bad, other)] == [Reply, ValueError, Reply]
     assert "log-prob is nan at sequence 0, position 1 (token 13)" in str(bad)
-
-
-# ------------------------------------------------------------------ fingerprints and counters
 
 
 def test_weights_are_read_once_after_each_update(monkeypatch):
@@ -355,9 +329,6 @@ def test_statistics_of_a_replica():
     assert found["tokens_per_second"] == 20.0
     assert found["latency_p50"] == pytest.approx(0.51)
     assert found["latency_p99"] == pytest.approx(1.0)
-
-
-# ------------------------------------------------------------------ gangs
 
 
 def test_sequences_are_split_by_tokens():

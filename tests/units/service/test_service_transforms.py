@@ -73,8 +73,6 @@ def test_service_arguments_without_a_service_are_refused():
             RayRetrieveLogProb(model(), **here)
 
 
-# ------------------------------------------------------------------ an exact KL
-
 EXACT = "an exact KL needs whole distributions, and {}, {}, returns log-probs only: pass the transformers model"
 THERE, ELSEWHERE = EXACT.format("RemoteModel", "behind a service"), EXACT.format("Engine", "of another backend")
 
@@ -154,9 +152,6 @@ def test_what_needs_the_model_here_is_refused_at_construction():
         PolicyLoss(service())
 
 
-# ------------------------------------------------------------------ references and teachers
-
-
 class Served(RemoteModel):
     """A service whose scores are computed here; nothing else of a service is used."""
 
@@ -194,8 +189,6 @@ def test_a_served_teacher_trains_as_a_local_one(name, beta):
     assert found[0][0] > 0.01
     assert_close(found[1], found[0])
 
-
-# ------------------------------------------------------------------ torchrl's backends
 
 VARIANTS = {RetrieveLogProb: RayRetrieveLogProb, RetrieveKL: RayRetrieveKL, KLRewardTransform: RayKLRewardTransform}
 

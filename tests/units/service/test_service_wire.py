@@ -139,10 +139,7 @@ def recounted(kept):
         (Request, edited(b'{"seq', b'["seq'), "no valid JSON"),
         (Request, edited(b"0.5", b"NaN"), "no valid JSON: NaN is not a number"),
         (Request, edited(b"0.5", b"0.0"), "temperature must be a positive number, got 0.0"),
-        (Request, edited(b"0.5", b"9e9").replace(b"9e9", b'"1"'), "temperature must be .* got '1'"),
         (Request, edited(b"false", b"[[1]]"), r"adapters must be True, False or a name .* got \[\[1\]\]"),
-        (Request, edited(b'"bfloat16"', b'"autograd"'), "name of a floating-point type .* got 'autograd'"),
-        (Request, edited(b'py":true', b'py":1234'), "entropy must be True or False, got 1234"),
         (Request, edited(b'"version":3', b'"version":-'), "no valid JSON"),
         (Request, edited(b'"version":3,', b'"version":-3'), "no valid JSON"),
         (Request, edited(b'"newest":2', b'"newest":{'), "no valid JSON"),
@@ -171,7 +168,10 @@ def test_messages_that_cannot_be_read(read, packed, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": float("inf")}, "temperature must be a positive number, got inf"),
+        *(
+            ({"temperature": wrong}, f"temperature must be a positive number, got {wrong!r}")
+            for wrong in (float("inf"), float("nan"), 0.0, "hot", None)
+        ),
         ({"temperature": 10**400}, "temperature must be a positive number, got 1000"),
         ({"temperature": True}, "temperature must be a positive number, got True"),
         ({"adapters": ""}, "adapters must be True, False or a name of 1 to 256"),
@@ -190,6 +190,10 @@ def test_messages_that_cannot_be_read(read, packed, message):
         ({"keep_top_k": 3, "top_k": 2}, "most probable of all tokens, and Sampling"),
         ({"dtype": ["bfloat16"]}, "dtype must be the name"),
         ({"dtype": "int64"}, "dtype must be the name"),
+        ({"dtype": "load"}, "dtype must be the name"),
+        ({"remember": "yes"}, "remember must be True or False, got 'yes'"),
+        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+        ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
     ],
 )
 def test_invalid_settings(settings, message):
@@ -240,8 +244,6 @@ def test_errors_that_cannot_be_pickled_keep_their_message():
     assert (type(found), str(found)) == (ServiceError, "Unpicklable: too long")
 
 
-# ------------------------------------------------------------------ damaged messages
-
 NUMBER = 2_000
 HEAD = 12  # bytes before the JSON
 #: JSON that belongs into no field, as text: some of it cannot be written by Python.
@@ -291,9 +293,7 @@ def reply(rng):
 def damaged(packed, rng):
     """``packed`` with one to three damages."""
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        packed = rng.choice([flip, cut, extend, prefix, retype, retype, retype, drop, numbers, numbers, splice])(
-            packed, rng
-        )
+        packed = rng.choice([flip, cut, extend, prefix, *[fields] * 4, numbers, numbers, splice])(packed, rng)
     return packed
 
 
@@ -329,32 +329,21 @@ def parts(packed):
     return (head, packed[end:]) if isinstance(head, dict) else None
 
 
-def join(packed, text, arrays):
-    encoded = text.encode("latin-1")
-    return packed[:8] + len(encoded).to_bytes(4, "little") + encoded + arrays
-
-
-def retype(packed, rng):
-    """A field of the head, or one of the settings, with a value of another type or size, or a new field."""
+def fields(packed, rng):
+    """A head without one of its fields; or a value of another type or size, in a field, in a setting or in a new field."""
     found = parts(packed)
     if found is None or not found[0]:
-        return flip(packed, rng)
-    head, junk = found[0], rng.choice(JUNK)
+        return rng.choice([flip, cut])(packed, rng)
+    head, arrays = found
     inside = head.get("settings")
-    if isinstance(inside, dict) and rng.random() < 0.5:
+    if rng.random() < 0.25:
+        del head[rng.choice([*head])]
+    elif isinstance(inside, dict) and rng.random() < 0.5:
         inside[rng.choice([*Settings.__dataclass_fields__, "new"])] = "@"
     else:
         head[rng.choice([*head, "new"])] = "@"
-    return join(packed, json.dumps(head).replace('"@"', junk), found[1])
-
-
-def drop(packed, rng):
-    """A head without one of its fields."""
-    found = parts(packed)
-    if found is None or not found[0]:
-        return cut(packed, rng)
-    del found[0][rng.choice([*found[0]])]
-    return join(packed, json.dumps(found[0]), found[1])
+    text = json.dumps(head).replace('"@"', rng.choice(JUNK)).encode("latin-1")
+    return packed[:8] + len(text).to_bytes(4, "little") + text + arrays
 
 
 def numbers(packed, rng):

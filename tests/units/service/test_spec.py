@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from remote_models import model, slow
+from remote_models import Slow, model
 from torchrl_llm_kl.service import RemoteModel, ScoringService
 from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_reads, describe_source
 
@@ -49,7 +49,7 @@ def test_factories_differ_by_name_code_and_arguments():
         partial(of_array, long),
         partial(of_array, other),
     ]
-    factories += [model, make_another, partial(model, seed=1), partial(model, seed=2), partial(slow, 0.1)]
+    factories += [model, make_another, partial(model, seed=1), partial(model, seed=2), partial(Slow, 0.1)]
     factories += [closure(1), closure(2), lambda: model(seed=1), lambda: model(seed=2)]
     described = [describe_source(None, factory) for factory in factories]
     assert len(set(described)) == len(factories), described
@@ -126,9 +126,6 @@ def test_a_spec_plans_its_control_actor():
     assert plan.hang_after == 60.0, "a process answers while its model works, so silence is no work"
 
 
-# ------------------------------------------------------------------ what a factory reads
-
-
 def script(checkpoint, **others):
     """The factory of a driver's script, with the module globals that it had there."""
     source = """
@@ -158,7 +155,7 @@ class Loader:
 def differing(one, other):
     """The names of globals whose descriptions differ, as the first factory reads them."""
     before, after = describe_reads(one)[0], describe_reads(other)[0]
-    return {key for key in before if before[key] != after[key]}
+    return {key for key in before if before[key] != after.get(key)}
 
 
 def test_globals_that_the_factory_and_its_helpers_read_are_compared():
