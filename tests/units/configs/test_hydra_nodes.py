@@ -120,7 +120,7 @@ def test_retrieve_kl(lab: Lab) -> None:
     same(transform(lab.data), expected(lab.data), *written)
 
 
-def test_separate_transforms_with_the_models_that_were_passed(lab: Lab) -> None:
+def test_separate_transforms_and_a_kl_reward_with_the_models_that_were_passed(lab: Lab) -> None:
     """Two scorers, a KL and a reward, from one configuration: a list of transforms as torchrl's ``transform=compose`` has."""
     scorers = "+transform@policy=retrieve_log_prob", "+transform@reference=retrieve_log_prob"
     key = "reference.log_probs_full_key=[ref_log_probs, full]"
@@ -129,9 +129,6 @@ def test_separate_transforms_with_the_models_that_were_passed(lab: Lab) -> None:
     assert transform.model is lab.gen, "a copy would be scored in its place"
     found = instantiate(cfg.kl)(instantiate(cfg.reference, model=lab.ref)(transform(lab.data)))
     same(found, RetrieveKL(lab.gen, lab.ref, coeff=0.3)(lab.data), *WRITTEN)
-
-
-def test_kl_reward(lab: Lab) -> None:
     scored = RetrieveLogProb(lab.gen)(lab.data)
     cfg = compose("+transform@kl=llm_kl_reward", "kl.coef=0.3", "kl.out_keys=[reward, my_kl, my_ref]")
     found = instantiate(cfg.kl, ref_model=lab.ref)(scored.clone())
@@ -175,16 +172,13 @@ def test_policy_loss(lab: Lab, given: str) -> None:
         assert_close(found[key], value, atol=0, rtol=0)
 
 
-def test_sampling_is_shared_by_reference_and_a_partial_node_waits_for_its_model() -> None:
+def test_sampling_is_shared_and_partial_nodes_advantages_and_algorithms(lab: Lab) -> None:
     values = "sampling.temperature=0.7", "sampling.top_p=0.9"
     cfg = compose("+sampling=base", *values, "+loss=policy", "loss.sampling=${sampling}")
     assert instantiate(cfg.sampling) == Sampling(0.7, top_p=0.9)
     assert instantiate(cfg.loss, actor=nn.Linear(1, 1)).sampling == Sampling(0.7, top_p=0.9)
     cfg = compose("+loss=policy", "loss._partial_=true", "loss.objective=gpg")  # as torchrl's trainer nodes take losses
     assert instantiate(cfg.loss)(actor=nn.Linear(1, 1)).objective.function.__name__ == "gpg"
-
-
-def test_advantage_and_algorithm(lab: Lab) -> None:
     values = "advantage.name=grpo", "advantage.group_size=2", "advantage.hyper={std: batch}"
     cfg = compose("+transform@advantage=advantage", *values)
     assert repr(instantiate(cfg.advantage)) == repr(Advantage("grpo", group_size=2, std="batch"))

@@ -13,10 +13,13 @@ from torchrl_llm_kl import losses
 from torchrl_llm_kl.losses import objectives
 
 
-def test_every_exported_name_exists() -> None:
+def test_every_exported_name_exists_that_of_objectives_twice() -> None:
     for name in torchrl_llm_kl.__all__:
         assert getattr(torchrl_llm_kl, name).__name__ == name
     assert set(torchrl_llm_kl.__all__) <= set(dir(torchrl_llm_kl))
+    assert {"ppo", "select_kl_cov", "sppo_hard"} <= set(objectives.__all__) < set(losses.__all__)
+    for name in objectives.__all__:
+        assert getattr(objectives, name) is getattr(losses, name)
 
 
 def imported(statements: list[ast.stmt]) -> dict[str, str]:
@@ -62,9 +65,3 @@ def test_a_misspelt_name_has_a_suggestion(package: str, typo: str, name: str) ->
     for far in ("_ipython_display_", "xyzzy"):
         with pytest.raises(AttributeError, match=f"no attribute '{far}'$"):
             getattr(module, far)
-
-
-def test_the_objectives_are_exported_by_their_package_too() -> None:
-    assert {"ppo", "select_kl_cov", "sppo_hard"} <= set(objectives.__all__) < set(losses.__all__)
-    for name in objectives.__all__:
-        assert getattr(objectives, name) is getattr(losses, name)
