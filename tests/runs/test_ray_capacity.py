@@ -318,7 +318,7 @@ def invoke(*arguments: str) -> typer_testing.Result:
     return typer_testing.CliRunner().invoke(cli.app, arguments)
 
 
-def test_render_and_ask_also_when_nothing_is_stored(tmp_path: Path) -> None:
+def test_render_and_ask(tmp_path: Path) -> None:
     run().save(tmp_path)
     rendered = invoke("render", "--out", str(tmp_path))
     assert rendered.exit_code == 0, rendered.output + repr(rendered.exception)
@@ -339,9 +339,11 @@ def test_render_and_ask_also_when_nothing_is_stored(tmp_path: Path) -> None:
     assert "too slow" in " ".join(refused.output.split())
     faster = invoke(*question, "--model-tokens-per-second", "1000000", "--p99-ms", "100")
     assert faster.exit_code == 0, faster.output
-    (tmp_path / "empty").mkdir()
+
+
+def test_nothing_stored(tmp_path: Path) -> None:
     for command in (["render"], ["capacity", "--collectors", "1", "--tokens-per-second", "1"]):
-        result = invoke(*command, "--out", str(tmp_path / "empty"))
+        result = invoke(*command, "--out", str(tmp_path))
         assert result.exit_code == 2
         assert "run first" in " ".join(result.output.split())
 

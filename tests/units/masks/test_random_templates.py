@@ -139,6 +139,8 @@ def test_typical_formats_are_right(walk):
         form = Format(scan, walk, header, end, "always", next(prompts), "plain")
         for messages in (TYPICAL, TYPICAL[:2], [{"role": "system", "content": "Be brief."}, *TYPICAL]):
             assert outcome(form, messages, False) == "right", form
+    marked = Format("", walk, "chatml", "eos", "always", "plain", "marked")  # also where no message can be located
+    assert outcome(marked, TYPICAL, False) == "right"
 
 
 def shifted(left: int, right: int, last: int | None = None):
