@@ -70,6 +70,13 @@ def deadly(folder):
     return made
 
 
+def from_file(path):
+    """:func:`model` with the weights of a file."""
+    found = model()
+    found.load_state_dict(torch.load(path, weights_only=True))
+    return found
+
+
 def late(seconds):
     """:func:`model`, slow to make."""
     time.sleep(seconds)

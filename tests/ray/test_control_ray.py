@@ -16,7 +16,7 @@ import torch
 
 from load import actor, assert_same, callers, clone, names, pid_of, pids, sequences
 from project import PROJECT
-from remote_models import delayed, model, quits
+from remote_models import delayed, from_file, model, quits
 from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceError
 from torchrl_llm_kl.service.control._actor import control_of
 from torchrl_llm_kl.service.control._table import READY, Plan, Scaling
@@ -77,12 +77,6 @@ def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path
         with pytest.raises(ServiceError, match="loaded other weights"):
             scorer.score(sequences())
         service.shutdown()
-
-
-def from_file(path):
-    found = model()
-    found.load_state_dict(torch.load(path, weights_only=True))
-    return found
 
 
 def test_a_shutdown_during_a_long_batch_is_not_undone(local, tmp_path):
