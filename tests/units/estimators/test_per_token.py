@@ -56,12 +56,6 @@ def test_by_hand(name, log_prob, ref_log_prob, value, gradient):
     assert value_and_gradient(get_estimator(name), log_prob, ref_log_prob) == pytest.approx((value, gradient))
 
 
-def test_none_has_no_graph():
-    result = get_estimator("none")(torch.tensor([-1.0, -math.inf], requires_grad=True)[:1], torch.tensor([-3.0]))
-    assert_close(result, torch.zeros(1))
-    assert not result.requires_grad
-
-
 @pytest.mark.parametrize(
     ("d", "clamps", "value", "gradient"),
     [
@@ -138,6 +132,7 @@ def test_promises_of_every_estimator(name):
         got = estimator(*args)
         assert got.dtype == torch.float32
         assert_close(got.double(), estimator(*(x.double() for x in args)), rtol=1e-4, atol=0)
+        assert name != "none" or not estimator(args[0].requires_grad_(), args[1]).requires_grad
         if name == "k3":
             assert got.item() == pytest.approx(0.001913063, rel=1e-4)  # e**-.0625 = 0.939413063
     wide, narrow = torch.zeros(2, 3, 4, dtype=torch.float64), torch.zeros(2, 3, 4, dtype=torch.bfloat16)
@@ -167,8 +162,6 @@ def test_unknown_names_get_a_suggestion(name, near):
     with pytest.raises(ValueError, match="unknown KL") as error:
         get_estimator(name)
     assert error.type is UnknownEstimatorError
-    suggestion = f" Did you mean {near!r}?" if near else ""
-    assert str(error.value).startswith(
-        f"unknown KL estimator {name!r}.{suggestion} Known: none, k1, k2, k3, low_var_kl, "
-    )
+    known = (f" Did you mean {near!r}?" if near else "") + " Known: none, k1, k2, k3, low_var_kl, "
+    assert str(error.value).startswith(f"unknown KL estimator {name!r}.{known}")
     assert str(error.value).endswith("exact.")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from by_hand import tensor as f64
 from torchrl_llm_kl.losses import (
     Divergence,
     LossTerm,
@@ -32,10 +33,6 @@ from torchrl_llm_kl.losses import (
 
 NAN, INF = float("nan"), float("inf")
 LN2 = math.log(2)
-
-
-def f64(rows: Any) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def bools(*rows: list[int]) -> Tensor:
@@ -257,17 +254,6 @@ def test_masked_out_tokens_reject_nothing() -> None:
     assert metrics["seq_max_k1_seq_masked_fraction"] == 0
 
 
-def test_the_geometric_mask_is_rejection_by_the_mean_of_k1() -> None:
-    """The geometric mean of the ratio lies in [0.9, 1.2] where the mean of k1 lies in [-log 1.2, -log 0.9]."""
-    rng = torch.Generator().manual_seed(0)
-    old, noise = torch.randn(2, 7, 6, generator=rng, dtype=torch.float64)
-    mask, sampler = torch.rand(7, 6, generator=rng) < 0.7, old + 0.4 * noise
-    weights, _ = importance_weights(old, sampler, mask, level="geometric", mode="mask", low=0.9, high=1.2)
-    kept, _ = rejection_mask(old, sampler, mask, divergence="seq_mean_k1", low=-math.log(1.2), high=-math.log(0.9))
-    assert torch.equal(weights != 0, kept != 0)
-    assert 0 < (weights != 0).sum() < mask.sum()
-
-
 def test_mismatch_metrics_by_hand() -> None:
     """Mean log-probs of the trainer, of the sampler; and the ratios that are above."""
     found = mismatch_metrics(TRAINER.clone().requires_grad_(), SEEN, TOKENS)
@@ -406,9 +392,6 @@ def test_parts_of_a_batch_keep_the_same_tokens_as_the_whole() -> None:
     assert top_entropy_mask(ENTROPY, COUNTED, threshold=0.7)[0].tolist() == [[0, 1, 0, 0], [1, 0, 0, 1]]
 
 
-# ------------------------------------------------------------------ effect on terms
-
-
 def test_apply_multiplies_values_and_keeps_denominators() -> None:
     log_prob = f64([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]]).requires_grad_()
     (term,) = ppo(log_prob, MASK, old_log_prob=log_prob.detach(), advantage=torch.ones_like(log_prob))
@@ -436,9 +419,6 @@ def test_a_value_per_sequence_gets_the_mean_of_its_weights_and_one_per_pair_none
         apply_correction([term], token)
     with pytest.raises(ValueError, match=r"objective has shape \(1, 1\), the weights \(2, 3\)"):
         apply_correction([LossTerm("objective", f64([[10.0]]), everywhere(1, 1))], RATIO, MASK)
-
-
-# ------------------------------------------------------------------ errors
 
 
 BOTH = {"old_log_prob": OLD, "sampler_log_prob": SAMPLER}
@@ -481,6 +461,7 @@ OF_REJECTION = [
     ({"divergence": "token_k2", "high": 0.0}, r"high must be greater than 0.*got 0\.0"),
     ({"divergence": "token_k2", "high": NAN}, "high must be greater than 0.*got nan"),
 ]
+OF_SEQUENCES = [({"delta": -0.1}, r"delta must be at least 0, got -0\.1")]
 OF_ENTROPY = [({"fraction": x}, f"fraction must be greater than 0 and at most 1, got {x}") for x in (0.0, 1.2)]
 
 
@@ -491,10 +472,7 @@ OF_ENTROPY = [({"fraction": x}, f"fraction must be greater than 0 and at most 1,
         (lambda **hyper: rejection_mask(OLD, SAMPLER, MASK, **hyper), OF_REJECTION),
         (RejectionMask, OF_REJECTION),
         (lambda **hyper: top_entropy_mask(-OLD, MASK, **hyper), OF_ENTROPY),
-        (
-            lambda delta: off_policy_sequence_mask(**THREE, mask=MASK, delta=delta),
-            [({"delta": -0.1}, r"delta must be at")],
-        ),
+        (lambda **hyper: off_policy_sequence_mask(**THREE, mask=MASK, **hyper), OF_SEQUENCES),
     ],
 )
 def test_bounds_that_are_refused(function: Any, refused: list[tuple[dict[str, Any], str]]) -> None:

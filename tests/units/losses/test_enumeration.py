@@ -80,7 +80,6 @@ INSIDE = [(name, {}) for name in ("ppo", "dapo", "dr_grpo")]
     [(*case, distance) for cases, distance in ((ON_POLICY, 0.0), (OFF_POLICY, 1.0), (INSIDE, 0.04)) for case in cases],
 )
 def test_it_is_the_policy_gradient(name: str, hyper: dict[str, Any], distance: float) -> None:
-    """Of the current policy, unbiased."""
     for seed, vocab in DRAWS:
         bandit = Bandit(seed, vocab, distance)
         assert_close(bandit.mean_gradient(name, **hyper), bandit.policy_gradient(), **CLOSE)
@@ -120,11 +119,3 @@ def test_off_policy_it_weighs_the_advantage(
         bandit = Bandit(seed, vocab, distance=1.0)
         expected = bandit.weighted(weight(bandit) * bandit.advantage)
         assert_close(bandit.mean_gradient(name, **hyper), expected, **CLOSE)
-
-
-def test_recs_forward_kl_is_the_kl_of_the_old_policy_to_the_new() -> None:
-    for seed, vocab in DRAWS:
-        bandit = Bandit(seed, vocab, distance=1.0)
-        got = bandit.mean_gradient("rec", regularizer="forward-kl", regularizer_coef=0.3) - bandit.mean_gradient("rec")
-        kl = (bandit.old * (bandit.old.log() - bandit.policy.log())).sum()
-        assert_close(got, 0.3 * bandit.gradient(kl), **CLOSE)

@@ -224,12 +224,3 @@ def test_inputs_are_stated_under_choices_without_a_case() -> None:
     for mode, weight, regularizer in itertools.product(modes, weights, ("none", "k2", "forward-kl")):
         choice = {"clip_mode": mode, "weight": weight, "regularizer": regularizer}
         inputs_are_stated("rec", {**choice, "regularizer_coef": 0.1})
-
-
-def test_without_the_common_denominator_a_split_is_another_loss() -> None:
-    """Negative control of the property above."""
-    batch = random_batch(3, rows=8)
-    for mode in REDUCING:
-        _, whole = gradient_of("ppo", batch, mode)
-        parts = [gradient_of("ppo", rows_of(batch, rows), mode)[1] for rows in (torch.arange(2), torch.arange(2, 8))]
-        assert not torch.allclose(torch.cat(parts) / 2, whole), mode

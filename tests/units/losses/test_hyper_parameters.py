@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import typing
 from typing import Any
@@ -12,16 +13,11 @@ import torch
 from torch.testing import assert_close
 
 from by_hand import own_names
-from objective_cases import inputs_of, random_batch, refusal
+from objective_cases import PAIRS, inputs_of, random_batch, refusal
 from torchrl_llm_kl import losses
 from torchrl_llm_kl.losses import ObjectiveArgs, ObjectiveName, available_objectives, get_objective, ppo, spec_of
 
 NAN = float("nan")
-#: Of pairs, which accept a reference log-prob each.
-PAIRS = (
-    *("dpo", "robust", "hinge", "ipo", "exo_pair", "discopop", "apo_zero", "apo_down", "sppo_hard", "nca_pair"),
-    *("bco_pair", "aot"),
-)
 
 
 def test_names_and_arguments_are_typed_and_in_the_specs() -> None:
@@ -151,123 +147,71 @@ def test_a_number_may_be_a_tensor() -> None:
         assert_close(found, want, msg=name)
 
 
-POSITIVE, AT_LEAST_0, FRACTION = "greater than 0, got", "at least 0, got", "at least 0 and at most 1, got"
-HALF, ABOVE_1, SHARE = "at least 0 and at most 0.5, got", "greater than 1, got", "greater than 0 and at most 1, got"
-LEVEL, UNKNOWN = "one of 'token', 'sequence', got", "unknown aggregation"
-#: Objectives, a hyper-parameter, what it must be, and values that it refuses.
-RANGES: list[tuple[str, str, str, tuple[Any, ...]]] = [
-    ("ppo dapo dr_grpo gspo cispo clip_cov mix", "clip_low", FRACTION, (1.5,)),
-    ("ppo dapo dr_grpo gspo cispo gmpo", "clip_high", AT_LEAST_0, (-0.1,)),
-    ("ppo dapo dr_grpo dppo", "clip_ratio_c", ABOVE_1, (1.0,)),
-    ("gspo topr dro", "level", LEVEL, ("word",)),
-    ("cispo", "mask_clip_low", FRACTION, (2.0,)),
-    ("cispo", "mask_clip_high", AT_LEAST_0, (-2.0,)),
-    ("sapo", "tau_pos", POSITIVE, (0.0,)),
-    ("sapo", "tau_neg", POSITIVE, (0.0,)),
-    ("opmd", "tau", AT_LEAST_0, (-0.5,)),
-    ("sppo", "epsilon", AT_LEAST_0, (-0.3,)),
-    ("dppo", "divergence", "one of 'tv', 'kl', got", ("js",)),
-    ("dppo", "clip_low", AT_LEAST_0, (-0.1,)),
-    ("vespo", "k_neg", AT_LEAST_0, (-1.0,)),
-    ("vespo", "lambda_pos", POSITIVE, (0.0,)),
-    ("rec", "clip_mode", "one of 'none', 'one-side', .* got", ("both",)),
-    ("rec", "weight", "one of .* got", ("gspo",)),
-    ("rec", "regularizer", "one of 'none', 'k2', 'forward-kl', got", ("k3",)),
-    ("rec", "epsilon_low", SHARE, (0.0,)),
-    ("rec", "epsilon_low_prime", SHARE, (1.5,)),
-    ("rec", "epsilon_high", POSITIVE, (-1.0,)),
-    ("rec", "epsilon_high_prime", POSITIVE, (0.0,)),
-    ("rec", "temp", POSITIVE, (0.0,)),
-    ("rec", "regularizer_coef", AT_LEAST_0, (-0.1,)),
-    ("clip_cov", "fraction", SHARE, (0.0,)),
-    ("kl_cov", "coeff", AT_LEAST_0, (-1.0,)),
-    ("sft_phi", "cutoff_prob", f".*{SHARE}", (0.0, 1.5, -0.1, NAN)),
-    ("mix", "mu", FRACTION, (1.5,)),
-    ("mix_chord", "mu_peak", FRACTION, (1.1,)),
-    ("mix_chord", "mu_valley", FRACTION, (-0.1,)),
-    ("mix_chord", "mu_warmup_steps", AT_LEAST_0, (-1,)),
-    ("mix_chord", "mu_decay_steps", AT_LEAST_0, (-2,)),
-    ("mix_chord", "step", AT_LEAST_0, (-3,)),
-    ("exo_pair", "label_smoothing", "greater than 0 .* at most 0.5, got", (0.0, 0.6)),
-    ("dpo", "ld_alpha", FRACTION, (1.5,)),
-    ("dpo", "f_divergence", "one of 'reverse_kl', 'forward_kl', .* got", ("kl",)),
-    ("dpo", "weighting", "one of 'none', 'probability', 'aligned', got", (True,)),
-    ("dpo robust aot", "label_smoothing", HALF, (-0.1, 0.6)),
-    ("discopop", "tau", POSITIVE, (0.0,)),
-    ("cpo", "nll_coeff", AT_LEAST_0, (-0.1,)),
-    ("simpo", "margin", AT_LEAST_0, (-0.1,)),
-    ("kto", "desirable_weight", AT_LEAST_0, (-1.0,)),
-    (f"{' '.join(PAIRS)} dro kto bco", "beta", POSITIVE, (0.0, -0.1, NAN)),
+UNKNOWN = "unknown aggregation"
+SHARE, FRACTION = "greater than 0 and at most 1", "at least 0 and at most 1"
+#: What hyper-parameters must be, values that are refused, and for each name the objectives that have it.
+RANGES: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
+    (FRACTION, (-0.1, 1.5, NAN), {"clip_low": "ppo dapo dr_grpo gspo cispo clip_cov mix", "mask_clip_low": "cispo"}),
+    (FRACTION, (-0.1, 1.1), {"mu": "mix", "ld_alpha": "dpo", "mu_peak": "mix_chord", "mu_valley": "mix_chord"}),
+    ("at least 0", (-1,), dict.fromkeys(("step", "mu_warmup_steps", "mu_decay_steps"), "mix_chord")),
+    ("at least 0", (-0.1,), {"clip_high": "ppo dapo dr_grpo gspo cispo gmpo", "mask_clip_high": "cispo"}),
+    ("at least 0", (-0.1,), {"epsilon": "sppo", "clip_low": "dppo", "k_neg": "vespo", "regularizer_coef": "rec"}),
+    ("at least 0", (-0.1,), {"tau": "opmd"}),
+    ("at least 0", (-0.1,), {"coeff": "kl_cov", "nll_coeff": "cpo", "margin": "simpo", "desirable_weight": "kto"}),
+    ("greater than 1", (1.0,), {"clip_ratio_c": "ppo dapo dr_grpo dppo"}),
+    ("greater than 0", (0.0, -0.1), {"tau_pos": "sapo", "tau_neg": "sapo", "lambda_pos": "vespo", "tau": "discopop"}),
+    ("greater than 0", (0.0, -1.0), dict.fromkeys(("epsilon_high", "epsilon_high_prime", "temp"), "rec")),
+    ("greater than 0", (0.0, -0.1, NAN), {"beta": f"{' '.join(PAIRS)} dro kto bco"}),
+    (SHARE, (0.0, 1.5), {"epsilon_low": "rec", "epsilon_low_prime": "rec", "fraction": "clip_cov"}),
+    (f".*{SHARE}", (0.0, 1.5, -0.1, NAN), {"cutoff_prob": "sft_phi"}),
+    ("at least 0 and at most 0.5", (-0.1, 0.6), {"label_smoothing": "dpo robust aot"}),
+    ("greater than 0 .* at most 0.5", (0.0, 0.6), {"label_smoothing": "exo_pair"}),
+    ("one of 'token', 'sequence'", ("word",), {"level": "gspo topr dro"}),
+    ("one of 'tv', 'kl'", ("js",), {"divergence": "dppo"}),
+    ("one of 'none', 'one-side', .*", ("both",), {"clip_mode": "rec"}),
+    ("one of 'none', .*", ("gspo",), {"weight": "rec"}),
+    ("one of 'none', 'k2', 'forward-kl'", ("k3",), {"regularizer": "rec"}),
+    ("one of 'reverse_kl', 'forward_kl', .*", ("kl",), {"f_divergence": "dpo"}),
+    ("one of 'none', 'probability', 'aligned'", (True,), {"weighting": "dpo"}),
 ]
 #: Other things that are refused.
+ALL = torch.ones(6, dtype=torch.bool)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("luspo", {"level": "sequence"}, "luspo has no hyper-parameter 'level'"),
-    *(
-        ("mix", {f"{part}_aggregation": "mean"}, f"{UNKNOWN} 'mean'.*Known: token-mean, ")
-        for part in ("expert", "usual")
-    ),
+    ("mix", {"expert_aggregation": "mean"}, f"{UNKNOWN} 'mean'.*Known: token-mean, "),
+    ("mix", {"usual_aggregation": "mean"}, f"{UNKNOWN} 'mean'.*Known: token-mean, "),
     *((name, {"nll_aggregation": "mean"}, f"{UNKNOWN} 'mean'") for name in ("cpo", "orpo")),
     ("mix", {"expert_mask": None}, "mix needs expert_mask: pass expert_mask="),
     ("mix", {"old_log_prob": None}, "mix needs old_log_prob: pass old_log_prob="),
     ("dpo", {"f_divergence": "alpha_divergence", "f_alpha": 0.0}, "f_alpha must be greater than 0 .*, got 0.0"),
-    (
-        "dpo",
-        {"weighting": "aligned", "sharp_log_prob": None},
-        "dpo needs sharp_log_prob: .* or change weighting='aligned'",
-    ),
+    ("dpo", {"weighting": "aligned", "sharp_log_prob": None}, "needs sharp_log_prob: .* or change weighting='al"),
     ("dpo", {"ref_log_prob": None}, "dpo needs ref_log_prob"),
     ("robust", {"label_smoothing": 0.5}, r"label_smoothing must be below 0\.5, got 0\.5"),
-    *(
-        (name, {"chosen": None}, f"{name} needs chosen: pass chosen=, one value")
-        for name in ("kto", "bco", "aot_unpaired")
-    ),
-    (
-        "kto",
-        {"reference_point": None},
-        r"needs reference_point: .* one value per sequence \(kto_reference_point computes",
-    ),
-    (
-        "kto",
-        {"reference_point": torch.zeros(6, 1)},
-        r"kto: reference_point has shape \(6, 1\), expected one .*, \(6,\)",
-    ),
-    (
-        "aot_unpaired",
-        {"chosen": torch.ones(6).bool(), "match_id": None},
-        "as many chosen as rejected .* found 6 and 0 ans",
-    ),
-    (
-        "aot_unpaired",
-        {"match_id": torch.arange(6)},
-        "match_id 0 has 1 chosen and 0 rejected rows, expected one of each",
-    ),
+    *((name, {"chosen": None}, f"{name} needs chosen: pass chosen=") for name in ("kto", "bco", "aot_unpaired")),
+    ("kto", {"reference_point": None}, r"needs reference_point: .* one value per sequence \(kto_reference_po"),
+    ("kto", {"reference_point": torch.zeros(6, 1)}, r"reference_point has shape \(6, 1\), expected one .*, \(6,\)"),
+    ("aot_unpaired", {"chosen": ALL, "match_id": None}, "as many chosen as rejected .* found 6 and 0 answers with"),
+    ("aot_unpaired", {"match_id": torch.arange(6)}, "match_id 0 has 1 chosen and 0 rejected rows, expected one of"),
     # What depends on the prompt cancels in the lead, and nowhere else: other divergences need the lead alone.
     *(
         (name, {"f_divergence": "forward_kl"}, f"{name} has no hyper-parameter 'f_divergence'")
         for name in ("apo_zero", "apo_down", "sppo_hard", "nca_pair", "bco_pair", "aot", "kto", "bco")
     ),
     # A function knows its own names alone.
-    (
-        "ppo",
-        {"clip_range_low": 0.3},
-        "ppo has no hyper-parameter 'clip_range_low': pass 'clip_low'. PolicyLoss and make",
-    ),
-    (
-        "ppo",
-        {"clip_epsilon": 0.3},
-        "no hyper-parameter 'clip_epsilon': pass 'clip_low' and 'clip_high'. PolicyLoss and make_",
-    ),
+    ("ppo", {"clip_range_low": 0.3}, "has no hyper-parameter 'clip_range_low': pass 'clip_low'. PolicyLoss and make"),
+    ("ppo", {"clip_epsilon": 0.3}, "'clip_epsilon': pass 'clip_low' and 'clip_high'. PolicyLoss and make_algorithm tr"),
     ("ppo", {"clip_lo": 0.3}, r"has no hyper-parameter 'clip_lo'\. Did you mean 'clip_low'\? Known: clip_low, "),
     ("ppo", {"pair_id": torch.tensor([1] * 6)}, "ppo has no input 'pair_id'"),
 ]
 
 
 def test_values_out_of_range_are_refused() -> None:
-    for names, key, must, values in RANGES:
-        for name, value in ((name, value) for name in names.split() for value in values):
-            said = refusal(name, **{key: value})
-            assert re.match(f"ValueError: .*{key} must be {must} {value!r}", said), f"{name}: {said}"
+    for must, values, table in RANGES:
+        for key, names in table.items():
+            for name, value in itertools.product(names.split(), values):
+                said = refusal(name, **{key: value})
+                assert re.match(f"ValueError: .*{key} must be {must},? got {value!r}", said), f"{name}: {said}"
     for name, given, message in REFUSED:
         said = refusal(name, **given)
         assert re.search(message, said), f"{given}: {said}"
-        assert said.startswith("TypeError" if re.search("has no|no hyper", message) else "ValueError"), said
+        assert said.startswith("TypeError" if re.search("has no (hyper|input)", said) else "ValueError"), said

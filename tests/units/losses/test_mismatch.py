@@ -167,9 +167,6 @@ def test_metrics_are_logged_wherever_there_are_log_probs_of_the_sampler(model: n
     assert_close(own["mismatch_k3"], own["kl_to_sampler"])
 
 
-# ------------------------------------------------------------------ verl's names
-
-
 def test_verls_settings_in_a_loss(model: nn.Module) -> None:
     verl = {"rollout_is": "token", "rollout_is_threshold": "0.8_1.2", "rollout_rs": "token_k1, seq_max_k3,token_k1"}
     loss = PolicyLoss(model, **verl, rollout_rs_threshold="0.5_1.6,0.1")
@@ -182,15 +179,12 @@ def test_verls_settings_in_a_loss(model: nn.Module) -> None:
 
 
 def test_verls_thresholds_and_the_geometric_level() -> None:
+    masked = ImportanceWeights(level="geometric", mode="mask", low=0.9, high=1.1)
     for level, threshold, own in [
         ("sequence", {}, ImportanceWeights(level="sequence", high=2.0)),
         ("token", {"rollout_is_threshold": " 3.5 "}, ImportanceWeights(high=3.5)),
         ("geometric", {}, ImportanceWeights(level="geometric", high=2.0)),
-        (
-            "geometric",
-            {"rollout_is_threshold": "0.9_1.1"},
-            ImportanceWeights(level="geometric", mode="mask", low=0.9, high=1.1),
-        ),
+        ("geometric", {"rollout_is_threshold": "0.9_1.1"}, masked),
     ]:
         assert repr(rollout_corrections(rollout_is=level, **threshold)) == repr([own])
     shared = rollout_corrections(rollout_rs="seq_mean_k2,seq_sum_k3", rollout_rs_threshold=0.25)

@@ -69,11 +69,8 @@ def test_corrections_need_what_they_state_and_functions_their_inputs_without_a_d
     ) -> tuple[losses.LossTerm, ...]:
         return (losses.LossTerm("mine", scale * advantage * log_prob, mask),)
 
-    assert (
-        losses.TermPart(mine, scale=1.0).needs
-        == losses.TermPart(functools.partial(mine, scale=1.0)).needs
-        == ("advantage",)
-    )
+    parts = losses.TermPart(mine, scale=1.0), losses.TermPart(functools.partial(mine, scale=1.0))
+    assert [part.needs for part in parts] == [("advantage",)] * 2
     assert losses.Correction(lambda mask, entropy: (entropy, {})).needs == ("entropy",)
 
 
@@ -113,17 +110,13 @@ def test_keys_follow_later_settings(model: nn.Module) -> None:
         loss(batch())
 
 
-# ---------------------------------------------------------------------- graphs of data, shapes and kinds
-
-
 def test_data_with_a_graph_are_constants() -> None:
     """On-policy data have the policy gradient; a target made from the value still trains it; so do weights."""
     log_prob = OLD.clone().requires_grad_()
     for term, expected in [
-        *(
-            (f(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES)
-            for f in (losses.ppo, losses.sppo, losses.dapo)
-        ),
+        (losses.ppo(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES),
+        (losses.sppo(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES),
+        (losses.dapo(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES),
         (losses.kl_to_ref(log_prob, MASK, ref_log_prob=log_prob - 0.5), 0.5 * ONES),
         (losses.value_error(log_prob, MASK, value_target=log_prob + 2.0), -2 * ONES),
         (losses.apply_correction([losses.LossTerm("objective", log_prob * 2, MASK)], log_prob.exp()), 2 * OLD.exp()),
@@ -214,9 +207,6 @@ def test_what_is_not_a_number(value: Any, error: type[Exception], message: str) 
     assert_close(part.clip_high, torch.tensor(0.2))
 
 
-# ---------------------------------------------------------------------- on data
-
-
 def test_a_misspelt_attribute_is_refused(model: nn.Module) -> None:
     loss = losses.PolicyLoss(model, terms=[losses.KLToReference(0.1)])
     for name, near in (("clip_hihg", "clip_high"), ("kl_coeff", "kl_to_ref_coeff")):
@@ -266,10 +256,8 @@ def test_terms_and_corrections_are_not_mixed_up(model: nn.Module) -> None:
         losses.PolicyLoss(model, terms=[losses.ImportanceWeights()])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="corrections must not hold a KLToReference: pass it in terms="):
         losses.PolicyLoss(model, corrections=[losses.KLToReference(0.1)])  # type: ignore[list-item]
-    plain, part = (
-        losses.PolicyLoss(model, corrections=[x])(batch())
-        for x in (losses.importance_weights, losses.ImportanceWeights())
-    )
+    both = losses.importance_weights, losses.ImportanceWeights()
+    plain, part = (losses.PolicyLoss(model, corrections=[x])(batch()) for x in both)
     assert_close(plain["loss_objective"], part["loss_objective"])
 
 

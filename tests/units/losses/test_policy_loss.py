@@ -142,9 +142,6 @@ def test_temperature_divides_the_logits(model: nn.Module) -> None:
         PolicyLoss(scorer, temperature=0.5)
 
 
-# ---------------------------------------------------------------------- which tokens count
-
-
 def test_defect_38_means_are_of_tokens_that_count(model: nn.Module) -> None:
     """More padding and a longer prompt change no number."""
     data = batch().exclude(("next", "sampler_log_probs"), ("masks", "all_assistant_mask"))
@@ -249,9 +246,6 @@ def test_rows_of_the_response_alone(model: nn.Module) -> None:
         step["advantage"] = torch.zeros(5)
     with pytest.raises(ValueError, match=r"Rows of the response alone must begin with its first token"):
         loss(data)
-
-
-# ---------------------------------------------------------------------- as torchrl's losses
 
 
 def test_keys_in_and_out(model: nn.Module) -> None:
@@ -405,9 +399,6 @@ def test_aggregations(model: nn.Module) -> None:
             assert (value[i][:4] == 0).all()
 
 
-# ---------------------------------------------------------------------- objectives with inputs of their own
-
-
 def test_mix_reads_one_flag_for_each_sequence_and_nothing_of_experts(model: nn.Module) -> None:
     data, rows = batch().set("expert_mask", EXPERTS.unsqueeze(-1)), responses(model, batch())
     loss = PolicyLoss(model, "mix", mu=0.25, **BOUNDS)
@@ -533,9 +524,6 @@ def test_refused_at_construction(model: nn.Module) -> None:
     assert [warning.filename for warning in caught] == [__file__]
 
 
-# ---------------------------------------------------------------------- the other rows of the table of defects
-
-
 def test_defect_43_sft_and_distillation_are_means_of_responses(model: nn.Module) -> None:
     """Not diluted by prompts and padding; reference log-probs of another length are refused."""
     data, loss = batch(), PolicyLoss(model, "sft", terms=[KLToReference(0.5, "k2")])
@@ -544,15 +532,12 @@ def test_defect_43_sft_and_distillation_are_means_of_responses(model: nn.Module)
     by_hand = token_mean(model, data, lambda row: 0.25 * (row["log_prob"] - row["ref_log_probs"]).square())
     assert_close(out["loss_kl_to_ref"], by_hand, **CLOSE)
     data[REF] = torch.zeros(6, 12)
-    with pytest.raises(
-        ValueError, match=r"ref_log_probs.* must have the length of the tokens: sequence 0 has 12 values"
-    ):
+    with pytest.raises(ValueError, match=r"ref_log_probs.* must have the length .*: sequence 0 has 12 values"):
         loss(data)
 
 
 def test_defect_44_the_papers_bounds_of_dapo_and_sums_that_are_honoured(model: nn.Module) -> None:
     loss = PolicyLoss(model, "dapo")
     assert_close(torch.stack([loss.clip_low, loss.clip_high]), torch.tensor([0.2, 0.28]))
-    rows = [(-row["advantage"] * row["log_prob"]).sum() for row in responses(model, batch())]
-    whole = objective(model, batch(), "gpg", aggregation="seq-mean-token-sum")
-    assert_close(whole, torch.stack(rows).mean(), **CLOSE)
+    mean, sums = (objective(model, batch(), "gpg", aggregation=x) for x in ("token-mean", "seq-mean-token-sum"))
+    assert_close(sums, mean * 20 / 6, **CLOSE)

@@ -347,9 +347,6 @@ def test_ppos_fallback_is_the_plain_policy_gradient() -> None:
         ppo(log_prob, log_prob < 0, advantage=advantage)
 
 
-# ---------------------------------------------------------------------- rec
-
-
 @pytest.mark.parametrize(
     ("clip_mode", "kept"),
     [

@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from by_hand import tensor as f64
 from objective_cases import random_batch
 from torchrl_llm_kl.losses import aggregate, count, get_objective, mix, mix_chord, mu_schedule, ppo, sft_phi
 
 NAN = float("nan")
 HYPER = {"clip_low": 0.3, "clip_high": 0.2, "clip_ratio_c": 2.5}
 SCHEDULE = {"mu_warmup_steps": 4, "mu_decay_steps": 8, "mu_peak": 0.8, "mu_valley": 0.2}
-
-
-def f64(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -62,9 +59,6 @@ def test_the_weight_near_certainty_is_not_rounded_away() -> None:
     (term,) = sft_phi(log_prob, torch.tensor([[True]]))
     (gradient,) = torch.autograd.grad(term.value.sum(), log_prob)
     assert math.isclose(gradient.item(), -1e-9, rel_tol=1e-5)
-
-
-# ---------------------------------------------------------------------- mixtures
 
 
 def mixture() -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from by_hand import tensor
 from closeness import assert_near
 from policy_batches import LENGTHS, PROMPT, batch, gradients
-from torchrl_llm_kl.losses import ValueLoss, value_error
+from torchrl_llm_kl.losses import LossOutput, ValueLoss, value_error
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import TokenCritic
 from torchrl_llm_kl.transforms import RetrieveValue
@@ -167,6 +167,8 @@ def test_keys_buffers_and_errors() -> None:
     out = loss(data)
     assert set(out.keys()) == set(loss.out_keys)
     assert out["value_clip_fraction"] > 0
+    assert type(out) is LossOutput
+    assert out.total_loss == out.mean(reduce=True) == out["loss_critic"]
     data["next", "returns"], data["state_value"] = data.pop("returns"), data.pop(("next", "state_value"))
     assert_close(loss(data)["loss_critic"], out["loss_critic"])
     buffer, loss.coeff = loss.coeff, 1.0
