@@ -46,7 +46,7 @@ CORE = (
     "tests/units/algorithms/test_make_algorithm.py",
     "tests/units/algorithms/test_prepare.py",
     "tests/ray/test_service.py",
-    "tests/ray/test_service_transforms.py",
+    "tests/units/service/test_service_transforms.py",
 )
 
 #: Instructions of older processors, as PyTorch and MKL let one choose them on a newer one.
