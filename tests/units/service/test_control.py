@@ -430,7 +430,7 @@ EVENTS = {
     "start": Lab.start,
     "ready": lambda lab, i: lab.ready(i, fingerprint=None),
     "answer": lambda lab, i: lab.wait(1, **{f"r{i}": {}}),
-    "refuse": lambda lab, i: lab.control.quarantine([f"{i}"]),
+    "refuse": lambda lab, i: lab.control.quarantine(["digest"]),
     "fail": lambda lab, i: lab.control.failed(i, lab.control.slots[i].life, "error"),
     "lose": lambda lab, i: lab.control.lost(i),
     "find": lambda lab, i: lab.control.found(i),
