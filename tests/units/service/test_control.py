@@ -397,9 +397,14 @@ SCALED = {"slots": 3, "least": 1, "detached": True}
 
 def test_a_long_queue_adds_a_replica_and_idle_minutes_remove_it():
     lab = Lab.running(**SCALED)
-    for seconds, scale in ((9, 1), (3, 2), (60, 2)):  # not at once; then one, until the new one is there
+    for seconds, scale, told in (
+        (9, 1, False),
+        (3, 2, True),
+        (60, 2, False),
+    ):  # not at once; then one, until it is there
+        before = lab.control.version
         lab.wait(seconds, r0=BUSY)
-        assert lab.control.scale == scale
+        assert (lab.control.scale, lab.control.version > before) == (scale, told)
     lab.up(1)
     lab.wait(200, r0=IDLE, r1=IDLE)
     assert lab.control.scale == 2
