@@ -57,7 +57,7 @@ DROPS_10, DROPS_15 = ({**DROPS, "delta_sequence_masking": x} for x in (0.1, 0.15
 DROPS_15["mask"] = TWO_OF_THREE
 OF_FOUR = {**BOUNDS, "mask": TWO_OF_THREE.expand(4, 3)}
 # Ratios on both sides of 0.7 and 1.2, with advantages of both signs.
-BOTH_SIGNS = [2, 2, 0.5, 0.5, 1.1, 4, 9], [3, -3, 3, -3, 5, -1, 7]
+BOTH_SIGNS = [2, 2, 0.5, 0.5, 1.1, 4, 9], [0.5, -3, 3, -3, 5, -1, 7]
 FOUR = [1.5, 1.25, 0.75, 4], [2, 2, -1, -1]
 # Geometric means 2, 2, 1/2, 1/2 of the two masked-in tokens; the third is masked out.
 SEQUENCES = [[4, 1, 100], [1, 4, 100], [0.25, 1, 100], [0.5, 0.5, 100]], [[3, 3, 9], [-3, -3, 9]] * 2
@@ -117,10 +117,10 @@ ONE = [0.5], [1], [-1]
 
 CASES: dict[str, Case] = {
     "ppo: clipped, free, free, clipped, free, at the dual bound": show(
-        "ppo", *BOTH_SIGNS, [-3.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0], **DUAL, **SIXTHS, dual=1 / 6
+        "ppo", *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0], **DUAL, **SIXTHS, dual=1 / 6
     ),
     "ppo: without the dual bound a large ratio is free": show(
-        "ppo", *BOTH_SIGNS, [-3.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0], **UNBOUNDED, **SIXTHS
+        "ppo", *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0], **UNBOUNDED, **SIXTHS
     ),
     "ppo: masking drops bad tokens of sequences 0.2 nats below, and not those of sequences 0.05 below": show(
         "ppo", [[E(-0.3), E(-0.1)], BELOW[1]], [[-1, 2], [-1, -1]], BELOW, BELOW, **DROPS_10, dropped=0.25
