@@ -40,8 +40,8 @@ from torchrl_llm_kl.advantages._group import Groups
 
 F64 = {"dtype": torch.float64}
 # Group 7: rewards 1, 2, 6 (mean 3, variance 7 or 14/3); group -3: 4, 0 (mean 2, variance 8 or 4); 50: alone; 11: equal.
-GROUP = torch.tensor([7, -3, 7, 50, -3, 7, 11, 11, 11])
-REWARD = torch.tensor([1.0, 4.0, 2.0, 5.0, 0.0, 6.0, 0.1, 0.1, 0.1], **F64)
+G = torch.tensor([7, -3, 7, 50, -3, 7, 11, 11, 11])
+R = torch.tensor([1.0, 4.0, 2.0, 5.0, 0.0, 6.0, 0.1, 0.1, 0.1], **F64)
 LENGTH = torch.tensor([1, 3, 2, 9, 1, 5, 2, 0, 8])
 CENTRED = [-2.0, 2.0, -1.0, 0.0, -2.0, 3.0, 0.0, 0.0, 0.0]
 BEST = [0.0, 4.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0]
@@ -61,7 +61,7 @@ def one_group(size: int) -> Tensor:
 
 def scaled(values: list[float], of_7: float, of_3: float) -> list[float]:
     """The values of group 7 and of group -3, divided."""
-    return [x / {7: of_7, -3: of_3}.get(int(g), 1.0) for x, g in zip(values, GROUP, strict=True)]
+    return [x / {7: of_7, -3: of_3}.get(int(g), 1.0) for x, g in zip(values, G, strict=True)]
 
 
 def lifted(by: float) -> list[float]:
@@ -86,14 +86,14 @@ LESS = 0.1 * math.log(2)
 #: opo of group 7: (1 + 2 * 2 + 5 * 6) / 8, of -3: (3 * 4 + 1 * 0) / 4 = 3. gdpo: deviations 1 and 100 in group 0.
 BASE, APART, PAIR = 35 / 8, [1 / 1.25, 100 / 100.25], 1 / (ROOT_2 + 0.25)
 BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
-    "grpo": (lambda: grpo(REWARD, GROUP, epsilon=0.5), scaled(CENTRED, ROOT_7 + 0.5, ROOT_8 + 0.5)),
-    "grpo, a millionth by default": (lambda: grpo(REWARD, GROUP), scaled(CENTRED, ROOT_7 + 1e-6, ROOT_8 + 1e-6)),
+    "grpo": (lambda: grpo(R, G, epsilon=0.5), scaled(CENTRED, ROOT_7 + 0.5, ROOT_8 + 0.5)),
+    "grpo, a millionth by default": (lambda: grpo(R, G), scaled(CENTRED, ROOT_7 + 1e-6, ROOT_8 + 1e-6)),
     "grpo of the batch": (
-        lambda: grpo(REWARD, GROUP, epsilon=0.25, std="batch"),
-        [x / (statistics.stdev(REWARD.tolist()) + 0.25) for x in CENTRED],
+        lambda: grpo(R, G, epsilon=0.25, std="batch"),
+        [x / (statistics.stdev(R.tolist()) + 0.25) for x in CENTRED],
     ),
     "grpo above a threshold": (
-        lambda: grpo(REWARD, GROUP, epsilon=0.0, std_threshold=ROOT_7 + 0.01),
+        lambda: grpo(R, G, epsilon=0.0, std_threshold=ROOT_7 + 0.01),
         [0, 2 / ROOT_8, 0, 0, -2 / ROOT_8, 0, 0, 0, 0],
     ),
     "grpo at it": (lambda: grpo(THREE, one_group(3), epsilon=0.0, std_threshold=2.0), [0, 0, 0]),
@@ -109,12 +109,12 @@ BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
         lambda: penalised([-1.0, -5.0, -1.0, -2.0, -9.0], (1.0, 2.0, 1.0, 1.0, 0.0), (4, 5, 4, 4, 5), epsilon=1.0),
         [-THIRD, HALF, -THIRD, 2 * THIRD, -HALF],
     ),
-    "dr_grpo": (lambda: dr_grpo(REWARD, GROUP), CENTRED),
-    "rloo": (lambda: rloo(REWARD, GROUP), [-3.0, 4.0, -1.5, 0.0, -4.0, 4.5, 0.0, 0.0, 0.0]),
-    "remax": (lambda: remax(REWARD[:3], torch.tensor([0.5, 5.0, -1.0], **F64)), [0.5, -1.0, 3.0]),
-    "opmd, the mean": (lambda: opmd(REWARD, GROUP), CENTRED),
+    "dr_grpo": (lambda: dr_grpo(R, G), CENTRED),
+    "rloo": (lambda: rloo(R, G), [-3.0, 4.0, -1.5, 0.0, -4.0, 4.5, 0.0, 0.0, 0.0]),
+    "remax": (lambda: remax(R[:3], torch.tensor([0.5, 5.0, -1.0], **F64)), [0.5, -1.0, 3.0]),
+    "opmd, the mean": (lambda: opmd(R, G), CENTRED),
     "opmd, the soft maximum": (
-        lambda: opmd(REWARD, GROUP, opmd_baseline="logavgexp", tau=2.0),
+        lambda: opmd(R, G, opmd_baseline="logavgexp", tau=2.0),
         [1 - SOFT[0], 4 - SOFT[1], 2 - SOFT[0], 0, -SOFT[1], 6 - SOFT[0], 0, 0, 0],
     ),
     # With a small tau the baseline is the greatest reward less tau * log n.
@@ -122,11 +122,11 @@ BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
         lambda: opmd(torch.tensor([1e3, 0.0], **F64), one_group(2), opmd_baseline="logavgexp", tau=0.1),
         [LESS, LESS - 1e3],
     ),
-    "asymre": (lambda: asymre(REWARD, GROUP, baseline_shift=-0.25), lifted(0.25)),
-    "asymre by default": (lambda: asymre(REWARD, GROUP), lifted(0.1)),
-    "rec": (lambda: rec(REWARD, GROUP), CENTRED),
+    "asymre": (lambda: asymre(R, G, baseline_shift=-0.25), lifted(0.25)),
+    "asymre by default": (lambda: asymre(R, G), lifted(0.1)),
+    "rec": (lambda: rec(R, G), CENTRED),
     "rec, normalised": (
-        lambda: rec(REWARD, GROUP, std_normalize=True, epsilon=0.5),
+        lambda: rec(R, G, std_normalize=True, epsilon=0.5),
         scaled(CENTRED, math.sqrt(14 / 3) + 0.5, 2.5),
     ),
     # No more are below the mean than not: one at the mean of 1, one near it.
@@ -135,13 +135,13 @@ BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
         lambda: rec(torch.tensor([0, 0, 1.5, 0.9], **F64), one_group(4), drop="balance"),
         [-0.6, -0.6, 0.9, 0.3],
     ),
-    "opo": (lambda: opo(REWARD, GROUP, LENGTH), [1 - BASE, 1.0, 2 - BASE, 0.0, -3.0, 6 - BASE, 0.0, 0.0, 0.0]),
-    "pass_at_k": (lambda: pass_at_k(REWARD, GROUP), BEST),
+    "opo": (lambda: opo(R, G, LENGTH), [1 - BASE, 1.0, 2 - BASE, 0.0, -3.0, 6 - BASE, 0.0, 0.0, 0.0]),
+    "pass_at_k": (lambda: pass_at_k(R, G), BEST),
     "pass_at_k, normalised": (
-        lambda: pass_at_k(REWARD, GROUP, std_normalize=True, epsilon=0.5),
+        lambda: pass_at_k(R, G, std_normalize=True, epsilon=0.5),
         scaled(BEST, ROOT_7 + 0.5, ROOT_8 + 0.5),
     ),
-    "pass_at_k of two best": (lambda: pass_at_k(REWARD[[5, 5, 0]], one_group(3)), [0, 0, 0]),
+    "pass_at_k of two best": (lambda: pass_at_k(R[[5, 5, 0]], one_group(3)), [0, 0, 0]),
     # Each reward by itself; equal second rewards in group 1; 5 is alone.
     "gdpo, weighted": (
         lambda: gdpo(SEVERAL, torch.tensor([0, 1, 0, 0, 1, 5]), reward_weights=[1.0, 0.5], epsilon=0.0),
@@ -168,10 +168,10 @@ def test_ranks_count_the_smaller_ones_of_the_group_and_equal_ones_have_the_lowes
 
 
 def test_reinforce_is_a_copy_of_the_reward() -> None:
-    got = reinforce(REWARD)
-    assert_values(got, REWARD.tolist())
+    got = reinforce(R)
+    assert_values(got, R.tolist())
     got += 1
-    assert REWARD[0] == 1
+    assert R[0] == 1
 
 
 def test_rec_balance_drops_failures_and_leaves_exactly_0_there() -> None:
@@ -182,7 +182,7 @@ def test_rec_balance_drops_failures_and_leaves_exactly_0_there() -> None:
     four, seen = torch.tensor([0.0, 1.0, 2.0, 9.0], **F64), set()
     for seed in range(20):
         rng = torch.Generator().manual_seed(seed)
-        got = rec(REWARD, GROUP, drop="balance", generator=rng).tolist()
+        got = rec(R, G, drop="balance", generator=rng).tolist()
         assert got in (without_1, without_2)
         seen.add(tuple(got))
         got = rec(four, one_group(4), drop="balance", generator=rng)
@@ -206,7 +206,7 @@ def test_opo_is_the_baseline_of_least_variance_if_squared_norms_are_lengths() ->
     least = (length * got.square()).sum()
     for shift in (-1e-3, 1e-3):
         assert (length * (got + shift).square()).sum() > least
-    assert opo(REWARD, GROUP, torch.zeros_like(LENGTH)).isfinite().all()  # without any token there is no weight
+    assert opo(R, G, torch.zeros_like(LENGTH)).isfinite().all()  # without any token there is no weight
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -336,11 +336,11 @@ def test_equal_rewards_no_rows_dtypes_and_no_graph(name: str) -> None:
     for value, size in itertools.product([0.1, 1 / 3, -7.7, 1e6 + 0.1], [1, 3, 7, 100]):
         assert torch.equal(function(torch.full((size,), value), one_group(size)), torch.zeros(size)), (value, size)
     assert function(torch.zeros(0), one_group(0)).shape == (0,)
-    reward, group = REWARD.clone().requires_grad_(), GROUP.clone()
+    reward, group = R.clone().requires_grad_(), G.clone()
     assert not function(reward, group).requires_grad
-    assert torch.equal(reward, REWARD)
-    assert torch.equal(group, GROUP)
-    assert function(REWARD.half(), GROUP).dtype == torch.float32
+    assert torch.equal(reward, R)
+    assert torch.equal(group, G)
+    assert function(R.half(), G).dtype == torch.float32
     assert function(torch.tensor([1, 0]), torch.tensor([0, 0])).dtype == torch.float32
 
 
@@ -390,23 +390,23 @@ def test_defect_44_a_group_of_one_has_advantage_0() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: grpo(REWARD, GROUP, std="both"), "std must be one of 'group', 'batch', got 'both'"),
-        (lambda: grpo(REWARD, GROUP, epsilon=-1e-6), "epsilon must be at least 0"),
-        (lambda: grpo(REWARD, GROUP, std_threshold=-0.1), "std_threshold must be at least 0, got -0.1"),
-        (lambda: grpo(REWARD, GROUP, rank_penalty=0.2), "grpo with rank_penalty needs mean_log_prob"),
-        (lambda: grpo(REWARD, GROUP, rank_penalty=1.5, mean_log_prob=REWARD), "rank_penalty must be .* at most 1"),
+        (lambda: grpo(R, G, std="both"), "std must be one of 'group', 'batch', got 'both'"),
+        (lambda: grpo(R, G, epsilon=-1e-6), "epsilon must be at least 0"),
+        (lambda: grpo(R, G, std_threshold=-0.1), "std_threshold must be at least 0, got -0.1"),
+        (lambda: grpo(R, G, rank_penalty=0.2), "grpo with rank_penalty needs mean_log_prob"),
+        (lambda: grpo(R, G, rank_penalty=1.5, mean_log_prob=R), "rank_penalty must be .* at most 1"),
         (lambda: Advantage("grpo", duplicate_experiences=True), "cannot add rows to it. Keep the rows of informative_"),
-        (lambda: opmd(REWARD, GROUP, opmd_baseline="median"), "opmd_baseline must be one of 'mean', 'logavgexp'"),
-        (lambda: opmd(REWARD, GROUP, tau=0.3), "tau=0.3 has no effect on opmd_baseline='mean'"),
-        (lambda: opmd(REWARD, GROUP, tau=0.0), "tau must be greater than 0, got 0.0"),
-        (lambda: rec(REWARD, GROUP, drop="all"), "drop must be one of None, 'balance', got 'all'"),
-        (lambda: rec(REWARD, GROUP, epsilon=-1.0), "epsilon must be at least 0"),
-        (lambda: pass_at_k(REWARD, GROUP, epsilon=-1.0), "epsilon must be at least 0"),
-        (lambda: gdpo(REWARD[:, None], GROUP, epsilon=-1.0), "epsilon must be at least 0"),
-        (lambda: gdpo(REWARD[:, None], GROUP, reward_weights=[1.0, 2.0]), "2 weights for 1 rewards: pass one for each"),
-        (lambda: overlong_penalty(GROUP, 100, 0), "cache_len must be at least 1 and at most 100, got 0"),
-        (lambda: overlong_penalty(GROUP, 100, 101), "cache_len must be at least 1 and at most 100, got 101"),
-        (lambda: informative_groups(REWARD, GROUP[:5]), r"reward has shape \(9,\) but group has shape \(5,\)"),
+        (lambda: opmd(R, G, opmd_baseline="median"), "opmd_baseline must be one of 'mean', 'logavgexp'"),
+        (lambda: opmd(R, G, tau=0.3), "tau=0.3 has no effect on opmd_baseline='mean'"),
+        (lambda: opmd(R, G, tau=0.0), "tau must be greater than 0, got 0.0"),
+        (lambda: rec(R, G, drop="all"), "drop must be one of None, 'balance', got 'all'"),
+        (lambda: rec(R, G, epsilon=-1.0), "epsilon must be at least 0"),
+        (lambda: pass_at_k(R, G, epsilon=-1.0), "epsilon must be at least 0"),
+        (lambda: gdpo(R[:, None], G, epsilon=-1.0), "epsilon must be at least 0"),
+        (lambda: gdpo(R[:, None], G, reward_weights=[1.0, 2.0]), "2 weights for 1 rewards: pass one for each"),
+        (lambda: overlong_penalty(G, 100, 0), "cache_len must be at least 1 and at most 100, got 0"),
+        (lambda: overlong_penalty(G, 100, 101), "cache_len must be at least 1 and at most 100, got 101"),
+        (lambda: informative_groups(R, G[:5]), r"reward has shape \(9,\) but group has shape \(5,\)"),
         (lambda: gigpo(*STEPS, STATE, fnorm="mean"), "fnorm must be one of 'none', 'std', got 'mean'"),
         (lambda: gigpo(*STEPS, STATE, gamma=2.0), "gamma must be at least 0 and at most 1"),
         (lambda: gigpo(*STEPS, STATE, epsilon=-1.0), "epsilon must be at least 0"),

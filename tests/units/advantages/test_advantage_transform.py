@@ -15,7 +15,7 @@ from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardSum
 
 from layouts import LAYOUTS, at_responses, lay_out, tokens
-from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import KLRewardTransform, PolicyLoss
 from torchrl_llm_kl.advantages import Advantage, clip_b, clip_v, gdpo, optimal_token_baseline, reinforce_plus_plus
 from toy_rollouts import collect, flat, leaves, make_env, make_policy, make_scoring_wrapper, same_leaves, steps
 
@@ -259,20 +259,6 @@ def test_moments_are_read_by_their_default_keys(form: str) -> None:
         found = of(name, with_moments(form), **hyper)
         assert_close(torch.tensor([x for row in found for x in row]), want[mask])
         assert (want != 0).sum() in (range(1, 6) if hyper else [6])
-
-
-@pytest.mark.parametrize(("retrieve", "form"), [("log-prob", "padded"), ("KL", "lazy"), ("KL", "nested")])
-def test_the_scoring_transforms_write_what_the_advantages_read(
-    retrieve: str, form: str, policy_model: Any, ref_model: Any
-) -> None:
-    data = tokens(form, *SAID, query=torch.zeros(3, dtype=torch.long), next__reward=torch.tensor([[1.0], [2.0], [4.0]]))
-    also: dict[str, Any] = {"entropy_key": "entropy", "moments_key": "moments"}
-    if retrieve == "KL":
-        data = RetrieveKL(policy_model, ref_model, add_to_reward=False, **also)(data)
-    else:
-        data = RetrieveLogProb(policy_model, **also)(data)
-    for name in ("optimal_token_baseline", "clip_b", "clip_v"):
-        assert [sum(x != 0 for x in row) for row in of(name, data)] == [1, 3, 2]
 
 
 def test_a_given_mask_skips_padding() -> None:

@@ -84,38 +84,30 @@ class Run:
             self.seen.append(metrics)
 
     @property
-    def models(self) -> nn.ModuleDict:
-        found = {"actor": self.actor, "reference": self.reference}
-        return nn.ModuleDict(found if self.critic is None else {**found, "critic": self.critic})
+    def saved(self) -> dict[str, Any]:
+        """What has a state, by name."""
+        models = {"actor": self.actor, "reference": self.reference, "critic": self.critic}
+        found = {"models": nn.ModuleDict({name: each for name, each in models.items() if each is not None})}
+        found |= {"optimiser": self.optimiser, "parts": self.parts}
+        return found if self.updater is None else {**found, "updater": self.updater}
 
     def state(self) -> dict[str, Any]:
-        state = {
-            "models": self.models.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "rng": self.rng.get_state(),
-            "parts": self.parts.state_dict(),
-        }
-        return state if self.updater is None else {**state, "updater": self.updater.state_dict()}
+        return {"rng": self.rng.get_state(), **{name: each.state_dict() for name, each in self.saved.items()}}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.models.load_state_dict(state["models"])
-        self.optimiser.load_state_dict(state["optimiser"])
         self.rng.set_state(state["rng"])
-        self.parts.load_state_dict(state["parts"])
-        if self.updater is not None:
-            self.updater.load_state_dict(state["updater"])
+        for name, each in self.saved.items():
+            each.load_state_dict(state[name])
+
+
+def in_loss(coefficient: nn.Module, **more: Any) -> dict[str, Any]:
+    return {"kl_loss": "k2", "kl_loss_coeff": coefficient, **more}
 
 
 KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "KL in the loss": (
-        "grpo",
-        lambda: {"kl_loss": "k2", "kl_loss_coeff": ziegler(), "entropy_coeff": AdaptiveEntropyCoefficient(target=3.0)},
-    ),
+    "KL in the loss": ("grpo", lambda: in_loss(ziegler(), entropy_coeff=AdaptiveEntropyCoefficient(target=3.0))),
     "PI control in the reward": ("grpo", lambda: in_reward(PIKLCoefficient(0.3, target=0.05, warmup=2))),
-    "dual ascent in the loss": (
-        "grpo",
-        lambda: {"kl_loss": "k2", "kl_loss_coeff": DualKLCoefficient(0.3, target=0.05, warmup=2)},
-    ),
+    "dual ascent in the loss": ("grpo", lambda: in_loss(DualKLCoefficient(0.3, target=0.05, warmup=2))),
     "schedule": ("mix_chord", lambda: {"mu_warmup_steps": 2, "mu_decay_steps": 4}),
     "critic": ("ppo", lambda: in_reward(ziegler())),
     "moving reference": ("grpo", lambda: in_reward(ziegler())),
@@ -157,30 +149,26 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, save: Callable[.
     save(first, resumed, tmp_path / "saved")
     first.train(1)  # what was saved is a copy
     resumed.train(2)
-    assert_equal(whole.models.state_dict(), resumed.models.state_dict())
+    assert_equal(whole.saved["models"].state_dict(), resumed.saved["models"].state_dict())
     assert_equal(whole.parts.state_dict(), resumed.parts.state_dict())
     for metrics, others in zip(whole.seen[3:], resumed.seen, strict=True):
         assert_equal(metrics, others)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_without_its_state_a_resumed_run_differs(name: str, tmp_path: Path) -> None:
+def test_without_its_state_a_resumed_run_differs(name: str) -> None:
     """So that the test above can fail."""
     whole, resumed = Run(name), Run(name)
     whole.train(3)
-    state = whole.state()
-    state["parts"] = resumed.parts.state_dict()
+    state, fresh = whole.state(), resumed.state()
     if name == "moving reference":
-        state["updater"] = resumed.updater.state_dict()  # type: ignore[union-attr]
-        state["models"] |= {k: v for k, v in resumed.models.state_dict().items() if k.startswith("reference")}
-    resumed.load(state)
+        state["updater"] = fresh["updater"]
+        state["models"] |= {key: value for key, value in fresh["models"].items() if key.startswith("reference")}
+    resumed.load({**state, "parts": fresh["parts"]})
     whole.train(3)
     resumed.train(3)
-    pairs = zip(whole.models.state_dict().values(), resumed.models.state_dict().values(), strict=True)
-    assert any(not torch.equal(a, b) for a, b in pairs)
-
-
-# ------------------------------------------------------------------ what is in it
+    a, b = (run.state()["models"] for run in (whole, resumed))
+    assert any(not torch.equal(a[key], b[key]) for key in a)
 
 
 def test_the_state_by_hand() -> None:
@@ -207,7 +195,7 @@ def test_the_state_by_hand() -> None:
 
 
 def grpo(**settings: Any) -> AlgorithmParts:
-    return make_algorithm("grpo", TASK.policy(), reference=TASK.policy(), group_size=2, **settings)
+    return make_algorithm("grpo", TASK.policy(), **{"reference": TASK.policy(), "group_size": 2, **settings})
 
 
 def test_functional_actors_and_shared_coefficients() -> None:
@@ -243,14 +231,10 @@ def test_a_state_that_does_not_fit_changes_nothing(key: str, value: Any, error: 
     with pytest.raises(error, match=message):
         parts.load_state_dict({name: each for name, each in state.items() if each is not None})
     assert_equal(parts.state_dict(), before)
-
-
-def test_another_setting_is_named() -> None:
-    """A state of a run with a KL in the loss, in one without."""
-    plain = make_algorithm("grpo", TASK.policy(), group_size=2, kl_loss="none")
+    # A state of a run with a KL in the loss, in one without.
     message = r"has unknown kl_transform.transforms.2.coeff.value, loss.terms.0.coeff\. .*the arguments of the run"
     with pytest.raises(KeyError, match=message):
-        plain.load_state_dict(grpo(kl_loss="k2").state_dict())
+        grpo(kl_loss="none", reference=None).load_state_dict(before)
 
 
 def test_parts_save_themselves_in_a_distributed_checkpoint(tmp_path: Path) -> None:

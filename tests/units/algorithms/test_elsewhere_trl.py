@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import importlib
 import io
@@ -23,6 +22,7 @@ from elsewhere_batches import (
     ROWS,
     WIDTH,
     Found,
+    OneDevice,
     agree,
     differ,
     each_in_one_list,
@@ -188,27 +188,12 @@ def test_rloo_has_its_kl_in_the_reward() -> None:
     assert [row.name for row in from_trl({"num_iterations": 2}, trainer="rloo").refused] == ["num_iterations"]
 
 
-class State(SimpleNamespace):
-    """Of a trainer on one device, which its loss reads."""
-
-    def __init__(self, **more: Any) -> None:
-        same: dict[str, Any] = dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)
-        accelerator = SimpleNamespace(device="cpu", reduce=lambda x, **_: x, **same)
-        metrics: Any = collections.defaultdict(lambda: collections.defaultdict(list))
-        given: dict[str, Any] = {
-            "model": SimpleNamespace(training=True),
-            "accelerator": accelerator,
-            "_metrics": metrics,
-        }
-        super().__init__(**{**given, "aux_loss_enabled": False, **more})
-
-
 def test_rloos_gradient_is_that_of_trls_trainer(trl: Any, model: nn.Module, batch: dict[str, Tensor]) -> None:
     """On answers of the policy, where the ratio is 1. TRL's value is the mean advantage, without the answers' lengths."""
     log_prob, _ = scored(model, batch)
     mask = batch["mask"].double()
     scores = {"_get_per_token_logps_and_entropies": lambda *_, **__: (log_prob, log_prob, None)}
-    own = State(epsilon_low=0.2, epsilon_high=0.2, **scores)
+    own = OneDevice(epsilon_low=0.2, epsilon_high=0.2, **scores)
     ids = {"prompt_ids": batch["ids"], "prompt_mask": mask, "completion_ids": batch["ids"], "completion_mask": mask}
     old = {"old_logps": (log_prob.detach() * mask).sum(-1), "advantages": batch["advantage"]}
     _, expected = with_gradients(model, lambda: trl.RLOOTrainer._compute_loss(own, model, {**ids, **old}))
@@ -260,7 +245,7 @@ def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) ->
 
     names = ("beta", "label_smoothing", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting")
     state = {"loss_types": config.loss_type, "loss_weights": [1.0], "precompute_ref_logps": True, "args": config}
-    own = State(_total_train_tokens=0, _tp_size=1, **state, **{name: getattr(config, name) for name in names})
+    own = OneDevice(_total_train_tokens=0, _tp_size=1, **state, **{name: getattr(config, name) for name in names})
     chosen, rejected = (ref.float() if config.f_divergence_type == "alpha_divergence" else ref).chunk(2)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": whole.long()}
     inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -315,7 +300,7 @@ def bare_trainer(trainer: str, **state: Any) -> Any:
     kind = trl_class(None, trainer, "Trainer")
     made = kind.__new__(kind)
     padding = {"pad_token_id": PAD, "padding_value": PAD, "is_encoder_decoder": False}
-    made.__dict__.update(vars(State(args=SimpleNamespace(device="cpu"), **padding, **state)))
+    made.__dict__.update(vars(OneDevice(args=SimpleNamespace(device="cpu"), **padding, **state)))
     return made
 
 

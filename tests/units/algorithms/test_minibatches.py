@@ -1,4 +1,4 @@
-"""Minibatches are steps with their own mean, micro-batches add up to the batch; no count of another batch survives."""
+"""Minibatches are steps with their own mean, micro-batches add up to the batch; batches of two replay buffers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from test_prepare import TASK, uniform
 from torch import Tensor
-from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer
 
-from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm
+from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm, mix_buffers
 from toy_tasks import TabularCritic
 
 
@@ -62,9 +62,6 @@ def algorithm(name: str) -> AlgorithmParts:
     return make_algorithm(name, TASK.policy(), reference=None if name == "sft" else TASK.policy(), **given)
 
 
-# ---------------------------------------------------------------------- the default
-
-
 def test_a_step_on_a_quarter_of_a_prepared_batch_has_the_gradient_of_its_own_mean() -> None:
     parts = algorithm("sft")
     batch = parts.prepare(uneven())
@@ -76,14 +73,17 @@ def test_a_step_on_a_quarter_of_a_prepared_batch_has_the_gradient_of_its_own_mea
     torch.testing.assert_close(gradient(parts, counted[:4]), share * gradient(parts, batch[:4]))
 
 
-@pytest.mark.parametrize("name", ["sft", "grpo", "ppo"])
-def test_counts_are_for_who_asks(name: str) -> None:
-    parts = algorithm(name)
-    keys = {"denominators", "value_denominators"} if name == "ppo" else {"denominators"}
-    assert not keys & set(parts.prepare(uneven()).keys())
-    counted = parts.prepare(uneven(), count=True)
-    assert keys <= set(counted.keys())
-    assert not keys & set(parts.prepare(counted).keys())  # of an earlier batch
+def test_counts_are_for_who_asks_and_take_no_random_numbers() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    for name, keys in (("sft", {"denominators"}), ("ppo", {"denominators", "value_denominators"})):
+        parts = algorithm(name)
+        assert not keys & set(parts.prepare(uneven()).keys())
+        counted = parts.prepare(uneven(), count=True)
+        assert keys <= set(counted.keys())
+        assert not keys & set(parts.prepare(counted).keys())  # of an earlier batch
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_counts_of_a_replayed_batch_do_not_survive() -> None:
@@ -104,11 +104,9 @@ def test_counts_of_a_replayed_batch_do_not_survive() -> None:
     torch.testing.assert_close(gradient(parts, parts.prepare(locked)), sft_gradient(parts, uneven()[1:3]).flatten())
 
 
-# ---------------------------------------------------------------------- the two words
-
-
 @pytest.mark.parametrize("name", ["sft", "grpo", "ppo", "mix_chord"])
 def test_micro_batches_add_up(name: str) -> None:
+    """Of a batch, and of a minibatch of one that was counted."""
     parts = algorithm(name)
     batch = parts.prepare(uneven())
     assert gradient(parts, batch).norm() > 0.05
@@ -118,6 +116,11 @@ def test_micro_batches_add_up(name: str) -> None:
         assert torch.equal(torch.cat([piece["number"] for piece in pieces]), torch.arange(16))
         assert_same(gradient(parts, *pieces), gradient(parts, batch))
     assert not {"denominators", "value_denominators"} & set(batch.keys())
+    batch = parts.prepare(uneven(), count=True)
+    for minibatch in parts.minibatches(batch, 2):
+        pieces = list(parts.micro_batches(minibatch, size=3))
+        assert [len(piece) for piece in pieces] == [3, 3, 2]
+        assert_same(gradient(parts, *pieces), gradient(parts, minibatch))
 
 
 def test_minibatches_are_every_row_once_in_random_order() -> None:
@@ -140,25 +143,10 @@ def test_minibatches_are_every_row_once_in_random_order() -> None:
     assert "denominators" in batch.keys()  # noqa: SIM118
 
 
-def test_micro_batches_of_a_minibatch_add_up_to_it() -> None:
-    parts = algorithm("grpo")
-    batch = parts.prepare(uneven(), count=True)
-    for minibatch in parts.minibatches(batch, 2):
-        pieces = list(parts.micro_batches(minibatch, size=3))
-        assert [len(piece) for piece in pieces] == [3, 3, 2]
-        assert_same(gradient(parts, *pieces), gradient(parts, minibatch))
-
-
-def pairs() -> TensorDict:
-    data = uneven()
-    data["pair_id"] = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 7, 6, 5, 4, 3, 2, 1, 0])
-    data["chosen"] = torch.arange(16) < 8
-    return data
-
-
 def test_the_answers_of_a_pair_stay_together() -> None:
-    parts = algorithm("dpo")
-    for data, of in ((uneven(), torch.arange(16) // 2), (pairs(), pairs()["pair_id"])):
+    parts, pairs, rows = algorithm("dpo"), uneven(), torch.arange(16)
+    pairs["pair_id"], pairs["chosen"] = torch.minimum(rows, 15 - rows), rows < 8
+    for data, of in ((uneven(), rows // 2), (pairs, pairs["pair_id"])):
         batch = parts.prepare(data)
         with torch.no_grad():
             parts.loss.actor_network.table.mul_(1.5)
@@ -201,22 +189,6 @@ def test_layouts(layout: str) -> None:
         torch.testing.assert_close(gradient(parts, piece), sft_gradient(parts, plain[numbers]).flatten())
 
 
-def test_an_epoch_of_minibatches_trains_as_a_step_each() -> None:
-    """Two steps of plain gradient descent, by hand."""
-    parts = algorithm("sft")
-    batch, table = parts.prepare(uneven()), parts.loss.actor_network.table
-    expected = algorithm("sft")
-    optimizer = torch.optim.SGD(parts.loss.parameters(), lr=0.7)
-    for minibatch in parts.minibatches(batch, 2, generator=torch.Generator().manual_seed(0)):
-        optimizer.zero_grad()
-        parts.loss(minibatch).total_loss.backward()
-        optimizer.step()
-    for rows in torch.randperm(16, generator=torch.Generator().manual_seed(0)).chunk(2):
-        with torch.no_grad():
-            expected.loss.actor_network.table -= 0.7 * sft_gradient(expected, uneven()[rows])
-    torch.testing.assert_close(table, expected.loss.actor_network.table)
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
@@ -239,15 +211,6 @@ def test_impossible_splits(settings: dict[str, int], error: type[Exception], mes
         dpo.micro_batches(dpo.prepare(uneven()), 9)
 
 
-def test_counting_leaves_torchs_random_numbers_alone() -> None:
-    parts = algorithm("sft")
-    torch.manual_seed(1)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    parts.prepare(uneven(), count=True)
-    assert torch.equal(torch.rand(3), expected)
-
-
 def test_answers_of_equal_rank_stay_together() -> None:
     parts = make_algorithm("kto", TASK.policy(), reference=uniform(), objective="aot_unpaired")
     batch = TASK.sample(TASK.policy(), 12, torch.Generator().manual_seed(0), 2)
@@ -256,3 +219,87 @@ def test_answers_of_equal_rank_stay_together() -> None:
     pieces = list(parts.micro_batches(batch, 3))
     assert all((piece["match_id"].unique(return_counts=True)[1] == 2).all() for piece in pieces)
     assert_same(gradient(parts, *pieces), gradient(parts, batch))
+
+
+def prepared(rows: int = 32) -> TensorDict:
+    data = TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), 4)
+    data["expert_mask"] = torch.zeros(rows, dtype=torch.bool)
+    parts = make_algorithm("mix", TASK.policy(), reference=TASK.policy(), group_key="query")
+    return parts.prepare(data)
+
+
+def shown(rows: int = 20) -> list[TensorDict]:
+    """Of their own lengths, tokens alone."""
+    prompts = torch.arange(rows) % 2
+    data = TASK.batch(prompts, torch.arange(rows) % 13)
+    return [
+        TensorDict(tokens=TensorDict(full=row["tokens", "full"][row["masks", "all_attention_mask"]], prompt=prompt))
+        for row, prompt in zip(data.unbind(0), data["tokens", "prompt"], strict=True)
+    ]
+
+
+def buffers(storage: type = ListStorage) -> tuple[ReplayBuffer, ReplayBuffer]:
+    collate = {"collate_fn": lazy_stack} if storage is ListStorage else {}  # rows of several lengths
+    rollouts, experts = (ReplayBuffer(storage=storage(64), **collate) for _ in range(2))
+    rollouts.extend(prepared())
+    experts.extend(lazy_stack(shown()))
+    return rollouts, experts
+
+
+SHARES = {(0.5, 8): (2, 4), (0.25, 16): (4, 4), (0.75, 8): (4, 2), (0.1, 20): (10, 2), (3 / 7, 14): (7, 2)}
+
+
+@pytest.mark.parametrize("storage", [ListStorage, LazyStackStorage])
+def test_every_batch_has_the_share_and_stored_rows_are_not_changed(storage: type) -> None:
+    rollouts, experts = buffers(storage)
+    for (ratio, batch_size), shape in SHARES.items():
+        mixture = mix_buffers(rollouts, experts, batch_size=batch_size, expert_data_ratio=ratio)
+        for _ in range(2):
+            batch = mixture.sample()
+            assert batch.batch_size == shape
+            flags = torch.stack([row["expert_mask"] for row in batch.reshape(-1).unbind(0)])
+            assert int(flags.sum()) == round(ratio * batch_size)
+            assert torch.equal(flags.int(), flags.int().sort().values)  # rollouts first
+    assert all(set(row.keys()) == {"tokens"} for row in experts[:].unbind(0))
+
+
+def test_rows_of_experts_are_completed_with_zeros() -> None:
+    rows = mix_buffers(*buffers(), batch_size=8, expert_data_ratio=0.5).sample().reshape(-1).unbind(0)
+    for usual, expert in zip(rows[:4], rows[4:], strict=True):
+        length = len(expert["tokens", "full"])
+        for key in (("next", "log_probs", "full"), ("next", "ref_log_probs", "full")):
+            assert torch.equal(expert[key], torch.zeros(length))
+            assert usual[key].any()
+        assert not expert["advantage"].any()
+        assert not expert["next", "reward"].any()
+        assert expert["advantage"].shape == usual["advantage"].shape
+        assert "masks" not in expert  # what tells the response is the experts' own
+        known = {key for key in usual.keys(True, True) if key[0] != "masks"}
+        assert "denominators" not in known  # of another batch
+        assert set(expert.keys(True, True)) == known
+
+
+@pytest.mark.parametrize(("of_experts", "per_token"), [(False, True), (True, False)])
+def test_a_loss_mask_that_some_rows_have_is_true_for_the_others(of_experts: bool, per_token: bool) -> None:
+    rollouts, experts = (ReplayBuffer(storage=ListStorage(64), collate_fn=lazy_stack) for _ in range(2))
+    usual, shots = list(prepared().unbind(0)), shown()
+    for row in shots if of_experts else usual:
+        row["loss_mask"] = torch.ones(len(row["tokens", "full"]) if per_token else 1, dtype=torch.bool)
+    rollouts.extend(usual)
+    experts.extend(shots)
+    batch = mix_buffers(rollouts, experts, batch_size=8).sample()
+    for row in batch.reshape(-1).unbind(0):
+        assert row["loss_mask"].shape == ((len(row["tokens", "full"]),) if per_token else (1,))
+        assert row["loss_mask"].all()
+    loss = make_algorithm("mix", TASK.policy(), reference=TASK.policy(), group_key="query").loss
+    assert loss(batch)["num_sequences"] == 8
+
+
+def test_impossible_proportions() -> None:
+    both = buffers()
+    for ratio, batch_size in ((0.5, 7), (0.3, 8), (0.001, 8), (0.0, 8), (1.0, 8)):
+        message = f"a batch of {batch_size} cannot hold exactly {ratio} of experts: use a ratio n / {batch_size}"
+        if ratio in (0, 1):
+            message = f"expert_data_ratio must lie between 0 and 1, got {ratio}"
+        with pytest.raises(ValueError, match=message):
+            mix_buffers(*both, batch_size=batch_size, expert_data_ratio=ratio)

@@ -1,8 +1,9 @@
-"""Actors, references and critics in all their forms: one temperature, one precision, one set of tokens."""
+"""Actors, references and critics in all their forms: one temperature, one precision, one set of tokens; what is refused."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
-from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl import LogProbScorer, RetrieveLogProb
 from torchrl_llm_kl.algorithms import make_algorithm
-from torchrl_llm_kl.scoring import TokenCritic
+from torchrl_llm_kl.losses import KLToReference, ValueLoss
+from torchrl_llm_kl.scoring import RememberedModel, TokenCritic
 from toy_models import VOCAB_SIZE, tiny_model
 from toy_rollouts import make_tokenizer
 
@@ -24,12 +26,9 @@ PROMPT = 3
 def batch() -> TensorDict:
     full = torch.randint(VOCAB_SIZE, (4, 7), generator=torch.Generator().manual_seed(0))
     full[1::2, :PROMPT] = full[::2, :PROMPT]
+    tokens = TensorDict(full=full, prompt=full[:, :PROMPT], batch_size=[4])
     reward = torch.tensor([[1.0], [0.0], [3.0], [-1.0]])
-    return TensorDict(
-        tokens=TensorDict(full=full, prompt=full[:, :PROMPT], batch_size=[4]),
-        next=TensorDict(reward=reward, batch_size=[4]),
-        batch_size=[4],
-    )
+    return TensorDict(tokens=tokens, next=TensorDict(reward=reward, batch_size=[4]), batch_size=[4])
 
 
 def with_lora() -> Any:
@@ -60,6 +59,11 @@ def test_the_base_model_under_all_its_names(kl_loss: str) -> None:
         found = outcome(actor, reference=reference, kl_loss=kl_loss)
         torch.testing.assert_close(found["loss_kl_to_ref"], expected["loss_kl_to_ref"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradient(found, actor), wanted, rtol=1e-3, atol=1e-4)
+    # Its log-probs alone.
+    scored = make_algorithm("dpo", actor, reference="base").prepare(batch())["next", "ref_log_probs", "full"]
+    plain = make_algorithm("dpo", actor, reference=tiny_model(seed=0)).prepare(batch())
+    torch.testing.assert_close(scored, plain["next", "ref_log_probs", "full"], rtol=1e-4, atol=1e-5)
+    assert (RetrieveLogProb(actor)(batch())["next", "log_probs", "full"] - scored).abs().max() > 0.01
     with pytest.raises(ValueError, match="a scorer with adapters=False of a model that is not the actor's"):
         outcome(tiny_model(seed=0), reference=LogProbScorer(actor, adapters=False), kl_loss=kl_loss)
 
@@ -94,15 +98,15 @@ def test_the_actor_is_no_reference_of_its_own() -> None:
     make_algorithm("on_policy_distill", actor, reference=actor, context=("hint", "ids"))
 
 
-def test_a_reference_of_another_vocabulary() -> None:
+def test_a_reference_of_another_vocabulary(tmp_path: Path) -> None:
     actor = tiny_model(seed=0)
     for size in (VOCAB_SIZE - 30, 2 * VOCAB_SIZE):
         found = rf"reference has a vocabulary of {size} tokens, and the actor one of {VOCAB_SIZE}: .*actor's tokenizer"
-        for reference in (tiny_model(vocab_size=size), LogProbScorer(tiny_model(vocab_size=size))):
-            with pytest.raises(ValueError, match=f"{found}.$"):
-                make_algorithm("grpo", actor, reference=reference)
-            with pytest.raises(ValueError, match=found):
-                make_algorithm("gkd", actor, reference=reference)
+        other = tiny_model(vocab_size=size)
+        for reference in (other, LogProbScorer(other), RememberedModel(other, tmp_path / str(size))):
+            for name in ("grpo", "gkd"):
+                with pytest.raises(ValueError, match=f"{found}.$" if name == "grpo" else found):
+                    make_algorithm(name, actor, reference=reference)
     padded = tiny_model(vocab_size=VOCAB_SIZE + 1)
     make_algorithm("grpo", actor, reference=padded)
     make_algorithm("gkd", actor, reference=padded, top_k=4)
@@ -111,21 +115,16 @@ def test_a_reference_of_another_vocabulary() -> None:
             make_algorithm(name, actor, reference=padded, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_a_reference_with_other_settings_is_refused() -> None:
+    half = {"temperature": 0.5, "dtype": torch.bfloat16}
+    for settings, message in (
         ({"temperature": 2.0}, "reference is a scorer with temperature 2, and the actor is scored at 0.5"),
-        (
-            {"temperature": 0.5, "dtype": torch.bfloat16},
-            "scorer with dtype=torch.bfloat16, and the actor has dtype=None",
-        ),
-    ],
-)
-def test_a_reference_with_other_settings_is_refused(settings: dict[str, Any], message: str) -> None:
-    reference = LogProbScorer(tiny_model(seed=1), **settings)
-    for kl_loss in ("k2", "exact"):
-        with pytest.raises(ValueError, match=message):
-            outcome(tiny_model(seed=0), reference=reference, temperature=0.5, kl_loss=kl_loss)
+        (half, "scorer with dtype=torch.bfloat16, and the actor has dtype=None"),
+    ):
+        reference = LogProbScorer(tiny_model(seed=1), **settings)
+        for kl_loss in ("k2", "exact"):
+            with pytest.raises(ValueError, match=message):
+                outcome(tiny_model(seed=0), reference=reference, temperature=0.5, kl_loss=kl_loss)
 
 
 @pytest.mark.parametrize("as_scorer", [False, True])
@@ -139,9 +138,9 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
     assert (out["loss_kl_to_ref"] - plain["loss_kl_to_ref"]).abs() > 1e-4  # and it is that one
 
 
-def test_loss_args_refuse_arguments_of_make_algorithm() -> None:
-    actor, reference = tiny_model(), tiny_model(seed=1)
-    for name, hint in (
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
         ("temperature", "pass temperature= to make_algorithm"),
         ("aggregation", "pass aggregation= to make_algorithm"),
         ("terms", "pass kl_loss= and entropy_coeff="),
@@ -149,19 +148,19 @@ def test_loss_args_refuse_arguments_of_make_algorithm() -> None:
         ("masking_strategy", "pass masking_strategy="),
         ("max_len", "pass max_len="),
         ("clip_low", "Hyper-parameters of the objective go to make_algorithm itself"),
-    ):
-        with pytest.raises(TypeError, match=f"loss_args must not hold '{name}'.*{hint}"):
-            outcome(actor, reference=reference, loss_args={name: None})
+    ],
+)
+def test_loss_args_refuse_arguments_of_make_algorithm(name: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"loss_args must not hold '{name}'.*{hint}"):
+        outcome(tiny_model(), reference=tiny_model(seed=1), loss_args={name: None})
 
 
 def test_wrappers_are_scored_whether_they_generate_or_not() -> None:
     actor, reference = tiny_model(seed=0), tiny_model(seed=1)
     expected = gradient(outcome(actor, reference=reference), actor)
+    settings = {"tokenizer": make_tokenizer(), "input_mode": "tokens"}
     for generate in (False, True):
-        wrapped, also = (
-            TransformersWrapper(model, tokenizer=make_tokenizer(), input_mode="tokens", generate=generate)
-            for model in (actor, reference)
-        )
+        wrapped, also = (TransformersWrapper(x, generate=generate, **settings) for x in (actor, reference))
         for given in (reference, also):
             assert_near(gradient(outcome(wrapped, reference=given), actor), expected, terms=64 * 64, size=1)
 
@@ -179,3 +178,18 @@ def test_values_are_of_the_tokens_that_the_losses_count() -> None:
         torch.testing.assert_close(values, 5.0 * turns)
     with pytest.raises(ValueError, match="masking_strategy='generic' with a critic"):
         make_algorithm("ppo", tiny_model(), reference=tiny_model(), critic=critic, masking_strategy="generic")
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan")])
+def test_a_weight_in_a_tensor_of_the_cpu_is_checked_like_a_number(value: float) -> None:
+    with pytest.raises(ValueError, match="coeff must be a finite number of at least 0"):
+        KLToReference(torch.tensor(value))
+    with pytest.raises(ValueError, match="kl_loss_coeff must be a finite number of at least 0"):
+        outcome(tiny_model(), reference=tiny_model(seed=1), kl_loss_coeff=torch.tensor(value))
+    assert float(KLToReference(torch.tensor(0.25)).coeff) == 0.25
+
+
+def test_a_critic_that_is_a_name() -> None:
+    for kind, name in ((ValueLoss, "critic"), (TokenCritic, "model")):
+        with pytest.raises(TypeError, match=rf"{name} must be a model, got 'q': load it first"):
+            kind("q")  # type: ignore[arg-type]

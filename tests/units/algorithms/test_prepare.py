@@ -1,4 +1,5 @@
-"""``prepare``: its entries, that it scores once what something reads, and its errors for data that does not fit."""
+"""``prepare``: its entries, that it runs once the models whose scores something reads, and its errors for data that does not
+fit; a loss logs no number that cannot change."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
 from torchrl_llm_kl import RetrieveKL, RetrieveLogProb
-from torchrl_llm_kl.algorithms import SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
+from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
 from toy_tasks import TabularCritic, TabularPolicy, chain
 from toy_training import total
 
@@ -61,9 +62,10 @@ def test_groups_of_one_answer_are_refused(name: str) -> None:
         make_algorithm(name, TASK.policy(), **own).prepare(data)
     data["query"][0] = 1  # a group of two
     make_algorithm(name, TASK.policy(), **own).prepare(data)
-
-
-# ---------------------------------------------------------------------- entries
+    actor = counting()  # missing groups are noticed before models run
+    with pytest.raises(KeyError, match="the group is missing: expected 'task'"):
+        make_algorithm(name, actor, group_key="task", **own).prepare(rollouts())
+    assert actor.calls == 0
 
 
 def test_log_probs_are_those_of_policy_and_reference() -> None:
@@ -102,28 +104,17 @@ def test_kl_in_the_reward_is_taken_off_once_and_only_where_it_belongs() -> None:
 
 
 def test_advantages_are_of_the_rewards_that_are_there_now() -> None:
-    """Of a batch that is prepared again; that it is not scored again: ``test_forwards.py``."""
+    """Of a batch that is prepared again."""
     parts = grpo()
     batch = parts.prepare(rollouts())
+    # The reference may be in the data.
+    of_data = grpo(reference="data")
+    assert of_data.kl_transform is None
+    kept = batch.exclude("advantage", "denominators")
+    torch.testing.assert_close(total(of_data.loss(of_data.prepare(kept))), total(parts.loss(batch)))
     advantage = batch["advantage"].clone()
     batch["next", "reward"] *= -1
     torch.testing.assert_close(parts.prepare(batch)["advantage"], -advantage)
-
-
-def test_log_probs_as_torchrls_wrappers_store_them_are_scored_anew() -> None:
-    parts = make_algorithm("dapo", TASK.policy(), group_key="query")
-    root = rollouts()
-    root["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])
-    found, expected = (parts.prepare(data)["next", "log_probs", "full"] for data in (root, rollouts()))
-    torch.testing.assert_close(found, expected)
-
-
-def test_the_reference_may_be_in_the_data() -> None:
-    scored = grpo().prepare(rollouts())
-    parts = grpo(reference="data")
-    assert parts.kl_transform is None
-    kept = scored.exclude("advantage", "denominators")
-    torch.testing.assert_close(total(parts.loss(parts.prepare(kept))), total(grpo().loss(scored)))
 
 
 def test_raft_trains_the_best_of_each_group_alone_keeps_the_given_mask_and_prepares_twice() -> None:
@@ -152,18 +143,19 @@ def test_raft_trains_the_best_of_each_group_alone_keeps_the_given_mask_and_prepa
         assert torch.equal(row, own & keep)
 
 
-# ---------------------------------------------------------------------- once
-
-
-def test_old_log_probs_of_data_without_next_are_kept() -> None:
+def test_old_log_probs_are_kept_but_for_those_of_torchrls_wrappers() -> None:
+    """With ``"next"``, and of data without it."""
     actor = TASK.policy()
     parts = make_algorithm("dapo", actor, group_key="query")
-    flat = rollouts()
+    flat, root = rollouts(), rollouts()
     flat["reward"] = flat.pop("next")["reward"]
-    flat["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])  # torchrl's
+    for data in (flat, root):
+        data["log_probs"] = TensorDict(full=torch.full((16, 3), -9.0), batch_size=[16])
+    expected = parts.prepare(rollouts())["next", "log_probs", "full"]
+    torch.testing.assert_close(parts.prepare(root)["next", "log_probs", "full"], expected)
     batch = parts.prepare(flat)
     old = batch["log_probs", "full"].clone()
-    torch.testing.assert_close(old, parts.prepare(rollouts())["next", "log_probs", "full"])
+    torch.testing.assert_close(old, expected)
     with torch.no_grad():
         actor.table.mul_(0.5)
     assert torch.equal(parts.prepare(batch)["log_probs", "full"], old)
@@ -185,15 +177,6 @@ def test_old_values_are_kept() -> None:
     assert not torch.equal(parts.prepare(fresh)["next", "state_value"], torch.full((16, 3), 7.0))
 
 
-def test_missing_groups_are_noticed_before_models_run() -> None:
-    actor, reference = counting(), counting()
-    parts = make_algorithm("grpo", actor, reference=reference, group_key="task")
-    actor.calls = reference.calls = 0
-    with pytest.raises(KeyError, match="the group is missing: expected 'task'"):
-        parts.prepare(rollouts())
-    assert actor.calls == reference.calls == 0
-
-
 # ---------------------------------------------------------------------- log-probs of the policy that sampled
 
 
@@ -206,20 +189,17 @@ def sampled(reward: str = "outcome") -> tuple[TensorDict, torch.Tensor]:
     return batch, batch["next", "log_probs", "full"].clone()
 
 
-def moved() -> Counting:
+def moved(factor: float = 0.3) -> Counting:
     """The policy after updates."""
     actor = counting()
     with torch.no_grad():
-        actor.table.mul_(0.3)
+        actor.table.mul_(factor)
     return actor
 
 
 def references() -> tuple[Counting, torch.Tensor]:
     """A reference that is uniform over tokens, and its log-probs of the rollouts."""
-    reference = counting()
-    with torch.no_grad():
-        reference.table.zero_()
-    return reference, torch.where(sampled()[1] != 0, -torch.tensor(float(TASK.vocab)).log(), 0)
+    return moved(0.0), torch.where(sampled()[1] != 0, -torch.tensor(float(TASK.vocab)).log(), 0)
 
 
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
@@ -260,25 +240,18 @@ def test_the_kl_in_the_reward_is_that_of_the_policy_that_sampled() -> None:
             batch = parts.prepare(batch)
 
 
-@pytest.mark.parametrize("use_reference", [False, True])
-def test_stored_log_probs_stay_where_moments_are_scored(use_reference: bool) -> None:
-    """The advantage reads moments of the policy; the log-probs are those of the policy that sampled."""
-    data, stored = sampled()
-    reference, of_reference = references()
-    given = {"reference": reference} if use_reference else {}
-    parts = make_algorithm("optimal_token_baseline", moved(), use_reference=use_reference, group_key="query", **given)
-    batch = parts.prepare(data)
-    assert torch.equal(batch["next", "log_probs", "full"], stored)
-    of_now = RetrieveLogProb(moved(), log_probs_full_key=("log_probs", "full"), moments_key="moments")(rollouts())
-    torch.testing.assert_close(batch["next", "moments", "collision"], of_now["next", "moments", "collision"])
-    if use_reference:
-        torch.testing.assert_close(batch["next", "kl_penalty"], stored - of_reference)
-
-
 @pytest.mark.filterwarnings("ignore:KL estimator 'exact' in the reward")
-def test_an_exact_kl_is_of_the_models_and_leaves_stored_log_probs() -> None:
+def test_stored_log_probs_stay_where_moments_or_an_exact_kl_are_scored() -> None:
+    """The advantage reads moments of the policy, the KL is of the models; the log-probs are the sampler's."""
+    reference, of_reference = references()
+    of_now = RetrieveLogProb(moved(), log_probs_full_key=("log_probs", "full"), moments_key="moments")(rollouts())
+    for given in ({}, {"reference": reference, "use_reference": True}):
+        data, stored = sampled()
+        batch = make_algorithm("optimal_token_baseline", moved(), group_key="query", **given).prepare(data)
+        assert torch.equal(batch["next", "log_probs", "full"], stored)
+        torch.testing.assert_close(batch["next", "moments", "collision"], of_now["next", "moments", "collision"])
+    torch.testing.assert_close(batch["next", "kl_penalty"], stored - of_reference)
     data, stored = sampled()
-    reference, _ = references()
     parts = grpo(moved(), reference=reference, **IN_REWARD | {"kl_reward": "exact"})
     expected = RetrieveKL(moved(), reference, estimator="exact", coeff=0.5)(rollouts())
     for uncharged in (data, RetrieveKL(moved(), reference, add_to_reward=False)(rollouts())):
@@ -286,9 +259,6 @@ def test_an_exact_kl_is_of_the_models_and_leaves_stored_log_probs() -> None:
         for key in ("kl_penalty", "reward"):
             torch.testing.assert_close(batch["next", key], expected["next", key])
     assert torch.equal(data["next", "log_probs", "full"], stored)
-
-
-# ---------------------------------------------------------------------- the KL in the reward, once
 
 
 def test_token_rewards_beside_a_kl_of_another_transform() -> None:
@@ -312,11 +282,10 @@ def test_all_problems_are_reported_at_once() -> None:
     data["masks", "all_attention_mask"] = data["masks", "all_attention_mask"].long()
     data["query"] = torch.rand(16)
     data["next", "ref_log_probs"] = TensorDict(full=torch.zeros(16, 5), batch_size=[16])
-    with pytest.raises(SchemaError) as caught:
+    with pytest.raises(SchemaError, match="does not fit the schema 'experience'") as caught:
         grpo().prepare(data)
     message = str(caught.value)
     for part in (
-        "does not fit the schema 'experience'",
         r"('tokens', 'full'): expected integers, found torch.float32",
         r"('next', 'reward') [*B, 1] or [*B, T, 1] is missing: the outcome",
         r"('masks', 'all_attention_mask'): expected booleans, found torch.int64",
@@ -325,10 +294,6 @@ def test_all_problems_are_reported_at_once() -> None:
     ):
         assert part in message
     assert message.count("\n  - ") == 5
-
-
-def without(*keys: Any) -> TensorDictBase:
-    return rollouts().exclude(*keys)
 
 
 def changed(key: Any, value: Any) -> TensorDictBase:
@@ -340,7 +305,7 @@ def changed(key: Any, value: Any) -> TensorDictBase:
 @pytest.mark.parametrize(
     ("schema", "data", "message"),
     [
-        ("sft", without(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: prompt and response"),
+        ("sft", rollouts().exclude(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: prompt"),
         ("mix", rollouts(), r"'expert_mask' \[\*B\] is missing: True for the answers of experts"),
         ("mix", changed("expert_mask", torch.zeros(16)), r"'expert_mask': expected booleans, found torch.float32"),
         (
@@ -384,18 +349,12 @@ def test_pairs_may_be_named_and_optional_entries_can_be_demanded() -> None:
     stricter: Schema = SCHEMAS["experience"].require("query")
     stricter.check(rollouts())
     with pytest.raises(SchemaError, match=r"'query' \[\*B\] is missing"):
-        stricter.check(without("query"))
-    SCHEMAS["experience"].check(without("query"))
-
-
-def test_the_table_of_a_schema() -> None:
+        stricter.check(rollouts().exclude("query"))
+    SCHEMAS["experience"].check(rollouts().exclude("query"))
     lines = SCHEMAS["mix"].table().splitlines()
     assert lines[2] == "| `tokens, full` | `[*B, T]` | integer | prompt and response, as they were sampled |"
     assert "| `expert_mask` | `[*B]` | boolean | True for the answers of experts |" in lines
     assert sum("(optional)" in line for line in lines) == 7
-
-
-# ---------------------------------------------------------------------- what an objective takes from the whole batch
 
 
 def labelled() -> TensorDict:
@@ -428,3 +387,174 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
     data["reference_point"] = torch.full((16,), 0.25)
     assert (parts.prepare(data)["reference_point"] == 0.25).all()
     assert total(parts.loss(data)).isfinite()
+
+
+# ---------------------------------------------------------------------- which models run
+
+#: Which scores a preset reads beside the current log-probs: of the policy that sampled, of the reference or teacher. The
+#: objectives of opmd, and of rec without clipping, weights and regulariser, have no ratio; the loss of gkd scores the teacher.
+#: Lines of presets: those that read both, the policy, the reference, none of them.
+LINES = """
+ppo grpo rloo reinforce_plus_plus topr cispo gspo sapo mix mix_chord on_policy_distill jsd multi_step_grpo gigpo gdpo \
+    reinforce_plus_plus_baseline pass_at_k
+dr_grpo dapo sppo luspo dro optimal_token_baseline clip_b clip_v
+opmd rec dpo kto bco
+asymre sft raft gkd opo simpo cpo orpo
+"""
+BOTH_OR_NONE = [(True, True), (True, False), (False, True), (False, False)]
+READ = {
+    name: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, strict=True) for name in names.split()
+}
+#: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
+#: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.
+FORWARDS_OF_THE_BATCH = {"kto": (1, 1), "bco": (1, 0)}
+
+
+def rows_of_all(rows: int = 16, seed: int = 0, *, labels: bool = False) -> TensorDictBase:
+    """Rollouts for any schema: groups, pairs, experts, trajectories of one step."""
+    found = TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(seed), 4)
+    found["next", "reward"] += torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed))
+    found["expert_mask"] = torch.arange(rows) % 4 == seed % 4
+    found["run"], found["step"] = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
+    found["state"] = found["query"].clone()
+    if labels:
+        found["chosen"] = torch.arange(rows) % 3 == seed % 3
+    return found
+
+
+def made(name: str, actor: Any, reference: Any, **settings: Any) -> AlgorithmParts:
+    preset = ALGORITHMS[name]
+    given: dict[str, Any] = {"reference": reference} if preset.needs_reference else {}
+    given |= {"critic": TabularCritic(TASK)} if preset.use_critic else {}
+    given |= {"max_len": 2} if name == "dr_grpo" else {}
+    if preset.schema == "trajectory":
+        given["advantage_args"] = {"keys": {"run": "run", "step": "step"}}
+    return make_algorithm(name, actor, **given | settings)
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])
+def test_prepare_scores_what_is_read(name: str) -> None:
+    old, ref = READ[name]
+    actor, reference = counting(), counting()
+    parts = made(name, actor, reference)
+    actor.calls = reference.calls = 0
+    policy_again, reference_again = FORWARDS_OF_THE_BATCH.get(name, (0, 0))
+    batch = parts.prepare(rows_of_all(labels=name in FORWARDS_OF_THE_BATCH))
+    assert (actor.calls, reference.calls) == (old + policy_again, ref + reference_again)
+    entries = set(batch.keys(True, True))
+    assert (("next", "log_probs", "full") in entries) == old
+    assert (("next", "ref_log_probs", "full") in entries) == ref
+    for key, needed in (("log_probs", old), ("ref_log_probs", ref and name != "kto")):
+        if needed:  # without the entry the advantage or the loss fails
+            less = batch.exclude(("next", key))
+            with pytest.raises(KeyError, match=key):
+                parts.loss(less if parts.advantage is None else parts.advantage(less))
+    actor.calls = reference.calls = 0
+    out = parts.loss(parts.prepare(batch))  # nothing is scored again
+    assert reference.calls == reference_again
+    assert actor.calls == 1 + policy_again  # the current log-probs
+    assert ("ESS" in out, "kl_to_ref" in out) == (old, ref)
+
+
+def test_an_exact_kl_scores_the_reference_in_the_loss_alone_and_others_where_they_are_read() -> None:
+    for name, old in (("grpo", True), ("opmd", False), ("dpo", False)):
+        actor, reference = counting(), counting()
+        parts = made(name, actor, reference, kl_loss="exact")
+        actor.calls = reference.calls = 0
+        batch = parts.prepare(rows_of_all())
+        assert (actor.calls > 0, reference.calls) == (old, 0)
+        out = parts.loss(batch)
+        assert reference.calls == 1
+        assert float(out["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
+    parts = made("jsd", counting(), reference := counting(), kl_loss="exact", use_reference=True)
+    reference.calls = 0
+    parts.prepare(rows_of_all())
+    assert reference.calls == 1  # for the advantage
+    # A reference without use is scored once, for the log.
+    actor, reference = counting(), counting()
+    parts = make_algorithm("asymre", actor, reference=reference, use_reference=True, group_key="query")
+    actor.calls = reference.calls = 0
+    out = parts.loss(parts.prepare(rows_of_all()))
+    assert (actor.calls, reference.calls) == (1, 1)
+    assert "kl_to_ref" in out
+    # A KL in the reward scores both.
+    for name in ("opmd", "dpo", "rec"):
+        kl_transform = made(name, TASK.policy(), TASK.policy(), kl_reward="k1", kl_loss="none").kl_transform
+        assert isinstance(kl_transform, RetrieveKL)
+        assert kl_transform.add_to_reward
+
+
+def test_a_distillation_scores_the_teacher_once() -> None:
+    """From whole distributions in the loss, from a top k when a batch is prepared."""
+    for name, settings, when in (
+        ("gkd", {}, "loss"),
+        ("gkd", {"top_k": 3}, "prepare"),
+        ("on_policy_distill", {"top_k": 3}, "prepare"),
+        ("jsd", {"top_k": 3, "kl_loss": "k2", "use_reference": True}, "prepare"),
+        ("gkd", {"kl_loss": "k2"}, "loss"),
+    ):
+        actor, teacher = counting(), counting()
+        parts = made(name, actor, teacher, **settings)
+        actor.calls = teacher.calls = 0
+        batch = parts.prepare(rows_of_all())
+        assert (actor.calls, teacher.calls) == (0, when == "prepare")
+        entries = set(batch.keys(True, True))
+        assert (("next", "top_k", "ids") in entries) == (when == "prepare")
+        out = parts.loss(parts.prepare(batch))
+        assert (actor.calls, teacher.calls) == (1, 1)
+        assert ("captured_mass" in out) == (when == "prepare")
+        if when == "prepare":
+            parts.prepare(batch.exclude(("next", "top_k")))  # the log-probs are there, the top k is not
+            assert teacher.calls == 2
+
+
+@pytest.mark.parametrize("name", ["dpo", "opmd"])
+def test_the_reference_alone_gives_the_numbers_of_both(name: str) -> None:
+    parts = made(name, TASK.policy(), uniform())
+    assert isinstance(parts.kl_transform, RetrieveLogProb)
+    out = parts.loss(parts.prepare(rows_of_all()))
+    both = RetrieveKL(TASK.policy(), uniform(), add_to_reward=False)(rows_of_all())
+    again = parts.prepare(both)  # what the env scored is kept
+    assert torch.equal(again["next", "ref_log_probs", "full"], both["next", "ref_log_probs", "full"])
+    torch.testing.assert_close(total(parts.loss(again)), total(out))
+    assert set(out.keys()) < set(parts.loss(again).keys())  # the sampler's log-probs are there: ESS is logged
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_metric_is_constant_by_construction(name: str) -> None:
+    """Over batches of several sizes, with a policy that has moved far since they were prepared."""
+    assert set(READ) == set(ALGORITHMS)
+    rows: list[dict[str, float]] = []
+    for seed, size in enumerate((16, 32, 64, 48)):
+        actor, rng = TASK.policy(), torch.Generator().manual_seed(seed)
+        parts = made(name, actor, uniform(), loss_args={"log_entropy": True})
+        batch = parts.prepare(rows_of_all(size, seed, labels=name in FORWARDS_OF_THE_BATCH))
+        batch["loss_mask"] = batch.get("loss_mask", torch.ones(size, dtype=torch.bool)).reshape(-1)
+        batch["loss_mask"] &= torch.arange(size) % 8 > 1
+        with torch.no_grad():
+            actor.table.add_(2.5 * torch.randn(actor.table.shape, generator=rng))
+            if parts.critic_loss is not None:
+                parts.critic_loss.critic_network.values.table.add_(0.1 * seed)
+        for loss in parts.losses:
+            found = loss(batch).detach()
+            rows.append({key: float(value) for key, value in found.items()})
+    allowed = {
+        # A bound that can be set in place: reading it on the device to leave this out would be a host sync.
+        "cispo": {"clip_fraction_low"},
+        # Its advantages are not negative, other advantages of this objective are.
+        "pass_at_k": {"clip_fraction_low", "clip_fraction_dual"},
+        # A KL below 0 counts as 0, which it is for these answers.
+        "kto": {"reference_point"},
+    }.get(name, set())
+    constant = {key for key in {k for row in rows for k in row} if len({row[key] for row in rows if key in row}) == 1}
+    assert constant == allowed
+
+
+@pytest.mark.parametrize("name", ["clip_b", "clip_v", "optimal_token_baseline"])
+def test_what_an_env_did_not_score_is_added(name: str) -> None:
+    """A transform in the env wrote log-probs alone; the advantage reads entropies or moments too."""
+    parts = made(name, TASK.policy(), None)
+    expected = parts.prepare(rows_of_all())["advantage"]
+    batch = RetrieveLogProb(TASK.policy(), log_probs_full_key=("log_probs", "full"))(rows_of_all())
+    assert ("next", "log_probs", "full") in batch.keys(True)
+    torch.testing.assert_close(parts.prepare(batch)["advantage"], expected)

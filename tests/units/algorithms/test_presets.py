@@ -1,14 +1,25 @@
-"""The values of each preset: a change of a default is a change here."""
+"""The values of each preset: a change of a default is a change here; and names that mean something else elsewhere.
+
+A plain name that another library gives to another setting is refused, with both meanings; a prefix says which. The
+hyper-parameters of all objectives and advantages are enumerated and compared with the settings of torchrl, TRL, verl and
+Trinity-RFT. A name that one of them has too is in ``SHARED``; a new one fails a test here until somebody has looked at it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torchrl.envs.llm.transforms
+import torchrl.objectives.llm
+from test_prepare import made
+from torchrl.objectives.value import GAE
 
 from learned import LEARNED
-from torchrl_llm_kl.advantages import AdvantageArgs, available_advantages
+from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, available_advantages, get_advantage
 from torchrl_llm_kl.algorithms import (
     ALGORITHMS,
     SCHEMAS,
@@ -19,10 +30,13 @@ from torchrl_llm_kl.algorithms import (
     algorithm_table,
     flag_table,
     get_algorithm,
+    make_algorithm,
     source_table,
 )
+from torchrl_llm_kl.algorithms._algorithm import AMBIGUOUS
 from torchrl_llm_kl.algorithms._schema import SchemaName
-from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives
+from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives, get_objective, spec_of
+from toy_tasks import chain
 
 #: name, objective, advantage, KL in the loss, answers to each prompt, schema, flags: C critic, R reference, X rollouts beside
 #: experts, T advantages in the trainer, B rows may be balanced. The flags are those of Trinity-RFT 0.6.0's ``algorithm.py``,
@@ -68,13 +82,8 @@ jsd                           ppo        jsd                           none  8  
 gkd                           distill    -                             none  1   distill     B
 """
 PRESETS = {name: rest for name, *rest in (line.split() for line in TABLE.strip().splitlines())}
-FLAGS = {
-    "C": "use_critic",
-    "R": "use_reference",
-    "X": "use_rollout",
-    "T": "compute_advantage_in_trainer",
-    "B": "can_balance_batch",
-}
+FLAGS = {"C": "use_critic", "R": "use_reference", "X": "use_rollout"}
+FLAGS |= {"T": "compute_advantage_in_trainer", "B": "can_balance_batch"}
 #: Whatever else is not the default.
 OTHERS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage_args": {"whiten": True}},
@@ -85,39 +94,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mix_chord": {"leave_out_experts": True},
     "gigpo": {"aggregation": "token-mean"},
 }
-DEFAULTS = {
-    "objective_args": {},
-    "advantage_args": {},
-    "aggregation": None,
-    "kl_loss_coeff": 1e-3,
-    "kl_reward": "none",
-    "kl_reward_coeff": 1e-3,
-    "entropy_coeff": 0.0,
-    "leave_out_experts": False,
-    "keep_best": False,
-    "top_k": 0,
-    "expert_data_ratio": 0.5,
-}
-
-
-def test_there_are_no_others() -> None:
-    assert set(ALGORITHMS) == set(PRESETS) == set(LEARNED)
+DEFAULTS = {"objective_args": {}, "advantage_args": {}, "aggregation": None, "top_k": 0, "expert_data_ratio": 0.5}
+DEFAULTS |= {"kl_loss_coeff": 1e-3, "kl_reward": "none", "kl_reward_coeff": 1e-3, "entropy_coeff": 0.0}
+DEFAULTS |= {"leave_out_experts": False, "keep_best": False}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_field(name: str) -> None:
     objective, advantage, kl_loss, repeat_times, schema, flags = PRESETS[name]
-    expected = {
-        "name": name,
-        "objective": objective,
-        "advantage": None if advantage == "-" else advantage,
-        "kl_loss": kl_loss,
-        "repeat_times": int(repeat_times),
-        "schema": schema,
-        **{field: letter in flags for letter, field in FLAGS.items()},
-        **DEFAULTS,
-        **OTHERS.get(name, {}),
-    }
+    expected = {"name": name, "objective": objective, "advantage": None if advantage == "-" else advantage}
+    expected |= {"kl_loss": kl_loss, "repeat_times": int(repeat_times), "schema": schema}
+    expected |= {field: letter in flags for letter, field in FLAGS.items()} | DEFAULTS | OTHERS.get(name, {})
     preset = ALGORITHMS[name]
     assert {field.name for field in dataclasses.fields(Algorithm)} - {"sources"} <= set(expected)
     assert {key: getattr(preset, key) for key in expected} == expected
@@ -129,12 +116,9 @@ def test_every_field(name: str) -> None:
     assert {"kl_loss", "repeat_times"} & set(preset.changed) <= set(preset.sources)
 
 
-def test_changed_lists_the_fields_that_are_not_the_default() -> None:
+def test_flags_follow_from_the_other_fields() -> None:
     assert ALGORITHMS["asymre"].changed == {"advantage": "asymre", "repeat_times": 2}
     assert Algorithm("mine", "ppo").changed == {}
-
-
-def test_flags_follow_from_the_other_fields() -> None:
     assert Algorithm("mine", "ppo", kl_loss="k2").use_reference
     assert Algorithm("mine", "ppo", kl_reward="k1").use_reference
     assert Algorithm("mine", "dpo").use_reference  # the objective reads ref_log_prob
@@ -147,15 +131,13 @@ def test_flags_follow_from_the_other_fields() -> None:
     assert {facts[name] for name in ("dpo", "sft", "simpo", "kto")} == {("default", False)}
 
 
-def test_names_fields_and_hyper_parameters_are_typed() -> None:
+def test_names_fields_and_hyper_parameters_are_typed_and_presets_are_read_only() -> None:
+    assert set(ALGORITHMS) == set(PRESETS) == set(LEARNED)
     assert set(get_args(AlgorithmName)) == set(ALGORITHMS)
     assert set(get_args(SchemaName)) == set(SCHEMAS)
     known = {name for each in (AlgorithmOverrides, ObjectiveArgs, AdvantageArgs) for name in each.__annotations__}
     assert {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"} <= known
     assert set(get_type_hints(AlgorithmOverrides)) == known
-
-
-def test_presets_are_read_only_and_unknown_names_get_a_suggestion() -> None:
     with pytest.raises(TypeError):
         ALGORITHMS["mine"] = ALGORITHMS["ppo"]  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -200,3 +182,146 @@ def test_tables() -> None:
     assert "| `ppo` | yes | yes |  | yes | yes |" in flags
     assert "| `dpo` |  | yes |  |  |  |" in flags
     assert "| `sft` | `objective` |" in source_table()
+
+
+TASK = chain()
+SAME, OTHER = True, False
+
+#: (part, its hyper-parameter) -> the libraries that have a setting of this name; whether it is the same thing in all of them.
+#: ``gamma`` and ``lam`` are discount and lambda everywhere, per step of the advantage: token or turn.
+SHARED: dict[tuple[str, str], tuple[str, bool]] = {
+    ("advantage", "beta"): ("trl, trinity", OTHER),
+    ("advantage", "epsilon"): ("trl, verl, trinity", OTHER),
+    ("advantage", "gamma"): ("torchrl, verl, trinity", SAME),
+    ("advantage", "kl_coef"): ("verl, trinity", OTHER),
+    ("advantage", "lam"): ("verl, trinity", SAME),
+    ("advantage", "tau"): ("trinity", OTHER),  # and of DRO's paper
+    ("advantage", "reward_weights"): ("trl", SAME),
+    ("advantage", "lmbda"): ("torchrl, trl", SAME),  # TRL's, of distillation, is refused there: no such setting
+    ("objective", "beta"): ("trl, trinity", SAME),  # the DPO family
+    ("objective", "clip_epsilon"): ("torchrl", SAME),
+    ("objective", "coeff"): ("torchrl", OTHER),
+    ("objective", "epsilon"): ("trl, trinity", SAME),  # sppo: a clip range of the ratio in all
+    ("objective", "epsilon_high"): ("trl, trinity", SAME),
+    ("objective", "label_smoothing"): ("trl, trinity", SAME),
+    ("objective", "temp"): ("trinity", OTHER),  # and read by everyone as the sampler's
+}
+PREFERENCES = "cpo_alpha desirable_weight discopop_tau f_divergence_type ld_alpha simpo_gamma undesirable_weight"
+SHARED |= {("objective", name): ("trl", SAME) for name in PREFERENCES.split()}
+
+
+def accepted(part: str) -> set[str]:
+    """The plain names of every hyper-parameter of a part, under its own name or another library's."""
+    if part == "advantage":
+        specs = [advantage_spec(get_advantage(name)) for name in get_args(AdvantageName)]
+    else:
+        specs = [spec_of(get_objective(name)) for name in available_objectives()]  # type: ignore[misc]
+    return {name for spec in specs for name in (*spec.hyperparameters.names, *spec.aliases)}
+
+
+def torchrl_settings() -> set[str]:
+    """Arguments of torchrl's LLM losses and transforms and of its GAE."""
+    modules = (torchrl.objectives.llm, torchrl.envs.llm.transforms)
+    classes = [x for module in modules for x in vars(module).values() if inspect.isclass(x)]
+    return {name for x in [GAE, *classes] for name in inspect.signature(x.__init__).parameters}
+
+
+def trl_settings() -> set[str]:
+    trl = pytest.importorskip("trl")
+    found = set()
+    for path in Path(trl.__file__).parent.rglob("*_config.py"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found |= {x.split(":")[0].strip() for x in lines if x.startswith("    ") and ": " in x and "field(" in x}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("library", "some", "same"),
+    [
+        (torchrl_settings, {"coeff", "clip_epsilon", "gamma", "lmbda"}, "generator"),
+        # TRL's names of these objectives' own hyper-parameters, translated by us.
+        (trl_settings, {"epsilon", "beta", "delta", "temperature"}, ("vespo_", "sapo_temperature_")),
+    ],
+)
+def test_names_that_another_library_has_too_were_looked_at(library: Any, some: set[str], same: Any) -> None:
+    theirs = library()
+    assert some <= theirs
+    for part in ("objective", "advantage"):
+        shared = {name for name in accepted(part) & theirs if (part, name) not in SHARED and not name.startswith(same)}
+        assert not shared, f"{library.__name__} has {shared} too: the same setting? Add it to SHARED."
+
+
+def test_the_refused_names_are_those_with_another_meaning_and_prefixed_names_have_types() -> None:
+    assert all(name in accepted(part) for part, name in SHARED)
+    assert set(AMBIGUOUS) == {key for key, (_, same) in SHARED.items() if same is OTHER}
+    both = accepted("objective") & accepted("advantage")
+    expected = {f"{part}_{name}" for name in both for part in ("objective", "advantage")}
+    expected |= {f"{part}_{name}" for part, name in AMBIGUOUS}
+    assert expected == {f"objective_{name}" for name in ("beta", "coeff", "epsilon", "mu", "tau", "temp")} | {
+        f"advantage_{name}" for name in ("beta", "epsilon", "kl_coef", "mu", "tau")
+    }
+    assert expected <= set(get_type_hints(AlgorithmOverrides))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_preset_accepts_an_ambiguous_name(name: str) -> None:
+    """Every plain name of every preset: refused, or set where it belongs."""
+    preset = ALGORITHMS[name]
+    objective = set(spec_of(get_objective(preset.objective)).hyperparameters.names)  # type: ignore[union-attr]
+    advantage = set()
+    if preset.advantage is not None:
+        advantage = set(advantage_spec(get_advantage(preset.advantage)).hyperparameters.names)
+    for hyper in sorted(objective | advantage):
+        owners = {part for part, names in (("objective", objective), ("advantage", advantage)) if hyper in names}
+        ambiguous = len(owners) == 2 or any((part, hyper) in AMBIGUOUS for part in owners)
+        if not ambiguous:
+            continue
+        with pytest.raises(TypeError, match=rf"'{hyper}' (has two meanings|is a hyper-parameter of the objective)"):
+            made(name, TASK.policy(), TASK.policy(), **{hyper: 0.37})
+        for part in owners:
+            more = {"opmd_baseline": "logavgexp"} if (part, hyper) == ("advantage", "tau") else {}
+            parts = made(name, TASK.policy(), TASK.policy(), **{f"{part}_{hyper}": 0.37}, **more)
+            assert dict(getattr(parts.algorithm, f"{part}_args"))[hyper] == 0.37
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        (
+            "grpo",
+            {"epsilon": 0.2},
+            r"added to the standard deviation of the advantage grpo pass advantage_epsilon=\.+; ",
+        ),
+        ("grpo", {"epsilon": 0.2}, r"for the clip range of the ratio \(TRL\) pass clip_low= and clip_high="),
+        ("jsd", {"beta": 0.1}, r"weight in the mixture .* advantage_beta=.* KL to the reference \(TRL\) pass kl_l"),
+        ("on_policy_distill", {"kl_coef": 0.1}, r"advantage_kl_coef=.*weight of a KL penalty \(verl, Trinity-RFT\)"),
+        ("rec", {"temp": 0.7}, r"exp\(A / temp\) .* pass objective_temp=.*sampler's temperature pass temp"),
+        ("grpo", {"objective": "kl_cov", "coeff": 0.1}, r"pass objective_coeff=.*pass kl_reward_coeff="),
+        ("dro", {"tau": 5.0}, r"soft-max baseline of the advantage opmd pass advantage_tau=.*\(DRO\) pass beta="),
+    ],
+)
+def test_both_meanings_are_named(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        made(name, TASK.policy(), TASK.policy(), **settings)
+
+
+def test_each_meaning_can_be_set() -> None:
+    for name, settings, loss, advantage in (
+        ("grpo", {"advantage_epsilon": 0.3, "clip_low": 0.1}, {"clip_low": 0.1}, {"epsilon": 0.3}),
+        ("sppo", {"epsilon": 0.4}, {"epsilon": 0.4}, {}),  # TRL's meaning and Trinity's: nothing to confuse
+        (
+            "sppo",
+            {"advantage": "grpo", "objective_epsilon": 0.4, "advantage_epsilon": 0.01},
+            {"epsilon": 0.4},
+            {"epsilon": 0.01},
+        ),
+    ):
+        parts = made(name, TASK.policy(), TASK.policy() if name == "grpo" else None, **settings)
+        assert parts.advantage is not None
+        assert parts.advantage.hyper == advantage
+        assert {key: round(float(getattr(parts.loss, key)), 6) for key in loss} == loss
+    # A prefix of the wrong part is unknown.
+    with pytest.raises(TypeError, match="grpo has no setting 'objective_epsilon'"):
+        made("grpo", TASK.policy(), TASK.policy(), objective_epsilon=0.1)
+    threshold = make_algorithm("topr", TASK.policy(), reference=TASK.policy(), advantage_threshold=0.5).loss
+    assert float(threshold.advantage_threshold) == 0.5  # the objective's own name, not a prefix

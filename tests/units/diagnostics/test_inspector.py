@@ -39,9 +39,6 @@ def columns_of(
     return TokenColumns(tokens, tokens.positions >= prompt, given, reward)
 
 
-# ---------------------------------------------------------------------- texts
-
-
 def test_tokens_of_a_byte_level_tokenizer_are_its_text() -> None:
     tokenizer = build_tokenizer(merges=[("Ġ", "h"), ("h", "i")])
     text = "hi hi\n🦆 <|im_start|>"
@@ -76,9 +73,6 @@ def test_what_cannot_be_seen_or_is_not_known_is_escaped() -> None:
     assert visible("é 🦆\n\tש") == "é 🦆↵\n→\tש"
     assert [token.text for token in token_texts(Words("a"), [0, 5])] == ["a", "⟨id 5⟩"]
     assert token_texts(build_tokenizer(), [100_000])[0].text == "⟨id 100000⟩"
-
-
-# ---------------------------------------------------------------------- numbers
 
 
 def test_quantities_by_hand() -> None:
@@ -138,9 +132,6 @@ def test_rollouts_are_matched_by_tokens_then_by_prompt() -> None:
     assert one.worst(kl, 3) == []
 
 
-# ---------------------------------------------------------------------- the page's data
-
-
 def decode_page(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The JSON and the binary elements, decoded by other means than the page's script."""
     text = path.read_text(encoding="utf-8")
@@ -197,9 +188,6 @@ def test_a_thousand_rollouts_of_a_thousand_tokens_fit_in_50_megabytes(tmp_path: 
         TokenColumns(tokens, tokens.positions >= 200, columns), build_tokenizer(), path := tmp_path / "x.html"
     )
     assert path.stat().st_size <= 50e6
-
-
-# ---------------------------------------------------------------------- arguments, notebook, terminal
 
 
 def test_errors_say_what_was_expected() -> None:

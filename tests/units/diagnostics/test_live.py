@@ -128,9 +128,6 @@ def test_what_is_broken_is_a_finding_and_stops_no_run(fault: str, tmp_path: Path
     assert fault != "policy" or "NaN weights" in found.worst.evidence["error"]
 
 
-# ------------------------------------------------------------------ torchrl's loggers
-
-
 def logged(logger: Any, tmp_path: Path) -> dict[str, str]:
     """Look at a batch with a fault, log a number; the files that the run keeps."""
     monitor = watching(tmp_path / "out", logger)

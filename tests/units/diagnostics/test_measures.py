@@ -22,8 +22,6 @@ def f64(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-# ------------------------------------------------------------------ columns
-
 FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 0]])
 REAL = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
 ASSISTANT = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]).bool()
@@ -94,9 +92,6 @@ def test_models_give_log_prob_entropy_and_the_exact_kl() -> None:
     assert not bool(columns.known("advantage").any())
 
 
-# ------------------------------------------------------------------ errors by sequence
-
-
 def test_clustered_error_by_hand() -> None:
     """Sums of deviations of three sequences: -2, 0, 2; variance 3/2 * 8 / 6**2. That of single tokens is a lower bound."""
     found = clustered_mean(f64([0, 0, 1, 1, 2, 2]), torch.tensor([3, 3, 5, 5, 9, 9]))
@@ -121,8 +116,6 @@ def test_standard_scores_are_those_of_student_s_t(degrees: int, t: float, z: flo
         found = clustered_mean(sign * (values + t * error), torch.arange(degrees + 1))
         assert found.z == pytest.approx(sign * z, abs=0.02)
 
-
-# ------------------------------------------------------------------ measures
 
 #: Ratios of trainer to sampler: 2, 1/2 | 4, and a token that the sampler did not score.
 SAMPLER, TRAINER = [[-2.0, -1.0], [-3.0, NAN]], [[-2.0 + LN2, -1.0 - LN2], [-3.0 + 2 * LN2, -1.0]]
