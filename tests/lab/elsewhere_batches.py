@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import warnings
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,6 +70,17 @@ def rollouts(batch: dict[str, Tensor]) -> TensorDict:
         following = TensorDict(**{key: TensorDict(full=values) for key, values in stored.items()})
         rows.append(TensorDict(tokens=tokens, next=following, advantage=batch["advantage"][i]))
     return lazy_stack(rows)
+
+
+class OneDevice(SimpleNamespace):
+    """State of a trainer of TRL on one device, which its loss reads."""
+
+    def __init__(self, **more: Any) -> None:
+        same: dict[str, Any] = dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)
+        same |= {"reduce": lambda x, **_: x, "device": "cpu", "num_processes": 1, "sync_gradients": True}
+        given = {"model": SimpleNamespace(training=True), "accelerator": SimpleNamespace(**same)}
+        metrics: Any = collections.defaultdict(lambda: collections.defaultdict(list))
+        super().__init__(**{**given, "_metrics": metrics, "aux_loss_enabled": False, **more})
 
 
 #: A loss and the gradients of all parameters.
