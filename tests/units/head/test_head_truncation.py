@@ -68,8 +68,9 @@ def test_by_hand():
         assert_close(gradient, torch.tensor([[1 / 3], [-1 / 3], [0.0], [0.0]]))  # nothing flows to the others
     # Ties stay together, as in transformers' top-k: a third equal token would be as probable as the second.
     weight = torch.tensor([[4.0], [2.0], [2.0], [1.0]]).log()
-    out = linear_log_prob(torch.ones(1, 1), weight, torch.tensor([2]), truncation=Truncation(top_k=2))
-    assert_close(out.log_prob.exp(), torch.tensor([0.25]))
+    for truncation in (Truncation(top_k=2), Truncation(top_k=2, top_p=0.6)):  # the share of all three counts
+        out = linear_log_prob(torch.ones(1, 1), weight, torch.tensor([2]), truncation=truncation)
+        assert_close(out.log_prob.exp(), torch.tensor([0.25]))
     # ``keep_targets``: the target beside the two of 1/2 and 1/4, values and gradient.
     weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log().requires_grad_()
     options = {"truncation": Truncation(top_k=2), "keep_targets": True, "chunk": (1, 3)}

@@ -185,7 +185,9 @@ def test_adapters_and_surroundings_clear_the_cache_and_another_temperature_has_o
     with model.disable_adapter():
         assert_exact(scorer, model, [second])
     assert_exact(scorer, model, [second])
-    assert_exact(LogProbScorer(model, adapters=False), tiny_model("llama"), [first])
+    scorer.adapters = False
+    assert_exact(scorer, tiny_model("llama"), [first])
+    scorer.adapters = True
     assert_exact(scorer, model, [first])
     rows = Ragged.from_list([first])
     scorer.temperature = 0.5
