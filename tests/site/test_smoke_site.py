@@ -9,6 +9,7 @@ from typing import Any
 from test_layers import wrong_imports
 
 from code_blocks import run_example
+from project import PROJECT
 
 
 def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: Any) -> None:
@@ -22,3 +23,14 @@ def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: Any) -> None:
 
 def test_imports_go_down_the_layers() -> None:
     assert wrong_imports() == []
+
+
+def test_the_tests_that_the_docs_name_exist() -> None:
+    files = list((PROJECT / "tests").rglob("*.py"))
+    known = {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
+    known |= {name for path in files for name in (path.name, path.stem)}
+    pages = [*(PROJECT / "docs").glob("*.md"), *PROJECT.glob("*.md"), *(PROJECT / ".ci").glob("*.py")]
+    named = {(page.name, name) for page in pages for name in re.findall(r"\btest_\w+(?:\.py)?", page.read_text())}
+    assert len(named) > 80
+    gone = {each for each in named if not any(name.startswith(each[1]) for name in known)}
+    assert gone == set()

@@ -1,4 +1,4 @@
-"""The answers of a run without an env and a collector: the same tokens and scores, bit for bit, in half the time.
+"""The answers of a run without an env and a collector: the same tokens, and scores to rounding, in half the time.
 
 torchrl's env of strings stacks and copies a TensorDict for each answer, which costs more than a model this small. A study of
 many runs goes around it; a task of several turns, or one that is not known to end after an answer, can't.
