@@ -86,13 +86,17 @@ def nest(rows: list, batch: tuple[int, ...]) -> list:
     return [nest(rows[i * size : (i + 1) * size], batch[1:]) for i in range(batch[0])]
 
 
-def make(kind, table, batch=None, features=(), dtype=torch.float32, side="right", head=0, tail=0) -> Case:
-    """A source of the given kind, with NaN (if the dtype has one) in every slot without a value."""
+def make(kind, table, batch=None, features=(), dtype=torch.float32, side="right", head=0, tail=0, leaf=False) -> Case:
+    """A source of the given kind, with NaN (if the dtype has one) in every slot without a value.
+
+    ``leaf``: the slots require gradient, and the source is built of them.
+    """
     batch = (len(table),) if batch is None else batch
     real = [False] * head + [keep for row in table for keep in row] + [False] * tail
     slots = elements(len(real), features, dtype)
     if dtype.is_floating_point:
         slots[~torch.tensor(real, dtype=torch.bool)] = math.nan
+    slots.requires_grad_(leaf)
     spans, options = [len(row) for row in table], {}
     if kind.startswith("padded"):
         width = spans[0] if spans else 2

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from ragged_cases import elements, jagged
+from ragged_cases import Case, elements, make
 from torchrl_llm_kl.ragged import Ragged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -23,45 +21,22 @@ def rows_of(data: Any) -> list[torch.Tensor]:
     return list(data.unbind()) if data.is_nested else list(data.flatten(0, -2).unbind())
 
 
-@dataclass
-class Differentiable:
-    """A table of slots per kind: ``NaN`` in every slot without a value, and a source that torch builds from ``leaf``."""
-
-    kind: str
-    table: list[list[bool]]
-    head: int = 0
-    tail: int = 0
-
-    def leaf(self) -> tuple[torch.Tensor, torch.Tensor]:
-        flat = [keep for row in self.table for keep in row]
-        real = torch.tensor([False] * self.head + flat + [False] * self.tail)
-        leaf = elements(len(real), dtype=torch.float64).masked_fill(~real, math.nan).requires_grad_()
-        return leaf, real
-
-    def read(self, leaf: torch.Tensor, real: torch.Tensor) -> Ragged:
-        spans = [len(row) for row in self.table]
-        lengths = [sum(row) for row in self.table]
-        if self.kind == "padded-mask":
-            return Ragged.from_padded(leaf.reshape(len(spans), -1), mask=real.reshape(len(spans), -1))
-        if self.kind == "padded-lengths":
-            return Ragged.from_padded(leaf.reshape(len(spans), -1), lengths=torch.tensor(lengths), side="left")
-        if self.kind == "list":
-            return Ragged.from_list(list(leaf.split(spans)))
-        if self.kind == "strided":
-            return Ragged.from_nested(torch.nested.as_nested_tensor(list(leaf.split(spans)), layout=torch.strided))
-        offsets = list(accumulate(spans, initial=self.head))
-        return Ragged.from_nested(jagged(leaf, offsets, None if self.kind == "jagged" else lengths))
-
-
 YES, NO = True, False
-DIFFERENTIABLE = [
-    Differentiable("padded-mask", [[NO, YES, YES, NO], [YES, NO, YES, YES], [NO, NO, NO, NO]]),
-    Differentiable("padded-lengths", [[NO, NO, YES], [NO, YES, YES], [NO, NO, NO]]),
-    Differentiable("list", [[YES, YES], [], [YES]]),
-    Differentiable("strided", [[YES, YES], [], [YES]]),
-    Differentiable("jagged", [[YES, YES], [], [YES]]),
-    Differentiable("jagged-gaps", [[YES, YES, NO], [NO], [YES, NO, NO]], head=2, tail=1),
-]
+SOURCES: dict[str, tuple[list[list[bool]], dict[str, Any]]] = {
+    "padded-mask": ([[NO, YES, YES, NO], [YES, NO, YES, YES], [NO, NO, NO, NO]], {}),
+    "padded-lengths": ([[NO, NO, YES], [NO, YES, YES], [NO, NO, NO]], {"side": "left"}),
+    "list": ([[YES, YES], [], [YES]], {}),
+    "strided": ([[YES, YES], [], [YES]], {}),
+    "jagged": ([[YES, YES], [], [YES]], {}),
+    "jagged-gaps": ([[YES, YES, NO], [NO], [YES, NO, NO]], {"head": 2, "tail": 1}),
+}
+
+
+def differentiable(kind: str) -> Case:
+    table, options = SOURCES[kind]
+    return make(kind, table, dtype=torch.float64, leaf=True, **options)
+
+
 OUT = {
     "restore": lambda x: x.restore(),
     "padded-left": lambda x: x.to_padded(side="left"),
@@ -73,22 +48,22 @@ OUT = {
 }
 
 
-@pytest.mark.parametrize("form", DIFFERENTIABLE, ids=lambda form: form.kind)
-def test_gradient_reaches_the_values_and_only_them(form):
+@pytest.mark.parametrize("kind", SOURCES)
+def test_gradient_reaches_the_values_and_only_them(kind):
     """Sum of squares: d/dx = 2x at a value. The NaN in the padding reaches neither the loss nor the gradient."""
     for name, out in OUT.items():
-        leaf, real = form.leaf()
-        x = form.read(leaf, real)
+        case = differentiable(kind)
+        x = case.read()
         loss = torch.stack([row.sum() for row in rows_of(out(x.like(x.values**2)))]).sum()
         loss.backward()
-        value = torch.where(real, leaf.detach(), 0.0)
+        value = case.slots.detach().nan_to_num(0.0)
         assert_close(loss.detach(), (value**2).sum(), msg=name)
-        assert_close(leaf.grad, 2 * value, msg=name)
+        assert_close(case.slots.grad, 2 * value, msg=name)
 
 
-@pytest.mark.parametrize("form", DIFFERENTIABLE, ids=lambda form: form.kind)
-def test_gradcheck_of_the_conversions(form):
-    x = form.read(*form.leaf())
+@pytest.mark.parametrize("kind", SOURCES)
+def test_gradcheck_of_the_conversions(kind):
+    x = differentiable(kind).read()
     values = elements(x.values.shape[0], (2,), torch.float64).requires_grad_()
     for out in OUT.values():
 
