@@ -1,4 +1,4 @@
-"""Response tokens as dense tensors and back, against values written by hand."""
+"""Response tokens as dense tensors and back, and which of their zeros are no scores, against values by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import ResponseTokens, mismatch
+from torchrl_llm_kl.rollouts import ResponseTokens, mismatch, zeros_of_first_tokens
 
 # Three sequences of 3, 2 and 1 tokens, of which 2, 1 and 0 are masked in; the first response has a gap.
 MASK = torch.tensor([True, False, True, False, True, False])
@@ -56,23 +56,20 @@ def test_restore_and_write(name: str) -> None:
 def test_values_of_whole_sequences_and_of_pairs() -> None:
     tokens = Ragged.from_list([torch.zeros(2)] * 4, torch.Size([2, 2]))
     response = ResponseTokens(tokens, torch.ones(8, dtype=torch.bool))
-    assert response.restore(torch.tensor([[1.0], [2.0], [3.0], [4.0]])).tolist() == [[1.0, 2.0], [3.0, 4.0]]  # type: ignore[union-attr]
-    assert response.restore(torch.tensor([[1.0], [2.0]])).tolist() == [1.0, 2.0]  # type: ignore[union-attr]
+    for values, expected in (([[1.0], [2.0], [3.0], [4.0]], [[1.0, 2.0], [3.0, 4.0]]), ([[1.0], [2.0]], [1.0, 2.0])):
+        restored = response.restore(torch.tensor(values))
+        assert isinstance(restored, torch.Tensor)
+        assert restored.tolist() == expected
 
 
-def test_numbers_per_sequence() -> None:
+def test_numbers_per_sequence_and_the_gradient_of_masked_in_tokens() -> None:
     response = ResponseTokens(layout("padded"), MASK)
     assert response.broadcast(torch.tensor([2.0, 3.0, 4.0])).tolist() == [2.0, 0.0, 2.0, 0.0, 3.0, 0.0]
     assert response.mean(torch.tensor([1.0, torch.nan, 3.0, torch.inf, 5.0, 6.0])).tolist() == [2.0, 5.0, 0.0]
-
-
-def test_the_gradient_goes_to_masked_in_tokens_alone() -> None:
     values = VALUES.clone().requires_grad_()
-    response = ResponseTokens(layout("padded"), MASK)
     weights = torch.tensor([[1.0, 2.0], [3.0, 9.0], [9.0, 9.0]])
-    (response.gather(values) * weights).sum().backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [1.0, 0.0, 2.0, 0.0, 3.0, 0.0]
+    (found,) = torch.autograd.grad((response.gather(values) * weights).sum(), values)
+    assert found.tolist() == [1.0, 0.0, 2.0, 0.0, 3.0, 0.0]
 
 
 def test_an_empty_mask() -> None:
@@ -111,3 +108,34 @@ def test_a_sequence_without_masked_in_tokens_lends_no_prompt_and_no_answer() -> 
     assert [row.tolist() for row in mixed.to_list()] == [[1, 6, 7], [8, 9], [4, 5, 2, 3]]
     assert mixed.like(marks).to_list()[1].tolist() == [False, False]
     assert marks.sum() == 4
+
+
+# ------------------------------------------------------------------ zeros of an engine's log-probs that were never computed
+
+FIRST_ZEROS = {
+    "torchrl's habit": ([0, -1], [True, False]),
+    "the first token is scored": ([-2, 0], [False, False]),
+    "a token of probability 1 after it": ([0, 0], [True, False]),
+    "an answer of one token": ([0], [True]),
+    "a scored answer of one token": ([-1], [False]),
+    "no answer": ([], []),
+}
+
+
+def test_first_tokens_that_were_never_computed() -> None:
+    """Alone and in a batch: the parts of a batch have the tokens of the whole, whatever the other rows show."""
+    cases = list(FIRST_ZEROS.values())
+    for rows in (*([case] for case in cases), cases, cases[::-1]):
+        tokens = Ragged.from_list([torch.arange(1 + len(row)) for row, _ in rows])
+        log_prob = torch.tensor([x for row, _ in rows for x in (0, *row)]).float()
+        found = zeros_of_first_tokens(log_prob, tokens.positions > 0, tokens)
+        assert found.tolist() == [x for _, expected in rows for x in (False, *expected)], rows
+
+
+def test_each_run_of_the_mask_has_a_first_token() -> None:
+    tokens = Ragged.from_list([torch.arange(6)])
+    mask = torch.tensor([False, True, True, False, True, True])
+    found = zeros_of_first_tokens(torch.tensor([0.0, 0.0, -1.0, 0.0, 0.0, 0.0]), mask, tokens)
+    assert found.tolist() == [False, True, False, False, True, False]
+    rows = Ragged.from_list([torch.arange(2), torch.arange(2)])  # a run ends with its sequence
+    assert zeros_of_first_tokens(torch.zeros(4), torch.ones(4).bool(), rows).tolist() == [True, False, True, False]

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import read_denominators, token_reward, write_denominators
+from torchrl_llm_kl.rollouts import outcomes, read_denominators, token_reward, write_denominators
 
 KEEP = torch.tensor([[True, True, True, False], [False, True, True, True]])
 PADDED = Ragged.from_padded(torch.zeros(2, 4), mask=KEEP)
@@ -59,6 +59,17 @@ def test_an_empty_sequence_cannot_hold_its_outcome() -> None:
         token_reward(torch.tensor([1.0, 3.0]), like, None, "last")
 
 
+def test_padded_and_listed_rewards_have_the_same_outcome_to_the_last_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(length, generator=generator) for length in (61, 37, 61, 5)]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+    data = TensorDict({("tokens", "full"): torch.ones(4, 61), ("masks", "all_attention_mask"): ~padded.isnan()}, [4])
+    found = outcomes(data, padded.unsqueeze(-1), "the reward")
+    exact = torch.stack([row.double().sum() for row in rows])
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)
+    assert torch.equal(found, outcomes(TensorDict(batch_size=[4]), rows, "the reward"))
+
+
 # ------------------------------------------------------------------ denominators
 
 COUNTS = {("policy", "token-mean"): torch.tensor(7), ("kl", "seq-mean-token-sum"): torch.tensor(3)}
@@ -96,9 +107,7 @@ def test_rows_that_were_counted_apart() -> None:
 def test_rows_that_were_counted_apart_on_a_device() -> None:
     data = TensorDict(batch_size=[2], device="cuda")
     write_denominators(data, "n", {key: x.double().cuda() for key, x in COUNTS.items()}, ID.cuda())
-    found = read_denominators(data, "n", TERMS)
-    assert found is not None
-    assert [float(x) for x in found.values()] == [7, 3]
+    assert read_denominators(data, "n", TERMS) == {"policy": 7, "kl": 3}
     data["n", "batch"] = torch.tensor([5.0, 6.0])
     found = read_denominators(data, "n", TERMS)
     assert found is not None
