@@ -7,22 +7,19 @@ What the recipe does around them is the same: a replay buffer that collectors fi
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
 from torch import nn
 from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+from torchrl.objectives.llm import MCAdvantage
 
 from group_rollouts import GROUP, ROWS, even_share, group_env, grpo_advantages, of_response, without_graph
 from torchrl_llm_kl import Advantage, Doctor, KLRewardTransform, PolicyLoss, RetrieveKL
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference, KLToSampler
-from torchrl_llm_kl.scoring import SamplerMismatchWarning
 from toy_rollouts import flat, make_policy, make_scoring_wrapper, steps
 
 # ------------------------------------------------------------------ ``MCAdvantage``, which waits for whole groups
@@ -36,39 +33,30 @@ class Lab:
     def __init__(self, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> None:
         self.policy_model, self.ref_model = policy_model, ref_model
         torch.manual_seed(0)
-        policy = make_policy(policy_model, tokenizer, pad_output=padded)
-        self.data = flat(group_env(tokenizer).rollout(1, policy))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SamplerMismatchWarning)
-            gen = make_scoring_wrapper(policy_model, tokenizer, pad_output=padded, log_probs_key="log_probs")
-            ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, log_probs_key="ref_log_probs")
-            self.kl = RetrieveKL(gen, ref, coeff=COEFF)
-
-    def outcomes(self) -> list[float]:
-        return [float(even_share(step)) for step in steps(self.data)]
+        self.data = flat(group_env(tokenizer).rollout(1, make_policy(policy_model, tokenizer, pad_output=padded)))
+        self.outcomes = [float(even_share(step)) for step in steps(self.data)]
+        wrappers = (
+            make_scoring_wrapper(model, tokenizer, pad_output=padded, log_probs_key=key)
+            for model, key in ((policy_model, "log_probs"), (ref_model, "ref_log_probs"))
+        )
+        self.kl = RetrieveKL(*wrappers, coeff=COEFF)
 
     def penalised(self) -> list[float]:
         """Outcome less coefficient times KL, from plain forwards."""
         old, ref = without_graph(self.policy_model, self.data), without_graph(self.ref_model, self.data)
-        pairs = zip(self.outcomes(), old, ref, strict=True)
+        pairs = zip(self.outcomes, old, ref, strict=True)
         return [outcome - COEFF * float((a - b).sum()) for outcome, a, b in pairs]
+
+    def advantages(self, buffer: ReplayBuffer) -> list[float]:
+        """Of the answers, as stored."""
+        rows = [buffer._storage[i] for i in range(len(buffer))]
+        found = {str(row["tokens", "full"].tolist()): float(row["advantage"]) for row in rows}
+        return [found[str(step["tokens", "full"].tolist())] for step in steps(self.data)]
 
 
 @pytest.fixture
 def lab(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> Lab:
     return Lab(tokenizer, policy_model, ref_model, padded)
-
-
-def interleaved(data: TensorDictBase) -> list[int]:
-    """One answer to each query in turn, as collectors that work side by side deliver them."""
-    assert len({step["query"] for step in steps(data)}) == ROWS // GROUP
-    return [start + i for i in range(GROUP) for start in range(0, ROWS, GROUP)]
-
-
-def stored(buffer: ReplayBuffer) -> dict[str, TensorDictBase]:
-    """What is in the buffer, by the tokens."""
-    rows = [buffer._storage[i] for i in range(len(buffer))]
-    return {str(row["tokens", "full"].tolist()): row for row in rows}
 
 
 @pytest.mark.parametrize("padded", [False], indirect=True)
@@ -78,16 +66,15 @@ def test_it_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
     buffer.insert_transform(0, lab.kl, invert=True)
     buffer.insert_transform(0, Advantage("grpo", group_key="query"), invert=True)
     buffer.insert_transform(0, Doctor(every=100, on_fault="log"), invert=True)
-    for number, row in enumerate(interleaved(lab.data)):
+    assert len({step["query"] for step in steps(lab.data)}) == ROWS // GROUP
+    # One answer to each query in turn, as collectors that work side by side deliver them.
+    for number, row in enumerate(start + i for i in range(GROUP) for start in range(0, ROWS, GROUP)):
         buffer.extend(lab.data[row : row + 1].clone())
         assert len(buffer) == (0 if number < ROWS - 2 else GROUP * (number - ROWS + 3))
-    found = stored(buffer)
-    want = grpo_advantages(lab.penalised())
-    for step, value in zip(steps(lab.data), want, strict=True):
-        row = found[str(step["tokens", "full"].tolist())]
-        assert float(row["advantage"]) == pytest.approx(value, abs=1e-4)
-        assert torch.count_nonzero(row["next", "ref_log_probs", "full"])
-    out = PolicyLoss(lab.policy_model, "ppo", aggregation="seq-mean-token-mean")(buffer.sample(GROUP))
+    assert lab.advantages(buffer) == pytest.approx(grpo_advantages(lab.penalised()), abs=1e-4)
+    sample = buffer.sample(GROUP)
+    assert all(torch.count_nonzero(row["next", "ref_log_probs", "full"]) for row in steps(sample))
+    out = PolicyLoss(lab.policy_model, "ppo", aggregation="seq-mean-token-mean")(sample)
     assert out["loss_objective"].isfinite()
 
 
@@ -98,10 +85,7 @@ def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=ROWS)
     buffer.append_transform(lab.kl, invert=True)
     buffer.extend(lab.data.clone().unsqueeze(-1))
-    want = grpo_advantages(lab.outcomes())
-    found = stored(buffer)
-    keys = [str(step["tokens", "full"].tolist()) for step in steps(lab.data)]
-    assert_close(torch.tensor([float(found[key]["advantage"]) for key in keys]), torch.tensor(want), atol=1e-4, rtol=0)
+    assert lab.advantages(buffer) == pytest.approx(grpo_advantages(lab.outcomes), abs=1e-4)
     batch = buffer[:]
     lengths = torch.tensor([float(len(row)) for row in without_graph(lab.policy_model, batch)])
     advantages = torch.stack([row["advantage"].flatten()[0] for row in steps(batch)])
@@ -109,27 +93,9 @@ def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
     assert_close(loss.detach(), -(advantages * lengths).sum() / lengths.sum(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("padded", [False], indirect=True)
-def test_of_token_rewards_it_makes_one_group_of_all_tokens(lab: Lab) -> None:
-    """torchrl's semantics: each token's reward is normalised among the tokens of all answers; no sum is formed."""
-    buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=ROWS)
-    buffer.append_transform(lab.kl, invert=True)
-    buffer.extend(lab.data.clone().unsqueeze(-1))
-    group = [row for row in stored(buffer).values() if row["query"] == lab.data[0]["query"]]
-    rewards = torch.cat([row["next", "reward"].flatten() for row in group])
-    for row in group:
-        want = (row["next", "reward"] - rewards.mean()) / rewards.std()
-        assert_close(row["advantage"].flatten(), want.flatten(), atol=1e-5, rtol=1e-4)
-
-
 # ------------------------------------------------------------------ the loops
 
-ANSWERS = 32
-NEW_TOKENS = 6
-
-
-def terms() -> list[Any]:
-    return [KLToReference(1e-3), KLToSampler(1e-2), EntropyBonus(1e-4)]
+ANSWERS, NEW_TOKENS = 32, 6
 
 
 class Recipe:
@@ -138,18 +104,17 @@ class Recipe:
     def __init__(self, tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module, kl: str = "RetrieveKL") -> None:
         self.tokenizer, self.model = tokenizer, copy.deepcopy(policy_model)
         self.sampler = copy.deepcopy(policy_model)  # the recipe's inference engine has weights of its own
-        reference = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
         self.buffer = ReplayBuffer(
             storage=LazyStackStorage(ANSWERS),
             sampler=SamplerWithoutReplacement(),
             transform=MCAdvantage(grpo_size=GROUP),
             batch_size=ANSWERS // 2,
         )
+        reference = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
+        transform: Any = KLRewardTransform(reference, add_to_reward=False)
         if kl == "RetrieveKL":
             policy = make_scoring_wrapper(self.sampler, tokenizer, pad_output=False, log_probs_key="log_probs")
             transform = RetrieveKL(policy, reference, add_to_reward=False)
-        else:
-            transform = KLRewardTransform(reference, add_to_reward=False)
         self.buffer.append_transform(transform, invert=True)
 
     def collector(self, batches: int) -> LLMCollector:
@@ -164,16 +129,14 @@ class Recipe:
             track_policy_version=True,
         )
 
-    def push_weights(self) -> None:
-        self.sampler.load_state_dict(self.model.state_dict())
-
 
 @pytest.mark.slow
 def test_synchronous_loop_earns_more(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
     """Ten batches of 32 answers: the share of even bytes rises by more than the noise of a batch, 0.5 / sqrt(192) = 0.036."""
     torch.manual_seed(0)
     recipe = Recipe(tokenizer, policy_model, ref_model)
-    collector, loss = recipe.collector(10), PolicyLoss(recipe.model, "ppo", terms=terms())
+    terms = [KLToReference(1e-3), KLToSampler(1e-2), EntropyBonus(1e-4)]
+    collector, loss = recipe.collector(10), PolicyLoss(recipe.model, "ppo", terms=terms)
     optimizer = torch.optim.Adam(recipe.model.parameters(), lr=3e-3)
     rewards, versions = [], []
     for data in collector:
@@ -186,7 +149,7 @@ def test_synchronous_loop_earns_more(tokenizer: Any, policy_model: Any, ref_mode
             torch.nn.utils.clip_grad_norm_(recipe.model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        recipe.push_weights()
+        recipe.sampler.load_state_dict(recipe.model.state_dict())
         collector.increment_version()
         recipe.buffer.empty(empty_write_count=False)
     collector.shutdown()
@@ -194,50 +157,22 @@ def test_synchronous_loop_earns_more(tokenizer: Any, policy_model: Any, ref_mode
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
 
 
-def one_batch(recipe: Recipe) -> TensorDictBase:
-    collector = recipe.collector(1)
-    next(iter(collector))
-    collector.shutdown()
-    return recipe.buffer[:]
-
-
 def test_log_probs_that_the_sampler_stored(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
     """The recipe's ``KLRewardTransform`` reads them; transformers' first one is 0, and left out with a warning."""
     torch.manual_seed(1)
     recipe = Recipe(tokenizer, policy_model, ref_model, kl="KLRewardTransform")
+    collector = recipe.collector(1)
     with pytest.warns(UserWarning, match="exactly 0 for the first generated token"):
-        batch = one_batch(recipe)
-    ref = without_graph(ref_model, batch)
-    gen = without_graph(policy_model, batch)
+        next(iter(collector))
+    collector.shutdown()
+    batch = recipe.buffer[:]
+    gen, ref = (without_graph(model, batch) for model in (policy_model, ref_model))
     checked = 0
     for row, own, base in zip(steps(batch), gen, ref, strict=True):
-        if (
-            len(own) < NEW_TOKENS
-        ):  # torchrl drops a sampled pad token, here of a model that draws any, and not its effect
-            continue
-        checked += 1
-        kl = of_response(row, row["next", "kl_penalty"].flatten())
-        want = own - base
-        want[0] = 0
-        assert_close(kl, want, atol=1e-4, rtol=0)
+        # torchrl drops a sampled pad token, here of a model that draws any, and not its effect
+        if len(own) == NEW_TOKENS:
+            checked += 1
+            want = own - base
+            want[0] = 0
+            assert_close(of_response(row, row["next", "kl_penalty"].flatten()), want, atol=1e-4, rtol=0)
     assert checked > ANSWERS // 2
-
-
-def test_what_mean_reduce_is_in_torchrl(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
-    """Over all entries, metrics too: the gradient of the objective is divided by their number. Here it is the losses' sum."""
-    torch.manual_seed(2)
-    batch = one_batch(Recipe(tokenizer, policy_model, ref_model))
-    batch["advantage"] = batch["advantage"].reshape(ANSWERS, 1, 1)  # as GRPOLoss reads it
-    model = copy.deepcopy(policy_model)
-    actor = make_scoring_wrapper(model, tokenizer, pad_output=False)
-    theirs = GRPOLoss(actor, entropy_bonus=False, kl_to_ref_coeff=0.1)
-    theirs.set_keys(sample_log_prob=("next", "log_probs", "full"))
-    out = theirs(batch)
-    entries = out.to_tensordict()
-    number = len([value for value in entries.values() if value is not None])
-    losses = sum(value for key, value in entries.items() if key.startswith("loss_"))
-    assert number == 6  # two losses and four metrics
-    constants = sum(float(value) for key, value in entries.items() if not key.startswith("loss_"))
-    assert_close(out.mean(reduce=True), (losses + constants) / number)
-    ours = PolicyLoss(model, "ppo", terms=[KLToReference(0.1)])(batch)
-    assert_close(ours.mean(reduce=True), ours["loss_objective"] + ours["loss_kl_to_ref"], atol=0, rtol=0)
