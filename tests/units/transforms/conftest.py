@@ -3,34 +3,56 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tensordict import TensorDictBase
+from torchrl.envs import EnvBase, Transform
 
 from rollout_fixtures import _lists_become_stacks, padded, policy_model, ref_model, tokenizer  # noqa: F401
-from toy_rollouts import make_policy, make_scoring_wrapper
+from toy_rollouts import collect, make_env, make_policy, make_scoring_wrapper
 
 
-@pytest.fixture
-def wrapped(tokenizer: Any, policy_model: Any, ref_model: Any) -> Any:  # noqa: F811
-    """Wrappers of both models, which write ``"log_probs"`` and ``"ref_log_probs"``."""
+class Lab:
+    """A tokenizer, models of a policy and a reference, new wrappers of them, and rollouts of the policy."""
 
-    def make(pad_output: bool, **kwargs: Any) -> tuple[Any, Any]:
+    def __init__(self, tokenizer: Any, gen_model: Any, ref_model: Any) -> None:  # noqa: F811
+        self.tokenizer, self.gen_model, self.ref_model = tokenizer, gen_model, ref_model
+
+    def wrapped(self, pad_output: bool = False, **kwargs: Any) -> Any:
+        """Wrappers of both models, which write ``"log_probs"`` and ``"ref_log_probs"``."""
         return tuple(
-            make_scoring_wrapper(model, tokenizer, pad_output=pad_output, log_probs_key=key, **kwargs)
-            for model, key in ((policy_model, "log_probs"), (ref_model, "ref_log_probs"))
+            make_scoring_wrapper(model, self.tokenizer, pad_output=pad_output, **{"log_probs_key": key, **kwargs})
+            for model, key in ((self.gen_model, "log_probs"), (self.ref_model, "ref_log_probs"))
         )
 
-    return make
+    def policy(self, pad_output: bool = False, **kwargs: Any) -> Any:
+        return make_policy(self.gen_model, self.tokenizer, pad_output=pad_output, **kwargs)
+
+    def env(self, *transforms: Transform, **kwargs: Any) -> EnvBase:
+        return make_env(self.tokenizer, *transforms, **kwargs)
+
+    def collect(self, *transforms: Transform, pad_output: bool = False, **kwargs: Any) -> TensorDictBase:
+        return collect(self.tokenizer, self.policy(pad_output), *transforms, **kwargs)
 
 
 @pytest.fixture
-def gen(wrapped: Any) -> Any:
-    return wrapped(False)[0]
+def lab(tokenizer: Any, policy_model: Any, ref_model: Any) -> Lab:  # noqa: F811
+    return Lab(tokenizer, policy_model, ref_model)
 
 
 @pytest.fixture
-def ref(wrapped: Any) -> Any:
-    return wrapped(False)[1]
+def wrapped(lab: Lab) -> Any:
+    return lab.wrapped
 
 
 @pytest.fixture
-def policy(tokenizer: Any, policy_model: Any) -> Any:  # noqa: F811
-    return make_policy(policy_model, tokenizer, pad_output=False)
+def gen(lab: Lab) -> Any:
+    return lab.wrapped()[0]
+
+
+@pytest.fixture
+def ref(lab: Lab) -> Any:
+    return lab.wrapped()[1]
+
+
+@pytest.fixture
+def policy(lab: Lab) -> Any:
+    return lab.policy()

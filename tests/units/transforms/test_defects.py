@@ -1,27 +1,30 @@
-"""What fails in torchrl 0.14.1's KL transforms, row by row of the list of defects, works here.
+"""What fails in torchrl 0.14.1's KL transforms, row by row of the list of defects, works here, and other silent errors.
 
-Defects 5, 9 and 25 to 27 are those of places where a transform runs: test_places.py.
+Defects 5, 9 and 25 to 27 are those of places where a transform runs: test_places.py. 13 and 37: test_bad_input.py.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
 from closeness import assert_near
-from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from group_rollouts import scored
+from torchrl_llm_kl import KLRewardTransform, LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb
 from toy_models import BACKWARD, FORWARD, tiny_model
 from toy_rollouts import (
     collect,
+    flat,
     make_env,
+    make_model,
     make_policy,
     make_scoring_wrapper,
     plain_log_probs,
@@ -30,16 +33,18 @@ from toy_rollouts import (
 )
 from toy_tokenizer import CHATML, build_tokenizer
 
-CHATS = [
-    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-    [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a longer answer"}],
-]
+FULL = ("log_probs", "full")
 
 
-def history_data(chats: list[Any] = CHATS) -> TensorDictBase:
-    return TensorDict(
-        history=ChatHistory(full=History.from_chats(chats), batch_size=len(chats)), batch_size=[len(chats)]
-    )
+def assert_response(found: torch.Tensor, model: Any, step: TensorDictBase) -> None:
+    assert_near(found, response_log_probs(model, step), **FORWARD)
+
+
+def lora(base: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(base, config).eval()
 
 
 def test_defect_06_sits_in_an_env_and_declares_its_log_probs(tokenizer: Any, ref: Any, policy: Any) -> None:
@@ -52,8 +57,7 @@ def test_defect_06_sits_in_an_env_and_declares_its_log_probs(tokenizer: Any, ref
 def test_defect_07c_an_outcome_of_one_sums_to_one(tokenizer: Any, gen: Any, policy: Any) -> None:
     transform = RetrieveKL(gen, make_scoring_wrapper(gen.model, tokenizer, pad_output=False, log_probs_key="ref"))
     for step in collect(tokenizer, policy, transform)[0].unbind(0):
-        assert step["next", "reward"].sum() == 1.0
-        assert step["next", "reward"][-1] == 1.0
+        assert step["next", "reward"].sum() == step["next", "reward"][-1] == 1.0
 
 
 def test_defect_07d_turn_two_does_not_charge_turn_one(tokenizer: Any, gen: Any, ref: Any, policy: Any) -> None:
@@ -63,58 +67,34 @@ def test_defect_07d_turn_two_does_not_charge_turn_one(tokenizer: Any, gen: Any, 
     assert (kl[prompt:] != 0).all()
 
 
-def test_defect_07e_results_are_detached_and_num_samples_works(
-    tokenizer: Any, gen: Any, ref: Any, policy_model: Any
-) -> None:
-    sampler = make_policy(policy_model, tokenizer, pad_output=False, num_samples=2)
-    data = sampler(make_env(tokenizer).reset())
+def test_defect_07e_results_are_detached_and_num_samples_works(lab: Any, gen: Any, ref: Any) -> None:
+    data = lab.policy(num_samples=2)(lab.env().reset())
     assert data.shape == (2, 2)
-    result = RetrieveKL(gen, ref)(data)
-    for step in steps(result):
-        want = response_log_probs(policy_model, step) - response_log_probs(ref.model, step)
+    for step in steps(RetrieveKL(gen, ref)(data)):
+        want = response_log_probs(gen.model, step) - response_log_probs(ref.model, step)
         assert_near(step["kl_penalty"], want, **FORWARD)
         assert not step["kl_penalty"].requires_grad
 
 
 def test_defect_08_the_sampled_tokens_are_scored(tokenizer: Any, ref_model: Any, policy: Any) -> None:
     """The rollout's history renders to other tokens (a newline after the end token): the sampled ones count."""
-    ref = make_scoring_wrapper(
-        ref_model, tokenizer, pad_output=False, input_mode="history", log_probs_key="ref_log_probs"
-    )
+    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, input_mode="history")
     for step in steps(collect(tokenizer, policy, RetrieveLogProb(ref))):
         rendered = step["history"].full.apply_chat_template(
             tokenizer=tokenizer, chat_template=CHATML, tokenize=True, return_dict=True, add_generation_prompt=False
         )
         assert rendered["input_ids"].shape != step["tokens", "full"].shape
-        assert_near(step["next", "ref_log_probs", "full"], response_log_probs(ref_model, step), **FORWARD)
+        assert_response(step["next", "log_probs", "full"], ref_model, step)
 
 
-def test_defect_13_different_tokens_under_the_two_models(policy_model: Any, ref_model: Any) -> None:
-    first = build_tokenizer(CHATML, pad_token="<|pad|>")
-    other = build_tokenizer(CHATML.replace("'\n' + message", "' ' + message"), pad_token="<|pad|>")
-    models = [
-        make_scoring_wrapper(model, tok, pad_output=False, input_mode="history", log_probs_key=key)
-        for model, tok, key in ((policy_model, first, "log_probs"), (ref_model, other, "ref_log_probs"))
-    ]
-    data = history_data()
-    with pytest.raises(ValueError, match=r"different tokens, first at sequence 0, position 5: .*same tokenizer"):
-        RetrieveKL(*models)(data)
-    assert data.get("kl_penalty", None) is None
-
-
-@pytest.mark.parametrize(
-    ("reward", "assistant_only"), [(None, True), ((2,), False), ((2, 1), True), ((2, 1, 1), False)]
-)
-def test_defect_14_kl_reward_transform_without_an_env(
-    reward: Any, assistant_only: bool, tokenizer: Any, gen: Any, ref: Any, policy: Any
-) -> None:
-    data = collect(tokenizer, policy, RetrieveLogProb(gen, assistant_only=assistant_only))[:, 0]
-    if reward is None:
-        data["next"].del_("reward")
-    else:
+@pytest.mark.parametrize("reward", [None, (2,), (2, 1), (2, 1, 1)])
+def test_defect_14_kl_reward_transform_without_an_env(lab: Any, reward: Any) -> None:
+    (gen, ref), assistant_only = lab.wrapped(), reward in (None, (2, 1))
+    data = lab.collect(RetrieveLogProb(gen, assistant_only=assistant_only))[:, 0]
+    data["next"].del_("reward")
+    if reward is not None:
         data["next", "reward"] = torch.ones(reward)
-    result = KLRewardTransform(ref, coef=0.5, assistant_only=assistant_only)(data)
-    for step in steps(result):
+    for step in steps(KLRewardTransform(ref, coef=0.5, assistant_only=assistant_only)(data)):
         ids, prompt = step["tokens", "full"], len(step["tokens", "prompt"])
         kl = plain_log_probs(gen.model, ids) - plain_log_probs(ref.model, ids)
         kl[: prompt if assistant_only else 1] = 0
@@ -124,13 +104,11 @@ def test_defect_14_kl_reward_transform_without_an_env(
         assert_near(step["next", "reward"][:, 0], want, **FORWARD)
 
 
-def test_defect_14_ragged_masks_and_rewards(tokenizer: Any, gen: Any, ref: Any, policy: Any) -> None:
-    data = collect(tokenizer, policy, RetrieveLogProb(gen))[:, 0]
+def test_defect_14_ragged_masks_and_rewards(lab: Any, gen: Any, ref: Any) -> None:
+    data = lab.collect(RetrieveLogProb(gen))[:, 0]
     for step in steps(data):
-        mask = torch.zeros_like(step["tokens", "full"], dtype=torch.bool)
-        mask[-2:] = True
-        step["masks", "all_assistant_mask"] = mask
-        step["next", "reward"] = torch.arange(float(len(mask))).unsqueeze(-1)
+        at = torch.arange(len(step["tokens", "full"]))
+        step["masks", "all_assistant_mask"], step["next", "reward"] = at >= len(at) - 2, at.float().unsqueeze(-1)
     for step in steps(KLRewardTransform(ref)(data)):
         kl = (response_log_probs(gen.model, step) - response_log_probs(ref.model, step)).unsqueeze(-1)
         kl[:-2] = 0
@@ -139,118 +117,63 @@ def test_defect_14_ragged_masks_and_rewards(tokenizer: Any, gen: Any, ref: Any, 
 
 
 def test_defect_15_an_error_loses_nothing(tokenizer: Any, ref: Any, policy: Any) -> None:
-    data = collect(tokenizer, policy)[:, 0]
-    data = data.exclude(("log_probs", "response"))
+    data = collect(tokenizer, policy)[:, 0].exclude(("log_probs", "response"))
     with pytest.raises(KeyError, match="policy's log-probs are missing"):
         KLRewardTransform(ref)(data)
     assert data["next", "reward"].shape == (2, 1)
 
 
-def test_defect_28_no_batch_and_the_layout_of_the_input() -> None:
-    log_probs = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -0.5])
-    want = torch.tensor([0.5, -1.0, 0.0])
-
-    def data(convert: Any, batch: list[int]) -> TensorDict:
-        return TensorDict(
-            {("log_probs", "full"): convert(log_probs[0]), ("ref_log_probs", "full"): convert(log_probs[1])}, batch
-        )
-
-    transform = KLComputation(add_to_reward=False)
-    assert_close(transform(data(lambda t: t, []))["kl_penalty"], want)
-    dense = transform(data(lambda t: t[None], [1]))["kl_penalty"]
-    assert not dense.is_nested
-    assert_close(dense, want[None])
-    for layout in (torch.strided, torch.jagged):
-        nested = transform(data(lambda t, layout=layout: torch.nested.as_nested_tensor([t], layout=layout), [1]))[
-            "kl_penalty"
-        ]
-        assert nested.layout == layout
-        assert_close(nested.unbind()[0], want)
-
-
-@pytest.mark.parametrize("padded", [True], indirect=True)
-def test_defect_29_detach_decides_about_the_graph(
-    tokenizer: Any, wrapped: Any, policy_model: Any, padded: bool
-) -> None:
+def test_defect_29_detach_decides_about_the_graph(lab: Any) -> None:
     """Attached, the policy has the gradient of a plain forward; the reference never has one."""
-    data = collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=padded))
-    weight, want = policy_model.get_output_embeddings().weight, 0.0
-    for step in steps(data):
-        ids = step["tokens", "full"][step["masks", "all_attention_mask"]]
-        response = int(step["masks", "all_attention_mask"][len(step["tokens", "prompt"]) :].sum())
-        log_probs = policy_model(input_ids=ids[None]).logits[0].float().log_softmax(-1)
-        want = want + log_probs[:-1].gather(-1, ids[1:, None])[-response:].sum()
-    attached = RetrieveKL(*wrapped(padded), detach=False)(data.copy())
+    data, policy_model = lab.collect(pad_output=True), lab.gen_model
+    want = sum(scored(policy_model, step).sum() for step in steps(data))
+    attached = RetrieveKL(*lab.wrapped(True), detach=False)(data.copy())
     total = sum(step["next", "log_probs", "full"].sum() for step in steps(attached))
+    weight = policy_model.get_output_embeddings().weight
     (found,), (expected,) = (torch.autograd.grad(value, weight, retain_graph=True) for value in (total, want))
     assert_near(found, expected, **BACKWARD)
     for step in steps(attached):
         assert step["next", "kl_penalty"].requires_grad
         assert not step["next", "ref_log_probs", "full"].requires_grad
-    for step in steps(RetrieveKL(*wrapped(padded), detach=True)(data)):
+    for step in steps(RetrieveKL(*lab.wrapped(True), detach=True)(data)):
         assert not any(v.requires_grad for v in step["next"].values(True, True) if isinstance(v, torch.Tensor))
 
 
-class TestDefect30EveryArgumentHasAnEffect:
+CHATS = [
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+    [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a longer answer"}],
+]
+
+
+def test_defect_30_every_argument_has_an_effect(tokenizer: Any, ref_model: Any) -> None:
     """``tokenizer``, ``tokenizer_kwargs``, ``history_key`` and ``padding_side``, where text must be tokenised."""
 
-    def score(
-        self, model: Any, own_tokenizer: Any, data: TensorDictBase, *, padded: bool = False, **kwargs: Any
-    ) -> Any:
-        wrapper = make_scoring_wrapper(model, own_tokenizer, pad_output=padded, input_mode="history")
-        return RetrieveLogProb(wrapper, **kwargs)(data).get(("log_probs", "full"), as_list=True)
+    def score(*, padded: bool = False, name: str = "history", **kwargs: Any) -> Any:
+        wrapper = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, input_mode="history")
+        data = TensorDict({name: ChatHistory(full=History.from_chats(CHATS), batch_size=2)}, batch_size=[2])
+        return RetrieveLogProb(wrapper, **kwargs)(data).get(FULL, as_list=True)
 
-    def test_tokenizer(self, tokenizer: Any, ref_model: Any) -> None:
-        longer = build_tokenizer(CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>' + '\n\n'"), pad_token="<|pad|>")
-        own = self.score(ref_model, tokenizer, history_data())
-        other = self.score(ref_model, tokenizer, history_data(), tokenizer=longer)
-        assert [len(b) - len(a) for a, b in zip(own, other, strict=True)] == [2, 2]
-
-    def test_tokenizer_kwargs_are_used_and_never_changed(self, tokenizer: Any, ref_model: Any) -> None:
-        kwargs = {"chat_template": CHATML.replace("'<|im_end|>' + '\n'", "'<|im_end|>'")}
-        before = dict(kwargs)
-        own = self.score(ref_model, tokenizer, history_data())
-        other = self.score(ref_model, tokenizer, history_data(), tokenizer_kwargs=kwargs)
-        assert [len(b) - len(a) for a, b in zip(own, other, strict=True)] == [-2, -2]
-        assert kwargs == before
-
-    def test_history_key(self, tokenizer: Any, ref_model: Any) -> None:
-        data = history_data()
-        want = self.score(ref_model, tokenizer, data.copy())
-        moved = data.rename_key_("history", "chat")
-        found = self.score(ref_model, tokenizer, moved, history_key="chat")
-        assert_near(found, want, **FORWARD)
-
-    @pytest.mark.parametrize("side", ["left", "right"])
-    def test_padding_side(self, side: str, tokenizer: Any, ref_model: Any) -> None:
-        nested = self.score(ref_model, tokenizer, history_data())
-        found = self.score(ref_model, tokenizer, history_data(), padded=True, padding_side=side)
-        short, width = len(nested[0]), found.shape[1]
-        assert_near(found[0, -short:] if side == "left" else found[0, :short], nested[0], **FORWARD)
-        assert (found[0, : width - short] if side == "left" else found[0, short:]).abs().sum() == 0
-
-
-def test_defect_31_the_missing_key_error_names_the_keys() -> None:
-    data = TensorDict({("log_probs", "full"): torch.zeros(1, 2)}, [1])
-    with pytest.raises(ValueError, match=r"Log-probs not found\. Expected keys: .*'ref_log_probs'.*Found: .*log_probs"):
-        KLComputation()(data)
+    own, end = score(), "'<|im_end|>' + '\n'"
+    longer = build_tokenizer(CHATML.replace(end, "'<|im_end|>' + '\n\n'"), pad_token="<|pad|>")
+    assert [len(row) for row in score(tokenizer=longer)] == [len(row) + 2 for row in own]
+    kwargs = {"chat_template": CHATML.replace(end, "'<|im_end|>'")}
+    before = dict(kwargs)
+    assert [len(row) for row in score(tokenizer_kwargs=kwargs)] == [len(row) - 2 for row in own]
+    assert kwargs == before
+    assert_near(score(name="chat", history_key="chat"), own, **FORWARD)
+    for side in ("left", "right"):
+        found, short = score(padded=True, padding_side=side)[0], len(own[0])
+        scores, padding = (found[-short:], found[:-short]) if side == "left" else (found[:short], found[short:])
+        assert_near(scores, own[0], **FORWARD)
+        assert not padding.any()
 
 
 def test_defect_31_a_lora_policy_is_its_own_reference(tokenizer: Any) -> None:
-    peft = pytest.importorskip("peft")
-    base = tiny_model("qwen2", seed=3, vocab_size=len(tokenizer), max_position_embeddings=512)
-    before = copy.deepcopy(base)
-    torch.manual_seed(0)
-    model = peft.get_peft_model(
-        base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-    ).eval()
+    base = make_model(tokenizer, seed=3)
+    before, model = copy.deepcopy(base), lora(base)
+    env = make_env(tokenizer, RetrieveKL("from_collector", "base"))
     policy = make_policy(model, tokenizer, pad_output=False)
-    collector = LLMCollector(
-        make_env(tokenizer, RetrieveKL("from_collector", "base")),
-        policy=policy,
-        dialog_turns_per_batch=2,
-        total_dialog_turns=2,
-    )
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
     (batch,) = list(collector)
     collector.shutdown()
     for step in steps(batch):
@@ -281,29 +204,85 @@ def test_defect_32_a_stored_zero_is_not_charged(tokenizer: Any, ref: Any, policy
 def test_defect_34_a_padding_token_that_ends_turns_is_scored(tokenizer: Any, ref_model: Any) -> None:
     """pad == eos: the mask marks the end token as sampled, whatever its id."""
     eos = tokenizer.eos_token_id
-    tokens = torch.tensor([[eos, 5, 6, 7, eos], [4, 5, 6, eos, eos]])
-    attention = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]], dtype=torch.bool)
-    data = TensorDict(
-        {("tokens", "full"): tokens, ("tokens", "prompt"): tokens[:, :3], ("masks", "all_attention_mask"): attention},
-        [2],
-    )
-    found = RetrieveLogProb(make_scoring_wrapper(ref_model, tokenizer, pad_output=True))(data)["log_probs", "full"]
+    full = torch.tensor([[eos, 5, 6, 7, eos], [4, 5, 6, eos, eos]])
+    data = TensorDict({("tokens", "full"): full, ("tokens", "prompt"): full[:, :3]}, [2])
+    data["masks", "all_attention_mask"] = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
+    found = RetrieveLogProb(make_scoring_wrapper(ref_model, tokenizer, pad_output=True))(data)[FULL]
     want = torch.zeros(2, 5)
-    want[0, 3:] = plain_log_probs(ref_model, tokens[0, 1:])[2:]
-    want[1, 3] = plain_log_probs(ref_model, tokens[1, :4])[3]
+    want[0, 3:] = plain_log_probs(ref_model, full[0, 1:])[2:]
+    want[1, 3] = plain_log_probs(ref_model, full[1, :4])[3]
     assert_near(found, want, **FORWARD)
 
 
-def test_defect_known_dense_reward_with_nested_kl() -> None:
-    nested = [torch.nested.as_nested_tensor([torch.full((n,), -v) for n in (2, 3)]) for v in (1.0, 1.5)]
-    data = TensorDict(
-        {
-            ("log_probs", "full"): nested[0],
-            ("ref_log_probs", "full"): nested[1],
-            "reward": torch.tensor([[[1.0]], [[2.0]]]),
-        },
-        [2],
-    )
-    first, second = KLComputation()(data)["reward"].unbind()
-    assert_close(first, torch.tensor([[-0.5], [0.5]]))
-    assert_close(second, torch.tensor([[-0.5], [-0.5], [1.5]]))
+# ------------------------------------------------------------------ errors that nobody would notice
+
+
+@pytest.mark.parametrize("repetitive", [False, True])
+def test_a_prompt_without_padding_beside_a_padded_sequence(repetitive: bool, ref_model: Any) -> None:
+    """The prompt's own three tokens, the sequence with six pads before them."""
+    real = torch.full((9,), 7) if repetitive else torch.arange(10, 19)
+    full = torch.cat([torch.zeros(6, dtype=torch.long), real])[None]
+    data = TensorDict({("tokens", "full"): full, ("tokens", "prompt"): real[None, :3]}, [1])
+    data["masks", "all_attention_mask"] = torch.arange(15)[None] >= 6
+    found = RetrieveLogProb(ref_model)(data)[FULL][0]
+    assert (found != 0).tolist() == [False] * 9 + [True] * 6
+    assert_near(found[9:], plain_log_probs(ref_model, real)[3:], **FORWARD)
+
+
+ROWS = Ragged.from_list([torch.cat([torch.arange(30), torch.tensor(row)]) for row in ([40, 41], [50], [60, 61, 62])])
+
+
+def test_threads_with_adapters_on_and_off_take_turns() -> None:
+    base = tiny_model("qwen2")
+    models = {False: copy.deepcopy(base), True: lora(base)}
+    wanted = {on: torch.cat([plain_log_probs(model, row) for row in ROWS.to_list()]) for on, model in models.items()}
+    worst = {True: 0.0, False: 0.0}
+
+    def run(adapters: bool) -> None:
+        scorer = LogProbScorer(models[True], adapters=adapters)
+        for _ in range(8):
+            error = float((scorer.score(ROWS).values - wanted[adapters]).abs().max())
+            worst[adapters] = max(worst[adapters], error)
+
+    threads = [threading.Thread(target=run, args=(adapters,)) for adapters in (True, False, False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(worst.values()) < 5e-5, "an adapter more or less is worth nats"
+
+
+def test_prompt_tuning_takes_the_full_forward() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(tiny_model("qwen2"), config).eval()
+    with pytest.warns(UserWarning, match="full forward"):
+        scorer = LogProbScorer(tuned)
+    row = ROWS.to_list()[0]
+    with torch.no_grad():
+        log_p = tuned(input_ids=row[None]).logits[0, -len(row) : -1].log_softmax(-1)
+    want = log_p.gather(-1, row[1:, None])[:, 0]
+    assert_near(scorer.score(Ragged.from_list([row])).values[1:], want, **FORWARD)
+
+
+def test_a_second_collector_brings_its_own_policy(tokenizer: Any, ref: Any) -> None:
+    env = make_env(tokenizer, RetrieveKL("from_collector", ref))
+    for seed in (0, 5):
+        model = make_model(tokenizer, seed=seed)
+        policy = make_policy(model, tokenizer, pad_output=False)
+        collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
+        for step in steps(next(iter(collector))):
+            assert_response(step["next", "log_probs", "full"], model, step)
+
+
+def test_a_wrappers_model_that_changes_is_the_one_that_is_scored(lab: Any, ref: Any) -> None:
+    transform = RetrieveLogProb(ref)
+    ref.model = lab.gen_model
+    for step in steps(transform(lab.collect())):
+        assert_response(step["next", "ref_log_probs", "full"], lab.gen_model, step)
+
+
+def test_a_locked_stack_is_not_written(tokenizer: Any, policy: Any, ref_model: Any) -> None:
+    data = flat(collect(tokenizer, policy)).lock_()
+    with pytest.raises(RuntimeError, match="locked"):
+        RetrieveLogProb(ref_model)(data)

@@ -1,9 +1,9 @@
-"""``KLComputation``: hand-computed numbers for each estimator, coefficient, reward form and layout."""
+"""``KLComputation``: hand-computed numbers for each coefficient, reward form and layout, estimated and exact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,48 +12,53 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
+from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
+from layouts import lay_out
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL
 from torchrl_llm_kl.estimators import (
     AdaptiveKLCoefficient,
     FixedKLCoefficient,
     available_estimators,
+    get_estimator,
 )
+from toy_rollouts import steps
 
-GEN, REF = ("log_probs", "full"), ("ref_log_probs", "full")
+GEN, REF, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("exact_kl", "full")
+NAN = float("nan")
+
+
+def tensors(rows: list[list[float]]) -> list[Tensor]:
+    return [torch.tensor(row) for row in rows]
 
 
 def nest(rows: list[Tensor], layout: torch.layout = torch.strided) -> Tensor:
     return torch.nested.as_nested_tensor([row.clone() for row in rows], layout=layout)
 
 
-def rows_of(td: TensorDictBase, key: Any) -> list[list[float]]:
-    """The rows of an entry, one number for each token, however it is stored."""
-    value = td.get(key, as_list=True)
-    rows = list(value) if isinstance(value, list) else list(value.unbind())
-    return [row.reshape(len(row)).tolist() for row in rows]
+def pad(rows: list[list[float]], value: float = 0.0, side: str = "left") -> Tensor:
+    return pad_sequence(tensors(rows), batch_first=True, padding_value=value, padding_side=side)
 
 
-def close(found: list[list[float]], expected: list[list[float]], **kwargs: Any) -> None:
-    assert [len(row) for row in found] == [len(row) for row in expected]
-    for a, b in zip(found, expected, strict=True):
-        assert_close(torch.tensor(a), torch.tensor(b), **kwargs)
+def rows_of(td: TensorDictBase, key: Any) -> list[Tensor]:
+    """The rows of an entry, however it is stored."""
+    if isinstance(td, TensorDict) and td.batch_dims and td[key].is_nested:
+        return list(td[key].unbind())
+    return [step[key] for step in steps(td)]
+
+
+def numbers(td: TensorDictBase, key: str) -> list[list[float]]:
+    return [row.reshape(len(row)).tolist() for row in rows_of(td, key)]
+
+
+def close(found: list[list[float]], expected: list[list[float]]) -> None:
+    assert_close(tensors(found), tensors(expected))
 
 
 # ------------------------------------------------------------------ estimators
 
 # d = log_prob - ref_log_prob = 0.5, -1, 0.25, -4
-LOG_PROBS, REF_LOG_PROBS = [-1.0, -2.0, -0.5, -5.0], [-1.5, -1.0, -0.75, -1.0]
-K3 = [0.1065307, 0.7182818, 0.0288008, 49.5981500]  # exp(-d) - 1 + d
-VALUES = {
-    "none": [0.0, 0.0, 0.0, 0.0],
-    "k1": [0.5, -1.0, 0.25, -4.0],
-    "k2": [0.125, 0.5, 0.03125, 8.0],
-    "k3": K3,
-    "low_var_kl": [*K3[:3], 10.0],
-    "abs": [0.5, 1.0, 0.25, 4.0],
-    "corrected_k3": K3,  # on-policy: every ratio is 1
-}
+LOG_PROBS, REF_LOG_PROBS, D = [-1.0, -2.0, -0.5, -5.0], [-1.5, -1.0, -0.75, -1.0], [0.5, -1.0, 0.25, -4.0]
 
 
 def one(reward: float | None = None, **more: Tensor) -> TensorDictBase:
@@ -64,40 +69,27 @@ def one(reward: float | None = None, **more: Tensor) -> TensorDictBase:
     return data
 
 
-def test_the_table_holds_every_estimator() -> None:
-    named = {name.rstrip("+") for name in available_estimators()} - {"exact"}
-    assert named == set(VALUES)
+def own(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+    return 3 * ref_log_prob - log_prob + 100 * old_log_prob
 
 
-@pytest.mark.parametrize("name", [name for name in available_estimators() if name != "exact"])
-def test_values_of_an_estimator(name: str) -> None:
-    """``+`` changes the gradient alone. Equal log-probs have no KL, whatever they are."""
-    values = VALUES[name.rstrip("+")]
-    transform = KLComputation(estimator=name, coeff=0.5)
-    data = transform(one(reward=2.0))["next"]
-    close(rows_of(data, "kl_penalty"), [values])
-    close(rows_of(data, "reward"), [[*(-0.5 * v for v in values[:-1]), 2.0 - 0.5 * values[-1]]])
-    for equal in (torch.tensor([[-30.0, -1e-7, 0.0]]), torch.tensor([[-2.5]])):
-        out = transform(TensorDict({GEN: equal, REF: equal.clone()}, batch_size=[1]))
-        assert out["kl_penalty"].tolist() == out["reward"].squeeze(-1).tolist() == [[0.0] * equal.shape[1]]
-
-
-def test_an_estimator_of_ones_own() -> None:
-    def chi(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
-        return 3 * ref_log_prob - log_prob + 100 * old_log_prob
-
-    data = KLComputation(estimator=chi)(one())["next"]
-    # 3 * ref - gen + 100 * gen
-    close(rows_of(data, "kl_penalty"), [[-103.5, -201.0, -51.75, -498.0]])
+@pytest.mark.parametrize("name", [own, *(name for name in available_estimators() if name != "exact")])
+def test_every_estimator(name: Any) -> None:
+    """On policy: the log-probs at sampling time are the policy's."""
+    gen, ref = torch.tensor(LOG_PROBS), torch.tensor(REF_LOG_PROBS)
+    values = (own if name is own else get_estimator(name))(gen, ref, gen).tolist()
+    data = KLComputation(estimator=name, coeff=0.5)(one(reward=2.0))["next"]
+    close(numbers(data, "kl_penalty"), [values])
+    close(numbers(data, "reward"), [[*(-0.5 * v for v in values[:-1]), 2.0 - 0.5 * values[-1]]])
 
 
 def test_a_poorer_dtype_is_widened_and_a_wider_one_kept() -> None:
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
-        data = one(reward=2.0)
-        data["next", GEN], data["next", REF] = (data["next", k].to(dtype) for k in (GEN, REF))
-        out = KLComputation()(data)["next"]
-        assert out["kl_penalty"].dtype == out["reward"].dtype == expected
-        close(rows_of(out, "kl_penalty"), [VALUES["k1"]])
+        data = one(reward=2.0, exact_kl=TensorDict(full=torch.tensor([D]), batch_size=[1]))["next"].to(dtype)
+        for estimator in ("k1", "exact"):
+            out = KLComputation(estimator=estimator)(data.clone())
+            assert out["kl_penalty"].dtype == out["reward"].dtype == expected
+            close(numbers(out, "kl_penalty"), [D])
 
 
 OLD = [-1.0, -2.5, -0.25, -7.0]
@@ -106,18 +98,15 @@ CORRECTED = [0.1065307, 1.1842465, 0.0224301, 99.1963000]
 
 
 def test_corrected_k3_with_the_log_probs_of_the_sampler() -> None:
+    """In "next" or, as a rollout holds the policy's own entries, at the root; a leading NaN is not scored."""
     transform = KLComputation(estimator="corrected_k3", old_log_probs_key=("old", "full"), coeff=0.1)
-    data = transform(one(reward=1.0, **{"old": TensorDict(full=torch.tensor([OLD]), batch_size=[1])}))["next"]
-    close(rows_of(data, "kl_penalty"), [CORRECTED])
-    close(rows_of(data, "reward"), [[-0.01065307, -0.11842465, -0.00224301, -8.91963]])
-
-
-def test_log_probs_of_the_sampler_come_from_outside_next_too() -> None:
-    """A rollout holds the policy's own entries at the root, those of transforms in ``"next"``."""
-    data = one()
-    data["log_probs", "sampled"] = torch.tensor([OLD])
-    transform = KLComputation(estimator="corrected_k3", old_log_probs_key=("log_probs", "sampled"))
-    close(rows_of(transform(data)["next"], "kl_penalty"), [CORRECTED])
+    data = one(reward=1.0)
+    data["old", "full"] = torch.tensor([OLD])
+    out = transform(data)["next"]
+    close(numbers(out, "kl_penalty"), [CORRECTED])
+    close(numbers(out, "reward"), [[-0.01065307, -0.11842465, -0.00224301, -8.91963]])
+    data["next", "old", "full"] = torch.tensor([[NAN, *OLD[1:]]])
+    close(numbers(transform(data)["next"], "kl_penalty"), [[0.0, *CORRECTED[1:]]])
 
 
 @pytest.mark.parametrize(
@@ -127,44 +116,40 @@ def test_log_probs_of_the_sampler_in_another_layout(padded: str, side: Any) -> N
     """The ones named are padded, without a mask; the others nested."""
     entries = {}
     for name, values in (("gen", LOG_PROBS), ("ref", REF_LOG_PROBS), ("old", OLD)):
-        rows = [torch.tensor(values), torch.tensor(values[:2])]
-        dense = pad_sequence(rows, batch_first=True, padding_side=side, padding_value=-77.0)
-        entries[name] = dense if name in padded.split() else nest(rows)
+        rows = [values, values[:2]]
+        entries[name] = pad(rows, -77.0, side) if name in padded.split() else nest(tensors(rows))
     transform = KLComputation("gen", "ref", estimator="corrected_k3", old_log_probs_key="old", padding_side=side)
     out = transform(TensorDict(entries, batch_size=[2]))
     short = CORRECTED[:2]
     if "gen" in padded:
         short = [0.0, 0.0, *short] if side == "left" else [*short, 0.0, 0.0]
-    close(rows_of(out, "kl_penalty"), [CORRECTED, short])
+    close(numbers(out, "kl_penalty"), [CORRECTED, short])
 
 
 # ------------------------------------------------------------------ coefficients
 
 
 def test_every_kind_of_coefficient() -> None:
-    numbers = 0.3, torch.tensor(0.3), torch.tensor([0.3])
-    for coeff in (*numbers, FixedKLCoefficient(0.3), AdaptiveKLCoefficient(0.3, 1.0, 10.0)):
-        data = KLComputation(coeff=coeff)(one(reward=2.0))["next"]
-        close(rows_of(data, "reward"), [[-0.15, 0.3, -0.075, 3.2]])
-        close(rows_of(data, "kl_penalty"), [VALUES["k1"]])
+    """A tensor that changes later is not followed; distance is rewarded on purpose alone, through the class."""
+    changing = torch.tensor(0.3)
+    kinds = 0.3, changing, torch.tensor([0.3]), FixedKLCoefficient(0.3), AdaptiveKLCoefficient(0.3, 1.0, 10.0)
+    transforms = [KLComputation(coeff=coeff) for coeff in kinds]
+    changing.fill_(7.0)
+    for transform in transforms:
+        data = transform(one(reward=2.0))["next"]
+        close(numbers(data, "reward"), [[-0.15, 0.3, -0.075, 3.2]])
+        close(numbers(data, "kl_penalty"), [D])
+    close(numbers(KLComputation(coeff=FixedKLCoefficient(-1.0))(one())["next"], "reward"), [D])
 
 
-def test_an_adaptive_coefficient_is_read_at_every_call_and_saved() -> None:
-    coeff = AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100)
-    transform = KLComputation(coeff=coeff)
-    close(rows_of(transform(one())["next"], "reward"), [[-0.1, 0.2, -0.05, 0.8]])
-    coeff.update(12.0, n=10)  # 0.2 * (1 + 0.2 * 10 / 100) = 0.204
-    close(rows_of(transform(one())["next"], "reward"), [[-0.102, 0.204, -0.051, 0.816]])
-    transform.coeff.update(0.0, n=50)  # 0.204 * (1 - 0.2 * 50 / 100) = 0.1836
-    close(rows_of(transform(one())["next"], "reward"), [[-0.0918, 0.1836, -0.0459, 0.7344]])
-    other = KLComputation(coeff=AdaptiveKLCoefficient(init=0.9, target=6.0, horizon=100))
-    other.load_state_dict(transform.state_dict())
-    close(rows_of(other(one())["next"], "reward"), [[-0.0918, 0.1836, -0.0459, 0.7344]])
+def test_an_adaptive_coefficient_is_read_at_every_call() -> None:
+    transform = KLComputation(coeff=AdaptiveKLCoefficient(init=0.2, target=6.0, horizon=100))
+    close(numbers(transform(one())["next"], "reward"), [[-0.1, 0.2, -0.05, 0.8]])
+    transform.coeff.update(12.0, n=10)  # 0.2 * (1 + 0.2 * 10 / 100) = 0.204
+    close(numbers(transform(one())["next"], "reward"), [[-0.102, 0.204, -0.051, 0.816]])
 
 
-def test_a_negative_coefficient_rewards_distance(policy_model: Any) -> None:
-    """Only on purpose, through the class."""
-    close(rows_of(KLComputation(coeff=FixedKLCoefficient(-1.0))(one())["next"], "reward"), [VALUES["k1"]])
+def test_a_negative_number_is_no_coefficient(policy_model: Any) -> None:
     transform = KLComputation(coeff=0.5)
     for wrong in (
         partial(KLComputation, coeff=-1.0),
@@ -177,127 +162,178 @@ def test_a_negative_coefficient_rewards_distance(policy_model: Any) -> None:
     assert transform.coeff() == 0.5
 
 
-def test_a_tensor_that_changes_later_is_not_followed() -> None:
-    value = torch.tensor(0.5)
-    transform = KLComputation(coeff=value)
-    value.fill_(7.0)
-    close(rows_of(transform(one())["next"], "reward"), [[-0.25, 0.5, -0.125, 2.0]])
+# ------------------------------------------------------------------ layouts
+
+FOUR = [[0.5, -1.0, 0.25], [2.0], [-1.0, 3.0], [0.0, 1.0, -2.0, 4.0]]
+OUTCOMES = [1.0, -3.0, 0.0, 2.0]
+PENALTY = [[-0.5 * d for d in row] for row in FOUR]
+REWARDS = {
+    "last": [[*row[:-1], row[-1] + outcome] for row, outcome in zip(PENALTY, OUTCOMES, strict=True)],
+    "broadcast": [[x + outcome for x in row] for row, outcome in zip(PENALTY, OUTCOMES, strict=True)],
+}
+LAYOUTS = ["padded", "padded [2, 2]", "nested", "jagged", "lazy", "lazy [2, 2]", "lazy [2, 2], dimension 1", "parts"]
+
+
+def four(layout: str = "nested", read: str = "k1", reward: Any = None) -> TensorDictBase:
+    """Four sequences with what is read; padding holds what must not be read."""
+    rows = tensors(FOUR)
+    entries: dict[Any, Any] = {EXACT: rows} if "exact" in read else {}
+    if read != "exact":  # beside an exact KL, log-probs of another difference
+        entries |= {GEN: [row - 5.0 if read == "k1" else -row.abs() for row in rows]}
+        entries |= {REF: [torch.full_like(row, -5.0) for row in rows]}
+    form, _, shape = layout.partition(" ")
+    if form == "padded":
+        entries["masks", "all_attention_mask"] = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    elif form == "parts":  # rows in a dense TensorDict
+        entries = {key[0]: lazy_stack([TensorDict(full=row) for row in value]) for key, value in entries.items()}
+    entries["reward"] = torch.tensor(OUTCOMES)[:, None] if reward is None else reward
+    data = lay_out(form, entries, FOUR, fill=77.0)
+    if not shape or form == "padded":
+        return data.reshape(2, 2) if shape else data
+    order, dim = ([0, 2, 1, 3], 1) if "1" in shape else ([0, 1, 2, 3], 0)
+    parts = [data[i] for i in order]
+    return lazy_stack([lazy_stack(parts[:2]), lazy_stack(parts[2:])], dim)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("read", ["k1", "exact", "exact beside log-probs"])
+def test_layout_in_is_layout_out(layout: str, read: str) -> None:
+    """At the root and in "next", with both placements of the outcome."""
+    for inside, (placement, rewards) in product((True, False), REWARDS.items()):
+        data = four(layout, read)
+        shape = data.batch_size
+        if inside:
+            masks = {"masks": data["masks"]} if "masks" in data else {}
+            data = TensorDict({"next": data.exclude("masks"), **masks}, batch_size=shape)
+        out = KLComputation(estimator=read.split()[0], coeff=0.5, reward_placement=placement)(data)
+        out = out["next"] if inside else out
+        assert out.batch_size == shape
+        for key, rows in (("kl_penalty", FOUR), ("reward", rewards)):
+            want = list(pad(rows)) if "padded" in layout else tensors(rows)
+            want = [row.unsqueeze(-1) for row in want] if key == "reward" else want
+            assert_close(rows_of(out, key), want, rtol=0, atol=0)
+            if layout in ("nested", "jagged"):
+                assert out[key].layout == (torch.jagged if layout == "jagged" else torch.strided)
+
+
+@pytest.mark.parametrize("reward_shape", [(), (1,), (1, 1)])
+def test_no_batch_dimension(reward_shape: tuple[int, ...]) -> None:
+    for i, step in enumerate(four("lazy").unbind(0)):
+        step["reward"] = torch.tensor(OUTCOMES[i]).reshape(reward_shape)
+        out = KLComputation(coeff=0.5)(TensorDict(next=step))["next"]
+        assert out.batch_size == ()
+        assert_close(out["kl_penalty"], torch.tensor(FOUR[i]))
+        assert_close(out["reward"], torch.tensor(REWARDS["last"][i])[:, None])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("padded", [GEN, REF, EXACT])
+def test_one_padded_and_one_nested(padded: Any, side: Any) -> None:
+    """Without a mask the argument places the padding; the KL has the form of the policy's log-probs."""
+    data = four()
+    if padded == EXACT:
+        data[EXACT] = nest(tensors(FOUR))
+    data[padded] = pad([row.tolist() for row in data[padded].unbind()], -88.0, side)
+    out = KLComputation(coeff=0.5, padding_side=side, estimator="exact" if padded == EXACT else "k1")(data)
+    for key, rows in (("kl_penalty", FOUR), ("reward", REWARDS["last"])):
+        close(numbers(out, key), pad(rows, side=side).tolist() if padded == GEN else rows)
+
+
+def test_jagged_and_strided_together() -> None:
+    data = four("jagged")
+    data[REF] = nest(list(data[REF].unbind()))
+    out = KLComputation()(data)["kl_penalty"]
+    assert out.layout == torch.jagged
+    assert_close(list(out.unbind()), tensors(FOUR))
 
 
 # ------------------------------------------------------------------ rewards
 
-# d = (0.5, -1, 0.25) and (2, -1)
-GEN_ROWS = [torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-0.25, -4.0])]
-REF_ROWS = [torch.tensor([-1.5, -1.0, -0.75]), torch.tensor([-2.25, -3.0])]
-LAST = [[-0.25, 0.5, 0.875], [-1.0, -2.5]]  # 1 and -3 on the last token, minus d / 2
-BROADCAST = [[0.75, 1.5, 0.875], [-4.0, -2.5]]
-
-
-def pair(reward: Any = None, form: str = "nested", key: str = "reward") -> TensorDictBase:
-    if form == "lazy":
-        elements = [
-            TensorDict({GEN: gen, REF: ref, **({} if reward is None else {key: reward[i]})})
-            for i, (gen, ref) in enumerate(zip(GEN_ROWS, REF_ROWS, strict=True))
-        ]
-        return TensorDict(next=lazy_stack(elements), batch_size=[2])
-    data = TensorDict({GEN: nest(GEN_ROWS), REF: nest(REF_ROWS)}, batch_size=[2])
-    return TensorDict(next=data if reward is None else data.set(key, reward), batch_size=[2])
-
-
-OUTCOME = torch.tensor([1.0, -3.0])
-OUTCOMES = {
+OUTCOME = torch.tensor(OUTCOMES)
+OUTCOME_FORMS = {
     "[B]": OUTCOME,
     "[B, 1]": OUTCOME[:, None],
     "[B, 1, 1]": OUTCOME[:, None, None],
-    "nested [B, (1), 1]": nest([torch.tensor([[1.0]]), torch.tensor([[-3.0]])]),
-    "whole numbers": torch.tensor([[1], [-3]]),
+    "nested [B, (1), 1]": nest([row[None, None] for row in OUTCOME]),
+    "whole numbers": OUTCOME.long()[:, None],
     "half precision": OUTCOME[:, None].bfloat16(),
 }
 
 
-def placed(data: Callable[[], TensorDictBase]) -> list[list[list[float]]]:
+def placed(data: TensorDictBase) -> list[list[list[float]]]:
     """The rewards of both placements: the outcome on the last token, and on all."""
-    out = [KLComputation(coeff=0.5, reward_placement=place)(data())["next"] for place in ("last", "broadcast")]
-    return [rows_of(each, "reward") for each in out]
+    transforms = [KLComputation(coeff=0.5, reward_placement=place) for place in ("last", "broadcast")]
+    return [numbers(transform(data.clone()), "reward") for transform in transforms]
 
 
-@pytest.mark.parametrize("form", list(OUTCOMES))
+@pytest.mark.parametrize("form", list(OUTCOME_FORMS))
 def test_outcome(form: str) -> None:
-    for found, expected in zip(placed(lambda: pair(OUTCOMES[form])), (LAST, BROADCAST), strict=True):
-        close(found, expected)
-    out = KLComputation(coeff=0.5)(pair(OUTCOMES[form]))["next"]  # the default placement is the last token
-    close(rows_of(out, "reward"), LAST)
+    assert placed(four(reward=OUTCOME_FORMS[form])) == [REWARDS["last"], REWARDS["broadcast"]]
+    out = KLComputation(coeff=0.5)(four(reward=OUTCOME_FORMS[form]))  # the default placement is the last token
+    assert numbers(out, "reward") == REWARDS["last"]
     assert out["reward"].dtype == torch.float32
-    assert [tuple(row.shape) for row in out["reward"].unbind()] == [(3, 1), (2, 1)]
+    assert [tuple(row.shape) for row in out["reward"].unbind()] == [(3, 1), (1, 1), (2, 1), (4, 1)]
 
 
-def test_outcome_in_a_lazy_stack() -> None:
-    for shape in ((), (1,), (1, 1)):
-        found = placed(lambda shape=shape: pair([value.reshape(shape) for value in OUTCOME], form="lazy"))
-        close(found[0], LAST)
-        close(found[1], BROADCAST)
-
-
-TOKEN_REWARDS = [torch.tensor([[0.1], [0.2], [3.0]]), torch.tensor([[-1.0], [0.7]])]
-PENALISED = [[-0.15, 0.7, 2.875], [-2.0, 1.2]]
-
-
-@pytest.mark.parametrize("form", ["nested", "lazy"])
-def test_a_reward_for_each_token_stays_where_it_is(form: str) -> None:
-    """Whatever the placement; with or without a feature dimension. Without a reward it is 0."""
-    rewards = [nest(TOKEN_REWARDS)] if form == "nested" else [TOKEN_REWARDS, [row.squeeze(-1) for row in TOKEN_REWARDS]]
-    for reward in rewards:
-        for found in placed(lambda reward=reward: pair(reward, form=form)):
-            close(found, PENALISED)
-    for found in placed(lambda: pair(form=form)):
-        close(found, [[-0.25, 0.5, -0.125], [-1.0, 0.5]])
-
-
-def test_a_dense_reward_for_each_token() -> None:
-    reward = torch.tensor([[[0.1], [0.2]], [[-1.0], [0.7]]])
-    entries = {GEN: torch.stack([GEN_ROWS[0][:2], GEN_ROWS[1]]), REF: torch.stack([REF_ROWS[0][:2], REF_ROWS[1]])}
-    for rewards in (reward, reward.squeeze(-1)):
-        data = TensorDict(next=TensorDict({**entries, "reward": rewards}, batch_size=[2]), batch_size=[2])
-        for found in placed(data.clone):
-            close(found, [[-0.15, 0.7], [-2.0, 1.2]])
+def test_a_reward_for_each_token_stays_where_it_is() -> None:
+    """Whatever the placement, with or without a feature dimension. Without a reward it is 0."""
+    rows = tensors([[0.125, 0.25, 3.0], [-1.0], [0.75, 0.5], [1.0, 2.0, 3.0, 5.0]])
+    wide = [row.unsqueeze(-1) for row in rows]
+    want = [(row + torch.tensor(penalty)).tolist() for row, penalty in zip(rows, PENALTY, strict=True)]
+    dense = {"padded": pad([row.tolist() for row in rows]), "nested": nest(wide), "jagged": nest(wide, torch.jagged)}
+    for form, rewards in (*dense.items(), ("padded", dense["padded"].unsqueeze(-1)), ("lazy", wide), ("lazy", rows)):
+        expected = pad(want).tolist() if form == "padded" else want
+        assert placed(four(form, reward=rewards)) == [expected] * 2
+    assert placed(four().exclude("reward")) == [PENALTY] * 2
 
 
 def test_add_to_reward_false_leaves_the_reward_alone() -> None:
     transform = KLComputation(add_to_reward=False, coeff=0.5)
-    out = transform(pair(OUTCOME))["next"]
-    assert out["reward"].tolist() == [1.0, -3.0]
-    close(rows_of(out, "kl_penalty"), [[0.5, -1.0, 0.25], [2.0, -1.0]])
-    assert transform(pair())["next"].get("reward", None) is None
+    out = transform(four())
+    assert out["reward"].flatten().tolist() == OUTCOMES
+    assert numbers(out, "kl_penalty") == FOUR
+    assert transform(four().exclude("reward")).get("reward", None) is None
     assert transform.out_keys == ["kl_penalty"]
 
 
 def rollout(prompt_lengths: list[int]) -> TensorDictBase:
     """Two padded sequences: one token of padding left of the second, one right of the first."""
-    gen = torch.tensor([[0.0, -1.0, -2.0, 9.0], [9.0, 0.0, -1.0, -3.0]])
-    ref = torch.tensor([[0.0, -3.0, -1.0, 7.0], [7.0, 0.0, -2.0, -1.0]])
-    attention = torch.tensor([[True, True, True, False], [False, True, True, True]])
-    tokens = torch.tensor([[5, 6, 7, 0], [0, 5, 6, 7]])
-    root = {("tokens", "full"): tokens, ("masks", "all_attention_mask"): attention}
+    full = torch.tensor([[5, 6, 7, 0], [0, 5, 6, 7]])
+    root: dict[Any, Any] = {
+        ("tokens", "full"): full,
+        ("masks", "all_attention_mask"): full > 0,
+        GEN: torch.tensor([[0.0, -1.0, -2.0, 9.0], [9.0, 0.0, -1.0, -3.0]]),
+        REF: torch.tensor([[0.0, -3.0, -1.0, 7.0], [7.0, 0.0, -2.0, -1.0]]),
+        "reward": torch.tensor([[1.0], [-3.0]]),
+    }
     if prompt_lengths:
-        root["tokens", "prompt"] = nest([row[:n] for row, n in zip(tokens, prompt_lengths, strict=True)])
-    inner = TensorDict({GEN: gen, REF: ref, "reward": OUTCOME[:, None]}, batch_size=[2])
-    return TensorDict({**root, "next": inner}, batch_size=[2])
+        root["tokens", "prompt"] = nest([row[:n] for row, n in zip(full, prompt_lengths, strict=True)])
+    return TensorDict(root, batch_size=[2])
 
 
 @pytest.mark.parametrize("prompt_lengths", [[], [1, 2], [3, 3]])
 def test_padding_holds_zero_and_the_outcome_sits_on_the_last_real_token(prompt_lengths: list[int]) -> None:
-    out = KLComputation(coeff=0.5)(rollout(prompt_lengths))["next"]
-    assert out["kl_penalty"].tolist() == [[0.0, 2.0, -1.0, 0.0], [0.0, 0.0, 1.0, -2.0]]
-    last, everywhere = placed(lambda: rollout(prompt_lengths))
-    assert last == [[0.0, -1.0, 1.5, 0.0], [0.0, 0.0, -0.5, -2.0]]
-    assert everywhere == [[1.0, 0.0, 1.5, 0.0], [0.0, -3.0, -3.5, -2.0]]
+    """What a reward holds at padding counts for nothing; the mask of a rollout wins over a side."""
+    data = rollout(prompt_lengths)
+    last = [[0.0, -1.0, 1.5, 0.0], [0.0, 0.0, -0.5, -2.0]]
+    assert placed(data) == [last, [[1.0, 0.0, 1.5, 0.0], [0.0, -3.0, -3.5, -2.0]]]
+    one_nested = data.clone().set(REF, nest(tensors([[0.0, -3.0, -1.0], [0.0, -2.0, -1.0]])))
+    for each in (data.clone(), one_nested):
+        out = KLComputation(coeff=0.5, padding_side="left")(each)
+        assert out["kl_penalty"].tolist() == [[0.0, 2.0, -1.0, 0.0], [0.0, 0.0, 1.0, -2.0]]
+        assert out["reward"].squeeze(-1).tolist() == last
+    data["reward"] = torch.tensor([[1.0, 2.0, 3.0, 99.0], [99.0, 4.0, 5.0, 6.0]]).unsqueeze(-1)
+    assert placed(data) == [[[1.0, 1.0, 3.5, 0.0], [0.0, 4.0, 4.5, 7.0]]] * 2
 
 
-def test_token_rewards_of_padded_sequences() -> None:
-    """What a reward holds at padding counts for nothing."""
-    data = rollout([])
-    data["next", "reward"] = torch.tensor([[1.0, 2.0, 3.0, 99.0], [99.0, 4.0, 5.0, 6.0]]).unsqueeze(-1)
-    assert placed(data.clone) == [[[1.0, 1.0, 3.5, 0.0], [0.0, 4.0, 4.5, 7.0]]] * 2
+def test_the_outcome_sits_on_the_last_token_of_the_assistant() -> None:
+    data = TensorDict(
+        tokens=Tokens(prompt=torch.tensor([5]), full=torch.tensor([5, 6, 7])),
+        masks=Masks(all_assistant_mask=torch.tensor([False, True, False])),
+        next=TensorDict({EXACT: torch.tensor([0.0, 0.5, 0.0]), "reward": torch.tensor([2.0])}),
+    )
+    out = KLComputation(estimator="exact", coeff=0.5)(data)["next"]
+    assert out["reward"].squeeze(-1).tolist() == [0.0, 1.75, 0.0]
 
 
 # ------------------------------------------------------------------ tokens that were not scored
@@ -305,137 +341,65 @@ def test_token_rewards_of_padded_sequences() -> None:
 
 def test_a_leading_run_of_nan_is_not_scored() -> None:
     """Neither model's NaN becomes a KL, also where only one of them has it; the outcome stays on the last token."""
-    nan = torch.nan
-    gen = [torch.tensor([nan, nan, -1.0, -2.0]), torch.tensor([nan, -1.0]), torch.tensor([nan, nan])]
-    ref = [torch.tensor([nan, -3.0, -3.0, -1.0]), torch.tensor([nan, nan]), torch.tensor([-1.0, -2.0])]
+    gen = tensors([[NAN, NAN, -1.0, -2.0], [NAN, -1.0], [NAN, NAN]])
+    ref = tensors([[NAN, -3.0, -3.0, -1.0], [NAN, NAN], [-1.0, -2.0]])
     data = TensorDict({GEN: nest(gen), REF: nest(ref), "reward": torch.tensor([1.0, 2.0, 3.0])}, batch_size=[3])
     out = KLComputation(coeff=0.5)(data)
-    assert rows_of(out, "kl_penalty") == [[0.0, 0.0, 2.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
-    assert rows_of(out, "reward") == [[0.0, 0.0, -1.0, 1.5], [0.0, 2.0], [0.0, 3.0]]
+    assert numbers(out, "kl_penalty") == [[0.0, 0.0, 2.0, -1.0], [0.0, 0.0], [0.0, 0.0]]
+    assert numbers(out, "reward") == [[0.0, 0.0, -1.0, 1.5], [0.0, 2.0], [0.0, 3.0]]
 
 
-def test_a_leading_run_of_nan_of_the_sampler_is_not_scored() -> None:
-    data = one(**{"old": torch.tensor([[torch.nan, *OLD[1:]]])})
-    out = KLComputation(estimator="corrected_k3", old_log_probs_key="old")(data)["next"]
-    close(rows_of(out, "kl_penalty"), [[0.0, *CORRECTED[1:]]])
+def test_gradients_through_kl_and_reward_reach_what_is_scored_alone() -> None:
+    kl = torch.tensor([[NAN, 0.5, 0.25], [9.0, 2.0, 1.0]], requires_grad=True)
+    mask = {("masks", "all_attention_mask"): torch.tensor([[True] * 3, [False, True, True]])}
+    out = KLComputation(estimator="exact", coeff=0.5)(TensorDict({EXACT: kl, **mask}, batch_size=[2]))
+    assert out["kl_penalty"].tolist() == [[0.0, 0.5, 0.25], [0.0, 2.0, 1.0]]
+    (found,) = torch.autograd.grad(3 * out["kl_penalty"].sum() + out["reward"].sum(), kl)
+    assert found.tolist() == [[0.0, 2.5, 2.5]] * 2  # 3 of the KL, -0.5 of the reward
+    gen = torch.tensor([NAN, -1.0, -2.0], requires_grad=True)
+    data = lazy_stack([TensorDict({GEN: gen, REF: torch.tensor([-1.0, -1.0, -3.0])})])
+    (found,) = torch.autograd.grad(KLComputation(estimator="k2")(data)[0]["kl_penalty"].sum(), gen)
+    assert found.tolist() == [0.0, 0.0, 1.0]  # d
 
 
-def test_a_token_that_is_not_scored_passes_no_gradient() -> None:
-    gen = torch.tensor([[torch.nan, -1.0, -2.0]], requires_grad=True)
-    data = TensorDict({GEN: gen, REF: torch.tensor([[-1.0, -1.0, -3.0]])}, batch_size=[1])
-    KLComputation(estimator="k2")(data)["kl_penalty"].sum().backward()
-    assert gen.grad is not None
-    assert gen.grad.tolist() == [[0.0, 0.0, 1.0]]  # d
+# ------------------------------------------------------------------ an exact KL
 
 
-# ------------------------------------------------------------------ layouts
-
-ROWS_D = [[0.5, -1.0, 0.25], [2.0], [-1.0, 3.0], [0.0, 1.0, -2.0, 4.0]]
-FOUR_REF = [torch.full((len(row),), -5.0) for row in ROWS_D]
-FOUR_GEN = [torch.tensor(row) - 5.0 for row in ROWS_D]
-FOUR_OUTCOMES = [1.0, -3.0, 0.0, 2.0]
-FOUR_REWARDS = [[-0.25, 0.5, 0.875], [-4.0], [0.5, -1.5], [0.0, -0.5, 1.0, 0.0]]
-
-
-def element(i: int) -> TensorDictBase:
-    return TensorDict({GEN: FOUR_GEN[i], REF: FOUR_REF[i], "reward": torch.tensor([FOUR_OUTCOMES[i]])})
+def test_the_entry_of_the_step_itself_serves_too() -> None:
+    """As the log-probs: ``"next"`` first, then the root; a tensorclass of log-probs may hold it."""
+    data = TensorDict(exact_kl=LogProbs(full=pad(FOUR), batch_size=[4]), batch_size=[4])
+    data["next"] = TensorDict(reward=torch.zeros(4, 1), batch_size=[4])
+    transform = KLComputation(estimator="exact")
+    assert transform(data)["next", "kl_penalty"].tolist() == pad(FOUR).tolist()
+    data["next", "exact_kl"] = TensorDict(full=2 * pad(FOUR), batch_size=[4])
+    assert transform(data)["next", "kl_penalty"].tolist() == (2 * pad(FOUR)).tolist()
 
 
-def four(layout: str) -> TensorDictBase:
-    """Four sequences in each layout; dense ones with the mask of their padding."""
-    reward = torch.tensor(FOUR_OUTCOMES)[:, None]
-    if layout == "lazy":
-        return lazy_stack([element(i) for i in range(4)])
-    if layout == "lazy [2, 2]":
-        return lazy_stack([lazy_stack([element(0), element(1)]), lazy_stack([element(2), element(3)])])
-    if layout == "lazy [2, 2] stacked along dimension 1":
-        return lazy_stack([lazy_stack([element(0), element(2)]), lazy_stack([element(1), element(3)])], 1)
-    if layout.startswith("dense"):
-        gen, ref = (
-            pad_sequence(rows, batch_first=True, padding_value=v) for rows, v in ((FOUR_GEN, 8.0), (FOUR_REF, 9.0))
-        )
-        mask = pad_sequence([torch.ones(len(row)).bool() for row in FOUR_GEN], batch_first=True)
-        data = TensorDict({GEN: gen, REF: ref, ("masks", "all_attention_mask"): mask, "reward": reward}, batch_size=[4])
-        return data.reshape(2, 2) if "[2, 2]" in layout else data
-    kind = {"strided": torch.strided, "jagged": torch.jagged}[layout]
-    return TensorDict({GEN: nest(FOUR_GEN, kind), REF: nest(FOUR_REF, kind), "reward": reward}, batch_size=[4])
+def test_the_entry_is_copied_and_rounding_below_zero_kept() -> None:
+    data = TensorDict({EXACT: torch.tensor([[0.0, -1e-3, -1e-9]])}, batch_size=[1])
+    kl = KLComputation(estimator="exact", add_to_reward=False)(data)["kl_penalty"]
+    assert torch.equal(kl, data[EXACT])
+    kl.zero_()
+    assert data[EXACT][0, 1] == torch.tensor(-1e-3)
 
 
-LAYOUTS = ["dense", "dense [2, 2]", "strided", "jagged", "lazy", "lazy [2, 2]", "lazy [2, 2] stacked along dimension 1"]
+WRITER = r"RetrieveLogProb\(policy, reference=reference\)"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_in_is_layout_out(layout: str) -> None:
-    """At the root and in "next"."""
-    data = four(layout)
-    root = (
-        {"next": data.exclude("masks"), "masks": data["masks"]}
-        if layout.startswith("dense")
-        else {"next": data.clone()}
-    )
-    inside = TensorDict(root, batch_size=data.batch_size)
-    transform = KLComputation(coeff=0.5)
-    for out in (transform(inside)["next"], transform(data)):
-        assert out.batch_size == data.batch_size
-        if layout.startswith("dense"):
-            assert out["kl_penalty"].shape == data[GEN].shape
-            assert out["reward"].shape == (*data[GEN].shape, 1)
-            for key, rows in (("kl_penalty", ROWS_D), ("reward", FOUR_REWARDS)):
-                padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-                assert_close(out[key].reshape(4, 4), padded)
-            continue
-        if layout in ("strided", "jagged"):
-            assert out["kl_penalty"].layout == out["reward"].layout == getattr(torch, layout)
-            parts = list(zip(out["kl_penalty"].unbind(), out["reward"].unbind(), strict=True))
-        else:
-            flat = out if out.batch_dims == 1 else [out[i, j] for i in range(2) for j in range(2)]
-            parts = [(step["kl_penalty"], step["reward"]) for step in flat]
-        for (kl, reward), d, want in zip(parts, ROWS_D, FOUR_REWARDS, strict=True):
-            assert_close(kl, torch.tensor(d))
-            assert_close(reward, torch.tensor(want)[:, None])
-
-
-@pytest.mark.parametrize("reward_shape", [(), (1,), (1, 1)])
-def test_no_batch_dimension(reward_shape: tuple[int, ...]) -> None:
-    for i in range(4):
-        data = element(i).set("reward", torch.tensor(FOUR_OUTCOMES[i]).reshape(reward_shape))
-        out = KLComputation(coeff=0.5)(TensorDict(next=data))["next"]
-        assert out.batch_size == ()
-        assert_close(out["kl_penalty"], torch.tensor(ROWS_D[i]))
-        assert_close(out["reward"], torch.tensor(FOUR_REWARDS[i])[:, None])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("padded", ["gen", "ref"])
-def test_one_padded_and_one_nested(padded: str, side: Any) -> None:
-    """Without a mask the argument places the padding; the KL has the form of the policy's log-probs."""
-    gen, ref = (
-        pad_sequence(rows, batch_first=True, padding_side=side, padding_value=-88.0) if name == padded else nest(rows)
-        for name, rows in (("gen", FOUR_GEN), ("ref", FOUR_REF))
-    )
-    data = TensorDict({GEN: gen, REF: ref, "reward": torch.tensor(FOUR_OUTCOMES)}, batch_size=[4])
-    out = KLComputation(coeff=0.5, padding_side=side)(data)
-    if padded == "ref":
-        close(rows_of(out, "kl_penalty"), ROWS_D)
-        close(rows_of(out, "reward"), FOUR_REWARDS)
-        return
-    for key, rows in (("kl_penalty", ROWS_D), ("reward", FOUR_REWARDS)):
-        want = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_side=side)
-        assert_close(out[key].reshape(4, 4), want)
-
-
-def test_one_padded_on_both_sides_and_one_nested() -> None:
-    """A rollout's mask wins over a side."""
-    data = rollout([])
-    data["next", REF] = nest([torch.tensor([0.0, -3.0, -1.0]), torch.tensor([0.0, -2.0, -1.0])])
-    out = KLComputation(coeff=0.5, padding_side="left")(data)["next"]
-    assert out["kl_penalty"].tolist() == [[0.0, 2.0, -1.0, 0.0], [0.0, 0.0, 1.0, -2.0]]
-    assert out["reward"].squeeze(-1).tolist() == [[0.0, -1.0, 1.5, 0.0], [0.0, 0.0, -0.5, -2.0]]
-
-
-def test_jagged_and_strided_together() -> None:
-    data = TensorDict({GEN: nest(FOUR_GEN, torch.jagged), REF: nest(FOUR_REF)}, batch_size=[4])
-    out = KLComputation()(data)["kl_penalty"]
-    assert out.layout == torch.jagged
-    for row, want in zip(out.unbind(), ROWS_D, strict=True):
-        assert_close(row, torch.tensor(want))
+def test_exact_kls_that_are_refused() -> None:
+    for form, bad in (("nested", torch.inf), ("lazy", -torch.inf), ("jagged", NAN)):
+        data = TensorDict(next=four(form, "exact"), batch_size=[4])
+        rows_of(data["next"], EXACT)[2][-1] = bad
+        message = rf"exact KL under \('exact_kl', 'full'\) is {bad} at sequence 2, position 1: .*{WRITER}"
+        with pytest.raises(ValueError, match=message):
+            KLComputation(estimator="exact")(data)
+        assert data["next"].get("kl_penalty", None) is None
+    message = rf"Exact KL not found.*\('mine', 'full'\).*in 'next': exact_kl.full.*{WRITER}"
+    with pytest.raises(ValueError, match=message):
+        KLComputation(estimator="exact", exact_kl_key=("mine", "full"))(data)
+    data = four("lazy", "exact beside log-probs")
+    data[1][EXACT] = torch.zeros(5)
+    with pytest.raises(ValueError, match=rf"Sample 1 .*shape=torch.Size\(\[1\]\), exact_kl\[1\].*\(\[5\]\).*{WRITER}"):
+        KLComputation(estimator="exact")(data)
+    with pytest.raises(ValueError, match=r"\('exact_kl', 'full'\) to have a token dimension"):
+        KLComputation(estimator="exact")(TensorDict({EXACT: torch.zeros(3)}, batch_size=[3]))

@@ -27,7 +27,7 @@ from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.service import RemoteModel
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from toy_models import FORWARD
-from toy_rollouts import make_scoring_wrapper, plain_log_probs
+from toy_rollouts import plain_log_probs
 
 LENGTHS, WIDTH, PROMPTS = (9, 35), 35, (4, 6)
 KEYS = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty"), ("next", "reward")]
@@ -92,45 +92,27 @@ def check(td: TensorDictBase, want: list[dict[Any, Tensor]], side: str | None, k
             assert_near(got, value, **FORWARD, msg=str(key))
 
 
-@pytest.mark.parametrize(
-    ("form", "layout"),
-    [
-        ("left", torch.strided),
-        ("right", torch.jagged),
-        ("nested", torch.jagged),
-        ("leaves", torch.strided),
-        ("padded leaves", torch.jagged),
-    ],
-)
-def test_rows_without_padding(
-    wrapped: Any, form: str, layout: Any, policy_model: nn.Module, ref_model: nn.Module
-) -> None:
-    out = RetrieveKL(*wrapped(False, layout=layout), coeff=0.5)(data(form))
-    check(out, expected(policy_model, ref_model), None)
+ROWS, PADDED = {"pad_output": False, "layout": torch.strided}, {"pad_output": True}
+JAGGED = {"pad_output": False, "layout": torch.jagged}
 
 
 @pytest.mark.parametrize(
-    ("form", "padding_side", "side"),
+    ("form", "options", "padding_side", "side"),
     [
-        ("left", "right", "left"),
-        ("right", "left", "right"),
-        ("padded leaves", "left", "right"),
-        ("nested", "left", "left"),
-        ("nested", "right", "right"),
-        ("leaves", "left", None),
+        *[("left", ROWS, "left", None), ("right", JAGGED, "left", None), ("nested", JAGGED, "left", None)],
+        *[("leaves", ROWS, "left", None), ("padded leaves", JAGGED, "left", None)],
+        # Padding stays where the data has it; ``padding_side`` is that of a nested tensor; leaves of a stack are rows alone.
+        *[("left", PADDED, "right", "left"), ("right", PADDED, "left", "right"), ("leaves", PADDED, "left", None)],
+        *[("padded leaves", PADDED, "left", "right"), ("nested", PADDED, "left", "left")],
+        ("nested", PADDED, "right", "right"),
+        # A bare model keeps the layout.
+        *[("left", None, "left", "left"), ("nested", None, "left", None), ("leaves", None, "left", None)],
     ],
 )
-def test_padded_rows(
-    wrapped: Any, form: str, padding_side: str, side: str | None, policy_model: nn.Module, ref_model: nn.Module
-) -> None:
-    """Padding stays where the data has it; ``padding_side`` is that of a nested tensor; leaves of a stack are rows alone."""
-    out = RetrieveKL(*wrapped(True), coeff=0.5, padding_side=padding_side)(data(form))
-    check(out, expected(policy_model, ref_model), side)
-
-
-def test_a_bare_model_keeps_the_layout(policy_model: nn.Module, ref_model: nn.Module) -> None:
-    for form, side in (("left", "left"), ("nested", None), ("leaves", None)):
-        check(RetrieveKL(policy_model, ref_model, coeff=0.5)(data(form)), expected(policy_model, ref_model), side)
+def test_layouts(lab: Any, form: str, options: Any, padding_side: str, side: Any) -> None:
+    models = (lab.gen_model, lab.ref_model) if options is None else lab.wrapped(**options)
+    out = RetrieveKL(*models, coeff=0.5, padding_side=padding_side)(data(form))
+    check(out, expected(lab.gen_model, lab.ref_model), side)
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
@@ -142,19 +124,6 @@ def test_the_reward_transform(wrapped: Any, pad_output: bool, policy_model: nn.M
     td["log_probs", "full"] = filled
     out = KLRewardTransform(wrapped(pad_output)[1], coef=0.5)(td)
     check(out, want, "left" if pad_output else None, KEYS[3:])
-
-
-@pytest.mark.parametrize("batch", [(), (2, 1)])
-def test_any_number_of_batch_dimensions(
-    wrapped: Any, batch: tuple[int, ...], policy_model: nn.Module, ref_model: nn.Module
-) -> None:
-    td = data()[0] if batch == () else data().unsqueeze(1)
-    out = RetrieveKL(*wrapped(False), coeff=0.5)(td)
-    want = expected(policy_model, ref_model)
-    rows = [out] if batch == () else [out[i, 0] for i in range(2)]
-    for row, values in zip(rows, want, strict=False):
-        for key in KEYS:
-            assert_near(row[key], values[key], **FORWARD, msg=str(key))
 
 
 # ------------------------------------------------------------------ readers
@@ -191,11 +160,8 @@ def test_the_parts_one_by_one(wrapped: Any, policy_model: nn.Module, ref_model: 
     assert_near(rows_of(again, ("next", "reward"))[1].squeeze(-1), want_reward - 0.5 * kl, **FORWARD)
 
 
-def test_an_algorithm_keeps_the_layout_of_the_batch(
-    tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module
-) -> None:
-    actor = make_scoring_wrapper(policy_model, tokenizer, pad_output=False)
-    batch = make_algorithm("grpo", actor, reference=ref_model, group_size=2).prepare(data())
+def test_an_algorithm_keeps_the_layout_of_the_batch(lab: Any) -> None:
+    batch = make_algorithm("grpo", lab.wrapped()[0], reference=lab.ref_model, group_size=2).prepare(data())
     assert batch["next", "ref_log_probs", "full"].shape == (2, WIDTH)
 
 
@@ -203,10 +169,9 @@ def test_an_algorithm_keeps_the_layout_of_the_batch(
 
 
 def test_padding_of_the_tokenizer_against_pad_output(wrapped: Any, ref_model: nn.Module) -> None:
+    message = r"tokenizer_kwargs\['padding'\]=True, .*build the wrapper with pad_output=True"
     for model in (wrapped(False)[1], ref_model):
-        with pytest.raises(
-            ValueError, match=r"tokenizer_kwargs\['padding'\]=True, .*build the wrapper with pad_output=True"
-        ):
+        with pytest.raises(ValueError, match=message):
             RetrieveLogProb(model, tokenizer_kwargs={"padding": True})
     RetrieveLogProb(wrapped(True)[1], tokenizer_kwargs={"padding": True})
 

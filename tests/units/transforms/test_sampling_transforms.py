@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,24 +32,28 @@ from torchrl_llm_kl import (
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import truncate
 from toy_models import tiny_model
-from toy_rollouts import make_env, make_policy, steps
+from toy_rollouts import steps
 
 SAMPLING = Sampling(0.8, top_p=0.8)
 PROMPTS = torch.tensor([[3, 4, 5, 6], [0, 7, 8, 9], [3, 4, 5, 6]])
 REAL = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
 
 
-def generated(model: nn.Module, record: RecordKept, *, seed: int = 0) -> tuple[TensorDictBase, torch.Tensor]:
-    """Answers of transformers' own ``generate``, left-padded prompts first, and their log-probs under the sampler."""
-    torch.manual_seed(seed)
+def recorded(model: nn.Module, record: RecordKept | None = None) -> tuple[TensorDictBase, torch.Tensor]:
+    """Answers of transformers' own ``generate``, left-padded prompts first, with a record of what could have been drawn.
+
+    And their log-probs under the sampler. With a ``record`` of the caller's, it is not written.
+    """
+    torch.manual_seed(0)
     model.generation_config.pad_token_id = 0
+    own = record or RecordKept(SAMPLING)
     out = model.generate(
         input_ids=PROMPTS,
         attention_mask=REAL,
         max_new_tokens=6,
         do_sample=True,
         top_k=0,
-        logits_processor=LogitsProcessorList([record]),
+        logits_processor=LogitsProcessorList([own]),
         output_scores=True,
         return_dict_in_generate=True,
     )
@@ -60,7 +66,7 @@ def generated(model: nn.Module, record: RecordKept, *, seed: int = 0) -> tuple[T
         masks=TensorDict(all_attention_mask=real, all_assistant_mask=mask, batch_size=[3]),
         batch_size=[3],
     )
-    return td, sampler
+    return (td if record else own.write(td)), sampler
 
 
 # ------------------------------------------------------------------ record and replay
@@ -69,9 +75,7 @@ def generated(model: nn.Module, record: RecordKept, *, seed: int = 0) -> tuple[T
 def test_a_replay_is_what_was_sampled() -> None:
     """Generate with top-p, record, score by replay; and the ratio of whole distributions is off by the mass that is kept."""
     model = tiny_model().double()
-    record = RecordKept(SAMPLING)
-    td, sampler = generated(model, record)
-    td = record.write(td)
+    td, sampler = recorded(model)
     assert td["kept", "ids"].dtype == td["kept", "counts"].dtype == torch.int32
     assert (td["kept", "counts"][:, :4] == 0).all()
     assert (td["kept", "counts"][:, 4:] > 0).all()
@@ -83,59 +87,48 @@ def test_a_replay_is_what_was_sampled() -> None:
 
 def test_a_record_outlives_the_policy() -> None:
     """Another model keeps other tokens; replayed over the record its log-probs are finite, and right by hand."""
-    record, later = RecordKept(SAMPLING), tiny_model(seed=5).double()
-    td, _ = generated(tiny_model().double(), record)
-    td = record.write(td)
+    later, (td, _) = tiny_model(seed=5).double(), recorded(tiny_model().double())
     found = RetrieveLogProb(later, sampling=SAMPLING)(td)["log_probs", "full"]
-    for row in range(3):
-        ids = td["tokens", "full"][row][td["masks", "all_attention_mask"][row]]
-        begin = int((~td["masks", "all_attention_mask"][row]).sum())
-        log_p = later(input_ids=ids[None]).logits[0] / 0.8
-        at = 0
-        for column in range(4, 10):
-            count = int(td["kept", "counts"][row, column])
-            kept = torch.as_tensor(td["kept", "ids"][row])[at : at + count].long()
-            at += count
-            want = log_p[column - begin - 1, kept].log_softmax(-1)[kept == ids[column - begin]]
-            assert_near(found[row, column], want[0], dtype=torch.float32, size=16)
+    for row, step in enumerate(td.unbind(0)):
+        ids = step["tokens", "full"][step["masks", "all_attention_mask"]]
+        counts = step["kept", "counts"][4:].tolist()
+        kept = torch.as_tensor(step["kept", "ids"])[: sum(counts)].long().split(counts)
+        log_p = later(input_ids=ids[None]).logits[0, -7:-1] / 0.8
+        parts = zip(log_p, kept, ids[-6:], strict=True)
+        want = torch.cat([values[among].log_softmax(-1)[among == token] for values, among, token in parts])
+        assert_near(found[row, 4:], want, dtype=torch.float32, size=16)
 
 
 def unpadded(row: TensorDictBase) -> TensorDictBase:
     real = row["masks", "all_attention_mask"]
-    counts, ids = row["kept", "counts"][real], torch.as_tensor(row["kept", "ids"])
     return TensorDict(
         advantage=row["advantage"],
         tokens=TensorDict(full=row["tokens", "full"][real], prompt=row["tokens", "prompt"][real[:4]]),
-        kept=TensorDict(counts=counts, ids=ids),
+        kept=TensorDict(counts=row["kept", "counts"][real], ids=torch.as_tensor(row["kept", "ids"])),
         next=TensorDict(log_probs=TensorDict(full=row["next", "log_probs", "full"][real])),
     )
 
 
 def test_a_loss_replays(padded: bool) -> None:
     """On policy every ratio is 1 to 1e-5, in every layout; without the record of another policy's too."""
-    model, record = tiny_model().double(), RecordKept(SAMPLING)
-    td, sampler = generated(model, record)
-    td = record.write(td)
-    td["next"] = TensorDict(
-        log_probs=TensorDict(full=torch.cat([torch.zeros(3, 4), sampler.float()], 1)), batch_size=[3]
-    )
+    model = tiny_model().double()
+    td, sampler = recorded(model)
+    td["next"] = TensorDict({("log_probs", "full"): torch.cat([torch.zeros(3, 4), sampler.float()], 1)}, [3])
     td["advantage"] = torch.tensor([[1.0], [-1.0], [0.5]])
     if not padded:
         td = lazy_stack([unpadded(row) for row in td.unbind(0)])
     for data in (td, td.exclude("kept")):
         out = PolicyLoss(model, "ppo", sampling=SAMPLING)(data)
-        assert_close(
-            (out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0),) * 2, rtol=0, atol=1e-5, check_dtype=False
-        )
+        ratios = torch.stack([out["ratio_min"], out["ratio_max"]])
+        assert_close(ratios, torch.ones(2), rtol=0, atol=1e-5, check_dtype=False)
         out.total_loss.backward()
     assert PolicyLoss(model, "ppo", temperature=0.8)(td)["ratio_max"] < 1.0
 
 
 def test_kl_to_the_reference() -> None:
     """``"kept"``: log-probs of both over what the policy keeps, by replay, in a transform and in a loss."""
-    model, ref, record = tiny_model().double(), tiny_model(seed=1).double(), RecordKept(SAMPLING)
-    td, _ = generated(model, record)
-    td = record.write(td)
+    model, ref = tiny_model().double(), tiny_model(seed=1).double()
+    td, _ = recorded(model)
     both = Sampling(0.8, top_p=0.8, reference="kept")
     want = RetrieveLogProb(ref, sampling=SAMPLING)(td.clone())["log_probs", "full"]
     for estimator in ("k1", "exact"):
@@ -153,16 +146,13 @@ def test_kl_to_the_reference() -> None:
     assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
-def test_torchrl_wrapper(tokenizer: Any, policy_model: nn.Module) -> None:
+def test_torchrl_wrapper(lab: Any) -> None:
     """A policy of torchrl that records, in a history with answers of several lengths."""
-    record = RecordKept(Sampling(top_k=3))
-    policy = make_policy(policy_model, tokenizer, pad_output=True)
-    policy.generate_kwargs |= {"top_k": policy_model.config.vocab_size, "logits_processor": [record]}
+    record, policy = RecordKept(Sampling(top_k=3)), lab.policy(True)
+    policy.generate_kwargs |= {"top_k": lab.gen_model.config.vocab_size, "logits_processor": [record]}
     torch.manual_seed(0)
-    data = policy(make_env(tokenizer).reset())
-    data = record.write(data)
-    scored = RetrieveLogProb(policy_model, sampling=record.sampling)(data)
-    for step in steps(scored):
+    data = record.write(policy(lab.env().reset()))
+    for step in steps(RetrieveLogProb(lab.gen_model, sampling=record.sampling)(data)):
         log_probs, counts = step["log_probs", "full"], step["kept", "counts"]
         assert int(counts.sum()) <= len(step["kept", "ids"])
         assert counts.max() == 3
@@ -172,10 +162,11 @@ def test_torchrl_wrapper(tokenizer: Any, policy_model: nn.Module) -> None:
 
 def test_records_of_other_calls_are_refused() -> None:
     model, record = tiny_model().double(), RecordKept(SAMPLING)
+    first, _ = recorded(model, RecordKept(SAMPLING))
     with pytest.raises(ValueError, match="the record is of 0 sequences"):
-        record.write(generated(model, RecordKept(SAMPLING))[0])
-    first, _ = generated(model, record)
-    other, _ = generated(tiny_model(seed=9).double(), record, seed=3)
+        record.write(first)
+    recorded(model, record)
+    other, _ = recorded(tiny_model(seed=9).double(), record)
     with pytest.raises(ValueError, match="not among the"):
         record.write(first)
     td = record.write(other)
@@ -189,73 +180,47 @@ def test_records_of_other_calls_are_refused() -> None:
 # ------------------------------------------------------------------ the sampler is known
 
 
-def default_policy(model: nn.Module, tokenizer: Any, **settings: Any) -> Any:
-    policy = make_policy(model, tokenizer, pad_output=True)
-    policy.generate_kwargs |= settings
-    return policy
-
-
 @pytest.fixture
-def plain(policy_model: nn.Module, tokenizer: Any) -> Any:
+def plain(lab: Any) -> Any:
     """A wrapper without a top-k of its own: transformers' default of 50 applies."""
-    return default_policy(policy_model, tokenizer)
+    return lab.policy(True)
 
 
-def test_warned_once(plain: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
-    scoring = plain.get_new_version(generate=False)
-    builds = {
-        "RetrieveLogProb": lambda **kwargs: RetrieveLogProb(scoring, **kwargs),
-        "RetrieveKL": lambda **kwargs: RetrieveKL(
-            scoring, plain.get_new_version(generate=False, log_probs_key="r"), **kwargs
-        ),
-        "PolicyLoss": lambda **kwargs: PolicyLoss(plain, **kwargs),
-        "make_algorithm": lambda **kwargs: make_algorithm("grpo", plain, reference=ref_model, group_size=2, **kwargs),
-    }
-    for name, build in builds.items():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            build()
-        found = [w for w in caught if issubclass(w.category, SamplerMismatchWarning)]
-        assert len(found) == 1, name
-        assert str(found[0].message).startswith("sampler uses top_k=50, scorer does not"), name
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", SamplerMismatchWarning)
-            build(sampling=Sampling(top_k=50))
-
-
-def test_a_teacher_may_be_followed_on_any_answers(plain: Any, ref_model: nn.Module) -> None:
-    """No ratio and no KL of sampled tokens is involved, and `sampling=` would be refused."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SamplerMismatchWarning)
-        make_algorithm("gkd", plain, reference=ref_model)
-    with pytest.warns(SamplerMismatchWarning, match="sampler uses top_k=50"):
-        make_algorithm("on_policy_distill", plain, reference=ref_model)
-
-
-def test_what_is_warned_of(policy_model: nn.Module, tokenizer: Any) -> None:
-    """And what is not: no truncation, the same one in the scorer, no policy that samples, a greedy one's log-probs."""
-    every, make = policy_model.config.vocab_size, partial(default_policy, policy_model, tokenizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SamplerMismatchWarning)
-        PolicyLoss(make(top_k=every))
-        PolicyLoss(make(top_k=20, temperature=0.7), sampling=Sampling(0.7, top_k=20))
-        PolicyLoss(make(), "sft")  # trains on data that no policy samples
-        RetrieveLogProb(make(do_sample=False).get_new_version(generate=False))
-        PolicyLoss(policy_model)
-    with pytest.warns(SamplerMismatchWarning, match="sampler uses temperature=0.7, scorer temperature=1"):
-        PolicyLoss(make(temperature=0.7, top_k=every))
-    with pytest.warns(SamplerMismatchWarning, match="sampler is greedy"):
-        PolicyLoss(make(do_sample=False))
-
-
-def test_from_collector(plain: Any, tokenizer: Any, ref_model: nn.Module) -> None:
-    """The policy is known at the first step, and warned of once."""
-    env = make_env(tokenizer, RetrieveKL("from_collector", ref_model))
+@contextmanager
+def mismatches(*expected: str) -> Iterator[None]:
+    """Warnings of samplers and scorers that differ."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in LLMCollector(env, policy=plain, dialog_turns_per_batch=2, total_dialog_turns=4):
-            pass
-    assert sum(issubclass(w.category, SamplerMismatchWarning) for w in caught) == 1
+        yield
+    found = [str(w.message) for w in caught if issubclass(w.category, SamplerMismatchWarning)]
+    assert len(found) == len(expected), found
+    assert all(map(str.startswith, found, expected)), found
+
+
+OF_50 = "sampler uses top_k=50, scorer does not"
+
+
+def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
+    scoring, other = (plain.get_new_version(generate=False, log_probs_key=key) for key in ("log_probs", "r"))
+    for build in (
+        partial(RetrieveLogProb, scoring),
+        partial(RetrieveKL, scoring, other),
+        partial(PolicyLoss, plain),
+        partial(make_algorithm, "grpo", plain, reference=ref_model, group_size=2),
+    ):
+        with mismatches(OF_50):
+            build()
+        with mismatches():
+            build(sampling=Sampling(top_k=50))
+    # From a collector the policy is known at the first step; a teacher may be followed on any answers.
+    env = lab.env(RetrieveKL("from_collector", ref_model))
+    with mismatches(OF_50):
+        list(LLMCollector(env, policy=plain, dialog_turns_per_batch=2, total_dialog_turns=4))
+    with mismatches():
+        make_algorithm("gkd", plain, reference=ref_model)
+        PolicyLoss(plain, "sft")  # trains on data that no policy samples
+    with mismatches(OF_50):
+        make_algorithm("on_policy_distill", plain, reference=ref_model)
 
 
 # ------------------------------------------------------------------ settings

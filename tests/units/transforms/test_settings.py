@@ -15,7 +15,7 @@ from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
 from torchrl_llm_kl.scoring import prepare_reference
 from torchrl_llm_kl.tasks import make_env as make_task_env
 from torchrl_llm_kl.training._models import load_model
-from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_scoring_wrapper, steps
+from toy_rollouts import flat, make_model, steps
 
 GEN, REF, OLD, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("old", "full"), ("exact_kl", "full")
 # d = log_prob - ref_log_prob = 0.5, -1
@@ -33,26 +33,27 @@ def kl_and_reward(transform: Any, data: TensorDictBase) -> tuple[list[float], li
     return out["kl_penalty"].flatten().tolist(), out["reward"].flatten().tolist()
 
 
+K1, K2, READ = ([0.0, 0.5, -1.0], [0.0, -0.5, 4.0]), ([0.0, 0.125, 0.5], [0.0, -0.625, 0.5]), [0.0, 7.0, 5.0]
+
 # ------------------------------------------------------------------ KLComputation
 
 
-def test_a_name_becomes_its_estimator() -> None:
-    transform = KLComputation(coeff=2.0)
-    transform.estimator = "k2"
-    assert transform.estimator is k2
-    assert kl_and_reward(transform, entries()) == ([0.0, 0.125, 0.5], [0.0, -0.25, 2.0])
-
-
-def test_to_the_exact_kl_and_back() -> None:
+def test_estimators_by_name_the_exact_kl_and_copies() -> None:
     transform = KLComputation()
     transform.estimator = "exact"
-    assert transform.in_keys == [EXACT, "reward"]
-    assert transform.exact_kl_key == EXACT
-    assert kl_and_reward(transform, entries(exact_kl=[0.0, 7.0, 5.0])) == ([0.0, 7.0, 5.0], [0.0, -7.0, -2.0])
+    assert (transform.in_keys, transform.exact_kl_key) == ([EXACT, "reward"], EXACT)
+    assert kl_and_reward(transform, entries(exact_kl=READ)) == (READ, [0.0, -7.0, -2.0])
+    with pytest.raises(ValueError, match=r"old_log_probs_key=.*'old'.*estimator='exact'"):
+        transform.old_log_probs_key = OLD
     transform.estimator = "k1"
-    assert transform.in_keys == [GEN, REF, "reward"]
-    assert transform.exact_kl_key is None
-    assert kl_and_reward(transform, entries(exact_kl=[0.0, 7.0, 5.0])) == ([0.0, 0.5, -1.0], [0.0, -0.5, 4.0])
+    assert (transform.in_keys, transform.exact_kl_key) == ([GEN, REF, "reward"], None)
+    assert kl_and_reward(transform, entries(exact_kl=READ)) == K1
+    other = transform.clone()
+    other.estimator, other.coeff = "k2", 5.0
+    assert other.estimator is k2
+    assert kl_and_reward(transform, entries()) == K1
+    assert kl_and_reward(other, entries()) == K2
+    assert list(other.state_dict()) == ["coeff.value"]
 
 
 @pytest.mark.parametrize(
@@ -80,58 +81,31 @@ def test_what_means_nothing_is_refused(name: str, value: Any, error: type[Except
     assert getattr(transform, name) is before
 
 
-def test_old_log_probs_do_not_go_with_the_exact_kl() -> None:
-    transform = KLComputation(estimator="exact")
-    with pytest.raises(ValueError, match=r"old_log_probs_key=.*'old'.*estimator='exact'"):
-        transform.old_log_probs_key = OLD
-
-
 def test_keys_follow() -> None:
-    transform = KLComputation()
-    transform.kl_key, transform.reward_key, transform.gen_log_probs_full_key = "kl", "score", "mine"
-    built = KLComputation("mine", kl_key="kl", reward_key="score")
-    assert (built.in_keys, built.out_keys) == (transform.in_keys, transform.out_keys)
-    assert transform.in_keys == ["mine", REF, "score"]
-    assert transform.out_keys == ["kl", "score"]
-    data = entries()["next"].rename_key_(GEN, "mine").rename_key_("reward", "score")
-    assert transform(data)["kl"].tolist() == [[0.0, 0.5, -1.0]]
-
-
-def test_add_to_reward_changes_what_is_declared() -> None:
     transform = KLComputation(add_to_reward=False)
-    transform.add_to_reward = True
-    assert (transform.in_keys, transform.out_keys) == ([GEN, REF, "reward"], ["kl_penalty", "reward"])
-    assert kl_and_reward(transform, entries())[1] == [0.0, -0.5, 4.0]
-    transform.add_to_reward = False
     assert (transform.in_keys, transform.out_keys) == ([GEN, REF], ["kl_penalty"])
-    assert kl_and_reward(transform, entries())[1] == [3.0]
-
-
-def test_copies_keep_their_own_settings() -> None:
-    transform = KLComputation(coeff=1.0)
-    other = transform.clone()
-    other.estimator, other.coeff = "k2", 5.0
-    assert kl_and_reward(transform, entries()) == ([0.0, 0.5, -1.0], [0.0, -0.5, 4.0])
-    assert kl_and_reward(other, entries()) == ([0.0, 0.125, 0.5], [0.0, -0.625, 0.5])
-    assert list(other.state_dict()) == ["coeff.value"]
+    transform.kl_key, transform.reward_key, transform.gen_log_probs_full_key = "kl", "score", "mine"
+    transform.add_to_reward = True
+    assert (transform.in_keys, transform.out_keys) == (["mine", REF, "score"], ["kl", "score"])
+    data = entries()["next"].rename_key_(GEN, "mine").rename_key_("reward", "score")
+    out = transform(data.clone())
+    assert (out["kl"].flatten().tolist(), out["score"].flatten().tolist()) == K1
+    transform.add_to_reward = False
+    assert transform.out_keys == ["kl"]
+    assert transform(data)["score"].tolist() == [[3.0]]
 
 
 # ------------------------------------------------------------------ with models
 
 
-@pytest.fixture(scope="module")
-def rollout(tokenizer: Any, policy_model: Any) -> TensorDictBase:
-    return flat(collect(tokenizer, make_policy(policy_model, tokenizer, pad_output=True)))
+@pytest.fixture
+def data(lab: Any) -> TensorDictBase:
+    return flat(lab.collect(pad_output=True))
 
 
 @pytest.fixture
-def data(rollout: TensorDictBase) -> TensorDictBase:
-    return rollout.clone()
-
-
-@pytest.fixture
-def make(wrapped: Any) -> Any:
-    return lambda **kwargs: RetrieveKL(*wrapped(True), **kwargs)
+def make(lab: Any) -> Any:
+    return lambda **kwargs: RetrieveKL(*lab.wrapped(True), **kwargs)
 
 
 def assert_same(a: TensorDictBase, b: TensorDictBase) -> None:
@@ -150,6 +124,7 @@ SETTINGS: list[tuple[str, Any]] = [
     *(("assistant_only", False), ("scope", "full"), ("detach", False), ("memory", 0)),
     *(("kl_key", "kl"), ("reward_key", "score"), ("moments_key", "moments"), ("entropy_key", ("entropy", "full"))),
     *(("gen_log_probs_full_key", ("gen", "full")), ("ref_log_probs_full_key", ("reference", "full"))),
+    ("old_log_probs_key", OLD),
 ]
 
 
@@ -158,7 +133,10 @@ def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, ma
     if name == "scope":  # needs to know who spoke in earlier turns
         for step in data.tensordicts:
             step["masks", "all_assistant_mask"] = step["masks", "all_attention_mask"].clone()
-    changed, built = make(), make(**{name: value})
+    given = {"estimator": "corrected_k3"} if value == OLD else {}
+    for step in data.tensordicts:
+        step[OLD] = torch.full(step["tokens", "full"].shape, -1.0)
+    changed, built = make(**given), make(**given, **{name: value})
     plain = changed(data.clone())
     setattr(changed, name, value)
     found = getattr(changed, name)
@@ -172,38 +150,15 @@ def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, ma
         assert (part.in_keys, part.out_keys) == (other.in_keys, other.out_keys)
 
 
-def test_retrieve_kl_reads_old_log_probs_set_later(make: Any, data: TensorDictBase) -> None:
-    for step in data.tensordicts:
-        step["old", "full"] = torch.full(step["tokens", "full"].shape, -1.0)
-    changed = make(estimator="corrected_k3")
-    changed.old_log_probs_key = OLD
-    built = make(estimator="corrected_k3", old_log_probs_key=OLD)
-    assert_same(changed(data.clone()), built(data.clone()))
-
-
 FIXED = ["gen_model", "ref_model", "device", "history_key", "tokenizer", "tokenizer_kwargs", "padding_side"]
 
 
-def test_what_is_fixed_at_construction(make: Any, ref_model: Any) -> None:
+def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model: Any) -> None:
     for transform, names in ((make(), FIXED), (RetrieveLogProb(ref_model), FIXED[2:])):
         for name in names:
             message = rf"{type(transform).__name__}\.{name} is fixed at construction: build a new"
             with pytest.raises(AttributeError, match=message):
                 setattr(transform, name, "left")
-
-
-def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
-    model = peft.get_peft_model(make_model(tokenizer, seed=0), config).eval()
-    transform = RetrieveKL(model, "base")
-    transform.adapters = False
-    assert [part.adapters for part in transform.transforms[:2]] == [False, False]
-    transform.adapters = True
-    assert [part.adapters for part in transform.transforms[:2]] == [True, False]
-
-
-def test_scope_is_checked(make: Any, ref_model: Any) -> None:
     message = "scope must be 'turn' or 'full', got 'word'"
     classes = KLRewardTransform, RetrieveLogProb, RetrieveValue
     for cls in classes:
@@ -214,21 +169,25 @@ def test_scope_is_checked(make: Any, ref_model: Any) -> None:
             transform.scope = "word"
 
 
-def test_the_keys_of_retrieve_log_prob_follow(ref_model: Any, data: TensorDictBase) -> None:
-    transform = RetrieveLogProb(ref_model)
+def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+    transform = RetrieveKL(peft.get_peft_model(make_model(tokenizer, seed=0), config).eval(), "base")
+    for on in (False, True):
+        transform.adapters = on
+        assert [part.adapters for part in transform.transforms[:2]] == [on, False]
+
+
+def test_keys_and_another_model_with_its_own_interface(lab: Any, data: TensorDictBase) -> None:
+    transform = RetrieveLogProb(lab.ref_model)
     transform.log_probs_full_key, transform.entropy_key = ("mine", "full"), "entropy"
     assert transform.out_keys == [("mine", "full"), "entropy"]
-    out = transform(data)
-    assert {"mine", "entropy"} <= set(next(steps(out))["next"].keys())
-
-
-def test_another_model_brings_its_own_interface(tokenizer: Any, ref_model: Any) -> None:
-    transform = RetrieveLogProb(ref_model)
-    transform.model = make_scoring_wrapper(ref_model, tokenizer, pad_output=True, input_mode="history")
-    assert transform.tokenizer is tokenizer
+    assert {"mine", "entropy"} <= set(next(steps(transform(data)))["next"].keys())
+    transform.model = lab.wrapped(True, input_mode="history")[1]
+    assert transform.tokenizer is lab.tokenizer
     assert transform.in_keys == [("history", "full")]
     with pytest.raises(ValueError, match="must have `generate=False`"):
-        transform.model = make_policy(ref_model, tokenizer, pad_output=True)
+        transform.model = lab.policy(True)
 
 
 def test_a_critic_set_later_is_used_and_stays_outside_the_state(data: TensorDictBase) -> None:
@@ -255,12 +214,12 @@ def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model
     data = RetrieveLogProb(policy_model)(data)
     changed = KLRewardTransform(ref_model)
     changed.estimator = "k2"
-    built = KLRewardTransform(ref_model, estimator="k2")
-    assert_same(changed(data.clone()), built(data.clone()))
-    with pytest.raises(ValueError, match="estimator='exact' needs the policy's whole distributions"):
-        changed.estimator = "exact"
-    with pytest.raises(ValueError, match="unknown KL estimator 'k9'"):
-        changed.estimator = "k9"
+    assert_same(changed(data.clone()), KLRewardTransform(ref_model, estimator="k2")(data.clone()))
+    for name, message in (("exact", "needs the policy's whole distributions"), ("k9", "unknown KL estimator 'k9'")):
+        with pytest.raises(ValueError, match=message):
+            changed.estimator = name
+        with pytest.raises(ValueError, match=message):
+            KLRewardTransform(ref_model, estimator=name)
     assert list(changed.state_dict())[-1] == "coef.value"
 
 
@@ -295,15 +254,12 @@ def test_a_device_that_does_not_exist(tokenizer: Any, ref_model: Any, tmp_path: 
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["RetrieveKL", "KLComputation"])
-def test_the_specs_of_an_env_follow(whole: bool, make: Any, tokenizer: Any, policy_model: Any) -> None:
+def test_the_specs_of_an_env_follow(whole: bool, make: Any, lab: Any) -> None:
     transform = make()
-    env = make_env(tokenizer, transform)
-    policy = make_policy(policy_model, tokenizer, pad_output=True)
-    assert env.full_reward_spec["reward"].shape == (2, -1, 1)
-    (transform if whole else transform[2]).add_to_reward = False
-    assert env.full_reward_spec["reward"].shape == (2, 1)
-    for step, outcome in zip(steps(env.rollout(1, policy)), (1.0, -0.5), strict=True):
-        assert step["next", "reward"].tolist() == [outcome]
-        assert step["next", "kl_penalty"].ndim == 1
-    (transform if whole else transform[2]).add_to_reward = True
-    assert env.full_reward_spec["reward"].shape == (2, -1, 1)
+    env, owner = lab.env(transform), transform if whole else transform[2]
+    for add, shape in ((True, (2, -1, 1)), (False, (2, 1)), (True, (2, -1, 1))):
+        owner.add_to_reward = add
+        assert env.full_reward_spec["reward"].shape == shape
+        for step, outcome in zip(steps(env.rollout(1, lab.policy(True))), (1.0, -0.5), strict=True):
+            assert step["next", "kl_penalty"].ndim == 1
+            assert (step["next", "reward"].tolist() == [outcome]) != add
