@@ -202,6 +202,13 @@ def test_step_response(case, factor, equilibrium):
     assert float(coefficient()) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize("equilibrium", [gaussian, softmax])
+def test_ziegler_overshoots_from_the_right_coefficient(equilibrium):
+    """At the demo's rate of 10 % an update: the coefficient falls while the KL rises from 0, and returns late."""
+    coefficient = AdaptiveKLCoefficient(at_target(equilibrium), TARGET, horizon=16)
+    assert max(response(coefficient, equilibrium, updates=140)) > 1.5 * TARGET
+
+
 def test_the_mean_of_a_noisy_kl_is_on_target():
     """With the noise of 128 answers, a fifth of the KL: the average keeps it out of the coefficient."""
     rng, coefficient = torch.Generator().manual_seed(0), PIKLCoefficient(0.1, TARGET)
@@ -334,6 +341,10 @@ def test_no_samples_change_nothing_and_ranks_need_a_group():
         coefficient = pi()
         values(coefficient, [torch.tensor(math.nan), torch.tensor(9.0)], n)
         assert coefficient.state_dict() == pi().state_dict()
+    adaptive = ziegler()
+    adaptive.update(9.0, 0)
+    assert adaptive.state_dict() == ziegler().state_dict()
+    assert values(pi(), [0.9, 0.7], 1) == values(pi(), [0.9, 0.7], 100), "one sample is a mean too"
     with pytest.raises(RuntimeError, match=r"all_ranks=True, but torch\.distributed is not initialised"):
         pi().update(0.5, 1, all_ranks=True)
 
@@ -403,3 +414,11 @@ def test_as_coefficient_of_numbers_and_modules():
         assert isinstance(module, FixedKLCoefficient)
         assert (module().shape, module().item()) == ((), float(coeff))
         assert as_coefficient(module) is module
+
+
+def test_settings_are_shown():
+    assert repr(ziegler(target=6.0, horizon=100)) == "AdaptiveKLCoefficient(value=0.2, target=6, horizon=100)"
+    assert (
+        repr(pi(max_step=0.3))
+        == "PIKLCoefficient(value=0.2, target=0.5, smoothing=0, max_step=0.3, proportional=0.5, integral=0.1)"
+    )

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 from torch.testing import assert_close
 
-from closeness import assert_near
+from closeness import assert_near, needs_equal_rows
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.scoring import fingerprint_of
@@ -25,6 +25,7 @@ from torchrl_llm_kl.service.engines._gang import split
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
 from torchrl_llm_kl.service.replica._watchdog import Watchdog
+from toy_models import tiny_model
 
 
 class Wrapper(nn.Module):
@@ -363,3 +364,15 @@ def test_arguments_of_a_gang_are_checked():
     ):
         with pytest.raises(ValueError, match=message):
             GangEngine(model, **options)
+
+
+@needs_equal_rows
+def test_requests_that_arrive_together_have_the_bits_of_each_alone():
+    """Wide enough that products of different numbers of rows are summed in different orders."""
+    wide = tiny_model(hidden_size=128, intermediate_size=256, max_position_embeddings=256)
+    rows = [torch.randint(30, (n,), generator=torch.Generator().manual_seed(n)) for n in (150, 20, 90)]
+    settings = Settings(deterministic=True)
+    sent = [Request.of(row, torch.tensor([len(row)]), None, settings, version=None, caller="") for row in rows]
+    local = LogProbScorer(wide, deterministic=True)
+    for row, found in zip(rows, ScoringCore(TransformersEngine(wide)).score(sent), strict=True):
+        assert torch.equal(torch.as_tensor(found.log_prob), local.score([row]).values[1:])
