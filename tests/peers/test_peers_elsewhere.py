@@ -17,8 +17,6 @@ from torchrl_llm_kl._foreign import VERL, find_row
 from torchrl_llm_kl.algorithms.elsewhere import _trinity
 from torchrl_llm_kl.algorithms.elsewhere._translation import flatten, read_mapping
 
-# ------------------------------------------------------------------ Trinity-RFT
-
 KLS = {
     "k1": "K1Fn",
     "k2": "K2Fn",
@@ -95,8 +93,6 @@ def test_trinitys_algorithms_and_their_functions() -> None:
         if kind != "dpo":
             assert recipe["kl_loss"] == config.get("kl_loss_fn", "k2"), kind
 
-
-# ------------------------------------------------------------------ verl
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 #: An advantage that needs no critic.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,6 +19,7 @@ from torch.testing import assert_close
 
 import peers
 from by_hand import own_names
+from elsewhere_batches import OneDevice
 from objective_cases import random_batch
 from peers import load, sampled, verl as corrections_of_verl
 from seeded import columns_of
@@ -361,16 +361,6 @@ def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------ TRL
 
 
-class State(SimpleNamespace):
-    """Of a trainer on one device, which its loss reads."""
-
-    def __init__(self, **more: Any) -> None:
-        same: dict[str, Any] = dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)
-        same |= {"reduce": lambda x, **_: x, "device": "cpu", "num_processes": 1, "sync_gradients": True}
-        metrics: Any = defaultdict(lambda: defaultdict(list))
-        super().__init__(accelerator=SimpleNamespace(**same), aux_loss_enabled=False, _metrics=metrics, **more)
-
-
 def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bonus that its trainer adds in each of seven steps, and its coefficient after each."""
     trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
@@ -385,15 +375,14 @@ def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> N
     inputs = {"prompt_ids": empty, "prompt_mask": empty, "completion_ids": mask, "completion_mask": mask}
     inputs |= {"advantages": batch["advantage"][:, 0], "old_per_token_logps": batch["old_log_prob"]}
 
-    def loss(own: State) -> Tensor:
+    def loss(own: OneDevice) -> Tensor:
         own._get_per_token_logps_and_entropies = lambda *_, **__: (batch["log_prob"], entropy, None)
         return trainer._compute_loss(own, None, inputs)
 
     for scale in (0.3, 0.2, 0.1, 0.5, 0.6, 0.9, 0.2):
         entropy = scale * (1 + 0.1 * batch["log_prob"].sin())
-        of_model = {**fixed, "model": SimpleNamespace(training=True)}
-        own = State(**of_model, _entropy_bonus_enabled=True, use_adaptive_entropy=True, **control)
-        difference = loss(State(**of_model, _entropy_bonus_enabled=False)) - loss(own)
+        own = OneDevice(**fixed, _entropy_bonus_enabled=True, use_adaptive_entropy=True, **control)
+        difference = loss(OneDevice(**fixed, _entropy_bonus_enabled=False)) - loss(own)
         control = {name: getattr(own, name) for name in control}
         mean = entropy[batch["mask"]].mean()
         assert_close(difference, ours() * mean, rtol=1e-6, atol=1e-8)
@@ -421,7 +410,7 @@ def trls(name: str, order: Tensor, batch: dict[str, Tensor], inputs: dict[str, A
     # Of the sum of squares of the distribution: log_prob at half the temperature is 2 log_prob less it.
     squares = 2 * seen.detach() - torch.where(mask, sharp_of(batch)[order], 0)
     outputs = {"log_probs": seen, "entropy": zeros, "mean_logits": zeros, "is_top1": zeros.bool()}
-    trainer = MagicMock(**vars(State(precompute_ref_logps=True)), **state)
+    trainer = MagicMock(**vars(OneDevice(precompute_ref_logps=True)), **state)
     trainer.model = model = MagicMock(training=False, return_value=SimpleNamespace(**outputs, log_sum_sq_probs=squares))
     if state.get("ld_alpha") is not None:  # TRL's own reference, whose lengths are those of the pairs
         trainer.precompute_ref_logps, trainer.ref_model.return_value = False, SimpleNamespace(log_probs=ref)

@@ -40,8 +40,6 @@ def test_the_corpus_is_complete():
     assert len(TEMPLATES) > 400
 
 
-# ------------------------------------------------------------------ the oracle against hand-written spans
-
 PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
