@@ -150,6 +150,8 @@ def test_no_sequences():
     assert x.offsets.tolist() == [0]
     empty = Ragged.from_nested(jagged(torch.ones(0, 2), [0]))
     assert empty.restore().shape[0] == empty.num_sequences == 0
+    with pytest.raises(ValueError, match="at least one row"):
+        x.to_nested()
     gaps = Ragged.from_nested(jagged(torch.ones(3), [0], []))
     assert gaps.lengths.tolist() == []
     assert gaps.restore(4).values().tolist() == [4, 4, 4]
