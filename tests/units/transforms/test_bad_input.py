@@ -166,7 +166,7 @@ NO_MASK = (
     "cannot tell which tokens … found ('tokens', 'full'), but neither ('tokens', 'prompt') … Add one of them"
     " … ('masks', 'all_assistant_mask') … assistant_only=False"
 )
-LONGER = "shape=torch.Size([7]) … shape=torch.Size([6]) … From position 6 on … score the same tokens"
+LONGER = "[1].shape=torch.Size([7]), ref_log_probs[1].shape=torch.Size([6]). From position 6 on … score the same tokens"
 AT = "at sequence 1, position"
 OTHER_PROMPT = put(PROMPT, [torch.tensor([7, 8, 9]), torch.tensor([10, 99])])
 LONG_PROMPT = put(PROMPT, [torch.tensor([7, 8, 9]), torch.ones(9, dtype=torch.long)])

@@ -144,18 +144,20 @@ def test_losses_and_advantages_read_rows_without_padding(wrapped: Any, policy_mo
 
 
 def test_the_parts_one_by_one(wrapped: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
-    """``KLComputation`` places the outcome on the last assistant token, though rows lack the padding of the tokens."""
+    """The outcome is placed on the last assistant token, though rows lack the padding of the tokens."""
     td = data("right")
     td["masks", "all_assistant_mask"][1, 30:] = False
+    whole = RetrieveKL(*wrapped(False), coeff=0.5)(td.clone())
     for model, key in zip(wrapped(False), ("log_probs", "ref_log_probs"), strict=True):
         td = RetrieveLogProb(model, log_probs_full_key=(key, "full"))(td)
     td = KLComputation(coeff=0.5)(td)
     want = expected(policy_model, ref_model)[1]
-    reward, kl = rows_of(td, ("next", "reward"))[1].squeeze(-1), want[("next", "kl_penalty")].clone()
+    kl = want[("next", "kl_penalty")].clone()
     kl[30:] = 0
     want_reward = -0.5 * kl
     want_reward[29] -= 1
-    assert_near(reward, want_reward, **FORWARD)
+    for found in (td, whole):
+        assert_near(rows_of(found, ("next", "reward"))[1].squeeze(-1), want_reward, **FORWARD)
     again = KLComputation(coeff=0.5)(td)  # a reward per token, in rows without padding
     assert_near(rows_of(again, ("next", "reward"))[1].squeeze(-1), want_reward - 0.5 * kl, **FORWARD)
 

@@ -152,7 +152,7 @@ def forms() -> dict[str, TensorDictBase]:
         "without the last token": [row[:-1] for row in RECORD],
         "response": response,
         "response without the last token": [row[:-1] for row in response],
-        "uint8": [row.to(torch.uint8) for row in RECORD],
+        "uint8 without the last token": [row[:-1].to(torch.uint8) for row in RECORD],
     }
     entries = {
         "padded, without the last slot": padded[:, :-1],
