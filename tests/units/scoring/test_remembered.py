@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near, rows_keep_their_bits
 from scoring_reference import FakeBackend, body_tokens, engine, plain_log_probs, random_mask, random_sequences
+from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
@@ -461,3 +464,27 @@ def test_tensors_that_are_views_scalars_or_empty() -> None:
     assert fingerprint_of(module) == fingerprint_of(twin)
     twin.get_buffer("flags")[1] = True
     assert fingerprint_of(module) != fingerprint_of(twin)
+
+
+def test_a_transform_and_a_loss_take_a_remembered_reference(tmp_path: Path) -> None:
+    """The second time all scores are found; a new scorer forwards its probe alone."""
+    policy, reference = tiny_model(seed=1), tiny_model()
+    full = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(0))
+    tokens = TensorDict(full=full, prompt=full[:, :3], batch_size=[2])
+    data = TensorDict(tokens=tokens, next=TensorDict(reward=torch.ones(2, 1), batch_size=[2]), batch_size=[2])
+    remembered = RememberedModel(reference, tmp_path)
+
+    def scored(model: nn.Module) -> list[torch.Tensor]:
+        kl = RetrieveKL(policy, model)(data.clone())["next", "kl_penalty"]
+        legacy = KLRewardTransform(model)(RetrieveLogProb(policy)(data.clone()))["next", "ref_log_probs"]
+        batch = data.clone().set("advantage", torch.ones(2, 1)).set(("log_probs", "full"), torch.zeros(2, 7))
+        loss = PolicyLoss(policy, "ppo", terms=[KLToReference(0.1, estimator="k3")], reference=model)(batch)
+        return [kl, legacy, loss["loss_kl_to_ref"].detach()]
+
+    expected = scored(reference)
+    for found, want in zip(scored(remembered), expected, strict=True):
+        assert_near(found, want, **FORWARD)
+    store = remembered.store
+    seen, recalled = store.tokens_seen, store.tokens_recalled
+    scored(remembered)
+    assert store.tokens_seen - seen == store.tokens_recalled - recalled > 0
