@@ -45,7 +45,7 @@ class Foreign:
 def _read(library: Library) -> Iterator[tuple[str, Foreign]]:
     """The trainers that have a setting, and the setting: each line of the library's table."""
     name = library.partition("-")[0].lower()
-    text = files("torchrl_llm_kl").joinpath("elsewhere", f"{name}.csv").read_text(encoding="utf-8")
+    text = files("torchrl_llm_kl").joinpath(f"elsewhere/{name}.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
         trainers, default = row.pop("trainers"), json.loads(row.pop("default"))
         yield trainers, Foreign(library, default=default, **row)  # type: ignore[arg-type]

@@ -18,66 +18,6 @@ Raises:
 
 from __future__ import annotations
 
-from torchrl_llm_kl.estimators._coefficients import (
-    AdaptiveEntropyCoefficient,
-    AdaptiveKLCoefficient,
-    FixedKLCoefficient,
-    as_coefficient,
-    check_penalty as check_penalty,
-)
-from torchrl_llm_kl.estimators._controllers import DualKLCoefficient, DualParametrisation, PIKLCoefficient
-from torchrl_llm_kl.estimators._exact import exact_kl, exact_kl_from_logits
-from torchrl_llm_kl.estimators._outcomes import top_k_divergence
-from torchrl_llm_kl.estimators._per_token import (
-    EstimatorName,
-    StraightThrough,
-    UnknownEstimatorError,
-    abs_,
-    available_estimators,
-    corrected_k3,
-    get_estimator,
-    k1,
-    k2,
-    k3,
-    low_var_kl,
-    none_,
-)
-from torchrl_llm_kl.estimators._table import (
-    CONTRACTS,
-    QUANTITIES,
-    EstimatorContract,
-    KLPlacementWarning,
-    check_placement,
-    estimator_table,
-)
+from torchrl_llm_kl._exports import lazy_names
 
-__all__ = [
-    "CONTRACTS",
-    "QUANTITIES",
-    "AdaptiveEntropyCoefficient",
-    "AdaptiveKLCoefficient",
-    "DualKLCoefficient",
-    "DualParametrisation",
-    "EstimatorContract",
-    "EstimatorName",
-    "FixedKLCoefficient",
-    "KLPlacementWarning",
-    "PIKLCoefficient",
-    "StraightThrough",
-    "UnknownEstimatorError",
-    "abs_",
-    "as_coefficient",
-    "available_estimators",
-    "check_placement",
-    "corrected_k3",
-    "estimator_table",
-    "exact_kl",
-    "exact_kl_from_logits",
-    "get_estimator",
-    "k1",
-    "k2",
-    "k3",
-    "low_var_kl",
-    "none_",
-    "top_k_divergence",
-]
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,32 +2,6 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.head._functions import (
-    Direction,
-    linear_kept,
-    linear_kl,
-    linear_log_prob,
-    linear_outcomes,
-    linear_pair,
-    linear_top_k,
-    logits_kl,
-)
-from torchrl_llm_kl.head._support import WHOLE as WHOLE, Kept, Truncation, dropped as dropped, floor_of as floor_of
-from torchrl_llm_kl.head._tiles import HeadOutput, OutcomesOutput, PairOutput, TopK
+from torchrl_llm_kl._exports import lazy_names
 
-__all__ = [
-    "Direction",
-    "HeadOutput",
-    "Kept",
-    "OutcomesOutput",
-    "PairOutput",
-    "TopK",
-    "Truncation",
-    "linear_kept",
-    "linear_kl",
-    "linear_log_prob",
-    "linear_outcomes",
-    "linear_pair",
-    "linear_top_k",
-    "logits_kl",
-]
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

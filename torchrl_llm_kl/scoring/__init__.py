@@ -1,59 +1,7 @@
 """The log-prob engine: token ids in, per-token log-probs out, with or without gradient."""
 
-from torchrl_llm_kl.scoring._critic import TokenCritic
-from torchrl_llm_kl.scoring._fingerprint import fingerprint_of
-from torchrl_llm_kl.scoring._model import (
-    evaluating as evaluating,
-    output_size as output_size,
-    placeholders as placeholders,
-    position_limit as position_limit,
-    trains_with as trains_with,
-    vocab_size as vocab_size,
-)
-from torchrl_llm_kl.scoring._passes import plan_micro_batches
-from torchrl_llm_kl.scoring._reference import prepare_reference
-from torchrl_llm_kl.scoring._remembered import RememberedModel
-from torchrl_llm_kl.scoring._request import (
-    NOT_TEXT as NOT_TEXT,
-    Sequences as Sequences,
-    TokenMask as TokenMask,
-    check_kept as check_kept,
-    not_text as not_text,
-    read_sequences as read_sequences,
-)
-from torchrl_llm_kl.scoring._routing import RoutedExperts as RoutedExperts, Routers as Routers
-from torchrl_llm_kl.scoring._sampling import (
-    SampledAlone as SampledAlone,
-    SamplerMismatchWarning,
-    Sampling,
-    as_sampling as as_sampling,
-    truncate as truncate,
-    warn_of_mismatch as warn_of_mismatch,
-)
-from torchrl_llm_kl.scoring._scorer import DEFAULT_MEMORY, LogProbScorer, ScorerSlot as ScorerSlot
-from torchrl_llm_kl.scoring._scores import SampledScores as SampledScores, Scores, VersionedScores as VersionedScores
-from torchrl_llm_kl.scoring._store import ScoreStore
-from torchrl_llm_kl.scoring._updater import ReferenceUpdater
-from torchrl_llm_kl.scoring._wrapper import (
-    check_distributions as check_distributions,
-    check_replays as check_replays,
-    is_wrapper as is_wrapper,
-    log_probs_only as log_probs_only,
-    unwrap as unwrap,
-)
-from torchrl_llm_kl.scoring._wrapping import Ranks as Ranks, is_zero3 as is_zero3
+from __future__ import annotations
 
-__all__ = [
-    "DEFAULT_MEMORY",
-    "LogProbScorer",
-    "ReferenceUpdater",
-    "RememberedModel",
-    "SamplerMismatchWarning",
-    "Sampling",
-    "ScoreStore",
-    "Scores",
-    "TokenCritic",
-    "fingerprint_of",
-    "plan_micro_batches",
-    "prepare_reference",
-]
+from torchrl_llm_kl._exports import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,26 +2,6 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.tasks._env import InputMode, Reply, make_env
-from torchrl_llm_kl.tasks._groups import whole_groups
-from torchrl_llm_kl.tasks._prompts import Prompt, PromptError, PromptOrder, Prompts
-from torchrl_llm_kl.tasks._rewards import FunctionReward, Reward, RewardError, RewardFunction, reward_metrics
-from torchrl_llm_kl.tasks._tools import ToolCall, ToolParser
+from torchrl_llm_kl._exports import lazy_names
 
-__all__ = [
-    "FunctionReward",
-    "InputMode",
-    "Prompt",
-    "PromptError",
-    "PromptOrder",
-    "Prompts",
-    "Reply",
-    "Reward",
-    "RewardError",
-    "RewardFunction",
-    "ToolCall",
-    "ToolParser",
-    "make_env",
-    "reward_metrics",
-    "whole_groups",
-]
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.transforms._base import RayVariant as RayVariant  # for the service's transforms
-from torchrl_llm_kl.transforms._kl_computation import KLComputation
-from torchrl_llm_kl.transforms._kl_reward import KLRewardTransform
-from torchrl_llm_kl.transforms._record_kept import RecordKept
-from torchrl_llm_kl.transforms._retrieve_kl import RetrieveKL
-from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb, RetrieveValue
+from torchrl_llm_kl._exports import lazy_names
 
-__all__ = ["KLComputation", "KLRewardTransform", "RecordKept", "RetrieveKL", "RetrieveLogProb", "RetrieveValue"]
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

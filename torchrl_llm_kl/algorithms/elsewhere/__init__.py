@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.algorithms.elsewhere._translation import Setting, Translation
-from torchrl_llm_kl.algorithms.elsewhere._trinity import from_trinity
-from torchrl_llm_kl.algorithms.elsewhere._trl import from_trl
-from torchrl_llm_kl.algorithms.elsewhere._verl import from_verl
+from torchrl_llm_kl._exports import lazy_names
 
-__all__ = ["Setting", "Translation", "from_trinity", "from_trl", "from_verl"]
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

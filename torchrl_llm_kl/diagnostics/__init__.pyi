@@ -1,0 +1,45 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.diagnostics._causes import (
+    Cause as Cause,
+    Finding as Finding,
+)
+from torchrl_llm_kl.diagnostics._columns import (
+    TokenColumns as TokenColumns,
+    read_columns as read_columns,
+)
+from torchrl_llm_kl.diagnostics._doctor import (
+    Diagnosis as Diagnosis,
+    DiagnosisWarning as DiagnosisWarning,
+    Doctor as Doctor,
+    diagnose as diagnose,
+)
+from torchrl_llm_kl.diagnostics._inspector import (
+    Inspection as Inspection,
+    inspect_tokens as inspect_tokens,
+)
+from torchrl_llm_kl.diagnostics._live import (
+    RunMonitor as RunMonitor,
+    log_metrics as log_metrics,
+    log_page as log_page,
+    log_text as log_text,
+    status_line as status_line,
+)
+from torchrl_llm_kl.diagnostics._measures import (
+    measure as measure,
+)
+from torchrl_llm_kl.diagnostics._metrics import (
+    METRICS as METRICS,
+    Metric as Metric,
+    Origin as Origin,
+    describe_metric as describe_metric,
+)
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.diagnostics._columns import (
+    KEYS as KEYS,
+)
+from torchrl_llm_kl.diagnostics._texts import (
+    escaped as escaped,
+)

@@ -1,0 +1,30 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.head._functions import (
+    Direction as Direction,
+    linear_kept as linear_kept,
+    linear_kl as linear_kl,
+    linear_log_prob as linear_log_prob,
+    linear_outcomes as linear_outcomes,
+    linear_pair as linear_pair,
+    linear_top_k as linear_top_k,
+    logits_kl as logits_kl,
+)
+from torchrl_llm_kl.head._support import (
+    Kept as Kept,
+    Truncation as Truncation,
+)
+from torchrl_llm_kl.head._tiles import (
+    HeadOutput as HeadOutput,
+    OutcomesOutput as OutcomesOutput,
+    PairOutput as PairOutput,
+    TopK as TopK,
+)
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.head._support import (
+    WHOLE as WHOLE,
+    dropped as dropped,
+    floor_of as floor_of,
+)

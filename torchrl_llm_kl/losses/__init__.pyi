@@ -1,0 +1,127 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.estimators import (
+    AdaptiveEntropyCoefficient as AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient as AdaptiveKLCoefficient,
+    DualKLCoefficient as DualKLCoefficient,
+    FixedKLCoefficient as FixedKLCoefficient,
+    KLPlacementWarning as KLPlacementWarning,
+    PIKLCoefficient as PIKLCoefficient,
+    check_placement as check_placement,
+)
+from torchrl_llm_kl.losses import (
+    corrections as corrections,
+    objectives as objectives,
+    terms as terms,
+)
+from torchrl_llm_kl.losses._arithmetic import (
+    AGGREGATIONS as AGGREGATIONS,
+    Aggregation as Aggregation,
+    aggregate as aggregate,
+    count as count,
+)
+from torchrl_llm_kl.losses._objective import (
+    LossTerm as LossTerm,
+    ObjectiveArgs as ObjectiveArgs,
+    ObjectiveName as ObjectiveName,
+    ObjectiveSpec as ObjectiveSpec,
+    Once as Once,
+    UnknownObjectiveError as UnknownObjectiveError,
+    available_objectives as available_objectives,
+    get_objective as get_objective,
+    objective as objective,
+    spec_of as spec_of,
+)
+from torchrl_llm_kl.losses._parts import (
+    Correction as Correction,
+    DivergenceToTeacher as DivergenceToTeacher,
+    EntropyBonus as EntropyBonus,
+    ImportanceWeights as ImportanceWeights,
+    KLToReference as KLToReference,
+    KLToSampler as KLToSampler,
+    OffPolicySequenceMask as OffPolicySequenceMask,
+    RejectionMask as RejectionMask,
+    RolloutArgs as RolloutArgs,
+    TermPart as TermPart,
+    TopEntropyMask as TopEntropyMask,
+    rollout_corrections as rollout_corrections,
+)
+from torchrl_llm_kl.losses._policy_loss import (
+    PolicyLoss as PolicyLoss,
+)
+from torchrl_llm_kl.losses._token_loss import (
+    LossOutput as LossOutput,
+)
+from torchrl_llm_kl.losses._value_loss import (
+    ValueLoss as ValueLoss,
+    value_error as value_error,
+)
+from torchrl_llm_kl.losses.corrections import (
+    Divergence as Divergence,
+    apply_correction as apply_correction,
+    correction_metrics as correction_metrics,
+    entropy_threshold as entropy_threshold,
+    importance_weights as importance_weights,
+    mismatch_metrics as mismatch_metrics,
+    off_policy_sequence_mask as off_policy_sequence_mask,
+    rejection_mask as rejection_mask,
+    top_entropy_mask as top_entropy_mask,
+)
+from torchrl_llm_kl.losses.objectives import (
+    aot as aot,
+    aot_match as aot_match,
+    aot_reference_point as aot_reference_point,
+    aot_unpaired as aot_unpaired,
+    apo_down as apo_down,
+    apo_zero as apo_zero,
+    bco as bco,
+    bco_pair as bco_pair,
+    bco_reference_point as bco_reference_point,
+    cispo as cispo,
+    clip_cov as clip_cov,
+    cpo as cpo,
+    dapo as dapo,
+    discopop as discopop,
+    distill as distill,
+    dpo as dpo,
+    dppo as dppo,
+    dr_grpo as dr_grpo,
+    dro as dro,
+    exo_pair as exo_pair,
+    gmpo as gmpo,
+    gpg as gpg,
+    gspo as gspo,
+    hinge as hinge,
+    importance_sampling as importance_sampling,
+    ipo as ipo,
+    kl_cov as kl_cov,
+    kto as kto,
+    kto_reference_point as kto_reference_point,
+    luspo as luspo,
+    mix as mix,
+    mix_chord as mix_chord,
+    mu_schedule as mu_schedule,
+    nca_pair as nca_pair,
+    opmd as opmd,
+    orpo as orpo,
+    ppo as ppo,
+    rec as rec,
+    robust as robust,
+    sapo as sapo,
+    select_clip_cov as select_clip_cov,
+    select_kl_cov as select_kl_cov,
+    sft as sft,
+    sft_is as sft_is,
+    sft_phi as sft_phi,
+    simpo as simpo,
+    sppo as sppo,
+    sppo_hard as sppo_hard,
+    topr as topr,
+    vespo as vespo,
+)
+from torchrl_llm_kl.losses.terms import (
+    divergence_to_teacher as divergence_to_teacher,
+    entropy_bonus as entropy_bonus,
+    kl_to_ref as kl_to_ref,
+    kl_to_sampler as kl_to_sampler,
+)

@@ -1,0 +1,23 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.masks._conversation import (
+    RenderedConversation as RenderedConversation,
+    render_conversation as render_conversation,
+    render_conversations as render_conversations,
+)
+from torchrl_llm_kl.masks._messages import (
+    AssistantMaskError as AssistantMaskError,
+    EmptyAssistantMaskError as EmptyAssistantMaskError,
+    MissingChatTemplateError as MissingChatTemplateError,
+    TurnNotFoundError as TurnNotFoundError,
+    history_to_messages as history_to_messages,
+)
+from torchrl_llm_kl.masks._tokens import (
+    mask_from_prompt_lengths as mask_from_prompt_lengths,
+)
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.masks._tokens import (
+    encode_with_mask as encode_with_mask,
+)

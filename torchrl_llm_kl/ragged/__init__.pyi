@@ -1,0 +1,24 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.ragged._containers import (
+    Container as Container,
+    Dense as Dense,
+    Jagged as Jagged,
+    Rows as Rows,
+    Strided as Strided,
+    same_rows as same_rows,
+)
+from torchrl_llm_kl.ragged._ragged import (
+    PaddingSide as PaddingSide,
+    Ragged as Ragged,
+    check_padding_side as check_padding_side,
+    segment_sum as segment_sum,
+)
+from torchrl_llm_kl.ragged._tensordict import (
+    has_entry as has_entry,
+    own_leaves as own_leaves,
+    read_column as read_column,
+    read_node as read_node,
+    read_ragged as read_ragged,
+    write_ragged as write_ragged,
+)

@@ -1,0 +1,87 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.rollouts._context import (
+    Context as Context,
+    InContext as InContext,
+    in_context as in_context,
+)
+from torchrl_llm_kl.rollouts._entries import (
+    MissingEntryError as MissingEntryError,
+    find_key as find_key,
+    per_sequence as per_sequence,
+    per_token as per_token,
+    require_key as require_key,
+)
+from torchrl_llm_kl.rollouts._keys import (
+    ModelInterface as ModelInterface,
+)
+from torchrl_llm_kl.rollouts._rendered import (
+    Scope as Scope,
+    TokenisingOptions as TokenisingOptions,
+)
+from torchrl_llm_kl.rollouts._response import (
+    ResponseTokens as ResponseTokens,
+    mismatch as mismatch,
+)
+from torchrl_llm_kl.rollouts._rewards import (
+    RewardPlacement as RewardPlacement,
+    token_reward as token_reward,
+)
+from torchrl_llm_kl.rollouts._tokens import (
+    Located as Located,
+    MaskingStrategy as MaskingStrategy,
+    locate as locate,
+)
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.rollouts._context import (
+    check_context as check_context,
+)
+from torchrl_llm_kl.rollouts._entries import (
+    describe_entries as describe_entries,
+    find_log_probs as find_log_probs,
+    is_distributed as is_distributed,
+    leading_zeros as leading_zeros,
+    leaves as leaves,
+    outcomes as outcomes,
+    read_result as read_result,
+    sequence_ids_of as sequence_ids_of,
+    sequence_integers as sequence_integers,
+    sequence_sums as sequence_sums,
+    with_a_row as with_a_row,
+)
+from torchrl_llm_kl.rollouts._kept import (
+    read_kept as read_kept,
+    write_kept as write_kept,
+)
+from torchrl_llm_kl.rollouts._keys import (
+    ATTENTION_MASK as ATTENTION_MASK,
+    TOKENS_FULL as TOKENS_FULL,
+    sub_key as sub_key,
+)
+from torchrl_llm_kl.rollouts._rendered import (
+    in_layout as in_layout,
+    read_conversations as read_conversations,
+)
+from torchrl_llm_kl.rollouts._rewards import (
+    read_denominators as read_denominators,
+    write_denominators as write_denominators,
+)
+from torchrl_llm_kl.rollouts._routing import (
+    read_routing as read_routing,
+)
+from torchrl_llm_kl.rollouts._teachers import (
+    TOP_K_NAMES as TOP_K_NAMES,
+    TeacherOutcomes as TeacherOutcomes,
+    read_top_k as read_top_k,
+    top_k_entries as top_k_entries,
+)
+from torchrl_llm_kl.rollouts._tokens import (
+    TokenReader as TokenReader,
+    assistant_mask as assistant_mask,
+    first_difference as first_difference,
+    prompt_ids as prompt_ids,
+    response_mask as response_mask,
+    zeros_of_first_tokens as zeros_of_first_tokens,
+)

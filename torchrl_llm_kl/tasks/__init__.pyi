@@ -1,0 +1,27 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.tasks._env import (
+    InputMode as InputMode,
+    Reply as Reply,
+    make_env as make_env,
+)
+from torchrl_llm_kl.tasks._groups import (
+    whole_groups as whole_groups,
+)
+from torchrl_llm_kl.tasks._prompts import (
+    Prompt as Prompt,
+    PromptError as PromptError,
+    PromptOrder as PromptOrder,
+    Prompts as Prompts,
+)
+from torchrl_llm_kl.tasks._rewards import (
+    FunctionReward as FunctionReward,
+    Reward as Reward,
+    RewardError as RewardError,
+    RewardFunction as RewardFunction,
+    reward_metrics as reward_metrics,
+)
+from torchrl_llm_kl.tasks._tools import (
+    ToolCall as ToolCall,
+    ToolParser as ToolParser,
+)

@@ -1,0 +1,24 @@
+"""Names of the package: it loads them on first use, type checkers read them here."""
+
+from torchrl_llm_kl.transforms._kl_computation import (
+    KLComputation as KLComputation,
+)
+from torchrl_llm_kl.transforms._kl_reward import (
+    KLRewardTransform as KLRewardTransform,
+)
+from torchrl_llm_kl.transforms._record_kept import (
+    RecordKept as RecordKept,
+)
+from torchrl_llm_kl.transforms._retrieve_kl import (
+    RetrieveKL as RetrieveKL,
+)
+from torchrl_llm_kl.transforms._retrieve_log_prob import (
+    RetrieveLogProb as RetrieveLogProb,
+    RetrieveValue as RetrieveValue,
+)
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.transforms._base import (
+    RayVariant as RayVariant,
+)
