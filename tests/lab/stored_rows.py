@@ -51,5 +51,3 @@ def has(store: Any, number: int, **options: Any) -> bool:
     return bool(known.any())
 
 
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.scores.safetensors"))
