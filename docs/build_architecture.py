@@ -22,7 +22,7 @@ PICTURE = Path(__file__).with_name("architecture.png")
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("_foreign",),
     ("_registry", "_files"),
-    ("_numerics",),
+    ("_numerics", "_exports"),
     ("masks", "ragged", "head"),
     ("rollouts", "scoring", "estimators"),
     ("advantages", "transforms", "losses", "datasets"),
@@ -35,6 +35,7 @@ HOLDS = {
     "_foreign": "settings of TRL, Trinity-RFT and verl: their names there and here",
     "_registry": "one registry: names, aliases, did-you-mean; hyper-parameter names",
     "_files": "files that are there whole or not at all",
+    "_exports": "names that load on first use, from each layer's stub",
     "_numerics": "checks of shapes, ranges and finiteness; float32 promotion; masked means",
     "ragged": "variable-length data in one form, and its conversions",
     "masks": "which tokens the assistant produced",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from hashlib import blake2b
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -49,5 +48,3 @@ def has(store: Any, number: int, **options: Any) -> bool:
     known, found = store.read([key], [len(mask)])
     assert not known.any() or (np.array_equal(known, mask) and np.array_equal(found, values))
     return bool(known.any())
-
-

@@ -100,7 +100,6 @@ def test_remembered_scores_are_requested_again_once_weights_are_pushed(pushed, t
     first = scorer.evaluate(data, entropy=True)
     assert_same(first.log_prob.values, LogProbScorer(model()).score(data).values)
     assert first.version == start
-    reference.store.flush()
     sent = requests()
     for again in (scorer, RememberedModel(clone(pushed.model), tmp_path).make_scorer()):
         found = again.begin(data, entropy=True)()

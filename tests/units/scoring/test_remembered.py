@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from torchrl_llm_kl.scoring import (
     fingerprint_of,
     prepare_reference,
 )
-from torchrl_llm_kl.scoring._store import _encode, _Record
+from torchrl_llm_kl.scoring._store import _encode
 from toy_models import FORWARD, tiny_model, with_lora
 from toy_tokenizer import build_tokenizer
 
@@ -98,7 +99,6 @@ def test_another_run_or_copy_makes_no_forward_either(remember: Remember, tmp_pat
     want = scorer.evaluate(SEQUENCES, entropy=True)
     assert torch.equal(want.log_prob.values, log_probs)
     assert torch.equal(want.entropy.values, plain.entropy.values)
-    first.store.flush()
     for twin in (RememberedModel(tiny_model(), tmp_path), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         calls, scorer = forwards(twin.model), twin.make_scorer()
         assert not is_forwarded(scorer, calls, entropy=True)
@@ -190,7 +190,6 @@ def test_another_tokenizer_misses(remember: Remember) -> None:
     def scored(**options: Any) -> int:
         scorer = remember(wrapped(tiny_model(), **options))
         scorer.score(SEQUENCES)
-        scorer.model.store.flush()
         return scorer.model.store.tokens_recalled
 
     assert [scored(), scored(), scored(merges=[("h", "i")]), scored()] == [0, EVERYTHING, 0, EVERYTHING]
@@ -239,7 +238,6 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(remember: Remember
     assert not torch.equal(wanted[Sampling()], wanted[Sampling(2.0)])
     scorer.inner.dtype = torch.bfloat16
     assert not torch.equal(scorer.score(SEQUENCES).values, wanted[Sampling()])
-    scorer.model.store.flush()
     calls = forwards(model)
     for sampling, values in wanted.items():
         other = remember(model, sampling=sampling)
@@ -321,30 +319,30 @@ def test_errors_name_the_sequence_of_the_call_and_nan_is_never_stored(remember: 
         scorer.score([[1, 2], [3, 4]], [[False, True], [True, True]])
     with pytest.raises(TypeError, match="model is a scorer: pass its model"):
         RememberedModel(LogProbScorer(model), "unused")
-    scorer.model.store.flush()
     stored = scorer.model.store.num_bytes
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     for _ in range(2):
         with pytest.raises(ValueError, match="log-prob is nan"):
             scorer.score(SEQUENCES)
-    scorer.model.store.flush()
     assert scorer.model.store.num_bytes == stored
 
 
 @pytest.mark.parametrize(("column", "value"), [(0, 7.0), (1, -5.0), (1, float("inf"))])
 def test_scores_that_cannot_be_are_computed_again(remember: Remember, column: int, value: float) -> None:
-    """A shard with right checksums, and a log-prob above 0 or an entropy below."""
+    """A file with right checksums, and a log-prob above 0 or an entropy below."""
     row, mask = [[1, 2, 3]], np.array([False, True, True])
     scorer = remember(tiny_model())
     want, store = scorer.evaluate(row, entropy=True)[:2], scorer.model.store
-    keys = list(store._writer.waiting)
-    store.close()
-    (path,) = store.folder.glob("*.safetensors")
     scores = [each.values.numpy()[mask] for each in want]
-    scores[column] = np.array([scores[column][0], value], np.float32)
-    path.write_bytes(_encode([_Record(key, mask, x) for key, x in zip(keys, scores, strict=True)]))
-    with pytest.warns(UserWarning, match="is damaged and is not read .*expected numbers in"):
+    store.close()
+    with sqlite3.connect(store.folder / "scores.sqlite3") as file:
+        keys = {raw: key for key, raw in file.execute("SELECT key, scores FROM scores")}
+        key = keys[scores[column].tobytes()]
+        wrong = np.array([scores[column][0], value], np.float32)
+        columns = _encode(key, mask, wrong)
+        file.execute("UPDATE scores SET mask = ?, scores = ?, digest = ? WHERE key = ?", (*columns, key))
+    with pytest.warns(UserWarning, match="holds a record that is not of 3 tokens with scores in"):
         found = remember(tiny_model()).evaluate(row, entropy=True)[:2]
     assert all(torch.equal(a.values, b.values) for a, b in zip(found, want, strict=True))
 
