@@ -40,9 +40,9 @@ def metadata_of(wheel: Path, file: str) -> str:
 
 
 def test_the_wheel_holds_the_package_alone_and_the_command(wheel: Path) -> None:
-    expected = {str(path.relative_to(PROJECT)) for path in PROJECT.glob("torchrl_llm_kl/**/*.py")}
-    page = ("_excerpt.html.jinja", "_inspector.css", "_inspector.html.jinja", "_inspector.js", "_parts.js")
-    expected |= {"torchrl_llm_kl/py.typed", *(f"torchrl_llm_kl/diagnostics/{name}" for name in page)}
+    kinds = {".py", ".pyi", ".typed", ".css", ".csv", ".ini", ".jinja", ".js"}
+    files = [path for path in PROJECT.glob("torchrl_llm_kl/**/*") if path.suffix in kinds or path.name == "py.typed"]
+    expected = {str(path.relative_to(PROJECT)) for path in files}
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == expected
     assert "torchrl-llm-kl = torchrl_llm_kl.cli:main" in metadata_of(wheel, "entry_points.txt").splitlines()
 
