@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -165,8 +165,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Look for what is wrong with a batch of rollouts; exits with 1 if there is a fault."""
-    diagnose = _of_diagnostics("diagnose")
     from torchrl_llm_kl.datasets import load_batch
+    from torchrl_llm_kl.diagnostics import diagnose
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     td = load_batch(batch, trust=trust)
@@ -184,7 +184,7 @@ def check(
         out.print(found)
     else:
         print(found)
-    if getattr(found, "exit_code", bool(found.findings)):  # notes alone are no fault
+    if found.exit_code:  # notes alone are no fault
         raise typer.Exit(FOUND)
 
 
@@ -204,8 +204,8 @@ def inspect(
     trust: Trust = False,
 ) -> None:
     """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
-    inspect_tokens = _of_diagnostics("inspect_tokens")
     from torchrl_llm_kl.datasets import load_batch
+    from torchrl_llm_kl.diagnostics import inspect_tokens
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
@@ -220,15 +220,6 @@ def inspect(
         print(f"wrote {html}")
     else:
         found.print(console=console())
-
-
-def _of_diagnostics(name: str) -> Any:
-    from torchrl_llm_kl import diagnostics
-
-    found = getattr(diagnostics, name, None)
-    if found is None:
-        raise CommandError(f"this version has no diagnostics.{name}: install a later one.")
-    return found
 
 
 # ------------------------------------------------------------------ runs

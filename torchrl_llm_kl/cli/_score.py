@@ -70,7 +70,6 @@ def score(options: ScoreOptions) -> None:
         typer.Exit: with 1 if nothing could be scored, 130 if interrupted.
     """
     _check(options)
-    inspect_tokens = _inspector() if options.html else None
     source = FileRows(options.data)
     _ = source.layout  # raises before a model is loaded
     settings = _settings(options, source)
@@ -106,8 +105,8 @@ def score(options: ScoreOptions) -> None:
         say(f"interrupted after {at:,} of {total:,} rows{rest}.")
         raise typer.Exit(INTERRUPTED) from None
     _print_summary(summary, options, run)
-    if inspect_tokens is not None and options.html is not None:
-        run.write_html(inspect_tokens, options.html, total)
+    if options.html is not None:
+        run.write_html(options.html, total)
     if not summary.scored:
         say(f"nothing in {options.data} could be scored: the reasons are above.")
         raise typer.Exit(FOUND)
@@ -147,15 +146,6 @@ def _check(options: ScoreOptions) -> None:
     check_model(options.model)
     if options.reference is not None:
         check_model(options.reference)
-
-
-def _inspector() -> Any:
-    from torchrl_llm_kl import diagnostics
-
-    found = getattr(diagnostics, "inspect_tokens", None)
-    if found is None:
-        raise CommandError("--html needs diagnostics.inspect_tokens, which this version lacks: leave the option out.")
-    return found
 
 
 def _settings(options: ScoreOptions, source: FileRows) -> dict[str, Any]:
@@ -305,8 +295,10 @@ class Run:
                         record[key] = [round(value, 7) for value in by_row[name][i].tolist()]
             yield record
 
-    def write_html(self, inspect_tokens: Any, path: Path, total: int) -> None:
+    def write_html(self, path: Path, total: int) -> None:
         """A page of the first answers with their scores."""
+        from torchrl_llm_kl.diagnostics import inspect_tokens
+
         answers: list[Answer] = []
         for row in self.source.read(0, total):
             answers += [item for item in self.encoder.encode(row) if isinstance(item, Answer)]

@@ -21,7 +21,7 @@ import typer
 from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
 from typer.testing import CliRunner
 
-from cli_files import CHATS, Cli, error_of, write_jsonl
+from cli_files import Cli, error_of
 from project import PROJECT
 from stored_batches import FULL, Mischief, batch, save
 from torchrl_llm_kl import __version__, diagnostics, save_batch
@@ -317,7 +317,7 @@ def test_no_code_of_a_file_runs_and_tokens_of_another_type_are_refused(cli: Cli,
 
 class Diagnosis:
     def __init__(self, findings: Sequence[str]) -> None:
-        self.findings = findings
+        self.findings, self.exit_code = findings, int(bool(findings))
 
     def __str__(self) -> str:
         return "\n".join(self.findings) or "nothing found"
@@ -365,25 +365,6 @@ def test_exit_codes_of_findings_and_what_the_doctor_gets(
     assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"] == ["length bias"]
     monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
     assert "length bias" in cli("check", path).stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("diagnose", "check {path}"),
-        ("inspect_tokens", "inspect {path} --tokenizer {model}"),
-        ("inspect_tokens", "score {model} {path} --html x.html"),
-    ],
-)
-def test_a_version_without_the_doctor_says_so(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str, words: str
-) -> None:
-    monkeypatch.delattr(diagnostics, name, raising=False)
-    path = save("dict", tmp_path / "batch.pt", batch())
-    if words.startswith("score"):
-        path = write_jsonl(tmp_path / "chats.jsonl", CHATS)
-    said = "leave the option out" if words.startswith("score") else f"has no diagnostics.{name}"
-    assert said in error_of(cli(*words.format(path=path, model=model).split(), code=2))
 
 
 def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
