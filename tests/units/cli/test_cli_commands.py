@@ -317,7 +317,11 @@ def test_no_code_of_a_file_runs_and_tokens_of_another_type_are_refused(cli: Cli,
 
 class Diagnosis:
     def __init__(self, findings: Sequence[str]) -> None:
-        self.findings, self.exit_code = findings, int(bool(findings))
+        self.findings = findings
+
+    @property
+    def exit_code(self) -> int:
+        return int(bool(self.findings))
 
     def __str__(self) -> str:
         return "\n".join(self.findings) or "nothing found"
