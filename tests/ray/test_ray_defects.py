@@ -97,6 +97,7 @@ def test_defect_18_kl_reward_transform_again_and_again():
         assert_same(variant(data(seed)), original(data(seed)))
 
 
+@pytest.mark.slow
 def test_defect_19_errors_of_the_factory_are_raised_at_construction():
     with pytest.raises(OSError, match=r"^no such checkpoint: /nowhere$"):
         RayRetrieveKL(gen_model_factory=GEN, ref_model_factory=broken, actor_name="defects-broken", **CPUS)
