@@ -13,7 +13,8 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +30,7 @@ _HEAD = struct.Struct("<QB")  # of a mask: tokens, bytes of a score
 _BUSY = 60.0  # seconds that another process may hold the file
 _PAGE = 4096
 _AT_ONCE = 500  # keys in a query
-_MOST_READ = 4096  # keys whose time of use waits to be written
+_MARK_EVERY = 60.0  # seconds between marks of use: a commit each
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, used REAL, mask BLOB, scores BLOB, digest BLOB) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS oldest ON scores (used)",
@@ -52,8 +53,8 @@ class ScoreStore:
         folder: created if missing. Every model, setting and process may share one.
 
     Keyword Args:
-        max_bytes: of the file, never exceeded. A token takes 4.1 bytes (8.1 in float64), a sequence about 80 more. Default 4
-            GiB, about a billion tokens.
+        max_bytes: of the file, never exceeded; one that is larger already does not shrink. A token takes 4.1 bytes (8.1 in
+            float64), a sequence about 80 more. Default 4 GiB, about a billion tokens.
 
     Attributes:
         tokens_seen: number of tokens that scorers looked up in this process.
@@ -80,7 +81,8 @@ class ScoreStore:
         self.max_bytes = max_bytes
         self.tokens_seen = self.tokens_recalled = 0
         self._warned: set[str] = set()
-        self._read: set[bytes] = set()  # keys whose time of use is not written yet
+        self._used: set[bytes] = set()  # keys that were read since the last mark of use
+        self._marked = time.monotonic()
         self._pid, self._lock, self._file = os.getpid(), threading.RLock(), _Connection()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,8 +106,7 @@ class ScoreStore:
             Two arrays ``[N]`` over the tokens of all sequences, end to end: whether the score is known, bool; and the score,
             float32 or float64 as it was stored, 0 where it is not known.
         """
-        what = "read, and its scores are computed again: delete it if it is damaged"
-        found = self._tried(what, partial(self._look_up, set(keys))) or {}
+        found = self._tried("read", partial(self._look_up, set(keys))) or {}
         known, values = np.zeros(sum(lengths), np.bool_), np.zeros(sum(lengths), np.float32)
         end = 0
         for key, length in zip(keys, lengths, strict=True):
@@ -115,7 +116,9 @@ class ScoreStore:
             mask, scores = found[key]
             if len(mask) != length or not within(scores, low, high).all():
                 self._warn(
-                    f"holds a record that is not of {length} tokens with scores in [{low:g}, {high:g}]: delete it"
+                    "impossible",
+                    f"holds a record that does not fit its sequence ({length} tokens, scores in [{low:g}, {high:g}]); its "
+                    "scores are recomputed. Delete the file.",
                 )
                 continue
             values = values.astype(np.result_type(values, scores), copy=False)
@@ -153,17 +156,17 @@ class ScoreStore:
         size = sum(len(own) // 8 + scores.nbytes + 80 for own, scores in new.values())
         if 2 * size > self.max_bytes:
             self._warn(
-                f"takes at most {self.max_bytes} bytes, less than twice the {size} of a call: its scores are not stored"
+                "too large",
+                f"did not store the scores of a call: they take {size} bytes, more than half of max_bytes={self.max_bytes}.",
             )
         elif new:
-            what = (
-                "written, and scores are computed again: check that the disk has room, and delete it if it is damaged"
-            )
-            self._tried(what, partial(self._write, new, size))
+            self._tried("written", partial(self._write, new, size))
 
     def close(self) -> None:
         """Close the file, until the next use."""
-        with self._lock:
+        if self._used:
+            self._tried("written", self._mark)
+        with self._own_lock():
             self._file.close()
 
     @property
@@ -174,43 +177,49 @@ class ScoreStore:
 
     # ------------------------------------------------------------------ the file
 
-    def _tried(self, what: str, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """What ``work`` does with the open file, this thread alone; None and a warning if it fails."""
+    def _own_lock(self) -> threading.RLock:
         if self._pid != os.getpid():  # a fork: the parent's connection and lock are not for this process
             self._pid, self._lock, self._file = os.getpid(), threading.RLock(), _Connection(self._file)
-        with self._lock:
+        return self._lock
+
+    def _tried(self, what: str, work: Callable[[sqlite3.Connection], T]) -> T | None:
+        """What ``work`` does with the open file, this thread alone; None and a warning if it fails."""
+        with self._own_lock():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 return work(self._file.open(self.folder / _FILE, self.max_bytes))
             except (sqlite3.Error, OSError) as error:
                 self._file.close()
-                self._warn(f"could not be {what} ({type(error).__name__}: {error})")
+                self._warn(
+                    what,
+                    f"could not be {what} ({type(error).__name__}: {error}); its scores are recomputed. Check the free space "
+                    "of the disk; if the file is damaged, delete it.",
+                )
                 return None
-            except BaseException:
-                self._file.close()  # ends the transaction
-                raise
 
-    def _warn(self, what: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            warnings.warn(f"{self.folder / _FILE} {what}.", stacklevel=4)
+    def _warn(self, cause: str, text: str) -> None:
+        """Once for each cause."""
+        if cause not in self._warned:
+            self._warned.add(cause)
+            warnings.warn(f"{self.folder / _FILE} {text}", stacklevel=4)
 
     def _look_up(self, keys: Set[bytes], file: sqlite3.Connection) -> dict[bytes, Record]:
         found = self._records(file, keys)
-        self._read.update(found)
-        if len(self._read) >= _MOST_READ:
-            self._touch(file)
+        self._used.update(found)
+        if time.monotonic() - self._marked >= _MARK_EVERY:
+            # Read-only, or another process writes: what was read is right all the same.
+            with suppress(sqlite3.OperationalError):
+                self._mark(file)
         return found
 
     def _write(self, new: dict[bytes, Record], size: int, file: sqlite3.Connection) -> None:
-        file.execute("BEGIN IMMEDIATE")
-        for key, earlier in self._records(file, new.keys()).items():
-            new[key] = _joined(earlier, new[key])
-        self._touch(file)
-        self._make_room(file, size)
-        rows = [(key, time.time(), *_encode(key, *record)) for key, record in new.items()]
-        file.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?, ?)", rows)
-        file.commit()
+        with _transaction(file):
+            for key, earlier in self._records(file, new.keys()).items():
+                new[key] = _joined(earlier, new[key])
+            self._mark_used(file)
+            self._make_room(file, size)
+            rows = [(key, time.time(), *_encode(key, *record)) for key, record in new.items()]
+            file.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?, ?)", rows)
 
     def _records(self, file: sqlite3.Connection, keys: Set[bytes]) -> dict[bytes, Record]:
         """What the file holds under these keys; damaged records are left out, with a warning."""
@@ -221,15 +230,22 @@ class ScoreStore:
             for key, *columns in file.execute(query, some):
                 record = _decoded(key, *columns)
                 if record is None:
-                    self._warn("holds a damaged record, whose scores are computed again: delete it")
+                    self._warn("damaged", "holds a damaged record; its scores are recomputed and replace it.")
                 else:
                     found[key] = record
         return found
 
-    def _touch(self, file: sqlite3.Connection) -> None:
-        """Write when the scores that were read were used."""
-        file.executemany("UPDATE scores SET used = ? WHERE key = ?", [(time.time(), key) for key in self._read])
-        self._read.clear()
+    def _mark(self, file: sqlite3.Connection) -> None:
+        self._marked = time.monotonic()  # also if it fails: not at each read
+        with _transaction(file):
+            self._mark_used(file)
+
+    def _mark_used(self, file: sqlite3.Connection) -> None:
+        """Write that the scores that were read were used now."""
+        now = time.time()
+        file.executemany("UPDATE scores SET used = ? WHERE key = ?", [(now, key) for key in self._used])
+        self._used.clear()
+        self._marked = time.monotonic()
 
     def _make_room(self, file: sqlite3.Connection, size: int) -> None:
         """Remove what was not used for the longest time, a tenth of the records at once, until ``size`` bytes are free."""
@@ -241,6 +257,18 @@ class ScoreStore:
         while free() < 2 * size and (count := file.execute("SELECT count(*) FROM scores").fetchone()[0]):
             few = "SELECT key FROM scores ORDER BY used LIMIT ?"
             file.execute(f"DELETE FROM scores WHERE key IN ({few})", (-(-count // 10),))
+
+
+@contextmanager
+def _transaction(file: sqlite3.Connection) -> Iterator[None]:
+    """One commit; nothing is written if the body raises an error."""
+    file.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        file.rollback()
+        raise
+    file.commit()
 
 
 def _reopen(folder: str, max_bytes: int) -> ScoreStore:

@@ -342,7 +342,7 @@ def test_scores_that_cannot_be_are_computed_again(remember: Remember, column: in
         wrong = np.array([scores[column][0], value], np.float32)
         columns = _encode(key, mask, wrong)
         file.execute("UPDATE scores SET mask = ?, scores = ?, digest = ? WHERE key = ?", (*columns, key))
-    with pytest.warns(UserWarning, match="holds a record that is not of 3 tokens with scores in"):
+    with pytest.warns(UserWarning, match="does not fit its sequence .3 tokens"):
         found = remember(tiny_model()).evaluate(row, entropy=True)[:2]
     assert all(torch.equal(a.values, b.values) for a, b in zip(found, want, strict=True))
 

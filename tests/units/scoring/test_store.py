@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import shutil
+import signal
 import sqlite3
 import threading
 import warnings
@@ -81,10 +82,22 @@ def test_threads_and_forks_share_a_store(store: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    child = os.fork()
+    held, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with store._lock:
+            held.set()
+            forked.wait()
+
+    threading.Thread(target=hold).start()
+    held.wait()
+    child = os.fork()  # while another thread uses the store
     if not child:
+        signal.alarm(60)  # ends a child that waits for that thread
+        store.close()
         put(store, 99)
         os._exit(0 if all(has(store, i) for i in range(40)) else 1)
+    forked.set()
     assert os.waitpid(child, 0)[1] == 0
     assert all(has(store, i) for i in (*range(40), 99))
 
@@ -109,10 +122,34 @@ def test_the_size_is_bounded_and_the_least_recently_read_scores_go(tmp_path: Pat
         assert has(store, 0), "read again and again"
     assert has(ScoreStore(tmp_path), 249)
     assert not has(store, 1)
-    with pytest.warns(UserWarning, match="takes at most 65536 bytes, less than twice .*: its scores are not stored"):
+    with pytest.warns(UserWarning, match="they take .* bytes, more than half of max_bytes=65536"):
         put(store, 999, length=20_000)
     assert not has(store, 999, length=20_000)
     assert has(store, 249)
+
+
+def test_reads_alone_keep_scores_and_take_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in later epochs, where nothing is added. Where the file cannot be written, what is read is right all the same."""
+    put(ScoreStore(tmp_path, max_bytes=SMALL), *range(200))
+    reader, statements = ScoreStore(tmp_path, max_bytes=SMALL), []
+    assert all(has(reader, number) for number in range(20))
+    reader._file._open.set_trace_callback(statements.append)
+    reader.close()
+    assert statements.count("BEGIN IMMEDIATE") == statements.count("COMMIT") == 1
+    assert sum(each.startswith("UPDATE") for each in statements) == 20
+    put(ScoreStore(tmp_path, max_bytes=SMALL), *range(1000, 1100))
+    assert [number for number in range(200) if has(reader, number)][:20] == list(range(20))
+    assert not has(reader, 20)
+    monkeypatch.setattr(load(), "_BUSY", 0.05)
+    monkeypatch.setattr(load(), "_MARK_EVERY", 0.0)
+    other, late = sqlite3.connect(tmp_path / FILE), ScoreStore(tmp_path)
+    other.execute("BEGIN IMMEDIATE")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert has(late, 0)
+    other.close()
+    assert has(late, 0)
+    assert not late._used, "marked as soon as it can be"
 
 
 def test_a_folder_that_was_removed_is_made_again_and_one_that_cannot_be_written_warns_once(tmp_path: Path) -> None:
@@ -125,7 +162,7 @@ def test_a_folder_that_was_removed_is_made_again_and_one_that_cannot_be_written_
     assert has(store, 2)
     shutil.rmtree(folder)
     folder.write_text("in the way")
-    with pytest.warns(UserWarning, match="could not be written.*check that the disk has room"):
+    with pytest.warns(UserWarning, match="could not be written.*Check the free space"):
         put(store, 1)
     with pytest.warns(UserWarning, match="could not be read"):
         assert not has(store, 1)
@@ -174,14 +211,17 @@ def test_a_damaged_file_is_a_miss_with_a_warning(tmp_path: Path, store: Any, nam
         warnings.simplefilter("always")
         assert not all([has(reader, number) for number in range(60)])
     assert found
-    assert all("delete it" in str(each.message) for each in found)
+    assert all("delete it" in str(each.message) or "replace it" in str(each.message) for each in found)
 
 
 def forged(folder: Path, key: bytes, mask: np.ndarray, values: np.ndarray) -> None:
     """A record with a right checksum."""
+    replaced(folder, key, *load()._encode(key, mask, values))
+
+
+def replaced(folder: Path, key: bytes, *columns: bytes) -> None:
     with sqlite3.connect(folder / FILE) as file:
-        row = (key, 0.0, *load()._encode(key, mask, values))
-        file.execute("INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?, ?)", row)
+        file.execute("INSERT OR REPLACE INTO scores VALUES (?, 0.0, ?, ?, ?)", (key, *columns))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +232,9 @@ def test_scores_that_cannot_be(tmp_path: Path, store: Any, value: float, dtype: 
     key, mask = row(1)[0], np.array([False, True, True])
     put(store, 1)
     forged(tmp_path, key, mask, np.array([-0.5, value], dtype))
-    with pytest.warns(UserWarning, match=r"not of 3 tokens with scores in \[-inf, 0.01\]"):
+    with pytest.warns(
+        UserWarning, match=r"does not fit its sequence \(3 tokens, scores in \[-inf, 0.01\]\).* Delete the file"
+    ):
         known, values = store.read([key], [3], -math.inf, 0.01)
     assert not known.any()
     assert not values.any()
@@ -218,6 +260,21 @@ def test_a_record_that_does_not_fit_its_mask_or_sequence(tmp_path: Path, store: 
         known, values = store.read([row(1)[0]], [3])
     assert not known.any()
     assert values.tolist() == [0.0] * 3
+    put(store, 1)
+    assert has(store, 1), "computed again, it takes the place of the damaged one"
+
+
+def test_columns_of_another_record_and_a_length_beyond_them(tmp_path: Path, store: Any) -> None:
+    put(store, 1, 2)
+    with sqlite3.connect(tmp_path / FILE) as file:
+        others = file.execute("SELECT mask, scores, digest FROM scores WHERE key = ?", (row(2)[0],)).fetchone()
+    huge, raw = load()._HEAD.pack(2**40, 4) + b"\x60", bytes(8)
+    for columns in (others, (huge, raw, load()._digest(row(1)[0], huge, raw))):
+        replaced(tmp_path, row(1)[0], *columns)
+        reader = ScoreStore(tmp_path)
+        with pytest.warns(UserWarning, match="holds a damaged record"):
+            assert not has(reader, 1)
+        assert has(reader, 2)
 
 
 def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any) -> None:
