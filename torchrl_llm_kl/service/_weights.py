@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError, portable
 from torchrl_llm_kl.service.control._spec import ServiceSpec, any_alive
 
@@ -316,15 +317,9 @@ class WeightFiles:
         replaced = [old for old in earlier if self._about(old)["token"] not in keep]
         number = int(earlier[-1].stem[-8:]) + 1 if earlier else 0
         path = self._folder / f"{self._prefix}{number:08d}.safetensors"
-        partial = path.with_suffix(f".{os.getpid()}.part")
         about = {"token": push.token, "version": str(push.version), "model": self._source}
-        try:
-            save_file(weights, partial, metadata=about)
-            with open(partial, "rb") as written:
-                os.fsync(written.fileno())
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replacing(path) as part:
+            save_file(weights, part, metadata=about)
         for old in replaced:
             old.unlink()
 

@@ -243,11 +243,3 @@ def flush_folder(folder: Path) -> None:
         pass
     finally:
         os.close(number)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file that is there whole or not at all."""
-    new = path.with_name(f".new-{path.name}")
-    new.write_text(text, encoding="utf-8")
-    _flushed(new)
-    new.rename(path)

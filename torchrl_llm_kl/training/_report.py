@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from torchrl_llm_kl.training._checkpoints import write_whole
+from torchrl_llm_kl._files import replacing
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.training._config import TrainConfig
@@ -43,7 +43,8 @@ class FiguresFile:
         self.path, self.rows, self._writes = path, list(rows), writes
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, self.text)
+            with replacing(path) as part:
+                part.write_text(self.text, encoding="utf-8")
 
     @property
     def text(self) -> str:

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.scoring import ReferenceUpdater
@@ -29,7 +30,7 @@ from torchrl_llm_kl.training._build import (
     measured_kl,
     sampling_of,
 )
-from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints, write_whole
+from torchrl_llm_kl.training._checkpoints import Checkpoint, Checkpoints
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig, differences
 from torchrl_llm_kl.training._evaluation import evaluate
 from torchrl_llm_kl.training._inputs import RunInputs, check_folder, check_kept, load_inputs
@@ -484,7 +485,8 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         settings = out / "config.yaml"
         if settings.exists() and not settings.read_text(encoding="utf-8").startswith(_ALL_SETTINGS):
             say(f"moved {settings}, which no run wrote, to {keep_earlier(out, [settings.name])}.")
-        write_whole(settings, _ALL_SETTINGS + config.to_yaml())
+        with replacing(settings) as part:
+            part.write_text(_ALL_SETTINGS + config.to_yaml(), encoding="utf-8")
 
     checkpoints = Checkpoints(out / "checkpoints", keep=config.checkpoints.keep)
     with warnings.catch_warnings():
