@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-numeric test-slow test-peers durations mutants matrix nightly bench bench-gpu bench-ray lint types docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-numeric test-slow test-peers durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -13,7 +13,7 @@ setup: $(READY)  ## Create .venv with all dependencies
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --config-settings editable_mode=compat --editable '.[all]'
 	touch $@
 
 demo: $(READY)  ## Train a small model on Countdown, with the KL held at a target; writes runs/demo
@@ -91,6 +91,7 @@ types: $(READY)  ## Check types
 	$(BIN)/mypy
 
 docs: $(READY)  ## Regenerate the generated pages, tables, pictures and notebooks in docs/, and build the site in site/
+	$(BIN)/python docs/build_stubs.py
 	$(BIN)/python docs/build_architecture.py
 	$(BIN)/python docs/build_api.py
 	$(BIN)/python docs/build_estimator_table.py
@@ -106,6 +107,9 @@ docs: $(READY)  ## Regenerate the generated pages, tables, pictures and notebook
 	$(BIN)/python docs/build_concept_figures.py
 	$(BIN)/python docs/build_notebooks.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+stubs: $(READY)  ## Write what is registered into the stubs, for type checkers
+	$(BIN)/python docs/build_stubs.py
 
 site: $(READY)  ## Build the site from docs/ as they are, and serve it on this machine while you edit
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

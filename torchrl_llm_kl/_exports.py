@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-_REST = "# isort: split"  # what a stub lists after it is for other layers, and not public
+_REST = "# isort: split"  # what a stub imports after it is for other layers, and not public
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from the imports of its stub.
+    """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub: what it imports, and types that it defines.
 
     Args:
         package: its ``__name__``.
         file: its ``__file__``.
     """
     text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
-    home, public = _imports(text), _imports(text.partition(_REST)[0])
+    home, public, types = _imports(text), _imports(text.partition(_REST)[0]), _types(text)
+
+    @cache
+    def typed(name: str) -> Any:
+        return _typed(package, types[name], load)
 
     def load(name: str) -> Any:
+        if name in types:
+            return typed(name)
         if name in home:
             if home[name] == package:  # a package below this one
                 return import_module(f"{package}.{name}")
@@ -30,10 +37,36 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
         raise no_attribute(package, name, home)
 
-    return load, lambda: sorted(home), sorted(name for name, module in public.items() if module != package)
+    own = [name for name, module in public.items() if module != package]
+    return load, lambda: sorted({*home, *types}), sorted({*own, *types})
 
 
 def _imports(stub: str) -> dict[str, str]:
-    """Name -> module of the imports."""
+    """Name -> module of the imports that a stub passes on: ``from module import name as name``."""
     found = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in found for alias in node.names}
+    return {alias.name: str(node.module) for node in found for alias in node.names if alias.asname == alias.name}
+
+
+def _types(stub: str) -> dict[str, ast.Assign | ast.ClassDef]:
+    """Name -> definition of the types in a stub."""
+    found = [node for node in ast.parse(stub).body if isinstance(node, (ast.Assign, ast.ClassDef))]
+    return {node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.targets[0]): node for node in found}
+
+
+def _typed(package: str, node: ast.Assign | ast.ClassDef, load: Callable[[str], Any]) -> Any:
+    """The Literal or the TypedDict that a stub defines; the fields of the latter are strings."""
+    if isinstance(node, ast.Assign):
+        assert isinstance(node.value, ast.Subscript)
+        names = ast.literal_eval(node.value.slice)
+        return Literal[names if isinstance(names, tuple) else (names,)]  # type: ignore[valid-type]
+    from typing_extensions import TypedDict
+
+    fields: dict[str, str] = {}
+    for base in map(ast.unparse, node.bases):
+        fields |= {} if base == "TypedDict" else load(base).__annotations__
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign):
+            fields[ast.unparse(field.target)] = ast.unparse(field.annotation)
+    made: Any = TypedDict(node.name, fields, total=False)  # type: ignore[misc]
+    made.__module__, made.__doc__ = package, ast.get_docstring(node)
+    return made

@@ -1,12 +1,14 @@
-"""Registries with aliases and suggestions, and hyper-parameters under the names of other libraries."""
+"""Registries with aliases and suggestions, and the specs of registered functions: hyper-parameters under every name."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from torchrl_llm_kl._foreign import foreign_hint
 
@@ -113,11 +115,10 @@ class Registry(Mapping[str, T], Generic[T]):
     Args:
         kind: the noun for messages.
         error: raised for an unknown name; its message suggests the nearest one.
-        aliases: other names: alias -> name.
 
     Example:
-        >>> shapes = Registry[int]("shape", aliases={"box": "square"})
-        >>> shapes.add("square", 4)
+        >>> shapes = Registry[int]("shape")
+        >>> shapes.add("square", 4, "box")
         4
         >>> shapes["box"]
         4
@@ -127,21 +128,22 @@ class Registry(Mapping[str, T], Generic[T]):
         torchrl_llm_kl._registry.UnknownNameError: unknown shape 'sqare'. Did you mean 'square'? Known: square.
     """
 
-    def __init__(
-        self, kind: str, *, error: type[ValueError] = UnknownNameError, aliases: Mapping[str, str] | None = None
-    ) -> None:
-        self.kind, self._error, self.aliases = kind, error, dict(aliases or {})
+    def __init__(self, kind: str, *, error: type[ValueError] = UnknownNameError) -> None:
+        self.kind, self._error = kind, error
         self._items: dict[str, T] = {}
+        self.aliases: dict[str, str] = {}
 
-    def add(self, name: str, item: T) -> T:
-        """Register ``item`` and return it.
+    def add(self, name: str, item: T, *aliases: str) -> T:
+        """Register ``item`` under a name, and under other names that iteration leaves out; return it.
 
         Raises:
-            ValueError: if the name is taken.
+            ValueError: if a name is taken.
         """
-        if name in self._items or name in self.aliases:
-            raise ValueError(f"the {self.kind} {name!r} is registered already: choose another name.")
+        for each in (name, *aliases):
+            if each in self._items or each in self.aliases:
+                raise ValueError(f"the {self.kind} {each!r} is registered already: choose another name.")
         self._items[name] = item
+        self.aliases |= dict.fromkeys(aliases, name)
         return item
 
     def __getitem__(self, name: str) -> T:
@@ -162,32 +164,73 @@ class Registry(Mapping[str, T], Generic[T]):
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
-    """The hyper-parameters of a registered function, and their names in other libraries.
+class Spec:
+    """What a decorator reads from a registered function: its hyper-parameters, and their names in other libraries.
 
     Args:
-        owner: the function's name, for messages.
-        names: its own hyper-parameters.
-        aliases: other names: alias -> one name, or several that it sets at once.
+        name: the function's name in its registry.
+        hyper: names of its own hyper-parameters.
+        aliases: names in other libraries -> own names, one or several at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         refused: unsupported ones -> (the one harmless value, the alternative).
+        source: where the formula comes from.
+        needs: inputs that it always requires.
+        types: hyper-parameter -> its type, as annotated.
+        defaults: hyper-parameter -> default, for those that have one.
 
     Example:
-        >>> ppo = Hyperparameters("ppo", ("clip_low", "clip_high"), {"clip_range": ("clip_low", "clip_high")})
+        >>> ppo = Spec("ppo", ("clip_low", "clip_high"), {"clip_range": ("clip_low", "clip_high")})
         >>> ppo.translate({"clip_range": 0.2, "clip_high": 0.28})
         {'clip_low': 0.2, 'clip_high': 0.28}
     """
 
-    owner: str
-    names: tuple[str, ...]
+    name: str
+    hyper: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     obsolete: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    source: str = ""
+    needs: tuple[str, ...] = ()
+    types: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def reading(self: S, function: Callable[..., Any], inputs: Sequence[str]) -> S:
+        """A copy with what the signature says; those of its parameters that are no ``inputs`` are hyper-parameters."""
+        parameters = signature_of(function)
+        empty = inspect.Parameter.empty
+        hyper = tuple(key for key in parameters if key not in inputs)
+        return replace(
+            self,
+            hyper=hyper,
+            needs=tuple(key for key in inputs if parameters[key].default is empty),
+            types={key: parameters[key].annotation for key in hyper},
+            defaults={key: parameters[key].default for key in hyper if parameters[key].default is not empty},
+        )
 
     @property
     def accepted(self) -> tuple[str, ...]:
         """Every name that :meth:`translate` accepts."""
-        return (*self.names, *self.aliases, *self.obsolete, *self.refused)
+        return (*self.hyper, *self.aliases, *self.obsolete, *self.refused)
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise unless each is a hyper-parameter of the function under its own name, and one of its choices if it has some."""
+        for key, value in given.items():
+            if key not in self.hyper:
+                raise TypeError(self._unknown(key))
+            choices = choices_of(self.types.get(key))
+            if choices and value not in choices:
+                hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+                raise ValueError(f"{key} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
+
+    def _unknown(self, key: str) -> str:
+        what = f"{self.name} has no hyper-parameter"
+        if key in self.aliases:
+            here = f"pass {' and '.join(map(repr, self.aliases[key]))}. The names of other libraries are translated by modules"
+        elif key in self.obsolete or key in self.refused:
+            here = self.obsolete.get(key) or self.refused[key][1]
+        else:
+            return no_such(what, key, self.hyper, hint=foreign_hint(key, self.hyper))
+        return f"{what} {key!r}: {here}."
 
     def translate(self, given: Mapping[str, Any], *, stacklevel: int = 3) -> dict[str, Any]:
         """``given`` under the function's own names; None for an alias of several names sets nothing.
@@ -206,10 +249,10 @@ class Hyperparameters:
             if key in self.refused:
                 harmless, advice = self.refused[key]
                 if value != harmless:
-                    raise ValueError(f"{self.owner}: {key}={value!r} is not supported: {advice}.")
+                    raise ValueError(f"{self.name}: {key}={value!r} is not supported: {advice}.")
             elif key in self.obsolete:
                 if value is not None:
-                    text = f"{self.owner}: {key} has no effect here: {self.obsolete[key]}."
+                    text = f"{self.name}: {key} has no effect here: {self.obsolete[key]}."
                     warnings.warn(text, stacklevel=stacklevel)
             else:
                 out |= self._translated(key, value, given)
@@ -217,16 +260,42 @@ class Hyperparameters:
 
     def _translated(self, key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         targets = self._targets(key)
-        unknown = [target for target in targets if target not in self.names]
-        if unknown:
-            what, hint = f"{self.owner} has no hyper-parameter", foreign_hint(key, self.names)
-            raise TypeError(no_such(what, key, self.names, also=self.aliases, hint=hint))
+        if any(target not in self.hyper for target in targets):
+            what, hint = f"{self.name} has no hyper-parameter", foreign_hint(key, self.hyper)
+            raise TypeError(no_such(what, key, self.hyper, also=self.aliases, hint=hint))
         if len(targets) > 1:
             return {} if value is None else dict.fromkeys(targets, value)
         twins = [other for other in given if other != key and self._targets(other) == targets]
         if twins:
-            raise TypeError(f"{self.owner}: {key!r} and {twins[0]!r} are the same hyper-parameter: pass one of them.")
+            raise TypeError(f"{self.name}: {key!r} and {twins[0]!r} are the same hyper-parameter: pass one of them.")
         return {targets[0]: value}
 
     def _targets(self, key: str) -> tuple[str, ...]:
         return self.aliases.get(key, (key,))
+
+
+S = TypeVar("S", bound=Spec)
+
+
+def aliases_of(given: Mapping[str, str | Sequence[str]] | None) -> dict[str, tuple[str, ...]]:
+    """Aliases of one name or of several, each as a tuple."""
+    return {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (given or {}).items()}
+
+
+def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function by name, with evaluated annotations where these can be evaluated."""
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:
+        return inspect.signature(function).parameters
+
+
+def choices_of(annotation: Any) -> tuple[Any, ...]:
+    """The values of a Literal, and None if it is optional; empty for any other type."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    found = [choices_of(member) for member in members if member is not type(None)]
+    if len(found) != 1 or not found[0]:
+        return ()
+    return (*found[0], *([None] if len(members) > 1 else []))

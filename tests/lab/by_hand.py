@@ -21,7 +21,7 @@ def tensor(rows: Rows) -> Tensor:
 
 def own_names(function: Callable[..., Any], **hyper: Any) -> dict[str, Any]:
     """Hyper-parameters of other libraries under the function's own names, as PolicyLoss translates them."""
-    return spec_of(function).hyperparameters.translate(hyper)
+    return spec_of(function).translate(hyper)
 
 
 def evaluate(

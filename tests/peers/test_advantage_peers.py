@@ -50,7 +50,7 @@ IDS = {"group": torch.tensor(TASK), "run": torch.tensor(RUN), "step": torch.tens
 
 
 def own(name: str, hyper: dict[str, Any]) -> dict[str, Any]:
-    return advantage_spec(get_advantage(name)).hyperparameters.translate(hyper)
+    return advantage_spec(get_advantage(name)).translate(hyper)
 
 
 def experiences(task: list[int], run: list[int], step: list[int], reward: Tensor) -> list[Any]:

@@ -181,7 +181,7 @@ def section(name: str) -> str:
 
 def test_every_paper_that_the_code_names_is_listed() -> None:
     """Found by another way than the page's: in the text of the files. Each paper names its authors."""
-    places = ("losses/**/*.py", "advantages/*.py", "algorithms/presets.py")
+    places = ("losses/**/*.py", "advantages/*.py", "algorithms/presets.csv")
     files = [file for place in places for file in PROJECT.glob(f"torchrl_llm_kl/{place}")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     named = set(re.findall(r"arXiv (\d{4}\.\d{5})", text))

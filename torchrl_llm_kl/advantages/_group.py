@@ -23,11 +23,12 @@ Raises:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages._registry import advantage, clean_rows
 
 # ------------------------------------------------------------------ the mean of the group as the baseline
@@ -54,7 +55,7 @@ def grpo(
     *,
     mean_log_prob: Tensor | None = None,
     epsilon: float = 1e-6,
-    std: str = "group",
+    std: Literal["group", "batch"] = "group",
     std_threshold: float | None = None,
     rank_penalty: float | None = None,
 ) -> Tensor:
@@ -76,7 +77,6 @@ def grpo(
         >>> grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-0.5773, -0.5773,  1.1547,  0.0000])
     """
-    check_choice(("group", "batch"), std=std)
     check_range(0.0, epsilon=epsilon, std_threshold=std_threshold)
     check_range(0.0, 1.0, rank_penalty=rank_penalty)
     groups = Groups(group)
@@ -150,7 +150,9 @@ def opo(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
 
 
 @advantage("opmd", "outcome", source="Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826)")
-def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: float = 1.0) -> Tensor:
+def opmd(
+    reward: Tensor, group: Tensor, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0
+) -> Tensor:
     r"""``r - mu``, or ``r - tau * log(mean(exp(r / tau)))``.
 
     The second baseline is the group's estimate of the prompt's value under a KL penalty of weight ``tau``. It lies between
@@ -170,7 +172,6 @@ def opmd(reward: Tensor, group: Tensor, *, opmd_baseline: str = "mean", tau: flo
         >>> opmd(reward, group, opmd_baseline="logavgexp", tau=0.5)
         tensor([-2.4532, -2.4532,  0.5468,  0.0000])
     """
-    check_choice(("mean", "logavgexp"), opmd_baseline=opmd_baseline)
     check_range(above=0.0, tau=tau)
     groups = Groups(group)
     if opmd_baseline == "mean":
@@ -215,7 +216,7 @@ def rec(
     *,
     epsilon: float = 1e-6,
     std_normalize: bool = False,
-    drop: str | None = None,
+    drop: Literal["balance"] | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     r"""``r - mu``, optionally over ``sigma + epsilon``, optionally after some failures are dropped at random.
@@ -237,7 +238,6 @@ def rec(
         >>> rec(reward, group, drop="balance").sort().values
         tensor([-1.5000,  0.0000,  0.0000,  1.5000])
     """
-    check_choice((None, "balance"), drop=drop)
     check_range(0.0, epsilon=epsilon)
     groups = Groups(group)
     dropped = torch.zeros_like(reward, dtype=torch.bool)
@@ -266,6 +266,7 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
 @advantage(
     "pass_at_k",
     "outcome",
+    "grpo_passk",
     aliases={"norm_adv_by_std_in_grpo": "std_normalize"},
     source="Tang et al. 2025 (arXiv 2503.19595): pass@k with the leave-one-out baseline; ``std_normalize``: the default of "
     "verl 0.9.1",

@@ -8,77 +8,19 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import TypedDict
 
-from torchrl_llm_kl._foreign import foreign_hint
-from torchrl_llm_kl._numerics import Scalar, check_is_mask, check_same_shape, widen
-from torchrl_llm_kl._registry import Hyperparameters, Registry, UnknownNameError, no_such
+from torchrl_llm_kl._numerics import check_is_mask, check_same_shape, widen
+from torchrl_llm_kl._registry import Registry, Spec, UnknownNameError, aliases_of
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.advantages import AdvantageName, PeerName
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# ------------------------------------------------------------------ names and their types
-
-# fmt: off
-#: Every registered advantage.
-AdvantageName = Literal[
-    "asymre", "best_of_group", "clip_b", "clip_v", "dr_grpo", "gae", "gdpo", "gigpo", "grpo", "jsd", "on_policy_distill",
-    "opmd", "opo", "optimal_token_baseline", "pass_at_k", "rec", "reinforce", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "remax", "rloo", "step_wise_grpo",
-]
-# fmt: on
-#: Names that Trinity-RFT and verl have for some of them.
-PeerName = Literal[
-    "ppo", "reinforceplusplus", "multi_step_grpo", "clipb", "clipv", "grpo_passk", "tir_optimal_token_baseline"
-]
-
-
-class AdvantageArgs(TypedDict, total=False):
-    """Every hyper-parameter of every advantage, under each name that :class:`~torchrl_llm_kl.advantages.Advantage` accepts.
-
-    Each function documents its own. Names of other libraries that an advantage rejects are left out.
-    """
-
-    # groups
-    epsilon: Scalar
-    std: Literal["group", "batch"]
-    std_threshold: float | None
-    rank_penalty: float | None
-    opmd_baseline: Literal["mean", "logavgexp"]
-    tau: Scalar
-    baseline_shift: float
-    std_normalize: bool
-    drop: Literal["balance"] | None
-    generator: torch.Generator | None
-    reward_weights: Sequence[float] | None
-    # tokens
-    gamma: float
-    lam: float
-    whiten: bool
-    kl_coef: float
-    beta: Scalar
-    mu: Scalar
-    max_frac: float
-    handle_zero_tail: bool
-    # trajectories
-    enable_step_norm: bool
-    omega: float
-    fnorm: Literal["none", "std"]
-    # names of torchrl (`lmbda`), verl and Trinity-RFT, some of them without effect here
-    lmbda: float
-    norm_adv_by_std_in_grpo: bool
-    gdpo_reward_weights: Sequence[float] | None
-    gdpo_reward_keys: Sequence[str] | None
-    std_cal_level: Literal["group", "batch"]
-    lambda_coef: float
-    chunk_size: int | None
-    step_reward_key: str | None
-    env_state_hash_key: str | None
-
 
 # ------------------------------------------------------------------ the spec
 
@@ -94,41 +36,22 @@ INPUTS = (
 
 
 @dataclass(frozen=True)
-class AdvantageSpec:
+class AdvantageSpec(Spec):
     """The inputs, outputs and hyper-parameters of an advantage.
 
     Args:
-        name: in the registry.
+        name, hyper, aliases, obsolete, refused, source, needs, types, defaults: see :class:`~torchrl_llm_kl._registry.Spec`.
         kind: ``"outcome"``: one number per sequence, ``[B]``; ``"token"``: one per token, ``[*B, T]`` with a mask;
             ``"trajectory"``: one per step of trajectories of several sequences, ``[B]``.
-        needs: required inputs.
         per_sequence: inputs of an advantage of tokens that hold one number per sequence, ``[*B]``.
         optional: inputs that only a hyper-parameter requires: input -> hyper-parameter.
         outputs: names of the results; the function returns a tuple if there are several.
-        hyper: names of its hyper-parameters.
-        aliases: hyper-parameters of other libraries -> own name.
-        obsolete: those that have no effect here -> the reason.
-        refused: unsupported ones -> (the one harmless value, the alternative).
-        source: publication and equation.
     """
 
-    name: str
-    kind: Kind
-    needs: tuple[str, ...]
+    kind: Kind = "outcome"
     per_sequence: tuple[str, ...] = ()
     optional: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("advantage",)
-    hyper: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    obsolete: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    source: str = ""
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """Own hyper-parameters and their names in other libraries; ``.translate(given)`` returns own names."""
-        aliases = {alias: (own,) for alias, own in self.aliases.items()}
-        return Hyperparameters(self.name, self.hyper, aliases, self.obsolete, self.refused)
 
 
 # ------------------------------------------------------------------ the registry
@@ -138,25 +61,13 @@ class UnknownAdvantageError(UnknownNameError):
     """Unknown advantage; the message lists the registered names and suggests the nearest one."""
 
 
-_REGISTRY = Registry[Callable[..., Any]](
-    "advantage",
-    error=UnknownAdvantageError,
-    aliases={
-        "ppo": "gae",
-        "reinforceplusplus": "reinforce_plus_plus",
-        "multi_step_grpo": "step_wise_grpo",
-        "clipb": "clip_b",
-        "clipv": "clip_v",
-        "grpo_passk": "pass_at_k",
-        "tir_optimal_token_baseline": "optimal_token_baseline",
-    },
-)
+_REGISTRY = Registry[Callable[..., Any]]("advantage", error=UnknownAdvantageError)
 
 
 def advantage(
     name: str,
     kind: Kind,
-    *,
+    *elsewhere: str,
     outputs: tuple[str, ...] = ("advantage",),
     per_sequence: tuple[str, ...] = (),
     optional: Mapping[str, str] | None = None,
@@ -167,9 +78,12 @@ def advantage(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Turn a pure function into a registered advantage; see :class:`AdvantageSpec` for the arguments.
 
+    ``elsewhere`` are its names in other libraries, which :func:`get_advantage` accepts too.
+
     The decorated function receives clean inputs: all required ones, of equal shapes. Amounts are float32 or wider, without
     graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities
-    are int64. The source is appended to its docstring.
+    are int64. A hyper-parameter that is annotated with a ``Literal`` has one of its values. The source is appended to the
+    docstring.
 
     A direct call accepts the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
     names of other libraries.
@@ -184,12 +98,11 @@ def advantage(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = inspect.signature(function).parameters
-        inputs = [key for key in parameters if key in INPUTS]
-        needs = tuple(key for key in inputs if parameters[key].default is inspect.Parameter.empty)
-        hyper = tuple(key for key in parameters if key not in INPUTS)
-        foreign = (dict(aliases or {}), dict(obsolete or {}), dict(refused or {}))
-        spec = AdvantageSpec(name, kind, needs, per_sequence, dict(optional or {}), outputs, hyper, *foreign, source)
+        inputs = [key for key in inspect.signature(function).parameters if key in INPUTS]
+        facts = {"kind": kind, "per_sequence": per_sequence, "optional": optional or {}, "outputs": outputs}
+        foreign = {"aliases": aliases_of(aliases), "obsolete": obsolete or {}, "refused": refused or {}}
+        spec = AdvantageSpec(name, source=source, **facts, **foreign).reading(function, inputs)  # type: ignore[arg-type]
+        needs = spec.needs
 
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> R:
@@ -199,19 +112,19 @@ def advantage(
             for key in kwargs:
                 if key in given:
                     raise TypeError(f"{name} got {key!r} twice.")
-                if key not in parameters:
-                    raise TypeError(_unknown(key, spec))
             given |= kwargs
             tensors = {key: given.pop(key) for key in inputs if given.get(key) is not None}
+            hyper = {key: value for key, value in given.items() if key not in inputs}
+            spec.check(hyper)
             for key in needs:
                 if key not in tensors:
                     raise ValueError(f"{name} needs {key}: pass {key}=, {_shape_of(key, spec)}.")
             clean = clean_tokens(tensors, per_sequence) if kind == "token" else clean_rows(tensors)
-            return cast("Callable[..., R]", function)(**given | clean)
+            return cast("Callable[..., R]", function)(**clean, **hyper)
 
         call.spec = spec  # type: ignore[attr-defined]
         call.__doc__ = f"{inspect.cleandoc(call.__doc__ or '')}\n\nSource: {source}."
-        return cast("Callable[P, R]", _REGISTRY.add(name, call))
+        return cast("Callable[P, R]", _REGISTRY.add(name, call, *elsewhere))
 
     return decorate
 
@@ -222,30 +135,19 @@ def _shape_of(key: str, spec: AdvantageSpec) -> str:
     return "[B, R]" if key == "rewards" else "[B]"
 
 
-def _unknown(key: str, spec: AdvantageSpec) -> str:
-    what = f"{spec.name} has no hyper-parameter"
-    if key in spec.aliases:
-        own = f"pass {spec.aliases[key]}=. Advantage({spec.name!r}, {key}=...) accepts both names"
-    elif key in spec.obsolete:
-        own = spec.obsolete[key]
-    elif key in spec.refused:
-        own = spec.refused[key][1]
-    else:
-        return no_such(what, key, spec.hyper, hint=foreign_hint(key, spec.hyper))
-    return f"{what} {key!r}: {own}."
-
-
-def advantage_spec(function: Callable[..., Any]) -> AdvantageSpec:
-    """The spec of a registered advantage.
+def advantage_spec(function: Callable[..., Any] | AdvantageName | PeerName) -> AdvantageSpec:
+    """The spec of a registered advantage, or of the advantage of a name.
 
     Raises:
         TypeError: if the function is not a registered advantage.
 
     Example:
         >>> from torchrl_llm_kl.advantages import gae
-        >>> advantage_spec(gae).needs
-        ('reward', 'value', 'mask')
+        >>> advantage_spec(gae).needs == advantage_spec("gae").needs == ("reward", "value", "mask")
+        True
     """
+    if isinstance(function, str):
+        function = get_advantage(function)
     spec = getattr(function, "spec", None)
     if not isinstance(spec, AdvantageSpec):
         raise TypeError(f"expected an advantage of this package, such as get_advantage('grpo'), got {function!r}.")

@@ -41,6 +41,7 @@ from torchrl_llm_kl.advantages._registry import advantage
 @advantage(
     "gae",
     "token",
+    "ppo",
     outputs=("advantage", "value_target"),
     aliases={"lmbda": "lam"},
     source="Schulman et al. 2015 (arXiv 1506.02438), eq. 16",
@@ -72,7 +73,7 @@ def gae(
     return whitened(result, mask) if whiten else result, target
 
 
-@advantage("reinforce_plus_plus", "token", source="Hu et al. 2025 (REINFORCE++, arXiv 2501.03262)")
+@advantage("reinforce_plus_plus", "token", "reinforceplusplus", source="Hu et al. 2025 (REINFORCE++, arXiv 2501.03262)")
 def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     r"""The discounted sum of the rewards from each token on, whitened over the whole batch: no critic, no groups.
 
@@ -125,6 +126,7 @@ def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) ->
 @advantage(
     "optimal_token_baseline",
     "token",
+    "tir_optimal_token_baseline",
     per_sequence=("group",),
     source="Li et al. 2026, 'The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL' (ICML), with its "
     "logit-gradient proxy; ``handle_zero_tail``: verl 0.9.1",
@@ -217,6 +219,7 @@ _ENTROPY_DYNAMICS = "Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement
 @advantage(
     "clip_b",
     "token",
+    "clipb",
     per_sequence=("reward", "group"),
     source=f"{_ENTROPY_DYNAMICS}, Clip_B; one-sided and ``mu``: its authors' code in Trinity-RFT 0.6.0",
 )
@@ -257,6 +260,7 @@ def clip_b(
 @advantage(
     "clip_v",
     "token",
+    "clipv",
     per_sequence=("reward", "group"),
     source=f"{_ENTROPY_DYNAMICS}, Clip_V; one-sided, ``mu`` and ``max_frac``: its authors' code in Trinity-RFT 0.6.0",
 )

@@ -20,10 +20,12 @@ Raises:
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages._group import Groups, grpo, normalised
 from torchrl_llm_kl.advantages._registry import advantage
 from torchrl_llm_kl.advantages._token import estimate
@@ -32,6 +34,7 @@ from torchrl_llm_kl.advantages._token import estimate
 @advantage(
     "step_wise_grpo",
     "trajectory",
+    "multi_step_grpo",
     aliases={"std_cal_level": "std"},
     source="Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826), multi-step GRPO; after rLLM",
 )
@@ -42,7 +45,7 @@ def step_wise_grpo(
     step: Tensor,
     *,
     epsilon: float = 1e-6,
-    std: str = "group",
+    std: Literal["group", "batch"] = "group",
     std_threshold: float | None = None,
     enable_step_norm: bool = False,
 ) -> Tensor:
@@ -90,7 +93,7 @@ def gigpo(
     *,
     omega: float = 1.0,
     gamma: float = 1.0,
-    fnorm: str = "none",
+    fnorm: Literal["none", "std"] = "none",
     epsilon: float = 1e-6,
 ) -> Tensor:
     r"""``A_E + omega * A_S``: advantages of the trajectory within its task, and of the step among steps from the same state.
@@ -112,7 +115,6 @@ def gigpo(
         >>> gigpo(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.zeros_like(run), run, step, state, gamma=0.8, omega=0.5)
         tensor([ 0.7000,  0.5000, -0.7000, -0.5000])
     """
-    check_choice(("none", "std"), fnorm=fnorm)
     check_range(0.0, 1.0, gamma=gamma)
     check_range(0.0, epsilon=epsilon)
     runs = Trajectories(group, run, step)

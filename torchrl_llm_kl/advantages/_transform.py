@@ -14,14 +14,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, widen
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.advantages._registry import (
-    AdvantageArgs,
-    AdvantageName,
-    PeerName,
-    advantage_spec,
-    check_hyperparameters,
-    get_advantage,
-)
+from torchrl_llm_kl.advantages._registry import advantage_spec, check_hyperparameters, get_advantage
 from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
@@ -38,6 +31,9 @@ from torchrl_llm_kl.rollouts import (
     sequence_sums,
     token_reward,
 )
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, PeerName
 
 Layout = Literal["sequence", "token"]
 
@@ -147,7 +143,7 @@ class Advantage(Transform):
         super().__init__()
         self._function = get_advantage(name)
         self.spec = spec = advantage_spec(self._function)
-        self.hyper = spec.hyperparameters.translate(hyper)
+        self.hyper = spec.translate(hyper)
         check_choice((None, *get_args(Layout)), layout=layout)
         if spec.kind == "token" and layout == "sequence":
             raise ValueError(f"{spec.name} has one number per token: layout must be 'token', got 'sequence'.")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -12,12 +10,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from torchrl_llm_kl._foreign import foreign_hint
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_range
-from torchrl_llm_kl._registry import did_you_mean, no_such
-from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, get_advantage
+from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, EstimatorName, check_penalty
-from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, get_objective, spec_of
+from torchrl_llm_kl.estimators import EstimatorName, check_penalty
+from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
 
 Coefficient = float | Tensor | nn.Module
 
@@ -123,8 +121,7 @@ class Algorithm:
     @property
     def distils(self) -> bool:
         """Whether the objective reads a teacher's distribution."""
-        spec = spec_of(get_objective(self.objective))
-        return spec is not None and "distribution" in spec.hyper
+        return "distribution" in spec_of(self.objective).hyper
 
     @property
     def distribution(self) -> Literal["top_k", "exact"]:
@@ -134,9 +131,8 @@ class Algorithm:
     @property
     def derived(self) -> dict[str, bool]:
         """``use_reference`` and ``use_critic`` as they follow from the other fields."""
-        spec = spec_of(get_objective(self.objective))
-        reads_reference = spec is not None and "ref_log_prob" in spec.needs
-        needs = () if self.advantage is None else advantage_spec(get_advantage(self.advantage)).needs
+        reads_reference = "ref_log_prob" in spec_of(self.objective).needs
+        needs = () if self.advantage is None else advantage_spec(self.advantage).needs
         return {
             "use_reference": self.kl_loss != "none" or self.kl_reward != "none" or reads_reference,
             "use_critic": "value" in needs,
@@ -152,13 +148,8 @@ class Algorithm:
     # Flags for trainers, as in Trinity-RFT.
 
     @property
-    def sample_strategy(self) -> Literal["default", "mix"]:
-        """``"mix"`` if batches mix rollouts with experts' answers; see :func:`mix_buffers`."""
-        return "mix" if self.schema == "mix" else "default"
-
-    @property
     def use_rollout(self) -> bool:
-        """Whether fresh rollouts are needed in addition to experts' answers."""
+        """Whether batches mix fresh rollouts with experts' answers; see :func:`mix_buffers`."""
         return self.schema == "mix"
 
     @property
@@ -174,8 +165,7 @@ class Algorithm:
     @property
     def compares_answers(self) -> bool:
         """Whether an answer is compared with the other answers to its prompt."""
-        spec = None if self.advantage is None else advantage_spec(get_advantage(self.advantage))
-        return self.keep_best or (spec is not None and "group" in spec.needs)
+        return self.keep_best or (self.advantage is not None and "group" in advantage_spec(self.advantage).needs)
 
     def check_group_size(self, size: int | None, *, name: str = "group_size") -> None:
         """Raise a ValueError that begins with ``name`` if answers are compared, in groups of one."""
@@ -202,62 +192,6 @@ def _check_coefficient(name: str, value: Any) -> None:
 
 
 # ------------------------------------------------------------------ overrides
-
-
-class AlgorithmOverrides(ObjectiveArgs, AdvantageArgs, total=False):
-    """The settings of :func:`make_algorithm` that change a preset.
-
-    Fields of :class:`Algorithm`, hyper-parameters of its objective or advantage, keys of Trinity-RFT's ``algorithm`` section.
-    ``objective_<name>`` and ``advantage_<name>`` say which part's hyper-parameter is meant, and are required where both have
-    the name, or where another library gives it to another setting (``epsilon``: TRL's clip range).
-    """
-
-    objective: ObjectiveName
-    objective_args: ObjectiveArgs
-    advantage: AdvantageName | None
-    advantage_args: AdvantageArgs
-    aggregation: Aggregation | None
-    kl_loss: EstimatorName | Callable[..., Tensor]
-    kl_loss_coeff: Coefficient
-    kl_reward: EstimatorName
-    kl_reward_coeff: Coefficient
-    entropy_coeff: Coefficient
-    leave_out_experts: bool
-    keep_best: bool
-    top_k: int
-    repeat_times: int
-    expert_data_ratio: float
-    schema: SchemaName
-    compute_advantage_in_trainer: bool
-    use_reference: bool
-    use_critic: bool
-    # Hyper-parameters whose plain name is ambiguous: that of the objective, that of the advantage.
-    objective_beta: Scalar
-    objective_coeff: Scalar
-    objective_epsilon: Scalar
-    objective_mu: Scalar
-    objective_tau: Scalar
-    objective_temp: Scalar
-    advantage_beta: Scalar
-    advantage_epsilon: Scalar
-    advantage_kl_coef: float
-    advantage_mu: Scalar
-    advantage_tau: Scalar
-    # Trinity-RFT's keys.
-    algorithm_type: str
-    policy_loss_fn: ObjectiveName
-    policy_loss_fn_args: Mapping[str, Any] | None
-    advantage_fn: AdvantageName
-    advantage_fn_args: Mapping[str, Any] | None
-    kl_loss_fn: EstimatorName
-    kl_loss_fn_args: Mapping[str, Any] | None
-    kl_penalty_fn: EstimatorName
-    kl_penalty_fn_args: Mapping[str, Any] | None
-    loss_agg_mode: Aggregation
-    entropy_loss_fn: Literal["none", "default", "mix"]
-    entropy_loss_fn_args: Mapping[str, Any] | None
-    sample_strategy: Literal["default", "mix"]
-    sample_strategy_args: Mapping[str, Any] | None
 
 
 #: Hyper-parameters whose plain name other libraries give to another setting: (part, name) -> (its meaning here, the other
@@ -290,29 +224,6 @@ AMBIGUOUS: Mapping[tuple[str, str], tuple[str, str]] = {
 }
 
 _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sources"))
-_FLAGS = ("sample_strategy", "use_rollout", "can_balance_batch", "on_policy")
-#: Trinity's key -> the field.
-_TRINITY = {
-    "policy_loss_fn": "objective",
-    "advantage_fn": "advantage",
-    "kl_loss_fn": "kl_loss",
-    "kl_penalty_fn": "kl_reward",
-    "loss_agg_mode": "aggregation",
-    "kl_loss_fn_args": "kl_loss_coeff",
-    "kl_penalty_fn_args": "kl_reward_coeff",
-    "entropy_loss_fn_args": "entropy_coeff",
-    "sample_strategy_args": "expert_data_ratio",
-}
-_KL_ARGS = ("adaptive", "kl_coef", "target_kl", "horizon")
-#: Trinity's keys that hold arguments -> the arguments' names.
-_ARGS = {
-    "kl_loss_fn_args": _KL_ARGS,
-    "kl_penalty_fn_args": _KL_ARGS,
-    "entropy_loss_fn_args": ("entropy_coef",),
-    "sample_strategy_args": ("expert_data_ratio", "sft_dataset_name"),
-}
-
-
 #: Advantages of distillation on sampled tokens -> ``beta`` of the same divergence over a teacher's top k; None: their own.
 _BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
 
@@ -324,8 +235,7 @@ def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, Any
         return {}
     beta: Any = _BETA_OF_ADVANTAGE[advantage]
     if beta is None:
-        default = inspect.signature(get_advantage(advantage)).parameters["beta"].default
-        beta = algorithm.advantage_args.get("beta", default)
+        beta = algorithm.advantage_args.get("beta", advantage_spec(advantage).defaults["beta"])
     distilled = {"objective": "distill", "objective_args": {"beta": beta}, "advantage": None}
     return {**distilled, "compute_advantage_in_trainer": False}
 
@@ -338,33 +248,9 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
 
     Raises:
         TypeError: for an unknown or ambiguous setting, or one given under two names.
-        ValueError: for an unsupported value of a Trinity setting.
     """
-    changes: dict[str, Any] = {}
-    args: dict[str, dict[str, Any]] = {"objective_args": {}, "advantage_args": {}}
-    hyper: dict[str, Any] = {}
-    for name, value in overrides.items():
-        own = {"policy_loss_fn_args": "objective_args", "advantage_fn_args": "advantage_args"}.get(name, name)
-        if own in args:
-            args[own] |= value or {}
-        elif name in _TRINITY:
-            if _TRINITY[name] in overrides:
-                raise TypeError(f"{name!r} and {_TRINITY[name]!r} are the same setting: pass one of them.")
-            changes |= _of_trinity(name, value)
-        elif name in _FIELDS:
-            changes[name] = value
-        elif name not in ("algorithm_type", "entropy_loss_fn", *_FLAGS):
-            hyper[name] = value
-    if "loss_agg_mode" in args["objective_args"]:  # Trinity has it among the objective's
-        changes["aggregation"] = args["objective_args"].pop("loss_agg_mode")
-    if "entropy_loss_fn" in overrides:
-        kind = overrides["entropy_loss_fn"]
-        if kind not in ("none", "default", "mix"):
-            raise ValueError(no_such("unknown entropy_loss_fn", kind, ("none", "default", "mix")))
-        if kind == "none":  # whatever the coefficient
-            changes["entropy_coeff"] = 0.0
-        if kind == "mix":
-            changes.setdefault("leave_out_experts", True)
+    args = {name: dict(overrides.get(name) or {}) for name in ("objective_args", "advantage_args")}
+    changes = {name: value for name, value in overrides.items() if name in _FIELDS and name not in args}
     changes |= _of_top_k(algorithm, changes)
     for part in ("objective", "advantage"):  # a replacement has other hyper-parameters
         if changes.get(part, getattr(algorithm, part)) != getattr(algorithm, part):
@@ -373,59 +259,21 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
         if getattr(algorithm, name) == value:
             changes.setdefault(name, None)
     changed = replace(algorithm, **changes)
-    _check_flags(changed, overrides)
-    for name, value in hyper.items():
-        part, own = _owner(changed, name)
-        if own in args[part]:
-            raise TypeError(f"{name!r} and {part}={{{own!r}: ...}} are the same setting: pass one of them.")
-        args[part][own] = value
+    for name, value in overrides.items():
+        if name not in _FIELDS:
+            part, own = _owner(changed, name)
+            if own in args[part]:
+                raise TypeError(f"{name!r} and {part}={{{own!r}: ...}} are the same setting: pass one of them.")
+            args[part][own] = value
     merged: dict[str, Any] = {name: {**getattr(changed, name), **more} for name, more in args.items()}
     return replace(changed, **merged)
 
 
-def _of_trinity(name: str, value: Any) -> dict[str, Any]:
-    """The fields that a key of Trinity's changes."""
-    own = _TRINITY[name]
-    if name not in _ARGS:
-        return {own: value}
-    given = dict(value or {})
-    unknown = sorted(given.keys() - set(_ARGS[name]))
-    if unknown:
-        raise TypeError(no_such(f"{name} has no argument", unknown[0], _ARGS[name]))
-    if own == "entropy_coeff":
-        return {own: given.get("entropy_coef", 0.0)}
-    if own == "expert_data_ratio":
-        if "sft_dataset_name" in given:
-            warnings.warn("sft_dataset_name has no effect here: pass the experts' buffer to mix_buffers.", stacklevel=4)
-        return {own: given[own]} if own in given else {}
-    coefficient = given.get("kl_coef", 1e-3)
-    if not given.get("adaptive"):
-        return {own: coefficient}
-    if given.get("target_kl") is None or given.get("horizon") is None:
-        raise ValueError("an adaptive KL coefficient needs target_kl and horizon.")
-    return {own: AdaptiveKLCoefficient(coefficient, target=given["target_kl"], horizon=given["horizon"])}
-
-
-def _check_flags(algorithm: Algorithm, overrides: Mapping[str, Any]) -> None:
-    """Raise if a flag, which follows from the preset, is given with another value."""
-    kind = overrides.get("algorithm_type")
-    if kind is not None and str(kind).replace("_", "") != algorithm.name.replace("_", ""):  # Trinity: reinforceplusplus
-        raise ValueError(f"algorithm_type={kind!r} is another algorithm than {algorithm.name!r}.")
-    for name in _FLAGS:
-        if name in overrides and overrides[name] != getattr(algorithm, name):
-            raise ValueError(
-                f"{name}={overrides[name]!r} cannot be set: it is {getattr(algorithm, name)!r} for {algorithm.name}, whose "
-                f"schema is {algorithm.schema!r}."
-            )
-
-
 def _owner(algorithm: Algorithm, name: str) -> tuple[str, str]:
     """``"objective_args"`` or ``"advantage_args"``, whichever has the hyper-parameter, and its name there."""
-    spec = spec_of(get_objective(algorithm.objective))
-    assert spec is not None
-    accepted: dict[str, tuple[str, ...]] = {"objective": spec.hyperparameters.accepted, "advantage": ()}
+    accepted = {"objective": spec_of(algorithm.objective).accepted, "advantage": ()}
     if algorithm.advantage is not None:
-        accepted["advantage"] = advantage_spec(get_advantage(algorithm.advantage)).hyperparameters.accepted
+        accepted["advantage"] = advantage_spec(algorithm.advantage).accepted
     owners = [part for part, names in accepted.items() if name in names]
     if len(owners) == 2:
         raise TypeError(

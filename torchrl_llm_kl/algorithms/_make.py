@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensordict import NestedKey
 from torch import nn
@@ -15,11 +15,11 @@ from typing_extensions import Unpack
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage
-from torchrl_llm_kl.algorithms._algorithm import Algorithm, AlgorithmOverrides, apply_overrides
+from torchrl_llm_kl.advantages import Advantage, advantage_spec
+from torchrl_llm_kl.algorithms._algorithm import Algorithm, apply_overrides
 from torchrl_llm_kl.algorithms._parts import CHARGED, AlgorithmParts, KeepBest
 from torchrl_llm_kl.algorithms._schema import SCHEMAS
-from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
+from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import KLPlacementWarning, check_placement
 from torchrl_llm_kl.losses import (
     EntropyBonus,
@@ -28,7 +28,6 @@ from torchrl_llm_kl.losses import (
     RolloutArgs,
     TermPart,
     ValueLoss,
-    get_objective,
     spec_of,
 )
 from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Scope
@@ -45,6 +44,9 @@ from torchrl_llm_kl.scoring import (
     warn_of_mismatch,
 )
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.algorithms import AlgorithmName, AlgorithmOverrides
 
 
 def make_algorithm(
@@ -129,7 +131,7 @@ def make_algorithm(
     _check_models(preset, reference, critic)
     _check_reference(preset, actor, reference, context)
     preset.check_group_size(group_size)
-    spec = None if preset.advantage is None else advantage_spec(get_advantage(preset.advantage))
+    spec = None if preset.advantage is None else advantage_spec(preset.advantage)
     grouping: dict[str, Any] = {}
     if preset.compares_answers:
         grouping = {"group_key": group_key, "group_size": group_size}
@@ -147,8 +149,6 @@ def make_algorithm(
         )
     loss_args = dict(loss_args or {})
     _check_loss_args(loss_args)
-    objective_spec = spec_of(get_objective(preset.objective))
-    assert objective_spec is not None
     sampling = _sampling(actor, temperature, sampling)
     temperature = sampling.temperature
     scoring = _scoring_settings(actor, temperature, loss_args)
@@ -164,7 +164,7 @@ def make_algorithm(
 
     if not isinstance(actor, LogProbScorer):
         loss_args |= {"temperature": temperature, "sampling": sampling if sampling.truncates else None}
-    once = objective_spec.once
+    once = spec_of(preset.objective).once
     scores_in_loss = preset.kl_loss == "exact" or _distils_exactly(preset) or (once is not None and once.mismatched)
     own = {"distribution": preset.distribution} if preset.distils else {}
     with warnings.catch_warnings():
@@ -384,7 +384,6 @@ _SET_HERE = {
     "actor": "it is the second argument of make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
     "sampling": "pass sampling= to make_algorithm, for old and current log-probs",
-    "loss_agg_mode": "pass aggregation= to make_algorithm",
     "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
     **{
         name: f"pass {name}= to make_algorithm"

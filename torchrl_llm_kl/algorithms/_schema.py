@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from importlib.resources import files
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -153,62 +155,19 @@ def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
 
 # ------------------------------------------------------------------ the schemas
 
-_TOKENS = (
-    Entry(("tokens", "full"), "[*B, T]", "integer", "prompt and response, as they were sampled", "token"),
-    Entry(("tokens", "prompt"), "[*B, P]", "integer", "the prompt alone; the rest is the response", "token", False),
-    Entry(("masks", "all_attention_mask"), "[*B, T]", "boolean", "False at padding; needed if padded", "token", False),
-    Entry(("masks", "all_assistant_mask"), "[*B, T]", "boolean", "True at the assistant's tokens", "token", False),
-    Entry("loss_mask", "[*B] or [*B, T]", "boolean", "False leaves a sequence or a token out", "either", False),
-)
-_REWARD = Entry(
-    ("next", "reward"), "[*B, 1] or [*B, T, 1]", "number", "the outcome, or token rewards that add up to it", "either"
-)
-_REWARDS = Entry(
-    ("next", "reward"),
-    "[*B, R]",
-    "number",
-    "several rewards of a sequence; or an entry for each, named by keys",
-    "several",
-    False,
-)
-_GROUP = Entry("query", "[*B]", "identity", "equal for all answers to a prompt; or pass group_size", "either", False)
-_LOG_PROBS = (
-    Entry(("next", "log_probs", "full"), "[*B, T]", "number", "nats, of the policy that sampled", "either", False),
-    Entry(("next", "ref_log_probs", "full"), "[*B, T]", "number", "nats, of the reference", "either", False),
-)
-_TOP_K = (
-    Entry(("top_k", "ids"), "[*B, T, k]", "integer", "a teacher's most probable tokens", "token", False),
-    Entry(("top_k", "log_probs"), "[*B, T, k]", "number", "nats, of these under the teacher", "token", False),
-    Entry(("top_k", "rest_log_prob"), "[*B, T]", "number", "nats, of all other tokens together", "token", False),
-)
-_TRAJECTORY = (
-    Entry("query", "[*B]", "identity", "the task; or pass group_size", "either", False),
-    Entry("run", "[*B]", "identity", "the trajectory, if keys name it; or rows [*envs, steps]", "either", False),
-    Entry("step", "[*B]", "integer", "the place in it, if keys name it", "sequence", False),
-    Entry("state", "[*B]", "identity", "the env's state before the step (gigpo)", "either", False),
-)
-_PAIR = (
-    Entry("pair_id", "[*B]", "integer", "equal for the two answers of a pair", "sequence", False),
-    Entry("chosen", "[*B]", "boolean", "True for the better one", "sequence", False),
-)
-_UNPAIRED = (
-    Entry("chosen", "[*B]", "boolean", "True for a desirable answer, False for an undesirable one", "sequence"),
-    Entry(
-        "reference_point", "[*B]", "number", "nats, of the whole batch, if prepare cannot score it", "sequence", False
-    ),
-)
-_EXPERT = Entry("expert_mask", "[*B]", "boolean", "True for the answers of experts", "sequence")
+
+def _entries() -> Iterator[tuple[str, Entry]]:
+    """A name of a schema and an entry that it has, of each line of the table."""
+    text = files("torchrl_llm_kl.algorithms").joinpath("schemas.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        names, (*parents, leaf) = row.pop("schemas"), row.pop("key").split()
+        required = bool(row.pop("required"))
+        entry = Entry((*parents, leaf) if parents else leaf, required=required, **row)  # type: ignore[arg-type]
+        yield from ((name, entry) for name in names.split())
+
 
 #: The kinds of data, by name.
 SCHEMAS: Registry[Schema] = Registry("schema")
-for _schema in (
-    Schema("sft", _TOKENS),
-    Schema("dpo", (*_TOKENS, *_PAIR, _LOG_PROBS[1]), paired=True),
-    Schema("unpaired", (*_TOKENS, *_UNPAIRED, _LOG_PROBS[1])),
-    Schema("experience", (*_TOKENS, _REWARD, _GROUP, *_LOG_PROBS)),
-    Schema("rewards", (*_TOKENS, _REWARDS, _GROUP, *_LOG_PROBS)),
-    Schema("mix", (*_TOKENS, _EXPERT, _REWARD, _GROUP, *_LOG_PROBS)),
-    Schema("trajectory", (*_TOKENS, _REWARD, *_TRAJECTORY, *_LOG_PROBS)),
-    Schema("distill", (*_TOKENS, *_LOG_PROBS, *_TOP_K)),
-):
-    SCHEMAS.add(_schema.name, _schema)
+for _name in get_args(SchemaName):
+    _own = tuple(entry for name, entry in _entries() if name == _name)
+    SCHEMAS.add(_name, Schema(_name, _own, paired=_name == "dpo"))

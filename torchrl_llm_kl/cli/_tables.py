@@ -130,15 +130,15 @@ def _defaults(function: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 def show_estimators(as_json: bool) -> None:
     """The contract of each estimator."""
-    from torchrl_llm_kl.estimators import CONTRACTS, QUANTITIES, estimator_table
+    from torchrl_llm_kl.estimators import QUANTITIES, contracts, estimator_table
 
     if as_json:
         gradients = ("loss_gradient", "reward_gradient", "loss_gradient_off_policy")
-        contracts = [asdict(contract) for contract in CONTRACTS]
+        known = [asdict(contract) for contract in contracts()]
         print_json(
             [
                 {key: QUANTITIES[value] if key in gradients else _plain(value) for key, value in row.items()}
-                for row in contracts
+                for row in known
             ]
         )
         return

@@ -21,3 +21,5 @@ from __future__ import annotations
 from torchrl_llm_kl._exports import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+
+from torchrl_llm_kl.estimators import _per_token  # noqa: E402, F401  (they register themselves)

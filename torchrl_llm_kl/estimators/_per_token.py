@@ -7,171 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, cast
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_range, check_same_shape, widen
-from torchrl_llm_kl._registry import Registry, UnknownNameError
 from torchrl_llm_kl.estimators._exact import exact_kl
+from torchrl_llm_kl.estimators._table import UNCLAMPED, EstimatorContract, register
 
-#: Every name that :func:`get_estimator` accepts.
-EstimatorName = Literal[
-    "none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3",
-    "k1+", "k2+", "k3+", "low_var_kl+", "abs+", "corrected_k3+",
-    "exact",
-]  # fmt: skip
+F = TypeVar("F", bound=Callable[..., Tensor])
+#: The contract of a straight-through estimator, where it differs from that of its value.
+_GRADIENT_OF_K2 = {"loss_gradient": "reverse", "loss_gradient_off_policy": "none", "loss": "**yes**"}
 
 
-def none_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    """No penalty: zeros without a graph, in the dtype of the other estimators. Registered as ``"none"``.
+def estimator(contract: EstimatorContract) -> Callable[[F], F]:
+    """Register a per-token estimator, and the one with its value and the gradient of :func:`k2`."""
 
-    Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    def decorate(function: F) -> F:
+        register(contract, function)
+        if contract.name != "none":  # a penalty that trains but always logs 0 would be a trap
+            condition = contract.condition and f"value: {contract.condition}"
+            plus = replace(contract, name=f"{contract.name}+", condition=condition, **_GRADIENT_OF_K2)
+            register(plus, StraightThrough(function))
+        return function
 
-    Example:
-        >>> none_(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0]))
-        tensor([0., 0.])
-
-    Source: ``kl_fn="none"`` of Trinity-RFT 0.6.0.
-    """
-    return torch.zeros_like(k1(log_prob, ref_log_prob, old_log_prob))
-
-
-def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token k1 estimate of :math:`KL(\pi \| \pi_{ref})`: the log-ratio ``d`` itself, nats.
-
-    For tokens sampled from the policy the value is unbiased but noisy, and negative about half of the time. The mean
-    *gradient* is zero, so in a loss it adds noise and no pull. Put it in the **reward**, detached: the policy gradient
-    of that reward is the gradient of the reverse KL. For tokens of another sampler the value is biased and the mean
-    gradient is that of :math:`-KL(\pi_{old} \| \pi)`. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
-
-    Example:
-        >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
-        tensor([ 0.5000, -1.0000])
-
-    Source: J. Schulman, "Approximating KL Divergence" (2020); in the reward: arXiv 2512.21852.
-    """
-    check_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, old_log_prob=old_log_prob)
-    log_prob, ref_log_prob = widen(log_prob, ref_log_prob)
-    return log_prob - ref_log_prob
-
-
-def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token k2 estimate of :math:`KL(\pi \| \pi_{ref})`: ``d**2 / 2``, nats squared, never negative.
-
-    The value is biased, little when the models are close. For tokens sampled from the policy the mean *gradient* is
-    exactly that of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. In a reward its policy
-    gradient is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
-
-    Example:
-        >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
-        tensor([0.1250, 0.5000])
-
-    Source: J. Schulman, "Approximating KL Divergence" (2020).
-    """
-    return 0.5 * k1(log_prob, ref_log_prob, old_log_prob).square()
-
-
-def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token k3 estimate of :math:`KL(\pi \| \pi_{ref})`: ``exp(-d) - 1 + d``, nats, never negative.
-
-    For tokens sampled from the policy the value is unbiased and far less noisy than :func:`k1`: the one to **log**. Its
-    mean *gradient* is that of the other direction, :math:`KL(\pi_{ref} \| \pi)`, so a **loss** pulls the policy to
-    cover the reference; use :func:`k2` or ``"k3+"`` for the reverse. In a reward its policy gradient is that of the
-    *difference* :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`: use :func:`k1` there, and :func:`corrected_k3` for
-    another sampler's tokens. Overflows in float32 where ``d < -88``. Arguments and errors:
-    :mod:`torchrl_llm_kl.estimators`.
-
-    Example:
-        >>> k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
-        tensor([0.0000, 0.7183])
-
-    Source: J. Schulman, "Approximating KL Divergence" (2020).
-    """
-    d = k1(log_prob, ref_log_prob, old_log_prob)
-    return torch.expm1(-d) + d
-
-
-def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token ``|d|``, nats; its gradient at ``d = 0`` is 0. Registered as ``"abs"``.
-
-    The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
-    the policy the mean *gradient* is that of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
-    distance: in a **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient
-    is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
-
-    Example:
-        >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
-        tensor([0.5000, 1.0000])
-
-    Source: ``kl_fn="abs"`` of Trinity-RFT 0.6.0 and verl.
-    """
-    return k1(log_prob, ref_log_prob, old_log_prob).abs()
-
-
-def low_var_kl(
-    log_prob: Tensor,
-    ref_log_prob: Tensor,
-    old_log_prob: Tensor | None = None,
-    *,
-    log_ratio_clamp: float = 20.0,
-    value_clamp: float = 10.0,
-) -> Tensor:
-    r""":func:`k3` with ``|d|`` clamped to ``log_ratio_clamp``, then the value to ``value_clamp``; nats.
-
-    For tokens sampled from the policy, where no clamp is active, value and mean gradient are those of :func:`k3`:
-    unbiased, and the gradient of :math:`KL(\pi_{ref} \| \pi)`. Where one is active the **gradient is 0**. With the
-    defaults that is where ``d < -2.61`` (at ``d = -4`` k3 is 49.6, this returns 10) and where ``d > 11``, so a **loss**
-    no longer pulls back a token whose probability has dropped below 1/13.6 of the reference's. Finite for any finite
-    input, so it suits **logging**; use :func:`k1` in a reward.
-
-    ``math.inf`` switches a clamp off; without that of the log-ratio float32 overflows where ``d < -88``. A clamp must
-    be positive. Other arguments and errors: :mod:`torchrl_llm_kl.estimators`.
-
-    Example:
-        >>> low_var_kl(torch.tensor([-2.0, -5.0]), torch.tensor([-1.0, -1.0]))
-        tensor([ 0.7183, 10.0000])
-
-    Source: ``kl_fn="low_var_kl"`` of Trinity-RFT 0.6.0 and verl, whose constants are the defaults.
-    """
-    check_range(above=0.0, log_ratio_clamp=log_ratio_clamp, value_clamp=value_clamp)
-    d = k1(log_prob, ref_log_prob, old_log_prob).clamp(-log_ratio_clamp, log_ratio_clamp)
-    return (torch.expm1(-d) + d).clamp(max=value_clamp)
-
-
-def corrected_k3(
-    log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None, *, ratio_max: float = 2.0
-) -> Tensor:
-    r""":func:`k3` for tokens that another policy sampled: ``min(r, ratio_max) * k3``, nats.
-
-    The ratio ``r = exp(log_prob - old_log_prob)`` is differentiated too. While no ratio exceeds ``ratio_max``, the mean over
-    the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})` and its mean *gradient* is that of the same
-    reverse KL: fit for a **loss**, on-policy and off-policy. Where the clamp is active both claims fail: the value is
-    too small, and only :func:`k3`'s gradient is left, times ``ratio_max``. In a reward it has the fault of :func:`k3`.
-
-    ``old_log_prob`` is required (Trinity falls back to k3 silently); on-policy, pass ``log_prob.detach()``.
-    ``ratio_max`` is positive; ``math.inf`` switches the clamp off. Other arguments and errors:
-    :mod:`torchrl_llm_kl.estimators`.
-
-    Example:
-        >>> corrected_k3(torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -4.0]))
-        tensor([0.7183, 1.4366])
-
-    Source: ``kl_fn="corrected_k3"`` of Trinity-RFT 0.6.0 (clamp to ``[0, 2]``; the 0 never binds).
-    """
-    check_range(above=0.0, ratio_max=ratio_max)
-    if old_log_prob is None:
-        raise ValueError(
-            "corrected_k3 needs old_log_prob, the log-probs of the policy that sampled the tokens. "
-            "Pass it, or log_prob.detach() when the current policy sampled them, or use the estimator 'k3'."
-        )
-    estimate = k3(log_prob, ref_log_prob, old_log_prob)
-    log_prob, old_log_prob = widen(log_prob, old_log_prob)
-    # Bounding the exponent first keeps exp finite; an inf here would turn the clamp's zero gradient into NaN.
-    log_ratio = (log_prob - old_log_prob).clamp(max=math.log(ratio_max) + 1.0)
-    return log_ratio.exp().clamp(max=ratio_max) * estimate
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -206,50 +68,183 @@ class StraightThrough:
         return value + (surrogate - surrogate.detach())
 
 
-# ------------------------------------------------------------------ names
+@estimator(EstimatorContract("none", False, "zero", "zero", False, "zero", "switches it off", "switches it off"))
+def none_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
+    """No penalty: zeros without a graph, in the dtype of the other estimators. Registered as ``"none"``.
 
-
-class UnknownEstimatorError(UnknownNameError):
-    """Unknown estimator; the message lists the names and suggests the nearest one."""
-
-
-_ESTIMATORS = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimatorError)
-for _base in (none_, k1, k2, k3, low_var_kl, abs_, corrected_k3):
-    _ESTIMATORS.add(_base.__name__.removesuffix("_"), _base)
-# No "none+": a penalty that trains but always logs 0 is a trap.
-for _base in (k1, k2, k3, low_var_kl, abs_, corrected_k3):
-    _ESTIMATORS.add(f"{_base.__name__.removesuffix('_')}+", StraightThrough(_base))
-_ESTIMATORS.add("exact", exact_kl)
-
-
-def available_estimators() -> tuple[EstimatorName, ...]:
-    """Every name that :func:`get_estimator` accepts.
+    Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
-        >>> available_estimators()[:4]
-        ('none', 'k1', 'k2', 'k3')
+        >>> none_(torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -1.0]))
+        tensor([0., 0.])
+
+    Source: ``kl_fn="none"`` of Trinity-RFT 0.6.0.
     """
-    return cast(tuple[EstimatorName, ...], tuple(_ESTIMATORS))
+    return torch.zeros_like(k1(log_prob, ref_log_prob, old_log_prob))
 
 
-def get_estimator(name: EstimatorName) -> Callable[..., Tensor]:
-    """Look up an estimator; every look-up returns the same object, which can be pickled.
+@estimator(
+    EstimatorContract("k1", True, "zero", "reverse", False, "minus_sampler", "**yes**", "no: noise without pull")
+)
+def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
+    r"""Per-token k1 estimate of :math:`KL(\pi \| \pi_{ref})`: the log-ratio ``d`` itself, nats.
 
-    All but ``"exact"`` are called as ``(log_prob, ref_log_prob, old_log_prob=None, *, <clamps>)`` on equal shapes
-    ``[*B, T]``. ``"exact"`` is :func:`exact_kl`, which needs hidden states and heads instead of log-probs.
-
-    Args:
-        name: one of :func:`available_estimators`; a trailing ``+`` keeps the value and takes the gradient of ``k2``.
-
-    Raises:
-        UnknownEstimatorError: a ``ValueError``.
+    For tokens sampled from the policy the value is unbiased but noisy, and negative about half of the time. The mean
+    *gradient* is zero, so in a loss it adds noise and no pull. Put it in the **reward**, detached: the policy gradient
+    of that reward is the gradient of the reverse KL. For tokens of another sampler the value is biased and the mean
+    gradient is that of :math:`-KL(\pi_{old} \| \pi)`. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
-        >>> get_estimator("k2") is k2
-        True
-        >>> get_estimator("low_var")
-        Traceback (most recent call last):
-        ...
-        torchrl_llm_kl.estimators._per_token.UnknownEstimatorError: unknown KL estimator 'low_var'. Did you mean ...
+        >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+        tensor([ 0.5000, -1.0000])
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020); in the reward: arXiv 2512.21852.
     """
-    return _ESTIMATORS[name]
+    check_same_shape(log_prob=log_prob, ref_log_prob=ref_log_prob, old_log_prob=old_log_prob)
+    log_prob, ref_log_prob = widen(log_prob, ref_log_prob)
+    return log_prob - ref_log_prob
+
+
+@estimator(EstimatorContract("k2", False, "reverse", "none", loss="**yes**"))
+def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
+    r"""Per-token k2 estimate of :math:`KL(\pi \| \pi_{ref})`: ``d**2 / 2``, nats squared, never negative.
+
+    The value is biased, little when the models are close. For tokens sampled from the policy the mean *gradient* is
+    exactly that of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. In a reward its policy
+    gradient is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+
+    Example:
+        >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+        tensor([0.1250, 0.5000])
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    return 0.5 * k1(log_prob, ref_log_prob, old_log_prob).square()
+
+
+@estimator(EstimatorContract("k3", True, "forward", "reverse_minus_forward", loss="for the forward KL"))
+def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
+    r"""Per-token k3 estimate of :math:`KL(\pi \| \pi_{ref})`: ``exp(-d) - 1 + d``, nats, never negative.
+
+    For tokens sampled from the policy the value is unbiased and far less noisy than :func:`k1`: the one to **log**. Its
+    mean *gradient* is that of the other direction, :math:`KL(\pi_{ref} \| \pi)`, so a **loss** pulls the policy to
+    cover the reference; use :func:`k2` or ``"k3+"`` for the reverse. In a reward its policy gradient is that of the
+    *difference* :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`: use :func:`k1` there, and :func:`corrected_k3` for
+    another sampler's tokens. Overflows in float32 where ``d < -88``. Arguments and errors:
+    :mod:`torchrl_llm_kl.estimators`.
+
+    Example:
+        >>> k3(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0]))
+        tensor([0.0000, 0.7183])
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    d = k1(log_prob, ref_log_prob, old_log_prob)
+    return torch.expm1(-d) + d
+
+
+@estimator(EstimatorContract("abs", False, "total_variation", "none", loss="for the total variation"))
+def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
+    r"""Per-token ``|d|``, nats; its gradient at ``d = 0`` is 0. Registered as ``"abs"``.
+
+    The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
+    the policy the mean *gradient* is that of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
+    distance: in a **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient
+    is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+
+    Example:
+        >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+        tensor([0.5000, 1.0000])
+
+    Source: ``kl_fn="abs"`` of Trinity-RFT 0.6.0 and verl.
+    """
+    return k1(log_prob, ref_log_prob, old_log_prob).abs()
+
+
+@estimator(
+    EstimatorContract(
+        "low_var_kl", True, "forward", "reverse_minus_forward", loss="as k3; no pull when far", condition=UNCLAMPED
+    )
+)
+def low_var_kl(
+    log_prob: Tensor,
+    ref_log_prob: Tensor,
+    old_log_prob: Tensor | None = None,
+    *,
+    log_ratio_clamp: float = 20.0,
+    value_clamp: float = 10.0,
+) -> Tensor:
+    r""":func:`k3` with ``|d|`` clamped to ``log_ratio_clamp``, then the value to ``value_clamp``; nats.
+
+    For tokens sampled from the policy, where no clamp is active, value and mean gradient are those of :func:`k3`:
+    unbiased, and the gradient of :math:`KL(\pi_{ref} \| \pi)`. Where one is active the **gradient is 0**. With the
+    defaults that is where ``d < -2.61`` (at ``d = -4`` k3 is 49.6, this returns 10) and where ``d > 11``, so a **loss**
+    no longer pulls back a token whose probability has dropped below 1/13.6 of the reference's. Finite for any finite
+    input, so it suits **logging**; use :func:`k1` in a reward.
+
+    ``math.inf`` switches a clamp off; without that of the log-ratio float32 overflows where ``d < -88``. A clamp must
+    be positive. Other arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+
+    Example:
+        >>> low_var_kl(torch.tensor([-2.0, -5.0]), torch.tensor([-1.0, -1.0]))
+        tensor([ 0.7183, 10.0000])
+
+    Source: ``kl_fn="low_var_kl"`` of Trinity-RFT 0.6.0 and verl, whose constants are the defaults.
+    """
+    check_range(above=0.0, log_ratio_clamp=log_ratio_clamp, value_clamp=value_clamp)
+    d = k1(log_prob, ref_log_prob, old_log_prob).clamp(-log_ratio_clamp, log_ratio_clamp)
+    return (torch.expm1(-d) + d).clamp(max=value_clamp)
+
+
+@estimator(
+    EstimatorContract(
+        "corrected_k3",
+        True,
+        "reverse",
+        "reverse_minus_forward",
+        True,
+        "reverse",
+        "no",
+        "**yes**, off-policy",
+        UNCLAMPED,
+    )
+)
+def corrected_k3(
+    log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None, *, ratio_max: float = 2.0
+) -> Tensor:
+    r""":func:`k3` for tokens that another policy sampled: ``min(r, ratio_max) * k3``, nats.
+
+    The ratio ``r = exp(log_prob - old_log_prob)`` is differentiated too. While no ratio exceeds ``ratio_max``, the mean over
+    the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})` and its mean *gradient* is that of the same
+    reverse KL: fit for a **loss**, on-policy and off-policy. Where the clamp is active both claims fail: the value is
+    too small, and only :func:`k3`'s gradient is left, times ``ratio_max``. In a reward it has the fault of :func:`k3`.
+
+    ``old_log_prob`` is required (Trinity falls back to k3 silently); on-policy, pass ``log_prob.detach()``.
+    ``ratio_max`` is positive; ``math.inf`` switches the clamp off. Other arguments and errors:
+    :mod:`torchrl_llm_kl.estimators`.
+
+    Example:
+        >>> corrected_k3(torch.tensor([-2.0, -2.0]), torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -4.0]))
+        tensor([0.7183, 1.4366])
+
+    Source: ``kl_fn="corrected_k3"`` of Trinity-RFT 0.6.0 (clamp to ``[0, 2]``; the 0 never binds).
+    """
+    check_range(above=0.0, ratio_max=ratio_max)
+    if old_log_prob is None:
+        raise ValueError(
+            "corrected_k3 needs old_log_prob, the log-probs of the policy that sampled the tokens. "
+            "Pass it, or log_prob.detach() when the current policy sampled them, or use the estimator 'k3'."
+        )
+    estimate = k3(log_prob, ref_log_prob, old_log_prob)
+    log_prob, old_log_prob = widen(log_prob, old_log_prob)
+    # Bounding the exponent first keeps exp finite; an inf here would turn the clamp's zero gradient into NaN.
+    log_ratio = (log_prob - old_log_prob).clamp(max=math.log(ratio_max) + 1.0)
+    return log_ratio.exp().clamp(max=ratio_max) * estimate
+
+
+register(
+    EstimatorContract(
+        "exact", True, "chosen", "zero", True, "chosen", "only beside the loss", "**yes**", "unbiased: `reverse`"
+    ),
+    exact_kl,
+)

@@ -1,10 +1,18 @@
-"""The contract of each estimator, rendered in the docs and verified by tests, and a warning for a misplaced estimator."""
+"""The registry of estimators: the contract of each, rendered in the docs and verified by tests; warnings of a misplaced one."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from torchrl_llm_kl._registry import Registry, UnknownNameError
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.estimators import EstimatorName
 
 #: Quantities whose gradient an estimator may have -> notation. ``p``: policy, ``q``: reference, ``old``: sampler.
 QUANTITIES: dict[str, str] = {
@@ -27,52 +35,74 @@ class EstimatorContract:
     unbiased: bool  #: whether the mean value over tokens from ``p`` is KL(p‖q)
     loss_gradient: str  #: mean gradient of the value over tokens from ``p``
     reward_gradient: str  #: mean policy gradient of the detached value over tokens from ``p``
-    unbiased_off_policy: bool  #: whether the mean value over tokens from ``old`` is KL(p‖q)
-    loss_gradient_off_policy: str  #: mean gradient of the value over tokens from ``old``
-    reward: str  #: advice for use in the reward
-    loss: str  #: advice for use in the loss
+    unbiased_off_policy: bool = False  #: whether the mean value over tokens from ``old`` is KL(p‖q)
+    loss_gradient_off_policy: str = "none"  #: mean gradient of the value over tokens from ``old``
+    reward: str = "no"  #: advice for use in the reward
+    loss: str = "no"  #: advice for use in the loss
     condition: str = ""  #: when the contract holds; empty for always
 
 
-_UNCLAMPED = "while no clamp is active"
-
-# fmt: off
-_BASES = (
-    EstimatorContract("none", False, "zero", "zero", False, "zero", "switches it off", "switches it off"),
-    EstimatorContract("k1", True, "zero", "reverse", False, "minus_sampler", "**yes**", "no: noise without pull"),
-    EstimatorContract("k2", False, "reverse", "none", False, "none", "no", "**yes**"),
-    EstimatorContract("k3", True, "forward", "reverse_minus_forward", False, "none", "no", "for the forward KL"),
-    EstimatorContract("low_var_kl", True, "forward", "reverse_minus_forward", False, "none", "no",
-                      "as k3; no pull when far", _UNCLAMPED),
-    EstimatorContract("abs", False, "total_variation", "none", False, "none", "no", "for the total variation"),
-    EstimatorContract("corrected_k3", True, "reverse", "reverse_minus_forward", True, "reverse", "no",
-                      "**yes**, off-policy", _UNCLAMPED),
-)
-# fmt: on
-_K2 = _BASES[2]
+UNCLAMPED = "while no clamp is active"
 
 
-def _straight_through(base: EstimatorContract) -> EstimatorContract:
-    """The value's contract from ``base``, the gradient's from k2."""
-    return replace(
-        base,
-        name=f"{base.name}+",
-        loss_gradient=_K2.loss_gradient,
-        loss_gradient_off_policy=_K2.loss_gradient_off_policy,
-        loss=_K2.loss,
-        condition=base.condition and f"value: {base.condition}",
-    )
+class UnknownEstimatorError(UnknownNameError):
+    """Unknown estimator; the message lists the names and suggests the nearest one."""
 
 
-#: The contract of every estimator, in the order of :func:`available_estimators`.
-CONTRACTS: tuple[EstimatorContract, ...] = (
-    *_BASES,
-    *(_straight_through(base) for base in _BASES if base.name != "none"),
-    EstimatorContract(
-        "exact", True, "chosen", "zero", True, "chosen", "only beside the loss", "**yes**", "unbiased: `reverse`"
-    ),
-)
-_BY_NAME = {contract.name: contract for contract in CONTRACTS}
+_REGISTRY = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimatorError)
+_CONTRACTS: dict[str, EstimatorContract] = {}
+
+
+def register(contract: EstimatorContract, function: Callable[..., Tensor]) -> None:
+    """Register an estimator with its contract."""
+    _CONTRACTS[contract.name] = contract
+    _REGISTRY.add(contract.name, function)
+
+
+def available_estimators() -> tuple[EstimatorName, ...]:
+    """Every name that :func:`get_estimator` accepts.
+
+    Example:
+        >>> available_estimators()[:4]
+        ('none', 'k1', 'k2', 'k3')
+    """
+    names = sorted(_REGISTRY, key=lambda name: (name == "exact", name.endswith("+")))
+    return cast("tuple[EstimatorName, ...]", tuple(names))
+
+
+def contracts() -> tuple[EstimatorContract, ...]:
+    """The contract of every estimator, in the order of :func:`available_estimators`.
+
+    Example:
+        >>> contracts()[1].name, contracts()[1].unbiased
+        ('k1', True)
+    """
+    return tuple(_CONTRACTS[name] for name in available_estimators())
+
+
+def get_estimator(name: EstimatorName) -> Callable[..., Tensor]:
+    """Look up an estimator; every look-up returns the same object, which can be pickled.
+
+    All but ``"exact"`` are called as ``(log_prob, ref_log_prob, old_log_prob=None, *, <clamps>)`` on equal shapes
+    ``[*B, T]``. ``"exact"`` is :func:`exact_kl`, which needs hidden states and heads instead of log-probs.
+
+    Args:
+        name: one of :func:`available_estimators`; a trailing ``+`` keeps the value and takes the gradient of ``k2``.
+
+    Raises:
+        UnknownEstimatorError: a ``ValueError``.
+
+    Example:
+        >>> from torchrl_llm_kl.estimators import k2
+        >>> get_estimator("k2") is k2
+        True
+        >>> get_estimator("low_var")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm_kl.estimators._table.UnknownEstimatorError: unknown KL estimator 'low_var'. Did you mean ...
+    """
+    return _REGISTRY[name]
+
 
 _HEADER = (
     "| name | value unbiased | gradient in a loss | gradient in a reward | off-policy: value unbiased "
@@ -88,7 +118,7 @@ def estimator_table() -> str:
         | `k1` | yes | 0 | KL(p‖q) | no | −KL(old‖p) | **yes** | no: noise without pull | always |
     """
     table = _HEADER
-    for c in CONTRACTS:
+    for c in contracts():
         value, off_policy = ("yes" if unbiased else "no" for unbiased in (c.unbiased, c.unbiased_off_policy))
         gradient, in_reward = QUANTITIES[c.loss_gradient], QUANTITIES[c.reward_gradient]
         row = (f"`{c.name}`", value, gradient, in_reward, off_policy, QUANTITIES[c.loss_gradient_off_policy])
@@ -131,12 +161,12 @@ def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:
         >>> print(str(caught[0].message).split(",")[0], len(caught))
         KL estimator 'k1' in the loss: its mean gradient is zero 1
     """
-    contract = _BY_NAME.get(estimator) if isinstance(estimator, str) else None
+    contract = _CONTRACTS.get(estimator) if isinstance(estimator, str) else None
     if contract is None or estimator == "none":
         return
     if place == "reward":
         reason = None if contract.reward_gradient == "reverse" else _IN_REWARD
-    elif contract.condition == _UNCLAMPED and contract.loss_gradient not in _IN_LOSS:
+    elif contract.condition == UNCLAMPED and contract.loss_gradient not in _IN_LOSS:
         reason = (
             "it is clamped: where a clamp is active, nothing pulls back to the reference (it is right only "
             f"{contract.condition}). Use 'k2', whose gradient has no bound"

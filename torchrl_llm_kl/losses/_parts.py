@@ -6,24 +6,26 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import Scalar, check_choice
-from torchrl_llm_kl._registry import Hyperparameters
+from torchrl_llm_kl._registry import Spec
 from torchrl_llm_kl.estimators import check_placement
-from torchrl_llm_kl.losses._objective import INPUTS, OF_SAMPLER, PER_OUTCOME, spec_of
+from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, dummy_inputs
+from torchrl_llm_kl.losses._objective import LossTerm, spec_of
 from torchrl_llm_kl.losses.corrections import (
     Divergence,
+    Level,
     importance_weights,
     off_policy_sequence_mask,
     rejection_mask,
     top_entropy_mask,
 )
-from torchrl_llm_kl.losses.objectives import Distribution
+from torchrl_llm_kl.losses.objectives._distillation import Distribution
 from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
 
 # Hyper-parameters that are whole numbers and change from step to step.
@@ -63,9 +65,9 @@ class Part(nn.Module):
             self._store(name, value)
         self._check(hyper)
 
-    def forward(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Call the function with those of ``inputs`` that it accepts."""
-        taken = {name: inputs[name] for name in self.inputs if inputs.get(name) is not None}
+    def run(self, given: Mapping[str, Tensor]) -> Any:
+        """Call the function with those of ``given`` that it accepts."""
+        taken = {name: given[name] for name in self.inputs if name in given}
         # Kernels of every device take a number of the CPU as it is; one of another device must come to the inputs.
         device = next((x.device for x in taken.values()), None)
         hyper = {
@@ -163,7 +165,8 @@ class Part(nn.Module):
         for name, value in hyper.items():
             if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:  # no host sync
                 values[name] = value.item()
-        inputs = dummy_inputs(self, teachers=len(values.get("teacher_weights") or (1,)))
+        dummy = dummy_inputs(teachers=len(values.get("teacher_weights") or (1,)), device=device_of(self))
+        inputs = dict.fromkeys(self.inputs, dummy.log_prob) | dummy.given
         with torch.no_grad():
             self.function(**{name: inputs[name] for name in self.inputs}, **values)
 
@@ -201,21 +204,9 @@ def name_of(function: Callable[..., Any]) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
-def dummy_inputs(*parts: Part, teachers: int = 1) -> dict[str, Tensor]:
-    """One token in each of two sequences, on the device of the parts, for a dry run before there is data."""
-    device = next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
-    zeros = torch.zeros(2, 1, device=device)
-    return {
-        **dict.fromkeys((*INPUTS, *(name for part in parts for name in part.inputs)), zeros),
-        **dict.fromkeys(PER_OUTCOME, zeros.new_full((2, 1, teachers, 2), math.log(0.5))),
-        "mask": zeros == 0,
-        "selected": zeros == 1,
-        "expert_mask": torch.tensor([[False], [True]], device=device),
-        "pair_id": torch.zeros(2, dtype=torch.long, device=device),
-        "chosen": torch.tensor([True, False], device=device),
-        "reference_point": zeros.squeeze(-1),
-        "match_id": torch.zeros(2, dtype=torch.long, device=device),
-    }
+def device_of(*parts: Part) -> torch.device | None:
+    """The device of the hyper-parameters of parts, if it is another than the CPU."""
+    return next((x.device for part in parts for x in part.buffers() if x.device.type != "cpu"), None)
 
 
 # ------------------------------------------------------------------ terms
@@ -231,6 +222,10 @@ class TermPart(Part):
         >>> part.clip_high, part.needs
         (tensor(0.3000), ('advantage', 'old_log_prob'))
     """
+
+    def forward(self, inputs: LossInputs) -> tuple[LossTerm, ...]:
+        """The terms for these inputs."""
+        return self.run(inputs.given)
 
 
 class KLToReference(TermPart):
@@ -265,7 +260,7 @@ class KLToSampler(TermPart):
 
     Example:
         >>> one = torch.ones(1, 1)
-        >>> KLToSampler(0.1)({"log_prob": -one, "mask": one == 1, "old_log_prob": -2 * one})[0].value
+        >>> KLToSampler(0.1)(LossInputs(-one, one == 1, old_log_prob=-2 * one))[0].value
         tensor([[0.5000]])
     """
 
@@ -314,7 +309,7 @@ class EntropyBonus(TermPart):
 
     Example:
         >>> one = torch.ones(1, 1)
-        >>> EntropyBonus(0.01)({"log_prob": -one, "mask": one == 1, "entropy": 2 * one})[0].value
+        >>> EntropyBonus(0.01)(LossInputs(-one, one == 1, entropy=2 * one))[0].value
         tensor([[-2.]])
     """
 
@@ -330,9 +325,13 @@ class Correction(Part):
 
     Example:
         >>> halved = Correction(lambda mask, factor=0.5: (factor * mask, {}))
-        >>> halved({"mask": torch.tensor([[True, False]])})[0]
+        >>> halved(LossInputs(torch.zeros(1, 2), torch.tensor([[True, False]])))[0]
         tensor([[0.5000, 0.0000]])
     """
+
+    def forward(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weights for these inputs, and metrics."""
+        return self.run(inputs.given)
 
     @property
     def leaves_out_experts(self) -> bool:
@@ -352,7 +351,12 @@ class ImportanceWeights(Correction):
     """
 
     def __init__(
-        self, *, level: str = "token", mode: str = "truncate", low: float | None = None, high: float | None = 2.0
+        self,
+        *,
+        level: Level = "token",
+        mode: Literal["truncate", "mask"] = "truncate",
+        low: float | None = None,
+        high: float | None = 2.0,
     ) -> None:
         super().__init__(importance_weights, level=level, mode=mode, low=low, high=high)
 
@@ -399,7 +403,7 @@ class TopEntropyMask(Correction):
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
-        >>> TopEntropyMask(0.5)({"entropy": entropy, "mask": entropy > 0})[0]
+        >>> TopEntropyMask(0.5)(LossInputs(-entropy, entropy > 0, entropy=entropy))[0]
         tensor([[0., 1., 0., 1.]])
     """
 
@@ -410,7 +414,7 @@ class TopEntropyMask(Correction):
 class RolloutArgs(TypedDict, total=False):
     """The settings of verl's ``rollout_correction``; see :func:`rollout_corrections`."""
 
-    rollout_is: Literal["token", "sequence", "geometric"] | None
+    rollout_is: Level | None
     rollout_is_threshold: float | str | None
     rollout_is_batch_normalize: bool
     rollout_rs: str | None
@@ -450,12 +454,12 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
     Source: verl 0.9.1, ``RolloutCorrectionConfig``.
     """
     names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
-    given = Hyperparameters("rollout_corrections", names, refused=_REFUSED).translate(verl)
+    given = Spec("rollout_corrections", names, refused=_REFUSED).translate(verl)
     level, options = given.get("rollout_is"), given.get("rollout_rs")
     out: list[Correction] = []
     threshold = given.get("rollout_is_threshold", 2.0)
     if level is not None:
-        check_choice(("token", "sequence", "geometric"), rollout_is=level)
+        check_choice(get_args(Level), rollout_is=level)
         low, high = _bounds("rollout_is_threshold", threshold)
         out.append(ImportanceWeights(level=level, mode="truncate" if low is None else "mask", low=low, high=high))
     elif threshold not in (2.0, None):

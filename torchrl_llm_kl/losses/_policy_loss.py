@@ -6,9 +6,9 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import make_dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -21,24 +21,23 @@ from torchrl_llm_kl._numerics import check_finite, check_not_a_name, masked_mean
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
-from torchrl_llm_kl.losses._objective import (
+from torchrl_llm_kl.losses._inputs import (
+    KEYS,
+    MASKS,
     OF_SAMPLER,
     PER_OUTCOME,
     PER_ROW,
     PER_TOKEN,
-    LossTerm,
-    ObjectiveArgs,
-    ObjectiveName,
-    Once,
-    get_objective,
-    spec_of,
+    LossInputs,
+    dummy_inputs,
 )
+from torchrl_llm_kl.losses._objective import LossTerm, Once, Terms, get_objective, spec_of
 from torchrl_llm_kl.losses._parts import (
     Correction,
     Part,
     RolloutArgs,
     TermPart,
-    dummy_inputs,
+    device_of,
     name_of,
     rollout_corrections,
 )
@@ -70,23 +69,19 @@ from torchrl_llm_kl.scoring import (
     warn_of_mismatch,
 )
 
+if TYPE_CHECKING:
+    from torchrl_llm_kl.losses import ObjectiveName, PolicyArgs
+
+_KEYS: dict[str, NestedKey] = {"tokens": TOKENS_FULL, **KEYS}
+_KEYS |= {name: name for name in ("loss_mask", "denominators", "kept", "routed_experts")}
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
-_FROM_ACTOR = ("entropy", "kl", "sharp_log_prob", "teacher_divergence", "outcomes")
-_FROM_DATA = tuple(name for name in (*PER_TOKEN, *PER_ROW) if name not in _FROM_ACTOR)
 _LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
-_MASKS = ("expert_mask", "selected")
 # A teacher's probabilities add up to 1 within this; log-probs in float16 over k = 1024 to 0.005.
 _MASS_TOLERANCE = 0.02
 # Below this share of a teacher's probability a top k gives a warning.
 _LITTLE_MASS = 0.9
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
-
-
-class PolicyArgs(ObjectiveArgs, RolloutArgs, total=False):
-    """Hyper-parameters of objectives, verl's settings of corrections, and Trinity's name of ``aggregation``."""
-
-    loss_agg_mode: Aggregation | None
 
 
 class PolicyLoss(TokenLoss):
@@ -108,8 +103,7 @@ class PolicyLoss(TokenLoss):
             :class:`~torchrl_llm_kl.losses.RejectionMask`, :class:`~torchrl_llm_kl.losses.OffPolicySequenceMask`,
             :class:`~torchrl_llm_kl.losses.TopEntropyMask`. verl's settings (``rollout_is="token"``, ``rollout_rs=...``) add
             theirs; see :func:`~torchrl_llm_kl.losses.rollout_corrections`.
-        aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own. Trinity:
-            ``loss_agg_mode``.
+        aggregation: see :func:`~torchrl_llm_kl.losses.aggregate`; by default the objective's own.
         max_len: the longest possible response in tokens; required by ``seq-mean-token-sum-norm``.
         masking_strategy: which tokens are trained. ``"sft"``: the response of each step; ``"rlhf"``: all assistant turns,
             earlier ones too; ``"generic"``: all but the first token of each sequence. An optional entry ``loss_mask``
@@ -172,23 +166,12 @@ class PolicyLoss(TokenLoss):
         objectives that compare an answer with the whole batch.
     """
 
-    @dataclass
-    class _AcceptedKeys(LossModule._AcceptedKeys):
-        tokens: NestedKey = TOKENS_FULL
-        old_log_prob: NestedKey = ("next", "log_probs", "full")
-        ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
-        sampler_log_prob: NestedKey = ("next", "sampler_log_probs", "full")
-        advantage: NestedKey = "advantage"
-        expert_mask: NestedKey = "expert_mask"
-        loss_mask: NestedKey = "loss_mask"
-        selected: NestedKey = "selected"
-        pair_id: NestedKey = "pair_id"
-        chosen: NestedKey = "chosen"
-        reference_point: NestedKey = "reference_point"
-        match_id: NestedKey = "match_id"
-        denominators: NestedKey = "denominators"
-        kept: NestedKey = "kept"
-        routed_experts: NestedKey = "routed_experts"
+    _AcceptedKeys = make_dataclass(
+        "_AcceptedKeys",
+        [(name, NestedKey, key) for name, key in _KEYS.items()],
+        bases=(LossModule._AcceptedKeys,),
+        namespace={"__module__": __name__, "__qualname__": "PolicyLoss._AcceptedKeys"},  # for pickle
+    )
 
     actor_network: nn.Module
     actor_network_params: Any
@@ -197,9 +180,9 @@ class PolicyLoss(TokenLoss):
     def __init__(
         self,
         actor: Any,
-        objective: ObjectiveName | Callable[..., tuple[LossTerm, ...]] = "ppo",
+        objective: ObjectiveName | Callable[..., Terms] = "ppo",
         *,
-        terms: Sequence[Part | Callable[..., tuple[LossTerm, ...]]] = (),
+        terms: Sequence[Part | Callable[..., Terms]] = (),
         corrections: Sequence[Correction | Callable[..., tuple[Tensor, dict[str, Tensor]]]] = (),
         aggregation: Aggregation | None = None,
         max_len: int | None = None,
@@ -220,12 +203,8 @@ class PolicyLoss(TokenLoss):
         spec = spec_of(function)
         own: dict[str, Any] = dict(hyper)
         rollout: Any = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
-        if "loss_agg_mode" in own:
-            if aggregation is not None:
-                raise TypeError("'loss_agg_mode' and 'aggregation' are the same argument: pass one of them.")
-            aggregation = own.pop("loss_agg_mode")
         if spec is not None:
-            own = spec.hyperparameters.translate(own)
+            own = spec.translate(own)
             aggregation = aggregation or spec.aggregation
         factors = [x if isinstance(x, Part) else Correction(x) for x in (*corrections, *rollout_corrections(**rollout))]
         parts = [term if isinstance(term, Part) else TermPart(term) for term in terms]
@@ -402,12 +381,13 @@ class PolicyLoss(TokenLoss):
     @property
     def _data_needs(self) -> set[str]:
         """The inputs that the data must hold."""
-        return self._needs - {*_FROM_ACTOR, *(() if self.reference is None else ("ref_log_prob",))}
+        of_data = {*KEYS, "teacher_outcomes"} - (set() if self.reference is None else {"ref_log_prob"})
+        return self._needs & of_data
 
     @property
     def _data_keys(self) -> list[NestedKey]:
         needs = self._data_needs
-        keys = [getattr(self.tensor_keys, name) for name in _FROM_DATA if name in needs]
+        keys = [getattr(self.tensor_keys, name) for name in KEYS if name in needs]
         if "teacher_outcomes" in needs:
             keys += [entry for key in self._teachers for entry in top_k_entries(key)]
         return keys
@@ -424,7 +404,7 @@ class PolicyLoss(TokenLoss):
 
     def _dry_run(self) -> list[NestedKey]:
         """The outputs under the current hyper-parameters, found by a dry run on two dummy tokens."""
-        inputs = dummy_inputs(*self._parts, teachers=len(self._teachers))
+        inputs = dummy_inputs(teachers=len(self._teachers), device=device_of(*self._parts))
         with torch.no_grad():
             terms, metrics = self._terms(inputs)
         names = [term.name for term in terms]
@@ -436,29 +416,27 @@ class PolicyLoss(TokenLoss):
             known.add("entropy")
         if known & {"kl", "teacher_divergence"}:
             known.add("ref_log_prob")  # scored along with an exact KL
-        common = common_metrics({name: value for name, value in inputs.items() if name in known})
+        common = common_metrics(LossInputs(**{name: value for name, value in inputs.given.items() if name in known}))
         return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
-        td, response, inputs = self._read(tensordict)
-        inputs |= self._score(response, inputs, **self._replayed(td, response.tokens))
+        td, response, inputs, top_ids = self._read(tensordict)
+        inputs = self._score(response, inputs, top_ids, **self._replayed(td, response.tokens))
         self._check_finite(response, inputs)
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
         return self._output(td, response, terms, {**common_metrics(inputs), **metrics})
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        _, response, inputs = self._read(td)
-        numbers = dict.fromkeys(("log_prob", *PER_TOKEN), torch.zeros_like(response.mask, dtype=torch.float32))
-        if "sampler_log_prob" not in inputs:
-            del numbers["sampler_log_prob"]  # its place may be taken by old log-probs
-        data = {name: value for name, value in inputs.items() if name in ("mask", *_MASKS, *OF_SAMPLER, *PER_ROW)}
-        numbers |= dict.fromkeys(
-            PER_OUTCOME, numbers["log_prob"].new_zeros(*response.mask.shape, len(self._teachers), 1)
-        )
-        return self._terms({name: x for name, x in numbers.items() if name not in _MASKS} | data)[0]
+        inputs = self._read(td)[2]
+        zeros = inputs.log_prob
+        filled = {name: zeros for name in PER_TOKEN if name not in ("mask", *MASKS, *OF_SAMPLER)}
+        filled |= dict.fromkeys(PER_OUTCOME, zeros.new_zeros(*zeros.shape, len(self._teachers), 1))
+        if inputs.old_log_prob is None:  # the place of the sampler's own may be taken by it
+            filled["old_log_prob"] = zeros
+        return self._terms(inputs.replace(**filled))[0]
 
     def batch_inputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Store what the objective takes from a whole batch with each row: ``reference_point`` or ``match_id``, if it has one.
@@ -480,7 +458,7 @@ class PolicyLoss(TokenLoss):
         once = self.once
         if once is None:
             return tensordict
-        td, response, inputs = self._read(tensordict, without=once.name)
+        td, response, inputs, _ = self._read(tensordict, without=once.name)
         replayed = {} if once.mismatched else self._replayed(td, response.tokens)
         if once.mismatched:
             if self._reference_scorer is None:
@@ -489,22 +467,22 @@ class PolicyLoss(TokenLoss):
                     f"model as reference=, or store {once.name!r} yourself ({once.function.__name__})."
                 )
             response = ResponseTokens(*mismatch(response.tokens, response.flat_mask))
-            inputs = {"mask": response.mask}
+            inputs = _unscored(response.mask)
         with torch.no_grad():
-            inputs |= self._score(response, inputs, **replayed)
+            inputs = self._score(response, inputs, **replayed)
         self._check_finite(response, inputs)
         taken = inspect.signature(once.function).parameters
-        value = once.function(**{name: x for name, x in inputs.items() if name in taken})
+        value = once.function(**{name: x for name, x in inputs.given.items() if name in taken})
         key = getattr(self.tensor_keys, once.name)
         own_leaves(tensordict, key)  # do not write into the storage of a replay buffer
         return tensordict.set(key, value.reshape(td.batch_size).to(td.device or value.device))
 
     def _read(
         self, tensordict: TensorDictBase, *, without: str | None = None
-    ) -> tuple[TensorDictBase, ResponseTokens, dict[str, Tensor]]:
+    ) -> tuple[TensorDictBase, ResponseTokens, LossInputs, Tensor | None]:
         """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them but one.
 
-        With a distillation also ``top_ids [N, M, k]``, the ids of the outcomes, at all tokens.
+        With a distillation also the ids of the outcomes at all tokens, ``[N, M, k]``.
         """
         td, tokens, mask, responses = self._read_tokens(tensordict)
         needs, who = self._data_needs - {without}, name_of(self.objective.function)
@@ -512,7 +490,7 @@ class PolicyLoss(TokenLoss):
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         places: dict[str, NestedKey] = {}
-        for name in _FROM_DATA:
+        for name in KEYS:
             key, found = getattr(self.tensor_keys, name), None
             if name == without:
                 continue
@@ -531,10 +509,10 @@ class PolicyLoss(TokenLoss):
                     raise ValueError(f"{found!r} must hold one value for each sequence: it is read as {name}.")
                 rows[name] = value
                 continue
-            flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in _MASKS else math.nan).detach()
+            flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in MASKS else math.nan).detach()
             places[name] = found
         teachers = read_top_k(td, self._teachers, tokens, responses) if "teacher_outcomes" in needs else None
-        flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in _MASKS if name in flat}
+        flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in MASKS if name in flat}
         for name in [name for name in OF_SAMPLER if name in flat]:
             value, key = flat[name], places[name]
             unscored = self._reader.unscored(value, tokens, responses, key)
@@ -545,42 +523,45 @@ class PolicyLoss(TokenLoss):
                 self._reader.warn_of_unscored(value, mask & unscored, tokens, key)
                 mask = mask & ~unscored
         response = ResponseTokens(tokens, mask)
-        inputs = {name: response.gather(value) for name, value in flat.items()}
-        if teachers is not None:
-            inputs |= {"teacher_outcomes": response.gather(teachers.log_probs), "top_ids": teachers.ids}
-        return td, response, {**inputs, **rows, "mask": response.mask}
+        inputs = _unscored(response.mask).replace(
+            **{name: response.gather(value) for name, value in flat.items()}, **rows
+        )
+        if teachers is None:
+            return td, response, inputs, None
+        return td, response, inputs.replace(teacher_outcomes=response.gather(teachers.log_probs)), teachers.ids
 
-    def _check_finite(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
+    def _check_finite(self, response: ResponseTokens, inputs: LossInputs) -> None:
         """Reject NaN and infinite inputs of a part; a NaN ``sampler_log_prob`` is one that was not computed.
 
         At experts' tokens, a part that separates experts from the policy reads only the current log-probs.
         """
-        experts = inputs.get("expert_mask")
-        named: dict[str, Tensor] = {}
-        for name in ("log_prob", *PER_TOKEN):
-            readers = [part for part in self._parts if name == "log_prob" or name in part.reads(inputs)]
-            if name not in inputs or name in _MASKS or not readers:
+        experts, given, named = inputs.expert_mask, inputs.given, dict[str, Tensor]()
+        for name in PER_TOKEN:
+            readers = [part for part in self._parts if name == "log_prob" or name in part.reads(given)]
+            if name not in given or name in ("mask", *MASKS) or not readers:
                 continue
-            unread = name != "log_prob" and all(part.leaves_out_experts for part in readers)
-            value = inputs[name].masked_fill(experts, 0) if unread and experts is not None else inputs[name]
+            value = given[name]
+            if experts is not None and name != "log_prob" and all(part.leaves_out_experts for part in readers):
+                value = value.masked_fill(experts, 0)
             if name == "sampler_log_prob":
                 value = value.masked_fill(value.isnan(), 0)
             key = getattr(self.tensor_keys, name, None)
             named[name if key is None else f"{name} ({key!r})"] = value
         response.check_finite(named)
-        rows = {name: inputs[name] for name in PER_ROW if name in inputs and inputs[name].is_floating_point()}
-        for name, value in rows.items():
-            named = {f"{name} ({getattr(self.tensor_keys, name)!r})": value}
-            read = inputs["mask"].any(-1)
-            check_finite(
-                named, read=read, place="sequence {}".format, advice="Fix the entry, or mask the sequence out."
-            )
+        for name in PER_ROW:
+            if name in given and given[name].is_floating_point():
+                check_finite(
+                    {f"{name} ({getattr(self.tensor_keys, name)!r})": given[name]},
+                    read=inputs.mask.any(-1),
+                    place="sequence {}".format,
+                    advice="Fix the entry, or mask the sequence out.",
+                )
 
-    def _check_teachers(self, response: ResponseTokens, inputs: Mapping[str, Tensor]) -> None:
+    def _check_teachers(self, response: ResponseTokens, inputs: LossInputs) -> None:
         """Reject a teacher's outcomes that are no distribution; warn once of a top k that holds little of it."""
-        if "teacher_outcomes" not in inputs:
+        log_p, mask = inputs.teacher_outcomes, inputs.mask.unsqueeze(-1)
+        if log_p is None:
             return
-        log_p, mask = inputs["teacher_outcomes"], inputs["mask"].unsqueeze(-1)
         mass = log_p.exp().sum(-1)
         wrong = mask & ~((mass - 1).abs() < _MASS_TOLERANCE)  # NaN too
         captured = torch.where(mask, -log_p[..., -1].expm1(), 0).sum((0, 1)) / mask.sum().clamp(min=1)
@@ -618,11 +599,13 @@ class PolicyLoss(TokenLoss):
         found = {"kept": None if kept is None else Kept(*kept), "routing": routing}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _score(self, response: ResponseTokens, inputs: Mapping[str, Tensor], **replayed: Any) -> dict[str, Tensor]:
-        """The inputs that the models compute; ``replayed`` are arguments of the actor's scorer."""
+    def _score(
+        self, response: ResponseTokens, inputs: LossInputs, top_ids: Tensor | None = None, **replayed: Any
+    ) -> LossInputs:
+        """The inputs, with those that the models compute; ``replayed`` are arguments of the actor's scorer."""
         self._check_reference()
         needs, reference, sampling = self._needs, self._reference_scorer, self.sampling
-        ref_here = "ref_log_prob" in needs and "ref_log_prob" not in inputs
+        ref_here = "ref_log_prob" in needs and inputs.ref_log_prob is None
         exact = self._exact()
         over_kept = ref_here and sampling.truncates and sampling.reference == "kept"
         apart = over_kept and log_probs_only(self.reference)  # a model in another process is sent the kept tokens
@@ -641,7 +624,7 @@ class PolicyLoss(TokenLoss):
                 response.tokens,
                 response.flat_mask,
                 entropy=self.log_entropy or "entropy" in needs,
-                top_ids=inputs.get("top_ids"),
+                top_ids=top_ids,
                 grad=torch.is_grad_enabled(),
                 **exact,
                 **replayed,
@@ -658,27 +641,27 @@ class PolicyLoss(TokenLoss):
             "entropy": scores.entropy,
             "kl" if "kl" in needs else "teacher_divergence": scores.kl,
             "outcomes": scores.outcomes,
-            "ref_log_prob": ref,
+            "ref_log_prob": ref if inputs.ref_log_prob is None else None,
             "sharp_log_prob": sharp,
         }
-        out = {name: response.gather(x.values) for name, x in found.items() if x is not None and name not in inputs}
+        out = {name: response.gather(x.values) for name, x in found.items() if x is not None}
         trained = list(self.actor_network.parameters() if own is None else own.values(True, True))
         # An objective may read any one of these alone.
         read = [name for name in ("log_prob", "outcomes", "teacher_divergence") if name in out]
-        return {**out, **{name: with_graph(out[name], trained) for name in read}}
+        return inputs.replace(**{**out, **{name: with_graph(out[name], trained) for name in read}})
 
-    def _terms(self, inputs: Mapping[str, Tensor]) -> tuple[list[LossTerm], dict[str, Tensor]]:
+    def _terms(self, inputs: LossInputs) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
-        mask, experts = inputs["mask"], inputs.get("expert_mask")
-        product = torch.ones_like(inputs["log_prob"]).detach()
+        mask, experts = inputs.mask, inputs.expert_mask
+        product = torch.ones_like(inputs.log_prob).detach()
         correction: Correction
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
             if experts is None or not correction.leaves_out_experts:
                 weights, seen = correction(inputs)
             else:  # no policy sampled the experts' tokens: there is nothing to correct
-                weights, seen = correction({**inputs, "mask": mask & ~experts})
+                weights, seen = correction(inputs.replace(mask=mask & ~experts))
                 weights = torch.where(mask & experts, 1, weights)
             terms = apply_correction(terms, weights, mask)
             metrics |= {name if name not in metrics else f"{name}_{number}": value for name, value in seen.items()}
@@ -689,31 +672,39 @@ class PolicyLoss(TokenLoss):
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
 
 
+def _unscored(mask: Tensor) -> LossInputs:
+    """Inputs before a model has run: the log-probs are 0."""
+    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask)
+
+
 @torch.no_grad()
-def common_metrics(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """Metrics independent of the objective, and except the first two and the entropy of the tokens that are not experts'.
 
     ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
     them and ``kl_to_sampler``; with the sampler's own the :func:`mismatch_metrics`; with reference log-probs ``kl_to_ref``;
     with entropies ``entropy``.
     """
-    mask, experts = inputs["mask"], inputs.get("expert_mask")
+    mask, experts = inputs.mask, inputs.expert_mask
     sampled = mask if experts is None else mask & ~experts
-    clean = {name: torch.where(mask, inputs[name], 0) for name in ("log_prob", *_LOG_PROBS) if name in inputs}
-    log_prob, old = clean["log_prob"], clean.get("old_log_prob")
+    log_prob, old, own, ref = (
+        None if x is None else torch.where(mask, x, 0)
+        for x in (inputs.log_prob, inputs.old_log_prob, inputs.sampler_log_prob, inputs.ref_log_prob)
+    )
+    assert log_prob is not None
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
     if old is not None:
         metrics |= _ratio_metrics(log_prob, old, sampled & old.isfinite())
-    sampler = clean.get("sampler_log_prob", old)
+    sampler = old if own is None else own
     if sampler is not None:
         # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative. NaN: not scored.
         metrics["kl_to_sampler"] = _k3(sampler, log_prob, sampled & sampler.isfinite())
-    if "sampler_log_prob" in clean:
-        metrics |= mismatch_metrics(log_prob if old is None else old, clean["sampler_log_prob"], sampled)
-    if "ref_log_prob" in clean:
-        metrics["kl_to_ref"] = _k3(log_prob, clean["ref_log_prob"], sampled)
-    if "entropy" in inputs:
-        metrics["entropy"] = masked_mean(inputs["entropy"], mask)
+    if own is not None:
+        metrics |= mismatch_metrics(log_prob if old is None else old, own, sampled)
+    if ref is not None:
+        metrics["kl_to_ref"] = _k3(log_prob, ref, sampled)
+    if inputs.entropy is not None:
+        metrics["entropy"] = masked_mean(inputs.entropy, mask)
     return metrics
 
 

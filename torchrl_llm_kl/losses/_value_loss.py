@@ -169,4 +169,4 @@ class ValueLoss(TokenLoss):
         response.check_finite({f"{name} ({found[name]!r})": value for name, value in inputs.items()})
         value = response.gather(self.critic_network(tokens, mask).values)
         value = with_graph(value, self.critic_network.parameters())
-        return self._output(td, response, self.error({**inputs, "value": value, "mask": response.mask}), {})
+        return self._output(td, response, self.error.run({**inputs, "value": value, "mask": response.mask}), {})

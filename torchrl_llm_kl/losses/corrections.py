@@ -107,14 +107,18 @@ def correction_metrics(weights: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
+#: Over what an importance weight is a product: one token, a sequence, or its geometric mean.
+Level = Literal["token", "sequence", "geometric"]
+
+
 @torch.no_grad()
 def importance_weights(
     old_log_prob: Tensor,
     sampler_log_prob: Tensor,
     mask: Tensor,
     *,
-    level: str = "token",
-    mode: str = "truncate",
+    level: Level = "token",
+    mode: Literal["truncate", "mask"] = "truncate",
     low: Scalar | None = None,
     high: Scalar | None = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -162,7 +166,7 @@ def importance_weights(
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (TIS); Ling team 2025
     (arXiv 2510.18855), IcePop; Li et al. 2025, "When Speed Kills Stability" (sequence and geometric).
     """
-    check_choice(("token", "sequence", "geometric"), level=level)
+    check_choice(get_args(Level), level=level)
     check_choice(("truncate", "mask"), mode=mode)
     check_is_scalar(low=low, high=high)
     if isinstance(high, (int, float)) and not high > 0:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import Scalar, check_range
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, check_penalty, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import clean
-from torchrl_llm_kl.losses._objective import LossTerm, term
-from torchrl_llm_kl.losses.objectives import DISTILLATION_INPUTS, Distribution, distill
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, term
+from torchrl_llm_kl.losses.objectives._distillation import DISTILLATION_INPUTS, Distribution, distill
 
 #: The name of a registered estimator, or a function of the same signature.
 Estimator = EstimatorName | Callable[..., Tensor]
@@ -62,7 +62,7 @@ def kl_to_ref(
     coeff: Scalar = 1e-3,
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""KL penalty to the reference, the term ``kl_to_ref``: an estimate at each token, or the exact KL of each position.
 
     The gradient is the estimator's, which is not always that of the KL whose value it estimates: ``"k2"`` has that of
@@ -110,7 +110,7 @@ def kl_to_sampler(
     coeff: Scalar = 1e-3,
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""KL penalty to the sampling policy, the term ``kl_to_sampler``: a soft trust region.
 
     Reads ``sampler_log_prob`` if it is given, else ``old_log_prob``; one of them is required. Tokens where it is NaN (not
@@ -157,7 +157,7 @@ def divergence_to_teacher(
     beta: Scalar = 0.5,
     distribution: Distribution = "top_k",
     teacher_weights: Sequence[float] | None = None,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     """Divergence to a teacher beside another objective, the term ``divergence_to_teacher``.
 
     Hyper-parameters:
@@ -200,7 +200,7 @@ def entropy_bonus(
     coeff: Scalar,
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     """Entropy bonus, the term ``entropy``: minus the entropy of the policy at each token.
 
     The gradient is that of the ``entropy`` passed in: over the whole vocabulary it spreads probability. Minus the log-prob of

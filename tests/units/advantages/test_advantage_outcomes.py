@@ -302,7 +302,7 @@ def test_trajectories_in_any_order_beside_others_equal_and_with_a_step_twice(nam
 
 def test_trinitys_names_of_entries_are_no_hyper_parameters() -> None:
     with pytest.warns(UserWarning, match="env_state_hash_key has no effect here.*keys={'state'"):
-        assert advantage_spec(gigpo).hyperparameters.translate({"env_state_hash_key": "hash"}) == {}
+        assert advantage_spec(gigpo).translate({"env_state_hash_key": "hash"}) == {}
 
 
 # ------------------------------------------------------------------ properties

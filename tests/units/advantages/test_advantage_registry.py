@@ -69,7 +69,7 @@ def test_every_name_and_every_argument_is_typed() -> None:
     assert get_args(AdvantageName) == available_advantages()
     assert issubclass(UnknownAdvantageError, UnknownNameError)
     specs = [advantage_spec(get_advantage(name)) for name in TABLE]
-    accepted = {key for spec in specs for key in spec.hyperparameters.accepted if key not in spec.refused}
+    accepted = {key for spec in specs for key in spec.accepted if key not in spec.refused}
     assert set(get_type_hints(AdvantageArgs)) == accepted
 
 

@@ -254,7 +254,7 @@ def test_distillation_by_hand() -> None:
     # Student 1/2, 1/2 and teacher 9/10, 1/10; beta 1/4: mixture 0.6, 0.4. Under Trinity's names too.
     student, teacher = f64([[0.5, 0.5, 0.5]]).log(), f64([[0.9, 0.1, 0.2]]).log()
     want = 2.0 * 0.75 * f64([[1.2, 0.8, 1.0]]).log()
-    translate = advantage_spec(jsd).hyperparameters.translate
+    translate = advantage_spec(jsd).translate
     trinity = translate({"lambda_coef": 0.25, "kl_coef": 2.0, "temperature": 1.0, "chunk_size": None})
     for hyper in ({"beta": 0.25, "kl_coef": 2.0}, trinity):
         assert_close(jsd(student, teacher, mask, **hyper), want)

@@ -216,7 +216,7 @@ def accepted(part: str) -> set[str]:
         specs = [advantage_spec(get_advantage(name)) for name in get_args(AdvantageName)]
     else:
         specs = [spec_of(get_objective(name)) for name in available_objectives()]  # type: ignore[misc]
-    return {name for spec in specs for name in (*spec.hyperparameters.names, *spec.aliases)}
+    return {name for spec in specs for name in (*spec.hyper, *spec.aliases)}
 
 
 def torchrl_settings() -> set[str]:
@@ -267,10 +267,10 @@ def test_the_refused_names_are_those_with_another_meaning_and_prefixed_names_hav
 def test_no_preset_accepts_an_ambiguous_name(name: str) -> None:
     """Every plain name of every preset: refused, or set where it belongs."""
     preset = ALGORITHMS[name]
-    objective = set(spec_of(get_objective(preset.objective)).hyperparameters.names)  # type: ignore[union-attr]
+    objective = set(spec_of(get_objective(preset.objective)).hyper)  # type: ignore[union-attr]
     advantage = set()
     if preset.advantage is not None:
-        advantage = set(advantage_spec(get_advantage(preset.advantage)).hyperparameters.names)
+        advantage = set(advantage_spec(get_advantage(preset.advantage)).hyper)
     for hyper in sorted(objective | advantage):
         owners = {part for part, names in (("objective", objective), ("advantage", advantage)) if hyper in names}
         ambiguous = len(owners) == 2 or any((part, hyper) in AMBIGUOUS for part in owners)

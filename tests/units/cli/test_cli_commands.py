@@ -29,7 +29,7 @@ from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli import _commands, _console, _tables, main
 from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.cli._console import cells_of
-from torchrl_llm_kl.estimators import CONTRACTS
+from torchrl_llm_kl.estimators import contracts
 from toy_tokenizer import build_tokenizer
 
 COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "train", "templates", "demo")
@@ -205,7 +205,7 @@ def test_estimators_versions_and_cells_of_a_markdown_table(cli: Cli, monkeypatch
     assert json.loads(cli("version", "--all", "--json").stdout)["no-such-package"] == "not installed"
     assert cells_of("| a | b |\n|---|---|\n| `x` |  |\n| **y** | z |\n") == (["a", "b"], [["x", ""], ["y", "z"]])
     lines = cli("estimators").stdout.splitlines()
-    names = [contract.name for contract in CONTRACTS]
+    names = [contract.name for contract in contracts()]
     assert [line.split()[0] for line in lines[3 : len(names) + 3]] == names
     start = lines.index("Tokens that another policy, old, sampled:") + 3
     assert [line.split()[0] for line in lines[start : start + len(names)]] == names

@@ -24,7 +24,7 @@ def test_names_and_arguments_are_typed_and_in_the_specs() -> None:
     names = available_objectives()
     assert typing.get_args(ObjectiveName) == names
     specs = [spec_of(get_objective(name)) for name in names]
-    assert set(ObjectiveArgs.__annotations__) == {name for spec in specs for name in spec.hyperparameters.accepted}
+    assert set(ObjectiveArgs.__annotations__) == {name for spec in specs for name in spec.accepted}
     assert not ObjectiveArgs.__required_keys__
     for spec in specs:
         parameters = inspect.signature(get_objective(spec.name)).parameters

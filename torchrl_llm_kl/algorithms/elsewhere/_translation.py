@@ -7,17 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row
 from torchrl_llm_kl._registry import did_you_mean
-from torchrl_llm_kl.advantages import advantage_spec, get_advantage
+from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms._algorithm import apply_overrides
 from torchrl_llm_kl.algorithms._make import make_algorithm
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts
-from torchrl_llm_kl.algorithms.presets import AlgorithmName, get_algorithm
+from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.losses import Correction
 from torchrl_llm_kl.scoring import Sampling
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.algorithms import AlgorithmName
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,7 @@ class Reader:
             raise ValueError(f"{name} must be a whole number of at least 1, got {answers!r}.")
         self.overrides["repeat_times"] = answers
         advantage = self.overrides.get("advantage", get_algorithm(algorithm).advantage)
-        if answers > 1 and advantage is not None and "group" in advantage_spec(get_advantage(advantage)).needs:
+        if answers > 1 and advantage is not None and "group" in advantage_spec(advantage).needs:
             self.overrides["group_size"] = answers
 
     def finish(self, algorithm: AlgorithmName, sampling: Sampling | None = None) -> Translation:

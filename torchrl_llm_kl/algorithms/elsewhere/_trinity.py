@@ -8,11 +8,11 @@ from typing import Any
 
 from torchrl_llm_kl._foreign import TRINITY
 from torchrl_llm_kl._registry import did_you_mean, no_such
-from torchrl_llm_kl.advantages import advantage_spec, get_advantage
+from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, flatten, read_mapping
 from torchrl_llm_kl.algorithms.presets import ALGORITHMS, get_algorithm
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
-from torchrl_llm_kl.losses import get_objective, spec_of
+from torchrl_llm_kl.losses import spec_of
 
 #: Trinity's algorithms under another name here.
 _ALGORITHMS = {"reinforceplusplus": "reinforce_plus_plus", "grpo_verl": "grpo"}
@@ -127,10 +127,9 @@ def _objective(reader: Reader, default: str) -> str:
     """The objective and its hyper-parameters."""
     name: Any = reader["algorithm.policy_loss_fn"] or default
     try:
-        spec = spec_of(get_objective(name))
+        spec = spec_of(name)
     except ValueError as error:
         raise ValueError(f"algorithm.policy_loss_fn: {error}") from None
-    assert spec is not None
     if name in ("sapo", "dpo"):
         notes = {"sapo": "Trinity has no gradient through the gate", "dpo": "Trinity adds the batch up to one pair"}
         reader.take("algorithm.policy_loss_fn", notes[name])
@@ -139,10 +138,10 @@ def _objective(reader: Reader, default: str) -> str:
     given = {key: value for key, value in _arguments(reader, _P).items() if key != "loss_agg_mode"}
     written = _written(reader)
     for key in given:
-        if key in spec.hyperparameters.accepted:
+        if key in spec.accepted:
             reader.take(f"{_P}{key}", f"{name}'s")
-    known = {key: value for key, value in given.items() if key in spec.hyperparameters.accepted}
-    own = spec.hyperparameters.translate({key: value for key, value in known.items() if value is not None})
+    known = {key: value for key, value in given.items() if key in spec.accepted}
+    own = spec.translate({key: value for key, value in known.items() if value is not None})
     own |= {key: None for key in known if known[key] is None and key == "clip_ratio_c"}
     if written and name in _NEED_CLIP and not {"clip_low", "clip_high"} <= own.keys():
         raise ValueError(
@@ -159,23 +158,23 @@ def _advantage(reader: Reader, default: str) -> None:
     given = reader["algorithm.advantage_fn"]
     name: Any = _ADVANTAGES.get(given, given) or default
     try:
-        spec = advantage_spec(get_advantage(name))
+        spec = advantage_spec(name)
     except ValueError as error:
         raise ValueError(f"algorithm.advantage_fn: {error}") from None
     if given:
         reader.take("algorithm.advantage_fn")
     prefix = "algorithm.advantage_fn_args."
-    known = {key: value for key, value in _arguments(reader, prefix).items() if key in spec.hyperparameters.accepted}
-    ineffective = [key for key in known if key in spec.hyperparameters.obsolete]
+    known = {key: value for key, value in _arguments(reader, prefix).items() if key in spec.accepted}
+    ineffective = [key for key in known if key in spec.obsolete]
     for key in known:
         if key in ineffective:
-            reader.out(f"{prefix}{key}", f"nothing: {spec.hyperparameters.obsolete[key]}")
-        elif key in spec.hyperparameters.refused and known[key] != spec.hyperparameters.refused[key][0]:
-            reader.refuse(f"{prefix}{key}", spec.hyperparameters.refused[key][1])
+            reader.out(f"{prefix}{key}", f"nothing: {spec.obsolete[key]}")
+        elif key in spec.refused and known[key] != spec.refused[key][0]:
+            reader.refuse(f"{prefix}{key}", spec.refused[key][1])
         else:
             reader.take(f"{prefix}{key}", f"{spec.name}'s")
-    kept = [key for key in known if key not in ineffective and key not in spec.hyperparameters.refused]
-    own = spec.hyperparameters.translate({key: known[key] for key in kept})
+    kept = [key for key in known if key not in ineffective and key not in spec.refused]
+    own = spec.translate({key: known[key] for key in kept})
     if spec.name == "gae":
         own["whiten"] = True
     reader.overrides |= {"advantage": spec.name, "advantage_args": own}

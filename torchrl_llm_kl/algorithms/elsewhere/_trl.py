@@ -8,21 +8,22 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation
-from torchrl_llm_kl.algorithms.presets import AlgorithmName
 from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, corrected_k3
 from torchrl_llm_kl.losses import (
     ImportanceWeights,
     OffPolicySequenceMask,
     TopEntropyMask,
-    get_objective,
     spec_of,
 )
 from torchrl_llm_kl.scoring import Sampling
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.algorithms import AlgorithmName
 
 Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd"]
 #: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
@@ -359,8 +360,7 @@ def _dpo(reader: Reader) -> Translation:
     if len(kinds) > 1 or kind == "sft":
         what = "the likelihood of the chosen answer" if kind == "sft" else "a sum of several preference losses"
         reader.refuse("loss_type", f"no preset is {what}: build a PolicyLoss with terms=")
-    spec = spec_of(get_objective(objective))  # type: ignore[arg-type]
-    assert spec is not None
+    spec = spec_of(objective)  # type: ignore[call-overload]
     reader.overrides["objective"] = objective
     reader.copy("beta", "beta")
     if kind in ("ipo", "sigmoid_norm"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import VERL
 from torchrl_llm_kl._registry import no_such
@@ -16,8 +16,10 @@ from torchrl_llm_kl.algorithms.elsewhere._translation import (
     read_mapping,
     read_scalar,
 )
-from torchrl_llm_kl.algorithms.presets import AlgorithmName
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.algorithms import AlgorithmName
 
 _A, _R, _G = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
 _C = f"{_G}rollout_correction."

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_clip_range, check_range, masked_mean
+from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_range, masked_mean
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, sequence_mean
-from torchrl_llm_kl.losses._objective import LossTerm, objective, variant
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective, variant
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
 
 #: The clip bounds under the names of Trinity-RFT (``clip_range``), torchrl (``clip_epsilon``) and verl (``clip_ratio``).
@@ -64,7 +65,7 @@ def ppo(
     enable_sequence_masking: bool = False,
     delta_sequence_masking: Scalar = 0.1,
     fallback_to_policy_gradient: bool = False,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""PPO's clipped surrogate: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` per token.
 
     The gradient is that of ``-A r`` where the ratio is inside the bounds or moves back towards them, and 0 elsewhere.
@@ -159,8 +160,8 @@ def gspo(
     advantage: Tensor,
     clip_low: Scalar = 3e-4,
     clip_high: Scalar = 4e-4,
-    level: str = "token",
-) -> tuple[LossTerm, ...]:
+    level: Literal["token", "sequence"] = "token",
+) -> Terms:
     r"""PPO's surrogate with the geometric mean of a sequence's ratios, ``s = exp(mean(log_prob - old_log_prob))``.
 
     ``level="sequence"`` is ``max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))`` once per sequence, ``[*B, 1]``, with the
@@ -183,7 +184,6 @@ def gspo(
         tensor([[-3.]])
     """
     check_clip_range(clip_low, clip_high)
-    check_choice(("token", "sequence"), level=level)
     log_ratio = sequence_mean(log_prob - old_log_prob, mask)
     if level == "sequence":
         advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
@@ -230,7 +230,7 @@ def gmpo(
     advantage: Tensor,
     clip_low: Scalar = 0.4,
     clip_high: Scalar = 0.4,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""``-A exp(mean(c))`` per sequence, ``[*B, 1]``; ``c`` are its tokens' log-ratios after PPO's clipping in log space.
 
     With ``d = log_prob - old_log_prob`` and ``k = clip(d, -clip_low, clip_high)`` a token's ``c`` is ``min(d, k)`` where
@@ -275,7 +275,7 @@ def cispo(
     enable_mask_clip: bool = False,
     mask_clip_low: Scalar = 1.0,
     mask_clip_high: Scalar = 0.28,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""REINFORCE with a bounded importance weight: ``-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log_prob`` per token.
 
     The gradient is the off-policy policy gradient with a clipped weight: a clipped token keeps a gradient.
@@ -322,7 +322,7 @@ def sapo(
     advantage: Tensor,
     tau_pos: Scalar = 1.0,
     tau_neg: Scalar = 1.05,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""A smooth gate instead of a hard clip: ``-A f(r)`` per token with ``f(r) = 4 sigmoid(tau (r - 1)) / tau``.
 
     The gradient goes through ``r``: a token's weight is ``A r 4 p (1 - p)`` with ``p = sigmoid(tau (r - 1))``. At ``r = 1``

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_range, masked_mean
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, checked
-from torchrl_llm_kl.losses._objective import LossTerm, objective
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
 
 
@@ -33,7 +33,7 @@ def clip_cov(
     fraction: float = 2e-4,
     cov_low: Scalar = 1.0,
     cov_high: Scalar = 5.0,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""PPO's clipped surrogate (:func:`ppo` without dual clip), and 0 without gradient for the selected tokens.
 
     Selected tokens keep their place in the denominator. Without ``selected`` they are drawn with the device's global
@@ -85,7 +85,7 @@ def kl_cov(
     selected: Tensor | None = None,
     coeff: Scalar = 1.0,
     fraction: float = 2e-4,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the selected tokens.
 
     The penalty pulls a selected token's log-prob back with the constant force ``coeff``, and with none at ``r = 1``.

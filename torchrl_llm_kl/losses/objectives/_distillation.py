@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
 from torchrl_llm_kl.estimators import top_k_divergence
-from torchrl_llm_kl.losses._objective import Conditions, LossTerm, objective
+from torchrl_llm_kl.losses._objective import Conditions, LossTerm, Terms, objective
 
 #: What a distillation compares: a teacher's top k and "any other token", or every token of a teacher in this process.
 Distribution = Literal["top_k", "exact"]
@@ -39,7 +39,7 @@ def distill(
     beta: Scalar = 0.5,
     distribution: Distribution = "top_k",
     teacher_weights: Sequence[float] | None = None,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""Generalised Jensen-Shannon divergence to a teacher, at each token over ``k + 1`` outcomes or the whole vocabulary.
 
     With the student's distribution ``q``, the teacher's ``p`` and :math:`m = \beta p + (1 - \beta) q` the value is
@@ -68,7 +68,6 @@ def distill(
         (tensor([[0.1838]]), tensor(0.9000))
     """
     check_range(0.0, 1.0, beta=beta)
-    check_choice(("top_k", "exact"), distribution=distribution)
     if distribution == "exact":
         if teacher_weights is not None:
             raise ValueError("distribution='exact' compares with one teacher: leave out teacher_weights.")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
 from torchrl_llm_kl.losses._arithmetic import (
     Aggregation,
     bounded_exp,
@@ -14,12 +16,12 @@ from torchrl_llm_kl.losses._arithmetic import (
     sequence_mean,
     sequence_sum,
 )
-from torchrl_llm_kl.losses._objective import LossTerm, objective
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES
 
 
 @objective("gpg", source="Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE)")
-def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> tuple[LossTerm, ...]:
+def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> Terms:
     r"""The plain policy gradient: ``-A log_prob`` per token, without ratio, clipping or hyper-parameters.
 
     The mean gradient is the policy gradient if the current policy sampled the tokens.
@@ -33,7 +35,7 @@ def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> tuple[LossTerm,
 
 
 @objective("opmd", source="Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD")
-def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> tuple[LossTerm, ...]:
+def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> Terms:
     r"""``-A log_prob / (1 + tau)`` per token, on- or off-policy: no ratio, no clipping.
 
     With advantages ``reward - mean(reward)`` of a group its gradient at the old policy is that of an objective that pulls the
@@ -52,9 +54,7 @@ def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0
 
 
 @objective("importance_sampling", source="Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6")
-def importance_sampling(
-    log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor
-) -> tuple[LossTerm, ...]:
+def importance_sampling(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor) -> Terms:
     r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
 
     The mean gradient is that of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
@@ -80,8 +80,8 @@ def topr(
     old_log_prob: Tensor,
     advantage: Tensor,
     advantage_threshold: Scalar = 0.0,
-    level: str = "token",
-) -> tuple[LossTerm, ...]:
+    level: Literal["token", "sequence"] = "token",
+) -> Terms:
     r"""Tapered off-policy REINFORCE: ``-A sg(a) log_prob`` with ``a = min(r, 1)`` where ``A <= advantage_threshold``, else 1.
 
     The gradient raises good tokens whatever their ratio. It lowers bad ones less as they become less likely, which keeps a
@@ -100,7 +100,6 @@ def topr(
         >>> topr(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[ 2.0000, -1.2131]])
     """
-    check_choice(("token", "sequence"), level=level)
     log_ratio = log_prob.detach() - old_log_prob
     if level == "sequence":
         log_ratio = sequence_sum(log_ratio, mask)
@@ -110,9 +109,7 @@ def topr(
 
 
 @objective("sppo", source="Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO)")
-def sppo(
-    log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: Scalar = 0.3
-) -> tuple[LossTerm, ...]:
+def sppo(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: Scalar = 0.3) -> Terms:
     r"""A log-ratio surrogate: ``-A (log_prob - old_log_prob)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0.
 
     The gradient is ``-A`` inside the interval and 0 outside, on both sides and for both signs of ``A``: nothing pulls a
@@ -149,8 +146,8 @@ def dro(
     old_log_prob: Tensor,
     advantage: Tensor,
     beta: Scalar = 0.05,
-    level: str = "token",
-) -> tuple[LossTerm, ...]:
+    level: Literal["token", "sequence"] = "token",
+) -> Terms:
     r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
 
     The gradient is ``-(A - beta log r)`` times that of the log-prob: a regression of ``beta log r`` on the advantage, over
@@ -171,7 +168,6 @@ def dro(
         tensor([[ 1.0500, -1.8000]])
     """
     check_range(above=0.0, beta=beta)
-    check_choice(("token", "sequence"), level=level)
     log_ratio = log_prob - old_log_prob
     if level == "sequence":
         log_prob, log_ratio = sequence_sum(log_prob, mask), sequence_sum(log_ratio, mask)
@@ -192,11 +188,11 @@ def dppo(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    divergence: str = "tv",
+    divergence: Literal["tv", "kl"] = "tv",
     clip_low: Scalar | None = None,
     clip_high: Scalar | None = None,
     clip_ratio_c: Scalar | None = 20.0,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""``-A sg(min(r, clip_ratio_c)) log_prob`` per token, and 0 where the policy has moved too far along the advantage.
 
     The trust region is in probability, not in its ratio. The distance is between two outcomes, this token or any other,
@@ -218,7 +214,6 @@ def dppo(
         >>> dppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[0.0000, 7.8240]])
     """
-    check_choice(tuple(_DPPO_BOUNDS), divergence=divergence)
     clip_low = _DPPO_BOUNDS[divergence] if clip_low is None else clip_low
     clip_high = _DPPO_BOUNDS[divergence] if clip_high is None else clip_high
     check_range(low=0.0, clip_low=clip_low, clip_high=clip_high)
@@ -258,7 +253,7 @@ def vespo(
     lambda_pos: Scalar = 3.0,
     k_neg: Scalar = 3.0,
     lambda_neg: Scalar = 2.0,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""REINFORCE with a weight per sequence: ``-A sg(phi(w)) log_prob`` with ``phi(w) = w^k exp(lambda (1 - w))``.
 
     ``w`` is the probability ratio of the whole sequence, the product of its tokens', without length normalisation. The
@@ -303,16 +298,16 @@ def rec(
     *,
     advantage: Tensor,
     old_log_prob: Tensor | None = None,
-    clip_mode: str = "none",
+    clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = "none",
     epsilon_low: Scalar = 0.2,
     epsilon_high: Scalar = 0.2,
     epsilon_low_prime: Scalar = 0.6,
     epsilon_high_prime: Scalar = 2.0,
-    weight: str = "none",
+    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none",
     temp: Scalar = 1.0,
-    regularizer: str = "none",
+    regularizer: Literal["none", "k2", "forward-kl"] = "none",
     regularizer_coef: Scalar = 0.0,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""``-A sg(w) log_prob`` per token where the ratio is in range, else 0, plus a regulariser on every token.
 
     With ``s`` the geometric mean of a sequence's ratios, a token is in range where
@@ -349,9 +344,6 @@ def rec(
         >>> rec(log_prob, mask, old_log_prob=old, advantage=advantage, clip_mode="one-side")[0].value
         tensor([[0., 2.]])
     """
-    check_choice(("none", "one-side", "two-side", "ring", "gspo-one-side"), clip_mode=clip_mode)
-    check_choice(("none", "importance_sampling", "gspo_importance_sampling", "advantage"), weight=weight)
-    check_choice(("none", "k2", "forward-kl"), regularizer=regularizer)
     check_range(above=0.0, high=1.0, epsilon_low=epsilon_low, epsilon_low_prime=epsilon_low_prime)
     check_range(above=0.0, epsilon_high=epsilon_high, epsilon_high_prime=epsilon_high_prime, temp=temp)
     check_range(low=0.0, regularizer_coef=regularizer_coef)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchrl_llm_kl._numerics import Scalar, check_choice, check_range, masked_mean
+from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._registry import signature_of
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
     Aggregation,
     bounded_exp,
-    check_aggregation,
     sequence_mean,
     sequence_sum,
 )
@@ -92,7 +92,6 @@ def pair_up(
 ) -> Pairs:
     """The pairs of a batch. A member of the family has those of these parameters that it is registered with."""
     check_range(above=0.0, beta=beta)
-    check_choice(("none", "probability", "aligned"), weighting=weighting)
     pairing = pairing or _pairing(mask.shape[:-1], pair_id, chosen)
     ratio = log_prob if ref_log_prob is None else log_prob - ref_log_prob
     if ld_alpha is not None:
@@ -131,7 +130,6 @@ def _derivative(ratio: Tensor, f_divergence: FDivergence, f_alpha: Scalar) -> Te
     if f_divergence == "alpha_divergence":
         check_range(above=0.0, high=1.0, f_alpha=f_alpha)
         return -torch.expm1((-f_alpha * ratio).clamp(max=_LARGEST)) / f_alpha
-    check_choice(("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"), f_divergence=f_divergence)
     return ratio
 
 
@@ -191,7 +189,7 @@ def preference(
     taken = ("log_prob", "mask", "pair_id", "chosen", "beta", *options)
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., Terms]:
-        shared, own = (inspect.signature(f).parameters for f in (pair_up, formula))
+        shared, own = signature_of(pair_up), signature_of(formula)
         values = {"ref_log_prob": inspect.Parameter.empty, **settings}
         parameters = [shared[key].replace(default=values.get(key, shared[key].default)) for key in taken]
 
@@ -586,8 +584,6 @@ def _log_odds(log_prob: Tensor) -> Tensor:
 
 def _nll_of_chosen(pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
     """``-log_prob`` at each token of the chosen answers of pairs that are not left out."""
-    if aggregation is not None:
-        check_aggregation(aggregation)
     chosen = pairs.pairing.rows(torch.cat([pairs.mask, torch.zeros_like(pairs.mask)], -1))
     mask = pairs.token_mask & chosen.view(*pairs.token_mask.shape[:-1], 1)
     return LossTerm("nll", -pairs.log_prob, mask, weight=weight, aggregation=aggregation)

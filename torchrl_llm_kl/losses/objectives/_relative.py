@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
 from torchrl_llm_kl.losses._arithmetic import checked, sequence_sum
-from torchrl_llm_kl.losses._objective import LossTerm, Once, objective
+from torchrl_llm_kl.losses._objective import LossTerm, Once, Terms, objective
 from torchrl_llm_kl.losses.objectives._preference import (
     Pairing,
     Pairs,
@@ -66,7 +66,7 @@ def kto(
     beta: Scalar = 0.1,
     desirable_weight: Scalar = 1.0,
     undesirable_weight: Scalar = 1.0,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""Kahneman-Tversky optimisation: each answer is desirable or not, and there are no pairs.
 
     With the log-ratio ``c`` of an answer, the sum of ``log_prob - ref_log_prob``, and ``z = reference_point``, the loss is
@@ -148,7 +148,7 @@ def bco(
     chosen: Tensor,
     reference_point: Tensor | None = None,
     beta: Scalar = 0.1,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""Binary classifier optimisation: the cross-entropy of a classifier of answers whose logit is ``beta (c - z)``.
 
     Each answer is good (``chosen`` is True) or bad, and there are no pairs. With its log-ratio ``c``, the sum of
@@ -173,9 +173,7 @@ def _signed(value: Tensor, chosen: Tensor) -> Tensor:
     return torch.where(chosen.unsqueeze(-1), value, -value)
 
 
-def _of_answers(
-    value: Tensor, ratio: Tensor, z: Tensor, mask: Tensor, chosen: Tensor, beta: Scalar
-) -> tuple[LossTerm, ...]:
+def _of_answers(value: Tensor, ratio: Tensor, z: Tensor, mask: Tensor, chosen: Tensor, beta: Scalar) -> Terms:
     """One term with one value per sequence ``[*B, 1]``, 0 for one without masked-in tokens, and the metrics of each kind."""
     check_range(above=0.0, beta=beta)
     present, good, reward = mask.any(-1, keepdim=True), chosen.unsqueeze(-1), beta * ratio.detach()
@@ -336,7 +334,7 @@ def aot_unpaired(
     match_id: Tensor | None = None,
     beta: Scalar = 0.1,
     label_smoothing: Scalar = 0.0,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between a chosen and a rejected answer whose log-ratios have equal rank.
 
     Each answer is chosen or rejected, as many of the one as of the other, to any prompts. The log-ratios of both kinds are

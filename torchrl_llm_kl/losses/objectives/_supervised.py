@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
-from torchrl_llm_kl.losses._arithmetic import Aggregation, check_aggregation, clamp
-from torchrl_llm_kl.losses._objective import LossTerm, objective
+from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
 
 
 @objective("sft", source="maximum likelihood; Trinity-RFT 0.6.0: sft")
-def sft(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
+def sft(log_prob: Tensor, mask: Tensor) -> Terms:
     """Supervised fine-tuning: ``-log_prob`` per token, in nats.
 
     The gradient is that of the cross-entropy between the data distribution and the policy.
@@ -27,7 +27,7 @@ def sft(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
 
 
 @objective("sft_is", source="Trinity-RFT 0.6.0: sft_is; Wu et al. 2025 (arXiv 2508.05629), DFT")
-def sft_is(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
+def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
     """Imitation weighted by the token's probability ``p`` under the policy: ``-sg(p) log p``.
 
     The gradient is that of ``-p``: tokens with a probability near 0 hardly move the policy.
@@ -43,7 +43,7 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> tuple[LossTerm, ...]:
 
 
 @objective("sft_phi", source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's")
-def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> tuple[LossTerm, ...]:
+def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Terms:
     """Imitation weighted towards uncertain tokens: ``-sg(p (1 - p)) log p`` with the token's probability ``p``.
 
     The gradient is that of ``-(p - p**2 / 2)``: it vanishes both for tokens that the policy knows and for those that would
@@ -102,7 +102,7 @@ def mix(
     clip_ratio_c: Scalar | None = 3.0,
     usual_aggregation: Aggregation | None = None,
     expert_aggregation: Aggregation | None = None,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r"""``(1 - mu)`` of :func:`ppo` on the policy's own tokens plus ``mu`` of :func:`sft` on those of experts.
 
     Each part is averaged over its own tokens, so ``mu`` is the weight of the experts whatever their number; a part without
@@ -126,9 +126,6 @@ def mix(
         (tensor([-1.]), tensor([3.]), 0.1)
     """
     check_range(low=0.0, high=1.0, mu=mu)
-    for mode in (usual_aggregation, expert_aggregation):
-        if mode is not None:
-            check_aggregation(mode)
     (usual,) = ppo(
         log_prob,
         mask & ~expert_mask,
@@ -170,7 +167,7 @@ def mix_chord(
     clip_ratio_c: Scalar | None = 3.0,
     usual_aggregation: Aggregation | None = None,
     expert_aggregation: Aggregation | None = None,
-) -> tuple[LossTerm, ...]:
+) -> Terms:
     r""":func:`mix` with a ``mu`` that follows :func:`mu_schedule` over training, and weighted tokens of experts.
 
     Hyper-parameters:
