@@ -97,6 +97,7 @@ docs: $(READY)  ## Regenerate the generated pages, tables, pictures and notebook
 	$(BIN)/python docs/build_estimator_table.py
 	$(BIN)/python docs/build_distillation_table.py
 	$(BIN)/python docs/build_metrics_table.py
+	$(BIN)/python docs/build_objective_table.py
 	$(BIN)/python docs/build_log_probs.py
 	$(BIN)/python docs/build_chat_template_table.py
 	$(BIN)/python docs/build_algorithm_table.py

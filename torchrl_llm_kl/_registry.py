@@ -163,6 +163,9 @@ class Registry(Mapping[str, T], Generic[T]):
         return len(self._items)
 
 
+_TRANSLATED = "PolicyLoss, Advantage and make_algorithm translate the names of other libraries, the function does not"
+
+
 @dataclass(frozen=True)
 class Spec:
     """What a decorator reads from a registered function: its hyper-parameters, and their names in other libraries.
@@ -225,9 +228,9 @@ class Spec:
     def _unknown(self, key: str) -> str:
         what = f"{self.name} has no hyper-parameter"
         if key in self.aliases:
-            here = f"pass {' and '.join(map(repr, self.aliases[key]))}. The names of other libraries are translated by modules"
+            here = f"pass {' and '.join(map(repr, self.aliases[key]))}. {_TRANSLATED}"
         elif key in self.obsolete or key in self.refused:
-            here = self.obsolete.get(key) or self.refused[key][1]
+            here = f"leave it out, {self.obsolete.get(key) or self.refused[key][1]}"
         else:
             return no_such(what, key, self.hyper, hint=foreign_hint(key, self.hyper))
         return f"{what} {key!r}: {here}."

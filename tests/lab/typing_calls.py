@@ -26,7 +26,7 @@ from torchrl_llm_kl.losses import EntropyBonus, KLToReference
 
 def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     make_algorithm("grpo", model, reference=model, group_size=8, clip_high=0.28, kl_loss="k2", std="batch")
-    make_algorithm("ppo", model, reference=model, critic=model, policy_loss_fn_args={"clip_range": 0.1})
+    make_algorithm("ppo", model, reference=model, critic=model, objective_args={"clip_range": 0.1})
     make_algorithm(Algorithm("mine", "cispo", {"clip_high": 0.3}, "rloo", kl_reward="k1"), model, reference=model)
     RetrieveKL(model, model, estimator="k3+", temperature=0.7, scope="full")(batch)
     RetrieveLogProb(model, detach=False, memory=0)

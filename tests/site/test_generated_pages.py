@@ -19,7 +19,8 @@ from torchrl_llm_kl._foreign import FOREIGN, foreign_hint
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmOverrides, make_algorithm
 from torchrl_llm_kl.datasets import Encoder, Skip
 from torchrl_llm_kl.diagnostics import METRICS, describe_metric
-from torchrl_llm_kl.losses._parts import TermPart, dummy_inputs
+from torchrl_llm_kl.losses._inputs import dummy_inputs
+from torchrl_llm_kl.losses._parts import TermPart
 from torchrl_llm_kl.losses._policy_loss import common_metrics
 from torchrl_llm_kl.losses.corrections import Divergence, correction_metrics
 from torchrl_llm_kl.service.replica._stats import ReplicaStats
@@ -28,7 +29,8 @@ from torchrl_llm_kl.training import example_config, read_config
 from torchrl_llm_kl.training._run import WRITTEN
 
 DOCS = PROJECT / "docs"
-SCRIPTS = "algorithm_table api distillation_table elsewhere_table estimator_table metrics_table paper_index train_table"
+SCRIPTS = "algorithm_table api distillation_table elsewhere_table estimator_table metrics_table "
+SCRIPTS += "objective_table paper_index train_table"
 
 
 def page(name: str) -> str:
@@ -151,13 +153,13 @@ def reported() -> set[str]:
     zeros, names = torch.zeros(1, 2), losses.available_objectives()
     mask = zeros == 0
     parts = [TermPart(losses.get_objective(name), **hyper) for name in names for hyper in ({}, SETTINGS.get(name, {}))]
-    terms = [term for part in parts for term in part(dummy_inputs(part))]
+    terms = [term for part in parts for term in part(dummy_inputs())]
     terms += losses.value_error(zeros, mask, value_target=zeros, old_value=zeros)
     found = {name for term in terms for name in term.metrics}
-    found |= {name for correction in CORRECTIONS for name in correction(dummy_inputs(correction))[1]}
-    inputs = dict.fromkeys(("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy"), zeros)
+    found |= {name for correction in CORRECTIONS for name in correction(dummy_inputs())[1]}
+    data = dict.fromkeys(("old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy"), zeros)
     found |= {*correction_metrics(zeros, mask), *losses.mismatch_metrics(zeros, zeros, mask)}
-    found |= set(common_metrics({**inputs, "mask": mask})) | set(ReplicaStats().snapshot()) - COUNTERS
+    found |= set(common_metrics(losses.LossInputs(zeros, mask, **data))) | set(ReplicaStats().snapshot()) - COUNTERS
     return found | set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))
 
 

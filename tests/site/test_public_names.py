@@ -70,6 +70,12 @@ def test_examples_run() -> None:
     assert [name for name, run in runs.items() if run.failed] == []
 
 
+def test_the_stubs_list_what_is_registered() -> None:
+    """A new objective, advantage, estimator, preset or hyper-parameter is known to type checkers, and none that is gone."""
+    for path, text in script("docs/build_stubs.py").render().items():
+        assert path.read_text(encoding="utf-8") == text, "run `make stubs`"
+
+
 def test_mypy_reports_wrong_calls_and_accepts_right_ones() -> None:
     """A wrong name is an error in an editor: the marked lines of ``typing_calls.py``, and no others."""
     calls = Path(typing_calls.__file__)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections.abc import Mapping
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -37,43 +39,16 @@ if TYPE_CHECKING:
 
 Layout = Literal["sequence", "token"]
 
+_ENTRIES = list(
+    csv.DictReader(files("torchrl_llm_kl.advantages").joinpath("entries.csv").read_text("utf-8").splitlines())
+)
 #: The default key of each input and output. The mask, ``run`` and ``step`` have none: see
 #: :class:`~torchrl_llm_kl.advantages.Advantage`.
 DEFAULT_KEYS: dict[str, NestedKey] = {
-    "reward": ("next", "reward"),
-    "group": "query",
-    "rewards": ("next", "reward"),
-    "baseline": "reward_baseline",
-    "value": ("next", "state_value"),
-    "old_log_prob": ("next", "log_probs", "full"),
-    "teacher_log_prob": ("next", "ref_log_probs", "full"),
-    "entropy": ("next", "entropy"),
-    "collision": ("next", "moments", "collision"),
-    "discriminator": ("next", "moments", "discriminator"),
-    "state": "state",
-    "advantage": "advantage",
-    "value_target": "value_target",
+    row["name"]: unravel_key(tuple(row["key"].split())) for row in _ENTRIES if row["key"]
 }
-
 #: Advice for a missing input.
-_ADVICE: dict[str, str] = {
-    "reward": "Add a transform that writes rewards to the env, or pass keys={'reward': ...}.",
-    "rewards": "Store several rewards of each sequence, [*B, R], or name an entry for each: keys={'rewards': [...]}.",
-    "group": "Pass group_key=, the entry that is equal for all answers to a prompt, or group_size= if they are consecutive.",
-    "baseline": "Answer each prompt greedily once and store that reward, or pass keys={'baseline': ...}.",
-    "value": "Put RetrieveValue before, or pass keys={'value': ...}.",
-    "old_log_prob": "Put RetrieveLogProb (or RetrieveKL) of the policy before, or pass keys={'old_log_prob': ...}.",
-    "teacher_log_prob": "Put RetrieveLogProb of the teacher before (RetrieveKL(policy, teacher) writes both), or pass "
-    "keys={'teacher_log_prob': ...}.",
-    "entropy": "Put RetrieveLogProb(..., entropy_key='entropy') of the policy before, or pass keys={'entropy': ...}.",
-    "collision": "Put RetrieveLogProb(..., moments_key='moments') of the policy before, or pass keys={'collision': ...}.",
-    "discriminator": "Put RetrieveLogProb(..., moments_key='moments') of the policy before, or pass "
-    "keys={'discriminator': ...}.",
-    "state": "Store an integer or string that identifies the env's state before the step, or pass keys={'state': ...}.",
-    "mask": "Correct keys={'mask': ...}, or leave it out to use the response of each step.",
-    "run": "Correct keys={'run': ...}.",
-    "step": "Correct keys={'step': ...}.",
-}
+_ADVICE = {row["name"]: row["advice"] for row in _ENTRIES}
 
 
 class Advantage(Transform):

@@ -13,7 +13,7 @@ from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
-from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
+from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName, read_table
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
 
@@ -197,30 +197,7 @@ def _check_coefficient(name: str, value: Any) -> None:
 #: Hyper-parameters whose plain name other libraries give to another setting: (part, name) -> (its meaning here, the other
 #: meaning and its name here). ``objective_<name>`` or ``advantage_<name>`` says which part is meant.
 AMBIGUOUS: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("advantage", "epsilon"): (
-        "the number that is added to the standard deviation",
-        "the clip range of the ratio (TRL) pass clip_low= and clip_high=, if the objective clips",
-    ),
-    ("advantage", "beta"): (
-        "the teacher's weight in the mixture",
-        "the weight of the KL to the reference (TRL) pass kl_loss_coeff= or kl_reward_coeff=",
-    ),
-    ("advantage", "kl_coef"): (
-        "the factor",
-        "the weight of a KL penalty (verl, Trinity-RFT) pass kl_loss_coeff= or kl_reward_coeff=",
-    ),
-    ("advantage", "tau"): (
-        "the temperature of the soft-max baseline",
-        "the weight of the squared log-ratio (DRO) pass beta=",
-    ),
-    ("objective", "coeff"): (
-        "the weight of the penalty on selected tokens",
-        "the weight of the KL in the reward (torchrl) pass kl_reward_coeff=",
-    ),
-    ("objective", "temp"): (
-        "the temperature of the weight exp(A / temp)",
-        "the sampler's temperature pass temperature=",
-    ),
+    (row["part"], row["name"]): (row["here"], row["elsewhere"]) for row in read_table("ambiguous.csv")
 }
 
 _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sources"))

@@ -156,10 +156,15 @@ def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
 # ------------------------------------------------------------------ the schemas
 
 
+def read_table(name: str) -> Iterator[dict[str, str]]:
+    """The lines of a table beside this file, as column -> text."""
+    text = files("torchrl_llm_kl.algorithms").joinpath(name).read_text(encoding="utf-8")
+    return csv.DictReader(text.splitlines())
+
+
 def _entries() -> Iterator[tuple[str, Entry]]:
     """A name of a schema and an entry that it has, of each line of the table."""
-    text = files("torchrl_llm_kl.algorithms").joinpath("schemas.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
+    for row in read_table("schemas.csv"):
         names, (*parents, leaf) = row.pop("schemas"), row.pop("key").split()
         required = bool(row.pop("required"))
         entry = Entry((*parents, leaf) if parents else leaf, required=required, **row)  # type: ignore[arg-type]

@@ -7,15 +7,14 @@ lines there and a row to ``tests/units/algorithms/test_presets.py``, and run ``m
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._registry import Registry, UnknownNameError
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
+from torchrl_llm_kl.algorithms._schema import read_table
 from torchrl_llm_kl.losses import spec_of
 
 if TYPE_CHECKING:
@@ -47,8 +46,8 @@ def _read() -> None:
     """Register the presets of the table."""
     values: dict[str, dict[str, Any]] = {}
     sources: dict[str, dict[str, str]] = {}
-    text = files("torchrl_llm_kl.algorithms").joinpath("presets.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
+    for row in read_table("presets.csv"):
+        value: Any
         name, field, value = row["algorithm"], row["field"], row["value"]
         with suppress(ValueError):  # a word stands for itself
             value = json.loads(value)

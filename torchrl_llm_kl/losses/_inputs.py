@@ -31,7 +31,7 @@ class LossInputs:
 
     Args:
         log_prob: nats, of the sampled tokens under the current policy, with graph; ``[*B, T]``.
-        mask: True at trained tokens; bool ``[*B, T]``. Other positions may hold anything, even NaN.
+        mask: True at trained tokens, whatever others hold, even NaN; bool ``[*B, T]``.
         old_log_prob: nats, under the policy that sampled the tokens; ``[*B, T]``.
         ref_log_prob: nats, under the frozen reference; ``[*B, T]``.
         advantage: in units of the reward; ``[*B, T]``.
@@ -119,8 +119,8 @@ def _with(**facts: Any) -> tuple[str, ...]:
 
 #: Every input. All other arguments of an objective are hyper-parameters.
 INPUTS = _with()
-#: Inputs of one value per token.
-PER_TOKEN = _with(shape=_TOKEN)
+#: Inputs of one value per token, beside the mask.
+PER_TOKEN = tuple(name for name in _with(shape=_TOKEN) if name != "mask")
 #: Inputs of several values per token, of one teacher or of each.
 PER_OUTCOME = _with(shape=_OUTCOME)
 #: Inputs of one value per sequence.
@@ -141,9 +141,10 @@ def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> Lo
     zeros = torch.zeros(2, 1, device=device)
     row, first = zeros.squeeze(-1), torch.arange(2, device=device) == 0
     return LossInputs(
+        mask=zeros == 0,
         **dict.fromkeys(PER_TOKEN, zeros),
         **dict.fromkeys(PER_OUTCOME, zeros.new_full((2, 1, teachers, 2), 0.5).log()),
         **dict.fromkeys(("pair_id", "match_id"), row.long()),
         reference_point=row,
         chosen=first,
-    ).replace(mask=zeros == 0, selected=zeros == 1, expert_mask=~first.unsqueeze(-1))
+    ).replace(selected=zeros == 1, expert_mask=~first.unsqueeze(-1))

@@ -432,7 +432,7 @@ class PolicyLoss(TokenLoss):
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         inputs = self._read(td)[2]
         zeros = inputs.log_prob
-        filled = {name: zeros for name in PER_TOKEN if name not in ("mask", *MASKS, *OF_SAMPLER)}
+        filled = {name: zeros for name in PER_TOKEN if name not in (*MASKS, *OF_SAMPLER)}
         filled |= dict.fromkeys(PER_OUTCOME, zeros.new_zeros(*zeros.shape, len(self._teachers), 1))
         if inputs.old_log_prob is None:  # the place of the sampler's own may be taken by it
             filled["old_log_prob"] = zeros
@@ -538,7 +538,7 @@ class PolicyLoss(TokenLoss):
         experts, given, named = inputs.expert_mask, inputs.given, dict[str, Tensor]()
         for name in PER_TOKEN:
             readers = [part for part in self._parts if name == "log_prob" or name in part.reads(given)]
-            if name not in given or name in ("mask", *MASKS) or not readers:
+            if name not in given or name in MASKS or not readers:
                 continue
             value = given[name]
             if experts is not None and name != "log_prob" and all(part.leaves_out_experts for part in readers):

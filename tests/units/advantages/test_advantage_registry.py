@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torchrl_llm_kl.advantages import (
     Advantage,
     AdvantageArgs,
     AdvantageName,
+    PeerName,
     UnknownAdvantageError,
     advantage,
     advantage_spec,
@@ -35,7 +36,7 @@ from torchrl_llm_kl.advantages import (
     rloo,
     step_wise_grpo,
 )
-from torchrl_llm_kl.advantages._registry import _REGISTRY, PeerName
+from torchrl_llm_kl.advantages._registry import _REGISTRY
 
 # name -> (kind, required inputs)
 TABLE = {
@@ -70,7 +71,7 @@ def test_every_name_and_every_argument_is_typed() -> None:
     assert issubclass(UnknownAdvantageError, UnknownNameError)
     specs = [advantage_spec(get_advantage(name)) for name in TABLE]
     accepted = {key for spec in specs for key in spec.accepted if key not in spec.refused}
-    assert set(get_type_hints(AdvantageArgs)) == accepted
+    assert set(AdvantageArgs.__annotations__) == accepted
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -140,8 +141,8 @@ R, G = torch.tensor([1.0, 2.0]), torch.tensor([0, 0])
         (lambda: clip_b(R), ValueError, r"clip_b needs group: pass group=, \[\*B\]"),
         (lambda: clip_b(R, G, R[:, None]), ValueError, r"clip_b needs entropy: pass entropy=, \[\*B, T\]"),
         (lambda: grpo(R, G, epsilo=1.0), TypeError, "Did you mean 'epsilon'"),
-        (lambda: grpo(R, G, std_cal_level="batch"), TypeError, r"no .*'std_cal_level': pass std=\. Advantage\("),
-        (lambda: gae(R, R, R > 0, lmbda=0.5), TypeError, r"gae has no hyper-parameter 'lmbda': pass lam="),
+        (lambda: grpo(R, G, std_cal_level="batch"), TypeError, r"no .*'std_cal_level': pass 'std'\. .*Advantage"),
+        (lambda: gae(R, R, R > 0, lmbda=0.5), TypeError, r"gae has no hyper-parameter 'lmbda': pass 'lam'"),
         (lambda: grpo(R, G, duplicate_experiences=False), TypeError, "'duplicate_experiences': .* cannot add rows"),
         (lambda: jsd(R, R, R > 0, chunk_size=None), TypeError, "'chunk_size': .*nothing to split into chunks"),
         (lambda: Advantage("grpo", std="group", std_cal_level="batch"), TypeError, "'std' and 'std_cal_level' are the"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_prepare import READ
 
-from torchrl_llm_kl import AdaptiveKLCoefficient, LogProbScorer
+from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, UnknownAlgorithmError, make_algorithm
 from torchrl_llm_kl.losses import KLPlacementWarning
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -81,8 +81,6 @@ def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> Non
     assert len(logged.loss.terms) == 0
     assert made("grpo", advantage="gae", critic=TabularCritic(TASK)).critic_loss is not None
     assert made("ppo", advantage="rloo").critic_loss is None
-    restated = made("mix", sample_strategy="mix", use_rollout=True)  # Trinity's facts
-    assert restated.algorithm == ALGORITHMS["mix"]
     # A preset of one's own.
     kl: dict[str, Any] = {"use_reference": True, "kl_reward": "k1", "kl_reward_coeff": 0.3}
     parts = made(Algorithm("mine", "cispo", {"clip_high": 0.5}, "rloo", **kl), group_size=2, clip_high=0.6)
@@ -142,21 +140,21 @@ def test_a_top_k_replaces_the_advantage() -> None:
     torch.testing.assert_close(given.loss(given.prepare(data)).total_loss, parts.loss(data).total_loss)
 
 
-def test_trinitys_keys() -> None:
+def test_fields_and_arguments_of_both_parts() -> None:
     parts = made(
-        algorithm_type="grpo",
         repeat_times=5,
-        policy_loss_fn="cispo",
-        policy_loss_fn_args={"clip_range_high": 0.1, "clip_range_low": 0.9, "loss_agg_mode": "seq-mean-token-sum"},
-        advantage_fn="grpo",
-        advantage_fn_args={"std_cal_level": "batch", "epsilon": 1e-3},
-        kl_loss_fn="exact",
-        kl_loss_fn_args={"kl_coef": 0.2},
-        kl_penalty_fn="k1",
-        kl_penalty_fn_args={"kl_coef": 0.3},
-        entropy_loss_fn="mix",
-        entropy_loss_fn_args={"entropy_coef": 0.4},
-        sample_strategy_args={"expert_data_ratio": 0.25},
+        objective="cispo",
+        objective_args={"clip_range_high": 0.1, "clip_range_low": 0.9},
+        aggregation="seq-mean-token-sum",
+        advantage="grpo",
+        advantage_args={"std_cal_level": "batch", "epsilon": 1e-3},
+        kl_loss="exact",
+        kl_loss_coeff=0.2,
+        kl_reward="k1",
+        kl_reward_coeff=0.3,
+        entropy_coeff=0.4,
+        leave_out_experts=True,
+        expert_data_ratio=0.25,
     )
     found = parts.algorithm
     assert (found.objective, found.advantage, found.repeat_times) == ("cispo", "grpo", 5)
@@ -166,34 +164,8 @@ def test_trinitys_keys() -> None:
     assert numbers(parts, "clip_low", "clip_high") == [0.9, 0.1]
     assert parts.advantage is not None
     assert parts.advantage.hyper == {"std": "batch", "epsilon": 1e-3}
-    # Its defaults of gigpo, and its spelling of REINFORCE++.
-    args = {"clip_range_low": 0.2, "clip_range_high": 0.2, "loss_agg_mode": "token-mean"}
-    assert made("gigpo", policy_loss_fn_args=args).loss.aggregation == "token-mean"
-    parts = made("reinforce_plus_plus", algorithm_type="reinforceplusplus", advantage_fn="reinforceplusplus")
-    assert parts.advantage is not None
-    assert parts.advantage.spec.name == "reinforce_plus_plus"
-    both_sides = made(policy_loss_fn_args={"clip_range": 0.1})
+    both_sides = made(objective_args={"clip_range": 0.1})
     assert numbers(both_sides, "clip_low", "clip_high") == [0.1, 0.1]
-    # An adaptive coefficient.
-    args = {"adaptive": True, "kl_coef": 0.2, "target_kl": 0.05, "horizon": 100}
-    coeff = made(kl_loss_fn="k2", kl_loss_fn_args=args).loss.terms[0].coeff
-    assert isinstance(coeff, AdaptiveKLCoefficient)
-    coeff.update(1.0, 10)  # far above its target: up by 0.2 * 10 / 100
-    torch.testing.assert_close(coeff(), torch.tensor(0.2 * 1.02))
-
-
-def test_the_entropy_does_not_depend_on_the_order_of_keys() -> None:
-    args = {"entropy_coef": 0.5}
-    for name, coeff, left_out in (("none", 0.0, False), ("default", 0.5, False), ("mix", 0.5, True)):
-        for algorithm in (
-            made(entropy_loss_fn=name, entropy_loss_fn_args=args).algorithm,
-            made(entropy_loss_fn_args=args, entropy_loss_fn=name).algorithm,
-        ):
-            assert (algorithm.entropy_coeff, algorithm.leave_out_experts) == (coeff, left_out)
-    assert len(made(entropy_coeff=0.1, entropy_loss_fn="none").loss.terms) == 1
-    with pytest.warns(UserWarning, match="sft_dataset_name has no effect here"):
-        found = made("mix", sample_strategy_args={"expert_data_ratio": 0.25, "sft_dataset_name": "sft"}).algorithm
-    assert found.expert_data_ratio == 0.25
 
 
 @pytest.mark.parametrize(
@@ -211,11 +183,8 @@ def test_the_entropy_does_not_depend_on_the_order_of_keys() -> None:
         ("grpo", {"reference": "data", "kl_reward": "k1"}, r"kl_reward='k1' needs a reference model to score"),
         ("ppo", {}, r"ppo trains a critic: pass critic=TokenCritic\(model\)"),
         ("grpo", {"critic": TabularCritic(TASK)}, r"grpo has no critic: leave critic= out"),
-        ("grpo", {"algorithm_type": "ppo"}, r"algorithm_type='ppo' is another algorithm than 'grpo'"),
         ("grpo", {"use_reference": False}, r"grpo compares with a reference \(kl_loss='k2'.*set use_reference=True"),
         ("grpo", {"kl_loss": "none"}, r"grpo uses no reference model"),
-        ("grpo", {"sample_strategy": "mix"}, r"sample_strategy='mix' cannot be set: it is 'default' for grpo"),
-        ("dpo", {"can_balance_batch": True}, r"can_balance_batch=True cannot be set: it is False for dpo"),
         ("grpo", {"group_key": "query", "group_size": 2}, r"got both group_key='query' and group_size=2"),
         ("grpo", {"clip_low": 1.5}, r"clip_low must .*got 1.5"),
         ("grpo", {"objective": "pp"}, r"unknown objective 'pp'"),
@@ -227,8 +196,6 @@ def test_the_entropy_does_not_depend_on_the_order_of_keys() -> None:
         ),
         ("grpo", {"kl_loss": "k4"}, r"k4"),
         ("grpo", {"schema": "experiences"}, r"schema must be one of 'sft', 'dpo', 'unpaired', .*got 'experiences'"),
-        ("grpo", {"kl_loss_fn_args": {"adaptive": True}}, r"an adaptive KL coefficient needs target_kl and horizon"),
-        ("grpo", {"entropy_loss_fn": "basic"}, r"unknown entropy_loss_fn 'basic'.*Known: none, default, mix"),
         ("grop", {}, r"unknown algorithm 'grop'.*Did you mean 'grpo'\?"),
         ("topr", {"group_size": 2}, "topr does not compare within groups: leave out group_key and group_size"),
         ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
@@ -252,15 +219,12 @@ def test_impossible_settings(name: str, settings: dict[str, Any], message: str) 
         ({"kl_los": "k2"}, r"grpo has no setting 'kl_los'.*Did you mean 'kl_loss'\?"),
         ({"beta": 0.1}, r"grpo has no setting 'beta'.*of the advantage: epsilon, std"),
         ({"old_log_prob": 1.0}, r"grpo has no setting 'old_log_prob'"),
-        ({"policy_loss_fn_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
-        ({"advantage_fn_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
+        ({"objective_args": {"clip_hihg": 0.1}}, r"no hyper-parameter 'clip_hihg'.*Did you mean 'clip_high'\?"),
+        ({"advantage_args": {"espilon": 0.1}}, r"'espilon'.*Did you mean 'epsilon'\?"),
         (
-            {"entropy_loss_fn_args": {"entropy_coeff": 0.5}},
-            r"'entropy_coeff'\. Did you mean 'entropy_coef'\? Known: en",
+            {"policy_loss_fn": "ppo"},
+            r"grpo has no setting 'policy_loss_fn'\. Trinity-RFT's 'policy_loss_fn' is 'objective'",
         ),
-        ({"kl_loss_fn_args": {"kl_coeff": 0.2}}, r"_fn_args has no .*'kl_coeff'\. Did you mean 'kl_coef'\? Known"),
-        ({"sample_strategy_args": {"ratio": 0.5}}, r"no argument 'ratio'.*Known: expert_data_ratio, sft_dataset_name"),
-        ({"kl_loss": "k2", "kl_loss_fn": "k3"}, r"'kl_loss_fn' and 'kl_loss' are the same setting"),
         ({"kl_loss_coeff": None}, r"kl_loss_coeff must be a number, a tensor or a coefficient module, got None"),
         ({"entropy_coeff": "0.1"}, r"entropy_coeff must be a number, a tensor or a coefficient module, got '0.1'"),
     ],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import torchrl.envs.llm.transforms
@@ -19,6 +19,7 @@ from test_prepare import made
 from torchrl.objectives.value import GAE
 
 from learned import LEARNED
+from project import script
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, available_advantages, get_advantage
 from torchrl_llm_kl.algorithms import (
     ALGORITHMS,
@@ -28,10 +29,8 @@ from torchrl_llm_kl.algorithms import (
     AlgorithmOverrides,
     UnknownAlgorithmError,
     algorithm_table,
-    flag_table,
     get_algorithm,
     make_algorithm,
-    source_table,
 )
 from torchrl_llm_kl.algorithms._algorithm import AMBIGUOUS
 from torchrl_llm_kl.algorithms._schema import SchemaName
@@ -126,18 +125,18 @@ def test_flags_follow_from_the_other_fields() -> None:
     assert Algorithm("mine", "ppo", advantage="grpo", use_reference=True).use_reference  # to log the KL alone
     assert Algorithm("mine", "ppo", advantage="gae").use_critic
     assert not Algorithm("mine", "ppo", advantage="rloo").use_critic
-    facts = {name: (preset.sample_strategy, preset.on_policy) for name, preset in ALGORITHMS.items()}
-    assert (facts["mix"], facts["grpo"]) == (("mix", True), ("default", True))
-    assert {facts[name] for name in ("dpo", "sft", "simpo", "kto")} == {("default", False)}
+    facts = {name: (preset.use_rollout, preset.on_policy) for name, preset in ALGORITHMS.items()}
+    assert (facts["mix"], facts["grpo"]) == ((True, True), (False, True))
+    assert {facts[name] for name in ("dpo", "sft", "simpo", "kto")} == {(False, False)}
 
 
 def test_names_fields_and_hyper_parameters_are_typed_and_presets_are_read_only() -> None:
     assert set(ALGORITHMS) == set(PRESETS) == set(LEARNED)
     assert set(get_args(AlgorithmName)) == set(ALGORITHMS)
     assert set(get_args(SchemaName)) == set(SCHEMAS)
-    known = {name for each in (AlgorithmOverrides, ObjectiveArgs, AdvantageArgs) for name in each.__annotations__}
-    assert {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"} <= known
-    assert set(get_type_hints(AlgorithmOverrides)) == known
+    known = {name for each in (ObjectiveArgs, AdvantageArgs) for name in each.__annotations__}
+    known |= {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"}
+    assert known <= set(AlgorithmOverrides.__annotations__)
     with pytest.raises(TypeError):
         ALGORITHMS["mine"] = ALGORITHMS["ppo"]  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -165,7 +164,7 @@ def test_contradictory_presets(settings: dict[str, Any], message: str) -> None:
 
 
 def test_tables() -> None:
-    table, flags = algorithm_table(LEARNED), flag_table()
+    table = algorithm_table(LEARNED)
     rows = table.splitlines()
     assert len(rows) == 2 + len(ALGORITHMS)
     assert len({row.count("|") for row in rows}) == 1
@@ -179,9 +178,10 @@ def test_tables() -> None:
         *LEARNED.values(),
     ):
         assert part in table
-    assert "| `ppo` | yes | yes |  | yes | yes |" in flags
-    assert "| `dpo` |  | yes |  |  |  |" in flags
-    assert "| `sft` | `objective` |" in source_table()
+    page = script("docs/build_algorithm_table.py")
+    assert "| `ppo` | yes | yes |  | yes | yes |" in page.flag_table()
+    assert "| `dpo` |  | yes |  |  |  |" in page.flag_table()
+    assert "| `sft` | `objective` |" in page.source_table()
 
 
 TASK = chain()
@@ -260,7 +260,7 @@ def test_the_refused_names_are_those_with_another_meaning_and_prefixed_names_hav
     assert expected == {f"objective_{name}" for name in ("beta", "coeff", "epsilon", "mu", "tau", "temp")} | {
         f"advantage_{name}" for name in ("beta", "epsilon", "kl_coef", "mu", "tau")
     }
-    assert expected <= set(get_type_hints(AlgorithmOverrides))
+    assert expected <= set(AlgorithmOverrides.__annotations__)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -18,7 +18,8 @@ from objective_cases import raises_without, random_batch
 from policy_batches import batch
 from torchrl_llm_kl import AdaptiveKLCoefficient, losses
 from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_estimator, k2
-from torchrl_llm_kl.losses._parts import Part, dummy_inputs
+from torchrl_llm_kl.losses._inputs import dummy_inputs
+from torchrl_llm_kl.losses._parts import Part
 
 NAN = float("nan")
 MASK = torch.ones(2, 2, dtype=torch.bool)
@@ -32,7 +33,7 @@ PAIR = torch.tensor([0.1, 0.5])
 def needed(part: Any) -> set[str]:
     data = random_batch(0)
     data |= {**dict.fromkeys(("entropy", "kl"), -data["log_prob"]), "sampler_log_prob": data["old_log_prob"]}
-    return raises_without(part, data)
+    return raises_without(part.run, data)
 
 
 ESTIMATORS = [
@@ -333,15 +334,15 @@ def test_tokens_and_numbers_on_two_devices(name: str) -> None:
     part, rng = MAKE[name](), torch.Generator().manual_seed(0)
     given = {
         key: x - torch.rand(x.shape, generator=rng) if x.dtype.is_floating_point else x
-        for key, x in dummy_inputs(part).items()
+        for key, x in (dict.fromkeys(part.inputs, torch.zeros(2, 1)) | dummy_inputs().given).items()
     }
-    expected = leaves(part(given))
+    expected = leaves(part.run(given))
     with Accelerator():
-        found = leaves(part({key: x.to("meta") for key, x in given.items()}))
+        found = leaves(part.run({key: x.to("meta") for key, x in given.items()}))
     assert [x.shape for x in found] == [x.shape for x in expected]
     assert all(x.device.type == "meta" for x in found if x.ndim)
     if name != "adaptive":
         with Accelerator():
             part.to("meta")
-            found = leaves(part(given))
+            found = leaves(part.run(given))
         assert_close(found, expected)

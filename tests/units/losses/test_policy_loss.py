@@ -387,7 +387,7 @@ def test_aggregations(model: nn.Module) -> None:
         "seq-mean-token-sum-norm": sums.sum() / (6 * 12),
     }.items():
         assert_close(objective(model, data, "gpg", aggregation=mode, max_len=12), expected, **CLOSE)
-    assert_close(objective(model, data, "gpg", loss_agg_mode="seq-mean-token-sum"), sums.mean(), **CLOSE)
+    assert_close(objective(model, data, "gpg", aggregation="seq-mean-token-sum"), sums.mean(), **CLOSE)
     pairs = objective(model, data, "dpo", aggregation="none")
     assert_close(pairs.mean(), objective(model, data, "dpo"))
     assert pairs.shape == (3,)

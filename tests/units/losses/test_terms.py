@@ -20,6 +20,7 @@ from torchrl_llm_kl.losses import (
     EntropyBonus,
     KLToReference,
     KLToSampler,
+    LossInputs,
     LossTerm,
     aggregate,
     available_objectives,
@@ -93,7 +94,7 @@ def test_entropy_is_rewarded() -> None:
     (term,) = entropy_bonus(policy(), MASK, entropy=entropy, coeff=0.01)
     assert (term.name, term.weight) == ("entropy", 0.01)
     assert_term(term, entropy, [-0.5, -2.0], [-1.0, -1.0])
-    (term,) = EntropyBonus(-0.25)({"log_prob": policy(), "mask": MASK, "entropy": entropy})  # less of it
+    (term,) = EntropyBonus(-0.25)(LossInputs(policy(), MASK, entropy=entropy))  # less of it
     assert float(term.weight) == -0.25
     assert term.value[MASK].tolist() == [-0.5, -2.0]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms._algorithm import apply_overrides
 from torchrl_llm_kl.algorithms._make import make_algorithm
@@ -194,6 +197,31 @@ def show(value: Any) -> str:
 # ------------------------------------------------------------------ sorting
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A value of a setting: what it is called here, the arguments that it stands for, and the settings that go with it."""
+
+    here: str
+    overrides: Mapping[str, Any]
+    passed: tuple[tuple[str, str], ...]
+    note: str
+
+
+def _choices() -> dict[tuple[str, ...], dict[str, Choice]]:
+    """Library, trainer and setting -> value -> what it stands for."""
+    found: dict[tuple[str, ...], dict[str, Choice]] = {}
+    text = files("torchrl_llm_kl").joinpath("elsewhere/choices.csv").read_text(encoding="utf-8")
+    for row in csv.DictReader(text.splitlines()):
+        overrides = json.loads(row["overrides"] or "{}")
+        passed = tuple((theirs, own) for theirs, _, own in (pair.partition("=") for pair in row["passed"].split()))
+        same = found.setdefault((row["library"], row["trainer"], row["setting"]), {})
+        same[row["value"]] = Choice(row["here"], overrides, passed, row["note"])
+    return found
+
+
+CHOICES = _choices()
+
+
 class Reader:
     """Reads settings by the table of their library, and notes where each goes.
 
@@ -217,6 +245,23 @@ class Reader:
     def copy(self, name: str, own: str) -> None:
         """Pass a setting on under its own name here."""
         self.overrides[own] = self.take(name)
+
+    def choose(self, name: str, value: Any = None, *, note: str = "") -> Choice:
+        """Translate a setting with a few values by the table of choices; ``value`` replaces the one that was given."""
+        choices = CHOICES[self.library, self.rows[name].section.lower(), name]
+        value = self[name] if value is None else value
+        self.known(name.rpartition(".")[2], value, choices)
+        choice = choices[value]
+        self.take(name, note or choice.note)
+        self.overrides |= choice.overrides
+        for theirs, own in choice.passed:
+            self.copy(theirs, own)
+        return choice
+
+    def known(self, name: str, value: Any, known: Iterable[str]) -> None:
+        """Raise a ValueError for a value that the library does not know either."""
+        if value not in list(known):  # a list is no name
+            raise ValueError(no_such(f"{self.library} has no {name}", value, known))
 
     def out(self, name: str, note: str) -> None:
         """A setting of the loop, if it was given."""

@@ -10,19 +10,12 @@ from torchrl_llm_kl._foreign import TRINITY
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, flatten, read_mapping
-from torchrl_llm_kl.algorithms.presets import ALGORITHMS, get_algorithm
+from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import spec_of
 
-#: Trinity's algorithms under another name here.
-_ALGORITHMS = {"reinforceplusplus": "reinforce_plus_plus", "grpo_verl": "grpo"}
 #: Trinity's advantages that the registry has under another name.
 _ADVANTAGES = {"grpo_verl": "grpo", "opmd_verl": "opmd", "asymre_verl": "asymre"}
-#: Presets of this package that Trinity has.
-_KNOWN = (
-    "sft", "ppo", "grpo", "dapo", "rloo", "opmd", "asymre", "dpo", "topr", "cispo", "gspo", "sapo", "mix", "mix_chord",
-    "raft", "sppo", "rec", "multi_step_grpo", "gigpo", "on_policy_distill", "jsd", "reinforceplusplus", "grpo_verl",
-)  # fmt: skip
 #: Arguments of a loss in Trinity's constructors, which hold where some arguments are given; `default_args` holds elsewhere.
 _CONSTRUCTOR = {"rec": {"epsilon_low_prime": 0.4, "epsilon_high_prime": 0.4}}
 _DEFAULT_ARGS = {
@@ -74,14 +67,12 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, Any]) -> Translat
     for name in [name for name, value in reader.given.items() if value is None and name in TRINITY]:
         if TRINITY[name].place == "override" and TRINITY[name].default is None:
             reader.out(name, "nothing: null is Trinity's default")
-    kind = reader.take("algorithm.algorithm_type")
+    kind = reader["algorithm.algorithm_type"]
     if kind == "cpt":
         raise ValueError(
             "algorithm_type='cpt' trains on all tokens: make_algorithm('sft', actor, masking_strategy='generic')."
         )
-    if kind not in _KNOWN:
-        raise ValueError(no_such("Trinity-RFT has no algorithm_type", kind, _KNOWN))
-    algorithm: Any = _ALGORITHMS.get(kind, kind)
+    algorithm: Any = reader.choose("algorithm.algorithm_type").here
     preset = get_algorithm(algorithm)
     objective = _objective(reader, "ppo" if kind == "dapo" else preset.objective)
     if preset.advantage is not None:
@@ -306,6 +297,3 @@ def _corrections(reader: Reader) -> None:
         else:
             near = did_you_mean(name, (*own, "bypass_mode", "loss_type", "rollout_is_batch_normalize"))
             reader.refuse(f"{prefix}{name}", f"verl has no such setting.{near}")
-
-
-assert set(_KNOWN) <= {*ALGORITHMS, *_ALGORITHMS}

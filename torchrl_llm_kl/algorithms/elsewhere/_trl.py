@@ -23,13 +23,11 @@ from torchrl_llm_kl.losses import (
 from torchrl_llm_kl.scoring import Sampling
 
 if TYPE_CHECKING:
-    from torchrl_llm_kl.algorithms import AlgorithmName
+    pass
 
 Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd"]
 #: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
 UNCLAMPED_K3 = partial(corrected_k3, ratio_max=math.inf)
-#: TRL adds it to standard deviations.
-_EPSILON = 1e-4
 
 
 def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
@@ -118,32 +116,18 @@ def _given(config: Any) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ GRPO
 
-#: loss_type -> (preset, objective, aggregation).
-_GRPO: dict[str, tuple[AlgorithmName, str, str]] = {
-    "grpo": ("grpo", "ppo", "seq-mean-token-mean"),
-    "bnpo": ("grpo", "ppo", "token-mean"),
-    "dapo": ("dapo", "dapo", "token-mean"),
-    "dr_grpo": ("dr_grpo", "dr_grpo", "seq-mean-token-sum-norm"),
-    "cispo": ("cispo", "cispo", "token-mean"),
-    "sapo": ("sapo", "sapo", "seq-mean-token-mean"),
-    "luspo": ("luspo", "ppo", "seq-mean-token-sum"),
-    "vespo": ("grpo", "vespo", "token-mean"),
-}
-_VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-
 
 def _grpo(reader: Reader) -> Translation:
-    kind, level = reader["loss_type"], reader.take("importance_sampling_level")
-    _known("loss_type", kind, _GRPO)
-    reader.take("loss_type", "TRL averages each micro-batch, here it is the whole batch" if kind == "bnpo" else "")
-    _known("importance_sampling_level", level, ("token", "sequence"))
-    algorithm, objective, aggregation = _GRPO[kind]
+    kind, level = reader["loss_type"], reader.choose("importance_sampling_level").here
+    choice = reader.choose("loss_type")
+    algorithm: Any = choice.here
+    objective, aggregation = choice.overrides["objective"], choice.overrides["aggregation"]
     if level == "sequence" and objective in ("ppo", "dapo", "dr_grpo"):
         objective = "luspo" if kind == "luspo" else "gspo"
         algorithm = "gspo" if kind == "grpo" else algorithm
     elif level == "sequence" and kind != "vespo":
         reader.refuse("importance_sampling_level", f"{kind} has the ratio of each token here")
-    reader.overrides |= {"objective": objective, "aggregation": aggregation}
+    reader.overrides["objective"] = objective
     if kind == "dr_grpo":
         _max_len(reader)
     _grpo_bounds(reader, kind, objective)
@@ -172,13 +156,9 @@ def _bounds(reader: Reader) -> tuple[float, float]:
 
 
 def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
-    if objective == "sapo":
-        reader.copy("sapo_temperature_pos", "tau_pos")
-        reader.copy("sapo_temperature_neg", "tau_neg")
-    elif objective == "vespo":
-        for name in _VESPO:
-            reader.copy(name, name.removeprefix("vespo_"))
-    elif objective == "cispo":
+    if objective in ("sapo", "vespo"):
+        return
+    if objective == "cispo":
         name = "epsilon" if reader["epsilon_high"] is None else "epsilon_high"
         bound = reader.take(name)
         reader.overrides["clip_low"] = 1.0
@@ -205,22 +185,14 @@ def _grpo_bounds(reader: Reader, kind: str, objective: str) -> None:
 
 
 def _grpo_advantage(reader: Reader) -> None:
-    way = reader["multi_objective_aggregation"]
-    _known("multi_objective_aggregation", way, ("sum_then_normalize", "normalize_then_sum"))
-    if way == "normalize_then_sum":
-        reader.take("multi_objective_aggregation")
-        reader.overrides |= {"advantage": "gdpo", "advantage_epsilon": _EPSILON, "schema": "rewards"}
+    if reader["multi_objective_aggregation"] != "sum_then_normalize":
+        reader.choose("multi_objective_aggregation")
         if reader["reward_weights"] is not None:
             reader.copy("reward_weights", "reward_weights")
         return
     reader.out("reward_weights", "weigh the rewards before they are added up")
-    scale = {True: "group", False: "none"}.get(reader["scale_rewards"], reader["scale_rewards"])
-    _known("scale_rewards", scale, ("group", "batch", "none"))
-    reader.take("scale_rewards")
-    if scale == "none":
-        reader.overrides["advantage"] = "dr_grpo"
-    else:
-        reader.overrides |= {"advantage": "grpo", "advantage_epsilon": _EPSILON, "std": scale}
+    scale = reader["scale_rewards"]
+    reader.choose("scale_rewards", {True: "group", False: "none"}[scale] if isinstance(scale, bool) else scale)
 
 
 def _grpo_kl(reader: Reader, level: str) -> None:
@@ -283,7 +255,8 @@ def _grpo_corrections(reader: Reader, kind: str) -> None:
         return
     reader.take("vllm_importance_sampling_correction")
     level, _, mode = reader.take("vllm_importance_sampling_mode").partition("_")
-    _known("vllm_importance_sampling_mode", (level, mode), [(a, b) for a in _LEVELS for b in ("truncate", "mask")])
+    known = [f"{a}_{b}" for a in ("token", "sequence") for b in ("truncate", "mask")]
+    reader.known("vllm_importance_sampling_mode", reader["vllm_importance_sampling_mode"], known)
     high = "vllm_importance_sampling_clip_max"
     if reader["vllm_importance_sampling_cap"] is not None:
         high = "vllm_importance_sampling_cap"
@@ -292,8 +265,6 @@ def _grpo_corrections(reader: Reader, kind: str) -> None:
         reader.take("vllm_importance_sampling_clip_min")
     reader.correct(ImportanceWeights, level=level, mode=mode, low=low, high=reader.take(high))
 
-
-_LEVELS = ("token", "sequence")
 
 # ------------------------------------------------------------------ RLOO
 
@@ -321,54 +292,16 @@ def _rloo(reader: Reader) -> Translation:
 
 # ------------------------------------------------------------------ preferences, and experts' answers
 
-#: loss_type -> (preset, objective).
-_DPO = {
-    "sigmoid": "dpo",
-    "sigmoid_norm": "dpo",
-    **{
-        name: name
-        for name in (
-            "hinge",
-            "ipo",
-            "exo_pair",
-            "nca_pair",
-            "robust",
-            "bco_pair",
-            "sppo_hard",
-            "aot",
-            "aot_unpaired",
-            "apo_zero",
-            "apo_down",
-            "discopop",
-        )
-    },
-}
-_DPO_NOTES = {
-    "bco_pair": "`dpo` for `sigmoid`; an entry `reference_point` of 0 for TRL's loss",
-    "aot": "TRL sorts each micro-batch, here the batch is sorted once: `loss.batch_inputs`",
-    "aot_unpaired": "TRL sorts each micro-batch, here the batch is sorted once: `loss.batch_inputs`",
-}
-
 
 def _dpo(reader: Reader) -> Translation:
     given = reader["loss_type"]
     kinds = [given] if isinstance(given, str) else list(given)
     kind: Any = kinds[0] if kinds else None
-    _known("loss_type", kind, (*_DPO, "sft"))
-    reader.take("loss_type", _DPO_NOTES.get(kind, ""))
-    objective = _DPO.get(kind, "dpo")
+    spec = spec_of(reader.choose("loss_type", kind if kind is not None else "").here)  # type: ignore[call-overload]
     if len(kinds) > 1 or kind == "sft":
         what = "the likelihood of the chosen answer" if kind == "sft" else "a sum of several preference losses"
         reader.refuse("loss_type", f"no preset is {what}: build a PolicyLoss with terms=")
-    spec = spec_of(objective)  # type: ignore[call-overload]
-    reader.overrides["objective"] = objective
     reader.copy("beta", "beta")
-    if kind in ("ipo", "sigmoid_norm"):
-        reader.overrides["length_normalised"] = True
-    if kind in ("robust", "exo_pair", "aot", "aot_unpaired"):
-        reader.copy("label_smoothing", "label_smoothing")
-    if kind == "discopop":
-        reader.copy("discopop_tau", "tau")
     if reader["ld_alpha"] is not None:
         _option(reader, spec.hyper, "ld_alpha", "ld_alpha", reader["ld_alpha"])
     if reader["use_weighting"]:
@@ -397,33 +330,29 @@ def _option(reader: Reader, accepted: Any, name: str, own: str, value: Any) -> N
 
 
 def _kto(reader: Reader) -> Translation:
-    kind = reader.take("loss_type")
-    _known("loss_type", kind, ("kto", "apo_zero_unpaired"))
+    reader.choose("loss_type")
     for name in ("beta", "desirable_weight", "undesirable_weight"):
         reader.copy(name, name)
     return reader.finish("kto")
 
 
 def _sft(reader: Reader) -> Translation:
-    kind = reader.take("loss_type")
-    _known("loss_type", kind, ("nll", "dft"))
-    reader.overrides |= {"objective": {"nll": "sft", "dft": "sft_is"}[kind], "aggregation": "token-mean"}
+    reader.choose("loss_type")
+    reader.overrides["aggregation"] = "token-mean"
     return reader.finish("sft")
 
 
 def _cpo(reader: Reader) -> Translation:
-    kind = reader.take("loss_type")
-    _known("loss_type", kind, ("sigmoid", "hinge", "ipo", "simpo", "alphapo"))
+    kind, preset = reader["loss_type"], reader.choose("loss_type").here
     if kind in ("hinge", "ipo"):
         reader.refuse("loss_type", f"{kind} is relative to a reference here, and has no likelihood beside it")
     if reader["alpha"] != 0:
         reader.refuse("alpha", "")
     reader.copy("beta", "beta")
     reader.copy("label_smoothing", "label_smoothing")
-    if kind not in ("simpo", "alphapo"):
+    if preset == "cpo":
         reader.overrides |= {"nll_coeff": reader.take("cpo_alpha"), "nll_aggregation": "token-mean"}
         return reader.finish("cpo")
-    reader.copy("simpo_gamma", "margin")
     if kind == "simpo" and reader["cpo_alpha"] != 0:
         reader.refuse("cpo_alpha", "simpo has no likelihood beside it: 0, which alphapo implies, is SimPO's own loss")
     elif kind == "simpo":
@@ -458,8 +387,3 @@ _READ: dict[Trainer, Callable[[Reader], Translation]] = {
     "orpo": _orpo,
     "gkd": _gkd,
 }
-
-
-def _known(name: str, value: Any, known: Any) -> None:
-    if value not in list(known):  # a list is no name
-        raise ValueError(no_such(f"TRL has no {name}", value, known))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import VERL
-from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.algorithms.elsewhere._translation import (
     New,
     Reader,
@@ -25,59 +24,7 @@ _A, _R, _G = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorith
 _C = f"{_G}rollout_correction."
 _CLIP = (f"{_A}clip_ratio_low", f"{_A}clip_ratio_high")
 
-#: adv_estimator -> (preset, advantage, its arguments).
-_ADVANTAGES: dict[str, tuple[AlgorithmName, str, dict[str, Any]]] = {
-    "gae": ("ppo", "gae", {"whiten": True}),
-    "grpo": ("grpo", "grpo", {}),
-    "grpo_vectorized": ("grpo", "grpo", {}),
-    "gdpo": ("gdpo", "gdpo", {}),
-    "grpo_passk": ("pass_at_k", "pass_at_k", {}),
-    "reinforce_plus_plus_baseline": ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline", {}),
-    "rloo": ("rloo", "rloo", {}),
-    "rloo_vectorized": ("rloo", "rloo", {}),
-    "opo": ("opo", "opo", {}),
-    "reinforce_plus_plus": ("reinforce_plus_plus", "reinforce_plus_plus", {}),
-    "remax": ("grpo", "remax", {}),
-    "optimal_token_baseline": ("optimal_token_baseline", "optimal_token_baseline", {}),
-    "tir_optimal_token_baseline": ("optimal_token_baseline", "optimal_token_baseline", {}),
-}
-#: loss_mode -> (objective, its arguments, verl's settings -> its own names).
-_LOSSES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
-    "vanilla": ("ppo", {}, {f"{_A}clip_ratio_c": "clip_ratio_c"}),
-    "dppo_tv": ("dppo", {"divergence": "tv"}, {f"{_A}clip_ratio_c": "clip_ratio_c"}),
-    "dppo_kl": ("dppo", {"divergence": "kl"}, {f"{_A}clip_ratio_c": "clip_ratio_c"}),
-    "gspo": ("gspo", {}, {}),
-    "sapo": ("sapo", {}, {f"{_A}tau_pos": "tau_pos", f"{_A}tau_neg": "tau_neg"}),
-    "gpg": ("gpg", {}, {}),
-    "clip_cov": (
-        "clip_cov",
-        {},
-        {
-            f"{_A}policy_loss.clip_cov_ratio": "fraction",
-            f"{_A}policy_loss.clip_cov_lb": "cov_low",
-            f"{_A}policy_loss.clip_cov_ub": "cov_high",
-        },
-    ),
-    "kl_cov": (
-        "kl_cov",
-        {},
-        {f"{_A}policy_loss.kl_cov_ratio": "fraction", f"{_A}policy_loss.ppo_kl_coef": "objective_coeff"},
-    ),
-    "geo_mean": ("gmpo", {}, {}),
-    "dro": ("dro", {"level": "token"}, {f"{_A}policy_loss.dro_beta": "beta"}),
-    "cispo": ("cispo", {}, {}),
-}
 _CLIPPED = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "clip_cov", "geo_mean", "cispo")
-#: verl's names of estimators -> those here. Its k3 has the clamps of `low_var_kl`.
-_ESTIMATORS = {
-    "kl": "k1",
-    "k1": "k1",
-    "abs": "abs",
-    "mse": "k2",
-    "k2": "k2",
-    "low_var_kl": "low_var_kl",
-    "k3": "low_var_kl",
-}
 
 
 def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]) -> Translation:
@@ -107,15 +54,11 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
     given = _read(config)
     reader = Reader("verl", VERL, given)
     algorithm = _advantage(reader)
-    mode = reader.take(f"{_A}policy_loss.loss_mode")
+    mode = reader[f"{_A}policy_loss.loss_mode"]
     if mode == "bypass_mode":
         reader.refuse(f"{_A}policy_loss.loss_mode", VERL[f"{_C}bypass_mode"].note)
         mode = "vanilla"
-    _known("loss_mode", mode, _LOSSES)
-    objective, fixed, names = _LOSSES[mode]
-    reader.overrides |= {"objective": objective, **fixed}
-    for name, own in names.items():
-        reader.copy(name, own)
+    reader.choose(f"{_A}policy_loss.loss_mode", mode)
     if mode == "dro" and not (reader[f"{_A}policy_loss.dro_beta"] or 0) > 0:
         raise ValueError("policy_loss.dro_beta must be a positive number with loss_mode='dro': verl has no default.")
     if mode in _CLIPPED:
@@ -156,36 +99,23 @@ def _read(config: Any) -> dict[str, Any]:
     return found
 
 
-def _known(name: str, value: Any, known: Any) -> None:
-    if value not in list(known):  # a list is no name
-        raise ValueError(no_such(f"verl has no {name}", value, known))
-
-
 def _advantage(reader: Reader) -> AlgorithmName:
-    name = reader.take(f"{_G}adv_estimator")
+    name = reader[f"{_G}adv_estimator"]
     if name == "gpg":
         reader.refuse(f"{_G}adv_estimator", "verl scales it by the share of rewards that are not 0, of the whole batch")
         name = "grpo"
-    _known("adv_estimator", name, _ADVANTAGES)
-    algorithm, advantage, args = _ADVANTAGES[name]
+    choice = reader.choose(f"{_G}adv_estimator", name)
     divides = f"{_G}norm_adv_by_std_in_grpo"
-    if advantage == "grpo":
-        advantage = "grpo" if reader.take(divides) else "dr_grpo"
-    elif advantage == "pass_at_k":
-        reader.copy(divides, "std_normalize")
-    elif advantage == "gdpo":
+    if choice.overrides["advantage"] == "grpo" and not reader.take(divides):
+        reader.overrides["advantage"] = "dr_grpo"
+    if choice.here == "gdpo":
         if reader[f"{_G}gdpo_reward_weights"] is not None:
             reader.copy(f"{_G}gdpo_reward_weights", "reward_weights")
         if not reader[divides]:
             reader.refuse(
                 divides, "without the division the rewards are not normalised apart: add them up, use dr_grpo"
             )
-    if advantage in ("gae", "reinforce_plus_plus"):
-        reader.copy(f"{_G}gamma", "gamma")
-    if advantage == "gae":
-        reader.copy(f"{_G}lam", "lam")
-    reader.overrides |= {"advantage": advantage, **args}
-    return algorithm
+    return choice.here  # type: ignore[return-value]
 
 
 def _clip(reader: Reader) -> None:
@@ -203,10 +133,9 @@ def _clip(reader: Reader) -> None:
 
 
 def _estimator(reader: Reader, name: str) -> str:
-    value = reader.take(name)
-    base, plus = (value[:-1], "+") if isinstance(value, str) and value.endswith("+") else (value, "")
-    _known(name.rpartition(".")[2], base, _ESTIMATORS)
-    own = _ESTIMATORS[base]
+    value = reader[name]
+    plus = "+" if isinstance(value, str) and value.endswith("+") else ""
+    own = reader.choose(name, value.removesuffix("+") if plus else value).here
     return own if own == "k2" else own + plus
 
 
@@ -222,7 +151,7 @@ def _kl(reader: Reader) -> None:
     if reader[f"{_G}use_kl_in_reward"]:
         reader.overrides["kl_reward"] = _estimator(reader, f"{_G}kl_penalty").removesuffix("+")
         kind, coeff = reader.take(f"{_G}kl_ctrl.type"), reader.take(f"{_G}kl_ctrl.kl_coef")
-        _known("kl_ctrl.type", kind, ("fixed", "adaptive"))
+        reader.known("kl_ctrl.type", kind, ("fixed", "adaptive"))
         if kind == "adaptive":
             target, horizon = (reader.take(f"{_G}kl_ctrl.{name}") for name in ("target_kl", "horizon"))
             coeff = New(AdaptiveKLCoefficient, coeff, target=target, horizon=horizon)
@@ -236,7 +165,7 @@ def _aggregation(reader: Reader, mode: str) -> None:
         reader.refuse(name, "a sum over tokens grows with the batch: here it is a mean")
         return
     known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-    _known("loss_agg_mode", aggregation, known)
+    reader.known("loss_agg_mode", aggregation, known)
     if aggregation == "seq-mean-token-sum-norm":
         length = next(
             key
