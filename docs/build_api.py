@@ -78,7 +78,7 @@ def _first_paragraph(text: str) -> str:
 
 def comment(layer: str, name: str) -> str:
     """The lines ``#: ...`` above the assignment of ``name`` in the layer's files."""
-    for path in sorted((PACKAGE / layer).rglob("*.py")):
+    for path in sorted([*(PACKAGE / layer).rglob("*.py"), *(PACKAGE / layer).rglob("*.pyi")]):
         lines = path.read_text(encoding="utf-8").splitlines()
         for at, line in enumerate(lines):
             if re.match(rf"{name}\b.*=", line):

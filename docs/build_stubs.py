@@ -67,9 +67,9 @@ def types_of(specs: Iterable[Spec]) -> Types:
     return found
 
 
-def literal(name: str, values: Iterable[str]) -> str:
+def literal(name: str, comment: str, values: Iterable[str]) -> str:
     """The definition of a Literal."""
-    return f"{name} = Literal[\n" + "".join(f"    {quoted(value)},\n" for value in values) + "]\n"
+    return f"#: {comment}\n{name} = Literal[\n" + "".join(f"    {quoted(value)},\n" for value in values) + "]\n"
 
 
 def typed_dict(name: str, doc: str, types: Types, bases: str = "TypedDict") -> str:
@@ -94,7 +94,7 @@ def objectives() -> list[str]:
     doc = "Every hyper-parameter of every registered objective, under its own name and under those of other libraries."
     more = "Hyper-parameters of objectives, and verl's settings of corrections."
     return [
-        literal("ObjectiveName", available_objectives()),
+        literal("ObjectiveName", "The names of :func:`get_objective`.", available_objectives()),
         typed_dict("ObjectiveArgs", doc, types),
         typed_dict("PolicyArgs", more, {}, "ObjectiveArgs, RolloutArgs"),
     ]
@@ -105,8 +105,8 @@ def advantages() -> list[str]:
     types = types_of(map(advantage_spec, available_advantages()))  # type: ignore[arg-type]
     doc = "Every hyper-parameter of every advantage, under each name that :class:`Advantage` accepts."
     return [
-        literal("AdvantageName", available_advantages()),
-        literal("PeerName", sorted(ADVANTAGES.aliases)),
+        literal("AdvantageName", "Every registered advantage.", available_advantages()),
+        literal("PeerName", "Names that Trinity-RFT and verl have for some advantages.", sorted(ADVANTAGES.aliases)),
         typed_dict("AdvantageArgs", doc, types),
     ]
 
@@ -132,7 +132,7 @@ def algorithms() -> list[str]:
     ``advantage_<name>`` say which part's hyper-parameter is meant, and are required where both have the name, or where
     another library gives it to another setting (``epsilon``: TRL's clip range).
     """
-    return [literal("AlgorithmName", sorted(ALGORITHMS)), typed_dict("AlgorithmOverrides", doc, types)]
+    return [literal("AlgorithmName", "Every preset.", sorted(ALGORITHMS)), typed_dict("AlgorithmOverrides", doc, types)]
 
 
 #: Layer -> the registered functions that it exports, and its types.
@@ -141,7 +141,7 @@ LAYERS: dict[str, tuple[Callable[[], Iterable[Any]], Callable[[], list[str]]]] =
     "advantages": (lambda: map(get_advantage, available_advantages()), advantages),
     "estimators": (
         lambda: [f for name in available_estimators() if hasattr(f := get_estimator(name), "__name__")],
-        lambda: [literal("EstimatorName", available_estimators())],
+        lambda: [literal("EstimatorName", "Every name that :func:`get_estimator` accepts.", available_estimators())],
     ),
     "algorithms": (list, algorithms),
 }

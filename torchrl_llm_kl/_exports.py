@@ -58,7 +58,7 @@ def _typed(package: str, node: ast.Assign | ast.ClassDef, load: Callable[[str], 
     if isinstance(node, ast.Assign):
         assert isinstance(node.value, ast.Subscript)
         names = ast.literal_eval(node.value.slice)
-        return Literal[names if isinstance(names, tuple) else (names,)]  # type: ignore[valid-type]
+        return Literal[names if isinstance(names, tuple) else (names,)]
     from typing_extensions import TypedDict
 
     fields: dict[str, str] = {}

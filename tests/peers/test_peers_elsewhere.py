@@ -14,8 +14,7 @@ from elsewhere_batches import agree, differ, evaluated, ours, scored, with_gradi
 from peers import folder, load
 from torchrl_llm_kl import from_trinity, from_verl
 from torchrl_llm_kl._foreign import VERL, find_row
-from torchrl_llm_kl.algorithms.elsewhere import _trinity
-from torchrl_llm_kl.algorithms.elsewhere._translation import flatten, read_mapping
+from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES, flatten, read_mapping
 
 KLS = {
     "k1": "K1Fn",
@@ -83,9 +82,9 @@ def test_trinitys_algorithms_and_their_functions() -> None:
         returned = [node.value for node in ast.walk(made[0]) if isinstance(node, ast.Return)] if made else []
         if returned and returned[0] is not None:
             configs[cls.name.removesuffix("Algorithm").lower()] = ast.literal_eval(returned[0])
-    spelled = {name.replace("_", ""): name for name in _trinity._KNOWN}
+    spelled = {name.replace("_", ""): name for name in CHOICES["Trinity-RFT", "", "algorithm.algorithm_type"]}
     names = {"reinforceplusplus": "reinforceplusplus", "onpolicydistill": "on_policy_distill", **spelled}
-    assert {names[kind] for kind in configs} == set(_trinity._KNOWN)
+    assert {names[kind] for kind in configs} == set(CHOICES["Trinity-RFT", "", "algorithm.algorithm_type"])
     for kind, config in configs.items():
         recipe = from_trinity({"algorithm_type": names[kind]}).recipe
         assert recipe["objective"] == config["policy_loss_fn"], kind

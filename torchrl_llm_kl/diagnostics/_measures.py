@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -264,7 +264,8 @@ def mismatch_measures(table: Table) -> dict[str, float]:
     out = {
         f"mismatch/{name.removeprefix('mismatch_')}": float(x) for name, x in mismatch_metrics(old, dense, mask).items()
     }
-    for level, name in (("token", "token"), ("sequence", "seq")):
+    levels: tuple[tuple[Literal["token", "sequence"], str], ...] = (("token", "token"), ("sequence", "seq"))
+    for level, name in levels:
         weights = importance_weights(old, dense, mask, level=level, high=None)[1]
         out[f"mismatch/ess_{name}"] = float(weights["effective_sample_size"])
     log_ratio = torch.where(known, trainer - sampler, math.nan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torchrl_llm_kl.estimators._table import UNCLAMPED, EstimatorContract, regis
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 #: The contract of a straight-through estimator, where it differs from that of its value.
-_GRADIENT_OF_K2 = {"loss_gradient": "reverse", "loss_gradient_off_policy": "none", "loss": "**yes**"}
+_GRADIENT_OF_K2: dict[str, Any] = {"loss_gradient": "reverse", "loss_gradient_off_policy": "none", "loss": "**yes**"}
 
 
 def estimator(contract: EstimatorContract) -> Callable[[F], F]:

@@ -79,7 +79,7 @@ class LossInputs:
         """The inputs that are there, by name."""
         return {name: value for name in INPUTS if (value := getattr(self, name)) is not None}
 
-    def replace(self, **changes: Tensor | None) -> LossInputs:
+    def replace(self, **changes: Any) -> LossInputs:
         """A copy with some inputs changed."""
         return replace(self, **changes)
 

@@ -648,7 +648,7 @@ class PolicyLoss(TokenLoss):
         trained = list(self.actor_network.parameters() if own is None else own.values(True, True))
         # An objective may read any one of these alone.
         read = [name for name in ("log_prob", "outcomes", "teacher_divergence") if name in out]
-        return inputs.replace(**{**out, **{name: with_graph(out[name], trained) for name in read}})
+        return inputs.replace(**(out | {name: with_graph(out[name], trained) for name in read}))
 
     def _terms(self, inputs: LossInputs) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """The corrected objective and all other terms; metrics of the corrections."""

@@ -17,7 +17,7 @@ from elsewhere_batches import agree, each_in_one_list, one_prompt_each, ours, sc
 from torchrl_llm_kl import from_trinity, from_verl
 from torchrl_llm_kl._foreign import TRINITY, VERL
 from torchrl_llm_kl.algorithms import ALGORITHMS
-from torchrl_llm_kl.algorithms.elsewhere import _trinity
+from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES, flatten
 
 A, R, G = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
 #: An advantage that needs no critic.
@@ -116,7 +116,7 @@ def test_overrides(settings: Any, algorithm: str, expected: dict[str, Any]) -> N
     assert expected.items() <= found.overrides.items()
 
 
-@pytest.mark.parametrize("kind", _trinity._KNOWN)
+@pytest.mark.parametrize("kind", CHOICES["Trinity-RFT", "", "algorithm.algorithm_type"])
 def test_every_algorithm_of_trinity(kind: str) -> None:
     found = from_trinity({"algorithm_type": kind})
     assert not found.refused
@@ -228,7 +228,7 @@ def test_each_given_setting_of_trinity_is_in_one_list(kind: str) -> None:
             place = place.setdefault(section, {}) if isinstance(place.get(section, {}), dict) else place
         place[last] = value
     found = from_trinity(nested)
-    each_in_one_list(found, _trinity.flatten(nested))
+    each_in_one_list(found, flatten(nested))
     assert {"algorithm.advantage_fn_args.epsilonn", "algoritm.x"} <= {row.name for row in found.refused}
 
 
