@@ -8,32 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_range, check_same_shape, widen
 from torchrl_llm_kl.estimators._exact import exact_kl
-from torchrl_llm_kl.estimators._table import UNCLAMPED, EstimatorContract, register
+from torchrl_llm_kl.estimators._table import _REGISTRY, UNCLAMPED, EstimatorContract, contracts, register
 
 F = TypeVar("F", bound=Callable[..., Tensor])
-#: The contract of a straight-through estimator, where it differs from that of its value.
-_GRADIENT_OF_K2: dict[str, Any] = {"loss_gradient": "reverse", "loss_gradient_off_policy": "none", "loss": "**yes**"}
 
 
 def estimator(contract: EstimatorContract) -> Callable[[F], F]:
-    """Register a per-token estimator, and the one with its value and the gradient of :func:`k2`."""
-
-    def decorate(function: F) -> F:
-        register(contract, function)
-        if contract.name != "none":  # a penalty that trains but always logs 0 would be a trap
-            condition = contract.condition and f"value: {contract.condition}"
-            plus = replace(contract, name=f"{contract.name}+", condition=condition, **_GRADIENT_OF_K2)
-            register(plus, StraightThrough(function))
-        return function
-
-    return decorate
+    """Register a per-token estimator with its contract; the name with a ``+`` has its value and the gradient of :func:`k2`."""
+    return lambda function: register(contract, function)
 
 
 @dataclass(frozen=True)
@@ -143,24 +132,6 @@ def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
     return torch.expm1(-d) + d
 
 
-@estimator(EstimatorContract("abs", False, "total_variation", "none", loss="for the total variation"))
-def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
-    r"""Per-token ``|d|``, nats; its gradient at ``d = 0`` is 0. Registered as ``"abs"``.
-
-    The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
-    the policy the mean *gradient* is that of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
-    distance: in a **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient
-    is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
-
-    Example:
-        >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
-        tensor([0.5000, 1.0000])
-
-    Source: ``kl_fn="abs"`` of Trinity-RFT 0.6.0 and verl.
-    """
-    return k1(log_prob, ref_log_prob, old_log_prob).abs()
-
-
 @estimator(
     EstimatorContract(
         "low_var_kl", True, "forward", "reverse_minus_forward", loss="as k3; no pull when far", condition=UNCLAMPED
@@ -194,6 +165,24 @@ def low_var_kl(
     check_range(above=0.0, log_ratio_clamp=log_ratio_clamp, value_clamp=value_clamp)
     d = k1(log_prob, ref_log_prob, old_log_prob).clamp(-log_ratio_clamp, log_ratio_clamp)
     return (torch.expm1(-d) + d).clamp(max=value_clamp)
+
+
+@estimator(EstimatorContract("abs", False, "total_variation", "none", loss="for the total variation"))
+def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None) -> Tensor:
+    r"""Per-token ``|d|``, nats; its gradient at ``d = 0`` is 0. Registered as ``"abs"``.
+
+    The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
+    the policy the mean *gradient* is that of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
+    distance: in a **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient
+    is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+
+    Example:
+        >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
+        tensor([0.5000, 1.0000])
+
+    Source: ``kl_fn="abs"`` of Trinity-RFT 0.6.0 and verl.
+    """
+    return k1(log_prob, ref_log_prob, old_log_prob).abs()
 
 
 @estimator(
@@ -242,6 +231,17 @@ def corrected_k3(
     return log_ratio.exp().clamp(max=ratio_max) * estimate
 
 
+for _base in contracts():
+    if _base.name != "none":  # a penalty that trains but always logs 0 would be a trap
+        _plus = replace(
+            _base,
+            name=f"{_base.name}+",
+            loss_gradient="reverse",
+            loss_gradient_off_policy="none",
+            loss="**yes**",
+            condition=_base.condition and f"value: {_base.condition}",
+        )
+        register(_plus, StraightThrough(_REGISTRY[_base.name]))
 register(
     EstimatorContract(
         "exact", True, "chosen", "zero", True, "chosen", "only beside the loss", "**yes**", "unbiased: `reverse`"

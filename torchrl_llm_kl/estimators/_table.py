@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from torchrl_llm_kl._registry import Registry, UnknownNameError
 if TYPE_CHECKING:
     from torchrl_llm_kl.estimators import EstimatorName
 
+F = TypeVar("F", bound=Callable[..., Tensor])
 #: Quantities whose gradient an estimator may have -> notation. ``p``: policy, ``q``: reference, ``old``: sampler.
 QUANTITIES: dict[str, str] = {
     "zero": "0",
@@ -53,10 +54,11 @@ _REGISTRY = Registry[Callable[..., Tensor]]("KL estimator", error=UnknownEstimat
 _CONTRACTS: dict[str, EstimatorContract] = {}
 
 
-def register(contract: EstimatorContract, function: Callable[..., Tensor]) -> None:
-    """Register an estimator with its contract."""
+def register(contract: EstimatorContract, function: F) -> F:
+    """Register an estimator with its contract, and return it."""
     _CONTRACTS[contract.name] = contract
     _REGISTRY.add(contract.name, function)
+    return function
 
 
 def available_estimators() -> tuple[EstimatorName, ...]:
@@ -66,8 +68,7 @@ def available_estimators() -> tuple[EstimatorName, ...]:
         >>> available_estimators()[:4]
         ('none', 'k1', 'k2', 'k3')
     """
-    names = sorted(_REGISTRY, key=lambda name: (name == "exact", name.endswith("+")))
-    return cast("tuple[EstimatorName, ...]", tuple(names))
+    return cast("tuple[EstimatorName, ...]", tuple(_REGISTRY))
 
 
 def contracts() -> tuple[EstimatorContract, ...]:
@@ -77,7 +78,7 @@ def contracts() -> tuple[EstimatorContract, ...]:
         >>> contracts()[1].name, contracts()[1].unbiased
         ('k1', True)
     """
-    return tuple(_CONTRACTS[name] for name in available_estimators())
+    return tuple(_CONTRACTS.values())
 
 
 def get_estimator(name: EstimatorName) -> Callable[..., Tensor]:

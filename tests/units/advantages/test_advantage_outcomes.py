@@ -399,7 +399,7 @@ def test_defect_44_a_group_of_one_has_advantage_0() -> None:
         (lambda: opmd(R, G, opmd_baseline="median"), "opmd_baseline must be one of 'mean', 'logavgexp'"),
         (lambda: opmd(R, G, tau=0.3), "tau=0.3 has no effect on opmd_baseline='mean'"),
         (lambda: opmd(R, G, tau=0.0), "tau must be greater than 0, got 0.0"),
-        (lambda: rec(R, G, drop="all"), "drop must be one of None, 'balance', got 'all'"),
+        (lambda: rec(R, G, drop="all"), "drop must be one of 'balance', None, got 'all'"),
         (lambda: rec(R, G, epsilon=-1.0), "epsilon must be at least 0"),
         (lambda: pass_at_k(R, G, epsilon=-1.0), "epsilon must be at least 0"),
         (lambda: gdpo(R[:, None], G, epsilon=-1.0), "epsilon must be at least 0"),

@@ -182,7 +182,7 @@ def inputs_are_stated(name: str, hyper: dict[str, Any]) -> None:
     part, data = losses.TermPart(losses.get_objective(name), **hyper), inputs_of(name, random_batch(0))
     data |= dict.fromkeys(("entropy", "kl"), -data["log_prob"])
     data |= {"sampler_log_prob": data["old_log_prob"], "selected": data["expert_mask"]}
-    assert set(part.needs) == raises_without(part, data), hyper
+    assert set(part.needs) == raises_without(part.run, data), hyper
     assert set(losses.spec_of(losses.get_objective(name)).required(hyper)) == set(part.needs), hyper
 
 

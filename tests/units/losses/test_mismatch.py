@@ -90,7 +90,7 @@ def test_two_corrections_log_their_product(model: nn.Module) -> None:
     parts = [ImportanceWeights(high=1.2), RejectionMask("seq_max_k2", high=0.2)]
     loss, seen = PolicyLoss(model, corrections=parts), []
     for part in parts:
-        part.register_forward_hook(lambda _, args, out: seen.append((args[0]["mask"], out[0])))
+        part.register_forward_hook(lambda _, args, out: seen.append((args[0].mask, out[0])))
     out = loss(near())
     (mask, one), (_, two) = seen[-2:]
     product = (one * two)[mask]

@@ -246,10 +246,10 @@ class Reader:
         """Pass a setting on under its own name here."""
         self.overrides[own] = self.take(name)
 
-    def choose(self, name: str, value: Any = None, *, note: str = "") -> Choice:
+    def choose(self, name: str, value: Any = ..., *, note: str = "") -> Choice:
         """Translate a setting with a few values by the table of choices; ``value`` replaces the one that was given."""
         choices = CHOICES[self.library, self.rows[name].section.lower(), name]
-        value = self[name] if value is None else value
+        value = self[name] if value is ... else value
         self.known(name.rpartition(".")[2], value, choices)
         choice = choices[value]
         self.take(name, note or choice.note)

@@ -297,7 +297,7 @@ def _dpo(reader: Reader) -> Translation:
     given = reader["loss_type"]
     kinds = [given] if isinstance(given, str) else list(given)
     kind: Any = kinds[0] if kinds else None
-    spec = spec_of(reader.choose("loss_type", kind if kind is not None else "").here)  # type: ignore[call-overload]
+    spec = spec_of(reader.choose("loss_type", kind).here)  # type: ignore[call-overload]
     if len(kinds) > 1 or kind == "sft":
         what = "the likelihood of the chosen answer" if kind == "sft" else "a sum of several preference losses"
         reader.refuse("loss_type", f"no preset is {what}: build a PolicyLoss with terms=")
