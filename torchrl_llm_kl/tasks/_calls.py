@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import math
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,37 +37,16 @@ class Call:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class _Job:
-    """A call under way."""
-
-    call: Call
-    result: Any = None
-    done: bool = False
-    started: float | None = None
-
-    def run(self, catch: tuple[type[BaseException], ...]) -> Any:
-        # A reward never needs a gradient, and the caller's grad mode does not reach its threads.
-        try:
-            with torch.no_grad():
-                return self.call.function(*self.call.args, **self.call.kwargs)
-        except catch as error:
-            return Failure(error)
-
-    def end(self, result: Any) -> None:
-        self.result, self.done = result, True
-
-
 class Caller:
     """Runs calls and returns a value or a :class:`Failure` for each, in order.
 
     Async functions run together in an event loop of this object's own thread, which works where a loop runs already and keeps
-    the connections of async clients. Sync functions run one after another in a thread, or in several. A thread cannot be
-    stopped: a sync call that takes too long is left behind, and another thread takes its place.
+    the connections of async clients. Each sync call has a thread; a thread cannot be stopped: a call that takes too long is
+    left behind.
 
     Args:
         timeout: seconds for each call from its start; None for no limit: sync functions then run in the caller's thread.
-        workers: threads for sync calls (default one), and the most async calls at a time (default all).
+        workers: sync calls at a time (default one), and the most async calls at a time (default all).
 
     Example:
         >>> caller = Caller(timeout=5.0)
@@ -85,104 +65,88 @@ class Caller:
 
     def __call__(self, calls: Sequence[Call]) -> list[Any]:
         """A result for each call."""
-        jobs = [_Job(call) for call in calls]
-        later = [job for job in jobs if _is_async(job.call.function)]
-        running = self._begin_async(later)
-        self._run_sync([job for job in jobs if not _is_async(job.call.function)])
-        self._end_async(later, running)
+        later = [_is_async(call.function) for call in calls]
+        begun = self._begin([call for call, waits in zip(calls, later, strict=True) if waits])
+        direct = iter(self._run_sync([call for call, waits in zip(calls, later, strict=True) if not waits]))
+        awaited = iter(self._end(begun))
+        results = [next(awaited if waits else direct) for waits in later]
         # A sync function may return a coroutine, as `lambda ...: judge(...)` does.
-        returned = [job for job in jobs if inspect.isawaitable(job.result)]
-        if returned:
-            again = [_Job(Call(_awaited, (job.result,))) for job in returned]
-            self._end_async(again, self._begin_async(again))
-            for job, other in zip(returned, again, strict=True):
-                job.result = other.result
-        return [job.result for job in jobs]
+        returned = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
+        more = self._end(self._begin([Call(_awaited, (results[place],)) for place in returned]))
+        for place, result in zip(returned, more, strict=True):
+            results[place] = result
+        return results
 
     def _too_long(self) -> Failure:
         return Failure(TimeoutError(f"took longer than {self.timeout:g} s"))
 
     # ------------------------------------------------------------------ sync functions
 
-    def _run_sync(self, jobs: list[_Job]) -> None:
-        if not jobs:
-            return
-        if self.timeout is None and (self.workers or 1) == 1:
-            for job in jobs:
-                job.end(job.run((Exception, SystemExit)))  # generated code may call sys.exit
-            return
-        todo, busy, changed = deque(jobs), set[_Job](), threading.Condition()
-
-        def work() -> None:
-            while True:
-                with changed:
-                    if not todo:
-                        return
-                    job = todo.popleft()
-                    job.started = time.monotonic()
-                    busy.add(job)
-                result = job.run((BaseException,))  # whatever it is, the caller waits for an end
-                with changed:
-                    busy.discard(job)
-                    if job.done:  # left behind: another thread has taken the place of this one
-                        return
-                    job.end(result)
-                    changed.notify()
-
-        def start() -> None:
-            context = contextvars.copy_context()
-            threading.Thread(target=context.run, args=(work,), daemon=True, name="reward").start()
-
-        for _ in range(min(self.workers or 1, len(jobs))):
-            start()
-        with changed:
-            while not all(job.done for job in jobs):
-                wait = None
-                if self.timeout is not None:
-                    now = time.monotonic()
-                    for job in [job for job in busy if now - (job.started or now) >= self.timeout]:
-                        busy.discard(job)
-                        job.end(self._too_long())
-                        start()
-                    wait = min(((job.started or now) + self.timeout - now for job in busy), default=self.timeout)
-                    if all(job.done for job in jobs):
-                        break
-                changed.wait(wait)
+    def _run_sync(self, calls: list[Call]) -> list[Any]:
+        workers = self.workers or 1
+        if self.timeout is None and workers == 1:
+            return [_run(call, (Exception, SystemExit)) for call in calls]  # generated code may call sys.exit
+        results: list[Any] = [None] * len(calls)
+        todo = deque(enumerate(calls))
+        running: dict[Future[Any], tuple[int, float]] = {}  # place and time of its end at the latest
+        while todo or running:
+            while todo and len(running) < workers:
+                place, call = todo.popleft()
+                running[_in_thread(call)] = (
+                    place,
+                    time.monotonic() + (math.inf if self.timeout is None else self.timeout),
+                )
+            first = min(end for _, end in running.values())
+            wait(running, None if self.timeout is None else first - time.monotonic(), return_when=FIRST_COMPLETED)
+            for future, (place, end) in list(running.items()):
+                if future.done() or time.monotonic() >= end:
+                    results[place] = future.result() if future.done() else self._too_long()
+                    del running[future]
+        return results
 
     # ------------------------------------------------------------------ async functions
 
-    def _begin_async(self, jobs: list[_Job]) -> Any:
-        if not jobs:
-            return None
-        if self._loop is None:
+    def _begin(self, calls: list[Call]) -> list[Future[Any]]:
+        if calls and self._loop is None:
             self._loop = _start_loop(self)
-        return asyncio.run_coroutine_threadsafe(self._all(jobs), self._loop)
+        places, futures = asyncio.Semaphore(self.workers or max(1, len(calls))), [Future[Any]() for _ in calls]
+        for call, future in zip(calls, futures, strict=True):
+            asyncio.run_coroutine_threadsafe(self._one(call, future, places), self._loop)  # type: ignore[arg-type]
+        return futures
 
-    async def _all(self, jobs: list[_Job]) -> None:
-        places = asyncio.Semaphore(self.workers or len(jobs))
+    async def _one(self, call: Call, future: Future[Any], places: asyncio.Semaphore) -> None:
+        async with places:
+            task = asyncio.ensure_future(_guarded(call, future))
+            await asyncio.wait({task}, timeout=self.timeout)
+            if not future.done():
+                future.set_result(self._too_long())
+                task.cancel()
 
-        async def one(job: _Job) -> None:
-            async with places:
-                task = asyncio.ensure_future(_guarded(job))
-                await asyncio.wait({task}, timeout=self.timeout)
-                if not job.done:
-                    task.cancel()
-                    job.end(self._too_long())
-
-        await asyncio.gather(*(one(job) for job in jobs))
-
-    def _end_async(self, jobs: list[_Job], running: Any) -> None:
-        if running is None:
-            return
-        rounds = -(-len(jobs) // (self.workers or len(jobs)))
-        try:
-            running.result(None if self.timeout is None else self.timeout * rounds + _GRACE)
-        except FutureTimeoutError:
+    def _end(self, futures: list[Future[Any]]) -> list[Any]:
+        rounds = -(-len(futures) // (self.workers or max(1, len(futures))))
+        if wait(futures, None if self.timeout is None else self.timeout * rounds + _GRACE).not_done:
             self._loop = None  # its thread is left behind
-            error = TimeoutError("blocked the event loop: an async function must await, not sleep or compute")
-            for job in jobs:
-                if not job.done:
-                    job.end(Failure(error))
+        blocked = Failure(TimeoutError("blocked the event loop: an async function must await, not sleep or compute"))
+        return [future.result() if future.done() else blocked for future in futures]
+
+
+def _run(call: Call, catch: tuple[type[BaseException], ...]) -> Any:
+    # A reward never needs a gradient, and the caller's grad mode does not reach its threads.
+    try:
+        with torch.no_grad():
+            return call.function(*call.args, **call.kwargs)
+    except catch as error:
+        return Failure(error)
+
+
+def _in_thread(call: Call) -> Future[Any]:
+    future, context = Future[Any](), contextvars.copy_context()
+
+    def work() -> None:
+        future.set_result(context.run(_run, call, (BaseException,)))  # whatever it is, the caller waits for an end
+
+    threading.Thread(target=work, daemon=True, name="reward").start()
+    return future
 
 
 def check_takes(function: Any, what: str, *arguments: str) -> None:
@@ -210,24 +174,21 @@ def check_takes(function: Any, what: str, *arguments: str) -> None:
 
 
 def _is_async(function: Any) -> bool:
-    return (
-        inspect.iscoroutinefunction(function)
-        or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004  (an object with async __call__)
-        or function is _awaited
-    )
+    method = getattr(function, "__call__", None)  # noqa: B004  (an object with async __call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
 async def _awaited(value: Any) -> Any:
     return await value
 
 
-async def _guarded(job: _Job) -> None:
+async def _guarded(call: Call, future: Future[Any]) -> None:
     try:
-        result = await job.call.function(*job.call.args, **job.call.kwargs)
+        result = await call.function(*call.args, **call.kwargs)
     except BaseException as error:  # a cancellation too
         result = Failure(error)
-    if not job.done:
-        job.end(result)
+    if not future.done():
+        future.set_result(result)
 
 
 def _start_loop(owner: Any) -> asyncio.AbstractEventLoop:
