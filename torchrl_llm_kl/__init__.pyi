@@ -72,7 +72,9 @@ from torchrl_llm_kl.scoring import (
 from torchrl_llm_kl.tasks import (
     FunctionReward as FunctionReward,
     PromptError as PromptError,
+    PromptOrder as PromptOrder,
     RewardError as RewardError,
+    Turns as Turns,
     make_env as make_env,
 )
 from torchrl_llm_kl.transforms import (

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from torchrl_llm_kl import PIKLCoefficient, RunMonitor, Sampling, make_algorithm
-from torchrl_llm_kl.tasks import make_env
+from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training import (
     Checkpoints,
     chat_tokenizer,
@@ -106,8 +106,7 @@ def train(
         num_prompts=num_prompts,
         group_size=group_size,
         kl_transform=grpo.kl_transform,
-        seed=seed,
-        start=done * num_prompts,
+        order=PromptOrder(seed, start=done * num_prompts),
     )
     # The distribution that is scored: without transformers' default top-k.
     sampler = make_sampler(policy, tokenizer, max_new_tokens=max_new_tokens, sampling=Sampling())

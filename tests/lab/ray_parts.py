@@ -13,7 +13,7 @@ import torch
 from torchrl.envs import EnvBase
 
 from group_rollouts import GROUP, group_env
-from torchrl_llm_kl import RetrieveKL, make_env
+from torchrl_llm_kl import PromptOrder, RetrieveKL, Turns, make_env
 from toy_rollouts import make_model, make_policy, make_scoring_wrapper, make_tokenizer
 
 CPUS = {"num_cpus": 0.2}
@@ -79,9 +79,10 @@ def task_env(turns: int = 1) -> EnvBase:
         return metadata["number"]
 
     rewards = {"length": (0.5, lambda question, answer, metadata: len(answer)), "number": number}
-    several = {"max_turns": turns, "reply": lambda messages, metadata: "And now?"} if turns > 1 else {}
+    several = Turns(turns, reply=lambda messages, metadata: "And now?") if turns > 1 else None
     kl = RetrieveKL("from_collector", scoring_model(1), add_to_reward=False)
     rows = [{"question": f"question {i}", "number": i} for i in range(4)]
+    order = PromptOrder(seed=None)
     return make_env(
-        rows, rewards, make_tokenizer(), group_size=GROUP, num_prompts=2, seed=None, kl_transform=kl, **several
+        rows, rewards, make_tokenizer(), group_size=GROUP, num_prompts=2, order=order, kl_transform=kl, turns=several
     )

@@ -3,6 +3,7 @@
 from torchrl_llm_kl.tasks._env import (
     InputMode as InputMode,
     Reply as Reply,
+    Turns as Turns,
     make_env as make_env,
 )
 from torchrl_llm_kl.tasks._groups import (

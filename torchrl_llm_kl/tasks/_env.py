@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text
 
-from torchrl_llm_kl._numerics import check_choice, check_range, read_device
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.masks import MissingChatTemplateError
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
@@ -27,10 +28,47 @@ Reply = Callable[[list[dict[str, Any]], dict[str, Any]], Any]
 #: What the policy reads: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
 
-_NO_TEMPLATE = (
-    "the tokenizer has no chat template: pass template_kwargs={'chat_template': ...}, or, for one turn, apply_template=False "
-    "to pose texts as they are."
-)
+
+@dataclass(frozen=True)
+class Turns:
+    """Episodes of several answers: what follows an answer is the results of its tool calls, or what a user says.
+
+    Args:
+        max_turns: answers of an episode at most; 2 or more.
+        tools: functions that the policy may call, sync or async, with type hints and a docstring that describes each argument:
+            the chat template shows their schemas. Results, and errors too, go back as messages of the role ``tool``.
+        reply: ``(messages, metadata) -> str | None``, sync or async: the user's next message after an answer without calls;
+            None ends the episode.
+        tool_parser: reads the calls of an answer. Default: by the tokenizer's ``response_template``, or in the format in which
+            the chat template itself writes calls (that of Hermes and Qwen, of Qwen 3.5 and GLM, of Mistral, or of Llama 3).
+        workers: tools and replies that run at a time: sync ones (default one), async ones (default all).
+
+    Raises:
+        ValueError: for fewer than two turns, if nothing follows an answer, or for a parser without tools.
+        TypeError: for functions of other arguments.
+
+    Example:
+        >>> Turns(3, reply=lambda messages, metadata: "Are you sure?").max_turns
+        3
+    """
+
+    max_turns: int
+    tools: Sequence[Callable[..., Any]] = ()
+    reply: Reply | None = None
+    tool_parser: ToolParser | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        check_range(2, max_turns=self.max_turns)
+        check_range(1, workers=self.workers)
+        if not self.tools and self.reply is None:
+            raise ValueError(f"nothing follows an answer: max_turns={self.max_turns} needs tools= or reply=.")
+        if self.reply is not None:
+            check_takes(self.reply, "reply", "messages", "metadata")
+        if self.tool_parser is not None:
+            check_takes(self.tool_parser, "tool_parser", "text")
+            if not self.tools:
+                raise ValueError("tool_parser= has no effect without tools=.")
 
 
 def make_env(
@@ -40,23 +78,13 @@ def make_env(
     *,
     group_size: int = 8,
     num_prompts: int = 1,
+    order: PromptOrder | None = None,
     system_prompt: str | None = None,
-    tools: Sequence[Callable[..., Any]] | None = None,
-    max_turns: int = 1,
-    reply: Reply | None = None,
-    tool_parser: ToolParser | None = None,
+    turns: Turns | None = None,
     kl_transform: Transform | Sequence[Transform] | None = None,
     timeout: float | None = 30.0,
-    reward_workers: int | None = None,
-    reward_weights: Mapping[str, float] | None = None,
-    seed: int | None = 0,
-    start: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
     input_mode: InputMode = "text",
-    apply_template: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
-    device: torch.device | str | None = None,
 ) -> EnvBase:
     r"""An env that poses prompts in groups and rewards the answers by Python functions.
 
@@ -64,7 +92,7 @@ def make_env(
     with the tokenizer's own chat template; the policy is a torchrl wrapper with the same ``input_mode``. Run it with an
     ``LLMCollector``.
 
-    With ``max_turns`` an answer that calls tools, or that ``reply`` answers, is followed by another one. Each turn is a step:
+    With ``turns`` an answer that calls tools, or that a user answers, is followed by another one. Each turn is a step:
     its prompt is the text so far, with the policy's own answers as they were sampled, and its response is the new answer
     alone, so that a KL or a loss counts each token of the assistant once and none of a tool. The last step has the reward. A
     row that ends gets its next prompt at once; :func:`whole_groups` collects the rows of a group.
@@ -80,28 +108,19 @@ def make_env(
     Keyword Args:
         group_size: answers to each prompt; they are neighbours.
         num_prompts: different prompts of a step.
+        order: in which the prompts are posed, where a resumed run continues, and how ranks share them; default: a new
+            permutation each epoch, from the first.
         system_prompt: the first message of conversations that do not begin with one of their own.
-        tools: functions that the policy may call, sync or async, with type hints and a docstring that describes each argument:
-            the chat template shows their schemas. Results, and errors too, go back as messages of the role ``tool``.
-        max_turns: answers of an episode at most.
-        reply: ``(messages, metadata) -> str | None``, sync or async: the user's next message after an answer without calls;
-            None ends the episode.
-        tool_parser: reads the calls of an answer. Default: by the tokenizer's ``response_template``, or in the format in which
-            the chat template itself writes calls (that of Hermes and Qwen, of Qwen 3.5 and GLM, of Mistral, or of Llama 3).
+        turns: for episodes of several answers; None: of one.
         kl_transform: appended after the reward, whose number it changes: ``make_algorithm(...).kl_transform``, a
             :class:`~torchrl_llm_kl.RetrieveKL`, or several transforms in their order.
-        timeout: seconds for each call of a reward function or a tool; see :class:`FunctionReward`.
-        reward_workers: threads for sync functions of the reward, and the most async calls at a time; also of tools.
-        reward_weights: of the parts of one function that returns a dict.
-        seed: the order of the prompts is a function of it alone, a new permutation each epoch; None: as they come.
-        start: prompts that were posed already, by all ranks: a resumed run continues with the next ones.
-        rank: of this env among several that share the prompts: all together pose each once in an epoch.
-        world_size: how many there are.
+        timeout: seconds for each call of the reward's functions, of a tool or a reply; see :class:`FunctionReward`. A
+            ``FunctionReward`` has its own.
         input_mode: ``"text"``: the policy gets rendered prompts. ``"history"``: it gets conversations and renders them
             itself, several times slower; for torchrl's transforms that read them.
-        apply_template: False poses texts as they are, as a base model without chat template needs.
         template_kwargs: further variables of the chat template, such as ``{"enable_thinking": False}``; in text mode.
-        device: of the env's tensors.
+            ``{"chat_template": "{{ messages[0].content }}"}`` poses texts as they are, as a base model without chat template
+            needs.
 
     Returns:
         A ``TransformedEnv`` of batch size ``[num_prompts * group_size]``. Beside the policy's entries its data has
@@ -133,7 +152,7 @@ def make_env(
         >>> def right(question, answer, metadata):
         ...     return answer.strip() == metadata["answer"]
         >>> rows = [{"question": "yes or no", "answer": "yes"}, {"question": "no or yes", "answer": "no"}]
-        >>> env = make_env(rows, right, tokenizer, group_size=2, num_prompts=2, seed=None)
+        >>> env = make_env(rows, right, tokenizer, group_size=2, num_prompts=2, order=PromptOrder(seed=None))
         >>> step = env.reset()
         >>> list(step["text", "prompt"])
         ['yes or no <end> <bot> ', 'yes or no <end> <bot> ', 'no or yes <end> <bot> ', 'no or yes <end> <bot> ']
@@ -148,86 +167,24 @@ def make_env(
         )
     appended = _transforms(kl_transform)
     _check_tokenizer(tokenizer)
-    dialog = _dialog(
-        tokenizer,
-        tools,
-        max_turns,
-        reply,
-        tool_parser,
-        input_mode,
-        apply_template,
-        template_kwargs,
-        timeout,
-        reward_workers,
-    )
     base = TaskEnv(
         prompts if isinstance(prompts, Prompts) else Prompts(prompts),
         tokenizer,
         group_size=group_size,
         num_prompts=num_prompts,
+        order=PromptOrder() if order is None else order,
         system_prompt=system_prompt,
-        seed=seed,
-        start=start,
-        rank=rank,
-        world_size=world_size,
-        input_mode=input_mode,
-        apply_template=apply_template,
-        template_kwargs=template_kwargs,
-        device=device,
-        dialog=dialog,
-        max_turns=max_turns,
-        reply=reply,
+        turns=turns,
         timeout=timeout,
-        workers=reward_workers,
+        input_mode=input_mode,
+        template_kwargs=template_kwargs or {},
     )
     if not isinstance(reward, FunctionReward):
-        reward = FunctionReward(
-            reward, weights=reward_weights, timeout=timeout, workers=reward_workers, tokenizer=tokenizer
-        )
-    elif reward_weights is not None:
-        raise ValueError("reward_weights= belong to a function, and reward is a FunctionReward: give them to that.")
+        reward = FunctionReward(reward, timeout=timeout, tokenizer=tokenizer)
     env = TransformedEnv(base, Compose(reward))
     for transform in appended:
         env = env.append_transform(transform)
     return env
-
-
-def _dialog(
-    tokenizer: Any,
-    tools: Sequence[Callable[..., Any]] | None,
-    max_turns: int,
-    reply: Any,
-    parser: ToolParser | None,
-    input_mode: InputMode,
-    apply_template: bool,
-    template_kwargs: Mapping[str, Any] | None,
-    timeout: float | None,
-    workers: int | None,
-) -> Dialog | None:
-    """What continues a conversation after an answer; None for one turn."""
-    check_range(1, max_turns=max_turns)
-    if max_turns == 1:
-        for name, value in (("tools", tools), ("reply", reply), ("tool_parser", parser)):
-            if value:
-                raise ValueError(f"{name}= has no effect with one answer per episode: pass max_turns= of 2 or more.")
-        return None
-    if not tools and reply is None:
-        raise ValueError(f"nothing follows an answer: max_turns={max_turns} needs tools= or reply=.")
-    if parser is not None and not tools:
-        raise ValueError("tool_parser= has no effect without tools=.")
-    if input_mode != "text" or not apply_template:
-        raise ValueError(
-            "several turns need the chat template and input_mode='text', which keeps the text that was sampled: leave out "
-            "input_mode= and apply_template=."
-        )
-    if not getattr(tokenizer, "chat_template", None) and "chat_template" not in (template_kwargs or {}):
-        raise MissingChatTemplateError(_NO_TEMPLATE)
-    if reply is not None:
-        check_takes(reply, "reply", "messages", "metadata")
-    if parser is not None:
-        check_takes(parser, "tool_parser", "text")
-    own = Tools(tools, timeout=timeout, workers=workers) if tools else None
-    return Dialog(tokenizer, own, template_kwargs or {}, parser)
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
@@ -263,45 +220,45 @@ class TaskEnv(ChatEnv):
         *,
         group_size: int,
         num_prompts: int,
+        order: PromptOrder,
         system_prompt: str | None,
-        seed: int | None,
-        start: int,
-        rank: int,
-        world_size: int,
-        input_mode: InputMode,
-        apply_template: bool,
-        template_kwargs: Mapping[str, Any] | None,
-        device: torch.device | str | None,
-        dialog: Dialog | None,
-        max_turns: int,
-        reply: Reply | None,
+        turns: Turns | None,
         timeout: float | None,
-        workers: int | None,
+        input_mode: InputMode,
+        template_kwargs: Mapping[str, Any],
     ) -> None:
-        check_range(1, group_size=group_size, num_prompts=num_prompts, world_size=world_size)
-        check_range(0, start=start)
-        check_range(0, world_size - 1, rank=rank)
+        check_range(1, group_size=group_size, num_prompts=num_prompts)
         check_choice(get_args(InputMode), input_mode=input_mode)
-        if input_mode == "history" and not apply_template:
-            raise ValueError("apply_template=False is for input_mode='text': a policy of 'history' renders by itself.")
         super().__init__(
             input_mode=input_mode,
             batch_size=(num_prompts * group_size,),
             system_prompt=system_prompt,
             tokenizer=tokenizer,
-            template_kwargs=dict(template_kwargs or {}),
-            device=None if device is None else read_device(device),
+            template_kwargs=dict(template_kwargs),
         )
-        self.prompts, self.order = prompts, PromptOrder(len(prompts), seed)
-        self.group_size, self.num_prompts, self.start = group_size, num_prompts, start
-        self.rank, self.world_size, self.apply_template = rank, world_size, apply_template
-        self.dialog, self.max_turns, self.reply = dialog, max_turns, reply
-        self._call_all, self._log = Caller(timeout, workers), FailureLog()
+        self.prompts, self.order, self.group_size, self.num_prompts = prompts, order, group_size, num_prompts
+        self.turns, self.dialog = turns, None
+        if turns is not None:
+            if input_mode != "text":
+                raise ValueError(
+                    "several turns need input_mode='text', which keeps the text that was sampled: leave out input_mode=."
+                )
+            self._check_template()
+            tools = Tools(turns.tools, timeout=timeout, workers=turns.workers) if turns.tools else None
+            self.dialog = Dialog(tokenizer, tools, template_kwargs, turns.tool_parser)
+        self._call_all, self._log = Caller(timeout, None if turns is None else turns.workers), FailureLog()
         self._finished = torch.zeros(num_prompts * group_size, dtype=torch.int64)  # prompts of each row
         self._answered = torch.zeros(num_prompts * group_size, dtype=torch.bool)  # whether the row took a step
         self._declare()
         if input_mode == "text":
             self._render(prompts[0])  # errors of the template come at once
+
+    def _check_template(self) -> None:
+        if not getattr(self.tokenizer, "chat_template", None) and "chat_template" not in self.template_kwargs:
+            raise MissingChatTemplateError(
+                "the tokenizer has no chat template: pass template_kwargs={'chat_template': ...}, the model's own, or "
+                "'{{ messages[0].content }}' to pose texts as they are."
+            )
 
     def _declare(self) -> None:
         shape, device = self.batch_size, self.device
@@ -329,7 +286,8 @@ class TaskEnv(ChatEnv):
     def positions(self) -> Tensor:
         """The number in the run of each row's prompt; int64 ``[B]``."""
         slots = torch.arange(len(self._finished)) // self.group_size
-        return self.start + (self._finished * self.world_size + self.rank) * self.num_prompts + slots
+        order = self.order
+        return order.start + (self._finished * order.world_size + order.rank) * self.num_prompts + slots
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         rows = None if tensordict is None else tensordict.get("_reset", None)
@@ -339,7 +297,7 @@ class TaskEnv(ChatEnv):
         self._finished[chosen & self._answered] += 1
         self._answered[chosen] = False
         positions = self.positions()
-        by_position = {p: self.prompts[self.order[p]] for p in positions.unique().tolist()}
+        by_position = {p: self.prompts[self.order.at(p, len(self.prompts))] for p in positions.unique().tolist()}
         prompts = [by_position[p] for p in positions.tolist()]
         td = TensorDict(batch_size=self.batch_size, device=self.device)
         td.set("query", stack_rows(prompt.question for prompt in prompts))
@@ -375,21 +333,12 @@ class TaskEnv(ChatEnv):
 
     def _render(self, prompt: Prompt) -> str:
         """The text that the policy continues."""
-        messages, tokenizer = self._conversation(prompt), self.tokenizer
-        if not self.apply_template:
-            if len(messages) > 1:
-                raise ValueError(
-                    f"apply_template=False poses texts as they are, and a prompt has {len(messages)} messages: leave out "
-                    "system_prompt=, give the text alone, or use a chat template."
-                )
-            return prompt.question
-        if not getattr(tokenizer, "chat_template", None) and "chat_template" not in self.template_kwargs:
-            raise MissingChatTemplateError(_NO_TEMPLATE)
+        self._check_template()
         tools = {} if self.dialog is None or self.dialog.schemas is None else {"tools": self.dialog.schemas}
-        text = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False, **tools, **self.template_kwargs
+        text = self.tokenizer.apply_chat_template(
+            self._conversation(prompt), add_generation_prompt=True, tokenize=False, **tools, **self.template_kwargs
         )
-        return _without_bos(str(text), tokenizer)
+        return _without_bos(str(text), self.tokenizer)
 
     # ------------------------------------------------------------------ answers
 
@@ -406,22 +355,30 @@ class TaskEnv(ChatEnv):
 
     def _continue(self, td: TensorDictBase, next_td: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Write each row's next prompt and conversation; returns whether its episode ends, and by the limit of turns."""
-        dialog = self.dialog
-        assert dialog is not None
-        prompts, texts = (read_rows_of(td, ("text", part)) or [] for part in ("prompt", "full"))
+        assert self.dialog is not None
+        assert self.turns is not None
+        keys = (("text", "prompt"), ("text", "full"), "messages", "metadata", "step")
+        prompts, texts, before, metadata, steps = (read_rows_of(td, key) or [] for key in keys)
         answers = [text.removeprefix(prompt) for prompt, text in zip(prompts, texts, strict=True)]
-        answers = [strip_end(answer, dialog.special) for answer in answers]
-        parsed = [dialog.parse(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        answers = [strip_end(answer, self.dialog.special) for answer in answers]
+        parsed = [self.dialog.parse(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
         messages = [
-            [*before, dialog.assistant(answer, found)]
-            for before, answer, found in zip(read_rows_of(td, "messages") or [], answers, parsed, strict=True)
+            [*earlier, self.dialog.assistant(answer, found)]
+            for earlier, answer, found in zip(before, answers, parsed, strict=True)
         ]
-        step = torch.stack([torch.as_tensor(row).reshape(1) for row in read_rows_of(td, "step") or []]) + 1
-        last = (step >= self.max_turns).flatten().tolist()
-        replies = self._replies(parsed, messages, read_rows_of(td, "metadata") or [], last)
+        step = torch.stack([torch.as_tensor(row).reshape(1) for row in steps]) + 1
+        last = (step >= self.turns.max_turns).flatten().tolist()
+        replies = self._replies(parsed, messages, metadata, last)
         for row, after in enumerate(replies):
-            if after:
-                replies[row] = self._append(row, texts, messages, after)
+            if not after:
+                continue
+            try:
+                texts[row] = self.dialog.next_prompt(texts[row], messages[row], after)
+                messages[row] += after
+            except Exception as error:  # a template may raise anything
+                replies[row] = None
+                found = f"{type(error).__name__}: {error}"
+                self._log.add(f"the template cannot continue row {row}, whose episode ends: {found}")
         text = Text._from_tensordict(next_td.empty())
         text.prompt = texts
         next_td.set("text", text)
@@ -431,49 +388,30 @@ class TaskEnv(ChatEnv):
         done, truncated = flags.unsqueeze(-1).to(self.device or "cpu")
         return done, truncated
 
-    def _append(
-        self, row: int, texts: list[str], messages: list[list[Any]], after: list[dict[str, Any]]
-    ) -> list[dict[str, Any]] | None:
-        """Append to the text and the conversation of a row; returns what was appended, None if the template cannot."""
-        assert self.dialog is not None
-        try:
-            texts[row] = self.dialog.next_prompt(texts[row], messages[row], after)
-        except Exception as error:  # a template may raise anything
-            self._log.add(
-                f"the template cannot continue row {row}, whose episode ends: {type(error).__name__}: {error}"
-            )
-            return None
-        messages[row] += after
-        return after
-
     def _replies(
         self, parsed: list[Parsed], messages: list[Any], metadata: list[Any], last: list[bool]
     ) -> list[list[dict[str, Any]] | None]:
         """What follows each answer: messages; empty at the end of the episode, None if only the limit of turns ends it."""
-        dialog = self.dialog
-        assert dialog is not None
-        calling = [bool(found.calls) for found in parsed]
+        assert self.dialog is not None
+        assert self.turns is not None
         after: list[list[dict[str, Any]] | None] = [
-            None if limit and call else [] for limit, call in zip(last, calling, strict=True)
+            None if limit and found.calls else [] for limit, found in zip(last, parsed, strict=True)
         ]
-        rows = [row for row, call in enumerate(calling) if call and not last[row]]
-        if rows and dialog.tools is not None:
-            for row, results in zip(rows, dialog.tools.run([parsed[row].calls for row in rows]), strict=True):
-                after[row] = dialog.tool_messages(parsed[row], results)
-        if self.reply is None:
+        rows = [row for row, found in enumerate(parsed) if found.calls and not last[row]]
+        if rows and self.dialog.tools is not None:
+            for row, results in zip(rows, self.dialog.tools.run([parsed[row].calls for row in rows]), strict=True):
+                after[row] = self.dialog.tool_messages(parsed[row], results)
+        if (reply := self.turns.reply) is None:
             return after
-        rows = [row for row, call in enumerate(calling) if not call]
-        said = self._call_all([Call(self.reply, (list(messages[row]), dict(metadata[row]))) for row in rows])
+        rows = [row for row, found in enumerate(parsed) if not found.calls]
+        said = self._call_all([Call(reply, (list(messages[row]), dict(metadata[row]))) for row in rows])
         for row, text in zip(rows, said, strict=True):
-            if isinstance(text, Failure) or not (text is None or isinstance(text, str)):
-                error = (
-                    f"{type(text.error).__name__}: {text.error}"
-                    if isinstance(text, Failure)
-                    else f"it returned {text!r:.60}"
-                )
-                self._log.add(f"reply= failed in row {row}, whose episode ends: {error}")
-            elif text is not None:
+            if isinstance(text, str):
                 after[row] = None if last[row] else [{"role": "user", "content": as_unicode(text)}]
+            elif text is not None:
+                failed = isinstance(text, Failure)
+                error = f"{type(text.error).__name__}: {text.error}" if failed else f"it returned {text!r:.60}"
+                self._log.add(f"reply= failed in row {row}, whose episode ends: {error}")
         return after
 
 

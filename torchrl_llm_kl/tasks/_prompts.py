@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.datasets import DataError, DataSource, as_list, read_rows
 
 #: The columns that may hold a prompt, the first of them that a row has.
@@ -159,30 +160,43 @@ def _question(messages: Sequence[Mapping[str, Any]], column: str, place: str) ->
 # ------------------------------------------------------------------ the order
 
 
+@dataclass(frozen=True)
 class PromptOrder:
-    """Which of ``total`` prompts is posed at a position of the run: a new permutation for each epoch.
+    """The order in which prompts are posed: a new permutation of them for each epoch.
 
-    The number is a function of ``seed`` and position alone, so that a run continues anywhere.
+    Which prompt is posed at a position of the run is a function of ``seed`` and position alone, so that a run continues
+    anywhere.
 
     Args:
-        total: prompts.
-        seed: None to pose them as they come.
+        seed: of the permutations; None to pose the prompts as they come.
+        start: prompts that were posed already, by all ranks: a resumed run continues with the next ones.
+        rank: of this env among several that share the prompts: all together pose each once in an epoch.
+        world_size: how many there are.
+
+    Raises:
+        ValueError: for numbers out of range.
 
     Example:
-        >>> order = PromptOrder(4, seed=0)
-        >>> epochs = [[order[i] for i in range(start, start + 4)] for start in (0, 4)]
+        >>> order = PromptOrder(seed=0)
+        >>> epochs = [[order.at(i, 4) for i in range(start, start + 4)] for start in (0, 4)]
         >>> [sorted(epoch) for epoch in epochs], epochs[0] == epochs[1]
         ([[0, 1, 2, 3], [0, 1, 2, 3]], False)
     """
 
-    def __init__(self, total: int, seed: int | None) -> None:
-        self.total, self.seed = total, seed
+    seed: int | None = 0
+    start: int = 0
+    rank: int = 0
+    world_size: int = 1
 
-    def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, self.total)
-        if self.seed is None:
-            return place
-        return int(_permutation(self.total, self.seed, epoch)[place])
+    def __post_init__(self) -> None:
+        check_range(1, world_size=self.world_size)
+        check_range(0, start=self.start)
+        check_range(0, self.world_size - 1, rank=self.rank)
+
+    def at(self, position: int, total: int) -> int:
+        """The number of the prompt at a position of the run, of ``total`` prompts."""
+        epoch, place = divmod(position, total)
+        return place if self.seed is None else int(_permutation(total, self.seed, epoch)[place])
 
 
 @lru_cache(maxsize=4)

@@ -22,7 +22,7 @@ from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.scoring import ReferenceUpdater
-from torchrl_llm_kl.tasks import make_env
+from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training._build import (
     build_training,
     load_reference,
@@ -221,8 +221,7 @@ class Run:
             system_prompt=data.system_prompt,
             kl_transform=self.training.kl,
             timeout=self.config.reward.timeout,
-            seed=self.config.run.seed if data.shuffle else None,
-            start=start,
+            order=PromptOrder(self.config.run.seed if data.shuffle else None, start),
         )
 
     def _sampler(self, *, greedy: bool) -> Any:
@@ -337,7 +336,7 @@ class Run:
             system_prompt=self.config.data.system_prompt,
             kl_transform=kl,
             timeout=self.config.reward.timeout,
-            seed=None,
+            order=PromptOrder(seed=None),
         )
         sampler = self._sampler(greedy=settings.greedy)
         row = {"step": self.step, **evaluate(env, sampler, len(self.held_out), seed=self.config.run.seed)}

@@ -16,7 +16,7 @@ from torchrl.envs import StepCounter, check_env_specs
 from task_lab import BOT, END, HERMES, add, call, last_user, make_tokenizer, scripted_policy
 from torchrl_llm_kl import FunctionReward, KLComputation, RetrieveKL, RetrieveLogProb, RewardError, make_algorithm
 from torchrl_llm_kl.masks import MissingChatTemplateError
-from torchrl_llm_kl.tasks import PromptOrder, make_env, whole_groups
+from torchrl_llm_kl.tasks import PromptOrder, Turns, make_env, whole_groups
 from toy_rollouts import make_model, make_policy, response_log_probs, steps
 from toy_tokenizer import CHATML
 
@@ -50,9 +50,17 @@ def adds(prompt: str) -> str:
     return call("add", a=3, b=1) if result == "3" else f"It is {result}."
 
 
+def task_env(rows: Any, reward: Any, tokenizer: Any, **kwargs: Any) -> Any:
+    """:func:`make_env`, with the fields of its records as arguments."""
+    names = (("seed", "start", "rank", "world_size"), ("max_turns", "tools", "reply", "tool_parser"))
+    order, turns = ({name: kwargs.pop(name) for name in own if name in kwargs} for own in names)
+    records = {"order": PromptOrder(**order), "turns": Turns(**turns) if turns else None}
+    return make_env(rows, reward, tokenizer, **records, **kwargs)
+
+
 def tool_env(tokenizer: Any, reward: Any = lambda *_: 1.0, **kwargs: Any) -> Any:
     settings = {"tools": [add], "max_turns": 3, "group_size": 1, "num_prompts": 2, "seed": None}
-    return make_env(kwargs.pop("rows", SUMS), reward, tokenizer, **{**settings, **kwargs})
+    return task_env(kwargs.pop("rows", SUMS), reward, tokenizer, **{**settings, **kwargs})
 
 
 def collected(env: Any, policy: Any, turns: int) -> list[TensorDictBase]:
@@ -83,7 +91,7 @@ def episodes(rows: list[TensorDictBase]) -> dict[int, list[TensorDictBase]]:
 def test_answers_of_a_collector_are_rewarded(tokenizer: Any) -> None:
     policy = scripted_policy(tokenizer, answers_questions)
     reward = {"right": (2.0, right), "odd": (-0.5, odd_rows)}
-    env = make_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2, system_prompt="S", seed=None)
+    env = task_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2, system_prompt="S", seed=None)
     found = collected(env, policy, 12)
     rows = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 0, 0]
     assert queries(found) == [f"q{i}" for i in rows]
@@ -105,28 +113,28 @@ def test_history_mode(tokenizer: Any) -> None:
     policy = make_policy(make_model(tokenizer, seed=0), tokenizer, pad_output=False, **template)
     settings = {"group_size": 2, "input_mode": "history", "system_prompt": "S", "seed": None}
     torch.manual_seed(0)
-    rows = collected(make_env(ROWS, lambda q, a, m: len(a), tokenizer, **settings), policy, 4)
+    rows = collected(task_env(ROWS, lambda q, a, m: len(a), tokenizer, **settings), policy, 4)
     assert queries(rows) == ["q0", "q0", "q1", "q1"]
     assert [message.role for message in rows[0]["history"].prompt.unbind(0)] == ["system", "user"]
     assert rows[0]["text", "prompt"] == f"<|im_start|>system\nS{END}\n<|im_start|>user\nq0{END}\n{BOT}"
     assert all(x > 0 for x in of_next(rows, "reward"))
     data = ["a", [{"role": "system", "content": "S"}, {"role": "user", "content": "b"}]]
     with pytest.raises(ValueError, match=r"as many messages in each conversation of a batch, found \[1, 2\].*'text'"):
-        make_env(data, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
+        task_env(data, right, tokenizer, group_size=1, num_prompts=2, input_mode="history").reset()
 
 
 def test_specs_of_the_data_several_transforms_in_their_order_and_an_error_in_a_reward(tokenizer: Any) -> None:
     reward = {"right": right, "odd": odd_rows}
-    check_env_specs(make_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2))
-    check_env_specs(make_env(ROWS, reward, tokenizer, group_size=2, max_turns=3, reply=lambda *_: "go on"))
-    env = make_env(ROWS, lambda q, a, m: m["target"], tokenizer, group_size=2)
+    check_env_specs(task_env(ROWS, reward, tokenizer, group_size=2, num_prompts=2))
+    check_env_specs(task_env(ROWS, reward, tokenizer, group_size=2, max_turns=3, reply=lambda *_: "go on"))
+    env = task_env(ROWS, lambda q, a, m: m["target"], tokenizer, group_size=2)
     with pytest.raises(RewardError, match=r"failed for all 2 answers of its first batch.*KeyError: 'target'"):
         collected(env, scripted_policy(tokenizer, lambda prompt: "x"), 4)
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
     keys = [{"log_probs_full_key": (name, "full")} for name in ("log_probs", "ref_log_probs")]
     three = [RetrieveLogProb(model, **keys[0]), RetrieveLogProb(ref, **keys[1]), KLComputation()]
     reward = FunctionReward(right, timeout=None)  # with settings of one's own
-    env = make_env(ROWS, reward, tokenizer, group_size=2, kl_transform=three)
+    env = task_env(ROWS, reward, tokenizer, group_size=2, kl_transform=three)
     assert env.transform[0] is reward
     assert [type(t) for t in env.transform] == [FunctionReward, *map(type, three)]
     env = env.append_transform(StepCounter())
@@ -137,7 +145,7 @@ def test_specs_of_the_data_several_transforms_in_their_order_and_an_error_in_a_r
 
 def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[tuple[int, str]]:
     """Groups and questions of an env that is answered ``steps`` times."""
-    env = make_env(rows, right, tokenizer, **{"group_size": 2, "num_prompts": 2, **kwargs})
+    env = task_env(rows, right, tokenizer, **{"group_size": 2, "num_prompts": 2, **kwargs})
     found = []
     td = env.reset()
     for _ in range(steps):
@@ -150,8 +158,8 @@ def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[t
 
 def test_a_run_continues_where_it_was_stopped_and_ranks_share_the_prompts(tokenizer: Any) -> None:
     whole = posed(tokenizer, 7, seed=3)
-    order = PromptOrder(5, seed=3)
-    assert whole == [(p, f"q{order[p]}") for p in range(14) for _ in "ab"]
+    order = PromptOrder(seed=3)
+    assert whole == [(p, f"q{order.at(p, 5)}") for p in range(14) for _ in "ab"]
     assert posed(tokenizer, 4, seed=3, start=6) == whole[12:]
     one = posed(tokenizer, 3, num_prompts=4, start=2)
     ranks = [posed(tokenizer, 3, rank=rank, world_size=2, start=2) for rank in (0, 1)]
@@ -167,7 +175,7 @@ def test_templates_system_prompts_and_one_begin_of_sequence_token(tokenizer: Any
     """A tokenizer may add one to what the template wrote."""
 
     def texts(rows: list[Any], tokenizer: Any = tokenizer, **settings: Any) -> list[str]:
-        found = make_env(rows, right, tokenizer, group_size=1, num_prompts=len(rows), seed=None, **settings)
+        found = task_env(rows, right, tokenizer, group_size=1, num_prompts=len(rows), seed=None, **settings)
         return found.reset()["text", "prompt"]
 
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}]
@@ -176,17 +184,16 @@ def test_templates_system_prompts_and_one_begin_of_sequence_token(tokenizer: Any
     template = "{{ mood }} {{ messages[0].content }}"
     assert texts(["a"], template_kwargs={"chat_template": template, "mood": "sad"}) == ["sad a"]
     base = make_tokenizer(None)
-    with pytest.raises(MissingChatTemplateError, match=r"has no chat template.*apply_template=False"):
+    with pytest.raises(MissingChatTemplateError, match=r"has no chat template.*to pose texts as they are") as e:
         texts(["a"], base)
-    assert texts(["a"], base, apply_template=False) == ["a"]
-    with pytest.raises(ValueError, match="a prompt has 2 messages"):
-        texts(["a"], base, apply_template=False, system_prompt="S")
+    plain = str(e.value).split("'")[-2]
+    assert texts(["a"], base, template_kwargs={"chat_template": plain}) == ["a"]
     for adds_one in (True, False):
         bos = make_tokenizer("{{ bos_token }}{{ messages[0].content }}", bos_token="<|bos|>")
         if adds_one:
             processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", bos.bos_token_id)])
             bos.backend_tokenizer.post_processor = processor
-        env = make_env(["a"], lambda *_: 1.0, bos, group_size=1)
+        env = task_env(["a"], lambda *_: 1.0, bos, group_size=1)
         (row,) = collected(env, scripted_policy(bos, lambda prompt: "x"), 1)
         want = [bos.bos_token_id, *bos("a", add_special_tokens=False).input_ids]
         assert row["tokens", "prompt"].tolist() == want, adds_one
@@ -206,7 +213,7 @@ def test_a_copy_of_the_env_poses_the_same_prompts(tokenizer: Any, module: str) -
         reward = {"right": lambda q, a, m: right(q, a, m), "judge": judge}
         kl = RetrieveKL("from_collector", make_model(tokenizer, seed=1))
         settings |= {"tools": [add], "max_turns": 2, "kl_transform": kl}
-    env = make_env(ROWS, reward, tokenizer, **settings)
+    env = task_env(ROWS, reward, tokenizer, **settings)
     one, two = (
         collected(each, scripted_policy(tokenizer, answers_questions), 4) for each in (env, pickle.loads(dumps(env)))
     )
@@ -357,8 +364,6 @@ HIDES = HERMES.replace("{{ m.content }}</tool_response>", "</tool_response>")
         ({"start": -1}, "start must be at least 0"),
         ({"rank": 2, "world_size": 2}, "rank must be at least 0 and at most 1"),
         ({"input_mode": "tokens"}, "input_mode must be one of 'text', 'history'"),
-        ({"input_mode": "history", "apply_template": False}, "apply_template=False is for"),
-        ({"reward": FunctionReward(right), "reward_weights": {"a": 1.0}}, "reward_weights= belong to a function"),
         ({"kl_transform": print}, "kl_transform must be a transform"),
         ({"kl_transform": [print]}, "kl_transform must be a transform"),
         ({"reward": lambda answer: 1.0}, r"^reward is called with .* takes \(answer\)"),
@@ -366,23 +371,22 @@ HIDES = HERMES.replace("{{ m.content }}</tool_response>", "</tool_response>")
         ({"tokenizer": "Qwen/Qwen3-0.6B"}, "^tokenizer must be .*, got 'Qwen/Qwen3-0.6B'"),
         ({"max_turns": 2, "reply": lambda messages: "more"}, r"^reply is called with \(messages, metadata\), and"),
         ({**TOOLS, "tool_parser": lambda text, tools: []}, r"^tool_parser is .* \(text, t"),
-        ({**TOOLS, "max_turns": 1}, "tools= has no effect with one answer"),
-        ({"max_turns": 1, "reply": print}, "reply= has no effect with one answer"),
+        ({**TOOLS, "max_turns": 1}, "max_turns must be at least 2"),
         ({"max_turns": 2}, "nothing follows an answer"),
         ({"max_turns": 2, "reply": print, "tool_parser": print}, "tool_parser= has no effect without tools="),
         ({**TOOLS, "input_mode": "history"}, "several turns need"),
-        ({**TOOLS, "max_turns": 0}, "max_turns must be at least 1"),
+        ({**TOOLS, "tokenizer": make_tokenizer(None)}, "has no chat template"),
         ({**TOOLS, "tokenizer": make_tokenizer(HIDES)}, "does not render results of tools"),
     ],
 )
 def test_wrong_arguments(tokenizer: Any, kwargs: dict[str, Any], message: str) -> None:
     types = ("kl_transform", "^reward is", "^tokenizer", "^reply is", "^tool_parser")
     with pytest.raises(TypeError if message.startswith(types) else ValueError, match=message):
-        make_env(ROWS, **{"reward": right, "tokenizer": tokenizer, **kwargs})
+        task_env(ROWS, **{"reward": right, "tokenizer": tokenizer, **kwargs})
 
 
 def test_templates_that_hide_tools_and_lists_that_are_no_stacks(tokenizer: Any) -> None:
     with pytest.warns(UserWarning, match="does not show the tools"):
         tool_env(make_tokenizer(CHATML))
     with set_list_to_stack(False), pytest.raises(RuntimeError, match=r"set_list_to_stack\(True\)"):
-        make_env(ROWS, right, tokenizer)
+        task_env(ROWS, right, tokenizer)

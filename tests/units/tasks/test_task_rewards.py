@@ -135,16 +135,16 @@ def test_errors_name_the_row(source: Any, error: type[Exception], message: str) 
 
 def test_each_epoch_is_a_permutation_of_its_own_and_the_order_of_today_is_that_of_tomorrow() -> None:
     """A run that is resumed with a later version must find its order again, from any position."""
-    order = PromptOrder(50, seed=3)
-    epochs = [tuple(order[i] for i in range(50 * e, 50 * e + 50)) for e in range(4)]
+    order = PromptOrder(seed=3)
+    epochs = [tuple(order.at(i, 50) for i in range(50 * e, 50 * e + 50)) for e in range(4)]
     assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
     assert len(set(epochs)) == 4
     assert epochs[0] != tuple(range(50))
-    assert [PromptOrder(3, seed=None)[i] for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]  # as they are
-    order = PromptOrder(6, seed=0)
-    assert [order[i] for i in reversed(range(12))][::-1] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]
-    assert [order[i] for i in range(12)] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]
-    assert [PromptOrder(6, seed=1)[i] for i in range(12)] != [order[i] for i in range(12)]
+    assert [PromptOrder(seed=None).at(i, 3) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]  # as they are
+    order = PromptOrder(seed=0)
+    assert [order.at(i, 6) for i in reversed(range(12))][::-1] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]
+    assert [order.at(i, 6) for i in range(12)] == [1, 5, 3, 0, 2, 4, 2, 1, 0, 4, 5, 3]
+    assert [PromptOrder(seed=1).at(i, 6) for i in range(12)] != [order.at(i, 6) for i in range(12)]
 
 
 ANSWERS = ["4", "22", "", "4<|im_end|><|pad|>"]

@@ -22,7 +22,7 @@ from torchrl_llm_kl.training._config import differences
 
 pytest.importorskip("omegaconf")
 from torchrl_llm_kl import Sampling
-from torchrl_llm_kl.tasks import make_env
+from torchrl_llm_kl.tasks import PromptOrder, make_env
 from torchrl_llm_kl.training import load_inputs, make_sampler, train
 from toy_rollouts import make_model, make_tokenizer
 from toy_tokenizer import build_tokenizer
@@ -295,7 +295,14 @@ def test_each_sampled_token_is_in_the_mask(pad_is_end: bool, monkeypatch: pytest
 
     monkeypatch.setattr(model, "generate", generate)
     with tensordict.set_list_to_stack(True):
-        env = make_env(["hi", "a longer one"], lambda q, a, m: 0.0, tokenizer, num_prompts=2, group_size=2, seed=None)
+        env = make_env(
+            ["hi", "a longer one"],
+            lambda q, a, m: 0.0,
+            tokenizer,
+            num_prompts=2,
+            group_size=2,
+            order=PromptOrder(seed=None),
+        )
         sampler = make_sampler(model, tokenizer, max_new_tokens=4, sampling=Sampling())
         batch = env.rollout(1, sampler).reshape(-1)
     width = batch["tokens", "prompt"].shape[-1]
