@@ -56,22 +56,22 @@ _LONGEST_RESPONSE = 1 << 16
 
 def _call(value: Any) -> ToolCall:
     """A call from any form of a parsed one."""
+    if hasattr(value, "tool") and hasattr(value, "args"):  # torchrl's
+        value = ToolCall(str(value.tool), dict(value.args))
     if isinstance(value, ToolCall):
         return _not_too_deep(value)
-    if hasattr(value, "tool") and hasattr(value, "args"):  # torchrl's
-        return _not_too_deep(ToolCall(str(value.tool), dict(value.args)))
     value = value.get("function", value) if isinstance(value, Mapping) else None
-    arguments = value.get("arguments", value.get("parameters")) if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return ToolCall("", error="a call is a JSON object with `name` and `arguments`")
+    name, arguments = value["name"], value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
             arguments = _read_json(arguments)
         except ValueError as error:
-            return ToolCall(str(value.get("name")), error=f"its arguments are not JSON: {error}")
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return ToolCall("", error="a call is a JSON object with `name` and `arguments`")
+            return ToolCall(name, error=f"its arguments are not JSON: {error}")
     if arguments is not None and not isinstance(arguments, Mapping):
-        return ToolCall(value["name"], error="its arguments are not a JSON object")
-    return _not_too_deep(ToolCall(value["name"], dict(arguments or {})))
+        return ToolCall(name, error="its arguments are not a JSON object")
+    return _not_too_deep(ToolCall(name, dict(arguments or {})))
 
 
 def _not_too_deep(call: ToolCall) -> ToolCall:
@@ -301,22 +301,16 @@ class Tools:
     def run(self, rows: Sequence[Sequence[ToolCall]]) -> list[list[str]]:
         """The result of each call as text; of one that failed, the error, which the policy reads."""
         calls = [call for row in rows for call in row]
-        known = [call for call in calls if not call.error and call.name in self.functions]
-        results: Iterator[Any] = iter(
-            self._call_all([Call(self.functions[call.name], kwargs=call.arguments) for call in known])
-        )
-        texts = iter(
-            [
-                _result(next(results)) if not call.error and call.name in self.functions else self._refusal(call)
-                for call in calls
-            ]
-        )
+        known = [call for call in calls if not self._refusal(call)]
+        results = iter(self._call_all([Call(self.functions[call.name], kwargs=call.arguments) for call in known]))
+        texts = iter([self._refusal(call) or _result(next(results)) for call in calls])
         return [[next(texts) for _ in row] for row in rows]
 
     def _refusal(self, call: ToolCall) -> str:
-        if call.error:
-            return f"Error: {call.error}"
-        return f"Error: there is no tool {call.name!r}. Tools: {', '.join(self.functions)}"
+        """Why a call is not run; empty if it is."""
+        unknown = f"there is no tool {call.name!r}. Tools: {', '.join(self.functions)}"
+        error = call.error or ("" if call.name in self.functions else unknown)
+        return f"Error: {error}" if error else ""
 
 
 def _result(value: Any) -> str:
