@@ -1,10 +1,12 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
 from torchrl_llm_kl.diagnostics._causes import (
+    CAUSES as CAUSES,
     Cause as Cause,
     Finding as Finding,
 )
 from torchrl_llm_kl.diagnostics._columns import (
+    Reading as Reading,
     TokenColumns as TokenColumns,
     read_columns as read_columns,
 )

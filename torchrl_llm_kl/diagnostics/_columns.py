@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
+from torch.nn.functional import pad
+from typing_extensions import TypedDict
 
 from torchrl_llm_kl._numerics import NOT_FINITE
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.ragged import Ragged, read_column
 from torchrl_llm_kl.rollouts import (
     ModelInterface,
@@ -72,19 +75,18 @@ class TokenColumns:
     @property
     def turns(self) -> Tensor:
         """The number of the assistant's turn that a token belongs to, from 0; -1 outside of all; int64 ``[N]``."""
-        starts = self.mask & ~(torch.nn.functional.pad(self.mask[:-1], (1, 0)) & (self.tokens.positions > 0))
-        before = starts.long().cumsum(0)
-        offsets = self.tokens.lengths.cumsum(0) - self.tokens.lengths
-        first = torch.nn.functional.pad(before, (1, 0))[offsets]  # turns of all earlier sequences
-        return torch.where(self.mask, before - first[self.tokens.sequence_ids] - 1, -1)
+        return self._count(self.mask & ~(pad(self.mask[:-1], (1, 0)) & (self.tokens.positions > 0)))
 
     @property
     def places(self) -> Tensor:
         """The number of a token among its sequence's masked-in tokens, from 0; -1 at all others; int64 ``[N]``."""
-        count = self.mask.long().cumsum(0)
-        offsets = self.tokens.lengths.cumsum(0) - self.tokens.lengths
-        first = torch.nn.functional.pad(count, (1, 0))[offsets]
-        return torch.where(self.mask, count - first[self.tokens.sequence_ids] - 1, -1)
+        return self._count(self.mask)
+
+    def _count(self, marks: Tensor) -> Tensor:
+        """How many marks a masked-in token has before it in its sequence; -1 at all others."""
+        count = marks.long().cumsum(0)
+        of_earlier = pad(count, (1, 0))[self.tokens.offsets[:-1]]
+        return torch.where(self.mask, count - of_earlier[self.tokens.sequence_ids] - 1, -1)
 
     def get(self, name: str) -> Tensor | None:
         """A column ``[N]``, or None."""
@@ -94,9 +96,28 @@ class TokenColumns:
         """True at masked-in tokens at which all these columns have a number; bool ``[N]``, all False if one is missing."""
         out = self.mask
         for name in names:
-            column = self.columns.get(name)
-            out = out & (torch.zeros_like(out) if column is None else ~column.isnan())
+            out = out & ~self.columns.get(name, out.new_full(out.shape, math.nan, dtype=torch.float32)).isnan()
         return out
+
+
+class Reading(TypedDict, total=False):
+    """How a batch is read, and what scores it: the arguments of :func:`read_columns`, and of all that calls it."""
+
+    policy: Any
+    reference: Any
+    temperature: float
+    sampling: Sampling | None
+    keys: Mapping[str, NestedKey] | None
+    scope: Scope
+    options: TokenisingOptions | None
+
+
+def check_reading(given: Mapping[str, Any]) -> None:
+    """Raise a TypeError for a name that is none of :class:`Reading`, a ValueError for a temperature out of range."""
+    unknown = sorted(set(given) - set(Reading.__annotations__))
+    if unknown:
+        raise TypeError(no_such("there is no argument", unknown[0], sorted(Reading.__annotations__)))
+    as_sampling(given.get("temperature", 1.0), given.get("sampling"))
 
 
 @torch.no_grad()
@@ -163,12 +184,11 @@ def read_columns(
             continue
         columns[name] = _widened(values)
     if "sampler_log_prob" in columns:
-        never = zeros_of_first_tokens(
-            columns["sampler_log_prob"], mask, tokens
-        )  # torchrl's wrappers never compute these
+        # torchrl's wrappers never compute these
+        never = zeros_of_first_tokens(columns["sampler_log_prob"], mask, tokens)
         columns["sampler_log_prob"] = columns["sampler_log_prob"].masked_fill(never, math.nan)
     try:
-        columns |= _score(tokens, mask, policy, reference, temperature, sampling)
+        columns |= _score(tokens, mask, policy, reference, as_sampling(temperature, sampling))
     except ValueError as error:
         if strict or not any(known in str(error) for known in (NOT_FINITE, NOT_TEXT)):
             raise
@@ -202,16 +222,8 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
     return found
 
 
-def _score(
-    tokens: Ragged,
-    mask: Tensor,
-    policy: Any,
-    reference: Any,
-    temperature: float,
-    sampling: Sampling | None,
-) -> dict[str, Tensor]:
+def _score(tokens: Ragged, mask: Tensor, policy: Any, reference: Any, scored: Sampling) -> dict[str, Tensor]:
     """Columns of the models, NaN outside the mask."""
-    scored = as_sampling(temperature, sampling)
 
     def scorer(model: Any, sampling: Sampling) -> Any:
         return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
@@ -223,12 +235,7 @@ def _score(
         out = {name: each.score(tokens, mask) for name, each in alone.items() if each is not None}
     elif own is not None:
         scores = own.evaluate(tokens, mask, entropy=True, **({} if other is None else {"reference": other}))
-        out = {
-            "log_prob": scores.log_prob,
-            "entropy": scores.entropy,
-            "ref_log_prob": scores.ref_log_prob,
-            "kl": scores.kl,
-        }
+        out = {name: getattr(scores, name) for name in ("log_prob", "entropy", "ref_log_prob", "kl")}
     elif other is not None:
         out = {"ref_log_prob": other.score(tokens, mask)}
     return {name: _widened(x.values).masked_fill(~mask, math.nan) for name, x in out.items() if x is not None}

@@ -8,20 +8,22 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.envs import Transform
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.diagnostics._causes import SURE, Finding
-from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._findings import Case, find
 from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
-from torchrl_llm_kl.rollouts import ModelInterface, Scope, TokenisingOptions, read_conversations, sub_key
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling, as_sampling, is_wrapper, not_text, placeholders, unwrap
+from torchrl_llm_kl.rollouts import ModelInterface, TokenisingOptions, read_conversations, sub_key
+from torchrl_llm_kl.scoring import LogProbScorer, as_sampling, is_wrapper, not_text, placeholders, unwrap
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -108,26 +110,14 @@ class Diagnosis:
         return [f"{family + ':':<13} {', '.join(quantities)}" for family, quantities in families.items()]
 
     def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.panel import Panel
         from rich.text import Text
 
         colour = "red" if self.faults else "yellow" if self.notes else "green"
-        parts: list[Any] = [Text(self._headline(), style=f"bold {colour}")]
-        for i, each in enumerate(self._ordered, 1):
-            style = "red" if each in self.faults else "yellow"
-            parts.append(Panel(Text(_describe(i, each)), border_style=style))
-        return Group(*parts, Text("\n".join(self._table()), style="dim"))
+        headline, _, rest = str(self).partition("\n")
+        return Text(headline, style=f"bold {colour}").append(f"\n{rest}", style="not bold default")
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td>{html.escape(each.title)}</td><td>{each.confidence:.2f}</td><td>{html.escape(_evidence(each))}</td>"
-            f"<td>{html.escape(each.remedy)}</td></tr>"
-            for each in self._ordered
-        )
-        table = f"<table><tr><th>finding</th><th>confidence</th><th>evidence</th><th>remedy</th></tr>{rows}</table>"
-        lines = html.escape("\n".join(self._table()))
-        return f"<p><b>{html.escape(self._headline())}</b></p>{table if rows else ''}<pre>{lines}</pre>"
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _describe(number: int, found: Finding) -> str:
@@ -152,15 +142,10 @@ def _evidence(found: Finding) -> str:
 def diagnose(
     batch: TensorDictBase | TokenColumns,
     *,
-    policy: Any = None,
-    reference: Any = None,
     tokenizer: Any = None,
-    temperature: float = 1.0,
-    sampling: Sampling | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    keys: Mapping[str, NestedKey] | None = None,
-    scope: Scope = "full",
+    **reading: Unpack[Reading],
 ) -> Diagnosis:
     """Measure a batch of rollouts and name what is wrong with it.
 
@@ -178,16 +163,11 @@ def diagnose(
         batch: rollouts, or their columns.
 
     Keyword Args:
-        policy: a model, wrapper or scorer: the trainer's, which is compared with the sampler's log-probs. Without it fewer
-            causes can be told apart.
-        reference: likewise; with the policy for the exact KL.
         tokenizer: by default the policy wrapper's: for retokenisation, truncated answers and templates.
-        temperature: at which tokens are scored; not for a scorer, which has its own.
-        sampling: in its place.
         clip_low: the objective's lower bound of the ratio is ``1 - clip_low``, for the share of clipped tokens.
         clip_high: its upper bound is ``1 + clip_high``.
-        keys: other entries than those of the columns; see :func:`read_columns`.
-        scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
+        **reading: arguments of :func:`read_columns`. ``policy`` is the trainer's, which is compared with the sampler's
+            log-probs; without it fewer causes can be told apart. ``options`` is by default the tokenizer.
 
     Returns:
         Measures and findings.
@@ -212,14 +192,21 @@ def diagnose(
     """
     check_range(0.0, 1.0, clip_low=clip_low)
     check_range(0.0, clip_high=clip_high)
-    scored = policy.sampling if isinstance(policy, LogProbScorer) else as_sampling(temperature, sampling)
-    interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
+    check_reading(reading)
+    policy, reference = reading.get("policy"), reading.get("reference")
+    if isinstance(policy, LogProbScorer):
+        scored, interface = policy.sampling, ModelInterface.of(policy.model)
+    else:
+        scored = as_sampling(reading.get("temperature", 1.0), reading.get("sampling"))
+        interface = ModelInterface.of(policy)
     tokenizer = interface.tokenizer if tokenizer is None else tokenizer
     conversations = None
     if isinstance(batch, TokenColumns):
         columns = batch
     else:
-        columns = _read(batch, policy, reference, temperature, sampling, keys, scope, tokenizer)
+        if tokenizer is not None:
+            reading.setdefault("options", TokenisingOptions(tokenizer))
+        columns = _read(batch, reading)
         key = sub_key(interface.history_key, "prompt")
         conversations = read_conversations(batch, key, missing_ok=True)
     ends = _ends(tokenizer)
@@ -241,27 +228,18 @@ def diagnose(
     return Diagnosis(measures, tuple(found), tuple(worst_tokens(columns)), 0 if rescorer is None else rescorer.forwards)
 
 
-def _read(
-    batch: TensorDictBase,
-    policy: Any,
-    reference: Any,
-    temperature: float,
-    sampling: Sampling | None,
-    keys: Mapping[str, NestedKey] | None,
-    scope: Scope,
-    tokenizer: Any,
-) -> TokenColumns:
+def _read(batch: TensorDictBase, reading: Reading) -> TokenColumns:
     """The batch's columns; models score only what the batch does not hold."""
-    options = None if tokenizer is None else TokenisingOptions(tokenizer)
-    given: dict[str, Any] = {"keys": keys, "scope": scope, "options": options, "strict": False}
-    stored = read_columns(batch, **given)
-    if {"old_log_prob", "entropy"} <= set(stored.columns):
-        policy = None
-    if "ref_log_prob" in stored.columns and policy is None:
-        reference = None
-    if policy is None and reference is None:
+    needed = reading.copy()
+    needed["policy"] = needed["reference"] = None
+    stored = read_columns(batch, **needed, strict=False)
+    if not {"old_log_prob", "entropy"} <= set(stored.columns):
+        needed["policy"] = reading.get("policy")
+    if "ref_log_prob" not in stored.columns or needed["policy"] is not None:
+        needed["reference"] = reading.get("reference")
+    if needed["policy"] is None and needed["reference"] is None:
         return stored
-    return read_columns(batch, policy=policy, reference=reference, temperature=temperature, sampling=sampling, **given)
+    return read_columns(batch, **needed, strict=False)
 
 
 def _ends(tokenizer: Any) -> list[int] | None:
@@ -289,7 +267,8 @@ class Doctor(Transform):
         on_fault: ``"warn"``: a :class:`DiagnosisWarning` for each cause when it is first found; ``"raise"``: a RuntimeError;
             ``"log"``: to the logger of this module, every time.
         log: called with each :class:`Diagnosis`, for instance to log ``diagnosis.measures``.
-        policy, reference, tokenizer, temperature, sampling, clip_low, clip_high, keys, scope: see :func:`diagnose`.
+        tokenizer, clip_low, clip_high: see :func:`diagnose`.
+        **reading: arguments of :func:`read_columns`; see :func:`diagnose`.
 
     Attributes:
         last: the last :class:`Diagnosis`, or None.
@@ -314,26 +293,18 @@ class Doctor(Transform):
         *,
         on_fault: Literal["warn", "raise", "log"] = "warn",
         log: Callable[[Diagnosis], Any] | None = None,
-        policy: Any = None,
-        reference: Any = None,
         tokenizer: Any = None,
-        temperature: float = 1.0,
-        sampling: Sampling | None = None,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
-        keys: Mapping[str, NestedKey] | None = None,
-        scope: Scope = "full",
+        **reading: Unpack[Reading],
     ) -> None:
         check_range(1, every=every)
         check_choice(("warn", "raise", "log"), on_fault=on_fault)
-        as_sampling(temperature, sampling)
+        check_reading(reading)
         super().__init__(in_keys=[], out_keys=[])
         self.every, self.on_fault, self.log = every, on_fault, log
-        # In a dict, modules are not registered: they are not the transform's own parameters.
-        self._arguments: dict[str, Any] = {
-            "policy": policy, "reference": reference, "tokenizer": tokenizer, "temperature": temperature, "sampling": sampling,
-            "clip_low": clip_low, "clip_high": clip_high, "keys": keys, "scope": scope,
-        }  # fmt: skip
+        # In a partial, modules are not registered: they are not the transform's own parameters.
+        self._diagnose = partial(diagnose, tokenizer=tokenizer, clip_low=clip_low, clip_high=clip_high, **reading)
         self.last: Diagnosis | None = None
         self.batches = 0
         self._warned: set[str] = set()
@@ -342,7 +313,7 @@ class Doctor(Transform):
         """Look at a batch, and return it."""
         self.batches += 1
         if (self.batches - 1) % self.every == 0 and tensordict.batch_size.numel():
-            self._report(diagnose(tensordict, **self._arguments))
+            self._report(self._diagnose(tensordict))
         return tensordict
 
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl.diagnostics._causes import SURE, Finding, finding
+from torchrl_llm_kl.diagnostics._causes import SURE, Evidence, Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Mean, Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
@@ -50,8 +50,8 @@ class Case:
         table: its masked-in tokens.
         measures: by name; more are added.
         rescorer: scores some sequences again; None without a policy in this process.
-        reference: the reference that was given.
         policy: the policy that was given.
+        reference: the reference that was given.
         tokenizer: or None.
         conversations: the messages of each prompt, or None.
         unread: error texts of columns that fit no token, by name.
@@ -79,16 +79,14 @@ def find(case: Case) -> list[Finding]:
     """All findings, faults before notes, most certain first."""
     found = unreadable(case)
     if not found and not bool(case.columns.mask.any()):
-        return [finding("empty_mask", 0.99, tokens=float(case.columns.mask.numel()))]
-    found += not_finite(case)
-    found += reference_faults(case)
+        return [finding("empty_mask", 0.99, {"tokens": float(case.columns.mask.numel())})]
+    found += not_finite(case) + reference_faults(case)
     of_mismatch = explain_mismatch(case)
-    found += of_mismatch
     if not {"wrong_temperature", "top_p", "top_k", "min_p", "chat_template", "stale_weights", "adapter_off"} & {
         each.cause for each in of_mismatch
     }:
-        found += explain_tokens(case)
-    found += notes(case)
+        of_mismatch += explain_tokens(case)
+    found += of_mismatch + notes(case)
     return sorted(found, key=lambda each: (each.severity != "fault", -each.confidence))
 
 
@@ -100,15 +98,14 @@ def unreadable(case: Case) -> list[Finding]:
     out = []
     for name, text in case.unread.items():
         if name == "log_prob":  # scored here
-            out.append(finding("not_text" if NOT_TEXT in text else "nan", 0.95, column=name, error=text))
+            out.append(finding("not_text" if NOT_TEXT in text else "nan", 0.95, {"column": name, "error": text}))
             continue
         lengths = "sequence" in text and "values" in text
         cause = "retokenised" if lengths and name in ("sampler_log_prob", "old_log_prob") else "unreadable"
-        out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, column=name, error=text))
+        out.append(finding(cause, 0.8 if cause == "retokenised" else 0.9, {"column": name, "error": text}))
     if not case.columns.sampled and case.table.recorded is not None:
-        out.append(
-            finding("retokenised", 0.6, tokens="rendered from text, with log-probs of sampled tokens beside them")
-        )
+        tokens = "rendered from text, with log-probs of sampled tokens beside them"
+        out.append(finding("retokenised", 0.6, {"tokens": tokens}))
     return out
 
 
@@ -121,34 +118,27 @@ def not_finite(case: Case) -> list[Finding]:
             continue
         bad = values.isinf() if name == "sampler_log_prob" else ~values.isfinite()
         if bool(bad.any()):
-            share = float(bad.double().mean())
-            out.append(
-                finding(
-                    "nan", 0.95, column=name, share=share, sequences=float(case.table.sequences[bad].unique().numel())
-                )
-            )
+            share, sequences = float(bad.double().mean()), float(case.table.sequences[bad].unique().numel())
+            out.append(finding("nan", 0.95, {"column": name, "share": share, "sequences": sequences}))
     return out
 
 
 def reference_faults(case: Case) -> list[Finding]:
     """A KL of exactly 0: the reference has the policy's own weights, or those of before its first step."""
-    policy, reference = case.table.get("log_prob"), case.table.get("ref_log_prob")
-    if policy is None:
-        policy = case.table.get("old_log_prob")
+    policy, reference = case.table.first("log_prob", "old_log_prob"), case.table.get("ref_log_prob")
     if policy is None or reference is None:
         return []
     known = policy.isfinite() & reference.isfinite()
     if not bool(known.any()) or not torch.equal(policy[known], reference[known]):
         return []
-    evidence: dict[str, Any] = {"kl/k1": 0.0, "tokens": float(known.sum())}
+    evidence = {"kl/k1": 0.0, "tokens": float(known.sum())}
     share = shared_weights(case.policy, case.reference)
     if share > 0:
-        return [finding("reference_is_policy", 0.99 * share, shared_weights=share, **evidence)]
+        return [finding("reference_is_policy", 0.99 * share, {"shared_weights": share, **evidence})]
     drift = case.measures.get("drift/max_abs", 0.0)
     if drift > 0:
-        evidence["drift/max_abs"] = drift
-        return [finding("reference_is_policy", 0.9, **evidence)]
-    return [finding("zero_kl", 0.3, "note", **evidence)]
+        return [finding("reference_is_policy", 0.9, {**evidence, "drift/max_abs": drift})]
+    return [finding("zero_kl", 0.3, evidence)]
 
 
 def shared_weights(policy: Any, reference: Any) -> float:
@@ -165,22 +155,23 @@ def _weights(model: Any) -> set[int]:
     return {p.data_ptr() for p in model.parameters() if p.numel()} if isinstance(model, nn.Module) else set()
 
 
+#: Notes about answers and groups: cause, the measure that shows it, and where it begins.
+NOTES = (
+    ("truncated_answers", "answers/truncated", 0.5),
+    ("duplicated_prompts", "groups/duplicated_prompts", 0.0),
+    ("no_spread", "groups/without_spread", 0.5),
+    ("clipped", "clipped/outside", 0.3),
+)
+
+
 def notes(case: Case) -> list[Finding]:
     """Things about answers and groups that are not errors."""
-    m, out = case.measures, []
-
-    def note(cause: str, name: str, limit: float) -> None:
-        share = m.get(name, 0.0)
-        if share > limit:
-            evidence: dict[str, Any] = {name: share}
-            out.append(finding(cause, min(0.95, 0.5 + share / 2), "note", **evidence))
-
-    if m.get("answers/at_limit", 0.0) > 0.3:  # many answers of exactly the longest length
-        note("truncated_answers", "answers/truncated", 0.5)
-    note("duplicated_prompts", "groups/duplicated_prompts", 0.0)
-    note("no_spread", "groups/without_spread", 0.5)
-    note("clipped", "clipped/outside", 0.3)
-    return out
+    at_limit = case.measures.get("answers/at_limit", 0.0) > 0.3  # many answers of exactly the longest length
+    return [
+        finding(cause, min(0.95, 0.5 + share / 2), {name: share})
+        for cause, name, limit in NOTES
+        if (share := case.measures.get(name, 0.0)) > limit and (at_limit or cause != "truncated_answers")
+    ]
 
 
 # ------------------------------------------------------------------ sampler against trainer
@@ -215,15 +206,21 @@ class Difference:
         """The log-ratio of trainer to sampler."""
         return self.trainer - self.recorded
 
-    def explained(self, predicted: Tensor, where: Tensor | None = None) -> float:
-        """Share of the squared difference that a prediction of the sampler's log-probs removes; may be negative.
+    @property
+    def rms(self) -> float:
+        """Root mean square of the log-ratio; 0 without tokens."""
+        return float(self.d.square().mean().sqrt()) if self.d.numel() else 0.0
 
-        Squares are capped, so that a few tokens in the tails do not decide.
-        """
+    def explained(self, predicted: Tensor, where: Tensor | None = None) -> float:
+        """Share of the squared difference that a prediction of the sampler's log-probs removes; may be negative."""
         recorded, trainer = (x if where is None else x[where] for x in (self.recorded, self.trainer))
-        before = (trainer - recorded).square().clamp(max=4.0).sum()
-        after = (predicted - recorded).square().clamp(max=4.0).sum()
-        return float(1 - after / before) if float(before) > 0 else 0.0
+        before = _capped(trainer - recorded).sum()
+        return float(1 - _capped(predicted - recorded).sum() / before) if float(before) > 0 else 0.0
+
+
+def _capped(d: Tensor) -> Tensor:
+    """Squares, so that a few tokens in the tails do not decide."""
+    return d.square().clamp(max=4.0)
 
 
 def explain_mismatch(case: Case) -> list[Finding]:
@@ -231,26 +228,23 @@ def explain_mismatch(case: Case) -> list[Finding]:
     trainer, recorded = case.table.trainer, case.table.recorded
     if trainer is None or recorded is None:
         return zeros_alone(case)
-    known = trainer[1].isfinite() & recorded[1].isfinite()
-    whole = Difference.of(case, trainer[1], recorded[1], known)
-    if not known.any() or float(whole.d.square().mean().sqrt()) <= case.floor:
+    whole = Difference.of(case, trainer[1], recorded[1], trainer[1].isfinite() & recorded[1].isfinite())
+    if whole.rms <= case.floor:
         return []
     found, rest = _zeros(case, whole)
     found = _greedy(case, found) + _zeros_of_trainer(case, whole)
-    rms = float(rest.d.square().mean().sqrt()) if rest.d.numel() else 0.0
-    if rms <= case.floor:
+    if rest.rms <= case.floor:
         return found
-    seen = {"mismatch/rms": rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
-    causes = _off_by_one(rest)
-    causes += _rounded(rest)
+    seen = {"mismatch/rms": rest.rms, "mismatch/k3": case.measures.get("mismatch/k3", math.nan)}
+    causes = _off_by_one(rest) + _rounded(rest)
     causes += _retokenised(case, rest, _best(causes))
     if case.rescorer is not None and _best(causes) < 0.9:
         causes += _rescored(case, rest, causes)
     causes += _otherwise(case, rest, max(_best(causes), _explained(causes)))
     if _best(found + causes) < SURE:  # there is a fault, even if no cause is likely enough
         remedy = None if case.rescorer is None else "Diagnose more sequences at once, to tell the causes below apart."
-        causes = [finding("mismatch", SURE, remedy=remedy), *(c for c in causes if c.cause != "mismatch")]
-    return found + [Finding(c.cause, c.confidence, {**seen, **c.evidence}, c.remedy, c.severity) for c in causes]
+        causes = [finding("mismatch", SURE, {}, remedy), *(c for c in causes if c.cause != "mismatch")]
+    return found + [replace(each, evidence={**seen, **each.evidence}) for each in causes]
 
 
 def _best(found: list[Finding]) -> float:
@@ -274,7 +268,7 @@ def zeros_alone(case: Case) -> list[Finding]:
     for name in ("sampler_log_prob", "old_log_prob", "ref_log_prob"):
         share = case.measures.get(f"zeros/{name}", 0.0)
         if share > 0.2 and share > 3 * _nearly_zero(case.table.columns[name]):
-            out.append(finding("zeros", 0.5 + share / 3, column=name, share=share))
+            out.append(finding("zeros", 0.5 + share / 3, {"column": name, "share": share}))
     return out
 
 
@@ -291,18 +285,18 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
     where = whole.where.clone()
     where[where.clone()] = ~zero
     rest = Difference(whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero])
-    explained = 1 - float(rest.d.square().clamp(max=4.0).sum() / whole.d.square().clamp(max=4.0).sum())
+    explained = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum())
+    others = float(rest.trainer.mean()) if rest.trainer.numel() else -1.0
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
-    certain = float(whole.trainer[zero].mean()) > 0.3 * float(
-        whole.trainer[~zero].mean() if bool((~zero).any()) else -1.0
-    )
+    certain = float(whole.trainer[zero].mean()) > 0.3 * others
     if certain or (float(zero.double().mean()) < 0.01 and explained < 0.1):
         return [], rest
     # zeros have no other explanation, so few of them are certain too
     share, first = float(zero.double().mean()), float(whole.places[zero].double().mean())
     confidence = 0.7 + 0.29 * max(0.0, explained)
     name = case.table.recorded[0] if case.table.recorded else ""
-    return [finding("zeros", confidence, column=name, share=share, mean_place=first, explained=explained)], rest
+    evidence: dict[str, float | str] = {"column": name, "share": share, "mean_place": first, "explained": explained}
+    return [finding("zeros", confidence, evidence)], rest
 
 
 def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
@@ -312,8 +306,7 @@ def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
     if case.rescorer.top().tightest().get("top_k") != 1:
         return zeros
     remedy = "The sampler is greedy: set do_sample=True, or a temperature above 0. A policy gradient needs samples."
-    evidence: dict[str, Any] = {"top_k": 1, **zeros[0].evidence}
-    return [finding("top_k", 0.97, remedy=remedy, **evidence)]
+    return [finding("top_k", 0.97, {"top_k": 1, **zeros[0].evidence}, remedy)]
 
 
 def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
@@ -321,7 +314,7 @@ def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
     zero = (whole.trainer == 0) & (whole.recorded < -0.1)
     if case.table.trainer is None or case.table.trainer[0] == "log_prob" or int(zero.sum()) < 3:
         return []
-    return [finding("zeros", 0.9, column=case.table.trainer[0], share=float(zero.double().mean()))]
+    return [finding("zeros", 0.9, {"column": case.table.trainer[0], "share": float(zero.double().mean())})]
 
 
 def _off_by_one(rest: Difference) -> list[Finding]:
@@ -335,15 +328,13 @@ def _off_by_one(rest: Difference) -> list[Finding]:
         b = slice(max(-shift, 0), max(-shift, 0) + n)  # its neighbour, whose log-prob it may have
         same = (rest.sequences[a] == rest.sequences[b]) & (rest.places[a] - rest.places[b] == shift)
         recorded, here, there = rest.recorded[a][same], rest.trainer[a][same], rest.trainer[b][same]
-        before = (here - recorded).square().clamp(max=4.0).sum()
+        before = _capped(here - recorded).sum()
         if not recorded.numel() or float(before) == 0:
             continue
-        explained = 1 - float((there - recorded).square().clamp(max=4.0).sum() / before)
-        if explained > NAMED:
+        share = 1 - float(_capped(there - recorded).sum() / before)
+        if share > NAMED:
             remedy = f"Move them by {-shift}: entry t must hold log p(token t | tokens before t)."
-            out.append(
-                finding("off_by_one", _confidence(explained), remedy=remedy, shift=float(shift), explained=explained)
-            )
+            out.append(finding("off_by_one", _confidence(share), {"shift": float(shift), "explained": share}, remedy))
     return out
 
 
@@ -354,82 +345,98 @@ def _rounded(rest: Difference) -> list[Finding]:
         limit = 4 * relative * rest.recorded.abs().clamp(min=1.0)
         within = float((rest.d.abs() <= limit).double().mean())
         if exact > 0.999 and within > 0.5:
-            name = str(dtype).removeprefix("torch.")
-            return [
-                finding(
-                    "low_precision", 0.6 + 0.38 * within, precision=name, exactly_held=exact, within_rounding=within
-                )
-            ]
+            evidence: dict[str, float | str] = {
+                "precision": str(dtype).removeprefix("torch."),
+                "exactly_held": exact,
+                "within_rounding": within,
+            }
+            return [finding("low_precision", 0.6 + 0.38 * within, evidence)]
     return []
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """A difference at tokens that are scored again.
+
+    Args:
+        case: the batch.
+        rescorer: scores ``m`` of its tokens.
+        rest: the difference, at ``n`` tokens.
+        here: those of the difference that are scored again; bool ``[n]``.
+        inner: those that are scored again and have a difference; bool ``[m]``.
+    """
+
+    case: Case
+    rescorer: Rescorer
+    rest: Difference
+    here: Tensor
+    inner: Tensor
+
+    def explained(self, predicted: Tensor) -> float:
+        """Share of the squared difference that predictions ``[m]`` remove."""
+        return self.rest.explained(predicted[self.inner], self.here)
 
 
 def _rescored(case: Case, rest: Difference, before: list[Finding]) -> list[Finding]:
     """Causes that need the policy again; each stops the search once it explains the difference."""
     rescorer = case.rescorer
     assert rescorer is not None
-    picked = rescorer.picked & rest.where  # tokens of the sequences that are scored again
-    here = picked[rest.where]
-    inner = picked[rescorer.picked]
-    if int(here.sum()) < 8:
+    picked = rescorer.picked & rest.where
+    again = Again(case, rescorer, rest, picked[rest.where], picked[rescorer.picked])
+    if int(again.here.sum()) < 8:
         return []
     if not rescorer.sampling.truncates:
-        drift = rescorer.log_prob[inner] - rest.trainer[here]
+        drift = rescorer.log_prob[again.inner] - rest.trainer[again.here]
         case.moved = float(drift.square().mean().sqrt()) > case.floor
         if case.moved:  # what it says now is not what the trainer's log-probs were
             return []
     out: list[Finding] = []
-
-    def explained(predicted: Tensor) -> float:
-        return rest.explained(predicted[inner], here)
-
     for attempt in (_adapter, _raw, _truncation, _template, _temperature, _precision):
-        out += attempt(case, rest, explained, here, inner)
+        out += attempt(again)
         if max(_explained(out), _best(before)) > _confidence(CERTAIN) - 0.02:
             break
     return out
 
 
-def _adapter(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
-    assert case.rescorer is not None
-    base = case.rescorer.without_adapters()
-    if base is None or (share := explained(base)) < NAMED:
+def _adapter(again: Again) -> list[Finding]:
+    base = again.rescorer.without_adapters()
+    if base is None or (share := again.explained(base)) < NAMED:
         return []
-    return [finding("adapter_off", _confidence(share), explained=share)]
+    return [finding("adapter_off", _confidence(share), {"explained": share})]
 
 
-def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+def _raw(again: Again) -> list[Finding]:
     """Log-probs of all tokens, at temperature 1 or the scored one, where something else is scored.
 
     They say what was recorded: engines record them by default, whatever they sample from. What was sampled only the tokens say.
     Of tokens that are sampled as scored, their likelihood as recorded is larger by :data:`LEAST_GAIN` with a probability of
     ``exp(-LEAST_GAIN)`` at most, so only such a gain overrules that.
     """
-    rescorer = case.rescorer
-    assert rescorer is not None
-    scored = rescorer.sampling
+    rescorer, scored = again.rescorer, again.rescorer.sampling
     if scored.temperature == 1.0 and not scored.truncates:
         return []
     whole = [1.0, scored.temperature] if scored.truncates else [1.0]
-    share, at = max(((explained(rescorer.at(each)[0]), each) for each in whole), key=lambda found: found[0])
+    share, at = max(((again.explained(rescorer.at(each)[0]), each) for each in whole), key=lambda found: found[0])
     if share <= NAMED:
         return []
-    (raw, entropy), (tempered, own_entropy) = rescorer.at(at), rescorer.at(scored.temperature)
+    raw, tempered = rescorer.at(at)[0], rescorer.at(scored.temperature)[0]
     gains: dict[str, float] = {}  # of each cause, if the tokens are samples of what was recorded
     if at != scored.temperature:
         gains["wrong_temperature"] = float((raw - tempered).sum())
     if scored.truncates:
         gains["scored_truncation"] = float((tempered - rescorer.as_scored()).sum())
     gain = sum(gains.values())
-    gap, as_scored = (clustered_mean(-x - h, rescorer.sequences) for x, h in ((raw, entropy), (tempered, own_entropy)))
-    evidence: dict[str, Any] = {
-        "explained": share, "temperature_of_log_probs": at, "scored": str(scored), "gain_of_recorded": gain,
-        "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_as_recorded": gap.value, "z_as_recorded": gap.z,
-    }  # fmt: skip
+    evidence: dict[str, float | str] = {
+        "explained": share,
+        "temperature_of_log_probs": at,
+        "scored": str(scored),
+        "gain_of_recorded": gain,
+    }
+    evidence |= _gaps(rescorer, as_scored=scored.temperature, as_recorded=at)
     if gain >= LEAST_GAIN:
         others = {name: 1.0 for name, own in gains.items() if own > 0}
-        likely = float(
-            gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN
-        )  # raw, and of a truncation that is not sampled
+        raw_too = gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN  # and of a truncation that is not sampled
+        likely = float(raw_too)
     elif gain <= -LEAST_GAIN:
         likely, others = 1.0, {}
     else:
@@ -437,8 +444,18 @@ def _raw(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tens
         others = dict.fromkeys(gains, 1 - likely)
     remedies = {"wrong_temperature": _temperature_remedy(at, scored.temperature)}
     sure = _confidence(share)
-    out = [finding(name, sure * odds, remedy=remedies.get(name), **evidence) for name, odds in others.items()]
-    return out + ([finding("raw_log_probs", sure * likely, **evidence)] if likely else [])
+    out = [finding(name, sure * odds, evidence, remedies.get(name)) for name, odds in others.items()]
+    return out + ([finding("raw_log_probs", sure * likely, evidence)] if likely else [])
+
+
+def _gaps(rescorer: Rescorer, **temperatures: float) -> dict[str, float]:
+    """Surprisal minus entropy at each temperature, and its standard score, by name."""
+    out: dict[str, float] = {}
+    for name, temperature in temperatures.items():
+        log_prob, entropy = rescorer.at(temperature)
+        mean = clustered_mean(-log_prob - entropy, rescorer.sequences)
+        out |= {f"gap_{name}": mean.value, f"z_{name}": mean.z}
+    return out
 
 
 def _temperature_remedy(found: float, scored: float) -> str:
@@ -446,95 +463,82 @@ def _temperature_remedy(found: float, scored: float) -> str:
     return f"Score at the sampler's temperature, {change}, or sample at temperature={scored:g}."
 
 
-def _truncation(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+def _truncation(again: Again) -> list[Finding]:
     """Log-probs over what is left of top-k, top-p or min-p: the mass that was kept is read off the log-ratio."""
-    rescorer = case.rescorer
-    assert rescorer is not None
-    limit = max(
-        case.floor, 0.2
-    )  # a truncated sampler's log-prob is never below the whole distribution's, but for rounding
+    rescorer, rest, here, inner = again.rescorer, again.rest, again.here, again.inner
+    # a truncated sampler's log-prob is never below the whole distribution's, but for rounding
+    limit = max(again.case.floor, 0.2)
     if not rescorer.sampling.truncates and float((rest.d[here] > limit).double().mean()) > 0.05:
         return []
     top = rescorer.top()
     d = (top.log_prob[inner] - rest.recorded[here]).clamp(max=20.0)
     if float((d > limit).double().mean()) > 0.05:
         return []
-    out = []
+    best, out = NAMED, []
     for cause, value in top.select(inner).candidates(d.clamp(max=0.0).exp()):
         mass = top.mass(cause, value)
-        share = explained(top.log_prob - mass.log())
-        if share > NAMED:
-            evidence: dict[str, Any] = {"explained": share, cause: value, "kept_mass": float(mass[inner].mean())}
-            evidence["mean_ratio"] = float(d.exp().mean())
-            out.append(finding(cause, _confidence(share), **evidence))
-    return [max(out, key=lambda each: float(each.evidence["explained"]))] if out else []
+        share = again.explained(top.log_prob - mass.log())
+        if share > best:
+            evidence = {"kept_mass": float(mass[inner].mean()), "mean_ratio": float(d.exp().mean())}
+            best, out = share, [finding(cause, _confidence(share), {"explained": share, cause: value, **evidence})]
+    return out
 
 
-def _template(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+def _template(again: Again) -> list[Finding]:
     """The sampler's log-probs are those of another rendering of the prompt."""
-    assert case.rescorer is not None
-    if case.tokenizer is None:
+    if again.case.tokenizer is None:
         return []
     best, name = 0.0, ""
-    for candidate, predicted, known in case.rescorer.renderings(case.tokenizer, case.conversations):
-        usable = known[inner]
+    for candidate, predicted, known in again.rescorer.renderings(again.case.tokenizer, again.case.conversations):
+        usable = known[again.inner]
         if int(usable.sum()) < 8:
             continue
-        where = here.clone()
-        where[here] = usable
-        share = rest.explained(predicted[inner][usable], where)
+        where = again.here.clone()
+        where[again.here] = usable
+        share = again.rest.explained(predicted[again.inner][usable], where)
         if share > best:
             best, name = share, candidate
     if best < NAMED:
         return []
-    return [finding("chat_template", _confidence(best), explained=best, sampler_s_prompt=name)]
+    return [finding("chat_template", _confidence(best), {"explained": best, "sampler_s_prompt": name})]
 
 
-def _temperature(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+def _temperature(again: Again) -> list[Finding]:
     """The temperature at which the policy's log-probs are the sampler's."""
-    rescorer = case.rescorer
-    assert rescorer is not None
-    scored = rescorer.sampling.temperature
-    temperature, log_prob, entropy = rescorer.fit_recorded(rest.recorded[here], inner)
-    share = explained(log_prob)
+    rescorer, scored = again.rescorer, again.rescorer.sampling.temperature
+    temperature, log_prob, _ = rescorer.fit_recorded(again.rest.recorded[again.here], again.inner)
+    share = again.explained(log_prob)
     if share < NAMED or abs(math.log(temperature / scored)) < 0.005:
         return []
     if abs(math.log(temperature)) < 0.02:  # raw log-probs, at which was looked
         return []
-    own, own_entropy = rescorer.at(scored)
-    gap, as_scored = (clustered_mean(-x - h, rescorer.sequences) for x, h in ((log_prob, entropy), (own, own_entropy)))
-    gain = float((log_prob - own).sum())
-    evidence: dict[str, Any] = {
-        "explained": share, "temperature_of_log_probs": temperature, "temperature_scored": scored,
-        "gap_as_scored": as_scored.value, "z_as_scored": as_scored.z, "gap_there": gap.value, "z_there": gap.z,
-    }  # fmt: skip
-    sure = 1 / (1 + math.exp(-min(50.0, abs(gain))))
+    gain = float((log_prob - rescorer.at(scored)[0]).sum())
+    evidence = {"explained": share, "temperature_of_log_probs": temperature, "temperature_scored": scored}
+    evidence |= _gaps(rescorer, as_scored=scored, there=temperature)
+    sure = _confidence(share) / (1 + math.exp(-min(50.0, abs(gain))))
     if gain < 0:  # tokens are those of the scored temperature: only the log-probs are of another
-        return [finding("raw_log_probs", _confidence(share) * sure, **evidence)]
-    remedy = _temperature_remedy(temperature, scored)
-    return [finding("wrong_temperature", _confidence(share) * sure, remedy=remedy, **evidence)]
+        return [finding("raw_log_probs", sure, evidence)]
+    return [finding("wrong_temperature", sure, evidence, _temperature_remedy(temperature, scored))]
 
 
-def _precision(case: Case, rest: Difference, explained: Any, here: Tensor, inner: Tensor) -> list[Finding]:
+def _precision(again: Again) -> list[Finding]:
     """The sampler's log-probs are those of the policy in bfloat16, or go along with them."""
-    assert case.rescorer is not None
-    rounded = case.rescorer.in_bfloat16()
+    rounded = again.rescorer.in_bfloat16()
     if rounded is None:
         return []
-    d, own = -rest.d[here], rounded[inner] - rest.trainer[here]
+    rest, here = again.rest, again.here
+    d, own = -rest.d[here], rounded[again.inner] - rest.trainer[here]
     spread = float(own.std(correction=0) * d.std(correction=0))
     if spread == 0:
         return []
     correlation = clustered_mean((own - own.mean()) * (d - d.mean()) / spread, rest.sequences[here])
     size = float(own.square().mean().sqrt() / d.square().mean().sqrt())
-    share = explained(rounded)
-    evidence: dict[str, Any] = {
-        "explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size,
-    }  # fmt: skip
+    share = again.explained(rounded)
+    evidence = {"explained": share, "correlation": correlation.value, "z": correlation.z, "size_of_rounding": size}
     if share > NAMED:
-        return [finding("low_precision", _confidence(share), **evidence)]
+        return [finding("low_precision", _confidence(share), evidence)]
     if correlation.z > LARGEST_Z and correlation.value > 0.4 and 0.4 < size < 2.5:  # other kernels round otherwise
-        return [finding("low_precision", 0.5 + 0.3 * correlation.value, **evidence)]
+        return [finding("low_precision", 0.5 + 0.3 * correlation.value, evidence)]
     return []
 
 
@@ -564,15 +568,14 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     if int(before.sum()) < 8 or int(tail.sum()) < 3 or share < 0.1 or agrees_after > 0.5 or mean_onset < 3 * expected:
         return []
     confidence = 0.75 + 0.2 * (1 - 2 * agrees_after)
-    evidence: dict[str, Any] = {
-        "agree_before": share, "agree_after": agrees_after, "answers": float((onset[seen] < never).double().mean()),
-    }  # fmt: skip
+    answers = float((onset[seen] < never).double().mean())
+    evidence = {"agree_before": share, "agree_after": agrees_after, "answers": answers}
     if case.tokenizer is not None:
         again = retokenised(case.columns, case.tokenizer)
         evidence["answers_that_change_again"] = again.get("retokenised/answers", math.nan)
         change = again.get("retokenised/answers", 1.0)  # what was encoded once stays as it is
         confidence += 0.04 if change == 0 else -0.4 - 0.4 * change
-    return [finding("retokenised", confidence, **evidence)]
+    return [finding("retokenised", confidence, evidence)]
 
 
 def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
@@ -581,7 +584,7 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
     They are few, or nearly all from some token of an answer on, after others that agree.
     """
     carries = rest.d.abs() > case.floor
-    squares = rest.d.square().clamp(max=4.0)
+    squares = _capped(rest.d)
     if float(squares[~carries].sum()) > LEFT * float(squares.sum()):
         return []
     answers, sizes = rest.sequences[carries].unique(return_counts=True)
@@ -596,11 +599,9 @@ def _few_tokens(case: Case, rest: Difference, best: float) -> list[Finding]:
     for answer in answers[sizes.argsort(descending=True, stable=True)][:3].tolist():
         at = rest.places[carries & (rest.sequences == answer)].tolist()
         places.append(f"sequence {answer}: " + (", ".join(map(str, at)) if len(at) <= 3 else f"{at[0]} to {at[-1]}"))
-    evidence: dict[str, Any] = {
-        "tokens": f"{int(carries.sum())} of {len(carries)}", "answers": f"{len(answers)} of {len(rest.sequences.unique())}",
-        "places": "; ".join(places) + ("; ..." if len(answers) > 3 else ""),
-    }  # fmt: skip
-    return [finding("few_tokens", 0.9 * (1 - best), **evidence)]
+    tokens, of = f"{int(carries.sum())} of {len(carries)}", f"{len(answers)} of {len(rest.sequences.unique())}"
+    listed = "; ".join(places) + ("; ..." if len(answers) > 3 else "")
+    return [finding("few_tokens", 0.9 * (1 - best), {"tokens": tokens, "answers": of, "places": listed})]
 
 
 def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
@@ -608,35 +609,33 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
     if best > 0.9:
         return []
     ratio = clustered_mean(rest.d.clamp(max=20.0).exp() - 1, rest.sequences)
-    evidence: dict[str, Any] = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
+    evidence = {"mean_ratio": 1 + ratio.value, "z_of_ratio": ratio.z}
     few = _few_tokens(case, rest, best)
     if case.rescorer is None or case.moved:
         above = float((rest.d > case.floor).double().mean())
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
             text = "Score the sampler's top-k, top-p or min-p: sampling=Sampling(...); pass policy= to have it fitted."
-            return [finding("other_sampling", 0.7, remedy=text, **evidence)]
+            return [finding("other_sampling", 0.7, evidence, text)]
         remedy = (
             "Diagnose before the policy's first step on the batch, to have the cause named." if case.moved else None
         )
-        found = finding("mismatch", 0.6 * (1 - best), remedy=remedy, **evidence)
-        return [*few, replace(found, confidence=found.confidence * 0.5)] if few else [found]
+        return [*few, finding("mismatch", (0.3 if few else 0.6) * (1 - best), evidence, remedy)]
     if few:
         return few
     first = rest.places < max(1, int(rest.places.max() + 1) // 4)
-    squares = rest.d.square().clamp(max=4.0)
+    squares = _capped(rest.d)
     early, late = (squares[part].mean() if bool(part.any()) else squares.new_zeros(()) for part in (first, ~first))
     concentration = float(early / late) if float(late) > 0 else 1.0
-    evidence["early_over_late"] = concentration
     kl = float((rest.d.clamp(max=20.0).expm1() - rest.d).mean())
-    evidence["kl_of_weights"] = kl
+    evidence |= {"early_over_late": concentration, "kl_of_weights": kl}
     out = []
     # noise of the mean square over few tokens is well below a factor of 4
     if (concentration > 4 and int(first.sum()) >= 32) or kl > LARGEST_DRIFT:
-        out.append(finding("chat_template", 0.65 * (1 - best), **evidence))
+        out.append(finding("chat_template", 0.65 * (1 - best), evidence))
         best = max(best, out[0].confidence)
     # a distribution's mean ratio is 1, whatever its weights
     fits = 1.0 if abs(ratio.z) < LARGEST_Z else 0.6
-    out.append(finding("stale_weights", 0.85 * fits * (1 - best), **evidence))
+    out.append(finding("stale_weights", 0.85 * fits * (1 - best), evidence))
     return out
 
 
@@ -652,42 +651,41 @@ def explain_tokens(case: Case) -> list[Finding]:
     mean = clustered_mean(gap[known], case.table.sequences[known])
     if not significant(mean):
         return []
-    evidence: dict[str, Any] = {
+    evidence: dict[str, float | str] = {
         "surprisal/gap": mean.value,
         "surprisal/error": mean.error,
         "surprisal/z": mean.z,
     }
     rescorer = case.rescorer
     if rescorer is None or rescorer.sampling.truncates:
-        return [finding("other_sampling", 0.6, **evidence)]
+        return [finding("other_sampling", 0.6, evidence)]
     scored, own = rescorer.sampling.temperature, rescorer.log_prob
     temperature, log_prob, _ = rescorer.fit_tokens()
-    gains: dict[str, tuple[float, float]] = {"wrong_temperature": (float((log_prob - own).sum()), temperature)}
+    of_temperature = {"temperature_of_tokens": temperature, "temperature_scored": scored}
+    # The gain in log-likelihood of each cause, and its evidence.
+    gains: dict[str, tuple[float, Evidence]] = {"wrong_temperature": (float((log_prob - own).sum()), of_temperature)}
     if mean.value < 0:  # fewer surprises than the distribution has: something is left out
         top = rescorer.top()
-        for cause, value in top.tightest().items():
-            gains[cause] = (-float(top.mass(cause, value).log().sum()), value)
-    names = {}
+        for name, value in top.tightest().items():
+            gains[name] = (-float(top.mass(name, value).log().sum()), {name: value})
     if case.tokenizer is not None:
         for name, predicted, usable in rescorer.renderings(case.tokenizer, case.conversations):
             gain = float((predicted - own)[usable].mean()) * len(own)  # over as many tokens as the others
-            if gain > gains.get("chat_template", (0.0, 0.0))[0]:
-                gains["chat_template"], names["sampler_s_prompt"] = (gain, math.nan), name
+            if gain > (gains["chat_template"][0] if "chat_template" in gains else 0.0):
+                gains["chat_template"] = (gain, {"sampler_s_prompt": name})
     ranked = sorted(gains.items(), key=lambda item: -item[1][0])
-    cause, (gain, value) = ranked[0]
+    cause, (gain, found) = ranked[0]
     second = ranked[1][1][0] if len(ranked) > 1 else 0.0
     if gain < LEAST_GAIN:
-        return [finding("other_sampling", 0.6, **evidence)]
+        return [finding("other_sampling", 0.6, evidence)]
     confidence = 0.55 + 0.4 * (1 - math.exp(-max(0.0, gain - max(second, 0.0)) / 3))
-    evidence |= {"log_likelihood_gain": gain, "gain_of_the_next": second}
-    if cause == "wrong_temperature":
-        evidence |= {"temperature_of_tokens": value, "temperature_scored": scored}
-        fit = clustered_mean(rescorer.calibration(value), rescorer.sequences)
-        if abs(fit.z) > LARGEST_Z:  # no samples of that temperature either
-            return [finding("other_sampling", 0.7, remedy=_OF_OTHERS, **evidence, z_there=fit.z)]
-        return [finding(cause, confidence, remedy=_temperature_remedy(value, scored), **evidence)]
-    evidence |= names if cause == "chat_template" else {cause: value}
-    return [finding(cause, confidence, **evidence)]
+    evidence |= {"log_likelihood_gain": gain, "gain_of_the_next": second, **found}
+    if cause != "wrong_temperature":
+        return [finding(cause, confidence, evidence)]
+    fit = clustered_mean(rescorer.calibration(temperature), rescorer.sequences)
+    if abs(fit.z) > LARGEST_Z:  # no samples of that temperature either
+        return [finding("other_sampling", 0.7, {**evidence, "z_there": fit.z}, _OF_OTHERS)]
+    return [finding(cause, confidence, evidence, _temperature_remedy(temperature, scored))]
 
 
 def significant(mean: Mean) -> bool:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import html as html_
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_clip_range
-from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._page import View, render_excerpt, write_page
 from torchrl_llm_kl.diagnostics._quantities import Quantity, Side, available
 from torchrl_llm_kl.diagnostics._terminal import render_terminal
 from torchrl_llm_kl.diagnostics._texts import token_texts
-from torchrl_llm_kl.rollouts import Scope, TokenisingOptions
-from torchrl_llm_kl.scoring import Sampling
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -117,15 +115,9 @@ def inspect_tokens(
     other: TensorDictBase | TokenColumns | None = None,
     names: tuple[str, str] = ("A", "B"),
     title: str = "Rollouts",
-    policy: Any = None,
-    reference: Any = None,
-    temperature: float = 1.0,
-    sampling: Sampling | None = None,
-    keys: Mapping[str, NestedKey] | None = None,
-    scope: Scope = "full",
-    options: TokenisingOptions | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
+    **reading: Unpack[Reading],
 ) -> Inspection:
     """Write the tokens of a batch, with all that is known of each, to one HTML page.
 
@@ -144,15 +136,9 @@ def inspect_tokens(
             then those of equal prompts, in order. The arguments below read both; pass columns where the models differ.
         names: what the two are called on the page.
         title: of the page.
-        policy: adds the current log-prob, entropy, and with a reference the exact KL.
-        reference: adds its log-prob.
-        temperature: divides the logits.
-        sampling: in its place; see :class:`~torchrl_llm_kl.Sampling`.
-        keys: other entries, by column; see :data:`~torchrl_llm_kl.diagnostics.KEYS`.
-        scope: ``"full"``: all turns; ``"turn"``: the last response of each row.
-        options: how text is rendered where the data holds no tokens.
         clip_low: a token is clipped as in the objective ``ppo``: its ratio is below ``1 - clip_low`` with a negative advantage,
         clip_high: or above ``1 + clip_high`` with a positive one.
+        **reading: arguments of :func:`~torchrl_llm_kl.diagnostics.read_columns`, such as ``policy`` and ``reference``.
 
     Returns:
         An :class:`Inspection`: a notebook shows an excerpt of it, ``print()`` does in a terminal.
@@ -185,13 +171,18 @@ def inspect_tokens(
     for method in ("convert_ids_to_tokens", "decode"):
         if not callable(getattr(tokenizer, method, None)):
             raise TypeError(f"expected a tokenizer with {method!r}, found {type(tokenizer).__name__}.")
-    given = {"policy": policy, "reference": reference, "sampling": sampling, "keys": keys, "options": options}
-    given = {name: value for name, value in given.items() if value is not None}
-    if temperature != 1.0:
-        given["temperature"] = temperature
-    if scope != "full":
-        given["scope"] = scope
-    sides = [_side(data, given, clip_low, clip_high) for data in (batch, other) if data is not None]
+    check_reading(reading)
+    given: dict[str, Any] = {name: value for name, value in reading.items() if value not in (None, 1.0, "full")}
+    sides = []
+    for data in (batch, other):
+        if isinstance(data, TokenColumns):
+            if given:
+                raise TypeError(
+                    f"{sorted(given)} say how a batch is read, but columns were given: pass them to read_columns."
+                )
+            sides.append(Side(data, clip_low, clip_high))
+        elif data is not None:
+            sides.append(Side(read_columns(data, **reading), clip_low, clip_high))
     used = sorted({token for side in sides for token in side.ids.unique().tolist()})
     texts = dict(zip(used, token_texts(tokenizer, used), strict=True))
     view = View(tuple(sides), tuple(names[: len(sides)]), title, available(sides), texts)
@@ -199,13 +190,3 @@ def inspect_tokens(
     if html is not None:
         inspection.write(html)
     return inspection
-
-
-def _side(data: TensorDictBase | TokenColumns, given: dict[str, Any], clip_low: float, clip_high: float) -> Side:
-    if isinstance(data, TokenColumns):
-        if given:
-            raise TypeError(
-                f"{sorted(given)} say how a batch is read, but columns were given: pass them to read_columns."
-            )
-        return Side(data, clip_low, clip_high)
-    return Side(read_columns(data, **given), clip_low, clip_high)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.diagnostics._columns import TokenColumns, read_columns
+from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._doctor import Diagnosis, diagnose
 from torchrl_llm_kl.diagnostics._inspector import inspect_tokens
 from torchrl_llm_kl.rollouts import TokenisingOptions
-from torchrl_llm_kl.scoring import Sampling
 
 #: What a progress bar shows, in this order: name there, names in the log of which the first that is known counts, and form.
 _STATUS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -65,10 +65,9 @@ class RunMonitor:
         folder: where ``rollouts.html`` and ``diagnosis.txt`` are written, each look over the one before; None: nowhere, and
             there is no page.
         tokenizer: of the policy; the page needs it, and the doctor for causes in text.
-        policy, reference, temperature, sampling: see :func:`~torchrl_llm_kl.diagnostics.diagnose`. Without a policy nothing is
-            scored: the batch's own entries are shown.
-        keys: other entries of the batch, by column; see :func:`~torchrl_llm_kl.diagnostics.read_columns`.
         kl_target: shown beside the KL.
+        **reading: arguments of :func:`~torchrl_llm_kl.diagnostics.read_columns`. Without a policy nothing is scored: the
+            batch's own entries are shown.
 
     Attributes:
         diagnosis: the last one, or None.
@@ -93,13 +92,10 @@ class RunMonitor:
         every: int = 20,
         folder: str | Path | None = None,
         tokenizer: Any = None,
-        policy: Any = None,
-        reference: Any = None,
-        temperature: float = 1.0,
-        sampling: Sampling | None = None,
-        keys: Mapping[str, NestedKey] | None = None,
         kl_target: float | None = None,
+        **reading: Unpack[Reading],
     ) -> None:
+        check_reading(reading)
         check_range(0, every=every)
         if folder is not None and every and tokenizer is None:
             raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
@@ -107,9 +103,9 @@ class RunMonitor:
         self.loggers = tuple(loggers) if several else () if loggers is None else (loggers,)
         self.folder = None if folder is None else Path(folder)
         self.every, self.tokenizer, self.kl_target = every, tokenizer, kl_target
-        # In a dict: this is no module, and a policy is not its own.
-        self._models: dict[str, Any] = {"policy": policy, "reference": reference}
-        self._reading: dict[str, Any] = {"temperature": temperature, "sampling": sampling, "keys": keys}
+        if tokenizer is not None:
+            reading.setdefault("options", TokenisingOptions(tokenizer))
+        self._reading = reading
         self.diagnosis: Diagnosis | None = None
         self.last: dict[str, float] = {}
         self._sums: dict[str, list[Tensor]] = {}
@@ -164,20 +160,20 @@ class RunMonitor:
 
     def _look(self, step: int, batch: TensorDictBase) -> dict[str, float]:
         """Diagnose a batch and write its page; returns the doctor's numbers, and the confidence of each fault."""
-        models, scores = self._models, self._models["policy"] is not None
         data: TensorDictBase | TokenColumns = batch
-        reading = self._reading
-        if scores:  # one forward serves both
-            data = self._columns(batch, **models)
-            reading = {name: self._reading[name] for name in ("temperature", "sampling")}
-        self.diagnosis = found = diagnose(data, **models, tokenizer=self.tokenizer, **reading)
+        if self._reading.get("policy") is not None:  # one forward serves both
+            data = read_columns(batch, **self._reading, strict=False)
+        self.diagnosis = found = diagnose(data, tokenizer=self.tokenizer, **self._reading)
         report = f"step {step}\n{found}\n"
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "diagnosis.txt").write_text(report, encoding="utf-8")
             page = self.folder / "rollouts.html"
-            shown = data if scores else self._columns(batch)
-            inspect_tokens(shown, self.tokenizer, html=page, title=f"Rollouts of step {step}")
+            if isinstance(data, TensorDictBase):  # an entry that fits no token is a finding, and does not stop the run
+                reading = self._reading.copy()
+                reading["reference"] = None
+                data = read_columns(data, **reading, strict=False)
+            inspect_tokens(data, self.tokenizer, html=page, title=f"Rollouts of step {step}")
             for logger in self.loggers:
                 log_page(logger, "rollouts", page, step)
         if found.faults:
@@ -189,11 +185,6 @@ class RunMonitor:
             if "@" not in name and math.isfinite(value)
         }
         return plain | {f"doctor/fault/{each.cause}": each.confidence for each in found.faults}
-
-    def _columns(self, batch: TensorDictBase, **models: Any) -> TokenColumns:
-        """The batch's columns; an entry that fits no token is a finding, and does not stop the run."""
-        options = None if self.tokenizer is None else TokenisingOptions(self.tokenizer)
-        return read_columns(batch, **models, **self._reading, options=options, strict=False)
 
 
 def _means(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:

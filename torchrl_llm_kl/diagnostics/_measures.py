@@ -123,6 +123,10 @@ class Table:
         column = self.columns.get(name)
         return None if column is None or not column.numel() or bool(column.isnan().all()) else column
 
+    def first(self, *names: str) -> Tensor | None:
+        """The first of these columns that has a number; None if none has."""
+        return next((column for name in names if (column := self.get(name)) is not None), None)
+
     @property
     def trainer(self) -> tuple[str, Tensor] | None:
         """The trainer's log-probs that the sampler's are compared with: as it stored them, else of the given policy."""
@@ -300,9 +304,7 @@ def surprisal_measures(table: Table) -> dict[str, float]:
 
 def surprisal_gap(table: Table) -> Tensor | None:
     """Surprisal minus entropy of each token; nats ``[n]``, or None without both columns."""
-    entropy, trainer = table.get("entropy"), table.get("log_prob")
-    if trainer is None:
-        trainer = table.get("old_log_prob")
+    entropy, trainer = table.get("entropy"), table.first("log_prob", "old_log_prob")
     return None if entropy is None or trainer is None else -trainer - entropy
 
 
@@ -339,9 +341,7 @@ def clip_measures(table: Table, clip_low: float, clip_high: float) -> dict[str, 
 
 def kl_measures(table: Table) -> dict[str, float]:
     """The KL to the reference: estimates from samples, the exact one, and their difference with its standard error."""
-    policy, reference, exact = table.get("log_prob"), table.get("ref_log_prob"), table.get("kl")
-    if policy is None:
-        policy = table.get("old_log_prob")
+    policy, reference, exact = table.first("log_prob", "old_log_prob"), table.get("ref_log_prob"), table.get("kl")
     out: dict[str, float] = {}
     if policy is not None and reference is not None:
         log_ratio = policy - reference

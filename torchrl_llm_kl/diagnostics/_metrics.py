@@ -7,11 +7,11 @@ Symbols: ``lp`` the current policy's log-prob of a token, ``old`` the one at sam
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from configparser import ConfigParser
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Literal
+from typing import Literal, TypeVar
 
 #: Where a metric comes from.
 Origin = Literal[
@@ -40,14 +40,18 @@ class Metric:
     origin: Origin
 
 
-def _read() -> Mapping[str, Metric]:
+T = TypeVar("T")
+
+
+def read_texts(name: str, kind: Callable[..., T]) -> dict[str, T]:
+    """A record of texts for each section of one of this package's ``.ini`` files."""
     texts = ConfigParser(interpolation=None, delimiters=["="])
-    texts.read_string(files("torchrl_llm_kl.diagnostics").joinpath("metrics.ini").read_text(encoding="utf-8"))
-    return {name: Metric(**texts[name]) for name in texts.sections()}  # type: ignore[arg-type]
+    texts.read_string(files("torchrl_llm_kl.diagnostics").joinpath(name).read_text(encoding="utf-8"))
+    return {section: kind(**texts[section]) for section in texts.sections()}
 
 
 #: All metrics, by name. A name in angle brackets stands for any word.
-METRICS: Mapping[str, Metric] = _read()
+METRICS: Mapping[str, Metric] = read_texts("metrics.ini", Metric)
 
 
 def describe_metric(name: str) -> Metric | None:

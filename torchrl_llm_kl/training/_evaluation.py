@@ -30,7 +30,8 @@ def evaluate(env: EnvBase, sampler: Any, num_prompts: int, *, seed: int = 0) -> 
         mean length, and ``num_prompts``.
 
     Example:
-        >>> evaluate(make_env(held_out, reward, tokenizer, group_size=1, order=PromptOrder(seed=None)), sampler, 200)  # doctest: +SKIP
+        >>> env = make_env(held_out, reward, tokenizer, group_size=1, order=PromptOrder(seed=None))  # doctest: +SKIP
+        >>> evaluate(env, sampler, 200)  # doctest: +SKIP
     """
     columns: dict[str, list[float]] = {}
     done = 0

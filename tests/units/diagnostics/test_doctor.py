@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from seeded import (
     stale_by,
 )
 from torchrl_llm_kl import Doctor, LogProbScorer, RetrieveLogProb, diagnose
-from torchrl_llm_kl.diagnostics import DiagnosisWarning, read_columns
+from torchrl_llm_kl.diagnostics import DiagnosisWarning, RunMonitor, read_columns
 
 FULL = torch.arange(3, 63).reshape(6, 10)
 
@@ -313,7 +315,7 @@ def test_reports() -> None:
     data = json.loads(json.dumps(diagnosis.to_dict(), allow_nan=False))
     assert data["findings"][0]["cause"] == "retokenised"
     assert data["measures"]["mask/sequences"] == 96
-    assert "<table>" in diagnosis._repr_html_()
+    assert html.unescape(diagnosis._repr_html_()) == f"<pre>{text}</pre>"
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(diagnosis)
@@ -394,3 +396,6 @@ def test_wrong_arguments() -> None:
             Doctor(**given)
     with pytest.raises(ValueError, match=message):
         diagnose(batch(), temperature=0.0)
+    for reads in (Doctor, RunMonitor, partial(diagnose, batch())):
+        with pytest.raises(TypeError, match=r"there is no argument 'temprature'.*temperature"):
+            reads(temprature=0.7)
