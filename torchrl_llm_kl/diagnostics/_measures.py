@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -175,6 +176,11 @@ def _mean(values: Tensor) -> float:
     return float(values.mean()) if values.numel() else math.nan
 
 
+def _largest(values: Tensor) -> float:
+    known = values[values.isfinite()]
+    return float(known.max()) if known.numel() else math.nan
+
+
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
 
@@ -208,8 +214,7 @@ def measure(
     """
     table = Table.of(columns)
     out = _of_mask(columns)
-    out |= _of_numbers(table)
-    for family in (mismatch_measures, surprisal_measures, drift_measures, kl_measures):
+    for family in (_of_numbers, mismatch_measures, surprisal_measures, drift_measures, kl_measures):
         out |= family(table)
     out |= clip_measures(table, clip_low, clip_high)
     out |= answer_measures(columns, end)
@@ -273,7 +278,7 @@ def mismatch_measures(table: Table) -> dict[str, float]:
         weights = importance_weights(old, dense, mask, level=level, high=None)[1]
         out[f"mismatch/ess_{name}"] = float(weights["effective_sample_size"])
     log_ratio = torch.where(known, trainer - sampler, math.nan)
-    out["mismatch/max_abs"] = float(log_ratio[known].abs().max()) if bool(known.any()) else math.nan
+    out["mismatch/max_abs"] = _largest(log_ratio.abs())
     statistics: dict[str, Callable[[Tensor], float]] = {
         "mismatch/k1": lambda d: _mean(-d),
         "mismatch/k3": lambda d: _mean(_ratio(d) - 1 - d),
@@ -314,15 +319,12 @@ def drift_measures(table: Table) -> dict[str, float]:
     if now is None or old is None:
         return {}
     drift = now - old
-    known = drift.isfinite()
     statistics: dict[str, Callable[[Tensor], float]] = {
         "drift/mean": _mean,
         "drift/mean_abs": lambda d: _mean(d.abs()),
         "drift/k3": lambda d: _mean(_ratio(d) - 1 - d),
     }
-    out = _split(table, drift, statistics)
-    out["drift/max_abs"] = float(drift[known].abs().max()) if bool(known.any()) else math.nan
-    return out
+    return _split(table, drift, statistics) | {"drift/max_abs": _largest(drift.abs())}
 
 
 def clip_measures(table: Table, clip_low: float, clip_high: float) -> dict[str, float]:
@@ -350,8 +352,7 @@ def kl_measures(table: Table) -> dict[str, float]:
             "kl/k3": lambda d: _mean(_ratio(-d) - 1 + d),
         }
         out |= _split(table, log_ratio, statistics)
-        known = log_ratio.isfinite()
-        out["kl/max"] = float(log_ratio[known].max()) if bool(known.any()) else math.nan
+        out["kl/max"] = _largest(log_ratio)
         if exact is not None:
             difference = log_ratio - exact
             known = difference.isfinite()
@@ -421,12 +422,11 @@ def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 64) -> dic
         if not answer:
             continue
         again = list(tokenizer.encode(tokenizer.decode(answer, skip_special_tokens=False), add_special_tokens=False))
-        at = next(
-            (i for i, (a, b) in enumerate(zip(answer, again, strict=False)) if a != b), min(len(answer), len(again))
-        )
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(answer, again, strict=False))
+        at = sum(1 for _ in same)  # tokens before the first that changes
         tried, total = tried + 1, total + len(answer)
         if again != answer:
-            answers, changed = answers + 1, changed + len(answer) - min(at, len(answer))
+            answers, changed = answers + 1, changed + len(answer) - at
             first.append(at)
     if not tried:
         return {}
@@ -440,21 +440,21 @@ def worst_tokens(columns: TokenColumns, *, most: int = 8) -> list[dict[str, floa
     Returns:
         ``sequence``, ``position`` in it, ``token`` and the number, by the name of its column: ``kl`` or ``mismatch``.
     """
-    name, values = "kl", columns.get("kl")
-    policy = columns.get("log_prob") if columns.get("log_prob") is not None else columns.get("old_log_prob")
-    if values is None and policy is not None:
-        reference, sampler = columns.get("ref_log_prob"), columns.get("sampler_log_prob")
-        if reference is not None:
-            values = policy - reference
-        elif sampler is not None:
-            name, values = "mismatch", (policy - sampler).abs()
-    if values is None:
+    found = columns.columns
+    policy = found.get("log_prob", found.get("old_log_prob"))
+    if "kl" in found:
+        name, values = "kl", found["kl"]
+    elif policy is not None and "ref_log_prob" in found:
+        name, values = "kl", policy - found["ref_log_prob"]
+    elif policy is not None and "sampler_log_prob" in found:
+        name, values = "mismatch", (policy - found["sampler_log_prob"]).abs()
+    else:
         return []
     ranked = torch.where(columns.mask & values.isfinite(), values, -math.inf)
     top = ranked.topk(min(most, ranked.numel()))
-    found = []
+    worst = []
     for value, at in zip(top.values.tolist(), top.indices.tolist(), strict=True):
         if math.isfinite(value):
             place = {"sequence": int(columns.tokens.sequence_ids[at]), "position": int(columns.tokens.positions[at])}
-            found.append({**place, "token": int(columns.tokens.values[at]), name: value})
-    return found
+            worst.append({**place, "token": int(columns.tokens.values[at]), name: value})
+    return worst

@@ -7,7 +7,8 @@ import hashlib
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -63,20 +64,18 @@ def write_page(view: View, path: Path) -> None:
     """Write the page, and then put it in the place of an earlier one. The numbers are streamed: it is never in memory."""
     script, style = _resource("_parts.js") + _resource("_inspector.js"), _resource("_inspector.css")
     index = {token: i for i, token in enumerate(view.texts)}
-    context = {
-        "title": visible(view.title),
-        "policy": _policy(style, script),
-        "style": Markup(style),
-        "script": Markup(script),
-        "meta": _meta(view),
-        "ids": [_deflated(_ids(side, index)) for side in view.sides],
-        "rollouts": _rollouts(view),
-    }
-    if path.exists() and not path.is_file():  # a device or a folder is not replaced
-        _template("_inspector.html.jinja").stream(context).dump(str(path), encoding="utf-8")
-        return
-    with replacing(path) as part:
-        _template("_inspector.html.jinja").stream(context).dump(str(part), encoding="utf-8")
+    page = _template("_inspector.html.jinja").stream(
+        title=visible(view.title),
+        policy=_policy(style, script),
+        style=Markup(style),
+        script=Markup(script),
+        meta=_meta(view),
+        ids=[_deflated(_ids(side, index)) for side in view.sides],
+        rollouts=_rollouts(view),
+    )
+    replaced = path.is_file() or not path.exists()  # a device or a folder is not replaced
+    with replacing(path) if replaced else nullcontext(path) as part:
+        page.dump(str(part), encoding="utf-8")
 
 
 def _policy(style: str, script: str | None = None) -> str:
@@ -137,16 +136,7 @@ def _meta(view: View) -> dict[str, Any]:
 
 
 def _quantity(quantity: Quantity, view: View) -> dict[str, Any]:
-    return {
-        "name": quantity.name,
-        "label": quantity.label,
-        "unit": quantity.unit,
-        "kind": quantity.kind,
-        "of": quantity.of,
-        "note": quantity.note,
-        "sizes": quantity.mean_of_sizes,
-        "scale": scale_of(quantity, view.sides) if quantity.kind != "category" else 1,
-    }
+    return {**asdict(quantity), "scale": scale_of(quantity, view.sides) if quantity.kind != "category" else 1}
 
 
 def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> dict[str, Any]:

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
+from torchrl_llm_kl.diagnostics._metrics import read_texts
 from torchrl_llm_kl.estimators import k3
 
 #: Columns that are shown for a token, with label and unit.
@@ -50,7 +51,7 @@ class Quantity:
         kind: ``"size"``: mostly above zero; ``"signed"``: either way; ``"row"``: one number per rollout; ``"category"``.
         of: the column it is, or two columns: the first minus the second.
         note: what it means.
-        mean_of_sizes: summaries average absolute values: a mean of signed log-ratios would cancel.
+        sizes: summaries average absolute values: a mean of signed log-ratios would cancel.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Quantity:
     kind: Literal["size", "signed", "row", "category"]
     of: tuple[str, ...] = ()
     note: str = ""
-    mean_of_sizes: bool = False
+    sizes: bool = False
 
     @property
     def numeric(self) -> bool:
@@ -141,19 +142,19 @@ class Side:
 
     def values(self, quantity: Quantity) -> Tensor | None:
         """A quantity's number per token; ``[N]``, or None if a column is missing."""
-        parts = [self.columns.get(name) for name in quantity.of]
-        if not parts or parts[0] is None:
+        if not quantity.of or not set(quantity.of) <= set(self.columns):
             return None
-        if len(parts) == 1:
-            return parts[0]
-        return None if parts[1] is None else parts[0] - parts[1]
+        first, *second = (self.columns[name] for name in quantity.of)
+        return first - second[0] if second else first
+
+    def _numbers(self, quantity: Quantity) -> Tensor:
+        """As :meth:`values`, NaN everywhere if a column is missing."""
+        values = self.values(quantity)
+        return torch.full(self.mask.shape, math.nan) if values is None else values
 
     def summary(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
         """Mean and largest absolute number of each rollout; float32 ``[S]``, NaN without any."""
-        values = self.values(quantity)
-        if values is None:
-            nothing = torch.full((self.count,), math.nan)
-            return nothing, nothing
+        values = self._numbers(quantity)
         known = ~values.isnan()
         rows, numbers = self.rows[known], values[known].double()
         largest = torch.full((self.count,), math.nan, dtype=torch.float64)
@@ -162,78 +163,40 @@ class Side:
 
     def profile(self, quantity: Quantity, index: Tensor, count: int) -> Tensor:
         """Mean over the tokens of each ``index [N]`` (a position or a turn); ``[count]``; -1 belongs to none."""
-        values = self.values(quantity)
-        if values is None:
-            return torch.full((count,), math.nan)
+        values = self._numbers(quantity)
         known = ~values.isnan() & (index >= 0)
         return _means(values[known].double(), index[known], count, quantity)
 
     def worst(self, quantity: Quantity, count: int) -> list[tuple[int, int, float]]:
         """Rollout, position and number of the tokens of the largest absolute numbers, largest first."""
-        values = self.values(quantity)
-        if values is None:
-            return []
+        values = self._numbers(quantity)
         sizes = values.abs().nan_to_num(nan=-1.0, posinf=math.inf)
         top = sizes.topk(min(count, int((sizes >= 0).sum()))).indices
         return [(int(self.rows[i]), int(i) - self.offsets[int(self.rows[i])], float(values[i])) for i in top]
 
 
 def _means(numbers: Tensor, index: Tensor, count: int, quantity: Quantity) -> Tensor:
-    numbers = numbers.abs() if quantity.mean_of_sizes else numbers
+    numbers = numbers.abs() if quantity.sizes else numbers
     sums = torch.zeros(count, dtype=torch.float64).index_add(0, index, numbers)
     return (sums / torch.bincount(index, minlength=count)).float()  # 0 / 0 is NaN
 
 
 def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
-    """The quantities that at least one batch has, the most telling first."""
+    """The quantities of ``quantities.ini`` that at least one batch has, the most telling first."""
     have = [set(side.columns) for side in sides]
-
-    def first(*choices: tuple[str, ...]) -> tuple[str, ...]:
-        return next((choice for choice in choices if any(set(choice) <= names for names in have)), ())
-
     estimated = {side.estimated for side in sides if "kl" in side.columns}
     how = "exact or k3" if len(estimated) > 1 else "k3 estimate" if True in estimated else "exact"
-    before = first(("log_prob", "old_log_prob"), ("log_prob", "sampler_log_prob"))
-    choices = [
-        Quantity("kl", f"KL to the reference ({how})", "nats", "size", first(("kl",)), "KL(policy ‖ reference)"),
-        Quantity(
-            "mismatch",
-            "Mismatch: log-ratio to the sampler",
-            "nats",
-            "signed",
-            first(("old_log_prob", "sampler_log_prob"), ("log_prob", "sampler_log_prob")),
-            "the trainer's log-prob minus the sampler's",
-            mean_of_sizes=True,
-        ),
-        Quantity(
-            "drift",
-            "Drift: log-ratio to the old policy",
-            "nats",
-            "signed",
-            before,
-            "the policy's log-prob now minus that at sampling",
-            mean_of_sizes=True,
-        ),
-        Quantity("entropy", "Entropy", "nats", "size", first(("entropy",)), "of the policy's distribution"),
-        Quantity("kl_penalty", "KL penalty", "nats", "signed", first(("kl_penalty",)), "as stored in the batch"),
-        Quantity("advantage", "Advantage", "reward", "signed", first(("advantage",)), "as stored in the batch"),
-        Quantity(
-            "log_prob",
-            "Log-prob",
-            "nats",
-            "signed",
-            first(("log_prob",), ("old_log_prob",), ("sampler_log_prob",)),
-            "of the sampled token",
-        ),
-    ]
-    found = [quantity for quantity in choices if quantity.of]
-    if any(side.reward is not None for side in sides):
-        found.append(Quantity("reward", "Reward", "reward", "row", note="the outcome of the rollout"))
-    if any(side.clipped is not None for side in sides):
-        low, high = 1 - sides[0].clip_low, 1 + sides[0].clip_high
-        note = f"ratio to the old policy beyond [{low:g}, {high:g}]"
-        found.append(Quantity("clipped", "Clipped", "", "category", note=note))
-    found.append(Quantity("mask", "Mask", "", "category", note="the assistant's tokens, which a loss trains"))
+    words = {"how": how, "low": 1 - sides[0].clip_low, "high": 1 + sides[0].clip_high}
+    whole = {"reward": any(side.reward is not None for side in sides), "mask": True}
+    whole["clipped"] = any(side.clipped is not None for side in sides)
+    found = []
+    for name, texts in read_texts("quantities.ini", dict).items():
+        choices = [tuple(choice.split(" - ")) for choice in texts.get("of", "").split(", ")]
+        of = next((choice for choice in choices if any(names.issuperset(choice) for names in have)), ())
+        if of or whole.get(name):
+            label, note = (texts[key].format(**words) for key in ("label", "note"))
+            kind: Any = texts["kind"]
+            found.append(Quantity(name, label, texts.get("unit", ""), kind, of, note, "sizes" in texts))
     return tuple(found)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,7 +100,6 @@ class Rescorer:
         text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
         self.vocab = getattr(text, "vocab_size", None) or 64
         self.forwards = 0
-        self._scorer: LogProbScorer | None = None
         self._top: Top | None = None
         self._at: dict[float, tuple[Tensor, Tensor]] = {}
         known = [table.get(name) for name in ("log_prob", "entropy")]
@@ -116,6 +116,10 @@ class Rescorer:
             return False  # all ranks score together, and only some may have found something
         return unwrap(model) is not None if is_wrapper(model) else isinstance(model, nn.Module)
 
+    @cached_property
+    def _scorer(self) -> LogProbScorer:
+        return self._make()
+
     def _make(self, **settings: Any) -> LogProbScorer:
         return LogProbScorer(self.policy, **{"adapters": self.adapters, **settings})
 
@@ -129,7 +133,6 @@ class Rescorer:
     def at(self, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy of the whole distribution at a temperature; nats ``[m]`` each."""
         if temperature not in self._at:
-            self._scorer = self._scorer or self._make()
             scores = self._run(self._scorer, entropy=True, temperature=temperature)
             self._at[temperature] = (self._flat(scores.log_prob), self._flat(scores.entropy))
         return self._at[temperature]
@@ -142,7 +145,6 @@ class Rescorer:
     def top(self) -> Top:
         """The most probable tokens of each position at the scored temperature."""
         if self._top is None:
-            self._scorer = self._scorer or self._make()
             k = min(self.vocab, MOST_TOP)
             scores = self._run(self._scorer, top_k=k, temperature=self.sampling.temperature)
             self._top = Top(self._flat(scores.log_prob), self._flat(scores.top_log_probs), k >= self.vocab)
@@ -196,43 +198,46 @@ class Rescorer:
         Returns:
             The temperature, and log-probs and entropies ``[m]`` there.
         """
-        x = -math.log(self.sampling.temperature)
-        for _ in range(steps):
-            log_prob, entropy = self.at(math.exp(-x))
+
+        def step(x: float, log_prob: Tensor, entropy: Tensor) -> float:
             slope = (log_prob + entropy)[inner]
             residual = recorded - log_prob[inner]
-            step = float((slope * residual).sum() / slope.square().sum().clamp(min=1e-12))
-            x += max(-0.7, min(0.7, step))
-            if abs(step) < 1e-4:
-                break
-        temperature = math.exp(-x)
-        return (temperature, *self.at(temperature))
+            return float((slope * residual).sum() / slope.square().sum().clamp(min=1e-12))
+
+        return self._fit(step, close=1e-4, steps=steps)
 
     def fit_tokens(self, steps: int = 6) -> tuple[float, Tensor, Tensor]:
         """The temperature of the highest likelihood of the tokens, where mean surprisal equals mean entropy.
 
         Returns as :meth:`fit_recorded`.
         """
-        x = -math.log(self.sampling.temperature)
-        before: tuple[float, float] | None = None
-        for _ in range(steps):
-            log_prob, entropy = self.at(math.exp(-x))
+        before: list[tuple[float, float]] = []
+
+        def step(x: float, log_prob: Tensor, entropy: Tensor) -> float:
             slope = log_prob + entropy
-            value = float(slope.mean())
-            curvature = float(slope.square().mean())
-            if before is not None and abs(x - before[0]) > 1e-6:
-                curvature = max((before[1] - value) / (x - before[0]), 0.1 * curvature)
-            before = (x, value)
-            step = max(-0.7, min(0.7, value / max(curvature, 1e-12)))
+            value, curvature = float(slope.mean()), float(slope.square().mean())
+            if before and abs(x - before[-1][0]) > 1e-6:
+                curvature = max((before[-1][1] - value) / (x - before[-1][0]), 0.1 * curvature)
+            before.append((x, value))
+            return value / max(curvature, 1e-12)
+
+        return self._fit(step, close=1e-3, steps=steps)
+
+    def _fit(
+        self, step_of: Callable[[float, Tensor, Tensor], float], *, close: float, steps: int
+    ) -> tuple[float, Tensor, Tensor]:
+        """Newton's steps in ``x = -log T``, each bounded, until one is close to 0."""
+        x = -math.log(self.sampling.temperature)
+        for _ in range(steps):
+            step = max(-0.7, min(0.7, step_of(x, *self.at(math.exp(-x)))))
             x += step
-            if abs(step) < 1e-3:
+            if abs(step) < close:
                 break
         temperature = math.exp(-x)
         return (temperature, *self.at(temperature))
 
     def calibration(self, temperature: float) -> Tensor:
         """The probability of each token minus that of another draw in its place: 0 in expectation for samples; ``[m]``."""
-        self._scorer = self._scorer or self._make()
         scores = self._run(self._scorer, moments=True, temperature=temperature)
         return self._flat(scores.log_prob).exp() - self._flat(scores.collision)
 
@@ -256,11 +261,8 @@ class Rescorer:
         if not answers:
             return
         seen = {tuple(tuple(prompt) for _, prompt, _, _ in answers)}
-        counts = [int(mask.sum()) for mask in self.masks]
-        starts = [sum(counts[:i]) for i in range(len(counts))]
-        known = torch.zeros(sum(counts), dtype=torch.bool)
-        for i, *_ in answers:
-            known[starts[i] : starts[i] + counts[i]] = True
+        chosen = {i for i, *_ in answers}
+        known = torch.cat([torch.full((int(mask.sum()),), i in chosen) for i, mask in enumerate(self.masks)])
         scorer = self._make(sampling=self.sampling)
         for name, render in renderers(tokenizer):
             try:
@@ -271,9 +273,7 @@ class Rescorer:
             if key in seen or not all(prompts):
                 continue
             seen.add(key)
-            rows = [
-                torch.cat([answer.new_tensor(p), answer]) for p, (_, _, answer, _) in zip(prompts, answers, strict=True)
-            ]
+            rows = [torch.cat([own[2].new_tensor(p), own[2]]) for p, own in zip(prompts, answers, strict=True)]
             masks = [torch.arange(len(row), device=row.device) >= len(p) for row, p in zip(rows, prompts, strict=True)]
             try:
                 scores = scorer.score(rows, masks)
@@ -374,8 +374,7 @@ class Top:
 
     def mass(self, cause: str, value: float) -> Tensor:
         """The probability that a truncation keeps; ``[m]``, 1 where it keeps more than the known tokens."""
-        one: dict[str, Any] = {cause: int(value) if cause == "top_k" else value}
-        return self.kept(Sampling(**one))[0]
+        return self.kept(replace(Sampling(), **{cause: int(value) if cause == "top_k" else value}))[0]
 
     def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """The probability that truncations keep, and whether each sampled token is among the kept ones; ``[m]`` each.
