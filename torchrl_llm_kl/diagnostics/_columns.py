@@ -88,17 +88,6 @@ class TokenColumns:
         of_earlier = pad(count, (1, 0))[self.tokens.offsets[:-1]]
         return torch.where(self.mask, count - of_earlier[self.tokens.sequence_ids] - 1, -1)
 
-    def get(self, name: str) -> Tensor | None:
-        """A column ``[N]``, or None."""
-        return self.columns.get(name)
-
-    def known(self, *names: str) -> Tensor:
-        """True at masked-in tokens at which all these columns have a number; bool ``[N]``, all False if one is missing."""
-        out = self.mask
-        for name in names:
-            out = out & ~self.columns.get(name, out.new_full(out.shape, math.nan, dtype=torch.float32)).isnan()
-        return out
-
 
 class Reading(TypedDict, total=False):
     """How a batch is read, and what scores it: the arguments of :func:`read_columns`, and of all that calls it."""

@@ -203,6 +203,11 @@ class Ragged:
         alternating = torch.arange(runs.numel(), device=runs.device) % 2 == 0
         return torch.repeat_interleave(alternating, runs, output_size=self.values.shape[0])
 
+    def first_true(self, mask: Tensor) -> Tensor:
+        """The position of the first True of ``mask [N]`` in each sequence, its length where there is none; ``[S]``."""
+        at = torch.where(mask, self.positions, self.lengths[self.sequence_ids])
+        return self.lengths.scatter_reduce(0, self.sequence_ids, at, "amin")
+
     def like(self, values: Tensor) -> Ragged:
         """These sequences with new values ``[N, *G]``; torch can combine the jagged forms of both in one operation."""
         if values.shape[0] != self.values.shape[0]:

@@ -19,7 +19,7 @@ from torchrl_llm_kl.masks import history_to_messages, render_conversations
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, require_key
 from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
-from torchrl_llm_kl.rollouts._rendered import TokenisingOptions, row_histories
+from torchrl_llm_kl.rollouts._rendered import TokenisingOptions, read_conversations, row_histories
 from torchrl_llm_kl.rollouts._tokens import Located, first_difference, locate, response_mask
 
 #: Another prompt for the same response: ``function(history)``, ``function(history, row)``, or an entry with token ids.
@@ -101,7 +101,7 @@ def in_context(
     interface = ModelInterface() if interface is None else interface
     options = TokenisingOptions() if options is None else options
     tokens, mask = located.tokens, located.mask
-    starts = _first_reply(td, located, interface, options)
+    starts = tokens.first_true(_all_replies(td, located, interface, options))
     early = mask & (tokens.positions < starts[tokens.sequence_ids])
     if bool(early.any()):
         row = int(tokens.sequence_ids[early.nonzero()[0, 0]])
@@ -125,14 +125,6 @@ def in_context(
     return InContext(moved, torch.cat(marks), located.source, located.sampled, located)
 
 
-def _first_reply(td: TensorDictBase, located: Located, interface: ModelInterface, options: TokenisingOptions) -> Tensor:
-    """The position of the assistant's first token in each sequence, its length where there is none; ``[S]``."""
-    tokens = located.tokens
-    mask = _all_replies(td, located, interface, options)
-    at = torch.where(mask, tokens.positions, tokens.lengths[tokens.sequence_ids])
-    return tokens.lengths.scatter_reduce(0, tokens.sequence_ids, at, "amin")
-
-
 def _all_replies(td: TensorDictBase, located: Located, interface: ModelInterface, options: TokenisingOptions) -> Tensor:
     """The assistant's tokens of all turns, as far as the data shows them; ``[N]``."""
     if not located.sampled:
@@ -140,8 +132,7 @@ def _all_replies(td: TensorDictBase, located: Located, interface: ModelInterface
         return located.mask if is_text else locate(td, interface, scope="full", options=options).mask
     earlier, history = has_entry(td, interface.assistant_mask), sub_key(interface.history_key, "prompt")
     if not earlier and options.can_tokenise(interface) and has_entry(td, history):
-        messages = [history_to_messages(row) for row in row_histories(td, history)]
-        earlier = any(_replies_from(row) < len(row) for row in messages)
+        earlier = any(_replies_from(row) < len(row) for row in read_conversations(td, history))
     if earlier:
         return locate(td, interface, scope="full", options=options).mask
     response = response_mask(td, located.tokens, interface)
@@ -237,7 +228,7 @@ def _prompts_of(
 def _called(context: Callable[..., Any], td: TensorDictBase, key: NestedKey) -> list[Any]:
     """The conversations that ``context`` returns, as message dicts; the assistant's part is that of the data."""
     histories = row_histories(td, key)
-    data = _rows(td) if _takes_row(context) else None
+    data = td.reshape(-1).unbind(0) if _takes_row(context) else None
     out = []
     for i, history in enumerate(histories):
         before = history_to_messages(history)
@@ -282,11 +273,3 @@ def _takes_row(function: Callable[..., Any]) -> bool:
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(one.kind in positional and one.default is one.empty for one in parameters) > 1
-
-
-def _rows(td: TensorDictBase) -> list[TensorDictBase]:
-    """The rows of a batch, in row-major order."""
-    rows = [td]
-    for _ in range(td.batch_dims):
-        rows = [row for part in rows for row in part.unbind(0)]
-    return rows

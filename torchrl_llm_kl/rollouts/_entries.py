@@ -187,9 +187,7 @@ def _at_responses(
             continue
         if responses is not None:
             where = responses if keep is None else torch.zeros_like(keep).index_put((keep,), responses)
-            first = every.lengths  # of sequences without a response
-            at = torch.where(where, every.positions, first[every.sequence_ids])
-            first = first.scatter_reduce(0, every.sequence_ids, at, "amin")
+            first = every.first_true(where)
             all_but_the_first = bool((start == 1).all())  # log-probs of every token that has a prefix
             fits = (first == every.lengths) | (start == first)
             if keep is not None:  # a pad token that was sampled first is padding too

@@ -166,29 +166,29 @@ def _response_masks(
 
 def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> Any:
     """The conversations under ``key`` as lists of messages, one for each row; None if missing and ``missing_ok``."""
-    column = read_column(td, key) if not isinstance(key, str) else td.get(key, None)
-    if column is None and missing_ok:
-        return None
-    if isinstance(column, list):
-        return [history_to_messages(_as_history(item, key)) for item in column]
-    nested = history_to_messages(_as_history(column, key))
-    for _ in range(td.batch_dims - 1):
-        nested = [item for part in nested for item in part]
-    return nested if td.batch_dims else [nested]
+    column = _histories(td, key)
+    return None if column is None and missing_ok else [history_to_messages(row) for row in _rows_of(column, td, key)]
 
 
 def row_histories(td: TensorDictBase, key: NestedKey) -> list[Any]:
     """The conversations under ``key`` as one ``History`` of batch size ``[messages]`` for each row, without placeholders."""
-    column = read_column(td, key) if not isinstance(key, str) else td.get(key, None)
+    rows = []
+    for row in _rows_of(_histories(td, key), td, key):
+        real = [i for i, message in enumerate(row.unbind(0)) if history_to_messages(message)]
+        rows.append(row if len(real) == len(row) else row[real])
+    return rows
+
+
+def _histories(td: TensorDictBase, key: NestedKey) -> Any:
+    return read_column(td, key) if not isinstance(key, str) else td.get(key, None)
+
+
+def _rows_of(column: Any, td: TensorDictBase, key: NestedKey) -> list[Any]:
+    """A ``History`` for each row of the batch."""
     rows = [_as_history(row, key) for row in (column if isinstance(column, list) else [column])]
     for _ in range(0 if isinstance(column, list) else td.batch_dims):
         rows = [row for part in rows for row in part.unbind(0)]
-    return [_without_placeholders(row) for row in rows]
-
-
-def _without_placeholders(history: Any) -> Any:
-    real = [i for i, message in enumerate(history.unbind(0)) if history_to_messages(message)]
-    return history if len(real) == len(history) else history[real]
+    return rows
 
 
 def _as_history(value: Any, key: NestedKey) -> Any:

@@ -49,14 +49,13 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
     widths, keep = data.container.row_lengths.cpu(), None if tokens.keep is None else tokens.keep.cpu()
     mask = torch.zeros(tokens.values.shape[0], dtype=torch.bool) if responses is None else responses.cpu()
     every = Ragged(tokens.values.cpu(), tokens.lengths.cpu(), tokens.container)
-    slots = every
-    in_slots = mask
+    slots, in_slots = every, mask
     if keep is not None:  # padding has a place too
         slots = Ragged(keep, tokens.container.row_lengths.cpu(), tokens.container)
         in_slots = torch.zeros_like(keep).index_put((keep,), mask)
     # Whole sequences come first: with prompts of one token, rows without the last token are as long as the response.
     for places, scored in ((slots, None), (every, None), (slots, in_slots), (every, mask)):
-        start = torch.zeros_like(places.lengths) if scored is None else _first(places, scored)
+        start = torch.zeros_like(places.lengths) if scored is None else places.first_true(scored)
         short, empty = places.lengths - start - widths, places.lengths == start
         if bool((short == 0).all() | (short == (~empty).long()).all()):
             where = places.first(start + widths) & ~places.first(start)
@@ -68,9 +67,3 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
         f"{found!r} must have the length of the tokens, all rows with or all without the last one: sequence {row} has "
         f"{int(widths[row])} rows and {int(slots.lengths[row])} tokens. Rows of the response alone begin with its first token."
     )
-
-
-def _first(places: Ragged, mask: Tensor) -> Tensor:
-    """The first masked-in place of each sequence, or its length if there is none; ``[S]``."""
-    at = torch.where(mask, places.positions, places.lengths[places.sequence_ids])
-    return places.lengths.scatter_reduce(0, places.sequence_ids, at, "amin")
