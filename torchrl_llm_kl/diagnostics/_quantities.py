@@ -190,7 +190,7 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
     whole = {"reward": any(side.reward is not None for side in sides), "mask": True}
     whole["clipped"] = any(side.clipped is not None for side in sides)
     found = []
-    for name, texts in read_texts("quantities.ini", dict).items():
+    for name, texts in read_texts("quantities.ini", dict[str, str]).items():
         choices = [tuple(choice.split(" - ")) for choice in texts.get("of", "").split(", ")]
         of = next((choice for choice in choices if any(names.issuperset(choice) for names in have)), ())
         if of or whole.get(name):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -374,7 +374,8 @@ class Top:
 
     def mass(self, cause: str, value: float) -> Tensor:
         """The probability that a truncation keeps; ``[m]``, 1 where it keeps more than the known tokens."""
-        return self.kept(replace(Sampling(), **{cause: int(value) if cause == "top_k" else value}))[0]
+        one: dict[str, Any] = {cause: int(value) if cause == "top_k" else value}
+        return self.kept(Sampling(**one))[0]
 
     def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:
         """The probability that truncations keep, and whether each sampled token is among the kept ones; ``[m]`` each.
