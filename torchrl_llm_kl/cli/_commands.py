@@ -104,9 +104,12 @@ def score(
     ] = None,
     temperature: Temperature = 1.0,
     out: Annotated[
-        Path | None, typer.Option(help="Write a JSON line for each answer; an interrupted run continues this file.")
+        Path | None, typer.Option(help="Write a JSON line for each answer; an earlier file is replaced.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin the output again.")] = False,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="Folder of remembered scores: what is there is not scored again. Default: beside --out."),
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None,
     max_length: Annotated[
@@ -136,7 +139,7 @@ def score(
             estimators=names,
             temperature=temperature,
             out=out,
-            overwrite=overwrite,
+            store=store,
             html=html,
             limit=limit,
             max_length=max_length,

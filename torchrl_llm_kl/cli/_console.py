@@ -6,10 +6,9 @@ import json
 import os
 import re
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TextIO
 
 import typer
@@ -190,37 +189,3 @@ def cells_of(markdown: str) -> tuple[list[str], list[list[str]]]:
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     header, _, *rows = [[re.sub(r"`|\*\*", "", cell).strip() for cell in line.strip("|").split("|")] for line in lines]
     return header, rows
-
-
-# ------------------------------------------------------------------ progress
-
-_SECONDS_BETWEEN_LINES = 10.0
-
-
-@contextmanager
-def progress(name: str, total: int, *, done: int = 0) -> Iterator[Callable[[int, str], None]]:
-    """Show the progress of ``total`` rows on stderr: a bar on a terminal, elsewhere a line every ten seconds.
-
-    Yields a function of the number of rows done so far and a status text.
-    """
-    err = console(sys.stderr)
-    if err.is_terminal:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
-        with Progress(
-            *columns, TimeRemainingColumn(), TextColumn("{task.fields[status]}"), console=err, transient=True
-        ) as bar:
-            task = bar.add_task(name, total=total, completed=done, status="")
-            yield lambda at, status: bar.update(task, completed=at, status=status)
-        return
-    start = printed = time.monotonic()
-
-    def advance(at: int, status: str) -> None:
-        nonlocal printed
-        now = time.monotonic()
-        if now - printed >= _SECONDS_BETWEEN_LINES:
-            printed = now
-            say(f"{name}: {at:,} of {total:,} rows, {now - start:.0f} s, {status}")
-
-    yield advance

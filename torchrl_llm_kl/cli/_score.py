@@ -1,19 +1,20 @@
-"""``score``: log-probs and KLs of the answers in a file, written as they are computed, and continued after an interruption.
+"""``score``: log-probs and KLs of the answers in a file.
 
-The answers are scored in batches of consecutive rows, whose borders depend on the data and the settings alone. A batch is
-appended to the output, and then the record beside it says how far the output holds: what a killed process had half
-written is cut off when the run continues, so the file is that of an uninterrupted run.
+The answers are scored in batches of consecutive rows, whose borders depend on the data and the settings alone. Scores go
+to a :class:`ScoreStore` batch by batch, so that a run that was ended reads what it had; the output replaces an earlier one
+when it is whole.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from hashlib import sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,18 +25,18 @@ from torch import Tensor
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl._registry import did_you_mean
-from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, progress, say
+from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, say
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.ragged import Ragged, segment_sum
-from torchrl_llm_kl.scoring import LogProbScorer, fingerprint_of, position_limit, vocab_size
-from torchrl_llm_kl.training import check_model, load_model, load_tokenizer
+from torchrl_llm_kl.scoring import LogProbScorer, RememberedModel, ScoreStore, position_limit, vocab_size
+from torchrl_llm_kl.training import check_model, load_model, load_tokenizer, progress
 
 #: Estimators of log-probs alone. Those with a ``+`` have the values of these; ``corrected_k3`` needs the sampler's log-probs.
 ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "abs", "exact")
 _DEFAULT = ("k1", "k3")  # and `exact`, where both models have one vocabulary
-_PACKS_PER_BATCH = 4  # forwards between two writes
+_PACKS_PER_BATCH = 4  # forwards between two writes to the store
 _ROWS_PER_BATCH = 1024
 HTML_ANSWERS = 200
 
@@ -51,7 +52,7 @@ class ScoreOptions:
     estimators: tuple[str, ...] = ()
     temperature: float = 1.0
     out: Path | None = None
-    overwrite: bool = False
+    store: Path | None = None
     html: Path | None = None
     limit: int | None = None
     max_length: int | None = None
@@ -61,47 +62,38 @@ class ScoreOptions:
     device: str | None = None
     as_json: bool = False
 
+    @property
+    def store_folder(self) -> Path | None:
+        """The folder of remembered scores: beside the output, unless it is given."""
+        return self.store or (self.out and self.out.with_name(f"{self.out.name}.store"))
+
 
 def score(options: ScoreOptions) -> None:
     """Score a file, and print a summary.
 
     Raises:
-        CommandError: if an option or the data is wrong, or the output holds another run.
+        CommandError: if an option or the data is wrong.
         typer.Exit: with 1 if nothing could be scored, 130 if interrupted.
     """
     _check(options)
     source = FileRows(options.data)
     _ = source.layout  # raises before a model is loaded
-    settings = _settings(options, source)
-    file = ScoreFile(options.out, overwrite=options.overwrite) if options.out else None
-    if file is not None:
-        file.check(settings)
     run = Run(options, source)
-    if file is not None:
-        settings |= run.fingerprints()
-        file.check(settings)
     summary = Summary(run.estimators)
-    start = 0
-    if file is not None:
-        for record in file.begin(settings):
-            summary.add(record)
-        start = file.next_row
     total = source.total if options.limit is None else min(source.total, options.limit)
-    if start:
-        say(f"{file and file.path} holds {start:,} of {total:,} rows: continuing.")
-    at = start
+    at = 0
     try:
-        with progress("score", total, done=start) as advance:
-            for batch in run.batches(start, total):
+        with progress("score", total, stream=sys.stderr) as advance, _output(options.out) as write:
+            for batch in run.batches(total):
                 records = run.score(batch.items)
-                if file is not None:
-                    file.append(records, batch.end)
+                write(records)
                 for record in records:
                     summary.add(record)
+                advance(f"{summary.scored_tokens:,} tokens scored", batch.end - at)
                 at = batch.end
-                advance(at, f"{summary.scored_tokens:,} tokens scored")
     except KeyboardInterrupt:
-        rest = f"; {options.out} holds them, and the same command continues" if options.out else " (--out keeps them)"
+        folder = options.store_folder
+        rest = f"; {folder} holds them, and the same command continues" if folder else " (--store keeps them)"
         say(f"interrupted after {at:,} of {total:,} rows{rest}.")
         raise typer.Exit(INTERRUPTED) from None
     _print_summary(summary, options, run)
@@ -110,6 +102,16 @@ def score(options: ScoreOptions) -> None:
     if not summary.scored:
         say(f"nothing in {options.data} could be scored: the reasons are above.")
         raise typer.Exit(FOUND)
+
+
+@contextmanager
+def _output(path: Path | None) -> Iterator[Callable[[Iterable[Mapping[str, Any]]], None]]:
+    """Yield a function that takes records: lines of the output, which is there once it is whole."""
+    if path is None:
+        yield lambda records: None
+        return
+    with replacing(path) as part, part.open("w", encoding="utf-8") as file:
+        yield lambda records: file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def _check(options: ScoreOptions) -> None:
@@ -133,10 +135,11 @@ def _check(options: ScoreOptions) -> None:
     for path in (options.out, options.html):
         if path is not None and not path.parent.is_dir():
             raise CommandError(f"there is no folder {path.parent} for {path.name}: create it first.")
-    given = {"DATA": options.data, "--out": options.out, "--html": options.html}
+    store = options.store_folder
+    if store is not None and store.exists() and not store.is_dir():
+        raise CommandError(f"the folder of scores, {store}, is a file: pass another --store.")
+    given = {"DATA": options.data, "--out": options.out, "--html": options.html, "the folder of scores": store}
     files = [(name, path.resolve()) for name, path in given.items() if path is not None]
-    if options.out is not None:
-        files.append(("the record of --out", ScoreFile.record_of(options.out).resolve()))
     for i, (name, path) in enumerate(files):
         for other, same in files[:i]:
             if path == same:
@@ -146,20 +149,6 @@ def _check(options: ScoreOptions) -> None:
     check_model(options.model)
     if options.reference is not None:
         check_model(options.reference)
-
-
-def _settings(options: ScoreOptions, source: FileRows) -> dict[str, Any]:
-    """What decides the output besides weights, by the name under which a change is reported."""
-    return {
-        "data": source.digest,
-        "--estimator": ",".join(options.estimators) or "default",
-        "--reference": options.reference is not None,
-        "--temperature": options.temperature,
-        "--limit": options.limit,
-        "--max-length": options.max_length,
-        "--per-token": options.per_token,
-        "--dtype": options.dtype,
-    }
 
 
 # ------------------------------------------------------------------ the models and their batches
@@ -191,6 +180,8 @@ class Run:
         ]
         sizes = [vocab_size(model) for model in self.models]
         self.estimators = self._estimators(sizes)
+        self.store = None if options.store_folder is None else ScoreStore(options.store_folder)
+        self.contexts = {} if self.store is None else self._contexts(self.store)
         limits = [position_limit(model) for model in self.models] + [options.max_length]
         longest = min((limit for limit in limits if limit is not None), default=None)
         known = min((size for size in sizes if size is not None), default=None)
@@ -207,25 +198,11 @@ class Run:
             )
         return self.options.estimators or (*_DEFAULT, *(("exact",) if same else ()))
 
-    def fingerprints(self) -> dict[str, Any]:
-        """Digests of the weights and the tokenizer, and the size of batches, which decides the last bits."""
-        found: dict[str, Any] = {"--batch-tokens": self.batch_tokens}
-        found |= {
-            name: fingerprint_of(model)
-            for name, model in zip(("the model's weights", "the reference's weights"), self.models, strict=False)
-        }
-        if self.tokenizer is not None and self.source.layout != "tokens":
-            backend = getattr(self.tokenizer, "backend_tokenizer", None)
-            text = repr(self.tokenizer.get_vocab()) if backend is None else backend.to_str()
-            text += f"{self.tokenizer.chat_template!r}{self.tokenizer.special_tokens_map!r}"
-            found["the tokenizer"] = sha256(text.encode()).hexdigest()
-        return found
-
-    def batches(self, start: int, end: int) -> Iterator[Batch]:
-        """Batches of rows ``start`` to ``end``, of at least so many tokens, or so many rows."""
+    def batches(self, end: int) -> Iterator[Batch]:
+        """Batches of the rows before ``end``, of at least so many tokens, or so many rows."""
         items: list[Answer | Skip] = []
-        tokens, first, last = 0, start, start
-        for row in self.source.read(start, end):
+        tokens = first = last = 0
+        for row in self.source.read(0, end):
             encoded = self.encoder.encode(row)
             items += encoded
             tokens += sum(len(item.tokens) for item in encoded if isinstance(item, Answer))
@@ -246,35 +223,68 @@ class Run:
 
     def columns(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
         """Scores of all tokens of some answers, by name; float64 ``[N]``, 0 outside the masks."""
+        mask = torch.cat([answer.mask for answer in answers])
+        found = self._computed(answers) if self.store is None else self._recalled(self.store, answers, mask)
+        columns = {name: values.double() for name, values in found.items()}
+        for name in self.estimators:
+            if name != "exact":
+                estimate = get_estimator(cast(EstimatorName, name))(columns["log_prob"], columns["ref_log_prob"])
+                columns[name] = estimate.masked_fill(~mask, 0.0)
+        return columns
+
+    def _recalled(self, store: ScoreStore, answers: Sequence[Answer], mask: Tensor) -> dict[str, Tensor]:
+        """The scores in the store; answers of which one is missing are scored, and their scores stored."""
+        lengths = [len(answer.tokens) for answer in answers]
+        texts = [answer.tokens.numpy().astype("<i8").tobytes() for answer in answers]
+        keys = {
+            name: [blake2b(text, digest_size=16, key=context).digest() for text in texts]
+            for name, context in self.contexts.items()
+        }
+        held = {name: [torch.from_numpy(each) for each in store.read(own, lengths)] for name, own in keys.items()}
+        known = torch.stack([known for known, _ in held.values()]).all(0) | ~mask
+        columns = {name: list(values.masked_fill(~mask, 0.0).split(lengths)) for name, (_, values) in held.items()}
+        lacking = [i for i, complete in enumerate(known.split(lengths)) if not complete.all()]
+        if lacking:
+            some, own = [answers[i] for i in lacking], [lengths[i] for i in lacking]
+            scored = torch.cat([answer.mask for answer in some]).numpy()
+            for name, values in self._computed(some).items():
+                store.add([keys[name][i] for i in lacking], own, scored, values.numpy())
+                for i, part in zip(lacking, values.split(own), strict=True):
+                    columns[name][i] = part
+        return {name: torch.cat(parts) for name, parts in columns.items()}
+
+    def _contexts(self, store: ScoreStore) -> dict[str, bytes]:
+        """For each column that is computed, the digest of all that it depends on besides the tokens."""
+        weights = [RememberedModel(model, store).weights() for model in self.models]
+        of = {"log_prob": weights[:1], "ref_log_prob": weights[1:]}
+        of |= {"exact": weights} if "exact" in self.estimators else {}
+        about = {name: f"{name} {self.options.temperature} {own}" for name, own in of.items() if own}
+        return {name: blake2b(text.encode(), digest_size=32).digest() for name, text in about.items()}
+
+    def _computed(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
+        """Log-probs by the models, and their exact KL if it is asked for; ``[N]``."""
         tokens = Ragged.from_list([answer.tokens for answer in answers])
         mask = torch.cat([answer.mask for answer in answers])
         model, reference = self.scorers[0], self.scorers[1] if len(self.scorers) > 1 else None
+        rows = f"rows {answers[0].index} to {answers[-1].index} (from 0)"
         by = ""
         try:
             if reference is not None and "exact" in self.estimators:
                 scores = model.evaluate(tokens, mask, reference=reference)
-                assert scores.ref_log_prob is not None
-                assert scores.kl is not None
                 found = {"log_prob": scores.log_prob, "ref_log_prob": scores.ref_log_prob, "exact": scores.kl}
             else:
                 found = {"log_prob": model.score(tokens, mask)}
                 by = f" by {self.options.reference}"
                 found |= {} if reference is None else {"ref_log_prob": reference.score(tokens, mask)}
         except ValueError as error:
-            first, last = answers[0].index, answers[-1].index
-            raise CommandError(f"rows {first} to {last} (from 0) cannot be scored{by}: {error}") from error
-        columns = {name: values.values.double() for name, values in found.items()}
+            raise CommandError(f"{rows} cannot be scored{by}: {error}") from error
+        columns = {name: values.values.cpu() for name, values in found.items() if values is not None}
         for name, values in columns.items():  # the model's own have been looked at
             if not all_finite(values):
-                rows = f"rows {answers[0].index} to {answers[-1].index} (from 0)"
                 raise CommandError(
                     f"{rows} cannot be scored by {self.options.reference}: its {name} is "
                     f"{float(values[~values.isfinite()][0])} at a token. Look for NaN weights, or a token that it forbids."
                 )
-        for name in self.estimators:
-            if name != "exact":
-                estimate = get_estimator(cast(EstimatorName, name))(columns["log_prob"], columns["ref_log_prob"])
-                columns[name] = estimate.masked_fill(~mask, 0.0)
         return columns
 
     def _records(self, answers: Sequence[Answer], columns: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
@@ -322,88 +332,6 @@ def _skip_record(skip: Skip) -> dict[str, Any]:
     record |= {"answer": skip.part} if skip.part else {}
     record |= {"skipped": skip.reason, "place": skip.place}
     return record | ({"detail": skip.detail} if skip.detail else {})
-
-
-# ------------------------------------------------------------------ the output
-
-
-class ScoreFile:
-    """The output, and beside it the record of what it holds: settings, bytes and rows.
-
-    Args:
-        path: the output.
-
-    Keyword Args:
-        overwrite: begin again, whatever the output holds.
-
-    Raises:
-        CommandError: if there is an output without a record.
-    """
-
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self.path, self.record = path, self.record_of(path)
-        self._bytes, self.next_row = 0, 0
-        self._earlier: dict[str, Any] | None = None
-        self._advice = f"pass the same to continue it, --overwrite to begin again, or another --out than {path}"
-        if overwrite:
-            return
-        if self.record.exists():
-            try:
-                held = json.loads(self.record.read_text(encoding="utf-8"))
-                self._earlier, self._bytes, self.next_row = held["settings"], int(held["bytes"]), int(held["rows"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise CommandError(f"{self.record} is damaged: pass --overwrite, or another --out.") from error
-            found = path.stat().st_size if path.exists() else 0
-            if found < self._bytes:
-                raise CommandError(
-                    f"{path} has {found} bytes, and {self.record.name} says {self._bytes}: the file was changed, so it cannot "
-                    "be continued. Pass --overwrite, or another --out."
-                )
-        elif path.exists() and path.stat().st_size:
-            raise CommandError(
-                f"{path} exists, but not {self.record.name}, which says what it holds: pass --overwrite, or another --out."
-            )
-
-    @staticmethod
-    def record_of(path: Path) -> Path:
-        """The record beside an output."""
-        return path.with_name(f"{path.name}.run.json")
-
-    def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise if the earlier run had other settings; those that it lacks are checked as soon as they are known."""
-        for name, value in settings.items():
-            if self._earlier is None or name not in self._earlier or self._earlier[name] == value:
-                continue
-            old = self._earlier[name]
-            what = f"{name} was {old}, now {value}" if name.startswith("--") else f"{name} changed"
-            raise CommandError(f"{self.path} was begun by another run ({what}): {self._advice}.")
-
-    def begin(self, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Cut off what was half written, and yield the earlier records."""
-        self._settings = dict(settings)
-        with self.path.open("ab") as file:
-            file.truncate(self._bytes)
-        self._write_record()
-        with self.path.open("rb") as file:
-            for line in file:
-                yield json.loads(line)
-
-    def append(self, records: Sequence[Mapping[str, Any]], next_row: int) -> None:
-        """Write a batch of records, then the record that counts them."""
-        data = "".join(json.dumps(record) + "\n" for record in records).encode()
-        with self.path.open("ab") as file:
-            if file.tell() != self._bytes:
-                raise CommandError(f"another process writes to {self.path}: end it, or pass another --out.")
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        self._bytes, self.next_row = self._bytes + len(data), next_row
-        self._write_record()
-
-    def _write_record(self) -> None:
-        held = {"settings": self._settings, "bytes": self._bytes, "rows": self.next_row}
-        with replacing(self.record) as part:
-            part.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
 
 
 # ------------------------------------------------------------------ the summary

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.training._config import TrainConfig
 
 Figures = dict[str, float]
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class FiguresFile:
@@ -101,45 +102,43 @@ def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
 @contextmanager
 def progress(
     name: str, total: int, *, done: int = 0, shown: bool = True, stream: TextIO | None = None
-) -> Iterator[Callable[[str], None]]:
-    """Show the progress of ``total`` steps; yields a function to call after each step, with a status text.
+) -> Iterator[Callable[..., None]]:
+    """Show the progress of ``total`` steps; yields a function of a status text, to call after a step (or ``n`` steps).
 
-    A bar on a terminal. Elsewhere lines: one at once, then one every five seconds, and one at the end. Nothing with
-    ``shown=False``, for all but one of several ranks. It goes to ``stream``, by default stdout.
+    A bar on a terminal, elsewhere a line every ten seconds; nothing with ``shown=False``, for all but one of several ranks.
+    It goes to ``stream``, by default stdout.
 
     Example:
         >>> with progress("GRPO", 2, shown=False) as advance:
         ...     advance("KL 0.1")
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if not shown:
-        yield lambda status: None
-        return
     terminal = Console(file=stream)
-    if terminal.is_terminal:
-        columns = (
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[status]}"),
-        )
-        with Progress(TextColumn("{task.description}"), *columns, console=terminal) as bar:
-            task = bar.add_task(name, total=total, completed=done, status="")
-            yield lambda status: bar.update(task, advance=1, status=status)
-        return
-    start = printed = time.perf_counter()
-    print(f"{name}: {total} steps" + (f", {done} of them done" if done else ""), flush=True, file=stream)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        TextColumn("{task.fields[status]}", markup=False),
+        console=terminal,
+        disable=not (shown and terminal.is_terminal),
+    )
+    start = printed = time.monotonic()
 
-    def advance(status: str) -> None:
+    def advance(status: str, n: int = 1) -> None:
         nonlocal done, printed
-        done, now = done + 1, time.perf_counter()
-        if done == total or now - printed >= 5:
+        done, now = done + n, time.monotonic()
+        bar.update(task, advance=n, status=status)
+        if bar.disable and shown and now - printed >= _SECONDS_BETWEEN_LINES:
             printed = now
-            print(f"{name}: {done}/{total}, {now - start:.0f} s  {status}", flush=True, file=stream)
+            with suppress(BrokenPipeError):  # work goes on without a reader of its progress
+                print(f"{name}: {done:,} of {total:,}, {now - start:.0f} s  {status}", flush=True, file=stream)
 
-    yield advance
+    with bar:
+        task = bar.add_task(name, total=total, completed=done, status="")
+        yield advance
 
 
 # ------------------------------------------------------------------ curves

@@ -30,6 +30,7 @@ from torchrl_llm_kl.cli import _commands, _console, _tables, main
 from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.cli._console import cells_of
 from torchrl_llm_kl.estimators import contracts
+from torchrl_llm_kl.training import progress
 from toy_tokenizer import build_tokenizer
 
 COMMANDS = ("algorithms", "estimators", "version", "score", "check", "inspect", "train", "templates", "demo")
@@ -141,17 +142,25 @@ def test_colours_and_progress_follow_the_stream(
     assert _console.shows_colour()
     monkeypatch.setenv("NO_COLOR", "1")
     assert not _console.shows_colour()
-    monkeypatch.setattr(_console, "_SECONDS_BETWEEN_LINES", 0.0)
-    with _console.progress("score", 2000) as advance:
-        advance(1000, "5 tokens scored")
-    line = r"torchrl-llm-kl: score: 1,000 of 2,000 rows, \d+ s, 5 tokens scored\n"
-    assert re.fullmatch(line, capsys.readouterr().err)
+    clock, said = [0.0], []
+    monkeypatch.setattr("torchrl_llm_kl.training._report.time.monotonic", lambda: clock[0])
+    with progress("score", 2000, done=1, stream=sys.stderr) as advance:
+        for seconds in (2.0, 9.9, 10.1, 19.0, 20.2):
+            clock[0] = seconds
+            advance(f"at {seconds}", 300)
+            said.append(capsys.readouterr().err)
+    lines = "score: 901 of 2,000, 10 s  at 10.1\n", "score: 1,501 of 2,000, 20 s  at 20.2\n"
+    assert said == ["", "", lines[0], "", lines[1]]
     out = Terminal()
-    monkeypatch.setattr(sys, "stderr", out)
     monkeypatch.setenv("TERM", "xterm")
-    with _console.progress("score", 20) as advance:
-        advance(20, "5 tokens scored")
+    with progress("score", 20, stream=out) as advance:
+        advance("5 [b]tokens scored", 20)
     assert "20/20" in out.getvalue()
+    assert "5 [b]tokens scored" in re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+    before = len(out.getvalue())
+    with progress("score", 20, shown=False, stream=out) as advance:
+        advance("5 tokens scored", 20)
+    assert len(out.getvalue()) == before
 
 
 def test_the_demo_passes_its_options_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

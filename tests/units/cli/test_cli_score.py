@@ -1,4 +1,4 @@
-"""Scores of a file: equal to a plain forward in float64, counted exactly, and continued byte for byte."""
+"""Scores of a file: equal to a plain forward in float64, counted exactly, and remembered."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from cli_files import CHATS, Cli, error_of, read_jsonl, write_jsonl
 from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, diagnostics
-from torchrl_llm_kl.cli._commands import app
-from torchrl_llm_kl.cli._console import CommandError
-from torchrl_llm_kl.cli._score import ScoreFile, Totals
+from torchrl_llm_kl.cli._score import Totals
 from toy_models import FORWARD
 from toy_rollouts import make_model, make_tokenizer
 
@@ -127,7 +124,7 @@ def test_the_summary_by_hand_and_what_is_left_out_of_it(
     wider = make_model(tokenizer, seed=2)
     wider.resize_token_embeddings(len(tokenizer) + 8)
     wider.save_pretrained(tmp_path / "wider")
-    words = ["score", model, data, "--reference", tmp_path / "wider", "--out", out, "--overwrite"]
+    words = ["score", model, data, "--reference", tmp_path / "wider", "--out", out]
     cli(*words)
     assert list(read_jsonl(out)[0]["kl"]) == ["k1", "k3"]
     assert "leave exact out" in error_of(cli(*words, "--estimator", "exact", code=2))
@@ -179,9 +176,9 @@ class Interrupts:
 ROWS = [*CHATS, "not json", *CHATS, {"messages": []}, *CHATS]
 
 
-@pytest.mark.parametrize(("at", "torn"), [(1, False), (2, True), (4, True)])
+@pytest.mark.parametrize("at", [1, 2])
 def test_an_interrupted_run_continues_byte_for_byte(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str, at: int, torn: bool
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str, at: int
 ) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
@@ -189,28 +186,20 @@ def test_an_interrupted_run_continues_byte_for_byte(
     def words(out: Path) -> list[Any]:  # 4 * 16 tokens: two or three answers in a batch
         return ["score", model, data, "--reference", reference, "--batch-tokens", 16, "--out", out]
 
-    summary = cli(*words(whole)).stdout
+    with monkeypatch.context() as patch:
+        count = Interrupts(patch, -1)
+        summary = cli(*words(whole)).stdout
+        every = count.calls
+    parts.write_text("of an earlier run")
     with monkeypatch.context() as patch:
         Interrupts(patch, at)
         assert "the same command continues" in error_of(cli(*words(parts), code=130))
-    held = parts.read_bytes()
-    assert whole.read_bytes().startswith(held)
-    assert len(held) < len(whole.read_bytes())
-    assert (len(held) > 0) == (at > 1)
-    if torn:  # as if the process was killed while it wrote the next batch
-        parts.write_bytes(held + b'{"index": 99, "num_tok')
-    assert cli(*words(parts)).stdout == summary
+    assert parts.read_text() == "of an earlier run"
+    with monkeypatch.context() as patch:
+        count = Interrupts(patch, -1)
+        assert cli(*words(parts)).stdout == summary
+        assert count.calls == every - (at - 1)
     assert parts.read_bytes() == whole.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Path:
-    """A folder with data and the output of a run of both models."""
-    folder = tmp_path_factory.mktemp("finished")
-    data, words = write_jsonl(folder / "chats.jsonl", CHATS), ["--reference", checkpoints / "reference"]
-    words = ["score", checkpoints / "model", data, *words, "--out", folder / "scores.jsonl"]
-    assert CliRunner().invoke(app, [str(word) for word in words]).exit_code == 0
-    return folder
 
 
 def other_checkpoint(checkpoints: Path, tmp_path: Path, *, weights: bool) -> Path:
@@ -228,79 +217,52 @@ def other_checkpoint(checkpoints: Path, tmp_path: Path, *, weights: bool) -> Pat
 
 
 CHANGES = {
-    "--temperature 2": "--temperature was 1.0, now 2.0",
-    "--estimator k1": "--estimator was default, now k1",
-    "--limit 2": "--limit was None, now 2",
-    "--batch-tokens 512": "--batch-tokens was 1024, now 512",
-    "--dtype bfloat16": "--dtype was auto, now bfloat16",
-    "no reference": "--reference was True, now False",
-    "--reference {model}": "the reference's weights changed",
-    "weights": "the model's weights changed",
-    "template": "the tokenizer changed",
-    "data": "data changed",
+    "": 0,
+    "--estimator k1": 0,
+    "--limit 2": 0,
+    "--batch-tokens 512": 0,
+    "--per-token": 0,
+    "no reference": 0,
+    "more data": 1,
+    "--temperature 2": 1,
+    "--dtype bfloat16": 1,
+    "--reference {model}": 1,
+    "weights": 1,
+    "template": 1,
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_another_run_is_refused(
-    cli: Cli, tmp_path: Path, checkpoints: Path, finished: Path, model: str, reference: str, change: str
+def test_what_was_scored_is_found_and_nothing_else(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: Path,
+    data: Path,
+    model: str,
+    reference: str,
+    change: str,
 ) -> None:
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    data, out = tmp_path / "chats.jsonl", tmp_path / "scores.jsonl"
-    held, name = out.read_bytes(), Path(model)
+    """The same as without a store, in as many calls of the scorer as there is something new to score."""
+    store, name, found, fresh = tmp_path / "store", Path(model), tmp_path / "found", tmp_path / "fresh"
+    cli("score", model, data, "--reference", reference, "--store", store)
     more = [] if change == "no reference" else ["--reference", reference]
-    if change == "data":
-        write_jsonl(data, [*CHATS, *CHATS])
+    if change == "more data":
+        write_jsonl(data, [{"messages": [HI, {"role": "assistant", "content": "new"}]}, *CHATS])
     elif change in ("weights", "template"):
         name = other_checkpoint(checkpoints, tmp_path, weights=change == "weights")
     elif change.startswith("--"):
         more += change.format(model=model).split()
-    assert CHANGES[change] in error_of(cli("score", name, data, *more, "--out", out, code=2))
-    assert out.read_bytes() == held
-
-
-def test_a_finished_run_scores_nothing_again_and_another_output_is_left_alone(
-    cli: Cli, tmp_path: Path, data: Path, out: Path, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes = tmp_path / "notes.txt"
-    notes.write_text("my notes\n")
-    assert "exists, but not notes.txt.run.json" in error_of(cli("score", model, data, "--out", notes, code=2))
-    assert notes.read_text() == "my notes\n"
-    cli("score", model, data, "--out", out)
-    out.write_bytes(out.read_bytes()[:-10])
-    assert "the file was changed" in error_of(cli("score", model, data, "--out", out, code=2))
-    (tmp_path / "scores.jsonl.run.json").write_text("{}")
-    assert "is damaged" in error_of(cli("score", model, data, "--out", out, code=2))
-    cli("score", model, data, "--out", out, "--overwrite")
-    count, held = Interrupts(monkeypatch, at=-1), out.read_bytes()
-    cli("score", model, data, "--out", out)
-    assert count.calls == 0
-    assert out.read_bytes() == held
-    cli("score", model, data, "--out", out, "--overwrite")
-    assert count.calls == 1
-
-
-def test_two_processes_do_not_write_one_output_and_a_killed_one_is_cut_off(tmp_path: Path) -> None:
-    one = ScoreFile(tmp_path / "scores.jsonl")
-    assert list(one.begin({"--limit": None})) == []
-    other = ScoreFile(tmp_path / "scores.jsonl")
-    assert list(other.begin({"--limit": None})) == []
-    one.append([{"index": 0}], 1)
-    with pytest.raises(CommandError, match="another process writes"):
-        other.append([{"index": 0}], 1)
-    assert read_jsonl(one.path) == [{"index": 0}]
-    # killed after the batch, before the record: the batch is written again, once
-    path = tmp_path / "killed.jsonl"
-    file = ScoreFile(path)
-    assert list(file.begin({})) == []
-    file.append([{"index": 0}], 1)
-    held = file.record.read_bytes()
-    file.append([{"index": 1}], 2)
-    file.record.write_bytes(held)
-    again = ScoreFile(path)
-    assert (list(again.begin({})), again.next_row) == ([{"index": 0}], 1)
-    again.append([{"index": 1}], 2)
-    assert read_jsonl(path) == [{"index": 0}, {"index": 1}]
+    count = Interrupts(monkeypatch, -1)
+    cli("score", name, data, *more, "--out", found, "--store", store)
+    assert count.calls == CHANGES[change]
+    cli("score", name, data, *more, "--out", fresh)
+    assert len(read_jsonl(found)) == len(read_jsonl(fresh))
+    for one, other in zip(read_jsonl(found), read_jsonl(fresh), strict=True):
+        assert set(one) == set(other)
+        assert_near(one["log_prob"], other["log_prob"], **FORWARD, dtype=torch.float32)
+        for estimator, value in other.get("kl", {}).items():
+            assert_near(one["kl"][estimator], value, **(FORWARD | {"size": 16, "exponent": 15.0}), dtype=torch.float32)
 
 
 def test_what_is_skipped_is_counted_with_its_reason(
@@ -406,7 +368,8 @@ def test_the_page_gets_the_scores_of_the_first_answers(
         ("--html {0}/chats.jsonl", "DATA and --html are one file"),
         ("--out {0}/./folder/../chats.jsonl", "DATA and --out are one file"),
         ("--out {0}/scores --html {0}/scores", "--out and --html are one file"),
-        ("--out {0}/scores --html {0}/scores.run.json", "--html and the record of --out are one file"),
+        ("--out {0}/scores --html {0}/scores.store", "--html and the folder of scores are one file"),
+        ("--store {0}/chats.jsonl", "the folder of scores, {0}/chats.jsonl, is a file"),
     ],
 )
 def test_no_file_is_written_over_another(
@@ -414,6 +377,6 @@ def test_no_file_is_written_over_another(
 ) -> None:
     (tmp_path / "folder").mkdir()
     before = data.read_bytes()
-    assert message in error_of(cli("score", model, data, *options.format(tmp_path).split(), "--overwrite", code=2))
+    assert message.format(tmp_path) in error_of(cli("score", model, data, *options.format(tmp_path).split(), code=2))
     assert data.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "folder"]
