@@ -10,46 +10,7 @@ try:
 except ImportError as error:
     raise ImportError("config groups need hydra-core: pip install 'torchrl-llm-kl[hydra]'.") from error
 
-from torchrl_llm_kl.configs._nodes import (
-    NODES,
-    AdaptiveEntropyCoefficientConfig,
-    AdaptiveKLCoefficientConfig,
-    AdvantageConfig,
-    AlgorithmConfig,
-    DualKLCoefficientConfig,
-    EntropyBonusConfig,
-    FixedKLCoefficientConfig,
-    KLComputationConfig,
-    KLRewardTransformConfig,
-    KLToReferenceConfig,
-    KLToSamplerConfig,
-    PIKLCoefficientConfig,
-    PolicyLossConfig,
-    RetrieveKLConfig,
-    RetrieveLogProbConfig,
-    SamplingConfig,
-    ValueLossConfig,
-)
+from torchrl_llm_kl.configs._nodes import NODES
 from torchrl_llm_kl.configs._settings import build
 
-__all__ = [
-    "NODES",
-    "AdaptiveEntropyCoefficientConfig",
-    "AdaptiveKLCoefficientConfig",
-    "AdvantageConfig",
-    "AlgorithmConfig",
-    "DualKLCoefficientConfig",
-    "EntropyBonusConfig",
-    "FixedKLCoefficientConfig",
-    "KLComputationConfig",
-    "KLRewardTransformConfig",
-    "KLToReferenceConfig",
-    "KLToSamplerConfig",
-    "PIKLCoefficientConfig",
-    "PolicyLossConfig",
-    "RetrieveKLConfig",
-    "RetrieveLogProbConfig",
-    "SamplingConfig",
-    "ValueLossConfig",
-    "build",
-]
+__all__ = ["NODES", "build"]

@@ -1,18 +1,25 @@
-"""The configuration of a run: typed sections with their defaults, YAML, overrides, and checks that name the key."""
+"""The configuration of a run: typed sections with their defaults, YAML, overrides, and checks that name the key.
+
+A section has types and defaults; what else is known of a setting is a row of ``settings.csv``.
+"""
 
 from __future__ import annotations
 
+import csv
+import json
 import math
 import os
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields
+from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from torchrl_llm_kl._registry import did_you_mean, nearest, no_such
+from torchrl_llm_kl.algorithms import flatten
 
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
@@ -25,45 +32,16 @@ class ConfigError(ValueError):
     """A configuration that no run can have; the message names the key, what was found and what to change."""
 
 
-def setting(
-    default: Any,
-    meaning: str,
-    *,
-    choices: Sequence[str] = (),
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    also: Sequence[str] = (),
-    example: Any = None,
-    may_change: bool = False,
-) -> Any:
-    """A field with all that is known of it.
-
-    Args:
-        default: its value; a function for a value of its own in each configuration.
-        meaning: one sentence, for the commented example and the page.
-
-    Keyword Args:
-        choices: all values, if there are few.
-        low: least value.
-        above: a number that it must exceed.
-        high: greatest value.
-        also: names that other programs give to it.
-        example: its value in the commented example; the default by default.
-        may_change: whether a resumed run may have another value.
-    """
-    metadata = {"meaning": meaning, "choices": tuple(choices), "low": low, "above": above, "high": high}
-    metadata |= {"also": tuple(also), "example": default if example is None else example, "may_change": may_change}
-    if callable(default):
-        metadata["example"] = default() if example is None else example
-        return field(default_factory=default, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
 #: Settings in which ``~`` is the user's home folder; a reward's file is expanded where it is loaded.
 _PATHS = (
-    "model.name", "model.tokenizer", "reference.name", "data.prompts", "data.held_out", "algorithm.teacher", "run.out",
-)  # fmt: skip
+    "model.name",
+    "model.tokenizer",
+    "reference.name",
+    "data.prompts",
+    "data.held_out",
+    "algorithm.teacher",
+    "run.out",
+)
 
 
 # ------------------------------------------------------------------ the sections
@@ -73,218 +51,145 @@ _PATHS = (
 class ModelConfig:
     """The model that is trained."""
 
-    name: str = setting(
-        REQUIRED,
-        "a folder of save_pretrained, or a name on the hub",
-        example="Qwen/Qwen2.5-0.5B-Instruct",
-        also=["path"],
-    )
-    tokenizer: str | None = setting(None, "another tokenizer than the model's")
-    dtype: str = setting(
-        "float32",
-        "of the weights; auto: as saved. AdamW loses small updates of bfloat16 weights: use it with LoRA",
-        choices=["float32", "bfloat16", "auto"],
-        also=["torch_dtype", "precision"],
-    )
-    device: str | None = setting(None, "such as cuda:1; null: a GPU if there is one", may_change=True)
-    attention: str | None = setting(
-        None, "transformers' implementation: sdpa, eager, flash_attention_2, ...", also=["attn_implementation"]
-    )
-    gradient_checkpointing: bool = setting(False, "compute layers again in the backward: less memory, slower")
+    name: str = REQUIRED
+    tokenizer: str | None = None
+    dtype: str = "float32"
+    device: str | None = None
+    attention: str | None = None
+    gradient_checkpointing: bool = False
 
 
 @dataclass
 class LoraConfig:
     """Train LoRA adapters (PEFT) instead of all weights."""
 
-    r: int = setting(16, "rank", low=1, also=["rank", "lora_r", "lora_rank"])
-    alpha: float = setting(32.0, "the adapters' product is multiplied by alpha / r", above=0, also=["lora_alpha"])
-    targets: list[str] = setting(
-        lambda: ["all-linear"], "names of the layers that get adapters", also=["target_modules", "lora_target_modules"]
-    )
-    merge: bool = setting(True, "the final folder holds the whole model with the adapters added; else adapters alone")
+    r: int = 16
+    alpha: float = 32.0
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    merge: bool = True
 
 
 @dataclass
 class ReferenceConfig:
     """The reference of the KL."""
 
-    name: str = setting(
-        "start",
-        "start: the weights before training (with LoRA the base model, without a second copy); a folder or hub name; none: "
-        "no KL is computed",
-        also=["path", "model"],
-    )
-    service: str | None = setting(None, "name of a ScoringService over Ray that holds it; runs with one name share it")
-    decay: float | None = setting(
-        None, "the reference follows the policy: weight of the old one in a moving average", low=0.0, high=1.0
-    )
-    every: int = setting(1, "optimiser steps between two averages", low=1)
-    reset_every: int | None = setting(None, "optimiser steps after which it becomes the policy", low=1)
+    name: str = "start"
+    service: str | None = None
+    decay: float | None = None
+    every: int = 1
+    reset_every: int | None = None
 
 
 @dataclass
 class DataConfig:
     """Prompts, and how many answers each gets."""
 
-    prompts: str = setting(
-        REQUIRED, "JSONL or Parquet with a column prompt, question or messages, and for the reward answer and others",
-        example="prompts.jsonl", also=["path", "train", "dataset"],
-    )  # fmt: skip
-    held_out: str | None = setting(None, "prompts for the evaluation; null: held_out_share of the others")
-    held_out_share: float = setting(0.05, "share of the prompts that is kept for the evaluation", low=0.0, high=0.5)
-    system_prompt: str | None = setting(None, "the first message of each conversation")
-    shuffle: bool = setting(True, "a new random order in each epoch; false: as they come")
-    num_prompts: int = setting(8, "prompts in a step", low=1, also=["batch_size", "prompts_per_step"])
-    group_size: int = setting(
-        8, "answers to each prompt, compared with one another", low=1, also=["num_generations", "repeat_times", "n"]
-    )
+    prompts: str = REQUIRED
+    held_out: str | None = None
+    held_out_share: float = 0.05
+    system_prompt: str | None = None
+    shuffle: bool = True
+    num_prompts: int = 8
+    group_size: int = 8
 
 
 @dataclass
 class RewardConfig:
     """What an answer is worth."""
 
-    functions: Any = setting(
-        REQUIRED,
-        "(question, answer, metadata) -> number, as module.py:function or package.module:function; or several by name, each "
-        "alone or as {function: ..., weight: ...}",
-        example="rewards.py:correct",
-        also=["function", "reward_funcs"],
-    )
-    timeout: float = setting(30.0, "seconds for the reward of one answer", above=0)
+    functions: Any = REQUIRED
+    timeout: float = 30.0
 
 
 @dataclass
 class AlgorithmConfig:
     """How the policy is updated."""
 
-    name: str = setting("grpo", "a preset; `torchrl-llm-kl algorithms` lists them", also=["type", "algorithm_type"])
-    args: dict[str, Any] = setting(dict, "changes of the preset, such as {clip_high: 0.28}")
-    teacher: str | None = setting(None, "folder or hub name of the teacher, for on_policy_distill, jsd and gkd")
-    epochs: int = setting(1, "passes over the answers of a step", low=1, also=["num_iterations", "ppo_epochs"])
-    minibatches: int = setting(1, "optimiser steps in a pass", low=1, also=["num_minibatches", "steps_per_generation"])
-    micro_batch: int | None = setting(
-        None, "most rows in one forward with gradient; their gradients add up", low=1, also=["micro_batch_size"]
-    )
+    name: str = "grpo"
+    args: dict[str, Any] = field(default_factory=dict)
+    teacher: str | None = None
+    epochs: int = 1
+    minibatches: int = 1
+    micro_batch: int | None = None
 
 
 @dataclass
 class SamplerConfig:
     """How answers are drawn; they are scored under the same distribution."""
 
-    max_new_tokens: int = setting(
-        256, "longest answer, in tokens", low=1, also=["max_completion_length", "response_length", "max_tokens"]
-    )
-    temperature: float = setting(1.0, "divides the logits", above=0)
-    top_k: int = setting(0, "the most probable tokens alone; 0: all", low=0)
-    top_p: float = setting(1.0, "the most probable tokens up to this probability; 1: all", above=0, high=1)
-    min_p: float = setting(0.0, "tokens at least this probable, relative to the most probable one", low=0, high=1)
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass
 class KLConfig:
     """The KL to the reference, in nats per answer."""
 
-    place: str = setting(
-        "preset",
-        "where the penalty is; preset: where the algorithm has it",
-        choices=["preset", "loss", "reward", "none"],
-    )
-    estimator: str | None = setting(None, "null: k2 in the loss, k1 in the reward, or that of the preset")
-    coefficient: float | None = setting(
-        None, "its weight; the first one if it adapts. null: the preset's, or 0.1 if it adapts", low=0,
-        also=["beta", "coeff", "kl_coef", "init"],
-    )  # fmt: skip
-    target: float | None = setting(None, "KL to hold: the coefficient adapts", above=0, also=["kl_target", "target_kl"])
-    controller: str = setting("pi", "how it adapts to the target", choices=["pi", "dual", "ziegler"], also=["adaptive"])
-    controller_args: dict[str, Any] = setting(
-        dict, "further arguments, such as {integral: 0.05}; ziegler: {horizon: 512}"
-    )
-    stop_above: float | None = setting(
-        None, "end the run if the KL is above this in several steps; null: ten times the target, if there is one", above=0,
-        may_change=True,
-    )  # fmt: skip
-    stop_after: int = setting(3, "how many steps in a row that takes", low=1, may_change=True, also=["patience"])
+    place: str = "preset"
+    estimator: str | None = None
+    coefficient: float | None = None
+    target: float | None = None
+    controller: str = "pi"
+    controller_args: dict[str, Any] = field(default_factory=dict)
+    stop_above: float | None = None
+    stop_after: int = 3
 
 
 @dataclass
 class OptimizerConfig:
     """Optimiser and learning rate."""
 
-    name: str = setting("adamw", "of torch.optim", choices=["adamw", "adam", "sgd"], also=["optim", "type"])
-    lr: float = setting(1e-6, "learning rate", above=0, also=["learning_rate"])
-    critic_lr: float | None = setting(None, "of a critic; null: lr", above=0)
-    betas: list[float] = setting(lambda: [0.9, 0.999], "of Adam", also=["adam_betas"])
-    eps: float = setting(1e-8, "of Adam", above=0, also=["adam_epsilon", "epsilon"])
-    weight_decay: float = setting(0.0, "of AdamW; an L2 penalty for the others", low=0)
-    max_grad_norm: float = setting(
-        1.0, "gradients are scaled down to this norm; 0: never", low=0, also=["clip_grad", "grad_clip", "max_norm"]
-    )
-    schedule: str = setting(
-        "constant", "linear and cosine fall to 0 at the last step",
-        choices=["constant", "linear", "cosine"], also=["lr_scheduler", "scheduler", "lr_scheduler_type"],
-    )  # fmt: skip
-    warmup_steps: int = setting(
-        0, "steps in which the learning rate rises from 0", low=0, also=["warmup", "lr_warmup_steps"]
-    )
+    name: str = "adamw"
+    lr: float = 1e-06
+    critic_lr: float | None = None
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-08
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
 
 
 @dataclass
 class EvaluationConfig:
     """Rewards on held-out prompts."""
 
-    every: int = setting(
-        20, "steps between evaluations; there is one before the first step and one after the last. 0: none", low=0,
-        also=["eval_steps", "test_freq"],
-    )  # fmt: skip
-    num_prompts: int | None = setting(None, "the first held-out prompts alone", low=1)
-    batch_size: int = setting(32, "answers that are generated together", low=1)
-    greedy: bool = setting(True, "the most probable tokens; false: sampled as in training")
+    every: int = 20
+    num_prompts: int | None = None
+    batch_size: int = 32
+    greedy: bool = True
 
 
 @dataclass
 class LoggingConfig:
     """Where the figures go, besides metrics.jsonl."""
 
-    loggers: list[str] = setting(list, "csv, tensorboard, wandb, mlflow", may_change=True)
-    project: str = setting("torchrl-llm-kl", "of W&B; the experiment of MLflow", may_change=True)
-    name: str | None = setting(None, "of the run there; null: that of run.out", may_change=True)
-    doctor_every: int = setting(
-        20, "steps between two looks of the doctor, and two pages of tokens; 0: none", low=0, may_change=True
-    )
+    loggers: list[str] = field(default_factory=list)
+    project: str = "torchrl-llm-kl"
+    name: str | None = None
+    doctor_every: int = 20
 
 
 @dataclass
 class CheckpointsConfig:
     """What is kept, to go on from and to use."""
 
-    every: int = setting(
-        20, "steps between checkpoints; there is one at the end", low=1, also=["save_steps", "save_freq"]
-    )
-    keep: int = setting(
-        2, "the last ones that are kept, besides the best", low=1, also=["save_total_limit"], may_change=True
-    )
-    final: str = setting("last", "the weights in the final folder", choices=["last", "best"], may_change=True)
+    every: int = 20
+    keep: int = 2
+    final: str = "last"
 
 
 @dataclass
 class RunConfig:
     """The run itself."""
 
-    steps: int = setting(
-        100, "batches of answers to train on", low=1, also=["max_steps", "total_steps"], may_change=True
-    )
-    seed: int = setting(
-        0,
-        "of the order of prompts, adapters, sampling and minibatches",
-        low=0,
-        high=2**63 - 1,  # as torch takes
-    )
-    out: str = setting("runs/train", "folder of all that the run writes", also=["output_dir"], may_change=True)
-    threads: int | None = setting(
-        None, "of torch on a CPU; null: torch's default. The figures depend on it", low=1, high=4096
-    )
+    steps: int = 100
+    seed: int = 0
+    out: str = "runs/train"
+    threads: int | None = None
 
 
 @dataclass
@@ -320,26 +225,93 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        for key, value, at in _leaves(self):
+        for key, value in _values(self):
             _check_plain(key, value)
-            _check_value(key, value, at.metadata)
+            _check_value(key, value)
             if key in _PATHS and value is not None:  # no shell expands what is in a file, or behind a `=`
-                setattr(getattr(self, key.split(".")[0]), key.split(".")[1], os.path.expanduser(value))
+                section, name = key.split(".")
+                setattr(getattr(self, section), name, os.path.expanduser(value))
         _check_together(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The sections as plain dicts, lists, numbers and texts."""
         from omegaconf import OmegaConf
 
-        found = OmegaConf.to_container(OmegaConf.structured(self))
-        assert isinstance(found, dict)
-        return {str(key): value for key, value in found.items()}
+        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(self)))
 
     def to_yaml(self) -> str:
         """The whole configuration, which :func:`read_config` reads."""
         from omegaconf import OmegaConf
 
         return OmegaConf.to_yaml(OmegaConf.structured(self))
+
+
+def _sections() -> dict[str, Any]:
+    """The class of each section."""
+    kinds = get_type_hints(TrainConfig)
+    return {each.name: (get_args(kinds[each.name]) or [kinds[each.name]])[0] for each in fields(TrainConfig)}
+
+
+_SECTIONS = _sections()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of a setting.
+
+    Args:
+        key: section and name.
+        kind: its type.
+        default: its value; ``"???"`` if it must be given.
+        meaning: one sentence, for the commented example and the page.
+        choices: all values, if there are few.
+        low: least value.
+        above: a number that it must exceed.
+        high: greatest value.
+        also: names that other programs give to it.
+        example: its value in the commented example, in YAML.
+        may_change: whether a resumed run may have another value.
+    """
+
+    key: str
+    kind: Any
+    default: Any
+    meaning: str
+    choices: list[str]
+    low: float | None
+    above: float | None
+    high: float | None
+    also: list[str]
+    example: str
+    may_change: bool
+
+
+def _settings() -> Iterator[Setting]:
+    text = files(__package__).joinpath("settings.csv").read_text(encoding="utf-8")
+    rows = {row.pop("key"): row for row in csv.DictReader(text.splitlines())}
+    for section, kind in _SECTIONS.items():
+        types = get_type_hints(kind)
+        for each in fields(kind):
+            key, default = (
+                f"{section}.{each.name}",
+                each.default if each.default_factory is MISSING else each.default_factory(),
+            )
+            row: Any = rows[key]
+            bounds = {name: json.loads(row.pop(name) or "null") for name in ("low", "above", "high")}
+            words = {name: row.pop(name).split() for name in ("choices", "also")}
+            row |= {"example": row["example"] or _as_yaml(default), "may_change": row["may_change"] == "yes"}
+            yield Setting(key, types[each.name], default, **bounds, **words, **row)
+
+
+def _as_yaml(value: Any) -> str:
+    import yaml
+
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
+    return text.removesuffix("\n...").strip()
+
+
+#: All settings by key.
+SETTINGS = {each.key: each for each in _settings()}
 
 
 # ------------------------------------------------------------------ reading
@@ -388,13 +360,11 @@ def read_config(source: str | Path | Mapping[str, Any] | None = None, overrides:
     try:
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), *layers)
         OmegaConf.resolve(merged)
-        found = OmegaConf.to_object(merged)
+        return cast(TrainConfig, OmegaConf.to_object(merged))
     except MissingMandatoryValue as error:
         raise ConfigError(_missing(str(error.full_key))) from None
     except (OmegaConfBaseException, OverflowError, RecursionError) as error:
         raise ConfigError(_wrong_type(error, layers)) from None
-    assert isinstance(found, TrainConfig)
-    return found
 
 
 def example_config() -> str:
@@ -405,15 +375,12 @@ def example_config() -> str:
         model:  # The model that is trained.
     """
     lines = ["# A run: torchrl-llm-kl train config.yaml", "# Settings that are left out have these values."]
-    for section in fields(TrainConfig):
-        kind = _section(section.name)
-        lines.append(f"{section.name}:  # {(kind.__doc__ or '').splitlines()[0]}")
-        absent = section.name == "lora"
-        if absent:
-            lines[-1] = f"{section.name}: null  # {(kind.__doc__ or '').splitlines()[0]}"
+    for section, kind in _SECTIONS.items():
+        absent = section == "lora"
+        lines.append(f"{section}:{' null' * absent}  # {(kind.__doc__ or '').splitlines()[0]}")
         for each in fields(kind):
-            text = f"  {each.name}: {_as_yaml(each.metadata['example'])}"
-            lines += _commented(f"#{text}" if absent else text, _meaning(each.metadata))
+            about = SETTINGS[f"{section}.{each.name}"]
+            lines += _commented(f"{'#' * absent}  {each.name}: {about.example}", _meaning(about))
     return "\n".join(lines) + "\n"
 
 
@@ -425,12 +392,21 @@ def settings_table() -> str:
         | `model.name` | | a folder of save_pretrained, or a name on the hub |
     """
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for section in fields(TrainConfig):
-        for each in fields(_section(section.name)):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            shown = "" if default == REQUIRED else f"`{_as_yaml(default)}` "
-            rows.append(f"| `{section.name}.{each.name}` | {shown}| {_meaning(each.metadata)} |")
+    for each in SETTINGS.values():
+        shown = "" if each.default == REQUIRED else f"`{_as_yaml(each.default)}` "
+        rows.append(f"| `{each.key}` | {shown}| {_meaning(each)} |")
     return "\n".join(rows) + "\n"
+
+
+def _meaning(about: Setting) -> str:
+    return f"{about.meaning} ({', '.join(about.choices)})" if about.choices else about.meaning
+
+
+def _commented(text: str, comment: str, *, column: int = 44, width: int = 120) -> list[str]:
+    """A setting with its meaning beside it, on as many lines as that takes."""
+    first, *others = textwrap.wrap(comment, width - column - 2)
+    gap = " " * max(2, column - len(text))
+    return [f"{text}{gap}# {first}", *(f"{' ' * column}# {line}" for line in others)]
 
 
 def differences(old: Mapping[str, Any], new: TrainConfig) -> list[str]:
@@ -438,20 +414,12 @@ def differences(old: Mapping[str, Any], new: TrainConfig) -> list[str]:
 
     Those that a resumed run may change are left out.
     """
-    before, now = dict(_flat(old)), dict(_flat(new.to_dict()))
-    changing = {
-        f"{s.name}.{f.name}" for s in fields(TrainConfig) for f in fields(_section(s.name)) if f.metadata["may_change"]
-    }
+    before, now = (
+        {key: None if value == {} else value for key, value in flatten(each).items()} for each in (old, new.to_dict())
+    )
+    changing = {key for key, each in SETTINGS.items() if each.may_change}
     keys = [key for key in {**now, **before} if ".".join(key.split(".")[:2]) not in changing]
     return [f"{key}: {before.get(key)}, now {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping) and item:
-            yield from _flat(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", None if item == {} else item
 
 
 def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
@@ -566,69 +534,55 @@ def _long_reward(layer: dict[str, Any]) -> dict[str, Any]:
 def _check_keys(layer: Mapping[str, Any]) -> None:
     """Raise for keys that do not exist, all of them at once."""
     complaints = []
-    sections = {each.name for each in fields(TrainConfig)}
     for name, values in layer.items():
-        if name not in sections:
+        if name not in _SECTIONS:
             complaints.append(f"unknown key {name}{_suggestion(name)}")
         elif isinstance(values, Mapping):
-            known = {each.name for each in fields(_section(name))}
-            complaints += [
-                f"unknown key {name}.{key}{_suggestion(f'{name}.{key}')}" for key in values if key not in known
-            ]
+            unknown = [key for key in (f"{name}.{each}" for each in values) if key not in SETTINGS]
+            complaints += [f"unknown key {key}{_suggestion(key)}" for key in unknown]
         elif values is not None or name != "lora":
-            complaints.append(
-                f"{name} is {_shown(values)}: expected a section with {', '.join(f.name for f in fields(_section(name)))}."
-            )
+            complaints.append(f"{name} is {_shown(values)}: expected a section with {', '.join(_leaves(name))}.")
     if complaints:
         raise ConfigError(" ".join(each if each[-1] in ".?" else f"{each}." for each in complaints))
+
+
+def _leaves(section: str) -> dict[str, str]:
+    """The keys of a section by the settings' own names."""
+    return {key.split(".")[1]: key for key in SETTINGS if key.startswith(f"{section}.")}
 
 
 def _suggestion(key: str) -> str:
     """``: did you mean optimizer.lr?``, or what there is."""
     section, _, leaf = key.rpartition(".")
-    known = {f"{s.name}.{f.name}": f for s in fields(TrainConfig) for f in fields(_section(s.name))}
-    own = [name for name in known if name.startswith(f"{section}.")]
-    for among in (own, known):
-        for name in among:
-            if leaf == name.split(".")[1] or leaf in known[name].metadata["also"]:
-                return f": did you mean {name}?"
-    leaves = {name.split(".")[1]: name for name in own}
-    if near := nearest(leaf, leaves):
-        return f": did you mean {leaves[near]}?"
-    if leaves:
-        return f"; {section} has {', '.join(leaves)}."
-    sections = [each.name for each in fields(TrainConfig)]
-    near = nearest(key, [*sections, *known])
-    return f": did you mean {near}?" if near else f"; there are {', '.join(sections)}."
+    own = _leaves(section)
+    for name in (*own.values(), *SETTINGS):
+        if leaf == name.split(".")[1] or leaf in SETTINGS[name].also:
+            return f": did you mean {name}?"
+    if near := nearest(leaf, own):
+        return f": did you mean {own[near]}?"
+    if own:
+        return f"; {section} has {', '.join(own)}."
+    near = nearest(key, [*_SECTIONS, *SETTINGS])
+    return f": did you mean {near}?" if near else f"; there are {', '.join(_SECTIONS)}."
 
 
 def _missing(key: str) -> str:
-    return f"{key} is missing: set it in the file, or pass {key}=... ({_field(key).metadata['meaning']})."
+    return f"{key} is missing: set it in the file, or pass {key}=... ({SETTINGS[key].meaning})."
 
 
 def _wrong_type(error: Exception, layers: Sequence[Mapping[str, Any]]) -> str:
-    key = str(getattr(error, "full_key", None) or "").split("[")[0]
-    name = ".".join(key.split(".")[:2])
-    if not _is_setting(name):
-        return _without_key(error, layers)
-    values = [value for layer in layers for at, value in _flat(layer) if at == name or at.startswith(f"{name}.")]
-    expected = _expected(_type_of(name))
-    return f"{key} is {_shown(values[-1])}: expected {expected}." if values else f"{key}: expected {expected}."
-
-
-def _without_key(error: Exception, layers: Sequence[Mapping[str, Any]]) -> str:
-    """What an error is about that names no key: the setting that cannot be merged, or those that refer to others."""
-    settings = [
+    """What no setting of the layers can be: the setting that cannot be merged, or those that refer to others."""
+    given = [
         (f"{section}.{name}", value)
         for layer in reversed(layers)
         for section, values in layer.items()
         if isinstance(values, Mapping)
         for name, value in values.items()
     ]
-    for key, value in settings:
+    for key, value in given:
         if not _merges(key, value):
-            return f"{key} is {_shown(value)}: expected {_expected(_type_of(key))}."
-    refer = [f"{key} is {_shown(value)}" for key, value in settings if "${" in str(value)]
+            return f"{key} is {_shown(value)}: expected {_expected(SETTINGS[key].kind)}."
+    refer = [f"{key} is {_shown(value)}" for key, value in given if "${" in str(value)]
     return ": ".join([*([", ".join(refer)] if refer else []), f"{_reason(error)}."])
 
 
@@ -641,15 +595,6 @@ def _merges(key: str, value: Any) -> bool:
     except Exception:  # whatever it is
         return False
     return True
-
-
-def _is_setting(key: str) -> bool:
-    return any(key == f"{s.name}.{f.name}" for s in fields(TrainConfig) for f in fields(_section(s.name)))
-
-
-def _type_of(key: str) -> Any:
-    section, leaf = key.split(".")
-    return get_type_hints(_section(section))[leaf]
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -687,25 +632,32 @@ def _check_plain(key: str, value: Any, depth: int = 0) -> None:
         raise ConfigError(f"{key} is nan: expected a finite number.")
 
 
-def _check_value(key: str, value: Any, metadata: Mapping[str, Any]) -> None:
+def _values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
+    """Key and value of every setting; those of a section that is None are left out."""
+    for key in SETTINGS:
+        section, name = key.split(".")
+        if (values := getattr(config, section)) is not None:
+            yield key, getattr(values, name)
+
+
+def _check_value(key: str, value: Any) -> None:
     """Raise for a value that is missing, not among the choices, or out of range."""
+    about = SETTINGS[key]
     if value == REQUIRED:
         raise ConfigError(_missing(key))
-    choices = metadata["choices"]
-    if choices and value not in choices:
-        raise ConfigError(
-            f"{key} is {_shown(value)}: choose one of {', '.join(choices)}.{did_you_mean(value, choices)}"
-        )
+    if about.choices and value not in about.choices:
+        hint = did_you_mean(value, about.choices)
+        raise ConfigError(f"{key} is {_shown(value)}: choose one of {', '.join(about.choices)}.{hint}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        low, above, high = (metadata[name] for name in ("low", "above", "high"))
         if not math.isfinite(value):
             raise ConfigError(f"{key} is {value}: expected a finite number.")
-        if low is not None and value < low:
-            raise ConfigError(f"{key} is {value:g}: expected at least {low:g}.")
-        if above is not None and not value > above:
-            raise ConfigError(f"{key} is {value:g}: expected more than {above:g}.")
-        if high is not None and value > high:
-            raise ConfigError(f"{key} is {value:g}: expected at most {high:g}.")
+        for bound, wrong, words in (
+            (about.low, lambda bound: value < bound, "at least"),
+            (about.above, lambda bound: value <= bound, "more than"),
+            (about.high, lambda bound: value > bound, "at most"),
+        ):
+            if bound is not None and wrong(bound):
+                raise ConfigError(f"{key} is {value:g}: expected {words} {bound:g}.")
 
 
 def _check_together(config: TrainConfig) -> None:
@@ -768,45 +720,3 @@ def _check_together(config: TrainConfig) -> None:
     functions = config.reward.functions
     if not isinstance(functions, (str, Mapping)) or not functions:
         raise ConfigError(f"reward.functions is {functions!r}: expected module.py:function, or several by name.")
-
-
-# ------------------------------------------------------------------ fields
-
-
-def _section(name: str) -> Any:
-    """The class of a section."""
-    kind = get_type_hints(TrainConfig)[name]
-    return next((each for each in get_args(kind) if each is not type(None)), kind)
-
-
-def _field(key: str) -> Any:
-    section, leaf = key.split(".")[:2]
-    return next(each for each in fields(_section(section)) if each.name == leaf)
-
-
-def _leaves(config: TrainConfig) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value and field of every setting."""
-    for section in fields(config):
-        values = getattr(config, section.name)
-        if is_dataclass(values):
-            for each in fields(values):
-                yield f"{section.name}.{each.name}", getattr(values, each.name), each
-
-
-def _meaning(metadata: Mapping[str, Any]) -> str:
-    choices = metadata["choices"]
-    return f"{metadata['meaning']} ({', '.join(choices)})" if choices else str(metadata["meaning"])
-
-
-def _as_yaml(value: Any) -> str:
-    import yaml
-
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
-    return text.removesuffix("\n...").strip()
-
-
-def _commented(text: str, comment: str, *, column: int = 44, width: int = 120) -> list[str]:
-    """A setting with its meaning beside it, on as many lines as that takes."""
-    first, *others = textwrap.wrap(comment, width - column - 2)
-    gap = " " * max(2, column - len(text))
-    return [f"{text}{gap}# {first}", *(f"{' ' * column}# {line}" for line in others)]

@@ -34,7 +34,7 @@ from torchrl_llm_kl import (
     RetrieveLogProb,
     Sampling,
 )
-from torchrl_llm_kl.configs import NODES, PolicyLossConfig, RetrieveKLConfig
+from torchrl_llm_kl.configs import NODES
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
 from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
 
@@ -74,8 +74,8 @@ def test_a_node_has_the_arguments_of_its_constructor(every: DictConfig, group: s
 
 def test_torchrls_groups_are_joined_and_no_node_of_its_own_is_replaced() -> None:
     assert compose("+transform@it=kl_reward").it["_target_"] == "torchrl.envs.llm.transforms.kl.KLRewardTransform"
-    assert issubclass(RetrieveKLConfig, theirs.TransformConfig)
-    assert issubclass(PolicyLossConfig, theirs.LossConfig)
+    assert issubclass(NODES["transform"]["retrieve_kl"], theirs.TransformConfig)
+    assert issubclass(NODES["loss"]["policy"], theirs.LossConfig)
 
 
 class Lab:
