@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -494,26 +495,17 @@ def check_loggers(config: TrainConfig) -> None:
 
 
 def _logger(kind: str, name: str, folder: Path, config: TrainConfig) -> Any:
-    if kind == "csv":
-        from torchrl.record import CSVLogger
+    from torchrl.record.loggers import get_logger
 
-        return CSVLogger(name, log_dir=str(folder))
-    if kind == "tensorboard":
-        from torchrl.record.loggers.tensorboard import TensorboardLogger
-
-        return TensorboardLogger(name, log_dir=str(folder))
+    if kind == "mlflow":
+        return _mlflow_logger(name, folder, config)
+    more: dict[str, Any] = {}
     if kind == "wandb":
-        from torchrl.record.loggers.wandb import WandbLogger
-
         own = folder / "id"
         if not own.exists():
-            import uuid
-
             own.write_text(uuid.uuid4().hex[:12])
-        return WandbLogger(
-            name, save_dir=str(folder), id=own.read_text(), project=config.logging.project, config=config.to_dict()
-        )
-    return _mlflow_logger(name, folder, config)
+        more = {"id": own.read_text(), "project": config.logging.project, "config": config.to_dict()}
+    return get_logger(kind, str(folder), name, wandb_kwargs=more)
 
 
 def _mlflow_logger(name: str, folder: Path, config: TrainConfig) -> Any:

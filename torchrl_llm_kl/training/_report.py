@@ -251,52 +251,6 @@ def plot_curves(
 
 # ------------------------------------------------------------------ the model card
 
-_CARD = """\
----
-{% if base %}base_model: {{ base }}
-{% endif -%}
-library_name: transformers
-pipeline_tag: text-generation
-tags: [torchrl-llm-kl, {{ config.algorithm.name }}, reinforcement-learning]
----
-
-# {{ title }}
-
-{{ config.model.name }}, trained for {{ steps }} with {{ config.algorithm.name }}
-{%- if kl %}, near {{ reference }}{% endif %}. This folder holds {{ holds }}.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({{ folder|tojson }})
-tokenizer = AutoTokenizer.from_pretrained({{ folder|tojson }})
-```
-
-| | |
-|---|---|
-{% for label, figure in figures.items() -%}
-| {{ label }} | {{ figure }} |
-{% endfor %}
-{% if curves %}![Reward, KL and coefficient over the steps]({{ curves }})
-
-{% endif -%}
-{% if evaluations %}## Held-out prompts
-
-| step | reward | standard error |{% if with_kl %} KL, nats per answer |{% endif %}
-|---|---|---|{% if with_kl %}---|{% endif %}
-{% for row in evaluations -%}
-| {{ row.step }} | {{ "%.4g"|format(row.reward) }} | {{ "%.2g"|format(row.reward_error) if "reward_error" in row else "—" }} |
-{%- if with_kl %} {{ "%.3g"|format(row.kl) }} |{% endif %}
-{% endfor %}
-{% endif -%}
-## Configuration
-
-{{ fence }}yaml
-{{ config.to_yaml() }}{{ fence }}
-
-{% for package, number in versions.items() %}{{ package }} {{ number }}{{ ", " if not loop.last else "." }}{% endfor %}
-"""
-
 
 def summary(
     config: TrainConfig, rows: Sequence[Figures], evaluations: Sequence[Figures], *, chosen: int | None = None
@@ -397,7 +351,7 @@ def write_card(
     Example:
         >>> write_card(config, Path("final"), rows=rows, evaluations=evaluations, chosen=100)  # doctest: +SKIP
     """
-    from jinja2 import Environment
+    from huggingface_hub import ModelCard, ModelCardData
 
     if curves is not None:
         shutil.copyfile(curves, folder / curves.name)
@@ -405,29 +359,30 @@ def write_card(
     adapters = config.lora is not None and not config.lora.merge
     merged = config.lora is not None and config.lora.merge
     reference = {"start": "its weights before training", "base": "its weights without adapters"}
-    text = (
-        Environment(trim_blocks=False)
-        .from_string(_CARD)
-        .render(
-            config=config,
-            title=config.logging.name or folder.resolve().parent.name,
-            folder=str(folder),
-            base="" if Path(base).is_absolute() or Path(base).is_dir() else base,  # hubs know names alone
-            steps=counted(chosen, "step"),
-            kl=any("kl" in row for row in rows),
-            reference=reference.get(config.reference.name, config.reference.name),
-            holds="LoRA adapters of it, which need peft"
-            if adapters
-            else "the whole model" + (", adapters merged" if merged else ""),
-            figures=summary(config, rows, evaluations, chosen=chosen),
-            curves=None if curves is None else curves.name,
-            evaluations=evaluations,
-            with_kl=bool(evaluations) and all("kl" in row for row in evaluations),
-            fence="`" * max(3, 1 + max(map(len, re.findall("`+", config.to_yaml())), default=0)),
-            versions=versions(),
-        )
+    about = ModelCardData(
+        base_model=None if Path(base).is_absolute() or Path(base).is_dir() else base,  # hubs know names alone
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["torchrl-llm-kl", config.algorithm.name, "reinforcement-learning"],
     )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    card = ModelCard.from_template(
+        about,
+        template_path=str(Path(__file__).with_name("card.md.jinja")),
+        config=config,
+        title=config.logging.name or folder.resolve().parent.name,
+        folder=str(folder),
+        steps=counted(chosen, "step"),
+        kl=any("kl" in row for row in rows),
+        reference=reference.get(config.reference.name, config.reference.name),
+        holds="LoRA adapters of it, which need peft" if adapters else f"the whole model{', adapters merged' * merged}",
+        figures=summary(config, rows, evaluations, chosen=chosen),
+        curves=None if curves is None else curves.name,
+        evaluations=evaluations,
+        with_kl=bool(evaluations) and all("kl" in row for row in evaluations),
+        fence="`" * max(3, 1 + max(map(len, re.findall("`+", config.to_yaml())), default=0)),
+        versions=versions(),
+    )
+    card.save(folder / "README.md")
 
 
 def versions() -> Mapping[str, str]:
