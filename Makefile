@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)  ## Train a small model on Countdown, with the KL held at a target; writes runs/demo
-	$(BIN)/python tutorials/countdown_grpo.py $(ARGS)
+	$(BIN)/python tutorials/countdown_demo.py $(ARGS)
 
 demo-ray: $(READY)  ## Run the demo with four collectors that share one Ray reference, killed halfway; writes runs/ray
 	$(BIN)/python tutorials/ray_shared_reference.py $(ARGS)

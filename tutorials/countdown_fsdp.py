@@ -1,7 +1,7 @@
-"""Train on several ranks with sharded models (FSDP2): a smaller ``countdown_grpo.py``, with the same figures on any number.
+"""Train on several ranks with sharded models (FSDP2): the demo's task, with the same figures on any number of ranks.
 
 Run it with ``torchrun --nproc-per-node 2 tutorials/countdown_fsdp.py``: gloo on CPU cores, NCCL on GPUs; or without torchrun in
-one process. Each rank
+one process. Changes of :class:`Settings` go behind it, such as ``algorithm=ppo out=runs/ppo``. Each rank
 
 1. holds a share of the weights of the policy, the reference and, if there is one, the critic;
 2. samples and scores answers to its share of a step's problems. Noise is drawn for each problem by its number in the run, so
@@ -9,7 +9,7 @@ one process. Each rank
 3. receives all answers, and computes advantages and metrics from them;
 4. trains on its share of each minibatch: ``count`` divides by the tokens of all ranks, FSDP adds up the gradients.
 
-Checkpoints are sharded too (``torch.distributed.checkpoint``). ``--resume FOLDER`` continues a run on any number of ranks, and
+Checkpoints are sharded too (``torch.distributed.checkpoint``). The same command continues a run, on any number of ranks, and
 ends where it would have ended without a break; Ctrl-C saves one. Start reading at :meth:`Run.train`.
 """
 
@@ -20,19 +20,18 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
+import tensordict
 import torch
 import torch.distributed as dist
-import typer
 from tensordict import TensorDictBase
 from torch import nn
 
-from countdown.algorithms import ON_POLICY, build, label
-from countdown.model import MAX_NEW_TOKENS, accuracy, as_policy, to_dtype, warm_up
+from countdown.algorithms import EPOCHS, MINIBATCHES, SUPPORTED, build, label
+from countdown.model import MAX_NEW_TOKENS, WARMUP_STEPS, accuracy, as_policy, make_policy, to_dtype, warm_up
 from countdown.ranks import (
     Gumbel,
     Ranks,
@@ -46,43 +45,47 @@ from countdown.ranks import (
     start_ranks,
     whole,
 )
-from countdown.report import Metrics, MetricsFile, keep_earlier_run, plot_curves, print_table, progress, totals
-from countdown.task import all_problems, make_env, split_problems
-from countdown_grpo import (
-    EPOCHS,
-    GROUP_SIZE,
-    MINIBATCHES,
-    WARMUP_STEPS,
-    check_options,
-    make_policy,
-    open_policy,
+from countdown.report import (
+    Metrics,
+    MetricsFile,
+    plot_curves,
+    print_table,
+    progress,
     silence_dependencies,
     status,
     summarise,
+    totals,
 )
+from countdown.settings import check_positive, read_settings
+from countdown.task import all_problems, make_env, split_problems
 from torchrl_llm_kl import PIKLCoefficient, RetrieveKL
 from torchrl_llm_kl.algorithms import get_algorithm
-from torchrl_llm_kl.training import LOSS_KEYS
+from torchrl_llm_kl.training import loss_entries
 
-# Others need expert answers or a teacher, which countdown_grpo.py makes.
-SUPPORTED = tuple(name for name in ON_POLICY if get_algorithm(name).schema not in ("mix", "distill"))
+# Required by torchrl's LLM components, which store lists of strings as stacks.
+tensordict.set_list_to_stack(True).set()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
-    """What a run is; saved with it, and the same when it is resumed."""
+    """What a run is, which is saved with it; and, last, what may change when it goes on."""
 
     algorithm: str = "grpo"
-    seed: int = 0
+    seed: int = 0  # of the weights, the order of the problems and the sampling
     steps: int = 80
-    warmup_steps: int | None = None
-    kl_target: float | None = None
-    lr: float = 3e-4
-    num_prompts: int = 16
-    group_size: int = GROUP_SIZE
+    warmup_steps: int = WARMUP_STEPS
+    kl_target: float | None = None  # nats per answer; None: 0.5, if the algorithm has a reference
+    lr: float = 3e-4  # at the start of RL; it falls to 0
+    num_prompts: int = 16  # per step, over all ranks
+    group_size: int = 8
     max_new_tokens: int = MAX_NEW_TOKENS
-    model: str | None = None
-    dtype: str = "float64"
+    dtype: str = "float64"  # the same figures on any number of ranks; float32: faster, the same up to rounding
+    out: str = "runs/fsdp"
+    stop_after: int | None = None  # end after this step, to go on later
+    save_every: int = 10
+
+
+MAY_CHANGE = ("out", "stop_after", "save_every")
 
 
 class Run:
@@ -106,12 +109,11 @@ class Run:
     ) -> None:
         self.settings, self.out, self.ranks, self.stop = settings, out, Ranks(), Stop() if stop is None else stop
         self.step, self.accuracies = 0, list[float]()
-        if settings.num_prompts < self.ranks.count:
-            raise ValueError(f"{self.ranks.count} ranks for {settings.num_prompts} problems per step: use fewer ranks.")
+        check(settings, self.ranks)
         torch.manual_seed(settings.seed)
         problems = all_problems()
         self.problems, self.held_out = split_problems(problems)
-        policy, self.tokenizer = make_policy(problems) if settings.model is None else open_policy(settings.model)
+        policy, self.tokenizer = make_policy(problems)
         # In float64, rounding, which depends on the number of ranks, never changes a sampled token. In float32 it will at some
         # step, and runs then differ as if their seeds did.
         self.policy = to_dtype(policy.to(device or "cpu"), getattr(torch, settings.dtype))
@@ -134,8 +136,6 @@ class Run:
         """Train the first rank's model on demonstrations, and copy it to all."""
         ranks, settings = self.ranks, self.settings
         steps = settings.warmup_steps
-        if steps is None:
-            steps = WARMUP_STEPS if settings.model is None else 0
         if ranks.first and steps:
             with progress("warm-up", steps) as advance:
                 for loss in warm_up(self.policy, self.tokenizer, self.problems, steps=steps, seed=settings.seed):
@@ -189,7 +189,7 @@ class Run:
                 for group in self.optimizer.param_groups:
                     group["lr"] = settings.lr * (1 - self.step / settings.steps)
                 batch = self.parts.prepare(label(ranks.gather(sample()), settings.group_size))
-                self._learn(batch.select(*LOSS_KEYS, strict=False).to(self.policy.device))
+                self._learn(loss_entries(batch).to(self.policy.device))
                 row = summarise(
                     batch, step=self.step, coefficient=self.coefficient, seconds=time.perf_counter() - start
                 )
@@ -266,130 +266,60 @@ class Run:
         results |= totals(rows, self.kl_target) | {"everything": f"{seconds:.0f} s"}
         ranks = f"{count} sharded rank{'s' * (count > 1)}" if dist.is_initialized() else "one process"
         print_table(f"Countdown, {settings.algorithm}, seed {settings.seed}, {ranks}", results)
-        typer.echo(f"wrote {self.metrics.path}, {self.out / f'checkpoint-{self.step}'}, {plot}")
+        print(f"wrote {self.metrics.path}, {self.out / f'checkpoint-{self.step}'}, {plot}")
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+def check(settings: Settings, ranks: Ranks) -> None:
+    """Raise for settings that no run can have."""
+    if settings.algorithm not in SUPPORTED:
+        raise ValueError(f"algorithm is {settings.algorithm}: choose one of {', '.join(SUPPORTED)}")
+    if settings.kl_target is not None and not get_algorithm(settings.algorithm).use_reference:
+        raise ValueError(f"{settings.algorithm} has no KL penalty that could hold kl_target: leave it out")
+    if settings.dtype not in ("float32", "float64"):
+        raise ValueError(f"dtype is {settings.dtype}: expected float32 or float64")
+    check_positive(kl_target=settings.kl_target, lr=settings.lr, steps=settings.steps, save_every=settings.save_every)
+    if settings.num_prompts < ranks.count:
+        raise ValueError(f"num_prompts is {settings.num_prompts} for {ranks.count} ranks: start fewer ranks")
 
-DEFAULT = Settings()
-KEPT = ("resume", "stop_after", "save_every")  # options that a resumed run takes
+
+def is_saved(settings: Settings) -> bool:
+    """Whether the folder holds a run to go on with; raise if that has other settings."""
+    if not Path(settings.out, "run.json").exists():
+        return False
+    saved, now = read_state(Path(settings.out))["settings"], asdict(settings)
+    kept = [name for name in now if name not in MAY_CHANGE]
+    different = [f"{name} was {saved[name]}, now {now[name]}" for name in kept if saved[name] != now[name]]
+    if different:
+        raise ValueError(f"{settings.out} holds a run with other settings ({'; '.join(different)}): pass another out")
+    return True
 
 
-@app.command()
-def main(
-    context: typer.Context,
-    algorithm: Annotated[str, typer.Option(help=f"One of {', '.join(SUPPORTED)}.")] = DEFAULT.algorithm,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the weights, the order of the problems and the sampling.")
-    ] = DEFAULT.seed,
-    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = DEFAULT.steps,
-    warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="Supervised steps before RL. Default: 300, or 0 for a checkpoint.")
-    ] = DEFAULT.warmup_steps,
-    kl_target: Annotated[
-        float | None, typer.Option(help="KL to the reference to hold, in nats per answer. Default: 0.5.")
-    ] = DEFAULT.kl_target,
-    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it falls to 0.")] = DEFAULT.lr,
-    num_prompts: Annotated[
-        int, typer.Option(min=1, help="Problems per RL step, over all ranks.")
-    ] = DEFAULT.num_prompts,
-    group_size: Annotated[int, typer.Option(min=2, help="Answers to each problem.")] = DEFAULT.group_size,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = DEFAULT.max_new_tokens,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A transformers checkpoint (folder or hub name). Default: the small model built here."),
-    ] = DEFAULT.model,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="float64: the same figures on any number of ranks; float32: faster, the same up to rounding."
-        ),
-    ] = DEFAULT.dtype,
-    out: Annotated[Path, typer.Option(help="Folder for metrics, curves.png and checkpoints.")] = Path("runs/fsdp"),
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Continue the run in this folder, with its own options, on any number of ranks."),
-    ] = None,
-    stop_after: Annotated[
-        int | None, typer.Option(min=1, help="End after this RL step, to resume later. Default: the last.")
-    ] = None,
-    save_every: Annotated[int, typer.Option(min=1, help="RL steps between checkpoints.")] = 10,
-) -> None:
-    """Teach a language model to play Countdown on several ranks, with sharded models."""
+def main(changes: Sequence[str]) -> int:
+    """Teach a language model to play Countdown on several ranks, with sharded models; returns the exit code."""
     stop, begin = Stop(), time.perf_counter()
     silence_dependencies()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     device = start_ranks()
     try:
         with stop.on_signals():
-            if resume is not None:
-                settings, out = settings_of(resume, context), resume
-            else:
-                settings = Settings(**{name: context.params[name] for name in asdict(DEFAULT)})
-                check_options(algorithm=algorithm, kl_target=kl_target, lr=lr, out=out)
-                check_ranks(settings)
-                if Ranks().first:
-                    keep_earlier_run(out, ("metrics.jsonl", "curves.png", "run.json", *checkpoints(out)))
-            run = Run(settings, out, resume=resume is not None, device=device, stop=stop)
-            finished = run.train(stop_after, save_every=save_every)
-            if run.step == settings.steps:
+            settings = read_settings(Settings, changes)
+            run = Run(settings, Path(settings.out), resume=is_saved(settings), device=device, stop=stop)
+            finished = run.train(settings.stop_after, save_every=settings.save_every)
+            if run.step == settings.steps and len(run.accuracies) < 2:
                 run.accuracies.append(run.accuracy())
         if run.ranks.first:
             run.report(time.perf_counter() - begin)
             if run.step < settings.steps:
-                typer.echo(f"{run.step} of {settings.steps} RL steps are done: continue with --resume {out}")
-        if not finished:
-            raise typer.Exit(130)
-    except InterruptedError as error:
+                print(f"{run.step} of {settings.steps} RL steps are done: the same command continues")
+        return 0 if finished else 130
+    except (InterruptedError, ValueError) as error:
         if Ranks().first:
-            typer.echo(f"\n{error}")
-        raise typer.Exit(130) from None
-    except typer.BadParameter:
-        if Ranks().first:
-            raise
-        sys.exit(2)  # one rank says what is wrong
+            print(f"\n{error}")  # one rank says what is wrong
+        return 130 if isinstance(error, InterruptedError) else 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def checkpoints(folder: Path) -> list[str]:
-    """The names of the checkpoints in a folder."""
-    return [path.name for path in folder.glob("checkpoint-*")]
-
-
-def check_ranks(settings: Settings) -> None:
-    """Check what several ranks need."""
-    if settings.algorithm not in SUPPORTED:
-        raise typer.BadParameter(
-            f"{settings.algorithm} needs expert answers or a teacher: run it with countdown_grpo.py, or choose one of "
-            f"{', '.join(SUPPORTED)}.",
-            param_hint="--algorithm",
-        )
-    if settings.dtype not in ("float32", "float64"):
-        raise typer.BadParameter(f"{settings.dtype!r} is neither float32 nor float64.", param_hint="--dtype")
-    if settings.num_prompts < Ranks().count:
-        raise typer.BadParameter(
-            f"{settings.num_prompts} problems per step for {Ranks().count} ranks: a rank would have none. Start fewer ranks.",
-            param_hint="--num-prompts",
-        )
-
-
-def settings_of(folder: Path, context: typer.Context) -> Settings:
-    """The settings of a saved run; another one on the command line is an error."""
-    if not (folder / "run.json").exists():
-        raise typer.BadParameter(f"{folder} holds no checkpoint: expected run.json there.", param_hint="--resume")
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in KEPT and source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(
-                f"a resumed run keeps its own {option}: leave the option out, or start a new run.", param_hint=option
-            )
-    settings = Settings(**read_state(folder)["settings"])
-    check_ranks(settings)
-    return settings
-
-
 if __name__ == "__main__":
-    app()
+    sys.exit(main(sys.argv[1:]))

@@ -2,37 +2,37 @@
 
 ``make study`` runs each cell of :mod:`countdown.study` with its seeds on the demo's task: a placement of the KL (k1 in the
 reward; k2, k3, or the exact KL in the loss; none), a constant or adaptive coefficient, a sampler that is scored as it samples
-or not. ``make study-target`` runs the demo itself with PI control and with Ziegler's rule, on seeds on which neither was
-tuned. All sample without an env, which gives the same tokens in half the time. Each run ends in one line of
-``docs/kl_study.jsonl``. Interrupt it at any time: started again, it continues with what is missing. Both end by writing the
-tables and pictures of the page from that file; ``countdown_study.py pages`` does only that.
+or not. ``make study-target`` runs the demo with PI control and with Ziegler's rule, on seeds on which neither was tuned. All
+sample without an env, which gives the same tokens in half the time. Each run ends in one line of ``docs/kl_study.jsonl``.
+Interrupt it at any time: started again, it continues with what is missing. Both end by writing the tables and pictures of the
+page from that file; ``countdown_study.py pages`` does only that. Changes of :class:`Settings` go behind the study's name.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import os
+import sys
 import time
 import warnings
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import tensordict
 import torch
-import typer
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import countdown_grpo as demo
-from countdown.algorithms import make_coefficient
-from countdown.model import MAX_NEW_TOKENS, accuracy, build_model, build_tokenizer, render_prompt, warm_up
-from countdown.report import MetricsFile
+from countdown.algorithms import EPOCHS, MINIBATCHES, build, label, make_coefficient
+from countdown.direct import direct_batches
+from countdown.model import MAX_NEW_TOKENS, accuracy, as_policy, build_model, build_tokenizer, render_prompt, warm_up
+from countdown.report import Metrics, silence_dependencies, summarise
+from countdown.settings import read_settings
 from countdown.study import (
     DEMO,
     PLACEMENT_SEEDS,
@@ -56,15 +56,19 @@ from countdown.study import (
     write_blocks,
 )
 from countdown.task import Problem, all_problems, split_problems
-from torchrl_llm_kl import FixedKLCoefficient
+from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL
 from torchrl_llm_kl.estimators import KLPlacementWarning
+from torchrl_llm_kl.training import learn, loss_entries
+
+# Required by torchrl's LLM components, which store lists of strings as stacks.
+tensordict.set_list_to_stack(True).set()
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
     """Train a policy in one cell, and measure it on the held-out problems; the result is the same in every process."""
-    demo.silence_dependencies()
+    silence_dependencies()
     warnings.simplefilter("ignore", KLPlacementWarning)  # some cells are there to show what it warns of
     start = time.perf_counter()
     train_problems, held_out = split_problems(all_problems())
@@ -77,31 +81,11 @@ def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
         coefficient = make_coefficient(cell.coefficient, target=TARGET, batch_size=batch_size)
     elif cell.placement != "none":
         coefficient = FixedKLCoefficient(cell.coefficient)
-    metrics = MetricsFile(folder / "metrics.jsonl", writes=False)
     before = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
-    with contextlib.redirect_stdout(io.StringIO()):
-        demo.train(
-            "grpo",
-            policy,
-            tokenizer,
-            train_problems,
-            steps=scale.steps,
-            lr=scale.lr,
-            coefficient=coefficient,
-            num_prompts=scale.num_prompts,
-            group_size=scale.group_size,
-            max_new_tokens=MAX_NEW_TOKENS,
-            seed=seed,
-            metrics=metrics,
-            sampling={"temperature": cell.temperature, "top_k": cell.top_k},
-            kl_reward=cell.kl_reward,
-            kl_loss=cell.kl_loss,
-            temperature=cell.scored_at,
-            direct=True,
-        )
+    rows = train(cell, policy, reference, tokenizer, train_problems, coefficient, scale, seed)
     after = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
     kl, sampled = true_kl(policy, reference, tokenizer, held_out, samples=scale.samples, seed=seed)
-    last = [row["kl"] for row in metrics.rows[-max(1, scale.steps // 5) :]]
+    last = [row["kl"] for row in rows[-max(1, scale.steps // 5) :]]
     result = {
         "cell": asdict(cell),
         "seed": seed,
@@ -112,12 +96,55 @@ def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
         "sampled_after": sampled,
         "true_kl": kl,
         "kl_estimated": sum(last) / len(last),
-        "kl_highest": max(row["kl"] for row in metrics.rows),
+        "kl_highest": max(row["kl"] for row in rows),
         "seconds": round(time.perf_counter() - start, 1),
     }
     if isinstance(cell.coefficient, str):
-        result["coefficient_end"] = metrics.rows[-1]["coefficient"]
-    return result | (target_summary(metrics.rows) if cell.study == "target" else {})
+        result["coefficient_end"] = rows[-1]["coefficient"]
+    return result | (target_summary(rows) if cell.study == "target" else {})
+
+
+def train(
+    cell: Cell,
+    policy: PreTrainedModel,
+    reference: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    coefficient: nn.Module | None,
+    scale: Scale,
+    seed: int,
+) -> list[Metrics]:
+    """Train the policy in place; returns the figures of each step. What ``countdown.yaml`` does, without an env."""
+    parts = build(
+        "grpo",
+        policy,
+        reference,
+        coefficient=coefficient,
+        max_new_tokens=MAX_NEW_TOKENS,
+        in_collector=False,
+        kl_reward=cell.kl_reward,
+        kl_loss=cell.kl_loss,
+        temperature=cell.scored_at,
+    )
+    kl = parts.kl_transform
+    if not isinstance(kl, RetrieveKL):  # no KL in the reward: it is measured
+        kl = RetrieveKL(policy, reference, add_to_reward=False, temperature=cell.scored_at)
+    sampler = as_policy(policy, tokenizer, temperature=cell.temperature, top_k=cell.top_k)
+    task = {"num_prompts": scale.num_prompts, "group_size": scale.group_size, "seed": seed}
+    optimizer = torch.optim.Adam(policy.parameters(), lr=scale.lr)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=scale.steps)
+    rows: list[Metrics] = []
+    start = time.perf_counter()
+    for batch in direct_batches(kl, sampler, tokenizer, problems, steps=scale.steps, **task):
+        batch = parts.prepare(label(batch, scale.group_size))
+        learn(parts, loss_entries(batch), optimizer, epochs=EPOCHS, minibatches=MINIBATCHES)
+        schedule.step()
+        seconds = time.perf_counter() - start
+        charged = kl.add_to_reward
+        rows.append(summarise(batch, step=len(rows), coefficient=coefficient, charged=charged, seconds=seconds))
+        if coefficient is not None:
+            coefficient.update(rows[-1]["kl"], n=len(batch))
+    return rows
 
 
 def warm_policy(seed: int, scale: Scale, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -210,15 +237,13 @@ def run_missing(
     """Run what the file does not hold yet; after ``minutes`` no further run starts. Without ``jobs``, in this process."""
     todo = results.missing(cells, seeds, scale)
     total, start = len(cells) * len(seeds), time.monotonic()
-    typer.echo(f"{total - len(todo)} of {total} runs are in {results.path}")
+    print(f"{total - len(todo)} of {total} runs are in {results.path}")
 
     def keep(result: Result, cell: Cell, seed: int) -> None:
         results.append(result)
         nonlocal done
         done += 1
-        typer.echo(
-            f"{done}/{total}  seed {seed}, {cell}: right {result['accuracy_after']:.1%}, {result['seconds']:.0f} s"
-        )
+        print(f"{done}/{total}  seed {seed}, {cell}: right {result['accuracy_after']:.1%}, {result['seconds']:.0f} s")
 
     done = total - len(todo)
     late = lambda: minutes is not None and time.monotonic() - start > 60 * minutes  # noqa: E731
@@ -253,56 +278,45 @@ def write_pages(results: Results, folder: Path, *, target: Scale = DEMO, placeme
     draw_placement(results, PLACEMENT_SEEDS, placement, folder / "kl_frontier.png")
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+@dataclass
+class Settings:
+    """How a study is run."""
 
-Jobs = Annotated[int, typer.Option(min=0, help="Runs at a time, each on one core; 0: in this process.")]
-Minutes = Annotated[float | None, typer.Option(min=0, help="Start no further run after so many minutes.")]
-File = Annotated[Path, typer.Option(help="The results, one JSON object per line.")]
-Folder = Annotated[Path, typer.Option(help="Where warmed-up models are kept.")]
-Docs = Annotated[Path, typer.Option(help="Folder of the page and its pictures.")]
-Seeds = Annotated[list[int] | None, typer.Option("--seed", help="Instead of the study's seeds; may be repeated.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Runs of seconds, which show nothing: for tests.")]
-
-
-@app.command()
-def target(
-    jobs: Jobs = 2,
-    minutes: Minutes = None,
-    results: File = DOCS / "kl_study.jsonl",
-    folder: Folder = Path("runs/study"),
-    docs: Docs = DOCS,
-    seed: Seeds = None,
-    quick: Quick = False,
-    controller: Annotated[list[str] | None, typer.Option(help="pi or ziegler; both by default.")] = None,
-) -> None:
-    """Run the demo with each controller."""
-    scale, file = QUICK if quick else DEMO, Results(results)
-    cells = [cell for cell in target_cells() if not controller or cell.coefficient in controller]
-    run_missing(file, cells, seed or TARGET_SEEDS, scale, folder=folder, jobs=jobs, minutes=minutes)
-    write_pages(file, docs, **({"target": QUICK, "placement": QUICK} if quick else {}))
+    jobs: int = 2  # runs at a time, each on one core; 0: in this process
+    minutes: float | None = None  # start no further run after so many
+    seeds: list[int] | None = None  # instead of the study's
+    quick: bool = False  # runs of seconds, which show nothing: for tests
+    results: str = str(DOCS / "kl_study.jsonl")
+    folder: str = "runs/study"  # where warmed-up models are kept
+    docs: str = str(DOCS)  # folder of the page and its pictures
 
 
-@app.command()
-def placement(
-    jobs: Jobs = 2,
-    minutes: Minutes = None,
-    results: File = DOCS / "kl_study.jsonl",
-    folder: Folder = Path("runs/study"),
-    docs: Docs = DOCS,
-    seed: Seeds = None,
-    quick: Quick = False,
-) -> None:
-    """Run each placement, coefficient and sampler."""
-    scale, file = QUICK if quick else SHORT, Results(results)
-    run_missing(file, placement_cells(), seed or PLACEMENT_SEEDS, scale, folder=folder, jobs=jobs, minutes=minutes)
-    write_pages(file, docs, **({"target": QUICK, "placement": QUICK} if quick else {}))
-
-
-@app.command()
-def pages(results: File = DOCS / "kl_study.jsonl", docs: Docs = DOCS) -> None:
-    """Write the page from the results, without running anything."""
-    write_pages(Results(results), docs)
+def main(study: str, changes: Sequence[str] = ()) -> None:
+    """Run what is missing of ``target`` or ``placement``, and write the page; ``pages`` does that alone."""
+    settings = read_settings(Settings, changes)
+    studies = {
+        "target": (target_cells, TARGET_SEEDS, DEMO),
+        "placement": (placement_cells, PLACEMENT_SEEDS, SHORT),
+    }
+    if study not in (*studies, "pages"):
+        raise ValueError(f"the study is {study}: choose target, placement or pages")
+    results = Results(Path(settings.results))
+    if study != "pages":
+        cells, seeds, scale = studies[study]
+        run_missing(
+            results,
+            cells(),
+            settings.seeds or seeds,
+            QUICK if settings.quick else scale,
+            folder=Path(settings.folder),
+            jobs=settings.jobs,
+            minutes=settings.minutes,
+        )
+    write_pages(results, Path(settings.docs), **({"target": QUICK, "placement": QUICK} if settings.quick else {}))
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        main(sys.argv[1] if sys.argv[1:] else "none", sys.argv[2:])
+    except ValueError as error:
+        sys.exit(str(error))

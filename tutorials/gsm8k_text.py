@@ -1,6 +1,7 @@
 """SFT and DPO on real text: worked solutions of GSM8K, and right against wrong solutions of four models.
 
-``make demo-text`` runs it for three seeds: two CPU cores, no network, a few minutes. For each seed it
+``make demo-text`` runs it for three seeds: two CPU cores, no network, a few minutes; changes of :class:`Settings` go behind
+it, such as ``ARGS="seeds=[100] beta=0.05"``. For each seed it
 
 1. writes the questions to train on and those that are held out as JSONL files of conversations and pairs;
 2. builds a BPE tokenizer and a small Qwen2, and trains the model on the worked solutions: ``from_conversations`` and
@@ -18,21 +19,20 @@ the last quarter. Start reading at :func:`run`.
 from __future__ import annotations
 
 import copy
+import sys
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from multiprocessing import Manager, get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tensordict
 import torch
-import transformers
-import typer
 
-from countdown.report import MetricsFile, keep_earlier_run
+from countdown.report import MetricsFile, keep_earlier_run, silence_dependencies
+from countdown.settings import check_positive, read_settings
 from gsm8k.measure import answers_of, pair_figures, run_command
 from gsm8k.model import build_model, build_tokenizer, train
 from gsm8k.report import Event, Result, draw, print_seed, progress, summary
@@ -43,7 +43,7 @@ from torchrl_llm_kl import diagnose, from_conversations, from_pairs, inspect_tok
 tensordict.set_list_to_stack(True).set()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Settings:
     """Model and training; the defaults were chosen on the questions that seed 100 holds out."""
 
@@ -58,9 +58,12 @@ class Settings:
     dpo_lr: float = 3e-4
     beta: float = 0.1
     questions: int | None = None  # None for all
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    data: str = str(FOLDER)  # with gsm8k_model_solutions.jsonl
+    jobs: int = 2  # seeds at a time, each on one core; 0: in this process
+    out: str = "runs/text"
 
 
-QUICK = Settings(vocab_size=300, hidden=16, layers=1, sft_epochs=1, questions=80)
 SHOWN = 24  # pairs on the page and for the doctor
 
 
@@ -117,9 +120,7 @@ def run(
         "score", sft, paths["held_out_solutions"], "--reference", untrained, "--estimator", "k1"
     )
     scores = folder / "held_out_scores.jsonl"
-    compared, _ = run_command(
-        "score", policy, paths["held_out_pairs"], "--reference", sft, "--out", scores, "--overwrite"
-    )
+    compared, _ = run_command("score", policy, paths["held_out_pairs"], "--reference", sft, "--out", scores)
     figures = pair_figures(answers_of(scores), train_pairs, held_out_pairs, beta=settings.beta)
     for name, key in (("before", "ref_perplexity"), ("after", "perplexity")):
         figures[f"perplexity_{name}"] = found["answers"]["all"][key]["value"]
@@ -179,48 +180,12 @@ def run_apart(seed: int, questions: list[Question], settings: Settings, folder: 
     return run(seed, questions, settings, folder, events.put)
 
 
-def silence_dependencies() -> None:
-    warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
-    warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy
-    transformers.utils.logging.disable_progress_bar()  # for writing small files
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-
-
-@app.command()
-def main(
-    seed: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--seed", min=0, help="Instead of 0, 1 and 2; may be repeated. From 100 on: for choosing settings."
-        ),
-    ] = None,
-    data: Annotated[
-        Path, typer.Option(envvar="KL_BENCH_DATA", help="Folder with gsm8k_model_solutions.jsonl.")
-    ] = FOLDER,
-    jobs: Annotated[int, typer.Option(min=0, help="Seeds at a time, each on one core; 0: in this process.")] = 2,
-    sft_epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the worked solutions.")] = None,
-    dpo_epochs: Annotated[int | None, typer.Option(min=1, help="Passes over the pairs.")] = None,
-    dpo_lr: Annotated[float | None, typer.Option(help="AdamW's highest learning rate in DPO.")] = None,
-    beta: Annotated[float | None, typer.Option(help="Of DPO: strength of the pull to the SFT model, per nat.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A run of seconds, which shows nothing: for tests.")] = False,
-    out: Annotated[Path, typer.Option(help="Folder for models, data, metrics, curves and pages.")] = Path("runs/text"),
-) -> None:
+def main(settings: Settings) -> int:
     """Train a small model on worked solutions (SFT) and on right against wrong ones (DPO), and measure both held out."""
     silence_dependencies()
-    seeds = list(dict.fromkeys(seed or [0, 1, 2]))
-    given = {"sft_epochs": sft_epochs, "dpo_epochs": dpo_epochs, "dpo_lr": dpo_lr, "beta": beta}
-    for name, value in given.items():
-        if value is not None and not value > 0:
-            raise typer.BadParameter(f"{value:g} is not greater than 0.", param_hint=f"--{name.replace('_', '-')}")
-    settings = replace(QUICK if quick else Settings(), **{k: v for k, v in given.items() if v is not None})
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file, expected a folder: choose another path.", param_hint="--out")
-    try:
-        questions = read_questions(data)[: settings.questions]
-    except FileNotFoundError as error:
-        raise typer.BadParameter(str(error), param_hint="--data") from None
+    check_positive(**{name: getattr(settings, name) for name in ("sft_epochs", "dpo_epochs", "dpo_lr", "beta")})
+    seeds, out = list(dict.fromkeys(settings.seeds)), Path(settings.out)
+    questions = read_questions(Path(settings.data))[: settings.questions]
     written = ("metrics.jsonl", "results.jsonl", "curves.png", "summary.md")
     keep_earlier_run(out, (*written, *sorted(path.name for path in out.glob("seed-*"))))
     metrics, results = MetricsFile(out / "metrics.jsonl"), MetricsFile(out / "results.jsonl")
@@ -232,24 +197,26 @@ def main(
             metrics.append(row)
         print_seed(result)
         for command in result["commands"]:
-            typer.echo(f"  {command}")
+            print(f"  {command}")
 
     interrupted = False
     try:
-        run_all(seeds, questions, settings, out, jobs=jobs, done=done)
+        run_all(seeds, questions, settings, out, jobs=settings.jobs, done=done)
     except KeyboardInterrupt:
         interrupted = True
-        typer.echo(f"\ninterrupted after {len(results.rows)} of {len(seeds)} seeds")
+        print(f"\ninterrupted after {len(results.rows)} of {len(seeds)} seeds")
     if results.rows:
         ordered = sorted(results.rows, key=lambda result: seeds.index(int(result["seed"])))
         text = summary(ordered)
         (out / "summary.md").write_text(text, encoding="utf-8")
         draw(ordered, metrics.rows, out / "curves.png")
-        typer.echo(f"\n{text}\neverything: {time.perf_counter() - start:.0f} s, {settings}")
-        typer.echo(f"wrote {', '.join(str(out / name) for name in written)}, and in each seed's folder rollouts.html")
-    if interrupted:
-        raise typer.Exit(130)
+        print(f"\n{text}\neverything: {time.perf_counter() - start:.0f} s, {settings}")
+        print(f"wrote {', '.join(str(out / name) for name in written)}, and in each seed's folder rollouts.html")
+    return 130 if interrupted else 0
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        sys.exit(main(read_settings(Settings, sys.argv[1:])))
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(str(error))

@@ -1,10 +1,11 @@
 """Share one reference model between several collectors over Ray, kill it halfway, and get the same result.
 
-Run it with ``python tutorials/ray_shared_reference.py``: two CPU cores, no network, a few minutes. It
+Run it with ``python tutorials/ray_shared_reference.py``: two CPU cores, no network, a few minutes; changes of
+:class:`Settings` go behind it, such as ``steps=20``. It
 
 1. starts Ray on this machine, with a few collector processes, each with its own env and its own copy of the policy;
 2. puts the reference behind a service that scores for all collectors: one copy, in one process;
-3. trains the model of ``countdown_grpo.py`` on the same task with the responses from all collectors;
+3. trains the demo's model on its task with the responses from all collectors;
 4. trains again, and halfway kills the process that holds the reference: Ray reports that a worker died and restarts it;
    the collectors retry;
 5. compares the two runs, which differ only in the seconds that the restart took.
@@ -19,40 +20,60 @@ import logging
 import os
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import ray
+import tensordict
 import torch
-import typer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from countdown.algorithms import build, label
+from countdown.algorithms import EPOCHS, MINIBATCHES, build, label
 from countdown.comparison import largest_difference, plot_runs, print_columns
-from countdown.model import MAX_NEW_TOKENS, accuracy, warm_up
-from countdown.report import Metrics, MetricsFile, keep_earlier_run, progress
-from countdown.sharing import ShareCollector, join
-from countdown.task import all_problems, split_problems
-from countdown_grpo import (
-    EPOCHS,
-    MINIBATCHES,
-    WARMUP_STEPS,
-    check_options,
-    make_policy,
+from countdown.model import MAX_NEW_TOKENS, WARMUP_STEPS, accuracy, make_policy, warm_up
+from countdown.report import (
+    Metrics,
+    MetricsFile,
+    keep_earlier_run,
+    progress,
     silence_dependencies,
     status,
     summarise,
 )
+from countdown.settings import check_positive, read_settings
+from countdown.sharing import ShareCollector, join
+from countdown.task import all_problems, split_problems
 from torchrl_llm_kl import PIKLCoefficient
 from torchrl_llm_kl.service import ScoringService
-from torchrl_llm_kl.training import LOSS_KEYS, learn
+from torchrl_llm_kl.training import learn, loss_entries
+
+# Required by torchrl's LLM components, which store lists of strings as stacks.
+tensordict.set_list_to_stack(True).set()
 
 TOLERANCE = 1e-6  # for any metric and any weight; the verdict says whether the runs needed it
+
+
+@dataclass
+class Settings:
+    """What the two runs are."""
+
+    kill: bool = True  # train twice, and kill the reference halfway through the second run
+    collectors: int = 4  # processes
+    steps: int = 60
+    seed: int = 0  # of the weights, the order of the problems and the sampling
+    warmup_steps: int = WARMUP_STEPS
+    kl_target: float = 0.5  # nats per answer
+    lr: float = 3e-4  # at the start of RL; it falls to 0
+    num_prompts: int = 4  # per collector and step
+    group_size: int = 8
+    batching: bool = False  # score requests that arrive together in one forward: rounding then depends on timing
+    out: str = "runs/ray"
 
 
 @dataclass(frozen=True)
@@ -115,7 +136,7 @@ def train(
             collecting = time.perf_counter() - before
 
             batch = parts.prepare(label(batch, group_size))
-            learn(parts, batch.select(*LOSS_KEYS, strict=False), optimizer, epochs=EPOCHS, minibatches=MINIBATCHES)
+            learn(parts, loss_entries(batch), optimizer, epochs=EPOCHS, minibatches=MINIBATCHES)
             schedule.step()
             row = summarise(batch, step=step, coefficient=coefficient, seconds=time.perf_counter() - start)
             metrics.append(row | {"collecting": collecting})
@@ -199,37 +220,17 @@ def agree(one: Run, other: Run) -> bool:
         verdict = "The two runs differ"
     if largest:
         verdict += f": a metric by up to {metric:.2g}, a weight by up to {weight:.2g}."
-    typer.echo(verdict)
+    print(verdict)
     return largest <= TOLERANCE
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-
-
-@app.command()
-def main(
-    kill: Annotated[bool, typer.Option(help="Train twice; kill the reference halfway through the second run.")] = True,
-    collectors: Annotated[int, typer.Option(min=1, help="Collector processes.")] = 4,
-    steps: Annotated[int, typer.Option(min=2, help="RL steps of each run.")] = 60,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the weights, the order of the problems and the sampling.")
-    ] = 0,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Supervised steps before RL.")] = WARMUP_STEPS,
-    kl_target: Annotated[float, typer.Option(help="KL to the reference to hold, in nats per answer.")] = 0.5,
-    lr: Annotated[float, typer.Option(help="Adam's learning rate at the start of RL; it decays to 0.")] = 3e-4,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Problems per collector and step.")] = 4,
-    group_size: Annotated[int, typer.Option(min=2, help="Responses per problem.")] = 8,
-    batching: Annotated[
-        bool,
-        typer.Option(
-            help="Score requests that arrive together in one forward, as the service does by default: less work, but rounding "
-            "then depends on timing, and two runs drift apart."
-        ),
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for metrics, curves.png and the reference.")] = Path("runs/ray"),
-) -> None:
+def main(settings: Settings) -> int:
     """Share one reference between collectors over Ray, kill it halfway, and compare with an undisturbed run."""
-    check_options(algorithm="grpo", kl_target=kl_target, lr=lr, out=out)
+    check_positive(kl_target=settings.kl_target, lr=settings.lr, collectors=settings.collectors)
+    if settings.steps < 2 or settings.group_size < 2:
+        raise ValueError(f"steps is {settings.steps} and group_size {settings.group_size}: expected at least 2 of both")
+    collectors, steps, seed, out = settings.collectors, settings.steps, settings.seed, Path(settings.out)
+    num_prompts, group_size, warmup_steps = settings.num_prompts, settings.group_size, settings.warmup_steps
     silence_dependencies()
     begin = time.perf_counter()
     torch.manual_seed(seed)
@@ -251,12 +252,14 @@ def main(
     policy.save_pretrained(out / "reference")
     before = accuracy(policy, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
 
-    service = serve(out / "reference", batching=batching)
+    service = serve(out / "reference", batching=settings.batching)
     runs: dict[str, Run] = {}
     curves: dict[str, tuple[list[Metrics], Sequence[float]]] = {}  # of each run, also of one that is interrupted
 
     def plot() -> None:
-        plot_runs(curves, out / "curves.png", kl_target=kl_target, killed_at=steps // 2 if kill else None)
+        plot_runs(
+            curves, out / "curves.png", kl_target=settings.kl_target, killed_at=steps // 2 if settings.kill else None
+        )
 
     def run(name: str, file: str, kill_at: int | None) -> None:
         trained, metrics = copy.deepcopy(policy), MetricsFile(out / file)
@@ -267,8 +270,8 @@ def main(
                 service,
                 workers,
                 steps=steps,
-                lr=lr,
-                kl_target=kl_target,
+                lr=settings.lr,
+                kl_target=settings.kl_target,
                 batch_size=collectors * num_prompts * group_size,
                 group_size=group_size,
                 seed=seed,
@@ -278,19 +281,17 @@ def main(
         except KeyboardInterrupt:
             trained.save_pretrained(out / "model")
             tokenizer.save_pretrained(out / "model")
-            typer.echo(
-                f"\ninterrupted after {len(metrics.rows)} of {steps} RL steps: wrote {out / 'model'}, {metrics.path}"
-            )
+            print(f"\ninterrupted after {len(metrics.rows)} of {steps} RL steps: wrote {out / 'model'}, {metrics.path}")
             if metrics.rows:
                 plot()
-                typer.echo(f"wrote {out / 'curves.png'}")
-            raise typer.Exit(130) from None
+                print(f"wrote {out / 'curves.png'}")
+            sys.exit(130)
         after = accuracy(trained, tokenizer, held_out, max_new_tokens=MAX_NEW_TOKENS)
         curves[name] = metrics.rows, (before, after)
         runs[name] = Run(metrics.rows, (before, after), trained.state_dict(), processes, kill_at)
 
     run("undisturbed", "undisturbed.jsonl", None)
-    if kill:
+    if settings.kill:
         run("reference killed", "killed.jsonl", steps // 2)
     service.shutdown()
     ray.shutdown()
@@ -301,10 +302,12 @@ def main(
         f"{time.perf_counter() - begin:.0f} s in all",
         {name: run.column() for name, run in runs.items()},
     )
-    typer.echo(f"wrote {out / 'curves.png'} and {', '.join(str(path) for path in sorted(out.glob('*.jsonl')))}")
-    if kill and not agree(*runs.values()) and not batching:
-        raise typer.Exit(1)
+    print(f"wrote {out / 'curves.png'} and {', '.join(str(path) for path in sorted(out.glob('*.jsonl')))}")
+    return int(settings.kill and not agree(*runs.values()) and not settings.batching)
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        sys.exit(main(read_settings(Settings, sys.argv[1:])))
+    except ValueError as error:
+        sys.exit(str(error))

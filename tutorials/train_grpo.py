@@ -13,9 +13,8 @@ Start reading at :func:`train`.
 
 from __future__ import annotations
 
-import argparse
 import re
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +130,8 @@ def train(
     return policy
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", help="a folder that save_pretrained wrote, or a name on the hub")
-    parser.add_argument("--out", type=Path, default=Path("runs/grpo"), help="folder of the checkpoints")
-    parser.add_argument("--steps", type=int, default=200)
-    given = parser.parse_args(arguments)
-    policy = train(given.model, given.out, steps=given.steps)
-    policy.save_pretrained(given.out / "final")
-    chat_tokenizer(given.model).save_pretrained(given.out / "final")
-    print(f"wrote {given.out / 'final'}")
-
-
 if __name__ == "__main__":
-    main()
+    name, out = sys.argv[1], Path("runs/grpo")
+    train(name, out).save_pretrained(out / "final")
+    chat_tokenizer(name).save_pretrained(out / "final")
+    print(f"wrote {out / 'final'}")

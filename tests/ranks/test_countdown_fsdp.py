@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
@@ -16,19 +18,18 @@ import torch
 from project import PROJECT
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("omegaconf")
 pytest.importorskip("rich")
-typer = pytest.importorskip("typer")
-from typer.testing import CliRunner  # noqa: E402
-
-from distributed.saving import other_algorithms  # noqa: E402
+from distributed.saving import other_algorithms
 
 TUTORIALS = PROJECT / "tutorials"
 import countdown_fsdp  # noqa: E402
+from countdown.algorithms import SUPPORTED  # noqa: E402
 from countdown.ranks import Gumbel, Ranks, Stop, generator, problem_at  # noqa: E402
 from countdown.task import all_problems, split_problems  # noqa: E402
 from waits import LONG, until  # noqa: E402
 
-SMALL = ("--warmup-steps", "15", "--num-prompts", "3", "--group-size", "4", "--steps", "3")
+SMALL = ("warmup_steps=15", "num_prompts=3", "group_size=4", "steps=3")
 
 
 def test_gumbel_noise_samples_from_the_softmax():
@@ -84,10 +85,10 @@ def test_a_signal_is_kept_for_the_end_of_the_step():
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def run(*arguments, code=0):
-    result = CliRunner().invoke(countdown_fsdp.app, arguments)
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return " ".join(result.output.replace("│", " ").split())
+def run(*changes, code=0):
+    with redirect_stdout(StringIO()) as output:
+        assert countdown_fsdp.main(changes) == code, output.getvalue()
+    return " ".join(output.getvalue().replace("│", " ").split())
 
 
 def metrics(folder):
@@ -107,20 +108,20 @@ def few_are_held_out():
 def whole(tmp_path_factory):
     """A run that never stops."""
     folder = tmp_path_factory.mktemp("whole") / "out"
-    return folder, run(*SMALL, "--out", str(folder))
+    return folder, run(*SMALL, f"out={folder}")
 
 
 def test_a_run_that_is_stopped_and_resumed_is_the_same(whole, tmp_path):
     folder, output = whole
     assert "greedy accuracy after RL" in output
     out = tmp_path / "out"
-    stopped = run(*SMALL, "--out", str(out), "--stop-after", "2")
-    assert f"2 of 3 RL steps are done: continue with --resume {out}" in stopped
+    stopped = run(*SMALL, f"out={out}", "stop_after=2")
+    assert "2 of 3 RL steps are done: the same command continues" in stopped
     assert "greedy accuracy after RL" not in stopped
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert len(metrics(out)) == 2
     (out / "metrics.jsonl").open("a").write('{"step": 2, "lost": 1}\n')  # a step after the checkpoint, then a crash
-    resumed = run("--resume", str(out))
+    resumed = run(*SMALL, f"out={out}")
     for row, other in zip(metrics(out), metrics(folder), strict=True):
         assert row == pytest.approx(other, abs=1e-9)  # the reference's cache was lost: sums in another order
     assert [row["step"] for row in metrics(out)] == [0, 1, 2]
@@ -130,23 +131,20 @@ def test_a_run_that_is_stopped_and_resumed_is_the_same(whole, tmp_path):
 
 
 def test_the_recipe_runs_all_algorithms_that_need_no_further_data():
-    assert sorted((*other_algorithms(), "grpo")) == sorted(countdown_fsdp.SUPPORTED)
+    assert sorted((*other_algorithms(), "grpo")) == sorted(SUPPORTED)
 
 
 def test_what_cannot_be_run_is_said(whole, tmp_path):
     folder, _ = whole
-    out = ("--out", str(tmp_path))
-    for arguments, message in [
-        (("--resume", str(folder), "--lr", "0.1"), "a resumed run keeps its own --lr"),
-        (("--resume", str(folder), *out), "a resumed run keeps its own --out"),
-        (("--resume", str(tmp_path)), "holds no checkpoint: expected run.json"),
-        (("--algorithm", "mix", *out), "mix needs expert answers or a teacher"),
-        (("--algorithm", "dpo", *out), "'dpo' is none of"),
-        (("--dtype", "float16", *out), "'float16' is neither float32 nor float64"),
-        (("--algorithm", "dapo", "--kl-target", "1", *out), "dapo has no KL penalty"),
-        (("--lr", "0", *out), "0 is not greater than 0"),
+    for changes, message in [
+        ((*SMALL, f"out={folder}", "lr=0.1"), "holds a run with other settings (lr was 0.0003, now 0.1)"),
+        (("algorithm=mix",), "algorithm is mix: choose one of"),
+        (("dtype=float16",), "dtype is float16: expected float32 or float64"),
+        (("algorithm=dapo", "kl_target=1"), "dapo has no KL penalty"),
+        (("lr=0",), "lr is 0: expected more than 0"),
+        (("rate=1",), "Key 'rate' not in 'Settings'"),
     ]:
-        assert message in run(*arguments, code=2)
+        assert message in run(f"out={tmp_path}", *changes, code=2)
 
 
 def torchrun(ranks, *arguments, log):
@@ -166,9 +164,9 @@ def test_ctrl_c_saves_a_run_that_other_ranks_continue(monkeypatch, tmp_path):
     """As a user sees it: Ctrl-C reaches torchrun and all ranks."""
     monkeypatch.setattr(countdown_fsdp, "split_problems", split_problems)  # other processes hold out 200
     folder = tmp_path / "whole"
-    run(*SMALL, "--out", str(folder))
+    run(*SMALL, f"out={folder}")
     out, log = tmp_path / "out", tmp_path / "log"
-    process = torchrun(2, *SMALL, "--out", str(out), log=log)
+    process = torchrun(2, *SMALL, f"out={out}", log=log)
 
     def moved():
         assert process.poll() is None, log.read_text()
@@ -180,9 +178,8 @@ def test_ctrl_c_saves_a_run_that_other_ranks_continue(monkeypatch, tmp_path):
     text = log.read_text()
     saved = json.loads((out / "run.json").read_text())["step"]
     assert 0 < saved < 3, text
-    assert text.count("continue with --resume") == 1, "one rank speaks"
-    assert text.count("warm-up: 15 steps") == 1
-    last = torchrun(3, "--resume", str(out), log=log)
+    assert text.count("the same command continues") == 1, "one rank speaks"
+    last = torchrun(3, *SMALL, f"out={out}", log=log)
     assert last.wait(timeout=LONG) == 0, log.read_text()
     found, want = metrics(out), metrics(folder)
     assert len(found) == 3

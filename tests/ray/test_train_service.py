@@ -5,7 +5,8 @@ import pytest
 from train_lab import TARGET, build_lab, figures, settings
 
 pytest.importorskip("ray")
-from torchrl_llm_kl.training import Run, load_reference, train
+from torchrl_llm_kl.training import Run, train
+from torchrl_llm_kl.training._build import load_reference
 
 
 def test_a_run_with_a_shared_reference(ray_cluster, tmp_path, monkeypatch):

@@ -1,45 +1,30 @@
-"""The tutorial runs, writes what it promises, and its parts say the truth."""
+"""The demo's task, its parts, and the settings of the tutorials."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
-import os
-import random
-import signal
-import subprocess
-import sys
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
 
-pyplot = pytest.importorskip("matplotlib.pyplot")
+pytest.importorskip("matplotlib")
+pytest.importorskip("omegaconf")
 pytest.importorskip("rich")
-typer = pytest.importorskip("typer")
-from typer.testing import CliRunner  # noqa: E402
-
-import countdown_grpo  # noqa: E402
-from countdown.algorithms import ON_POLICY, build, label  # noqa: E402
-from countdown.model import build_model, build_tokenizer, render_prompt, warm_up  # noqa: E402
-from countdown.report import MetricsFile, progress, smooth  # noqa: E402
-from countdown.task import Problem, all_problems, make_env, reward, solved, split_problems  # noqa: E402
-from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL  # noqa: E402
-from waits import LONG, until  # noqa: E402
+pytest.importorskip("typer")
+import countdown_demo
+import gsm8k_text
+from countdown.algorithms import build, label, make_coefficient
+from countdown.model import as_policy, build_model, build_tokenizer, render_prompt, warm_up
+from countdown.settings import check_positive, read_settings
+from countdown.task import Problem, all_problems, make_env, reward, solved, split_problems
+from project import PROJECT
+from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL
+from torchrl_llm_kl.training import load_inputs, loss_entries, read_config
 
 PROBLEMS = all_problems(max_number=9)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_are_held_out():
-    """Faster than 200."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(countdown_grpo, "split_problems", partial(split_problems, num_held_out=24))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +46,6 @@ def model(tokenizer, warm_weights):
     model = build_model(tokenizer)
     model.load_state_dict(warm_weights)
     return model
-
-
-TINY = ("--steps", "2", "--warmup-steps", "2", "--num-prompts", "2", "--group-size", "2")
-
-
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(countdown_grpo.app, arguments)
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return result.output
-
-
-def rows_of(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def words(output: str) -> str:
-    return " ".join(output.replace("│", " ").split())
 
 
 def test_the_task(tokenizer) -> None:
@@ -112,7 +80,7 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
         marks = ("{% generation %}", "{% endgeneration %}")
         tokenizer.chat_template = tokenizer.chat_template.replace(marks[0], "").replace(marks[1], "")
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=3, group_size=2, seed=0)
-    batch = env.rollout(1, countdown_grpo.as_policy(model, tokenizer))
+    batch = env.rollout(1, as_policy(model, tokenizer))
     by_query = {p.query: p for p in PROBLEMS}
     for row in batch.reshape(-1).unbind(0):
         tokens = row["tokens", "prompt"]
@@ -147,7 +115,7 @@ def batch(tokenizer, model, parts):
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
     env = env.append_transform(RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, charged_key="kl_charged"))
     torch.manual_seed(1)
-    batch = env.rollout(1, countdown_grpo.as_policy(model, tokenizer)).reshape(-1)
+    batch = env.rollout(1, as_policy(model, tokenizer)).reshape(-1)
     return parts.prepare(label(batch, 4))
 
 
@@ -170,176 +138,40 @@ def test_log_probs_of_a_batch_and_the_gradient_of_its_loss_by_hand(batch, model,
     want = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert want.norm() > 0
     model.zero_grad()
-    parts.loss(countdown_grpo.loss_entries(batch))["loss_objective"].backward()
+    parts.loss(loss_entries(batch))["loss_objective"].backward()
     assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), want, atol=1e-5, rtol=1e-3)
 
 
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    output = run(
-        *("--steps", "3", "--warmup-steps", "25", "--num-prompts", "3", "--group-size", "4"),
-        *("--kl-target", "0.3", "--out", str(folder / "out"), "--save-model", str(folder / "model")),
-    )
-    return folder, output
+def test_the_demo_warms_up_once_and_trains_by_its_configuration(tmp_path, monkeypatch):
+    monkeypatch.setattr(countdown_demo, "all_problems", lambda: PROBLEMS)
+    countdown_demo.prepare(tmp_path, steps=3)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    countdown_demo.prepare(tmp_path, steps=3)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
+    assert {path.name for path in files} >= {"model", "prompts.jsonl", "held_out.jsonl", "chat_template.jinja"}
+    monkeypatch.chdir(PROJECT)  # where the paths of the rewards begin
+    place = [f"model.name={tmp_path / 'model'}", f"data.prompts={tmp_path / 'prompts.jsonl'}"]
+    config = read_config("tutorials/countdown.yaml", [*place, f"data.held_out={tmp_path / 'held_out.jsonl'}"])
+    for name in ("grpo", "dapo", "cispo"):
+        config.algorithm.name = name
+        assert len(load_inputs(config).prompts) == len(PROBLEMS) - len(split_problems(PROBLEMS)[1])
 
 
-def test_a_run_writes_consistent_metrics_and_a_picture(tiny_run):
-    folder, output = tiny_run
-    rows = rows_of(folder / "out")
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)  # the policy starts as its reference
-    for row in rows:
-        assert 0 <= row["success"] <= row["reward"] + 1e-6 <= 1 + 2e-6
-        assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
-        assert 12 <= row["answer_tokens"] <= 12 * countdown_grpo.MAX_NEW_TOKENS
-    assert rows[1]["coefficient"] == rows[0]["coefficient"]  # held while the KL rises from 0
-    assert (folder / "out" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "greedy accuracy after RL" in output
+@pytest.mark.parametrize(("controller", "first", "second"), [("pi", 0.2, 0.2), ("ziegler", 0.2, 0.18)])
+def test_controllers(controller, first, second):
+    """A KL of 0 at the first step: held in the warm-up; clipped at 20 % below the target, by half of that."""
+    coefficient = make_coefficient(controller, target=0.5, batch_size=4)
+    assert float(coefficient()) == pytest.approx(first)
+    coefficient.update(0.0, n=4)
+    assert float(coefficient()) == pytest.approx(second)
 
 
-def test_a_saved_checkpoint_goes_through_the_same_loop(tiny_run, tmp_path):
-    """And its tokenizer splits text as before."""
-    folder, _ = tiny_run
-    run("--model", str(folder / "model"), *TINY, "--out", str(tmp_path))
-    assert len(rows_of(tmp_path)) == 2
-    problems = all_problems()
-    before, (_, after) = build_tokenizer(problems), countdown_grpo.open_policy(str(folder / "model"))
-    prompt = render_prompt(problems[0], before)
-    assert after(prompt)["input_ids"] == before(prompt)["input_ids"]
-    assert after.pad_token_id == before.pad_token_id
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--kl-target", "0"], "not greater than 0"),
-        (["--lr", "-1"], "not greater than 0"),
-        (["--controller", "pid"], "'pid' is none of pi, dual, ziegler"),
-        (["--group-size", "1"], "group-size"),
-        (["--model", "/nowhere/at/all"], "cannot use"),
-        (["--out", __file__], "is a file"),
-        (["--algorithm", "dapo", "--kl-target", "0.5"], "dapo has no KL penalty"),
-        (["--algorithm", "dpo"], "'dpo' is none of"),
-    ],
-)
-def test_bad_options_say_what_is_wrong(arguments, message, tmp_path):
-    out = () if "--out" in arguments else ("--out", str(tmp_path / "out"))
-    result = CliRunner().invoke(countdown_grpo.app, [*arguments, *out])
-    assert result.exit_code == 2
-    assert message in words(result.output)
-
-
-def texts(figure) -> str:
-    found = [text for axis in figure.axes for text in (axis.title, axis.yaxis.label)]
-    labels = [label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]]
-    return " ".join([*(text.get_text() for text in found), *labels])
-
-
-#: One of each kind: groups with a penalty and without, a critic, experts, a teacher. The others take as long.
-KINDS = ("grpo", "dapo", "ppo", "mix", "on_policy_distill")
-
-
-@pytest.mark.parametrize(
-    "algorithm", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ON_POLICY]
-)
-def test_every_on_policy_algorithm_runs(tmp_path, monkeypatch, algorithm):
-    """Only a run with a penalty speaks of one."""
-    drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    monkeypatch.setattr(countdown_grpo, "TEACHER_STEPS", 5)
-    sizes = ("--steps", "2", "--warmup-steps", "25", "--num-prompts", "2", "--group-size", "4")
-    output = run("--algorithm", algorithm, *sizes, "--out", str(tmp_path))
-    rows = rows_of(tmp_path)
-    assert [row["step"] for row in rows] == [0, 1]
-    assert all(math.isfinite(value) for row in rows for value in row.values())
-    assert rows[1]["kl"] != 0.0, "the first step has moved the policy"
-    if algorithm not in ("grpo", "dapo", "on_policy_distill"):
-        return
-    (figure,) = drawn
-    penalised = algorithm == "grpo"
-    for word in ("target", "coefficient", "adaptive KL penalty"):
-        assert (word in texts(figure)) == penalised, word
-        assert word.startswith("adaptive") or (word in output) == penalised, word
-    assert len(figure.axes) == (3 if penalised else 2)
-    assert "KL (nats per answer)" in texts(figure)
-    assert "KL to the reference" in output
-    assert all(("coefficient" in row) == ("penalised_reward" in row) == penalised for row in rows)
-
-
-@pytest.mark.parametrize(
-    ("controller", "first", "second"),
-    # A KL of 0 at the first step: clipped at 20 % below the target, by half of that; or in the warm-up.
-    [("ziegler", 0.2, 0.18), ("dual", 0.2, 0.2)],
-)
-def test_other_controllers(tmp_path, controller, first, second):
-    run("--controller", controller, *TINY, "--out", str(tmp_path))
-    assert [row["coefficient"] for row in rows_of(tmp_path)] == pytest.approx([first, second])
-
-
-def test_earlier_runs_are_moved_aside(tiny_run):
-    folder, _ = tiny_run
-    out = folder / "out"
-    before = [(out / name).read_bytes() for name in ("metrics.jsonl", "curves.png")]
-    said = run("--steps", "1", *TINY[2:], "--out", str(out)).replace("\n", "")
-    assert f"{out} holds an earlier run: moved it to {out / 'earlier-1'}" in said
-    assert [(out / "earlier-1" / name).read_bytes() for name in ("metrics.jsonl", "curves.png")] == before
-    assert len(rows_of(out)) == 1
-    result = CliRunner().invoke(countdown_grpo.app, ["--save-model", str(folder / "model"), "--out", str(out)])
-    assert result.exit_code == 2
-    assert "exists already, and saving would overwrite it" in words(result.output)
-
-
-def test_lines_come_at_once_where_there_is_no_terminal(capsys, monkeypatch, tmp_path):
-    metrics = MetricsFile(tmp_path / "a" / "metrics.jsonl")
-    metrics.append({"step": 0, "kl": random.Random(0).random()})
-    assert json.loads(metrics.path.read_text()) == metrics.rows[0]
-    assert smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
-    clock = [0.0]
-    monkeypatch.setattr("torchrl_llm_kl.training._report.time.perf_counter", lambda: clock[0])
-    with progress("warm-up", 6) as advance:
-        assert capsys.readouterr().out == "warm-up: 6 steps\n"
-        said = []
-        for seconds in (2.0, 4.9, 5.1, 9.0, 10.5, 10.6):
-            clock[0] = seconds
-            advance(f"at {seconds}")
-            said.append(capsys.readouterr().out)
-    lines = "warm-up: 3/6, 5 s  at 5.1\n", "warm-up: 5/6, 10 s  at 10.5\n", "warm-up: 6/6, 11 s  at 10.6\n"
-    assert said == ["", "", lines[0], "", *lines[1:]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["warm-up", "RL"])
-def test_an_interrupted_run_keeps_its_model_and_plot(tmp_path, where):
-    """Ctrl-C in a process of its own, as a user presses it."""
-    command = [
-        *(sys.executable, "-u", str(Path(countdown_grpo.__file__)), "--out", str(tmp_path / "out")),
-        *("--steps", "500", "--num-prompts", "2", "--group-size", "2"),
-        *(() if where == "warm-up" else ("--warmup-steps", "2")),
-    ]
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-    metrics = tmp_path / "out" / "metrics.jsonl"
-
-    def started() -> bool:
-        assert process.poll() is None, log.read_text()
-        if where == "warm-up":
-            return "/300, " in log.read_text()
-        return metrics.exists() and metrics.read_text().count("\n") > 1
-
-    until(started, seconds=LONG)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=LONG) == 130, log.read_text()
-    output = log.read_text()
-    rows = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    assert f"interrupted after {len(rows)} of 500 RL steps" in output
-    assert str(tmp_path / "out" / "model") in output.split("wrote ")[1].replace("\n", "")
-    assert (tmp_path / "out" / "model" / "tokenizer.json").exists()
-    saved, _ = countdown_grpo.open_policy(str(tmp_path / "out" / "model"))
-    torch.manual_seed(0)
-    fresh, _ = countdown_grpo.make_policy(all_problems())
-    assert not torch.equal(saved.lm_head.weight, fresh.lm_head.weight), "trained"
-    assert (tmp_path / "out" / "curves.png").exists() == (where == "RL")
+def test_settings_of_scripts():
+    settings = read_settings(gsm8k_text.Settings, ["beta=0.5", "seeds=[3]", "questions=null"])
+    assert (settings.beta, settings.seeds, settings.questions, settings.layers) == (0.5, [3], None, 2)
+    for change, message in (("bta=1", "Key 'bta' not in 'Settings'.*beta"), ("layers=two", "'two' .* Integer")):
+        with pytest.raises(ValueError, match=message):
+            read_settings(gsm8k_text.Settings, [change])
+    check_positive(beta=1.0, lr=None)
+    with pytest.raises(ValueError, match="lr is 0: expected more than 0"):
+        check_positive(lr=0.0)

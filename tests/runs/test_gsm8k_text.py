@@ -7,6 +7,8 @@ import math
 import random
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,7 @@ from project import PROJECT
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-typer = pytest.importorskip("typer")
-from typer.testing import CliRunner  # noqa: E402
+pytest.importorskip("omegaconf")
 
 TUTORIALS = PROJECT / "tutorials"
 import gsm8k_text  # noqa: E402
@@ -124,9 +125,7 @@ def test_figures_of_pairs() -> None:
     assert (found["pairs"], found["questions"]) == (3, 2)
 
 
-def words_for(data: Path, out: Path, *, jobs: int) -> list[str]:
-    words = f"--quick --jobs {jobs} --seed 0 --seed 2 --sft-epochs 6".split()
-    return [*words, "--data", str(data), "--out", str(out)]
+QUICK: dict[str, Any] = {"vocab_size": 300, "hidden": 16, "layers": 1, "questions": 80}
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +138,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         for q in questions:
             answers = {name: {"is_correct": right, "solution": text} for name, (text, right) in q.answers.items()}
             file.write(json.dumps({"question": q.text, "ground_truth": q.solution, **answers}) + "\n")
-    result = CliRunner().invoke(gsm8k_text.app, words_for(folder, folder / "out", jobs=0))
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return folder / "out", result.output
+    settings = gsm8k_text.Settings(**QUICK, jobs=0, seeds=[0, 2], data=str(folder), out=str(folder / "out"))
+    with redirect_stdout(StringIO()) as output:
+        assert gsm8k_text.main(settings) == 0
+    return folder / "out", output.getvalue()
 
 
 def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
@@ -200,7 +200,8 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
 @pytest.mark.slow
 def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = finished
-    words = words_for(out.parent, tmp_path / "out", jobs=2)
+    words = [*(f"{name}={value}" for name, value in QUICK.items()), "seeds=[0,2]", f"data={out.parent}"]
+    words.append(f"out={tmp_path / 'out'}")
     command = [sys.executable, str(TUTORIALS / "gsm8k_text.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -215,29 +216,22 @@ def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str]
     assert "seed 2: DPO" in done.stdout
 
 
-def test_a_second_run_keeps_the_first(finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_keeps_the_first(
+    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, _ = finished
     earlier = (out / "results.jsonl").read_text()
     monkeypatch.setattr(gsm8k_text, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    words = ["--quick", "--data", str(out.parent), "--out", str(out), "--jobs", "0"]
-    result = CliRunner().invoke(gsm8k_text.app, words)
-    assert result.exit_code == 130
-    assert "interrupted after 0 of 3 seeds" in result.output
+    assert gsm8k_text.main(gsm8k_text.Settings(**QUICK, jobs=0, data=str(out.parent), out=str(out))) == 130
+    assert "interrupted after 0 of 3 seeds" in capsys.readouterr().out
     assert (out / "earlier-1" / "results.jsonl").read_text() == earlier
     assert (out / "earlier-1" / "seed-0" / "dpo").is_dir()
 
 
-def test_wrong_options_and_a_command_that_fails(tmp_path: Path) -> None:
-    for words, expected in (
-        (["--beta", "0"], "0 is not greater than 0"),
-        (["--dpo-lr", "-1"], "-1 is not greater than 0"),
-        (["--out", __file__], "is a file, expected a folder"),
-        (["--data", str(tmp_path)], "grade-school-math"),
-    ):
-        result = CliRunner().invoke(gsm8k_text.app, words, env={"COLUMNS": "200"})
-        assert result.exit_code == 2
-        assert expected in " ".join(result.output.split())
-    with pytest.raises(FileNotFoundError, match=FILE):
-        read_questions(tmp_path)
+def test_wrong_settings_and_a_command_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="beta is 0: expected more than 0"):
+        gsm8k_text.main(gsm8k_text.Settings(beta=0.0))
+    with pytest.raises(FileNotFoundError, match=f"{FILE}.*grade-school-math"):
+        gsm8k_text.main(gsm8k_text.Settings(data=str(tmp_path)))
     with pytest.raises(RuntimeError, match=r"score .* ended with 2: torchrl-llm-kl: the folder .* holds no model"):
         run_command("score", tmp_path, tmp_path / "nothing.jsonl")

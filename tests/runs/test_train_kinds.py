@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,21 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from torchrl_llm_kl.training import ConfigError, ModelError, Run, check_algorithm, load_policy, load_reward
+from torchrl_llm_kl.training import ConfigError, ModelError, Run
+from torchrl_llm_kl.training._build import check_algorithm, load_function, load_reward
+from torchrl_llm_kl.training._models import load_policy
 from train_lab import figures, go, same, settings, steps_in, weights
 
 pytest.importorskip("omegaconf")
-import countdown_files
-import countdown_grpo
+import countdown_demo
+import countdown_study
 import train_grpo
 from countdown.algorithms import make_coefficient
-from countdown.model import warm_up
-from countdown.report import MetricsFile
+from countdown.model import make_policy, warm_up
+from countdown.study import QUICK, target_cells
 from countdown.task import all_problems, split_problems
 from project import PROJECT as ROOT
-from torchrl_llm_kl.training import Checkpoints, load_function, read_config, train
+from torchrl_llm_kl.training import Checkpoints, read_config, train
 
 pytestmark = pytest.mark.usefixtures("_no_curves")
 LORA = ("lora.r=4", "lora.alpha=32")
@@ -278,26 +282,26 @@ def test_the_same_settings_give_the_same_bits_also_resumed(lab: Path, tmp_path: 
     assert all(int(row["answer"]) > 0 for row in train_grpo.PROMPTS)
 
 
-def test_three_steps_are_the_demo_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the same weights and generator state, with problems in the same order."""
-    steps, prompts, group = 3, 3, 4
+def test_three_steps_of_the_demo_are_those_of_the_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the same weights and generator state, with problems in the same order; the study goes around the env."""
+    scale = replace(QUICK, steps=3, num_prompts=3, group_size=4, lr=3e-4)
     torch.manual_seed(0)
     problems = all_problems()
-    policy, tokenizer = countdown_grpo.make_policy(problems)
+    policy, tokenizer = make_policy(problems)
     some, held_out = split_problems(problems)
     assert len(list(warm_up(policy, tokenizer, some, steps=25, seed=0))) == 25
     some = some[:40]
     generator = torch.Generator().manual_seed(0)
-    # The demo's order; its collector resets the env once before the first batch, and so leaves out the first problems.
+    # The study's order; it leaves out the first problems, as torchrl's collector does.
     order = list(DataLoader(range(len(some)), batch_size=None, shuffle=True, generator=generator))
-    countdown_files.write_files(tmp_path, policy, tokenizer, [some[i] for i in order[prompts:]], held_out[:4])
+    posed = [some[i] for i in order[scale.num_prompts :]]
+    countdown_demo.write_files(tmp_path, policy, tokenizer, posed, held_out[:4])
 
     torch.manual_seed(0)
-    metrics = MetricsFile(tmp_path / "demo.jsonl")
+    (cell, _) = target_cells()
     coefficient = make_coefficient("pi", target=0.5, batch_size=256)
-    sizes = {"num_prompts": prompts, "group_size": group, "max_new_tokens": 14, "steps": steps}
-    how = {"lr": 3e-4, "coefficient": coefficient, "seed": 0, "metrics": metrics}
-    countdown_grpo.train("grpo", policy, tokenizer, some, **sizes, **how)
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    expected = countdown_study.train(cell, policy, reference, tokenizer, some, coefficient, scale, seed=0)
 
     monkeypatch.chdir(ROOT)  # where the paths of the rewards begin
     changes = {
@@ -305,17 +309,19 @@ def test_three_steps_are_the_demo_s(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "data.prompts": tmp_path / "prompts.jsonl",
         "data.held_out": tmp_path / "held_out.jsonl",
         "data.shuffle": "false",
-        "data.num_prompts": prompts,
-        "data.group_size": group,
+        "data.num_prompts": scale.num_prompts,
+        "data.group_size": scale.group_size,
         "evaluation.every": 2,
-        "run.steps": steps,
+        "logging.loggers": "[]",
+        "run.steps": scale.steps,
         "run.out": tmp_path / "run",
     }
     config = read_config(ROOT / "tutorials" / "countdown.yaml", [f"{key}={value}" for key, value in changes.items()])
-    rows = train(config, say=lambda line: None).rows
-    assert len(rows) == len(metrics.rows) == steps
-    for row, demo in zip(rows, metrics.rows, strict=True):
-        names = ("reward", "penalised_reward", "kl", "coefficient", "answer_tokens", "tokens", "clip_fraction", "ESS")
-        assert {name: row[name] for name in names} == {name: demo[name] for name in names}
-        assert row["reward/solved"] == demo["success"]
-    assert rows[-1]["kl"] != 0
+    result = train(config, say=lambda line: None)
+    assert len(result.rows) == len(expected) == scale.steps
+    for row, other in zip(result.rows, expected, strict=True):
+        names = ("reward", "penalised_reward", "kl", "coefficient", "answer_tokens", "tokens")
+        assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, abs=1e-5)
+        assert row["reward/solved"] == pytest.approx(other["success"])
+    assert result.rows[-1]["kl"] != 0
+    assert "solved on 4 held-out prompts, after" in result.figures

@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 from torchrl_llm_kl import training
 from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.training import Checkpoints, CheckpointWarning, ConfigError, ModelError, read_config, train
-from torchrl_llm_kl.training._build import file_digests
+from torchrl_llm_kl.training._build import file_digests, load_prompts
+from torchrl_llm_kl.training._report import summary
 from train_lab import ANSWERS, HELD_OUT, assert_same_run, figures, go, same, settings, steps_in, weights
 from waits import LONG, until
 
@@ -34,7 +35,7 @@ SHORT = ("optimizer.warmup_steps=0", "evaluation.every=0")
 def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
     """Greedy answers of the first model, one prompt at a time, through transformers alone."""
     config = settings(lab, whole)
-    _, held_out = training.load_prompts(config)
+    _, held_out = load_prompts(config)
     assert held_out is not None
     assert len(held_out) == HELD_OUT
     tokenizer = AutoTokenizer.from_pretrained(config.model.name)
@@ -88,7 +89,7 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
     for text in ("trained for 1 step with grpo", f"| 0 | {before['reward']:.4g} | — | 0 |", "````yaml\nmodel:\n"):
         assert text in card
     rows = [{"step": 0, "tokens": 38_811.0, "seconds": 7_500.0}, {"tokens": 1.0, "seconds": 7_500.0}]
-    assert training.summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
+    assert summary(settings(lab, tmp_path), rows, [])["training"] == "2 steps, 38,812 tokens, 2 h 5 min"
 
 
 def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import re
 import shlex
 import sys
@@ -20,7 +19,6 @@ import transformers
 import typer
 import yaml
 
-import countdown_grpo
 import torchrl_llm_kl
 from code_blocks import PAGES, all_blocks, save_checkpoint
 from preambles import PREAMBLES, given
@@ -186,8 +184,8 @@ def wrong_words(words: list[str]) -> set[str]:
         return {called}
     parameters = [*program.params, *(program.commands[called].params if called else ())]  # type: ignore[attr-defined]
     known = _OF_TYPER | {name for parameter in parameters for name in parameter.opts}
-    if called == "demo":  # passes its options on to the script
-        known |= {f"--{name.replace('_', '-')}" for name in inspect.signature(countdown_grpo.main).parameters}
+    if called == "demo":  # passes its words on to train
+        known |= {name for parameter in program.commands["train"].params for name in parameter.opts}  # type: ignore[attr-defined]
     return {word for word in words if word.startswith("--") and word.split("=")[0] not in known}
 
 

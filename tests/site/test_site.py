@@ -88,7 +88,7 @@ def test_the_reference_has_the_texts_of_the_running_program(site: Site) -> None:
 def test_names_in_the_text_link_to_the_reference_and_files_are_pages(site: Site) -> None:
     targets = site.page("losses").links
     assert any(target.endswith("reference/losses/#torchrl_llm_kl.losses.PolicyLoss") for target in targets)
-    assert "schedule.step()" in text_of(site, "source/tutorials/countdown_grpo.py")
+    assert "schedule.step()" in text_of(site, "source/tutorials/train_grpo.py")
 
 
 UNCHANGED = "`f[i](x.md)` [a](#b) [c](https://d.e)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -127,29 +126,11 @@ def score(
     as_json: Json = False,
 ) -> None:
     """Score the answers in a file: log-prob, perplexity, and KL to a reference with standard errors."""
+    given = {name: value for name, value in locals().items() if name != "estimator"}
     from torchrl_llm_kl.cli._score import ScoreOptions, score as run_score
 
     names = tuple(dict.fromkeys(name.strip() for item in estimator or [] for name in item.split(",") if name.strip()))
-    run_score(
-        ScoreOptions(
-            model=model,
-            data=data,
-            reference=reference,
-            tokenizer=tokenizer,
-            estimators=names,
-            temperature=temperature,
-            out=out,
-            store=store,
-            html=html,
-            limit=limit,
-            max_length=max_length,
-            batch_tokens=batch_tokens,
-            per_token=per_token,
-            dtype=dtype,
-            device=device,
-            as_json=as_json,
-        )
-    )
+    run_score(ScoreOptions(estimators=names, **given))
 
 
 # ------------------------------------------------------------------ batches
@@ -274,20 +255,12 @@ def templates(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def demo(context: typer.Context) -> None:
-    """Train a small model with the KL held at a target, in a checkout of the project; options go to the tutorial."""
-    script = demo_script()
-    if script is None:
-        raise CommandError(
-            "the demo is a tutorial, which an installed package does not contain: run this command, or `make demo`, in a "
-            "checkout of the project's sources."
-        )
-    raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
-
-
-def demo_script() -> Path | None:
-    """The tutorial of the checkout that this package, or the current folder, is in."""
-    for root_folder in (Path(__file__).parents[2], Path(os.curdir)):
-        script = root_folder / "tutorials" / "countdown_grpo.py"
+    """Train a small model with the KL held at a target, in a checkout of the project; changes go to train."""
+    for root_folder in (Path(__file__).parents[2], Path()):
+        script = root_folder / "tutorials" / "countdown_demo.py"
         if script.is_file() and (root_folder / "torchrl_llm_kl").is_dir():
-            return script
-    return None
+            raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
+    raise CommandError(
+        "the demo is a tutorial, which an installed package does not contain: run this command, or `make demo`, in a "
+        "checkout of the project's sources."
+    )

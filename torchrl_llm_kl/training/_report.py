@@ -276,6 +276,8 @@ def summary(
             row = by_step[step]
             held_out = counted(int(row["num_prompts"]), "held-out prompt")
             found[f"reward on {held_out}, {label}"] = with_error(row)
+            parts = {name.partition("/")[2]: value for name, value in row.items() if name.startswith("reward/")}
+            found |= {f"{name} on {held_out}, {label}": f"{value:.4g}" for name, value in parts.items()}
     last_half = rows[len(rows) // 2 :]
     if last_half and all("kl" in row for row in last_half):
         target = "" if config.kl.target is None else f", target {config.kl.target:g}"

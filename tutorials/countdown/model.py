@@ -1,4 +1,4 @@
-"""Models: a small one with a supervised warm-up, or any transformers checkpoint; their accuracy."""
+"""A small model with a supervised warm-up, and its accuracy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from countdown.task import OPERATIONS, Problem, ShortCountdownEnv
-from torchrl_llm_kl.training import chat_tokenizer, load_model
 
 MAX_NEW_TOKENS = 14  # the longest right answer has 8
+WARMUP_STEPS = 300  # few enough to leave room for RL
 
 # ChatML. `{% generation %}` marks the assistant's text, for tools that request that mask from the template.
 CHAT_TEMPLATE = (
@@ -79,9 +79,11 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     return Qwen2ForCausalLM(config).eval()
 
 
-def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load any causal language model of transformers, from a folder or the hub."""
-    return load_model(name, dtype="float32", device="cpu").requires_grad_(True), chat_tokenizer(name)
+def make_policy(problems: Sequence[Problem]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Build the small model, untrained, and its tokenizer."""
+    torch.set_num_threads(1)  # more only wait for one another on a model this small, and change the numbers
+    tokenizer = build_tokenizer(problems)
+    return build_model(tokenizer), tokenizer
 
 
 def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

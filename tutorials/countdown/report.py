@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import transformers
 from rich.console import Console
 from rich.table import Table
+from tensordict import TensorDictBase
+from torch import nn
 
 from torchrl_llm_kl import training
+from torchrl_llm_kl.diagnostics import status_line
 from torchrl_llm_kl.training import FiguresFile as MetricsFile, progress as progress, smooth as smooth
 
 Metrics = dict[str, float]
@@ -79,3 +84,40 @@ def print_table(title: str, rows: dict[str, str]) -> None:
     for row in rows.items():
         table.add_row(*row)
     Console().print(table)
+
+
+def summarise(
+    batch: TensorDictBase, *, step: int, coefficient: nn.Module | None, seconds: float, charged: bool = True
+) -> Metrics:
+    """Means over the answers of a step; the KL is in nats per answer, summed over its tokens.
+
+    With ``charged`` the rewards include the penalty, if there is a coefficient.
+    """
+    kl = batch["next", "kl_penalty"].sum(-1).mean().item()
+    reward = {"reward": batch["next", "reward"].flatten(1).sum(-1).mean().item()}
+    if coefficient is not None:
+        value = coefficient().item()
+        reward["penalised_reward"] = reward["reward"] - (0.0 if charged else value * kl)
+        reward = {**reward, "reward": reward["penalised_reward"] + value * kl, "coefficient": value}
+    prompt_width = batch["tokens", "prompt"].shape[-1]
+    return {
+        "step": step,
+        "success": batch["next", "success"].float().mean().item(),
+        **reward,
+        "kl": kl,
+        "answer_tokens": batch["masks", "all_attention_mask"][:, prompt_width:].sum().item(),
+        "tokens": batch["masks", "all_attention_mask"].sum().item(),
+        "seconds": seconds,
+    }
+
+
+def status(row: Metrics, kl_target: float | None = None) -> str:
+    """One line about a step."""
+    return f"right {row['success']:4.0%}  {status_line(row, kl_target=kl_target)}"
+
+
+def silence_dependencies() -> None:
+    """Show no warnings of torchrl, tensordict and transformers."""
+    warnings.filterwarnings("ignore", module="torchrl|tensordict|transformers")
+    warnings.filterwarnings("ignore", message="size_average and reduce")  # from torchrl's cross_entropy
+    transformers.utils.logging.disable_progress_bar()  # for writing one small file

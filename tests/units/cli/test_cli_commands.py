@@ -97,8 +97,7 @@ def test_help_and_page_name_commands_and_options_that_exist(cli: Cli) -> None:
     helps = {name: cli(name, "--help", env={"COLUMNS": "300"}).stdout for name in COMMANDS}
     assert all("Usage: torchrl-llm-kl" in text for text in helps.values())
     options = {name: set(re.findall(r"--[a-z][\w-]*", text)) for name, text in {**helps, "": whole}.items()}
-    # `--algorithm` is the tutorial's
-    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page)) - {"--algorithm"} <= set().union(*options.values())
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", page)) <= set().union(*options.values())
     assert all(f"`{name} " in page or f"`{name}`" in page for name in COMMANDS)
     documented = page[page.index("## score") : page.index("## check")]
     of_score = options["score"] - {"--help", "--json"}
@@ -163,7 +162,7 @@ def test_colours_and_progress_follow_the_stream(
     assert len(out.getvalue()) == before
 
 
-def test_the_demo_passes_its_options_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_passes_its_changes_on(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without a checkout it says where it is."""
     seen: list[list[str]] = []
 
@@ -172,9 +171,9 @@ def test_the_demo_passes_its_options_on(cli: Cli, monkeypatch: pytest.MonkeyPatc
         return subprocess.CompletedProcess(words, 130)
 
     monkeypatch.setattr(_commands.subprocess, "run", run)
-    cli("demo", "--algorithm", "dapo", "--steps", "3", code=130)
-    assert Path(seen[0][1]).resolve() == PROJECT / "tutorials" / "countdown_grpo.py"
-    assert seen[0][2:] == ["--algorithm", "dapo", "--steps", "3"]
+    cli("demo", "algorithm.name=dapo", "--dry-run", code=130)
+    assert Path(seen[0][1]).resolve() == PROJECT / "tutorials" / "countdown_demo.py"
+    assert seen[0][2:] == ["algorithm.name=dapo", "--dry-run"]
     monkeypatch.setattr(_commands, "__file__", str(tmp_path / "torchrl_llm_kl" / "cli" / "_commands.py"))
     monkeypatch.chdir(tmp_path)
     assert "in a checkout of the project's sources" in error_of(cli("demo", code=2))

@@ -18,7 +18,7 @@ import torch
 
 from torchrl_llm_kl import training
 from torchrl_llm_kl.training import ConfigError, TrainConfig, read_config
-from torchrl_llm_kl.training._config import differences
+from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences
 
 pytest.importorskip("omegaconf")
 from torchrl_llm_kl import Sampling
@@ -67,10 +67,8 @@ def test_defaults_and_overrides_which_survive_yaml_and_the_example(
     file.write_text(training.example_config())
     config = read_config(file)
     assert config.lora is None
-    reward = training.RewardConfig("rewards.py:correct")
-    defaults = TrainConfig(
-        model=training.ModelConfig(name="m"), data=training.DataConfig(prompts="p.jsonl"), reward=reward
-    )
+    reward = RewardConfig("rewards.py:correct")
+    defaults = TrainConfig(model=ModelConfig(name="m"), data=DataConfig(prompts="p.jsonl"), reward=reward)
     assert read_config(file, ["model.name=m", "data.prompts=p.jsonl"]) == defaults
     with_lora = training.example_config().replace("lora: null", "lora:").replace("\n#  ", "\n  ")
     file.write_text(with_lora)
@@ -188,9 +186,9 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
     with pytest.raises(ConfigError, match=r"model\.name is missing"):
         TrainConfig()
     # numbers that no setting can hold, also where no YAML is read
-    sections = {"model": training.ModelConfig("m"), "data": training.DataConfig("p.jsonl")}
+    sections = {"model": ModelConfig("m"), "data": DataConfig("p.jsonl")}
     with pytest.raises(ConfigError, match=r"run\.steps is a whole number of 33220 bits: expected one of at most 64\."):
-        TrainConfig(**sections, reward=training.RewardConfig("r.py:f"), run=training.RunConfig(steps=10**10_000))
+        TrainConfig(**sections, reward=RewardConfig("r.py:f"), run=RunConfig(steps=10**10_000))
     with pytest.raises(ConfigError, match=r"algorithm\.args\.a is nan: expected a finite number\."):
         read_config({**LEAST, "algorithm": {"args": {"a": [1.0, float("nan")]}}})
     old = read_config(LEAST).to_dict()
