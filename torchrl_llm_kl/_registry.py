@@ -107,6 +107,18 @@ def first_sentence(error: BaseException) -> str:
     return text if end < 0 else text[: end + 1]
 
 
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as paths with dots; an empty mapping keeps its own path."""
+    out: dict[str, Any] = {}
+    for name, value in settings.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            out |= flatten(value, f"{path}.")
+        else:
+            out[path] = value
+    return out
+
+
 class Registry(Mapping[str, T], Generic[T]):
     """Named things of one kind; a read-only mapping with :meth:`add`.
 

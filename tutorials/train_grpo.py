@@ -87,7 +87,7 @@ def train(
         kl_reward_coeff=coefficient,
     )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
 
     seed_everything(seed)
     if saved is not None:

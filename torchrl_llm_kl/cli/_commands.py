@@ -22,6 +22,9 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Temperature = Annotated[float, typer.Option(help="The sampler's temperature: divides the logits.")]
+Batch = Annotated[
+    Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
+]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Load pickled objects, which can run any code: only your own files.")
 ]
@@ -138,9 +141,7 @@ def score(
 
 @app.command()
 def check(
-    batch: Annotated[
-        Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
-    ],
+    batch: Batch,
     policy: Annotated[str | None, typer.Option(help="The model that sampled; adds checks that score with it.")] = None,
     reference: Annotated[str | None, typer.Option(help="The reference model.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="The tokenizer, for checks of text and masks.")] = None,
@@ -174,9 +175,7 @@ def check(
 
 @app.command()
 def inspect(
-    batch: Annotated[
-        Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
-    ],
+    batch: Batch,
     tokenizer: Annotated[str, typer.Option(help="The tokenizer of its tokens: a folder, or a name on the hub.")],
     html: Annotated[Path | None, typer.Option(help="Write a page instead of printing.")] = None,
     other: Annotated[Path | None, typer.Option(help="A second batch to show beside the first.")] = None,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,18 +80,18 @@ def score(options: ScoreOptions) -> None:
     source = FileRows(options.data)
     _ = source.layout  # raises before a model is loaded
     run = Run(options, source)
-    summary = Summary(run.estimators)
+    summary = Summary()
     total = source.total if options.limit is None else min(source.total, options.limit)
     at = 0
     try:
         with progress("score", total, stream=sys.stderr) as advance, _output(options.out) as write:
-            for batch in run.batches(total):
-                records = run.score(batch.items)
+            for items, end in run.batches(total):
+                records = run.score(items)
                 write(records)
                 for record in records:
                     summary.add(record)
-                advance(f"{summary.scored_tokens:,} tokens scored", batch.end - at)
-                at = batch.end
+                advance(f"{summary.scored_tokens:,} tokens scored", end - at)
+                at = end
     except KeyboardInterrupt:
         folder = options.store_folder
         rest = f"; {folder} holds them, and the same command continues" if folder else " (--store keeps them)"
@@ -154,14 +155,6 @@ def _check(options: ScoreOptions) -> None:
 # ------------------------------------------------------------------ the models and their batches
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The answers and skips of consecutive rows."""
-
-    items: list[Answer | Skip]
-    end: int  #: number of the row after the last
-
-
 class Run:
     """The loaded models, and what they make of rows."""
 
@@ -198,8 +191,8 @@ class Run:
             )
         return self.options.estimators or (*_DEFAULT, *(("exact",) if same else ()))
 
-    def batches(self, end: int) -> Iterator[Batch]:
-        """Batches of the rows before ``end``, of at least so many tokens, or so many rows."""
+    def batches(self, end: int) -> Iterator[tuple[list[Answer | Skip], int]]:
+        """The rows before ``end`` in batches of so many tokens or rows, each with the number of the row after its last."""
         items: list[Answer | Skip] = []
         tokens = first = last = 0
         for row in self.source.read(0, end):
@@ -208,10 +201,10 @@ class Run:
             tokens += sum(len(item.tokens) for item in encoded if isinstance(item, Answer))
             last = row.index + 1
             if tokens >= _PACKS_PER_BATCH * self.batch_tokens or last - first >= _ROWS_PER_BATCH:
-                yield Batch(items, last)
+                yield items, last
                 items, tokens, first = [], 0, last
         if last > first:
-            yield Batch(items, last)
+            yield items, last
 
     @torch.no_grad()
     def score(self, items: Sequence[Answer | Skip]) -> list[dict[str, Any]]:
@@ -309,22 +302,17 @@ class Run:
         """A page of the first answers with their scores."""
         from torchrl_llm_kl.diagnostics import inspect_tokens
 
-        answers: list[Answer] = []
-        for row in self.source.read(0, total):
-            answers += [item for item in self.encoder.encode(row) if isinstance(item, Answer)]
-            if len(answers) >= HTML_ANSWERS:
-                break
-        if answers:
-            shown = answers[:HTML_ANSWERS]
-            inspect_tokens(self._columns_to_show(shown), self.tokenizer, html=path, title=self.options.model)
-            say(f"wrote {path} with {len(shown)} answers.")
-
-    def _columns_to_show(self, answers: Sequence[Answer]) -> TokenColumns:
+        rows = (item for row in self.source.read(0, total) for item in self.encoder.encode(row))
+        answers = list(islice((item for item in rows if isinstance(item, Answer)), HTML_ANSWERS))
+        if not answers:
+            return
         mask = torch.cat([answer.mask for answer in answers])
         names = {"log_prob": "log_prob", "ref_log_prob": "ref_log_prob", "exact": "kl"}
         found = self.columns(answers)
         columns = {name: found[own].float().masked_fill(~mask, math.nan) for own, name in names.items() if own in found}
-        return TokenColumns(Ragged.from_list([answer.tokens for answer in answers]), mask, columns)
+        shown = TokenColumns(Ragged.from_list([answer.tokens for answer in answers]), mask, columns)
+        inspect_tokens(shown, self.tokenizer, html=path, title=self.options.model)
+        say(f"wrote {path} with {len(answers)} answers.")
 
 
 def _skip_record(skip: Skip) -> dict[str, Any]:
@@ -375,8 +363,7 @@ class Totals:
 class Summary:
     """Counts and means of a run, from its records."""
 
-    def __init__(self, estimators: Sequence[str]) -> None:
-        self.estimators = tuple(estimators)
+    def __init__(self) -> None:
         self.scored = self.scored_tokens = self.tokens = 0
         self.skipped = Skipped()
         self.totals: dict[str, Totals] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict, fields
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torchrl_llm_kl.cli._console import CommandError, cells_of, print_json, print_table
@@ -173,10 +172,12 @@ _PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "tokenizers", "ra
 def show_version(everything: bool, as_json: bool) -> None:
     """The version; with ``everything``, all that a bug report needs."""
     from torchrl_llm_kl import __version__
+    from torchrl_llm_kl.training import versions
 
     found: dict[str, str] = {"torchrl-llm-kl": __version__}
     if everything:
-        found |= {name: _version(name) for name in _PACKAGES}
+        here = versions(_PACKAGES)
+        found |= {name: here.get(name, "not installed") for name in _PACKAGES}
         found |= {"python": platform.python_version(), "platform": platform.platform(), "CUDA": _cuda()}
     if as_json:
         print_json(found)
@@ -184,13 +185,6 @@ def show_version(everything: bool, as_json: bool) -> None:
         print_table(["", "version"], [[name, text] for name, text in found.items()])
     else:
         print(f"torchrl-llm-kl {__version__}")
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _cuda() -> str:

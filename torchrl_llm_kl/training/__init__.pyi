@@ -55,3 +55,6 @@ from torchrl_llm_kl.training._models import (
     check_model as check_model,
     load_tokenizer as load_tokenizer,
 )
+from torchrl_llm_kl.training._report import (
+    versions as versions,
+)

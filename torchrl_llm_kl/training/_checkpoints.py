@@ -121,14 +121,8 @@ class Checkpoints:
         Warns:
             CheckpointWarning: for each later one that is damaged, with what is wrong; it is left where it is.
         """
-        for path in reversed(self.paths()):
-            found = self.read(path)
-            if isinstance(found, Checkpoint):
-                return found
-            warnings.warn(
-                f"the checkpoint {path} is damaged ({found}): taking the one before.", CheckpointWarning, stacklevel=2
-            )
-        return None
+        found = (self._whole(path, ": taking the one before.") for path in reversed(self.paths()))
+        return next((each for each in found if each is not None), None)
 
     def at(self, step: int) -> Checkpoint | None:
         """The checkpoint of a step; None if it is not there or damaged.
@@ -137,12 +131,14 @@ class Checkpoints:
             CheckpointWarning: if it is damaged, with what is wrong.
         """
         path = self.folder / f"step-{step:06d}"
-        if not path.exists():
-            return None
+        return self._whole(path, ".") if path.exists() else None
+
+    def _whole(self, path: Path, then: str) -> Checkpoint | None:
+        """The checkpoint in a folder; None, and a warning with what is wrong, if it is damaged."""
         found = self.read(path)
         if isinstance(found, Checkpoint):
             return found
-        warnings.warn(f"the checkpoint {path} is damaged ({found}).", CheckpointWarning, stacklevel=2)
+        warnings.warn(f"the checkpoint {path} is damaged ({found}){then}", CheckpointWarning, stacklevel=3)
         return None
 
     @staticmethod

@@ -18,8 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from torchrl_llm_kl._registry import did_you_mean, nearest, no_such
-from torchrl_llm_kl.algorithms import flatten
+from torchrl_llm_kl._registry import did_you_mean, flatten, nearest, no_such
 
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"

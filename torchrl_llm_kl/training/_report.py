@@ -7,7 +7,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -387,19 +387,17 @@ def write_card(
     card.save(folder / "README.md")
 
 
-def versions() -> Mapping[str, str]:
-    """The versions that a run's figures depend on.
+def versions(
+    packages: Iterable[str] = ("torchrl-llm-kl", "torch", "tensordict", "torchrl", "transformers", "peft"),
+) -> dict[str, str]:
+    """The versions of Python and of the packages that are installed, by default those that a run's figures depend on.
 
     Example:
         >>> "torch" in versions()
         True
     """
-
-    def installed(name: str) -> str:
+    found = {"python": platform.python_version()}
+    for name in packages:
         with suppress(PackageNotFoundError):
-            return version(name)
-        return ""
-
-    names = ("torchrl-llm-kl", "torch", "tensordict", "torchrl", "transformers", "peft")
-    found = {"python": platform.python_version(), **{name: installed(name) for name in names}}
-    return {name: number for name, number in found.items() if number}
+            found[name] = version(name)
+    return found

@@ -155,7 +155,7 @@ class Run:
     Keyword Args:
         saved: the checkpoint to go on from; None to begin.
         say: takes lines for the user.
-        inputs: what :func:`load_inputs` returned; None to load them.
+        inputs: what it reads but for its models; None to load that.
         begin: called when all is loaded, before the first file is written.
 
     Example:
@@ -177,14 +177,8 @@ class Run:
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
         self.step, self.begun, self.seconds = 0 if saved is None else saved.step, time.perf_counter(), 0.0
-        inputs = load_inputs(config) if inputs is None else inputs
-        self.prompts, self.held_out, self.reward, self.files = (
-            inputs.prompts,
-            inputs.held_out,
-            inputs.reward,
-            inputs.files,
-        )
-        self.tokenizer = inputs.tokenizer
+        self.inputs = load_inputs(config) if inputs is None else inputs
+        self.tokenizer = self.inputs.tokenizer
         seed_everything(config.run.seed)
         self.policy = load_policy(config, None if saved is None else saved.folder / "model")
         self.reference = load_reference(config, self.policy)
@@ -213,8 +207,8 @@ class Run:
         """The env, after ``start`` prompts."""
         data = self.config.data
         return make_env(
-            self.prompts,
-            self.reward,
+            self.inputs.prompts,
+            self.inputs.reward,
             self.tokenizer,
             num_prompts=data.num_prompts,
             group_size=data.group_size,
@@ -316,22 +310,22 @@ class Run:
         """Whether the held-out prompts are to be answered now."""
         every, step = self.config.evaluation.every, self.step
         due = every > 0 and (step % every == 0 or step >= self.config.run.steps)
-        return due and self.held_out is not None and all(row["step"] != step for row in self.evaluations.rows)
+        return due and self.inputs.held_out is not None and all(row["step"] != step for row in self.evaluations.rows)
 
     def evaluate(self) -> Figures:
         """Answer the held-out prompts, and store the figures."""
-        assert self.held_out is not None
-        settings, kl = self.config.evaluation, None
+        settings, kl, held_out = self.config.evaluation, None, self.inputs.held_out
+        assert held_out is not None
         if self.training.kl is not None and self.reference is not None:
             local = isinstance(self.reference, (str, torch.nn.Module))
             if local or not settings.greedy:  # of the most probable tokens, the exact KL alone means something
                 estimator = "exact" if settings.greedy else "k1"
                 kl = measured_kl(self.config, self.policy, self.reference, estimator=estimator)
         env = make_env(
-            self.held_out,
-            self.reward,
+            held_out,
+            self.inputs.reward,
             self.tokenizer,
-            num_prompts=min(settings.batch_size, len(self.held_out)),
+            num_prompts=min(settings.batch_size, len(held_out)),
             group_size=1,
             system_prompt=self.config.data.system_prompt,
             kl_transform=kl,
@@ -339,7 +333,7 @@ class Run:
             order=PromptOrder(seed=None),
         )
         sampler = self._sampler(greedy=settings.greedy)
-        row = {"step": self.step, **evaluate(env, sampler, len(self.held_out), seed=self.config.run.seed)}
+        row = {"step": self.step, **evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
         self.evaluations.append(row)
         self._log(self.monitor, _evaluation_log(row), self.step)
         return row
@@ -376,8 +370,8 @@ class Run:
         """Write a checkpoint of all that the next step depends on."""
         numbers = {
             "config": self.config.to_dict(),
-            "files": self.files,
-            "versions": dict(versions()),
+            "files": self.inputs.files,
+            "versions": versions(),
             "seconds": self.elapsed,
             "best": self.best,
         }
@@ -494,8 +488,8 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
         run = build(config, saved=saved, say=say, inputs=load_inputs(config), begin=begin)
         if saved is not None:
             say(f"going on after step {run.step} of {config.run.steps}, from {saved.folder}.")
-            before = saved.numbers.get("files", run.files)
-            for name in (name for name, digest in run.files.items() if before.get(name) != digest):
+            before = saved.numbers.get("files", run.inputs.files)
+            for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since: what follows is not what it would have been without a stop.")
         stop = StopRequest(say)
         with (

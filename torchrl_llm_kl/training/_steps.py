@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -236,27 +236,17 @@ def make_schedule(
         >>> schedule.get_last_lr()
         [0.75]
     """
-    schedules = torch.optim.lr_scheduler
+    warmup, rest = config.warmup_steps, steps - config.warmup_steps
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / rest)
+        return {"constant": 1.0, "linear": 1.0 - done, "cosine": (1.0 + math.cos(math.pi * done)) / 2}[config.schedule]
+
     for group in optimizer.param_groups:
-        group["lr"] = group.get("initial_lr", group["lr"])
-    rest = steps - config.warmup_steps
-    parts: list[Any] = []
-    if config.warmup_steps:
-        parts.append(
-            schedules.LinearLR(optimizer, 1 / config.warmup_steps, 1.0, total_iters=config.warmup_steps - 1 or 1)
-        )
-    if config.schedule == "linear":
-        parts.append(schedules.LinearLR(optimizer, 1.0, 0.0, total_iters=rest))
-    elif config.schedule == "cosine":
-        parts.append(schedules.CosineAnnealingLR(optimizer, rest))
-    else:
-        parts.append(schedules.ConstantLR(optimizer, 1.0, total_iters=rest))
-    found = parts[0] if len(parts) == 1 else schedules.SequentialLR(optimizer, parts, [config.warmup_steps])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps before the optimiser's
-        for _ in range(done):
-            found.step()
-    return found
+        group.setdefault("initial_lr", group["lr"])
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=done - 1)
 
 
 # ------------------------------------------------------------------ figures

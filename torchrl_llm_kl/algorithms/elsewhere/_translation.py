@@ -403,15 +403,3 @@ def _loader() -> Any:
     number = re.compile(r"^[-+]?(?:\d[\d_]*)(?:\.[\d_]*)?[eE][-+]?\d+$|^[-+]?\.\d[\d_]*(?:[eE][-+]?\d+)?$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789."))
     return Loader
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as paths with dots; an empty mapping keeps its own path."""
-    out: dict[str, Any] = {}
-    for name, value in settings.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            out |= flatten(value, f"{path}.")
-        else:
-            out[path] = value
-    return out

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_llm_kl._foreign import TRINITY
-from torchrl_llm_kl._registry import did_you_mean, no_such
+from torchrl_llm_kl._registry import did_you_mean, flatten, no_such
 from torchrl_llm_kl.advantages import advantage_spec
-from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, flatten, read_mapping
+from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, read_mapping
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import spec_of

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import VERL
+from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.algorithms.elsewhere._translation import (
     New,
     Reader,
     Translation,
-    flatten,
     read_mapping,
     read_scalar,
 )
