@@ -125,7 +125,7 @@ def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):
         kl = None if reference is None or distils else measured_kl(config, policy, reference)
-    return Training(parts, kl, coefficient, _estimators(config)["reward"] != "none")
+    return Training(parts, kl, coefficient, "reward" in _charged(config))
 
 
 def check_parts(config: TrainConfig, policy: nn.Module, reference: nn.Module) -> None:
@@ -154,9 +154,8 @@ def check_parts(config: TrainConfig, policy: nn.Module, reference: nn.Module) ->
 
 def _bind(config: TrainConfig, policy: Any, reference: Any, critic: Any, coefficient: Any) -> AlgorithmParts:
     """The algorithm of a configuration with its models; ``reference`` may be a teacher."""
-    preset, estimators = get_algorithm(config.algorithm.name), _estimators(config)  # type: ignore[arg-type]
-    charged = [place for place, estimator in estimators.items() if estimator != "none"]
-    settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in estimators.items()}
+    preset, charged = get_algorithm(config.algorithm.name), _charged(config)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in _estimators(config).items()}
     settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
     return make_algorithm(
         config.algorithm.name,  # type: ignore[arg-type]
@@ -247,13 +246,13 @@ def check_algorithm(config: TrainConfig) -> None:
         preset.check_group_size(config.data.group_size, name="data.group_size")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    placed = kl.place if kl.place != "preset" else _place_of(preset)
-    if placed == "none" and (kl.target is not None or kl.coefficient is not None or kl.estimator is not None):
+    charged = _charged(config)
+    if not charged and (kl.target is not None or kl.coefficient is not None or kl.estimator is not None):
         raise ConfigError(
             f"{name} has no KL penalty, so that kl.target, kl.coefficient and kl.estimator have no effect: set kl.place to "
             "loss or reward, or leave them out."
         )
-    if placed != "none" and config.reference.name == "none":
+    if charged and config.reference.name == "none":
         raise ConfigError(
             f"{name} charges a KL, and reference.name is none: set reference.name=start, or kl.place=none."
         )
@@ -264,10 +263,6 @@ def check_algorithm(config: TrainConfig) -> None:
     for estimator in _estimators(config).values():
         get_estimator(estimator)
     _coefficient(config)
-
-
-def _place_of(preset: Any) -> str:
-    return "loss" if preset.kl_loss != "none" else "reward" if preset.kl_reward != "none" else "none"
 
 
 def _estimators(config: TrainConfig) -> dict[str, Any]:
@@ -282,9 +277,14 @@ def _estimators(config: TrainConfig) -> dict[str, Any]:
     return found
 
 
+def _charged(config: TrainConfig) -> list[str]:
+    """The places where a KL is charged."""
+    return [place for place, estimator in _estimators(config).items() if estimator != "none"]
+
+
 def _coefficient(config: TrainConfig) -> nn.Module | None:
     """The coefficient: adaptive with a target, else the configuration's number or the preset's; None if nothing is charged."""
-    kl, charged = config.kl, [place for place, estimator in _estimators(config).items() if estimator != "none"]
+    kl, charged = config.kl, _charged(config)
     if not charged:
         return None
     if kl.target is None:

@@ -30,7 +30,7 @@ def direct_batches(
     group_size: int,
     seed: int | None,
 ) -> Iterator[TensorDictBase]:
-    """What the demo's collector yields, with the entries that training reads; batch size ``[num_prompts * group_size]``."""
+    """What a collector of ``make_env`` yields, with the entries that training reads; ``[num_prompts * group_size]``."""
     loader = in_order(problems, seed, collate=lambda rows: rows[0])
     rewards = CountdownRewardParser(tokenizer=tokenizer)
     posed: list[Problem] = []

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("omegaconf")
-import json
-
-import pytest
 import tensordict
 import torch
 
-from torchrl_llm_kl import training
-from torchrl_llm_kl.training import ConfigError, TrainConfig, read_config
-from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences
-
 pytest.importorskip("omegaconf")
-from torchrl_llm_kl import Sampling
+from torchrl_llm_kl import Sampling, training
 from torchrl_llm_kl.tasks import PromptOrder, make_env
-from torchrl_llm_kl.training import load_inputs, make_sampler, train
+from torchrl_llm_kl.training import ConfigError, TrainConfig, load_inputs, make_sampler, read_config, train
+from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences
 from toy_rollouts import make_model, make_tokenizer
 from toy_tokenizer import build_tokenizer
 from train_lab import build_lab, settings
