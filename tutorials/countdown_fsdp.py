@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from countdown.algorithms import EPOCHS, MINIBATCHES, SUPPORTED, build, label
 from countdown.model import MAX_NEW_TOKENS, WARMUP_STEPS, accuracy, as_policy, make_policy, to_dtype, warm_up
@@ -60,7 +61,7 @@ from countdown.settings import check_positive, read_settings
 from countdown.task import all_problems, make_env, split_problems
 from torchrl_llm_kl import PIKLCoefficient, RetrieveKL
 from torchrl_llm_kl.algorithms import get_algorithm
-from torchrl_llm_kl.training import loss_entries
+from torchrl_llm_kl.training import chat_tokenizer, load_model, loss_entries
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
@@ -79,6 +80,7 @@ class Settings:
     num_prompts: int = 16  # per step, over all ranks
     group_size: int = 8
     max_new_tokens: int = MAX_NEW_TOKENS
+    model: str | None = None  # a folder or hub name, without a warm-up; None: the small model
     dtype: str = "float64"  # the same figures on any number of ranks; float32: faster, the same up to rounding
     out: str = "runs/fsdp"
     stop_after: int | None = None  # end after this step, to go on later
@@ -113,7 +115,7 @@ class Run:
         torch.manual_seed(settings.seed)
         problems = all_problems()
         self.problems, self.held_out = split_problems(problems)
-        policy, self.tokenizer = make_policy(problems)
+        policy, self.tokenizer = make_policy(problems) if settings.model is None else open_policy(settings.model)
         # In float64, rounding, which depends on the number of ranks, never changes a sampled token. In float32 it will at some
         # step, and runs then differ as if their seeds did.
         self.policy = to_dtype(policy.to(device or "cpu"), getattr(torch, settings.dtype))
@@ -135,7 +137,7 @@ class Run:
     def _warm_up(self) -> None:
         """Train the first rank's model on demonstrations, and copy it to all."""
         ranks, settings = self.ranks, self.settings
-        steps = settings.warmup_steps
+        steps = settings.warmup_steps if settings.model is None else 0
         if ranks.first and steps:
             with progress("warm-up", steps) as advance:
                 for loss in warm_up(self.policy, self.tokenizer, self.problems, steps=steps, seed=settings.seed):
@@ -280,6 +282,11 @@ def check(settings: Settings, ranks: Ranks) -> None:
     check_positive(kl_target=settings.kl_target, lr=settings.lr, steps=settings.steps, save_every=settings.save_every)
     if settings.num_prompts < ranks.count:
         raise ValueError(f"num_prompts is {settings.num_prompts} for {ranks.count} ranks: start fewer ranks")
+
+
+def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Any causal language model of transformers."""
+    return load_model(name, dtype="float32", device="cpu").requires_grad_(True), chat_tokenizer(name)
 
 
 def is_saved(settings: Settings) -> bool:
