@@ -162,6 +162,7 @@ def test_sampled_tokens(data: TensorDictBase, scope: Any, want: list[Any], ref_m
     [
         (tokens(full=FULL, prompt=PROMPT), "full", r"scope='full' scores .* found neither"),
         (tokens([[0, 1, 1], [0, 1, 0]], full=FULL), "turn", r"found row lengths \[3, 3\], expected \[4, 4\]"),
+        (tokens([GIVEN[0], [0, 0, 0, 0]], full=FULL), "turn", "sequence 1: .* is False everywhere"),
     ],
 )
 def test_what_cannot_be_told_is_an_error(data: TensorDictBase, scope: Any, message: str, ref_model: Any) -> None:

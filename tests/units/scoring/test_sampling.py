@@ -164,14 +164,14 @@ def test_deterministic():
 def test_cache_and_store_know_the_sampler(tmp_path):
     model, rows = tiny_model(), Ragged.from_list([ids(30, 0)])
     wanted = {}
-    for sampling in (Sampling(), Sampling(top_k=60), Sampling(0.5, top_k=60)):
+    for sampling in (Sampling(), Sampling(top_k=60), Sampling(top_k=70), Sampling(0.5, top_k=60)):
         wanted[sampling] = LogProbScorer(model, sampling=sampling).score(rows).values
     scorer, memory = LogProbScorer(model), RememberedModel(model, tmp_path)
     for sampling in [*wanted, *wanted]:
         scorer.sampling = sampling
         assert_near(scorer.score(rows, remember=True).values, wanted[sampling], **FORWARD)
         assert_near(memory.make_scorer(sampling=sampling).score(rows).values, wanted[sampling], **FORWARD)
-    assert memory.store.tokens_recalled == 3 * 29
+    assert memory.store.tokens_recalled == 4 * 29
 
 
 def test_a_token_that_the_sampler_would_not_draw():

@@ -95,6 +95,7 @@ def plain(message):
 
 
 def test_bytes_on_the_wire():
+    assert Request.of(**ENTRIES, settings=Settings(), **PLAIN).deaths == 0
     for packed, message in MESSAGES.items():
         assert message.pack() == packed
         assert plain(type(message).unpack(packed)) == plain(message)
