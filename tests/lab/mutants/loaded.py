@@ -12,8 +12,10 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from .mutations import Mutant
-from .scope import functions_of
+from .mutations import Mutant, functions_of
+
+#: A file, and a function in it, however deep.
+Call = tuple[str, str]
 
 
 class Loaded:
@@ -32,10 +34,8 @@ class Loaded:
             if Path(str(module.__file__)) != package / file:
                 raise RuntimeError(f"{module.__name__} is {module.__file__}, not in {package}")
         self.texts = {file: Path(str(module.__file__)).read_text() for file, module in self._modules.items()}
-        #: (file, function), however deep.
-        self.functions = {
-            (file, name) for file, text in self.texts.items() for name, _ in functions_of(ast.parse(text))
-        }
+        texts = self.texts.items()
+        self.functions: set[Call] = {(file, name) for file, text in texts for name, _ in functions_of(ast.parse(text))}
         self._functions: dict[tuple[str, int, str], list[FunctionType]] = defaultdict(list)
         for found in gc.get_objects():
             if type(found) is FunctionType:  # isinstance would ask objects that warn
@@ -52,9 +52,9 @@ class Loaded:
             function.__code__ = code
         return bool(changed) or constant
 
-    def watch(self) -> set[tuple[str, str]]:
-        """From now on, collect which functions are called: (file, function)."""
-        called: set[tuple[str, str]] = set()
+    def watch(self) -> set[Call]:
+        """From now on, collect which functions are called."""
+        called: set[Call] = set()
         for file, text in self.texts.items():
             tree = ast.parse(text)
             for name, function in list(functions_of(tree)):

@@ -3,48 +3,76 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-
-from .scope import Scope, called, carries, functions_of, sites
-from .source import Edit, Source
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 
 _ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*")}
-_COMPARISONS: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
-    ast.Lt: ("<", ("<=", ">")),
-    ast.LtE: ("<=", ("<", ">=")),
-    ast.Gt: (">", (">=", "<")),
-    ast.GtE: (">=", (">", "<=")),
-    ast.Eq: ("==", ("!=",)),
-    ast.NotEq: ("!=", ("==",)),
-    ast.Is: ("is", ("is not",)),
-    ast.IsNot: ("is not", ("is",)),
+_COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {
+    ast.Lt: ("<", "<=", ">"),
+    ast.LtE: ("<=", "<", ">="),
+    ast.Gt: (">", ">=", "<"),
+    ast.GtE: (">=", ">", "<="),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
 }
-_WORDS = (
-    ("low", "high"), ("pos", "neg"), ("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("any", "all"), ("mean", "sum"),
-    ("below", "above"), ("chosen", "rejected"), ("won", "lost"), ("right", "wrong"), ("good", "bad"), ("unlikely", "likely"),
-    ("usual", "expert"), ("rising", "falling"), ("peak", "valley"), ("warmup", "decay"), ("up", "down"),
-)  # fmt: skip
-_OTHER_WORD = {a: b for pair in _WORDS for a, b in (pair, pair[::-1])}
-_TWINS = frozenset({"min", "max", "amin", "amax", "minimum", "maximum", "mean", "sum", "any", "all"})
-_ELEMENTWISE = frozenset(
-    {
-        "exp",
-        "log",
-        "abs",
-        "square",
-        "sqrt",
-        "rsqrt",
-        "relu",
-        "sigmoid",
-        "logsigmoid",
-        "expm1",
-        "log1p",
-        "floor",
-        "round",
-    }
-    | {"cos", "bounded_exp", "nan_to_num"}
+_WORDS = """
+    low/high pos/neg min/max minimum/maximum amin/amax any/all mean/sum below/above chosen/rejected won/lost right/wrong
+    good/bad unlikely/likely usual/expert rising/falling peak/valley warmup/decay up/down
+"""
+_OTHER_WORD = {a: b for pair in _WORDS.split() for a, b in (pair.split("/"), pair.split("/")[::-1])}
+_TWINS = ("min", "max", "amin", "amax", "minimum", "maximum", "mean", "sum", "any", "all")
+_ELEMENTWISE = re.compile(
+    "exp|log|abs|square|sqrt|rsqrt|relu|sigmoid|logsigmoid|expm1|log1p|floor|round|cos|bounded_exp|nan_to_num"
 )
+#: Parameters that may come with a graph.
+_CARRIERS = {"log_prob", "ratio", "log_ratio", "value", "entropy", "kl", "pairs", "logit"}
+_NO_NUMBERS = ("shape", "dtype", "device", "ndim")
+_SKIPPED = (ast.Import, ast.ImportFrom, ast.Raise, ast.JoinedStr, ast.Assert, ast.arguments)
+_ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.Tuple, ast.List, ast.Dict)
+
+
+# ------------------------------------------------------------------ the text
+
+
+class Edit(tuple[int, int, str]):
+    """Bytes from the first to the second number become the text."""
+
+
+class Source:
+    """A file's text, addressed in bytes as ``ast`` does."""
+
+    def __init__(self, text: str) -> None:
+        self.raw, self.tree = text.encode(), ast.parse(text)
+        self._starts = [0]
+        for line in self.raw.splitlines(keepends=True):
+            self._starts.append(self._starts[-1] + len(line))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """First byte, and the one after the last."""
+        first, last = self._starts[node.lineno - 1], self._starts[node.end_lineno - 1]  # type: ignore[attr-defined]
+        return first + node.col_offset, last + node.end_col_offset  # type: ignore[attr-defined]
+
+    def text(self, node: ast.AST) -> str:
+        """As it is written, without parentheses around it."""
+        return self.raw[slice(*self.span(node))].decode()
+
+    def alone(self, node: ast.AST) -> str:
+        """As it is written, in parentheses where it may need them in another place."""
+        return self.text(node) if isinstance(node, _ATOMS) else f"({self.text(node)})"
+
+    def replace(self, node: ast.AST, text: str) -> Edit:
+        """The whole node."""
+        return Edit((*self.span(node), text))
+
+    def operator(self, left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Edit]:
+        """What stands between two operands. Nothing if it is not written as ``old``."""
+        start, end = self.span(left)[1], self.span(right)[0]
+        between = self.raw[start:end].decode()
+        if between.count(old) == 1:
+            yield Edit((start, end, between.replace(old, new)))
 
 
 @dataclass(frozen=True)
@@ -52,42 +80,55 @@ class Mutant:
     """A file with one change.
 
     Args:
-        kind: what sort of change.
         function: where, empty at the level of the module.
-        line: of the file, from 1.
-        before: the line, or the lines in one.
-        after: the same with the change.
-        source: the file without it.
+        source: the file without the change.
         edit: the change.
     """
 
-    kind: str
     function: str
-    line: int
-    before: str
-    after: str
     source: Source
     edit: Edit
 
     @property
     def text(self) -> str:
         """The whole file with the change."""
-        return self.source.applied(self.edit)
+        start, end, text = self.edit
+        return (self.source.raw[:start] + text.encode() + self.source.raw[end:]).decode()
 
+    @property
+    def line(self) -> int:
+        """Of the file, from 1."""
+        return self.source.raw.count(b"\n", 0, self.edit[0]) + 1
 
-def _mutant(source: Source, edit: Edit, function: str) -> Mutant:
-    return Mutant(edit.kind, function, source.line(edit), *source.lines(edit), source, edit)
+    @property
+    def before(self) -> str:
+        """The line, or the lines in one."""
+        return self._around(self.source.raw[slice(*self.edit[:2])].decode())
+
+    @property
+    def after(self) -> str:
+        """The same with the change."""
+        return self._around(self.edit[2])
+
+    def _around(self, text: str) -> str:
+        raw, (start, end, _) = self.source.raw, self.edit
+        head, tail = raw[raw.rfind(b"\n", 0, start) + 1 : start], raw[end:].partition(b"\n")[0]
+        return " ".join(f"{head.decode()}{text}{tail.decode()}".split())
 
 
 def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
-    """Every change to a file, none twice; see :func:`~mutants.scope.sites` for what stays as it is."""
-    source = Source(text)
-    found: dict[str, Mutant] = {}
-    for node, scope in sites(source.tree, graph=graph):
-        for edit in _edits(node, scope, source):
-            changed = source.applied(edit)
-            if changed != text:
-                found.setdefault(changed, _mutant(source, edit, scope.function))
+    """Every change to a file, none twice; ``graph``: whether a gradient goes through it.
+
+    Docstrings, annotations, defaults, decorators, imports, messages, ``__all__``, ``check_*`` calls and, at the level of the
+    module, all but numbers stay as they are.
+    """
+    source, found = Source(text), {}
+    for node, scope in _sites(source.tree, graph):
+        for rule in _RULES:
+            for edit in rule(node, scope, source):
+                mutant = Mutant(scope.function, source, edit)
+                if (changed := mutant.text) != text:
+                    found.setdefault(changed, mutant)
     return list(found.values())
 
 
@@ -100,104 +141,189 @@ def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
             continue
         if isinstance(last.value, ast.Constant) or last.value is None:  # nothing, a text or `...`
             continue
-        kept = (
-            "super()" if "super()" in source.text(last) else ""
-        )  # a method that mentions it is compiled in another way
+        # A method that mentions it is compiled in another way.
+        kept = "super()" if "super()" in source.text(last) else ""
         nothing = f"return {kept and f'{kept} and '}None" if isinstance(last, ast.Return) else kept or "pass"
-        found.append(_mutant(source, source.replace("dropped", last, nothing), name))
+        found.append(Mutant(name, source, source.replace(last, nothing)))
     return found
 
 
-def _edits(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
-    for rule in (_signs, _comparisons, _logic, _names, _masks, _clamps, _gradients, _constants, _functions):
-        yield from rule(node, scope, source)
+# ------------------------------------------------------------------ what is known at a place: names, which carry a gradient
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Of a function."""
+
+    function: str = ""
+    names: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
+    carriers: frozenset[str] = frozenset()
+    graph: bool = True
+
+
+Sites = Iterator[tuple[ast.AST, Scope]]
+
+
+def _sites(tree: ast.Module, graph: bool) -> Sites:
+    """All nodes that may be changed, outermost first."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    local = {name for function in functions for node in ast.walk(function) for name in _bound(node)}
+    names = {name for node in ast.walk(tree) for name in _bound(node, imports=True)} - local
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    scope = Scope(names=frozenset(names), attributes=frozenset(attributes), graph=graph)
+    for statement in tree.body:
+        if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            yield from _walk(statement, scope)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            yield from ((x, scope) for x in _children(statement) if _number(x) is not None)
+
+
+def functions_of(node: ast.AST, prefix: str = "", *, nested: bool = True) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """All functions and methods, also those inside others, with their names as in :class:`Scope`."""
+    for child in ast.iter_child_nodes(node):
+        inner = f"{prefix}{child.name}." if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else prefix
+        if isinstance(child, ast.FunctionDef):
+            yield prefix + child.name, child
+        if nested or not isinstance(child, ast.FunctionDef):
+            yield from functions_of(child, inner, nested=nested)
+
+
+def _walk(node: ast.AST, scope: Scope) -> Sites:
+    value = node.value if isinstance(node, ast.Expr) else node
+    text = isinstance(value, ast.Constant) and isinstance(value.value, str)
+    check = called(value).startswith("check_") or called(value) in ("warn", "isinstance", "len", "type")
+    if isinstance(node, _SKIPPED) or text or check:
+        return
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        inner = _scope_of(node, scope)
+        for statement in node.body:
+            yield from _walk(statement, inner)
+        return
+    yield node, scope
+    if isinstance(node, ast.With) and any("no_grad" in ast.dump(item.context_expr) for item in node.items):
+        scope = replace(scope, graph=False)
+    for child in _children(node):
+        yield from _walk(child, scope)
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.AnnAssign):
+        if node.value is not None:
+            yield node.value
+    elif not (isinstance(node, ast.UnaryOp) and isinstance(_number(node.operand), int)):  # a place, not an amount
+        yield from ast.iter_child_nodes(node)
+
+
+def _scope_of(node: ast.FunctionDef | ast.ClassDef, outer: Scope) -> Scope:
+    name = f"{outer.function}.{node.name}" if outer.function else node.name
+    if isinstance(node, ast.ClassDef):
+        return replace(outer, function=name)
+    bound = {name for child in ast.walk(node) for name in _bound(child)}
+    graph = outer.graph and not any("no_grad" in ast.dump(decorator) for decorator in node.decorator_list)
+    found = {arg.arg for arg in (*node.args.args, *node.args.kwonlyargs)} & _CARRIERS if graph else set()
+    for child in ast.walk(node) if graph else ():
+        if isinstance(child, ast.Assign) and _carries(child.value, found):
+            found |= {name for target in child.targets for part in ast.walk(target) for name in _bound(part)}
+    return replace(outer, function=name, names=outer.names | bound, carriers=frozenset(found), graph=graph)
+
+
+def _bound(node: ast.AST, *, imports: bool = False) -> Iterator[str]:
+    if isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    elif imports and isinstance(node, ast.alias):
+        yield node.asname or node.name
+    elif imports and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name
+
+
+def _carries(node: ast.AST, carriers: Collection[str]) -> bool:
+    """Whether a gradient may flow from one of the names through the expression."""
+    if isinstance(node, ast.Name):
+        return node.id in carriers
+    if isinstance(node, (ast.Compare, ast.Dict)) or (isinstance(node, ast.Attribute) and node.attr in _NO_NUMBERS):
+        return False
+    if called(node) == "detach":
+        return False
+    return any(_carries(child, carriers) for child in ast.iter_child_nodes(node))
+
+
+def called(node: ast.AST) -> str:
+    """The last part of the name of what is called; empty for all but calls."""
+    function = getattr(node, "func", None)
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _number(node: ast.AST) -> int | float | None:
+    value = node.value if isinstance(node, ast.Constant) else None
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+# ------------------------------------------------------------------ the changes
 
 
 def _signs(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        yield from source.operator("arithmetic", node.left, node.right, *_ARITHMETIC[type(node.op)])
+        yield from source.operator(node.left, node.right, *_ARITHMETIC[type(node.op)])
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
-        yield source.replace("sign", node, source.alone(node.operand))
+        yield source.replace(node, source.alone(node.operand))
     value = node.value if isinstance(node, (ast.Assign, ast.Return)) else None
     if isinstance(value, ast.BinOp) and type(value.op) in _ARITHMETIC and not source.text(value).startswith("-"):
-        yield source.replace("sign", value, f"-({source.text(value)})")
+        yield source.replace(value, f"-({source.text(value)})")
 
 
 def _comparisons(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
-    if not isinstance(node, ast.Compare):
-        return
-    sides = [node.left, *node.comparators]
-    for left, right, operator in zip(sides, sides[1:], node.ops, strict=False):
-        if type(operator) in _COMPARISONS:
-            old, others = _COMPARISONS[type(operator)]
+    if isinstance(node, ast.Compare):
+        for left, right, operator in zip((node.left, *node.comparators), node.comparators, node.ops, strict=False):
+            old, *others = _COMPARISONS.get(type(operator), ("",))
             for new in others:
-                yield from source.operator("comparison", left, right, old, new)
+                yield from source.operator(left, right, old, new)
 
 
 def _logic(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if isinstance(node, ast.BoolOp):
-        old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+        words = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
         for left, right in zip(node.values, node.values[1:], strict=False):
-            yield from source.operator("logic", left, right, old, new)
+            yield from source.operator(left, right, *words)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
-        yield source.replace("logic", node, source.alone(node.operand))
+        yield source.replace(node, source.alone(node.operand))
     elif isinstance(node, (ast.If, ast.IfExp)) and isinstance(node.test, (ast.Name, ast.Attribute, ast.Call)):
-        yield source.replace("logic", node.test, f"(not {source.text(node.test)})")
+        yield source.replace(node.test, f"(not {source.text(node.test)})")
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield source.replace("logic", node, str(not node.value))
+        yield source.replace(node, str(not node.value))
 
 
 def _names(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        other = _counterpart(node.id)
-        if other in scope.names or (other != node.id and node.id in ("min", "max")):
-            yield from _renamed(node, node.id, other, source)
-    elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-        other = _counterpart(node.attr)
-        if other in scope.attributes or node.attr in _TWINS:
-            yield from _renamed(node, node.attr, other, source)
-    elif isinstance(node, ast.keyword) and node.arg in ("min", "max"):
-        yield source.replace("swap", node, f"{_OTHER_WORD[node.arg]}={source.text(node.value)}")
-
-
-def _counterpart(name: str) -> str:
-    return "_".join(_OTHER_WORD.get(word, word) for word in name.split("_"))
-
-
-def _renamed(node: ast.AST, name: str, other: str, source: Source) -> Iterator[Edit]:
-    if other != name:
-        yield source.replace("swap", node, source.text(node)[: -len(name)] + other)
+    if isinstance(node, ast.keyword) and node.arg in ("min", "max"):
+        yield source.replace(node, f"{_OTHER_WORD[node.arg]}={source.text(node.value)}")
+    if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load):
+        return
+    of_module = isinstance(node, ast.Name)
+    name, known, always = (node.id, scope.names, ("min", "max")) if of_module else (node.attr, scope.attributes, _TWINS)
+    other = "_".join(_OTHER_WORD.get(word, word) for word in name.split("_"))
+    if other != name and (other in known or name in always):
+        yield source.replace(node, source.text(node)[: -len(name)] + other)
 
 
 def _masks(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
-    if called(node) == "where" and len(node.args) == 3:  # type: ignore[attr-defined]
-        _, *branches = node.args  # type: ignore[attr-defined]
-        for branch in branches:
-            if not isinstance(branch, ast.Constant):
-                yield source.replace("mask", node, source.alone(branch))
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
-        yield source.replace("mask", node, source.alone(node.left))
-        yield source.replace("mask", node, source.alone(node.right))
-    if isinstance(node, ast.Call) and not called(node).endswith(("_as", "_like")):
-        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
-            if isinstance(argument, ast.Name) and argument.id == "mask":
-                yield source.replace("mask", argument, "(mask | True)")
-
-
-def _clamps(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
-    if called(node) != "clamp":
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+        yield from (source.replace(node, source.alone(side)) for side in (node.left, node.right))
+    if not isinstance(node, ast.Call):
         return
-    function, bounds = node.func, list(node.args)  # type: ignore[attr-defined]
-    clamped = function.value if isinstance(function, ast.Attribute) else bounds.pop(0)
-    yield source.replace("clamp", node, source.alone(clamped))
-    if len(bounds) == 2:
-        low, high = (source.text(bound) for bound in bounds)
-        yield Edit("clamp", source.span(bounds[0])[0], source.span(bounds[1])[1], f"{high}, {low}")
+    if called(node) == "where" and len(node.args) == 3:
+        branches = [branch for branch in node.args[1:] if not isinstance(branch, ast.Constant)]
+        yield from (source.replace(node, source.alone(branch)) for branch in branches)
+    if not called(node).endswith(("_as", "_like")):
+        arguments = (*node.args, *(keyword.value for keyword in node.keywords))
+        masks = [x for x in arguments if isinstance(x, ast.Name) and x.id == "mask"]
+        yield from (source.replace(mask, "(mask | True)") for mask in masks)
 
 
 def _gradients(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if called(node) == "detach":
-        yield source.replace("detach", node, source.alone(node.func.value))  # type: ignore[attr-defined]
+        yield source.replace(node, source.alone(node.func.value))  # type: ignore[attr-defined]
     if not scope.graph:
         return
     if called(node) == "LossTerm" and len(node.args) > 1:  # type: ignore[attr-defined]
@@ -205,26 +331,35 @@ def _gradients(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     else:
         value = node.value if isinstance(node, (ast.Assign, ast.Return)) else None
     one = not isinstance(node, ast.Assign) or isinstance(node.targets[0], ast.Name)
-    if isinstance(value, (ast.BinOp, ast.Call, ast.UnaryOp)) and one and carries(value, scope.carriers):
-        yield source.replace("detach", value, f"({source.text(value)}).detach()")
+    if isinstance(value, (ast.BinOp, ast.Call, ast.UnaryOp)) and one and _carries(value, scope.carriers):
+        yield source.replace(value, f"({source.text(value)}).detach()")
 
 
 def _constants(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
-        doubled = isinstance(node.value, float) and node.value != 0
-        yield source.replace("constant", node, repr(2 * node.value if doubled else node.value + 1))
+    if (value := _number(node)) is not None:
+        doubled = isinstance(value, float) and value != 0
+        yield source.replace(node, repr(2 * value if doubled else value + 1))
 
 
 def _functions(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if not isinstance(node, ast.Call):
         return
-    name = called(node)
-    if name in _ELEMENTWISE:
-        method = isinstance(node.func, ast.Attribute) and source.text(node.func.value) not in ("torch", "math")
-        argument = node.func.value if method else node.args[0] if node.args else None
-        if argument is not None:
-            yield source.replace("function", node, source.alone(argument))
+    name, arguments = called(node), list(node.args)
+    if isinstance(node.func, ast.Attribute) and source.text(node.func.value) not in ("torch", "math"):
+        arguments.insert(0, node.func.value)
+    if _ELEMENTWISE.fullmatch(name) and arguments:
+        yield source.replace(node, source.alone(arguments[0]))
+    elif name == "clamp":
+        yield source.replace(node, source.alone(arguments[0]))
+        if len(arguments) == 3:
+            low, high = arguments[1:]
+            yield Edit((source.span(low)[0], source.span(high)[1], f"{source.text(high)}, {source.text(low)}"))
     elif name in ("masked_mean", "sequence_mean") and len(node.args) == 2:
         mask = source.alone(node.args[1])
         size = f"{mask}.sum()" if name == "masked_mean" else f"{mask}.sum(-1, keepdim=True)"
-        yield source.replace("function", node, f"({source.text(node)} * {size})")
+        yield source.replace(node, f"({source.text(node)} * {size})")
+
+
+_RULES: tuple[Callable[[ast.AST, Scope, Source], Iterator[Edit]], ...] = (
+    *(_signs, _comparisons, _logic, _names, _masks, _gradients, _constants, _functions),
+)

@@ -1,13 +1,30 @@
-"""Which tests notice which change, in a file of one line for each change."""
+"""Which files are changed, which test notices each change, and which changes no test can notice."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from project import PROJECT
+
+from .mutations import Mutant, dropped, mutants_of
+
+PACKAGE = "torchrl_llm_kl"
+#: Below the package. The tests of a layer are in the folder with its name; those of a single file have its name in theirs.
+_FILES = "estimators/* losses/* losses/objectives/* advantages/* head/* rollouts/* masks/* scoring/* service/_wire"
+#: Formulas of papers: each of their changes must be noticed.
+_MATHS = """
+    losses/objectives/* losses/corrections losses/terms losses/_arithmetic losses/_value_loss
+    advantages/_group advantages/_token advantages/_trajectory
+"""
+#: Gradients go through these.
+_WITH_GRAPH = "estimators/* head/* losses/[!c]*"
 SURVIVED, EQUIVALENT, UNCALLED = "survived", "equivalent", "no test calls it"
+KILLED = Path(__file__).with_name("killed.json")
 
 
 class Key(NamedTuple):
@@ -19,20 +36,68 @@ class Key(NamedTuple):
     after: str
 
 
-def write(path: Path, found: Mapping[Key, list[str] | str]) -> None:
-    """The tests that fail for each change, or one of the words above. What the file holds about other files stays."""
-    files = {key.file for key in found}
-    kept = {key: tests for key, tests in read(path).items() if key.file not in files} if path.exists() else {}
-    found = {**kept, **found}
-    lines = [json.dumps([*key, tests], ensure_ascii=False) for key, tests in sorted(found.items())]
+@dataclass(frozen=True)
+class Target:
+    """A file that is changed.
+
+    Args:
+        file: below ``torchrl_llm_kl``.
+        tests: files or a folder of those that should notice, below ``tests``; a pattern.
+    """
+
+    file: str
+    tests: str
+
+    @property
+    def maths(self) -> bool:
+        """Whether it holds formulas, of which every change must be noticed."""
+        return _any(self.file, _MATHS)
+
+    def mutants(self) -> dict[Key, Mutant]:
+        """All its changes."""
+        text = (PROJECT / PACKAGE / self.file).read_text()
+        found = mutants_of(text, graph=_any(self.file, _WITH_GRAPH))
+        found += dropped(text, {".".join(x.function.split(".")[:n]) for x in found for n in (1, 2, 3)})
+        out: dict[Key, Mutant] = {}
+        for mutant in found:
+            out.setdefault(Key(self.file, mutant.function, mutant.before, mutant.after), mutant)
+        return out
+
+
+def targets() -> list[Target]:
+    """All files, as they are now."""
+    root = PROJECT / PACKAGE
+    found = sorted((path, pattern) for pattern in _FILES.split() for path in root.glob(f"{pattern}.py"))
+    return [_target(path, path.relative_to(root), pattern) for path, pattern in found if path.name != "__init__.py"]
+
+
+def _target(path: Path, place: Path, pattern: str) -> Target:
+    tests = f"units/{place.parts[0]}"
+    return Target(str(place), tests if pattern.endswith("*") else f"{tests}/test_*{path.stem.strip('_')}*.py")
+
+
+def _any(file: str, patterns: str) -> bool:
+    return any(fnmatch(file, f"{pattern}.py") for pattern in patterns.split())
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """Changes that no test can notice: file, function, the line with the change -> why it is the same."""
+    rows = json.loads(Path(__file__).with_name("equivalent.json").read_text(encoding="utf-8"))
+    return {(file, function, line): reason for file, function, line, reason in rows}
+
+
+def write(path: Path, found: Mapping[Key, str], mutants: set[Key]) -> None:
+    """The test that fails for each change, or one of the words above; other changes stay if they are ``mutants``."""
+    kept = {key: test for key, test in read(path).items() if key in mutants} if path.exists() else {}
+    lines = [json.dumps([*key, test], ensure_ascii=False) for key, test in sorted({**kept, **found}.items())]
     path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
 
 
-def read(path: Path) -> dict[Key, list[str] | str]:
+def read(path: Path) -> dict[Key, str]:
     """As it was written."""
-    return {Key(*key): tests for *key, tests in json.loads(path.read_text(encoding="utf-8"))}
+    return {Key(*key): test for *key, test in json.loads(path.read_text(encoding="utf-8"))}
 
 
-def killed(found: Mapping[Key, list[str] | str]) -> list[Key]:
-    """Those that a test noticed."""
-    return [key for key, tests in found.items() if not isinstance(tests, str)]
+def noticed(test: str) -> bool:
+    """Whether an entry of a record names a test."""
+    return test not in (SURVIVED, EQUIVALENT, UNCALLED)

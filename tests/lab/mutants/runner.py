@@ -1,10 +1,13 @@
-"""Run the tests that call a function against changes of it, each change in a process of its own."""
+"""Run the tests that call a function against changes of it, each change in a fork: what is imported stays imported."""
 
 from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import os
+import resource
+import signal
 import time
 import warnings
 from collections import defaultdict
@@ -12,20 +15,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from .forks import Done, MoreTime, Work, allow, forked
-from .loaded import Loaded
+from .loaded import Call, Loaded
 from .mutations import Mutant
 
-#: Seconds of tests that are run against a change to see all that fail.
-_SOME = 1.0
-#: Seconds of more tests, up to the first that fails, if none of those does: where all that fail are asked for, and where not.
-_MORE = {True: 8.0, False: 120.0}
+#: Seconds of the tests of a change's own layer that are run, and of others.
+_MOST = 120.0
+_MEMORY = 6 * 2**30  # bytes that a fork may take beside what it has
+OUT_OF_TIME, CRASHED = "time limit", "the process ends before its tests"
 _T = TypeVar("_T")
+Send = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -36,11 +41,13 @@ class Job:
         file: below the package.
         mutant: the change.
         tests: files or a folder of those that should notice, below ``tests``; a pattern.
+        first: the name of a test that noticed before.
     """
 
     file: str
     mutant: Mutant
     tests: str
+    first: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,12 @@ class Outcome:
     """Of a job.
 
     Args:
-        killers: tests that fail, without their parameters and ``tests/``; or what else went wrong.
+        killer: a test that fails, without its parameters and ``tests/``, or what else went wrong; empty if nothing did.
         known: False if the change could not be made.
         tests: how many tests call what is changed.
     """
 
-    killers: tuple[str, ...]
+    killer: str
     known: bool
     tests: int
 
@@ -65,7 +72,7 @@ class Test:
     item: Any
     name: str
     seconds: float
-    calls: frozenset[tuple[str, str]]
+    calls: frozenset[Call]
 
 
 def with_tests(
@@ -82,18 +89,16 @@ def with_tests(
     """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # looking for plugins takes long
     _few_examples()
-    plugin = _Loop(project / package, files, then)
+    loop = _Loop(project / package, files, then)
     options = ["-qq", "-s", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", f"--rootdir={project}"]
-    options += ["--continue-on-collection-errors"]
+    options += ["--continue-on-collection-errors", "-m", "not slow and not gpu"]
     paths = [str(path) for pattern in tests for path in sorted((project / "tests").glob(pattern))]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        code = pytest.main([*options, "-m", "not slow and not gpu", *paths], plugins=[plugin])
-    if plugin.error:
-        raise plugin.error
-    if plugin.result is None:
-        raise RuntimeError(f"pytest ends with {code} before its tests")
-    return plugin.result
+        code = pytest.main([*options, *paths], plugins=[loop])
+    if not loop.results:
+        raise loop.error or RuntimeError(f"pytest ends with {code} before its tests")
+    return loop.results[0]
 
 
 class Tests:
@@ -106,43 +111,40 @@ class Tests:
     """
 
     def __init__(self, session: pytest.Session, loaded: Loaded, broken: list[str]) -> None:
-        self.loaded, self.broken = loaded, broken
-        self._session = session
-        self._heard: Callable[[Any], None] = lambda report: None
-        self._called: set[tuple[str, str]] = set()
-        self._shared: dict[str, set[tuple[str, str]]] = defaultdict(set)
+        self.loaded, self.broken, self._session = loaded, broken, session
+        self.heard: Callable[[Any], None] = lambda report: None  # the report of a test that runs here
+        self._called: set[Call] = set()
+        self._shared: dict[str, set[Call]] = defaultdict(set)
         self.unchanged: list[Test] = []
+        self._by_call: dict[Call, list[Test]] = defaultdict(list)
         gc.collect()
         gc.freeze()  # forks share it
-        self._by_call: dict[tuple[str, str], list[Test]] = defaultdict(list)
 
-    def measure(self, jobs: int) -> Iterator[tuple[int, int, list[str]]]:
-        """Run all as they are: how many of how many files are done, and the tests that fail, which are left out."""
+    def measure(self, jobs: int) -> Iterator[str]:
+        """Run all as they are, file by file; the names of those that fail, which are left out."""
         files: dict[Path, list[Any]] = defaultdict(list)
         for item in self._session.items:
             files[item.path].append(item)
-        works = [Work(path, _bound(self._measured, items), 900.0) for path, items in files.items()]
-        for count, (path, done) in enumerate(forked(works, jobs), 1):
-            failed = [f"{path.name}: {done.failed}"] if done.failed else []
-            items = {item.nodeid: item for item in files[path]}
-            for message in done.messages:
-                nodeid, seconds, calls, passed = message
+        works = ((items, lambda send, items=items: self._measured(items, send), 900.0) for items in files.values())
+        for items, messages, failed in forked(works, jobs):
+            if failed:
+                yield f"{items[0].path.name}: {failed}"
+            for item, (seconds, calls, passed) in zip(items, messages, strict=False):
                 if passed:
-                    self.unchanged.append(Test(items[nodeid], _name(nodeid), seconds, calls))
+                    self.unchanged.append(Test(item, _name(item.nodeid), seconds, calls))
                 else:
-                    failed.append(nodeid)
-            yield count, len(works), failed
+                    yield item.nodeid
         order = {item.nodeid: index for index, item in enumerate(self._session.items)}
         self.unchanged.sort(key=lambda test: order[test.item.nodeid])
         for test in self.unchanged:
             for call in test.calls:
                 self._by_call[call].append(test)
 
-    def run(self, changes: Iterable[Job], jobs: int, *, every: bool) -> Iterator[tuple[Job, Outcome]]:
-        """Outcomes, in the order in which they are there; with all tests that fail, or the first of them."""
-        yield from (
-            self._outcome(job, done) for job, done in forked(map(lambda j: self._work(j, every), changes), jobs)
-        )
+    def run(self, changes: Iterable[Job], jobs: int) -> Iterator[tuple[Job, Outcome]]:
+        """Outcomes, in the order in which they are there."""
+        for job, messages, failed in forked(map(self._work, changes), jobs):
+            killer = failed if messages in ([], [""]) else messages[-1]
+            yield job, Outcome(killer, messages != [""], len(self.calling(job)))
 
     def calling(self, job: Job) -> list[Test]:
         """The tests that run what is changed: a function, or anything in the file of what is none, if there is something."""
@@ -151,77 +153,38 @@ class Tests:
             return self._by_call[place]
         return [test for test in self.unchanged if any(file == job.file for file, _ in test.calls)] or self.unchanged
 
-    def _work(self, job: Job, every: bool) -> Work:
+    def _work(self, job: Job) -> Work:
         found = self.calling(job)
-        own = [test for test in found if fnmatch(test.name, f"{job.tests}*")]
-        some = _chosen(own, _SOME)
-        chosen, belong = set(some), set(own)
-        rest = _chosen([test for test in own if test not in chosen], _MORE[every])
-        rest += _chosen([test for test in found if test not in belong], _MORE[every])
-        return Work(job, lambda send: self._tried(job, some, rest, every, send), _limit(some))
-
-    def _outcome(self, job: Job, done: Done) -> tuple[Job, Outcome]:
-        known = "unknown" not in done.messages
-        killers = {message for message in done.messages if message != "unknown"}
-        if done.failed and not killers:
-            killers = {done.failed}
-        return job, Outcome(tuple(sorted(killers)), known, len(self.calling(job)))
+        own, others = ([test for test in found if fnmatch(test.name, f"{job.tests}*") == x] for x in (True, False))
+        tests = [*(test for test in found if test.name == job.first), *_chosen(own), *_chosen(others)]
+        tests = list(dict.fromkeys(tests))
+        return job, lambda send: self._tried(job, tests, send), 5 + sum(map(_limit, tests))
 
     # In a fork.
 
-    def _tried(self, job: Job, some: list[Test], rest: list[Test], every: bool, send: Callable[[Any], None]) -> None:
+    def _tried(self, job: Job, tests: Sequence[Test], send: Send) -> None:
         if not self.loaded.apply(job.file, job.mutant):
-            send("unknown")
+            send("")
             return
-        failed: set[str] = set()
-
-        def heard(report: Any) -> None:
-            if report.failed and (name := _name(report.nodeid)) not in failed:
-                failed.add(name)
-                send(name)
-
-        self._heard = heard
-        seen: dict[str, int] = defaultdict(int)
-        rounds: list[list[Test]] = [[], [], []]  # the first of each name, a few more, all others
-        for test in some:
-            rounds[0 if seen[test.name] == 0 else 1 if seen[test.name] < 4 else 2].append(test)
-            seen[test.name] += 1
-        for tests in rounds:
-            self._protocol([test for test in tests if test.name not in failed], lambda: bool(failed) and not every)
-            if failed and not every:
+        failed: list[str] = []
+        self.heard = lambda report: failed.append(_name(report.nodeid)) if report.failed else None
+        signal.signal(signal.SIGVTALRM, _out_of_time)
+        for test, following in zip(tests, [*tests[1:], None], strict=False):
+            signal.setitimer(signal.ITIMER_VIRTUAL, _limit(test))
+            self._session.config.hook.pytest_runtest_protocol(item=test.item, nextitem=following and following.item)
+            if failed:
+                send(failed[0])
                 return
-        if not failed:
-            more = _limit(rest)
-            send(MoreTime(more))
-            allow(more)
-            self._protocol(rest, lambda: bool(failed))
 
-    def _measured(self, items: list[Any], send: Callable[[Any], None]) -> None:
+    def _measured(self, items: list[Any], send: Send) -> None:
         self._called = self.loaded.watch()
         for item, following in zip(items, [*items[1:], None], strict=True):
-            passed, started = True, time.process_time()
-
-            def heard(report: Any) -> None:
-                nonlocal passed
-                passed = passed and not report.failed
-
-            self._heard = heard
+            failed, started = [], time.process_time()
+            self.heard = lambda report, failed=failed: failed.append(report) if report.failed else None  # type: ignore[misc]
             self._called.clear()
             self._session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            fixtures = getattr(item, "fixturenames", ())
-            calls = self._called.union(*(self._shared[name] for name in fixtures))
-            send((item.nodeid, time.process_time() - started, frozenset(calls), passed))
-
-    def _protocol(self, tests: Sequence[Test], enough: Callable[[], bool]) -> None:
-        for index, test in enumerate(tests):
-            following = tests[index + 1].item if index + 1 < len(tests) else None
-            self._session.config.hook.pytest_runtest_protocol(item=test.item, nextitem=following)
-            if enough():
-                return
-
-    def heard(self, report: Any) -> None:
-        """Of a test that runs here."""
-        self._heard(report)
+            calls = self._called.union(*(self._shared[name] for name in getattr(item, "fixturenames", ())))
+            send((time.process_time() - started, frozenset(calls), not failed))
 
     def fixture(self, fixture: Any) -> Iterator[None]:
         """What it calls counts for every test that uses it, if several share it."""
@@ -235,32 +198,31 @@ class Tests:
         self._called |= before
 
 
-def _bound(function: Callable[[_T, Any], None], argument: _T) -> Callable[[Any], None]:
-    return lambda send: function(argument, send)
+def _out_of_time(*_: Any) -> None:
+    raise TimeoutError
 
 
-def _limit(tests: Sequence[Test]) -> float:
-    return 5 + 5 * sum(test.seconds for test in tests)
+def _limit(test: Test) -> float:
+    return 5 + 5 * test.seconds
 
 
 def _name(nodeid: str) -> str:
     return nodeid.removeprefix("tests/").split("[")[0]
 
 
-def _chosen(tests: Sequence[Test], seconds: float) -> list[Test]:
-    """As many as fit into some seconds, at least one, in their order: first one of each name, and those that call least."""
+def _chosen(tests: Sequence[Test]) -> list[Test]:
+    """As many as fit into some seconds, at least one: first one of each name, and those that call least."""
     count: dict[str, int] = defaultdict(int)
     ranked = []
     for test in tests:
         ranked.append(((count[test.name], len(test.calls)), test))
         count[test.name] += 1
     ranked.sort(key=lambda pair: pair[0])
-    chosen, total = set(), 0.0
+    chosen: list[Test] = []
     for _, test in ranked:
-        if not chosen or total + test.seconds <= seconds:
-            chosen.add(test)
-            total += test.seconds
-    return [test for test in tests if test in chosen]
+        if not chosen or sum(each.seconds for each in chosen) + test.seconds <= _MOST:
+            chosen.append(test)
+    return chosen
 
 
 def _few_examples() -> None:
@@ -268,14 +230,9 @@ def _few_examples() -> None:
         from hypothesis import Phase, settings
     except ImportError:
         return
-    settings.register_profile(
-        "mutants",
-        max_examples=10,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=(Phase.explicit, Phase.generate),  # that it fails is enough: no search for the smallest example
-    )
+    phases = (Phase.explicit, Phase.generate)  # that it fails is enough: no search for the smallest example
+    how: dict[str, Any] = {"max_examples": 10, "derandomize": True, "database": None, "deadline": None}
+    settings.register_profile("mutants", **how, phases=phases)
     settings.load_profile("mutants")
 
 
@@ -285,9 +242,9 @@ class _Loop:
     def __init__(self, package: Path, files: Sequence[str], then: Callable[[Tests], Any]) -> None:
         self._package, self._files, self._then = package, files, then
         self._tests: Tests | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None
         self._broken: list[str] = []
+        self.results: list[Any] = []
+        self.error: BaseException | None = None
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -299,7 +256,7 @@ class _Loop:
                 plugin.BUDGETS = dict.fromkeys(plugin.BUDGETS, math.inf)
         try:
             self._tests = Tests(session, Loaded(self._package, self._files), self._broken)
-            self.result = self._then(self._tests)
+            self.results.append(self._then(self._tests))
         except BaseException as error:
             self.error = error
         return True
@@ -317,3 +274,56 @@ class _Loop:
         result = yield
         next(steps, None)
         return result
+
+
+# ------------------------------------------------------------------ forks
+
+#: What it is about, a function that is called with one that sends a message to this process, and seconds of the processor.
+Work = tuple[Any, Callable[[Send], None], float]
+
+
+def forked(works: Iterable[Work], jobs: int) -> Iterator[tuple[Any, list[Any], str]]:
+    """What each is about, its messages, and why it did not come to its end; as many at once as there are jobs."""
+    context, waiting = multiprocessing.get_context("fork"), iter(works)
+    running: dict[Any, tuple[Any, Any, list[Any]]] = {}
+    try:
+        while True:
+            for key, run, seconds in islice(waiting, jobs - len(running)):
+                receive, send = context.Pipe(duplex=False)
+                process = context.Process(target=_child, args=(run, seconds, send), daemon=True)
+                process.start()
+                send.close()
+                running[receive] = key, process, []
+            if not running:
+                return
+            for receive in wait(list(running)):
+                key, process, messages = running[receive]
+                try:
+                    messages.append(receive.recv())  # type: ignore[union-attr]
+                except EOFError:
+                    process.join()
+                    del running[receive]
+                    ends = {0: "", -signal.SIGXCPU: OUT_OF_TIME, -signal.SIGALRM: OUT_OF_TIME}
+                    yield key, messages, ends.get(process.exitcode, CRASHED)
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+
+
+def _child(run: Callable[[Send], None], seconds: float, send: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
+    used = time.process_time()
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used + seconds), resource.RLIM_INFINITY))
+    signal.setitimer(signal.ITIMER_REAL, 300 + 20 * seconds)  # the machine may have other work
+    code = 1
+    try:
+        run(send.send)
+        code = 0
+    finally:
+        send.close()
+        os._exit(code)
