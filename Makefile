@@ -47,7 +47,7 @@ test-rest: $(READY)  ## Run what `make test-all` has and `make test` has not
 
 # Without what needs memory to run out. Two minutes.
 NUMERIC := tests/units/estimators tests/units/head tests/units/losses tests/units/advantages tests/units/algorithms tests/units/ragged tests/units/rollouts tests/units/scoring tests/units/transforms
-NOT_NUMERIC := *_scorer_memory.py
+NOT_NUMERIC := *_out_of_memory.py
 CPU ?= default
 test-numeric: $(READY)  ## Run the units of numbers with the instructions of an older processor (CPU=avx2; default: none)
 	ATEN_CPU_CAPABILITY=$(CPU) $(PYTEST) -m "not slow and not gpu" $(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
