@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
@@ -116,7 +117,7 @@ def _shown(key: Key, line: object = "") -> str:
     return f"\n{key.file}:{line} {key.function}\n  - {key.before}\n  + {key.after}"
 
 
-def _table(mutants: dict[Key, object], tried: dict[Key, Outcome], same: set[Key]) -> None:
+def _table(mutants: Collection[Key], tried: dict[Key, Outcome], same: set[Key]) -> None:
     count: dict[str, Counter[str]] = {}
     for key in mutants:
         what = "equivalent" if key in same else "not run"

@@ -122,7 +122,7 @@ def mutants_of(text: str, *, graph: bool = True) -> list[Mutant]:
     Docstrings, annotations, defaults, decorators, imports, messages, ``__all__``, ``check_*`` calls and, at the level of the
     module, all but numbers stay as they are.
     """
-    source, found = Source(text), {}
+    source, found = Source(text), dict[str, Mutant]()
     for node, scope in _sites(source.tree, graph):
         for rule in _RULES:
             for edit in rule(node, scope, source):

@@ -179,7 +179,7 @@ class Tests:
     def _measured(self, items: list[Any], send: Send) -> None:
         self._called = self.loaded.watch()
         for item, following in zip(items, [*items[1:], None], strict=True):
-            failed, started = [], time.process_time()
+            failed, started = list[Any](), time.process_time()
             self.heard = lambda report, failed=failed: failed.append(report) if report.failed else None  # type: ignore[misc]
             self._called.clear()
             self._session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
