@@ -6,8 +6,18 @@ from torchrl_llm_kl.scoring._critic import (
 from torchrl_llm_kl.scoring._fingerprint import (
     fingerprint_of as fingerprint_of,
 )
+from torchrl_llm_kl.scoring._mismatch import (
+    SamplerMismatchWarning as SamplerMismatchWarning,
+)
+from torchrl_llm_kl.scoring._options import (
+    DEFAULT_MEMORY as DEFAULT_MEMORY,
+    ScoreOptions as ScoreOptions,
+)
 from torchrl_llm_kl.scoring._passes import (
     plan_micro_batches as plan_micro_batches,
+)
+from torchrl_llm_kl.scoring._protocol import (
+    Scorer as Scorer,
 )
 from torchrl_llm_kl.scoring._reference import (
     prepare_reference as prepare_reference,
@@ -15,12 +25,13 @@ from torchrl_llm_kl.scoring._reference import (
 from torchrl_llm_kl.scoring._remembered import (
     RememberedModel as RememberedModel,
 )
+from torchrl_llm_kl.scoring._request import (
+    ScoreRequest as ScoreRequest,
+)
 from torchrl_llm_kl.scoring._sampling import (
-    SamplerMismatchWarning as SamplerMismatchWarning,
     Sampling as Sampling,
 )
 from torchrl_llm_kl.scoring._scorer import (
-    DEFAULT_MEMORY as DEFAULT_MEMORY,
     LogProbScorer as LogProbScorer,
 )
 from torchrl_llm_kl.scoring._scores import (
@@ -35,6 +46,19 @@ from torchrl_llm_kl.scoring._updater import (
 
 # isort: split
 # For the layers above, not public:
+from torchrl_llm_kl.scoring._bytes import (
+    REPLY as REPLY,
+    REQUEST as REQUEST,
+    Arrays as Arrays,
+    ProtocolError as ProtocolError,
+    is_whole as is_whole,
+    pack as pack,
+    short as short,
+    unpack as unpack,
+)
+from torchrl_llm_kl.scoring._mismatch import (
+    warn_of_mismatch as warn_of_mismatch,
+)
 from torchrl_llm_kl.scoring._model import (
     evaluating as evaluating,
     output_size as output_size,
@@ -43,30 +67,26 @@ from torchrl_llm_kl.scoring._model import (
     trains_with as trains_with,
     vocab_size as vocab_size,
 )
+from torchrl_llm_kl.scoring._options import (
+    Changes as Changes,
+)
+from torchrl_llm_kl.scoring._protocol import (
+    FEATURES as FEATURES,
+    ScorerSlot as ScorerSlot,
+    check_offers as check_offers,
+)
 from torchrl_llm_kl.scoring._request import (
     NOT_TEXT as NOT_TEXT,
     Sequences as Sequences,
     TokenMask as TokenMask,
-    check_kept as check_kept,
     not_text as not_text,
-    read_sequences as read_sequences,
 )
 from torchrl_llm_kl.scoring._routing import (
-    RoutedExperts as RoutedExperts,
     Routers as Routers,
 )
 from torchrl_llm_kl.scoring._sampling import (
-    SampledAlone as SampledAlone,
     as_sampling as as_sampling,
     truncate as truncate,
-    warn_of_mismatch as warn_of_mismatch,
-)
-from torchrl_llm_kl.scoring._scorer import (
-    ScorerSlot as ScorerSlot,
-)
-from torchrl_llm_kl.scoring._scores import (
-    SampledScores as SampledScores,
-    VersionedScores as VersionedScores,
 )
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._numerics import wide_dtype
 from torchrl_llm_kl.scoring._attention import KeysValues
 from torchrl_llm_kl.scoring._model import Setup, adapter_layers, find_head
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
@@ -73,7 +73,7 @@ class PrefixKVCache:
     def bind(self, setup: Setup, ranks: Ranks) -> None:
         """Clear the cache if weights or settings changed, on any rank: each sees a part of sharded weights."""
         self.sampler = setup.sampler
-        owner = (fingerprint(setup.model), setup.adapters, setup.dtype, setup.deterministic)
+        owner = (fingerprint(setup.model), setup.options.adapters, setup.options.dtype, setup.options.deterministic)
         if not ranks.all(owner == self._owner):
             self.clear()
             self._owner = owner
@@ -168,7 +168,7 @@ class CacheLookup:
         values: their log-probs; ``[L]``.
     """
 
-    def __init__(self, cache: PrefixKVCache, request: Request, tree: PrefixTree, *, values: bool = True) -> None:
+    def __init__(self, cache: PrefixKVCache, request: ScoreRequest, tree: PrefixTree, *, values: bool = True) -> None:
         self.cache, self.request, self.tree = cache, request, tree
         self._log_probs = torch.full(
             (tree.num_tokens,), torch.nan, dtype=cache.dtype

@@ -11,7 +11,7 @@ from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import find_head, position_limit, send, text_config, vocab_size
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import ScoreRequest
 
 
 class TokenCritic(nn.Module):
@@ -69,7 +69,7 @@ class TokenCritic(nn.Module):
         mask = after_first if mask is None else mask & after_first
         out = torch.zeros(tokens.values.shape[0], device=self.head.weight.device)
         if tokens.num_sequences:
-            request = Request.build(tokens, mask)
+            request = ScoreRequest.of(tokens, mask)
             request.check_ids(vocab_size(self.body))
             request.check_lengths(position_limit(self.body))
             for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):

@@ -42,7 +42,7 @@ def check_pack(tokens_per_batch: int | None) -> None:
 def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
     """Why scores of a model depend on the other sequences of a call, judging by its kind; None if nothing is known."""
     model, device = setup.model, setup.device
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | {setup.dtype} - {None}
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | {setup.options.dtype} - {None}
     narrow = [str(dtype) for dtype in dtypes if dtype not in (torch.float32, torch.float64)]
     if device.type != "cpu":
         return f"is on {device}, and fixed shapes are known to suffice on a CPU only"
@@ -180,4 +180,4 @@ def _plan(
 
 def circumstances(setup: Setup, size: int) -> tuple[Any, ...]:
     """What a proof of invariance holds for, besides the model's kind."""
-    return torch.get_num_threads(), setup.device, setup.dtype, setup.adapters, size
+    return torch.get_num_threads(), setup.device, setup.options.dtype, setup.options.adapters, size

@@ -7,14 +7,14 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.head import WHOLE, Truncation
+from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
 # Configuration entries that scale the logits: 1 for a factor, -1 for a divisor.
@@ -46,34 +46,32 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A model and the settings of one call; those without a comment are :class:`LogProbScorer`'s."""
+    """A model and the options of one call, whose ``dtype`` is the autocast that applies."""
 
     model: nn.Module
     route: Route
     device: torch.device  # where the model expects token ids
-    temperature: float = 1.0
-    adapters: bool | str = True
-    dtype: torch.dtype | None = None
-    grad: bool = False  # keep the graph and the model's own mode; otherwise evaluation mode without a graph
-    deterministic: bool = False
-    truncation: Truncation = WHOLE
+    options: ScoreOptions = field(
+        default_factory=ScoreOptions
+    )  # with ``grad`` the model's own mode, otherwise evaluation mode
 
     @property
     def sampler(self) -> Any:
         """What log-probs depend on besides weights and prefix; the temperature alone without truncation."""
-        return (self.temperature, *self.truncation) if self.truncation.active else self.temperature
+        sampling = self.options.sampling
+        return (sampling.temperature, *sampling.truncation) if sampling.truncates else sampling.temperature
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Context: the settings applied to the model; restores its state afterwards, also after an error."""
         with ExitStack() as stack:
-            if self.adapters is not True:
-                stack.enter_context(_adapters_switched(self.model, self.adapters))
-            if not self.grad:
+            if self.options.adapters is not True:
+                stack.enter_context(_adapters_switched(self.model, self.options.adapters))
+            if not self.options.grad:
                 stack.enter_context(torch.no_grad())
                 stack.enter_context(evaluating(self.model))
-            if self.dtype is not None:
-                stack.enter_context(torch.autocast(self.device.type, self.dtype))
+            if self.options.dtype is not None:
+                stack.enter_context(torch.autocast(self.device.type, self.options.dtype))
             yield
 
 
@@ -145,15 +143,6 @@ def send(data: Tensor, device: torch.device) -> Tensor:
 
 
 # ---------------------------------------------------------------------- PEFT adapters
-
-
-def check_adapters(adapters: object) -> None:
-    """Raise a TypeError unless ``adapters`` is True, False or a name."""
-    if not isinstance(adapters, (bool, str)):
-        raise TypeError(
-            f"adapters must be True, False or a name, got {adapters!r}: True scores the model with its active adapters, "
-            "False the base model, a name the model with that adapter alone."
-        )
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:

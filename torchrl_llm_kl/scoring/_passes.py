@@ -25,7 +25,7 @@ from torchrl_llm_kl.scoring._model import (
     send,
     shards_logits,
 )
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import RoutedForward, Routing, routed
 from torchrl_llm_kl.scoring._scores import States, head_states
 from torchrl_llm_kl.scoring._tree import PrefixTree
@@ -39,7 +39,7 @@ class PackedPass:
     def __init__(
         self,
         setup: Setup,
-        request: Request,
+        request: ScoreRequest,
         tree: PrefixTree,
         tokens_per_batch: int,
         lookup: CacheLookup | None = None,
@@ -56,7 +56,7 @@ class PackedPass:
         self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each pack predicts
         # Move everything that the forwards need to the device in one go, before the first.
         row = request.tokens.values[element], position
-        if setup.deterministic:
+        if setup.options.deterministic:
             row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
         self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
@@ -122,7 +122,7 @@ class PackedPass:
             forward.check_complete()
             if forward.chosen is not None:
                 self._chosen.append(forward.experts())
-        if layout.gradients is not None and self.setup.grad:
+        if layout.gradients is not None and self.setup.options.grad:
             self._last = hidden
         return hidden
 
@@ -144,7 +144,7 @@ class PackedPass:
             past = inside.get(piece.past, -1)
             pieces.append(PackPiece(first, first + piece.length, past, outside, kept if keep else None))
             first += piece.length
-        return PackLayout(pieces, attend=attend if self.setup.deterministic else None)
+        return PackLayout(pieces, attend=attend if self.setup.options.deterministic else None)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,9 @@ def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
 class PaddedPass:
     """One model over a request, a micro-batch at a time, each of sequences with at least one token to forward."""
 
-    def __init__(self, setup: Setup, request: Request, batches: list[Tensor], routing: Routing | None = None) -> None:
+    def __init__(
+        self, setup: Setup, request: ScoreRequest, batches: list[Tensor], routing: Routing | None = None
+    ) -> None:
         self.setup, self.routing = setup, routing
         self._batches = [request.padded(rows) for rows in batches]
         self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
@@ -294,8 +296,10 @@ class PaddedPass:
                     )
                 # The last positions: prompt tuning puts virtual tokens before the sequence.
                 logits = logits[:, -ids.shape[1] :].flatten(0, 1)
-                places, temperature = slots.to(logits.device), setup.temperature
-                return States(places, lambda some: logits[some], temperature, truncation=setup.truncation)
+                places, temperature = slots.to(logits.device), setup.options.temperature
+                return States(
+                    places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
+                )
             with routed(forward):
                 output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])

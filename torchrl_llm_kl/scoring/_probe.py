@@ -29,9 +29,10 @@ from torchrl_llm_kl.scoring._model import (
     vocab_size,
     whole_logits,
 )
+from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
-from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._scores import Wanted, log_prob_at, read
+from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring._scores import log_prob_at, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 
@@ -63,14 +64,14 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     if vocab is None or not probe:
         return Route("head" if has_parts else "full"), complaint or None
 
-    setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), dtype=dtype)
+    setup = Setup(model, Route("full"), model_device(model, torch.device("cpu")), ScoreOptions(dtype=dtype))
     ranks = Ranks([model])
     # Graphs of such short sequences would serve nothing else.
     with torch.compiler.set_stance("force_eager"), setup.active():
         limit, generator = position_limit(model), torch.Generator().manual_seed(0)
         lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
         rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-        request = Request.build(Ragged.from_list(rows), None)
+        request = ScoreRequest.of(Ragged.from_list(rows), None)
         plain, tolerance = _plain(model, request)
         route, found = None, ""
         if has_parts:
@@ -97,7 +98,13 @@ def _predicted_vocab(model: nn.Module) -> int | None:
 
 
 def _first_equal(
-    routes: Sequence[Route], setup: Setup, ranks: Ranks, request: Request, plain: Tensor, tolerance: float, vocab: int
+    routes: Sequence[Route],
+    setup: Setup,
+    ranks: Ranks,
+    request: ScoreRequest,
+    plain: Tensor,
+    tolerance: float,
+    vocab: int,
 ) -> tuple[Route | None, str]:
     """The first route that reproduces the plain log-probs, on all ranks; what the first one gave instead."""
     complaint = ""
@@ -112,7 +119,7 @@ def _first_equal(
     return None, complaint
 
 
-def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
+def _plain(model: nn.Module, request: ScoreRequest) -> tuple[Tensor, float]:
     """The model's own log-probs, and the largest difference that rounding can explain."""
     parts, spread, precision = [], 0.0, 0.0
     for ids in request.tokens.to_list():
@@ -125,12 +132,12 @@ def _plain(model: nn.Module, request: Request) -> tuple[Tensor, float]:
     return torch.cat(parts), precision * spread + 1e-6
 
 
-def _difference(setup: Setup, request: Request, plain: Tensor) -> float | str:
+def _difference(setup: Setup, request: ScoreRequest, plain: Tensor) -> float | str:
     """The largest difference from the plain forward, or the error that was raised."""
     try:
         padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
         targets = request.tokens.values[padded.elements[0]].to(setup.device)
-        found = read(padded.run(0), targets, Wanted(), chunk=8, recompute=False)["log_prob"]
+        found = read(padded.run(0), targets, ScoreOptions(), chunk=8, recompute=False)["log_prob"]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return float((found.to(plain.device) - plain).abs().max())
@@ -172,8 +179,8 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         if has_window(model) and not passed_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
         one_by_one = list(torch.arange(rows.num_sequences).split(1))
-        apart = _hidden(PaddedPass(setup, Request.build(rows, None), one_by_one), rows)
-        precision = _relative_precision(setup.dtype or apart.dtype, setup.device)
+        apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows, None), one_by_one), rows)
+        precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
         largest = float(apart.abs().max())
         if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
             return False  # a comparison of zeros shows nothing
@@ -221,7 +228,7 @@ def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
-        columns = read(states, targets, Wanted(entropy=True), chunk=BLOCK, recompute=False, tile=BLOCK)
+        columns = read(states, targets, ScoreOptions(entropy=True), chunk=BLOCK, recompute=False, tile=BLOCK)
         scores = torch.stack([columns["log_prob"], columns["entropy"]], -1)
         found.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
     out = found[0].new_zeros(tokens.values.shape[0], found[0].shape[-1])
@@ -246,13 +253,13 @@ def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, l
 
 def _pack_up(setup: Setup, rows: list[Tensor], size: int) -> tuple[PackedPass, Ragged]:
     tokens = Ragged.from_list(rows)
-    request = Request.build(tokens, None)
+    request = ScoreRequest.of(tokens, None)
     return PackedPass(setup, request, PrefixTree.build(tokens, request.forward_lengths), size), tokens
 
 
 def _packed(setup: Setup, rows: Ragged) -> tuple[Tensor, bool]:
     """Hidden states in packs, and whether any layer passed a window."""
-    request = Request.build(rows, None)
+    request = ScoreRequest.of(rows, None)
     tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
     packs = PackedPass(setup, request, tree, _TOKENS_PER_BATCH)
     return _hidden(packs, rows), packs.has_window

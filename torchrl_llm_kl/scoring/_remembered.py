@@ -7,24 +7,23 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
 from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
-from torchrl_llm_kl.scoring._request import Request, Sequences, TokenMask, read_sequences
-from torchrl_llm_kl.scoring._routing import RoutedExperts
-from torchrl_llm_kl.scoring._sampling import SampledAlone, Sampling
-from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
-from torchrl_llm_kl.scoring._scores import Scores, VersionedScores
+from torchrl_llm_kl.scoring._options import ScoreOptions
+from torchrl_llm_kl.scoring._protocol import Scorer, ScorerSlot
+from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring._scorer import LogProbScorer
+from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore, within
 from torchrl_llm_kl.scoring._wrapper import log_probs_only
 from torchrl_llm_kl.scoring._wrapping import Ranks
@@ -133,10 +132,8 @@ class RememberedModel(nn.Module):
         return self._tokenizer[1]
 
 
-class RememberedScorer(SampledAlone):
-    """Scores of a :class:`RememberedModel`, with the interface of :class:`LogProbScorer`.
-
-    ``sampling`` and ``temperature`` may be set at any time; other settings are fixed.
+class RememberedScorer(Scorer):
+    """Scores of a :class:`RememberedModel`; only log-probs and entropies without gradient are stored.
 
     Args:
         model: the model.
@@ -144,145 +141,98 @@ class RememberedScorer(SampledAlone):
     """
 
     model: RememberedModel
-    path: str | None
 
     def __init__(self, model: RememberedModel, settings: dict[str, Any]) -> None:
-        self._settings, self._slot = settings, ScorerSlot()
-        self.__dict__["model"] = model
-        self.__dict__["path"] = self.inner.path
+        self.model, self._settings, self._slot = model, settings, ScorerSlot()
+        self.options = self.inner.options
 
     @property
-    def inner(self) -> Any:
+    def inner(self) -> Scorer:
         """The scorer of the model itself."""
-        return self._slot.get(self.model.model, **self._settings)
+        found: Scorer = self._slot.get(self.model.model, **self._settings)
+        return found
 
     @property
-    def sampling(self) -> Sampling:
-        """How the scored tokens were sampled; it may be set."""
-        return cast(Sampling, self.inner.sampling)
+    def path(self) -> str | None:  # type: ignore[override]
+        """That of the scorer of the model."""
+        return self.inner.path
 
-    @sampling.setter
-    def sampling(self, sampling: Sampling | None) -> None:
-        settings = {**self._settings, "temperature": 1.0, "sampling": self._next_sampling(sampling)}
-        self._slot.get(self.model.model, **settings)  # refuses what the model cannot follow
-        self._settings = settings
+    def check(
+        self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
+    ) -> None:
+        """That of the scorer of the model."""
+        self.inner.check(options, request, reference=reference)
 
-    def score(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
-        """Log-probs, as :meth:`LogProbScorer.score` returns them."""
-        return self.evaluate(sequences, mask, **options).log_prob
-
-    def evaluate(
-        self,
-        sequences: Sequences,
-        mask: TokenMask | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        entropy: bool = False,
-        top_k: int = 0,
-        moments: bool = False,
-        reference: Any = None,
-        direction: str = "reverse",
-        kept: Kept | None = None,
-        routing: RoutedExperts | None = None,
-        ref_routing: RoutedExperts | None = None,
-        record_routing: bool = False,
-        grad: bool = False,
-        remember: bool = False,
+    def run(
+        self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None
     ) -> Scores:
-        """Scores, as :meth:`LogProbScorer.evaluate` returns them; only log-probs and entropies without gradient are stored."""
-        tokens, mask = read_sequences(sequences, mask, attention_mask)
-        options: dict[str, Any] = {"entropy": entropy, "remember": remember}
-        inner = self.inner
-        others = {
-            "kept": kept,
-            "routing": routing,
-            "ref_routing": ref_routing,
-            "record_routing": record_routing or None,
-        }
-        given = {name: value for name, value in others.items() if value is not None}
-        if grad or top_k or moments or reference is not None or given:
-            options |= given
-            options |= {
-                "top_k": top_k,
-                "moments": moments,
-                "reference": reference,
-                "direction": direction,
-                "grad": grad,
-            }
-            found: Scores = inner.evaluate(tokens, mask, **options)
-            return found
+        """See :meth:`Scorer.run`."""
+        options = self.options if options is None else options
+        if reference is not None or not _stored(request, options):
+            return self.inner.run(request, options, reference=reference)
         # No updater changes the weights of a model in this process between the look at them and the forward.
-        with nullcontext() if hasattr(inner, "begin") else locked(inner.model):
-            return self._begin(inner, tokens, mask, options)()
+        with locked(self.inner.model) if self._here else nullcontext():
+            return self._begin(request, options)()
 
-    def begin(
-        self,
-        sequences: Sequences,
-        mask: TokenMask | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        **options: Any,
-    ) -> Callable[[], Scores]:
-        """Look the scores up and request the others of a service; returns a function that waits for :meth:`evaluate`'s result.
-
-        A model of this process is scored when that function is called.
-        """
-        tokens, mask = read_sequences(sequences, mask, attention_mask)
-        plain = {name: options.pop(name, False) for name in ("entropy", "remember")}
-        inner = self.inner
-        if any(options.values()) or not hasattr(inner, "begin"):
-            return partial(self.evaluate, tokens, mask, **plain, **options)
-        return self._begin(inner, tokens, mask, plain)
+    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Callable[[], Scores]:
+        """Look the scores up and request the others of a service."""
+        options = self.options if options is None else options
+        if self._here or not _stored(request, options):
+            return partial(self.run, request, options)
+        return self._begin(request, options)
 
     def forget(self) -> None:
         """Clear the scorer's cache, and read the weights again at the next score. The store is kept."""
         self.inner.forget()
         self.model.forget()
 
-    def _begin(self, inner: Any, tokens: Ragged, mask: Tensor | None, options: dict[str, Any]) -> Callable[[], Scores]:
-        request = Request.build(tokens, mask)
-        weights = self.model.weights()
+    @property
+    def _here(self) -> bool:
+        return isinstance(self.inner, LogProbScorer)
+
+    def _begin(self, request: ScoreRequest, options: ScoreOptions) -> Callable[[], Scores]:
+        inner, weights = self.inner, self.model.weights()
         if weights is None or not bool(request.mask.any()):
-            return partial(inner.evaluate, tokens, mask, **options)
-        version, lookup = weights[0], _Lookup(self.model.store, request, self._contexts(inner, weights[1], **options))
+            return partial(inner.run, request, options)
+        inner.check(options, request)
+        version, lookup = weights[0], _Lookup(self.model.store, request, self._contexts(inner, weights[1], options))
         if lookup.complete:
-            return lambda: lookup.scores(tokens, version)
-        some, chosen = lookup.missing()
-        begin = getattr(inner, "begin", None)
-        start = partial(inner.evaluate, some, chosen, **options) if begin is None else begin(some, chosen, **options)
+            return lambda: lookup.scores(version)
+        start = inner.begin(lookup.missing(), options)
 
         def finish() -> Scores:
             try:
-                found: Scores = start()
+                found = start()
             except ValueError:  # it names a sequence among those that were sent: let it name the caller's
-                found = inner.evaluate(tokens, mask, **options)
-                return found
-            pushed = version is not None and getattr(found, "version", None) != version
-            if pushed:  # other weights, meanwhile
-                found = inner.evaluate(tokens, mask, **options)
-                return found
+                return inner.run(request, options)
+            if version is not None and found.version != version:  # other weights, meanwhile
+                return inner.run(request, options)
             lookup.take(found)
             if self.model.weights() == weights:
                 lookup.store_new()
-            return lookup.scores(tokens, version)
+            return lookup.scores(version)
 
         return finish
 
-    def _contexts(self, inner: Any, weights: str, *, entropy: bool, remember: bool) -> dict[str, bytes]:
+    def _contexts(self, inner: Scorer, weights: str, options: ScoreOptions) -> dict[str, bytes]:
         """For each column, the key of all that a score depends on besides the tokens."""
-        own = getattr(inner, "settings", inner)  # as they are now; those of a service are apart
-        settings: dict[str, Any] = {"temperature": inner.temperature, "adapters": own.adapters}
-        if inner.sampling.truncates:
-            settings["truncation"] = inner.sampling.truncation
-        dtype = own.dtype or (None if hasattr(inner, "begin") else _autocast(inner.model))
-        settings["dtype"] = dtype and f"torch.{str(dtype).removeprefix('torch.')}"
-        if own.deterministic:
+        settings: dict[str, Any] = {"temperature": options.temperature, "adapters": options.adapters}
+        if options.sampling.truncates:
+            settings["truncation"] = options.sampling.truncation
+        dtype = options.dtype or (_autocast(inner.model) if self._here else None)
+        settings["dtype"] = dtype and str(dtype)
+        if options.deterministic:
             # The same bits in every call are promised for one number of threads and one size of packs.
             size = getattr(inner, "tokens_per_batch", None) or PACK
             settings["deterministic"] = (torch.__version__, torch.get_num_threads(), size)
         about = json.dumps([_FORMAT, weights, self.model.vocabulary(), settings], default=str)
-        names = ["log_prob"] + ["entropy"] * entropy
+        names = ["log_prob"] + ["entropy"] * options.entropy
         return {name: blake2b(f"{name} {about}".encode(), digest_size=32).digest() for name in names}
+
+
+def _stored(request: ScoreRequest, options: ScoreOptions) -> bool:
+    """Whether such scores are stored: log-probs and entropies that depend on the tokens alone."""
+    return not (request.recorded or options.grad or options.record_routing or set(options.extras) - {"entropy"})
 
 
 def _autocast(model: Any) -> torch.dtype | None:
@@ -295,7 +245,7 @@ def _autocast(model: Any) -> torch.dtype | None:
 class _Lookup:
     """The scores of a request that the store holds; takes the others."""
 
-    def __init__(self, store: ScoreStore, request: Request, contexts: dict[str, bytes]) -> None:
+    def __init__(self, store: ScoreStore, request: ScoreRequest, contexts: dict[str, bytes]) -> None:
         self._store, self._request = store, request
         self._mask, self._lengths = request.mask.numpy(), request.tokens.lengths.tolist()
         rows = np.split(request.tokens.values.numpy().astype("<i8"), np.cumsum(self._lengths)[:-1])
@@ -317,12 +267,12 @@ class _Lookup:
         """Whether nothing has to be computed."""
         return not self._missing.any()
 
-    def missing(self) -> tuple[Ragged, Tensor]:
+    def missing(self) -> ScoreRequest:
         """The sequences that lack a score, and the mask of the tokens that lack one."""
         tokens, mask = self._request.tokens, torch.from_numpy(self._missing)
         lacks = torch.zeros(tokens.num_sequences, dtype=torch.bool).index_fill(0, tokens.sequence_ids[mask], True)
         self._rows = lacks[tokens.sequence_ids]
-        return Ragged.from_list(list(tokens.values[self._rows].split(tokens.lengths[lacks].tolist()))), mask[self._rows]
+        return replace(self._request.select(lacks.nonzero().squeeze(-1)), mask=mask[self._rows])
 
     def take(self, scores: Scores) -> None:
         """Take the computed scores of :meth:`missing`; what was stored before stays."""
@@ -340,10 +290,8 @@ class _Lookup:
             new, values = self._missing & ~self._known[name], self._values[name]
             self._store.add(keys, self._lengths, new & within(values, *_RANGE[name]), values)
 
-    def scores(self, tokens: Ragged, version: int | None) -> Scores:
-        """All scores, in the layout of ``tokens``."""
+    def scores(self, version: int | None) -> Scores:
+        """All scores of the request."""
         elements = self._request.mask.nonzero().squeeze(-1)
         columns: dict[str, Any] = {name: torch.from_numpy(x[self._mask]) for name, x in self._values.items()}
-        found = cast(VersionedScores, VersionedScores.spread(tokens, elements, **columns))
-        found.version = version
-        return found
+        return Scores.spread(self._request.layout, elements, **columns)._replace(version=version)

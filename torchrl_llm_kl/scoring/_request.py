@@ -1,22 +1,28 @@
-"""The tokens that a call scores, checked and laid out on the CPU."""
+"""What is scored: token ids, the tokens among them to score, and what was recorded for each."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_finite, check_is_mask
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.ragged import Ragged, Rows
+from torchrl_llm_kl.scoring._bytes import Arrays, ProtocolError
 
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 #: Tokens to score: one bool for each token, flat or in the form of the token ids.
 TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
+#: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
+RoutedExperts = Ragged | Tensor | Sequence[Any]
 #: What the error of :func:`not_text` contains, also where it comes from another process.
 NOT_TEXT = "stands for what is not text"
 
@@ -115,63 +121,283 @@ class PaddedBatch(NamedTuple):
     sources: Tensor  # the flat index of the token in each slot, -1 at padding; [b, T]
 
 
-@dataclass(frozen=True, eq=False)
-class Request:
-    """Token ids of ``S`` sequences laid end to end, and the tokens among them to score. All on the CPU."""
+# ------------------------------------------------------------------ what is recorded for each token
 
-    tokens: Ragged  # int64 ids
-    mask: Tensor  # True at tokens to score; [N]
-    # Leading tokens of each sequence to forward, [S]: those before its last scored token, since position t - 1 predicts
-    # token t and a causal model needs no later one.
-    forward_lengths: Tensor
-    top_ids: Tensor | None = None  # ids whose log-probs are requested beside each token's; [N, *M, k]
-    kept: Kept | None = None  # for each token, those that its sampler could have drawn
+
+class Kind(ABC):
+    """How an optional field of a request is cut, joined and sent. ``N`` tokens, ``K`` of them scored."""
+
+    @abstractmethod
+    def select(self, value: Any, elements: Tensor) -> Any:
+        """The part of the tokens at flat ``elements``."""
+
+    @abstractmethod
+    def concat(self, values: Sequence[Any]) -> Any:
+        """The field of several requests."""
+
+    @abstractmethod
+    def pack(self, name: str, value: Any, mask: Tensor) -> dict[str, np.ndarray]:
+        """The arrays that are sent; ``mask [N]`` is True at scored tokens."""
+
+    @abstractmethod
+    def unpack(self, name: str, arrays: Arrays, mask: Tensor) -> Any:
+        """The field of the arrays."""
+
+    def form(self, value: Any) -> tuple[int, ...]:
+        """The sizes that fields must share to be joined."""
+        return ()
+
+
+class PerToken(Kind):
+    """Integers ``[N, *F]``."""
+
+    def select(self, value: Tensor, elements: Tensor) -> Tensor:
+        return value[elements]
+
+    def concat(self, values: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(values))
+
+    def pack(self, name: str, value: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
+        return {name: value.numpy()}
+
+    def unpack(self, name: str, arrays: Arrays, mask: Tensor) -> Tensor:
+        sizes = arrays.found[name].shape[1:] if name in arrays else ()
+        return torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
+
+    def form(self, value: Tensor) -> tuple[int, ...]:
+        return tuple(value.shape[1:])
+
+
+class ListPerScored(Kind):
+    """Token ids at each scored token, as many as it has."""
+
+    def select(self, value: Kept, elements: Tensor) -> Kept:
+        return value.take(elements)
+
+    def concat(self, values: Sequence[Kept]) -> Kept:
+        counts = torch.cat([value.offsets.diff() for value in values])
+        return Kept(torch.cat([value.ids for value in values]), _ends(counts))
+
+    def pack(self, name: str, value: Kept, mask: Tensor) -> dict[str, np.ndarray]:
+        chosen = value.take(mask.nonzero().squeeze(-1))
+        if len(chosen.ids) and not (int(chosen.ids.min()) >= 0 and int(chosen.ids.max()) < 2**31):
+            raise ValueError(
+                f"{name}.ids holds token ids from {int(chosen.ids.min())} to {int(chosen.ids.max())}: expected 0 to 2^31 - 1."
+            )
+        return {f"{name}_counts": chosen.offsets.diff().int().numpy(), f"{name}_ids": chosen.ids.int().numpy()}
+
+    def unpack(self, name: str, arrays: Arrays, mask: Tensor) -> Kept:
+        counts = arrays.take(f"{name}_counts", "i", int(mask.sum())).astype(np.int64)
+        if counts.size and int(counts.min()) < 0:
+            raise ProtocolError(f"a request has {int(counts.min())} {name} tokens for one token, expected at least 0.")
+        ids = arrays.take(f"{name}_ids", "i", int(counts.sum())).astype(np.int64)
+        if ids.size and int(ids.min()) < 0:
+            raise ProtocolError(f"a request holds token id {int(ids.min())} in {name}, expected at least 0.")
+        every = torch.zeros(len(mask), dtype=torch.long)
+        every[mask] = torch.from_numpy(counts)
+        return Kept(torch.from_numpy(ids), _ends(every))
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+# ------------------------------------------------------------------ the request
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreRequest:
+    """Token ids of ``S`` sequences laid end to end, ``N`` in all, and the tokens among them to score. On the CPU.
+
+    Build one with :meth:`of`, which takes every form of token ids. A new field needs its kind here, its reading in :meth:`of`
+    and the place that uses it: cutting, joining and sending follow from the kind.
+
+    Attributes:
+        tokens: int64 ids; ``values [N]``.
+        mask: True at tokens to score; bool ``[N]``.
+        layout: the token ids as they were given, whose layout and device scores get.
+        kept: tokens that the sampler could have drawn, as it recorded them: scores are over these alone.
+        top_ids: ids whose log-probs are wanted beside each token's; int64 ``[N, *M, k]``.
+        routing: experts that a mixture of experts used for each token; integers ``[N, L, k]``, -1 where it is to choose.
+        ref_routing: likewise of a reference.
+
+    Example:
+        >>> request = ScoreRequest.of([[3, 4, 5], [6, 7]])
+        >>> request.mask.tolist(), request.select(torch.tensor([1])).tokens.to_list()
+        ([False, True, True, False, True], [tensor([6, 7])])
+    """
+
+    tokens: Ragged
+    mask: Tensor
+    layout: Ragged
+    kept: Kept | None = field(default=None, metadata={"kind": ListPerScored()})
+    top_ids: Tensor | None = field(default=None, metadata={"kind": PerToken()})
+    routing: Tensor | None = field(default=None, metadata={"kind": PerToken()})
+    ref_routing: Tensor | None = field(default=None, metadata={"kind": PerToken()})
+    whole: bool = False  # forward scored sequences to their end: for models whose positions depend on the length
 
     @classmethod
-    def build(cls, sequences: Ragged, mask: Tensor | None, *, may_be_empty: bool = False) -> Request:
-        """Check ``sequences`` and ``mask``; a mask of None scores every token but the first of each sequence."""
-        values = sequences.values
-        if sequences.num_sequences == 0 and not may_be_empty:
-            raise ValueError("expected at least one sequence, got a batch of 0: an empty batch has nothing to score.")
+    def of(
+        cls,
+        sequences: Sequences,
+        mask: TokenMask | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        kept: Kept | None = None,
+        top_ids: Tensor | None = None,
+        routing: RoutedExperts | None = None,
+        ref_routing: RoutedExperts | None = None,
+    ) -> ScoreRequest:
+        """A request, checked.
+
+        Args:
+            sequences: token ids of an integer dtype: a :class:`~torchrl_llm_kl.Ragged` (``values [N]``), a list of rows
+                (lists or tensors), a nested tensor, or a padded tensor ``[*B, T]`` with ``attention_mask``. Rows may be empty.
+            mask: True at tokens to score; ``[N]`` bool, in the order of the tokens without padding; also a list of rows, a
+                nested tensor, or ``[*B, T]`` for padded token ids. None scores every token but the first of each sequence,
+                which has no prefix.
+
+        Keyword Args:
+            attention_mask: 1 or True at tokens, 0 or False at padding, which may be on either side; ``[*B, T]``. Required by,
+                and only for, a padded tensor.
+            kept: for each of the ``N`` tokens those that its sampler could have drawn; tokens outside the mask may have none.
+            top_ids: ids at each token, ``[N, *M, k]``. A negative id pads; ids of masked-out tokens are ignored.
+            routing: experts of each token, layer and slot: integers ``[N, L, k]``, in the order of the tokens without
+                padding; one array ``[T, L, k]`` for each sequence, without its last token if that was not forwarded (vLLM's
+                ``routed_experts``); or ``[*B, T, L, k]`` for padded token ids. ``L`` is the number of layers with a router, or
+                of all layers. -1 leaves a token or a layer to the router.
+            ref_routing: likewise of the reference.
+
+        Raises:
+            TypeError: if ``sequences`` or a row has another type.
+            ValueError: if the mask selects padding or a first token, the attention mask is missing or not a mask of the token
+                ids, or a record is not one of these tokens.
+        """
+        layout, flat = read_sequences(sequences, mask, attention_mask)
+        values = layout.values
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(
                 f"token ids must be a flat integer tensor [N], got shape {tuple(values.shape)} of dtype {values.dtype}."
             )
-        keep = None if sequences.keep is None else sequences.keep.cpu()
-        tokens = Ragged(values.detach().cpu().long(), sequences.lengths.cpu(), sequences.container, keep)
+        keep = None if layout.keep is None else layout.keep.cpu()
+        tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
         first = tokens.positions == 0
-        mask = ~first if mask is None else _checked_mask(tokens, mask, first)
-        last_scored = torch.where(mask, tokens.positions, 0)
-        forward_lengths = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
-        return cls(tokens, mask, forward_lengths)
+        found = cls(tokens, ~first if flat is None else _checked_mask(tokens, flat, first), layout)
+        records = {
+            name: each for name, each in (("routing", routing), ("ref_routing", ref_routing)) if each is not None
+        }
+        return replace(
+            found,
+            kept=None if kept is None else check_kept(kept, tokens, found.mask),
+            top_ids=None if top_ids is None else _checked_top_ids(top_ids, tokens),
+            **{name: flat_record(record, tokens) for name, record in records.items()},
+        )
 
-    def with_top_ids(self, top_ids: Tensor | None) -> Request:
-        """This request with ids of outcomes, whose shape is checked."""
-        if top_ids is None:
-            return self
-        count = self.tokens.values.shape[0]
-        if top_ids.ndim < 2 or top_ids.shape[0] != count or top_ids.shape[1:].numel() == 0:
-            raise ValueError(
-                f"top_ids has shape {tuple(top_ids.shape)}: expected ({count}, ..., k), ids for each token."
+    # ------------------------------------------------------------------ optional fields
+
+    @staticmethod
+    def optional() -> tuple[str, ...]:
+        """The names of the optional fields."""
+        return tuple(_KINDS)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The optional fields that are given, by name."""
+        return {name: value for name in _KINDS if (value := getattr(self, name)) is not None}
+
+    @property
+    def form(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What requests must share to be joined."""
+        return tuple((name, _KINDS[name].form(value)) for name, value in self.recorded.items())
+
+    def elements(self, rows: Tensor) -> Tensor:
+        """Flat indices of the tokens of sequences ``rows``, in that order."""
+        lengths, starts = self.tokens.lengths[rows], self.tokens.offsets[:-1][rows]
+        before = lengths.cumsum(0) - lengths
+        return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
+
+    def select(self, rows: Tensor) -> ScoreRequest:
+        """The sequences ``rows``, in that order."""
+        elements = self.elements(rows)
+        tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
+        chosen = {name: _KINDS[name].select(value, elements) for name, value in self.recorded.items()}
+        return replace(self, tokens=tokens, mask=self.mask[elements], layout=tokens, **chosen)
+
+    @staticmethod
+    def concat(requests: Sequence[ScoreRequest]) -> ScoreRequest:
+        """The sequences of several requests of one :attr:`form`."""
+        forms = {request.form for request in requests}
+        if len(forms) != 1:
+            raise ValueError(f"expected requests with the same fields, found {sorted(forms)}.")
+        tokens = _laid_out(
+            torch.cat([request.tokens.values for request in requests]),
+            torch.cat([request.tokens.lengths for request in requests]),
+        )
+        mask, first = torch.cat([request.mask for request in requests]), requests[0]
+        joined = {
+            name: _KINDS[name].concat([getattr(request, name) for request in requests]) for name in first.recorded
+        }
+        return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """The request as arrays: 4 or 8 bytes for a token, 8 for a sequence, a bit for a token, and the optional fields.
+
+        A :class:`~torchrl_llm_kl.head.Kept` takes 4 bytes for each scored token and for each one that was kept.
+        """
+        values = self.tokens.values
+        narrow = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
+        found = {
+            "lengths": self.tokens.lengths.numpy(),
+            "tokens": (values.int() if narrow else values).numpy(),
+            "mask": np.packbits(self.mask.numpy()),
+        }
+        for name, value in self.recorded.items():
+            found |= _KINDS[name].pack(name, value, self.mask)
+        return found
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, names: Sequence[str]) -> ScoreRequest:
+        """The request of :meth:`to_arrays` with the optional fields ``names``; a :class:`ProtocolError` for another."""
+        lengths, values = arrays.take("lengths", "i", None).astype(np.int64), arrays.take("tokens", "i", None)
+        count = len(values)
+        if lengths.size and not (int(lengths.min()) >= 0 and int(lengths.max()) <= count):
+            wrong = lengths[(lengths < 0) | (lengths > count)][0]
+            raise ProtocolError(f"a request holds a sequence of length {wrong}, expected 0 to its {count} tokens.")
+        if int(lengths.sum()) != count:
+            raise ProtocolError(
+                f"the lengths of a request add up to {int(lengths.sum())}, expected its {count} tokens."
             )
-        return replace(self, top_ids=top_ids.detach().cpu().long())
+        bits = arrays.take("mask", "u", (count + 7) // 8)
+        if bits.dtype != np.uint8 or (count % 8 and int(bits[-1]) & (0xFF >> count % 8)):
+            raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
+        mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
+        tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
+        _refuse_first(tokens, mask, tokens.positions == 0)
+        found = cls(tokens, mask, tokens, **{name: _KINDS[name].unpack(name, arrays, mask) for name in names})
+        arrays.end()
+        return found
+
+    # ------------------------------------------------------------------ the tokens to forward
+
+    @cached_property
+    def forward_lengths(self) -> Tensor:
+        """Leading tokens of each sequence to forward, ``[S]``: those before its last scored token.
+
+        Position t - 1 predicts token t, and a causal model needs no later one.
+        """
+        tokens = self.tokens
+        last_scored = torch.where(self.mask, tokens.positions, 0)
+        found = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
+        return torch.where(found > 0, tokens.lengths, 0) if self.whole else found
 
     def ids_at(self, elements: Tensor) -> Tensor | None:
         """The ids of outcomes at some tokens; None if none are requested."""
         return None if self.top_ids is None else self.top_ids[elements]
 
-    def with_kept(self, kept: Kept | None) -> Request:
-        """This request scored over recorded tokens; a ValueError if they are not those of its tokens."""
-        return self if kept is None else replace(self, kept=check_kept(kept, self.tokens, self.mask))
-
     @property
     def longest(self) -> int:
         """Tokens to forward of the longest sequence."""
         return int(self.forward_lengths.max()) if self.forward_lengths.numel() else 0
-
-    def uncut(self) -> Request:
-        """This request with scored sequences forwarded whole: for models whose positions depend on the length."""
-        return replace(self, forward_lengths=torch.where(self.forward_lengths > 0, self.tokens.lengths, 0))
 
     def before(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Sequence and position of the token that predicts each flat element; ``[K]`` each."""
@@ -293,6 +519,20 @@ def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
     return kept
 
 
+_KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(ScoreRequest) if "kind" in each.metadata}
+
+
+def _laid_out(values: Tensor, lengths: Tensor) -> Ragged:
+    return Ragged(values, None, Rows(lengths.tolist(), torch.Size([len(lengths)]), values.device))
+
+
+def _checked_top_ids(top_ids: Tensor, tokens: Ragged) -> Tensor:
+    count = tokens.values.shape[0]
+    if top_ids.ndim < 2 or top_ids.shape[0] != count or top_ids.shape[1:].numel() == 0:
+        raise ValueError(f"top_ids has shape {tuple(top_ids.shape)}: expected ({count}, ..., k), ids for each token.")
+    return top_ids.detach().cpu().long()
+
+
 def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:
     check_is_mask(mask=mask)
     if mask.shape != tokens.values.shape:
@@ -300,10 +540,61 @@ def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:
             f"the mask must have one entry for each token, {tuple(tokens.values.shape)}, got {tuple(mask.shape)}."
         )
     mask = mask.cpu()
+    _refuse_first(tokens, mask, first)
+    return mask
+
+
+def _refuse_first(tokens: Ragged, mask: Tensor, first: Tensor) -> None:
     scored = (mask & first).nonzero()
     if scored.numel():
         raise ValueError(
             f"the mask selects the first token of sequence {int(tokens.sequence_ids[int(scored[0])])}: it has no prefix "
             "and so no log-prob. Set the mask to False at the first token of every sequence."
         )
-    return mask
+
+
+def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
+    """Experts of any accepted form in the order of the tokens, -1 for a last token that has none; integers ``[N, *, *]``.
+
+    Example:
+        >>> tokens = Ragged.from_list([torch.tensor([5, 6]), torch.tensor([7])])
+        >>> flat_record([torch.tensor([[[3, 1]]]), torch.tensor([[[0, 2]]])], tokens).tolist()
+        [[[3, 1]], [[-1, -1]], [[0, 2]]]
+    """
+    count = tokens.values.shape[0]
+    if isinstance(routing, Tensor) and routing.is_nested:
+        routing = Ragged.from_nested(routing)
+    if isinstance(routing, Ragged):
+        routing = routing.to_list()
+    if isinstance(routing, Tensor):
+        values = routing.detach().cpu()
+        slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
+        if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
+            values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
+        if values.ndim != 3 or values.shape[0] != count:
+            raise ValueError(
+                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or rows of (tokens, "
+                "layers, experts) in the form of the token ids."
+            )
+        return _signed(values)
+    rows = [torch.as_tensor(row).detach().cpu() for row in routing]
+    lengths = tokens.lengths.tolist()
+    if len(rows) != len(lengths):
+        raise ValueError(f"the record has {len(rows)} sequences, the tokens have {len(lengths)}.")
+    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if row.ndim != 3 or row.shape[0] not in (length, length - 1):
+            raise ValueError(
+                f"the record of sequence {i} has shape {tuple(row.shape)}: expected ({length}, layers, experts), or "
+                f"{max(length - 1, 0)} rows if the last token was not forwarded."
+            )
+    joined = Ragged.from_list([_signed(row) for row in rows])
+    out = joined.values.new_full((count, *joined.values.shape[1:]), -1)
+    out[tokens.first(joined.lengths)] = joined.values
+    return out
+
+
+def _signed(values: Tensor) -> Tensor:
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"the record holds {values.dtype}: expected integers, the ids of experts.")
+    wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}
+    return values.to(wider.get(values.dtype, values.dtype))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -25,14 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._attention import CHECKPOINTS, Swap, saving, swapped
 from torchrl_llm_kl.scoring._model import compiled_call, locked, text_config
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
-
-#: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
-RoutedExperts = Ragged | Tensor | Sequence[Any]
 
 # ---------------------------------------------------------------------- the weights of chosen experts, by family
 
@@ -149,12 +145,11 @@ class Routers:
         """A record of ``count`` tokens that chose no experts."""
         return torch.full((count, len(self.modules), self.k), -1, dtype=self.dtype)
 
-    def read(self, routing: RoutedExperts, request: Request) -> Tensor:
+    def read(self, record: Tensor, request: ScoreRequest) -> Tensor:
         """The experts of each token as ``[N, L, k]``, -1 where the router chooses; a ValueError if they are not this model's.
 
         Layers without a router may have a place in the record, which is ignored.
         """
-        record = flat_record(routing, request.tokens)
         name, layers, slots = type(unwrapped(self.model)).__name__, *record.shape[1:]
         if slots != self.k:
             raise ValueError(f"the record has {slots} experts for each token and layer, and {name} chooses {self.k}.")
@@ -172,7 +167,7 @@ class Routers:
         record = torch.where(forwarded[:, None, None], record, -1)
         return record.clamp_(min=-1).to(self.dtype)
 
-    def _check(self, record: Tensor, forwarded: Tensor, request: Request) -> None:
+    def _check(self, record: Tensor, forwarded: Tensor, request: ScoreRequest) -> None:
         missing = record == -1
         twice = torch.zeros(record.shape[:2], dtype=torch.bool)
         for shift in range(1, self.k):
@@ -192,53 +187,6 @@ class Routers:
                     f"the record has experts {record[element, place].tolist()} at {request.locate(element)}, layer "
                     f"{self.layers[place]}: expected {expected}."
                 )
-
-
-def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
-    """Experts of any accepted form in the order of the tokens, -1 for a last token that has none; integers ``[N, *, *]``.
-
-    Example:
-        >>> tokens = Ragged.from_list([torch.tensor([5, 6]), torch.tensor([7])])
-        >>> flat_record([torch.tensor([[[3, 1]]]), torch.tensor([[[0, 2]]])], tokens).tolist()
-        [[[3, 1]], [[-1, -1]], [[0, 2]]]
-    """
-    count = tokens.values.shape[0]
-    if isinstance(routing, Tensor) and routing.is_nested:
-        routing = Ragged.from_nested(routing)
-    if isinstance(routing, Ragged):
-        routing = routing.to_list()
-    if isinstance(routing, Tensor):
-        values = routing.detach().cpu()
-        slots = tokens.container.batch_shape.numel(), sum(tokens.container.row_sizes)
-        if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
-            values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
-        if values.ndim != 3 or values.shape[0] != count:
-            raise ValueError(
-                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or rows of (tokens, "
-                "layers, experts) in the form of the token ids."
-            )
-        return _signed(values)
-    rows = [torch.as_tensor(row).detach().cpu() for row in routing]
-    lengths = tokens.lengths.tolist()
-    if len(rows) != len(lengths):
-        raise ValueError(f"the record has {len(rows)} sequences, the tokens have {len(lengths)}.")
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        if row.ndim != 3 or row.shape[0] not in (length, length - 1):
-            raise ValueError(
-                f"the record of sequence {i} has shape {tuple(row.shape)}: expected ({length}, layers, experts), or "
-                f"{max(length - 1, 0)} rows if the last token was not forwarded."
-            )
-    joined = Ragged.from_list([_signed(row) for row in rows])
-    out = joined.values.new_full((count, *joined.values.shape[1:]), -1)
-    out[tokens.first(joined.lengths)] = joined.values
-    return out
-
-
-def _signed(values: Tensor) -> Tensor:
-    if values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"the record holds {values.dtype}: expected integers, the ids of experts.")
-    wider = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}
-    return values.to(wider.get(values.dtype, values.dtype))
 
 
 def tell_apart(values: Tensor, *records: Tensor | None) -> Tensor:

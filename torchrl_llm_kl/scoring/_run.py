@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,68 +16,72 @@ from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, drops_layers, frequency_switches, send
+from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, padded_batches
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing, tell_apart
-from torchrl_llm_kl.scoring._sampling import Sampling
-from torchrl_llm_kl.scoring._scores import Columns, States, Wanted, join_columns, read
+from torchrl_llm_kl.scoring._scores import Columns, States, columns_of_nothing, join_columns, read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory
 
 _SMALLEST_PACK = 16
 
 
-class Scorer(Protocol):
+class Local(Protocol):
     """What is used of a :class:`~torchrl_llm_kl.LogProbScorer`."""
 
     memory: PrefixKVCache
     tokens_per_batch: int | None
     head_chunk: int
     forwards: int
+    options: ScoreOptions
 
-    def _setup(self, default: torch.device, sampling: Sampling, grad: bool) -> Setup: ...
+    def _setup(self, default: torch.device, options: ScoreOptions) -> Setup: ...
 
     def _warn_apart(self, reason: str) -> None: ...
 
 
 def run(
-    scorers: Sequence[Scorer],
+    scorers: Sequence[Local],
     ranks: Ranks,
-    request: Request,
+    request: ScoreRequest,
     routings: list[Routing | None],
-    wanted: Wanted,
-    sampling: Sampling,
-    grad: bool,
-    remember: bool,
+    options: ScoreOptions,
 ) -> tuple[Tensor, Columns]:
     """Score every masked-in token under a model, and under a reference if a second scorer is given.
 
     Returns flat elements ``[K]`` on the CPU, and their scores on the model's device.
     """
-    device = request.tokens.values.device
-    setups = [scorers[0]._setup(device, sampling, grad)]
-    setups += [scorer._setup(device, sampling.of_reference, False) for scorer in scorers[1:]]
+    device, of_reference = request.layout.values.device, options.sampling.of_reference
+    setups = [scorers[0]._setup(device, options)]
+    setups += [scorer._setup(device, replace(scorer.options, sampling=of_reference)) for scorer in scorers[1:]]
     if any(frequency_switches(setup.model) for setup in setups):
-        request = request.uncut()
+        request = replace(request, whole=True)
     tree, caches = None, []
     if all(setup.route.packed for setup in setups):
-        if grad and drops_layers(setups[0].model):
+        if options.grad and drops_layers(setups[0].model):
             scorers[0]._warn_apart("Layers are dropped at random: set layerdrop to 0, or call eval().")
         else:
             # A prefix is shared among sequences that route it alike.
             ids = tell_apart(request.tokens.values, *(each.record for each in routings if each is not None))
             tree = PrefixTree.build(request.tokens.like(ids), request.forward_lengths)
-        if remember and not grad and not any(routings) and all(scorer.memory.limit for scorer in scorers):
+        if (
+            options.remember
+            and not options.grad
+            and not any(routings)
+            and all(scorer.memory.limit for scorer in scorers)
+        ):
             caches = [scorer.memory for scorer in scorers]
     budget = min(
-        scorer.tokens_per_batch or (PACK if setup.deterministic else 1024 if setup.device.type == "cpu" else 16384)
+        scorer.tokens_per_batch
+        or (PACK if setup.options.deterministic else 1024 if setup.device.type == "cpu" else 16384)
         for scorer, setup in zip(scorers, setups, strict=True)
     )
     while True:
         try:
-            return _attempt(scorers, setups, ranks, request, routings, tree, caches, wanted, budget)
+            return _attempt(scorers, setups, ranks, request, routings, tree, caches, options, budget)
         except CheckpointError as error:
-            if setups[0].deterministic:
+            if options.deterministic:
                 raise ValueError(
                     f"deterministic=True, but the model cannot be scored in packs with gradient. {error}"
                 ) from error
@@ -87,7 +91,7 @@ def run(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            if setups[0].deterministic:
+            if options.deterministic:
                 raise  # another budget would round otherwise
             if budget <= (ranks.most(request.longest) if tree is None else _SMALLEST_PACK):
                 raise  # the budget cannot shrink further
@@ -103,14 +107,14 @@ def run(
 
 
 def _attempt(
-    scorers: Sequence[Scorer],
+    scorers: Sequence[Local],
     setups: list[Setup],
     ranks: Ranks,
-    request: Request,
+    request: ScoreRequest,
     routings: list[Routing | None],
     tree: PrefixTree | None,
     caches: list[PrefixKVCache],
-    wanted: Wanted,
+    options: ScoreOptions,
     budget: int,
 ) -> tuple[Tensor, Columns]:
     """Forward and read the whole request, ``budget`` tokens at a time; returns what :func:`run` does."""
@@ -120,9 +124,10 @@ def _attempt(
         batches = padded_batches(request.forward_lengths, budget, *(setup.model for setup in setups))
         passes = [PaddedPass(setup, request, batches, of) for setup, of in zip(setups, routings, strict=True)]
     else:
+        plain = not options.extras and len(setups) == 1 and request.top_ids is None and request.kept is None
         for setup, cache in zip(setups, caches, strict=False):
             cache.bind(setup, ranks)
-            lookups.append(CacheLookup(cache, request, tree, values=wanted == Wanted() and request.kept is None))
+            lookups.append(CacheLookup(cache, request, tree, values=plain))
         # Both models run side by side: use only hits of both caches.
         cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]
         for lookup in lookups:
@@ -134,7 +139,7 @@ def _attempt(
 
     models = [(setup.model, *body_and_head(setup.model)) for setup in setups if setup.route.path == "head"]
     guard = ErrorGuard([body for _, body, _ in models], ranks)
-    found = inside(models, partial(_forward_all, scorers, setups, ranks, guard, request, passes, lookups, wanted))
+    found = inside(models, partial(_forward_all, scorers, setups, ranks, guard, request, passes, lookups, options))
     guard.check()
     if routings[0] is not None and routings[0].records:
         found[1]["routing"] = passes[0].chosen()
@@ -142,17 +147,17 @@ def _attempt(
 
 
 def _forward_all(
-    scorers: Sequence[Scorer],
+    scorers: Sequence[Local],
     setups: list[Setup],
     ranks: Ranks,
     guard: ErrorGuard,
-    request: Request,
+    request: ScoreRequest,
     passes: Sequence[PackedPass | PaddedPass],
     lookups: list[CacheLookup],
-    wanted: Wanted,
+    options: ScoreOptions,
 ) -> tuple[Tensor, Columns]:
     """Run all packs or micro-batches, and the head."""
-    grad, device, tile = setups[0].grad, setups[0].device, BLOCK if setups[0].deterministic else None
+    grad, device, tile = options.grad, setups[0].device, BLOCK if options.deterministic else None
     # Layers that ranks share are called, and have a backward, equally often on each rank.
     number = ranks.most(max(1, len(passes[0].elements))) if ranks.groups else len(passes[0].elements)
     elements: list[Tensor] = [torch.zeros(0, dtype=torch.long)]
@@ -163,11 +168,10 @@ def _forward_all(
         if request.kept is not None:
             kept = request.kept.take(some)
             states[0] = replace(states[0], kept=Kept(*(send(x, states[0].source.device) for x in kept[:2])))
-        options: dict[str, Any] = {"chunk": scorers[0].head_chunk, "recompute": grad, "tile": tile}
         ids = request.ids_at(some)
-        options["ids"] = None if ids is None else send(ids, device)
-        ref = states[1] if len(states) > 1 else None
-        work = partial(read, states[0], targets, wanted, ref, **options)
+        ids = None if ids is None else send(ids, device)
+        ref, chunk = states[1] if len(states) > 1 else None, scorers[0].head_chunk
+        work = partial(read, states[0], targets, options, ref, ids, chunk=chunk, recompute=grad, tile=tile)
         if columns := guard.compute(work):
             parts.append(columns)
 
@@ -194,7 +198,7 @@ def _forward_all(
         columns_of_states = zip(*(states for *_, states in held), strict=True)
         states = [replace(each[0], source=torch.cat([part.source for part in each])) for each in columns_of_states]
         add(some, targets, states)
-    columns = join_columns(parts) if parts else wanted.nowhere(device)
+    columns = join_columns(parts) if parts else columns_of_nothing(request, options, len(setups) > 1, device)
     if guard.error is not None:
         return elements[0], columns
     element = torch.cat(elements)

@@ -1,13 +1,10 @@
-"""How tokens are sampled: the settings of a sampler, those of a model's wrapper, and whether what it samples is scored."""
+"""How tokens are sampled: the distribution that is left of a model's own."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import math
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,18 +13,12 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import check_choice, widen
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.head import Truncation, floor_of
-from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 
 # What transformers fills in where neither the call nor the model's configuration says (5.x), and the other engines.
-_TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-_OTHERS = {**_TRANSFORMERS, "top_k": 0}
+TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+OTHERS = {**TRANSFORMERS, "top_k": 0}
 # What else changes the distribution, and cannot be scored: settings of transformers that change nothing.
-_NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1}
-_DOCS = "docs/sampling.md"
-
-
-class SamplerMismatchWarning(UserWarning):
-    """Tokens are not sampled from the distribution that is scored: ratios and KLs compare the wrong ones."""
+NEUTRAL = {"repetition_penalty": 1.0, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "num_beams": 1}
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class Sampling:
     reference: Literal["whole", "kept"] = "whole"
 
     def __post_init__(self) -> None:
-        for name, off in _OTHERS.items():
+        for name, off in OTHERS.items():
             given = getattr(self, name)
             value: Any = given.item() if getattr(given, "ndim", None) == 0 else given  # of numpy or torch
             if value is None or (name == "top_k" and value == -1):
@@ -120,7 +111,7 @@ class Sampling:
         """
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "min_p": self.min_p}
         # torchrl's wrapper takes no top_k of 0.
-        drawn |= {"top_k": self.top_k or model.config.get_text_config().vocab_size, **_NEUTRAL}
+        drawn |= {"top_k": self.top_k or model.config.get_text_config().vocab_size, **NEUTRAL}
         known = _arguments_of_generate(model)
         for name, value in others.items():
             if name in drawn and value != drawn[name]:
@@ -163,34 +154,6 @@ def as_sampling(temperature: float | None, sampling: Sampling | None) -> Samplin
     return sampling
 
 
-class Sampled:
-    """A scorer whose :attr:`sampling` may be set at any time."""
-
-    sampling: Sampling
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of :attr:`sampling`; it may be set."""
-        return self.sampling.temperature
-
-    @temperature.setter
-    def temperature(self, temperature: float) -> None:
-        self.sampling = replace(self.sampling, temperature=temperature)
-
-    def _next_sampling(self, sampling: Sampling | None) -> Sampling:
-        """A new :attr:`sampling`, checked; None leaves the temperature alone."""
-        return as_sampling(self.temperature if sampling is None else 1.0, sampling)
-
-
-class SampledAlone(Sampled):
-    """A scorer whose other settings are fixed."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name[0] != "_" and name not in ("sampling", "temperature"):
-            raise AttributeError(f"{name} of a {type(self).__name__} is fixed: build another with make_scorer().")
-        super().__setattr__(name, value)
-
-
 def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits ``[n, V]`` over the temperature, in float32 or wider, with ``-inf`` at tokens that are left out.
 
@@ -206,104 +169,4 @@ def truncate(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _changed(sampling: Sampling) -> dict[str, float]:
-    return {name: value for name in _TRANSFORMERS if (value := getattr(sampling, name)) != _OTHERS[name]}
-
-
-# ------------------------------------------------------------------ the sampler of a wrapper
-
-
-def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
-    """How a TorchRL wrapper generates; None if it is not known, or the model is none.
-
-    Settings of a wrapper of transformers are those of ``generate_kwargs``, else of the model's ``generation_config``, else of
-    transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
-    (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
-    """
-    found = _settings_of(model)
-    if found is None:
-        return None
-    if not found["do_sample"] or found["temperature"] == 0:
-        return "greedy"
-    try:
-        return Sampling(found["temperature"], max(int(found["top_k"]), 0), found["top_p"], found["min_p"])
-    except (TypeError, ValueError):  # the engine will say what it does not like
-        return None
-
-
-def _settings_of(model: Any) -> dict[str, Any] | None:
-    """What a wrapper generates with; None if it does not generate, as far as is known."""
-    if not is_wrapper(model):
-        return None
-    given = getattr(model, "generate_kwargs", None)
-    given = dict(given) if isinstance(given, Mapping) else {}
-    names = (*_TRANSFORMERS, *_NEUTRAL, "do_sample")
-    inner = unwrap(model)
-    if getattr(model, "generate", False) is not True and not any(map(given.get, names)):
-        return None
-    off = {**_OTHERS, **_NEUTRAL, "do_sample": inner is None}  # what None means
-    own = {name: off[name] if given[name] is None else given[name] for name in names if name in given}
-    if inner is None:
-        params = getattr(model, "sampling_params", None)  # vLLM's
-        own |= {name: x for name in _TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
-        return {**_OTHERS, "do_sample": True, **own}
-    # A configuration given to the call fills its gaps from the model's.
-    configs = getattr(inner, "generation_config", None), given.get("generation_config")
-    held = {name: x for config in configs for name in names if (x := getattr(config, name, None)) is not None}
-    return {**_TRANSFORMERS, "do_sample": False, **held, **own}
-
-
-def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | None:
-    """What differs between the sampler of a wrapper and ``scored``, with the remedies; None if nothing is known to.
-
-    A greedy wrapper passes, as in an evaluation, unless it is the one that ``trains``.
-    """
-    sampler = sampler_of(model)
-    vocab = getattr(getattr(unwrap(model), "config", None), "vocab_size", None) if sampler is not None else None
-    everything = vocab if isinstance(vocab, int) else 0  # torchrl's wrapper takes no top_k of 0
-    if sampler == "greedy" and trains:
-        settings = {"do_sample": True, "top_k": everything, "top_p": 1.0}
-        return (
-            "sampler is greedy (do_sample=False), and a policy gradient needs samples. Sample: "
-            f"generate_kwargs={json.dumps(settings)} ({_DOCS})."
-        )
-    if not isinstance(sampler, Sampling):
-        return None
-
-    def count(top_k: int) -> int:
-        return 0 if everything and top_k >= everything else top_k
-
-    differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
-    for name, none in _OTHERS.items():
-        ours, theirs = getattr(scored, name), getattr(sampler, name)
-        if name == "top_k":
-            ours, theirs = count(ours), count(theirs)
-        if math.isclose(ours, theirs, rel_tol=1e-6):
-            continue
-        if name != "top_k":
-            settings[name] = ours
-        if name != "temperature" and ours == none:
-            differs.append(f"sampler uses {name}={theirs:g}, scorer does not")
-        elif name != "temperature" and theirs == none:
-            differs.append(f"scorer uses {name}={ours:g}, sampler does not")
-        else:
-            differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
-    scorable = bool(differs)
-    found = _settings_of(model) or {}
-    for name, neutral in _NEUTRAL.items():
-        value = found.get(name, neutral)
-        if value != neutral:
-            settings[name] = neutral
-            differs.append(f"sampler uses {name}={value}, which cannot be scored")
-    if not differs:
-        return None
-    other = f"; or score what is sampled: sampling={sampler}" if scorable else ""
-    return (
-        f"{'; '.join(differs)}. Log-probs are then not those of the distribution that tokens are drawn from, and ratios and "
-        f"KLs are biased. Sample from what is scored: generate_kwargs={json.dumps(settings)}{other} ({_DOCS})."
-    )
-
-
-def warn_of_mismatch(model: Any, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
-    """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
-    if problem := mismatch_of(model, scored, trains=trains):
-        warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)
+    return {name: value for name in TRANSFORMERS if (value := getattr(sampling, name)) != OTHERS[name]}

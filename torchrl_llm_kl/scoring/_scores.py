@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from torchrl_llm_kl._numerics import is_dtensor, widen
 from torchrl_llm_kl.head import (
     WHOLE,
-    Direction,
     Kept,
     Truncation,
     dropped,
@@ -27,6 +26,8 @@ from torchrl_llm_kl.head import (
 )
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import LogitMap, Setup, body_and_head, logit_map
+from torchrl_llm_kl.scoring._options import ScoreOptions
+from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3
 
 #: Fields of :class:`Scores` at some tokens: ``[n]`` float32, ``[n, k]`` for the top k.
@@ -49,6 +50,9 @@ class Scores(NamedTuple):
         outcomes: log-probs of given ids, and last the log of the total probability of all other tokens; ``[N, *M, k + 1]``.
         routing: the experts that the routers chose at each token, layer with a router and slot; -1 at tokens that need no
             forward (those after the last scored token's predecessor); int8 or int16 ``[N, L, k]``.
+        kept: the tokens that each distribution was restricted to, none where the mask is False; on the CPU. None unless
+            ``return_kept`` asks for them.
+        version: of the weights of a service; None for a model in this process.
     """
 
     log_prob: Ragged
@@ -62,6 +66,13 @@ class Scores(NamedTuple):
     discriminator: Ragged | None = None
     outcomes: Ragged | None = None
     routing: Ragged | None = None
+    kept: Kept | None = None
+    version: int | None = None
+
+    @property
+    def per_token(self) -> dict[str, Ragged]:
+        """The scores that there are, by name."""
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Ragged)}
 
     @classmethod
     def spread(cls, sequences: Ragged, elements: Tensor, log_prob: Tensor, **others: Tensor | None) -> Scores:
@@ -83,53 +94,21 @@ class Scores(NamedTuple):
         return cls(place(log_prob), **placed)
 
 
-class VersionedScores(Scores):
-    """Scores with the version of the weights of a service.
-
-    Attributes:
-        version: None for a model in this process.
-    """
-
-    version: int | None = None
-
-
-class SampledScores(Scores):
-    """Scores with the tokens that they are over.
-
-    Attributes:
-        kept: at each of the ``N`` tokens, on the CPU; none where the mask is False.
-    """
-
-    kept: Kept | None = None
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The scores to compute besides the log-prob."""
-
-    entropy: bool = False
-    kl: Direction | None = None  # direction of the exact KL to a reference
-    top_k: int = 0
-    moments: bool = False  # collision and discriminator
-    outcomes: tuple[int, ...] = ()  # (*M, k + 1), with the ids of a request
-    beta: float = 0.5  # the reference's share of the mixture, for "jensen_shannon"
-    ref_kept: bool = False  # the reference is restricted to what the model's sampler keeps
-    kept: bool = False  # the tokens that the truncation leaves
-
-    def nowhere(self, device: torch.device) -> Columns:
-        """The columns of no token."""
-        names = ["log_prob"] + ["entropy"] * self.entropy + ["ref_log_prob", "kl"] * (self.kl is not None)
-        names += ["collision", "discriminator"] * self.moments
-        columns = {name: torch.zeros(0, device=device) for name in names}
-        if self.top_k:
-            top = torch.zeros(0, self.top_k, device=device)
-            columns |= _top_columns(top.long(), top, torch.zeros(0, device=device))
-        if self.kept:
-            none = torch.zeros(0, dtype=torch.long, device=device)
-            columns |= {"kept_ids": none, "kept_counts": none}
-        if self.outcomes:
-            columns["outcomes"] = torch.zeros(0, *self.outcomes, device=device)
-        return columns
+def columns_of_nothing(request: ScoreRequest, options: ScoreOptions, reference: bool, device: torch.device) -> Columns:
+    """The columns of no token."""
+    names = ["log_prob"] + ["entropy"] * options.entropy + ["ref_log_prob", "kl"] * reference
+    names += ["collision", "discriminator"] * options.moments
+    columns = {name: torch.zeros(0, device=device) for name in names}
+    if options.top_k:
+        top = torch.zeros(0, options.top_k, device=device)
+        columns |= _top_columns(top.long(), top, torch.zeros(0, device=device))
+    if options.return_kept:
+        none = torch.zeros(0, dtype=torch.long, device=device)
+        columns |= {"kept_ids": none, "kept_counts": none}
+    if request.top_ids is not None:
+        *shape, k = request.top_ids.shape[1:]
+        columns["outcomes"] = torch.zeros(0, *shape, k + 1, device=device)
+    return columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +143,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
             "quantised weight): leave it out of the tensor parallel plan, or the adapter out of the head."
         )
     own = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
-    narrow = setup.dtype if plain and own != torch.float64 else None
+    narrow = setup.options.dtype if plain and own != torch.float64 else None
     if isinstance(weight, Tensor):
         # Under autocast the body's output is narrower than the head.
         hidden = hidden.to(weight.device, narrow or own)
@@ -174,7 +153,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
             return mapped(widen(head(some if narrow is None else some.to(own)))[0])
 
     linear = cast(nn.Linear, head) if plain else None
-    return States(hidden, logits, setup.temperature, linear, mapped, narrow, setup.truncation)
+    return States(hidden, logits, setup.options.temperature, linear, mapped, narrow, setup.options.sampling.truncation)
 
 
 def _is_plain(head: nn.Module) -> bool:
@@ -207,7 +186,7 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
 def read(
     states: States,
     targets: Tensor,
-    wanted: Wanted,
+    options: ScoreOptions,
     ref: States | None = None,
     ids: Tensor | None = None,
     *,
@@ -233,16 +212,16 @@ def read(
         targets, chunk = F.pad(targets, (0, after)), tile
         ids = None if ids is None else F.pad(ids, (*[0, 0] * (ids.ndim - 1), 0, after))
     if states.head is not None and (ref is None or ref.head is not None):
-        columns = _read_linear(states, states.head, targets.to(states.source.device), wanted, ref, ids, tile)
+        columns = _read_linear(states, states.head, targets.to(states.source.device), options, ref, ids, tile)
     else:
-        columns = _read_logits(states, targets, wanted, ref, ids, chunk, recompute)
+        columns = _read_logits(states, targets, options, ref, ids, chunk, recompute)
     return columns if tile is None else {name: values[:count] for name, values in columns.items()}
 
 
 def _read_logits(
     states: States,
     targets: Tensor,
-    wanted: Wanted,
+    options: ScoreOptions,
     ref: States | None,
     ids: Tensor | None,
     chunk: int,
@@ -251,9 +230,9 @@ def _read_logits(
     parts: list[Columns] = []
     for rows in torch.arange(states.source.shape[0], device=targets.device).split(chunk):
         if recompute:
-            parts.append(checkpoint(_read_chunk, states, targets, wanted, ref, ids, rows, use_reentrant=False))
+            parts.append(checkpoint(_read_chunk, states, targets, options, ref, ids, rows, use_reentrant=False))
         else:
-            parts.append(_read_chunk(states, targets, wanted, ref, ids, rows))
+            parts.append(_read_chunk(states, targets, options, ref, ids, rows))
     return join_columns(parts)
 
 
@@ -267,7 +246,7 @@ def _read_linear(
     states: States,
     head: nn.Linear,
     targets: Tensor,
-    wanted: Wanted,
+    options: ScoreOptions,
     ref: States | None,
     ids: Tensor | None,
     tile: int | None,
@@ -280,19 +259,19 @@ def _read_linear(
     kept, truncation = states.kept, states.truncation
     sampled = kept is not None or truncation.active
     if kept is None and truncation.active and tile is None and not torch.compiler.is_compiling():
-        most = head.weight.shape[0] if wanted.kept else None
+        most = head.weight.shape[0] if options.return_kept else None
         kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, most=most, **own)
     limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
     if kept is None and truncation.active:
         limits = {"truncation": truncation, "keep_targets": True}
-    if wanted.top_k and wanted == Wanted(top_k=wanted.top_k) and tile is None and not torch.is_grad_enabled():
-        *top, log_prob = linear_top_k(hidden, head.weight, wanted.top_k, targets, **own)
+    if options.extras == ("top_k",) and ref is None and ids is None and tile is None and not torch.is_grad_enabled():
+        *top, log_prob = linear_top_k(hidden, head.weight, options.top_k, targets, **own)
         return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
     ids = None if ids is None else ids.to(device)
     if ref is None and ids is not None:
-        found = linear_outcomes(hidden, head.weight, targets, ids, entropy=wanted.entropy, **own)._asdict()
+        found = linear_outcomes(hidden, head.weight, targets, ids, entropy=options.entropy, **own)._asdict()
     elif ref is None:
-        found = linear_log_prob(hidden, head.weight, targets, entropy=wanted.entropy, **own, **limits)._asdict()
+        found = linear_log_prob(hidden, head.weight, targets, entropy=options.entropy, **own, **limits)._asdict()
     else:
         assert ref.head is not None
         found = linear_pair(
@@ -301,13 +280,13 @@ def _read_linear(
             ref.source.to(device),
             ref.head.weight.detach().to(device),
             targets,
-            direction=wanted.kl or "reverse",
-            beta=wanted.beta,
+            direction=options.direction,
+            beta=options.beta,
             ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(device),
             ref_scale=ref.map.scale,
             ref_soft_cap=ref.map.soft_cap,
-            entropy=wanted.entropy,
-            ref_kept=wanted.ref_kept,
+            entropy=options.entropy,
+            ref_kept=options.sampling.reference == "kept",
             **own,
             **limits,
         )._asdict()
@@ -315,9 +294,9 @@ def _read_linear(
         if ids is not None:
             found["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
     columns = {name: values for name, values in found.items() if values is not None}
-    if wanted.top_k:
-        columns |= _top_columns(*linear_top_k(hidden, head.weight, wanted.top_k, **own)[:3])
-    if wanted.moments:
+    if options.top_k:
+        columns |= _top_columns(*linear_top_k(hidden, head.weight, options.top_k, **own)[:3])
+    if options.moments:
         if sampled and kept is None:
             raise ValueError(
                 f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once: "
@@ -327,7 +306,7 @@ def _read_linear(
     if states.kept is None and truncation.active:
         added = None if kept is None else kept.added
         columns["added"] = torch.zeros_like(targets, dtype=torch.bool) if added is None else added
-    if wanted.kept and kept is not None:
+    if options.return_kept and kept is not None:
         columns |= {"kept_ids": kept.ids.long(), "kept_counts": kept.offsets.diff()}
     return columns
 
@@ -354,7 +333,7 @@ def _moments(
 
 
 def _read_chunk(
-    states: States, targets: Tensor, wanted: Wanted, ref: States | None, ids: Tensor | None, rows: Tensor
+    states: States, targets: Tensor, options: ScoreOptions, ref: States | None, ids: Tensor | None, rows: Tensor
 ) -> Columns:
     logits = states.tempered(rows)
     targets = targets[rows].to(logits.device)
@@ -365,7 +344,7 @@ def _read_chunk(
         logits = logits.masked_fill(out, -torch.inf)
     log_probs = logits.log_softmax(-1)
     columns = {"log_prob": log_prob_at(logits, targets)}
-    if wanted.entropy:
+    if options.entropy:
         # 0 log 0 is 0: replace -inf before it meets its probability.
         finite = log_probs.masked_fill(log_probs.isneginf(), 0.0)
         columns["entropy"] = -(log_probs.exp() * finite).sum(-1)
@@ -377,29 +356,29 @@ def _read_chunk(
                 f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
                 f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
             )
-        if out is not None and wanted.ref_kept:
+        if out is not None and options.sampling.reference == "kept":
             ref_logits = ref_logits.masked_fill(out, -torch.inf)
         columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
-        columns["kl"] = logits_kl(logits, ref_logits, direction=wanted.kl or "reverse", beta=wanted.beta)
+        columns["kl"] = logits_kl(logits, ref_logits, direction=options.direction, beta=options.beta)
     if ids is not None:
         columns["outcomes"] = _outcomes(log_probs, ids[rows].to(logits.device))
     if added is not None and states.kept is None:
         columns["added"] = added
-    if wanted.kept and out is not None:
+    if options.return_kept and out is not None:
         columns |= {"kept_ids": (~out).nonzero()[:, 1], "kept_counts": (~out).sum(-1)}
-    if wanted.moments:
+    if options.moments:
         with torch.no_grad():
             square, finite = log_probs.exp().square(), log_probs.masked_fill(log_probs.isneginf(), 0.0)
             entropy = -(log_probs.exp() * finite).sum(-1, keepdim=True)
             columns["collision"] = square.sum(-1)
             columns["discriminator"] = (square * (entropy + finite)).sum(-1)
-    if wanted.top_k:
-        if wanted.top_k > logits.shape[-1]:
+    if options.top_k:
+        if options.top_k > logits.shape[-1]:
             raise ValueError(
-                f"top_k is {wanted.top_k}; expected at most {logits.shape[-1]}, the size of the vocabulary."
+                f"top_k is {options.top_k}; expected at most {logits.shape[-1]}, the size of the vocabulary."
             )
         with torch.no_grad():
-            top, indices = log_probs.topk(wanted.top_k, -1)
+            top, indices = log_probs.topk(options.top_k, -1)
             columns |= _top_columns(indices, top, log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1))
     return columns
 

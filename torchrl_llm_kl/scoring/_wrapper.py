@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
-from torchrl_llm_kl.scoring._request import Request
+from torchrl_llm_kl.scoring._request import ScoreRequest
 
 _TOKENS_KEY = ("tokens", "full")
 
@@ -78,7 +78,7 @@ def scoring_version(wrapper: Any) -> Any:
 
 
 def score_wrapper(
-    version: Any, request: Request, device: torch.device, tokens_per_batch: int, grad: bool
+    version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int, grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Flat elements ``[K]`` of the scored tokens, on the CPU, and their log-probs on ``device``.
 
@@ -100,7 +100,7 @@ def score_wrapper(
 
 
 def _score(
-    version: Any, request: Request, device: torch.device, tokens_per_batch: int
+    version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int
 ) -> tuple[Tensor, Tensor, list[int]]:
     """What :func:`score_wrapper` returns, and the flat elements that end a run of zeros from the start of a sequence."""
     batches = plan_micro_batches(request.forward_lengths, tokens_per_batch)
@@ -110,7 +110,9 @@ def _score(
     return torch.cat(elements), torch.cat(log_probs), [element for part in zeros for element in part]
 
 
-def _check_zeros(version: Any, request: Request, zeros: list[int], device: torch.device, tokens_per_batch: int) -> None:
+def _check_zeros(
+    version: Any, request: ScoreRequest, zeros: list[int], device: torch.device, tokens_per_batch: int
+) -> None:
     """Raise a ValueError unless each token of ``zeros`` is certain: scored again it is, and another in its place is not."""
     tokens = request.tokens
     ends: dict[tuple[int, ...], int] = {}
@@ -122,7 +124,7 @@ def _check_zeros(version: Any, request: Request, zeros: list[int], device: torch
     pairs = [row for prefix, other in zip(ends, others, strict=True) for row in (prefix, (*prefix[:-1], other))]
     probe = Ragged.from_list([torch.tensor(row) for row in pairs])
     last = probe.positions == probe.lengths[probe.sequence_ids] - 1
-    elements, log_probs, _ = _score(version, Request.build(probe, last), device, tokens_per_batch)
+    elements, log_probs, _ = _score(version, ScoreRequest.of(probe, last), device, tokens_per_batch)
     found = log_probs[elements.argsort().to(device)].reshape(-1, 2).tolist()
     for (prefix, element), other, (again, instead) in zip(ends.items(), others, found, strict=True):
         if not (again > -1e-3 and instead < -1):
@@ -134,7 +136,9 @@ def _check_zeros(version: Any, request: Request, zeros: list[int], device: torch
             )
 
 
-def _score_rows(version: Any, request: Request, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor, list[int]]:
+def _score_rows(
+    version: Any, request: ScoreRequest, rows: Tensor, device: torch.device
+) -> tuple[Tensor, Tensor, list[int]]:
     from tensordict import TensorDict, lazy_stack
     from tensordict.utils import unravel_key
 

@@ -3,13 +3,15 @@
 from torchrl_llm_kl.service._errors import (
     EngineLost as EngineLost,
     PoisonedRequest as PoisonedRequest,
-    ProtocolError as ProtocolError,
     ServiceClosedError as ServiceClosedError,
     ServiceConfigError as ServiceConfigError,
     ServiceError as ServiceError,
     ServiceOverloaded as ServiceOverloaded,
     ServiceTimeout as ServiceTimeout,
     WeightVersionError as WeightVersionError,
+)
+from torchrl_llm_kl.scoring._bytes import (
+    ProtocolError as ProtocolError,
 )
 from torchrl_llm_kl.service._service import (
     ScoringService as ScoringService,

@@ -29,10 +29,6 @@ class ServiceConfigError(ServiceError, ValueError):
     """The name is in use with another configuration; the message shows the difference."""
 
 
-class ProtocolError(ServiceError, ValueError):
-    """A message cannot be read: it is damaged, or from a release with another protocol version."""
-
-
 class PoisonedRequest(ServiceError):
     """A request after which replicas died, so that it is not tried again. Its message names them."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -18,7 +18,6 @@ from torchrl_llm_kl.rollouts import Context, Located, MissingEntryError, RewardP
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     LogProbScorer,
-    SampledScores,
     SamplerMismatchWarning,
     Sampling,
     Scores,
@@ -343,7 +342,7 @@ def _over_kept(
             f"them below {gen.kept_key!r}. Record them (RecordKept), or score the policy in this process."
         )
     scores = gen.evaluate(located, None, None, routing, return_kept=True)
-    return scores, ref.begin(located, cast(SampledScores, scores).kept, ref_routing)().log_prob
+    return scores, ref.begin(located, scores.kept, ref_routing)().log_prob
 
 
 # ------------------------------------------------------------------ checks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -43,11 +43,10 @@ from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     LogProbScorer,
     Routers,
-    SampledScores,
     Sampling,
+    ScoreRequest,
     ScorerSlot,
     Scores,
-    VersionedScores,
     as_sampling,
     check_distributions,
     evaluating,
@@ -521,10 +520,11 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     def begin(self, located: Located, kept: Kept | None = None, routing: Tensor | None = None) -> Callable[[], Scores]:
         """:meth:`evaluate` in two steps: a remote model starts now, a local one when the scores are read."""
-        begin = getattr(self.scorer, "begin", None)
-        if begin is None or routing is not None:
+        if routing is not None:
             return partial(self.evaluate, located, None, kept, routing)
-        finish = begin(located.tokens, located.mask, **self._requested, **_given(kept=_in_context(located, kept)))
+        request = ScoreRequest.of(located.tokens, located.mask, kept=_in_context(located, kept))
+        scorer = self.scorer
+        finish = scorer.begin(request, scorer.options.but(**self._requested))
         return lambda: _in_place(located, finish())
 
     @property
@@ -617,14 +617,9 @@ def _in_place(located: Located, scores: Scores) -> Scores:
     """The scores of sequences in another context, at the tokens of the data."""
     if not isinstance(located, InContext):
         return scores
-    found = scores._asdict()
-    moved = scores._replace(**{name: located.back(x) for name, x in found.items() if isinstance(x, Ragged)})
-    if isinstance(scores, VersionedScores):
-        cast(VersionedScores, moved).version = scores.version
-    if isinstance(scores, SampledScores):
-        kept = scores.kept
-        cast(SampledScores, moved).kept = None if kept is None else _moved(kept, located.mask, located.origin.mask)
-    return moved
+    moved = scores._replace(**{name: located.back(x) for name, x in scores.per_token.items()})
+    kept = scores.kept
+    return moved._replace(kept=None if kept is None else _moved(kept, located.mask, located.origin.mask))
 
 
 def _in_context(located: Located, kept: Kept | None) -> Kept | None:

@@ -25,7 +25,7 @@ from torchrl_llm_kl.scoring import (
     as_sampling,
     warn_of_mismatch,
 )
-from torchrl_llm_kl.scoring._sampling import mismatch_of, sampler_of
+from torchrl_llm_kl.scoring._mismatch import mismatch_of, sampler_of
 from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
 SAMPLINGS = [

@@ -43,7 +43,7 @@ def assert_exact(
     assert_near(got.ref_log_prob.values, reference.score(BATCH, mask).values, **FORWARD)
     alone = scorer.evaluate(BATCH, mask, top_ids=TOP_IDS)  # in the sweep of the log-probs
     assert_near(alone.outcomes.values, got.outcomes.values, **FORWARD)
-    assert all(not column.values[~mask].any() for column in got[:-1])  # all but the routing
+    assert all(not column.values[~mask].any() for name, column in got.per_token.items() if name != "routing")
     with torch.no_grad():
         p, q = (torch.cat([plain(each.model, row, temperature) for row in ROWS]) for each in (scorer, reference))
     asked = mask[BATCH.positions > 0]  # of the places that predict

@@ -29,8 +29,9 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer, _attention
 from torchrl_llm_kl.scoring._model import Route, Setup
 from torchrl_llm_kl.scoring._passes import PackedPass
-from torchrl_llm_kl.scoring._request import Request
-from torchrl_llm_kl.scoring._scores import Wanted, read
+from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring import ScoreOptions
+from torchrl_llm_kl.scoring._scores import read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
@@ -425,7 +426,7 @@ def test_no_forward_synchronises(dtype: torch.dtype) -> None:
     scorer = LogProbScorer(model)
     batch = Ragged.from_list(conversation())
     scorer.score(batch)  # builds everything that is built once
-    request = Request.build(batch, None)
+    request = ScoreRequest.of(batch, None)
     tree = PrefixTree.build(request.tokens, request.forward_lengths)
     packed = PackedPass(Setup(model, Route("head"), torch.device("cuda")), request, tree, 40)
     targets = [request.tokens.values[some].cuda() for some in packed.elements]
@@ -433,6 +434,6 @@ def test_no_forward_synchronises(dtype: torch.dtype) -> None:
     try:
         with torch.no_grad():
             for index, wanted in enumerate(targets):
-                read(packed.run(index), wanted, Wanted(entropy=True), chunk=8, recompute=False)
+                read(packed.run(index), wanted, ScoreOptions(entropy=True), chunk=8, recompute=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")

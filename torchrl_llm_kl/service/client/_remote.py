@@ -11,33 +11,35 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
-    SampledAlone,
-    Sampling,
+    DEFAULT_MEMORY,
+    FEATURES,
+    Changes,
+    ScoreOptions,
+    Scorer,
+    ScoreRequest,
     Scores,
     Sequences,
     TokenMask,
-    VersionedScores,
-    as_sampling,
-    check_kept,
-    read_sequences,
 )
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._wire import Reply, Request, checked_top_k
 from torchrl_llm_kl.service.client._replicas import Patience, Replicas, failures
 from torchrl_llm_kl.service.client._router import Router
 from torchrl_llm_kl.service.control._membership import check_not_forked, client_name
 from torchrl_llm_kl.service.control._spec import ServiceSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _MOST_TOKENS = 2**21  # of a request, about: 8 MiB
 
@@ -137,20 +139,9 @@ class RemoteModel:
             raise AttributeError(f"the model of {self!r} is not a TorchRL wrapper: it has no {of_wrapper}.")
         return interface
 
-    def make_scorer(
-        self,
-        *,
-        temperature: float = 1.0,
-        adapters: bool | str = True,
-        dtype: torch.dtype | None = None,
-        memory: int | None = None,
-        deterministic: bool = False,
-        sampling: Sampling | None = None,
-    ) -> RemoteScorer:
-        """A scorer with these settings. The service's own ``memory`` sizes the cache; 0 here turns it off."""
-        name = None if dtype is None else str(dtype).removeprefix("torch.")
-        settings = Settings(adapters=adapters, dtype=name, remember=memory != 0, deterministic=deterministic)
-        return RemoteScorer(self, settings.with_sampling(as_sampling(temperature, sampling)))
+    def make_scorer(self, options: ScoreOptions | None = None, **changes: Unpack[Changes]) -> RemoteScorer:
+        """A scorer with these options. The service's own ``memory`` sizes the cache; 0 here turns it off."""
+        return RemoteScorer(self, (options or ScoreOptions()).but(**changes))
 
     def fingerprint(self) -> tuple[int, str] | None:
         """Version and fingerprint of the weights that a replica holds; None if calls require others.
@@ -183,116 +174,58 @@ class RemoteModel:
         return f"{type(self).__name__}({self.spec.name!r}, num_replicas={self.spec.num_replicas})"
 
 
-def _local_only(what: str) -> ValueError:
-    return ValueError(
-        f"{what} needs the models in this process: a service sends log-probs, entropies and, with top_k=, the most probable "
-        "tokens and the log-prob of the rest. Ask for top_k= and compare these, or score here with a LogProbScorer."
-    )
+class RemoteScorer(Scorer):
+    """Scores on a service.
 
-
-class RemoteScorer(SampledAlone):
-    """Scores on a service, with the interface of :class:`~torchrl_llm_kl.LogProbScorer`.
-
-    ``sampling`` and ``temperature`` may be set at any time; other settings are fixed.
+    Each of the ``top_k`` tokens, of which there are at most 1024, takes 8 bytes of the reply, or 6 if
+    :attr:`RemoteModel.top_k_dtype` is float16. Their log-probs and the rest's are float32 for any model. Each of the recorded
+    tokens that were ``kept`` takes 4 bytes of the request. Calls raise a :class:`ServiceError` if the service does not answer.
 
     Args:
         model: the service.
-        settings: how to score; ``remember`` allows the cache.
+        options: how to score; a ``memory`` of 0 allows no cache.
     """
 
-    path: Literal["remote"] = "remote"
+    path = "remote"
+    offers = FEATURES - {"grad", "reference", "ref_routing", "return_kept", "record_routing"}
+    place = "a service, which sends scores of single tokens"
+    instead = (
+        "train the policy, and compare whole distributions, in one process with a LogProbScorer; or compare the most probable "
+        "tokens, top_k="
+    )
     model: RemoteModel
-    settings: Settings
 
-    def __init__(self, model: RemoteModel, settings: Settings) -> None:
-        self.__dict__.update(model=model, settings=settings.checked())
+    def __init__(self, model: RemoteModel, options: ScoreOptions) -> None:
+        self.model, self.options = model, options
 
-    @property
-    def sampling(self) -> Sampling:
-        """How the scored tokens were sampled; it may be set."""
-        return self.settings.sampling
+    def check(
+        self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
+    ) -> None:
+        """See :meth:`Scorer.check`."""
+        super().check(checked_top_k(options), request, reference=reference)
 
-    @sampling.setter
-    def sampling(self, sampling: Sampling | None) -> None:
-        self.__dict__["settings"] = self.settings.with_sampling(self._next_sampling(sampling)).checked()
-
-    def score(
-        self,
-        sequences: Sequences,
-        mask: TokenMask | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        kept: Kept | None = None,
-        grad: bool = False,
-        remember: bool = False,
-    ) -> Ragged:
-        """Log-probs, as :meth:`LogProbScorer.score` returns them, without gradient."""
-        options: dict[str, Any] = {"kept": kept, "grad": grad, "remember": remember}
-        return self.evaluate(sequences, mask, attention_mask=attention_mask, **options).log_prob
-
-    def evaluate(
-        self,
-        sequences: Sequences,
-        mask: TokenMask | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        entropy: bool = False,
-        top_k: int = 0,
-        moments: bool = False,
-        reference: Any = None,
-        direction: str = "reverse",
-        kept: Kept | None = None,
-        routing: Any = None,
-        record_routing: bool = False,
-        grad: bool = False,
-        remember: bool = False,
+    def run(
+        self, request: ScoreRequest, options: ScoreOptions | None = None, *, reference: Scorer | None = None
     ) -> Scores:
-        """Log-probs, entropies and the top k, as :meth:`LogProbScorer.evaluate` returns them.
+        """See :meth:`Scorer.run`."""
+        self.check(self.options if options is None else options, request, reference=reference)
+        return self.begin(request, options)()
 
-        Each of the ``top_k`` tokens takes 8 bytes of the reply, or 6 if :attr:`RemoteModel.top_k_dtype` is float16. Their
-        log-probs and the rest's are float32 for any model. Each of the recorded tokens that were ``kept`` takes 4 bytes of the
-        request.
+    async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **changes: Unpack[Changes]) -> Ragged:
+        """:meth:`score` without blocking an event loop; see :meth:`arun`."""
+        return (await self.arun(ScoreRequest.of(sequences, mask), self.options.but(**changes))).log_prob
 
-        Raises:
-            ValueError: for gradients, an exact KL, moments and routing (``routing``, ``record_routing``), which need the model
-                in this process; for a ``top_k`` of more than 1024; and as the scorer does.
-            ServiceError: if the service does not answer.
-        """
-        if reference is not None:
-            raise _local_only("an exact KL")
-        if routing is not None or record_routing:
-            raise ValueError(
-                "routing is recorded and replayed by a model in this process, and this one is behind a service: score it with "
-                "its own routing (routing_key=None), or a local model."
-            )
-        options: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "moments": moments, "kept": kept, "grad": grad}
-        return self.begin(sequences, mask, attention_mask=attention_mask, remember=remember, **options)()
-
-    async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **options: Any) -> Ragged:
-        """:meth:`score` for an event loop, which goes on meanwhile; see :meth:`aevaluate`."""
-        return (await self.aevaluate(sequences, mask, **options)).log_prob
-
-    async def aevaluate(
-        self,
-        sequences: Sequences,
-        mask: TokenMask | None = None,
-        *,
-        reference: Any = None,
-        direction: str = "reverse",
-        **options: Any,
-    ) -> Scores:
-        """:meth:`evaluate` for an event loop, which goes on meanwhile. Cancelling it withdraws the requests.
+    async def arun(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Scores:
+        """:meth:`run` without blocking an event loop. Cancelling it withdraws the requests.
 
         Requests are made, and replies read, in a few threads that all calls of this process share; waiting takes none.
 
         Example:
             >>> async def both(scorer, a, b):
-            ...     return await asyncio.gather(scorer.ascore(a), scorer.aevaluate(b, top_k=64))
+            ...     return await asyncio.gather(scorer.ascore(a), scorer.ascore(b, temperature=0.5))
         """
-        if reference is not None:
-            raise _local_only("an exact KL")
         threads = _threads(os.getpid())
-        begun = threads.submit(self.begin, sequences, mask, **options)
+        begun = threads.submit(self.begin, request, options)
         try:
             finish = await asyncio.wrap_future(begun)
             await finish.arrival()
@@ -301,76 +234,31 @@ class RemoteScorer(SampledAlone):
             begun.add_done_callback(_withdraw)
             raise
 
-    def begin(
-        self,
-        sequences: Sequences,
-        mask: TokenMask | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        entropy: bool = False,
-        top_k: int = 0,
-        moments: bool = False,
-        kept: Kept | None = None,
-        grad: bool = False,
-        remember: bool = False,
-    ) -> Pending:
-        """Send the requests; the result is a function that waits for the scores of :meth:`evaluate`."""
+    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Pending:
+        """Send the requests; the result is a function that waits for the scores of :meth:`run`."""
         check_not_forked()  # before any tensor: torch's own threads do not survive a fork either
-        if moments:
-            raise _local_only("moments=True")
-        if grad:
-            raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
-        asked: dict[str, Any] = {"entropy": entropy, "top_k": top_k, "remember": remember and self.settings.remember}
-        if top_k:
-            asked["top_k_dtype"] = str(self.model.top_k_dtype).removeprefix("torch.")
-        settings = replace(self.settings, **asked).checked()
-        if top_k and kept is not None:
-            raise ValueError(
-                "top_k= returns the most probable of all tokens, and kept= leaves some out: score the two apart."
-            )
-        tokens, mask = read_sequences(sequences, mask, attention_mask)
-        whole = self._whole(tokens, tokens.positions > 0 if mask is None else mask, settings, kept)
+        options = self.options if options is None else options
+        self.check(options, request)
+        options = options.but(remember=options.remember and options.memory > 0, memory=DEFAULT_MEMORY)
+        caller, half = f"{client_name()}/{threading.get_ident()}", self.model.top_k_dtype == torch.float16
+        whole = Part(Request(request, options, self.model.version, caller, half=half))
         exchange = Exchange(self.model.replicas, self.model.router, whole, timeout=self.model.timeout)
-        return Pending(tokens, settings, exchange)
-
-    def _whole(self, sequences: Ragged, mask: Tensor, settings: Settings, kept: Kept | None) -> Part:
-        """A call as one request."""
-        if mask.shape != sequences.values.shape:
-            raise ValueError(
-                f"the mask must have one element for each token, {tuple(sequences.values.shape)}, got {tuple(mask.shape)}."
-            )
-        chosen, caller = mask.detach().cpu(), f"{client_name()}/{threading.get_ident()}"
-        data = (sequences.values, sequences.lengths, chosen, settings)
-        if kept is not None:  # here, where errors name the sequences of the caller
-            kept = check_kept(kept, sequences, chosen)
-        return Part(Request.of(*data, version=self.model.version, caller=caller, kept=kept), chosen)
-
-    def forget(self) -> None:
-        """Does nothing: the service clears its cache when its weights change."""
+        return Pending(request, exchange)
 
 
 class Pending:
     """A call whose requests were sent; calling it waits for the scores."""
 
-    def __init__(self, tokens: Ragged, settings: Settings, exchange: Exchange) -> None:
-        self._tokens, self._settings, self._exchange = tokens, settings, exchange
+    def __init__(self, request: ScoreRequest, exchange: Exchange) -> None:
+        self._request, self._exchange = request, exchange
 
     def __call__(self) -> Scores:
-        replies = self._exchange.replies()
-        for part, reply in zip(self._exchange.parts, replies, strict=True):
-            reply.check_answers(int(part.mask.sum()), self._settings)
-        elements = torch.cat([torch.zeros(0, dtype=torch.long), *(part.elements for part in self._exchange.parts)])
-        k = self._settings.top_k
-        columns = {"log_prob": _join([reply.log_prob for reply in replies])}
-        if self._settings.entropy:
-            columns["entropy"] = _join([reply.entropy for reply in replies])
-        if k:
-            columns["top_indices"] = _join([reply.top_ids for reply in replies], k).long()
-            columns["top_log_probs"] = _join([reply.top_log_probs for reply in replies], k).float()
-            columns["tail_log_prob"] = _join([reply.rest_log_prob for reply in replies])
-        found = cast(VersionedScores, VersionedScores.spread(self._tokens, elements, **columns))
-        found.version = replies[0].version if replies else None
-        return found
+        parts, replies = self._exchange.parts, self._exchange.replies()
+        for part, reply in zip(parts, replies, strict=True):
+            reply.check_answers(part.request)
+        columns = {name: torch.cat([reply.columns[name] for reply in replies]) for name in replies[0].columns}
+        elements = torch.cat([part.elements for part in parts])
+        return replace(replies[0], columns=columns).scores(self._request.layout, elements)
 
     async def arrival(self) -> None:
         """Wait until a call of this object would hardly block: the answers, or errors, of the requests are here."""
@@ -379,12 +267,6 @@ class Pending:
     def cancel(self) -> None:
         """Withdraw the requests: no replica scores those that still wait there, and a call of this object ends."""
         self._exchange.cancel()
-
-
-def _join(arrays: Sequence[np.ndarray | None], k: int = 0) -> Tensor:
-    """Scores of several replies, ``[K]`` or ``[K, k]``."""
-    given = [array for array in arrays if array is not None]
-    return torch.from_numpy(np.concatenate(given)) if given else torch.zeros(0, *[k] * (k > 0))
 
 
 @lru_cache(1)
@@ -412,28 +294,26 @@ class Part:
     """One request of a call, and the place of its answer."""
 
     request: Request
-    mask: Tensor  # of its tokens, [n]
     where: Tensor | None = None  # positions of its tokens among those of the call, int64 [n]; None for all
     replica: int | None = None  # that scores it; None before one was chosen
 
     @property
     def elements(self) -> Tensor:
         """Positions of the scored tokens in the flat tokens of the call; int64 ``[K]``."""
-        return self.mask.nonzero().squeeze(-1) if self.where is None else self.where[self.mask]
+        scored = self.request.scored.mask.nonzero().squeeze(-1)
+        return scored if self.where is None else self.where[scored]
 
     def divided(self, router: Router, replicas: Sequence[int]) -> list[Part]:
         """One part for each of ``replicas`` that gets some of the sequences; more only beyond ``_MOST_TOKENS``."""
-        request, scored = self.request, self.mask.numpy()
-        lengths = request.lengths
+        request, scored = self.request, self.request.scored
+        tokens, lengths = scored.tokens.values.numpy(), scored.tokens.lengths.numpy()
         starts = lengths.cumsum() - lengths
-        places = np.append(np.flatnonzero(scored), len(scored))
+        places = np.append(np.flatnonzero(scored.mask.numpy()), len(tokens))
         first = np.minimum(places[places.searchsorted(starts)] - starts, lengths)
-        chosen = router.assign(request.tokens, lengths, first, replicas, goes_on=request.settings.remember)
-        sizes, replay = lengths, request.replay
-        if replay is not None:  # kept tokens are sent too
-            sent = np.concatenate([[0], np.cumsum(replay.counts, dtype=np.int64)])
-            done = np.concatenate([[0], np.cumsum(scored)])
-            sizes = lengths + sent[done[starts + lengths]] - sent[done[starts]]
+        chosen = router.assign(tokens, lengths, first, replicas, continues=request.options.remember)
+        sizes = lengths
+        if scored.kept is not None:  # kept tokens are sent too
+            sizes = sizes + scored.kept.offsets[scored.tokens.offsets].diff().numpy()
         parts = []
         for replica in np.unique(chosen).tolist():
             own = np.where(chosen == replica, sizes, 0)
@@ -442,15 +322,9 @@ class Part:
                 rows = (chosen == replica) & (pieces == piece)
                 if rows.all():
                     return [replace(self, replica=replica)]
-                inside_rows = np.repeat(rows, lengths)
-                where = np.flatnonzero(inside_rows)
-                mask = scored[where]
-                some = None if replay is None else replay.take(inside_rows[scored])
-                given = {"tokens": request.tokens[where], "lengths": lengths[rows], "mask": np.packbits(mask)}
-                mine = replace(request, replay=some, **given)
-                inside = torch.from_numpy(where)
-                inside = inside if self.where is None else self.where[inside]
-                parts.append(Part(mine, torch.from_numpy(mask), inside, replica))
+                inside = scored.elements(torch.from_numpy(np.flatnonzero(rows)))
+                where = inside if self.where is None else self.where[inside]
+                parts.append(Part(request.select(np.flatnonzero(rows)), where, replica))
         return parts or [replace(self, replica=replicas[0])]
 
 
@@ -625,7 +499,7 @@ class Exchange:
             with contextlib.suppress(Exception):  # those that are up
                 self._replicas.handle(other, timeout=0.1).quarantine.remote(request.digest())
         raise PoisonedRequest(
-            f"{len(deaths)} replicas died while they scored a request of {len(request.lengths)} sequences and "
+            f"{len(deaths)} replicas died while they scored a request of {request.num_sequences} sequences and "
             f"{request.num_tokens} tokens ({', '.join(deaths)}), the last ones while they scored nothing else: it is not tried "
             "again. Look for the cause in their logs, and score its sequences in smaller requests to find the one at fault."
         )

@@ -45,7 +45,7 @@ class Router:
         first_scored: np.ndarray,
         replicas: Sequence[int],
         *,
-        goes_on: bool = False,
+        continues: bool = False,
     ) -> np.ndarray:
         """One of ``replicas`` for each sequence of a call.
 
@@ -56,7 +56,7 @@ class Router:
             replicas: numbers of the replicas to choose from.
 
         Keyword Args:
-            goes_on: whether later calls may continue these sequences.
+            continues: whether later calls may continue these sequences.
 
         Returns:
             Numbers of replicas, int64 ``[S]``.
@@ -72,10 +72,10 @@ class Router:
             sizes: Counter[_Home] = Counter()
             for i in np.argsort(lengths, kind="stable").tolist():  # a sequence before those that continue it
                 sequence = sums[starts[i] : starts[i] + lengths[i] + 1] - sums[starts[i]]
-                home = homes.get(prompts[i]) or (self._earlier.find(sequence) if goes_on else None)
+                home = homes.get(prompts[i]) or (self._earlier.find(sequence) if continues else None)
                 homes[prompts[i]] = home = home or _Home(prompts[i][1])
                 sizes[home] += len(sequence) - 1
-                if goes_on:
+                if continues:
                     self._earlier.add(sequence, home)
             _settle(sizes, replicas)
             return np.array([homes[prompt].replica for prompt in prompts], np.int64)

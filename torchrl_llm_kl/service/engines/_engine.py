@@ -10,25 +10,29 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, LogProbScorer, Scores, fingerprint_of
-from torchrl_llm_kl.service._wire import Settings, state_dict_of
+from torchrl_llm_kl.scoring import (
+    DEFAULT_MEMORY,
+    LogProbScorer,
+    ScoreOptions,
+    Scorer,
+    ScoreRequest,
+    Scores,
+    fingerprint_of,
+)
+from torchrl_llm_kl.service._wire import state_dict_of
 
 
 @runtime_checkable
 class Engine(Protocol):
     """Scores sequences for a replica. It calls ``progress`` and ``check_weights`` from any thread, the rest from one."""
 
-    def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
-        """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
+    offers: frozenset[str]  # of the FEATURES of a scorer; requests for others are refused
+    place: str  # where it scores, for the error
+    instead: str  # what to do instead
 
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
-        """Log-probs and what else the settings ask for; an error for what the engine cannot give.
-
-        Over the tokens that are ``kept`` alone where those are recorded; an engine may do without this argument.
-        """
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
+        """Log-probs of the masked-in tokens in nats, 0 elsewhere, and what else the options ask for."""
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights under the model's own names; an error if one does not fit. Changes nothing."""
@@ -67,27 +71,26 @@ class TransformersEngine:
         memory: the most bytes of keys and values in all caches together.
     """
 
+    place = "this engine"
+    instead = Scorer.instead
+
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
-        self._scorers: OrderedDict[tuple[Any, ...], LogProbScorer] = OrderedDict()
+        self._scorers: OrderedDict[ScoreOptions, LogProbScorer] = OrderedDict()
         self._steps = 0  # calls and weights copied so far
         self._dropped = (0, 0, 0)  # forwards, and tokens seen and recalled, of scorers that were dropped
-        self._scorer(Settings())  # refuses a model that cannot be scored
+        self.offers = self._scorer(ScoreOptions()).offers - {
+            "grad",
+            "reference",
+        }  # refuses a model that cannot be scored
 
-    def _scorer(self, settings: Settings) -> LogProbScorer:
-        sampling = replace(settings.sampling, temperature=1.0)
-        key = (type(settings.adapters), settings.adapters, settings.dtype, settings.deterministic, sampling)
+    def _scorer(self, options: ScoreOptions) -> LogProbScorer:
+        """The scorer of what a cache serves: it follows any temperature, and what else is asked."""
+        sampling = replace(options.sampling, temperature=1.0)
+        key = ScoreOptions(sampling, options.adapters, options.dtype, options.deterministic, self._memory)
         if key not in self._scorers:
-            self._scorers[key] = LogProbScorer(
-                self.model,
-                adapters=settings.adapters,
-                dtype=settings.torch_dtype,
-                deterministic=settings.deterministic,
-                sampling=sampling,
-                tokens_per_batch=self._tokens_per_batch,
-                memory=self._memory,
-            )
+            self._scorers[key] = LogProbScorer(self.model, key, tokens_per_batch=self._tokens_per_batch)
         self._scorers.move_to_end(key)
         while len(self._scorers) > _SCORERS:
             oldest = self._scorers[next(iter(self._scorers))]
@@ -113,17 +116,10 @@ class TransformersEngine:
 
     # ------------------------------------------------------------------ scores
 
-    def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
-        """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
-        return self.evaluate(sequences, mask, replace(settings, entropy=False, top_k=0)).log_prob
-
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
-        """Log-probs, and entropies and the top k if the settings ask for them; over the ``kept`` tokens alone if given."""
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
+        """See :class:`Engine`."""
         self._steps += 1
-        wanted: dict[str, Any] = {
-            name: getattr(settings, name) for name in ("temperature", "entropy", "top_k", "remember")
-        }
-        return self._scorer(settings).evaluate(sequences, mask, kept=kept, **wanted)
+        return self._scorer(options).run(request, options)
 
     def progress(self) -> int:
         """Number of calls, forwards and copied weights."""

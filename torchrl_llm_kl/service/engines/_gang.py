@@ -10,20 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, Scores
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, FEATURES, ScoreOptions, Scorer, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
-from torchrl_llm_kl.service._wire import Settings
+from torchrl_llm_kl.service._wire import Reply, Request
 
 if TYPE_CHECKING:
-    from torchrl_llm_kl.service.engines._rank import RankScores, Shard, Share
+    from torchrl_llm_kl.service.engines._rank import Shard
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _TICK = 1.0  # seconds between two looks at the progress of the ranks
@@ -63,6 +60,10 @@ class GangEngine:
         >>> gang = partial(GangEngine, load, ranks=8, shard="fsdp2", num_gpus=1)  # doctest: +SKIP
         >>> service = ScoringService(factory=gang, name="reference", num_cpus=0.1)  # doctest: +SKIP
     """
+
+    offers = FEATURES - {"grad", "reference", "return_kept", "record_routing"}
+    place = "a gang of ranks"
+    instead = Scorer.instead
 
     def __init__(
         self,
@@ -148,43 +149,33 @@ class GangEngine:
 
     # ------------------------------------------------------------------ scores
 
-    def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
-        """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
-        return self.evaluate(sequences, mask, replace(settings, entropy=False)).log_prob
-
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
-        """Log-probs and what else the settings ask for, as one process computes them."""
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
+        """See :class:`Engine`; as one process computes them."""
         ranks = len(self._ranks)
         try:
-            shares = split(sequences, mask, ranks if self._split else 1, kept)
-            return self._evaluate(sequences, mask, settings, shares if self._split else shares[0])
+            return self._run(request, options, split(request, ranks if self._split else 1))
         except ValueError:
             if not self._split or ranks == 1:
                 raise
         # The message of a rank counts the sequences of its share: let one rank score them all.
-        shares = [*split(sequences, mask, 1, kept), *[None] * (ranks - 1)]
-        return self._evaluate(sequences, mask, settings, shares)
+        return self._run(request, options, [request, *[None] * (ranks - 1)])
 
-    def _evaluate(
-        self, sequences: Ragged, mask: Tensor, settings: Settings, shares: Sequence[Share | None] | Share | None
-    ) -> Scores:
+    def _run(self, request: ScoreRequest, options: ScoreOptions, shares: Sequence[ScoreRequest | None]) -> Scores:
         """The scores of a share for each rank, or of one that all of them score."""
         import ray
 
-        from torchrl_llm_kl.service.engines._rank import Share
-
-        if shares is None or isinstance(shares, Share):  # one object for all ranks
-            answers: list[RankScores] = self._ask("evaluate", [(ray.put(shares), settings)] * len(self._ranks))
-            found, parts = answers[:1], answers[:1]
-        else:
-            replayed = any(share is not None and share.kept is not None for share in shares)
-            nothing = Share.nothing(replayed=replayed)
-            answers = self._ask("evaluate", [(share or nothing, settings) for share in shares])
-            found, parts = answers, [answer for answer, share in zip(answers, shares, strict=True) if share is not None]
-        self._cached = (sum(x.cached_tokens[0] for x in found), sum(x.cached_tokens[1] for x in found))
-        names = parts[0].columns
-        columns = {name: torch.from_numpy(np.concatenate([part.columns[name] for part in parts])) for name in names}
-        return Scores.spread(sequences, mask.cpu().nonzero().squeeze(-1), **columns)
+        first = request.select(torch.zeros(1, dtype=torch.long))
+        nothing = replace(first, mask=torch.zeros_like(first.mask))  # the rank takes part in the others' collectives
+        packed = [Request(nothing if share is None else share, options).pack() for share in shares]
+        sent = [ray.put(packed[0])] * len(self._ranks) if len(shares) == 1 else packed
+        answers: list[tuple[bytes, tuple[int, int]]] = self._ask("run", [(each,) for each in sent])[: len(shares)]
+        cached = [counts for _, counts in answers]
+        self._cached = (sum(seen for seen, _ in cached), sum(recalled for _, recalled in cached))
+        parts = [
+            Reply.unpack(reply).columns for (reply, _), share in zip(answers, shares, strict=True) if share is not None
+        ]
+        columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return Scores.spread(request.layout, request.mask.nonzero().squeeze(-1), **columns)
 
     def progress(self) -> int:
         """Sum of the ranks' progress, as of the last second of a call."""
@@ -321,25 +312,14 @@ class GangEngine:
                 ray.util.remove_placement_group(group)
 
 
-def split(sequences: Ragged, mask: Tensor, ranks: int, kept: Kept | None = None) -> list[Share | None]:
+def split(request: ScoreRequest, ranks: int) -> list[ScoreRequest | None]:
     """One share for each rank: neighbouring sequences, with about equally many tokens; None for a rank without any.
 
     Answers to one prompt are neighbours, so that most of them share its forward.
     """
-    from torchrl_llm_kl.service.engines._rank import Share
-
-    lengths = sequences.lengths.cpu().numpy()
-    tokens, chosen = sequences.values.cpu().numpy().astype(np.int64), mask.cpu().numpy()
-    ends = np.cumsum(lengths)
-    owner = ((ends - lengths / 2) * ranks / max(int(ends[-1]), 1)).astype(int).clip(0, ranks - 1)
-    shares: list[Share | None] = []
-    for rank in range(ranks):
-        mine = np.flatnonzero(owner == rank)
-        if mine.size:
-            start, end = int(ends[mine[0]] - lengths[mine[0]]), int(ends[mine[-1]])
-            replay = None if kept is None else kept.take(torch.arange(start, end))
-            recorded = None if replay is None else (replay.ids.numpy(), replay.offsets.numpy())
-            shares.append(Share(tokens[start:end], lengths[mine], chosen[start:end], recorded))
-        else:
-            shares.append(None)
-    return shares
+    if ranks == 1:
+        return [request]
+    ends, total = request.tokens.offsets[1:], max(request.tokens.values.shape[0], 1)
+    owners = ((ends - request.tokens.lengths / 2) * ranks / total).long().clamp(0, ranks - 1)
+    rows = [(owners == rank).nonzero().squeeze(-1) for rank in range(ranks)]
+    return [request.select(some) if len(some) else None for some in rows]

@@ -31,7 +31,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -39,13 +39,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, check_finite, check_range
-from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Scores
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._wire import Settings
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("torchrl_llm_kl.service")
@@ -111,6 +108,12 @@ class HTTPEngine:
         >>> service = ScoringService(factory=server, name="reference", num_cpus=0.1)  # doctest: +SKIP
     """
 
+    offers = frozenset({"temperature", "top_k"})
+    instead = (
+        "its log-probs are of all tokens, under its own --dtype and the adapter that model= names. Serve the transformers "
+        "model for what else is needed"
+    )
+
     temperatures: Literal["raw", "tempered"] = "raw"
     precision: float = 0.0
 
@@ -135,6 +138,7 @@ class HTTPEngine:
         if api_key_env is not None and not key:
             raise ValueError(f"api_key_env: the environment variable {api_key_env!r} is not set in this process.")
         self._http = _Http(url, key)
+        self.place = f"the server {self._http}"
         self._dialect: _Dialect = _Vllm(model or "") if dialect == "vllm" else _Sglang()
         self._timeout, self._interface = timeout, interface or ModelInterface()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="http")
@@ -147,24 +151,21 @@ class HTTPEngine:
 
     # ------------------------------------------------------------------ scores
 
-    def score(self, sequences: Ragged, mask: Tensor, settings: Settings) -> Ragged:
-        """Log-probs of the tokens where the boolean ``mask [N]`` is True, 0 elsewhere, in nats."""
-        return self.evaluate(sequences, mask, replace(settings, entropy=False)).log_prob
-
-    def evaluate(self, sequences: Ragged, mask: Tensor, settings: Settings, *, kept: Kept | None = None) -> Scores:
-        """Log-probs, and the most probable tokens if the settings ask for them."""
-        self._check_settings(settings, kept)
-        top_k = int(getattr(settings, "top_k", 0))
-        temperature = settings.temperature if self.temperatures == "tempered" else 1.0
+    def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
+        """See :class:`Engine`."""
+        top_k, sequences, mask = options.top_k, request.tokens, request.mask
+        if options.temperature != 1.0 and self.temperatures == "raw":
+            raise ValueError(
+                f"temperature={options.temperature:g}, but the server's log-probs are at temperature 1 whatever is "
+                "requested, and cannot be converted without all logits. Score at temperature 1, or start vLLM with "
+                "--logprobs-mode processed_logprobs."
+            )
+        temperature = options.temperature if self.temperatures == "tempered" else 1.0
         deadline, renewed = time.monotonic() + self._timeout, self._http.renewed
-        masks = mask.cpu().split(sequences.lengths.tolist())
+        masks = mask.split(sequences.lengths.tolist())
         jobs = []
         for i, (row, chosen) in enumerate(zip(sequences.to_list(), masks, strict=True)):
             where = chosen.nonzero().squeeze(-1).tolist()
-            if where and where[0] == 0:
-                raise ValueError(
-                    f"the mask selects the first token of sequence {i}, which has no prefix: set it to False."
-                )
             if where:
                 job = _Job(f"sequence {i}", row.tolist()[: where[-1] + 1], where, temperature, top_k, deadline)
                 jobs.append((self._threads.submit(self._positions, job), job))
@@ -179,42 +180,11 @@ class HTTPEngine:
             raise
         if self._http.renewed != renewed:
             self._compare(self._score_probe(1.0, deadline), "it came back with another model")
-        elements = mask.cpu().nonzero().squeeze(-1)
+        elements = mask.nonzero().squeeze(-1)
         log_prob = torch.tensor([found[token] for token, found in positions])
-
-        def place(index: int) -> str:
-            element = int(elements[index])
-            sequence, position = int(sequences.sequence_ids[element]), int(sequences.positions[element])
-            return f"sequence {sequence}, position {position} (token {positions[index][0]})"
-
-        advice = "Mask the token: the server forbids it, or has NaN weights."
-        check_finite({"the server's log-prob": log_prob}, place=place, advice=advice)
+        request.check_finite(elements, log_prob)
         top = _top([found for _, found in positions], top_k) if top_k else {}
-        return Scores.spread(sequences, elements, log_prob, **top)
-
-    def _check_settings(self, settings: Settings, kept: Kept | None) -> None:
-        if not (settings.temperature > 0 and math.isfinite(settings.temperature)):
-            raise ValueError(f"temperature must be a positive number, got {settings.temperature}.")
-        if kept is not None:
-            raise ValueError(
-                f"kept= is not possible with {self._http}: a replay needs the logits of the recorded tokens."
-            )
-        if settings.temperature != 1.0 and self.temperatures == "raw":
-            raise ValueError(
-                f"temperature={settings.temperature:g}, but the server's log-probs are at temperature 1 whatever is "
-                "requested, and cannot be converted without all logits. Score at temperature 1, or start vLLM with "
-                "--logprobs-mode processed_logprobs."
-            )
-        refused = {
-            "entropy": (settings.entropy, "needs the whole distribution"),
-            "dtype": (settings.dtype is not None, "is the server's --dtype"),
-            "adapters": (settings.adapters is not True, "are chosen by model=, the name under which they are served"),
-            "deterministic": (settings.deterministic, "needs the model in the replica"),
-            "sampling": (settings.sampling.truncates, "needs all logits: the server's log-probs are of all tokens"),
-        }
-        for name, (requested, why) in refused.items():
-            if requested:
-                raise ValueError(f"{name}={getattr(settings, name)!r} is not possible with {self._http}: {name} {why}.")
+        return Scores.spread(request.layout, elements, log_prob, **top)
 
     def _awaited(self, answer: Future[_T], deadline: float) -> _T:
         """The result of a thread, wherever it is stuck."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import ray
 import torch
 import torch.distributed as dist
@@ -19,39 +17,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import is_wrapper, unwrap
 from torchrl_llm_kl.service._errors import portable
-from torchrl_llm_kl.service._wire import Settings
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 #: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
 Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """The sequences that a rank scores, laid end to end."""
-
-    tokens: np.ndarray  # int64 [n]
-    lengths: np.ndarray  # int64 [s]
-    mask: np.ndarray  # bool [n]
-    kept: tuple[np.ndarray, np.ndarray] | None = None  # recorded tokens: ids [m], offsets [n + 1]
-
-    @classmethod
-    def nothing(cls, *, replayed: bool = False) -> Share:
-        """One token and nothing to score: a rank without sequences takes part in the others' collectives."""
-        kept = (np.zeros(0, np.int64), np.zeros(2, np.int64)) if replayed else None
-        return cls(np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, bool), kept)
-
-
-@dataclass(frozen=True, eq=False)
-class RankScores:
-    """Fields of :class:`~torchrl_llm_kl.Scores` at the scored tokens of a share, by name; and the cache's counters."""
-
-    columns: dict[str, np.ndarray]
-    cached_tokens: tuple[int, int]
 
 
 class RankEngine(TransformersEngine):
@@ -116,17 +88,14 @@ class GangRank:
         except Exception as error:
             return portable(error)
 
-    def evaluate(self, share: Share, settings: Settings) -> RankScores | Exception:
-        """Scores of a share, or the error as a value."""
+    def run(self, packed: bytes) -> tuple[bytes, tuple[int, int]] | Exception:
+        """The reply to a rank's share of a request, and the counters of its cache; or the error as a value."""
         engine = self._engine
         assert engine is not None
         try:
-            rows = Ragged.from_list(list(torch.tensor(share.tokens).split(share.lengths.tolist())))
-            mask = torch.tensor(share.mask)
-            kept = None if share.kept is None else Kept(*map(torch.tensor, share.kept))
-            found = engine.evaluate(rows, mask, settings, kept=kept)
-            columns = {name: x.values[mask].cpu().numpy() for name, x in found._asdict().items() if x is not None}
-            return RankScores(columns, engine.cached_tokens())
+            request = Request.unpack(packed)
+            found = engine.run(request.scored, request.options)
+            return Reply.of(found, request.scored.mask, 0).pack(), engine.cached_tokens()
         except Exception as error:
             return portable(error)
 

@@ -114,7 +114,7 @@ class ScoringActor:
                 await self.settled()
             await self._catch_up(request, timeout)
             reply = await self._batcher.submit(request, timeout=max(deadline - time.monotonic(), 0.0))
-            return reply.pack()
+            return reply.pack(half=request.half)
         except Exception as error:
             return portable(error)
         finally:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import ScoreRequest, check_offers
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout, WeightVersionError
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import Engine
 
 
@@ -43,29 +40,23 @@ class ScoringCore:
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
         answers: dict[int, Reply | Exception] = {}
-        groups: dict[tuple[Settings, bool], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for i, request in enumerate(requests):
-            try:
-                settings = request.settings.checked()  # ill-typed ones could not be compared with those of others
-            except ValueError as error:
-                answers[i] = error
-                continue
             if request.version is not None and request.version != self.version:
                 answers[i] = WeightVersionError(
                     f"version {request.version} of the weights was requested, this replica holds {self.version}: push it "
                     "with update_weights(), or request no version."
                 )
             else:
-                groups.setdefault((settings, request.replay is not None), []).append(i)
+                groups.setdefault((request.options, request.scored.form), []).append(i)
         with self._call():
-            for (settings, _), members in groups.items():
-                together = self._score_alike([requests[i] for i in members], settings)
-                answers.update(zip(members, together, strict=True))
+            for members in groups.values():
+                answers.update(zip(members, self._score_alike([requests[i] for i in members]), strict=True))
         return [answers[i] for i in range(len(requests))]
 
-    def _score_alike(self, requests: Sequence[Request], settings: Settings) -> list[Reply | Exception]:
+    def _score_alike(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         try:
-            return [*self._score_together(requests, settings)]
+            return [*self._score_together(requests)]
         except EngineLost:
             raise
         except ServiceTimeout as error:  # the engine's server does not answer: do not wait again for each request
@@ -74,43 +65,16 @@ class ScoringCore:
             if len(requests) == 1:
                 return [error]
         # At least one request is bad: score each alone, so that only the bad ones fail.
-        return [answer for request in requests for answer in self._score_alike([request], settings)]
+        return [answer for request in requests for answer in self._score_alike([request])]
 
-    def _score_together(self, requests: Sequence[Request], settings: Settings) -> list[Reply]:
-        masks = [request.flat_mask() for request in requests]
-        rows = Ragged.from_list([row for request in requests for row in request.rows()])
-        mask = torch.cat(masks)
-        replays = [request.replay.kept(part) for request, part in zip(requests, masks, strict=True) if request.replay]
-        scores = self.engine.evaluate(rows, mask, settings, **self._replayed(replays))
-        names = ["log_prob"] + ["entropy"] * settings.entropy + [*_TOP] * (settings.top_k > 0)
-        missing = [name for name in names if getattr(scores, name) is None]
-        if missing:
-            raise ValueError(
-                f"{type(self.engine).__name__} returns no {', '.join(missing)}: leave it out of the request."
-            )
-        ends = np.cumsum([int(part.sum()) for part in masks])[:-1]
-        shares: dict[str, list[np.ndarray]] = {}
-        for name in names:
-            values = getattr(scores, name).values.detach()
-            shares[_TOP.get(name, name)] = np.split(_array(name, values[mask.to(values.device)].cpu(), settings), ends)
-        version, weights = self.held
-        rest: dict[str, Any] = {"entropy": None, "version": version, "weights": weights}
-        return [
-            Reply(**{**rest, **dict(zip(shares, share, strict=True))}) for share in zip(*shares.values(), strict=True)
-        ]
-
-    def _replayed(self, replays: Sequence[Kept]) -> dict[str, Kept]:
-        """What was kept at the tokens of all requests, as an argument of the engine; none without replays."""
-        if not replays:
-            return {}
-        if "kept" not in inspect.signature(self.engine.evaluate).parameters:
-            raise ValueError(
-                f"{type(self.engine).__name__} cannot score over recorded tokens: its evaluate() takes no kept=. Leave the "
-                "record out, or serve the transformers model."
-            )
-        counts = torch.cat([kept.offsets.diff() for kept in replays])
-        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        return {"kept": Kept(torch.cat([kept.ids for kept in replays]), offsets)}
+    def _score_together(self, requests: Sequence[Request]) -> list[Reply]:
+        options, whole = requests[0].options, ScoreRequest.concat([request.scored for request in requests])
+        check_offers(self.engine, options, whole)
+        reply = Reply.of(self.engine.run(whole, options), whole.mask, *self.held)
+        reply.check_answers(replace(requests[0], scored=whole))
+        counts = [int(request.scored.mask.sum()) for request in requests]
+        parts = zip(*(values.split(counts) for values in reply.columns.values()), strict=True)
+        return [replace(reply, columns=dict(zip(reply.columns, part, strict=True))) for part in parts]
 
     def update_weights(
         self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False, digest: str = ""
@@ -156,21 +120,3 @@ class ScoringCore:
                 "fingerprint=), as a text that changes with them."
             )
         self._fingerprint = (self.updates, read())
-
-
-# Fields of the scores -> fields of a reply.
-_TOP = {"top_indices": "top_ids", "top_log_probs": "top_log_probs", "tail_log_prob": "rest_log_prob"}
-
-
-def _array(name: str, values: Tensor, settings: Settings) -> np.ndarray:
-    """Scores ``[K]`` or ``[K, k]`` in the type that a reply has for them."""
-    if name == "top_indices":
-        values = values.int()
-    elif name == "top_log_probs" and settings.top_k_dtype == "float16":
-        # Finite log-probs stay finite; -inf is a token that the model forbids.
-        lowest = torch.finfo(torch.float16).min
-        values = torch.where(values.isneginf(), values, values.clamp(min=lowest)).half()
-    elif values.dtype != torch.float64 or name in _TOP:
-        values = values.float()
-    found: np.ndarray = values.numpy()
-    return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+import torch
 
-from torchrl_llm_kl.service._wire import Reply, Request, spans
+from torchrl_llm_kl.service._wire import Reply, Request
 
 
 class Pieces:
@@ -25,52 +25,30 @@ class Pieces:
     def __init__(self, request: Request, limit: int) -> None:
         """Units of at most ``limit`` tokens, or of one longer sequence."""
         self.request = request
-        lengths = request.lengths
-        whole = (
-            request.num_tokens <= limit or lengths.size < 2 or lengths.min() < 0 or lengths.sum() != request.num_tokens
-        )
-        self._rows = [np.arange(lengths.size)] if whole else _cut(request.tokens, lengths, limit)
-        self.sizes = [request.num_tokens] if whole else [int(lengths[rows].sum()) for rows in self._rows]
-        if not whole:
-            self._ends = np.cumsum(lengths)
-            self._mask = request.flat_mask().numpy()
-            scored = np.concatenate([[0], np.cumsum(self._mask)])
-            self._counts = scored[self._ends] - scored[self._ends - lengths]  # scored tokens of each sequence
-            self._starts = np.cumsum(self._counts) - self._counts
+        lengths = request.scored.tokens.lengths.numpy()
+        whole = request.num_tokens <= limit or lengths.size < 2
+        values = request.scored.tokens.values.numpy()
+        self._rows = [np.arange(lengths.size)] if whole else _cut(values, lengths, limit)
+        self.sizes = [int(lengths[rows].sum()) for rows in self._rows]
 
     def part(self, units: Sequence[int]) -> Request:
         """A request for some units."""
-        if len(units) == len(self._rows):
-            return self.request
-        rows = self.rows(units)
-        where = spans(self._ends[rows] - self.request.lengths[rows], self.request.lengths[rows])
-        mask = None if self.request.mask is None else np.packbits(self._mask[where])
-        replay = self.request.replay
-        if replay is not None:
-            replay = replay.take(spans(self._starts[rows], self._counts[rows]))
-        given = {"tokens": self.request.tokens[where], "lengths": self.request.lengths[rows]}
-        return replace(self.request, mask=mask, replay=replay, **given)
+        return self.request if len(units) == len(self._rows) else self.request.select(self.rows(units))
 
     def join(self, replies: Sequence[tuple[Sequence[int], Reply]]) -> Reply:
         """The reply to the whole request from the replies to parts, which cover each unit once."""
+        first, mask = replies[0][1], self.request.scored.mask
         if len(replies[0][0]) == len(self._rows):
-            return replies[0][1]
-        joined: dict[str, Any] = {}
-        for name in (
-            field.name for field in fields(Reply) if isinstance(getattr(replies[0][1], field.name), np.ndarray)
-        ):
-            first = getattr(replies[0][1], name)
-            out = np.empty((int(self._counts.sum()), *first.shape[1:]), first.dtype)
-            for units, reply in replies:
-                rows = self.rows(units)
-                out[spans(self._starts[rows], self._counts[rows])] = getattr(reply, name)
-            joined[name] = out
-        return replace(replies[0][1], **joined)
+            return first
+        elements = [self.request.scored.elements(torch.from_numpy(self.rows(units))) for units, _ in replies]
+        places = (mask.cumsum(0) - 1)[torch.cat([some[mask[some]] for some in elements])].argsort()
+        columns = {name: torch.cat([reply.columns[name] for _, reply in replies])[places] for name in first.columns}
+        return replace(first, columns=columns)
 
     def rows(self, units: Sequence[int]) -> np.ndarray:
         """The sequences of some units, in the order of :meth:`part`; those of the request if it is given all units."""
         if len(units) == len(self._rows):
-            return np.arange(self.request.lengths.size)
+            return np.arange(self.request.num_sequences)
         rows: np.ndarray = np.concatenate([self._rows[unit] for unit in units])
         return rows
 

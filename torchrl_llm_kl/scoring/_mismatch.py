@@ -1,0 +1,115 @@
+"""The sampler of a model's wrapper, and whether what it samples is what is scored."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torchrl_llm_kl.scoring._sampling import NEUTRAL, OTHERS, TRANSFORMERS, Sampling
+from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
+
+_DOCS = "docs/sampling.md"
+
+
+class SamplerMismatchWarning(UserWarning):
+    """Tokens are not sampled from the distribution that is scored: ratios and KLs compare the wrong ones."""
+
+
+def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
+    """How a TorchRL wrapper generates; None if it is not known, or the model is none.
+
+    Settings of a wrapper of transformers are those of ``generate_kwargs``, else of the model's ``generation_config``, else of
+    transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
+    (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
+    """
+    found = _settings_of(model)
+    if found is None:
+        return None
+    if not found["do_sample"] or found["temperature"] == 0:
+        return "greedy"
+    try:
+        return Sampling(found["temperature"], max(int(found["top_k"]), 0), found["top_p"], found["min_p"])
+    except (TypeError, ValueError):  # the engine will say what it does not like
+        return None
+
+
+def _settings_of(model: Any) -> dict[str, Any] | None:
+    """What a wrapper generates with; None if it does not generate, as far as is known."""
+    if not is_wrapper(model):
+        return None
+    given = getattr(model, "generate_kwargs", None)
+    given = dict(given) if isinstance(given, Mapping) else {}
+    names = (*TRANSFORMERS, *NEUTRAL, "do_sample")
+    inner = unwrap(model)
+    if getattr(model, "generate", False) is not True and not any(map(given.get, names)):
+        return None
+    off = {**OTHERS, **NEUTRAL, "do_sample": inner is None}  # what None means
+    own = {name: off[name] if given[name] is None else given[name] for name in names if name in given}
+    if inner is None:
+        params = getattr(model, "sampling_params", None)  # vLLM's
+        own |= {name: x for name in TRANSFORMERS if isinstance(x := getattr(params, name, None), (int, float))}
+        return {**OTHERS, "do_sample": True, **own}
+    # A configuration given to the call fills its gaps from the model's.
+    configs = getattr(inner, "generation_config", None), given.get("generation_config")
+    held = {name: x for config in configs for name in names if (x := getattr(config, name, None)) is not None}
+    return {**TRANSFORMERS, "do_sample": False, **held, **own}
+
+
+def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | None:
+    """What differs between the sampler of a wrapper and ``scored``, with the remedies; None if nothing is known to.
+
+    A greedy wrapper passes, as in an evaluation, unless it is the one that ``trains``.
+    """
+    sampler = sampler_of(model)
+    vocab = getattr(getattr(unwrap(model), "config", None), "vocab_size", None) if sampler is not None else None
+    everything = vocab if isinstance(vocab, int) else 0  # torchrl's wrapper takes no top_k of 0
+    if sampler == "greedy" and trains:
+        settings = {"do_sample": True, "top_k": everything, "top_p": 1.0}
+        return (
+            "sampler is greedy (do_sample=False), and a policy gradient needs samples. Sample: "
+            f"generate_kwargs={json.dumps(settings)} ({_DOCS})."
+        )
+    if not isinstance(sampler, Sampling):
+        return None
+
+    def count(top_k: int) -> int:
+        return 0 if everything and top_k >= everything else top_k
+
+    differs, settings = [], {"top_k": scored.top_k or everything, "top_p": scored.top_p}
+    for name, none in OTHERS.items():
+        ours, theirs = getattr(scored, name), getattr(sampler, name)
+        if name == "top_k":
+            ours, theirs = count(ours), count(theirs)
+        if math.isclose(ours, theirs, rel_tol=1e-6):
+            continue
+        if name != "top_k":
+            settings[name] = ours
+        if name != "temperature" and ours == none:
+            differs.append(f"sampler uses {name}={theirs:g}, scorer does not")
+        elif name != "temperature" and theirs == none:
+            differs.append(f"scorer uses {name}={ours:g}, sampler does not")
+        else:
+            differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
+    scorable = bool(differs)
+    found = _settings_of(model) or {}
+    for name, neutral in NEUTRAL.items():
+        value = found.get(name, neutral)
+        if value != neutral:
+            settings[name] = neutral
+            differs.append(f"sampler uses {name}={value}, which cannot be scored")
+    if not differs:
+        return None
+    other = f"; or score what is sampled: sampling={sampler}" if scorable else ""
+    return (
+        f"{'; '.join(differs)}. Log-probs are then not those of the distribution that tokens are drawn from, and ratios and "
+        f"KLs are biased. Sample from what is scored: generate_kwargs={json.dumps(settings)}{other} ({_DOCS})."
+    )
+
+
+def warn_of_mismatch(model: Any, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
+    """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
+    if problem := mismatch_of(model, scored, trains=trains):
+        warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)

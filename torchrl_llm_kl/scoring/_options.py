@@ -1,0 +1,198 @@
+"""How tokens are scored: one record for scorers, transforms, losses and services."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
+
+import torch
+
+from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl.head import Direction
+from torchrl_llm_kl.scoring._bytes import MAX_TEXT, is_text, short
+from torchrl_llm_kl.scoring._sampling import Sampling, as_sampling
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+#: Bytes of keys and values that a scorer caches by default: 256 MiB.
+DEFAULT_MEMORY = 256 * 2**20
+_FLOAT_TYPES = {
+    name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and found.is_floating_point
+}
+#: Of the options, those that decide the scores of given tokens and travel to another process.
+SHARED = ("sampling", "adapters", "dtype", "deterministic", "entropy", "top_k", "moments", "record_routing", "remember")
+
+
+class Changes(TypedDict, total=False):
+    """The fields of :class:`ScoreOptions` as keywords, and the temperature of its ``sampling``."""
+
+    temperature: float | None
+    sampling: Sampling | None
+    adapters: bool | str
+    dtype: torch.dtype | None
+    deterministic: bool
+    memory: int
+    entropy: bool
+    top_k: int
+    moments: bool
+    direction: Direction
+    beta: float
+    return_kept: bool
+    record_routing: bool
+    grad: bool
+    remember: bool
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How tokens are scored, and what is computed beside their log-probs.
+
+    Scorers take the fields as keywords, and ``temperature`` for that of ``sampling``: of a scorer, and of one call.
+
+    Args:
+        sampling: the sampler's temperature, top-k, top-p and min-p: scores are those of what is left, renormalised.
+        adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
+            second copy of the weights. A name scores with that adapter alone (a reference that is itself an adapter, for
+            instance of an earlier stage of training); the active one is restored afterwards. Both are without gradient.
+        dtype: autocast dtype of the body, and of the products of a linear head; for instance ``torch.bfloat16`` on float32
+            weights. All after the head's product stays float32.
+        deterministic: a sequence's scores are the same to the last bit in every call, whatever other sequences, order and
+            cache it has, with and without ``grad`` (gradients are not). Float32 or float64 on a CPU, for one number of threads
+            and one ``tokens_per_batch``, a multiple of 64, by default 256. Checked on the model, when the scorer is built and
+            when one of these changes.
+        memory: the most bytes of keys and values that ``remember`` may cache; the least recently used are evicted first.
+            0 disables the cache.
+        entropy: of the distribution over the whole vocabulary that each token was drawn from.
+        top_k: number of most probable tokens to return, with the log of the total probability of all others. These
+            have no gradient.
+        moments: ``collision`` and ``discriminator`` of :class:`Scores`, for advantages; one more sweep of the head, without
+            gradient.
+        direction: of the exact KL to a reference: ``"reverse"`` is ``KL(model || reference)``, ``"forward"``
+            ``KL(reference || model)``, ``"jensen_shannon"`` a mean of both to their mixture; see
+            :func:`~torchrl_llm_kl.head.linear_pair`.
+        beta: the reference's share of that mixture, inside (0, 1).
+        return_kept: return as ``kept`` of the scores the tokens that ``sampling`` leaves at each scored token: a model in
+            another process can be scored over them.
+        record_routing: return the experts that the routers chose, as ``routing`` of the scores.
+        grad: keep the graph, so that the result is differentiable with respect to the model's parameters; logits are
+            computed again in the backward instead of held. By default no part of the graph is kept.
+        remember: cache keys, values and log-probs for later calls, so that the next turn of a conversation costs only its
+            new tokens. A change of weights or settings clears the cache. No effect with ``grad`` or where prefixes are not
+            shared.
+
+    Raises:
+        ValueError: for a value out of range.
+
+    Example:
+        >>> options = ScoreOptions(entropy=True).but(temperature=0.7)
+        >>> options.sampling.temperature, options.entropy
+        (0.7, True)
+    """
+
+    sampling: Sampling = field(default_factory=Sampling)
+    adapters: bool | str = True
+    dtype: torch.dtype | None = None
+    deterministic: bool = False
+    memory: int = DEFAULT_MEMORY
+    entropy: bool = False
+    top_k: int = 0
+    moments: bool = False
+    direction: Direction = "reverse"
+    beta: float = 0.5
+    return_kept: bool = False
+    record_routing: bool = False
+    grad: bool = False
+    remember: bool = False
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{each.name} must be True or False, got {short(value)}.")
+            if each.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{each.name} must be a whole number of at least 0, got {short(value)}.")
+        as_sampling(1.0, self.sampling)
+        check_range(0, top_k=self.top_k, memory=self.memory)
+        check_choice(get_args(Direction), direction=self.direction)
+        if not isinstance(self.adapters, (bool, str)):
+            raise TypeError(
+                f"adapters must be True, False or a name, got {short(self.adapters)}: True scores the model with its active "
+                "adapters, False the base model, a name the model with that adapter alone."
+            )
+        if isinstance(self.adapters, str) and not (self.adapters and is_text(self.adapters)):
+            raise ValueError(f"adapters must be a name of 1 to {MAX_TEXT} characters, got {short(self.adapters)}.")
+        if not (self.dtype is None or (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point)):
+            raise ValueError(f"dtype must be a floating-point type such as torch.bfloat16, got {short(self.dtype)}.")
+
+    @property
+    def temperature(self) -> float:
+        """That of ``sampling``."""
+        return self.sampling.temperature
+
+    def but(self, **changes: Unpack[Changes]) -> ScoreOptions:
+        """These options with some changed; a TypeError for a name that is none."""
+        known = Changes.__annotations__
+        for name in changes:
+            if name not in known:
+                raise TypeError(f"there is no option {name!r}.{did_you_mean(name, known)}")
+        given: dict[str, Any] = {**changes}
+        temperature = given.pop("temperature", None)
+        if "sampling" in given:
+            if given["sampling"] is None:
+                given["sampling"] = Sampling(self.temperature if temperature is None else temperature)
+            elif temperature is not None:
+                given["sampling"] = as_sampling(temperature, given["sampling"])
+        elif temperature is not None:
+            given["sampling"] = replace(self.sampling, temperature=temperature)
+        return replace(self, **given) if given else self
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The scores beside the log-prob that need the whole distribution of the model alone."""
+        return tuple(name for name in ("entropy", "top_k", "moments", "return_kept") if getattr(self, name))
+
+    # ------------------------------------------------------------------ for another process
+
+    def to_dict(self) -> dict[str, Any]:
+        """Those of the :data:`SHARED` options that differ from the defaults, as JSON has them."""
+        found: dict[str, Any] = {
+            name: value for name in SHARED if (value := getattr(self, name)) != getattr(_DEFAULTS, name)
+        }
+        if self.dtype is not None:
+            found["dtype"] = str(self.dtype).removeprefix("torch.")
+        if "sampling" in found:
+            sampling = vars(self.sampling)
+            found["sampling"] = {name: value for name, value in sampling.items() if value != vars(Sampling())[name]}
+        return found
+
+    @classmethod
+    def from_dict(cls, given: Any) -> ScoreOptions:
+        """The options of :meth:`to_dict`; a ValueError says what is wrong with them."""
+        names = set(SHARED)
+        if not isinstance(given, Mapping) or not given.keys() <= names:
+            raise ValueError(f"options must be an object with some of {', '.join(SHARED)}, got {short(given)}.")
+        found = dict(given)
+        if "dtype" in found:
+            if not isinstance(name := found["dtype"], str) or name not in _FLOAT_TYPES:
+                raise ValueError(f"dtype must name a floating-point type such as 'bfloat16', got {short(name)}.")
+            found["dtype"] = _FLOAT_TYPES[name]
+        if "sampling" in found:
+            sampling = found["sampling"]
+            if not isinstance(sampling, Mapping) or not sampling.keys() <= vars(Sampling()).keys():
+                raise ValueError(
+                    f"sampling must be an object with some of a sampler's settings, got {short(sampling)}."
+                )
+            try:
+                found["sampling"] = Sampling(**sampling)
+            except (TypeError, OverflowError) as error:
+                raise ValueError(f"sampling holds what is not a number in its range: {error}") from None
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+
+
+_DEFAULTS = ScoreOptions()
