@@ -7,7 +7,6 @@ import pickle
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,11 @@ from torchrl_llm_kl.scoring import (
     ReferenceUpdater,
     RememberedModel,
     Sampling,
+    ScoreOptions,
+    Scorer,
+    ScoreRequest,
     Scores,
     ScoreStore,
-    VersionedScores,
     fingerprint_of,
     prepare_reference,
 )
@@ -361,14 +362,13 @@ def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | Non
         torch.distributed.destroy_process_group()
 
 
-class Service:
+class Service(Scorer):
     """A service's proxy, as scorers see it: weights have versions, and a push may come at any time."""
 
     def __init__(self) -> None:
         self.models = [tiny_model(seed=0), tiny_model(seed=1)]
         self.version, self.requests = 0, 0
-        self.temperature, self.sampling, self.path = 1.0, Sampling(), "remote"
-        self.settings = SimpleNamespace(adapters=True, dtype=None, deterministic=False)
+        self.options, self.path = ScoreOptions(), "remote"
         self.push_before_reply = self.push_after_reply = False
 
     def make_scorer(self, **settings: Any) -> Service:
@@ -377,21 +377,19 @@ class Service:
     def fingerprint(self) -> tuple[int, str] | None:
         return self.version, fingerprint_of(self.models[self.version])
 
-    def begin(self, tokens: Ragged, mask: Any = None, **options: Any) -> Callable[[], Scores]:
+    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Callable[[], Scores]:
         self.requests += 1
 
         def finish() -> Scores:
             self.version |= self.push_before_reply
             version = self.version
             self.version |= self.push_after_reply
-            found = VersionedScores(*LogProbScorer(self.models[version]).evaluate(tokens, mask, **options))
-            found.version = version
-            return found
+            return LogProbScorer(self.models[version]).run(request, options)._replace(version=version)
 
         return finish
 
-    def evaluate(self, tokens: Ragged, mask: Any = None, **options: Any) -> Scores:
-        return self.begin(tokens, mask, **options)()
+    def run(self, request: ScoreRequest, options: Any = None, *, reference: Any = None) -> Scores:
+        return self.begin(request, options)()
 
 
 @pytest.mark.parametrize("when", ["push_before_reply", "push_after_reply"])
@@ -401,7 +399,7 @@ def test_a_push_during_a_call_stores_nothing_wrong(remember: Remember, when: str
     scorer = remember(service)
     scorer.score(SEQUENCES.to_list()[:2])  # a part is known before the push
     setattr(service, when, True)
-    finish = scorer.begin(SEQUENCES)
+    finish = scorer.begin(ScoreRequest.of(SEQUENCES))
     assert service.requests == 2, "sent before the reply is awaited"
     during = finish()
     assert during.version == (1 if when == "push_before_reply" else 0)

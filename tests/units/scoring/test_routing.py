@@ -20,7 +20,8 @@ from scoring_reference import SHARED, FakeBackend, FullLogits, assert_scores, bo
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.scoring._model import text_config
-from torchrl_llm_kl.scoring._routing import Routers, flat_record, tell_apart
+from torchrl_llm_kl.scoring._request import flat_record
+from torchrl_llm_kl.scoring._routing import Routers, tell_apart
 from toy_models import EXPERT_FAMILIES, FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
 
 # Layers with a router, of three.

@@ -26,11 +26,10 @@ from scoring_reference import (
 )
 from torchrl_llm_kl.head import _tiles
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer, _attention
+from torchrl_llm_kl.scoring import LogProbScorer, ScoreOptions, _attention
 from torchrl_llm_kl.scoring._model import Route, Setup
 from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.scoring._scores import read
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, tiny_model

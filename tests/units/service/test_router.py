@@ -12,11 +12,11 @@ def rows(count, *, prefix=0, length=40, seed=0):
     return [np.concatenate([start, rng.integers(0, 1000, length)]) for _ in range(count)]
 
 
-def assign(router, call, scored, replicas, *, goes_on=False):
+def assign(router, call, scored, replicas, *, continues=False):
     numbers = range(replicas) if isinstance(replicas, int) else replicas
     lengths = np.array([len(row) for row in call], np.int64)
     first = np.minimum(scored, lengths)
-    return router.assign(np.concatenate(call), lengths, first, list(numbers), goes_on=goes_on).tolist()
+    return router.assign(np.concatenate(call), lengths, first, list(numbers), continues=goes_on).tolist()
 
 
 def groups(prompts, responses, *, seed=0, spread=0):
@@ -89,7 +89,7 @@ def test_empty_sequences_and_calls():
     empty = np.zeros(0, np.int64)
     assert Router().assign(empty, empty, empty, [0, 1]).tolist() == []
     router = Router()
-    found = assign(router, [empty, *rows(3), empty], 0, 4, goes_on=True)
+    found = assign(router, [empty, *rows(3), empty], 0, 4, continues=True)
     assert found[0] == found[-1]
     assert len(router._earlier) == 3
 
@@ -97,24 +97,24 @@ def test_empty_sequences_and_calls():
 def test_a_growing_conversation_keeps_its_replica():
     """Each turn scores its own tokens, so that the prompt before them differs each time."""
     router, talks = Router(), rows(50)
-    first = assign(router, [talk[:20] for talk in talks], 12, 5, goes_on=True)
+    first = assign(router, [talk[:20] for talk in talks], 12, 5, continues=True)
     for end, scored in ((30, 25), (40, 33)):
-        assert assign(router, [talk[:end] for talk in talks], scored, 5, goes_on=True) == first
-        again = [assign(router, [talk[:end]], scored, 5, goes_on=True)[0] for talk in talks]
+        assert assign(router, [talk[:end] for talk in talks], scored, 5, continues=True) == first
+        again = [assign(router, [talk[:end]], scored, 5, continues=True)[0] for talk in talks]
         assert again == first, "alone as together"
     assert set(first) == set(range(5))
     talks = rows(20, length=200)  # turns of one conversation in one call
     call = [talk[:end] for end in (150, 70, 200, 20) for talk in talks]
-    chosen = np.array(assign(Router(), call, 1, 5, goes_on=True)).reshape(4, 20)
+    chosen = np.array(assign(Router(), call, 1, 5, continues=True)).reshape(4, 20)
     assert (chosen == chosen[:1]).all()
 
 
 def test_a_conversation_moves_when_its_replica_is_lost_and_stays_there():
     router, talks = Router(), rows(40)
-    first = assign(router, [talk[:20] for talk in talks], 12, 4, goes_on=True)
-    moved = assign(router, [talk[:30] for talk in talks], 25, [0, 1, 3], goes_on=True)
+    first = assign(router, [talk[:20] for talk in talks], 12, 4, continues=True)
+    moved = assign(router, [talk[:30] for talk in talks], 25, [0, 1, 3], continues=True)
     assert all(new == old for old, new in zip(first, moved, strict=True) if old != 2)
-    assert assign(router, talks, 33, 4, goes_on=True) == moved, "its keys and values are at the new one"
+    assert assign(router, talks, 33, 4, continues=True) == moved, "its keys and values are at the new one"
 
 
 def test_the_longest_earlier_sequence_counts():
@@ -127,7 +127,7 @@ def test_the_longest_earlier_sequence_counts():
         home.replica = replica
         router._earlier.add(sums, home)
     later = [np.concatenate([row, np.zeros(30, np.int64)]) for row in [start, *longer]]
-    assert assign(router, later, 200, 4, goes_on=True) == [3, 1, 2]
+    assert assign(router, later, 200, 4, continues=True) == [3, 1, 2]
 
 
 def test_every_prefix_is_found_and_nothing_else():
@@ -147,12 +147,12 @@ def test_every_prefix_is_found_and_nothing_else():
 def test_the_oldest_sequences_are_dropped(monkeypatch):
     monkeypatch.setattr("torchrl_llm_kl.service.client._router._REMEMBERED", 3)
     router, talks = Router(), rows(4)
-    first = [assign(router, [talk[:20]], 12, 64, goes_on=True)[0] for talk in talks]
+    first = [assign(router, [talk[:20]], 12, 64, continues=True)[0] for talk in talks]
     assert len(router._earlier) == 3
     assert sum(sum(lengths.values()) for lengths in router._earlier._lengths.values()) == 3
-    assert [assign(router, [talk], 33, 64, goes_on=True)[0] for talk in talks[1:]] == first[1:]
+    assert [assign(router, [talk], 33, 64, continues=True)[0] for talk in talks[1:]] == first[1:]
     for n in range(1, 200):
-        assign(router, [np.arange(n)], n, 64, goes_on=True)
+        assign(router, [np.arange(n)], n, 64, continues=True)
     assert len(router._earlier._lengths) <= 3, "nothing is kept of sequences that were dropped"
 
 
