@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
@@ -74,8 +75,12 @@ class Scorer(ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIELDS:
             self.options = self.options.but(**{name: value})  # type: ignore[misc]
-        else:
-            super().__setattr__(name, value)
+            return
+        if hint := "" if hasattr(type(self), name) else did_you_mean(name, _FIELDS):
+            raise AttributeError(f"a {type(self).__name__} has no setting {name!r}.{hint}")
+        if name == "model" and "model" in self.__dict__:
+            raise AttributeError("model is fixed: a scorer checks its model when it is built. Build a new one.")
+        super().__setattr__(name, value)
 
     # ------------------------------------------------------------------ scores
 
@@ -224,8 +229,12 @@ def check_offers(
         if (value := getattr(options, name)) != getattr(_NEUTRAL, name):
             asked[name] = value
     if lacking := sorted(asked.keys() - scorer.offers):
-        found = ", ".join(f"{'sampling' if name == 'truncation' else name}={asked[name]}" for name in lacking)
+        found = ", ".join(f"{'sampling' if name == 'truncation' else name}={_shown(asked[name])}" for name in lacking)
         raise ValueError(f"{found} cannot be had from {scorer.place}: {scorer.instead}.")
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, Sampling) or value == "..." else repr(value)
 
 
 class ScorerSlot:

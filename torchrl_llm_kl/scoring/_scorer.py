@@ -94,6 +94,13 @@ class LogProbScorer(Scorer):
         [tensor([0.0000, 1.3863])]
     """
 
+    memory: PrefixKVCache
+    tokens_per_batch: int | None
+    head_chunk: int
+    probe: bool
+    share_prefixes: bool
+    forwards: int
+
     def __init__(
         self,
         model: Any,
@@ -139,8 +146,6 @@ class LogProbScorer(Scorer):
             self._setup(torch.device("cpu"), options.but(grad=False))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "model" and "model" in self.__dict__:
-            raise AttributeError("model is fixed: a scorer checks its model when it is built. Build a new one.")
         if name in ("tokens_per_batch", "head_chunk"):
             check_range(1, **{name: value})
         elif name == "memory" and not isinstance(value, PrefixKVCache):

@@ -152,7 +152,10 @@ def test_a_temperature_of_one_call() -> None:
     found = scorer.evaluate(BATCH, reference=reference, temperature=1.6, **EVERYTHING)
     hot = [LogProbScorer(model, temperature=1.6) for model in models]
     expected = hot[0].evaluate(BATCH, reference=hot[1], **EVERYTHING)
-    assert all(torch.equal(a.values, b.values) for a, b in zip(found[:-1], expected[:-1], strict=True))
+    assert all(
+        torch.equal(a.values, b.values)
+        for a, b in zip(found.per_token.values(), expected.per_token.values(), strict=True)
+    )
     assert_near(scorer.score(BATCH, temperature=1.6).values, expected.log_prob.values, **FORWARD)
     own = LogProbScorer(models[0], temperature=0.7).score(BATCH).values
     assert torch.equal(scorer.score(BATCH).values, own), "the scorer keeps its own"
@@ -184,7 +187,7 @@ def test_sequences_of_one_token_have_nothing_to_score() -> None:
     everything = {**EVERYTHING, "top_ids": torch.zeros(2, 3, dtype=torch.long)}
     for remember in (False, True):
         got = scorer.evaluate(batch, reference=scorer, remember=remember, **everything)
-        assert all(torch.equal(column.values, torch.zeros_like(column.values)) for column in got[:-1])
+        assert all(torch.equal(column.values, torch.zeros_like(column.values)) for column in got.per_token.values())
         assert (got.top_indices.values.shape, got.outcomes.values.shape) == ((2, 3), (2, 4))
 
 

@@ -233,7 +233,7 @@ def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
         ("tokens_per_batch", 0, ValueError, "tokens_per_batch must be at least 1, got 0"),
         ("head_chunk", 0, ValueError, "head_chunk must be at least 1, got 0"),
         *(
-            ("dtype", value, ValueError, f"must be a floating-point type such as torch.bfloat16, got {value}")
+            ("dtype", value, ValueError, f"must be a floating-point type such as torch.bfloat16, got {value!r}")
             for value in (torch.int8, torch.bool, "bfloat16")
         ),
         ("adapters", 3, TypeError, "adapters must be True, False or a name, got 3"),
@@ -390,7 +390,7 @@ def test_defect_34_tokens_equal_to_the_backends_padding_are_scored(module, remot
 )
 def test_a_setting_that_a_backend_cannot_follow(module, backend, remote, name, value):
     shown = re.escape(f"{value}" if name == "sampling" else f"{name}={value!r}")
-    message, sequences = f"{shown} cannot be applied by FakeBackend.*backend", random_sequences(6)
+    message, sequences = f"{shown} cannot be had from FakeBackend.*backend", random_sequences(6)
     with pytest.raises(ValueError, match=message):
         LogProbScorer(FakeBackend(backend, **SETTINGS), **{name: value})
     with pytest.raises(ValueError, match=message):
