@@ -76,7 +76,8 @@ class Scorer(ABC):
         if name in _FIELDS:
             self.options = self.options.but(**{name: value})  # type: ignore[misc]
             return
-        if hint := "" if hasattr(type(self), name) else did_you_mean(name, _FIELDS):
+        declared = any(name in (*vars(kind), *vars(kind).get("__annotations__", ())) for kind in type(self).__mro__)
+        if not declared and (hint := did_you_mean(name, _FIELDS)):
             raise AttributeError(f"a {type(self).__name__} has no setting {name!r}.{hint}")
         if name == "model" and "model" in self.__dict__:
             raise AttributeError("model is fixed: a scorer checks its model when it is built. Build a new one.")

@@ -362,6 +362,8 @@ def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | Non
 class Service(Scorer):
     """A service's proxy, as scorers see it: weights have versions, and a push may come at any time."""
 
+    models: list[nn.Module]
+
     def __init__(self) -> None:
         self.models = [tiny_model(seed=0), tiny_model(seed=1)]
         self.version, self.requests = 0, 0
