@@ -77,7 +77,7 @@ class Scorer(ABC):
             self.options = self.options.but(**{name: value})  # type: ignore[misc]
             return
         declared = any(name in (*vars(kind), *vars(kind).get("__annotations__", ())) for kind in type(self).__mro__)
-        if not declared and (hint := did_you_mean(name, _FIELDS)):
+        if not declared and name[0] != "_" and (hint := did_you_mean(name, _FIELDS)):
             raise AttributeError(f"a {type(self).__name__} has no setting {name!r}.{hint}")
         if name == "model" and "model" in self.__dict__:
             raise AttributeError("model is fixed: a scorer checks its model when it is built. Build a new one.")
