@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from difflib import get_close_matches
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
@@ -77,8 +77,8 @@ class Scorer(ABC):
             self.options = self.options.but(**{name: value})  # type: ignore[misc]
             return
         declared = any(name in (*vars(kind), *vars(kind).get("__annotations__", ())) for kind in type(self).__mro__)
-        if not declared and name[0] != "_" and (hint := did_you_mean(name, _FIELDS)):
-            raise AttributeError(f"a {type(self).__name__} has no setting {name!r}.{hint}")
+        if not declared and (near := get_close_matches(name, _FIELDS, 1, 0.85)):
+            raise AttributeError(f"a {type(self).__name__} has no setting {name!r}. Did you mean {near[0]!r}?")
         if name == "model" and "model" in self.__dict__:
             raise AttributeError("model is fixed: a scorer checks its model when it is built. Build a new one.")
         super().__setattr__(name, value)
@@ -196,7 +196,7 @@ class Scorer(ABC):
             >>> torch.equal(again.values, first.log_prob.values)
             True
         """
-        with self._together(reference):
+        with self.together(reference):
             options = self.options.but(**changes)
             records: dict[str, Any] = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing}
             request = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, **records)
@@ -205,7 +205,7 @@ class Scorer(ABC):
     def forget(self) -> None:  # noqa: B027
         """Clear the cache of ``remember=True``. Only needed after a few weights were changed through ``.data``."""
 
-    def _together(self, reference: Scorer | None) -> AbstractContextManager[None]:
+    def together(self, reference: Scorer | None = None) -> AbstractContextManager[None]:
         """A context whose errors all ranks raise that score together."""
         return nullcontext()
 

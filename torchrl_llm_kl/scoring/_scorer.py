@@ -220,7 +220,8 @@ class LogProbScorer(Scorer):
     def _ranks(self, reference: Scorer | None) -> Ranks:
         return Ranks([self.model] if reference is None else [self.model, reference.model])
 
-    def _together(self, reference: Scorer | None) -> AbstractContextManager[None]:
+    def together(self, reference: Scorer | None = None) -> AbstractContextManager[None]:
+        """See :meth:`Scorer.together`."""
         return self._ranks(reference).together()
 
     def _warn_outside(self, added: Tensor | None, sampling: Sampling) -> None:

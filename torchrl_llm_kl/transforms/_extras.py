@@ -1,0 +1,407 @@
+"""What a transform scores, reads and writes beyond log-probs: one small object for each capability.
+
+An :class:`Extra` says what it asks of the scorer, which fields of the request it fills from the data, and which entries it
+writes. A user's own is a subclass that overrides what applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import nn
+
+from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.rollouts import (
+    Context,
+    Located,
+    MissingEntryError,
+    check_context,
+    describe_entries,
+    find_key,
+    in_context,
+    per_token,
+    read_kept,
+    read_routing,
+    response_mask,
+    sub_key,
+    top_k_entries,
+    zeros_of_first_tokens,
+)
+from torchrl_llm_kl.scoring import Routers, Scores, check_distributions, is_wrapper, unwrap
+from torchrl_llm_kl.transforms._base import in_env
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform
+
+_E = TypeVar("_E", bound="Extra")
+#: Which model of a :class:`~torchrl_llm_kl.RetrieveKL`.
+Of = Literal["policy", "reference"]
+
+
+class Extra:
+    """A capability of a transform; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
+
+    Attributes:
+        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL` that it is for.
+
+    Example:
+        >>> class Collision(Extra):
+        ...     asks = {"moments": True}
+        ...     columns = {"collision": "collision"}
+        >>> Collision().out_keys(None)
+        ['collision']
+    """
+
+    of: Of = "policy"
+    #: Fields of :class:`~torchrl_llm_kl.scoring.ScoreOptions` that it sets.
+    asks: Mapping[str, Any] = {}
+    #: Entry -> the field of :class:`~torchrl_llm_kl.Scores` that is written there.
+    columns: Mapping[NestedKey, str] = {}
+
+    def check(self, transform: ScoringTransform) -> None:
+        """Raise an error if the transform cannot do this."""
+
+    def in_keys(self) -> list[NestedKey]:
+        """Entries that the data must have."""
+        return []
+
+    def out_keys(self, transform: Any) -> list[NestedKey]:
+        """Entries that are written."""
+        return list(self.columns)
+
+    def features(self, transform: Any, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape of an entry after the token dimension, and dtype."""
+        return (), torch.float32
+
+    def place(self, transform: ScoringTransform, td: TensorDictBase, located: Located) -> Located:
+        """The tokens to score, for those of the data."""
+        return located
+
+    def fields(
+        self, transform: ScoringTransform, td: TensorDictBase, next_td: TensorDictBase, located: Located
+    ) -> dict[str, Any]:
+        """Fields of the :class:`~torchrl_llm_kl.scoring.ScoreRequest`, in the order of the tokens of the data."""
+        return {}
+
+    def outputs(
+        self, transform: ScoringTransform, td: TensorDictBase, located: Located, scores: Scores
+    ) -> dict[NestedKey, Ragged | None]:
+        """The entries to write."""
+        return {key: getattr(scores, name) for key, name in self.columns.items()}
+
+
+def find(extras: Iterable[Extra], kind: type[_E]) -> _E | None:
+    """The one of a kind; None without it."""
+    return next((extra for extra in extras if isinstance(extra, kind)), None)
+
+
+def check_extras(extras: Iterable[Extra]) -> tuple[Extra, ...]:
+    """Extras as a tuple; an error if one is none, or a kind comes twice for one model."""
+    found = tuple(extras)
+    for extra in found:
+        if not isinstance(extra, Extra):
+            raise TypeError(f"extras must be objects such as Entropy() or TopK(64), got {extra!r:.60}.")
+        check_choice(("policy", "reference"), of=extra.of)
+    kinds = [(type(extra), extra.of) for extra in found]
+    if twice := [kind.__name__ for kind, of in kinds if kinds.count((kind, of)) > 1]:
+        raise ValueError(f"extras has {twice[0]} twice: leave one out.")
+    return found
+
+
+# ------------------------------------------------------------------ more of each distribution
+
+
+@dataclass(frozen=True)
+class Entropy(Extra):
+    """Write the entropy of the distribution that each token was drawn from; float32 nats ``[*B, T]``."""
+
+    key: NestedKey = "entropy"
+    asks: ClassVar[Mapping[str, Any]] = {"entropy": True}
+
+    @property
+    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
+        """The entropy."""
+        return {self.key: "entropy"}
+
+
+@dataclass(frozen=True)
+class Moments(Extra):
+    """Write ``"collision"`` and ``"discriminator"`` of each distribution below a key; see :class:`~torchrl_llm_kl.Scores`.
+
+    Inputs of the advantages ``optimal_token_baseline`` and ``clip_v``; without gradient.
+    """
+
+    key: NestedKey = "moments"
+    asks: ClassVar[Mapping[str, Any]] = {"moments": True}
+
+    @property
+    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
+        """Both moments."""
+        return {sub_key(self.key, name): name for name in ("collision", "discriminator")}
+
+
+@dataclass(frozen=True)
+class TopK(Extra):
+    """Write the most probable tokens at each scored token: a teacher's distribution for distillation. Without gradient.
+
+    Args:
+        k: how many.
+        key: below which key they go: ``"ids"`` (int64) and ``"log_probs"`` ``[*B, T, k]``, in descending order, and
+            ``"rest_log_prob"`` ``[*B, T]``, the log of the total probability of all other tokens.
+    """
+
+    k: int
+    key: NestedKey = "top_k"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int):
+            raise ValueError(f"k must be a whole number of at least 1, got {self.k!r}.")
+        check_range(1, k=self.k)
+
+    @property
+    def asks(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The top k."""
+        return {"top_k": self.k}
+
+    @property
+    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
+        """Ids, log-probs and the rest."""
+        return dict(zip(top_k_entries(self.key), ("top_indices", "top_log_probs", "tail_log_prob"), strict=True))
+
+    def features(self, transform: Any, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+        """See :class:`Extra`."""
+        name = self.columns[key]
+        dtype = torch.int64 if name == "top_indices" else torch.float32
+        return () if name == "tail_log_prob" else (self.k,), dtype
+
+
+@dataclass(frozen=True, eq=False)
+class ExactKL(Extra):
+    """Write the exact KL to another model over the whole vocabulary, from the same pass; float32 nats ``[*B, T]``.
+
+    Args:
+        reference: a model with the same vocabulary, in this process.
+        key: where it goes.
+    """
+
+    reference: Any
+    key: NestedKey = ("exact_kl", "full")
+
+    def __post_init__(self) -> None:
+        check_not_a_name(reference=self.reference)
+        check_distributions(self.reference)
+
+    @property
+    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
+        """The KL."""
+        return {self.key: "kl"}
+
+
+# ------------------------------------------------------------------ what was recorded at sampling time
+
+
+@dataclass(frozen=True)
+class KeptTokens(Extra):
+    """Score over the tokens that the sampler kept, as it recorded them (:class:`~torchrl_llm_kl.RecordKept`).
+
+    Read where the data holds them and the ``sampling`` of the options leaves tokens out: transforms have one of these with the
+    default key then.
+
+    Args:
+        key: parent of the entries.
+    """
+
+    key: NestedKey = "kept"
+
+    def fields(
+        self, transform: ScoringTransform, td: TensorDictBase, next_td: TensorDictBase, located: Located
+    ) -> dict[str, Any]:
+        """See :class:`Extra`."""
+        if not transform.options.sampling.truncates:
+            return {}
+        found = None
+        for node in (next_td, td) if next_td is not td else (td,):
+            found = read_kept(node, self.key, located.tokens, located.mask) if found is None else found
+        return {} if found is None else {"kept": Kept(*found)}
+
+
+@dataclass(frozen=True)
+class RoutedExperts(Extra):
+    """Replay, or record, the experts of a mixture of experts; see ``docs/routing.md``.
+
+    Args:
+        key: the entry with the experts that a sampler chose: integers ``[*B, T, L, k]`` for each layer with a router (or each
+            layer) and slot. Where the data holds it, the model uses these experts, with weights of its own routers. None: the
+            model routes by itself.
+        record: write the experts that the model used to the entry, for later scores and losses: those of the entry if the
+            data holds it already, else its own (in an env always its own).
+        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL`.
+    """
+
+    key: NestedKey | None = "routed_experts"
+    record: bool = False
+    of: Of = "policy"
+
+    @property
+    def asks(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The record."""
+        return {"record_routing": True} if self.record else {}
+
+    @property
+    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
+        """The record."""
+        if self.record and self.key is None:
+            raise ValueError("RoutedExperts(None, record=True) needs a place for the record: pass 'routed_experts'.")
+        return {self.key: "routing"} if self.record and self.key is not None else {}
+
+    def check(self, transform: ScoringTransform) -> None:
+        """A model that cannot be recorded raises an error."""
+        if self.record:
+            _routers(transform)
+
+    def features(self, transform: Any, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+        """See :class:`Extra`."""
+        routers = _routers(transform)
+        return (len(routers.modules), routers.k), routers.dtype
+
+    def fields(
+        self, transform: ScoringTransform, td: TensorDictBase, next_td: TensorDictBase, located: Located
+    ) -> dict[str, Any]:
+        """See :class:`Extra`."""
+        if self.key is None or (self.record and in_env(transform)):
+            return {}
+        found = None
+        for node in (next_td, td) if next_td is not td else (td,):
+            found = read_routing(node, self.key, located.tokens, located.mask) if found is None else found
+        if find(transform.extras, AfterPrompt) is not None and (found is not None or self.record):
+            raise ValueError(
+                f"AfterPrompt with RoutedExperts({self.key!r}): experts were recorded for the sampled prompt, another is "
+                "scored. Leave out one of them."
+            )
+        return {} if found is None else {"routing": found}
+
+
+def _routers(transform: Any) -> Routers:
+    """The routers whose choices are recorded."""
+    model = getattr(transform, "model", None)
+    module = unwrap(model) if is_wrapper(model) else model
+    if not isinstance(module, nn.Module):
+        found = "'from_collector'" if model is None else type(model).__name__
+        raise ValueError(
+            "RoutedExperts(record=True) declares the layers and experts of the record, and reads them from a model in this "
+            f"process: pass a transformers model or a wrapper of one, got {found}."
+        )
+    return Routers.of(module)
+
+
+@dataclass(frozen=True)
+class SamplerLogProbs(Extra):
+    """Move the log-probs that the policy stored when it sampled to another entry, before the model's are written there.
+
+    They are read under the transform's ``log_probs_full_key`` (or the ``"response"`` beside it);
+    :class:`~torchrl_llm_kl.PolicyLoss` reads them under the default key. NaN where the sampler returned none, 0 at tokens that
+    are not scored. Outside an env, data that already has the entry keeps it.
+    """
+
+    key: NestedKey = ("sampler_log_probs", "full")
+
+    def check(self, transform: Any) -> None:
+        """Two keys."""
+        if self.key == transform.log_probs_full_key:
+            raise ValueError(
+                f"SamplerLogProbs and log_probs_full_key are both {self.key!r}: the model's log-probs would replace the "
+                "sampler's. Give them different keys."
+            )
+
+    def out_keys(self, transform: Any) -> list[NestedKey]:
+        """The entry."""
+        return [self.key]
+
+    def outputs(
+        self, transform: Any, td: TensorDictBase, located: Located, scores: Scores
+    ) -> dict[NestedKey, Ragged | None]:
+        """See :class:`Extra`."""
+        if not in_env(transform) and find_key(td, self.key) is not None:
+            return {}
+        source = transform.log_probs_full_key
+        found = _stored_by_sampler(td, source)
+        if found is None:
+            raise MissingEntryError(
+                f"SamplerLogProbs({self.key!r}) moves the sampler's log-probs: expected them under {source!r}, found: "
+                f"{describe_entries(td)}. Collect with return_log_probs=True, or leave SamplerLogProbs out."
+            )
+        tokens, mask = located.tokens, located.mask
+        responses = response_mask(td, tokens, transform._interface())
+        values = per_token(td, found, tokens, responses).detach().float()
+        values = values.masked_fill(zeros_of_first_tokens(values, mask, tokens), torch.nan)
+        return {self.key: tokens.like(torch.where(mask, values, 0))}
+
+
+def _stored_by_sampler(td: TensorDictBase, key: NestedKey) -> NestedKey | None:
+    """Where the policy stored its log-probs: the response's, which no transform writes, before those of the whole sequence."""
+    names: list[NestedKey] = [key] if isinstance(key, str) else [(*key[:-1], "response"), key]
+    here = [name for name in names if find_key(td, name) == name]
+    there = [found for name in names if (found := find_key(td, name)) is not None]
+    return next(iter([*here, *there]), None)
+
+
+# ------------------------------------------------------------------ another prompt, another adapter, other keys
+
+
+@dataclass(frozen=True)
+class AfterPrompt(Extra):
+    """Score the response after another prompt, which replaces all before the assistant's first token.
+
+    Args:
+        prompt: a function of the conversation (``History -> History``, or ``(History, row) -> History`` to read other entries
+            of the row), or the entry with the ids of the prompts; see :func:`~torchrl_llm_kl.rollouts.in_context`. What is
+            written keeps the shape and the mask of the data.
+        of: the model of a :class:`~torchrl_llm_kl.RetrieveKL`: the reference after a prompt with the solution, or a policy
+            that is not to see a prompt it was sampled with.
+    """
+
+    prompt: Context
+    of: Of = "policy"
+
+    def __post_init__(self) -> None:
+        check_context(self.prompt)
+
+    def in_keys(self) -> list[NestedKey]:
+        """The entry with the prompts."""
+        return [] if callable(self.prompt) else [self.prompt]
+
+    def place(self, transform: ScoringTransform, td: TensorDictBase, located: Located) -> Located:
+        """See :class:`Extra`."""
+        return in_context(td, located, self.prompt, transform._interface(), transform._options)
+
+
+@dataclass(frozen=True)
+class Adapters(Extra):
+    """Score one model of a :class:`~torchrl_llm_kl.RetrieveKL` with other adapters than the options say.
+
+    ``RetrieveKL(policy, "base", extras=[Adapters("ref", of="reference")])`` compares the policy's active adapter with its
+    adapter ``"ref"``.
+    """
+
+    adapters: bool | str
+    of: Of = "reference"
+
+    @property
+    def asks(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The adapters."""
+        return {"adapters": self.adapters}
+
+
+@dataclass(frozen=True)
+class KLKeys(Extra):
+    """Other entries of a :class:`~torchrl_llm_kl.RetrieveKL`; see :class:`~torchrl_llm_kl.KLComputation`."""
+
+    reward_key: NestedKey = "reward"
+    old_log_probs_key: NestedKey | None = None
+    charged_key: NestedKey | None = None
