@@ -65,6 +65,8 @@ from torchrl_llm_kl.scoring import (
     RememberedModel as RememberedModel,
     SamplerMismatchWarning as SamplerMismatchWarning,
     Sampling as Sampling,
+    ScoreOptions as ScoreOptions,
+    ScoreRequest as ScoreRequest,
     ScoreStore as ScoreStore,
     TokenCritic as TokenCritic,
     prepare_reference as prepare_reference,
@@ -78,12 +80,23 @@ from torchrl_llm_kl.tasks import (
     make_env as make_env,
 )
 from torchrl_llm_kl.transforms import (
+    Adapters as Adapters,
+    AfterPrompt as AfterPrompt,
+    Entropy as Entropy,
+    ExactKL as ExactKL,
+    Extra as Extra,
+    KeptTokens as KeptTokens,
     KLComputation as KLComputation,
+    KLKeys as KLKeys,
     KLRewardTransform as KLRewardTransform,
+    Moments as Moments,
     RecordKept as RecordKept,
     RetrieveKL as RetrieveKL,
     RetrieveLogProb as RetrieveLogProb,
     RetrieveValue as RetrieveValue,
+    RoutedExperts as RoutedExperts,
+    SamplerLogProbs as SamplerLogProbs,
+    TopK as TopK,
 )
 
 __version__: str

@@ -17,7 +17,7 @@ from benchmarks.models import ModelSize, qwen2, wrapper
 from benchmarks.results import Goal, Outcome, Targets
 from benchmarks.roofline import BodyShape, Roofline, matrix_product, needed_multiply_adds
 from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
-from torchrl_llm_kl import RetrieveKL
+from torchrl_llm_kl import RetrieveKL, ScoreOptions
 
 NORMAL = "here, normal mode"
 SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
@@ -36,7 +36,9 @@ def measure(full: MakeBatch, quick: MakeBatch, settings: Settings, *, determinis
     # Without no_grad, torchrl keeps the graphs of both models (it ignores `detach`) and needs twice the memory.
     theirs = torch.no_grad()(TorchRLRetrieveKL(gen, ref, assistant_only=False, add_to_reward=False))
     normal = RetrieveKL(gen, ref, add_to_reward=False)
-    ours = RetrieveKL(gen, ref, add_to_reward=False, deterministic=True) if deterministic else normal
+    ours = (
+        RetrieveKL(gen, ref, add_to_reward=False, options=ScoreOptions(deterministic=True)) if deterministic else normal
+    )
     data = batch.padded(settings.device)
     difference = _check_agreement(theirs(data.copy()), ours(data.copy()), batch, tolerance_of(settings.dtype))
 

@@ -15,6 +15,8 @@ from torchrl_llm_kl import (
     PolicyLoss,
     RetrieveKL,
     RetrieveLogProb,
+    Sampling,
+    ScoreOptions,
     get_estimator,
     get_objective,
     make_algorithm,
@@ -28,8 +30,8 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     make_algorithm("grpo", model, reference=model, group_size=8, clip_high=0.28, kl_loss="k2", std="batch")
     make_algorithm("ppo", model, reference=model, critic=model, objective_args={"clip_range": 0.1})
     make_algorithm(Algorithm("mine", "cispo", {"clip_high": 0.3}, "rloo", kl_reward="k1"), model, reference=model)
-    RetrieveKL(model, model, estimator="k3+", temperature=0.7, scope="full")(batch)
-    RetrieveLogProb(model, detach=False, memory=0)
+    RetrieveKL(model, model, estimator="k3+", scope="full", options=ScoreOptions(Sampling(0.7)))(batch)
+    RetrieveLogProb(model, detach=False, options=ScoreOptions(memory=0))
     KLRewardTransform(model, coef=0.1, reward_placement="broadcast")
     Advantage("grpo", group_size=4, std="batch")
     PolicyLoss(

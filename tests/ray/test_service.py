@@ -15,7 +15,7 @@ from closeness import assert_near
 from load import Client, assert_same, callers, clone, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import SHARED, delayed, model
-from torchrl_llm_kl import LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, Sampling
+from torchrl_llm_kl import AfterPrompt, LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, Sampling, TopK
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import HTTPEngine, RayRetrieveLogProb, ScoringService, ServiceConfigError
@@ -80,14 +80,14 @@ def test_another_prompt_for_a_served_model(shared):
     full = torch.tensor([[7, 8, 11, 12], [5, 6, 13, 14]])
     tokens, hint = {"full": full, "prompt": full[:, :2].clone()}, torch.tensor([[20, 21, 22], [23, 24, 25]])
     data = TensorDict({"tokens": tokens, "hint": hint, "next": {"reward": torch.zeros(2, 1)}}, [2])
-    want = RetrieveLogProb(model(), context="hint", top_k=3)(data.clone())["next"]
+    want = RetrieveLogProb(model(), extras=[TopK(3), AfterPrompt("hint")])(data.clone())["next"]
     assert torch.count_nonzero(want["log_probs", "full"]) == 4
     for transform in (RetrieveLogProb, RayRetrieveLogProb):
         found = transform(shared.model, context="hint", top_k=3)(data.clone())["next"]
         assert torch.equal(found["top_k", "ids"], want["top_k", "ids"])
         for key in (("log_probs", "full"), ("top_k", "log_probs")):  # those of the top k are float32 for any model
             assert_near(found[key].double(), want[key].double(), size=16, dtype=torch.float32)
-    both = RetrieveKL(model(1), shared.model, context="hint")(data.clone())["next"]
+    both = RetrieveKL(model(1), shared.model, extras=[AfterPrompt("hint", of="reference")])(data.clone())["next"]
     assert_near(both["ref_log_probs", "full"], want["log_probs", "full"], size=16, dtype=torch.float32)
 
 

@@ -21,7 +21,7 @@ from countdown.model import as_policy, build_model, build_tokenizer, render_prom
 from countdown.settings import check_positive, read_settings
 from countdown.task import Problem, all_problems, make_env, reward, solved, split_problems
 from project import PROJECT
-from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL
+from torchrl_llm_kl import FixedKLCoefficient, KLKeys, RetrieveKL
 from torchrl_llm_kl.training import load_inputs, loss_entries, read_config
 
 PROBLEMS = all_problems(max_number=9)
@@ -113,7 +113,9 @@ def parts(tokenizer, model):
 def batch(tokenizer, model, parts):
     """Answers of a policy that has moved away from its reference, as the collector delivers them, prepared."""
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
-    env = env.append_transform(RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, charged_key="kl_charged"))
+    env = env.append_transform(
+        RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, extras=[KLKeys(charged_key="kl_charged")])
+    )
     torch.manual_seed(1)
     batch = env.rollout(1, as_policy(model, tokenizer)).reshape(-1)
     return parts.prepare(label(batch, 4))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from difflib import get_close_matches
 from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 

@@ -1,5 +1,8 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
+from torchrl_llm_kl.scoring._bytes import (
+    ProtocolError as ProtocolError,
+)
 from torchrl_llm_kl.service._errors import (
     EngineLost as EngineLost,
     PoisonedRequest as PoisonedRequest,
@@ -9,9 +12,6 @@ from torchrl_llm_kl.service._errors import (
     ServiceOverloaded as ServiceOverloaded,
     ServiceTimeout as ServiceTimeout,
     WeightVersionError as WeightVersionError,
-)
-from torchrl_llm_kl.scoring._bytes import (
-    ProtocolError as ProtocolError,
 )
 from torchrl_llm_kl.service._service import (
     ScoringService as ScoringService,

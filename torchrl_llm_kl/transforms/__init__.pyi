@@ -1,5 +1,18 @@
 """Names of the package: it loads them on first use, type checkers read them here."""
 
+from torchrl_llm_kl.transforms._extras import (
+    Adapters as Adapters,
+    AfterPrompt as AfterPrompt,
+    Entropy as Entropy,
+    ExactKL as ExactKL,
+    Extra as Extra,
+    KeptTokens as KeptTokens,
+    KLKeys as KLKeys,
+    Moments as Moments,
+    RoutedExperts as RoutedExperts,
+    SamplerLogProbs as SamplerLogProbs,
+    TopK as TopK,
+)
 from torchrl_llm_kl.transforms._kl_computation import (
     KLComputation as KLComputation,
 )
@@ -21,4 +34,7 @@ from torchrl_llm_kl.transforms._retrieve_log_prob import (
 # For the layers above, not public:
 from torchrl_llm_kl.transforms._base import (
     RayVariant as RayVariant,
+)
+from torchrl_llm_kl.transforms._extras import (
+    find as find,
 )

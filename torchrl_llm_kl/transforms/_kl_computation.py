@@ -25,10 +25,12 @@ from torchrl_llm_kl.transforms._penalty import LOG_PROB_ADVICE, Estimator, KLPen
 
 _Entry = tuple[str, NestedKey | None, Ragged]
 _DEFAULTS = ModelInterface()
-_OTHER_TOKENS = "only one of them has tokens: RetrieveLogProb(policy, reference=reference) writes both on the same data"
+_OTHER_TOKENS = (
+    "only one of them has tokens: RetrieveLogProb(policy, extras=[ExactKL(reference)]) writes both on the same data"
+)
 _EXACT_KL_ADVICE = (
     "It is infinite where the reference excludes a token that the policy allows; check both models' weights and dtypes. "
-    "RetrieveLogProb(policy, reference=reference) writes this entry."
+    "RetrieveLogProb(policy, extras=[ExactKL(reference)]) writes this entry."
 )
 
 
@@ -48,15 +50,13 @@ class KLComputation(KLPenalty):
         padding_side: the side of the padding, where one entry is padded and the other is nested.
         estimator: a name of :func:`~torchrl_llm_kl.estimators.get_estimator` or a function like those. Default ``"k1"``,
             whose use in the reward has the unbiased gradient of the reverse KL. ``"exact"`` reads the KL over the whole
-            vocabulary from ``exact_kl_key``; the log-probs are then optional (the policy's, if present, must be of the
-            same tokens).
+            vocabulary from the attribute ``exact_kl_key``, ``("exact_kl", "full")``, where :class:`ExactKL`
+            writes it; the log-probs are then optional (the policy's, if present, must be of the same tokens).
         old_log_probs_key: log-probs at sampling time, for estimators that correct for later policy updates; by default the
             policy's, as right after sampling.
         reward_placement: where an outcome reward (one number per sequence) goes. ``"last"``: on the last assistant token,
             so that the token rewards sum to ``outcome - coeff * sum KL``; ``"broadcast"``: on every token, as in torchrl.
         reward_key: default ``"reward"``.
-        exact_kl_key: where ``RetrieveLogProb(policy, reference=reference)`` wrote the exact KL. Only with
-            ``estimator="exact"``, whose default is ``("exact_kl", "full")``.
         charged_key: where to record what was subtracted from each token's reward, ``coeff * KL``. Default None: nowhere.
 
     Every argument is an attribute that may change at any time; keys and specs follow.
@@ -97,7 +97,6 @@ class KLComputation(KLPenalty):
         old_log_probs_key: NestedKey | None = None,
         reward_placement: RewardPlacement = "last",
         reward_key: NestedKey = "reward",
-        exact_kl_key: NestedKey | None = None,
         charged_key: NestedKey | None = None,
     ) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ class KLComputation(KLPenalty):
         self.padding_side: PaddingSide = padding_side  # type: ignore[assignment]  # checked on assignment
         self.reward_placement = reward_placement
         self.estimator = estimator
-        self.exact_kl_key, self.old_log_probs_key = exact_kl_key, old_log_probs_key
+        self.exact_kl_key, self.old_log_probs_key = None, old_log_probs_key
         self.declare()
 
     # ------------------------------------------------------------------ settings

@@ -25,8 +25,9 @@ from torchrl_llm_kl.rollouts import (
     read_result,
     response_mask,
 )
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, Sampling, ScorerSlot, as_sampling, check_replays
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, ScorerSlot, check_replays
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, ServiceBackend, in_env, resolve_factory, to_device
+from torchrl_llm_kl.transforms._extras import Extra, KeptTokens, check_extras, find
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
     Estimator,
@@ -35,7 +36,7 @@ from torchrl_llm_kl.transforms._penalty import (
     place_in,
     resolve_estimator,
 )
-from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform, check_sampling
+from torchrl_llm_kl.transforms._retrieve_log_prob import Job, ScoringTransform, check_options, over_kept
 
 
 def _check_estimator(estimator: Estimator) -> Estimator:
@@ -77,12 +78,11 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
             missing, the ``"response"`` entry beside it is used.
         add_to_reward, padding_side, estimator, reward_placement: see :class:`KLComputation`. ``"exact"`` is impossible: the
             policy is not run here.
-        sampling: in place of ``temperature``, how the policy sampled the tokens, for log-probs of the policy that are of its
-            truncated distribution. The reference is scored at the same temperature, over all tokens or, with
+        options: how the reference is scored; see :class:`RetrieveLogProb`. A truncating ``sampling`` is the policy's, for
+            log-probs of its truncated distribution: the reference is scored at the same temperature, over all tokens or, with
             ``Sampling(reference="kept")``, over those that the sampler recorded.
-        kept_key: parent of the entries in which it recorded them (:class:`~torchrl_llm_kl.RecordKept`). Default ``"kept"``.
-        device, tokenizer, assistant_only, temperature, scope, dtype, memory, deterministic: see :class:`RetrieveLogProb`; of
-            the reference.
+        extras: a :class:`KeptTokens` with the key of that record, if it is not ``"kept"``.
+        device, tokenizer, assistant_only, scope: see :class:`RetrieveLogProb`; of the reference.
         service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
 
     All except ``device``, ``tokenizer`` and ``padding_side`` are attributes that may change at any time.
@@ -112,7 +112,8 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         **KLPenalty.checks,
         "estimator": _check_estimator,
         "ref_model": _check_reference,
-        "sampling": check_sampling,
+        "options": check_options,
+        "extras": check_extras,
     }
 
     def __init__(
@@ -133,16 +134,12 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         service_backend: ServiceBackend | None = None,
         service_backend_options: Mapping[str, Any] | None = None,
         estimator: Estimator = "k1",
-        temperature: float = 1.0,
         reward_placement: RewardPlacement = "last",
         scope: Scope = "turn",
-        dtype: torch.dtype | None = None,
-        memory: int = DEFAULT_MEMORY,
-        deterministic: bool = False,
-        sampling: Sampling | None = None,
-        kept_key: NestedKey = "kept",
+        options: ScoreOptions | None = None,
+        extras: Sequence[Extra] = (),
     ) -> None:
-        temperature = as_sampling(temperature, sampling).temperature
+        options = check_options(options)
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if ref_model is None:
             raise ValueError(
@@ -153,7 +150,9 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         written = _three_keys(read, None if out_keys is None else list(out_keys))
         estimator = _check_estimator(estimator)
         _check_reference(ref_model)
-        if sampling is not None and sampling.truncates and sampling.reference == "kept":
+        if others := [type(extra).__name__ for extra in extras if not isinstance(extra, KeptTokens)]:
+            raise ValueError(f"extras has {others[0]}, which needs the policy: use RetrieveKL, which runs it.")
+        if over_kept(options):
             check_replays(ref_model, what="a reference over what the policy keeps")
         super().__init__()
         self.ref_model = to_device(ref_model, device)
@@ -162,13 +161,13 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         self.coef: Any = coef
         self.estimator, self.reward_placement = estimator, reward_placement
         self.assistant_only, self.scope = assistant_only, scope
-        self.temperature, self.dtype, self.memory, self.deterministic = temperature, dtype, memory, deterministic
-        self.sampling, self.kept_key = sampling, kept_key
+        self.options = options
+        self.extras: Any = extras
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written
         self.declare()
-        self._slot.get(self.ref_model, adapters=self.adapters, **self._settings)  # a model that cannot be scored raises
+        _ = self.scorer  # a model that cannot be scored raises
 
     # ------------------------------------------------------------------ keys and specs
 
@@ -212,8 +211,8 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Score the reference and compare."""
         located = self.locate(td)
-        options = self._over_kept(td, next_td, located)
-        ref = self.scorer.score(located.tokens, located.mask, remember=in_env(self), **options)
+        job = self.job(td, next_td, located)
+        ref = self.scorer.run(job.request, self._of_scorer.but(remember=in_env(self))).log_prob
         gen, known = self._policy_log_probs(td, next_td, located)
         kl = ref.like(self.kl(gen, ref.values, gen, located.mask & known))
         reward_key, kl_key, ref_key = self.out_keys
@@ -223,23 +222,22 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         return outputs
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def _of_scorer(self) -> ScoreOptions:
         """Those of the reference, which samples nothing."""
-        return {name: value for name, value in super()._settings.items() if name != "sampling"}
+        return self.options.but(sampling=self.options.sampling.of_reference)
 
-    def _over_kept(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
-        """The tokens that the policy's sampler recorded, if the reference is compared over these alone."""
-        sampling = self.sampling
-        if sampling is None or not sampling.truncates or sampling.reference == "whole":
-            return {}
-        kept = self.kept(td, next_td, located)
-        if kept is None:
+    def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
+        """What is scored: over the tokens that the policy's sampler recorded, if the reference is compared over these."""
+        if not over_kept(self.options):
+            return Job(located, ScoreRequest.of(located.tokens, located.mask))
+        job = super().job(td, next_td, located)
+        if job.request.kept is None:
             raise MissingEntryError(
-                f'Sampling(reference="kept") compares over the tokens that the sampler kept: expected them below '
-                f"{self.kept_key!r}, found: {describe_entries(td)}. Record them (RecordKept), or take RetrieveKL, which runs "
-                "the policy."
+                'Sampling(reference="kept") compares over the tokens that the sampler kept: expected them below '
+                f"{(find(self.extras, KeptTokens) or KeptTokens()).key!r}, found: {describe_entries(td)}. Record them "
+                "(RecordKept), or take RetrieveKL, which runs the policy."
             )
-        return {"kept": kept}
+        return job
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
         """Log-probs of the policy at the located tokens, 0 at others, and a mask of the known ones; both ``[N]``."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,53 +13,47 @@ from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl._numerics import check_not_a_name
-from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import Context, Located, MissingEntryError, RewardPlacement, Scope, first_difference
+from torchrl_llm_kl.rollouts import Located, MissingEntryError, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import (
-    DEFAULT_MEMORY,
     LogProbScorer,
     SamplerMismatchWarning,
-    Sampling,
+    ScoreOptions,
     Scores,
-    as_sampling,
     check_distributions,
     check_replays,
     log_probs_only,
 )
 from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, StepMixin, resolve_factory
+from torchrl_llm_kl.transforms._extras import (
+    Adapters,
+    AfterPrompt,
+    Extra,
+    KLKeys,
+    RoutedExperts,
+    check_extras,
+    find,
+)
 from torchrl_llm_kl.transforms._kl_computation import KLComputation
 from torchrl_llm_kl.transforms._penalty import Estimator
-from torchrl_llm_kl.transforms._retrieve_log_prob import RetrieveLogProb, check_scored_model, full_key_problem
+from torchrl_llm_kl.transforms._retrieve_log_prob import (
+    Job,
+    RetrieveLogProb,
+    check_options,
+    check_scored_model,
+    full_key_problem,
+    over_kept,
+)
 
 _POLICY, _REFERENCE, _KL = range(3)
 #: Settings of the parts that are also attributes of the composition: name -> (part, its attribute).
 _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
-    **{
-        name: ((_POLICY, name), (_REFERENCE, name))
-        for name in ("adapters", "assistant_only", "deterministic", "dtype", "memory", "scope", "temperature")
-    },
-    **{
-        name: ((_POLICY, name),)
-        for name in ("detach", "entropy_key", "kept_key", "moments_key", "record_routing", "routing_key", "sampling")
-    },
+    **{name: ((_POLICY, name), (_REFERENCE, name)) for name in ("assistant_only", "scope")},
     **{
         name: ((_KL, name),)
-        for name in [
-            "add_to_reward",
-            "charged_key",
-            "coeff",
-            "estimator",
-            "kl_key",
-            "old_log_probs_key",
-            "reward_key",
-            "reward_placement",
-        ]
+        for name in ("add_to_reward", "coeff", "estimator", "kl_key", "reward_placement", *KLKeys.__annotations__)
     },
-    "context": ((_REFERENCE, "context"),),
-    "gen_context": ((_POLICY, "context"),),
-    "ref_routing_key": ((_REFERENCE, "routing_key"),),
-    "sampler_log_probs_key": ((_POLICY, "sampler_log_probs_key"),),
+    "detach": ((_POLICY, "detach"),),
     "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
     "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
 }
@@ -74,37 +69,30 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
             (default): the policy of the collector that runs the env, found at the first step.
-        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled, or with ``ref_adapters``.
+        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled, or with those of
+            ``Adapters("NAME", of="reference")`` among the ``extras``.
 
     Keyword Args:
         gen_model_factory: builds ``gen_model``.
         ref_model_factory: builds ``ref_model``.
+        history_key: where the conversation is, used when the data holds no tokens. Default ``"history"``.
         detach: with False the policy's log-probs have a gradient; the frozen reference's never do. Default True.
         gen_log_probs_full_key: where the policy's log-probs go. Default ``("log_probs", "full")``.
         ref_log_probs_full_key: where the reference's go. Default ``("ref_log_probs", "full")``.
         estimator: see :class:`KLComputation`; ``"exact"`` runs both models side by side and sums over the whole
             vocabulary at each token (both must have the same one).
-        entropy_key, moments_key: where to write the policy's entropy and two more moments of its distribution, if anywhere;
-            see :class:`RetrieveLogProb`.
-        ref_adapters: ``adapters`` of the reference alone: ``RetrieveKL(policy, "base", ref_adapters="ref")`` compares the
-            policy's active adapter with its adapter ``"ref"``. Default None: those of ``adapters``, and none for ``"base"``.
-        context: of the reference alone: score the same response after another prompt, such as one with the solution; see
-            :class:`RetrieveLogProb`. Not with ``estimator="exact"``, whose models read the same tokens.
-        gen_context: of the policy alone, likewise: for a policy that is not to see a prompt it was sampled with.
-        sampler_log_probs_key: where the log-probs that the policy stored when it sampled are moved; see
+        kl_key, add_to_reward, coeff, reward_placement: see :class:`KLComputation`.
+        assistant_only, tokenizer_kwargs, device, tokenizer, padding_side, scope: of both models; see
             :class:`RetrieveLogProb`.
-        routing_key, record_routing: of the policy; see :class:`RetrieveLogProb`. Default ``"routed_experts"``: what a sampler
-            recorded there is replayed.
-        ref_routing_key: the entry with the experts that the reference uses. Default None: it routes by itself.
-        kl_key, add_to_reward, coeff, reward_placement, old_log_probs_key, reward_key, charged_key: see
-            :class:`KLComputation`.
-        assistant_only, history_key, tokenizer_kwargs, device, tokenizer, padding_side: of both models; see
-            :class:`RetrieveLogProb`.
-        adapters, dtype, memory, deterministic, scope, temperature: likewise.
+        options: of both models; see :class:`RetrieveLogProb`. A truncating ``sampling`` is the policy's: the reference is
+            scored at the same temperature, over all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps:
+            both models then run side by side, whatever the estimator. Those of a reference behind a service are sent with each
+            request.
+        extras: of the policy, or of the reference where they say ``of="reference"``; see :class:`RetrieveLogProb`.
+            :class:`Adapters` are those of one model alone, :class:`KLKeys` name other entries of the KL. Experts that a sampler
+            recorded under ``"routed_experts"`` are replayed by the policy, unless a :class:`RoutedExperts` says otherwise;
+            the reference routes by itself.
         service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.
-        sampling, kept_key: of the policy; see :class:`RetrieveLogProb`. The reference is scored at the same temperature, over
-            all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps: both models then run side by
-            side, whatever the estimator. Those of a reference behind a service are sent with each request.
 
     All are attributes that may change at any time, except the models and those fixed in a :class:`RetrieveLogProb`.
 
@@ -153,28 +141,11 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         service_backend_options: Mapping[str, Any] | None = None,
         estimator: Estimator = "k1",
         reward_placement: RewardPlacement = "last",
-        old_log_probs_key: NestedKey | None = None,
-        reward_key: NestedKey = "reward",
-        entropy_key: NestedKey | None = None,
-        moments_key: NestedKey | None = None,
-        adapters: bool | str = True,
-        ref_adapters: bool | str | None = None,
-        dtype: torch.dtype | None = None,
-        memory: int = DEFAULT_MEMORY,
-        deterministic: bool = False,
         scope: Scope = "turn",
-        temperature: float = 1.0,
-        sampling: Sampling | None = None,
-        kept_key: NestedKey = "kept",
-        context: Context | None = None,
-        gen_context: Context | None = None,
-        sampler_log_probs_key: NestedKey | None = None,
-        routing_key: NestedKey | None = "routed_experts",
-        record_routing: bool = False,
-        ref_routing_key: NestedKey | None = None,
-        charged_key: NestedKey | None = None,
+        options: ScoreOptions | None = None,
+        extras: Sequence[Extra] = (),
     ) -> None:
-        temperature = as_sampling(temperature, sampling).temperature
+        options, extras = check_options(options), check_extras(extras)
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if estimator == "exact":
@@ -189,28 +160,25 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             "tokenizer_kwargs": tokenizer_kwargs,
             "tokenizer": tokenizer,
             "padding_side": padding_side,
-            "history_key": history_key,
-            "dtype": dtype,
-            "memory": memory,
-            "deterministic": deterministic,
             "scope": scope,
-            "temperature": temperature,
             "service_backend": "direct",  # the models are behind a service already, if anywhere
         }
-        if estimator == "exact":
-            _check_one_context(gen_context, context, estimator)
-        base = isinstance(ref_model, str)
-        if sampling is not None and sampling.reference == "kept" and sampling.truncates:
+        base, adapters = isinstance(ref_model, str), find([x for x in extras if x.of == "reference"], Adapters)
+        if base and adapters is not None and adapters.adapters is True:
+            raise ValueError(
+                'ref_model="base" with Adapters(True, of="reference") is the policy itself: its KL would be 0 everywhere.'
+            )
+        if over_kept(options):
             check_replays(gen_model, ref_model, what="a reference over what the policy keeps")
+        keys = find(extras, KLKeys) or KLKeys()
         with warnings.catch_warnings():  # the reference samples nothing
             warnings.simplefilter("ignore", SamplerMismatchWarning)
             reference = RetrieveLogProb(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
-                context=context,
-                routing_key=ref_routing_key,
-                adapters=_ref_adapters(adapters, ref_adapters, base),
                 device=None if base and isinstance(gen_model, str) else device,
+                options=_of_reference(options, base=base),
+                extras=_of(extras, "reference"),
                 **shared,
             )
         reference._compared = True
@@ -218,17 +186,10 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             RetrieveLogProb(
                 gen_model,
                 log_probs_full_key=gen_log_probs_full_key,
-                entropy_key=entropy_key,
-                moments_key=moments_key,
-                context=gen_context,
-                sampler_log_probs_key=sampler_log_probs_key,
                 detach=detach,
-                adapters=adapters,
                 device=None if isinstance(gen_model, str) else device,
-                sampling=sampling,
-                kept_key=kept_key,
-                routing_key=routing_key,
-                record_routing=record_routing,
+                options=options,
+                extras=_of(extras, "policy"),
                 **shared,
             ),
             reference,
@@ -241,14 +202,40 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 padding_side=padding_side,
                 estimator=estimator,
                 reward_placement=reward_placement,
-                old_log_probs_key=old_log_probs_key,
-                reward_key=reward_key,
-                charged_key=charged_key,
+                **vars(keys),
             ),
         )
-        self._ref_adapters_are_own = base or ref_adapters is not None
+        for part in self[:_KL]:
+            part.read_conversation(history_key)
+        self._base, self._given = base, (options, extras)
+        if self.side_by_side:
+            self._check_one_prompt()
 
     # ------------------------------------------------------------------ settings
+
+    @property
+    def options(self) -> ScoreOptions:
+        """How both models score; it may be set."""
+        return self._given[0]
+
+    @options.setter
+    def options(self, options: ScoreOptions) -> None:
+        self[_REFERENCE].options = _of_reference(check_options(options), base=self._base)
+        self[_POLICY].options = options
+        self._given = options, self.extras
+
+    @property
+    def extras(self) -> tuple[Extra, ...]:
+        """What else is scored, read or written; it may be set."""
+        return self._given[1]
+
+    @extras.setter
+    def extras(self, extras: Sequence[Extra]) -> None:
+        found = check_extras(extras)
+        self[_POLICY].extras, self[_REFERENCE].extras = _of(found, "policy"), _of(found, "reference")
+        for name, value in vars(find(found, KLKeys) or KLKeys()).items():
+            setattr(self[_KL], name, value)
+        self._given = self.options, found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _SETTINGS:
@@ -256,11 +243,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         if name == "estimator" and value == "exact":
             check_distributions(*(getattr(self[part], "model", None) for part in (_POLICY, _REFERENCE)))
         for part, attribute in _SETTINGS.get(name, ()):
-            stays_off = name == "adapters" and part == _REFERENCE and self._ref_adapters_are_own
-            if not stays_off:
-                setattr(self[part], attribute, value)
-        if name == "sampling" and value is not None:
-            self[_REFERENCE].temperature = value.temperature
+            setattr(self[part], attribute, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
@@ -289,11 +272,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     @property
     def side_by_side(self) -> bool:
         """Whether the reference is scored together with the policy: for an exact KL, or over what the policy keeps."""
-        return self.estimator == "exact" or self._over_kept
-
-    @property
-    def _over_kept(self) -> bool:
-        return self.sampling is not None and self.sampling.truncates and self.sampling.reference == "kept"
+        return self.estimator == "exact" or over_kept(self.options)
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Locate once, score twice, compare."""
@@ -301,58 +280,78 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         located = gen.locate(td)
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
-        kept, routing = gen.kept(td, next_td, located), gen.routing(td, next_td, located)
-        ref_routing = ref.routing(td, next_td, located)
         if self.side_by_side:
-            _check_one_context(gen.context, ref.context, kl.estimator)
+            self._check_one_prompt()
+        job, ref_job = gen.job(td, next_td, located), ref.job(td, next_td, located)
         if kl.estimator == "exact":
-            scores = gen.evaluate(gen.in_context(td, located), ref.scorer, kept, routing, ref_routing)
+            scores = gen.evaluate(_paired(job, ref_job), reference=ref.scorer)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
         else:
-            if self._over_kept:
-                scores, ref_log_prob = _over_kept(gen, ref, gen.in_context(td, located), kept, routing, ref_routing)
+            if over_kept(self.options):
+                scores, ref_log_prob = _over_kept(gen, ref, job, ref_job)
             else:
-                finish = ref.begin(ref.in_context(td, located), None, ref_routing)  # a remote one runs meanwhile
-                scores = gen.evaluate(gen.in_context(td, located), None, kept, routing)
+                finish = ref.begin(ref_job)  # a remote one runs meanwhile
+                scores = gen.evaluate(job)
                 ref_log_prob = finish().log_prob
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
-        outputs |= kl.charged(next_td, penalty, located.mask)
-        return outputs | gen.requested(scores) | gen.of_sampler(td, located)
+        return outputs | kl.charged(next_td, penalty, located.mask) | gen.written(td, located, scores)
+
+    def _check_one_prompt(self) -> None:
+        gen, ref = (find(part.extras, AfterPrompt) for part in self[:_KL])
+        prompts = [None if each is None else each.prompt for each in (gen, ref)]
+        if prompts[0] == prompts[1]:
+            return
+        exact = self.estimator == "exact"
+        what = "estimator='exact'" if exact else "Sampling(reference='kept')"
+        advice = (
+            "Use an estimator of log-probs such as 'k1', or the teacher's most probable tokens: RetrieveLogProb(teacher, "
+            "extras=[AfterPrompt(...), TopK(64)])."
+            if exact
+            else "Use Sampling(reference='whole')."
+        )
+        raise ValueError(
+            f"{what} runs both models side by side on the same tokens, and their prompts differ: {prompts[0]!r} of the policy, "
+            f"{prompts[1]!r} of the reference. {advice}"
+        )
 
 
-def _over_kept(
-    gen: RetrieveLogProb,
-    ref: RetrieveLogProb,
-    located: Located,
-    kept: Kept | None,
-    routing: Tensor | None,
-    ref_routing: Tensor | None,
-) -> tuple[Scores, Ragged | None]:
+def _of(extras: Sequence[Extra], model: str) -> list[Extra]:
+    """The extras of one model."""
+    found = [extra for extra in extras if extra.of == model and not isinstance(extra, KLKeys)]
+    return found if model == "reference" or find(found, RoutedExperts) else [*found, RoutedExperts()]
+
+
+def _of_reference(options: ScoreOptions, *, base: bool) -> ScoreOptions:
+    """How the reference scores: at the temperature, over all tokens."""
+    found = options.but(sampling=options.sampling.of_reference)
+    return found.but(adapters=False) if base else found
+
+
+def _paired(job: Job, ref_job: Job) -> Job:
+    """The policy's job, with the routing of the reference."""
+    return job._replace(request=replace(job.request, ref_routing=ref_job.request.routing))
+
+
+def _over_kept(gen: RetrieveLogProb, ref: RetrieveLogProb, job: Job, ref_job: Job) -> tuple[Scores, Ragged | None]:
     """The policy's scores, and the reference's log-probs over the tokens that the policy keeps."""
     if not any(log_probs_only(part._scored_model()) for part in (gen, ref)):
-        scores = gen.evaluate(located, ref.scorer, kept, routing, ref_routing)
+        scores = gen.evaluate(_paired(job, ref_job), reference=ref.scorer)
         return scores, scores.ref_log_prob
+    kept = job.request.kept
     if kept is not None:
-        finish = ref.begin(located, kept, ref_routing)
-        return gen.evaluate(located, None, kept, routing), finish().log_prob
+        finish = ref.begin(ref_job._replace(request=replace(ref_job.request, kept=kept)))
+        return gen.evaluate(job), finish().log_prob
     if not isinstance(gen.scorer, LogProbScorer):
         raise MissingEntryError(
-            f'Sampling(reference="kept") with a policy in another process needs the tokens that the sampler kept: expected '
-            f"them below {gen.kept_key!r}. Record them (RecordKept), or score the policy in this process."
+            'Sampling(reference="kept") with a policy in another process needs the tokens that the sampler kept: expected '
+            "them under 'kept', or the key of KeptTokens. Record them (RecordKept), or score the policy in this process."
         )
-    scores = gen.evaluate(located, None, None, routing, return_kept=True)
-    return scores, ref.begin(located, scores.kept, ref_routing)().log_prob
+    scores = gen.evaluate(job, return_kept=True)  # whose record is of the tokens in the context: both have one prompt
+    return scores, ref.begin(ref_job._replace(request=replace(ref_job.request, kept=scores.kept)))().log_prob
 
 
 # ------------------------------------------------------------------ checks
-
-
-def _ref_adapters(adapters: bool | str, ref_adapters: bool | str | None, base: bool) -> bool | str:
-    """Adapters that the reference is scored with."""
-    if base and ref_adapters is True:
-        raise ValueError('ref_model="base" with ref_adapters=True is the policy itself: its KL would be 0 everywhere.')
-    return (adapters if not base else False) if ref_adapters is None else ref_adapters
 
 
 def _check_models(gen_model: Any, ref_model: Any) -> None:
@@ -389,22 +388,6 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
     if len(known) == 2 and gen_key == ref_key:
         raise ValueError(
             "The generation and reference models must have different `log_prob_key` values to use the `RetrieveKL` transform."
-        )
-
-
-def _check_one_context(gen: Context | None, ref: Context | None, estimator: Any) -> None:
-    if gen != ref:
-        exact = estimator == "exact"
-        what = "estimator='exact'" if exact else "Sampling(reference='kept')"
-        advice = (
-            "Use an estimator of log-probs such as 'k1', or the teacher's most probable tokens: RetrieveLogProb(teacher, "
-            "context=..., top_k=64)."
-            if exact
-            else "Use Sampling(reference='whole')."
-        )
-        raise ValueError(
-            f"{what} runs both models side by side on the same tokens, and their contexts differ: gen_context={gen!r}, "
-            f"context={ref!r}. {advice}"
         )
 
 

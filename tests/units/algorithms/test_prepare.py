@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_llm_kl import RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import Moments, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
 from toy_tasks import TabularCritic, TabularPolicy, chain
 from toy_training import total
@@ -244,7 +244,7 @@ def test_the_kl_in_the_reward_is_that_of_the_policy_that_sampled() -> None:
 def test_stored_log_probs_stay_where_moments_or_an_exact_kl_are_scored() -> None:
     """The advantage reads moments of the policy, the KL is of the models; the log-probs are the sampler's."""
     reference, of_reference = references()
-    of_now = RetrieveLogProb(moved(), log_probs_full_key=("log_probs", "full"), moments_key="moments")(rollouts())
+    of_now = RetrieveLogProb(moved(), log_probs_full_key=("log_probs", "full"), extras=[Moments()])(rollouts())
     for given in ({}, {"reference": reference, "use_reference": True}):
         data, stored = sampled()
         batch = make_algorithm("optimal_token_baseline", moved(), group_key="query", **given).prepare(data)

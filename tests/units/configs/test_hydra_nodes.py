@@ -33,6 +33,7 @@ from torchrl_llm_kl import (
     RetrieveKL,
     RetrieveLogProb,
     Sampling,
+    ScoreOptions,
 )
 from torchrl_llm_kl.configs import NODES
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
@@ -115,7 +116,7 @@ def test_retrieve_kl(lab: Lab) -> None:
     assert isinstance(transform.coeff, PIKLCoefficient)
     assert (transform.coeff.target, float(transform.coeff())) == (0.5, 0.25)
     keys = {"kl_key": ("kl", "here"), "gen_log_probs_full_key": ("mine", "full")}
-    expected = RetrieveKL(lab.gen, lab.ref, coeff=0.25, estimator="k3", temperature=0.5, **keys)
+    expected = RetrieveKL(lab.gen, lab.ref, coeff=0.25, estimator="k3", options=ScoreOptions(Sampling(0.5)), **keys)
     written = [("next", "mine", "full"), ("next", "ref_log_probs", "full"), ("next", "kl", "here"), ("next", "reward")]
     same(transform(lab.data), expected(lab.data), *written)
 

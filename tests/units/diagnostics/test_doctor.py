@@ -28,7 +28,7 @@ from seeded import (
     sample,
     stale_by,
 )
-from torchrl_llm_kl import Doctor, LogProbScorer, RetrieveLogProb, diagnose
+from torchrl_llm_kl import Doctor, Entropy, LogProbScorer, RetrieveLogProb, SamplerLogProbs, diagnose
 from torchrl_llm_kl.diagnostics import DiagnosisWarning, RunMonitor, read_columns
 
 FULL = torch.arange(3, 63).reshape(6, 10)
@@ -242,9 +242,7 @@ def test_adapters_off_are_a_reference_of_their_own() -> None:
 def test_nothing_is_scored_that_the_batch_holds_and_the_rest_once() -> None:
     model, rollout = clean("gpt2", 0)
     td = rollout.batch(slice(16))
-    td = RetrieveLogProb(model, entropy_key="entropy", sampler_log_probs_key=("sampler_log_probs", "full"))(
-        td.set("next", td["next"])
-    )
+    td = RetrieveLogProb(model, extras=[Entropy(), SamplerLogProbs()])(td.set("next", td["next"]))
     model.forward = None  # type: ignore[assignment]
     try:
         diagnosis = diagnose(td, policy=model)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from closeness import assert_near, needs_equal_rows
 from head_reference import Sizes, collapse, gkd_of
 from policy_batches import LENGTHS, PROMPT, batch, gradients
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, make_algorithm
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, TopK, make_algorithm
 from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossTerm, distill, get_objective
 from toy_models import VOCAB_SIZE, tiny_model
 
@@ -92,15 +92,15 @@ def test_in_float64(student: nn.Module, teacher: nn.Module, k: int | None, beta:
 def test_what_the_transform_wrote(model: nn.Module, reference: nn.Module, layout: str, beta: float) -> None:
     """Float32, any layout: with every token listed, value and gradients of the exact divergence."""
     exact = distilled(model, data(layout), beta=beta, distribution="exact", reference=reference)
-    out = distilled(model, RetrieveLogProb(reference, top_k=V)(data(layout)), beta=beta)
+    out = distilled(model, RetrieveLogProb(reference, extras=[TopK(V)])(data(layout)), beta=beta)
     assert_near(out, exact, terms=V)
     assert_near(gradients(out, model), gradients(exact, model), terms=64 * 64, size=1)
-    assert distilled(model, RetrieveLogProb(reference, top_k=3)(data(layout)), beta=beta) < out
+    assert distilled(model, RetrieveLogProb(reference, extras=[TopK(3)])(data(layout)), beta=beta) < out
 
 
 @pytest.mark.parametrize("given", [{"temperature": 0.6}, {"sampling": Sampling(0.6)}], ids=["temperature", "sampling"])
 def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.Module, given: dict[str, Any]) -> None:
-    out = distilled(student, RetrieveLogProb(teacher, top_k=V, **given)(data()), beta=0.3, **given)
+    out = distilled(student, RetrieveLogProb(teacher, extras=[TopK(V)], **given)(data()), beta=0.3, **given)
     want = gkd_of(distributions(student, 0.6), distributions(teacher, 0.6).detach(), 0.3).mean()
     assert_close(out, want, **LOOSE)  # entries are float32
 
@@ -131,7 +131,7 @@ def test_no_tensor_over_the_vocabulary() -> None:
     """Forward and backward of the head at 15 positions of a vocabulary of 50,000; a head's own gradient is the largest."""
     small: dict[str, Any] = {"vocab_size": 50_000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     student, teacher = (tiny_model(seed=seed, **small) for seed in (0, 1))
-    td, loss = RetrieveLogProb(teacher, top_k=8)(data()), PolicyLoss(student, "distill")
+    td, loss = RetrieveLogProb(teacher, extras=[TopK(8)])(data()), PolicyLoss(student, "distill")
     with Sizes() as sizes, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loss(td)["loss_objective"].backward()

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from closeness import assert_near, needs_equal_rows
 from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, ScoreOptions, make_algorithm
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Scores, read
@@ -322,13 +322,15 @@ def test_the_first_ratio_of_a_step_is_1_and_the_kl_of_a_copy_0_in_any_split(mode
     assert isinstance(parts.kl_transform, (RetrieveKL, RetrieveLogProb))
     assert parts.loss.scorer.deterministic
     batch = parts.prepare(batch_of(rows))
-    old = RetrieveLogProb(parts.loss.actor_network, deterministic=True)(batch_of(rows))["next", "log_probs", "full"]
+    old = RetrieveLogProb(parts.loss.actor_network, options=ScoreOptions(deterministic=True))(batch_of(rows))[
+        "next", "log_probs", "full"
+    ]
     for i, row in list(enumerate(rows))[::3]:
         current = parts.loss.scorer.score([row], torch.arange(len(row)) >= PROMPT, grad=True).values
         assert torch.equal(current.detach(), old[i, : len(row)])
     assert torch.isfinite(parts.loss(batch[2:4]).total_loss)
     for estimator in ("k3", "exact"):
-        kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, deterministic=True)
+        kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, options=ScoreOptions(deterministic=True))
         split = [kl(batch_of(rows[i : i + 3]))["next"] for i in range(0, 8, 3)]
         assert not any(part["kl_penalty"].any() for part in split)
         found = [row for part in split for row in part["log_probs", "full"].unbind(0)]
@@ -336,7 +338,7 @@ def test_the_first_ratio_of_a_step_is_1_and_the_kl_of_a_copy_0_in_any_split(mode
 
 
 def test_settings_reach_every_scorer(model: nn.Module) -> None:
-    kl = RetrieveKL(model, model, deterministic=True)
+    kl = RetrieveKL(model, model, options=ScoreOptions(deterministic=True))
     assert [kl.deterministic, kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [True] * 3
     kl.deterministic = False
     assert [kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [False] * 2

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import Adapters, LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.scoring import ReferenceUpdater, prepare_reference
 from toy_models import FORWARD, tiny_model
 from toy_rollouts import plain_log_probs
@@ -447,7 +447,7 @@ def test_a_policy_against_its_own_named_adapter() -> None:
     model, alone = with_two_adapters()
     data = TensorDict(tokens=TensorDict(prompt=IDS[None, :2], full=IDS[None], batch_size=[1]), batch_size=[1])
     data["next"] = TensorDict(reward=torch.ones(1, 1), batch_size=[1])
-    transform = RetrieveKL(model, "base", ref_adapters="ref")
+    transform = RetrieveKL(model, "base", extras=[Adapters("ref", of="reference")])
     found = transform(data.clone())
     assert_near(found["next", "log_probs", "full"][0, 2:], plain_log_probs(model, IDS)[2:], **FORWARD)
     options = {"reference": LogProbScorer(model, adapters="ref"), "group_size": 2}
@@ -457,4 +457,4 @@ def test_a_policy_against_its_own_named_adapter() -> None:
     transform.adapters = False
     assert [part.adapters for part in transform.transforms[:2]] == [False, "ref"]
     with pytest.raises(ValueError, match="ref_adapters=True is the policy itself"):
-        RetrieveKL(model, "base", ref_adapters=True)
+        RetrieveKL(model, "base", extras=[Adapters(True, of="reference")])

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, T
 
 from closeness import assert_near, needs_equal_rows
 from scoring_reference import FullLogits, ids, random_mask, random_sequences
-from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb
+from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb, ScoreOptions
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
@@ -338,7 +338,7 @@ def test_settings_in_other_forms():
     model = tiny_model()
     for settings in ({"temperature": None}, {"sampling": Sampling(None, top_k=-1, top_p=None, min_p=None)}):
         assert LogProbScorer(model, **settings).sampling == Sampling()
-    transform = RetrieveLogProb(model, temperature=None)
+    transform = RetrieveLogProb(model, options=ScoreOptions(Sampling(None)))
     assert transform.temperature == 1.0
     transform.temperature = 0.5
     transform.temperature = None

@@ -15,7 +15,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
-from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import ExactKL, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
 from torchrl_llm_kl.scoring import (
@@ -204,7 +204,7 @@ NAME = "Qwen/Qwen2-0.5B"
         (lambda name: make_algorithm("grpo", name), "actor must be a model,"),
         (lambda x: make_algorithm("grpo", tiny_model(), reference=x), "reference must be a model or 'base' or 'data',"),
         (RetrieveLogProb, "model must be a model or 'from_collector',"),
-        (lambda name: RetrieveLogProb(tiny_model(), reference=name), "reference must be a model,"),
+        (lambda name: RetrieveLogProb(tiny_model(), extras=[ExactKL(name)]), "reference must be a model,"),
         (lambda name: RetrieveKL(name, tiny_model()), "gen_model must be a model or 'from_collector',"),
         (lambda name: RetrieveKL(tiny_model(), name), "ref_model must be a model or 'base',"),
         (KLRewardTransform, "ref_model must be a model,"),

@@ -11,7 +11,16 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from remote_models import model
-from torchrl_llm_kl import KLRewardTransform, LogProbScorer, PolicyLoss, Ragged, RememberedModel, RetrieveKL, Sampling
+from torchrl_llm_kl import (
+    KLRewardTransform,
+    LogProbScorer,
+    PolicyLoss,
+    Ragged,
+    RememberedModel,
+    RetrieveKL,
+    Sampling,
+    ScoreOptions,
+)
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import write_kept
@@ -308,8 +317,8 @@ def test_a_reward_transform_with_a_record(loop):
     reference = model(1).double()
     there = loop.serve(reference)
     for sampling in (WHOLE, KEPT):
-        found = KLRewardTransform(there, coef=0.3, sampling=sampling)(data())
-        want = KLRewardTransform(reference, coef=0.3, sampling=sampling)(data())
+        found = KLRewardTransform(there, coef=0.3, options=ScoreOptions(sampling))(data())
+        want = KLRewardTransform(reference, coef=0.3, options=ScoreOptions(sampling))(data())
         assert_equal(found, want, "ref_log_probs", "kl_penalty", "reward")
         full = data()["tokens", "full"]
         if sampling is WHOLE:
@@ -319,9 +328,13 @@ def test_a_reward_transform_with_a_record(loop):
             exact = by_hand(reference, list(full), record_of(list(full)), 0.8)[0].view(3, 10)[:, 4:]
         assert_near(found["next", "ref_log_probs"][:, 4:, 0].double(), exact, size=16, dtype=torch.float32)
     with pytest.raises(KeyError, match="compares over the tokens that the sampler kept: expected them below 'kept'"):
-        KLRewardTransform(there, sampling=KEPT)(data(recorded=False))
-    without = KLRewardTransform(there, sampling=WHOLE)(data(recorded=False))
-    assert_equal(without, KLRewardTransform(reference, temperature=0.8)(data(recorded=False)), "ref_log_probs")
+        KLRewardTransform(there, options=ScoreOptions(KEPT))(data(recorded=False))
+    without = KLRewardTransform(there, options=ScoreOptions(WHOLE))(data(recorded=False))
+    assert_equal(
+        without,
+        KLRewardTransform(reference, options=ScoreOptions(Sampling(0.8)))(data(recorded=False)),
+        "ref_log_probs",
+    )
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "found"])

@@ -11,6 +11,8 @@ from torchrl.envs.llm.transforms import kl as torchrl_kl
 
 from remote_models import model
 from torchrl_llm_kl import (
+    Entropy,
+    ExactKL,
     KLComputation,
     KLRewardTransform,
     LogProbScorer,
@@ -121,7 +123,7 @@ def test_an_exact_kl_is_refused_at_construction(make, message):
             message,
             lambda pair=(policy, reference): RetrieveKL(*pair, estimator="exact"),
             lambda policy=policy, reference=reference: RetrieveLogProb(
-                policy, reference=reference, log_probs_full_key=("log_probs", "full")
+                policy, log_probs_full_key=("log_probs", "full"), extras=[ExactKL(reference)]
             ),
         )
 
@@ -141,7 +143,7 @@ def test_what_needs_the_model_here_is_refused_at_construction():
     remote = service().make_scorer()
     refused(
         "the entropy needs whole distributions, and Engine, of another backend",
-        lambda: RetrieveLogProb(Engine(), entropy_key="entropy"),
+        lambda: RetrieveLogProb(Engine(), extras=[Entropy()]),
     )
     refused(
         "RemoteModel returns log-probs only", lambda: LogProbScorer(tiny_model()).evaluate([[3, 4]], reference=remote)

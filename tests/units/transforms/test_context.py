@@ -18,7 +18,16 @@ from torchrl.modules.llm.policies import ChatHistory
 
 from closeness import assert_near
 from layouts import LAYOUTS, PROMPTS, RESPONSES, at_responses, tokens
-from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, Sampling, make_algorithm
+from torchrl_llm_kl import (
+    AfterPrompt,
+    Entropy,
+    RetrieveKL,
+    RetrieveLogProb,
+    Sampling,
+    ScoreOptions,
+    TopK,
+    make_algorithm,
+)
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.masks import history_to_messages, render_conversation
 from torchrl_llm_kl.rollouts import InContext, in_context, locate
@@ -66,7 +75,7 @@ def after(model: nn.Module, prompts: list[list[int]] = CONTEXTS) -> list[Tensor]
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ids_of_other_prompts_in_every_layout(layout: str) -> None:
     model = wide()
-    found = at_responses(RetrieveLogProb(model, context=HINT_IDS)(rollout(layout)), FULL)
+    found = at_responses(RetrieveLogProb(model, extras=[AfterPrompt(HINT_IDS)])(rollout(layout)), FULL)
     assert_close(found, after(model), **EXACTLY)
     plain = at_responses(RetrieveLogProb(model)(rollout(layout)), FULL)
     assert (torch.cat(found) - torch.cat(plain)).abs().min() > 1e-3  # the prompt matters
@@ -77,7 +86,7 @@ def test_several_batch_dimensions_and_next() -> None:
     full, hints = torch.arange(3, 15).reshape(2, 2, 3), torch.arange(30, 38).reshape(2, 2, 2)
     data = TensorDict({"tokens": {"full": full, "prompt": full[..., :1].clone()}, "next": {"hint": hints}}, [2, 2])
     model = wide()
-    found = RetrieveLogProb(model, context="hint")(data)["next", "log_probs", "full"]
+    found = RetrieveLogProb(model, extras=[AfterPrompt("hint")])(data)["next", "log_probs", "full"]
     rows = zip(hints.reshape(4, 2).tolist(), full.reshape(4, 3)[:, 1:].tolist(), strict=True)
     expected = torch.stack([log_probs_after(model, *row).detach() for row in rows])
     assert_close(found[..., 1:], expected.reshape(2, 2, 2), **EXACTLY)
@@ -85,7 +94,7 @@ def test_several_batch_dimensions_and_next() -> None:
 
 def test_gradients_are_those_of_the_sequences_built_by_hand() -> None:
     model = wide()
-    found = RetrieveLogProb(model, context=HINT_IDS, detach=False)(rollout("padded"))
+    found = RetrieveLogProb(model, detach=False, extras=[AfterPrompt(HINT_IDS)])(rollout("padded"))
     weight = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).double()
     rows = enumerate(zip(CONTEXTS, RESPONSES, strict=True))
     want = sum((log_probs_after(model, *row) * weight[i, 3 : 3 + len(row[1])]).sum() for i, row in rows)
@@ -96,7 +105,7 @@ def test_gradients_are_those_of_the_sequences_built_by_hand() -> None:
 def test_other_scores_follow() -> None:
     """Entropy and top k by hand, at the places of the response in the data."""
     model = wide()
-    found = RetrieveLogProb(model, context=HINT_IDS, entropy_key="entropy", top_k=3)(rollout("padded"))
+    found = RetrieveLogProb(model, extras=[Entropy(), TopK(3), AfterPrompt(HINT_IDS)])(rollout("padded"))
     log_p = [distributions(model, *row).detach() for row in zip(CONTEXTS, RESPONSES, strict=True)]
     entropies = [-(row.exp() * row).sum(-1) for row in log_p]
     assert_close(at_responses(found, "entropy"), entropies, atol=1e-5, rtol=0)
@@ -107,7 +116,7 @@ def test_a_row_without_a_response() -> None:
     full = torch.tensor([[3, 4, 5], [6, 7, 8]])
     data = TensorDict({"tokens": {"full": full, "prompt": full[:, :2].clone()}, "hint": torch.tensor([[9], [10]])}, [2])
     data["masks", "all_attention_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-    found = RetrieveLogProb(model := wide(), context="hint")(data)[FULL]
+    found = RetrieveLogProb(model := wide(), extras=[AfterPrompt("hint")])(data)[FULL]
     assert_close(found[0, 2:], log_probs_after(model, [9], [5]).detach(), **EXACTLY)
     assert not found[1].any()
 
@@ -148,7 +157,7 @@ def hinted(tokenizer: Any, question: str, hint: str = HINT) -> list[int]:
 def test_another_system_message_in_an_env(lab: Any, padded: bool, scope: Any, function: Any) -> None:
     """From the first answer on, each turn has the tokens that were sampled; only what comes before is replaced."""
     model, tokenizer = make_model(lab.tokenizer, seed=1), lab.tokenizer
-    transform = RetrieveLogProb(model, tokenizer=tokenizer, context=function, scope=scope)
+    transform = RetrieveLogProb(model, tokenizer=tokenizer, scope=scope, extras=[AfterPrompt(function)])
     header = tokenizer.encode("<|im_start|>assistant\n")
     for step in steps(lab.collect(transform, pad_output=padded, turns=3)):
         real, query = step["masks", "all_attention_mask"], step["query"]
@@ -174,7 +183,9 @@ def test_all_turns_of_a_conversation(tokenizer: Any) -> None:
     row = TensorDict({("tokens", "full"): ids, ("masks", "all_assistant_mask"): mask})
     row["history"] = ChatHistory(full=History.from_chats([chat])[0])
     model = make_model(tokenizer, seed=1).double()
-    found = RetrieveLogProb(model, tokenizer=tokenizer, context=with_hint, scope="full")(lazy_stack([row]))[0][FULL]
+    found = RetrieveLogProb(model, tokenizer=tokenizer, scope="full", extras=[AfterPrompt(with_hint)])(
+        lazy_stack([row])
+    )[0][FULL]
     first = int(mask.nonzero()[0])
     expected = log_probs_after(model, hinted(tokenizer, "one?"), ids[first:].tolist()).detach()
     assert int(mask.sum()) == len("two") + len("four!") + 2  # bytes, and the end token of each turn
@@ -216,7 +227,7 @@ BOTH: dict[str, Any] = {"context": HINT_IDS, "gen_context": HINT_IDS}
 def test_the_reference_alone_sees_the_context() -> None:
     policy, reference, data = wide(), wide(1), rollout("padded")
     data["next"] = TensorDict(reward=torch.ones(3, 1), batch_size=[3])
-    found = RetrieveKL(policy, reference, context=HINT_IDS, coeff=0.5)(data)["next"]
+    found = RetrieveKL(policy, reference, coeff=0.5, extras=[AfterPrompt(HINT_IDS, of="reference")])(data)["next"]
     gen, ref = after(policy, PROMPTS), after(reference)
     kl = [p - q for p, q in zip(gen, ref, strict=True)]
     for key, want in ((FULL, gen), (REF, ref), ("kl_penalty", kl)):
@@ -227,11 +238,11 @@ def test_the_reference_alone_sees_the_context() -> None:
 
 def test_a_context_of_the_policy_and_settings_that_change() -> None:
     model = wide()
-    transform = RetrieveKL(model, model, context=HINT_IDS, gen_context=HINT_IDS)
+    transform = RetrieveKL(model, model, extras=[AfterPrompt(HINT_IDS, of="reference"), AfterPrompt(HINT_IDS)])
     assert not transform(rollout("padded"))["kl_penalty"].any()  # self-distillation from the same context
     transform.context = None
     found = transform(rollout("padded"))
-    expected = RetrieveKL(model, model, context=HINT_IDS)(rollout("padded"))
+    expected = RetrieveKL(model, model, extras=[AfterPrompt(HINT_IDS, of="reference")])(rollout("padded"))
     assert found["kl_penalty"].any()
     assert_close(found["kl_penalty"], -expected["kl_penalty"], **EXACTLY)
     assert (transform.context, transform.gen_context) == (None, HINT_IDS)
@@ -249,11 +260,16 @@ def test_an_exact_kl_needs_one_context() -> None:
     assert_close(at_responses(found, "kl_penalty"), kl, atol=1e-5, rtol=0)
     message = r"estimator='exact' runs both .* contexts differ: gen_context=None, context=\('hint', 'ids'\)"
     with pytest.raises(ValueError, match=message):
-        RetrieveKL(model, reference, estimator="exact", context=HINT_IDS)
-    transform = RetrieveKL(model, reference, context=HINT_IDS, sampling=Sampling(top_k=3, reference="kept"))
+        RetrieveKL(model, reference, estimator="exact", extras=[AfterPrompt(HINT_IDS, of="reference")])
+    transform = RetrieveKL(
+        model,
+        reference,
+        options=ScoreOptions(Sampling(top_k=3, reference="kept")),
+        extras=[AfterPrompt(HINT_IDS, of="reference")],
+    )
     with pytest.raises(ValueError, match=r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"):
         transform(rollout("padded"))
-    transform = RetrieveKL(model, reference, context=HINT_IDS)
+    transform = RetrieveKL(model, reference, extras=[AfterPrompt(HINT_IDS, of="reference")])
     transform.estimator = "exact"
     with pytest.raises(ValueError, match=message):
         transform(rollout("padded"))
@@ -284,7 +300,10 @@ def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
     policy, reference = wide(), wide(1)
     kept_by_both: Any = {**BOTH, "sampling": Sampling(top_k=3, reference="kept")}
     for transform, models in (
-        (RetrieveLogProb(policy, context=HINT_IDS, sampling=Sampling(top_k=3)), {FULL: policy}),
+        (
+            RetrieveLogProb(policy, options=ScoreOptions(Sampling(top_k=3)), extras=[AfterPrompt(HINT_IDS)]),
+            {FULL: policy},
+        ),
         (RetrieveKL(policy, reference, **kept_by_both), {FULL: policy, REF: reference}),
         (RetrieveKL(policy, reference, estimator="exact", **kept_by_both), {FULL: policy, REF: reference}),
     ):
@@ -297,7 +316,7 @@ def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
 
 def test_scores_over_what_a_sampler_keeps_return_to_the_tokens_of_the_data() -> None:
     model, data = wide(), rollout("padded")
-    transform = RetrieveLogProb(model, context=HINT_IDS, sampling=Sampling(min_p=1e-9))
+    transform = RetrieveLogProb(model, options=ScoreOptions(Sampling(min_p=1e-9)), extras=[AfterPrompt(HINT_IDS)])
     located = transform.locate(data)
     scores = transform.evaluate(transform.in_context(data, located), return_kept=True)
     assert torch.equal(scores.kept.offsets.diff() > 0, located.mask)
@@ -336,7 +355,7 @@ def changed(at: int, **message: Any) -> Callable[[History], Any]:
     ],
 )
 def test_contexts_that_are_refused(tokenizer: Any, context: Any, error: type[Exception], message: str) -> None:
-    transform = RetrieveLogProb(make_model(tokenizer, seed=1), tokenizer=tokenizer, context=context)
+    transform = RetrieveLogProb(make_model(tokenizer, seed=1), tokenizer=tokenizer, extras=[AfterPrompt(context)])
     data = conversation(tokenizer)
     with pytest.raises(error, match=message):
         transform(data)
@@ -349,13 +368,13 @@ def test_a_function_needs_a_conversation_and_a_tokenizer_and_cannot_change_the_d
         return history
 
     model, data = make_model(tokenizer, seed=1), conversation(tokenizer)
-    RetrieveLogProb(model, tokenizer=tokenizer, context=in_place)(data)
+    RetrieveLogProb(model, tokenizer=tokenizer, extras=[AfterPrompt(in_place)])(data)
     assert history_to_messages(data[0]["history", "full"])[0]["content"] == "one?"
     with pytest.raises(ValueError, match="there is no tokenizer to render them"):
-        RetrieveLogProb(model, context=with_hint)(data)
+        RetrieveLogProb(model, extras=[AfterPrompt(with_hint)])(data)
     del data["history"]
     with pytest.raises(KeyError, match=r"a context function needs the conversation: expected \('history', 'full'\)"):
-        RetrieveLogProb(model, tokenizer=tokenizer, context=with_hint)(data)
+        RetrieveLogProb(model, tokenizer=tokenizer, extras=[AfterPrompt(with_hint)])(data)
 
 
 FULL_IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
@@ -378,7 +397,7 @@ def test_entries_that_are_refused(hint: Any, settings: Any, error: type[Exceptio
         RetrieveLogProb(wide(), **{"context": "hint", **settings})(data)
     if "context" in settings:  # set later, too
         with pytest.raises(TypeError, match="context must be a function"):
-            RetrieveLogProb(wide(), context="hint").context = ()
+            RetrieveLogProb(wide(), extras=[AfterPrompt("hint")]).context = ()
 
 
 def test_the_function_behind_it() -> None:

@@ -27,7 +27,16 @@ from torchrl.envs import (
 from torchrl.envs.llm.transforms import RetrieveLogProb as TorchRLRetrieveLogProb
 
 from layouts import tokens
-from torchrl_llm_kl import AdaptiveKLCoefficient, KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import (
+    AdaptiveKLCoefficient,
+    ExactKL,
+    KLComputation,
+    KLKeys,
+    KLRewardTransform,
+    RetrieveKL,
+    RetrieveLogProb,
+    TopK,
+)
 from toy_rollouts import Outcome, make_model, make_scoring_wrapper, steps
 
 # ------------------------------------------------------------------ what is declared is produced
@@ -46,7 +55,7 @@ def chain(lab: Any, name: str, padded: bool, input_mode: str) -> list[Transform]
         "KLComputation": lambda: [RetrieveLogProb(gen), RetrieveLogProb(ref), KLComputation()],
         "RetrieveKL": lambda: [RetrieveKL(gen, ref)],
         "KLRewardTransform": lambda: [RetrieveLogProb(gen), KLRewardTransform(lab.wrapped(padded)[1])],
-        "a top k": lambda: [RetrieveLogProb(ref, top_k=K)],
+        "a top k": lambda: [RetrieveLogProb(ref, extras=[TopK(K)])],
         "a record": lambda: [
             RetrieveLogProb(
                 make_scoring_wrapper(make_model(lab.tokenizer, 0, "mixtral"), lab.tokenizer, **experts), **recorded
@@ -148,7 +157,7 @@ def make(name: str, lab: Any) -> Callable[[float], Transform]:
         return {
             "RetrieveKL": lambda: RetrieveKL(gen, ref, coeff=coefficient),
             "from_collector": lambda: RetrieveKL("from_collector", ref, coeff=coefficient),
-            "RetrieveLogProb": lambda: RetrieveLogProb(gen, reference=lab.ref_model),
+            "RetrieveLogProb": lambda: RetrieveLogProb(gen, extras=[ExactKL(lab.ref_model)]),
             "KLRewardTransform": lambda: KLRewardTransform(ref, coef=coefficient),
         }[name]()
 
@@ -285,7 +294,7 @@ def test_no_warning(lab: Any) -> None:
     for kl, later in (
         (RetrieveKL(*models, add_to_reward=False), RewardClipping(-1, 1)),
         (RetrieveKL(*models, reward_placement="broadcast"), RewardClipping(-1, 1)),
-        (RetrieveKL(*models, reward_key="penalised"), RewardClipping(-1, 1)),
+        (RetrieveKL(*models, extras=[KLKeys(reward_key="penalised")]), RewardClipping(-1, 1)),
         (KLRewardTransform(lab.ref_model, out_keys=["penalised"]), Bonus()),
         (last, elsewhere),
     ):

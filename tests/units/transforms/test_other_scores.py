@@ -19,10 +19,13 @@ from torchrl.modules.llm.policies.common import LogProbs
 from closeness import assert_near
 from layouts import tokens
 from torchrl_llm_kl import (
+    Entropy,
+    ExactKL,
     KLComputation,
     RememberedModel,
     RetrieveKL,
     RetrieveLogProb,
+    TopK,
 )
 from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import OUTCOMES, collect, flat, make_model, steps
@@ -51,7 +54,7 @@ def assert_exact(data: TensorDictBase, model: Any, ref: Any, coeff: float) -> No
     ("place", "padded"), [("env", True), ("env", False), ("on sample", False)], indirect=["padded"]
 )
 def test_retrieve_kl(lab: Any, padded: bool, place: str) -> None:
-    transform = RetrieveKL(*lab.wrapped(padded), estimator="exact", coeff=0.3, entropy_key=("entropy", "full"))
+    transform = RetrieveKL(*lab.wrapped(padded), estimator="exact", coeff=0.3, extras=[Entropy(("entropy", "full"))])
     data = flat(lab.collect(*([transform] if place == "env" else []), pad_output=padded))
     if place == "on sample":
         buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=2, transform=transform)
@@ -65,7 +68,7 @@ def test_retrieve_kl(lab: Any, padded: bool, place: str) -> None:
 
 
 def test_two_transforms_and_an_entry_between_them(lab: Any) -> None:
-    both = RetrieveLogProb(lab.gen_model, reference=lab.ref_model)
+    both = RetrieveLogProb(lab.gen_model, extras=[ExactKL(lab.ref_model)])
     other = RetrieveLogProb(lab.ref_model, log_probs_full_key=("ref_log_probs", "full"))
     data = flat(lab.collect(both, other, KLComputation(estimator="exact", coeff=0.3)))
     assert_exact(data, lab.gen_model, lab.ref_model, 0.3)
@@ -92,7 +95,7 @@ def test_what_is_refused(policy: Any, policy_model: Any, ref_model: Any, tokeniz
         with pytest.raises(TypeError, match=next(iter(extra))):
             RetrieveKL(policy_model, ref_model, **extra)
     with pytest.raises(ValueError, match=r"exact_kl_key='x' needs the model to compare with: pass reference="):
-        RetrieveLogProb(policy_model, exact_kl_key="x")
+        RetrieveLogProb(policy_model)
 
 
 # ------------------------------------------------------------------ the top k: a teacher for distillation
@@ -111,7 +114,7 @@ def data(*, dense: bool = True) -> TensorDictBase:
 @pytest.mark.parametrize(("k", "dense"), [(1, True), (K, False), (VOCAB_SIZE, True)])
 def test_against_the_whole_distribution(k: int, dense: bool) -> None:
     model = tiny_model(seed=0)
-    found = RetrieveLogProb(model, top_k=k)(data(dense=dense))
+    found = RetrieveLogProb(model, extras=[TopK(k)])(data(dense=dense))
     wide = tiny_model(seed=0).double()
     for step, given in zip(found.unbind(0), data(dense=dense).unbind(0), strict=True):
         with torch.no_grad():
@@ -142,7 +145,7 @@ def test_beside_the_log_probs_of_a_policy() -> None:
     rows = data(dense=False)
     for step in rows.tensordicts:
         step["log_probs"] = LogProbs(full=torch.zeros(len(step["tokens", "full"])))
-    found = RetrieveLogProb(tiny_model(seed=0), top_k=K)(rows)
+    found = RetrieveLogProb(tiny_model(seed=0), extras=[TopK(K)])(rows)
     copy = lazy_stack([step.clone() for step in found.unbind(0)]).clone()
     assert copy[1][LOG_PROBS].shape == (4, K)
     assert copy[1]["log_probs", "full"].ne(0).sum() == 2
@@ -151,9 +154,9 @@ def test_beside_the_log_probs_of_a_policy() -> None:
 def test_a_top_k_that_is_refused() -> None:
     for k in (-1, 2.0, True):
         with pytest.raises(ValueError, match="top_k must be a whole number of at least 0"):
-            RetrieveLogProb(tiny_model(seed=0), top_k=k)
+            RetrieveLogProb(tiny_model(seed=0), extras=[TopK(k)])
     with pytest.raises(ValueError, match=r"98.*97"):
-        RetrieveLogProb(tiny_model(seed=0), top_k=VOCAB_SIZE + 1)(data())
+        RetrieveLogProb(tiny_model(seed=0), extras=[TopK(VOCAB_SIZE + 1)])(data())
 
 
 # ------------------------------------------------------------------ remembered on disk: no forward in the second epoch

@@ -13,7 +13,16 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from layouts import at_responses, joined, tokens
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import (
+    AfterPrompt,
+    LogProbScorer,
+    PolicyLoss,
+    Ragged,
+    RetrieveKL,
+    RetrieveLogProb,
+    RoutedExperts,
+    make_algorithm,
+)
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import read_ragged
 from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing
@@ -83,7 +92,7 @@ def assert_ones(out: TensorDictBase) -> None:
 
 @pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
 def test_a_record_is_replayed(layout: str, model: nn.Module) -> None:
-    transform = RetrieveLogProb(model, routing_key=KEY)
+    transform = RetrieveLogProb(model, extras=[RoutedExperts(KEY)])
     found = scored(transform(make_data(layout, routed_experts=[row.to(torch.int16) for row in RECORD])))
     assert_near(found, replayed(model, RECORD), **FORWARD)
     plain = scored(RetrieveLogProb(model)(make_data(layout)))
@@ -94,12 +103,12 @@ def test_a_record_is_replayed(layout: str, model: nn.Module) -> None:
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Module) -> None:
     """Later scorings use its experts; their own record is the same."""
-    td = RetrieveLogProb(model, routing_key=KEY, record_routing=True)(make_data(layout))
+    td = RetrieveLogProb(model, extras=[RoutedExperts(KEY, record=True)])(make_data(layout))
     want = LogProbScorer(model).evaluate(TOKENS, MASK, record_routing=True).routing
     assert want is not None
     assert recorded(td).dtype == torch.int8
     assert torch.equal(recorded(td), want.values)
-    again = RetrieveLogProb(later, routing_key=KEY, record_routing=True)(td)
+    again = RetrieveLogProb(later, extras=[RoutedExperts(KEY, record=True)])(td)
     assert_near(scored(again), replayed(later, want), **FORWARD)
     assert torch.equal(recorded(again), want.values)
 
@@ -107,7 +116,7 @@ def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Mo
 def test_in_an_env(lab: Any) -> None:
     """Each turn is recorded anew, and replayed outside."""
     policy_model = make_model(lab.tokenizer, 0, "deepseek_v3")
-    transform = RetrieveLogProb(policy_model, routing_key=KEY, record_routing=True)
+    transform = RetrieveLogProb(policy_model, extras=[RoutedExperts(KEY, record=True)])
     torch.manual_seed(0)
     td = lab.env(transform, turns=2).rollout(2, make_policy(policy_model, lab.tokenizer, pad_output=True))
     scorer = LogProbScorer(policy_model)
@@ -117,7 +126,7 @@ def test_in_an_env(lab: Any) -> None:
         want = scorer.evaluate([ids[real]], record_routing=True).routing
         assert want is not None
         assert torch.equal(record[real][:-1], want.values[:-1])
-    found = RetrieveLogProb(policy_model, routing_key=KEY)(flat(td))
+    found = RetrieveLogProb(policy_model, extras=[RoutedExperts(KEY)])(flat(td))
     for row, step in zip(found.unbind(0), steps(td), strict=True):
         assert_near(row["next", "log_probs", "full"], step["next", "log_probs", "full"], **FORWARD)
 
@@ -137,7 +146,7 @@ def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
     same = kl(later, later, ref_routing_key=KEY)["kl_penalty"]
     assert_near(same, torch.zeros_like(same), **FORWARD)
     assert_near(scored(kl(routing_key=None)), replayed(later), **FORWARD)
-    found = RetrieveKL(later, model, estimator=estimator, record_routing=True)(make_data())[KEY]
+    found = RetrieveKL(later, model, estimator=estimator, extras=[RoutedExperts(record=True)])(make_data())[KEY]
     assert (found.shape, found.dtype) == ((3, 7, 3, 2), torch.int8)
 
 
@@ -193,7 +202,7 @@ def test_forms_of_a_record(name: str) -> None:
 )
 def test_records_of_other_shapes(entry: Tensor, message: str, model: nn.Module) -> None:
     with pytest.raises(ValueError, match=message):
-        RetrieveLogProb(model, routing_key=KEY)(make_data().set(KEY, entry))
+        RetrieveLogProb(model, extras=[RoutedExperts(KEY)])(make_data().set(KEY, entry))
 
 
 # ------------------------------------------------------------------ losses
@@ -202,7 +211,7 @@ def test_records_of_other_shapes(entry: Tensor, message: str, model: nn.Module) 
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None:
     """The first ratio is 1; log-probs and gradients of a later policy are those of the recorded experts."""
-    td = RetrieveLogProb(model, routing_key=KEY, record_routing=True)(make_data(layout))
+    td = RetrieveLogProb(model, extras=[RoutedExperts(KEY, record=True)])(make_data(layout))
     assert_ones(PolicyLoss(model, "ppo")(td))
     loss = PolicyLoss(later, "gpg")
     found = loss(td).total_loss
@@ -265,14 +274,14 @@ def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> N
     assert transform[1].routing_key == "mine"
     dense = tiny_model()
     with pytest.raises(ValueError, match="Qwen2ForCausalLM is dense"):
-        RetrieveLogProb(dense, routing_key=KEY, record_routing=True)
+        RetrieveLogProb(dense, extras=[RoutedExperts(KEY, record=True)])
     with pytest.raises(ValueError, match="needs a place for the record: pass routing_key="):
-        RetrieveLogProb(model, record_routing=True)
+        RetrieveLogProb(model, extras=[RoutedExperts(record=True)])
     with pytest.raises(ValueError, match="pass a transformers model or a wrapper of one, got 'from_collector'"):
-        RetrieveLogProb("from_collector", routing_key=KEY, record_routing=True)
+        RetrieveLogProb("from_collector", extras=[RoutedExperts(KEY, record=True)])
     td = make_data(routed_experts=RECORD).set("other", torch.ones(3, 2).long())
-    for score in (RetrieveLogProb(dense, routing_key=KEY), PolicyLoss(dense, "gpg")):
+    for score in (RetrieveLogProb(dense, extras=[RoutedExperts(KEY)]), PolicyLoss(dense, "gpg")):
         with pytest.raises(ValueError, match="Qwen2ForCausalLM is dense"):
             score(td)
     with pytest.raises(ValueError, match="experts were recorded for the sampled prompt"):
-        RetrieveLogProb(model, routing_key=KEY, context="other")(td)
+        RetrieveLogProb(model, extras=[RoutedExperts(KEY), AfterPrompt("other")])(td)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from layouts import PROMPTS, RESPONSES, at_responses, tokens
-from torchrl_llm_kl import RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import RetrieveKL, RetrieveLogProb, SamplerLogProbs
 from toy_models import FORWARD, tiny_model
 from toy_rollouts import plain_log_probs, response_log_probs, steps
 
@@ -35,19 +35,19 @@ def responses(data: TensorDictBase, key: Any) -> list[list[float]]:
 )
 def test_the_samplers_move_and_the_trainers_take_their_place(layout: str, name: str) -> None:
     model = tiny_model(seed=0)
-    found = RetrieveLogProb(model, sampler_log_probs_key=SAMPLER)(rollout(layout, name))
+    found = RetrieveLogProb(model, extras=[SamplerLogProbs(SAMPLER)])(rollout(layout, name))
     assert responses(found, SAMPLER) == STORED
     own = [plain_log_probs(model, torch.tensor(p + r))[len(p) :] for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     assert_near(at_responses(found, FULL), own, **FORWARD)
     # a second pass, with a trainer that has moved, leaves the sampler's
-    again = RetrieveLogProb(tiny_model(seed=1), sampler_log_probs_key=SAMPLER)(found)
+    again = RetrieveLogProb(tiny_model(seed=1), extras=[SamplerLogProbs(SAMPLER)])(found)
     assert responses(again, SAMPLER) == STORED
     assert responses(again, FULL) != responses(RetrieveLogProb(model)(rollout(layout, name)), FULL)
 
 
 def test_a_first_token_that_was_not_scored_is_nan() -> None:
     stored = [[0.0, -2.0], [0.0, -1.5, 0.0, -3.5], [0.0]]
-    found = RetrieveLogProb(tiny_model(seed=0), sampler_log_probs_key=SAMPLER)(rollout("lazy", stored=stored))
+    found = RetrieveLogProb(tiny_model(seed=0), extras=[SamplerLogProbs(SAMPLER)])(rollout("lazy", stored=stored))
     expected = [[NAN, -2.0], [NAN, -1.5, 0.0, -3.5], [NAN]]  # of the last, the others show that 0 is no score
     assert_close(at_responses(found, SAMPLER), list(map(torch.tensor, expected)), equal_nan=True, rtol=0, atol=0)
 
@@ -58,7 +58,7 @@ def test_below_next_and_through_retrieve_kl() -> None:
     earlier = torch.nested.as_nested_tensor([torch.full((n,), 8.0) for n in (5, 5, 3)])
     data["next"] = TensorDict({"reward": torch.ones(3, 1), FULL: earlier}, [3])
     model = tiny_model(seed=0)
-    transform = RetrieveKL(model, tiny_model(seed=1), sampler_log_probs_key=SAMPLER)
+    transform = RetrieveKL(model, tiny_model(seed=1), extras=[SamplerLogProbs(SAMPLER)])
     found = transform(data)
     assert responses(found, ("next", *SAMPLER)) == STORED
     assert [row.tolist() for row in found["log_probs", "response"].unbind()] == STORED
@@ -75,15 +75,15 @@ def test_below_next_and_through_retrieve_kl() -> None:
 def test_what_is_missing_or_contradicts_itself() -> None:
     model = tiny_model(seed=0)
     with pytest.raises(KeyError, match=r"moves the sampler's log-probs: expected them under \('log_probs', 'full'\)"):
-        RetrieveLogProb(model, sampler_log_probs_key=SAMPLER)(rollout("lazy").exclude("log_probs"))
+        RetrieveLogProb(model, extras=[SamplerLogProbs(SAMPLER)])(rollout("lazy").exclude("log_probs"))
     with pytest.raises(ValueError, match=r"sampler_log_probs_key and log_probs_full_key are both \('log_probs', 'full"):
-        RetrieveLogProb(model, sampler_log_probs_key=FULL)
+        RetrieveLogProb(model, extras=[SamplerLogProbs(FULL)])
 
 
 @pytest.mark.parametrize(("padded", "turns"), [(True, 3), (False, 2)], indirect=["padded"])
 def test_in_an_env(lab: Any, padded: bool, turns: int) -> None:
     """Each turn keeps what the policy stored in that turn."""
-    transform = RetrieveLogProb(lab.gen_model, tokenizer=lab.tokenizer, sampler_log_probs_key=SAMPLER)
+    transform = RetrieveLogProb(lab.gen_model, tokenizer=lab.tokenizer, extras=[SamplerLogProbs(SAMPLER)])
     data = lab.collect(transform, pad_output=padded, turns=turns)
     assert data.shape == (2, turns)
     for step in steps(data):

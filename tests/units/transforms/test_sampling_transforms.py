@@ -27,6 +27,7 @@ from torchrl_llm_kl import (
     RetrieveLogProb,
     SamplerMismatchWarning,
     Sampling,
+    ScoreOptions,
     make_algorithm,
 )
 from torchrl_llm_kl.losses import KLToReference
@@ -79,16 +80,18 @@ def test_a_replay_is_what_was_sampled() -> None:
     assert td["kept", "ids"].dtype == td["kept", "counts"].dtype == torch.int32
     assert (td["kept", "counts"][:, :4] == 0).all()
     assert (td["kept", "counts"][:, 4:] > 0).all()
-    found = RetrieveLogProb(model, sampling=SAMPLING)(td)["log_probs", "full"][:, 4:]
+    found = RetrieveLogProb(model, options=ScoreOptions(SAMPLING))(td)["log_probs", "full"][:, 4:]
     assert_near(found, sampler, dtype=torch.float32, size=16)
-    whole = RetrieveLogProb(model, temperature=0.8)(td.exclude("log_probs"))["log_probs", "full"][:, 4:]
+    whole = RetrieveLogProb(model, options=ScoreOptions(Sampling(0.8)))(td.exclude("log_probs"))["log_probs", "full"][
+        :, 4:
+    ]
     assert float((whole - found).exp().mean()) < 0.97
 
 
 def test_a_record_outlives_the_policy() -> None:
     """Another model keeps other tokens; replayed over the record its log-probs are finite, and right by hand."""
     later, (td, _) = tiny_model(seed=5).double(), recorded(tiny_model().double())
-    found = RetrieveLogProb(later, sampling=SAMPLING)(td)["log_probs", "full"]
+    found = RetrieveLogProb(later, options=ScoreOptions(SAMPLING))(td)["log_probs", "full"]
     for row, step in enumerate(td.unbind(0)):
         ids = step["tokens", "full"][step["masks", "all_attention_mask"]]
         counts = step["kept", "counts"][4:].tolist()
@@ -130,19 +133,22 @@ def test_kl_to_the_reference() -> None:
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     td, _ = recorded(model)
     both = Sampling(0.8, top_p=0.8, reference="kept")
-    want = RetrieveLogProb(ref, sampling=SAMPLING)(td.clone())["log_probs", "full"]
+    want = RetrieveLogProb(ref, options=ScoreOptions(SAMPLING))(td.clone())["log_probs", "full"]
     for estimator in ("k1", "exact"):
-        out = RetrieveKL(model, ref, sampling=both, estimator=estimator)(td.clone())
+        out = RetrieveKL(model, ref, estimator=estimator, options=ScoreOptions(both))(td.clone())
         assert_close(out["ref_log_probs", "full"], want)
-        same = RetrieveKL(model, model, sampling=both, estimator=estimator)(td.clone())
+        same = RetrieveKL(model, model, estimator=estimator, options=ScoreOptions(both))(td.clone())
         assert float(same["kl_penalty"].abs().max()) < 1e-5
-    whole = RetrieveKL(model, ref, sampling=SAMPLING)(td.clone())
-    assert_close(whole["ref_log_probs", "full"], RetrieveLogProb(ref, temperature=0.8)(td.clone())["log_probs", "full"])
+    whole = RetrieveKL(model, ref, options=ScoreOptions(SAMPLING))(td.clone())
+    assert_close(
+        whole["ref_log_probs", "full"],
+        RetrieveLogProb(ref, options=ScoreOptions(Sampling(0.8)))(td.clone())["log_probs", "full"],
+    )
     assert (whole["ref_log_probs", "full"][:, 4:] < want[:, 4:] + 1e-6).all()
     td["advantage"] = torch.ones(3, 1)
     loss = PolicyLoss(model, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=both)
     found = loss(td)["kl_to_ref"]
-    d = (want - RetrieveLogProb(model, sampling=SAMPLING)(td.clone())["log_probs", "full"])[:, 4:]
+    d = (want - RetrieveLogProb(model, options=ScoreOptions(SAMPLING))(td.clone())["log_probs", "full"])[:, 4:]
     assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
@@ -152,7 +158,7 @@ def test_torchrl_wrapper(lab: Any) -> None:
     policy.generate_kwargs |= {"top_k": lab.gen_model.config.vocab_size, "logits_processor": [record]}
     torch.manual_seed(0)
     data = record.write(policy(lab.env().reset()))
-    for step in steps(RetrieveLogProb(lab.gen_model, sampling=record.sampling)(data)):
+    for step in steps(RetrieveLogProb(lab.gen_model, options=ScoreOptions(record.sampling))(data)):
         log_probs, counts = step["log_probs", "full"], step["kept", "counts"]
         assert int(counts.sum()) <= len(step["kept", "ids"])
         assert counts.max() == 3
@@ -172,7 +178,7 @@ def test_records_of_other_calls_are_refused() -> None:
     td = record.write(other)
     td["kept", "ids"] = torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"holds 2 ids for sequence 0.* add up to"):
-        RetrieveLogProb(model, sampling=SAMPLING)(td)
+        RetrieveLogProb(model, options=ScoreOptions(SAMPLING))(td)
     with pytest.raises(TypeError, match="must be a Sampling"):
         RecordKept({"top_p": 0.8})  # type: ignore[arg-type]
 
@@ -227,7 +233,7 @@ def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
 
 
 def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
-    transform = RetrieveKL(policy_model, ref_model, sampling=SAMPLING)
+    transform = RetrieveKL(policy_model, ref_model, options=ScoreOptions(SAMPLING))
     assert (transform.temperature, transform[1].temperature, transform[1].sampling) == (0.8, 0.8, None)
     transform.temperature = 0.5
     assert transform.sampling == Sampling(0.5, top_p=0.8)
@@ -236,7 +242,7 @@ def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     transform.sampling = None
     assert transform[0].scorer.sampling == Sampling(0.9)
     with pytest.raises(ValueError, match="two temperatures"):
-        RetrieveKL(policy_model, ref_model, temperature=0.5, sampling=SAMPLING)
+        RetrieveKL(policy_model, ref_model, options=ScoreOptions(SAMPLING))
     for again in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
         assert (again.temperature, again.sampling) == (0.9, None)
 
