@@ -355,7 +355,7 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
 _TEMPERATURE = (
     1.0,
     "log-probs of the sampled tokens alone cannot be brought to another temperature. Pass log-probs that both models "
-    "were scored with at that temperature (RetrieveLogProb(..., temperature=...))",
+    "were scored with at that temperature (RetrieveLogProb(..., options=ScoreOptions(Sampling(...))))",
 )
 
 

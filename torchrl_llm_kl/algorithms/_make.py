@@ -36,6 +36,7 @@ from torchrl_llm_kl.scoring import (
     RememberedModel,
     SamplerMismatchWarning,
     Sampling,
+    ScoreOptions,
     as_sampling,
     is_wrapper,
     output_size,
@@ -43,7 +44,19 @@ from torchrl_llm_kl.scoring import (
     unwrap,
     warn_of_mismatch,
 )
-from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
+from torchrl_llm_kl.transforms import (
+    Adapters,
+    AfterPrompt,
+    Entropy,
+    Extra,
+    KLKeys,
+    Moments,
+    RetrieveKL,
+    RetrieveLogProb,
+    RetrieveValue,
+    RoutedExperts,
+    TopK,
+)
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.algorithms import AlgorithmName, AlgorithmOverrides
@@ -182,12 +195,9 @@ def make_algorithm(
         )
     advantage = None if spec is None else _advantage(preset, spec.name, spec.kind, grouping, masking_strategy)
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
-    scoring |= {"scope": scope, "assistant_only": masking_strategy != "generic"}
-    scoring |= {"service_backend": "direct"}  # a copy of the policy behind a service would not be trained
     read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
     of_policy = read & {("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator")}
-    for key in of_policy:
-        scoring[f"{key[1]}_key"] = key[1]
+    written = {"entropy": Entropy(), "moments": Moments()}
     kl_transform = _kl_transform(
         preset,
         policy,
@@ -196,8 +206,10 @@ def make_algorithm(
         in_loss=scores_in_loss,
         context=context,
         ref_adapters=ref_adapters,
-        scoring=scoring,
-        of_sampler={"sampling": sampling} if sampling.truncates else {},
+        options=ScoreOptions(sampling, dtype=scoring["dtype"], deterministic=scoring["deterministic"]),
+        extras=[extra for name, extra in written.items() if name in {key[1] for key in of_policy}],
+        scope=scope,
+        assistant_only=masking_strategy != "generic",
     )
     return AlgorithmParts(
         preset,
@@ -235,8 +247,10 @@ def _kl_transform(
     in_loss: bool,
     context: Context | None,
     ref_adapters: bool | str,
-    scoring: dict[str, Any],
-    of_sampler: dict[str, Any],
+    options: ScoreOptions,
+    extras: list[Extra],
+    scope: Scope,
+    assistant_only: bool,
 ) -> RetrieveKL | RetrieveLogProb | None:
     """What scores the policy, its reference or both before the loss; None if the loss and the data hold all.
 
@@ -247,7 +261,8 @@ def _kl_transform(
     exact = _distils_exactly(preset)
     scored_there = (preset.kl_loss == "exact" or exact) and not preset.top_k
     ref = preset.needs_reference and reference != "data"
-    own: dict[str, Any]
+    own: dict[str, Any] = {"scope": scope, "assistant_only": assistant_only}
+    own["service_backend"] = "direct"  # a copy of the policy behind a service would not be trained
     ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
     if context is not None and (not ref or in_loss):
         where = "the loss scores it on the data's own prompts" if in_loss else "none is scored"
@@ -261,23 +276,26 @@ def _kl_transform(
         if preset.top_k:
             raise ValueError(
                 f"top_k={preset.top_k} beside log-probs of the sampler (for a KL in the reward or a correction): score the "
-                "teacher with RetrieveLogProb(teacher, top_k=...) and pass reference='data'."
+                "teacher with RetrieveLogProb(teacher, extras=[TopK(...)]) and pass reference='data'."
             )
-        own = (
-            {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward, "charged_key": CHARGED} if charged else {}
-        )
+        if charged:
+            own |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
+            extras = [*extras, KLKeys(charged_key=CHARGED)]
         if isinstance(reference, str):
-            own["ref_adapters"] = ref_adapters
-        return RetrieveKL(policy, reference, add_to_reward=charged, context=context, **scoring, **own, **of_sampler)
+            extras = [*extras, Adapters(ref_adapters, of="reference")]
+        if context is not None:
+            extras = [*extras, AfterPrompt(context, of="reference")]
+        return RetrieveKL(policy, reference, add_to_reward=charged, options=options, extras=extras, **own)
     if ref:
         scored, adapters = (policy, ref_adapters) if isinstance(reference, str) else (reference, True)
+        extras = ([TopK(preset.top_k)] if preset.top_k else []) + ([AfterPrompt(context)] if context else [])
+        options = options.but(sampling=options.sampling.of_reference, adapters=adapters)
         key = ("ref_log_probs", "full")
-        return RetrieveLogProb(
-            scored, log_probs_full_key=key, adapters=adapters, top_k=preset.top_k, context=context, **scoring
-        )
+        return RetrieveLogProb(scored, log_probs_full_key=key, options=options, extras=extras, **own)
     if old and reference != "data":
-        own = {"log_probs_full_key": ("log_probs", "full"), "routing_key": "routed_experts"}  # as the loss replays it
-        return RetrieveLogProb(policy, **own, **scoring, **of_sampler)
+        extras = [*extras, RoutedExperts()]  # as the loss replays it
+        key = ("log_probs", "full")
+        return RetrieveLogProb(policy, log_probs_full_key=key, options=options, extras=extras, **own)
     return None
 
 
@@ -325,7 +343,7 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
     if preset.distils and preset.distribution == "exact" and isinstance(reference, str) and reference == "data":
         raise ValueError(
             f"{name} compares whole distributions, which the data does not hold: pass the teacher as reference=, or top_k= for "
-            "the entries that RetrieveLogProb(teacher, top_k=...) writes."
+            "the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes."
         )
     if reference is not None and not preset.needs_reference:
         raise ValueError(

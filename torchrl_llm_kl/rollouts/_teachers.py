@@ -42,7 +42,7 @@ def read_top_k(
 
     Args:
         td: the data.
-        keys: the ``top_k_key`` of each teacher's transform; their ``k`` may differ.
+        keys: that of each teacher's :class:`~torchrl_llm_kl.TopK`; their ``k`` may differ.
         tokens: all tokens.
         responses: True at response tokens; bool ``[N]``; None if unknown.
 
@@ -59,7 +59,7 @@ def read_top_k(
         >>> found.ids[1].tolist(), found.log_probs[1]
         ([[8]], tensor([[-0.1000, -2.4000]]))
     """
-    advice = "RetrieveLogProb(teacher, top_k=64) or RayRetrieveLogProb writes it; say where with top_k_key=."
+    advice = "RetrieveLogProb(teacher, extras=[TopK(64)]) or RayRetrieveLogProb writes it; say where with top_k_key=."
     teachers = []
     for key in keys:
         entries = [

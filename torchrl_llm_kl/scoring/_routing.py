@@ -115,7 +115,7 @@ class Routers:
                 )
             raise ValueError(
                 f"{name} is dense: it has no router whose choice could be recorded or replayed. Score it with its own routing: "
-                "leave out routing=, routing_key= and the entry of the data."
+                "leave out routing=, RoutedExperts() and the entry of the data."
             )
         if Ranks([model]).groups and not _gathers_weights(model):
             raise ValueError(

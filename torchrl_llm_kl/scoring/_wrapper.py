@@ -43,7 +43,7 @@ def check_distributions(*models: Any, what: str = "an exact KL") -> None:
             place = model.place
         elif not is_wrapper(model):
             place = "behind a service"
-            advice = " RetrieveLogProb(model, top_k=...) gets the most probable tokens from there."
+            advice = " RetrieveLogProb(model, extras=[TopK(64)]) gets the most probable tokens from there."
         raise ValueError(
             f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: pass the "
             "transformers model in this process, or use an estimator of log-probs: 'k2' in a loss (kl_loss=), 'k1' in a reward."

@@ -13,9 +13,9 @@ import torch
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service.client._remote import RemoteModel
-from torchrl_llm_kl.transforms import KLRewardTransform, RayVariant, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RayVariant, RetrieveKL, RetrieveLogProb, find
 
-#: Arguments of :class:`ScoringService` that the transforms pass on; ``memory`` goes to the transform too.
+#: Arguments of :class:`ScoringService` that the transforms pass on.
 SERVICE_ARGS = [
     name for name in inspect.signature(ScoringService).parameters if name not in ("model", "factory", "name")
 ]
@@ -73,7 +73,7 @@ class RayRetrieveLogProb(RetrieveLogProb, metaclass=Served):
         actor_name: of the service; processes that pass the same name share it.
         device: of the model, in the actor.
         kwargs: of :class:`ScoringService` (``num_replicas``, ``timeout``, ...) and of :class:`~torchrl_llm_kl.RetrieveLogProb`
-            (``top_k=64`` for a teacher's distribution, ...).
+            (``extras=[TopK(64)]`` for a teacher's distribution, ...).
     """
 
     def __init__(
@@ -166,15 +166,15 @@ def _served(
         if factory is not None and model is not None and not isinstance(model, str):
             raise ValueError(f"Cannot provide both '{name}' and '{name}_factory'. Choose one.")
     if policy is not None:
-        if kwargs.get("estimator") == "exact" or kwargs.get("reference") is not None:
+        if kwargs.get("estimator") == "exact" or find(kwargs.get("extras", ()), ExactKL) is not None:
             raise ValueError(
                 "an exact KL needs the models in this process: a service sends log-probs, entropies and, with top_k=, the most "
-                "probable tokens and the log-prob of the rest. Use a local transform, or RayRetrieveLogProb(top_k=...)."
+                "probable tokens and the log-prob of the rest. Use a local transform, or RayRetrieveLogProb(extras=[TopK(...)])."
             )
         model, factory, _ = models[policy]
         if (factory is not None or not isinstance(model, str)) and not kwargs.get("detach", True):
             raise ValueError("a model behind a service returns no gradient: score the policy where it is trained.")
-    options = {name: kwargs[name] if name == "memory" else kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
+    options = {name: kwargs.pop(name) for name in SERVICE_ARGS if name in kwargs}
     options = {name: value for name, value in options.items() if value is not None}
 
     given = [model for model, _, _ in models.values()]
@@ -184,7 +184,7 @@ def _served(
     ]
     if not any(to_serve) and all(model is not None for model in given):  # the local class refuses a missing model
         unused = {"actor_name": actor_name, "device": device, **options}
-        idle = [name for name, value in unused.items() if value is not None and name != "memory"]
+        idle = [name for name, value in unused.items() if value is not None]
         if idle:
             raise ValueError(f"there is no model to serve, so {', '.join(idle)} would be ignored: leave them out.")
         if not any(isinstance(model, RemoteModel) for model in given) and "base" in given:

@@ -32,7 +32,7 @@ from torchrl_llm_kl.estimators import (
     as_coefficient,
     get_estimator,
 )
-from torchrl_llm_kl.scoring import Sampling, TokenCritic
+from torchrl_llm_kl.scoring import Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.tasks import Prompts
 from torchrl_llm_kl.training._config import ConfigError, TrainConfig
 from torchrl_llm_kl.training._models import load_model
@@ -175,10 +175,9 @@ def measured_kl(config: TrainConfig, policy: Any, reference: Any, **settings: An
     Example:
         >>> kl = measured_kl(config, policy, reference)  # doctest: +SKIP
     """
-    sampling = sampling_of(config)
-    how: dict[str, Any] = {"sampling": sampling} if sampling.truncates else {"temperature": sampling.temperature}
-    how["service_backend"] = "direct"  # a copy of the policy behind a service would not be trained
-    return RetrieveKL(policy, reference, add_to_reward=False, **how, **settings)
+    options = ScoreOptions(sampling_of(config))
+    # A copy of the policy behind a service would not be trained.
+    return RetrieveKL(policy, reference, add_to_reward=False, options=options, service_backend="direct", **settings)
 
 
 #: Arguments of make_algorithm that other sections set.
