@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping
@@ -14,11 +13,9 @@ from torchrl_llm_kl.service._errors import ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version, keeper_of
 from torchrl_llm_kl.service.client._push import PushedVersion, push_weights
 from torchrl_llm_kl.service.client._remote import RemoteModel
-from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_reads, describe_source
+from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_source
 from torchrl_llm_kl.service.control._table import LEASE, NAMESPACE
 from torchrl_llm_kl.service.replica._watchdog import HANG_AFTER
-
-_LOG = logging.getLogger("torchrl_llm_kl.service")
 
 
 class ScoringService:
@@ -130,7 +127,6 @@ class ScoringService:
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
         name = name or f"scorer-{uuid.uuid4().hex[:8]}"
-        reads, opaque = describe_reads(factory)
         spec = ServiceSpec(
             name,
             factory or HeldModel(model),
@@ -142,22 +138,14 @@ class ScoringService:
             lifetime == "detached",
             min_replicas=least,
             lease=lease,
-            reads=reads,
             expect=expect,
         )
         self.model = RemoteModel(spec, timeout=timeout)
         try:
-            in_use = self.model.replicas.open(timeout=timeout)
+            self.model.replicas.open(timeout=timeout)
         except BaseException:
             self.model.close()
             raise
-        if in_use and opaque and expect is None:
-            _LOG.warning(
-                "the service %s was joined without a comparison of %s, which its factory reads: pass expect= to be sure of its "
-                "weights.",
-                name,
-                ", ".join(opaque),
-            )
 
     @property
     def name(self) -> str:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import enum
+import contextlib
 import hashlib
-import inspect
-import logging
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import PurePath
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service.control._table import LEASE, NAMESPACE, Plan
 
 _SILENCE = 60.0  # seconds: a replica's event loop answers while its model works
@@ -48,7 +46,6 @@ class ServiceSpec:
     address: str | None = None  # of the Ray cluster, for processes that have not joined one
     min_replicas: int | None = None  # at least; None for num_replicas
     lease: float = LEASE  # seconds without a heartbeat after which a client counts as gone
-    reads: dict[str, str] = field(default_factory=dict)  # what the factory's code refers to, for comparison
     expect: str | None = None  # fingerprint of the weights
     incarnation: int = 0  # that this client joined; 0 for none yet
 
@@ -63,7 +60,6 @@ class ServiceSpec:
             "detached": self.detached,
             **self.settings,
             **plain,
-            **{f"{name} (read by the factory)": value for name, value in self.reads.items()},
         }
 
     @property
@@ -97,174 +93,41 @@ def any_alive(replicas: Sequence[str], namespace: str) -> bool:
 
 
 def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
-    """Name, code and arguments of the factory, or class and weights of the model: equal texts for equal models."""
-    if factory is not None:
-        return f"factory {_callable(factory)}"
-    digest = hashlib.blake2b(digest_size=6)
-    for name, value in (model.state_dict() if isinstance(model, nn.Module) else {}).items():
-        digest.update(name.encode())
-        if isinstance(value, torch.Tensor):
-            digest.update(_bytes(value))
-    return f"{type(model).__name__} {digest.hexdigest()}"
+    """Name and arguments of the factory, or class and weights of the model: equal texts for equal models.
+
+    Factories that differ in their code, or in globals that they read, alone are taken for one: ``expect=`` compares weights.
+    """
+    return f"model {_described(model)}" if factory is None else f"factory {_described(factory)}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        with contextlib.suppress(TypeError, ValueError):  # weights elsewhere, or not loaded
+            return f"{type(value).__name__} {fingerprint_of(value)}"
+        return type(value).__name__
+    if isinstance(value, partial):
+        given = [*map(_described, value.args), *(f"{key}={_described(x)}" for key, x in sorted(value.keywords.items()))]
+        return f"{_described(value.func)}({', '.join(given)})"
+    if hasattr(value, "__func__"):
+        return f"{_described(value.__func__)} of {_described(value.__self__)}"
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        array = torch.as_tensor(value).detach().cpu().contiguous()
+        return f"{array.dtype} {tuple(array.shape)} {_digest(array.flatten().view(torch.uint8).numpy().tobytes())}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_described(key)}: {_described(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = list(map(_described, value))
+        return f"[{', '.join(sorted(parts) if isinstance(value, (set, frozenset)) else parts)}]"
+    text = repr(value)
+    if " at 0x" not in text:
+        return text
+    try:  # addresses differ between processes
+        return f"{type(value).__qualname__} {_digest(pickle.dumps(value))}"
+    except Exception:
+        return f"{type(value).__qualname__} {_described(vars(value) if hasattr(value, '__dict__') else None)}"
 
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
-
-
-def _bytes(value: torch.Tensor) -> bytes:
-    flat = value.detach().cpu().contiguous().flatten()
-    return str((value.dtype, tuple(value.shape))).encode() + flat.view(torch.uint8).numpy().tobytes()
-
-
-def _callable(function: Any) -> str:
-    if isinstance(function, partial):
-        args = [_value(arg) for arg in function.args]
-        args += [f"{name}={_value(arg)}" for name, arg in sorted(function.keywords.items())]
-        return f"{_callable(function.func)}({', '.join(args)})"
-    owner = getattr(function, "__self__", None)
-    if owner is not None and not isinstance(owner, (type, ModuleType)):
-        what = _callable(function.__func__) if hasattr(function, "__func__") else repr(function.__name__)
-        return f"{what} of {_object(owner)}"
-    name = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return name if isinstance(function, type) else f"{name} {_value(getattr(function, '__dict__', None))}"
-    inner = [value for value in map(_content, function.__closure__ or ()) if value is not function]
-    extra = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items()), *inner]
-    return f"{name} {_digest(_code(code).encode() + ''.join(map(_value, extra)).encode())}"
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return None
-
-
-def _object(value: Any) -> str:
-    """Class and state of any object."""
-    try:
-        return f"{type(value).__qualname__} {_digest(pickle.dumps(value))}"
-    except Exception:
-        return f"{type(value).__qualname__} {_value(getattr(value, '__dict__', None))}"
-
-
-def _code(code: CodeType) -> str:
-    """A function's bytecode, names and constants, without file and lines."""
-    constants = [_code(value) if isinstance(value, CodeType) else _value(value) for value in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return describe_source(value, None)
-    if isinstance(value, torch.Tensor):
-        return _digest(_bytes(value))
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} {value.shape} {_digest(value.tobytes())}"
-    if isinstance(value, dict):
-        return "{" + ", ".join(sorted(f"{_value(key)}: {_value(item)}" for key, item in value.items())) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(_value, value))) + "}"
-    if callable(value):
-        return _callable(value)
-    text = repr(value)
-    return _object(value) if " at 0x" in text else text  # addresses differ between processes
-
-
-# ------------------------------------------------------------------ what the code of a factory refers to
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, PurePath, enum.Enum, torch.dtype, torch.device)
-_SHOWN = 80  # characters of a value
-
-
-def describe_reads(factory: Callable[[], Any] | None) -> tuple[dict[str, str], list[str]]:
-    """The globals that a factory's code names, and what cannot be compared.
-
-    Functions and classes of the factory's own module are followed; those of other modules count by name and code, modules
-    by name and version.
-
-    Returns:
-        A text for each global under its name, ``module.NAME``; and the names of globals of other kinds.
-    """
-    found: dict[str, str] = {}
-    opaque: list[str] = []
-    functions = list(_functions(factory))
-    home = {function.__module__ for function in functions}
-    seen: set[int] = set()
-    while functions:
-        function = functions.pop()
-        if id(function) in seen:
-            continue
-        seen.add(id(function))
-        for name in sorted(_names(function.__code__)):
-            if name not in function.__globals__:
-                continue  # a builtin or an attribute
-            value, key = function.__globals__[name], f"{function.__module__}.{name}"
-            text = _reading(value)
-            if text is None:
-                opaque.append(key)
-            else:
-                found[key] = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {_digest(text.encode())}"
-            functions += [inner for inner in _functions(value) if inner.__module__ in home]
-    return found, sorted(set(opaque))
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The Python functions that a call of ``value`` may run first."""
-    value = inspect.unwrap(value) if callable(value) else value
-    if isinstance(value, partial):
-        yield from _functions(value.func)
-        for argument in (*value.args, *value.keywords.values()):
-            yield from _functions(argument)
-    elif isinstance(value, FunctionType):
-        yield value
-        for cell in value.__closure__ or ():
-            content = _content(cell)
-            if content is not value and isinstance(content, (FunctionType, partial)):
-                yield from _functions(content)
-    elif hasattr(value, "__func__"):
-        yield value.__func__
-        yield from _functions(value.__self__ if isinstance(value.__self__, type) else type(value.__self__))
-    elif isinstance(value, type):
-        yield from (member for member in vars(value).values() if isinstance(member, FunctionType))
-    elif callable(value) and not isinstance(value, ModuleType):
-        yield from _functions(type(value))
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [_names(value) for value in code.co_consts if isinstance(value, CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _reading(value: Any) -> str | None:
-    """A text that is equal for equal values in every process; None for a kind of value that has none."""
-    if isinstance(value, ModuleType):
-        return f"module {value.__name__} {getattr(value, '__version__', '')}".rstrip()
-    if isinstance(value, type):
-        methods = "".join(_code(f.__code__) for f in vars(value).values() if isinstance(f, FunctionType))
-        return f"class {value.__module__}.{value.__qualname__} {_digest(methods.encode())}"
-    if isinstance(value, FunctionType):
-        defaults = [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
-        text = _code(value.__code__) + "".join(_value(item) for item in defaults if _is_data(item))
-        return f"{value.__module__}.{value.__qualname__} {_digest(text.encode())}"
-    if isinstance(value, partial):
-        return _callable(value)
-    if _is_data(value):
-        return _value(value)
-    if isinstance(value, logging.Logger):
-        return f"logger {value.name}"
-    if callable(value) and hasattr(value, "__qualname__"):  # a builtin
-        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
-    return None
-
-
-def _is_data(value: Any) -> bool:
-    if isinstance(value, (*_PLAIN, np.ndarray, np.generic, torch.Tensor)):
-        return True
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_data, value))
-    return isinstance(value, Mapping) and all(_is_data(k) and _is_data(v) for k, v in value.items())
