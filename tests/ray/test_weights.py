@@ -213,22 +213,3 @@ def test_a_new_service_with_an_old_name_starts_at_version_0():
         assert service.version == 0
         assert_scores(service, model())
         service.shutdown()
-
-
-@pytest.mark.slow
-def test_weights_outlive_their_service_on_disk(tmp_path):
-    made = {"factory": model, "name": "on-disk", "num_cpus": 0.1, "weights_dir": tmp_path}
-    with ScoringService(**made) as service:
-        service.update_weights(model(seed=1), 5)
-        service.shutdown()
-    until(lambda: not names("on-disk:0"))
-    with ScoringService(**made) as service:
-        assert service.version == 5
-        assert_scores(service, model(seed=1))
-        assert service.update_weights(model(seed=2)) == 6
-        ray.kill(keeper_of(service.model.spec), no_restart=False)
-        restart(service)
-        assert_scores(service, model(seed=2))
-        service.shutdown()
-    with pytest.raises(ValueError, match="pass name="):
-        ScoringService(factory=model, weights_dir=tmp_path)

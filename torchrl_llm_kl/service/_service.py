@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -49,8 +48,6 @@ class ScoringService:
             is replaced after the same time, 3 seconds at least and a minute at most.
         lease: seconds without a sign of life after which a client counts as gone, unless Ray reports its end before.
         namespace: Ray namespace of the actors.
-        weights_dir: folder for pushed weights, as safetensors files, that every node sees. A later service of this name and
-            model takes them up, with their version.
 
     Raises:
         ServiceConfigError: if the name is in use with another configuration or other weights.
@@ -88,7 +85,6 @@ class ScoringService:
         hang_after: float = HANG_AFTER,
         lease: float = LEASE,
         namespace: str = NAMESPACE,
-        weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         check_not_a_name(model=model)
         # Check arguments here rather than in the actor, whose errors arrive late and wrapped.
@@ -119,10 +115,6 @@ class ScoringService:
             raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
         settings: dict[str, Any] = {"tokens_per_batch": tokens_per_batch, "memory": memory}
         settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue, "hang_after": hang_after}
-        if weights_dir is not None:
-            if name is None:
-                raise ValueError("weights_dir= keeps weights for a later service of the same name: pass name=.")
-            settings["weights_dir"] = os.path.abspath(os.path.expanduser(weights_dir))
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}

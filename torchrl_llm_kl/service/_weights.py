@@ -1,4 +1,4 @@
-"""Pushed weights: cut into chunks, kept for replicas that restart or missed them, and on disk if asked."""
+"""Pushed weights: cut into chunks, kept for replicas that restart or missed them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._files import replacing
-from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError, portable
+from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError
 from torchrl_llm_kl.service.control._spec import ServiceSpec, any_alive
 
 #: Bytes of an object that holds weights; a larger weight is an object of its own.
@@ -124,15 +121,13 @@ def _differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str:
 
 
 class WeightKeeper:
-    """An actor that keeps pushed weights in the object store, and in ``folder``, so that a restarted replica can load them.
+    """An actor that keeps pushed weights in the object store, so that a restarted replica can load them.
 
     A push is staged in chunks, which changes nothing, and then committed as a whole. The keeper ends after the replicas.
     Replicas whose model has another ``source`` receive no weights.
     """
 
-    def __init__(
-        self, service: str, replicas: Sequence[str], namespace: str, source: str, folder: str | None = None
-    ) -> None:
+    def __init__(self, replicas: Sequence[str], namespace: str, source: str) -> None:
         import ray
 
         self._version = self._reserved = 0
@@ -140,12 +135,10 @@ class WeightKeeper:
         self._staged: dict[str, Push] = {}
         self._lost: Exception | None = None
         self._replicas, self._namespace, self._source = list(replicas), namespace, source
-        self._files = None if folder is None else WeightFiles(folder, service, source)
-        if self._files is None and ray.get_runtime_context().was_current_actor_reconstructed:
+        if ray.get_runtime_context().was_current_actor_reconstructed:
             self._lost = WeightVersionError(
                 "the weights that were pushed are lost, with the actor that kept them: push them again."
             )
-        self._read()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def next_version(self, seen: int = 0) -> int:
@@ -181,8 +174,7 @@ class WeightKeeper:
         push = self._staged.pop(token, Push(token))
         if len(push.chunks) != chunks:
             return ServiceError(f"{len(push.chunks)} of {chunks} chunks of a push are there: push the weights again.")
-        self._read()
-        error = self.check(version) or (None if self._files is None else self._lost)
+        error = self.check(version)
         if error is not None:
             return error
         before = next((old for old in self._pushed if old.version == version), None)
@@ -192,11 +184,6 @@ class WeightKeeper:
             return before.version
         push.version = self.next_version(seen) if version is None else version
         earlier = [] if self._lost else [old for old in self._pushed if not old.digests.keys() <= push.digests.keys()]
-        if self._files is not None:
-            try:
-                self._files.write(push, [old.token for old in earlier])
-            except Exception as failed:
-                return portable(failed)
         self._pushed = [*earlier, push]
         self._version, self._lost = push.version, None
         return push.version
@@ -209,7 +196,6 @@ class WeightKeeper:
         """Version; token, references and digest of each push, oldest first, ``staged`` last; why pushes were lost, if so."""
         if source != self._source:
             return 0, [], None
-        self._read()
         found = [*self._pushed, *([self._staged[staged]] if staged in self._staged else [])]
         return self._version, [(push.token, list(push.chunks), push.digest) for push in found], self._lost
 
@@ -227,23 +213,6 @@ class WeightKeeper:
             return int(stats["version"])
         except Exception:  # it is down: what it held is in no other place
             return 0
-
-    def _read(self) -> None:
-        """Take up the files of the service's earlier life, once, or again after an error."""
-        if self._files is None or (self._pushed and self._lost is None):
-            return
-        try:
-            self._pushed = [self._load(*found) for found in self._files.read()]
-            self._version = max([self._version, *(push.version for push in self._pushed)])
-            self._lost = None
-        except Exception as error:
-            self._lost = portable(error)
-
-    def _load(self, token: str, version: int, weights: Iterable[tuple[str, Tensor]]) -> Push:
-        push = Push(token, version=version)
-        for chunk in chunks_of(weights):
-            push.add(chunk)
-        return push
 
     def _watch(self) -> None:
         import ray
@@ -272,14 +241,12 @@ def keeper_of(spec: ServiceSpec) -> Any:
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=-1,
-    ).remote(spec.name, spec.replica_names, spec.namespace, spec.source, spec.settings.get("weights_dir"))
+    ).remote(spec.replica_names, spec.namespace, spec.source)
 
 
 def _find_keeper(spec: ServiceSpec) -> Any | None:
     import ray
 
-    if spec.settings.get("weights_dir") is not None:  # it may have weights of the service's earlier life
-        return keeper_of(spec)
     try:
         return ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace)
     except ValueError:
@@ -287,73 +254,11 @@ def _find_keeper(spec: ServiceSpec) -> Any | None:
 
 
 def end_keeper(spec: ServiceSpec) -> None:
-    """Drop the kept weights; files stay."""
+    """Drop the kept weights."""
     import ray
 
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace), no_restart=True)
-
-
-# ------------------------------------------------------------------ on disk
-
-
-class WeightFiles:
-    """The pushes of a service as safetensors files in a folder, one for each. Files appear and disappear as a whole."""
-
-    def __init__(self, folder: str, service: str, source: str) -> None:
-        self._folder, self._prefix, self._source = Path(folder), f"{quote(service, safe='')}-", source
-
-    def _files(self) -> list[Path]:
-        return sorted(self._folder.glob(f"{self._prefix}{'[0-9]' * 8}.safetensors"))
-
-    def write(self, push: Push, keep: Sequence[str]) -> None:
-        """Write a push, then remove the files of earlier ones that are not in ``keep`` (tokens)."""
-        import ray
-        from safetensors.torch import save_file
-
-        self._folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: value for ref in push.chunks for name, value in tensors_of(ray.get(ref)).items()}
-        earlier = self._files()
-        replaced = [old for old in earlier if self._about(old)["token"] not in keep]
-        number = int(earlier[-1].stem[-8:]) + 1 if earlier else 0
-        path = self._folder / f"{self._prefix}{number:08d}.safetensors"
-        about = {"token": push.token, "version": str(push.version), "model": self._source}
-        with replacing(path) as part:
-            save_file(weights, part, metadata=about)
-        for old in replaced:
-            old.unlink()
-
-    def read(self) -> Iterator[tuple[str, int, Iterator[tuple[str, Tensor]]]]:
-        """Token, version and weights, one by one, of each push, in their order."""
-        for path in self._files():
-            about = self._about(path)
-            if about["model"] != self._source:
-                raise WeightVersionError(
-                    f"{path} holds weights of another model: {about['model']}, this is {self._source}. Choose another "
-                    "weights_dir=, or remove the file."
-                )
-            yield about["token"], check_version(int(about["version"])), self._weights(path)
-
-    def _about(self, path: Path) -> dict[str, str]:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, framework="pt") as file:
-                about: dict[str, str] = file.metadata() or {}
-        except (SafetensorError, OSError) as error:
-            raise WeightVersionError(
-                f"{path} cannot be read ({error}): remove it, and push the weights again."
-            ) from error
-        if not {"token", "version", "model"} <= about.keys() or not about["version"].isdecimal():
-            raise WeightVersionError(f"{path} was not written by a service: remove it from weights_dir.")
-        return about
-
-    def _weights(self, path: Path) -> Iterator[tuple[str, Tensor]]:
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
 
 
 # ------------------------------------------------------------------ the replica's side
