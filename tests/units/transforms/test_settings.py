@@ -13,7 +13,6 @@ from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, Retriev
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
 from torchrl_llm_kl.scoring import prepare_reference
-from torchrl_llm_kl.tasks import make_env as make_task_env
 from torchrl_llm_kl.training._models import load_model
 from toy_rollouts import flat, make_model, steps
 
@@ -226,7 +225,7 @@ def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model
 # ------------------------------------------------------------------ devices
 
 
-def test_a_device_that_does_not_exist(tokenizer: Any, ref_model: Any, tmp_path: Any) -> None:
+def test_a_device_that_does_not_exist(ref_model: Any, tmp_path: Any) -> None:
     before = [parameter.device for parameter in ref_model.parameters()]
     ref_model.save_pretrained(tmp_path)
     calls: list[tuple[str, Any]] = [
@@ -234,7 +233,6 @@ def test_a_device_that_does_not_exist(tokenizer: Any, ref_model: Any, tmp_path: 
         ("offload_to", lambda device: prepare_reference(ref_model, dtype=torch.int8, offload_to=device)),
         ("device", lambda device: RetrieveKL(ref_model, ref_model, device=device)),
         ("device", lambda device: KLRewardTransform(ref_model, device=device)),
-        ("device", lambda device: make_task_env(["1 + 1"], lambda *_: 0.0, tokenizer, device=device)),
         ("device", lambda device: load_model(str(tmp_path), device=device)),
     ]
     for device in ("cuda:99", "meta", "mars", True, torch.device("cuda", 99)):
