@@ -123,7 +123,8 @@ def make_env(
             needs.
 
     Returns:
-        A ``TransformedEnv`` of batch size ``[num_prompts * group_size]``. Beside the policy's entries its data has
+        A ``TransformedEnv`` of batch size ``[num_prompts * group_size]``; ``env.to(device)`` moves its tensors. Beside the
+        policy's entries its data has
 
         - ``"query"``, ``"metadata"``: the question and the other columns of the row;
         - ``"group"``: int64 ``[B, 1]``, the number of the prompt in the run (pass ``Advantage(group_key="group")``);
