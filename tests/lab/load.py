@@ -6,9 +6,10 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service import RemoteModel, ScoringService
+from torchrl_llm_kl.service._wire import Request
 from waits import LONG, until
 
 
@@ -27,7 +30,16 @@ def sequences(seed: int = 0, count: int = 5) -> Ragged:
     return Ragged.from_list([torch.randint(97, (n,), generator=rng) for n in lengths])
 
 
-def assert_same(found: Tensor, expected: Tensor) -> None:
+def request_of(
+    rows: Sequence[Sequence[int]], mask: Any = None, *, records: Mapping[str, Any] | None = None, **given: Any
+) -> Request:
+    """A request of a client; ``given`` holds options, and other fields of :class:`Request`."""
+    envelope = {name: given.pop(name) for name in ("version", "caller", "newest", "deaths", "half") if name in given}
+    scored = ScoreRequest.of(rows, mask, **(records or {}))
+    return Request(scored, ScoreOptions().but(**given), **envelope)
+
+
+def assert_same(found: Any, expected: Any) -> None:
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 

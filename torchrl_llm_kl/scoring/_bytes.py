@@ -19,6 +19,8 @@ import numpy as np
 PROTOCOL = 5
 #: Characters of a name.
 MAX_TEXT = 256
+#: Dimensions of an array.
+MAX_DIMS = 8
 _MAX_WHOLE = 2**63 - 1
 _MAX_HEAD = 2**14  # bytes
 _PREFIX = struct.Struct("<4sHHI")  # mark, protocol, kind, bytes of the head
@@ -87,7 +89,7 @@ def _read_arrays(head: Head, view: memoryview) -> dict[str, np.ndarray]:
     found, start = {}, 0
     for name, entry in listed.items():
         match entry:
-            case [str(dtype), [*shape]] if dtype in _DTYPES and len(shape) <= 4 and all(map(is_whole, shape)):
+            case [str(dtype), [*shape]] if dtype in _DTYPES and len(shape) <= MAX_DIMS and all(map(is_whole, shape)):
                 size = math.prod(shape) * np.dtype(dtype).itemsize
             case _:
                 raise head.wrong("arrays", entry, expected)
@@ -95,7 +97,10 @@ def _read_arrays(head: Head, view: memoryview) -> dict[str, np.ndarray]:
             raise ProtocolError(
                 f"a {head.what} has {view.nbytes} bytes of arrays, expected {start + size} for {name!r:.60}."
             )
-        found[name] = np.frombuffer(view[start : start + size], dtype).reshape(shape)
+        try:
+            found[name] = np.frombuffer(view[start : start + size], dtype).reshape(shape)
+        except ValueError:  # nothing, of dimensions that numpy cannot count
+            raise head.wrong("arrays", entry, expected) from None
         start += size
     if start != view.nbytes:
         raise ProtocolError(f"a {head.what} has {view.nbytes} bytes of arrays, expected {start}.")

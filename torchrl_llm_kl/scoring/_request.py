@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import check_finite, check_is_mask
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged, Rows
-from torchrl_llm_kl.scoring._bytes import Arrays, ProtocolError
+from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
 
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
@@ -136,6 +136,10 @@ class Kind(ABC):
         """The field of several requests."""
 
     @abstractmethod
+    def sizes(self, value: Any) -> Tensor:
+        """How many numbers are sent for each token, about; ``[N]``."""
+
+    @abstractmethod
     def pack(self, name: str, value: Any, mask: Tensor) -> dict[str, np.ndarray]:
         """The arrays that are sent; ``mask [N]`` is True at scored tokens."""
 
@@ -149,7 +153,10 @@ class Kind(ABC):
 
 
 class PerToken(Kind):
-    """Integers ``[N, *F]``."""
+    """Integers ``[N, *F]``: so many dimensions ``F``, none of size 0; read as ``dtype``, by default as they were sent."""
+
+    def __init__(self, dims: range, dtype: torch.dtype | None = None) -> None:
+        self._dims, self._dtype = dims, dtype
 
     def select(self, value: Tensor, elements: Tensor) -> Tensor:
         return value[elements]
@@ -157,12 +164,18 @@ class PerToken(Kind):
     def concat(self, values: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(values))
 
+    def sizes(self, value: Tensor) -> Tensor:
+        return torch.full((len(value),), value.shape[1:].numel())
+
     def pack(self, name: str, value: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
-        return {name: value.numpy()}
+        return {name: _narrow(value).numpy()}
 
     def unpack(self, name: str, arrays: Arrays, mask: Tensor) -> Tensor:
         sizes = arrays.found[name].shape[1:] if name in arrays else ()
-        return torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
+        found = torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
+        if len(sizes) not in self._dims or 0 in sizes:
+            raise ProtocolError(f"a request holds {name} of the shape {tuple(found.shape)}, expected some for each token.")
+        return found if self._dtype is None else found.to(self._dtype)
 
     def form(self, value: Tensor) -> tuple[int, ...]:
         return tuple(value.shape[1:])
@@ -177,6 +190,9 @@ class ListPerScored(Kind):
     def concat(self, values: Sequence[Kept]) -> Kept:
         counts = torch.cat([value.offsets.diff() for value in values])
         return Kept(torch.cat([value.ids for value in values]), _ends(counts))
+
+    def sizes(self, value: Kept) -> Tensor:
+        return value.offsets.diff()
 
     def pack(self, name: str, value: Kept, mask: Tensor) -> dict[str, np.ndarray]:
         chosen = value.take(mask.nonzero().squeeze(-1))
@@ -200,6 +216,12 @@ class ListPerScored(Kind):
 
 def _ends(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """Integers in at most 4 bytes each where they fit."""
+    fits = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
+    return values.int() if values.dtype == torch.long and fits else values
 
 
 # ------------------------------------------------------------------ the request
@@ -231,9 +253,9 @@ class ScoreRequest:
     mask: Tensor
     layout: Ragged
     kept: Kept | None = field(default=None, metadata={"kind": ListPerScored()})
-    top_ids: Tensor | None = field(default=None, metadata={"kind": PerToken()})
-    routing: Tensor | None = field(default=None, metadata={"kind": PerToken()})
-    ref_routing: Tensor | None = field(default=None, metadata={"kind": PerToken()})
+    top_ids: Tensor | None = field(default=None, metadata={"kind": PerToken(range(1, MAX_DIMS), torch.long)})
+    routing: Tensor | None = field(default=None, metadata={"kind": PerToken(range(2, 3))})
+    ref_routing: Tensor | None = field(default=None, metadata={"kind": PerToken(range(2, 3))})
     whole: bool = False  # forward scored sequences to their end: for models whose positions depend on the length
 
     @classmethod
@@ -339,16 +361,22 @@ class ScoreRequest:
         }
         return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
 
+    def sizes(self) -> Tensor:
+        """How many numbers are sent for each sequence, about; ``[S]``."""
+        each = torch.ones_like(self.tokens.values)
+        for name, value in self.recorded.items():
+            each = each + _KINDS[name].sizes(value)
+        return torch.zeros_like(self.tokens.lengths).index_add(0, self.tokens.sequence_ids, each)
+
     def to_arrays(self) -> dict[str, np.ndarray]:
         """The request as arrays: 4 or 8 bytes for a token, 8 for a sequence, a bit for a token, and the optional fields.
 
-        A :class:`~torchrl_llm_kl.head.Kept` takes 4 bytes for each scored token and for each one that was kept.
+        A :class:`~torchrl_llm_kl.head.Kept` takes 4 bytes for each scored token and for each one that was kept, as does each
+        of the ``top_ids``.
         """
-        values = self.tokens.values
-        narrow = values.numel() == 0 or (int(values.max()) < 2**31 and int(values.min()) >= -(2**31))
         found = {
             "lengths": self.tokens.lengths.numpy(),
-            "tokens": (values.int() if narrow else values).numpy(),
+            "tokens": _narrow(self.tokens.values).numpy(),
             "mask": np.packbits(self.mask.numpy()),
         }
         for name, value in self.recorded.items():
@@ -372,7 +400,10 @@ class ScoreRequest:
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
-        _refuse_first(tokens, mask, tokens.positions == 0)
+        try:
+            _refuse_first(tokens, mask, tokens.positions == 0)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
         found = cls(tokens, mask, tokens, **{name: _KINDS[name].unpack(name, arrays, mask) for name in names})
         arrays.end()
         return found

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
+    FEATURES,
     REPLY,
     REQUEST,
     ProtocolError,
@@ -28,6 +29,8 @@ from torchrl_llm_kl.scoring import (
 
 #: The most tokens of ``top_k``.
 MAX_TOP_K = 1024
+#: What a request can ask for and a reply holds.
+ANSWERED = FEATURES - {"grad", "reference", "ref_routing", "return_kept", "record_routing"}
 # Scores of a reply: numpy's letter of their dtypes.
 _COLUMNS = {
     "log_prob": "f",

@@ -7,19 +7,20 @@ import threading
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from torch.testing import assert_close
 
-from load import assert_same
+from load import assert_same, request_of
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded, ServiceTimeout
 from torchrl_llm_kl.service._errors import ReplicaGone
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._batcher import Batcher
 from torchrl_llm_kl.service.replica._core import ScoringCore
@@ -30,15 +31,15 @@ from waits import LONG
 quick = settings(max_examples=40, deadline=None)
 
 
-def sent(rows, mask=None, *, caller="a", kept=None, **settings):
-    tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-    flat = None if mask is None else torch.tensor([bit for row in mask for bit in row], dtype=torch.bool)
-    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-    return Request.of(tokens, lengths, flat, Settings(**settings), version=None, caller=caller, kept=kept)
+sent = partial(request_of, caller="a")
 
 
 def request(tag, *, tokens=3, caller="a", deaths=0):
-    return replace(sent([[tag] * tokens], caller=caller), deaths=deaths)
+    return sent([[tag] * tokens], caller=caller, deaths=deaths)
+
+
+def first_token(asked):
+    return int(asked.scored.tokens.values[0])
 
 
 class Recorder:
@@ -50,10 +51,10 @@ class Recorder:
     def __call__(self, requests):
         time.sleep(self.seconds)
         self.threads.add(threading.current_thread().name)
-        tags = [int(r.tokens[0]) for r in requests]
+        tags = [first_token(each) for each in requests]
         self.batches.append(tags)
         return [
-            ValueError(f"bad {tag}") if tag in self.fails else Reply(np.full(2, float(tag), np.float32), None, 0)
+            ValueError(f"bad {tag}") if tag in self.fails else Reply({"log_prob": torch.full((2,), float(tag))}, 0)
             for tag in tags
         ]
 
@@ -73,7 +74,7 @@ def run(score, *requests, **settings):
 
 
 def tags_of(answers):
-    return [float(answer.log_prob[0]) for answer in answers]
+    return [float(answer.columns["log_prob"][0]) for answer in answers]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def tags_of(answers):
         # One that is ill-formed fails alone.
         (
             [request(0)]
-            + [replace(request(1), **bad) for bad in ({"caller": ["a"]}, {"deaths": "2"}, {"lengths": None})]
+            + [replace(request(1), **bad) for bad in ({"caller": ["a"]}, {"deaths": "2"}, {"scored": None})]
             + [request(2)],
             {},
             [[0, 2]],
@@ -103,10 +104,12 @@ def test_composition_of_batches(requests, options, batches):
     answers = run(recorder, *requests, **options)
     assert recorder.batches == batches
     for asked, answer in zip(requests, answers, strict=True):
-        if asked.tokens[0] == 1 and [0, 2] in batches:
+        if isinstance(answer, Exception):
             assert isinstance(answer, (TypeError, AttributeError))
+            assert [0, 2] in batches
         else:
-            assert tags_of([answer]) == [asked.tokens[0]]
+            assert tags_of([answer]) == [first_token(asked)]
+    assert sum(isinstance(answer, Exception) for answer in answers) == (3 if [0, 2] in batches else 0)
 
 
 def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone():
@@ -179,7 +182,7 @@ def test_a_request_after_a_death_is_announced_and_shares_no_batch():
         request(i, caller=caller, deaths=deaths)
         for i, caller, deaths in ((0, "a", 0), (7, "b", 1), (8, "c", 2), (1, "d", 0), (2, "b", 0))
     ]
-    found = run(recorder, *requests, on_trial=lambda r: announced.append((int(r.tokens[0]), list(recorder.batches))))
+    found = run(recorder, *requests, on_trial=lambda r: announced.append((first_token(r), list(recorder.batches))))
     assert tags_of(found) == [0, 7, 8, 1, 2]
     assert recorder.batches == [[0, 1, 2], [7], [8]]
     assert announced == [(7, [[0, 1, 2]]), (8, [[0, 1, 2], [7]])]
@@ -192,7 +195,7 @@ def test_a_request_after_a_death_is_announced_and_shares_no_batch():
 )
 def test_an_error_of_the_model_reaches_all_callers_of_its_batch(error, text):
     def score(requests):
-        if requests[0].tokens[0] == 0:
+        if first_token(requests[0]) == 0:
             raise error
         return Recorder()(requests)
 
@@ -269,24 +272,25 @@ def test_close_refuses_waiting_and_later_requests():
 
 def echo(part):
     """Scores that name the token, and the one before it as an entropy."""
-    mask = part.flat_mask().numpy()
-    before = np.concatenate([[-1], part.tokens[:-1]])
-    return Reply(part.tokens[mask].astype(np.float64), before[mask].astype(np.float64), 0)
+    mask, tokens = part.scored.mask, part.scored.tokens.values.double()
+    before = torch.cat([torch.tensor([-1.0]), tokens])[:-1]
+    return Reply({"log_prob": tokens[mask], "entropy": before[mask]}, 0)
 
 
-ROWS = st.lists(st.lists(st.integers(-3, 5), max_size=9), min_size=1, max_size=12)
+ROWS = st.lists(st.lists(st.integers(0, 8), max_size=9), min_size=1, max_size=12)
 
 
 @quick
 @given(ROWS, st.integers(1, 20), st.booleans(), st.data())
 def test_parts_join_to_the_whole(rows, limit, masked, data):
-    """Each token ``t`` keeps ``t % 3`` ids, ``100 t`` and so on: parts have those of their own scored tokens."""
+    """Each token ``t`` keeps itself and ``t % 3`` more, and has an id ``7 t``: parts have the records of their own tokens."""
     flat = [token for row in rows for token in row]
-    mask = [[data.draw(st.booleans()) for _ in row] for row in rows] if masked else None
-    ids = [[1000 + 100 * token + i for i in range(token % 3)] for token in flat]
+    mask = [[i > 0 and data.draw(st.booleans()) for i in range(len(row))] for row in rows] if masked else None
+    ids = [[token, *(1000 + 100 * token + i for i in range(token % 3))] for token in flat]
     offsets = torch.tensor([0, *itertools.accumulate(map(len, ids))])
-    kept = Kept(torch.tensor([i for some in ids for i in some], dtype=torch.long), offsets) if masked else None
-    whole = sent(rows, mask, kept=kept)
+    kept = Kept(torch.tensor([i for some in ids for i in some], dtype=torch.long), offsets)
+    records = {"kept": kept, "top_ids": 7 * torch.tensor(flat).reshape(-1, 1)} if masked else {}
+    whole = sent(rows, mask, records=records)
     pieces = Pieces(whole, limit)
     assert sum(pieces.sizes) == whole.num_tokens
     units = data.draw(st.permutations(range(len(pieces.sizes))))
@@ -295,16 +299,16 @@ def test_parts_join_to_the_whole(rows, limit, masked, data):
     parts = [pieces.part(group) for group in groups]
     for group, part in zip(groups, parts, strict=True):
         assert part.num_tokens == sum(pieces.sizes[unit] for unit in group)
-        assert part.num_tokens <= limit or len(group) > 1 or len(part.lengths) == 1 or len(pieces.sizes) == 1
-        assert [row.tolist() for row in part.rows()] == [rows[i] for i in pieces.rows(group)]
+        assert part.num_tokens <= limit or len(group) > 1 or part.num_sequences == 1 or len(pieces.sizes) == 1
+        assert [row.tolist() for row in part.scored.tokens.to_list()] == [rows[i] for i in pieces.rows(group)]
         if masked:
-            scored = part.tokens[part.flat_mask().numpy()].tolist()
-            assert part.replay.counts.tolist() == [token % 3 for token in scored]
-            assert part.replay.ids.tolist() == [1000 + 100 * token + i for token in scored for i in range(token % 3)]
-            assert Request.unpack(part.pack()).replay is not None, "it is well formed"
+            own, found = part.scored.tokens.values.tolist(), Request.unpack(part.pack()).scored
+            kept = [ids[flat.index(token)] if scored else [] for token, scored in zip(own, found.mask.tolist(), strict=True)]
+            assert [row.tolist() for row in found.kept.ids.split(found.kept.offsets.diff().tolist())] == kept
+            assert found.top_ids.tolist() == [[7 * token] for token in own]
     joined, expected = pieces.join([(g, echo(p)) for g, p in zip(groups, parts, strict=True)]), echo(whole)
-    np.testing.assert_array_equal(joined.log_prob, expected.log_prob)
-    assert len(joined.entropy) == len(joined.log_prob)
+    assert_close(joined.columns["log_prob"], expected.columns["log_prob"], atol=0, rtol=0)
+    assert len(joined.columns["entropy"]) == len(joined.columns["log_prob"])
 
 
 def test_answers_to_one_prompt_stay_together():
@@ -315,9 +319,6 @@ def test_answers_to_one_prompt_stay_together():
     assert pieces.sizes == [56, 56, 56]
     for unit in range(3):
         assert len({rows[i][1] for i in pieces.rows([unit])}) == 2
-    for lengths in ([2, 2], [5, -1], [9, 9]):  # the core reports what is wrong with ill-formed ones
-        whole = Request(np.arange(4), np.array(lengths), None, Settings())
-        assert Pieces(whole, 2).part([0]) is whole or lengths == [2, 2]
 
 
 def in_pieces(core, *requests):
@@ -341,7 +342,7 @@ def scores_of(made, rows, mask=None, **options):
     data = Ragged.from_list([torch.tensor(row) for row in rows])
     chosen = data.positions > 0 if mask is None else torch.tensor([bit for row in mask for bit in row])
     found = LogProbScorer(made).evaluate(data, chosen, **options)
-    return found.log_prob.values[chosen], found.entropy and found.entropy.values[chosen]
+    return {name: value.values[chosen] for name, value in found.per_token.items()}
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -353,11 +354,7 @@ def test_scores_in_pieces_are_those_of_the_whole(entropy):
     assert len(batches) > 4
     assert len(batches[0]) == 2, "the small request shares the first batch"
     for answer, given_rows, chosen in zip(answers, (rows, small), (mask, None), strict=True):
-        log_prob, entropies = scores_of(model(), given_rows, chosen, entropy=entropy)
-        assert_same(torch.from_numpy(answer.log_prob), log_prob)
-        assert (answer.entropy is not None) == entropy
-        if entropy:
-            assert_same(torch.from_numpy(answer.entropy), entropies)
+        assert_same(answer.columns, scores_of(model(), given_rows, chosen, entropy=entropy))
     rows[41] = [5, 6, 1000]
     (bad, good), _ = in_pieces(core, sent(rows), sent([[1, 2]]))
     assert isinstance(bad, ValueError)
@@ -379,7 +376,7 @@ def test_pieces_of_a_request_come_from_one_version():
     (answer,), batches = in_pieces(core, sent(rows))
     assert answer.version == 1
     assert sum(map(sum, batches)) > sum(map(len, rows)), "two batches were scored twice"
-    assert_same(torch.from_numpy(answer.log_prob), scores_of(model(seed=1), rows)[0])
+    assert_same(answer.columns, scores_of(model(seed=1), rows))
 
 
 @pytest.mark.parametrize("callers", [1, 3])
@@ -417,7 +414,7 @@ def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(call
         await batcher.close()
         return answers
 
-    assert all(answer.log_prob.size == 200 * 7 for answer in asyncio.run(main()))
+    assert all(len(answer.columns["log_prob"]) == 200 * 7 for answer in asyncio.run(main()))
     assert batches <= 3 * 10 * callers + 5
 
 

@@ -21,7 +21,6 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
-    FEATURES,
     Changes,
     ScoreOptions,
     Scorer,
@@ -32,7 +31,7 @@ from torchrl_llm_kl.scoring import (
 )
 from torchrl_llm_kl.service._errors import PoisonedRequest, ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import check_version
-from torchrl_llm_kl.service._wire import Reply, Request, checked_top_k
+from torchrl_llm_kl.service._wire import ANSWERED, Reply, Request, checked_top_k
 from torchrl_llm_kl.service.client._replicas import Patience, Replicas, failures
 from torchrl_llm_kl.service.client._router import Router
 from torchrl_llm_kl.service.control._membership import check_not_forked, client_name
@@ -187,10 +186,10 @@ class RemoteScorer(Scorer):
     """
 
     path = "remote"
-    offers = FEATURES - {"grad", "reference", "ref_routing", "return_kept", "record_routing"}
+    offers = ANSWERED
     place = "a service, which sends scores of single tokens"
     instead = (
-        "train the policy, and compare whole distributions, in one process with a LogProbScorer; or compare the most probable "
+        "score the transformers model in this process, with a LogProbScorer; or compare distributions by their most probable "
         "tokens, top_k="
     )
     model: RemoteModel
@@ -311,10 +310,7 @@ class Part:
         places = np.append(np.flatnonzero(scored.mask.numpy()), len(tokens))
         first = np.minimum(places[places.searchsorted(starts)] - starts, lengths)
         chosen = router.assign(tokens, lengths, first, replicas, continues=request.options.remember)
-        sizes = lengths
-        if scored.kept is not None:  # kept tokens are sent too
-            sizes = sizes + scored.kept.offsets[scored.tokens.offsets].diff().numpy()
-        parts = []
+        sizes, parts = scored.sizes().numpy(), []
         for replica in np.unique(chosen).tolist():
             own = np.where(chosen == replica, sizes, 0)
             pieces = (own.cumsum() - own) // _MOST_TOKENS

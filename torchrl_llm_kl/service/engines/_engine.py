@@ -15,12 +15,11 @@ from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     LogProbScorer,
     ScoreOptions,
-    Scorer,
     ScoreRequest,
     Scores,
     fingerprint_of,
 )
-from torchrl_llm_kl.service._wire import state_dict_of
+from torchrl_llm_kl.service._wire import ANSWERED, state_dict_of
 
 
 @runtime_checkable
@@ -71,19 +70,14 @@ class TransformersEngine:
         memory: the most bytes of keys and values in all caches together.
     """
 
-    place = "this engine"
-    instead = Scorer.instead
-
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[ScoreOptions, LogProbScorer] = OrderedDict()
         self._steps = 0  # calls and weights copied so far
         self._dropped = (0, 0, 0)  # forwards, and tokens seen and recalled, of scorers that were dropped
-        self.offers = self._scorer(ScoreOptions()).offers - {
-            "grad",
-            "reference",
-        }  # refuses a model that cannot be scored
+        scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
+        self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 
     def _scorer(self, options: ScoreOptions) -> LogProbScorer:
         """The scorer of what a cache serves: it follows any temperature, and what else is asked."""

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import DEFAULT_MEMORY, FEATURES, ScoreOptions, Scorer, ScoreRequest, Scores
+from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScoreOptions, Scorer, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
-from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service._wire import ANSWERED, Reply, Request
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.service.engines._rank import Shard
@@ -61,7 +61,7 @@ class GangEngine:
         >>> service = ScoringService(factory=gang, name="reference", num_cpus=0.1)  # doctest: +SKIP
     """
 
-    offers = FEATURES - {"grad", "reference", "return_kept", "record_routing"}
+    offers = ANSWERED
     place = "a gang of ranks"
     instead = Scorer.instead
 

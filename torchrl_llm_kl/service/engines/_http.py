@@ -138,7 +138,7 @@ class HTTPEngine:
         if api_key_env is not None and not key:
             raise ValueError(f"api_key_env: the environment variable {api_key_env!r} is not set in this process.")
         self._http = _Http(url, key)
-        self.place = f"the server {self._http}"
+        self.place = str(self._http)
         self._dialect: _Dialect = _Vllm(model or "") if dialect == "vllm" else _Sglang()
         self._timeout, self._interface = timeout, interface or ModelInterface()
         self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="http")
