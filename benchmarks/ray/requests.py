@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from torchrl_llm_kl import Ragged
+from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.service import RemoteScorer
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.client._router import Router
 
 
@@ -37,13 +38,16 @@ class _Replicas:
     def usable(self) -> list[int]:
         return list(range(self._count))
 
+    def saw(self, version: int, weights: str) -> None:
+        """All replies have one version."""
+
     def handle(self, replica: int, *, timeout: float) -> Any:
         return SimpleNamespace(score=SimpleNamespace(remote=self._answer))
 
     def _answer(self, packed: bytes, timeout: float) -> bytes:
         start = time.perf_counter()
-        scored = int(Request.unpack(packed).flat_mask().sum())
-        answer = Reply(np.zeros(scored, np.float32), None, 0).pack()
+        scored = int(Request.unpack(packed).scored.mask.sum())
+        answer = Reply({"log_prob": torch.zeros(scored)}, 0).pack()
         self.requests += 1
         self.seconds += time.perf_counter() - start
         return answer
@@ -62,7 +66,8 @@ def call(replicas: int, *, prompts: int = 256, responses: int = 8, length: int =
     ]
     data = Ragged.from_list(rows)
     fakes, seconds = _Replicas(replicas), []
-    scorer = RemoteScorer(SimpleNamespace(replicas=fakes, router=Router(), version=None, timeout=10.0), Settings())  # type: ignore[arg-type]
+    there: Any = {"replicas": fakes, "router": Router(), "version": None, "top_k_dtype": torch.float32, "timeout": 10.0}
+    scorer = RemoteScorer(SimpleNamespace(**there), ScoreOptions())  # type: ignore[arg-type]
     get, ray.get = ray.get, lambda answer, timeout: answer
     try:
         for _ in range(repeats):
@@ -85,7 +90,7 @@ def routing(length: int, *, conversations: int = 8000, rows: int = 100) -> str:
     def assign(size: int) -> float:
         row = rng.integers(0, 50_000, size)
         start = time.perf_counter()
-        router.assign(row, np.array([size]), np.array([100]), range(4), goes_on=True)
+        router.assign(row, np.array([size]), np.array([100]), range(4), continues=True)
         return time.perf_counter() - start
 
     for size in range(500, 500 + conversations):

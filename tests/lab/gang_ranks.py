@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from load import sequences
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.service._wire import Settings
+from torchrl_llm_kl.scoring import Sampling, ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
 from torchrl_llm_kl.service.engines._rank import RankEngine, may_split, shard_model
@@ -31,14 +31,12 @@ def by_hand(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def share_of(made, how, rows, mask, kept=None):
-    """This rank's sequences, mask and record, and where its tokens are among all."""
+def share_of(made, how, request):
+    """This rank's sequences, and where its tokens are among all."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if may_split(made, how) else (1, 0)
-    shares = split(rows, mask, ranks, kept)
-    own, start = shares[rank], sum(x.mask.size for x in shares[:rank])
-    mine = type(rows).from_list(list(torch.tensor(own.tokens).split(own.lengths.tolist())))
-    record = None if kept is None else Kept(*map(torch.tensor, own.kept))
-    return mine, torch.tensor(own.mask), record, slice(start, start + mine.values.shape[0])
+    shares = split(request, ranks)
+    start = sum(len(each.mask) for each in shares[:rank])
+    return shares[rank], slice(start, start + len(shares[rank].mask))
 
 
 def largest(pairs, where):
@@ -51,17 +49,16 @@ def difference(shard, dtype="float64"):
     how = by_hand if shard == "by_hand" else shard
     whole = TransformersEngine(build(0, dtype), tokens_per_batch=16)
     made = shard_model(build(0, dtype), how, mesh)
-    engine, settings = RankEngine(made, tokens_per_batch=16), Settings(temperature=1.3, entropy=True)
-    rows, found = sequences(3, 8), []
-    mask = rows.positions > 0
-    mine, chosen, _, where = share_of(made, how, rows, mask)
+    engine, options = RankEngine(made, tokens_per_batch=16), ScoreOptions(Sampling(1.3), entropy=True)
+    request, found = ScoreRequest.of(sequences(3, 8)), []
+    mine, where = share_of(made, how, request)
 
     def compare():
-        want, got = whole.evaluate(rows, mask, settings), engine.evaluate(mine, chosen, settings)
+        want, got = whole.run(request, options), engine.run(mine, options)
         pairs = [(got.log_prob, want.log_prob), (got.entropy, want.entropy)]
-        again = whole.score(rows, mask, Settings())
+        again = whole.run(request, ScoreOptions()).log_prob
         # The second call reads the cache.
-        pairs += [(engine.score(mine, chosen, Settings(remember=True)), again) for _ in range(2)]
+        pairs += [(engine.run(mine, ScoreOptions(remember=True)).log_prob, again) for _ in range(2)]
         found.append(largest(pairs, where))
 
     compare()
@@ -87,14 +84,12 @@ def replayed(shard):
     made = shard_model(build(), shard, mesh)
     engine = RankEngine(made)
     rows = sequences(3, 8)
-    mask = rows.positions > 0
     counts = rows.values % 5 + 1
     ids = torch.cat([(token + torch.arange(int(n)) * 7) % 97 for token, n in zip(rows.values, counts, strict=True)])
     kept = Kept(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
-    settings = Settings(temperature=1.3, entropy=True, keep_top_k=3)
-    want = whole.evaluate(rows, mask, settings, kept=kept)
-    mine, chosen, record, where = share_of(made, shard, rows, mask, kept)
-    got = engine.evaluate(mine, chosen, settings, kept=record)
+    request, options = ScoreRequest.of(rows, kept=kept), ScoreOptions(Sampling(1.3, top_k=3), entropy=True)
+    mine, where = share_of(made, shard, request)
+    want, got = whole.run(request, options), engine.run(mine, options)
     found = largest([(got.log_prob, want.log_prob), (got.entropy, want.entropy)], where)
     wrapped = [f"model.{name}" for name in build().state_dict()]
     return found, engine.tensors(), engine.own_names(wrapped)

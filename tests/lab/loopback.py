@@ -29,7 +29,8 @@ class Loopback:
                 for one in found:
                     if isinstance(one, Exception):
                         raise one
-                return [Reply.unpack(one.pack()) for one in found if isinstance(one, Reply)]
+                pairs = zip(found, self.parts, strict=True)
+                return [Reply.unpack(one.pack(half=part.request.half)) for one, part in pairs]
 
         monkeypatch.setattr(_remote, "Exchange", Exchange)
 

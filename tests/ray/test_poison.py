@@ -7,11 +7,10 @@ import pytest
 import ray
 import torch
 
-from load import callers, clone
+from load import callers, clone, request_of
 from remote_models import ENDLESS, POISON, deadly, model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import PoisonedRequest, ScoringService, ServiceTimeout
-from torchrl_llm_kl.service._wire import Request, Settings
 from waits import until
 
 pytestmark = pytest.mark.slow
@@ -62,7 +61,7 @@ def test_a_request_that_kills_its_replica_is_refused_after_three_trials(service,
     assert load.slowest < 120
 
     # A request that one replica was told to refuse.
-    bad = Request.of(torch.tensor(POISON), torch.tensor([6]), None, Settings(), version=None, caller="")
+    bad = request_of([POISON])
     handle = service.model.replicas.handle(0, timeout=60.0)
     ray.get(handle.quarantine.remote(bad.digest()))
     found = ray.get(handle.score.remote(bad.pack(), 5.0))

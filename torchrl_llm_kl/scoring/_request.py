@@ -136,8 +136,8 @@ class Kind(ABC):
         """The field of several requests."""
 
     @abstractmethod
-    def sizes(self, value: Any) -> Tensor:
-        """How many numbers are sent for each token, about; ``[N]``."""
+    def sizes(self, value: Any, tokens: Ragged) -> Tensor:
+        """How many numbers are sent for each sequence of ``tokens``, about; ``[S]``."""
 
     @abstractmethod
     def pack(self, name: str, value: Any, mask: Tensor) -> dict[str, np.ndarray]:
@@ -164,8 +164,8 @@ class PerToken(Kind):
     def concat(self, values: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(values))
 
-    def sizes(self, value: Tensor) -> Tensor:
-        return torch.full((len(value),), value.shape[1:].numel())
+    def sizes(self, value: Tensor, tokens: Ragged) -> Tensor:
+        return tokens.lengths * value.shape[1:].numel()
 
     def pack(self, name: str, value: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
         return {name: _narrow(value).numpy()}
@@ -174,7 +174,9 @@ class PerToken(Kind):
         sizes = arrays.found[name].shape[1:] if name in arrays else ()
         found = torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
         if len(sizes) not in self._dims or 0 in sizes:
-            raise ProtocolError(f"a request holds {name} of the shape {tuple(found.shape)}, expected some for each token.")
+            raise ProtocolError(
+                f"a request holds {name} of the shape {tuple(found.shape)}, expected some for each token."
+            )
         return found if self._dtype is None else found.to(self._dtype)
 
     def form(self, value: Tensor) -> tuple[int, ...]:
@@ -191,8 +193,8 @@ class ListPerScored(Kind):
         counts = torch.cat([value.offsets.diff() for value in values])
         return Kept(torch.cat([value.ids for value in values]), _ends(counts))
 
-    def sizes(self, value: Kept) -> Tensor:
-        return value.offsets.diff()
+    def sizes(self, value: Kept, tokens: Ragged) -> Tensor:
+        return value.offsets[tokens.offsets].diff()
 
     def pack(self, name: str, value: Kept, mask: Tensor) -> dict[str, np.ndarray]:
         chosen = value.take(mask.nonzero().squeeze(-1))
@@ -303,7 +305,7 @@ class ScoreRequest:
             )
         keep = None if layout.keep is None else layout.keep.cpu()
         tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
-        first = tokens.positions == 0
+        first = _first(tokens)
         found = cls(tokens, ~first if flat is None else _checked_mask(tokens, flat, first), layout)
         records = {
             name: each for name, each in (("routing", routing), ("ref_routing", ref_routing)) if each is not None
@@ -363,10 +365,10 @@ class ScoreRequest:
 
     def sizes(self) -> Tensor:
         """How many numbers are sent for each sequence, about; ``[S]``."""
-        each = torch.ones_like(self.tokens.values)
+        found = self.tokens.lengths
         for name, value in self.recorded.items():
-            each = each + _KINDS[name].sizes(value)
-        return torch.zeros_like(self.tokens.lengths).index_add(0, self.tokens.sequence_ids, each)
+            found = found + _KINDS[name].sizes(value, self.tokens)
+        return found
 
     def to_arrays(self) -> dict[str, np.ndarray]:
         """The request as arrays: 4 or 8 bytes for a token, 8 for a sequence, a bit for a token, and the optional fields.
@@ -400,12 +402,14 @@ class ScoreRequest:
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
-        try:
-            _refuse_first(tokens, mask, tokens.positions == 0)
-        except ValueError as error:
-            raise ProtocolError(str(error)) from None
         found = cls(tokens, mask, tokens, **{name: _KINDS[name].unpack(name, arrays, mask) for name in names})
         arrays.end()
+        try:
+            _refuse_first(tokens, mask, _first(tokens))
+            if found.kept is not None:
+                check_kept(found.kept, tokens, mask)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
         return found
 
     # ------------------------------------------------------------------ the tokens to forward
@@ -573,6 +577,13 @@ def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:
     mask = mask.cpu()
     _refuse_first(tokens, mask, first)
     return mask
+
+
+def _first(tokens: Ragged) -> Tensor:
+    """True at the first token of each sequence; bool ``[N]``."""
+    found = torch.zeros(len(tokens.values), dtype=torch.bool)
+    found[tokens.offsets[:-1][tokens.lengths > 0]] = True
+    return found
 
 
 def _refuse_first(tokens: Ragged, mask: Tensor, first: Tensor) -> None:

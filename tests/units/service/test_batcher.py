@@ -303,7 +303,9 @@ def test_parts_join_to_the_whole(rows, limit, masked, data):
         assert [row.tolist() for row in part.scored.tokens.to_list()] == [rows[i] for i in pieces.rows(group)]
         if masked:
             own, found = part.scored.tokens.values.tolist(), Request.unpack(part.pack()).scored
-            kept = [ids[flat.index(token)] if scored else [] for token, scored in zip(own, found.mask.tolist(), strict=True)]
+            kept = [
+                ids[flat.index(token)] if scored else [] for token, scored in zip(own, found.mask.tolist(), strict=True)
+            ]
             assert [row.tolist() for row in found.kept.ids.split(found.kept.offsets.diff().tolist())] == kept
             assert found.top_ids.tolist() == [[7 * token] for token in own]
     joined, expected = pieces.join([(g, echo(p)) for g, p in zip(groups, parts, strict=True)]), echo(whole)

@@ -9,26 +9,25 @@ import socket
 import socketserver
 import threading
 import time
-from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
 import torch
 
-from load import assert_same, sequences
+from load import assert_same, request_of, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import model
-from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.scoring import Scores
+from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._wire import Reply
 from torchrl_llm_kl.service.engines import _http
 from torchrl_llm_kl.service.engines._engine import Engine
 from torchrl_llm_kl.service.engines._http import rounding
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from waits import LONG, until
 
-PLAIN = Settings()
 both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 
 
@@ -42,10 +41,12 @@ def server():
 class Exact(LogProbScorer):
     """In float64, as the server computes; the scores are rounded to float32, as an engine's are."""
 
-    def evaluate(self, *args, **options):
+    def run(self, *args, **options):
         kinds = {torch.float64: torch.float32}
-        found = super().evaluate(*args, **options)
-        return Scores(*(x and x.like(x.values.to(kinds.get(x.values.dtype, x.values.dtype))) for x in found))
+        found = super().run(*args, **options).per_token
+        return Scores(
+            **{name: x.like(x.values.to(kinds.get(x.values.dtype, x.values.dtype))) for name, x in found.items()}
+        )
 
 
 @cache
@@ -57,20 +58,24 @@ def engine(server, dialect="vllm", **options):
     return HTTPEngine(server.url, **{"model": MODEL, "dialect": dialect, "timeout": LONG, **options})
 
 
-def scored(found, rows=None, mask=None, settings=PLAIN):
-    rows = sequences(4, 6) if rows is None else rows
-    return found.score(rows, rows.positions > 0 if mask is None else mask, settings).values
+def evaluated(found, rows=None, mask=None, **options):
+    request = ScoreRequest.of(sequences(4, 6) if rows is None else rows, mask)
+    return found.run(request, ScoreOptions().but(**options))
+
+
+def scored(*args, **options):
+    return evaluated(*args, **options).log_prob.values
 
 
 def assert_right(found, rows=None, mask=None, temperature=1.0):
     """The engine's scores are those of the model here."""
     rows = sequences(4, 6) if rows is None else rows
     want = scorer(temperature).score(rows, mask).values
-    assert_same(scored(found, rows, mask, Settings(temperature=temperature)), want)
+    assert_same(scored(found, rows, mask, temperature=temperature), want)
 
 
-def request(*tokens, settings=PLAIN):
-    return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, settings, version=None, caller="")
+def request(*tokens, **options):
+    return request_of([tokens], **options)
 
 
 def some_mask(rows):
@@ -116,7 +121,7 @@ def test_only_what_is_needed_is_requested(server, dialect):
 def test_temperatures(server, dialect):
     """Log-probs at the request's temperature are used; raw ones are refused at another than 1; others are an error."""
     with pytest.raises(ValueError, match=r"temperature=0.7, but the server's log-probs are at temperature 1"):
-        scored(engine(server, dialect), settings=Settings(temperature=0.7))
+        scored(engine(server, dialect), temperature=0.7)
     with server.set(tempered=True):
         found = engine(server, dialect)
         assert found.temperatures == "tempered"
@@ -193,22 +198,17 @@ def test_a_forbidden_token_is_no_number(server, dialect):
         assert scored(found, rows, mask).isfinite().all()
 
 
-@dataclass(frozen=True)
-class TopSettings(Settings):
-    top_k: int = 0
-
-
 @both
 def test_top_k(server, dialect):
     found, rows = engine(server, dialect), sequences(4, 6)
     mask = some_mask(rows)
-    scores, want = found.evaluate(rows, mask, TopSettings(top_k=5)), scorer().evaluate(rows, mask, top_k=5)
+    scores, want = evaluated(found, rows, mask, top_k=5), scorer().evaluate(rows, mask, top_k=5)
     assert scores.top_indices.values.equal(want.top_indices.values)
     for name in ("log_prob", "top_log_probs", "tail_log_prob"):
         assert_same(getattr(scores, name).values, getattr(want, name).values)
     if dialect == "vllm":
         with pytest.raises(ValueError, match="greater than max allowed"):
-            found.evaluate(rows, mask, TopSettings(top_k=21))
+            evaluated(found, rows, mask, top_k=21)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -308,22 +308,17 @@ def test_names_keys_and_addresses(server, monkeypatch):
 
 
 def test_what_the_server_owns_is_refused_alone(server):
-    """Settings and weights; and requests that it refuses leave their neighbours."""
+    """Options and weights; and requests that it refuses leave their neighbours."""
     core = ScoringCore(engine(server))
-    bad = {"entropy": True, "dtype": "bfloat16", "adapters": False, "deterministic": True}
-    requests = [request(1, 2, 3, settings=Settings(**{name: value})) for name, value in bad.items()]
-    first, *refused, last = core.score([request(1, 2, 3), *requests, request(1, 2, settings=Settings(remember=True))])
+    bad = {"entropy": True, "dtype": torch.bfloat16, "adapters": False, "deterministic": True, "moments": True}
+    bad |= {"sampling": Sampling(top_k=3), "records": {"kept": Kept(torch.tensor([1, 2, 3]), torch.arange(4))}}
+    requests = [request(1, 2, 3, **{name: value}) for name, value in bad.items()]
+    first, *refused, last = core.score([request(1, 2, 3), *requests, request(1, 2, remember=True)])
     assert [type(answer) for answer in (first, last)] == [Reply, Reply]
     for name, answer in zip(bad, refused, strict=True):
         assert isinstance(answer, ValueError)
-        assert f"{name}=" in str(answer)
-        assert "is not possible with the server at" in str(answer)
-    rows = sequences(0, 2)
-    with pytest.raises(ValueError, match="the mask selects the first token of sequence 0"):
-        core.engine.evaluate(rows, rows.positions >= 0, PLAIN)
-    for temperature in (0.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="temperature must be a positive number"):
-            core.engine.evaluate(rows, rows.positions > 0, Settings(temperature=temperature))
+        assert str(answer).startswith("kept=" if name == "records" else f"{name}=")
+        assert f" cannot be had from the server at {server.url}: its log-probs are of all tokens, under" in str(answer)
     for call in (core.engine.check_weights, core.engine.update_weights):
         with pytest.raises(TypeError, match="update them at the server"):
             call({"lm_head.weight": torch.zeros(2)})

@@ -5,18 +5,18 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from load import request_of
 from remote_models import model
 from torchrl_llm_kl import RememberedModel, ScoreStore
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import ProtocolError, RemoteModel, ScoringService, WeightVersionError, _weights
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._weights import MAX_VERSION, Pushes, WeightKeeper, chunks_of, tensors_of
-from torchrl_llm_kl.service._wire import Request, Settings
+from torchrl_llm_kl.service._wire import Request
 from torchrl_llm_kl.service.client import _push
 from torchrl_llm_kl.service.client._push import ask_all, push_weights
 from torchrl_llm_kl.service.client._replicas import Replicas
@@ -122,7 +122,7 @@ def test_versions_are_never_given_twice():
 
 def test_the_last_version_that_a_message_can_hold():
     """A later one would be in every request of a client that has seen it, and no replica could read those."""
-    request = Request(np.array([1, 2]), np.array([2]), None, Settings(), newest=MAX_VERSION)
+    request = request_of([[1, 2]], newest=MAX_VERSION)
     assert Request.unpack(request.pack()).newest == MAX_VERSION
     with pytest.raises(ProtocolError, match="newest"):
         Request.unpack(replace(request, newest=MAX_VERSION + 1).pack())

@@ -1,15 +1,15 @@
 """What a remote scorer returns beside log-probs: the top k, and replays of kept tokens, in transforms and losses too."""
 
 import asyncio
-from functools import partial
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
 
 from closeness import assert_near
+from load import request_of
 from remote_models import model
 from torchrl_llm_kl import (
     KLRewardTransform,
@@ -24,12 +24,14 @@ from torchrl_llm_kl import (
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import write_kept
+from torchrl_llm_kl.scoring import ScoreRequest
 from torchrl_llm_kl.service import ProtocolError
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.client import _remote
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.transforms import RetrieveKL as LocalKL
+from toy_models import tiny_model
 
 VOCAB = 97
 WHOLE = Sampling(0.8, top_p=0.8)
@@ -95,51 +97,84 @@ def test_log_probs_in_float16(loop):
         far.top_k_dtype = torch.int8
 
 
+def moe():
+    return tiny_model("mixtral")
+
+
+def records_of(made):
+    """Experts that the model did not choose, and ids at each token, one of them padding."""
+    count = sum(map(len, ROWS))
+    chosen = LogProbScorer(made).evaluate(ROWS, record_routing=True).routing.values
+    top_ids = (torch.arange(6 * count).view(count, 3, 2) * 7) % VOCAB
+    top_ids[:, 1, 0] = -1
+    return {"top_ids": top_ids, "routing": torch.where(chosen < 0, chosen, 5 - chosen)}
+
+
+@pytest.mark.parametrize("mask", [None, SOME], ids=["all", "some"])
+def test_moments_outcomes_and_routing_equal_those_of_the_local_scorer(loop, mask):
+    made = moe()
+    records, local, there = records_of(made), LogProbScorer(made), loop.serve(made).make_scorer()
+    for given in ({"moments": True}, *({name: value} for name, value in records.items()), {"moments": True, **records}):
+        found, expected = there.evaluate(ROWS, mask, **given), local.evaluate(ROWS, mask, **given)
+        assert found.per_token.keys() == expected.per_token.keys()
+        for name, values in expected.per_token.items():
+            assert_close(found.per_token[name].values, values.values, atol=2e-6, rtol=2e-6)
+    assert found.outcomes.values.shape == (9, 3, 3)
+    own = local.score(ROWS, mask).values
+    assert float((found.log_prob.values - own).abs().max()) > 1e-3, "other experts"
+    assert_close(there.score(ROWS, mask).values, own, atol=2e-6, rtol=0)
+
+
+HERE = "cannot be had from a service: it sends scores of single tokens. Score the transformers model in this process"
 REFUSED = {
     "98.*97": {"top_k": 98},
-    "top_k must be a whole number from 0 to 1024, got -1": {"top_k": -1},
-    "top_k must be a whole number from 0 to 1024, got 2000": {"top_k": 2000},
-    "moments=True needs the models in this process": {"moments": True},
-    "an exact KL needs the models in this process: .* Ask for top_k=": {"reference": object()},
-    "returns no gradient": {"grad": True},
+    "top_k must .* got -1": {"top_k": -1},
+    "top_k must be at most 1024 where a service answers, got 2000": {"top_k": 2000},
+    f"record_routing=True {HERE}": {"record_routing": True},
+    f"return_kept=True {HERE}": {"return_kept": True},
+    f"grad=True {HERE}, .* most probable tokens, top_k=": {"grad": True},
 }
 
 
 def test_what_is_refused(loop, monkeypatch):
-    remote = loop.serve(model())
-    scorer = remote.make_scorer()
+    scorer = loop.serve(model()).make_scorer()
     for message, options in REFUSED.items():
         with pytest.raises(ValueError, match=message):
             scorer.evaluate(ROWS, **options)
         with pytest.raises(ValueError, match=message):
-            asyncio.run(scorer.aevaluate(ROWS, **options))
-    for routing in ({"routing": torch.zeros(1, 1, 1)}, {"record_routing": True}):
-        with pytest.raises(ValueError, match="routing is recorded and replayed by a model in this process"):
-            scorer.evaluate(ROWS, **routing)
-    short = Reply(np.zeros(7, np.float32), None, 0)
+            asyncio.run(scorer.ascore(ROWS, **options))
+    with pytest.raises(ValueError, match=f"reference=... {HERE}"):
+        scorer.evaluate(ROWS, reference=LogProbScorer(model()))
+    with pytest.raises(ValueError, match="is dense: it has no router"):
+        scorer.evaluate(ROWS, routing=torch.zeros(9, 1, 1, dtype=torch.int8))
+    short = Reply({"log_prob": torch.zeros(7)}, 0)
     monkeypatch.setattr(_remote.Exchange, "replies", lambda self: [short] * len(self.parts))
     with pytest.raises(ProtocolError, match="it answers another request"):
         scorer.evaluate(ROWS, top_k=2)
 
 
 class Plain(TransformersEngine):
-    """An engine without distributions, which knows nothing of recorded tokens."""
+    """An engine without distributions, which knows nothing of recorded tokens; and says less than the truth of entropies."""
 
-    def evaluate(self, sequences, mask, settings):
-        return super().evaluate(sequences, mask, settings)._replace(top_indices=None, entropy=None)
+    def __init__(self, made):
+        super().__init__(made)
+        self.offers, self.place, self.instead = frozenset({"temperature", "entropy"}), "Plain", "ask for less"
+
+    def run(self, request, options):
+        return super().run(request, options)._replace(entropy=None)
 
 
 def test_an_engine_without_distributions(loop):
-    core, tokens, lengths = ScoringCore(Plain(model())), torch.tensor([3, 4, 5]), torch.tensor([3])
-    made = partial(Request.of, tokens, lengths, None, version=None, caller="")
-    plain, entropy, top = core.score([made(each) for each in (Settings(), Settings(entropy=True), Settings(top_k=2))])
+    core = ScoringCore(Plain(model()))
+    plain, entropy, top = core.score(
+        [request_of([[3, 4, 5]], **each) for each in ({}, {"entropy": True}, {"top_k": 2})]
+    )
     assert isinstance(plain, Reply)
-    assert (type(entropy), type(top)) == (ValueError, ValueError)
-    assert str(entropy) == "Plain returns no entropy: leave it out of the request."
-    assert "Plain returns no top_indices" in str(top)
+    assert isinstance(entropy, ProtocolError)
+    assert (type(top), str(top)) == (ValueError, "top_k=2 cannot be had from Plain: ask for less.")
     scorer, loop.cores["model"] = loop.serve(model()).make_scorer(), core
-    with pytest.raises(ValueError, match="Plain cannot score over recorded tokens: its evaluate"):
-        scorer.evaluate([[3, 4, 5]], kept=record_of([tokens]))
+    with pytest.raises(ValueError, match=r"kept=... cannot be had from Plain: ask for less"):
+        scorer.evaluate([[3, 4, 5]], kept=record_of([torch.tensor([3, 4, 5])]))
     assert scorer.evaluate([[3, 4, 5]]).log_prob.values.shape == (3,)
 
 
@@ -190,31 +225,30 @@ def test_scores_equal_masked_softmaxes_and_the_local_scorer(loop, dtype, masked)
     assert torch.equal(scorer.score(rows, mask, kept=kept).values, found.log_prob.values)
 
 
-def request(rows, kept, caller, **settings):
-    lengths = torch.tensor([len(row) for row in rows])
-    return Request.of(torch.cat(rows), lengths, None, Settings(**settings), version=None, caller=caller, kept=kept)
-
-
 def test_a_batch_of_requests_with_and_without_a_record():
-    """Equal settings, other settings, and records that are not of the tokens: each has the answer that it has alone."""
+    """Equal options, other options, and records that are not of the tokens: each has the answer that it has alone."""
     core = ScoringCore(TransformersEngine(model().double()))
     rows = [rows_of(seed, 3) for seed in range(6)]
     wrong = record_of(rows[4])._replace(ids=torch.full_like(record_of(rows[4]).ids, 5))
-    records = [record_of(rows[0]), None, record_of(rows[2], 1), record_of(rows[3], 2), wrong, None]
-    settings = [{"keep_top_p": 0.5}] * 5 + [{}]
-    settings[3] = {"temperature": 0.6, "entropy": True}
-    batch = [request(rows[i], records[i], "abcdef"[i], **settings[i]) for i in range(6)]
+    records = [record_of(rows[0]), None, record_of(rows[2], 1), record_of(rows[3], 2), record_of(rows[4]), None]
+    options = [{"sampling": Sampling(top_p=0.5)}] * 5 + [{}]
+    options[3] = {"temperature": 0.6, "entropy": True}
+    batch = [request_of(rows[i], records={"kept": records[i]}, caller="abcdef"[i], **options[i]) for i in range(6)]
+    batch[4] = replace(batch[4], scored=replace(batch[4].scored, kept=wrong))  # the client refuses it
     for i, (one, found) in enumerate(zip(batch, core.score(batch), strict=True)):
         alone = core.score([one])[0]
         if i == 4:
             assert isinstance(found, ValueError)
-            assert "is not among the" in str(found) == str(alone)
+            assert "log-prob is -inf" in str(found) == str(alone)
+            with pytest.raises(ProtocolError, match="is not among the"):
+                Request.unpack(one.pack())
             continue
-        assert_close(found.log_prob, alone.log_prob, atol=1e-12, rtol=0)
+        assert_close(found.columns, alone.columns, atol=1e-12, rtol=0)
         if records[i] is not None:
-            want, _ = by_hand(core.engine.model, rows[i], records[i], settings[i].get("temperature", 1.0))
-            assert_close(torch.from_numpy(found.log_prob), want[one.flat_mask()], atol=1e-9, rtol=0)
-    digests = {request(rows[0], kept, "a").digest() for kept in (None, record_of(rows[0]), record_of(rows[0], 1))}
+            want, _ = by_hand(core.engine.model, rows[i], records[i], options[i].get("temperature", 1.0))
+            assert_close(found.columns["log_prob"], want[one.scored.mask], atol=1e-9, rtol=0)
+    kinds = (None, record_of(rows[0]), record_of(rows[0], 1))
+    digests = {request_of(rows[0], records={"kept": kept}).digest() for kept in kinds}
     assert len(digests) == 3, "equal requests with other records are different"
 
 
@@ -229,6 +263,7 @@ def test_what_cannot_be_replayed(loop):
         r"kept\.ids holds token ids from -4 to 5": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
         "to 97; expected 0 to 96": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, 97]), last)},
         "most probable of all tokens": {"kept": right, "top_k": 3},
+        "teacher's tokens that are left out": {"kept": right, "top_ids": torch.ones(5, 1, dtype=torch.long)},
     }.items():
         with pytest.raises(ValueError, match=message):
             scorer.evaluate(rows, **options)
@@ -237,17 +272,18 @@ def test_what_cannot_be_replayed(loop):
 
 
 def test_requests_are_divided_by_what_is_sent(monkeypatch):
-    """Kept tokens count: a call whose tokens are few is more than one request if its record is large."""
+    """Records count: a call whose tokens are few is more than one request if they are large."""
     rows = [torch.tensor([1, 2, 3])] * 8
     monkeypatch.setattr(_remote, "_MOST_TOKENS", 60)
-    part = _remote.Part(request(rows, record_of(rows, most=30), "a"), torch.tensor([False, True, True] * 8))
-    parts = part.divided(_remote.Router(), [0])
-    assert len(parts) > 2
-    assert [int(i) for one in parts for i in one.elements] == part.elements.tolist()
-    assert all(one.request.num_tokens + len(one.request.replay.ids) < 60 + 3 + 60 for one in parts)
-    assert [i for one in parts for i in one.request.replay.ids.tolist()] == part.request.replay.ids.tolist()
-    plain = _remote.Part(request(rows, None, "a"), part.mask)
-    assert len(plain.divided(_remote.Router(), [0])) == 1
+    for records in ({"kept": record_of(rows, most=30)}, {"top_ids": torch.arange(24 * 12).view(24, 12)}):
+        part = _remote.Part(request_of(rows, records=records))
+        parts = part.divided(_remote.Router(), [0])
+        assert len(parts) > 2
+        assert [int(i) for one in parts for i in one.elements] == part.elements.tolist()
+        assert all(int(one.request.scored.sizes().sum()) < 60 + 3 + 60 for one in parts)
+        again = ScoreRequest.concat([one.request.scored for one in parts])
+        assert replace(part.request, scored=again).digest() == part.request.digest()
+    assert len(_remote.Part(request_of(rows)).divided(_remote.Router(), [0])) == 1
 
 
 def data(seed=0, *, recorded=True):

@@ -7,17 +7,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from load import assert_same, sequences
+from load import assert_same, request_of, sequences
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
-from torchrl_llm_kl.scoring import Scores
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service import PoisonedRequest, RemoteModel
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceTimeout
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.client import _remote, _replicas
 from torchrl_llm_kl.service.client._remote import Exchange, Part, RemoteScorer
 from torchrl_llm_kl.service.client._router import Router
@@ -82,8 +81,8 @@ class Fakes:
             failure = self.failures[replica].pop(0)
             return lambda: failure
         self.versions[replica] = max(self.versions[replica], request.newest)
-        values = -request.tokens[request.flat_mask().numpy()].astype(np.float64)
-        reply = Reply(values, None, self.versions[replica]).pack()
+        values = -request.scored.tokens.values[request.scored.mask].double()
+        reply = Reply({"log_prob": values}, self.versions[replica]).pack()
         return lambda: reply
 
     def asked(self):
@@ -95,7 +94,8 @@ class Fakes:
 
 
 def scorer(fakes, *, timeout=5.0):
-    return RemoteScorer(SimpleNamespace(replicas=fakes, router=Router(), version=None, timeout=timeout), Settings())
+    there = {"replicas": fakes, "router": Router(), "version": None, "top_k_dtype": torch.float32, "timeout": timeout}
+    return RemoteScorer(SimpleNamespace(**there), ScoreOptions())
 
 
 def prompts(count, responses=8, length=30):
@@ -136,7 +136,7 @@ def test_requests_are_bounded(monkeypatch):
     monkeypatch.setattr(_remote, "_MOST_TOKENS", 10)
     fakes = Fakes(2)
     assert_scored(fakes, data, mask)
-    assert all(len(request.lengths) == 1 for _, request in fakes.requests)
+    assert all(request.num_sequences == 1 for _, request in fakes.requests)
 
 
 def test_empty_sequences():
@@ -146,26 +146,33 @@ def test_empty_sequences():
             assert_scored(Fakes(count), data, data.positions > 0)
 
 
-def test_a_sampler_set_later_travels_and_other_settings_are_fixed():
+def test_options_set_later_travel():
     fakes, data = Fakes(1), Ragged.from_list([torch.arange(1, 4)])
     remote, truncated = scorer(fakes), {"top_k": 7, "top_p": 0.75, "min_p": 0.25}
-    for name, value in (("temperature", 2), ("sampling", Sampling(0.5, **truncated))):
-        setattr(remote, name, value)
+    changes = {"temperature": [2.0, 0.75], "sampling": [Sampling(0.5, **truncated), None], "dtype": [torch.bfloat16]}
+    changes |= {"adapters": ["mine"], "deterministic": [True], "remember": [True]}
+    order = ["temperature", "sampling", "temperature", "sampling", "dtype", "adapters", "deterministic", "remember"]
+    for name in order:
+        setattr(remote, name, changes[name].pop(0))
         remote.score(data)
-    for name, value in (("temperature", 0.75), ("sampling", None)):
-        setattr(remote, name, value)
-        remote.score(data)
-    sampled = [Sampling(2.0), Sampling(0.5, **truncated), Sampling(0.75, **truncated), Sampling(0.75)]
-    assert [request.settings.sampling for _, request in fakes.requests] == sampled
-    for name in ("adapters", "dtype", "deterministic", "memory", "settings", "model", "path"):
-        with pytest.raises(AttributeError, match=f"{name} of a RemoteScorer is fixed: build another"):
-            setattr(remote, name, False)
-    with pytest.raises(ValueError, match="temperature must be a positive number, got -1"):
-        remote.temperature = -1
-    assert (remote.temperature, remote.sampling) == (0.75, Sampling(0.75))
+    sampled = [Sampling(2.0), Sampling(0.5, **truncated), Sampling(0.75, **truncated), *[Sampling(0.75)] * 5]
+    assert [request.options.sampling for _, request in fakes.requests] == sampled
+    last = ScoreOptions(Sampling(0.75), "mine", torch.bfloat16, deterministic=True, remember=True)
+    assert fakes.requests[-1][1].options == last == remote.options
+    for name, wrong, message in (
+        ("temperature", -1, "temperature must be a positive number, got -1"),
+        ("top_k", 1025, "top_k must be at most 1024"),
+        ("grad", True, "grad=True cannot be had from a service"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            setattr(remote, name, wrong)
+    assert remote.options == last
     with pytest.raises(TypeError, match="mask must be boolean"):
         remote.score(data, torch.ones(3))
-    assert len(fakes.requests) == 4, "errors of the input are raised before anything is sent"
+    assert len(fakes.requests) == 8, "errors of the input are raised before anything is sent"
+    remote.options = remote.options.but(memory=0)
+    remote.score(data)
+    assert not fakes.requests[-1][1].options.remember, "0 allows no cache"
 
 
 def test_the_share_of_a_lost_replica_is_divided_among_the_others():
@@ -261,7 +268,9 @@ def test_the_loop_goes_on():
         service.reply(service.answers[0])
 
     async def both():
-        return await asyncio.gather(scorer.aevaluate(sequences(), top_k=3, entropy=True), tick())
+        return await asyncio.gather(
+            scorer.arun(ScoreRequest.of(sequences()), ScoreOptions(top_k=3, entropy=True)), tick()
+        )
 
     found, _ = asyncio.run(both())
     assert isinstance(found, Scores)
@@ -384,8 +393,7 @@ class Mortal(Fakes):
 
 
 def part():
-    sent = Request.of(torch.arange(4), torch.tensor([4]), None, Settings(), version=None, caller="a")
-    return Part(sent, torch.ones(4, dtype=torch.bool))
+    return Part(request_of([range(4)], caller="a"))
 
 
 @pytest.fixture
@@ -432,10 +440,15 @@ def test_after_three_trials_it_is_refused_everywhere(tried):
 
 def test_deaths_on_the_wire():
     """A request without deaths is as before, and has the digest of one with deaths."""
-    plain = replace(part().request, settings=Settings(deterministic=True))
+    plain = request_of([range(4)], deterministic=True)
     found = Request.unpack(replace(plain, deaths=2).pack())
-    assert (found.deaths, found.settings) == (2, plain.settings)
+    assert (found.deaths, found.options) == (2, plain.options)
     assert Request.unpack(plain.pack()).deaths == 0
     assert found.digest() == plain.digest()
-    for other in ({"settings": Settings(temperature=0.5)}, {"tokens": plain.tokens + 1}, {"lengths": np.array([2, 2])}):
-        assert found.digest() != replace(plain, **other).digest()
+    records = {"top_ids": torch.zeros(4, 1, dtype=torch.long)}
+    others = [request_of([range(4)]), request_of([range(1, 5)], deterministic=True)]
+    others += [
+        request_of([[0, 1], [2, 3]], deterministic=True),
+        request_of([range(4)], records=records, deterministic=True),
+    ]
+    assert len({each.digest() for each in [found, *others]}) == 5

@@ -16,7 +16,7 @@ def assign(router, call, scored, replicas, *, continues=False):
     numbers = range(replicas) if isinstance(replicas, int) else replicas
     lengths = np.array([len(row) for row in call], np.int64)
     first = np.minimum(scored, lengths)
-    return router.assign(np.concatenate(call), lengths, first, list(numbers), continues=goes_on).tolist()
+    return router.assign(np.concatenate(call), lengths, first, list(numbers), continues=continues).tolist()
 
 
 def groups(prompts, responses, *, seed=0, spread=0):

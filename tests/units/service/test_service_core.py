@@ -15,11 +15,12 @@ from torch import nn
 from torch.testing import assert_close
 
 from closeness import assert_near, needs_equal_rows
+from load import request_of
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
-from torchrl_llm_kl.scoring import fingerprint_of
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import EngineLost, GangEngine, WeightVersionError
-from torchrl_llm_kl.service._wire import Reply, Request, Settings, state_dict_of
+from torchrl_llm_kl.service._wire import Reply, Request, state_dict_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
 from torchrl_llm_kl.service.replica._core import ScoringCore
@@ -136,28 +137,31 @@ def test_peft_names_of_adapters():
         engine.update_weights({"lora_A.weight": torch.zeros(1)})
 
 
-def request(*tokens, **settings):
-    made = Settings(**settings)
-    return Request.of(torch.tensor(tokens), torch.tensor([len(tokens)]), None, made, version=None, caller="")
+def request(*tokens, **given):
+    return request_of([tokens], **given)
 
 
-def test_ill_typed_settings_fail_alone():
-    """Those that cannot be hashed too, by which requests are grouped."""
+def scores(engine, rows, **options):
+    """Log-probs of an engine."""
+    return engine.run(ScoreRequest.of(rows), ScoreOptions().but(**options)).log_prob.values
+
+
+def test_what_an_engine_cannot_do_fails_alone():
     core, good = ScoringCore(TransformersEngine(model())), [request(1, 2, 3 + i) for i in range(3)]
     bad = {
-        "adapters must be True, False or a name .* got .'a'.": {"adapters": ["a"]},
-        "adapters must be True, False or a name .* got {}": {"adapters": {}},
-        "dtype must be the name of a floating-point type .* got {'a': 1}": {"dtype": {"a": 1}},
-        "temperature must be a positive number, got .1.0.": {"temperature": [1.0]},
-        "entropy must be True or False, got ..": {"entropy": []},
-        "adapters": {"adapters": "nobody"},
+        "has no PEFT adapters to switch off": {"adapters": "nobody"},
+        "record_routing=True cannot be had from this scorer: score the .* LogProbScorer": {"record_routing": True},
+        "return_kept=True cannot be had": {"return_kept": True, "sampling": Sampling(top_k=3)},
+        "grad=True cannot be had": {"grad": True},
+        "ref_routing=... cannot be had": {"records": {"ref_routing": torch.zeros(3, 1, 1, dtype=torch.int8)}},
+        "is dense: it has no router": {"records": {"routing": torch.zeros(3, 1, 1, dtype=torch.int8)}},
     }
-    for message, settings in bad.items():
-        first, refused, *others = core.score([good[0], request(4, 5, 6, **settings), *good[1:]])
+    for message, given in bad.items():
+        first, refused, *others = core.score([good[0], request(4, 5, 6, **given), *good[1:]])
         assert isinstance(refused, ValueError)
-        assert re.search(message, str(refused))
+        assert re.search(message, str(refused)), refused
         for found, one in zip([first, *others], good, strict=True):
-            assert_close(found.log_prob, core.score([one])[0].log_prob, atol=1e-6, rtol=1e-6)
+            assert_close(found.columns, core.score([one])[0].columns, atol=1e-6, rtol=1e-6)
     assert core.running is None
 
 
@@ -168,8 +172,7 @@ def test_many_temperatures_share_one_scorer():
     turns = [Ragged.from_list([row[:12]]), Ragged.from_list([row])]
     for i in range(20):
         temperature = 0.2 + 0.15 * i
-        settings = Settings(temperature=temperature, remember=True)
-        found = [engine.score(turn, turn.positions > 0, settings).values for turn in turns]
+        found = [scores(engine, turn, temperature=temperature, remember=True) for turn in turns]
         if i % 7 == 0:
             plain = LogProbScorer(model(), temperature=temperature)
             expected = [plain.score(turn, remember=True).values for turn in turns]
@@ -181,16 +184,12 @@ def test_many_temperatures_share_one_scorer():
 
 
 def test_what_a_sampler_left():
-    """Settings over the wire score like a scorer of this process, whatever was scored before."""
+    """Options over the wire score like a scorer of this process, whatever was scored before."""
     engine, row = TransformersEngine(model()), Ragged.from_list([torch.arange(20) % 97])
     for sampling in (Sampling(), Sampling(0.7, top_k=60), Sampling(0.7), Sampling(1.3, 80, 0.999, 0.001)):
-        fields = dict(zip(("keep_top_k", "keep_top_p", "keep_min_p"), sampling.truncation, strict=True))
-        sent = Request.of(
-            row.values, row.lengths, None, Settings(sampling.temperature, **fields), version=None, caller=""
-        )
-        settings = Request.unpack(sent.pack()).settings.checked()
-        assert settings.sampling == sampling
-        found = engine.score(row, row.positions > 0, settings).values
+        options = Request.unpack(request_of(row, sampling=sampling).pack()).options
+        assert options.sampling == sampling
+        found = scores(engine, row, sampling=options.sampling)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert_close(found, LogProbScorer(model(), sampling=sampling).score(row).values)
@@ -199,22 +198,24 @@ def test_what_a_sampler_left():
 def test_scorers_of_other_settings_are_few_and_share_the_memory():
     row = Ragged.from_list([torch.arange(40) % 97])
     probe = TransformersEngine(model())
-    probe.score(row, row.positions > 0, Settings(remember=True))
+    scores(probe, row, remember=True)
     (one,) = (scorer.memory.num_bytes for scorer in probe._scorers.values())
     engine = TransformersEngine(model(), memory=2 * one)
-    kinds = [{"dtype": name} for name in (None, "bfloat16", "float16", "float64")] + [{"deterministic": True}]
+    kinds = [{"dtype": each} for each in (None, torch.bfloat16, torch.float16, torch.float64)] + [
+        {"deterministic": True}
+    ]
     seen = 0
     for i in range(12):
         tokens = Ragged.from_list([(torch.arange(30) + 40 * (i % 3)) % 97])
-        settings = Settings(remember=True, temperature=1.0 + 0.1 * (i % 5), **(kinds[0] if i % 2 else kinds[i % 5]))
+        options = {"temperature": 1.0 + 0.1 * (i % 5), **(kinds[0] if i % 2 else kinds[i % 5])}
         with contextlib.suppress(ValueError), warnings.catch_warnings():  # a type that autocast lacks on a CPU
             warnings.simplefilter("ignore")
-            found = engine.score(tokens, tokens.positions > 0, settings)
-            dedicated = LogProbScorer(model(), temperature=settings.temperature, dtype=settings.torch_dtype)
+            found = scores(engine, tokens, remember=True, **options)
+            expected = LogProbScorer(model(), **options).score(tokens).values
             if i % 2:
-                assert_near(found.values, dedicated.score(tokens).values, dtype=torch.float32)
+                assert_near(found, expected, dtype=torch.float32)
             else:
-                assert_close(found.values, dedicated.score(tokens).values, atol=0.1, rtol=0.0)
+                assert_close(found, expected, atol=0.1, rtol=0.0)
         assert len(engine._scorers) <= 4
         assert sum(scorer.memory.num_bytes for scorer in engine._scorers.values()) <= 2 * one
         assert engine.cached_tokens()[0] >= seen, "counts of dropped scorers stay"
@@ -229,7 +230,7 @@ def test_progress_grows_within_a_call():
     engine.model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(engine.progress()))
     rows = Ragged.from_list([(torch.arange(20) + 20 * i) % 97 for i in range(4)])
     before = engine.progress()
-    engine.score(rows, rows.positions > 0, Settings())
+    scores(engine, rows)
     assert len(seen) >= 5
     assert all(a < b for a, b in itertools.pairwise([before, *seen]))
     before = engine.progress()
@@ -334,13 +335,12 @@ def test_statistics_of_a_replica():
 
 def test_sequences_are_split_by_tokens():
     rows = Ragged.from_list([torch.full((n,), n) for n in (3, 3, 1, 1, 2, 2)])
-    mask = rows.positions > 0
-    one, other = split(rows, mask, 2)
-    assert (one.lengths.tolist(), other.lengths.tolist()) == ([3, 3], [1, 1, 2, 2])
-    assert [*one.tokens, *other.tokens] == rows.values.tolist()
-    assert [*one.mask, *other.mask] == mask.tolist()
-    alone = split(Ragged.from_list([torch.tensor([7, 8])]), torch.tensor([False, True]), 3)
-    assert [None if share is None else share.tokens.tolist() for share in alone] == [None, [7, 8], None]
+    one, other = split(ScoreRequest.of(rows), 2)
+    assert (one.tokens.lengths.tolist(), other.tokens.lengths.tolist()) == ([3, 3], [1, 1, 2, 2])
+    assert [*one.tokens.values, *other.tokens.values] == rows.values.tolist()
+    assert [*one.mask, *other.mask] == (rows.positions > 0).tolist()
+    alone = split(ScoreRequest.of([[7, 8]]), 3)
+    assert [None if share is None else share.tokens.values.tolist() for share in alone] == [None, [7, 8], None]
 
 
 def test_a_lost_engine_is_no_answer():
@@ -351,7 +351,7 @@ def test_a_lost_engine_is_no_answer():
         calls.append(args)
         raise EngineLost("gone")
 
-    engine.evaluate = lose
+    engine.run = lose
     with pytest.raises(EngineLost, match="gone"):
         ScoringCore(engine).score([request(1, 2)] * 2)
     assert len(calls) == 1
@@ -371,8 +371,7 @@ def test_requests_that_arrive_together_have_the_bits_of_each_alone():
     """Wide enough that products of different numbers of rows are summed in different orders."""
     wide = tiny_model(hidden_size=128, intermediate_size=256, max_position_embeddings=256)
     rows = [torch.randint(30, (n,), generator=torch.Generator().manual_seed(n)) for n in (150, 20, 90)]
-    settings = Settings(deterministic=True)
-    sent = [Request.of(row, torch.tensor([len(row)]), None, settings, version=None, caller="") for row in rows]
+    sent = [request_of([row], deterministic=True) for row in rows]
     local = LogProbScorer(wide, deterministic=True)
     for row, found in zip(rows, ScoringCore(TransformersEngine(wide)).score(sent), strict=True):
-        assert torch.equal(torch.as_tensor(found.log_prob), local.score([row]).values[1:])
+        assert torch.equal(found.columns["log_prob"], local.score([row]).values[1:])

@@ -23,6 +23,7 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import ModelInterface
+from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from toy_models import tiny_model
@@ -31,7 +32,7 @@ from toy_models import tiny_model
 class RemoteStub:
     """A model in another process, as transforms see it."""
 
-    interface = ModelInterface()
+    interface, options = ModelInterface(), ScoreOptions()
 
     def __init__(self, events):
         self.events, self.scorer = events, LogProbScorer(model(seed=1))
@@ -39,9 +40,9 @@ class RemoteStub:
     def make_scorer(self, **settings):
         return self
 
-    def begin(self, tokens, mask, **settings):
+    def begin(self, request, options=None):
         self.events.append("request sent")
-        return lambda: (self.events.append("reply awaited"), self.scorer.evaluate(tokens, mask))[1]
+        return lambda: (self.events.append("reply awaited"), self.scorer.run(request))[1]
 
 
 def test_the_reference_is_scored_while_the_policy_is():
@@ -146,7 +147,8 @@ def test_what_needs_the_model_here_is_refused_at_construction():
         lambda: RetrieveLogProb(Engine(), extras=[Entropy()]),
     )
     refused(
-        "RemoteModel returns log-probs only", lambda: LogProbScorer(tiny_model()).evaluate([[3, 4]], reference=remote)
+        "a service returns log-probs only: it sends scores of single tokens. Score",
+        lambda: LogProbScorer(tiny_model()).evaluate([[3, 4]], reference=remote),
     )
     with pytest.raises(TypeError, match="got RemoteScorer"):
         PolicyLoss(tiny_model(), terms=[KLToReference(0.1)], reference=remote)

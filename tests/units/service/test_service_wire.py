@@ -6,107 +6,130 @@ import json
 import random
 import time
 import tracemalloc
-from dataclasses import asdict, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 
+from load import request_of
+from torchrl_llm_kl import Ragged, Sampling
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.service._errors import ProtocolError, ServiceError, ServiceOverloaded, portable
-from torchrl_llm_kl.service._wire import Reply, Request, Settings
+from torchrl_llm_kl.scoring import ScoreOptions
+from torchrl_llm_kl.service import ProtocolError
+from torchrl_llm_kl.service._errors import ServiceError, ServiceOverloaded, portable
+from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 
-PLAIN = {"version": None, "caller": ""}
-
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b'KLRL\x04\x00\x01\x00\xdc\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{"temperature":0.5,'
-    b'"adapters":false,"dtype":"bfloat16","entropy":true,"remember":true},"version":3,"caller":"me/7","newest":2,"deaths":0,'
-    b'"kept":null}    '
-    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
-    b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00d"
+    b"KLRL\x05\x00\x01\x00\x14\x01\x00\x00"
+    b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16",'
+    b'"entropy":true,"remember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"deaths":0,'
+    b'"half":false,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}     '
+    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
+    b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
+    b"d"
 )
 PACKED_WIDE_REQUEST = (
-    b'KLRL\x04\x00\x01\x00\x84\x00\x00\x00{"sequences":1,"tokens":1,"token_bytes":8,"masked":false,"settings":{},"version":null,'
-    b'"caller":"","newest":0,"deaths":0,"kept":null}\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00'
+    b"KLRL\x05\x00\x01\x00\xa4\x00\x00\x00"
+    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"deaths":0,"half":false,'
+    b'"arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}} '
+    b"\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00"
+)
+PACKED_RECORDS = (
+    b"KLRL\x05\x00\x01\x00$\x01\x00\x00"
+    b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,'
+    b'"deaths":0,"half":true,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",'
+    b'[3]],"kept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,'
+    b"1]]}}     "
+    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
+    b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
+    b"\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00\x00"
+    b"\x03\x00\x00\x00\x03\x00\x00\x00\xff\xff\xff\xff\x00\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x03\x00\x00\x00"
+    b"\x04\x00\x00\x00\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00\x08\x00\x00\x00`\x00\x00\x00d\xff\x00\x01"
+    b"\x02\x03\x04"
 )
 PACKED_REPLY = (
-    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":2,"score_bytes":4,"entropy":true,"top_k":0,"top_k_bytes":4,"version":4,'
-    b'"weights":""}      '
+    b"KLRL\x05\x00\x02\x00T\x00\x00\x00"
+    b'{"version":4,"weights":"","arrays":{"log_prob":["<f4",[2]],"entropy":["<f4",[2]]}}  '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":8,"entropy":false,"top_k":0,"top_k_bytes":4,"version":0,'
-    b'"weights":""}     '
-    b"\x9a\x99\x99\x99\x99\x99\xb9\xbf"
+    b"KLRL\x05\x00\x02\x00D\x00\x00\x00"
+    b'{"version":0,"weights":"push","arrays":{"log_prob":["<f8",[1]]}}    '
+    b"\x00\x00\x00\xa0\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b'KLRL\x04\x00\x02\x00d\x00\x00\x00{"scores":1,"score_bytes":4,"entropy":false,"top_k":2,"top_k_bytes":2,"version":1,'
-    b'"weights":""}     '
-    b"\x00\x00\x00\xbf\x00\x00@\xc0\x07\x00\x00\x00,\x01\x00\x00\x00\xb8\x00\xbc"
-)
-# Two tokens kept at the second token of the first sequence, one at its third and two at the last token.
-PACKED_REPLAY = (
-    b'KLRL\x04\x00\x01\x00\x84\x00\x00\x00{"sequences":4,"tokens":6,"token_bytes":4,"masked":true,"settings":{},"version":null,'
-    b'"caller":"","newest":0,"deaths":0,"kept":[3,5]}'
-    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00"
-    b"\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
-    b"\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00\x00\x03\x00\x00\x00d"
+    b"KLRL\x05\x00\x02\x00\x94\x00\x00\x00"
+    b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],'
+    b'"tail_log_prob":["<f4",[1]],"top_log_probs":["<f2",[1,2]]}}  '
+    b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00@\xc0\x00\xb8\x00\xbc"
 )
 # Before there were versions.
 UNVERSIONED = b"\x10\x00\x00\x00[[4, 4], [8, 8]]\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
-ENTRIES = {
-    "tokens": torch.tensor([5, 0, 96, 7, 1, 2]),
-    "lengths": torch.tensor([3, 0, 1, 2]),
-    "mask": torch.tensor([False, True, True, False, False, True]),
-}
+ROWS, MASK = [[5, 0, 96], [], [7], [1, 2]], [[False, True, True], [], [False], [False, True]]
 # The first token has a record too, which is not sent: it is not scored.
 KEPT = Kept(torch.tensor([8, 0, 9, 96, 2, 3]), torch.tensor([0, 1, 3, 4, 4, 4, 6]))
+TOP_IDS = torch.tensor([[3, -1], [0, 1], [2, 3], [4, 5], [6, 7], [8, 96]])
+ROUTING = torch.arange(6, dtype=torch.int8).view(6, 1, 1) - 1
 TOP_K = Reply(
-    np.array([-0.5], np.float32),
-    None,
+    {
+        "log_prob": torch.tensor([-0.5]),
+        "top_indices": torch.tensor([[7, 300]]),
+        "top_log_probs": torch.tensor([[-0.5, -1.0]]),
+        "tail_log_prob": torch.tensor([-3.0]),
+    },
     1,
-    np.array([[7, 300]], np.int32),
-    np.array([[-0.5, -1.0]], np.float16),
-    np.array([-3.0], np.float32),
 )
+MIXED = {
+    "sampling": Sampling(0.5, top_k=7),
+    "adapters": False,
+    "dtype": torch.bfloat16,
+    "entropy": True,
+    "remember": True,
+}
 MESSAGES = {
-    PACKED_REQUEST: replace(
-        Request.of(**ENTRIES, settings=Settings(0.5, False, "bfloat16", True, True), version=3, caller="me/7"), newest=2
-    ),
-    PACKED_WIDE_REQUEST: Request.of(torch.tensor([2**40]), torch.tensor([1]), None, Settings(), **PLAIN),
-    PACKED_REPLAY: Request.of(**ENTRIES, settings=Settings(), **PLAIN, kept=KEPT),
-    PACKED_REPLY: Reply(np.array([-0.5, -2.25], np.float32), np.array([1.5, 0.0], np.float32), 4),
-    PACKED_WIDE_REPLY: Reply(np.array([-0.1]), None, 0),
+    PACKED_REQUEST: request_of(ROWS, MASK, **MIXED, version=3, caller="me/7", newest=2),
+    PACKED_WIDE_REQUEST: request_of([[2**40]]),
+    PACKED_RECORDS: request_of(ROWS, MASK, records={"kept": KEPT, "top_ids": TOP_IDS, "routing": ROUTING}, half=True),
+    PACKED_REPLY: Reply({"log_prob": torch.tensor([-0.5, -2.25]), "entropy": torch.tensor([1.5, 0.0])}, 4),
+    PACKED_WIDE_REPLY: Reply({"log_prob": torch.tensor([-0.1]).double()}, 0, "push"),
     PACKED_TOP_K: TOP_K,
 }
 
 
+def pack(message):
+    return message.pack(half=message is TOP_K) if isinstance(message, Reply) else message.pack()
+
+
 def plain(message):
-    """All fields, arrays as type, shape and bytes."""
-    arrays = {"replay": None, **asdict(message)}
-    arrays.update({f"kept {name}": array for name, array in (arrays.pop("replay") or {}).items()})
-    return {
-        name: (str(x.dtype), x.shape, x.tobytes()) if isinstance(x, np.ndarray) else x for name, x in arrays.items()
-    }
+    """All that is sent; arrays as type, shape and bytes."""
+    if isinstance(message, Reply):
+        arrays, rest = (
+            {name: values.numpy() for name, values in message.columns.items()},
+            (message.version, message.weights),
+        )
+    else:
+        arrays, rest = message.scored.to_arrays(), {**vars(message), "scored": None}
+    return {name: (str(x.dtype), x.shape, x.tobytes()) for name, x in arrays.items()}, rest
 
 
 def test_bytes_on_the_wire():
     assert Request.of(**ENTRIES, settings=Settings(), **PLAIN).deaths == 0
     for packed, message in MESSAGES.items():
-        assert message.pack() == packed
+        assert pack(message) == packed
         assert plain(type(message).unpack(packed)) == plain(message)
-    found = Request.unpack(PACKED_REPLAY)
-    assert found.flat_mask().tolist() == ENTRIES["mask"].tolist()
-    assert (found.replay.counts.tolist(), found.replay.ids.tolist()) == ([2, 1, 2], [0, 9, 96, 2, 3])
-    kept = found.replay.kept(found.flat_mask())
-    assert (kept.ids.tolist(), kept.offsets.tolist()) == ([0, 9, 96, 2, 3], [0, 0, 2, 3, 3, 3, 5])
-
-
-edited, edited_replay = PACKED_REQUEST.replace, PACKED_REPLAY.replace
+    found = Request.unpack(PACKED_RECORDS).scored
+    assert [row.tolist() for row in found.tokens.to_list()] == ROWS
+    assert found.mask.tolist() == [bit for row in MASK for bit in row]
+    assert (found.kept.ids.tolist(), found.kept.offsets.tolist()) == ([0, 9, 96, 2, 3], [0, 0, 2, 3, 3, 3, 5])
+    assert (found.top_ids.dtype, found.routing.dtype, found.ref_routing) == (torch.int64, torch.int8, None)
+    assert torch.equal(found.top_ids, TOP_IDS)
+    assert torch.equal(found.routing, ROUTING)
 
 
 def speaks(kind, version):
@@ -114,51 +137,128 @@ def speaks(kind, version):
     return packed[:4] + version.to_bytes(2, "little") + packed[6:]
 
 
-def recounted(kept):
-    """The second scored token has so many kept ones."""
-    one, *rest = (number.to_bytes(4, "little", signed=True) for number in (1, 2, kept))
-    return PACKED_REPLAY.replace(one + rest[0] + b"\0", rest[1] + rest[0] + b"\0")
+def edited(packed, old, new):
+    assert packed.count(old) == 1, packed.count(old)
+    return packed.replace(old, new)
+
+
+def changed(message, **arrays):
+    """A request with other arrays; None leaves one out."""
+    found = {name: torch.from_numpy(array.copy()) for name, array in message.scored.to_arrays().items()} | arrays
+    sent = {name: x.numpy() for name, x in found.items() if x is not None}
+    packed = object.__new__(Request)
+    packed.__dict__.update(vars(message))
+    packed.__dict__["scored"] = SimpleNamespace(recorded=message.scored.recorded, to_arrays=lambda: sent)
+    return packed.pack()
+
+
+PLAIN, RECORDS = MESSAGES[PACKED_REQUEST], MESSAGES[PACKED_RECORDS]
 
 
 @pytest.mark.parametrize(
     ("read", "packed", "message"),
     [
-        (Request, speaks(Request, 1), "client speaks version 1 .* replica version 4: .* side of the client"),
-        (Request, speaks(Request, 5), "client speaks version 5 .* replica version 4: .* side of the replica"),
-        (Request, speaks(Request, 3), "client speaks version 3 .* replica version 4: .* side of the client"),
-        (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 4: .* side of the replica"),
-        (Reply, speaks(Reply, 5), "replica speaks version 5 .* client version 4: .* side of the client"),
+        (Request, speaks(Request, 1), "client speaks version 1 .* replica version 5: .* side of the client"),
+        (Request, speaks(Request, 6), "client speaks version 6 .* replica version 5: .* side of the replica"),
+        (Request, speaks(Request, 4), "client speaks version 4 .* replica version 5: .* side of the client"),
+        (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 5: .* side of the replica"),
+        (Reply, speaks(Reply, 6), "replica speaks version 6 .* client version 5: .* side of the client"),
         (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
         (Request, b"", "a request of 0 bytes"),
         (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
         (Request, [1], "expected a request as bytes, got list"),
-        (Request, PACKED_REQUEST[:-1], "a request has 56 bytes for 4 sequences and 6 tokens, expected 57"),
-        (Request, PACKED_REQUEST + b"x", "a request has 58 bytes for 4 sequences and 6 tokens, expected 57"),
-        (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes for 2 scores and their top 0, expected 16"),
-        (Request, PACKED_REQUEST[:40], "declares a head of 220"),
-        (Request, edited(b"\xdc\x00\x00\x00{", b"\xff\xff\xff\xff{"), "head of 4294967295, expected at most"),
-        (Request, edited(b'{"seq', b'["seq'), "no valid JSON"),
-        (Request, edited(b"0.5", b"NaN"), "no valid JSON: NaN is not a number"),
-        (Request, edited(b"0.5", b"0.0"), "temperature must be a positive number, got 0.0"),
-        (Request, edited(b"false", b"[[1]]"), r"adapters must be True, False or a name .* got \[\[1\]\]"),
-        (Request, edited(b'"version":3', b'"version":-'), "no valid JSON"),
-        (Request, edited(b'"version":3,', b'"version":-3'), "no valid JSON"),
-        (Request, edited(b'"newest":2', b'"newest":{'), "no valid JSON"),
-        (Request, edited(b'"newest"', b'"oldest"'), "a request has no field 'newest'"),
-        (Request, edited(b'"me/7"', b"123456"), "caller of a request is 123456, expected a string"),
-        (Request, edited(b"    \x03\x00", b"    \x07\x00"), "sequence of length 7, expected 0 to its 6 tokens"),
-        (Request, edited(b"    \x03\x00", b"    \x04\x00"), "add up to 7, expected its 6 tokens"),
+        (Request, PACKED_REQUEST[:-1], "a request has 56 bytes of arrays, expected 57 for 'mask'"),
+        (Request, PACKED_REQUEST + b"x", "a request has 58 bytes of arrays, expected 57"),
+        (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes of arrays, expected 16 for 'entropy'"),
+        (Request, PACKED_REQUEST[:40], "declares a head of"),
+        (Request, PACKED_REQUEST[:8] + b"\xff" * 4 + PACKED_REQUEST[12:], "head of 4294967295, expected at most"),
+        *(
+            (Request, edited(PACKED_REQUEST, old, new), message)
+            for old, new, message in (
+                (b'{"opt', b'["opt', "not valid JSON"),
+                (b"0.5", b"NaN", "not valid JSON: NaN is not a number"),
+                (b"0.5", b"0.0", "options: temperature must be a positive number, got 0.0"),
+                (b'false,"dt', b'[[1]],"dt', r"adapters must be True, False or a name, got \[\[1\]\]"),
+                (b'"version":3', b'"version":-', "not valid JSON"),
+                (
+                    b'"version":3,"caller":"me/7"',
+                    b'"version":"","caller":"me7"',
+                    "version of a request is '', expected a whole number or null",
+                ),
+                (b'"newest":2', b'"newest":{', "not valid JSON"),
+                (b'"newest"', b'"oldest"', "a request has no field 'newest'"),
+                (b'"me/7"', b"123456", "caller of a request is 123456, expected a string"),
+                (b'"half":false', b'"half":0    ', "half of a request is 0, expected true or false"),
+                (
+                    b'"recorded":[]',
+                    b'"recorded":{}',
+                    "recorded of a request is {}, expected some of kept, top_ids, routing",
+                ),
+                (b'["<i8",[4]]', b'["<i8",[2]]', "a request has 57 bytes of arrays, expected 41"),
+                (b'["<i8",[4]]', b'["<i8",[-]]', "not valid JSON"),
+                (
+                    b'["<i8",[4]]',
+                    b'["<O8",[4]]',
+                    r"arrays of a request is \['<O8', \[4\]\], expected an object of entries",
+                ),
+                (b'"mask":', b'"musk":', "a request has no array 'mask'"),
+            )
+        ),
+        *(
+            (Request, edited(PACKED_RECORDS, old, new), message)
+            for old, new, message in (
+                (
+                    b'["kept","top_ids","routing"]',
+                    b'["top_ids","kept","routing"]',
+                    "expected some of kept, .* in this order",
+                ),
+                (b'["kept","top_ids","routing"]', b'["kept","top_ids"]          ', r"unknown arrays: \['routing'\]"),
+                (b'["kept","top_ids","routing"]', b'["kept"]                    ', r"arrays: \['routing', 'top_ids'\]"),
+            )
+        ),
+        (
+            Request,
+            changed(PLAIN, lengths=torch.tensor([7, 0, 1, 2])),
+            "sequence of length 7, expected 0 to its 6 tokens",
+        ),
+        (Request, changed(PLAIN, lengths=torch.tensor([-1, 0, 1, 2])), "sequence of length -1, expected 0 to its 6"),
+        (Request, changed(PLAIN, lengths=torch.tensor([4, 0, 1, 2])), "add up to 7, expected its 6 tokens"),
         (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
-        (Request, edited_replay(b"[3,5]", b"[4,4]"), "kept tokens for 4 tokens, expected its 3 scored ones"),
-        (Request, edited_replay(b"[3,5]", b"[3,6]"), r"6 tokens with \[3, 6\] kept ones, expected 93"),
-        (Request, edited_replay(b"[3,5]", b"[3.5]"), r"kept of a request is \[3\.5\], expected two whole numbers"),
-        (Request, edited_replay(b"[3,5]", b'"3,5"'), "kept of a request is '3,5', expected two whole numbers"),
-        (Request, edited_replay(b"[3,5]", b"[-3]5"), "no valid JSON"),
-        (Request, edited_replay(b"[3,5]", b"[-3] "), r"kept of a request is \[-3\], expected two whole"),
-        (Request, recounted(2), "numbers of kept tokens of a request add up to 6, expected its 5"),
-        (Request, recounted(-1), "a request has -1 kept tokens for one token, expected at least 0"),
-        (Request, edited_replay(b"\t\x00\x00\x00", b"\t\x00\x00\xff"), "token id -16777207 among the kept"),
-        (Reply, PACKED_TOP_K.replace(b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top 2"),
+        (Request, PACKED_REQUEST[:-1] + b"\xe4", "the mask selects the first token of sequence 0"),
+        (Request, changed(PLAIN, tokens=torch.zeros(6)), r"tokens of a request has the dtype float32 .* of kind 'i'"),
+        (Request, changed(RECORDS, kept_counts=torch.tensor([2, 1, 2, 0])), r"kept_counts .* the shape \(3,\)"),
+        (Request, changed(RECORDS, kept_counts=torch.tensor([2, 2, 2])), r"kept_ids .* the shape \(6,\)"),
+        (
+            Request,
+            changed(RECORDS, kept_counts=torch.tensor([-1, 3, 3])),
+            "-1 kept tokens for one token, expected at least",
+        ),
+        (
+            Request,
+            changed(RECORDS, kept_ids=torch.tensor([0, 9, -7, 2, 3])),
+            "token id -7 in kept, expected at least 0",
+        ),
+        (Request, changed(RECORDS, top_ids=TOP_IDS[:5]), r"top_ids .* the shape \(5, 2\), expected .* \(6, 2\)"),
+        (
+            Request,
+            changed(RECORDS, top_ids=TOP_IDS[:, 0]),
+            r"holds top_ids of the shape \(6,\), expected some for each",
+        ),
+        (
+            Request,
+            changed(RECORDS, top_ids=torch.zeros(6, 2**40, 0).int()),
+            r"top_ids of the shape \(6, 1099511627776, 0\)",
+        ),
+        (Request, changed(RECORDS, routing=ROUTING[..., 0]), r"routing of the shape \(6, 1\)"),
+        (Request, changed(RECORDS, routing=None), "a request has no array 'routing'"),
+        (Request, edited(PACKED_RECORDS, b"[6,1,1]", b"[0,1,1]"), "bytes of arrays, expected"),
+        (Reply, edited(PACKED_TOP_K, b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top k"),
+        (
+            Reply,
+            edited(PACKED_TOP_K, b'"log_prob":["<f4"', b'"log_prob":["<i4"'),
+            "log_prob of a reply has the dtype int32",
+        ),
+        (Reply, edited(PACKED_TOP_K, b'"tail_log_prob"', b'"tail-log-prob"'), r"unknown arrays: \['tail-log-prob'\]"),
     ],
 )
 def test_messages_that_cannot_be_read(read, packed, message):
@@ -166,71 +266,109 @@ def test_messages_that_cannot_be_read(read, packed, message):
         read.unpack(packed)
 
 
+@pytest.mark.parametrize("shape", ["[0,4611686018427387904,4611686018427387904]", "[0,9223372036854775807]"])
+def test_dimensions_that_nothing_has(shape):
+    head = b'{"version":0,"weights":"","arrays":{"log_prob":["<f4",' + shape.encode() + b"]}}"
+    with pytest.raises(ProtocolError, match=r"arrays of a reply is .* expected an object of entries"):
+        Reply.unpack(PACKED_REPLY[:8] + len(head).to_bytes(4, "little") + head)
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("options", "message"),
     [
         *(
-            ({"temperature": wrong}, f"temperature must be a positive number, got {wrong!r}")
-            for wrong in (float("inf"), float("nan"), 0.0, "hot", None)
+            ({"sampling": {"temperature": wrong}}, f"temperature must be a positive number, got {wrong!r}")
+            for wrong in (float("inf"), float("nan"), 0.0)
         ),
-        ({"temperature": 10**400}, "temperature must be a positive number, got 1000"),
-        ({"temperature": True}, "temperature must be a positive number, got True"),
-        ({"adapters": ""}, "adapters must be True, False or a name of 1 to 256"),
+        *(
+            ({"sampling": {"temperature": wrong}}, f"temperature must be a number, .* got {wrong!r}")
+            for wrong in ("hot", True)
+        ),
+        (
+            {"sampling": {"temperature": 10**400}},
+            "temperature must be a positive number, got 1000|not a number in its range",
+        ),
+        ({"sampling": {"top_k": -2}}, "top_k must be .*, got -2"),
+        ({"sampling": {"top_k": 2.0}}, "top_k must be a whole number"),
+        ({"sampling": {"top_p": 0.0}}, r"top_p must .*, got 0.0"),
+        ({"sampling": {"top_p": True}}, "top_p must"),
+        ({"sampling": {"min_p": float("nan")}}, r"min_p must .*, got nan"),
+        ({"sampling": {"min_p": "1"}}, "min_p must|not a number in its range"),
+        ({"sampling": {"hot": 1}}, "sampling must be an object with some of a sampler's settings"),
+        ({"sampling": [1]}, "sampling must be an object with some of a sampler's settings"),
+        ({"adapters": ""}, "adapters must be a name of 1 to 256"),
         ({"adapters": 1}, "adapters must be True, False"),
-        ({"adapters": "\ud800"}, "adapters must be True, False"),
-        ({"top_k": 1025}, "top_k must be a whole number from 0 to 1024, got 1025"),
+        ({"adapters": "\ud800"}, "adapters must be a name of 1 to 256"),
+        ({"top_k": 1025}, "top_k must be at most 1024 where a service answers, got 1025"),
         ({"top_k": True}, "top_k must be a whole number"),
-        ({"top_k_dtype": "float64"}, "top_k_dtype must be 'float32' or 'float16'"),
-        ({"keep_top_k": -1}, r"keep_top_k must be a whole number below 2\^31, 0 for all tokens, got -1"),
-        ({"keep_top_k": 2.0}, "keep_top_k must be a whole number"),
-        ({"keep_top_k": 2**40}, r"below 2\^31, 0 for all tokens, got 1099511627776"),
-        ({"keep_top_p": 0.0}, r"keep_top_p must lie in \(0, 1\], got 0.0"),
-        ({"keep_top_p": True}, "keep_top_p must lie"),
-        ({"keep_min_p": float("nan")}, r"keep_min_p must lie in \[0, 1\], got nan"),
-        ({"keep_min_p": "1"}, "keep_min_p must lie"),
-        ({"keep_top_k": 3, "top_k": 2}, "most probable of all tokens, and Sampling"),
-        ({"dtype": ["bfloat16"]}, "dtype must be the name"),
-        ({"dtype": "int64"}, "dtype must be the name"),
-        ({"dtype": "load"}, "dtype must be the name"),
+        ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
+        ({"dtype": ["bfloat16"]}, "dtype must name a floating-point type"),
+        ({"dtype": "int64"}, "dtype must name"),
+        ({"dtype": "load"}, "dtype must name"),
         ({"remember": "yes"}, "remember must be True or False, got 'yes'"),
         ({"deterministic": 1}, "deterministic must be True or False, got 1"),
-        ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
+        ({"moments": None}, "moments must be True or False, got None"),
+        ({"memory": 1}, "options must be an object with some of"),
+        ([], "options must be an object with some of"),
     ],
 )
-def test_invalid_settings(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Settings(**settings).checked()
+def test_invalid_options(options, message):
+    sent = replace(PLAIN, options=SimpleNamespace(to_dict=lambda: options))
+    finite = "Infinity" not in (text := json.dumps(options)) and "NaN" not in text
+    with pytest.raises(
+        ProtocolError, match=f"a request holds invalid options: .*({message})" if finite else "not valid JSON"
+    ):
+        Request.unpack(sent.pack())
+    if not finite:
+        with pytest.raises(ValueError, match=message):
+            ScoreOptions.from_dict(options)
 
 
 def test_a_reply_to_another_request():
-    reply = Reply(np.zeros(2, np.float32), None, 0)
-    reply.check_answers(2, Settings())
-    TOP_K.check_answers(1, Settings(top_k=2))
-    for count, settings in ((3, Settings()), (2, Settings(entropy=True)), (2, Settings(top_k=4))):
+    mask, reply = [[False, True, True]], Reply({"log_prob": torch.zeros(2)}, 0)
+    reply.check_answers(request_of([[1, 2, 3]], mask))
+    TOP_K.check_answers(request_of([[1, 2]], top_k=2))
+    ids = {"top_ids": torch.zeros(3, 4, 2, dtype=torch.long)}
+    full = Reply(reply.columns | {"outcomes": torch.zeros(2, 4, 3)}, 0)
+    full.check_answers(request_of([[1, 2, 3]], mask, records=ids))
+    asked = [
+        request_of([[1, 2, 3, 4]]),
+        *(request_of([[1, 2, 3]], **each) for each in ({"entropy": True}, {"top_k": 4})),
+    ]
+    asked += [request_of([[1, 2, 3]], moments=True), request_of([[1, 2, 3]], records=ids)]
+    for answer, other in [*((reply, each) for each in asked), (full, asked[1]), (full, request_of([[1, 2, 3]]))]:
         with pytest.raises(ProtocolError, match="it answers another request"):
-            reply.check_answers(count, settings)
+            answer.check_answers(other)
 
 
 def test_messages_are_hardly_larger_than_what_they_hold():
-    """4 bytes and a bit a token, 8 a sequence; ``8k + 4`` a token beside its log-prob, ``6k + 4`` in float16."""
-    tokens, lengths = torch.arange(4096) % 97, torch.full((8,), 512)
-    packed = Request.of(tokens, lengths, tokens > 3, Settings(), version=None, caller="me").pack()
-    assert len(packed) < 4 * 4096 + 8 * 8 + 4096 // 8 + 200
+    """4 bytes and a bit a token, 8 a sequence; ``8k + 4`` a token beside its log-prob, ``6k + 4`` in float16; 4 an id."""
+    rows = (torch.arange(4096) % 97).split(512)
+    mask = [(row > 3) & (torch.arange(512) > 0) for row in rows]
+    size = len(request_of(rows, mask, caller="me").pack())
+    assert size < 4 * 4096 + 8 * 8 + 4096 // 8 + 256
+    records = {"top_ids": torch.zeros(4096, 5, dtype=torch.long), "routing": torch.zeros(4096, 3, 2, dtype=torch.int8)}
+    assert len(request_of(rows, mask, records=records, caller="me").pack()) - size - 4096 * (4 * 5 + 3 * 2) in range(
+        130
+    )
     n, k = 500, 64
-    for dtype, per_token in ((np.float32, 8), (np.float16, 6)):
-        top = (np.zeros((n, k), np.int32), np.zeros((n, k), dtype), np.zeros(n, np.float32))
-        assert len(Reply(np.zeros(n, np.float32), None, 0, *top).pack()) - n * (4 + per_token * k + 4) in range(130)
+    top = {"top_indices": torch.zeros(n, k).long(), "top_log_probs": torch.zeros(n, k), "tail_log_prob": torch.zeros(n)}
+    for half, per_token in ((False, 8), (True, 6)):
+        packed = Reply({"log_prob": torch.zeros(n), **top}, 0).pack(half=half)
+        assert len(packed) - n * (4 + per_token * k + 4) in range(240)
 
 
-def test_invalid_requests():
-    whole = "token ids must be whole numbers"
-    for tokens, mask, message in (
-        (torch.tensor([1.5, 2.0]), None, whole),
-        (torch.tensor([True, False]), None, whole),
-        (torch.tensor([1, 2]), torch.ones(2), "the mask must be boolean"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            Request.of(tokens, torch.tensor([2]), mask, Settings(), **PLAIN)
+@pytest.mark.parametrize(
+    ("rows", "mask", "message"),
+    [
+        (Ragged.from_list([torch.tensor([1.5, 2.0])]), None, "token ids must be a flat integer tensor"),
+        (Ragged.from_list([torch.tensor([True, False])]), None, "token ids must be a flat integer tensor"),
+        ([[1, 2]], torch.ones(2), "mask must be boolean"),
+    ],
+)
+def test_invalid_requests(rows, mask, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        request_of(rows, mask)
 
 
 class Unpicklable(ValueError):
@@ -268,27 +406,32 @@ class Pairs(nn.Module):
 
 
 def request(rng):
-    lengths = [rng.randrange(5) for _ in range(rng.randrange(1, 4))] + [2]
-    tokens = torch.tensor([rng.randrange(97) for _ in range(sum(lengths))])
-    first = torch.cat([torch.arange(n) == 0 for n in lengths])
-    mask = (torch.tensor([rng.random() < 0.5 for _ in tokens]) & ~first) if rng.random() < 0.5 else None
-    settings = rng.choice([Settings(), Settings(entropy=True), Settings(0.5), Settings(top_k=3, top_k_dtype="float16")])
-    kept = None
-    if not settings.top_k and rng.random() < 0.4:
-        rows = [[*rng.sample(range(97), rng.randrange(4)), int(token)] for token in tokens]
-        offsets = torch.tensor([0, *itertools.accumulate(map(len, rows))])
-        kept = Kept(torch.tensor([token for row in rows for token in row]), offsets)
-    version = rng.choice([None, 0])
-    return Request.of(tokens, torch.tensor(lengths), mask, settings, version=version, caller="me/1", kept=kept)
+    rows = [[rng.randrange(97) for _ in range(n)] for n in [*(rng.randrange(5) for _ in range(rng.randrange(1, 4))), 2]]
+    mask = [[i > 0 and rng.random() < 0.5 for i in range(len(row))] for row in rows] if rng.random() < 0.5 else None
+    options = rng.choice([{}, {"entropy": True}, {"temperature": 0.5}, {"top_k": 3, "half": True}, {"moments": True}])
+    tokens, records = [token for row in rows for token in row], {}
+    if "top_k" not in options and rng.random() < 0.4:
+        ids = [[*rng.sample(range(97), rng.randrange(4)), token] for token in tokens]
+        offsets = torch.tensor([0, *itertools.accumulate(map(len, ids))])
+        records["kept"] = Kept(torch.tensor([i for some in ids for i in some]), offsets)
+    elif rng.random() < 0.4:
+        records["top_ids"] = torch.tensor([[rng.randrange(-1, 97) for _ in range(2)] for _ in tokens])
+        if rng.random() < 0.2:
+            records["routing"] = torch.zeros(len(tokens), 2, 1, dtype=torch.int8)
+    return request_of(rows, mask, **options, records=records, version=rng.choice([None, 0]), caller="me/1")
 
 
 def reply(rng):
     count, k = rng.randrange(5), rng.randrange(4)
-    values = np.linspace(-3, 0, count, dtype=rng.choice([np.float32, np.float64]))
-    if not k:
-        return Reply(values, values if rng.random() < 0.5 else None, 3)
-    ids, top = np.ones((count, k), np.int32), np.zeros((count, k), rng.choice([np.float16, np.float32]))
-    return Reply(values, None, 3, ids, top, np.zeros(count, np.float32))
+    columns = {"log_prob": torch.linspace(-3, 0, count, dtype=rng.choice([torch.float32, torch.float64]))}
+    if rng.random() < 0.5:
+        columns["entropy"] = columns["log_prob"]
+    if k:
+        columns |= {"top_indices": torch.ones(count, k).long(), "top_log_probs": torch.zeros(count, k)}
+        columns["tail_log_prob"] = torch.zeros(count)
+    elif rng.random() < 0.5:
+        columns["outcomes"] = torch.zeros(count, 2, 3)
+    return Reply(columns, 3)
 
 
 def damaged(packed, rng):
@@ -331,16 +474,18 @@ def parts(packed):
 
 
 def fields(packed, rng):
-    """A head without one of its fields; or a value of another type or size, in a field, in a setting or in a new field."""
+    """A head without one of its fields; or a value of another type or size, in a field, an option, an array or a new one."""
     found = parts(packed)
     if found is None or not found[0]:
         return rng.choice([flip, cut])(packed, rng)
     head, arrays = found
-    inside = head.get("settings")
+    inside = head.get(rng.choice(["options", "arrays"]))
     if rng.random() < 0.25:
         del head[rng.choice([*head])]
     elif isinstance(inside, dict) and rng.random() < 0.5:
-        inside[rng.choice([*Settings.__dataclass_fields__, "new"])] = "@"
+        inside[rng.choice([*inside, *ScoreOptions.__dataclass_fields__, "new"])] = rng.choice(
+            ["@", ["<i4", "@"], ["@", [1]]]
+        )
     else:
         head[rng.choice([*head, "new"])] = "@"
     text = json.dumps(head).replace('"@"', rng.choice(JUNK)).encode("latin-1")
@@ -406,14 +551,14 @@ def test_damaged_messages_are_read_or_refused(kind):
             again = reader.unpack(found.pack())
             assert plain(found) == plain(again)
             if kind == "request":
-                assert found.lengths.sum() == found.num_tokens == len(found.flat_mask())
-                assert [len(row) for row in found.rows()] == found.lengths.tolist()
-                assert hash(found.settings) == hash(again.settings)
+                scored = found.scored
+                assert int(scored.tokens.lengths.sum()) == found.num_tokens == len(scored.mask)
+                assert [len(row) for row in scored.tokens.to_list()] == scored.tokens.lengths.tolist()
+                assert hash(found.options) == hash(again.options)
                 assert found.digest() == again.digest()
-                if found.replay is not None:
-                    kept = found.replay.kept(found.flat_mask())
-                    assert len(kept.offsets) == found.num_tokens + 1
-                    assert int(kept.offsets[-1]) == len(kept.ids)
+                if scored.kept is not None:
+                    assert len(scored.kept.offsets) == found.num_tokens + 1
+                    assert int(scored.kept.offsets[-1]) == len(scored.kept.ids)
     finally:
         tracemalloc.stop()
     assert slowest < 1.0, "seconds of this process for a message of some hundred bytes"
@@ -452,11 +597,7 @@ def assert_same(found, expected):
     if isinstance(found, Exception) or isinstance(expected, Exception):
         assert (type(found), str(found)) == (type(expected), str(expected))
         return
-    for name in ("log_prob", "entropy", "top_ids", "top_log_probs", "rest_log_prob"):
-        a, b = getattr(found, name), getattr(expected, name)
-        assert (a is None) == (b is None)
-        if a is not None:
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert_close(found.columns, expected.columns, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")

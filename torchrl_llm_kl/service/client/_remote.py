@@ -187,10 +187,10 @@ class RemoteScorer(Scorer):
 
     path = "remote"
     offers = ANSWERED
-    place = "a service, which sends scores of single tokens"
+    place = "a service"
     instead = (
-        "score the transformers model in this process, with a LogProbScorer; or compare distributions by their most probable "
-        "tokens, top_k="
+        "it sends scores of single tokens. Score the transformers model in this process, with a LogProbScorer, or compare "
+        "distributions by their most probable tokens, top_k="
     )
     model: RemoteModel
 
