@@ -99,8 +99,8 @@ def test_an_error_names_the_sequence_of_the_caller(service):
         service.model.make_scorer().score([good, good, good, good, bad])
     with pytest.raises(ValueError, match="sequence 1 has 70 tokens but the model's configuration allows 64"):
         service.model.make_scorer().score([good, torch.zeros(70, dtype=torch.long)])
-    with pytest.raises(ValueError, match="float7"):
-        service.model.make_scorer(dtype="float7").score([good])
+    with pytest.raises(ValueError, match="has no PEFT adapters"):
+        service.model.make_scorer(adapters="nobody").score([good])
 
 
 def test_weights_reach_every_rank(service, local):

@@ -106,7 +106,7 @@ class Request:
         try:
             options = checked_top_k(ScoreOptions.from_dict(given))
         except ValueError as error:
-            raise ProtocolError(f"a request holds invalid options: {error}") from None
+            raise ProtocolError(f"a request holds invalid options: {error!s:.300}") from None
         return cls(ScoreRequest.from_arrays(arrays, known), options, version, **rest)
 
 

@@ -23,6 +23,8 @@ from torchrl_llm_kl.scoring import (
     ReferenceUpdater,
     RememberedModel,
     Sampling,
+    ScoreOptions,
+    ScoreRequest,
     fingerprint_of,
     placeholders,
     prepare_reference,
@@ -178,12 +180,12 @@ def test_a_served_model_takes_every_form(monkeypatch):
     """Nothing is sent: the requests hold the flat tokens."""
     sent = []
     monkeypatch.setattr(_remote, "Exchange", lambda replicas, router, whole, timeout: sent.append(whole))
-    remote = SimpleNamespace(router=None, version=None, replicas=None, timeout=1.0)
-    scorer = _remote.RemoteScorer(remote, _remote.Settings(temperature=1.0, adapters=True, dtype=None, remember=False))
+    remote = SimpleNamespace(router=None, version=None, replicas=None, timeout=1.0, top_k_dtype=torch.float32)
+    scorer = _remote.RemoteScorer(remote, ScoreOptions())
     for ids, attention in FORMS.values():
-        scorer.begin(ids, attention_mask=attention)
-    scorer.begin(LEFT, LEFT_MASK, attention_mask=LEFT_REAL)
-    masks = [part.mask.tolist() for part in sent]
+        scorer.begin(ScoreRequest.of(ids, attention_mask=attention))
+    scorer.begin(ScoreRequest.of(LEFT, LEFT_MASK, attention_mask=LEFT_REAL))
+    masks = [part.request.scored.mask.tolist() for part in sent]
     assert masks == [[False, True, True, True, False, False, True, True]] * len(FORMS) + [FLAT.tolist()]
 
 
