@@ -56,8 +56,9 @@ from countdown.study import (
     write_blocks,
 )
 from countdown.task import Problem, all_problems, split_problems
-from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL
+from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL, Sampling
 from torchrl_llm_kl.estimators import KLPlacementWarning
+from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.training import learn, loss_entries
 
 # Required by torchrl's LLM components, which store lists of strings as stacks.
@@ -128,7 +129,7 @@ def train(
     )
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):  # no KL in the reward: it is measured
-        kl = RetrieveKL(policy, reference, add_to_reward=False, temperature=cell.scored_at)
+        kl = RetrieveKL(policy, reference, add_to_reward=False, options=ScoreOptions(Sampling(cell.scored_at)))
     sampler = as_policy(policy, tokenizer, temperature=cell.temperature, top_k=cell.top_k)
     task = {"num_prompts": scale.num_prompts, "group_size": scale.group_size, "seed": seed}
     optimizer = torch.optim.Adam(policy.parameters(), lr=scale.lr)
