@@ -30,6 +30,16 @@ _TABLE: tuple[tuple[str, str, Callable[..., Any], tuple[str, ...]], ...] = (
     ("term", "kl_to_sampler", KLToSampler, ()),
     ("term", "entropy_bonus", EntropyBonus, ()),
     ("sampling", "base", package.Sampling, ()),
+    ("options", "base", package.ScoreOptions, ()),
+    ("extra", "entropy", package.Entropy, ()),
+    ("extra", "moments", package.Moments, ()),
+    ("extra", "top_k", package.TopK, ()),
+    ("extra", "kept_tokens", package.KeptTokens, ()),
+    ("extra", "routed_experts", package.RoutedExperts, ()),
+    ("extra", "sampler_log_probs", package.SamplerLogProbs, ()),
+    ("extra", "after_prompt", package.AfterPrompt, ()),
+    ("extra", "adapters", package.Adapters, ()),
+    ("extra", "kl_keys", package.KLKeys, ()),
     ("algorithm", "base", package.make_algorithm, ("overrides",)),
     ("coefficient", "fixed", package.FixedKLCoefficient, ()),
     ("coefficient", "adaptive", package.AdaptiveKLCoefficient, ()),
@@ -61,6 +71,8 @@ def _node(base: type, made: Callable[..., Any], more: tuple[str, ...]) -> type:
         if parameter.kind is not parameter.VAR_KEYWORD:
             annotations[parameter.name] = _CHECKED.get(str(parameter.annotation), Any)
             values[parameter.name] = MISSING if parameter.default is parameter.empty else parameter.default
+            if repr(parameter.default) == "<factory>":  # of a dataclass: no value here
+                values[parameter.name] = None
     for extra in (
         *more,
         *(name for name in PARTS if name in values),

@@ -11,7 +11,7 @@ from hydra.utils import get_object
 #: Fields that hold further keyword arguments of the constructor.
 MORE = ("hyper", "service", "overrides")
 #: Fields of several parts, which may also be a mapping: its names are the user's, for overrides and the groups of defaults.
-PARTS = ("terms", "corrections")
+PARTS = ("terms", "corrections", "extras")
 
 
 def build(*, class_: str, set_keys: Mapping[str, Any] | None = None, **settings: Any) -> Any:
@@ -59,7 +59,7 @@ def _plain(name: str, value: Any) -> Any:
     if name == "top_k_key" and isinstance(value, Sequence) and not isinstance(value, str):
         several = any(not isinstance(key, str) for key in value)
         return [as_key(key) for key in value] if several else as_key(value)
-    if name.endswith("_key"):
+    if name == "key" or name.endswith("_key"):
         return as_key(value)
     if name == "keys" and isinstance(value, Mapping):
         return {one: as_key(key) for one, key in value.items()}

@@ -108,6 +108,8 @@ class ScoreOptions:
     remember: bool = False
 
     def __post_init__(self) -> None:
+        if self.sampling is None:
+            object.__setattr__(self, "sampling", Sampling())
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type == "bool" and not isinstance(value, bool):

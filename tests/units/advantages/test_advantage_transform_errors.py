@@ -64,9 +64,9 @@ def test_arguments(name: Any, settings: dict[str, Any], message: str) -> None:
         ("gae", {}, ("tokens", "full"), r"nothing to score: expected \('tokens', 'full'\)"),
         ("gigpo", {"keys": {"run": "query"}}, "none", "the state is missing: expected 'state'.*the env's state"),
         ("step_wise_grpo", {"keys": {"run": "r"}}, "none", "the run is missing: expected 'r'"),
-        ("clip_b", {}, ("next", "entropy"), "the entropy is missing: .*entropy_key='entropy'"),
-        ("clip_v", {}, (*MOMENTS, "discriminator"), "the discriminator is missing: .*moments_key='moments'"),
-        ("optimal_token_baseline", {}, (*MOMENTS, "collision"), "the collision is missing: .*moments_key='moments'"),
+        ("clip_b", {}, ("next", "entropy"), "the entropy is missing: .*Entropy"),
+        ("clip_v", {}, (*MOMENTS, "discriminator"), "the discriminator is missing: .*Moments"),
+        ("optimal_token_baseline", {}, (*MOMENTS, "collision"), "the collision is missing: .*Moments"),
     ],
 )
 def test_entries_that_are_missing(name: str, hyper: dict[str, Any], drop: Any, message: str) -> None:

@@ -16,8 +16,9 @@ from torch.testing import assert_close
 from elsewhere_batches import agree, each_in_one_list, one_prompt_each, ours, scored, with_gradients
 from torchrl_llm_kl import from_trinity, from_verl
 from torchrl_llm_kl._foreign import TRINITY, VERL
+from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.algorithms import ALGORITHMS
-from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES, flatten
+from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES
 
 A, R, G = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
 #: An advantage that needs no critic.

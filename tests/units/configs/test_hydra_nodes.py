@@ -27,6 +27,7 @@ from torchrl.trainers.algorithms import GRPOTrainer
 from project import PROJECT
 from torchrl_llm_kl import (
     Advantage,
+    Entropy,
     KLRewardTransform,
     PIKLCoefficient,
     PolicyLoss,
@@ -108,15 +109,18 @@ WRITTEN = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("n
 
 
 def test_retrieve_kl(lab: Lab) -> None:
-    numbers = "kl.coeff.init=0.25", "kl.coeff.target=0.5", "kl.estimator=k3", "kl.temperature=0.5"
+    numbers = "kl.coeff.init=0.25", "kl.coeff.target=0.5", "kl.estimator=k3"
+    parts = "+options@kl.options=base", "+sampling@kl.options.sampling=base", "kl.options.sampling.temperature=0.5"
+    extras = "+extra@kl.extras.e=entropy", "kl.extras.e.key=[my, entropy]"
     keys = "kl.kl_key=[kl, here]", "kl.gen_log_probs_full_key=[mine, full]"
-    cfg = compose("+transform@kl=retrieve_kl", "+coefficient@kl.coeff=pi", *numbers, *keys)
+    cfg = compose("+transform@kl=retrieve_kl", "+coefficient@kl.coeff=pi", *numbers, *parts, *extras, *keys)
     transform = instantiate(cfg.kl, gen_model=lab.gen, ref_model=lab.ref)
     assert isinstance(transform, RetrieveKL)
     assert isinstance(transform.coeff, PIKLCoefficient)
     assert (transform.coeff.target, float(transform.coeff())) == (0.5, 0.25)
     keys = {"kl_key": ("kl", "here"), "gen_log_probs_full_key": ("mine", "full")}
     expected = RetrieveKL(lab.gen, lab.ref, coeff=0.25, estimator="k3", options=ScoreOptions(Sampling(0.5)), **keys)
+    assert transform.extras == (Entropy(("my", "entropy")),)
     written = [("next", "mine", "full"), ("next", "ref_log_probs", "full"), ("next", "kl", "here"), ("next", "reward")]
     same(transform(lab.data), expected(lab.data), *written)
 
@@ -226,7 +230,7 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
     ("overrides", "error", "message"),
     [
         ("kl.coef=0.1", ConfigCompositionException, "Key 'coef' is not in struct|Could not override 'kl.coef'"),
-        ("kl.temperature=warm", ConfigCompositionException, "could not be converted to Float"),
+        ("kl.detach=warm", ConfigCompositionException, "not a valid bool"),
         ("kl.add_to_reward=7.5", ConfigCompositionException, "is not a valid bool"),
         ("loss.hyper={clip_hihg: 0.3}", InstantiationException, "Did you mean 'clip_high'"),
         (

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from closeness import assert_near, needs_equal_rows
 from head_reference import Sizes, collapse, gkd_of
 from policy_batches import LENGTHS, PROMPT, batch, gradients
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, TopK, make_algorithm
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, ScoreOptions, TopK, make_algorithm
 from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossTerm, distill, get_objective
 from toy_models import VOCAB_SIZE, tiny_model
 
@@ -100,7 +100,12 @@ def test_what_the_transform_wrote(model: nn.Module, reference: nn.Module, layout
 
 @pytest.mark.parametrize("given", [{"temperature": 0.6}, {"sampling": Sampling(0.6)}], ids=["temperature", "sampling"])
 def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.Module, given: dict[str, Any]) -> None:
-    out = distilled(student, RetrieveLogProb(teacher, extras=[TopK(V)], **given)(data()), beta=0.3, **given)
+    out = distilled(
+        student,
+        RetrieveLogProb(teacher, options=ScoreOptions(Sampling(0.6)), extras=[TopK(V)])(data()),
+        beta=0.3,
+        **given,
+    )
     want = gkd_of(distributions(student, 0.6), distributions(teacher, 0.6).detach(), 0.3).mean()
     assert_close(out, want, **LOOSE)  # entries are float32
 
@@ -296,7 +301,7 @@ PLACE = rf"at sequence 2, position {PROMPT}"
     [
         (placed(0, *ENTRIES), rf"below 'top_k' add up to 5 {PLACE}, not to 1.*did not score"),
         (placed(torch.nan, "rest_log_prob"), rf"below 'top_k' add up to nan {PLACE}"),
-        (lambda td: td.exclude("top_k"), r"needs a teacher's top k.*\('top_k', 'ids'\).*top_k=64"),
+        (lambda td: td.exclude("top_k"), r"needs a teacher's top k.*\('top_k', 'ids'\).*TopK\(64\)"),
         (lambda td: td.exclude(("top_k", "rest_log_prob")), r"'rest_log_prob'"),
         (respelt(lambda ids: ids[:, 1:]), r"hold \(3,\) and \(4,\) numbers per token: expected the same k"),
         (respelt(lambda ids: ids[:, 0]), r"must have 1 dimension after the tokens, found none"),

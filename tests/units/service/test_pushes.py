@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from load import request_of
 from remote_models import model
@@ -41,8 +40,8 @@ def context(monkeypatch):
     return found
 
 
-def keeper(folder=None, *, source="model", name="service", replicas=()):
-    return WeightKeeper(name, list(replicas), "namespace", source, None if folder is None else str(folder))
+def keeper(*, source="model", replicas=()):
+    return WeightKeeper(list(replicas), "namespace", source)
 
 
 def weights(value, *names):
@@ -195,69 +194,11 @@ def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monke
     context.was_current_actor_reconstructed = True
     alive = SimpleNamespace(stats=SimpleNamespace(remote=lambda: {"version": 7}))
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: {"s:1": alive}[name])
-    one = keeper(name="s", replicas=["s:0", "s:1"])
+    one = keeper(replicas=["s:0", "s:1"])
     assert isinstance(one.get("model")[2], WeightVersionError)
     assert refused(one, weights(1.0), 6)
     assert commit(one, weights(1.0)) == 8
     assert one.get("model")[2] is None
-
-
-def test_a_new_keeper_takes_up_the_files_of_an_earlier_one(tmp_path):
-    folder, name = tmp_path / "kept", "a/b: c"
-    first = keeper(folder, name=name)
-    commit(first, weights(1.0), 5)
-    half = {"b": torch.full((3, 5), 2.0, dtype=torch.bfloat16)}
-    commit(first, half, 6)
-    assert len(list(folder.iterdir())) == 2
-    assert keeper(folder, name="another").get("model")[0] == 0
-    second = keeper(folder, name=name)
-    assert second.get("model")[0] == 6
-    assert_equal(held(second), {**weights(1.0, "a"), **half})
-    assert second.next_version() == 7
-    assert refused(second, weights(1.0), 5)
-    assert commit(second, weights(3.0)) == 8
-    (only,) = folder.iterdir()
-    for found in (load_file(only), held(keeper(folder, name=name))):
-        assert_equal(found, weights(3.0))
-
-
-def test_a_push_that_cannot_be_written_changes_nothing(tmp_path, monkeypatch):
-    """A write that ends halfway, as when the disk is full or the process is killed."""
-    one = keeper(tmp_path)
-    commit(one, weights(1.0), 1)
-
-    def full(given, path, metadata):
-        path.write_bytes(b"half of it")
-        raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("safetensors.torch.save_file", full)
-        assert str(commit(one, weights(2.0), 2)) == "No space left on device"
-    (tmp_path / "service-00000001.123.part").write_bytes(b"left by a process that was killed")
-    for each in (one, keeper(tmp_path)):
-        assert each.get("model")[0] == 1
-        assert_equal(held(each), weights(1.0))
-
-
-def test_files_of_another_model_and_broken_ones_are_errors_and_stay(tmp_path):
-    commit(keeper(tmp_path, source="another"), weights(1.0), 1)
-    (file,) = tmp_path.iterdir()
-    one = keeper(tmp_path)
-    assert "holds weights of another model: another, this is model" in str(one.get("model")[2])
-    assert refused(one, weights(2.0))
-    good = file.read_bytes()
-    for bad in (good[: len(good) // 2], good[:100], b"", b"\x80\x04\x95pickle"):
-        file.write_bytes(bad)
-        one = keeper(tmp_path)
-        assert "cannot be read" in str(one.get("model")[2])
-        assert refused(one, weights(2.0))
-        assert [path.read_bytes() for path in tmp_path.iterdir()] == [bad]
-    for version, message in (("9223372036854775808", "must be from 0 to"), ("x", "was not written by a service")):
-        save_file(weights(1.0), file, {"token": "t", "version": version, "model": "model"})
-        assert message in str(keeper(tmp_path).get("model")[2])
-    file.unlink()
-    assert one.get("model")[2] is None, "the keeper needs no restart"
-    assert commit(one, weights(2.0)) == 1
 
 
 # ------------------------------------------------------------------ the replica's side

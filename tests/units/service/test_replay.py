@@ -333,17 +333,19 @@ def test_a_kl_to_a_served_reference(loop, served, sampling, recorded, tmp_path):
     there = loop.serve(reference)
     ref = RememberedModel(there, tmp_path, fingerprint="x") if served == "remembered" else there
     gen = loop.serve(policy, "policy") if served == "both" else policy
-    options = {"sampling": sampling, "coeff": 0.3, "estimator": "k3"}
+    options = {"options": ScoreOptions(sampling), "coeff": 0.3, "estimator": "k3"}
     batch = data(recorded=recorded).exclude("log_probs")
     want = RetrieveKL(policy, reference, **options)(batch.clone())
     keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"]
     assert_equal(LocalKL(gen, ref, **options)(batch.clone()), want, *keys)
-    other = RetrieveKL(policy, reference, **{**options, "sampling": KEPT if sampling is WHOLE else WHOLE})(batch)
+    other = RetrieveKL(policy, reference, **{**options, "options": ScoreOptions(KEPT if sampling is WHOLE else WHOLE)})(
+        batch
+    )
     assert float((other["next", "ref_log_probs", "full"] - want["next", "ref_log_probs", "full"]).abs().max()) > 0.1
 
 
 def test_a_policy_behind_a_service_needs_the_kept_tokens(loop):
-    transform = LocalKL(loop.serve(model(), "policy"), loop.serve(model(1)), sampling=KEPT)
+    transform = LocalKL(loop.serve(model(), "policy"), loop.serve(model(1)), options=ScoreOptions(KEPT))
     with pytest.raises(KeyError, match="with a policy in another process needs the tokens that the sampler kept"):
         transform(data(recorded=False).exclude("log_probs"))
 

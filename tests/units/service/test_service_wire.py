@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from load import request_of
-from torchrl_llm_kl import Ragged, Sampling
+from torchrl_llm_kl import Ragged, Sampling, ScoreRequest
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.service import ProtocolError
@@ -119,7 +119,7 @@ def plain(message):
 
 
 def test_bytes_on_the_wire():
-    assert Request.of(**ENTRIES, settings=Settings(), **PLAIN).deaths == 0
+    assert Request(ScoreRequest.of([[1, 2]])).deaths == 0
     for packed, message in MESSAGES.items():
         assert pack(message) == packed
         assert plain(type(message).unpack(packed)) == plain(message)
