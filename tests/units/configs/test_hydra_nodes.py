@@ -65,8 +65,10 @@ def test_a_node_has_the_arguments_of_its_constructor(every: DictConfig, group: s
         default = parameters[key].default
         if default is inspect.Parameter.empty:
             assert OmegaConf.is_missing(node, key)
-        elif key in ("terms", "corrections"):  # either a mapping or a list can be merged into nothing
+        elif key in ("terms", "corrections", "extras"):  # either a mapping or a list can be merged into nothing
             assert (node[key], default) == (None, ())
+        elif repr(default) == "<factory>":
+            assert node[key] is None
         else:
             found = node[key]
             assert (tuple(found) if isinstance(found, ListConfig) else found) == default, key

@@ -218,7 +218,8 @@ def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
     for found_ids, keep in zip(kept.ids.split(kept.offsets.diff().tolist()), want, strict=True):
         assert sorted(found_ids.tolist()) == keep.nonzero().squeeze(-1).tolist()
     again = scorer.evaluate(tokens, mask, kept=kept, return_kept=True)
-    assert torch.equal(again.kept.ids, kept.ids) and torch.equal(again.kept.offsets, kept.offsets)
+    assert torch.equal(again.kept.ids, kept.ids)
+    assert torch.equal(again.kept.offsets, kept.offsets)
     assert_near(again.log_prob.values, found.log_prob.values, **ROUNDED)
 
 
