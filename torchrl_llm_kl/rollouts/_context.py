@@ -50,15 +50,15 @@ class InContext(Located):
         return self.origin.tokens.like(out.index_put((at,), values[self.mask]))
 
 
-def check_context(context: Any) -> Context | None:
-    """Return ``context`` if it is a function, a key or None, else raise a TypeError."""
+def check_context(context: Any) -> Context:
+    """Return ``context`` if it is a function or a key, else raise a TypeError."""
     is_key = isinstance(context, str) or (
         isinstance(context, tuple) and bool(context) and all(isinstance(name, str) for name in context)
     )
-    if context is None or callable(context) or is_key:
+    if callable(context) or is_key:
         return context
     raise TypeError(
-        f"context must be a function History -> History or the key of an entry with token ids, got {context!r}."
+        f"the prompt must be a function History -> History or the key of an entry with token ids, got {context!r}."
     )
 
 
@@ -195,7 +195,7 @@ def _prompts_of(
     if _is_text(located, interface) or not has_entry(td, key):
         raise MissingEntryError(
             f"a context function needs the conversation: expected {full!r} in the TensorDict, found: "
-            f"{describe_entries(td)}. Pass the key of an entry with token ids, context=('teacher', 'input_ids'), instead."
+            f"{describe_entries(td)}. Pass the key of an entry with token ids instead, such as ('teacher', 'input_ids')."
         )
     if not options.can_tokenise(interface):
         raise ValueError(

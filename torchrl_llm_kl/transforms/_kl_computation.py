@@ -216,7 +216,7 @@ class KLComputation(KLPenalty):
         if key == self.exact_kl_key:
             raise ValueError(
                 f"Exact KL not found. Expected key: {key!r}. Found: {found}. Put RetrieveLogProb(policy, "
-                "reference=reference) before, which writes it, or give the key that holds it."
+                "extras=[ExactKL(reference)]) before, which writes it, or set exact_kl_key to the key that holds it."
             )
         raise ValueError(
             f"Log-probs not found. Expected keys: {self.gen_log_probs_full_key}, {self.ref_log_probs_full_key}. "

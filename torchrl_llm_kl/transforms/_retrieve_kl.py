@@ -43,16 +43,14 @@ from torchrl_llm_kl.transforms._retrieve_log_prob import (
     check_scored_model,
     full_key_problem,
     over_kept,
+    refuse_option,
 )
 
 _POLICY, _REFERENCE, _KL = range(3)
 #: Settings of the parts that are also attributes of the composition: name -> (part, its attribute).
 _SETTINGS: dict[str, tuple[tuple[int, str], ...]] = {
     **{name: ((_POLICY, name), (_REFERENCE, name)) for name in ("assistant_only", "scope")},
-    **{
-        name: ((_KL, name),)
-        for name in ("add_to_reward", "coeff", "estimator", "kl_key", "reward_placement", *KLKeys.__annotations__)
-    },
+    **{name: ((_KL, name),) for name in ("add_to_reward", "coeff", "estimator", "kl_key", "reward_placement")},
     "detach": ((_POLICY, "detach"),),
     "gen_log_probs_full_key": ((_POLICY, "log_probs_full_key"), (_KL, "gen_log_probs_full_key")),
     "ref_log_probs_full_key": ((_REFERENCE, "log_probs_full_key"), (_KL, "ref_log_probs_full_key")),
@@ -238,10 +236,15 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         self._given = self.options, found
 
     def __setattr__(self, name: str, value: Any) -> None:
+        refuse_option(self, name)
         if name not in _SETTINGS:
             super().__setattr__(name, value)
         if name == "estimator" and value == "exact":
             check_distributions(*(getattr(self[part], "model", None) for part in (_POLICY, _REFERENCE)))
+        if name in KLKeys.__annotations__:
+            raise AttributeError(
+                f"{name} of a RetrieveKL is one of its KLKeys: set extras = [KLKeys({name}=...), ...]."
+            )
         for part, attribute in _SETTINGS.get(name, ()):
             setattr(self[part], attribute, value)
 

@@ -26,6 +26,7 @@ from torchrl_llm_kl.rollouts import (
     sub_key,
 )
 from torchrl_llm_kl.scoring import (
+    Changes,
     ScoreOptions,
     Scorer,
     ScoreRequest,
@@ -61,6 +62,15 @@ def check_options(options: ScoreOptions | None) -> ScoreOptions:
             f"options asks for {options.extras}, which have no entry: use extras=[Entropy(), TopK(64), ...]."
         )
     return options
+
+
+def refuse_option(transform: Any, name: str) -> None:
+    """Raise an AttributeError if an option is set as an attribute, which no call would read."""
+    if name in Changes.__annotations__:
+        raise AttributeError(
+            f"{type(transform).__name__} has no setting {name!r}, which is one of its options: set transform.options = "
+            f"transform.options.but({name}=...)."
+        )
 
 
 def check_scored_model(model: Any, name: str = "model", transform: str = "RetrieveLogProb") -> Any:
@@ -111,6 +121,10 @@ class ScoringTransform(StepTransform):
     def __init__(self) -> None:
         super().__init__()
         self.register_load_state_dict_post_hook(_forgive_models)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_option(self, name)
+        super().__setattr__(name, value)
 
     # ------------------------------------------------------------------ state: settings, without the models
 

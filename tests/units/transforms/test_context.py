@@ -23,6 +23,7 @@ from torchrl_llm_kl import (
     Entropy,
     RetrieveKL,
     RetrieveLogProb,
+    RoutedExperts,
     Sampling,
     ScoreOptions,
     TopK,
@@ -208,20 +209,20 @@ def test_conversations_without_tokens(tokenizer: Any) -> None:
         data = TensorDict(history=ChatHistory(full=History.from_chats([CHAT]), batch_size=[1]), batch_size=[1])
         return RetrieveLogProb(wrapper, **kwargs)(data)[0][FULL]
 
-    plain, found = score(), score(context=with_hint)
-    assert_close(score(context=lambda history: history), plain, **EXACTLY)
+    plain, found = score(), score(extras=[AfterPrompt(with_hint)])
+    assert_close(score(extras=[AfterPrompt(lambda history: history)]), plain, **EXACTLY)
     expected = log_probs_after(model, hinted(tokenizer, "one?"), tokenizer.encode("two<|im_end|>")).detach()
     assert_close(found[found != 0], expected, **EXACTLY)
     assert torch.equal(found != 0, plain != 0)
     with pytest.raises(ValueError, match="sequence 0: after the context the template renders other tokens"):
-        score(context=with_hint, tokenizer_kwargs={"chat_template": TEMPLATE})
+        score(extras=[AfterPrompt(with_hint)], tokenizer_kwargs={"chat_template": TEMPLATE})
 
 
 # ------------------------------------------------------------------ RetrieveKL
 
 
 REF = ("ref_log_probs", "full")
-BOTH: dict[str, Any] = {"context": HINT_IDS, "gen_context": HINT_IDS}
+BOTH = [AfterPrompt(HINT_IDS), AfterPrompt(HINT_IDS, of="reference")]
 
 
 def test_the_reference_alone_sees_the_context() -> None:
@@ -240,25 +241,24 @@ def test_a_context_of_the_policy_and_settings_that_change() -> None:
     model = wide()
     transform = RetrieveKL(model, model, extras=[AfterPrompt(HINT_IDS, of="reference"), AfterPrompt(HINT_IDS)])
     assert not transform(rollout("padded"))["kl_penalty"].any()  # self-distillation from the same context
-    transform.context = None
+    transform.extras = BOTH[:1]
     found = transform(rollout("padded"))
     expected = RetrieveKL(model, model, extras=[AfterPrompt(HINT_IDS, of="reference")])(rollout("padded"))
     assert found["kl_penalty"].any()
     assert_close(found["kl_penalty"], -expected["kl_penalty"], **EXACTLY)
-    assert (transform.context, transform.gen_context) == (None, HINT_IDS)
     assert HINT_IDS in transform[0].in_keys
     assert HINT_IDS not in transform[1].in_keys
 
 
 def test_an_exact_kl_needs_one_context() -> None:
     model, reference = wide(), wide(1)
-    found = RetrieveKL(model, reference, estimator="exact", **BOTH)(rollout("padded"))
+    found = RetrieveKL(model, reference, estimator="exact", extras=BOTH)(rollout("padded"))
     rows = [
         [distributions(m, *row).detach() for m in (model, reference)] for row in zip(CONTEXTS, RESPONSES, strict=True)
     ]
     kl = [(p.exp() * (p - q)).sum(-1) for p, q in rows]
     assert_close(at_responses(found, "kl_penalty"), kl, atol=1e-5, rtol=0)
-    message = r"estimator='exact' runs both .* contexts differ: gen_context=None, context=\('hint', 'ids'\)"
+    message = r"estimator='exact' runs both .* prompts differ: None of the policy, \('hint', 'ids'\) of the reference"
     with pytest.raises(ValueError, match=message):
         RetrieveKL(model, reference, estimator="exact", extras=[AfterPrompt(HINT_IDS, of="reference")])
     transform = RetrieveKL(
@@ -298,7 +298,7 @@ def log_probs_over(model: nn.Module, prompt: list[int], response: list[int], kep
 def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
     """The answer's tokens are the same, and so is what could have been drawn in their place, of both models."""
     policy, reference = wide(), wide(1)
-    kept_by_both: Any = {**BOTH, "sampling": Sampling(top_k=3, reference="kept")}
+    kept_by_both: Any = {"extras": BOTH, "options": ScoreOptions(Sampling(top_k=3, reference="kept"))}
     for transform, models in (
         (
             RetrieveLogProb(policy, options=ScoreOptions(Sampling(top_k=3)), extras=[AfterPrompt(HINT_IDS)]),
@@ -318,7 +318,7 @@ def test_scores_over_what_a_sampler_keeps_return_to_the_tokens_of_the_data() -> 
     model, data = wide(), rollout("padded")
     transform = RetrieveLogProb(model, options=ScoreOptions(Sampling(min_p=1e-9)), extras=[AfterPrompt(HINT_IDS)])
     located = transform.locate(data)
-    scores = transform.evaluate(transform.in_context(data, located), return_kept=True)
+    scores = transform.evaluate(transform.job(data, data, located), return_kept=True)
     assert torch.equal(scores.kept.offsets.diff() > 0, located.mask)
 
 
@@ -387,17 +387,19 @@ FULL_IDS = torch.tensor([[3, 4, 5], [6, 7, 8]])
         (torch.zeros(2, 0).long(), {}, ValueError, "sequence 0: the context has no tokens, and the first response"),
         (FULL_IDS, {"assistant_only": False}, ValueError, r"score include 2 of prompts.* assistant_only=True"),
         (None, {"assistant_only": False}, ValueError, "the data does not show where it ends: found neither"),
-        (FULL_IDS, {"context": 5}, TypeError, r"must be a function History -> History or the key of .*, got 5"),
     ],
 )
 def test_entries_that_are_refused(hint: Any, settings: Any, error: type[Exception], message: str) -> None:
     prompt = {} if hint is None else {"prompt": FULL_IDS[:, :2].clone()}
     data = TensorDict({"tokens": {"full": FULL_IDS, **prompt}, "hint": FULL_IDS if hint is None else hint}, [2])
     with pytest.raises(error, match=message):
-        RetrieveLogProb(wide(), **{"context": "hint", **settings})(data)
-    if "context" in settings:  # set later, too
-        with pytest.raises(TypeError, match="context must be a function"):
-            RetrieveLogProb(wide(), extras=[AfterPrompt("hint")]).context = ()
+        RetrieveLogProb(wide(), extras=[AfterPrompt("hint")], **settings)(data)
+
+
+@pytest.mark.parametrize("prompt", [5, (), None, ("hint", 5)])
+def test_a_prompt_is_a_function_or_a_key(prompt: Any) -> None:
+    with pytest.raises(TypeError, match="must be a function History -> History or the key of .*, got"):
+        AfterPrompt(prompt)
 
 
 def test_the_function_behind_it() -> None:
@@ -460,5 +462,7 @@ def test_a_context_of_an_algorithm_without_a_scored_reference() -> None:
     with pytest.raises(ValueError, match=r"for gkd the loss scores it on the data's own prompts: .* or pass top_k="):
         make_algorithm("gkd", model, reference=tiny_model(seed=1), context="hint")
     parts = make_algorithm("on_policy_distill", model, reference=tiny_model(seed=1), context="hint")
-    assert parts.kl_transform.context == "hint"
-    assert parts.kl_transform.gen_context is None
+    assert [part.extras for part in parts.kl_transform[:2]] == [
+        (RoutedExperts(),),
+        (AfterPrompt("hint", of="reference"),),
+    ]

@@ -35,6 +35,7 @@ from torchrl_llm_kl import (
     KLRewardTransform,
     RetrieveKL,
     RetrieveLogProb,
+    RoutedExperts,
     TopK,
 )
 from toy_rollouts import Outcome, make_model, make_scoring_wrapper, steps
@@ -49,7 +50,6 @@ def chain(lab: Any, name: str, padded: bool, input_mode: str) -> list[Transform]
     """The transform and those whose output it reads, with models that take ``input_mode``."""
     gen, ref = lab.wrapped(padded, input_mode=input_mode)
     experts = {"pad_output": padded, "input_mode": input_mode, "log_probs_key": "ref_log_probs"}
-    recorded = {"routing_key": "routed_experts", "record_routing": True}
     return {
         "RetrieveLogProb": lambda: [RetrieveLogProb(ref)],
         "KLComputation": lambda: [RetrieveLogProb(gen), RetrieveLogProb(ref), KLComputation()],
@@ -58,7 +58,8 @@ def chain(lab: Any, name: str, padded: bool, input_mode: str) -> list[Transform]
         "a top k": lambda: [RetrieveLogProb(ref, extras=[TopK(K)])],
         "a record": lambda: [
             RetrieveLogProb(
-                make_scoring_wrapper(make_model(lab.tokenizer, 0, "mixtral"), lab.tokenizer, **experts), **recorded
+                make_scoring_wrapper(make_model(lab.tokenizer, 0, "mixtral"), lab.tokenizer, **experts),
+                extras=[RoutedExperts(record=True)],
             )
         ],
     }[name]()

@@ -396,7 +396,9 @@ def test_exact_kls_that_are_refused() -> None:
         assert data["next"].get("kl_penalty", None) is None
     message = rf"Exact KL not found.*\('mine', 'full'\).*in 'next': exact_kl.full.*{WRITER}"
     with pytest.raises(ValueError, match=message):
-        KLComputation(estimator="exact", exact_kl_key=("mine", "full"))(data)
+        transform = KLComputation(estimator="exact")
+        transform.exact_kl_key = ("mine", "full")
+        transform(data)
     data = four("lazy", "exact beside log-probs")
     data[1][EXACT] = torch.zeros(5)
     with pytest.raises(ValueError, match=rf"Sample 1 .*shape=torch.Size\(\[1\]\), exact_kl\[1\].*\(\[5\]\).*{WRITER}"):

@@ -142,10 +142,11 @@ def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
 
     assert_near(scored(kl()), replayed(later, RECORD), **FORWARD)
     assert_near(scored(kl(), REF), replayed(model), **FORWARD)
-    assert_near(scored(kl(ref_routing_key="of_reference"), REF), replayed(model, other), **FORWARD)
-    same = kl(later, later, ref_routing_key=KEY)["kl_penalty"]
+    theirs = RoutedExperts("of_reference", of="reference")
+    assert_near(scored(kl(extras=[theirs]), REF), replayed(model, other), **FORWARD)
+    same = kl(later, later, extras=[RoutedExperts(of="reference")])["kl_penalty"]
     assert_near(same, torch.zeros_like(same), **FORWARD)
-    assert_near(scored(kl(routing_key=None)), replayed(later), **FORWARD)
+    assert_near(scored(kl(extras=[RoutedExperts(None)])), replayed(later), **FORWARD)
     found = RetrieveKL(later, model, estimator=estimator, extras=[RoutedExperts(record=True)])(make_data())[KEY]
     assert (found.shape, found.dtype) == ((3, 7, 3, 2), torch.int8)
 
@@ -267,16 +268,16 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
 
 def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> None:
     transform = RetrieveKL(later, model)
-    assert (transform.routing_key, transform.record_routing, transform.ref_routing_key) == (KEY, False, None)
-    transform.record_routing = True
+    assert [part.extras for part in transform[:2]] == [(RoutedExperts(KEY),), ()]
+    theirs = RoutedExperts("mine", of="reference")
+    transform.extras = [RoutedExperts(record=True), theirs]
     assert KEY in transform[0].out_keys
-    transform.ref_routing_key = "mine"
-    assert transform[1].routing_key == "mine"
+    assert transform[1].extras == (theirs,)
     dense = tiny_model()
     with pytest.raises(ValueError, match="Qwen2ForCausalLM is dense"):
         RetrieveLogProb(dense, extras=[RoutedExperts(KEY, record=True)])
-    with pytest.raises(ValueError, match="needs a place for the record: pass routing_key="):
-        RetrieveLogProb(model, extras=[RoutedExperts(record=True)])
+    with pytest.raises(ValueError, match="needs a place for the record: pass 'routed_experts'"):
+        RetrieveLogProb(model, extras=[RoutedExperts(None, record=True)])
     with pytest.raises(ValueError, match="pass a transformers model or a wrapper of one, got 'from_collector'"):
         RetrieveLogProb("from_collector", extras=[RoutedExperts(KEY, record=True)])
     td = make_data(routed_experts=RECORD).set("other", torch.ones(3, 2).long())

@@ -63,8 +63,8 @@ def test_below_next_and_through_retrieve_kl() -> None:
     assert responses(found, ("next", *SAMPLER)) == STORED
     assert [row.tolist() for row in found["log_probs", "response"].unbind()] == STORED
     assert SAMPLER in transform[0].out_keys
-    assert transform.sampler_log_probs_key == SAMPLER
-    transform.sampler_log_probs_key = None
+    assert transform.extras == (SamplerLogProbs(SAMPLER),)
+    transform.extras = []
     assert SAMPLER not in transform[0].out_keys
     data = rollout("nested")
     data["next"] = rollout("nested", "response", [[8.0] * len(row) for row in STORED]).select("log_probs")
@@ -76,7 +76,7 @@ def test_what_is_missing_or_contradicts_itself() -> None:
     model = tiny_model(seed=0)
     with pytest.raises(KeyError, match=r"moves the sampler's log-probs: expected them under \('log_probs', 'full'\)"):
         RetrieveLogProb(model, extras=[SamplerLogProbs(SAMPLER)])(rollout("lazy").exclude("log_probs"))
-    with pytest.raises(ValueError, match=r"sampler_log_probs_key and log_probs_full_key are both \('log_probs', 'full"):
+    with pytest.raises(ValueError, match=r"SamplerLogProbs and log_probs_full_key are both \('log_probs', 'full"):
         RetrieveLogProb(model, extras=[SamplerLogProbs(FULL)])
 
 

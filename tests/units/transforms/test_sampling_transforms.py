@@ -208,16 +208,17 @@ OF_50 = "sampler uses top_k=50, scorer does not"
 
 def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
     scoring, other = (plain.get_new_version(generate=False, log_probs_key=key) for key in ("log_probs", "r"))
-    for build in (
-        partial(RetrieveLogProb, scoring),
-        partial(RetrieveKL, scoring, other),
-        partial(PolicyLoss, plain),
-        partial(make_algorithm, "grpo", plain, reference=ref_model, group_size=2),
+    same: Any = {"sampling": Sampling(top_k=50)}
+    for build, settings in (
+        (partial(RetrieveLogProb, scoring), {"options": ScoreOptions(**same)}),
+        (partial(RetrieveKL, scoring, other), {"options": ScoreOptions(**same)}),
+        (partial(PolicyLoss, plain), same),
+        (partial(make_algorithm, "grpo", plain, reference=ref_model, group_size=2), same),
     ):
         with mismatches(OF_50):
             build()
         with mismatches():
-            build(sampling=Sampling(top_k=50))
+            build(**settings)
     # From a collector the policy is known at the first step; a teacher may be followed on any answers.
     env = lab.env(RetrieveKL("from_collector", ref_model))
     with mismatches(OF_50):
@@ -234,17 +235,21 @@ def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
 
 def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     transform = RetrieveKL(policy_model, ref_model, options=ScoreOptions(SAMPLING))
-    assert (transform.temperature, transform[1].temperature, transform[1].sampling) == (0.8, 0.8, None)
-    transform.temperature = 0.5
-    assert transform.sampling == Sampling(0.5, top_p=0.8)
-    transform.sampling = Sampling(0.9, top_k=4)
-    assert (transform[0].scorer.sampling, transform[1].scorer.sampling) == (Sampling(0.9, top_k=4), Sampling(0.9))
-    transform.sampling = None
-    assert transform[0].scorer.sampling == Sampling(0.9)
+    given = Sampling(0.9, top_k=4)
+    for options, policy in (
+        (transform.options, SAMPLING),
+        (transform.options.but(temperature=0.5), Sampling(0.5, top_p=0.8)),
+        (transform.options.but(sampling=given), given),
+        (transform.options.but(sampling=given).but(sampling=None), Sampling(0.9)),
+    ):
+        transform.options = options
+        for again in (transform, copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
+            found = [part.scorer.sampling for part in again[:2]]
+            assert (
+                found == [policy, Sampling(policy.temperature)] == [again.options.sampling, again[1].options.sampling]
+            )
     with pytest.raises(ValueError, match="two temperatures"):
-        RetrieveKL(policy_model, ref_model, options=ScoreOptions(SAMPLING))
-    for again in (copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
-        assert (again.temperature, again.sampling) == (0.9, None)
+        transform.options.but(temperature=0.5, sampling=SAMPLING)
 
 
 def test_generate_kwargs_sample_from_what_is_scored(policy_model: nn.Module) -> None:

@@ -9,7 +9,19 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.testing import assert_close
 
-from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb, RetrieveValue
+from torchrl_llm_kl import (
+    Entropy,
+    KeptTokens,
+    KLComputation,
+    KLKeys,
+    KLRewardTransform,
+    Moments,
+    RetrieveKL,
+    RetrieveLogProb,
+    RetrieveValue,
+    Sampling,
+    ScoreOptions,
+)
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
 from torchrl_llm_kl.scoring import prepare_reference
@@ -46,6 +58,8 @@ def test_estimators_by_name_the_exact_kl_and_copies() -> None:
         transform.old_log_probs_key = OLD
     transform.estimator = "k1"
     assert (transform.in_keys, transform.exact_kl_key) == ([GEN, REF, "reward"], None)
+    with pytest.raises(ValueError, match="exact_kl_key='x' is read with estimator='exact' only, found .*'k1'"):
+        transform.exact_kl_key = "x"
     assert kl_and_reward(transform, entries(exact_kl=READ)) == K1
     other = transform.clone()
     other.estimator, other.coeff = "k2", 5.0
@@ -61,7 +75,6 @@ def test_estimators_by_name_the_exact_kl_and_copies() -> None:
         ("estimator", "k9", ValueError, "unknown KL estimator 'k9'.*Known: none, k1"),
         ("estimator", 3, TypeError, "estimator must be a name or a function, got int"),
         ("estimator", "exact", ValueError, "old_log_probs_key=.*'old'.* estimator='exact'"),
-        ("exact_kl_key", "x", ValueError, "exact_kl_key='x' is read with estimator='exact' only, found .*'k1'"),
         ("reward_placement", "first", ValueError, "reward_placement must be one of 'last', 'broadcast', got 'first'"),
         ("padding_side", "middle", ValueError, "'left' or 'right', found 'middle'"),
         ("coeff", "0.1", TypeError, "coeff must be a number, a tensor or a module, got str"),
@@ -119,20 +132,20 @@ def assert_same(a: TensorDictBase, b: TensorDictBase) -> None:
 
 SETTINGS: list[tuple[str, Any]] = [
     *(("estimator", "k2"), ("estimator", "exact"), ("coeff", 0.25), ("coeff", FixedKLCoefficient(0.25))),
-    *(("add_to_reward", False), ("reward_placement", "broadcast"), ("temperature", 0.5), ("dtype", torch.bfloat16)),
-    *(("assistant_only", False), ("scope", "full"), ("detach", False), ("memory", 0)),
-    *(("kl_key", "kl"), ("reward_key", "score"), ("moments_key", "moments"), ("entropy_key", ("entropy", "full"))),
+    *(("add_to_reward", False), ("reward_placement", "broadcast"), ("assistant_only", False)),
+    *(("scope", "full"), ("detach", False), ("kl_key", "kl")),
     *(("gen_log_probs_full_key", ("gen", "full")), ("ref_log_probs_full_key", ("reference", "full"))),
-    ("old_log_probs_key", OLD),
+    *(("options", ScoreOptions(**x)) for x in ({"sampling": Sampling(0.5)}, {"dtype": torch.bfloat16}, {"memory": 0})),
+    *(("extras", (x,)) for x in (Moments(), Entropy(("entropy", "full")), KLKeys("score"), KLKeys("reward", OLD))),
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), SETTINGS, ids=lambda x: str(x)[:30])
+@pytest.mark.parametrize(("name", "value"), SETTINGS, ids=lambda x: str(x)[:60])
 def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, make: Any, data: TensorDictBase) -> None:
     if name == "scope":  # needs to know who spoke in earlier turns
         for step in data.tensordicts:
             step["masks", "all_assistant_mask"] = step["masks", "all_attention_mask"].clone()
-    given = {"estimator": "corrected_k3"} if value == OLD else {}
+    given = {"estimator": "corrected_k3"} if value == (KLKeys("reward", OLD),) else {}
     for step in data.tensordicts:
         step[OLD] = torch.full(step["tokens", "full"].shape, -1.0)
     changed, built = make(**given), make(**given, **{name: value})
@@ -142,7 +155,7 @@ def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, ma
     assert found == value or callable(found)
     result = changed(data.clone())
     assert_same(result, built(data.clone()))
-    if name != "memory":
+    if value != ScoreOptions(memory=0):
         with pytest.raises(AssertionError):
             assert_same(result, plain)
     for part, other in zip(changed, built, strict=True):
@@ -166,6 +179,28 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
     for transform in (make(), *(cls(ref_model) for cls in classes)):
         with pytest.raises(ValueError, match=message):
             transform.scope = "word"
+    for transform in (make(), KLRewardTransform(ref_model), RetrieveLogProb(ref_model)):
+        with pytest.raises(AttributeError, match="no setting 'temperature'.* set transform.options = .*but"):
+            transform.temperature = 0.5
+        for name, wrong, message in WRONG:
+            before = getattr(transform, name)
+            with pytest.raises((TypeError, ValueError), match=message):
+                setattr(transform, name, wrong)
+            with pytest.raises((TypeError, ValueError), match=message):
+                type(transform)(*[ref_model] * (1 + (type(transform) is RetrieveKL)), **{name: wrong})
+            assert getattr(transform, name) is before
+    with pytest.raises(AttributeError, match=r"reward_key of a RetrieveKL .* set extras = \[KLKeys\(reward_key=.*"):
+        make().reward_key = "score"
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("options", {"temperature": 1.0}, r"options must be ScoreOptions\(...\), got {'temperature': 1.0}"),
+    ("options", ScoreOptions(grad=True), "options has grad=True, which a transform decides: use detach=False"),
+    ("options", ScoreOptions(top_k=3), r"options asks for \('top_k',\), which have no entry: use extras="),
+    ("options", ScoreOptions(record_routing=True), r"options asks for \('record_routing',\), which have no entry"),
+    ("extras", ["entropy"], r"extras must be objects such as Entropy\(\) or TopK\(64\), got 'entropy'"),
+    ("extras", [KeptTokens("a"), KeptTokens("b")], "extras has KeptTokens twice: leave one out"),
+]
 
 
 def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
@@ -173,13 +208,13 @@ def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
     transform = RetrieveKL(peft.get_peft_model(make_model(tokenizer, seed=0), config).eval(), "base")
     for on in (False, True):
-        transform.adapters = on
-        assert [part.adapters for part in transform.transforms[:2]] == [on, False]
+        transform.options = transform.options.but(adapters=on)
+        assert [part.options.adapters for part in transform.transforms[:2]] == [on, False]
 
 
 def test_keys_and_another_model_with_its_own_interface(lab: Any, data: TensorDictBase) -> None:
     transform = RetrieveLogProb(lab.ref_model)
-    transform.log_probs_full_key, transform.entropy_key = ("mine", "full"), "entropy"
+    transform.log_probs_full_key, transform.extras = ("mine", "full"), [Entropy()]
     assert transform.out_keys == [("mine", "full"), "entropy"]
     assert {"mine", "entropy"} <= set(next(steps(transform(data)))["next"].keys())
     transform.model = lab.wrapped(True, input_mode="history")[1]
