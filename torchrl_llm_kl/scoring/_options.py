@@ -135,19 +135,21 @@ class ScoreOptions:
         return self.sampling.temperature
 
     def but(self, **changes: Unpack[Changes]) -> ScoreOptions:
-        """These options with some changed; a TypeError for a name that is none."""
+        """These options with some changed; a TypeError for a name that is none.
+
+        A ``temperature`` of None is 1, a ``sampling`` of None leaves every token at the temperature.
+        """
         known = Changes.__annotations__
         for name in changes:
             if name not in known:
                 raise TypeError(f"there is no option {name!r}.{did_you_mean(name, known)}")
         given: dict[str, Any] = {**changes}
-        temperature = given.pop("temperature", None)
-        if "sampling" in given:
-            if given["sampling"] is None:
-                given["sampling"] = Sampling(self.temperature if temperature is None else temperature)
-            elif temperature is not None:
-                given["sampling"] = as_sampling(temperature, given["sampling"])
-        elif temperature is not None:
+        temperature = given.pop("temperature", self.temperature)
+        if given.get("sampling") is not None:
+            given["sampling"] = as_sampling(changes.get("temperature"), given["sampling"])
+        elif "sampling" in given:
+            given["sampling"] = Sampling(temperature)
+        elif "temperature" in changes:
             given["sampling"] = replace(self.sampling, temperature=temperature)
         return replace(self, **given) if given else self
 

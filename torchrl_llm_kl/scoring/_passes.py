@@ -102,6 +102,20 @@ class PackedPass:
             out[element] = torch.cat(self._chosen)[self._place[place]]
         return out
 
+    def attended(self, element: int) -> tuple[int, int]:
+        """Positions that the token at a flat element attends to, itself included, and those of them in earlier packs."""
+        tokens, packs = self._request.tokens, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
+        (node,), (place,) = self._tree.locate(tokens.sequence_ids[element, None], tokens.positions[element, None])
+        pieces = self.plan.pieces
+        at = next(i for i in packs if pieces[i].node == node and 0 <= place - pieces[i].first < pieces[i].length)
+        pack, here, earlier = packs[at], int(place) - pieces[at].first + 1, 0
+        while (at := pieces[at].past) >= 0:
+            here, earlier = (
+                here + pieces[at].length * (packs[at] == pack),
+                earlier + pieces[at].length * (packs[at] != pack),
+            )
+        return here + earlier, earlier
+
     def _routed(self, here: slice) -> RoutedForward | None:
         """The routing of a pack."""
         experts = None if self._experts is None else self._experts[here]
@@ -258,6 +272,11 @@ class PaddedPass:
         for sources, experts in self._chosen:
             out[sources[sources >= 0]] = experts[sources >= 0]
         return out
+
+    def attended(self, element: int) -> tuple[int, int]:
+        """Positions that the token at a flat element attends to, itself included; and 0."""
+        batch, (row, column) = next((x, at[0]) for x in self._batches if len(at := (x.sources == element).nonzero()))
+        return int(batch.real[row, : column + 1].sum()), 0
 
     def run_dummy(self) -> States:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""

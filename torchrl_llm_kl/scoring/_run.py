@@ -62,9 +62,7 @@ def run(
         if options.grad and drops_layers(setups[0].model):
             scorers[0]._warn_apart("Layers are dropped at random: set layerdrop to 0, or call eval().")
         else:
-            # A prefix is shared among sequences that route it alike.
-            ids = tell_apart(request.tokens.values, *(each.record for each in routings if each is not None))
-            tree = PrefixTree.build(request.tokens.like(ids), request.forward_lengths)
+            tree = tree_of(request, routings)
         if (
             options.remember
             and not options.grad
@@ -72,11 +70,7 @@ def run(
             and all(scorer.memory.limit for scorer in scorers)
         ):
             caches = [scorer.memory for scorer in scorers]
-    budget = min(
-        scorer.tokens_per_batch
-        or (PACK if setup.options.deterministic else 1024 if setup.device.type == "cpu" else 16384)
-        for scorer, setup in zip(scorers, setups, strict=True)
-    )
+    budget = min(map(budget_of, scorers, setups))
     while True:
         try:
             return _attempt(scorers, setups, ranks, request, routings, tree, caches, options, budget)
@@ -119,11 +113,7 @@ def _attempt(
 ) -> tuple[Tensor, Columns]:
     """Forward and read the whole request, ``budget`` tokens at a time; returns what :func:`run` does."""
     lookups: list[CacheLookup] = []
-    passes: Sequence[PackedPass | PaddedPass]
-    if tree is None:
-        batches = padded_batches(request.forward_lengths, budget, *(setup.model for setup in setups))
-        passes = [PaddedPass(setup, request, batches, of) for setup, of in zip(setups, routings, strict=True)]
-    else:
+    if tree is not None:
         plain = not options.extras and len(setups) == 1 and request.top_ids is None and request.kept is None
         for setup, cache in zip(setups, caches, strict=False):
             cache.bind(setup, ranks)
@@ -132,11 +122,7 @@ def _attempt(
         cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]
         for lookup in lookups:
             lookup.cached = cached
-        passes = [
-            PackedPass(setup, request, tree, budget, lookups[i] if lookups else None, routings[i])
-            for i, setup in enumerate(setups)
-        ]
-
+    passes = passes_of(setups, request, routings, tree, lookups, budget)
     models = [(setup.model, *body_and_head(setup.model)) for setup in setups if setup.route.path == "head"]
     guard = ErrorGuard([body for _, body, _ in models], ranks)
     found = inside(models, partial(_forward_all, scorers, setups, ranks, guard, request, passes, lookups, options))
@@ -144,6 +130,36 @@ def _attempt(
     if routings[0] is not None and routings[0].records:
         found[1]["routing"] = passes[0].chosen()
     return found
+
+
+def passes_of(
+    setups: list[Setup],
+    request: ScoreRequest,
+    routings: Sequence[Routing | None],
+    tree: PrefixTree | None,
+    lookups: Sequence[CacheLookup],
+    budget: int,
+) -> Sequence[PackedPass | PaddedPass]:
+    """The forwards of each model: packs of a tree, or padded micro-batches without one."""
+    if tree is None:
+        batches = padded_batches(request.forward_lengths, budget, *(setup.model for setup in setups))
+        return [PaddedPass(setup, request, batches, of) for setup, of in zip(setups, routings, strict=True)]
+    return [
+        PackedPass(setup, request, tree, budget, lookups[i] if lookups else None, routings[i])
+        for i, setup in enumerate(setups)
+    ]
+
+
+def budget_of(scorer: Local, setup: Setup) -> int:
+    """The most tokens of a forward."""
+    default = PACK if setup.options.deterministic else 1024 if setup.device.type == "cpu" else 16384
+    return scorer.tokens_per_batch or default
+
+
+def tree_of(request: ScoreRequest, routings: Sequence[Routing | None]) -> PrefixTree:
+    """A prefix is shared among sequences that route it alike."""
+    ids = tell_apart(request.tokens.values, *(each.record for each in routings if each is not None))
+    return PrefixTree.build(request.tokens.like(ids), request.forward_lengths)
 
 
 def _forward_all(

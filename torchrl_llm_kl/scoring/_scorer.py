@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
+from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._invariant import PACK, check_pack, circumstances, drops, obstacle
 from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
 from torchrl_llm_kl.scoring._model import (
@@ -30,7 +32,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import Scorer
-from torchrl_llm_kl.scoring._request import ScoreRequest, not_text
+from torchrl_llm_kl.scoring._request import RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
 from torchrl_llm_kl.scoring._routing import Routers, Routing
 from torchrl_llm_kl.scoring._run import run
 from torchrl_llm_kl.scoring._sampling import Sampling
@@ -135,6 +137,7 @@ class LogProbScorer(Scorer):
         self.forwards = 0
         self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
         self._route: Route | None = None
+        self._complaint: str | None = None  # why the model's own forward is taken
         self._warned_apart = self._warned_outside = False
         self._wrapper: Any = None  # scores in place of the model
         if is_wrapper(self.model):
@@ -212,6 +215,51 @@ class LogProbScorer(Scorer):
         if chosen is not None:
             scores = scores._replace(routing=tokens.like(chosen.to(tokens.values.device)))
         return scores._replace(kept=kept) if options.return_kept else scores
+
+    def explain(
+        self,
+        sequences: Sequences | ScoreRequest,
+        row: int,
+        token: int,
+        mask: TokenMask | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        kept: Kept | None = None,
+        routing: RoutedExperts | None = None,
+        **changes: Unpack[Changes],
+    ) -> Explanation:
+        """How the log-prob of one token comes about, beside a forward of its sequence alone by the model itself.
+
+        Args:
+            sequences: see :meth:`ScoreRequest.of`; or a request, without the arguments for one.
+            row: which sequence, from 0.
+            token: which of its tokens, from 1: the first has no prefix.
+            mask: see :meth:`ScoreRequest.of`.
+
+        Keyword Args:
+            attention_mask: see :meth:`ScoreRequest.of`.
+            kept: see :meth:`ScoreRequest.of`.
+            routing: see :meth:`ScoreRequest.of`.
+            changes: fields of :class:`ScoreOptions`, and ``temperature``.
+
+        Returns:
+            Numbers of the token in nats, which print as a table. Without gradient; the cache is neither read nor written.
+
+        Raises:
+            ValueError: as :meth:`score`; if there is no such token, the model returns no logits, or it is sharded.
+
+        Example:
+            >>> class Uniform(torch.nn.Module):
+            ...     def forward(self, input_ids):
+            ...         return (torch.zeros(*input_ids.shape, 4),)
+            >>> found = LogProbScorer(Uniform()).explain([[0, 1, 2], [3, 1]], row=0, token=2)
+            >>> print(f"{found.log_prob:.4f} {found.difference:.4f} {found.attended}")
+            -1.3863 0.0000 2
+        """
+        if not isinstance(sequences, ScoreRequest):
+            records: dict[str, Any] = {"attention_mask": attention_mask, "kept": kept, "routing": routing}
+            sequences = ScoreRequest.of(sequences, mask, **records)
+        return explain(self, sequences, row, token, self.options.but(**changes))
 
     def forget(self) -> None:
         """See :meth:`Scorer.forget`."""
@@ -362,6 +410,7 @@ class LogProbScorer(Scorer):
     def _choose_route(self) -> Route:
         with locked(self.model):
             route, complaint = choose_route(self.model, probe=self.probe, dtype=self.dtype)
+        self._complaint = complaint
         if complaint:
             warnings.warn(
                 f"LogProbScorer takes the model's full forward, which needs more time and memory: {complaint}.",

@@ -405,3 +405,7 @@ class KLKeys(Extra):
     reward_key: NestedKey = "reward"
     old_log_probs_key: NestedKey | None = None
     charged_key: NestedKey | None = None
+
+    def check(self, transform: Any) -> None:
+        """It is for a transform that computes a KL."""
+        raise ValueError(f"{type(transform).__name__} computes no KL: KLKeys are extras of a RetrieveKL.")

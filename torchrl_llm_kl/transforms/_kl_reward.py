@@ -48,6 +48,13 @@ def _check_estimator(estimator: Estimator) -> Estimator:
     return resolve_estimator(estimator)
 
 
+def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:
+    found = check_extras(extras)
+    if others := [type(extra).__name__ for extra in found if not isinstance(extra, KeptTokens)]:
+        raise ValueError(f"extras has {others[0]}, which needs the policy: use RetrieveKL, which runs it.")
+    return found
+
+
 def _check_reference(model: Any) -> Any:
     check_not_a_name(ref_model=model)
     if getattr(model, "generate", False) is True:
@@ -113,7 +120,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         "estimator": _check_estimator,
         "ref_model": _check_reference,
         "options": check_options,
-        "extras": check_extras,
+        "extras": _check_extras,
     }
 
     def __init__(
@@ -150,8 +157,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         written = _three_keys(read, None if out_keys is None else list(out_keys))
         estimator = _check_estimator(estimator)
         _check_reference(ref_model)
-        if others := [type(extra).__name__ for extra in extras if not isinstance(extra, KeptTokens)]:
-            raise ValueError(f"extras has {others[0]}, which needs the policy: use RetrieveKL, which runs it.")
+        extras = _check_extras(extras)
         if over_kept(options):
             check_replays(ref_model, what="a reference over what the policy keeps")
         super().__init__()
@@ -162,7 +168,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         self.estimator, self.reward_placement = estimator, reward_placement
         self.assistant_only, self.scope = assistant_only, scope
         self.options = options
-        self.extras: Any = extras
+        self.extras = extras
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written

@@ -28,6 +28,7 @@ from torchrl_llm_kl.transforms._base import RayVariant, ServiceBackend, StepMixi
 from torchrl_llm_kl.transforms._extras import (
     Adapters,
     AfterPrompt,
+    ExactKL,
     Extra,
     KLKeys,
     RoutedExperts,
@@ -83,9 +84,9 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         assistant_only, tokenizer_kwargs, device, tokenizer, padding_side, scope: of both models; see
             :class:`RetrieveLogProb`.
         options: of both models; see :class:`RetrieveLogProb`. A truncating ``sampling`` is the policy's: the reference is
-            scored at the same temperature, over all tokens or, with ``Sampling(reference="kept")``, over those that the policy keeps:
-            both models then run side by side, whatever the estimator. Those of a reference behind a service are sent with each
-            request.
+            scored at the same temperature, over all tokens or, with ``Sampling(reference="kept")``, over those that the policy
+            keeps: both models then run side by side, whatever the estimator. Those of a reference behind a service are sent
+            with each request.
         extras: of the policy, or of the reference where they say ``of="reference"``; see :class:`RetrieveLogProb`.
             :class:`Adapters` are those of one model alone, :class:`KLKeys` name other entries of the KL. Experts that a sampler
             recorded under ``"routed_experts"`` are replayed by the policy, unless a :class:`RoutedExperts` says otherwise;
@@ -113,7 +114,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         ([[0.0, 0.0, 0.0, 0.0]], [[0.0, 0.0, 0.0, 1.0]])
     """
 
-    fixed: ClassVar[frozenset[str]] = RetrieveLogProb.fixed | {"gen_model", "ref_model"}
+    fixed: ClassVar[frozenset[str]] = RetrieveLogProb.fixed | {"gen_model", "ref_model", "history_key"}
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         options: ScoreOptions | None = None,
         extras: Sequence[Extra] = (),
     ) -> None:
-        options, extras = check_options(options), check_extras(extras)
+        options, extras = check_options(options), _check_extras(extras)
         gen_model = resolve_factory("gen_model", gen_model, gen_model_factory, default="from_collector")
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if estimator == "exact":
@@ -203,7 +204,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 **vars(keys),
             ),
         )
-        for part in self[:_KL]:
+        for part in self.transforms[:_KL]:
             part.read_conversation(history_key)
         self._base, self._given = base, (options, extras)
         if self.side_by_side:
@@ -229,7 +230,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     @extras.setter
     def extras(self, extras: Sequence[Extra]) -> None:
-        found = check_extras(extras)
+        found = _check_extras(extras)
         self[_POLICY].extras, self[_REFERENCE].extras = _of(found, "policy"), _of(found, "reference")
         for name, value in vars(find(found, KLKeys) or KLKeys()).items():
             setattr(self[_KL], name, value)
@@ -301,7 +302,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         return outputs | kl.charged(next_td, penalty, located.mask) | gen.written(td, located, scores)
 
     def _check_one_prompt(self) -> None:
-        gen, ref = (find(part.extras, AfterPrompt) for part in self[:_KL])
+        gen, ref = (find(part.extras, AfterPrompt) for part in self.transforms[:_KL])
         prompts = [None if each is None else each.prompt for each in (gen, ref)]
         if prompts[0] == prompts[1]:
             return
@@ -317,6 +318,13 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             f"{what} runs both models side by side on the same tokens, and their prompts differ: {prompts[0]!r} of the policy, "
             f"{prompts[1]!r} of the reference. {advice}"
         )
+
+
+def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:
+    found = check_extras(extras)
+    if find(found, ExactKL) is not None:
+        raise ValueError("extras has ExactKL: a RetrieveKL compares with its ref_model, use estimator='exact'.")
+    return found
 
 
 def _of(extras: Sequence[Extra], model: str) -> list[Extra]:

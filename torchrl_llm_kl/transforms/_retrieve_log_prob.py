@@ -57,9 +57,9 @@ def check_options(options: ScoreOptions | None) -> ScoreOptions:
     for name in ("grad", "remember", "return_kept"):
         if getattr(options, name):
             raise ValueError(f"options has {name}=True, which a transform decides: use detach=False for a gradient.")
-    if options.extras or options.record_routing:
+    if asked := [*options.extras, *["record_routing"] * options.record_routing]:
         raise ValueError(
-            f"options asks for {options.extras}, which have no entry: use extras=[Entropy(), TopK(64), ...]."
+            f"options asks for {', '.join(asked)}, and names no entry for it: use extras=[Entropy(), TopK(64), ...]."
         )
     return options
 
@@ -248,8 +248,8 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             assistant's earlier turns too. No effect when the data is one whole conversation.
         options: how to score: the sampler's temperature and truncation, adapters, precision, ...; see
             :class:`~torchrl_llm_kl.scoring.ScoreOptions`. ``ScoreOptions(Sampling(0.7))`` scores at the temperature at which
-            the policy sampled. In an env, ``memory`` bytes of keys and values are cached, so that each turn of a conversation costs
-            only its new tokens. Default: the model's own distribution.
+            the policy sampled. In an env, ``memory`` bytes of keys and values are cached, so that each turn of a conversation
+            costs only its new tokens. Default: the model's own distribution.
         extras: what else to score, read or write: :class:`Entropy`, :class:`Moments`, :class:`TopK`, :class:`ExactKL`,
             :class:`KeptTokens`, :class:`RoutedExperts`, :class:`SamplerLogProbs`, :class:`AfterPrompt`, or your own
             :class:`Extra`.

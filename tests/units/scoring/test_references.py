@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from torchrl_llm_kl import Adapters, LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import Adapters, LogProbScorer, Ragged, RetrieveKL, ScoreOptions, make_algorithm
 from torchrl_llm_kl.scoring import ReferenceUpdater, prepare_reference
 from toy_models import FORWARD, tiny_model
 from toy_rollouts import plain_log_probs
@@ -434,9 +435,9 @@ def test_adapters_that_are_refused() -> None:
         LogProbScorer(model, adapters="old")
     for wrong in (None, 1, 0, ["default"]):
         message = rf"adapters must be True, False or a name, got {re.escape(repr(wrong))}"
-        for make in (LogProbScorer, RetrieveLogProb):
+        for make in (partial(LogProbScorer, model), ScoreOptions):
             with pytest.raises(TypeError, match=message):
-                make(model, adapters=wrong)
+                make(adapters=wrong)
     model.merge_adapter()
     with pytest.raises(ValueError, match=r"merged into its weights.*unmerge_adapter"):
         LogProbScorer(model, adapters=False)
@@ -454,7 +455,7 @@ def test_a_policy_against_its_own_named_adapter() -> None:
     made = [make_algorithm("grpo", model, **options, **{kl: "k2"}) for kl in ("kl_reward", "kl_loss")]
     for each in (found, *(parts.kl_transform(data.clone()) for parts in made)):
         assert_near(each["next", "ref_log_probs", "full"][0, 2:], plain_log_probs(alone, IDS)[2:], **FORWARD)
-    transform.adapters = False
-    assert [part.adapters for part in transform.transforms[:2]] == [False, "ref"]
-    with pytest.raises(ValueError, match="ref_adapters=True is the policy itself"):
+    transform.options = transform.options.but(adapters=False)
+    assert [part.scorer.adapters for part in transform.transforms[:2]] == [False, "ref"]
+    with pytest.raises(ValueError, match=r"Adapters\(True, of=\"reference\"\) is the policy itself"):
         RetrieveKL(model, "base", extras=[Adapters(True, of="reference")])

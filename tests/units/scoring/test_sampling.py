@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, T
 
 from closeness import assert_near, needs_equal_rows
 from scoring_reference import FullLogits, ids, random_mask, random_sequences
-from torchrl_llm_kl import KLRewardTransform, RetrieveLogProb, ScoreOptions
+from torchrl_llm_kl import RetrieveLogProb, ScoreOptions
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
@@ -318,12 +319,9 @@ def test_bad_settings(arguments, match):
         Sampling(**arguments)
     if "temperature" in arguments:
         model = tiny_model()
-        transform = RetrieveLogProb(model)
-        for refused in (LogProbScorer, RetrieveLogProb, KLRewardTransform):
+        for refused in (ScoreOptions().but, partial(LogProbScorer, model)):
             with pytest.raises(ValueError, match=match):
-                refused(model, **arguments)
-        with pytest.raises(ValueError, match=match):
-            transform.temperature = arguments["temperature"]
+                refused(**arguments)
 
 
 def test_settings_in_other_forms():
@@ -340,10 +338,12 @@ def test_settings_in_other_forms():
     for settings in ({"temperature": None}, {"sampling": Sampling(None, top_k=-1, top_p=None, min_p=None)}):
         assert LogProbScorer(model, **settings).sampling == Sampling()
     transform = RetrieveLogProb(model, options=ScoreOptions(Sampling(None)))
-    assert transform.temperature == 1.0
-    transform.temperature = 0.5
-    transform.temperature = None
+    assert transform.scorer.temperature == 1.0
+    transform.options = transform.options.but(temperature=0.5).but(temperature=None)
     assert transform.scorer.sampling == Sampling()
+    scorer = LogProbScorer(model, temperature=0.5)
+    scorer.temperature = None
+    assert scorer.sampling == Sampling()
 
 
 def test_none_is_off_in_transformers():

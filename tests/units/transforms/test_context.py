@@ -261,15 +261,17 @@ def test_an_exact_kl_needs_one_context() -> None:
     message = r"estimator='exact' runs both .* prompts differ: None of the policy, \('hint', 'ids'\) of the reference"
     with pytest.raises(ValueError, match=message):
         RetrieveKL(model, reference, estimator="exact", extras=[AfterPrompt(HINT_IDS, of="reference")])
-    transform = RetrieveKL(
-        model,
-        reference,
-        options=ScoreOptions(Sampling(top_k=3, reference="kept")),
-        extras=[AfterPrompt(HINT_IDS, of="reference")],
+    kept, message_of_kept = (
+        ScoreOptions(Sampling(top_k=3, reference="kept")),
+        (r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"),
     )
-    with pytest.raises(ValueError, match=r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"):
+    with pytest.raises(ValueError, match=message_of_kept):
+        RetrieveKL(model, reference, options=kept, extras=BOTH[1:])
+    transform = RetrieveKL(model, reference, extras=BOTH[1:])
+    transform.options = kept
+    with pytest.raises(ValueError, match=message_of_kept):
         transform(rollout("padded"))
-    transform = RetrieveKL(model, reference, extras=[AfterPrompt(HINT_IDS, of="reference")])
+    transform = RetrieveKL(model, reference, extras=BOTH[1:])
     transform.estimator = "exact"
     with pytest.raises(ValueError, match=message):
         transform(rollout("padded"))
@@ -318,8 +320,10 @@ def test_scores_over_what_a_sampler_keeps_return_to_the_tokens_of_the_data() -> 
     model, data = wide(), rollout("padded")
     transform = RetrieveLogProb(model, options=ScoreOptions(Sampling(min_p=1e-9)), extras=[AfterPrompt(HINT_IDS)])
     located = transform.locate(data)
-    scores = transform.evaluate(transform.job(data, data, located), return_kept=True)
-    assert torch.equal(scores.kept.offsets.diff() > 0, located.mask)
+    job = transform.job(data, data, located)
+    scores = transform.evaluate(job, return_kept=True)
+    assert torch.equal(scores.kept.offsets.diff() > 0, job.request.mask)  # of the tokens that were scored
+    assert torch.equal(scores.log_prob.values != 0, located.mask)
 
 
 # ------------------------------------------------------------------ errors
@@ -398,7 +402,7 @@ def test_entries_that_are_refused(hint: Any, settings: Any, error: type[Exceptio
 
 @pytest.mark.parametrize("prompt", [5, (), None, ("hint", 5)])
 def test_a_prompt_is_a_function_or_a_key(prompt: Any) -> None:
-    with pytest.raises(TypeError, match="must be a function History -> History or the key of .*, got"):
+    with pytest.raises(TypeError, match=r"must be a function History -> History or the key of .*, got"):
         AfterPrompt(prompt)
 
 
@@ -462,7 +466,7 @@ def test_a_context_of_an_algorithm_without_a_scored_reference() -> None:
     with pytest.raises(ValueError, match=r"for gkd the loss scores it on the data's own prompts: .* or pass top_k="):
         make_algorithm("gkd", model, reference=tiny_model(seed=1), context="hint")
     parts = make_algorithm("on_policy_distill", model, reference=tiny_model(seed=1), context="hint")
-    assert [part.extras for part in parts.kl_transform[:2]] == [
+    assert [part.extras for part in parts.kl_transform.transforms[:2]] == [
         (RoutedExperts(),),
         (AfterPrompt("hint", of="reference"),),
     ]

@@ -16,17 +16,17 @@ from torch import Tensor
 from torchrl.data.llm import History
 
 from closeness import assert_near
-from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb, ScoreOptions
 from toy_models import FORWARD
 from toy_rollouts import make_env, make_model, make_policy, response_log_probs, steps
 
 FULL = ("log_probs", "full")
 #: Transforms that score a model, beside one of equal weights, and where.
 TRANSFORMS: dict[str, tuple[Any, Any]] = {
-    "RetrieveKL": (lambda ref, twin, options: [RetrieveKL(ref, twin, **options)], FULL),
-    "RetrieveLogProb": (lambda ref, _, options: [RetrieveLogProb(ref, log_probs_full_key=FULL, **options)], FULL),
+    "RetrieveKL": (lambda ref, twin, options: [RetrieveKL(ref, twin, options=options)], FULL),
+    "RetrieveLogProb": (lambda ref, _, options: [RetrieveLogProb(ref, log_probs_full_key=FULL, options=options)], FULL),
     "KLRewardTransform": (
-        lambda ref, twin, options: [RetrieveLogProb(twin), KLRewardTransform(ref, **options)],
+        lambda ref, twin, options: [RetrieveLogProb(twin), KLRewardTransform(ref, options=options)],
         "ref_log_probs",
     ),
 }
@@ -42,7 +42,7 @@ def count(calls: list[int], _: Any, __: Any, kwargs: Any) -> None:
 def test_a_turn_costs_its_new_tokens(lab: Any, name: str, padded: bool) -> None:
     make, key = TRANSFORMS[name]
     costs: list[list[int]] = []  # tokens through the body, turn by turn, with a cache and without
-    for memory in ({}, {"memory": 0}):
+    for memory in (ScoreOptions(), ScoreOptions(memory=0)):
         calls: list[int] = []
         ref, twin = (make_model(lab.tokenizer, seed=1) for _ in range(2))
         ref.get_decoder().register_forward_pre_hook(partial(count, calls), with_kwargs=True)

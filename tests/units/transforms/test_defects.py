@@ -148,10 +148,12 @@ CHATS = [
 def test_defect_30_every_argument_has_an_effect(tokenizer: Any, ref_model: Any) -> None:
     """``tokenizer``, ``tokenizer_kwargs``, ``history_key`` and ``padding_side``, where text must be tokenised."""
 
-    def score(*, padded: bool = False, name: str = "history", **kwargs: Any) -> Any:
-        wrapper = make_scoring_wrapper(ref_model, tokenizer, pad_output=padded, input_mode="history")
+    def score(*, padded: bool = False, name: str = "history", kind: Any = RetrieveLogProb, **kwargs: Any) -> Any:
+        options: Any = {"pad_output": padded, "input_mode": "history"}
+        keys = ["log_probs"] if kind is RetrieveLogProb else ["log_probs", "ref_log_probs"]
+        wrappers = [make_scoring_wrapper(ref_model, tokenizer, log_probs_key=key, **options) for key in keys]
         data = TensorDict({name: ChatHistory(full=History.from_chats(CHATS), batch_size=2)}, batch_size=[2])
-        return RetrieveLogProb(wrapper, **kwargs)(data).get(FULL, as_list=True)
+        return kind(*wrappers, **kwargs)(data).get(FULL, as_list=True)
 
     own, end = score(), "'<|im_end|>' + '\n'"
     longer = build_tokenizer(CHATML.replace(end, "'<|im_end|>' + '\n\n'"), pad_token="<|pad|>")
@@ -160,7 +162,7 @@ def test_defect_30_every_argument_has_an_effect(tokenizer: Any, ref_model: Any) 
     before = dict(kwargs)
     assert [len(row) for row in score(tokenizer_kwargs=kwargs)] == [len(row) - 2 for row in own]
     assert kwargs == before
-    assert_near(score(name="chat", history_key="chat"), own, **FORWARD)
+    assert_near(score(name="chat", history_key="chat", kind=RetrieveKL), own, **FORWARD)
     for side in ("left", "right"):
         found, short = score(padded=True, padding_side=side)[0], len(own[0])
         scores, padding = (found[-short:], found[:-short]) if side == "left" else (found[:short], found[short:])

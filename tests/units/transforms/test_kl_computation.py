@@ -383,7 +383,7 @@ def test_the_entry_is_copied_and_rounding_below_zero_kept() -> None:
     assert data[EXACT][0, 1] == torch.tensor(-1e-3)
 
 
-WRITER = r"RetrieveLogProb\(policy, reference=reference\)"
+WRITER = r"RetrieveLogProb\(policy, extras=\[ExactKL\(reference\)\]\)"
 
 
 def test_exact_kls_that_are_refused() -> None:
@@ -395,9 +395,9 @@ def test_exact_kls_that_are_refused() -> None:
             KLComputation(estimator="exact")(data)
         assert data["next"].get("kl_penalty", None) is None
     message = rf"Exact KL not found.*\('mine', 'full'\).*in 'next': exact_kl.full.*{WRITER}"
+    transform = KLComputation(estimator="exact")
+    transform.exact_kl_key = ("mine", "full")
     with pytest.raises(ValueError, match=message):
-        transform = KLComputation(estimator="exact")
-        transform.exact_kl_key = ("mine", "full")
         transform(data)
     data = four("lazy", "exact beside log-probs")
     data[1][EXACT] = torch.zeros(5)

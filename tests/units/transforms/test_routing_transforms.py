@@ -23,7 +23,7 @@ from torchrl_llm_kl import (
     RoutedExperts,
     make_algorithm,
 )
-from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.losses import KLToReference, LossInputs
 from torchrl_llm_kl.ragged import read_ragged
 from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing
 from toy_models import FORWARD, tiny_model
@@ -238,7 +238,9 @@ def test_half_the_temperature_is_replayed_too(later: nn.Module) -> None:
     """WPO's weights take the policy's log-probs at half the temperature."""
     record, response = torch.cat(RECORD), ResponseTokens(TOKENS, MASK)
     loss = PolicyLoss(later, "dpo", weighting="aligned")
-    found = loss._score(response, {"mask": response.mask}, routing=record)["sharp_log_prob"]
+    found = loss._score(
+        response, LossInputs(torch.zeros(response.mask.shape), response.mask), routing=record
+    ).sharp_log_prob
     want = LogProbScorer(later, temperature=0.5).score(TOKENS, MASK, routing=record)
     assert_near(found, response.gather(want.values), **FORWARD)
 
@@ -268,7 +270,7 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
 
 def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> None:
     transform = RetrieveKL(later, model)
-    assert [part.extras for part in transform[:2]] == [(RoutedExperts(KEY),), ()]
+    assert [part.extras for part in transform.transforms[:2]] == [(RoutedExperts(KEY),), ()]
     theirs = RoutedExperts("mine", of="reference")
     transform.extras = [RoutedExperts(record=True), theirs]
     assert KEY in transform[0].out_keys

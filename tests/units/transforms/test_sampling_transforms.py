@@ -244,7 +244,7 @@ def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     ):
         transform.options = options
         for again in (transform, copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
-            found = [part.scorer.sampling for part in again[:2]]
+            found = [part.scorer.sampling for part in again.transforms[:2]]
             assert (
                 found == [policy, Sampling(policy.temperature)] == [again.options.sampling, again[1].options.sampling]
             )

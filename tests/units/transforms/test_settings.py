@@ -58,7 +58,7 @@ def test_estimators_by_name_the_exact_kl_and_copies() -> None:
         transform.old_log_probs_key = OLD
     transform.estimator = "k1"
     assert (transform.in_keys, transform.exact_kl_key) == ([GEN, REF, "reward"], None)
-    with pytest.raises(ValueError, match="exact_kl_key='x' is read with estimator='exact' only, found .*'k1'"):
+    with pytest.raises(ValueError, match=r"exact_kl_key='x' is read with estimator='exact' only, found .*'k1'"):
         transform.exact_kl_key = "x"
     assert kl_and_reward(transform, entries(exact_kl=READ)) == K1
     other = transform.clone()
@@ -162,11 +162,11 @@ def test_retrieve_kl_set_later_is_retrieve_kl_built_so(name: str, value: Any, ma
         assert (part.in_keys, part.out_keys) == (other.in_keys, other.out_keys)
 
 
-FIXED = ["gen_model", "ref_model", "device", "history_key", "tokenizer", "tokenizer_kwargs", "padding_side"]
+FIXED = ["gen_model", "ref_model", "history_key", "device", "tokenizer", "tokenizer_kwargs", "padding_side"]
 
 
 def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model: Any) -> None:
-    for transform, names in ((make(), FIXED), (RetrieveLogProb(ref_model), FIXED[2:])):
+    for transform, names in ((make(), FIXED), (RetrieveLogProb(ref_model), FIXED[3:])):
         for name in names:
             message = rf"{type(transform).__name__}\.{name} is fixed at construction: build a new"
             with pytest.raises(AttributeError, match=message):
@@ -180,7 +180,7 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
         with pytest.raises(ValueError, match=message):
             transform.scope = "word"
     for transform in (make(), KLRewardTransform(ref_model), RetrieveLogProb(ref_model)):
-        with pytest.raises(AttributeError, match="no setting 'temperature'.* set transform.options = .*but"):
+        with pytest.raises(AttributeError, match=r"no setting 'temperature'.* set transform.options = .*but"):
             transform.temperature = 0.5
         for name, wrong, message in WRONG:
             before = getattr(transform, name)
@@ -189,6 +189,10 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
             with pytest.raises((TypeError, ValueError), match=message):
                 type(transform)(*[ref_model] * (1 + (type(transform) is RetrieveKL)), **{name: wrong})
             assert getattr(transform, name) is before
+    with pytest.raises(ValueError, match="extras has Entropy, which needs the policy: use RetrieveKL"):
+        KLRewardTransform(ref_model).extras = [Entropy()]
+    with pytest.raises(ValueError, match="RetrieveLogProb computes no KL: KLKeys are extras of a RetrieveKL"):
+        RetrieveLogProb(ref_model, extras=[KLKeys()])
     with pytest.raises(AttributeError, match=r"reward_key of a RetrieveKL .* set extras = \[KLKeys\(reward_key=.*"):
         make().reward_key = "score"
 
@@ -196,8 +200,8 @@ def test_what_is_fixed_at_construction_and_what_is_checked(make: Any, ref_model:
 WRONG: list[tuple[str, Any, str]] = [
     ("options", {"temperature": 1.0}, r"options must be ScoreOptions\(...\), got {'temperature': 1.0}"),
     ("options", ScoreOptions(grad=True), "options has grad=True, which a transform decides: use detach=False"),
-    ("options", ScoreOptions(top_k=3), r"options asks for \('top_k',\), which have no entry: use extras="),
-    ("options", ScoreOptions(record_routing=True), r"options asks for \('record_routing',\), which have no entry"),
+    ("options", ScoreOptions(top_k=3), r"options asks for top_k, and names no entry for it: use extras="),
+    ("options", ScoreOptions(record_routing=True), r"options asks for record_routing, and names no entry"),
     ("extras", ["entropy"], r"extras must be objects such as Entropy\(\) or TopK\(64\), got 'entropy'"),
     ("extras", [KeptTokens("a"), KeptTokens("b")], "extras has KeptTokens twice: leave one out"),
 ]

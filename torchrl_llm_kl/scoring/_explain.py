@@ -1,0 +1,210 @@
+"""How the log-prob of one token comes about: its route, its numbers, and a plain forward beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl.head import dropped
+from torchrl_llm_kl.scoring._model import (
+    Setup,
+    call,
+    frequency_switches,
+    has_window,
+    locked,
+    read_output,
+    send,
+    whole_logits,
+)
+from torchrl_llm_kl.scoring._options import ScoreOptions
+from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
+from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring._routing import RoutedForward, Routing, routed
+from torchrl_llm_kl.scoring._run import budget_of, passes_of, tree_of
+from torchrl_llm_kl.scoring._sampling import Sampling
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring._scorer import LogProbScorer
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The log-prob of one token, step by step; see :meth:`~torchrl_llm_kl.LogProbScorer.explain`. ``str`` is a table.
+
+    Attributes:
+        row: its sequence.
+        token: its place there.
+        token_id: its id.
+        path: ``"head"``, body and then head at scored positions; or ``"full"``, the model's own forward.
+        packed: whether the sequences are in packs, where a shared prefix is forwarded once, or in padded micro-batches.
+        why: the reason for both.
+        batch: the number of its pack or micro-batch, from 0, and ``batches``, how many there are.
+        attended: positions before the token that its distribution depends on, all in all.
+        elsewhere: those of them that an earlier pack forwarded.
+        in_mask: whether it is scored. The numbers are those that it would have; the score of one outside is 0.
+        sampling: temperature and truncation.
+        kept: number of tokens that the sampler leaves, or left, at this position; the whole vocabulary without truncation.
+        is_kept: whether the token is among them. If not, the scorer adds it.
+        logit: of the token, before the temperature.
+        log_normaliser: the log of the sum of ``exp(logit / temperature)`` over the tokens that are kept.
+        log_prob: what the scorer returns: ``logit / temperature - log_normaliser``, but for rounding.
+        plain: the same from one forward of the sequence alone by the model itself.
+    """
+
+    row: int
+    token: int
+    token_id: int
+    path: str
+    packed: bool
+    why: str
+    batch: int
+    batches: int
+    attended: int
+    elsewhere: int
+    in_mask: bool
+    sampling: Sampling
+    kept: int
+    is_kept: bool
+    logit: float
+    log_normaliser: float
+    log_prob: float
+    plain: float
+
+    @property
+    def difference(self) -> float:
+        """The scorer's log-prob less the plain one."""
+        return self.log_prob - self.plain
+
+    def __str__(self) -> str:
+        kind, apart = ("pack", f", {self.elsewhere} in earlier packs") if self.packed else ("micro-batch", "")
+        rows = {
+            "token": f"{self.token_id}, token {self.token} of sequence {self.row}",
+            "route": f"{self.path}, {'packed' if self.packed else 'padded'}: {self.why}",
+            kind: f"{self.batch + 1} of {self.batches}",
+            "positions attended": f"{self.attended}{apart}",
+            "in the mask": "yes" if self.in_mask else "no: its score is 0, it would be",
+            "sampling": str(self.sampling),
+            "kept tokens": f"{self.kept}, {'with' if self.is_kept else 'without'} this one",
+            "logit": f"{self.logit:.6f}",
+            "log-normaliser": f"{self.log_normaliser:.6f}",
+            "log-prob": f"{self.log_prob:.6f}",
+            "plain forward": f"{self.plain:.6f}",
+            "difference": f"{self.difference:.2e}",
+        }
+        return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
+
+
+def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+    """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
+    lengths = request.tokens.lengths.tolist()
+    if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
+        place = f"{len(lengths)} sequences" if not 0 <= row < len(lengths) else f"tokens 1 to {lengths[row] - 1} there"
+        raise ValueError(f"there is no log-prob of token {token} of sequence {row}: expected one of {place}.")
+    if scorer.path == "wrapper":
+        raise ValueError(f"a log-prob from {scorer.place}, cannot be explained: {scorer.instead}.")
+    if scorer._ranks(None).groups:
+        raise ValueError("the model is sharded over ranks: explain a log-prob in one process, with the whole model.")
+    element = int(request.tokens.offsets[row]) + token
+    in_mask = bool(request.mask[element])
+    if not in_mask:
+        scored = request.mask.clone()
+        scored[element] = True
+        request = replace(request, mask=scored, kept=None)  # nothing was recorded for it
+    options = options.but(
+        entropy=False, top_k=0, moments=False, return_kept=False, record_routing=False, grad=False, remember=False
+    )
+    log_prob = scorer.run(request, options).log_prob.values[element]
+    with locked(scorer.model), torch.no_grad():
+        setup = scorer._setup(request.layout.values.device, options)
+        if frequency_switches(setup.model):
+            request = replace(request, whole=True)
+        routing = scorer._routing(request, request.routing)
+        found = _passes(scorer, setup, request, routing)
+        batch, at = next((i, int(hit[0])) for i, x in enumerate(found.elements) if len(hit := (x == element).nonzero()))
+        states = [found.run(i) for i in range(batch + 1)][-1]  # packs in order
+        target = request.tokens.values[element : element + 1]
+        logits = states.tempered(torch.tensor([at]))
+        out, added = _left_out(logits, request, element, target, options.sampling)
+        own = _plain(setup, request, routing, row, token, target, options.sampling)
+        logit, plain = (x[0, int(target)] for x in (logits, own[0]))
+        normaliser, plain_normaliser = (x.masked_fill(y, -torch.inf).logsumexp(-1)[0] for x, y in ((logits, out), own))
+    attended, elsewhere = found.attended(element - 1)
+    return Explanation(
+        row=row,
+        token=token,
+        token_id=int(target),
+        path=setup.route.path,
+        packed=isinstance(found, PackedPass),
+        why=_why(scorer, setup),
+        batch=batch,
+        batches=len(found.elements),
+        attended=attended,
+        elsewhere=elsewhere,
+        in_mask=in_mask,
+        sampling=options.sampling,
+        kept=int((~out).sum()) - int(added),
+        is_kept=not bool(added),
+        logit=float(logit) * options.temperature,
+        log_normaliser=float(normaliser),
+        log_prob=float(log_prob),
+        plain=float(plain - plain_normaliser),
+    )
+
+
+def _passes(
+    scorer: LogProbScorer, setup: Setup, request: ScoreRequest, routing: Routing | None
+) -> PackedPass | PaddedPass:
+    tree = tree_of(request, [routing]) if setup.route.packed else None
+    return passes_of([setup], request, [routing], tree, [], budget_of(scorer, setup))[0]
+
+
+def _left_out(
+    logits: Tensor, request: ScoreRequest, element: int, target: Tensor, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
+    """Of logits ``[1, V]``: which tokens are left out, never the target, and whether it was added."""
+    kept = None if request.kept is None else request.kept.take(torch.tensor([element]))
+    if kept is None and not sampling.truncates:
+        return torch.zeros_like(logits, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
+    return dropped(logits.cpu(), sampling.truncation, kept, target)
+
+
+def _plain(
+    setup: Setup,
+    request: ScoreRequest,
+    routing: Routing | None,
+    row: int,
+    token: int,
+    target: Tensor,
+    sampling: Sampling,
+) -> tuple[Tensor, Tensor]:
+    """Logits of the model's own forward over the temperature, ``[1, V]``, and which tokens are left out."""
+    first = int(request.tokens.offsets[row])
+    here = torch.arange(first, first + (int(request.tokens.lengths[row]) - 1 if request.whole else token))
+    rows = None if routing is None else routing.rows(here)
+    forward = None if routing is None else RoutedForward.of(routing, None if rows is None else send(rows, setup.device))
+    with setup.active(), routed(forward):
+        ids = send(request.tokens.values[here], setup.device)
+        logits = whole_logits(setup.model, read_output(call(setup.model, ids[None], use_cache=False), "logits"))
+    # From the end: prompt tuning puts virtual tokens before the sequence.
+    (logits,) = widen(logits[:, logits.shape[1] - len(here) + token - 1].cpu())
+    logits = logits / sampling.temperature
+    return logits, _left_out(logits, request, first + token, target, sampling)[0]
+
+
+def _why(scorer: LogProbScorer, setup: Setup) -> str:
+    name = type(setup.model).__name__
+    if setup.route.path == "full":
+        why = scorer._complaint or f"{name} does not expose its body and head"
+    elif setup.route.packed:
+        why = f"the body and head of {name} reproduce its own log-probs, and a shared prefix is forwarded once"
+    elif not scorer.share_prefixes:
+        why = "share_prefixes=False"
+    elif frequency_switches(setup.model):
+        why = f"the positions of {name} depend on the length of its sequences (longrope)"
+    else:
+        why = f"the body of {name} cannot attend within a pack"
+    return why + (", some layers see a sliding window of the past alone" if has_window(setup.model) else "")
