@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,10 +26,12 @@ from torchrl.envs import (
 )
 from torchrl.envs.llm.transforms import RetrieveLogProb as TorchRLRetrieveLogProb
 
+from closeness import assert_near
 from layouts import tokens
 from torchrl_llm_kl import (
     AdaptiveKLCoefficient,
     ExactKL,
+    Extra,
     KLComputation,
     KLKeys,
     KLRewardTransform,
@@ -38,12 +40,20 @@ from torchrl_llm_kl import (
     RoutedExperts,
     TopK,
 )
+from toy_models import FORWARD
 from toy_rollouts import Outcome, make_model, make_scoring_wrapper, steps
 
 # ------------------------------------------------------------------ what is declared is produced
 
 
 K = 3
+
+
+class Collision(Extra):
+    """An extra of a user: asks for moments, and writes one of them."""
+
+    asks: ClassVar[dict[str, Any]] = {"moments": True}
+    columns: ClassVar[dict[Any, str]] = {("mine", "collision"): "collision"}
 
 
 def chain(lab: Any, name: str, padded: bool, input_mode: str) -> list[Transform]:
@@ -56,6 +66,7 @@ def chain(lab: Any, name: str, padded: bool, input_mode: str) -> list[Transform]
         "RetrieveKL": lambda: [RetrieveKL(gen, ref)],
         "KLRewardTransform": lambda: [RetrieveLogProb(gen), KLRewardTransform(lab.wrapped(padded)[1])],
         "a top k": lambda: [RetrieveLogProb(ref, extras=[TopK(K)])],
+        "an extra of a user": lambda: [RetrieveLogProb(ref, extras=[Collision()])],
         "a record": lambda: [
             RetrieveLogProb(
                 make_scoring_wrapper(make_model(lab.tokenizer, 0, "mixtral"), lab.tokenizer, **experts),
@@ -73,6 +84,7 @@ WRITTEN: dict[str, dict[Any, tuple[int, ...]]] = {  # and the features after the
     "KLRewardTransform": {("log_probs", "full"): (), **dict.fromkeys(("ref_log_probs", "kl_penalty", "reward"), (1,))},
     "a top k": {("ref_log_probs", "full"): (), ("top_k", "ids"): (K,), ("top_k", "log_probs"): (K,)}
     | {("top_k", "rest_log_prob"): ()},
+    "an extra of a user": {("ref_log_probs", "full"): (), ("mine", "collision"): ()},
     "a record": {("ref_log_probs", "full"): (), "routed_experts": (3, 2)},
 }
 DTYPES = {("top_k", "ids"): torch.int64, "routed_experts": torch.int8}
@@ -117,6 +129,16 @@ def test_declared_is_produced(lab: Any, name: str, input_mode: str, padded: bool
             value = step["next"].get(key)
             assert value.shape[1:] == features, key
             assert value.dtype == added[key].dtype
+
+
+def test_the_column_of_an_extra_of_a_user(lab: Any) -> None:
+    """In an env, with the sum of squares of each distribution."""
+    for step in steps(lab.collect(RetrieveLogProb(lab.ref_model, extras=[Collision()]))):
+        start, ids = len(step["tokens", "prompt"]), step["tokens", "full"]
+        with torch.no_grad():
+            want = lab.ref_model(input_ids=ids[None]).logits[0, start - 1 : -1].softmax(-1).square().sum(-1)
+        assert_near(step["next", "mine", "collision"][start:], want, **FORWARD)
+        assert not step["next", "mine", "collision"][:start].any()
 
 
 @pytest.mark.parametrize(

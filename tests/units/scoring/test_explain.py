@@ -1,0 +1,138 @@
+"""Each number of an explained log-prob against a plain forward, and those of its route counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from closeness import assert_near
+from scoring_reference import FakeBackend, FullLogits, engine
+from torchrl_llm_kl import LogProbScorer, Sampling
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.scoring import ScoreRequest
+from toy_models import FORWARD, VOCAB_SIZE, tiny_model
+
+#: Two answers to one prompt of 22 tokens, and another sequence.
+ROWS = [[*range(3, 25), 30, 31, 32], [*range(3, 25), 40, 41], [5, 6, 7]]
+TRUNCATED = Sampling(0.7, top_k=5)
+
+
+def plain(model: Any, row: int, token: int) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ROWS[row][:token]])).logits[0, -1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), TRUNCATED], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "batch", "attended"),
+    [
+        # Depth first: the prompt of 22 tokens and the first answer, 24 forwarded tokens; then the second answer's first.
+        ({"tokens_per_batch": 16}, (1, 2), (23, 16)),
+        ({}, (0, 1), (23, 0)),
+        ({"tokens_per_batch": 30, "share_prefixes": False}, (1, 3), (23, 0)),
+    ],
+    ids=["two packs", "one pack", "padded"],
+)
+def test_against_a_plain_forward(settings: Any, batch: Any, attended: Any, sampling: Sampling) -> None:
+    model, row, token = tiny_model(), 1, 23
+    scorer = LogProbScorer(model, **settings)
+    logits = plain(model, row, token)
+    scaled = logits / sampling.temperature
+    order = scaled.argsort(descending=True).tolist()
+    kept = order[: sampling.top_k or VOCAB_SIZE]
+    added = 41 not in kept
+    normaliser = scaled[kept + [41] * added].logsumexp(-1)
+    with torch.random.fork_rng():
+        found = scorer.explain(ROWS, row, token, sampling=sampling)
+    assert (found.path, found.packed, found.token_id) == ("head", settings.get("share_prefixes", True), 41)
+    assert ((found.batch, found.batches), (found.attended, found.elsewhere)) == (batch, attended)
+    assert (found.kept, found.is_kept, found.in_mask, found.sampling) == (len(kept), not added, True, sampling)
+    for got, want in (
+        (found.logit, logits[41]),
+        (found.log_normaliser, normaliser),
+        (found.log_prob, scaled[41] - normaliser),
+        (found.plain, scaled[41] - normaliser),
+    ):
+        assert_near(torch.tensor(got), want, **FORWARD)
+    assert found.log_prob == float(scorer.score(ROWS, sampling=sampling).values[len(ROWS[0]) + token])
+    assert found.difference == found.log_prob - found.plain
+    table = str(found)
+    for shown in (
+        "41, token 23 of sequence 1",
+        f"{found.log_prob:.6f}",
+        f"{batch[0] + 1} of {batch[1]}",
+        str(sampling),
+    ):
+        assert shown in table
+    assert ("share_prefixes=False" in table) == ("share_prefixes" in settings)
+
+
+def test_a_difference_shows() -> None:
+    """Logits that depend on what a scorer does not pass on: here, on being called with a single sequence."""
+    inner = tiny_model()
+
+    class Odd(FullLogits):
+        def forward(self, input_ids: Tensor) -> tuple[Tensor]:  # type: ignore[override]
+            (logits,) = super().forward(input_ids)
+            return (logits * (1 + (len(input_ids) > 1)),)
+
+    with pytest.warns(UserWarning, match="full forward"):
+        scorer = LogProbScorer(Odd(inner))
+    found = scorer.explain(ROWS, 0, 24)
+    logits = plain(inner, 0, 24)
+    assert (found.path, found.packed) == ("full", False)
+    assert "Odd does not expose its body and head" in found.why
+    assert_near(torch.tensor(found.logit), 2 * logits[32], **FORWARD)
+    assert_near(torch.tensor(found.plain), logits.log_softmax(-1)[32], **FORWARD)
+    assert_near(torch.tensor(found.difference), (2 * logits).log_softmax(-1)[32] - found.plain, **FORWARD)
+
+
+def test_a_record_of_the_sampler_and_a_token_outside_the_mask() -> None:
+    model, scorer = tiny_model(), LogProbScorer(tiny_model())
+    mask = [[False] * 24 + [True], [False] * 24, [False] * 3]
+    counts = torch.tensor([0] * 24 + [3] + [0] * 27)
+    kept = Kept(torch.tensor([2, 32, 50]), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    request = ScoreRequest.of(ROWS, mask, kept=kept)
+    found = scorer.explain(request, 0, 24, sampling=TRUNCATED)
+    want = (plain(model, 0, 24)[[2, 32, 50]] / 0.7).log_softmax(-1)[1]
+    assert (found.kept, found.is_kept, found.in_mask) == (3, True, True)
+    assert_near(torch.tensor([found.log_prob, found.plain]), want.expand(2), **FORWARD)
+    outside = scorer.explain(request, 1, 22)
+    want = plain(model, 1, 22).log_softmax(-1)[40]
+    assert (outside.kept, outside.in_mask) == (VOCAB_SIZE, False)
+    assert "no: its score is 0" in str(outside)
+    assert_near(torch.tensor([outside.log_prob, outside.plain]), want.expand(2), **FORWARD)
+
+
+def test_experts_are_replayed_by_both() -> None:
+    model = tiny_model("mixtral")
+    scorer = LogProbScorer(model)
+    record = torch.rand(52, 3, 6, generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :2]
+    found, own = (scorer.explain(ROWS, 0, 24, routing=routing) for routing in (record, None))
+    assert found.log_prob == float(scorer.score(ROWS, routing=record).values[24])
+    assert_near(torch.tensor(found.log_prob), torch.tensor(found.plain), **FORWARD)
+    assert abs(found.log_prob - own.log_prob) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("row", "token", "message"),
+    [
+        (3, 1, "no log-prob of token 1 of sequence 3: expected one of 3 sequences"),
+        (2, 0, "no log-prob of token 0 of sequence 2: expected one of tokens 1 to 2 there"),
+        (2, 3, "expected one of tokens 1 to 2 there"),
+        (-1, 1, "expected one of 3 sequences"),
+    ],
+)
+def test_places_that_are_refused(row: int, token: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LogProbScorer(tiny_model()).explain(ROWS, row, token)
+
+
+def test_another_backend_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="FakeBackend, whose backend returns log-probs, not logits, cannot be explained"
+    ):
+        LogProbScorer(FakeBackend(engine(tiny_model()))).explain(ROWS, 0, 1)
