@@ -72,7 +72,6 @@ from torchrl_llm_kl.scoring._options import (
 )
 from torchrl_llm_kl.scoring._protocol import (
     FEATURES as FEATURES,
-    ScorerSlot as ScorerSlot,
     check_offers as check_offers,
 )
 from torchrl_llm_kl.scoring._request import (
@@ -87,6 +86,9 @@ from torchrl_llm_kl.scoring._routing import (
 from torchrl_llm_kl.scoring._sampling import (
     as_sampling as as_sampling,
     truncate as truncate,
+)
+from torchrl_llm_kl.scoring._scorer import (
+    ScorerSlot as ScorerSlot,
 )
 from torchrl_llm_kl.scoring._wrapper import (
     check_distributions as check_distributions,

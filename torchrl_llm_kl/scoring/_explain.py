@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import RoutedForward, Routing, routed
 from torchrl_llm_kl.scoring._run import budget_of, passes_of, tree_of
 from torchrl_llm_kl.scoring._sampling import Sampling
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -155,9 +152,7 @@ def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, 
     )
 
 
-def _passes(
-    scorer: LogProbScorer, setup: Setup, request: ScoreRequest, routing: Routing | None
-) -> PackedPass | PaddedPass:
+def _passes(scorer: Any, setup: Setup, request: ScoreRequest, routing: Routing | None) -> PackedPass | PaddedPass:
     tree = tree_of(request, [routing]) if setup.route.packed else None
     return passes_of([setup], request, [routing], tree, [], budget_of(scorer, setup))[0]
 
@@ -195,7 +190,7 @@ def _plain(
     return logits, _left_out(logits, request, first + token, target, sampling)[0]
 
 
-def _why(scorer: LogProbScorer, setup: Setup) -> str:
+def _why(scorer: Any, setup: Setup) -> str:
     name = type(setup.model).__name__
     if setup.route.path == "full":
         why = scorer._complaint or f"{name} does not expose its body and head"

@@ -42,6 +42,17 @@ class Scorer(ABC):
         path: the route for log-probs.
         offers: the :data:`FEATURES` that it has; a call that asks for another raises an error.
         place: where it scores, for these errors, and ``instead``, what to do instead.
+
+    Example:
+        >>> class Uniform(Scorer):
+        ...     path = "exact"
+        ...     def __init__(self):
+        ...         self.options = ScoreOptions()
+        ...     def run(self, request, options=None, *, reference=None):
+        ...         elements = request.mask.nonzero().squeeze(-1)
+        ...         return Scores.spread(request.layout, elements, torch.full(elements.shape, -1.5))
+        >>> Uniform().score([[3, 4, 5]]).to_list()
+        [tensor([ 0.0000, -1.5000, -1.5000])]
     """
 
     model: Any
@@ -140,6 +151,7 @@ class Scorer(ABC):
             >>> class Uniform(torch.nn.Module):
             ...     def forward(self, input_ids):
             ...         return (torch.zeros(*input_ids.shape, 4),)
+            >>> from torchrl_llm_kl import LogProbScorer
             >>> ids, real = torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
             >>> LogProbScorer(Uniform()).score(ids, attention_mask=real).restore()
             tensor([[ 0.0000, -1.3863, -1.3863],
@@ -185,6 +197,7 @@ class Scorer(ABC):
                 compiled or of another backend, or the record has other tokens, layers or experts.
 
         Example:
+            >>> from torchrl_llm_kl import LogProbScorer
             >>> from transformers import MixtralConfig, MixtralForCausalLM
             >>> model = MixtralForCausalLM(MixtralConfig(vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
             ...     num_attention_heads=2, num_key_value_heads=1, num_local_experts=4))
@@ -236,30 +249,3 @@ def check_offers(
 
 def _shown(value: Any) -> str:
     return str(value) if isinstance(value, Sampling) or value == "..." else repr(value)
-
-
-class ScorerSlot:
-    """The scorer of a model, built on first use and again when the model or its settings change.
-
-    Copies and pickles start empty, so that they never score the original's model.
-    """
-
-    def __init__(self) -> None:
-        self._sources: tuple[Any, Any] = (None, None)
-        self._settings: dict[str, Any] = {}
-        self._scorer: Scorer | None = None
-
-    def get(self, model: Any, **settings: Any) -> Any:
-        """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
-        sources = (model, getattr(model, "model", None))
-        same = all(a is b for a, b in zip(self._sources, sources, strict=True))
-        if self._scorer is None or not same or settings != self._settings:
-            from torchrl_llm_kl.scoring._scorer import LogProbScorer
-
-            make = getattr(model, "make_scorer", None)  # a model in another process
-            self._scorer = LogProbScorer(model, **settings) if make is None else make(**settings)
-            self._sources, self._settings = sources, settings
-        return self._scorer
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return type(self), ()

@@ -20,9 +20,9 @@ from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
 from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._protocol import Scorer, ScorerSlot
+from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._scorer import LogProbScorer
+from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
 from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore, within
 from torchrl_llm_kl.scoring._wrapper import log_probs_only

@@ -90,9 +90,9 @@ class LogProbScorer(Scorer):
         ...     def forward(self, input_ids):
         ...         return (torch.zeros(*input_ids.shape, 4),)
         >>> scorer = LogProbScorer(Uniform())  # warns: no separate body and head
-        >>> scorer.score(Ragged.from_list([torch.tensor([0, 1, 2]), torch.tensor([3])])).to_list()
+        >>> scorer.score([[0, 1, 2], [3]]).to_list()
         [tensor([ 0.0000, -1.3863, -1.3863]), tensor([0.])]
-        >>> scorer.evaluate(Ragged.from_list([torch.tensor([0, 1])]), entropy=True).entropy.to_list()
+        >>> scorer.evaluate([[0, 1]], entropy=True).entropy.to_list()
         [tensor([0.0000, 1.3863])]
     """
 
@@ -427,3 +427,28 @@ class LogProbScorer(Scorer):
                 "sequence is forwarded separately, with padding. share_prefixes=False silences this warning.",
                 stacklevel=5,
             )
+
+
+class ScorerSlot:
+    """The scorer of a model, built on first use and again when the model or its settings change.
+
+    Copies and pickles start empty, so that they never score the original's model.
+    """
+
+    def __init__(self) -> None:
+        self._sources: tuple[Any, Any] = (None, None)
+        self._settings: dict[str, Any] = {}
+        self._scorer: Scorer | None = None
+
+    def get(self, model: Any, **settings: Any) -> Any:
+        """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
+        sources = (model, getattr(model, "model", None))
+        same = all(a is b for a, b in zip(self._sources, sources, strict=True))
+        if self._scorer is None or not same or settings != self._settings:
+            make = getattr(model, "make_scorer", None)  # a model in another process
+            self._scorer = LogProbScorer(model, **settings) if make is None else make(**settings)
+            self._sources, self._settings = sources, settings
+        return self._scorer
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()

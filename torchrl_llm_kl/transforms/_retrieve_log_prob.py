@@ -282,6 +282,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
         >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
         >>> data = TensorDict(tokens=tokens, batch_size=[1])
+        >>> from torchrl_llm_kl import Entropy
         >>> data = RetrieveLogProb(model, extras=[Entropy()])(data)
         >>> (data["log_probs", "full"] != 0).tolist(), (data["entropy"] > 0).tolist()
         ([[False, False, True, True]], [[False, False, True, True]])
