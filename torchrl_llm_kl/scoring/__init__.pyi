@@ -3,6 +3,9 @@
 from torchrl_llm_kl.scoring._critic import (
     TokenCritic as TokenCritic,
 )
+from torchrl_llm_kl.scoring._explain import (
+    Explanation as Explanation,
+)
 from torchrl_llm_kl.scoring._fingerprint import (
     fingerprint_of as fingerprint_of,
 )

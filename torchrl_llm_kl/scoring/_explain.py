@@ -50,6 +50,15 @@ class Explanation:
         log_normaliser: the log of the sum of ``exp(logit / temperature)`` over the tokens that are kept.
         log_prob: what the scorer returns: ``logit / temperature - log_normaliser``, but for rounding.
         plain: the same from one forward of the sequence alone by the model itself.
+
+    Example:
+        >>> from torchrl_llm_kl import LogProbScorer
+        >>> class Uniform(torch.nn.Module):
+        ...     def forward(self, input_ids):
+        ...         return (torch.zeros(*input_ids.shape, 4),)
+        >>> found = LogProbScorer(Uniform()).explain([[0, 1, 2]], row=0, token=2)
+        >>> found.kept, f"{found.log_normaliser:.4f}", found.difference
+        (4, '1.3863', 0.0)
     """
 
     row: int

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,8 +58,8 @@ class Scorer(ABC):
     model: Any
     path: str | None
     offers: frozenset[str] = FEATURES
-    place: ClassVar[str] = "this scorer"
-    instead: ClassVar[str] = "score the transformers model in this process, with a LogProbScorer"
+    place: str = "this scorer"
+    instead: str = "score the transformers model in this process, with a LogProbScorer"
 
     temperature: float
     sampling: Sampling
@@ -85,7 +85,7 @@ class Scorer(ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIELDS:
-            self.options = self.options.but(**{name: value})  # type: ignore[misc]
+            self.options = self.options.but(**{name: value})
             return
         declared = any(name in (*vars(kind), *vars(kind).get("__annotations__", ())) for kind in type(self).__mro__)
         if not declared and (near := get_close_matches(name, _FIELDS, 1, 0.85)):
@@ -148,6 +148,7 @@ class Scorer(ABC):
                 if the attention mask is missing or not a mask of the token ids; if the scorer lacks what is asked.
 
         Example:
+            >>> from torchrl_llm_kl import LogProbScorer
             >>> class Uniform(torch.nn.Module):
             ...     def forward(self, input_ids):
             ...         return (torch.zeros(*input_ids.shape, 4),)

@@ -307,14 +307,13 @@ class ScoreRequest:
         tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
         first = _first(tokens)
         found = cls(tokens, ~first if flat is None else _checked_mask(tokens, flat, first), layout)
-        records = {
-            name: each for name, each in (("routing", routing), ("ref_routing", ref_routing)) if each is not None
-        }
+        given = {"routing": routing, "ref_routing": ref_routing}
+        records: dict[str, Any] = {name: flat_record(x, tokens) for name, x in given.items() if x is not None}
         return replace(
             found,
             kept=None if kept is None else check_kept(kept, tokens, found.mask),
             top_ids=None if top_ids is None else _checked_top_ids(top_ids, tokens),
-            **{name: flat_record(record, tokens) for name, record in records.items()},
+            **records,
         )
 
     # ------------------------------------------------------------------ optional fields

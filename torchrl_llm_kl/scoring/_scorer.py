@@ -86,6 +86,7 @@ class LogProbScorer(Scorer):
         SamplerMismatchWarning: once, if more than one of a hundred tokens are not among those that ``sampling`` leaves.
 
     Example:
+        >>> from torchrl_llm_kl import Ragged
         >>> class Uniform(torch.nn.Module):
         ...     def forward(self, input_ids):
         ...         return (torch.zeros(*input_ids.shape, 4),)
@@ -171,7 +172,7 @@ class LogProbScorer(Scorer):
         return self.share_prefixes and self._route is not None and self._route.packed
 
     @property
-    def path(self) -> Literal["head", "full", "wrapper"] | None:
+    def path(self) -> Literal["head", "full", "wrapper"] | None:  # type: ignore[override]
         """The route for log-probs; None until the first score if the weights are still on the meta device."""
         if self._wrapper is not None:
             return "wrapper"

@@ -122,7 +122,7 @@ class Entropy(Extra):
     """Write the entropy of the distribution that each token was drawn from; float32 nats ``[*B, T]``."""
 
     key: NestedKey = "entropy"
-    asks: ClassVar[Mapping[str, Any]] = {"entropy": True}
+    asks: ClassVar[Mapping[str, Any]] = {"entropy": True}  # type: ignore[misc]
 
     @property
     def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
@@ -138,7 +138,7 @@ class Moments(Extra):
     """
 
     key: NestedKey = "moments"
-    asks: ClassVar[Mapping[str, Any]] = {"moments": True}
+    asks: ClassVar[Mapping[str, Any]] = {"moments": True}  # type: ignore[misc]
 
     @property
     def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]

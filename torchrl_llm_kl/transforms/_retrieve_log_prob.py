@@ -217,7 +217,8 @@ class Job(NamedTuple):
         located = self.located
         if not isinstance(located, InContext):
             return scores
-        return scores._replace(**{name: located.back(x) for name, x in scores.per_token.items()})
+        placed: dict[str, Any] = {name: located.back(x) for name, x in scores.per_token.items()}
+        return scores._replace(**placed)
 
 
 class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
@@ -277,6 +278,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             the distribution that is scored, for instance because transformers' default top-k of 50 applies.
 
     Example:
+        >>> from torchrl_llm_kl import Entropy
         >>> from tensordict import TensorDict
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
         >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
@@ -388,7 +390,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         """The options of a call."""
         found = self.options.but(grad=not self.detach, remember=in_env(self))
         for extra in self._every_extra:
-            found = found.but(**extra.asks)  # type: ignore[typeddict-item]
+            found = found.but(**extra.asks)
         return found
 
     def evaluate(self, job: Job, *, reference: Scorer | None = None, return_kept: bool = False) -> Scores:
