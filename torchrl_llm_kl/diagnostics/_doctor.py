@@ -157,7 +157,8 @@ def diagnose(
 
     Models score only what the batch lacks: with the trainer's log-probs and ``("next", "entropy")``, as
     ``RetrieveLogProb(..., extras=[Entropy(("next", "entropy"))])`` stores them, the policy is not run, and the reference is
-    not if the batch has its log-probs too. Only where something was found, up to 8192 tokens are scored again, some 20 times at most.
+    not if the batch has its log-probs too. Only where something was found, up to 8192 tokens are scored
+    again, some 20 times at most.
 
     Args:
         batch: rollouts, or their columns.

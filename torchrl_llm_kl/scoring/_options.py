@@ -108,7 +108,8 @@ class ScoreOptions:
     remember: bool = False
 
     def __post_init__(self) -> None:
-        if self.sampling is None:
+        given: Any = self.sampling
+        if given is None:  # of a configuration
             object.__setattr__(self, "sampling", Sampling())
         for each in fields(self):
             value = getattr(self, each.name)

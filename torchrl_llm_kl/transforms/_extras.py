@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -36,9 +36,6 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.scoring import Routers, Scores, check_distributions, is_wrapper, unwrap
 from torchrl_llm_kl.transforms._base import in_env
 
-if TYPE_CHECKING:
-    from torchrl_llm_kl.transforms._retrieve_log_prob import ScoringTransform
-
 _E = TypeVar("_E", bound="Extra")
 #: Which model of a :class:`~torchrl_llm_kl.RetrieveKL`.
 Of = Literal["policy", "reference"]
@@ -64,7 +61,7 @@ class Extra:
     #: Entry -> the field of :class:`~torchrl_llm_kl.Scores` that is written there.
     columns: Mapping[NestedKey, str] = {}
 
-    def check(self, transform: ScoringTransform) -> None:
+    def check(self, transform: Any) -> None:
         """Raise an error if the transform cannot do this."""
 
     def in_keys(self) -> list[NestedKey]:
@@ -79,18 +76,16 @@ class Extra:
         """Shape of an entry after the token dimension, and dtype."""
         return (), torch.float32
 
-    def place(self, transform: ScoringTransform, td: TensorDictBase, located: Located) -> Located:
+    def place(self, transform: Any, td: TensorDictBase, located: Located) -> Located:
         """The tokens to score, for those of the data."""
         return located
 
-    def fields(
-        self, transform: ScoringTransform, td: TensorDictBase, next_td: TensorDictBase, located: Located
-    ) -> dict[str, Any]:
+    def fields(self, transform: Any, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
         """Fields of the :class:`~torchrl_llm_kl.scoring.ScoreRequest`, in the order of the tokens of the data."""
         return {}
 
     def outputs(
-        self, transform: ScoringTransform, td: TensorDictBase, located: Located, scores: Scores
+        self, transform: Any, td: TensorDictBase, located: Located, scores: Scores
     ) -> dict[NestedKey, Ragged | None]:
         """The entries to write."""
         return {key: getattr(scores, name) for key, name in self.columns.items()}
@@ -219,9 +214,7 @@ class KeptTokens(Extra):
 
     key: NestedKey = "kept"
 
-    def fields(
-        self, transform: ScoringTransform, td: TensorDictBase, next_td: TensorDictBase, located: Located
-    ) -> dict[str, Any]:
+    def fields(self, transform: Any, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
         """See :class:`Extra`."""
         if not transform.options.sampling.truncates:
             return {}
@@ -260,7 +253,7 @@ class RoutedExperts(Extra):
             raise ValueError("RoutedExperts(None, record=True) needs a place for the record: pass 'routed_experts'.")
         return {self.key: "routing"} if self.record and self.key is not None else {}
 
-    def check(self, transform: ScoringTransform) -> None:
+    def check(self, transform: Any) -> None:
         """A model that cannot be recorded raises an error."""
         if self.record:
             _routers(transform)
@@ -270,9 +263,7 @@ class RoutedExperts(Extra):
         routers = _routers(transform)
         return (len(routers.modules), routers.k), routers.dtype
 
-    def fields(
-        self, transform: ScoringTransform, td: TensorDictBase, next_td: TensorDictBase, located: Located
-    ) -> dict[str, Any]:
+    def fields(self, transform: Any, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
         """See :class:`Extra`."""
         if self.key is None or (self.record and in_env(transform)):
             return {}
@@ -376,7 +367,7 @@ class AfterPrompt(Extra):
         """The entry with the prompts."""
         return [] if callable(self.prompt) else [self.prompt]
 
-    def place(self, transform: ScoringTransform, td: TensorDictBase, located: Located) -> Located:
+    def place(self, transform: Any, td: TensorDictBase, located: Located) -> Located:
         """See :class:`Extra`."""
         return in_context(td, located, self.prompt, transform._interface(), transform._options)
 
