@@ -23,22 +23,25 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import ScoreOptions
+from torchrl_llm_kl.scoring import ScoreOptions, Scorer
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
 from torchrl_llm_kl.service.control._spec import ServiceSpec
 from toy_models import tiny_model
 
 
-class RemoteStub:
-    """A model in another process, as transforms see it."""
+class RemoteStub(Scorer):
+    """A model in another process, as transforms see it, and its scorer."""
 
-    interface, options = ModelInterface(), ScoreOptions()
+    interface = ModelInterface()
 
     def __init__(self, events):
-        self.events, self.scorer = events, LogProbScorer(model(seed=1))
+        self.options, self.events, self.scorer = ScoreOptions(), events, LogProbScorer(model(seed=1))
 
     def make_scorer(self, **settings):
         return self
+
+    def run(self, request, options=None, *, reference=None):
+        raise NotImplementedError
 
     def begin(self, request, options=None):
         self.events.append("request sent")
@@ -131,9 +134,8 @@ def test_an_exact_kl_is_refused_at_construction(make, message):
 
 def test_an_exact_kl_that_is_requested_later():
     actor = tiny_model(seed=0)
-    transform, kl = RetrieveLogProb(actor), RetrieveKL(actor, Engine())
-    refused(ELSEWHERE, lambda: setattr(transform, "reference", Engine()), lambda: setattr(kl, "estimator", "exact"))
-    assert transform.reference is None
+    kl = RetrieveKL(actor, Engine())
+    refused(ELSEWHERE, lambda: setattr(kl, "estimator", "exact"))
     assert kl.estimator != "exact"
     loss = PolicyLoss(actor, terms=[KLToReference(0.1, "k2")], reference=service())
     loss.kl_to_ref_estimator = "exact"
@@ -143,7 +145,7 @@ def test_an_exact_kl_that_is_requested_later():
 def test_what_needs_the_model_here_is_refused_at_construction():
     remote = service().make_scorer()
     refused(
-        "the entropy needs whole distributions, and Engine, of another backend",
+        "entropy=True cannot be had from Engine, whose backend returns log-probs, not logits: score the transformers model",
         lambda: RetrieveLogProb(Engine(), extras=[Entropy()]),
     )
     refused(
