@@ -68,7 +68,7 @@ def test_below_next_and_through_retrieve_kl() -> None:
     assert SAMPLER not in transform[0].out_keys
     data = rollout("nested")
     data["next"] = rollout("nested", "response", [[8.0] * len(row) for row in STORED]).select("log_probs")
-    found = RetrieveLogProb(model, sampler_log_probs_key=SAMPLER)(data)
+    found = RetrieveLogProb(model, extras=[SamplerLogProbs(SAMPLER)])(data)
     assert responses(found, ("next", *SAMPLER)) == STORED
 
 
