@@ -119,7 +119,7 @@ def make_env(
         input_mode: ``"text"``: the policy gets rendered prompts. ``"history"``: it gets conversations and renders them
             itself, several times slower; for torchrl's transforms that read them.
         template_kwargs: further variables of the chat template, such as ``{"enable_thinking": False}``; in text mode.
-            ``{"chat_template": "{{ messages[0].content }}"}`` poses texts as they are, as a base model without chat template
+            ``{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}`` poses texts as they are, as a base model without chat template
             needs.
 
     Returns:
@@ -258,7 +258,7 @@ class TaskEnv(ChatEnv):
         if not getattr(self.tokenizer, "chat_template", None) and "chat_template" not in self.template_kwargs:
             raise MissingChatTemplateError(
                 "the tokenizer has no chat template: pass template_kwargs={'chat_template': ...}, the model's own, or "
-                "'{{ messages[0].content }}' to pose texts as they are."
+                "'{% for m in messages %}{{ m.content }}{% endfor %}' to pose texts as they are."
             )
 
     def _declare(self) -> None:
