@@ -21,6 +21,7 @@ from benchmarks.ray.overhead import NoMemory
 from benchmarks.ray.sides import reference
 from benchmarks.results import Goal
 from torchrl_llm_kl import Ragged
+from torchrl_llm_kl.scoring import ScoreRequest
 from torchrl_llm_kl.service import ScoringService
 
 MOST_BATCHES, LEAST_TOP_K, TOP_K = 3.0, 0.7, 64
@@ -209,7 +210,7 @@ def _spread(size: ModelSize, prompts: int, answers: int, replicas: int, *, repea
         sent, took = [], []
         for _ in range(repeats):
             start = time.perf_counter()
-            finish = scorer.begin(sequences, chosen)
+            finish = scorer.begin(ScoreRequest.of(sequences, chosen))
             sent.append(time.perf_counter() - start)
             finish()
             took.append(time.perf_counter() - start)

@@ -17,7 +17,7 @@ from prompt_server import MODEL, PromptServer
 from remote_models import SHARED, delayed, model
 from torchrl_llm_kl import AfterPrompt, LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, Sampling, TopK
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.scoring import fingerprint_of
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import HTTPEngine, RayRetrieveLogProb, ScoringService, ServiceConfigError
 from waits import LONG, until
 
@@ -102,7 +102,7 @@ def test_remembered_scores_are_requested_again_once_weights_are_pushed(pushed, t
     assert first.version == start
     sent = requests()
     for again in (scorer, RememberedModel(clone(pushed.model), tmp_path).make_scorer()):
-        found = again.begin(data, entropy=True)()
+        found = again.begin(ScoreRequest.of(data), ScoreOptions(entropy=True))()
         assert torch.equal(found.log_prob.values, first.log_prob.values)
         assert torch.equal(found.entropy.values, first.entropy.values)
     assert requests() == sent
