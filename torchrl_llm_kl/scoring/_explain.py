@@ -92,7 +92,7 @@ class Explanation:
             "route": f"{self.path}, {'packed' if self.packed else 'padded'}: {self.why}",
             kind: f"{self.batch + 1} of {self.batches}",
             "positions attended": f"{self.attended}{apart}",
-            "in the mask": "yes" if self.in_mask else "no: its score is 0, it would be",
+            "in the mask": "yes" if self.in_mask else "no: its score is 0, the log-prob is what it would be",
             "sampling": str(self.sampling),
             "kept tokens": f"{self.kept}, {'with' if self.is_kept else 'without'} this one",
             "logit": f"{self.logit:.6f}",

@@ -261,10 +261,8 @@ def test_an_exact_kl_needs_one_context() -> None:
     message = r"estimator='exact' runs both .* prompts differ: None of the policy, \('hint', 'ids'\) of the reference"
     with pytest.raises(ValueError, match=message):
         RetrieveKL(model, reference, estimator="exact", extras=[AfterPrompt(HINT_IDS, of="reference")])
-    kept, message_of_kept = (
-        ScoreOptions(Sampling(top_k=3, reference="kept")),
-        (r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"),
-    )
+    kept = ScoreOptions(Sampling(top_k=3, reference="kept"))
+    message_of_kept = r"^Sampling\(reference='kept'\) runs both models .*reference='whole'"
     with pytest.raises(ValueError, match=message_of_kept):
         RetrieveKL(model, reference, options=kept, extras=BOTH[1:])
     transform = RetrieveKL(model, reference, extras=BOTH[1:])
@@ -302,10 +300,7 @@ def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
     policy, reference = wide(), wide(1)
     kept_by_both: Any = {"extras": BOTH, "options": ScoreOptions(Sampling(top_k=3, reference="kept"))}
     for transform, models in (
-        (
-            RetrieveLogProb(policy, options=ScoreOptions(Sampling(top_k=3)), extras=[AfterPrompt(HINT_IDS)]),
-            {FULL: policy},
-        ),
+        (RetrieveLogProb(policy, options=ScoreOptions(Sampling(top_k=3)), extras=BOTH[:1]), {FULL: policy}),
         (RetrieveKL(policy, reference, **kept_by_both), {FULL: policy, REF: reference}),
         (RetrieveKL(policy, reference, estimator="exact", **kept_by_both), {FULL: policy, REF: reference}),
     ):

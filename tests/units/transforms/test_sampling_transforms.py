@@ -70,6 +70,10 @@ def recorded(model: nn.Module, record: RecordKept | None = None) -> tuple[Tensor
     return (td if record else own.write(td)), sampler
 
 
+def score(model: nn.Module, td: TensorDictBase, sampling: Sampling = SAMPLING) -> torch.Tensor:
+    return RetrieveLogProb(model, options=ScoreOptions(sampling))(td.clone())["log_probs", "full"]
+
+
 # ------------------------------------------------------------------ record and replay
 
 
@@ -80,18 +84,15 @@ def test_a_replay_is_what_was_sampled() -> None:
     assert td["kept", "ids"].dtype == td["kept", "counts"].dtype == torch.int32
     assert (td["kept", "counts"][:, :4] == 0).all()
     assert (td["kept", "counts"][:, 4:] > 0).all()
-    found = RetrieveLogProb(model, options=ScoreOptions(SAMPLING))(td)["log_probs", "full"][:, 4:]
+    found, whole = score(model, td)[:, 4:], score(model, td, Sampling(0.8))[:, 4:]
     assert_near(found, sampler, dtype=torch.float32, size=16)
-    whole = RetrieveLogProb(model, options=ScoreOptions(Sampling(0.8)))(td.exclude("log_probs"))["log_probs", "full"][
-        :, 4:
-    ]
     assert float((whole - found).exp().mean()) < 0.97
 
 
 def test_a_record_outlives_the_policy() -> None:
     """Another model keeps other tokens; replayed over the record its log-probs are finite, and right by hand."""
     later, (td, _) = tiny_model(seed=5).double(), recorded(tiny_model().double())
-    found = RetrieveLogProb(later, options=ScoreOptions(SAMPLING))(td)["log_probs", "full"]
+    found = score(later, td)
     for row, step in enumerate(td.unbind(0)):
         ids = step["tokens", "full"][step["masks", "all_attention_mask"]]
         counts = step["kept", "counts"][4:].tolist()
@@ -133,22 +134,19 @@ def test_kl_to_the_reference() -> None:
     model, ref = tiny_model().double(), tiny_model(seed=1).double()
     td, _ = recorded(model)
     both = Sampling(0.8, top_p=0.8, reference="kept")
-    want = RetrieveLogProb(ref, options=ScoreOptions(SAMPLING))(td.clone())["log_probs", "full"]
+    want = score(ref, td)
     for estimator in ("k1", "exact"):
         out = RetrieveKL(model, ref, estimator=estimator, options=ScoreOptions(both))(td.clone())
         assert_close(out["ref_log_probs", "full"], want)
         same = RetrieveKL(model, model, estimator=estimator, options=ScoreOptions(both))(td.clone())
         assert float(same["kl_penalty"].abs().max()) < 1e-5
     whole = RetrieveKL(model, ref, options=ScoreOptions(SAMPLING))(td.clone())
-    assert_close(
-        whole["ref_log_probs", "full"],
-        RetrieveLogProb(ref, options=ScoreOptions(Sampling(0.8)))(td.clone())["log_probs", "full"],
-    )
+    assert_close(whole["ref_log_probs", "full"], score(ref, td, Sampling(0.8)))
     assert (whole["ref_log_probs", "full"][:, 4:] < want[:, 4:] + 1e-6).all()
     td["advantage"] = torch.ones(3, 1)
     loss = PolicyLoss(model, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=both)
     found = loss(td)["kl_to_ref"]
-    d = (want - RetrieveLogProb(model, options=ScoreOptions(SAMPLING))(td.clone())["log_probs", "full"])[:, 4:]
+    d = (want - score(model, td))[:, 4:]
     assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-5, rtol=1e-5, check_dtype=False)
 
 
@@ -178,7 +176,7 @@ def test_records_of_other_calls_are_refused() -> None:
     td = record.write(other)
     td["kept", "ids"] = torch.zeros(3, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"holds 2 ids for sequence 0.* add up to"):
-        RetrieveLogProb(model, options=ScoreOptions(SAMPLING))(td)
+        score(model, td)
     with pytest.raises(TypeError, match="must be a Sampling"):
         RecordKept({"top_p": 0.8})  # type: ignore[arg-type]
 
