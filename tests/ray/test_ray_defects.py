@@ -19,7 +19,8 @@ from closeness import assert_near
 from load import names
 from ray_lab import BY_VALUE, COEFF, CPUS, GEN, REF, SERVED, SERVICE, VALUE, assert_same, local, remote
 from remote_models import broken
-from torchrl_llm_kl import FixedKLCoefficient, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import ExactKL, FixedKLCoefficient, RetrieveKL, RetrieveLogProb, Sampling
+from torchrl_llm_kl.scoring import ScoreOptions
 from torchrl_llm_kl.service import (
     RayKLRewardTransform,
     RayRetrieveKL,
@@ -107,7 +108,7 @@ def test_defect_19_errors_of_the_factory_are_raised_at_construction():
 UNSUPPORTED = {
     "an exact KL needs the models in this": [
         partial(RayRetrieveKL, GEN(), ref_model_factory=REF, estimator="exact"),
-        partial(RayRetrieveLogProb, model_factory=REF, reference=GEN()),
+        partial(RayRetrieveLogProb, model_factory=REF, extras=[ExactKL(GEN())]),
     ],
     "returns no gradient": [
         partial(RayRetrieveKL, GEN(), ref_model_factory=REF, detach=False),
@@ -243,7 +244,7 @@ def assert_written(variant, original, name, value):
 
 
 REWARD = {"reward_placement": "broadcast"}
-WRITES = {"temperature": 0.5, "assistant_only": False}
+WRITES = {"options": ScoreOptions(Sampling(0.5)), "assistant_only": False}
 ATTRIBUTES = {
     "RetrieveLogProb": WRITES,
     "RetrieveKL": {**WRITES, "coeff": FixedKLCoefficient(0.7), **REWARD},

@@ -83,7 +83,7 @@ def test_another_prompt_for_a_served_model(shared):
     want = RetrieveLogProb(model(), extras=[TopK(3), AfterPrompt("hint")])(data.clone())["next"]
     assert torch.count_nonzero(want["log_probs", "full"]) == 4
     for transform in (RetrieveLogProb, RayRetrieveLogProb):
-        found = transform(shared.model, context="hint", top_k=3)(data.clone())["next"]
+        found = transform(shared.model, extras=[TopK(3), AfterPrompt("hint")])(data.clone())["next"]
         assert torch.equal(found["top_k", "ids"], want["top_k", "ids"])
         for key in (("log_probs", "full"), ("top_k", "log_probs")):  # those of the top k are float32 for any model
             assert_near(found[key].double(), want[key].double(), size=16, dtype=torch.float32)
