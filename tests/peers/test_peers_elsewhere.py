@@ -14,7 +14,8 @@ from elsewhere_batches import agree, differ, evaluated, ours, scored, with_gradi
 from peers import folder, load
 from torchrl_llm_kl import from_trinity, from_verl
 from torchrl_llm_kl._foreign import VERL, find_row
-from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES, flatten, read_mapping
+from torchrl_llm_kl._registry import flatten
+from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES, read_mapping
 
 KLS = {
     "k1": "K1Fn",
