@@ -84,10 +84,10 @@ class Scorer(ABC):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIELDS:
+        declared = any(name in (*vars(kind), *vars(kind).get("__annotations__", ())) for kind in type(self).__mro__)
+        if name in _FIELDS or (name == "memory" and not declared):  # a LogProbScorer has its cache there
             self.options = self.options.but(**{name: value})
             return
-        declared = any(name in (*vars(kind), *vars(kind).get("__annotations__", ())) for kind in type(self).__mro__)
         if not declared and (near := get_close_matches(name, _FIELDS, 1, 0.85)):
             raise AttributeError(f"a {type(self).__name__} has no setting {name!r}. Did you mean {near[0]!r}?")
         if name == "model" and "model" in self.__dict__:

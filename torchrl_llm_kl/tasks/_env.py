@@ -119,9 +119,8 @@ def make_env(
         input_mode: ``"text"``: the policy gets rendered prompts. ``"history"``: it gets conversations and renders them
             itself, several times slower; for torchrl's transforms that read them.
         template_kwargs: further variables of the chat template, such as ``{"enable_thinking": False}``; in text mode.
-            ``{"chat_template":
-            "{% for m in messages %}{{ m.content }}{% endfor %}"}`` poses texts as they are, as a base model without chat template
-            needs.
+            ``{"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}`` poses texts as they are, as a base model
+            without chat template needs.
 
     Returns:
         A ``TransformedEnv`` of batch size ``[num_prompts * group_size]``; ``env.to(device)`` moves its tensors. Beside the

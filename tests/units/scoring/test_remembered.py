@@ -246,6 +246,8 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(remember: Remember
 
 def test_settings_that_are_refused(remember: Remember) -> None:
     scorer = remember(tiny_model())
+    scorer.memory = 0
+    assert scorer.options.memory == 0
     for name, message in {"temprature": "Did you mean 'temperature'", "model": "model is fixed"}.items():
         with pytest.raises(AttributeError, match=message):
             setattr(scorer, name, 64)
