@@ -130,10 +130,10 @@ def score(
 ) -> None:
     """Score the answers in a file: log-prob, perplexity, and KL to a reference with standard errors."""
     given = {name: value for name, value in locals().items() if name != "estimator"}
-    from torchrl_llm_kl.cli._score import ScoreOptions, score as run_score
+    from torchrl_llm_kl.cli._score import Command, score as run_score
 
     names = tuple(dict.fromkeys(name.strip() for item in estimator or [] for name in item.split(",") if name.strip()))
-    run_score(ScoreOptions(estimators=names, **given))
+    run_score(Command(estimators=names, **given))
 
 
 # ------------------------------------------------------------------ batches

@@ -31,7 +31,16 @@ from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
 from torchrl_llm_kl.ragged import Ragged, segment_sum
-from torchrl_llm_kl.scoring import LogProbScorer, RememberedModel, ScoreStore, position_limit, vocab_size
+from torchrl_llm_kl.scoring import (
+    LogProbScorer,
+    Lookup,
+    RememberedModel,
+    ScoreRequest,
+    Scores,
+    ScoreStore,
+    position_limit,
+    vocab_size,
+)
 from torchrl_llm_kl.training import check_model, load_model, load_tokenizer, progress
 
 #: Estimators of log-probs alone. Those with a ``+`` have the values of these; ``corrected_k3`` needs the sampler's log-probs.
@@ -43,7 +52,7 @@ HTML_ANSWERS = 200
 
 
 @dataclass(frozen=True)
-class ScoreOptions:
+class Command:
     """What ``score`` was asked for; ``docs/cli.md`` explains each."""
 
     model: str
@@ -69,7 +78,7 @@ class ScoreOptions:
         return self.store or (self.out and self.out.with_name(f"{self.out.name}.store"))
 
 
-def score(options: ScoreOptions) -> None:
+def score(options: Command) -> None:
     """Score a file, and print a summary.
 
     Raises:
@@ -115,7 +124,7 @@ def _output(path: Path | None) -> Iterator[Callable[[Iterable[Mapping[str, Any]]
         yield lambda records: file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def _check(options: ScoreOptions) -> None:
+def _check(options: Command) -> None:
     """Raise for options that contradict one another, before anything is loaded."""
     for name in options.estimators:
         if name not in ESTIMATORS:
@@ -147,6 +156,12 @@ def _check(options: ScoreOptions) -> None:
                 raise CommandError(
                     f"{other} and {name} are one file, {path}: it would be overwritten. Pass another path."
                 )
+    earlier = store is not None and store.exists()
+    if options.out is not None and options.out.exists() and options.out.stat().st_size and not earlier:
+        raise CommandError(
+            f"--out {options.out} exists, and there are no scores of an earlier run in {store}: it would be replaced. Pass "
+            "another --out, or remove the file."
+        )
     check_model(options.model)
     if options.reference is not None:
         check_model(options.reference)
@@ -158,7 +173,7 @@ def _check(options: ScoreOptions) -> None:
 class Run:
     """The loaded models, and what they make of rows."""
 
-    def __init__(self, options: ScoreOptions, source: FileRows) -> None:
+    def __init__(self, options: Command, source: FileRows) -> None:
         self.options, self.source = options, source
         text = source.layout != "tokens"
         wants_tokenizer = text or options.html is not None or options.tokenizer is not None
@@ -216,69 +231,55 @@ class Run:
 
     def columns(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
         """Scores of all tokens of some answers, by name; float64 ``[N]``, 0 outside the masks."""
+        rows = f"rows {answers[0].index} to {answers[-1].index} (from 0)"
         mask = torch.cat([answer.mask for answer in answers])
-        found = self._computed(answers) if self.store is None else self._recalled(self.store, answers, mask)
-        columns = {name: values.double() for name, values in found.items()}
+        request = ScoreRequest.of([answer.tokens for answer in answers], mask)
+        if self.store is None:
+            found = self._computed(request, rows)
+        else:
+            lookup = Lookup(self.store, request, self.contexts)
+            if not lookup.complete:
+                lookup.take(self._computed(lookup.missing(), rows))
+                lookup.store_new()
+            found = lookup.scores(None)
+        columns = {name: values.values.double().cpu() for name, values in found.per_token.items()}
+        if "kl" in columns:
+            columns["exact"] = columns.pop("kl")
         for name in self.estimators:
             if name != "exact":
                 estimate = get_estimator(cast(EstimatorName, name))(columns["log_prob"], columns["ref_log_prob"])
                 columns[name] = estimate.masked_fill(~mask, 0.0)
         return columns
 
-    def _recalled(self, store: ScoreStore, answers: Sequence[Answer], mask: Tensor) -> dict[str, Tensor]:
-        """The scores in the store; answers of which one is missing are scored, and their scores stored."""
-        lengths = [len(answer.tokens) for answer in answers]
-        texts = [answer.tokens.numpy().astype("<i8").tobytes() for answer in answers]
-        keys = {
-            name: [blake2b(text, digest_size=16, key=context).digest() for text in texts]
-            for name, context in self.contexts.items()
-        }
-        held = {name: [torch.from_numpy(each) for each in store.read(own, lengths)] for name, own in keys.items()}
-        known = torch.stack([known for known, _ in held.values()]).all(0) | ~mask
-        columns = {name: list(values.masked_fill(~mask, 0.0).split(lengths)) for name, (_, values) in held.items()}
-        lacking = [i for i, complete in enumerate(known.split(lengths)) if not complete.all()]
-        if lacking:
-            some, own = [answers[i] for i in lacking], [lengths[i] for i in lacking]
-            scored = torch.cat([answer.mask for answer in some]).numpy()
-            for name, values in self._computed(some).items():
-                store.add([keys[name][i] for i in lacking], own, scored, values.numpy())
-                for i, part in zip(lacking, values.split(own), strict=True):
-                    columns[name][i] = part
-        return {name: torch.cat(parts) for name, parts in columns.items()}
-
     def _contexts(self, store: ScoreStore) -> dict[str, bytes]:
         """For each column that is computed, the digest of all that it depends on besides the tokens."""
         weights = [RememberedModel(model, store).weights() for model in self.models]
         of = {"log_prob": weights[:1], "ref_log_prob": weights[1:]}
-        of |= {"exact": weights} if "exact" in self.estimators else {}
+        of |= {"kl": weights} if "exact" in self.estimators else {}
         about = {name: f"{name} {self.options.temperature} {own}" for name, own in of.items() if own}
         return {name: blake2b(text.encode(), digest_size=32).digest() for name, text in about.items()}
 
-    def _computed(self, answers: Sequence[Answer]) -> dict[str, Tensor]:
-        """Log-probs by the models, and their exact KL if it is asked for; ``[N]``."""
-        tokens = Ragged.from_list([answer.tokens for answer in answers])
-        mask = torch.cat([answer.mask for answer in answers])
-        model, reference = self.scorers[0], self.scorers[1] if len(self.scorers) > 1 else None
-        rows = f"rows {answers[0].index} to {answers[-1].index} (from 0)"
+    def _computed(self, request: ScoreRequest, rows: str) -> Scores:
+        """Log-probs by the models, and their exact KL if it is asked for."""
+        model, *others = self.scorers
         by = ""
         try:
-            if reference is not None and "exact" in self.estimators:
-                scores = model.evaluate(tokens, mask, reference=reference)
-                found = {"log_prob": scores.log_prob, "ref_log_prob": scores.ref_log_prob, "exact": scores.kl}
+            if others and "exact" in self.estimators:
+                found = model.run(request, reference=others[0])
             else:
-                found = {"log_prob": model.score(tokens, mask)}
+                found = model.run(request)
                 by = f" by {self.options.reference}"
-                found |= {} if reference is None else {"ref_log_prob": reference.score(tokens, mask)}
+                found = found._replace(ref_log_prob=others[0].run(request).log_prob) if others else found
         except ValueError as error:
             raise CommandError(f"{rows} cannot be scored{by}: {error}") from error
-        columns = {name: values.values.cpu() for name, values in found.items() if values is not None}
-        for name, values in columns.items():  # the model's own have been looked at
-            if not all_finite(values):
+        for name, values in found.per_token.items():  # the model's own have been looked at
+            if not all_finite(values.values):
                 raise CommandError(
-                    f"{rows} cannot be scored by {self.options.reference}: its {name} is "
-                    f"{float(values[~values.isfinite()][0])} at a token. Look for NaN weights, or a token that it forbids."
+                    f"{rows} cannot be scored by {self.options.reference}: its {'exact' if name == 'kl' else name} is "
+                    f"{float(values.values[~values.values.isfinite()][0])} at a token. Look for NaN weights, or a token that "
+                    "it forbids."
                 )
-        return columns
+        return found
 
     def _records(self, answers: Sequence[Answer], columns: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
         lengths = torch.tensor([len(answer.tokens) for answer in answers])
@@ -406,7 +407,7 @@ class Summary:
 _LABELS = {"log_prob": "log-prob", "ref_log_prob": "log-prob, reference"}
 
 
-def _print_summary(summary: Summary, options: ScoreOptions, run: Run) -> None:
+def _print_summary(summary: Summary, options: Command, run: Run) -> None:
     if options.as_json:
         about = {"model": options.model, "reference": options.reference, "data": str(options.data)}
         print_json({**about, "temperature": options.temperature, **summary.to_dict()})

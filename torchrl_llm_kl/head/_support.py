@@ -51,6 +51,11 @@ class Kept(NamedTuple):
     logits: Tensor | None = None  #: theirs under the head they were found with; None if recorded
     added: Tensor | None = None  #: where the target is kept although the truncation drops it; bool ``[N]``
 
+    @classmethod
+    def of(cls, ids: Tensor, counts: Tensor) -> Kept:
+        """From the ids of all positions and how many each has; ``[M]`` and ``[N]``."""
+        return cls(ids, from_zero(counts.cumsum(0)))
+
     @property
     def rows(self) -> Tensor:
         """The position of each token; ``[M]``."""

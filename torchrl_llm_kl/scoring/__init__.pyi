@@ -77,6 +77,9 @@ from torchrl_llm_kl.scoring._protocol import (
     FEATURES as FEATURES,
     check_offers as check_offers,
 )
+from torchrl_llm_kl.scoring._remembered import (
+    Lookup as Lookup,
+)
 from torchrl_llm_kl.scoring._request import (
     NOT_TEXT as NOT_TEXT,
     Sequences as Sequences,

@@ -120,6 +120,8 @@ class ScoreOptions:
         as_sampling(1.0, self.sampling)
         check_range(0, top_k=self.top_k, memory=self.memory)
         check_choice(get_args(Direction), direction=self.direction)
+        if not 0 < self.beta < 1:
+            raise ValueError(f"beta must lie inside (0, 1), got {self.beta}.")
         if not isinstance(self.adapters, (bool, str)):
             raise TypeError(
                 f"adapters must be True, False or a name, got {short(self.adapters)}: True scores the model with its active "
@@ -155,7 +157,7 @@ class ScoreOptions:
         return replace(self, **given) if given else self
 
     @property
-    def extras(self) -> tuple[str, ...]:
+    def beside(self) -> tuple[str, ...]:
         """The scores beside the log-prob that need the whole distribution of the model alone."""
         return tuple(name for name in ("entropy", "top_k", "moments", "return_kept") if getattr(self, name))
 

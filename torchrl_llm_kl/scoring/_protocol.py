@@ -152,7 +152,6 @@ class Scorer(ABC):
             >>> class Uniform(torch.nn.Module):
             ...     def forward(self, input_ids):
             ...         return (torch.zeros(*input_ids.shape, 4),)
-            >>> from torchrl_llm_kl import LogProbScorer
             >>> ids, real = torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
             >>> LogProbScorer(Uniform()).score(ids, attention_mask=real).restore()
             tensor([[ 0.0000, -1.3863, -1.3863],

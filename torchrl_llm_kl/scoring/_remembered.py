@@ -31,7 +31,8 @@ from torchrl_llm_kl.scoring._wrapping import Ranks
 # Counts up when scores change by more than rounding.
 _FORMAT = 1
 # What a score may be, up to rounding; others are neither stored nor served.
-_RANGE = {"log_prob": (-math.inf, 0.01), "entropy": (-0.01, math.inf)}
+_RANGE = {"log_prob": (-math.inf, 0.01), "ref_log_prob": (-math.inf, 0.01)}
+_RANGE |= dict.fromkeys(("entropy", "kl"), (-0.01, math.inf))
 # What transforms read from a TorchRL wrapper or a service's proxy, besides its keys.
 _INTERFACE = {"interface", "input_mode", "generate", "return_log_probs", "pad_output", "layout"}
 _INTERFACE |= {"tokenizer", "chat_template", "chat_template_name"}
@@ -195,7 +196,7 @@ class RememberedScorer(Scorer):
         if weights is None or not bool(request.mask.any()):
             return partial(inner.run, request, options)
         inner.check(options, request)
-        version, lookup = weights[0], _Lookup(self.model.store, request, self._contexts(inner, weights[1], options))
+        version, lookup = weights[0], Lookup(self.model.store, request, self._contexts(inner, weights[1], options))
         if lookup.complete:
             return lambda: lookup.scores(version)
         start = inner.begin(lookup.missing(), options)
@@ -232,7 +233,7 @@ class RememberedScorer(Scorer):
 
 def _stored(request: ScoreRequest, options: ScoreOptions) -> bool:
     """Whether such scores are stored: log-probs and entropies that depend on the tokens alone."""
-    return not (request.recorded or options.grad or options.record_routing or set(options.extras) - {"entropy"})
+    return not (request.recorded or options.grad or options.record_routing or set(options.beside) - {"entropy"})
 
 
 def _autocast(model: Any) -> torch.dtype | None:
@@ -242,8 +243,11 @@ def _autocast(model: Any) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-class _Lookup:
-    """The scores of a request that the store holds; takes the others."""
+class Lookup:
+    """The scores of a request that the store holds; takes the others.
+
+    ``contexts`` has for each column of the scores the digest of all that it depends on besides the tokens, 32 bytes.
+    """
 
     def __init__(self, store: ScoreStore, request: ScoreRequest, contexts: dict[str, bytes]) -> None:
         self._store, self._request = store, request

@@ -191,7 +191,7 @@ class ListPerScored(Kind):
 
     def concat(self, values: Sequence[Kept]) -> Kept:
         counts = torch.cat([value.offsets.diff() for value in values])
-        return Kept(torch.cat([value.ids for value in values]), _ends(counts))
+        return Kept.of(torch.cat([value.ids for value in values]), counts)
 
     def sizes(self, value: Kept, tokens: Ragged) -> Tensor:
         return value.offsets[tokens.offsets].diff()
@@ -213,11 +213,7 @@ class ListPerScored(Kind):
             raise ProtocolError(f"a request holds token id {int(ids.min())} in {name}, expected at least 0.")
         every = torch.zeros(len(mask), dtype=torch.long)
         every[mask] = torch.from_numpy(counts)
-        return Kept(torch.from_numpy(ids), _ends(every))
-
-
-def _ends(counts: Tensor) -> Tensor:
-    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return Kept.of(torch.from_numpy(ids), every)
 
 
 def _narrow(values: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def _attempt(
     """Forward and read the whole request, ``budget`` tokens at a time; returns what :func:`run` does."""
     lookups: list[CacheLookup] = []
     if tree is not None:
-        plain = not options.extras and len(setups) == 1 and request.top_ids is None and request.kept is None
+        plain = not options.beside and len(setups) == 1 and request.top_ids is None and request.kept is None
         for setup, cache in zip(setups, caches, strict=False):
             cache.bind(setup, ranks)
             lookups.append(CacheLookup(cache, request, tree, values=plain))

@@ -173,9 +173,9 @@ def _is_plain(head: nn.Module) -> bool:
 def kept_of(columns: Columns, elements: Tensor, count: int) -> Kept:
     """The kept tokens of ``count`` tokens, from the columns of those at ``elements [K]``, which are removed."""
     ids, counts = columns.pop("kept_ids").cpu(), columns.pop("kept_counts").cpu()
-    ordered = Kept(ids, F.pad(counts.cumsum(0), (1, 0))).take(elements.argsort())
+    ordered = Kept.of(ids, counts).take(elements.argsort())
     every = torch.zeros(count, dtype=torch.long).index_copy(0, elements, counts)
-    return Kept(ordered.ids, F.pad(every.cumsum(0), (1, 0)))
+    return Kept.of(ordered.ids, every)
 
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
@@ -264,7 +264,7 @@ def _read_linear(
     limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
     if kept is None and truncation.active:
         limits = {"truncation": truncation, "keep_targets": True}
-    if options.extras == ("top_k",) and ref is None and ids is None and tile is None and not torch.is_grad_enabled():
+    if options.beside == ("top_k",) and ref is None and ids is None and tile is None and not torch.is_grad_enabled():
         *top, log_prob = linear_top_k(hidden, head.weight, options.top_k, targets, **own)
         return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
     ids = None if ids is None else ids.to(device)

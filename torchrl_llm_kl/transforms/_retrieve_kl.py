@@ -208,7 +208,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             part.read_conversation(history_key)
         self._base, self._given = base, (options, extras)
         if self.side_by_side:
-            self._check_one_prompt()
+            self._check_side_by_side()
 
     # ------------------------------------------------------------------ settings
 
@@ -285,8 +285,9 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         if not located.sampled and not gen.tokenises_like(ref):
             _check_same_tokens(located, ref.locate(td))
         if self.side_by_side:
-            self._check_one_prompt()
+            self._check_side_by_side()
         job, ref_job = gen.job(td, next_td, located), ref.job(td, next_td, located)
+        ref_scores: Scores | None = None
         if kl.estimator == "exact":
             scores = gen.evaluate(_paired(job, ref_job), reference=ref.scorer)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
@@ -296,18 +297,27 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             else:
                 finish = ref.begin(ref_job)  # a remote one runs meanwhile
                 scores = gen.evaluate(job)
-                ref_log_prob = finish().log_prob
+                ref_scores = finish()
+                ref_log_prob = ref_scores.log_prob
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
+        outputs |= {} if ref_scores is None else ref.written(td, located, ref_scores)
         return outputs | kl.charged(next_td, penalty, located.mask) | gen.written(td, located, scores)
 
-    def _check_one_prompt(self) -> None:
+    def _check_side_by_side(self) -> None:
+        """Raise a ValueError for what one pass over both models cannot do."""
         gen, ref = (find(part.extras, AfterPrompt) for part in self.transforms[:_KL])
         prompts = [None if each is None else each.prompt for each in (gen, ref)]
-        if prompts[0] == prompts[1]:
-            return
         exact = self.estimator == "exact"
         what = "estimator='exact'" if exact else "Sampling(reference='kept')"
+        part = self.transforms[_REFERENCE]
+        if written := [key for extra in part.extras for key in extra.out_keys(part)]:
+            raise ValueError(
+                f"{what} runs both models side by side, and gets log-probs and a KL of the reference alone: an extra of the "
+                f"reference writes {written}. Leave it out, or score the reference with a RetrieveLogProb too."
+            )
+        if prompts[0] == prompts[1]:
+            return
         advice = (
             "Use an estimator of log-probs such as 'k1', or the teacher's most probable tokens: RetrieveLogProb(teacher, "
             "extras=[AfterPrompt(...), TopK(64)])."

@@ -57,7 +57,7 @@ def check_options(options: ScoreOptions | None) -> ScoreOptions:
     for name in ("grad", "remember", "return_kept"):
         if getattr(options, name):
             raise ValueError(f"options has {name}=True, which a transform decides: use detach=False for a gradient.")
-    if asked := [*options.extras, *["record_routing"] * options.record_routing]:
+    if asked := [*options.beside, *["record_routing"] * options.record_routing]:
         raise ValueError(
             f"options asks for {', '.join(asked)}, and names no entry for it: use extras=[Entropy(), TopK(64), ...]."
         )
@@ -471,7 +471,7 @@ def _moved(kept: Kept, source: Tensor, target: Tensor) -> Kept:
     chosen = kept.take(source.to(device).nonzero().squeeze(-1))
     counts = torch.zeros(len(target), dtype=torch.long, device=device)
     counts[target.to(device)] = chosen.offsets.diff()
-    return Kept(chosen.ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+    return Kept.of(chosen.ids, counts)
 
 
 class RetrieveValue(StepTransform):

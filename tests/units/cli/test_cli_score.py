@@ -163,8 +163,8 @@ class Interrupts:
     """Ctrl-C at the ``at``-th call of the scorer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self.calls, self.at, self.own = 0, at, LogProbScorer.evaluate
-        monkeypatch.setattr(LogProbScorer, "evaluate", lambda *args, **options: self(*args, **options))
+        self.calls, self.at, self.own = 0, at, LogProbScorer.run
+        monkeypatch.setattr(LogProbScorer, "run", lambda *args, **options: self(*args, **options))
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.calls += 1
@@ -191,6 +191,7 @@ def test_an_interrupted_run_continues_byte_for_byte(
         summary = cli(*words(whole)).stdout
         every = count.calls
     parts.write_text("of an earlier run")
+    (tmp_path / "parts.jsonl.store").mkdir()
     with monkeypatch.context() as patch:
         Interrupts(patch, at)
         assert "the same command continues" in error_of(cli(*words(parts), code=130))
@@ -370,13 +371,16 @@ def test_the_page_gets_the_scores_of_the_first_answers(
         ("--out {0}/scores --html {0}/scores", "--out and --html are one file"),
         ("--out {0}/scores --html {0}/scores.store", "--html and the folder of scores are one file"),
         ("--store {0}/chats.jsonl", "the folder of scores, {0}/chats.jsonl, is a file"),
+        ("--out {0}/notes", "there are no scores of an earlier run in {0}/notes.store: it would be replaced"),
     ],
 )
 def test_no_file_is_written_over_another(
     cli: Cli, tmp_path: Path, data: Path, model: str, options: str, message: str
 ) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "notes").write_text("mine")
     before = data.read_bytes()
     assert message.format(tmp_path) in error_of(cli("score", model, data, *options.format(tmp_path).split(), code=2))
     assert data.read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "folder"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "folder", "notes"]
+    assert (tmp_path / "notes").read_text() == "mine"

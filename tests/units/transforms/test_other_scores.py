@@ -186,3 +186,23 @@ def test_the_second_epoch_over_a_replay_buffer_makes_no_forward(lab: Any, padded
                     assert_near(step["next"][key], expected[key], **FORWARD)
             assert bool(calls) == (epoch == 0)
             calls.clear()
+
+
+class OfReference(Entropy):
+    """The reference's entropy."""
+
+    of = "reference"
+
+
+def test_an_extra_of_the_reference_is_written_or_refused() -> None:
+    gen, ref = tiny_model(), tiny_model(seed=1)
+    data = tokens("padded")
+    extra = OfReference(("ref", "entropy"))
+    found = RetrieveKL(gen, ref, extras=[extra])(data.clone())["ref", "entropy"]
+    want = RetrieveLogProb(ref, log_probs_full_key=("x", "full"), extras=[Entropy()])(data.clone())["entropy"]
+    assert torch.count_nonzero(want)
+    assert_near(found, want, **FORWARD)
+    with pytest.raises(
+        ValueError, match=r"estimator='exact' runs both models side by side, .* an extra of the reference"
+    ):
+        RetrieveKL(gen, ref, estimator="exact", extras=[extra])

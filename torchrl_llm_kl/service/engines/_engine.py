@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -14,6 +13,7 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
     DEFAULT_MEMORY,
     LogProbScorer,
+    Sampling,
     ScoreOptions,
     ScoreRequest,
     Scores,
@@ -81,7 +81,7 @@ class TransformersEngine:
 
     def _scorer(self, options: ScoreOptions) -> LogProbScorer:
         """The scorer of what a cache serves: it follows any temperature, and what else is asked."""
-        sampling = replace(options.sampling, temperature=1.0)
+        sampling = Sampling(1.0, *options.sampling.truncation)
         key = ScoreOptions(sampling, options.adapters, options.dtype, options.deterministic, self._memory)
         if key not in self._scorers:
             self._scorers[key] = LogProbScorer(self.model, key, tokens_per_batch=self._tokens_per_batch)
