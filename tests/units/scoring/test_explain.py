@@ -25,7 +25,7 @@ def plain(model: Any, row: int, token: int) -> Tensor:
         return model(input_ids=torch.tensor([ROWS[row][:token]])).logits[0, -1]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), TRUNCATED], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), TRUNCATED, Sampling(top_k=1)], ids=str)
 @pytest.mark.parametrize(
     ("settings", "batch", "attended"),
     [
@@ -44,6 +44,7 @@ def test_against_a_plain_forward(settings: Any, batch: Any, attended: Any, sampl
     order = scaled.argsort(descending=True).tolist()
     kept = order[: sampling.top_k or VOCAB_SIZE]
     added = 41 not in kept
+    assert added == (sampling.top_k == 1), "the last case shows a token that the sampler leaves out"
     normaliser = scaled[kept + [41] * added].logsumexp(-1)
     with torch.random.fork_rng():
         found = scorer.explain(ROWS, row, token, sampling=sampling)

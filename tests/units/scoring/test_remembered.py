@@ -20,6 +20,7 @@ from torchrl.modules.llm import TransformersWrapper
 from closeness import assert_near, rows_keep_their_bits
 from scoring_reference import FakeBackend, body_tokens, engine, plain_log_probs, random_mask, random_sequences
 from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
@@ -242,6 +243,18 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(remember: Remember
         other = remember(model, sampling=sampling)
         assert not is_forwarded(other, calls)
         assert torch.equal(other.score(SEQUENCES).values, values)
+
+
+def test_scores_over_a_record_are_not_remembered(remember: Remember) -> None:
+    """They are of other distributions than those of the same tokens without it."""
+    model = tiny_model()
+    scorer, count = remember(model), len(SEQUENCES.values)
+    own = SEQUENCES.values.repeat_interleave(2) + torch.tensor([0, 1]).repeat(count)
+    kept = Kept(own % 97, torch.arange(count + 1) * 2)  # each token and the next id
+    over = scorer.score(SEQUENCES, kept=kept)
+    plain = assert_as_plain(scorer, model)
+    assert not torch.allclose(over.values, plain)
+    assert torch.equal(scorer.score(SEQUENCES, kept=kept).values, over.values)
 
 
 def test_settings_that_are_refused(remember: Remember) -> None:
