@@ -50,7 +50,8 @@ class Changes(TypedDict, total=False):
 class ScoreOptions:
     """How tokens are scored, and what is computed beside their log-probs.
 
-    Scorers take the fields as keywords, and ``temperature`` for that of ``sampling``: of a scorer, and of one call.
+    Scorers take the fields as keywords, both when they are built and for one call, and ``temperature``
+    for ``Sampling(temperature)``.
 
     Args:
         sampling: the sampler's temperature, top-k, top-p and min-p: scores are those of what is left, renormalised.
@@ -134,7 +135,7 @@ class ScoreOptions:
 
     @property
     def temperature(self) -> float:
-        """That of ``sampling``."""
+        """The temperature of ``sampling``."""
         return self.sampling.temperature
 
     def but(self, **changes: Unpack[Changes]) -> ScoreOptions:
@@ -164,7 +165,7 @@ class ScoreOptions:
     # ------------------------------------------------------------------ for another process
 
     def to_dict(self) -> dict[str, Any]:
-        """Those of the :data:`SHARED` options that differ from the defaults, as JSON has them."""
+        """The :data:`SHARED` options that differ from the defaults, as JSON has them."""
         found: dict[str, Any] = {
             name: value for name in SHARED if (value := getattr(self, name)) != getattr(_DEFAULTS, name)
         }

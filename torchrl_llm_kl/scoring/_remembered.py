@@ -155,13 +155,13 @@ class RememberedScorer(Scorer):
 
     @property
     def path(self) -> str | None:  # type: ignore[override]
-        """That of the scorer of the model."""
+        """The route of the model's own scorer."""
         return self.inner.path
 
     def check(
         self, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Scorer | None = None
     ) -> None:
-        """That of the scorer of the model."""
+        """Refuse what the model's own scorer refuses."""
         self.inner.check(options, request, reference=reference)
 
     def run(

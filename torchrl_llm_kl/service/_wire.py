@@ -58,12 +58,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return int(self.scored.tokens.values.shape[0])
 
     @property
     def num_sequences(self) -> int:
-        """Of the request."""
+        """Sequences to score."""
         return int(self.scored.tokens.lengths.shape[0])
 
     def select(self, rows: np.ndarray) -> Request:

@@ -229,7 +229,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
 
     @property
     def _of_scorer(self) -> ScoreOptions:
-        """Those of the reference, which samples nothing."""
+        """The options of the reference, which samples nothing."""
         return self.options.but(sampling=self.options.sampling.of_reference)
 
     def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:

@@ -241,6 +241,7 @@ def test_the_name_of_a_model(make, expected, tmp_path, monkeypatch):
         ("adapters", 3, TypeError, "adapters must be True, False or a name, got 3"),
         ("adapters", False, ValueError, "has no PEFT adapters to switch off"),
         ("memory", -1, ValueError, "memory must be at least 0, got -1"),
+        ("beta", 1.0, ValueError, r"beta must lie inside \(0, 1\), got 1.0"),
     ],
 )
 def test_settings_are_checked_at_once_and_when_set_later(name, value, error, message):
