@@ -36,9 +36,9 @@ for batch in collector:
         optimizer.zero_grad()
 ```
 
-The two words say what a part of a batch is: `minibatches` are steps of their own, `micro_batches` add up to one step, and
-either can be left out (`grpo.loss(batch).total_loss.backward()` is one step on the whole batch). `prepare` alone does not
-count: the loss of `batch[:4]` is the mean over these 4 rows ([losses](losses.md#micro-batches-minibatches-ranks-packed-rows)).
+`minibatches` are separate optimiser steps, `micro_batches` add up to one step, and either can be left out
+(`grpo.loss(batch).total_loss.backward()` is one step on the whole batch). `prepare` does not count: the loss of
+`batch[:4]` is the mean over these 4 rows ([losses](losses.md#micro-batches-minibatches-ranks-packed-rows)).
 
 Any field of a preset and any hyper-parameter of its objective or advantage is accepted as a keyword argument; the
 docstrings of `torchrl_llm_kl.losses` and `torchrl_llm_kl.advantages` describe them. A preset is a typed, frozen dataclass:
@@ -48,7 +48,7 @@ Configurations of TRL, Trinity-RFT and verl translate as a whole: `from_trl(conf
 libraries](elsewhere.md)).
 
 Data of several turns goes to `multi_step_grpo` or `gigpo`. The other presets compare single answers: `group_size`
-refuses neighbours whose prompts differ, and a group key that they share gives a warning.
+refuses neighbours with different prompts, and a group key that they share gives a warning.
 
 "Learning test" is the result of a test on a small language task with a known optimum; `TV` is the total variation
 between the trained policy and that optimum, over whole answers.
@@ -58,21 +58,21 @@ between the trained policy and that optimum, over whole answers.
 KL = """
 ## Where the KL goes
 
-`kl_loss` is an estimator in the loss, `kl_reward` one in the reward. In the loss, `k1` has a mean gradient of zero,
-`k3` has that of the forward KL, and a clamped estimator has none where the clamp is active: each emits a warning at
-construction that recommends another ([estimators](estimators.md)).
+`kl_loss` is an estimator in the loss, `kl_reward` an estimator in the reward. In the loss, `k1` has a mean gradient of
+zero, `k3` has the gradient of the forward KL, and a clamped estimator has zero gradient while the clamp is active: each
+emits a warning at construction that recommends another ([estimators](estimators.md)).
 
 The two places differ even with the right estimator. With `k1` in the reward, training converges to the optimum of
 "reward minus beta times KL" over whole answers, `pi_ref exp(r / beta)` normalised (also with advantages divided by a
 standard deviation: at the optimum all of them are 0). A KL per token in the loss (`k2`, `exact`) treats the prefix as
-fixed and ignores that a token now may lead to a large KL later. It converges to `pi(a | s) ~ pi_ref(a | s) exp(Q(s, a) /
+fixed and ignores that a token may lead to a large KL later. It converges to `pi(a | s) ~ pi_ref(a | s) exp(Q(s, a) /
 beta)`, where `Q` sums rewards only: the same policy if tokens are independent, a total variation of 0.23 away on the
 chain that the tests train on. For an exact trade-off between reward and KL use `kl_loss="none", kl_reward="k1"`; to
 keep the policy near the reference, `k2` in the loss is fine, and the presets use it because Trinity-RFT does.
 
-`prepare` takes the KL of the log-probs that are stored (of the policy that sampled), subtracts it once, and records what it
-took off each token's reward under `("next", "kl_charged")`. Rewards per token beside a `("next", "kl_penalty")` of another
-transform are an error: they may hold the KL already, or not.
+`prepare` computes the KL from the stored log-probs (of the policy that sampled), subtracts it once, and records the
+amount per token under `("next", "kl_charged")`. Rewards per token together with a `("next", "kl_penalty")` of another
+transform raise an error: they may or may not include the KL already.
 
 ## Flags
 

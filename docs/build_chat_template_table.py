@@ -34,27 +34,26 @@ A mask covers everything the model emits after the generation prompt, including 
 {conversations} conversations on each template: {kinds}.
 
 The expected mask does not come from the package. The conversation is rendered up to each turn with the generation
-prompt: the turn begins where that ends. A sentinel in place of the content, the reasoning or the arguments of a call
-shows where the turn stands in the text; what the template writes after it, whether or not the conversation goes on,
-ends the turn. Both the characters and the tokens (byte-level) are compared.
+prompt; the turn begins at its end. A sentinel in place of the content, the reasoning or the arguments of a call marks
+the turn in the text. The turn ends with the text that the template writes after it both at the end and in the middle of
+a conversation. Both the characters and the tokens (byte-level) are compared.
 
 "Refused": the template does not accept such a conversation. "Error": the mask cannot be determined, and
-`render_conversation` says so (`EmptyAssistantMaskError`, `TurnNotFoundError`). "Silent": another mask than expected,
-without a word. "Open": this check does not know the right mask. A text that occurs in several
-packages is listed under the first.
+`render_conversation` raises `EmptyAssistantMaskError` or `TurnNotFoundError`. "Silent": a wrong mask without an error.
+"Open": this check does not know the right mask. A text that occurs in several packages is listed under the first.
 
 """
 PAIRS = """
 ## TRL's marked templates
 
-TRL {version} ships the chat templates of many models and, for most, a second version with `{{% generation %}}` blocks. The
-table compares two masks: that of `render_conversation` on a model's own, unmarked template, and that of the blocks.
+TRL {version} ships the chat templates of many models and, for most, a second version with `{{% generation %}}` blocks.
+The table compares the mask of `render_conversation` on a model's own, unmarked template with the mask of the blocks.
 Tokens are byte-level. Conversations: {conversations}.
 
 The marked templates disagree on headers and white space; the column "only TRL marks" lists everything that TRL marks
 and this library does not. It shows a thinking tag if the model's generation prompt ends with one, and `<EOS>` if a
-template closes the whole conversation with a second end token, which belongs to no turn. The reverse occurs once, on
-diffusion_gemma: its blocks end after the last character of the answer, and if that character takes several tokens (an
+template closes the whole conversation with a second end token, outside of all turns. The reverse occurs once, on
+diffusion_gemma: its blocks end after the last character of the answer, and if this character takes several tokens (an
 emoji), transformers masks only the first of them.
 
 "Texts differ": TRL's version renders another text (it keeps the reasoning of earlier turns, for example), so the masks

@@ -37,18 +37,18 @@ parts = found.make(actor, reference=reference)
 parts = make_algorithm(found.algorithm, actor, reference=reference, **found.overrides)  # the same
 ```
 
-The result does what that library does with these settings, by its defaults too: its aggregation, its clip bounds, the number
-beside the standard deviation, its KL estimator with or without clamps. Tests compare values and gradients with TRL's
-trainers and with the functions of Trinity-RFT and verl. Where a loss differs whatever the settings,
-[differences](differences.md) has the reason.
+The result behaves like that library with these settings and its defaults: aggregation, clip bounds, the number added to
+the standard deviation, KL estimator with or without clamps. Tests compare values and gradients with TRL's trainers and
+with the functions of Trinity-RFT and verl. If a loss differs for all settings, [differences](differences.md) has the
+reason.
 
-Each setting that was given is in one of four lists: `translated`, `sampled` (the distribution that tokens are drawn from),
-`outside` (settings of the loop, with what to do) and `refused` (no counterpart, or unknown). `make` raises an error while
-something is refused, unless `without_refused=True`. `found.sampling` is how the library samples. Its log-probs are those of
-all tokens at the temperature, and so are those of `make`; pass `sampling=found.sampling` to score what the sampler keeps
-([why](sampling.md)).
+Each given setting is in one of four lists: `translated`, `sampled` (the distribution that tokens are drawn from),
+`outside` (settings of the loop, with what to do) and `refused` (no counterpart, or unknown). `make` raises an error if
+a setting is refused, unless `without_refused=True`. `found.sampling` describes how the library samples. Its log-probs,
+and those that `make` computes, are over the whole distribution at the temperature; pass `sampling=found.sampling` to
+score the truncated distribution ([why](sampling.md)).
 
-The same table is behind the error messages: `make_algorithm("grpo", actor, num_generations=8)` says:
+The error messages use the same table: `make_algorithm("grpo", actor, num_generations=8)` raises:
 
 """
 
@@ -60,12 +60,12 @@ PARTS = {
 }
 
 NOTES = {
-    "TRL": "For `GRPOConfig` unless a trainer is named. The other settings of transformers' `TrainingArguments` belong to the "
-    "loop too.",
+    "TRL": "For `GRPOConfig` unless a trainer is named. The other settings of transformers' `TrainingArguments` also "
+    "belong to the loop.",
     "Trinity-RFT": "Paths of the YAML file; the section `algorithm` alone is accepted too. The arguments of "
-    "`policy_loss_fn_args` and `advantage_fn_args` keep their names: those of the objective and of the advantage "
-    "([losses](losses.md)). A path that ends in `.*` stands for all below it.",
-    "verl": "Hydra's paths. A path that ends in `.*` stands for all below it.",
+    "`policy_loss_fn_args` and `advantage_fn_args` keep the names of the objective's and the advantage's arguments "
+    "([losses](losses.md)). A path that ends in `.*` stands for all settings below it.",
+    "verl": "Hydra's paths. A path that ends in `.*` stands for all settings below it.",
 }
 
 
@@ -80,7 +80,7 @@ def value(row: Foreign) -> str:
 
 
 def rows(library: str) -> list[Foreign]:
-    """A library's settings; those of several trainers of TRL once, where they are the same."""
+    """A library's settings; equal settings of several TRL trainers are listed once."""
     if library != "TRL":
         return [*(TRINITY if library == "Trinity-RFT" else VERL).values()]
     found: dict[tuple[str, ...], Foreign] = {}

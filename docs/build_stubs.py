@@ -55,7 +55,7 @@ def quoted(name: object) -> str:
 
 
 def types_of(specs: Iterable[Spec]) -> Types:
-    """Every hyper-parameter, under its own name and under those of other libraries -> the members of its type."""
+    """Every hyper-parameter, under its own name and other libraries' names -> the members of its type."""
     found: dict[str, set[str]] = defaultdict(set)
     for spec in specs:
         for name, annotation in spec.types.items():
@@ -91,7 +91,7 @@ def union(members: set[str]) -> str:
 def objectives() -> list[str]:
     """Types of the losses."""
     types = types_of(spec_of(name) for name in available_objectives())  # type: ignore[arg-type]
-    doc = "Every hyper-parameter of every registered objective, under its own name and under those of other libraries."
+    doc = "Every hyper-parameter of every registered objective, under its own name and other libraries' names."
     more = "Hyper-parameters of objectives, and verl's settings of corrections."
     return [
         literal("ObjectiveName", "The names of :func:`get_objective`.", available_objectives()),

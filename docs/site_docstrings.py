@@ -1,4 +1,4 @@
-"""Docstrings as the site's API reference reads them: those of the running program, with roles as links.
+"""Docstrings for the site's API reference: read from the running program, with roles as links.
 
 The docstrings are written for ``help()`` and for Sphinx: ``:class:`Name``` and its like name other objects, ``:math:`` holds
 LaTeX. Decorators complete some of them, and ``#:`` comments document constants. The reference reads source code alone, so

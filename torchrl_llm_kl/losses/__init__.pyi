@@ -193,7 +193,7 @@ ObjectiveName = Literal[
 ]
 
 class ObjectiveArgs(TypedDict, total=False):
-    """Every hyper-parameter of every registered objective, under its own name and under those of other libraries."""
+    """Every hyper-parameter of every registered objective, under its own name and other libraries' names."""
 
     advantage_threshold: Tensor | float
     beta: Tensor | float
