@@ -1,4 +1,4 @@
-"""Agreement of the two libraries on the numbers: without it there is no comparison."""
+"""Agreement of the two libraries on the numbers: a comparison requires it."""
 
 from __future__ import annotations
 

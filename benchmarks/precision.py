@@ -164,7 +164,7 @@ def one_cycle(steps: int, peak: float) -> list[float]:
 
 
 def in_double(model: Any) -> Any:
-    """A float64 copy with torch's norms: those of transformers always compute in float32."""
+    """A float64 copy with torch's norms, since transformers' norms always compute in float32."""
     model = copy.deepcopy(model).double()
     for name, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):

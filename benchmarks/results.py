@@ -141,7 +141,7 @@ class Run:
         return all(getattr(self, name) == getattr(other, name) for name in ("settings", "machine", "versions"))
 
     def updated(self, newer: Run) -> Run:
-        """A copy in which the results of ``newer`` replace those of the same name."""
+        """A copy in which the results of ``newer`` replace results of the same name."""
         results = {result.name: result for result in (*self.results, *newer.results)}
         return replace(self, results=tuple(results.values()))
 

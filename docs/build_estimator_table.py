@@ -25,8 +25,8 @@ and the policy gradient multiplies it by the gradient of the log-prob. Each "gra
 given its prefix. A test verifies every entry by summing over a whole vocabulary.
 
 Per token is not per answer. A KL in the loss takes each prefix as given, and ignores that a token may lead to prefixes
-with a large KL; a KL in the reward is credited to all tokens before it. Only a KL in the reward has the optimum `pi_ref
-exp(r / beta)` over whole answers ([algorithms](algorithms.md)).
+with a large KL; a KL in the reward is credited to all tokens before it. Only a KL in the reward has the optimum
+`pi_ref exp(r / beta)` over whole answers ([algorithms](algorithms.md)).
 
 In short: `k1` in the reward, or `k2` / `k3+` / `exact` in the loss; `k3` for logging; `corrected_k3` in the loss when
 another policy sampled. A loss or algorithm with an estimator out of place emits a `KLPlacementWarning`.
@@ -36,8 +36,8 @@ another policy sampled. A loss or algorithm with an estimator out of place emits
 MEASURED = """
 ## Bias and spread
 
-`p = N(0, 1)` and `q = N(m, 1)`, integrated numerically; bias and standard deviation are relative to the true KL, `m**2
-/ 2`. The setting is from J. Schulman, "Approximating KL Divergence" (2020).
+`p = N(0, 1)` and `q = N(m, 1)`, integrated numerically; bias and standard deviation are relative to the true KL,
+`m**2 / 2`. The setting is from J. Schulman, "Approximating KL Divergence" (2020).
 
 """
 

@@ -2,8 +2,8 @@
 
 Run it with ``make demo``: two CPU cores, no network, a few minutes. It
 
-1. builds a byte-level tokenizer and a small Qwen2, warms the model up on demonstrations, many of which are wrong, and writes
-   it with the problems to ``runs/countdown``, once;
+1. builds a byte-level tokenizer and a small Qwen2, warms up the model on demonstrations, many of which are wrong, and
+   writes it with the problems to ``runs/countdown``, once;
 2. runs ``torchrl-llm-kl train tutorials/countdown.yaml`` with your changes, such as ``algorithm.name=dapo``: a frozen copy is
    the reference, right answers are rewarded *minus a coefficient times the KL to the reference*, and the coefficient adapts
    to hold the KL at a target.
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def prepare(folder: Path, *, steps: int = WARMUP_STEPS, seed: int = 0) -> None:
-    """Warm the model up and write the files of ``countdown.yaml``, unless they are there."""
+    """Warm up the model and write the files of ``countdown.yaml``, unless they exist."""
     if (folder / "held_out.jsonl").exists():
         return
     silence_dependencies()
@@ -59,6 +59,6 @@ def write_files(
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)  # where the paths of countdown.yaml begin
+    os.chdir(ROOT)  # the paths in countdown.yaml are relative to it
     prepare(Path("runs/countdown"))
     sys.exit(main(["train", "tutorials/countdown.yaml", *sys.argv[1:]]))

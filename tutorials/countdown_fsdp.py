@@ -1,16 +1,16 @@
 """Train on several ranks with sharded models (FSDP2): the demo's task, with the same figures on any number of ranks.
 
-Run it with ``torchrun --nproc-per-node 2 tutorials/countdown_fsdp.py``: gloo on CPU cores, NCCL on GPUs; or without torchrun in
-one process. Changes of :class:`Settings` go behind it, such as ``algorithm=ppo out=runs/ppo``. Each rank
+Run it with ``torchrun --nproc-per-node 2 tutorials/countdown_fsdp.py``: gloo on CPU cores, NCCL on GPUs; or without
+torchrun in one process. Changes of :class:`Settings` follow it, such as ``algorithm=ppo out=runs/ppo``. Each rank
 
 1. holds a share of the weights of the policy, the reference and, if there is one, the critic;
-2. samples and scores answers to its share of a step's problems. Noise is drawn for each problem by its number in the run, so
-   that an answer does not depend on the rank that samples it;
+2. samples and scores answers to its share of a step's problems. The noise depends on the problem's number in the run,
+   so that an answer does not depend on the rank that samples it;
 3. receives all answers, and computes advantages and metrics from them;
 4. trains on its share of each minibatch: ``count`` divides by the tokens of all ranks, FSDP adds up the gradients.
 
-Checkpoints are sharded too (``torch.distributed.checkpoint``). The same command continues a run, on any number of ranks, and
-ends where it would have ended without a break; Ctrl-C saves one. Start reading at :meth:`Run.train`.
+Checkpoints are sharded too (``torch.distributed.checkpoint``). The same command resumes a run, on any number of ranks,
+with the result of an uninterrupted run; Ctrl-C saves a checkpoint. Start reading at :meth:`Run.train`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ tensordict.set_list_to_stack(True).set()
 
 @dataclass
 class Settings:
-    """What a run is, which is saved with it; and, last, what may change when it goes on."""
+    """Settings of a run, which are saved with it; the last ones may change when it is resumed."""
 
     algorithm: str = "grpo"
     seed: int = 0  # of the weights, the order of the problems and the sampling
@@ -83,7 +83,7 @@ class Settings:
     model: str | None = None  # a folder or hub name, without a warm-up; None: the small model
     dtype: str = "float64"  # the same figures on any number of ranks; float32: faster, the same up to rounding
     out: str = "runs/fsdp"
-    stop_after: int | None = None  # end after this step, to go on later
+    stop_after: int | None = None  # end after this step, to resume later
     save_every: int = 10
 
 
@@ -116,15 +116,15 @@ class Run:
         problems = all_problems()
         self.problems, self.held_out = split_problems(problems)
         policy, self.tokenizer = make_policy(problems) if settings.model is None else open_policy(settings.model)
-        # In float64, rounding, which depends on the number of ranks, never changes a sampled token. In float32 it will at some
-        # step, and runs then differ as if their seeds did.
+        # Rounding depends on the number of ranks. In float64 it never changes a sampled token. In float32 it does at
+        # some step; runs then differ like runs of different seeds.
         self.policy = to_dtype(policy.to(device or "cpu"), getattr(torch, settings.dtype))
         rows: list[Metrics] = []
         if resume:
             saved = read_state(out)
             self.step, self.accuracies = saved["step"], saved["accuracies"]
             rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[: self.step]]
-            self.ranks.wait()  # before the first rank writes the file anew
+            self.ranks.wait()  # before the first rank rewrites the file
         else:
             self._warm_up()
         self._shard()
@@ -197,7 +197,7 @@ class Run:
                 )
                 self.metrics.append(row)
                 if self.coefficient is not None:
-                    self.coefficient.update(row["kl"], n=len(batch), all_ranks=False)  # that of the whole batch
+                    self.coefficient.update(row["kl"], n=len(batch), all_ranks=False)  # of the whole batch
                 self.step += 1
                 advance(status(row))
                 stopped = ranks.any(bool(self.stop))
@@ -238,7 +238,7 @@ class Run:
         def sample() -> TensorDictBase:
             noise.start([generator(settings.seed, "answers", index) for index in next(following)])
             with whole(self.policy):
-                # A collector would fetch problems ahead, which a resumed run would have to leave out.
+                # A collector would fetch problems ahead, which a resumed run would have to skip.
                 return env.rollout(1, policy).reshape(-1)
 
         return sample
@@ -250,7 +250,7 @@ class Run:
             share = accuracy(self.policy, self.tokenizer, own, max_new_tokens=self.settings.max_new_tokens)
         return self.ranks.add_up(share * len(own)) / len(self.held_out)
 
-    # ------------------------------------------------------------------ what is shown and saved
+    # ------------------------------------------------------------------ output and checkpoints
 
     def _save(self) -> None:
         state = {"settings": asdict(self.settings), "step": self.step, "accuracies": self.accuracies}
@@ -272,7 +272,7 @@ class Run:
 
 
 def check(settings: Settings, ranks: Ranks) -> None:
-    """Raise for settings that no run can have."""
+    """Raise for invalid settings."""
     if settings.algorithm not in SUPPORTED:
         raise ValueError(f"algorithm is {settings.algorithm}: choose one of {', '.join(SUPPORTED)}")
     if settings.kl_target is not None and not get_algorithm(settings.algorithm).use_reference:
@@ -290,7 +290,7 @@ def open_policy(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def is_saved(settings: Settings) -> bool:
-    """Whether the folder holds a run to go on with; raise if that has other settings."""
+    """Whether the folder holds a run to resume; raise if it has other settings."""
     if not Path(settings.out, "run.json").exists():
         return False
     saved, now = read_state(Path(settings.out))["settings"], asdict(settings)
@@ -321,7 +321,7 @@ def main(changes: Sequence[str]) -> int:
         return 0 if finished else 130
     except (InterruptedError, ValueError) as error:
         if Ranks().first:
-            print(f"\n{error}")  # one rank says what is wrong
+            print(f"\n{error}")  # one rank reports the error
         return 130 if isinstance(error, InterruptedError) else 2
     finally:
         if dist.is_initialized():

@@ -1,11 +1,12 @@
 """Where should the KL go, and what holds it at a target? The study behind ``docs/kl_study.md``.
 
-``make study`` runs each cell of :mod:`countdown.study` with its seeds on the demo's task: a placement of the KL (k1 in the
-reward; k2, k3, or the exact KL in the loss; none), a constant or adaptive coefficient, a sampler that is scored as it samples
-or not. ``make study-target`` runs the demo with PI control and with Ziegler's rule, on seeds on which neither was tuned. All
-sample without an env, which gives the same tokens in half the time. Each run ends in one line of ``docs/kl_study.jsonl``.
-Interrupt it at any time: started again, it continues with what is missing. Both end by writing the tables and pictures of the
-page from that file; ``countdown_study.py pages`` does only that. Changes of :class:`Settings` go behind the study's name.
+``make study`` runs each cell of :mod:`countdown.study` with its seeds on the demo's task: a placement of the KL (k1 in
+the reward; k2, k3, or the exact KL in the loss; none), a constant or adaptive coefficient, a sampler whose settings the
+scorer uses or ignores. ``make study-target`` runs the demo with PI control and with Ziegler's rule, on seeds on which
+neither was tuned. All sample without an env, which gives the same tokens in half the time. Each run writes one line to
+``docs/kl_study.jsonl``. Interrupt a study at any time: the same command continues with the missing runs. Both studies
+end by writing the tables and pictures of the page from that file; ``countdown_study.py pages`` does only that. Changes
+of :class:`Settings` follow the study's name.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 def run(cell: Cell, seed: int, scale: Scale, folder: Path) -> Result:
     """Train a policy in one cell, and measure it on the held-out problems; the result is the same in every process."""
     silence_dependencies()
-    warnings.simplefilter("ignore", KLPlacementWarning)  # some cells are there to show what it warns of
+    warnings.simplefilter("ignore", KLPlacementWarning)  # some cells show what it warns of
     start = time.perf_counter()
     train_problems, held_out = split_problems(all_problems())
     held_out = held_out[: scale.held_out]
@@ -115,7 +116,7 @@ def train(
     scale: Scale,
     seed: int,
 ) -> list[Metrics]:
-    """Train the policy in place; returns the figures of each step. What ``countdown.yaml`` does, without an env."""
+    """Train the policy in place like ``countdown.yaml``, but without an env; returns the figures of each step."""
     parts = build(
         "grpo",
         policy,
@@ -128,7 +129,7 @@ def train(
         temperature=cell.scored_at,
     )
     kl = parts.kl_transform
-    if not isinstance(kl, RetrieveKL):  # no KL in the reward: it is measured
+    if not isinstance(kl, RetrieveKL):  # no KL in the reward: only measure it
         kl = RetrieveKL(policy, reference, add_to_reward=False, options=ScoreOptions(Sampling(cell.scored_at)))
     sampler = as_policy(policy, tokenizer, temperature=cell.temperature, top_k=cell.top_k)
     task = {"num_prompts": scale.num_prompts, "group_size": scale.group_size, "seed": seed}
@@ -149,7 +150,7 @@ def train(
 
 
 def warm_policy(seed: int, scale: Scale, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model after the demo's warm-up, which is kept in ``folder``, and torch's random state at that time."""
+    """The model after the demo's warm-up, stored in ``folder``, and torch's random state at that time."""
     torch.set_num_threads(1)
     problems = all_problems()
     tokenizer = build_tokenizer(problems)
@@ -181,7 +182,7 @@ def true_kl(
     seed: int,
     max_new_tokens: int = MAX_NEW_TOKENS,
 ) -> tuple[float, float]:
-    """The KL of policy and reference in nats per answer, and the share of right answers; both drawn at temperature 1.
+    """The KL of policy and reference in nats per answer, and the share of right answers, sampled at temperature 1.
 
     At each token of an answer the KL is a sum over the whole vocabulary, so that only the prefixes are sampled.
     """
@@ -222,7 +223,7 @@ def true_kl(
     return total / count, right / count
 
 
-# ------------------------------------------------------------------ running what is missing
+# ------------------------------------------------------------------ running missing runs
 
 
 def run_missing(
@@ -235,7 +236,7 @@ def run_missing(
     jobs: int,
     minutes: float | None = None,
 ) -> None:
-    """Run what the file does not hold yet; after ``minutes`` no further run starts. Without ``jobs``, in this process."""
+    """Run the cells that the file lacks; after ``minutes`` no further run starts. Without ``jobs``, in this process."""
     todo = results.missing(cells, seeds, scale)
     total, start = len(cells) * len(seeds), time.monotonic()
     print(f"{total - len(todo)} of {total} runs are in {results.path}")
@@ -284,16 +285,16 @@ class Settings:
     """How a study is run."""
 
     jobs: int = 2  # runs at a time, each on one core; 0: in this process
-    minutes: float | None = None  # start no further run after so many
+    minutes: float | None = None  # start no further run after this time
     seeds: list[int] | None = None  # instead of the study's
-    quick: bool = False  # runs of seconds, which show nothing: for tests
+    quick: bool = False  # runs of seconds, for tests; their figures mean nothing
     results: str = str(DOCS / "kl_study.jsonl")
     folder: str = "runs/study"  # where warmed-up models are kept
     docs: str = str(DOCS)  # folder of the page and its pictures
 
 
 def main(study: str, changes: Sequence[str] = ()) -> None:
-    """Run what is missing of ``target`` or ``placement``, and write the page; ``pages`` does that alone."""
+    """Run the missing runs of ``target`` or ``placement``, and write the page; ``pages`` only writes it."""
     settings = read_settings(Settings, changes)
     studies = {
         "target": (target_cells, TARGET_SEEDS, DEMO),

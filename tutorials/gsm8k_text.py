@@ -1,19 +1,19 @@
 """SFT and DPO on real text: worked solutions of GSM8K, and right against wrong solutions of four models.
 
-``make demo-text`` runs it for three seeds: two CPU cores, no network, a few minutes; changes of :class:`Settings` go behind
-it, such as ``ARGS="seeds=[100] beta=0.05"``. For each seed it
+``make demo-text`` runs it for three seeds: two CPU cores, no network, a few minutes. Changes of :class:`Settings`
+follow it, such as ``ARGS="seeds=[100] beta=0.05"``. For each seed it
 
-1. writes the questions to train on and those that are held out as JSONL files of conversations and pairs;
+1. writes the training and the held-out questions as JSONL files of conversations and pairs;
 2. builds a BPE tokenizer and a small Qwen2, and trains the model on the worked solutions: ``from_conversations`` and
    ``make_algorithm("sft")``;
 3. trains a copy on pairs of a right and a wrong solution, with the SFT model as the reference: ``from_pairs`` and
    ``make_algorithm("dpo")``;
-4. measures perplexity and preference accuracy on the held-out files with ``torchrl-llm-kl score``, the command that
-   anybody would run on the saved models, and leaves a page with the tokens of some pairs (``rollouts.html``) and what the
-   doctor says about them (``diagnosis.txt``).
+4. measures perplexity and preference accuracy on the held-out files with ``torchrl-llm-kl score``, a command that
+   anyone can run on the saved models, and writes a page with the tokens of some pairs (``rollouts.html``) and the
+   doctor's findings (``diagnosis.txt``).
 
-Each of the seeds 0, 1 and 2 holds another quarter of the questions out. The settings were chosen on seed 100, which holds out
-the last quarter. Start reading at :func:`run`.
+Each of the seeds 0, 1 and 2 holds out another quarter of the questions. The settings were chosen on seed 100, which
+holds out the last quarter. Start reading at :func:`run`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def run(
 ) -> tuple[Result, list[dict[str, Any]]]:
     """SFT, DPO and held-out figures of one seed; returns the figures, and one row of metrics for each step."""
     silence_dependencies()
-    torch.set_num_threads(1)  # more only wait for one another on a model this small
+    torch.set_num_threads(1)  # more threads only wait for each other on a model this small
     torch.manual_seed(seed)
     start, cpu = time.perf_counter(), time.process_time()
     training, held_out = split(questions, seed)
@@ -100,7 +100,7 @@ def run(
             status = "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
             say((seed, stage, step + 1, steps, status))
 
-    # SFT: one line turns the file into token ids and masks, unpadded; the loss trains the assistant's tokens alone.
+    # SFT: one line turns the file into token ids and masks, unpadded; the loss trains only the assistant's tokens.
     untrained = save("untrained")
     data = from_conversations(paths["train_solutions"], tokenizer)
     learn("SFT", make_algorithm("sft", model), data, settings.sft_epochs, settings.sft_rows, settings.sft_lr)
@@ -114,7 +114,7 @@ def run(
     learn("DPO", dpo, data, settings.dpo_epochs, settings.dpo_rows, settings.dpo_lr)
     policy = save("dpo")
 
-    # What is in the run's folder is enough for the figures: files of text and saved models.
+    # The figures need only the files in the run's folder: text and saved models.
     say((seed, "figures", 0, 1, "scoring what is held out"))
     solved, found = run_command(
         "score", sft, paths["held_out_solutions"], "--reference", untrained, "--estimator", "k1"
@@ -128,7 +128,7 @@ def run(
 
     batch = dpo.prepare(from_pairs(held_out_pairs[:SHOWN], tokenizer)).reshape(-1)
     inspect_tokens(batch, tokenizer, html=folder / "rollouts.html", policy=model, reference=reference)
-    diagnosis = diagnose(batch, tokenizer=tokenizer)  # with policy= it asks whether the policy sampled, and it did not
+    diagnosis = diagnose(batch, tokenizer=tokenizer)  # policy= would report that the policy did not sample these
     (folder / "diagnosis.txt").write_text(f"{diagnosis}\n", encoding="utf-8")
     say((seed, "figures", 1, 1, ""))
     return {
@@ -181,7 +181,7 @@ def run_apart(seed: int, questions: list[Question], settings: Settings, folder: 
 
 
 def main(settings: Settings) -> int:
-    """Train a small model on worked solutions (SFT) and on right against wrong ones (DPO), and measure both held out."""
+    """Train a small model on worked solutions (SFT) and on right against wrong ones (DPO), and evaluate both held out."""
     silence_dependencies()
     check_positive(**{name: getattr(settings, name) for name in ("sft_epochs", "dpo_epochs", "dpo_lr", "beta")})
     seeds, out = list(dict.fromkeys(settings.seeds)), Path(settings.out)

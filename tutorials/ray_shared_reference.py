@@ -1,14 +1,14 @@
 """Share one reference model between several collectors over Ray, kill it halfway, and get the same result.
 
-Run it with ``python tutorials/ray_shared_reference.py``: two CPU cores, no network, a few minutes; changes of
-:class:`Settings` go behind it, such as ``steps=20``. It
+Run it with ``python tutorials/ray_shared_reference.py``: two CPU cores, no network, a few minutes. Changes of
+:class:`Settings` follow it, such as ``steps=20``. It
 
 1. starts Ray on this machine, with a few collector processes, each with its own env and its own copy of the policy;
 2. puts the reference behind a service that scores for all collectors: one copy, in one process;
 3. trains the demo's model on its task with the responses from all collectors;
-4. trains again, and halfway kills the process that holds the reference: Ray reports that a worker died and restarts it;
-   the collectors retry;
-5. compares the two runs, which differ only in the seconds that the restart took.
+4. trains again, and halfway kills the process with the reference: Ray reports that a worker died and restarts it; the
+   collectors retry;
+5. compares the two runs, which differ only in the time of the restart.
 
 Start reading at :func:`train`.
 """
@@ -56,12 +56,12 @@ from torchrl_llm_kl.training import learn, loss_entries
 # Required by torchrl's LLM components, which store lists of strings as stacks.
 tensordict.set_list_to_stack(True).set()
 
-TOLERANCE = 1e-6  # for any metric and any weight; the verdict says whether the runs needed it
+TOLERANCE = 1e-6  # for any metric and any weight; the verdict reports whether the runs needed it
 
 
 @dataclass
 class Settings:
-    """What the two runs are."""
+    """Settings of the two runs."""
 
     kill: bool = True  # train twice, and kill the reference halfway through the second run
     collectors: int = 4  # processes
@@ -72,13 +72,13 @@ class Settings:
     lr: float = 3e-4  # at the start of RL; it falls to 0
     num_prompts: int = 4  # per collector and step
     group_size: int = 8
-    batching: bool = False  # score requests that arrive together in one forward: rounding then depends on timing
+    batching: bool = False  # score concurrent requests in one forward: rounding then depends on timing
     out: str = "runs/ray"
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that holds the reference, and how many requests it has answered."""
+    """A process with the reference, and the number of requests that it has answered."""
 
     pid: int
     answered: int
@@ -110,7 +110,7 @@ def train(
 ) -> list[Process]:
     """Train ``policy`` in place. Returns the processes of the service, the killed one first."""
     coefficient = PIKLCoefficient(init=0.2, target=kl_target)
-    # The service's model replaces a model anywhere: here the reference of the transform that scores responses. The
+    # The service's model works like any model: here as the reference of the transform that scores responses. The
     # collectors receive a copy of the transform, which is small: it holds the service's name, not the model.
     parts = build("grpo", policy, service.model, coefficient=coefficient, max_new_tokens=MAX_NEW_TOKENS)
     ray.get([collector.start.remote(parts.kl_transform, seed=seed + i) for i, collector in enumerate(collectors)])
@@ -129,10 +129,10 @@ def train(
                 collector.collect.remote(state, seed=(seed * steps + step) * len(collectors) + i)
                 for i, collector in enumerate(collectors)
             ]
-            if step == kill_at:  # the collectors are generating, and need it in a moment
+            if step == kill_at:  # the collectors are generating, and will need it soon
                 processes.append(Process.of(service).since(first))
                 os.kill(first.pid, signal.SIGKILL)
-            batch = join(ray.get(shares))  # in this order, whichever finishes first
+            batch = join(ray.get(shares))  # in this order, independent of which finishes first
             collecting = time.perf_counter() - before
 
             batch = parts.prepare(label(batch, group_size))
@@ -179,7 +179,7 @@ class Run:
 
 
 def start_ray(processes: int) -> None:
-    """Ray on this machine alone, with room for ``processes``."""
+    """Ray only on this machine, with room for ``processes``."""
     folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     ray.init(
         address="local",  # never join a running cluster
@@ -195,7 +195,7 @@ def start_ray(processes: int) -> None:
 
 
 def serve(reference: Path, *, batching: bool) -> ScoringService:
-    """The reference, loaded from a folder by the process that holds it; this process and the collectors have no copy.
+    """The reference, loaded from a folder in the service's process; this process and the collectors have no copy.
 
     A forward of several requests sums in another order than one forward per request: log-probs differ by up to 1e-6, and
     timing decides which requests share a batch. At some step such a difference changes a sampled token, and from then on two
@@ -254,7 +254,7 @@ def main(settings: Settings) -> int:
 
     service = serve(out / "reference", batching=settings.batching)
     runs: dict[str, Run] = {}
-    curves: dict[str, tuple[list[Metrics], Sequence[float]]] = {}  # of each run, also of one that is interrupted
+    curves: dict[str, tuple[list[Metrics], Sequence[float]]] = {}  # of each run, also an interrupted one
 
     def plot() -> None:
         plot_runs(

@@ -1,12 +1,12 @@
-"""Train a language model on your own prompts with your own reward: GRPO, with the KL to the first weights held at a target.
+"""Train a language model on your own prompts and reward: GRPO, with the KL to the initial weights held at a target.
 
-Run it with ``python tutorials/train_grpo.py MODEL``, a folder or a name on the hub. It is the loop of ``torchrl-llm-kl train``
-written out, to be copied and changed: with the same settings both give the same weights, to the last bit. It
+Run it with ``python tutorials/train_grpo.py MODEL``, a folder or a name on the hub. It is the loop of ``torchrl-llm-kl
+train`` written out, to copy and change: with the same settings both give bit-equal weights. It
 
-1. loads the model twice: the policy, and the reference, which stays as it is;
+1. loads the model twice: the policy, and the frozen reference;
 2. binds GRPO to them. The KL is part of the reward, times a coefficient that adapts to hold it at the target;
 3. samples answers to prompts in groups, rewards them, and learns from the comparison within each group;
-4. saves a checkpoint now and then, from which the same command goes on, also after ``kill -9``.
+4. saves checkpoints, from which the same command resumes, even after ``kill -9``.
 
 Start reading at :func:`train`.
 """
@@ -40,7 +40,7 @@ from torchrl_llm_kl.training import (
     step_figures,
 )
 
-# A column "question", "prompt" or "messages"; the reward gets all others. The path of a JSONL or Parquet file does too.
+# A column "question", "prompt" or "messages"; the reward gets all others. A path of a JSONL or Parquet file works too.
 PROMPTS = [{"question": f"What is {a} * {b}?", "answer": str(a * b)} for a in range(3, 20) for b in range(3, 20)]
 
 
@@ -69,7 +69,7 @@ def train(
     """Train, and return the policy."""
     tensordict.set_list_to_stack(True).set()  # required by torchrl's LLM components
     checkpoints = Checkpoints(out / "checkpoints", keep=2)
-    saved = checkpoints.latest()  # None for a new run; a damaged checkpoint is passed over
+    saved = checkpoints.latest()  # None for a new run; a damaged checkpoint is skipped
     done = 0 if saved is None else saved.step
 
     tokenizer = chat_tokenizer(model)
@@ -97,7 +97,7 @@ def train(
         grpo.load_state_dict(state["parts"])  # the coefficient
         set_random_state(state["random"])
 
-    # Prompts in an order that the seed decides, each to `group_size` neighbouring rows; then rewards; then the KL.
+    # Prompts in an order given by the seed, each for `group_size` consecutive rows; then rewards; then the KL.
     env = make_env(
         prompts,
         reward,

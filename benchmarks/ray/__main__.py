@@ -117,7 +117,7 @@ def capacity(
 
 def _load(folder: Path) -> RayRun:
     if not (folder / RESULTS).exists():
-        raise typer.BadParameter(f"there is no {RESULTS} in {folder}: run first.")
+        raise typer.BadParameter(f"{folder} has no {RESULTS}: run first.")
     return RayRun.load(folder)
 
 

@@ -23,7 +23,7 @@ from benchmarks.workloads.base import OURS
 
 PARTS = ("calls", "overhead", "scale", "capacity")
 LENGTHS, QUICK_LENGTHS = (32, 512), (16,)
-_QUIET = 10.0  # seconds after which a caller is no longer recent to the service
+_QUIET = 10.0  # seconds after which the service no longer counts a caller as recent
 
 
 def whole(command: str, *, quick: bool) -> RayRun:

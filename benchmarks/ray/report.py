@@ -21,24 +21,24 @@ _INTRO = """# Benchmark of the Ray service
 
 Written by `{command}`; do not edit.
 
-Client processes apply torchrl {torchrl}'s Ray transforms and those of this library to TensorDicts of {sequences} sequences,
-which also hold an unrelated entry of {unrelated} MiB. Runs are interleaved, so that load on the machine affects both. All
-clients of a library share its actors. Model: {model}; one thread for each actor. On the same data both compute the same
-numbers{difference}.
+Client processes apply the Ray transforms of torchrl {torchrl} and of this library to TensorDicts of {sequences}
+sequences, which also hold an unrelated entry of {unrelated} MiB. Runs are interleaved, so that load on the machine
+affects both. All clients of a library share its actors. Model: {model}; one thread for each actor. On the same data
+both compute the same numbers{difference}.
 
-*Both models served*: `RayRetrieveKL`, with the policy and the reference in actors. torchrl's requires None for both models
-and a factory for each; other arguments fail at construction or at the first call. *Reference served*: only the log-probs of
-the reference, for a policy whose log-probs came with the samples. torchrl has no working transform for this: here its
-`RayTransform` wraps its `RetrieveLogProb`, as in its other Ray transforms.
+*Both models served*: `RayRetrieveKL`, with the policy and the reference in actors. torchrl's class requires None for
+both models and a factory for each; other arguments fail at construction or at the first call. *Reference served*: only
+the log-probs of the reference, for a policy whose log-probs came with the samples. torchrl has no working transform for
+this: here its `RayTransform` wraps its `RetrieveLogProb`, as in its other Ray transforms.
 """
 
 _CAPACITY = """## How many replicas
 
-A discrete-event simulation (`benchmarks/ray/events.py`): each collector generates {sequences} answers of {response} tokens to a
-prompt of {prompt}, requests the scores of all {tokens:,} tokens, and waits. Each prompt goes to one of the replicas, which
-batch requests as the service does. The result is the smallest number of replicas at which a collector loses at most {lost:.0%}
-more of its time than with a dedicated service. `python -m benchmarks.ray capacity --collectors N --tokens-per-second L` covers
-other settings, and models of another speed.
+A discrete-event simulation (`benchmarks/ray/events.py`): each collector generates {sequences} answers of {response}
+tokens to a prompt of {prompt}, requests the scores of all {tokens:,} tokens, and waits. Each prompt goes to one of the
+replicas, which batch requests like the service. The result is the smallest number of replicas at which a collector
+loses at most {lost:.0%} more of its time than with a dedicated service.
+`python -m benchmarks.ray capacity --collectors N --tokens-per-second L` covers other settings, and models of another speed.
 
 ![Replicas for up to 10,000 collectors, and predictions beside real runs](../docs/ray_capacity.png)
 """
@@ -105,7 +105,7 @@ def markdown(run: RayRun) -> str:
         ]
         parts.append(
             f"## One call of one caller\n\nMedians, {SEQUENCES} sequences, interleaved. "
-            "The bare actor holds a scorer and nothing else: Ray's own share.\n"
+            "The bare actor holds only a scorer: it shows Ray's own share.\n"
         )
         columns = ["tokens of each", "local scorer, ms", "bare Ray actor, ms", "service, ms", "service over local, ms"]
         parts.append(_table(columns, rows))

@@ -78,7 +78,7 @@ class RayRun:
         return all(getattr(self, name) == getattr(other, name) for name in ("settings", "machine", "versions", "model"))
 
     def updated(self, newer: RayRun) -> RayRun:
-        """This run with its parts replaced by those of ``newer``."""
+        """This run with its parts replaced by the parts of ``newer``."""
         parts = {name: value for name in _PARTS if (value := getattr(newer, name)) not in ((), None)}
         return replace(self, **parts)
 

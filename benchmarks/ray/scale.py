@@ -134,7 +134,7 @@ class Scale:
 
 
 def scale(size: ModelSize, *, quick: bool, seconds: float, repeats: int, on_step: Callable[[str], None]) -> Scale:
-    """Measure everything, each on a service of its own."""
+    """Measure everything, each on a separate service."""
     on_step("callers of mixed sizes")
     sizes, batch = _mixed(size, QUICK if quick else FULL, seconds=seconds)
     on_step("prompts over replicas")

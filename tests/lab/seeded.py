@@ -221,7 +221,7 @@ retokenised = fault(
     stored=_encoded_again,
 )
 chat_template = fault(
-    "The engine renders with another template; the trainer's tokens are those of its own.", template=ZEPHYR
+    "The engine renders with another template; the trainer keeps its own.", template=ZEPHYR
 )
 zeros = fault(
     "A cache of prefixes returns 0 for the first tokens of half the answers.",

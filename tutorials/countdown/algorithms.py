@@ -52,9 +52,9 @@ def build(
 ) -> AlgorithmParts:
     """Build an algorithm with its models; a KL penalty in the reward, times ``coefficient``, keeps it near the reference.
 
-    Answers are scored in the env, under the policy that samples: that of the collector, or ``policy`` in an env without one.
+    Answers are scored in the env, under the policy that samples: the collector's, or ``policy`` in an env without one.
     Algorithms without a reference have no penalty and need no coefficient. ``kl_reward`` and ``kl_loss`` place the KL
-    elsewhere; ``temperature`` is that of the sampler.
+    elsewhere; ``temperature`` is the sampler's.
     """
     preset = get_algorithm(name)
     settings = dict(SETTINGS.get(name, {}))

@@ -1,7 +1,7 @@
 """The answers of a run without an env and a collector: the same tokens, and scores to rounding, in half the time.
 
 torchrl's env of strings stacks and copies a TensorDict for each answer, which costs more than a model this small. A study of
-many runs goes around it; a task of several turns, or one that is not known to end after an answer, can't.
+many runs can bypass it; a task of several turns, or one that may not end after an answer, can't.
 """
 
 from __future__ import annotations

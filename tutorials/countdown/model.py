@@ -81,13 +81,13 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 def make_policy(problems: Sequence[Problem]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Build the small model, untrained, and its tokenizer."""
-    torch.set_num_threads(1)  # more only wait for one another on a model this small, and change the numbers
+    torch.set_num_threads(1)  # more threads only wait for each other on a model this small, and change the numbers
     tokenizer = build_tokenizer(problems)
     return build_model(tokenizer), tokenizer
 
 
 def to_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Convert a model in place; to float64 throughout, since transformers' norms compute in float32 whatever their input."""
+    """Convert a model in place; to float64 throughout, since transformers' norms always compute in float32."""
     model.to(dtype)
     if dtype == torch.float64:
         for module in model.modules():
@@ -113,7 +113,7 @@ def as_policy(
     """Wrap a model as a torchrl policy that generates answers.
 
     They are drawn with torch's own generator, or with ``noise``, which adds Gumbel noise to the logits. With another
-    ``temperature`` the algorithm must score at the same; with ``top_k`` no score is that of the sampler.
+    ``temperature`` the algorithm must score at the same; with ``top_k`` the scores differ from the sampler's.
     """
     generate_kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
     if noise is not None:

@@ -77,7 +77,7 @@ class Ranks:
         """The answers of all ranks, in order: token ids, log-probs and rewards, no text.
 
         A few bytes per token. Every rank then sees the whole batch, so that advantages that compare answers of several ranks
-        and all metrics are those of one process.
+        and all metrics equal the ones of a single process.
         """
         answers = answers.select(*SENT_BACK, strict=False).contiguous().cpu()
         if self.count == 1:
@@ -125,7 +125,7 @@ class Stop:
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A generator of its own for a key such as (seed, step, problem): whoever draws, and beside whom, draws the same."""
+    """A separate generator for a key such as (seed, step, problem): the draw does not depend on the rank or the batch."""
     return torch.Generator().manual_seed(random.Random(repr(key)).getrandbits(32))
 
 
@@ -162,7 +162,7 @@ class Gumbel(LogitsProcessor):
 
 
 def shard(model: nn.Module) -> None:
-    """Spread the weights over the ranks, layer by layer (FSDP2). Alone, a process keeps its model as it is."""
+    """Shard the weights over the ranks, layer by layer (FSDP2). A single process keeps its model unchanged."""
     if dist.is_initialized():
         body = getattr(model, "body", None)  # of a critic
         for layer in (model.get_decoder() if body is None else body).layers:  # type: ignore[operator]

@@ -22,7 +22,7 @@ __all__ = ["LABEL_BOX", "Metrics", "MetricsFile", "progress", "smooth"]
 
 
 def keep_earlier_run(folder: Path, names: Sequence[str]) -> None:
-    """Move the files and folders ``names`` of an earlier run from ``folder`` to ``folder/earlier-1``, -2, ..., and say so."""
+    """Move the files and folders ``names`` of an earlier run from ``folder`` to ``folder/earlier-1``, -2, ...; print where."""
     earlier = training.keep_earlier(folder, names)
     if earlier is not None:
         print(f"{folder} holds an earlier run: moved it to {earlier}", flush=True)

@@ -40,7 +40,7 @@ class Scale:
     samples: int = 4  # answers to each held-out problem, for the true KL
 
 
-#: That of the demo; one that fits 125 runs into an hour on two cores; one for tests.
+#: The demo's size; one that fits 125 runs into an hour on two cores; one for tests.
 DEMO = Scale()
 SHORT = Scale(steps=80, num_prompts=12)
 QUICK = Scale(steps=3, warmup_steps=25, num_prompts=2, group_size=3, held_out=8, samples=2)
@@ -53,8 +53,8 @@ class Cell:
     Args:
         study: ``"target"`` or ``"placement"``.
         kl_reward: the KL estimator in the reward.
-        kl_loss: that in the loss.
-        coefficient: a number, which stays, or one of the controllers, which hold the KL at ``TARGET``.
+        kl_loss: the KL estimator in the loss.
+        coefficient: a constant, or one of the controllers, which hold the KL at ``TARGET``.
         temperature: of the sampler.
         top_k: of the sampler; None to sample from all tokens.
         scored_at: the temperature at which the answers are scored.
@@ -186,7 +186,7 @@ def differences(a: Mapping[int, Result], b: Mapping[int, Result], key: str) -> l
 
 
 def verdict(values: Sequence[float], sign: int) -> str:
-    """Whether differences have the ``sign`` that a claim says; 0: none."""
+    """Whether differences have the ``sign`` of a claim; 0: no difference."""
     if len(values) < 2:
         return "open: fewer than two seeds were run"
     mean, half = interval(values)
@@ -211,7 +211,7 @@ def target_summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def target_table(results: Results, seeds: Sequence[int], scale: Scale) -> str:
-    """One row per seed, and what holds for all of them."""
+    """One row per seed, and a summary of all."""
     pi, ziegler = (results.find(cell, scale) for cell in target_cells())
     lines = [
         "| seed | KL, PI | KL, Ziegler | swing, PI | swing, Ziegler | right before RL | after, PI | after, Ziegler |",
@@ -321,7 +321,7 @@ CLAIMS: tuple[tuple[str, Cell, Cell, str, int, str], ...] = (
         "right answers at the same target, `k1` in the reward minus `k3` in the loss",
     ),
     (
-        "the common `k3` in the loss has another gradient than that of the reverse KL (arXiv 2512.21852, 2510.01555)",
+        "the common `k3` in the loss does not have the gradient of the reverse KL (arXiv 2512.21852, 2510.01555)",
         Cell("placement", kl_loss="k3", coefficient=0.1),
         Cell("placement", kl_loss="exact", coefficient=0.1),
         "true_kl",

@@ -52,9 +52,9 @@ def pair_figures(
 ) -> dict[str, float]:
     """Accuracy and margin of the implicit reward, ``beta (log_prob - ref_log_prob)``, and accuracies of simple guesses.
 
-    The policy before DPO is the reference: all its margins are 0, and its accuracy is that of a coin. ``equal_writers``
-    weights pairs so that each model wins as often as it loses against each other one: who knows only the writers is
-    then right half the time.
+    The policy before DPO is the reference: all its margins are 0, and its accuracy is one half. ``equal_writers``
+    weights pairs so that each model wins as often as it loses against every other: a guess by the writer alone is then
+    right half the time.
     """
     rewards = beta * (scores["log_prob"] - scores["ref_log_prob"])
     margin = rewards[:, 0] - rewards[:, 1]

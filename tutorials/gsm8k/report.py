@@ -19,7 +19,7 @@ from rich.table import Table
 
 from countdown.report import smooth
 
-#: What a process says of its work: seed, stage, steps done, steps of the stage, a few words.
+#: Progress of a process: seed, stage, steps done, steps of the stage, a few words.
 Event = tuple[int, str, int, int, str]
 Result = dict[str, Any]
 
@@ -93,7 +93,7 @@ def print_seed(result: Result) -> None:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """All seeds in Markdown: what rose, and what simple guesses reach on the same pairs."""
+    """All seeds in Markdown: the figures, and simple guesses on the same pairs."""
     lines = [
         "| held out | " + " | ".join(f"seed {r['seed']}" for r in results) + " | mean |",
         "|---|" + "---|" * (len(results) + 1),
@@ -124,7 +124,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def mean_of(results: Sequence[Result], name: str) -> tuple[float, float]:
-    """Mean over seeds, which hold different questions out, and its standard error."""
+    """Mean over seeds, which hold out different questions, and its standard error."""
     number = len(results)
     return sum(r[name] for r in results) / number, sum(r[f"{name}_error"] ** 2 for r in results) ** 0.5 / number
 

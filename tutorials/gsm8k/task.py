@@ -1,6 +1,6 @@
 """Questions of GSM8K in folds, their worked solutions as conversations, and right against wrong solutions of four models.
 
-A question is on one side only: the rows of a fold are held out, those of the other three are trained on.
+The rows of one fold are held out, the other three are for training; a question is never on both sides.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_questions(folder: Path) -> list[Question]:
     path = folder / FILE
     if not path.exists():
         raise FileNotFoundError(
-            f"there is no {path}: it is data/example_model_solutions.jsonl of github.com/openai/grade-school-math, under the "
+            f"{path} is missing: it is data/example_model_solutions.jsonl of github.com/openai/grade-school-math, under the "
             f"name {FILE}. Pass its folder."
         )
     return [
@@ -57,7 +57,7 @@ def read_questions(folder: Path) -> list[Question]:
 
 
 def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
-    """The questions to train on, and those that the seed holds out: one of the first three folds, or the last to tune on."""
+    """The training questions, and the seed's held-out ones: one of the first three folds, or the last one for tuning."""
     order = list(range(len(questions)))
     random.Random(0).shuffle(order)
     held = FOLDS - 1 if seed >= TUNING_SEEDS else seed % (FOLDS - 1)
@@ -106,7 +106,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-# ------------------------------------------------------------------ guesses that look at no content
+# ------------------------------------------------------------------ guesses that ignore the content
 
 
 def guess_by_length(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]]) -> list[float]:
@@ -116,7 +116,7 @@ def guess_by_length(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str
 
 
 def guess_by_writer(train: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]]) -> list[float]:
-    """The lead of the chosen answer's writer, by how often he won against the other one in training."""
+    """The lead of the chosen answer's writer, by how often it won against the other one in training."""
     won = Counter((row["chosen_by"], row["rejected_by"]) for row in train)
     leads = ((row["chosen_by"], row["rejected_by"]) for row in held_out)
     return [float(won[one, other] - won[other, one]) for one, other in leads]
