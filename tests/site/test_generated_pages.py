@@ -221,7 +221,7 @@ def test_the_page_of_runs_names_what_exists() -> None:
 
 def test_the_least_configuration_of_the_page_is_enough() -> None:
     pytest.importorskip("omegaconf")
-    pattern = r"The least that a configuration needs:\n\n```yaml\n(.*?)```"
+    pattern = r"A minimal configuration:\n\n```yaml\n(.*?)```"
     (least,) = re.findall(pattern, page("train.md"), flags=re.DOTALL)
     config = read_config(yaml.safe_load(least))
     assert config.model.name == read_config(yaml.safe_load(example_config())).model.name
