@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Your own task
 #
-# Questions, a function that rewards an answer, an algorithm: the smallest complete run. Nothing is downloaded; with a checkpoint of yours the cells stay the same.
+# Questions, a function that rewards an answer, an algorithm: the smallest complete run. Nothing is downloaded; the cells also work with your own checkpoint.
 
 # %%
 import copy
@@ -22,7 +22,7 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The data
 #
-# A row is a dict with `question`; every other column reaches the reward function as `metadata`. A path of a JSONL or Parquet file, or a Hugging Face `Dataset`, does as well.
+# A row is a dict with `question`; every other column reaches the reward function as `metadata`. A path of a JSONL or Parquet file, or a Hugging Face `Dataset`, works too.
 
 # %%
 words = ["how many", "a number", "pick one", "which", "a digit"]
@@ -32,7 +32,7 @@ rows[:3]
 # %% [markdown]
 # ## The reward
 #
-# A function of question, answer and metadata. With several, each is logged under its name: here whether the answer is a digit above the row's bound, and a little for brevity.
+# A function of question, answer and metadata. Several functions are logged under their names: here one checks that the answer is a digit above the row's bound, and one rewards brevity a little.
 
 
 # %%
@@ -49,7 +49,7 @@ reward = {"right": right, "brief": (0.2, brief)}
 # %% [markdown]
 # ## A model
 #
-# In your script: `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer. Here a tiny one, with a token for each letter, that has learned to answer with some digit.
+# In your script: `AutoModelForCausalLM.from_pretrained(...)` and its tokenizer. Here it is a tiny model with a token for each letter that has learned to answer with a digit.
 
 # %%
 special = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -100,7 +100,7 @@ reference = copy.deepcopy(model).requires_grad_(False)
 # %% [markdown]
 # ## The run
 #
-# Five questions, sixteen answers to each, at every step. The KL to the reference is charged in the reward, with a coefficient that grows while the KL is above 0.8 nats per answer. Thirty steps show the beginning of that.
+# Five questions, sixteen answers to each, at every step. The KL to the reference is subtracted from the reward, with a coefficient that grows while the KL is above 0.8 nats per answer. Thirty steps show the start of this adaptation.
 
 # %%
 GROUP, PROMPTS, STEPS = 16, 5, 30

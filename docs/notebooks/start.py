@@ -1,7 +1,7 @@
 # %% [markdown]
 # # A first look
 #
-# Score, penalise, train and look, on a model so small that each cell takes a second. Nothing is downloaded.
+# Score, penalise, train and inspect with a model so small that each cell takes a second. Nothing is downloaded.
 
 # %%
 import copy
@@ -77,7 +77,7 @@ reference = copy.deepcopy(model).requires_grad_(False)
 # %% [markdown]
 # ## Sample
 #
-# Sixteen answers to each of two questions, at temperature 1 from the whole distribution: that is what will be scored.
+# Sixteen answers to each of two questions, at temperature 1 from the whole distribution, which is the scored one.
 
 # %%
 generate = Sampling().generate_kwargs(model, max_new_tokens=20)
@@ -113,13 +113,13 @@ print(f"{'kl_penalty':14}", max(float(row["next", "kl_penalty"].abs().max()) for
 # %% [markdown]
 # ## Look
 #
-# Before a policy is updated, its batch is checked: are these tokens from the distribution that is scored?
+# Before the update, check the batch: do these tokens come from the scored distribution?
 
 # %%
 print(diagnose(scored, policy=model, reference=reference, tokenizer=tokenizer))
 
 # %% [markdown]
-# And a batch with a fault: the sampler draws from the three most probable tokens, the scorer does not know.
+# Now a batch with a fault: the sampler draws from the three most probable tokens, and the scorer does not know it.
 
 # %%
 whole = dict(policy.generate_kwargs)
@@ -131,7 +131,7 @@ policy.generate_kwargs = whole
 # %% [markdown]
 # ## Train
 #
-# An algorithm is a preset of objective, advantage and KL placement. Here the KL is charged in the reward, with a small coefficient.
+# An algorithm is a preset of objective, advantage and KL placement. Here the KL is subtracted from the reward, with a small coefficient.
 
 # %%
 grpo = make_algorithm(
@@ -162,7 +162,7 @@ figure.tight_layout()
 plt.show()
 
 # %% [markdown]
-# With so small a coefficient the model ends with vowels alone, some 60 nats per answer from where it began: the drift that a penalty is for. A `PIKLCoefficient` in place of the number holds the KL at a target.
+# With such a small coefficient the model ends with only vowels, some 60 nats per answer from the start: a penalty prevents this drift. A `PIKLCoefficient` instead of the number holds the KL at a target.
 #
 # The worst tokens of the last batch, as an excerpt; `inspect_tokens(batch, tokenizer, "rollouts.html")` writes the whole page.
 
