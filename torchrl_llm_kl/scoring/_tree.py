@@ -188,7 +188,7 @@ class _Branch:
     last: int = -1
     children: list[_Branch] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # depths at which its node may begin
-    savings: list[int] = field(default_factory=list)  # tokens saved in and below the branch, for each start
+    savings: list[int] = field(default_factory=list)  # of the best choice in and below the branch, for each start
     latest_start: int = -1  # the deepest start at which the branch is worth a node
 
 
@@ -215,6 +215,7 @@ def _choose(branches: list[_Branch], min_shared: int) -> None:
     A later start costs a branch more savings than all branches below it can gain together: a branch is worth a node at
     every start up to the latest one.
     """
+    token = len(branches) + 1  # each node counts 1, which decides ties alone
     for branch in reversed(branches):
         for child in branch.children:
             child.starts = [*branch.starts, branch.depth]
@@ -222,7 +223,8 @@ def _choose(branches: list[_Branch], min_shared: int) -> None:
         below = [sum(savings) for savings in zip(*(child.savings for child in branch.children), strict=True)]
         below = below or [0] * (len(branch.starts) + 1)
         for start, apart in zip(branch.starts, below[:-1], strict=True):
-            together = (branch.depth - start) * (branch.last - branch.first) - min_shared + below[-1]
+            tokens = (branch.depth - start) * (branch.last - branch.first) - min_shared
+            together = tokens * token + 1 + below[-1]
             branch.savings.append(max(together, apart))
             if together >= apart:
                 branch.latest_start = start

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import plan_micro_batches
@@ -153,6 +153,10 @@ def test_nodes_are_well_formed_and_every_token_is_found_with_its_whole_prefix(ba
         assert getattr(twice, name).tolist() == getattr(tree, name).tolist(), "copies share everything"
 
 
+TIED = [[1, 2, 1, 3], [1, 2, 1, 4], [1, 1, 1, 3], [1, 1, 1, 4]]  # the outer branch or both inner ones
+
+
+@example(batch=(TIED, [4] * 4), min_shared=3)
 @given(batch=batches(most=7), min_shared=st.sampled_from([*range(13), 10**6]))
 def test_no_other_choice_of_branches_costs_less(batch, min_shared):
     sequences, lengths = batch
