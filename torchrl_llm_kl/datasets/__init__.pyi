@@ -31,6 +31,9 @@ from torchrl_llm_kl.datasets._saved import (
 # For the layers above, not public:
 from torchrl_llm_kl.datasets._rows import (
     FileRows as FileRows,
+    RowError as RowError,
     as_list as as_list,
+    check_unicode as check_unicode,
     layout_of as layout_of,
+    read_messages as read_messages,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from typing_extensions import Unpack
 from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
 from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, Rows, read_rows
 
+_Columns = dict[str, list[Tensor | NonTensorData]]
 #: What happens to rows that are left out: a warning, an error at the first, or a call with their count.
 OnSkip = Literal["warn", "raise"] | Callable[[Skipped], None]
 
@@ -93,7 +95,7 @@ def from_conversations(
     """
     encoder = Encoder("messages", tokenizer, **encoding)
     stack, metadata = _encode(_named(data, messages=messages_key), encoder, on_skip)
-    return _stack([answer for (answer,) in stack], _columns(metadata))
+    return _stack([answer for (answer,) in stack], metadata)
 
 
 def from_completions(
@@ -140,7 +142,7 @@ def from_completions(
     """
     encoder = Encoder("completion", tokenizer, **_with_eos(encoding))
     stack, metadata = _encode(_named(data, prompt=prompt_key, completion=completion_key), encoder, on_skip)
-    return _stack([answer for (answer,) in stack], _columns(metadata))
+    return _stack([answer for (answer,) in stack], metadata)
 
 
 def from_pairs(
@@ -193,8 +195,7 @@ def from_pairs(
     """
     encoder = Encoder("preference", tokenizer, **_with_eos(encoding))
     rows = _named(data, prompt=prompt_key, chosen=chosen_key, rejected=rejected_key)
-    stack, metadata = _encode(rows, encoder, on_skip)
-    columns = _columns(metadata)
+    stack, columns = _encode(rows, encoder, on_skip)
     pairs = []
     for i, answers in enumerate(stack):
         pair = _stack(answers, {name: column[i : i + 1] * 2 for name, column in columns.items()})
@@ -211,16 +212,19 @@ def _with_eos(encoding: EncodingArgs) -> EncodingArgs:
 # ------------------------------------------------------------------ rows
 
 
-class _Named(Rows):
+@dataclass
+class _Renamed(Rows):
     """Rows whose columns have the names of a layout."""
 
-    def __init__(self, rows: Rows, keys: Mapping[str, str]) -> None:
-        self.rows, self.name, self.total = rows, rows.name, rows.total
-        self.keys = {own: other for own, other in keys.items() if own != other}
+    rows: Rows
+    keys: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        self.name, self.total = self.rows.name, self.rows.total
 
     def _read(self) -> Iterator[Row]:
         for row in self.rows:
-            if self.keys and isinstance(row.value, Mapping):
+            if isinstance(row.value, Mapping):
                 value = {name: item for name, item in row.value.items() if name not in self.keys.values()}
                 value |= {own: row.value[other] for own, other in self.keys.items() if other in row.value}
                 row = Row(row.index, row.place, value)
@@ -235,25 +239,22 @@ def _named(data: DataSource, **keys: str) -> Rows:
         if first is not None and other not in first.value:
             known = ", ".join(map(str, first.value))
             raise rows.error(first, f"has no column {other!r}, which {own}_key= names: it has {known}")
-    return _Named(rows, keys)
+    return _Renamed(rows, renamed) if renamed else rows
 
 
-#: The columns that become tokens; all others are metadata.
-_READ: dict[Layout, tuple[str, ...]] = {
-    "messages": ("messages", "tools"),
-    "completion": ("prompt", "completion", "tools"),
-    "preference": ("prompt", "chosen", "rejected", "tools"),
-}
-_MAKERS: dict[Layout, str] = {
-    "messages": "from_conversations",
-    "completion": "from_completions",
-    "preference": "from_pairs",
+#: The function for each kind of rows, and the columns that become tokens; all others are metadata.
+_MAKERS: dict[Layout, tuple[str, set[str]]] = {
+    "messages": ("from_conversations", {"messages", "tools"}),
+    "completion": ("from_completions", {"prompt", "completion", "tools"}),
+    "preference": ("from_pairs", {"prompt", "chosen", "rejected", "tools"}),
 }
 
 
-def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[Answer]], dict[str, list[Any]]]:
+def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[Answer]], _Columns]:
     """The answers of each row that can be used, and the other columns of these rows."""
-    _check_layout(rows, encoder.layout)
+    if rows.layout != encoder.layout:
+        maker = f": use {_MAKERS[rows.layout][0]}" if rows.layout in _MAKERS else ""
+        raise DataError(f"the first row of {rows.name} holds {rows.layout}, expected {encoder.layout}{maker}.")
     skipped = Skipped()
     kept: list[list[Answer]] = []
     values: list[Mapping[str, Any]] = []
@@ -278,21 +279,14 @@ def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[An
         on_skip(skipped)
     elif skipped.total or skipped.cut:
         warnings.warn(SkippedRowsWarning(rows.name, skipped), stacklevel=3)
-    names = dict.fromkeys(name for value in values for name in value if name not in _READ[encoder.layout])
-    return kept, {str(name): [value.get(name) for value in values] for name in names}
-
-
-def _check_layout(rows: Rows, expected: Layout) -> None:
-    found = rows.layout
-    if found != expected:
-        maker = f": use {_MAKERS[found]}" if found in _MAKERS else ""
-        raise DataError(f"the first row of {rows.name} holds {found}, expected {expected}{maker}.")
+    names = dict.fromkeys(name for value in values for name in value if name not in _MAKERS[encoder.layout][1])
+    return kept, {str(name): _column([value.get(name) for value in values]) for name in names}
 
 
 # ------------------------------------------------------------------ TensorDicts
 
 
-def _stack(answers: Sequence[Answer], columns: Mapping[str, list[Tensor | NonTensorData]]) -> LazyStackedTensorDict:
+def _stack(answers: Sequence[Answer], columns: _Columns) -> LazyStackedTensorDict:
     rows = [_row(answer, {name: column[i] for name, column in columns.items()}) for i, answer in enumerate(answers)]
     return lazy_stack(rows)
 
@@ -308,10 +302,6 @@ def _row(answer: Answer, metadata: Mapping[str, Any]) -> TensorDictBase:
     if metadata:
         entries["metadata"] = TensorDict(dict(metadata))
     return TensorDict(entries)
-
-
-def _columns(metadata: Mapping[str, list[Any]]) -> dict[str, list[Tensor | NonTensorData]]:
-    return {name: _column(values) for name, values in metadata.items()}
 
 
 def _column(values: Sequence[Any]) -> list[Tensor | NonTensorData]:

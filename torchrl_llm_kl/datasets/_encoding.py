@@ -15,17 +15,26 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.datasets._rows import MASKS, TOKENS, Layout, Reason, Row, RowError, as_list, is_history, layout_of
+from torchrl_llm_kl.datasets._rows import (
+    MASKS,
+    TOKENS,
+    Layout,
+    Message,
+    Reason,
+    Row,
+    RowError,
+    as_list,
+    check_unicode,
+    layout_of,
+    read_messages,
+)
 from torchrl_llm_kl.masks import (
     AssistantMaskError,
     MissingChatTemplateError,
     encode_with_mask,
-    history_to_messages,
     mask_from_prompt_lengths,
     render_conversation,
 )
-
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +194,7 @@ class Encoder:
             ids, mask = _of_ids(value)
             return ids, mask, mask
         if self.layout == "messages":
-            return self._of_messages([], _messages(value["messages"], "messages"), value)
+            return self._of_messages([], read_messages(value["messages"], "messages"), value)
         name = part or "completion"
         prompt, answer = value.get("prompt"), value[name]
         if isinstance(answer, str) and isinstance(prompt, str):
@@ -199,13 +208,13 @@ class Encoder:
             raise RowError(f"has `{name}` as text without a `prompt`")
         if isinstance(answer, str) or isinstance(prompt, str):
             raise RowError(f"has one of `prompt` and `{name}` as text and the other as messages: give both alike")
-        answer = _messages(answer, name)
+        answer = read_messages(answer, name)
         if prompt is None:  # both conversations begin with the prompt
-            other = _messages(value["rejected" if part == "chosen" else "chosen"], "chosen and rejected")
+            other = read_messages(value["rejected" if part == "chosen" else "chosen"], "chosen and rejected")
             shared = next((i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b), None)
             shared = min(len(answer), len(other)) if shared is None else shared
             return self._of_messages(answer[:shared], answer[shared:], value)
-        return self._of_messages(_messages(prompt, "prompt"), answer, value)
+        return self._of_messages(read_messages(prompt, "prompt"), answer, value)
 
     def _of_messages(
         self, prompt: list[Message], answer: list[Message], value: Mapping[str, Any]
@@ -253,27 +262,6 @@ class Encoder:
         if self.add_eos and int(tokens[-1]) != eos:
             tokens, mask = torch.cat([tokens, torch.tensor([eos])]), torch.cat([mask, torch.tensor([True])])
         return tokens, mask, mask
-
-
-def check_unicode(text: str) -> None:
-    """Raise a RowError for half of a surrogate pair, which JSON can write and no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(f"has text that is no Unicode: {text[error.start]!a} at character {error.start}") from None
-
-
-def _messages(value: Any, name: str) -> list[Message]:
-    """Messages without the fields that Parquet fills with None."""
-    if is_history(value):
-        return list(history_to_messages(value))
-    value = as_list(value)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of messages")
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RowError(f"has {message!r:.60} in `{name}`, expected an object with `role` and `content`")
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
 def _of_ids(value: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

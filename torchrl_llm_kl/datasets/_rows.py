@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: dicts; a list of dicts, texts or conversations; a dict of columns; a ``History`` of TorchRL.
 DataSource: TypeAlias = "str | PathLike[str] | Iterable[Any] | Mapping[str, Any] | History"
 
+#: A message of a conversation: ``role``, ``content`` and other keys that a template reads.
+Message: TypeAlias = dict[str, Any]
+
 #: The kinds of rows that have tokens to score or to train on.
 Layout = Literal["messages", "completion", "preference", "tokens"]
 
@@ -337,6 +340,27 @@ def as_list(value: Any) -> Any:
         ([1, 2], 'text')
     """
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def read_messages(value: Any, name: str) -> list[Message]:
+    """Messages without the fields that Parquet fills with None; a RowError for anything else under ``name``."""
+    if is_history(value):
+        return history_to_messages(value)
+    value = as_list(value)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of messages")
+    for message in value:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RowError(f"has {message!r:.60} in `{name}`, expected an object with `role` and `content`")
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def check_unicode(text: str) -> None:
+    """Raise a RowError for half of a surrogate pair, which JSON can write and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"has text that is not Unicode: {text[error.start]!a} at character {error.start}") from None
 
 
 def layout_of(value: Any) -> Layout:

@@ -51,14 +51,17 @@ from torchrl_llm_kl.rollouts._entries import (
     sequence_sums as sequence_sums,
     with_a_row as with_a_row,
 )
-from torchrl_llm_kl.rollouts._kept import (
-    read_kept as read_kept,
-    write_kept as write_kept,
-)
 from torchrl_llm_kl.rollouts._keys import (
     ATTENTION_MASK as ATTENTION_MASK,
     TOKENS_FULL as TOKENS_FULL,
     sub_key as sub_key,
+)
+from torchrl_llm_kl.rollouts._records import (
+    read_kept as read_kept,
+    read_routing as read_routing,
+    read_top_k as read_top_k,
+    top_k_entries as top_k_entries,
+    write_kept as write_kept,
 )
 from torchrl_llm_kl.rollouts._rendered import (
     in_layout as in_layout,
@@ -67,15 +70,6 @@ from torchrl_llm_kl.rollouts._rendered import (
 from torchrl_llm_kl.rollouts._rewards import (
     read_denominators as read_denominators,
     write_denominators as write_denominators,
-)
-from torchrl_llm_kl.rollouts._routing import (
-    read_routing as read_routing,
-)
-from torchrl_llm_kl.rollouts._teachers import (
-    TOP_K_NAMES as TOP_K_NAMES,
-    TeacherOutcomes as TeacherOutcomes,
-    read_top_k as read_top_k,
-    top_k_entries as top_k_entries,
 )
 from torchrl_llm_kl.rollouts._tokens import (
     TokenReader as TokenReader,

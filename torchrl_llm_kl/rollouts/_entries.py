@@ -92,6 +92,15 @@ def read_result(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> 
     return read_ragged(td, key) if value is None and next_td is not td else value
 
 
+def read_of(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> Ragged:
+    """A variable-length entry that is there, of as many sequences as the tokens; ``[N]``."""
+    data = read_ragged(td, key)
+    assert data is not None
+    if data.num_sequences != tokens.num_sequences:
+        raise ValueError(f"{key!r} has {data.num_sequences} sequences, the tokens have {tokens.num_sequences}.")
+    return data
+
+
 def describe_entries(td: TensorDictBase, next_td: TensorDictBase | None = None) -> str:
     """List the entries of a step and of its result: ``tokens.full, tokens.prompt, ...; in 'next': reward``."""
     next_td = read_node(td, "next") if next_td is None else next_td
@@ -145,8 +154,7 @@ def per_token(
     whole = None if features else per_sequence(td, key)
     if whole is not None:
         return whole.to(tokens.values.device)[tokens.sequence_ids]
-    data = read_ragged(td, key)
-    assert data is not None
+    data = read_of(td, key, tokens)
     values = data.slots()
     if features and values.ndim != 1 + features:
         found = tuple(values.shape[1:])
@@ -155,8 +163,6 @@ def per_token(
         if values[0].numel() != 1:
             raise ValueError(f"{key!r} must hold one number per token, found rows of {tuple(values.shape[1:])} each.")
         values = values.reshape(values.shape[0])
-    if data.num_sequences != tokens.num_sequences:
-        raise ValueError(f"{key!r} has {data.num_sequences} sequences, the tokens have {tokens.num_sequences}.")
     if same_rows(data.container, tokens.container):
         return values if tokens.keep is None else values[tokens.keep]
     widths = data.container.row_lengths

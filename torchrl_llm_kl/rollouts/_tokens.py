@@ -202,9 +202,13 @@ def prompt_ids(td: TensorDictBase) -> Tensor | None:
         return None
     if response is None:
         return None
-    lengths = tokens.like((~response).long()).sum()
-    prompts = tokens.values[~response].split(lengths.tolist())
-    return sequence_ids_of(list(prompts), len(prompts), "the prompt") if len(response) > int(response.sum()) else None
+    prompts = _rows_at(tokens, ~response)
+    return sequence_ids_of(prompts, len(prompts), "the prompt") if len(response) > int(response.sum()) else None
+
+
+def _rows_at(tokens: Ragged, mask: Tensor) -> list[Tensor]:
+    """The masked-in tokens of each sequence."""
+    return list(tokens.values[mask].split(tokens.like(mask.long()).sum().tolist()))
 
 
 def _given_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface) -> Tensor | None:
@@ -250,9 +254,7 @@ def _with_earlier_turns(
         )
     rendered, mask = render_history(td, interface, options, scope="full", key=key, add_generation_prompt=True)
     in_prompt = ~response
-    lengths = tokens.like(in_prompt.long()).sum()
-    prompt = Ragged.from_list(list(tokens.values[in_prompt].split(lengths.tolist())))
-    difference = first_difference(rendered, prompt)
+    difference = first_difference(rendered, Ragged.from_list(_rows_at(tokens, in_prompt)))
     if difference is not None:
         raise ValueError(
             f"scope='full': rendering {key!r} again produces other tokens than the prompt that was sampled from, first at "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.datasets import DataError, DataSource, as_list, read_rows
+from torchrl_llm_kl.datasets import DataError, DataSource, RowError, as_list, check_unicode, read_messages, read_rows
 
 #: The columns that may hold a prompt, the first of them that a row has.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -102,59 +102,44 @@ def parse_prompt(row: Any, place: str) -> Prompt:
         >>> parse_prompt("hi", "row 1")
         Prompt(question='hi', messages=[{'role': 'user', 'content': 'hi'}], metadata={})
     """
-    if not isinstance(row, Mapping):
-        row = {"prompt": row}
+    try:
+        return _parsed(row if isinstance(row, Mapping) else {"prompt": row})
+    except RowError as error:
+        raise PromptError(f"{place} {error}.") from None
+
+
+def _parsed(row: Mapping[Any, Any]) -> Prompt:
     # Parquet fills missing columns with None.
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
         filled = ", ".join(str(name) for name, value in row.items() if value is not None) or "(none)"
-        raise PromptError(
-            f"{place} has no prompt: found the columns {filled}, expected one of {', '.join(PROMPT_COLUMNS)}. Rename the "
-            "column that holds the question."
+        raise RowError(
+            f"has no prompt: found the columns {filled}, expected one of {', '.join(PROMPT_COLUMNS)}. Rename the column that "
+            "holds the question"
         )
     value = row[column]
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else _messages(value, column, place)
-    metadata = {str(key): item for key, item in row.items() if key != column}
-    question = _question(messages, column, place)
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:
-        found = ascii(question[error.start])
-        raise PromptError(
-            f"{place} has text that is no Unicode in `{column}`: {found} at character {error.start}, half of a surrogate pair."
-        ) from None
-    return Prompt(question, messages, metadata)
-
-
-def _messages(value: Any, column: str, place: str) -> list[dict[str, Any]]:
-    """Messages without the fields that Parquet fills with None."""
-    value = as_list(value)
-    if not isinstance(value, Sequence) or not value:
-        raise PromptError(f"{place} has {value!r:.60} as `{column}`, expected a text or a list of messages.")
-    for message in value:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise PromptError(f"{place} has {message!r:.60} in `{column}`, expected a dict with `role` and `content`.")
-    if value[-1]["role"] == "assistant":
-        raise PromptError(
-            f"{place}: `{column}` ends with the assistant's message, expected the prompt alone. Put the expected answer into "
-            "another column."
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else read_messages(value, column)
+    if not messages or messages[-1]["role"] == "assistant":
+        found = "ends with the assistant's message" if messages else "is empty"
+        raise RowError(
+            f"has a `{column}` that {found}, expected the prompt alone. Put the expected answer into another column"
         )
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
+    question = _question(messages, column)
+    check_unicode(question)
+    return Prompt(question, messages, {str(key): item for key, item in row.items() if key != column})
 
 
-def _question(messages: Sequence[Mapping[str, Any]], column: str, place: str) -> str:
+def _question(messages: Sequence[Mapping[str, Any]], column: str) -> str:
     """The text of the user's last message."""
-    for message in reversed(messages):
-        if message["role"] == "user":
-            content = as_list(message.get("content", ""))
-            if isinstance(content, str):
-                return content
-            if not isinstance(content, Sequence):
-                raise PromptError(
-                    f"{place} has a message with the content {content!r:.60} in `{column}`, expected a text or a list of parts."
-                )
-            return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
-    return ""
+    content = next((message.get("content", "") for message in reversed(messages) if message["role"] == "user"), "")
+    content = as_list(content)
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RowError(
+            f"has a message with the content {content!r:.60} in `{column}`, expected a text or a list of parts"
+        )
+    return "".join(part.get("text") or "" for part in content if isinstance(part, Mapping))
 
 
 # ------------------------------------------------------------------ the order

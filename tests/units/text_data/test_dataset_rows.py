@@ -235,7 +235,7 @@ SKIPPED = [
     ({"prompt": "a", "completion": said("b")}, "malformed", "give both alike"),
     ({"chosen": "b", "rejected": "c"}, "malformed", "without a `prompt`"),
     ({"prompt": 3, "completion": "b"}, "malformed", "give both alike"),
-    ({"prompt": "a", "completion": "b\ud83d"}, "malformed", "no Unicode: '\\ud83d' at character 2"),
+    ({"prompt": "a", "completion": "b\ud83d"}, "malformed", "not Unicode: '\\ud83d' at character 2"),
     ({"messages": [*HI, {"role": "assistant", "content": {"a": 1}}]}, "template", ""),
     ({"messages": [*HI, *said("x" * 50)]}, "too long", "73 tokens, at most 60"),
 ]

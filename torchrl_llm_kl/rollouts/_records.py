@@ -1,0 +1,209 @@
+"""What a sampler or a teacher recorded at each token: kept tokens, routing, a teacher's top k.
+
+- **Kept tokens**, two entries below one key: ``(key, "counts")`` holds how many were kept at each token, ``[*B, T]`` in the
+  layout of the tokens (or of the response alone), 0 where nothing was recorded. ``(key, "ids")`` holds their ids, the ids of a
+  sequence one after another, ``[*B, M]``: nested, leaves of a lazy stack, or padded on the right. At int32 a token of 8 kept
+  ones takes 36 bytes.
+- **Routing**: an entry ``[*B, T, L, k]`` of integers, for each token the ids of its experts by layer and slot, in the layout of
+  the tokens, of all tokens or of the response alone. Engines record what they forward, so that the last token of a sequence
+  may be missing: vLLM's ``routed_experts`` is ``[T - 1, L, k]``.
+- **A teacher's top k** as transforms write it: ids, their log-probs, and the log of the probability of all other tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torchrl_llm_kl.ragged import Dense, Ragged, Rows, segment_sum, write_ragged
+from torchrl_llm_kl.rollouts._entries import find_key, per_token, read_of, require_key
+from torchrl_llm_kl.rollouts._keys import sub_key
+
+# ------------------------------------------------------------------ kept tokens
+
+
+def read_kept(
+    td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """The recorded ids of all tokens, one after another ``[M]``, and where those of each begin ``[N + 1]``; None if missing.
+
+    Args:
+        td: the data.
+        key: parent of both entries, also found on the other side of ``"next"``.
+        tokens: all tokens.
+        responses: True at response tokens; bool ``[N]``; where ``counts`` are of the response alone.
+
+    Raises:
+        ValueError: if a sequence has fewer ids than its counts add up to.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> kept = TensorDict(counts=torch.tensor([[0, 2, 1]]), ids=torch.tensor([[5, 6, 7, -1]]), batch_size=[1])
+        >>> tokens = Ragged.from_list([torch.tensor([3, 6, 7])])
+        >>> [x.tolist() for x in read_kept(TensorDict(kept=kept, batch_size=[1]), "kept", tokens)]
+        [[5, 6, 7], [0, 0, 2, 3]]
+    """
+    ids_key, counts_key = (find_key(td, sub_key(key, name)) for name in ("ids", "counts"))
+    if ids_key is None or counts_key is None:
+        return None
+    ids = read_of(td, ids_key, tokens)
+    counts = per_token(td, counts_key, tokens, responses, fill=0).long().cpu()
+    needed, held = segment_sum(counts, tokens.lengths.cpu()), ids.lengths.cpu()
+    short = (needed > held).nonzero()
+    if len(short):
+        row = int(short[0])
+        raise ValueError(
+            f"{ids_key!r} holds {int(held[row])} ids for sequence {row}, and {counts_key!r} there add up to "
+            f"{int(needed[row])}: expected at least as many. One of them was cut or belongs to other data."
+        )
+    flat = Ragged(ids.values.reshape(-1).cpu(), held, ids.container).first(needed)
+    return ids.values.reshape(-1).cpu()[flat].long(), pad(counts.cumsum(0), (1, 0))
+
+
+def write_kept(td: TensorDictBase, key: NestedKey, tokens: Ragged, ids: Tensor, counts: Tensor) -> TensorDictBase:
+    """Store the ids of all tokens ``[M]`` and their counts ``[N]``; returns the TensorDict that replaces ``td``.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> full = torch.tensor([[3, 6, 7]])
+        >>> td = TensorDict(tokens=TensorDict(full=full, batch_size=[1]), batch_size=[1])
+        >>> td = write_kept(td, "kept", Ragged.from_padded(full), torch.tensor([5, 6, 7]), torch.tensor([0, 2, 1]))
+        >>> td["kept", "ids"], td["kept", "counts"]
+        (tensor([[5, 6, 7]], dtype=torch.int32), tensor([[0, 2, 1]], dtype=torch.int32))
+    """
+    device = tokens.values.device
+    td = write_ragged(td, sub_key(key, "counts"), tokens.like(counts.int().to(device)).slots(), tokens.container)
+    sizes, shape = segment_sum(counts.cpu(), tokens.lengths.cpu()), tokens.container.batch_shape
+    rows = Ragged(ids.int().to(device), sizes.to(device), Rows(sizes.tolist(), shape, device))
+    if not isinstance(tokens.container, Dense):
+        return write_ragged(td, sub_key(key, "ids"), rows.values, rows.container)
+    padded = rows.to_padded(value=-1)
+    return write_ragged(td, sub_key(key, "ids"), padded.flatten(), Dense(shape, padded.shape[1], device))
+
+
+# ------------------------------------------------------------------ routing
+
+
+def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None) -> Tensor | None:
+    """The recorded experts of each token, -1 where there are none; integers ``[N, L, k]``, None if the entry is missing.
+
+    Args:
+        td: the data.
+        key: the entry, also found on the other side of ``"next"``.
+        tokens: all tokens.
+        responses: True at response tokens; bool ``[N]``; where the entry is of the response alone, from its first token on.
+
+    Raises:
+        ValueError: if the entry holds no integers ``[L, k]`` for each token, or has another length than the tokens or the
+            response, with or without the last token.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> data = TensorDict(routed_experts=torch.tensor([[[[3, 1]], [[0, 2]]]]), batch_size=[1])
+        >>> read_routing(data, "routed_experts", Ragged.from_list([torch.tensor([5, 6, 7])])).tolist()
+        [[[3, 1]], [[0, 2]], [[-1, -1]]]
+    """
+    found = find_key(td, key)
+    if found is None:
+        return None
+    data = read_of(td, found, tokens)
+    values = data.slots().cpu()
+    if values.ndim != 3 or values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(
+            f"{found!r} must hold integers [layers, experts] for each token, found {list(values.shape[1:])} of {values.dtype}."
+        )
+    values = values.to(torch.int16 if values.element_size() == 1 else torch.int32)  # unsigned ones hold no -1
+    widths, keep = data.container.row_lengths.cpu(), None if tokens.keep is None else tokens.keep.cpu()
+    mask = torch.zeros(tokens.values.shape[0], dtype=torch.bool) if responses is None else responses.cpu()
+    every = Ragged(tokens.values.cpu(), tokens.lengths.cpu(), tokens.container)
+    slots, in_slots = every, mask
+    if keep is not None:  # padding has a place too
+        slots = Ragged(keep, tokens.container.row_lengths.cpu(), tokens.container)
+        in_slots = torch.zeros_like(keep).index_put((keep,), mask)
+    # Whole sequences come first: with prompts of one token, rows without the last token are as long as the response.
+    for places, scored in ((slots, None), (every, None), (slots, in_slots), (every, mask)):
+        start = torch.zeros_like(places.lengths) if scored is None else places.first_true(scored)
+        short, empty = places.lengths - start - widths, places.lengths == start
+        if bool((short == 0).all() | (short == (~empty).long()).all()):
+            where = places.first(start + widths) & ~places.first(start)
+            out = values.new_full((where.shape[0], *values.shape[1:]), -1)
+            out[where] = values
+            return out[keep] if places is slots and keep is not None else out
+    row = int((slots.lengths != widths).nonzero()[0])
+    raise ValueError(
+        f"{found!r} must have the length of the tokens, all rows with or all without the last one: sequence {row} has "
+        f"{int(widths[row])} rows and {int(slots.lengths[row])} tokens. Rows of the response alone begin with its first token."
+    )
+
+
+# ------------------------------------------------------------------ a teacher's top k
+
+
+class TeacherOutcomes(NamedTuple):
+    """The top k of ``M`` teachers at each token; the result of :func:`read_top_k`."""
+
+    ids: Tensor  #: -1 where a teacher has fewer than the others; int64 ``[N, M, k]``
+    log_probs: Tensor  #: nats, of the ids and last of all other tokens; ``[N, M, k + 1]``, ``-inf`` at ids of -1
+
+
+def top_k_entries(key: NestedKey) -> list[NestedKey]:
+    """The entries of a teacher's top k below ``key``: ids and log-probs ``[*B, T, k]``, the rest's log-prob ``[*B, T]``.
+
+    Example:
+        >>> top_k_entries("top_k")
+        [('top_k', 'ids'), ('top_k', 'log_probs'), ('top_k', 'rest_log_prob')]
+    """
+    return [sub_key(key, name) for name in ("ids", "log_probs", "rest_log_prob")]
+
+
+def read_top_k(
+    td: TensorDictBase, keys: Sequence[NestedKey], tokens: Ragged, responses: Tensor | None
+) -> TeacherOutcomes:
+    """The top k of one or several teachers at each token, in any layout that :func:`per_token` reads.
+
+    Args:
+        td: the data.
+        keys: that of each teacher's :class:`~torchrl_llm_kl.TopK`; their ``k`` may differ.
+        tokens: all tokens.
+        responses: True at response tokens; bool ``[N]``; None if unknown.
+
+    Raises:
+        KeyError: if an entry is missing.
+        ValueError: if the entries of a teacher have other shapes, or ids that are no integers.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> tokens = Ragged.from_list([torch.tensor([7, 8])])
+        >>> top = TensorDict(ids=torch.tensor([[[0], [8]]]), log_probs=torch.tensor([[[0.0], [-0.1]]]),
+        ...     rest_log_prob=torch.tensor([[0.0, -2.4]]), batch_size=[1])
+        >>> found = read_top_k(TensorDict(top_k=top, batch_size=[1]), ["top_k"], tokens, None)
+        >>> found.ids[1].tolist(), found.log_probs[1]
+        ([[8]], tensor([[-0.1000, -2.4000]]))
+    """
+    advice = "RetrieveLogProb(teacher, extras=[TopK(64)]) or RayRetrieveLogProb writes it; say where with top_k_key=."
+    teachers = []
+    for key in keys:
+        entries = [
+            require_key(td, name, "a distillation needs a teacher's top k", advice) for name in top_k_entries(key)
+        ]
+        ids = per_token(td, entries[0], tokens, responses, fill=0, features=1)
+        log_probs = per_token(td, entries[1], tokens, responses, features=1).detach()
+        rest = per_token(td, entries[2], tokens, responses).detach().to(log_probs.dtype)
+        if ids.shape != log_probs.shape:
+            shapes = f"{tuple(ids.shape[1:])} and {tuple(log_probs.shape[1:])}"
+            raise ValueError(f"{entries[0]!r} and {entries[1]!r} hold {shapes} numbers per token: expected the same k.")
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise ValueError(f"{entries[0]!r} holds {ids.dtype}: expected integers, the ids of tokens.")
+        teachers.append((ids.long(), torch.cat([log_probs, rest.unsqueeze(-1)], -1)))
+    most = max(ids.shape[-1] for ids, _ in teachers)
+    ids = torch.stack([pad(ids, (0, most - ids.shape[-1]), value=-1) for ids, _ in teachers], 1)
+    # Padding before the last outcome, which is all other tokens.
+    padded = [
+        torch.cat([pad(x[:, :-1], (0, most + 1 - x.shape[-1]), value=-torch.inf), x[:, -1:]], -1) for _, x in teachers
+    ]
+    return TeacherOutcomes(ids, torch.stack(padded, 1))
