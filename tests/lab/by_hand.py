@@ -74,7 +74,7 @@ def _rows(values: Sequence[Any]) -> Rows:
 
 
 def assert_case(case: Case) -> LossTerm:
-    """Values where the mask is True, gradients and metrics; the mask of the term is that of the inputs."""
+    """Values where the mask is True, gradients and metrics; the term has the inputs' mask."""
     function, inputs, value, gradient, metrics = case
     term, found = evaluate(function, **inputs)
     term = term.replace(value=torch.where(term.mask, term.value, 0))

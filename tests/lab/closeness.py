@@ -41,7 +41,7 @@ def assert_near(
             ``|expected|``. Default: the largest ``|expected|`` of the tensor; 0 compares each value by its own magnitude.
         exponent: of a result of ``exp``, the largest exponent ``x``: a relative error of ``eps`` in ``x`` is an absolute one
             of ``eps * x``, and so a relative one of ``eps * x`` in ``exp(x)``.
-        dtype: precision of the computation, if it is not that of the tensors: a float32 result that became a Python
+        dtype: precision of the computation, if it is not the tensors': a float32 result that became a Python
             number, or a float32 result and its float64 truth. Tensors of two dtypes are an error without it. Python numbers
             alone are float64.
         msg: what is compared, for the error.

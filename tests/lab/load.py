@@ -132,7 +132,7 @@ def callers(remote: RemoteModel, count: int = 4, calls: int | None = None) -> It
 
 @ray.remote(num_cpus=0)
 class Client:
-    """A caller in a process of its own."""
+    """A caller in another process."""
 
     def ask(self, handle: bytes, seeds: list[int]) -> list[Tensor]:
         """Scores of the sequences of each seed."""

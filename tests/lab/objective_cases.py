@@ -129,7 +129,7 @@ def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype
 
 
 def inputs_of(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with the inputs that this objective takes beside those of all: of a whole batch, whatever its rows."""
+    """The batch with the inputs that this objective takes beside the inputs of all: of a whole batch, whatever its rows."""
     spec, rows = spec_of(get_objective(name)), torch.arange(len(batch["mask"]))
     more = {
         "chosen": rows % 2 == 0,

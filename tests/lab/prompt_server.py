@@ -218,7 +218,7 @@ class PromptServer(ThreadingHTTPServer):
     def change(self, **switches):
         """Change switches until the end of the context."""
         toy = self.toy
-        toy.switches = json.loads(json.dumps({**toy.switches, **switches}))  # lists of its own
+        toy.switches = json.loads(json.dumps({**toy.switches, **switches}))  # its own lists
         toy.requests, toy.cached = [], set()
 
     def requests(self):

@@ -68,7 +68,7 @@ class Case:
         return [[value for keep, value in row if keep] for row in with_slots]
 
     def rebuilt(self, values: list, fill: Any) -> list:
-        """The source's form with ``values`` in place of its own and ``fill`` in the other slots."""
+        """The source's form with ``values`` in place of what it holds and ``fill`` in the other slots."""
         value = iter(values)
         rows = [[next(value) if keep else fill for keep in row] for row in self.table]
         if self.kind.startswith("jagged"):

@@ -61,7 +61,7 @@ def remote(name):
 
 
 def scorers(transform):
-    """The scorers of a transform's models, but not that of a collector's policy."""
+    """The scorers of a transform's models, but not the scorer of a collector's policy."""
     if isinstance(transform, RetrieveKL):
         return [part.scorer for part in list(transform)[:2] if hasattr(part, "model")]
     return [transform.scorer]

@@ -37,7 +37,7 @@ def scoring_models() -> tuple[Any, Any]:
 
 
 def child_env(query: str, *, turns: int = 1, models: tuple[Any, Any] | None = None) -> EnvBase:
-    """Of a pool: one conversation that starts with ``query``; with models of its own unless they are given."""
+    """Of a pool: one conversation that starts with ``query``; with its own models unless they are given."""
     tensordict.set_list_to_stack(True).set()
     torch.set_num_threads(1)
     transform = RetrieveKL(*(models or scoring_models()), coeff=0.3)

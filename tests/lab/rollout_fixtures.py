@@ -40,7 +40,7 @@ def padded(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(autouse=True)
 def _tables_have_no_head() -> Iterator[None]:
-    """Scorers warn that a table of logits is no body with a head."""
+    """Scorers warn that a table of logits is not a body with a head."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="LogProbScorer takes the model's full forward")
         yield

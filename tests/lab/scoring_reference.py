@@ -43,7 +43,7 @@ def plain_log_probs(
 
 
 def assert_scores(scorer: LogProbScorer, model: nn.Module, rows: list[Tensor], **options: bool) -> None:
-    """The log-probs of each row equal those of the plain model, one row at a time."""
+    """The log-probs of each row equal the plain model's, one row at a time."""
     found = scorer.score(Ragged.from_list(rows), **options).to_list()
     for row, log_probs in zip(rows, found, strict=True):
         with torch.no_grad():
@@ -68,7 +68,7 @@ SHARED = 37 + 16 + 18 + 12 + 10
 
 
 def conversation() -> list[Tensor]:
-    """Two groups of answers, one of which goes on for a second turn with two answers, and a stranger."""
+    """Two groups of answers, one of which continues for a second turn with two answers, and a stranger."""
     prompt, other = ids(20, 0), ids(18, 1)
     second = torch.cat([prompt, ids(17, 2)])
     prompts = (prompt, prompt, second, second, other, other, ids(0, 0), ids(0, 0))

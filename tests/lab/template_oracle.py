@@ -78,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"tools: schema": {"tools": [SCHEMA]}, "pro
 _GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
 BY_HAND: dict[str, tuple[tuple[str, ...], ...]] = {
     # gemma-4: the tool's answer stands inside the turn, the message's content after it; the end token follows the content
-    # or, where the next message goes on with the turn, only that one.
+    # or, where the next message continues the turn, only that one.
     "tools: content": tuple(
         (_GEMMA_CALL + stop, "I add." + end, "3<turn|>") for stop in ("<|tool_response>", "") for end in ("<turn|>", "")
     ),
@@ -296,7 +296,7 @@ class Oracle:
             at = text.rfind(part, low, shown)
             if part.strip() and at >= 0 and (plain is None or part in plain.split(Z)[0]):
                 return self._either(at + len(part))
-        if text.startswith(without):  # the turn goes on after a tool's answer, or its header is not the prompt
+        if text.startswith(without):  # the turn continues after a tool's answer, or its header is not the prompt
             at = len(without)
             own = plain[at:].split(Z)[0] if plain is not None and plain.startswith(without) else ""
             return self._either(at if not _THINKING.sub("", own).strip() else at + len(_common(own, text[at:])))
@@ -311,7 +311,7 @@ class Oracle:
         return at, tags.end() if tags else at
 
     def end(self, k: int, shown: int) -> int:
-        """After the end-of-turn token: what the template writes there whether or not the conversation goes on."""
+        """After the end-of-turn token: what the template writes there whether or not the conversation continues."""
         rest = self.text[shown:]
         upto = self.messages[: k + 1]
         then = [user(OTHER), assistant(OTHER), tool(OTHER)]

@@ -56,7 +56,7 @@ def chat(*contents: str) -> list[dict[str, Any]]:
 
 
 def called(content: Any = "", answer: str = "It is 3.", then: str = "", **fields: Any) -> list[dict[str, Any]]:
-    """A question, a call of a tool, its answer, and that of the assistant, with the reasoning ``then``."""
+    """A question, a call of a tool, its answer, and the assistant's, with the reasoning ``then``."""
     reasoning = {"reasoning_content": then} if then else {}
     message = assistant(content, **{"tool_calls": CALL, **fields})
     return [user("1+2?"), message, tool("3"), assistant(answer, **reasoning)]

@@ -27,7 +27,7 @@ _QWEN3_MOE = {"head_dim": 8, "moe_intermediate_size": 12, "norm_topk_prob": Fals
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _DEEPSEEK = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 _DEEPSEEK |= {"moe_intermediate_size": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
-#: Family -> the beginning of its classes' names, and settings of its own.
+#: Family -> the beginning of its classes' names, and its own settings.
 _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 8}),

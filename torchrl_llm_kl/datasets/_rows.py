@@ -84,7 +84,7 @@ def read_rows(source: DataSource) -> Rows:
         The :class:`Rows`; a file is read as it is iterated, and again by each iteration.
 
     Raises:
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError: if the file does not exist.
         ImportError: for a Parquet file without pyarrow.
         DataError: a ``ValueError``; for a folder, an empty or a damaged file, or columns of unequal lengths.
         TypeError: for anything else.
@@ -262,7 +262,7 @@ class FileRows(Rows):
                 raise
             name = str(path) if len(str(path)) < 200 else f"{str(path)[:60]}..."
             raise FileNotFoundError(
-                f"there is no file {name}: pass the path of a JSONL or Parquet file, or a list of rows."
+                f"the file {name} does not exist: pass the path of a JSONL or Parquet file, or a list of rows."
             ) from None
         if not start:
             raise DataError(f"{path} is empty: expected a JSON object on each line, or a Parquet file.")

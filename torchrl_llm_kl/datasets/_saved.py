@@ -68,7 +68,7 @@ def save_batch(batch: TensorDictBase, path: str | Path) -> None:
     if not is_tensor_collection(batch):
         raise TypeError(f"expected a TensorDict, got {type(batch).__name__}: pass a batch of rollouts.")
     if not Path(path).absolute().parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {Path(path).parent}: make it first.")
+        raise FileNotFoundError(f"the folder {Path(path).parent} does not exist: make it first.")
     try:
         record = {"format": _FORMAT, "version": _VERSION, "batch": _encode(batch, ())}
     except RecursionError:
@@ -143,10 +143,10 @@ def _class(name: str) -> Any:
     """The collection with this name, of a package that is trusted."""
     module, _, cls = name.partition(":")
     if not any(f"{module}.".startswith(f"{package}.") for package in _PACKAGES):
-        raise ValueError(f"{name!r} is no class of {', '.join(_PACKAGES)}")
+        raise ValueError(f"{name!r} is not a class of {', '.join(_PACKAGES)}")
     found = getattr(importlib.import_module(module), cls)
     if not is_tensor_collection(found):
-        raise ValueError(f"{name!r} is no tensor collection")
+        raise ValueError(f"{name!r} is not a tensor collection")
     return found
 
 
@@ -158,7 +158,7 @@ def load_batch(path: str | Path, *, trust: bool = False) -> Any:
 
     Args:
         path: a file of :func:`save_batch`; of ``torch.save`` of a TensorDict's ``to_dict()`` or ``state_dict()``, which do
-            not hold the batch size: that of ``("tokens", "full")`` counts; or a folder or ``.tdz`` archive of ``td.save``.
+            not hold the batch size: the one of ``("tokens", "full")`` counts; or a folder or ``.tdz`` archive of ``td.save``.
 
     Keyword Args:
         trust: also read pickled objects, which can run any code.
@@ -168,7 +168,7 @@ def load_batch(path: str | Path, *, trust: bool = False) -> Any:
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
-        DataError: a ``ValueError``, if it is no batch, is damaged or incomplete, has links, or has pickled objects without
+        DataError: a ``ValueError``, if it holds no batch, is damaged or incomplete, has links, or has pickled objects without
             ``trust``.
 
     Example:
@@ -182,7 +182,7 @@ def load_batch(path: str | Path, *, trust: bool = False) -> Any:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(
-            f"there is no {path}: pass a file of save_batch, or a folder that td.save (memmap) wrote."
+            f"{path} does not exist: pass a file of save_batch, or a folder that td.save (memmap) wrote."
         )
     if path.is_dir() or path.suffix.lower() == ".tdz":
         return _of_memmap(path, trust)
@@ -201,7 +201,7 @@ def _of_torch(path: Path, trust: bool) -> Any:
         found = torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
         if trust or "weights_only" not in str(error).lower().replace(" ", "_"):
-            raise DataError(f"{path} is no file of torch.save: {first_sentence(error)}") from error
+            raise DataError(f"{path} is not a file of torch.save: {first_sentence(error)}") from error
         raise DataError(
             f"{path} holds pickled objects besides tensors, which can run any code when they are loaded: save it with "
             "torchrl_llm_kl.save_batch; or pass --trust (trust=True) if you made the file yourself."
@@ -262,10 +262,10 @@ def _of_dict(found: dict[str, Any], path: Path) -> Any:
         td = TensorDict.from_dict(found, auto_batch_size=True, batch_dims=dims)
         td = td.unflatten_keys(".") if any("." in key for key in found) else td
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"the dict in {path} is no batch: {first_sentence(error)}") from error
+        raise DataError(f"the dict in {path} is not a batch: {first_sentence(error)}") from error
     if td.batch_dims < dims:
         raise DataError(
-            f"the entries of the dict in {path} have no first dimension in common, so it is no batch: save the TensorDict with "
+            f"the entries of the dict in {path} have no first dimension in common, so it is not a batch: save it with "
             "torchrl_llm_kl.save_batch."
         )
     return td
@@ -311,7 +311,7 @@ def _folder(path: Path) -> _Files:
                 raise DataError(f"{each} is a link, which is not followed: replace it by what it points to.")
             if not each.is_dir():
                 if not each.is_file():
-                    raise DataError(f"{each} is no regular file: expected what td.save wrote.")
+                    raise DataError(f"{each} is not a regular file: expected what td.save wrote.")
                 names.add(each.relative_to(path).as_posix())
     return names, lambda name: (path / name).read_bytes()
 
@@ -322,7 +322,7 @@ def _archive(path: Path) -> _Files:
             names = {name for name in archive.namelist() if not name.endswith("/")}
             metadata = {name: archive.read(name) for name in names if name.rpartition("/")[2] == "meta.json"}
     except zipfile.BadZipFile:
-        raise DataError(f"{path} is no archive of td.save.") from None
+        raise DataError(f"{path} is not an archive of td.save.") from None
     return names, metadata.__getitem__
 
 

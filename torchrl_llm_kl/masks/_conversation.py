@@ -70,7 +70,7 @@ def render_conversation(
         Text, token ids and mask, neither truncated nor padded.
 
     Raises:
-        MissingChatTemplateError: if there is no template to use.
+        MissingChatTemplateError: without a template to use.
         TurnNotFoundError: if an assistant turn cannot be located with certainty.
         EmptyAssistantMaskError: if there are assistant turns but the mask is empty.
 
@@ -115,7 +115,7 @@ def render_conversations(
     """Render several conversations (lists of messages) and tokenise them in one batch.
 
     Returns one result per conversation, in order; nothing is padded. The other arguments apply to all conversations;
-    arguments and errors are those of :func:`render_conversation`, and an error names its conversation.
+    arguments and errors as in :func:`render_conversation`; an error names its conversation.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers

@@ -168,7 +168,7 @@ def check_gaps(chat: Renderings, whole: Trace, turn: int, start: int, end: int) 
 def _may_end_earlier(message: Message, tail: str) -> bool:
     """Whether the text after a plain answer holds two end tokens apart: the second may close the conversation alone.
 
-    A closing tag, and a token of the answer's own, is no end token.
+    A closing tag, and a token that the answer holds, is not an end token.
     """
     tokens = _TOKENS.findall(tail)
     if len(tokens) < 2 or message.get("tool_calls") or not re.search(r"\s", tail.rstrip()):

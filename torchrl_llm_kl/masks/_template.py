@@ -106,7 +106,7 @@ class Renderer:
 class Renderings:
     """The renderings of one conversation that its masks need; each is computed once, on first use.
 
-    ``plain(count, prompt)`` and ``trace(count, prompt)`` are those of the first ``count`` messages, with a generation
+    ``plain(count, prompt)`` and ``trace(count, prompt)`` render the first ``count`` messages, with a generation
     prompt if ``prompt``; ``text`` is the conversation as the model sees it.
     """
 
@@ -232,7 +232,7 @@ def _resolve(tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | N
     origin = "the tokenizer's chat template" if chat_template is None else "the chat template passed"
     if "{" not in template:
         raise MissingChatTemplateError(
-            f"`chat_template={template!r}` is no template, and the tokenizer has none of that name "
+            f"`chat_template={template!r}` is not a template, and the tokenizer has none of that name "
             f"(it has {sorted(own) if isinstance(own, Mapping) else 'one unnamed template' if own else 'none'})."
         )
     return template, f"{origin} ({_fingerprint(template)})"

@@ -115,7 +115,7 @@ def _count(flags: Tensor, begin: Tensor, end: Tensor) -> Tensor:
 
 
 def _mask_by_pieces(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-    """Without offsets: tokenise the pieces between borders; their tokens must equal those of the whole text."""
+    """Without offsets: tokenise the pieces between borders; their tokens must equal the tokens of the whole text."""
     whole = list(tokenizer.encode(text, add_special_tokens=False))
     ids: list[int] = []
     mask: list[bool] = []

@@ -199,7 +199,7 @@ def _prompts_of(
         )
     if not options.can_tokenise(interface):
         raise ValueError(
-            "a context function returns messages, and there is no tokenizer to render them: pass tokenizer= to the "
+            "a context function returns messages, and a tokenizer to render them is missing: pass tokenizer= to the "
             "transform or to the model's wrapper, or the key of an entry with token ids."
         )
     conversations = _called(context, td, key)
@@ -226,7 +226,7 @@ def _prompts_of(
 
 
 def _called(context: Callable[..., Any], td: TensorDictBase, key: NestedKey) -> list[Any]:
-    """The conversations that ``context`` returns, as message dicts; the assistant's part is that of the data."""
+    """The conversations that ``context`` returns, as message dicts; the assistant's part is unchanged."""
     histories = row_histories(td, key)
     data = td.reshape(-1).unbind(0) if _takes_row(context) else None
     out = []

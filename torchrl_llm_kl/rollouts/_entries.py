@@ -138,7 +138,7 @@ def per_token(
 
     Keyword Args:
         fill: for tokens that a shorter row does not cover.
-        features: dimensions after those of the tokens: 1 for the ``k`` numbers of a top k, ``[N, k]``.
+        features: dimensions after the tokens: 1 for the ``k`` numbers of a top k, ``[N, k]``.
 
     Raises:
         ValueError: if a row is longer than its tokens, holds another number of dimensions per token, or fits no place in its

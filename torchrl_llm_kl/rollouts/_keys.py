@@ -1,4 +1,4 @@
-"""Keys of a rollout's entries: TorchRL's defaults, and those of a given model."""
+"""Keys of a rollout's entries: TorchRL's defaults, and a given model's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sub_key(key: NestedKey, name: str) -> NestedKey:
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """Keys and tokenisation of a model. The defaults are those of a TorchRL wrapper with ``input_mode="tokens"``.
+    """Keys and tokenisation of a model. The defaults are a TorchRL wrapper's with ``input_mode="tokens"``.
 
     Args:
         input_mode: the kind of input: ``"tokens"``, ``"text"`` or ``"history"``.

@@ -30,7 +30,7 @@ from torchrl_llm_kl.rollouts._keys import sub_key
 def read_kept(
     td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """The recorded ids of all tokens, one after another ``[M]``, and where those of each begin ``[N + 1]``; None if missing.
+    """The recorded ids of all tokens, one after another ``[M]``, and where the ids of each begin ``[N + 1]``; None if missing.
 
     Args:
         td: the data.
@@ -168,13 +168,13 @@ def read_top_k(
 
     Args:
         td: the data.
-        keys: that of each teacher's :class:`~torchrl_llm_kl.TopK`; their ``k`` may differ.
+        keys: one for each teacher, the key of its :class:`~torchrl_llm_kl.TopK`; their ``k`` may differ.
         tokens: all tokens.
         responses: True at response tokens; bool ``[N]``; None if unknown.
 
     Raises:
         KeyError: if an entry is missing.
-        ValueError: if the entries of a teacher have other shapes, or ids that are no integers.
+        ValueError: if the entries of a teacher have other shapes, or ids that are not integers.
 
     Example:
         >>> from tensordict import TensorDict

@@ -82,12 +82,12 @@ class TokenisingOptions:
         """The tokenizer and the template arguments for a model.
 
         Raises:
-            ValueError: if there is no tokenizer, or no chat template of the given name.
+            ValueError: without a tokenizer, or without a chat template of the given name.
         """
         tokenizer = self.tokenizer if self.tokenizer is not None else interface.tokenizer
         if tokenizer is None:
             raise ValueError(
-                "the data holds no token ids and there is no tokenizer to create them: found tokenizer=None. Pass "
+                "the data holds no token ids and a tokenizer to create them is missing: found tokenizer=None. Pass "
                 "`tokenizer=` to the transform or to the model's wrapper."
             )
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
@@ -281,7 +281,7 @@ def in_layout(data: Ragged, interface: ModelInterface, side: PaddingSide) -> Rag
     """``data`` in the layout of a model's output, which its ``pad_output`` decides; unchanged for a model without one.
 
     Without padding: nested rows, or the leaves of a lazy stack. With: a nested tensor is padded on ``side``; each leaf of a
-    lazy stack is a row of its own width and remains so.
+    lazy stack is a row with its own width and stays so.
 
     Example:
         >>> ids = torch.tensor([[3, 4, 5], [6, 0, 0]])

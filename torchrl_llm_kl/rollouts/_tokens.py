@@ -383,7 +383,7 @@ class TokenReader:
             if number := int(left_out.sum()):
                 warnings.warn(
                     f"{key!r} holds {text.format(number)}. Those tokens are left out of the loss; RetrieveKL and "
-                    "RetrieveLogProb score every token, with scope='full' those of earlier turns too.",
+                    "RetrieveLogProb score every token, with scope='full' also the tokens of earlier turns.",
                     stacklevel=4,
                 )
 

@@ -192,7 +192,7 @@ async def _guarded(call: Call, future: Future[Any]) -> None:
 
 
 def _start_loop(owner: Any) -> asyncio.AbstractEventLoop:
-    """An event loop in a thread of its own, which ends with its owner."""
+    """An event loop in its own thread, which ends with its owner."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="async rewards").start()
     weakref.finalize(owner, loop.call_soon_threadsafe, loop.stop)

@@ -40,7 +40,7 @@ class Turns:
         reply: ``(messages, metadata) -> str | None``, sync or async: the user's next message after an answer without calls;
             None ends the episode.
         tool_parser: reads the calls of an answer. Default: by the tokenizer's ``response_template``, or in the format in which
-            the chat template itself writes calls (that of Hermes and Qwen, of Qwen 3.5 and GLM, of Mistral, or of Llama 3).
+            the chat template itself writes calls (as Hermes and Qwen do, Qwen 3.5 and GLM, Mistral, or Llama 3).
         workers: tools and replies that run at a time: sync ones (default one), async ones (default all).
 
     Raises:
@@ -131,7 +131,7 @@ def make_env(
         - under ``"next"`` what :class:`FunctionReward` writes: ``"reward"``, ``("rewards", name)`` and
           ``"reward_failures"``; after a ``kl_transform`` that charges the KL, ``"reward"`` has one number per token.
 
-        and with several turns ``"messages"``, the conversation; ``"run"``, the number of the episode, and ``"step"``, that of
+        and with several turns ``"messages"``, the conversation; ``"run"``, the episode's number, and ``"step"``, the number of
         the turn, int64 ``[B, 1]``: pass ``Advantage("step_wise_grpo", keys={"run": "run", "step": "step"})``.
 
         A prompt that was posed but not answered is posed again after a reset.

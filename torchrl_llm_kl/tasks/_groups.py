@@ -26,7 +26,7 @@ def whole_groups(
     This keeps them until the group is complete; nothing is dropped or repeated.
 
     Args:
-        batches: of a collector: rows ``[*envs, steps]`` or flattened, each step once and those of an episode in order.
+        batches: of a collector: rows ``[*envs, steps]`` or flattened, each step once and the steps of an episode in order.
         group_size: episodes of a group.
 
     Keyword Args:

@@ -18,7 +18,7 @@ PROMPT_COLUMNS = ("prompt", "question", "messages")
 
 
 class PromptError(DataError):
-    """A row holds no prompt, or there are no rows; the message names the row and what it holds."""
+    """A row holds no prompt, or no rows were given; the message names the row and what it holds."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Prompts(Sequence[Prompt]):
                     raise rows.error(row, row.problem)
                 self._prompts.append(parse_prompt(row.value, f"{row.place} of {rows.name}"))
         if not len(self):
-            raise PromptError("there are no prompts: found 0 rows, expected at least one.")
+            raise PromptError("no prompts: found 0 rows, expected at least one.")
         _ = self[0]
 
     def __len__(self) -> int:

@@ -44,10 +44,10 @@ class FunctionReward(Transform):
 
     A function gets the question, the answer as text (without end-of-turn and padding tokens) and the row's other columns, and
     returns a finite number; it may be ``async``. Where it raises, takes too long or returns anything else, its part of the
-    reward is 0: the failure is counted and logged (logger ``torchrl_llm_kl.tasks``), and training goes on. A function that
+    reward is 0: the failure is counted and logged (logger ``torchrl_llm_kl.tasks``), and training continues. A function that
     fails for all answers of its first batch raises instead.
 
-    In an env of several turns the answer is that of the last one, and earlier steps have reward 0. Append transforms that
+    In an env of several turns the answer is the last one, and earlier steps have reward 0. Append transforms that
     charge a KL after this one; :func:`make_env` does.
 
     Args:
@@ -307,7 +307,7 @@ def _parts(reward: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, Re
     else:
         functions, given = {"": reward}, {"": 1.0} if weights is None else dict(weights)
     if not given:
-        raise ValueError("there is no reward: expected a function, or named parts such as {'right': function}.")
+        raise ValueError("no reward is given: expected a function, or named parts such as {'right': function}.")
     for name, function in functions.items():
         what = f"the reward {name!r}" if isinstance(reward, Mapping) else "reward"
         check_takes(function, what, "question", "answer", "metadata")

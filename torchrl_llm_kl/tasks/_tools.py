@@ -287,7 +287,7 @@ class Tools:
             name = getattr(function, "__name__", type(function).__name__)
             try:
                 schema = get_json_schema(function)
-            except Exception as error:  # transformers raises errors of its own
+            except Exception as error:  # transformers has its own errors
                 raise ValueError(
                     f"the tool {name!r} has no schema: {error}. Give it type hints and a docstring with an `Args:` section "
                     "that describes each argument."
@@ -308,7 +308,7 @@ class Tools:
 
     def _refusal(self, call: ToolCall) -> str:
         """Why a call is not run; empty if it is."""
-        unknown = f"there is no tool {call.name!r}. Tools: {', '.join(self.functions)}"
+        unknown = f"the tool {call.name!r} does not exist. Tools: {', '.join(self.functions)}"
         error = call.error or ("" if call.name in self.functions else unknown)
         return f"Error: {error}" if error else ""
 
@@ -320,7 +320,7 @@ def _result(value: Any) -> str:
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     except Exception as error:  # keys that JSON lacks, a value that holds itself, a text that cannot be made
-        text = f"Error: the result is no JSON: {type(error).__name__}: {error}"
+        text = f"Error: the result cannot be written as JSON: {type(error).__name__}: {error}"
     return as_unicode(text)
 
 
@@ -420,7 +420,7 @@ class Dialog:
         """
         turn, after = self._rendered([*messages, *replies])
         own = next((token for token in self.special if turn.endswith(token)), "")
-        closing = own if self._closing else ""  # without an end token, a call may end with a special token of its own
+        closing = own if self._closing else ""  # without an end token, a call may end with its own special token
         return text + ("" if text.endswith(self.special) else closing) + after
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
@@ -516,7 +516,7 @@ _OF_CALLS = re.compile(r"tool[_▁ ]?(?:call|arg)", re.IGNORECASE)
 
 
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:
-    """The special tokens of a tokenizer but those of calls, the longest first; empty without a tokenizer.
+    """The special tokens of a tokenizer, except for calls; the longest first; empty without a tokenizer.
 
     Example:
         >>> special_tokens(None)

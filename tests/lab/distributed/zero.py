@@ -17,7 +17,7 @@ def engine_of(module, stage, accumulate=1):
     from deepspeed.utils import groups
 
     trained = [p for p in module.parameters() if p.requires_grad]
-    # Each case has other ranks and a process group of its own, and DeepSpeed remembers groups and numbers of modules.
+    # Each case has other ranks and its own process group, and DeepSpeed remembers groups and numbers of modules.
     if trained:
         deepspeed.comm.comm.cdb = None
         deepspeed.comm.torch.build_shm_op = lambda: None  # needs a compiler, and keeps the number of ranks
@@ -40,7 +40,7 @@ def engine_of(module, stage, accumulate=1):
 
 
 def _difference(model):
-    """Of a parameter, from those of one process in float64 after three steps."""
+    """Of a parameter, from the parameters of one process in float64 after three steps."""
     from deepspeed import zero
 
     want, worst = expected(torch.float64, STEPS, RATE, None, False, ()), 0.0

@@ -36,7 +36,7 @@ def main(
     write: Annotated[Path | None, typer.Option("--record", help="Write which test fails for each mutant.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Run what such a file says is noticed; is it still?")] = None,
     tests: Annotated[
-        list[str] | None, typer.Option(help="Files or folders below tests, not those of the layers.")
+        list[str] | None, typer.Option(help="Files or folders below tests, in place of the layers' own.")
     ] = None,
 ) -> None:
     """Exit code 1 if a mutant survives that is not listed in equivalent.json; with --compare, if one survives that did not."""
@@ -91,7 +91,7 @@ def main(
     wrong = [x for x in record.equivalents() if x[0] in places and x not in {(*key[:2], key.after) for key in mutants}]
     wrong += [(*key[:2], key.after) for key in tried if equivalent and key not in lost]
     for line in wrong:
-        print(f"\nequivalent.json lists what is no mutant, or not equivalent: {line}")
+        print(f"\nequivalent.json lists what is not a mutant, or not equivalent: {line}")
     raise typer.Exit(int(bool(unlisted or wrong)))
 
 

@@ -14,7 +14,7 @@ from project import PROJECT
 from .mutations import Mutant, dropped, mutants_of
 
 PACKAGE = "torchrl_llm_kl"
-#: Below the package. The tests of a layer are in the folder with its name; those of a single file have its name in theirs.
+#: Below the package. The tests of a layer are in the folder with its name; the tests of a single file have its name in theirs.
 _FILES = "estimators/* losses/* losses/objectives/* advantages/* head/* rollouts/* masks/* scoring/* service/_wire"
 #: Formulas of papers: each of their changes must be noticed.
 _MATHS = """

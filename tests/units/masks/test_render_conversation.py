@@ -174,7 +174,7 @@ ASKED = [user("x"), assistant("a"), assistant("b")]
     [
         (None, ASKED, {}, masks.MissingChatTemplateError, r"no chat template.*Pass `chat_template=`"),
         ({"a": CHATML, "b": CHATML}, ASKED, {}, masks.MissingChatTemplateError, r"\['a', 'b'\] and no default"),
-        ({"a": CHATML}, ASKED, {"chat_template": "c"}, masks.MissingChatTemplateError, "is no template"),
+        ({"a": CHATML}, ASKED, {"chat_template": "c"}, masks.MissingChatTemplateError, "is not a template"),
         (
             SILENT,
             ASKED,
@@ -283,7 +283,7 @@ DEEPSEEK_R1 = (
     "{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}</call><|im_end|><bot>{% endif %}"
     "{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
-# after an assistant's message there is no generation prompt; the header is still no answer
+# after an assistant's message a generation prompt is missing; the header is still not an answer
 REKA = (
     "{% set ns = namespace(out='') %}{% for i in range(messages | length) %}{% set ns.out = ns.out ~ messages[i].role"
     " ~ ': ' ~ messages[i].content ~ '<sep>' %}{% endfor %}{{ ns.out }}"

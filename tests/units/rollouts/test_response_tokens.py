@@ -1,4 +1,4 @@
-"""Response tokens as dense tensors and back, and which of their zeros are no scores, against values by hand."""
+"""Response tokens as dense tensors and back, and which of their zeros are not scores, against values by hand."""
 
 from __future__ import annotations
 

@@ -159,11 +159,15 @@ def test_results_and_errors_are_texts() -> None:
     assert second == []
     assert third[0] == "Error: RuntimeError: no"
     assert "missing 1 required positional argument: 'b'" in third[1]
-    assert third[2] == "Error: there is no tool 'sub'. Tools: add, slow, fails"
+    assert third[2] == "Error: the tool 'sub' does not exist. Tools: add, slow, fails"
     calls = [ToolCall("describe", {"city": city, "days": 1, "exact": True}) for city in WEATHER]
     (found,) = tools_of(describe).run([calls])
-    assert found[0].startswith("Error: the result is no JSON: TypeError: keys must be str")
-    assert found[1:] == ["Error: the result is no JSON: ValueError: Circular reference detected", "a?", '{"a": NaN}']
+    assert found[0].startswith("Error: the result cannot be written as JSON: TypeError: keys must be str")
+    assert found[1:] == [
+        "Error: the result cannot be written as JSON: ValueError: Circular reference detected",
+        "a?",
+        '{"a": NaN}',
+    ]
     for tools, error, message in (
         ([lambda x: x], ValueError, r"the tool '<lambda>' has no schema.*Args:"),
         ([add, add], ValueError, "two tools are called 'add'"),
@@ -227,7 +231,7 @@ def test_templates_that_cannot_be_used_say_so_at_the_start(name: str, message: s
 
 
 def test_a_parser_of_ones_own(tokenizer: Any) -> None:
-    """It reads a format that is not known here; where it fails, the run goes on."""
+    """It reads a format that is not known here; where it fails, the run continues."""
 
     def parser(text: str) -> list[dict[str, Any]]:
         found = re.search(r"\[(\w+)\(a=(\d+), b=(\d+)\)\]", text)

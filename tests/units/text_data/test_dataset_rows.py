@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 
 
 def test_lines_and_rows(tmp_path: Path) -> None:
-    """Blank lines are no rows; a bad line keeps its number."""
+    """Blank lines are not rows; a bad line keeps its number."""
     path = tmp_path / "data.jsonl"
     digits = b'{"a": ' + b"1" * 5000 + b"}"
     path.write_bytes(b'\xef\xbb\xbf{"messages": []}\n\n[1]\n{"messages"\n\xff\xfe\n  \n{"messages": []}\n' + digits)
@@ -66,8 +66,12 @@ def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in (("empty", b""), ("bad", b"PAR1 and no more")):
         (tmp_path / name).write_bytes(content)
     for source, error, message in (
-        ("word " * 200, FileNotFoundError, r"there is no file word word .*\.\.\.: pass the path .* or a list of rows"),
-        (tmp_path / "nothing", FileNotFoundError, r"there is no file .*nothing"),
+        (
+            "word " * 200,
+            FileNotFoundError,
+            r"the file word word .*\.\.\. does not exist: pass the path .* or a list of rows",
+        ),
+        (tmp_path / "nothing", FileNotFoundError, r"the file .*nothing does not exist"),
         (tmp_path, DataError, "is a folder, expected a JSONL or Parquet file"),
         (tmp_path / "empty", DataError, "is empty: expected a JSON object on each line"),
         (tmp_path / "bad", DataError, "is a damaged Parquet file"),

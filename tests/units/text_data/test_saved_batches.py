@@ -154,7 +154,7 @@ def test_python_objects_are_named(tmp_path: Path) -> None:
         save_batch(td, tmp_path / "batch.pt")
     with pytest.raises(TypeError, match="expected a TensorDict, got dict"):
         save_batch({"tokens": FULL}, tmp_path / "batch.pt")  # type: ignore[arg-type]
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*/missing: make it first"):
+    with pytest.raises(FileNotFoundError, match=r"the folder .*/missing does not exist: make it first"):
         save_batch(batch(), tmp_path / "missing" / "x.pt")
     value: list[Any] = []
     for _ in range(3000):
@@ -224,7 +224,7 @@ def test_a_folder_with_all_of_it_is_complete(kind: str, tmp_path: Path) -> None:
 
 
 def with_pickle(folder: Path, name: str = "other.pickle") -> Path:
-    """A folder of a batch, in which an entry that is no tensor was pickled: it makes a folder when it is read."""
+    """A folder of a batch, in which an entry that no tensor can hold was pickled: it makes a folder when it is read."""
     td = batch()
     td.set_non_tensor("env", torch.device("cpu"))
     save("memmap", folder, td)
@@ -280,7 +280,7 @@ def test_mapped_nested_tokens_are_read_and_a_pipe_is_not_waited_for(tmp_path: Pa
     (folder / "tokens" / "meta.json").unlink()
     os.mkfifo(folder / "tokens" / "meta.json")
     os.mkfifo(tmp_path / "batch.pt")
-    with pytest.raises(DataError, match="no regular file"):
+    with pytest.raises(DataError, match="not a regular file"):
         load_batch(folder)
     with pytest.raises(DataError, match="neither a file nor a folder"):
         load_batch(tmp_path / "batch.pt")
@@ -337,14 +337,14 @@ def test_files_that_are_no_batch(tmp_path: Path) -> None:
         ("dict.pt", "holds a dict: expected a batch"),
         ("numbers.pt", "holds a dict: expected a batch"),
         ("empty.pt", "cannot be read by torch.load"),
-        ("text.pt", "no file of torch.save|cannot be read"),
+        ("text.pt", "not a file of torch.save|cannot be read"),
         ("data.jsonl", "is a .jsonl file: .* are for `score`"),
         ("folder", "holds no meta.json"),
         ("deep", "is damaged"),
-        ("bad.tdz", "is no archive"),
+        ("bad.tdz", "is not an archive"),
         ("uneven.pt", "no first dimension in common"),
     ):
         with pytest.raises(DataError, match=text):
             load_batch(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="there is no"):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
         load_batch(tmp_path / "absent.pt")

@@ -369,7 +369,7 @@ def test_a_function_needs_a_conversation_and_a_tokenizer_and_cannot_change_the_d
     model, data = make_model(tokenizer, seed=1), conversation(tokenizer)
     RetrieveLogProb(model, tokenizer=tokenizer, extras=[AfterPrompt(in_place)])(data)
     assert history_to_messages(data[0]["history", "full"])[0]["content"] == "one?"
-    with pytest.raises(ValueError, match="there is no tokenizer to render them"):
+    with pytest.raises(ValueError, match="a tokenizer to render them is missing"):
         RetrieveLogProb(model, extras=[AfterPrompt(with_hint)])(data)
     del data["history"]
     with pytest.raises(KeyError, match=r"a context function needs the conversation: expected \('history', 'full'\)"):
