@@ -3,96 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 
 from torchrl_llm_kl.losses import get_objective, spec_of
 
-_REC = {"epsilon_low": 0.15, "epsilon_high": 0.25, "epsilon_low_prime": 0.35, "epsilon_high_prime": 0.45}
-_REC |= {"temp": 1.5, "regularizer_coef": 0.3}
-_MIX = {"clip_low": 0.15, "clip_high": 0.3, "clip_ratio_c": 2.5}
-_CHORD = {"step": 3, "mu_warmup_steps": 2, "mu_decay_steps": 7, "mu_peak": 0.8, "mu_valley": 0.15}
-#: Hyper-parameters, no two alike, under which each objective goes through the tests that all share; what follows the name
-#: says what is special.
-_CASES: dict[str, dict[str, Any]] = {
-    "ppo": {"clip_low": 0.15, "clip_high": 0.3, "clip_ratio_c": 2.5},
-    "ppo-masked": {"clip_low": 0.15, "clip_high": 0.3, "enable_sequence_masking": True, "delta_sequence_masking": 0.05},
-    "ppo-pg": {"fallback_to_policy_gradient": True},
-    "dapo": {"clip_low": 0.15, "clip_high": 0.3},
-    "dr_grpo": {"clip_low": 0.25, "clip_high": 0.1, "clip_ratio_c": 2.5},
-    "gspo-token": {"clip_low": 0.1, "clip_high": 0.15},
-    "gspo-sequence": {"clip_low": 0.1, "clip_high": 0.15, "level": "sequence"},
-    "luspo": {"clip_low": 0.1, "clip_high": 0.15},
-    "gmpo": {"clip_low": 0.2, "clip_high": 0.3},
-    "cispo": {"clip_low": 0.3, "clip_high": 0.2},
-    "cispo-masked": {
-        "clip_low": 0.3,
-        "clip_high": 0.2,
-        "enable_mask_clip": True,
-        "mask_clip_low": 0.4,
-        "mask_clip_high": 0.5,
-    },
-    "topr-token": {"advantage_threshold": 0.2},
-    "topr-sequence": {"advantage_threshold": 0.2, "level": "sequence"},
-    "dro": {"beta": 0.6},
-    "dro-sequence": {"beta": 0.3, "level": "sequence"},
-    "opmd": {"tau": 0.7},
-    "sppo": {"epsilon": 0.4},
-    "sapo": {"tau_pos": 1.2, "tau_neg": 1.7},
-    "importance_sampling": {},
-    "gpg": {},
-    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 2.5, "lambda_neg": 1.5},
-    "dppo-tv": {"clip_low": 0.05, "clip_high": 0.1, "clip_ratio_c": 1.5},
-    "dppo-kl": {"divergence": "kl", "clip_low": 0.02, "clip_high": 0.03},
-    # All candidates are chosen, so that the choice does not depend on random numbers.
-    "clip_cov": {"clip_low": 0.15, "clip_high": 0.3, "fraction": 1.0, "cov_low": 0.1, "cov_high": 0.7},
-    "kl_cov": {"coeff": 0.6, "fraction": 0.2},
-    "rec": {},
-    "rec-one-side": {**_REC, "clip_mode": "one-side", "weight": "importance_sampling", "regularizer": "k2"},
-    "rec-two-side": {**_REC, "clip_mode": "two-side", "weight": "advantage", "regularizer": "forward-kl"},
-    "rec-ring": {**_REC, "clip_mode": "ring", "weight": "gspo_importance_sampling"},
-    "rec-gspo": {**_REC, "clip_mode": "gspo-one-side", "weight": "gspo_importance_sampling", "regularizer": "k2"},
-    "sft": {},
-    "sft_is": {},
-    "sft_phi": {},
-    "sft_phi-cutoff": {"cutoff_prob": 0.4},
-    "mix": {"mu": 0.35, **_MIX},
-    "mix-aggregated": {"usual_aggregation": "seq-mean-token-sum", "expert_aggregation": "seq-mean-token-mean"},
-    "mix_chord": {**_CHORD, **_MIX},
-    "mix_chord-mu": {"mu_peak": 0.6, "mu_decay_steps": 4, "enable_phi_function": False},
-    "distill": {"beta": 0.3},
-    "distill-forward": {"beta": 0.0, "teacher_weights": [0.7]},
-    "distill-reverse": {"beta": 1.0},
-    "distill-exact": {"distribution": "exact"},
-    "dpo": {"beta": 0.3},
-    "dpo-smooth": {"beta": 0.7, "label_smoothing": 0.15, "length_normalised": True},
-    "ipo": {"beta": 0.4},
-    "ipo-normalised": {"beta": 0.4, "length_normalised": True},
-    "hinge": {"beta": 0.6},
-    "robust": {"beta": 0.5, "label_smoothing": 0.2},
-    "apo_zero": {"beta": 0.45},
-    "sppo_hard": {"beta": 0.25},
-    "dpo-f": {"beta": 0.35, "f_divergence": "js_divergence", "ld_alpha": 0.4},
-    "dpo-wpo": {"beta": 0.35, "weighting": "probability"},
-    "dpo-aligned": {"beta": 0.35, "weighting": "aligned"},
-    "hinge-f": {"beta": 0.6, "f_divergence": "alpha_divergence", "f_alpha": 0.7},
-    "ipo-f": {"beta": 0.4, "f_divergence": "forward_kl", "length_normalised": True},
-    "exo_pair": {"beta": 0.4, "label_smoothing": 0.05},
-    "discopop": {"beta": 0.3, "tau": 0.2},
-    "apo_down": {"beta": 0.45, "ld_alpha": 0.3},
-    "nca_pair": {"beta": 0.55},
-    "bco_pair": {"beta": 0.65},
-    "aot": {"beta": 0.75, "label_smoothing": 0.1},
-    "aot_unpaired": {"beta": 0.75, "label_smoothing": 0.15},
-    "kto": {"beta": 0.5, "desirable_weight": 1.3, "undesirable_weight": 0.7},
-    "bco": {"beta": 0.6},
-    "cpo": {"beta": 0.3, "label_smoothing": 0.1, "nll_coeff": 0.6},
-    "cpo-tokens": {"beta": 0.3, "nll_aggregation": "token-mean"},
-    "simpo": {"beta": 1.5, "margin": 0.7, "label_smoothing": 0.1},
-    "orpo": {"beta": 0.2},
-}
+_CASES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 CASES = {case: (case.partition("-")[0], hyper) for case, hyper in _CASES.items()}
 #: Objectives of pairs, which need a reference log-prob each.
 PAIRS = (

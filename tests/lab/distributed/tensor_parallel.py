@@ -10,35 +10,20 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from distributed.cases import RATE, STEPS, VOCAB, batch, difference, expected, make_loss, share, total
+from head_reference import OPTIONS, REF_OPTIONS, at, entropy_of, kl_of, make_head, plain
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.head import linear_log_prob, linear_outcomes, linear_pair, linear_top_k
 from toy_models import tiny_model
 
 POSITIONS, HIDDEN = 7, 5
-OPTIONS = {"temperature": 1.7, "scale": 0.6, "soft_cap": 5.0}
-REF_OPTIONS = {"temperature": 1.7, "scale": 1.3, "soft_cap": 3.0}
 
 
 def head(seed, vocab, *, impossible=False):
     """Hidden states, weight and bias; with ``impossible`` the first half of the vocabulary is ruled out."""
-    rng = torch.Generator().manual_seed(seed)
-    shapes = (POSITIONS, HIDDEN), (vocab, HIDDEN), (vocab,)
-    hidden, weight, bias = (2 * torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes)
+    hidden, weight, bias = (2 * x for x in make_head(seed, n=POSITIONS, h=HIDDEN, v=vocab))
     if impossible:
         bias[: vocab // 2 + 1] = -torch.inf
     return [hidden, weight, bias]
-
-
-def plain(hidden, weight, bias, *, temperature, scale, soft_cap=None):
-    """All log-probs ``[N, V]``."""
-    logits = scale * F.linear(hidden, weight, bias)
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return (logits / temperature).log_softmax(-1)
-
-
-def kl(p, q):
-    return (p.exp() * (p - q).masked_fill(p.isneginf(), 0.0)).sum(-1)
 
 
 def targets_of(vocab):
@@ -74,7 +59,7 @@ def one_head(vocab):
     hidden, weight, bias = sharded
     out = linear_log_prob(hidden, weight, targets, bias=bias, entropy=True, chunk=(3, 4), **OPTIONS)
     log_p = plain(*whole, **OPTIONS)
-    want = [log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)]
+    want = [at(log_p, targets), entropy_of(log_p)]
     return compare([out.log_prob, out.entropy], want, sharded, whole)
 
 
@@ -87,8 +72,8 @@ def two_heads(vocab, direction, ref_whole):
     options |= {"bias": sharded[2], "ref_bias": ref_sharded[2], "direction": direction, "entropy": True}
     out = linear_pair(*sharded[:2], *ref_sharded[:2], targets, chunk=(3, 4), **options)
     p, q = plain(*whole, **OPTIONS), plain(*ref, **REF_OPTIONS)
-    want = [kl(p, q) if direction == "reverse" else kl(q, p)]
-    want += [x.gather(1, targets[:, None]).squeeze(1) for x in (p, q)] + [-(p.exp() * p).sum(-1)]
+    want = [kl_of(p, q) if direction == "reverse" else kl_of(q, p)]
+    want += [at(x, targets) for x in (p, q)] + [entropy_of(p)]
     if ref_whole:
         return compare(list(out), want, sharded, whole)
     return compare(list(out), want, sharded + ref_sharded, whole + ref)
@@ -101,7 +86,7 @@ def top(vocab, k, impossible=False):
     targets = targets_of(vocab)
     out = linear_top_k(hidden, weight, k, targets, bias=bias, chunk=(3, 4), **options)
     log_p = plain(*whole, **options)
-    chosen = log_p.gather(1, targets[:, None]).squeeze(1)
+    chosen = at(log_p, targets)
     assert out.log_prob.isneginf().equal(chosen.isneginf())
     log_probs, indices = log_p.topk(k)
     assert out.indices.equal(indices)
@@ -138,7 +123,7 @@ def outcomes(vocab, k):
     impossible = torch.cat([ids < 0, listed.all(-1, keepdim=True)], -1)
     assert out.outcomes.isneginf().equal(impossible)
     got = out.outcomes.masked_fill(impossible, 0.0)
-    expected = [log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)]
+    expected = [at(log_p, targets), entropy_of(log_p)]
     flat = [(x.masked_fill(impossible, 0.0) * torch.arange(1, k + 2)).flatten(1).sum(-1) for x in (got, want)]
     return compare([out.log_prob, out.entropy, flat[0]], [*expected, flat[1]], sharded, whole)
 
@@ -150,8 +135,7 @@ def impossible_slice(vocab):
     options = {"temperature": 1.7, "scale": 0.6}
     out = linear_pair(hidden, weight, ref[0], ref[1], targets, bias=bias, ref_bias=ref[2], entropy=True, **options)
     p, q = plain(*whole, **options), plain(*ref, temperature=1.7, scale=1.0)
-    want = p.gather(1, targets[:, None]).squeeze(1)
-    entropy = -(p.exp() * p.masked_fill(p.isneginf(), 0.0)).sum(-1)
+    want = at(p, targets)
     forward = linear_pair(hidden, weight, *ref[:2], bias=bias, ref_bias=ref[2], direction="forward", **options)
     assert forward.kl.isposinf().all()  # the reference gives a probability to tokens that the policy rules out
     assert top(vocab, 3, impossible=True) < 1e-12
@@ -159,8 +143,8 @@ def impossible_slice(vocab):
     assert want.isneginf().any()
     return [
         float((out.log_prob - want).nan_to_num().abs().max()),
-        float((out.entropy - entropy).abs().max()),
-        float((out.kl - kl(p, q)).abs().max()),
+        float((out.entropy - entropy_of(p)).abs().max()),
+        float((out.kl - kl_of(p, q)).abs().max()),
     ]
 
 

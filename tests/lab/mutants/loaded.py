@@ -19,14 +19,10 @@ Call = tuple[str, str]
 
 
 class Loaded:
-    """The functions of some files, wherever they are held: by a module, a class, a registry or a decorator.
-
-    Args:
-        package: a folder that is on the path.
-        files: below it.
-    """
+    """The functions of some files, wherever they are held: by a module, a class, a registry or a decorator."""
 
     def __init__(self, package: Path, files: Iterable[str]) -> None:
+        """``package`` is a folder that is on the path, ``files`` are below it."""
         names = {file: ".".join((package.name, *Path(file).with_suffix("").parts)) for file in files}
         self._package = package.name
         self._modules = {file: importlib.import_module(name.removesuffix(".__init__")) for file, name in names.items()}

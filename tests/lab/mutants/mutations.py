@@ -77,16 +77,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A file with one change.
+    """A file with one change."""
 
-    Args:
-        function: where, empty at the level of the module.
-        source: the file without the change.
-        edit: the change.
-    """
-
-    function: str
-    source: Source
+    function: str  #: where, empty at the level of the module
+    source: Source  #: the file without the change
     edit: Edit
 
     @property

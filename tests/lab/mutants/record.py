@@ -38,15 +38,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """A file that is changed.
+    """A file that is changed."""
 
-    Args:
-        file: below ``torchrl_llm_kl``.
-        tests: files or a folder of those that should notice, below ``tests``; a pattern.
-    """
-
-    file: str
-    tests: str
+    file: str  #: below ``torchrl_llm_kl``
+    tests: str  #: files or a folder of the tests that should notice, below ``tests``; a pattern
 
     @property
     def maths(self) -> bool:
@@ -68,12 +63,9 @@ def targets() -> list[Target]:
     """All files, as they are now."""
     root = PROJECT / PACKAGE
     found = sorted((path, pattern) for pattern in _FILES.split() for path in root.glob(f"{pattern}.py"))
-    return [_target(path, path.relative_to(root), pattern) for path, pattern in found if path.name != "__init__.py"]
-
-
-def _target(path: Path, place: Path, pattern: str) -> Target:
-    tests = f"units/{place.parts[0]}"
-    return Target(str(place), tests if pattern.endswith("*") else f"{tests}/test_*{path.stem.strip('_')}*.py")
+    places = [(path.relative_to(root), pattern) for path, pattern in found if path.name != "__init__.py"]
+    own = ("" if pattern.endswith("*") else f"/test_*{place.stem.strip('_')}*.py" for place, pattern in places)
+    return [Target(str(place), f"units/{place.parts[0]}{tests}") for (place, _), tests in zip(places, own, strict=True)]
 
 
 def _any(file: str, patterns: str) -> bool:

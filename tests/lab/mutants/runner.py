@@ -35,34 +35,23 @@ Send = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Job:
-    """A change of a file.
+    """A change of a file."""
 
-    Args:
-        file: below the package.
-        mutant: the change.
-        tests: files or a folder of those that should notice, below ``tests``; a pattern.
-        first: the name of a test that noticed before.
-    """
-
-    file: str
+    file: str  #: below the package
     mutant: Mutant
-    tests: str
-    first: str = ""
+    tests: str  #: files or a folder of the tests that should notice, below ``tests``; a pattern
+    first: str = ""  #: the name of a test that noticed before
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a job.
+    """Of a job."""
 
-    Args:
-        killer: a test that fails, without its parameters and ``tests/``, or what else went wrong; empty if nothing did.
-        known: False if the change could not be made.
-        tests: how many tests call what is changed.
-    """
-
-    killer: str
-    known: bool
-    tests: int
+    killer: (
+        str  #: a test that fails, without its parameters and ``tests/``, or what else went wrong; empty if nothing did
+    )
+    known: bool  #: False if the change could not be made
+    tests: int  #: how many tests call what is changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +67,9 @@ class Test:
 def with_tests(
     project: Path, package: str, tests: Sequence[str], files: Sequence[str], then: Callable[[Tests], _T]
 ) -> _T:
-    """Collect tests, and call a function with them in the same process.
+    """Collect tests (patterns of files or folders below ``tests``), and call ``then`` with them in the same process.
 
-    Args:
-        project: a folder with the package, ``tests`` and ``pyproject.toml``.
-        package: the name of its folder.
-        tests: patterns of files or folders, below ``tests``.
-        files: of the package, whose functions are watched and changed.
-        then: what to do.
+    The functions of ``files`` of the package are watched and changed.
     """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # looking for plugins takes long
     _few_examples()
@@ -102,13 +86,7 @@ def with_tests(
 
 
 class Tests:
-    """Of some folders. No test runs in this process, and no thread: it is forked.
-
-    Args:
-        session: of pytest.
-        loaded: the functions that are changed.
-        broken: what could not be collected, and why.
-    """
+    """Of some folders. No test runs in this process, and no thread: it is forked."""
 
     def __init__(self, session: pytest.Session, loaded: Loaded, broken: list[str]) -> None:
         self.loaded, self.broken, self._session = loaded, broken, session
@@ -226,10 +204,8 @@ def _chosen(tests: Sequence[Test]) -> list[Test]:
 
 
 def _few_examples() -> None:
-    try:
-        from hypothesis import Phase, settings
-    except ImportError:
-        return
+    from hypothesis import Phase, settings
+
     phases = (Phase.explicit, Phase.generate)  # that it fails is enough: no search for the smallest example
     how: dict[str, Any] = {"max_examples": 10, "derandomize": True, "database": None, "deadline": None}
     settings.register_profile("mutants", **how, phases=phases)
