@@ -18,7 +18,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import template_pairs
-from template_pairs import CONTROL_TOKEN, assistant, called, calls, chat, system, tokenizer_of, tool, user
+from template_pairs import CONTROL_TOKEN, assistant, tokenizer_of, user
 from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
 
 Message = dict[str, Any]
@@ -36,41 +36,7 @@ _ARGUMENTS = {"a": {"type": "integer", "description": "x"}, "b": {"type": "integ
 _PARAMETERS = {"type": "object", "properties": _ARGUMENTS, "required": ["a", "b"]}
 _FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": _PARAMETERS}
 SCHEMA = {"type": "function", "function": _FUNCTION}
-_THOUGHTS = [f"<think>\n{why}\n</think>\n\n{answer}" for why, answer in (("one and two", 3), ("two and two", 4))]
-PAIRS = template_pairs.CONVERSATIONS
-# "{0}" stands for control tokens of the template.
-CONVERSATIONS: dict[str, list[Message]] = {
-    "single": PAIRS["single"],
-    "multi": PAIRS["multi"],
-    "system": [system("Be brief."), *chat("Hi", "Hello", "Bye", "Bye bye")],
-    "tools": PAIRS["tools"],
-    "tools: text": called(tool_calls=calls('{"a": 1, "b": 2}')),
-    "tools: content": called("I add.", "3"),
-    "tools: none": called(None, "3"),
-    "tools: two": [
-        user("1+2? 3+4?"),
-        assistant("", tool_calls=calls({"a": 1, "b": 2}, {"a": 3, "b": 4})),
-        tool("3"),
-        tool("7", "c1"),
-        assistant("3 and 7"),
-    ],
-    "tools: schema": [system("Be brief."), *PAIRS["tools"]],
-    "tools: call last": called()[:2],
-    "tools: reasoning": called(then="it said so", reasoning_content="a tool"),
-    "reasoning": PAIRS["reasoning"],
-    "thinking tags": chat("1+2?", _THOUGHTS[0], "2+2?", _THOUGHTS[1]),
-    "two in a row": [*chat("Hi", "Hello"), assistant("there"), *chat("Bye", "Bye bye")],
-    "empty last": chat("Hi", "Hello", "Bye", ""),
-    "empty first": chat("Hi", "", "Bye", "Bye bye"),
-    "unicode": chat("é😀", "naïve 😀", "日本", "語é"),
-    "role names": chat("assistant", "user", "model", "assistant"),
-    "control words": chat("{0}", "{0}", "x", "a{0}b"),
-    "spaces": chat(" Hi ", "  Hello  ", "Bye\n", "\nBye\n\n"),
-    "user last": chat("Hi", "Hello", "Bye"),
-    "prompted": chat("Hi", "Hello", "Bye", "Bye bye"),
-    "short": chat("a", "a", ".", "."),
-    "the same": chat(*["Go on"] * 6),
-}
+CONVERSATIONS = template_pairs.conversations("oracle")
 OPTIONS: dict[str, dict[str, Any]] = {"tools: schema": {"tools": [SCHEMA]}, "prompted": {"add_generation_prompt": True}}
 
 
@@ -314,7 +280,7 @@ class Oracle:
         """After the end-of-turn token: what the template writes there whether or not the conversation continues."""
         rest = self.text[shown:]
         upto = self.messages[: k + 1]
-        then = [user(OTHER), assistant(OTHER), tool(OTHER)]
+        then = [user(OTHER), assistant(OTHER), {"role": "tool", "name": "add", "tool_call_id": "c0", "content": OTHER}]
         if self.messages[k].get("tool_calls"):
             then.reverse()
         alone = self.tail(upto, k)

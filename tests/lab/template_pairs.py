@@ -16,17 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import yaml
 
 from torchrl_llm_kl.masks import render_conversation
 from toy_tokenizer import build_tokenizer
 
-
-def calls(*arguments: Any) -> list[dict[str, Any]]:
-    functions = [{"name": "add", "arguments": given} for given in arguments]
-    return [{"type": "function", "id": f"c{i}", "function": function} for i, function in enumerate(functions)]
+_ROWS = yaml.safe_load(Path(__file__).with_name("conversations.yaml").read_text(encoding="utf-8"))
 
 
-CALL = calls({"a": 1, "b": 2})
+def _message(row: dict[str, Any]) -> dict[str, Any]:
+    (role, content), *more = row.items()
+    answered = {"name": "add", "tool_call_id": "c0"} if role == "tool" else {}
+    return {"role": role, "content": content, **answered, **dict(more)}
+
+
+def conversations(of: str) -> dict[str, list[dict[str, Any]]]:
+    """Kind -> messages, for TRL's pairs or for the oracle."""
+    return {kind: [_message(row) for row in rows] for kind, rows in _ROWS[of].items()}
+
+
+CALL = _ROWS["calls"][:1]
+CONVERSATIONS = conversations("pairs")
 #: One conversation format, and its parts.
 END = "<|im_end|>"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
@@ -42,34 +52,6 @@ def assistant(content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
 
 
-def system(content: str) -> dict[str, Any]:
-    return {"role": "system", "content": content}
-
-
-def tool(content: str, call: str = "c0") -> dict[str, Any]:
-    return {"role": "tool", "name": "add", "tool_call_id": call, "content": content}
-
-
-def chat(*contents: str) -> list[dict[str, Any]]:
-    """User and assistant in turn."""
-    return [(assistant if i % 2 else user)(content) for i, content in enumerate(contents)]
-
-
-def called(content: Any = "", answer: str = "It is 3.", then: str = "", **fields: Any) -> list[dict[str, Any]]:
-    """A question, a call of a tool, its answer, and the assistant's, with the reasoning ``then``."""
-    reasoning = {"reasoning_content": then} if then else {}
-    message = assistant(content, **{"tool_calls": CALL, **fields})
-    return [user("1+2?"), message, tool("3"), assistant(answer, **reasoning)]
-
-
-_REASONS = [("1+2?", "3", "one and two"), ("2+2?", "4", "two and two")]
-CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
-    "single": chat("Answer yes or no", "yes"),
-    "multi": chat("Hi", "Hello there", "Hello there", "Hi"),
-    "system": [system("Be brief."), *chat("Hi", "Hello", "Bye", "é😀")],
-    "tools": [*called(), *chat("Thanks", "Welcome")],
-    "reasoning": [m for ask, say, why in _REASONS for m in (user(ask), assistant(say, reasoning_content=why))],
-}
 # Templates that read the content as a list of parts.
 _PARTS = {"idefics3", "llava_next", "smolvlm"}
 CONTROL_TOKEN = re.compile(r"<[|｜][^<>\s'\"{}]*[|｜]>|</?think>|<(?:start|end)_of_[a-z]+>")

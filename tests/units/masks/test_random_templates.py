@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 from hypothesis import assume, given, settings, strategies as st
 
 from template_pairs import assistant, user
@@ -17,48 +19,8 @@ from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
 from toy_tokenizer import build_tokenizer
 
 SCAN = "{% for m in messages %}{% endfor %}"
-# How a template walks over the messages; BODY writes `m`, which is the last one if `final`.
-WALKS = {
-    "loop": "{% for m in messages %}{% set final = loop.last %}BODY{% endfor %}",
-    "index": "{% for i in range(messages | length) %}{% set final = loop.last %}{% set m = messages[i] %}BODY{% endfor %}",
-    "slice": "{% set final = false %}{% for m in messages[:-1] %}BODY{% endfor %}"
-    "{% set m = messages[-1] %}{% set final = true %}BODY",
-    "no variable": "{% for i in range(messages | length) %}{% set final = loop.last %}"
-    "{% set role, content, reasoning = messages[i].role, messages[i].content, messages[i].reasoning_content %}"
-    "BODY_OF_PARTS{% endfor %}",
-    "namespace": "{% set ns = namespace(out='') %}{% for m in messages %}{% set final = loop.last %}"
-    "{% set piece %}BODY{% endset %}{% set ns.out = ns.out ~ piece %}{% endfor %}{{ ns.out }}",
-    "join": "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set final = loop.last %}"
-    "{% set piece %}BODY{% endset %}{% set ns.all = ns.all + [piece] %}{% endfor %}{{ ns.all | join('') }}",
-    "copies": "{% for original in messages %}{% set final = loop.last %}"
-    "{% set m = dict(role=original.role, content=original.content, reasoning_content=original.reasoning_content) %}BODY"
-    "{% endfor %}",
-    "without empty": "{% for m in messages if m.content %}{% set final = loop.last %}BODY{% endfor %}",
-    "macro": "{% macro show(m, final) %}BODY{% endmacro %}{% for m in messages %}{{ show(m, loop.last) }}{% endfor %}",
-}
-HEADERS = {"chatml": "<|im_start|>{{ m.role }}\n", "words": "{{ m.role }}: ", "tag": "<|{{ m.role }}|>"}
-# "header" is the token that the headers of chatml begin with.
-ENDS = {"eos": "<|im_end|>", "other": "<|end|>", "header": "<|im_start|>", "none": ""}
-# Where the end token is written: after each message, or only between messages.
-PLACES = {
-    "always": "END\n",
-    "between": "{% if not final %}END\n{% endif %}",
-    "closed": "END\n{% if final %}<|closed|>{% endif %}",
-}
-PROMPTS = {
-    "plain": "{% if add_generation_prompt %}HEADER{% endif %}",
-    "missing": "",
-    "not twice": "{% if add_generation_prompt and messages[-1].role != 'assistant' %}HEADER{% endif %}",
-    "thinking": "{% if add_generation_prompt %}HEADER<think>\n{% endif %}",
-}
-CONTENTS = {
-    "plain": "{{ m.content }}",
-    "trimmed": "{{ m.content | trim }}",
-    "without thinking": "{% if final %}{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}",
-    "reasoning": "{% if m.reasoning_content and final %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}",
-    "marked": "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}",
-}
+PARTS = yaml.safe_load(Path(__file__).with_name("random_templates.yaml").read_text(encoding="utf-8"))
+WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS = PARTS.values()
 CHOICES = (["", SCAN], WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS)
 
 
