@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from layouts import tokens
 from toy_models import VOCAB_SIZE
 
 PROMPT = 4
@@ -22,28 +23,12 @@ def batch(seed: int = 0, *, layout: str = "padded") -> TensorDictBase:
     rng = torch.Generator().manual_seed(seed)
     full = torch.randint(VOCAB_SIZE, (6, 9), generator=rng)
     full[1::2, :PROMPT] = full[::2, :PROMPT]
-    log_probs, ref, sampler = (-torch.rand(6, 9, generator=rng) * 6 - 0.05 for _ in range(3))
-    advantage = torch.tensor([1.5, -0.7, 0.4, -2.0, 0.9, -0.3])
-    rows = []
-    for i, length in enumerate(LENGTHS):
-        width = 9 if layout == "padded" else length
-        attention = torch.arange(width) < length
-        masks = {"all_attention_mask": attention, "all_assistant_mask": attention & (torch.arange(width) >= PROMPT)}
-        stored = dict(zip(NEXT, (log_probs, ref, sampler), strict=True))
-        row = {
-            "tokens": {"full": full[i, :width], "prompt": full[i, :PROMPT]},
-            "masks": masks,
-            "advantage": advantage[i : i + 1],
-            "next": {key: {"full": values[i, :width].where(attention, 0)} for key, values in stored.items()},
-        }
-        rows.append(TensorDict(row))
-    if layout != "nested":
-        return lazy_stack(rows) if layout == "lazy" else lazy_stack(rows).contiguous()
-    out = TensorDict({"advantage": advantage.unsqueeze(-1)}, batch_size=[6])
-    for key in [("tokens", "full"), ("masks", "all_assistant_mask"), *(("next", k, "full") for k in NEXT)]:
-        out[key] = torch.nested.as_nested_tensor([row[key] for row in rows], layout=torch.strided)
-    out["tokens", "prompt"] = full[:, :PROMPT].clone()
-    return out
+    numbers = {f"next__{key}__full": -torch.rand(6, 9, generator=rng) * 6 - 0.05 for key in NEXT}
+    numbers["masks__all_assistant_mask"] = (torch.arange(9) >= PROMPT).expand(6, 9)
+    entries: dict[Any, Any] = {key: [row[:n] for row, n in zip(x, LENGTHS, strict=True)] for key, x in numbers.items()}
+    entries["advantage"] = torch.tensor([1.5, -0.7, 0.4, -2.0, 0.9, -0.3]).unsqueeze(-1)
+    answers = [row[PROMPT:n] for row, n in zip(full.tolist(), LENGTHS, strict=True)]
+    return tokens(layout, full[:, :PROMPT].tolist(), answers, **entries)
 
 
 def responses(model: nn.Module, data: TensorDictBase, temperature: float = 1.0) -> list[dict[str, Tensor]]:
