@@ -8,9 +8,23 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
+from torchrl.data.llm import History
 
+from torchrl_llm_kl.masks import history_to_messages
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, find_key, per_sequence, per_token, require_key
+from torchrl_llm_kl.rollouts import (
+    MissingEntryError,
+    TokenReader,
+    _entries,
+    describe_entries,
+    find_key,
+    per_sequence,
+    per_token,
+    require_key,
+    sequence_sums,
+    with_a_row,
+)
+from torchrl_llm_kl.rollouts._rendered import row_histories
 
 # ------------------------------------------------------------------ lookup
 
@@ -146,3 +160,54 @@ def test_one_number_per_sequence() -> None:
     assert per_sequence(under_x(torch.zeros(2, 3)), "x") is None  # several numbers
     assert per_sequence(under_x([[1.0], [1.0, 2.0]]), "x") is None
     assert per_sequence(under_x([[1.0], [2.0]]), "x").tolist() == [1.0, 2.0]  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------ parts of a batch
+
+
+def test_integers_and_booleans_of_a_response_take_the_fill() -> None:
+    for values, fill, want in (
+        ([[1, 2], [5]], -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]),
+        ([[True, True], [True]], 0, [0, 1, 1, 0, 0, 1]),
+    ):
+        assert per_token(under_x(values), "x", unpadded(), RESPONSES, fill=fill).tolist() == want
+    top = per_token(under_x([[[1, 2], [3, 4]], [[5, 6]]]), "x", unpadded(), RESPONSES, fill=0, features=1)
+    assert top.tolist() == [[0, 0], [1, 2], [3, 4], [0, 0], [0, 0], [5, 6]]
+
+
+def test_sums_of_rows_have_no_graph() -> None:
+    dense = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    for value, want in ((dense, [3.0, 7.0]), ([dense[0], dense[1, :1]], [3.0, 3.0])):
+        sums = sequence_sums(value, 2, "the reward")
+        assert (sums.tolist(), sums.requires_grad) == (want, False)
+
+
+def test_a_rank_without_rows_has_one_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TensorDict(
+        {"ids": torch.ones(0, 3, 2, dtype=torch.long), ("next", "reward"): torch.ones(0, 1)}, batch_size=[0]
+    )
+    assert with_a_row(data) is data  # one process
+    monkeypatch.setattr(_entries, "is_distributed", lambda: True)
+    row = with_a_row(data)
+    assert (row.batch_size, row["ids"].dtype, row["ids"].tolist()) == ((1,), torch.long, [[[0, 0]] * 3])
+    assert row["next", "reward"].tolist() == [[0.0]]
+    assert with_a_row(row) is row
+
+
+def test_a_token_dimension_is_not_of_the_batch() -> None:
+    reader = TokenReader.of(None, ("tokens", "full"), "sft")
+    full = TensorDict({("tokens", "full"): torch.ones(2, 3)}, batch_size=[2])
+    assert reader.with_batch_dims(full) is full
+    wide = TensorDict({("tokens", "full"): torch.ones(2, 3)}, batch_size=[2, 3])
+    assert (reader.with_batch_dims(wide).batch_size, wide.batch_size) == ((2,), (2, 3))
+
+
+def test_histories_lose_placeholders_alone() -> None:
+    chats = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        [{"role": "user", "content": "c"}],
+    ]
+    padded = [chats[0], [*chats[1], {"role": "<none>", "content": ""}]]
+    found = row_histories(TensorDict(history=History.from_chats(padded), batch_size=[2]), "history")
+    assert [history_to_messages(row) for row in found] == chats
+    assert [row.batch_size for row in found] == [(2,), (1,)]
