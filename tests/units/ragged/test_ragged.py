@@ -1,16 +1,18 @@
-"""Every form of variable-length data, read and rebuilt, against loops over plain Python rows."""
+"""Every form of variable-length data, read and rebuilt, against loops over plain Python rows; its gradients and errors."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from ragged_cases import DTYPES, FEATURES, KINDS, cases, elements, jagged, make, plain
+from ragged_cases import DTYPES, FEATURES, Case, cases, elements, jagged, make, plain
 from torchrl_llm_kl.ragged import Dense, Jagged, Ragged, Rows, same_rows, segment_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -126,22 +128,6 @@ def test_to_nested(case, layout):
         assert [row.tolist() for row in nested.unbind()] == case.rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_sequence_empty(kind):
-    spans = {"padded": 0, "padded-mask": 3, "padded-lengths": 3, "jagged-gaps": 2}.get(kind, 0)
-    for features in ((), (3,)):
-        case = make(kind, [[False] * spans] * 2, features=features)
-        x = case.read()
-        assert x.values.shape == (0, *features)
-        assert x.lengths.tolist() == [0, 0]
-        assert x.offsets.tolist() == [0, 0, 0]
-        assert x.positions.tolist() == x.sequence_ids.tolist() == []
-        assert_close(x.sum(), torch.zeros(2, *features))
-        assert x.to_padded().shape == (2, 0, *features)
-        assert plain(x.restore(5)) == case.rebuilt([], torch.full(features, 5.0).tolist())
-        assert [row.shape for row in x.to_nested().unbind()] == [(0, *features)] * 2
-
-
 def test_no_sequences():
     x = Ragged.from_padded(torch.ones(0, 4, 2), mask=torch.ones(0, 4, dtype=torch.bool))
     assert x.restore().shape == (0, 4, 2)
@@ -255,11 +241,6 @@ def test_like_keeps_the_index_helpers():
 # ---------------------------------------------------------------------- sums
 
 
-def test_segment_sum_by_hand():
-    values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
-    assert segment_sum(values, torch.tensor([0, 2, 0, 1, 0])).tolist() == [[0, 0], [3, 30], [0, 0], [3, 30], [0, 0]]
-
-
 def test_half_precision_is_summed_in_float32_and_integers_in_int64():
     """1000 ones: bfloat16 cannot count past 256 one by one, nor float16 past 2048."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -303,3 +284,150 @@ def test_lengths_as_numbers_and_as_a_tensor():
         assert not same_rows(rows, dense)
         assert plain(rows.build(torch.tensor([1, 2, 3]))) == [[1, 2], [], [3]]
     assert Rows([], torch.Size([0])).row_lengths.shape == (0,)
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def rows_of(data: Any) -> list[torch.Tensor]:
+    if isinstance(data, list):
+        return data
+    return list(data.unbind()) if data.is_nested else list(data.flatten(0, -2).unbind())
+
+
+YES, NO = True, False
+SOURCES: dict[str, tuple[list[list[bool]], dict[str, Any]]] = {
+    "padded-mask": ([[NO, YES, YES, NO], [YES, NO, YES, YES], [NO, NO, NO, NO]], {}),
+    "padded-lengths": ([[NO, NO, YES], [NO, YES, YES], [NO, NO, NO]], {"side": "left"}),
+    "list": ([[YES, YES], [], [YES]], {}),
+    "strided": ([[YES, YES], [], [YES]], {}),
+    "jagged": ([[YES, YES], [], [YES]], {}),
+    "jagged-gaps": ([[YES, YES, NO], [NO], [YES, NO, NO]], {"head": 2, "tail": 1}),
+}
+
+
+def differentiable(kind: str) -> Case:
+    table, options = SOURCES[kind]
+    return make(kind, table, dtype=torch.float64, leaf=True, **options)
+
+
+OUT = {
+    "restore": lambda x: x.restore(),
+    "padded-left": lambda x: x.to_padded(side="left"),
+    "padded-right": lambda x: x.to_padded(side="right"),
+    "strided": lambda x: x.to_nested(torch.strided),
+    "jagged": lambda x: x.to_nested(torch.jagged),
+    "list": lambda x: x.to_list(),
+    "sum": lambda x: [x.sum()],
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_gradient_reaches_the_values_and_only_them(kind):
+    """Sum of squares: d/dx = 2x at a value. The NaN in the padding reaches neither the loss nor the gradient."""
+    for name, out in OUT.items():
+        case = differentiable(kind)
+        x = case.read()
+        loss = torch.stack([row.sum() for row in rows_of(out(x.like(x.values**2)))]).sum()
+        loss.backward()
+        value = case.slots.detach().nan_to_num(0.0)
+        assert_close(loss.detach(), (value**2).sum(), msg=name)
+        assert_close(case.slots.grad, 2 * value, msg=name)
+
+
+def test_nested_leaf():
+    for layout in (torch.strided, torch.jagged):
+        rows = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
+        source = torch.nested.nested_tensor(rows, layout=layout, requires_grad=True)
+        (Ragged.from_nested(source).values ** 2).sum().backward()
+        assert [row.tolist() for row in source.grad.unbind()] == [[2, 4], [6]], layout
+
+
+def test_no_gradient_to_a_fill_and_no_argument_is_modified():
+    values = torch.tensor([2.0], requires_grad=True)
+    padded, mask = torch.tensor([[0.0, 1.0, math.nan]]), torch.tensor([[False, True, False]])
+    x = Ragged.from_padded(padded, mask=mask)
+    x.like(values).restore(math.inf)[0, 1].backward()
+    assert values.grad.tolist() == [1]
+    x.restore(3)
+    assert padded[0, :2].tolist() == [0, 1]
+    assert math.isnan(padded[0, 2])
+    assert mask.tolist() == [[False, True, False]]
+
+
+# ---------------------------------------------------------------------- errors
+
+PADDED = torch.zeros(2, 3)
+FLAT = Ragged.from_list([torch.tensor([1, 2]), torch.tensor([3])])
+
+
+def nested_rows(layout: torch.layout = torch.strided) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(1, 2)], layout=layout)
+
+
+def of(*rows: torch.Tensor, **options: Any) -> Callable[[], Ragged]:
+    return lambda: Ragged.from_list(list(rows), **options)
+
+
+def from_padded(values: torch.Tensor = PADDED, **options: Any) -> Callable[[], Ragged]:
+    """Lists are tensors."""
+    given = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in options.items()}
+    return lambda: Ragged.from_padded(values, **given)
+
+
+def read(source: torch.Tensor) -> Callable[[], Ragged]:
+    return lambda: Ragged.from_nested(source)
+
+
+ONE, SCALARS, OTHER = torch.ones(1), [torch.tensor(1.0), torch.tensor(2.0)], torch.tensor([1], dtype=torch.int32)
+
+ERRORS = [
+    # lists
+    (of(), r"at least one row, got an empty list"),
+    (of(ONE, SCALARS[0]), r"\[T_i, .*scalar at row 1"),
+    (of(torch.ones(1, 2), torch.ones(1, 3)), r"expected .*\(2,\).*found \(1, 3\).*row 1"),
+    (of(torch.ones(1, 2), torch.ones(0)), r"expected .*\(2,\).*found \(0,\).*row 1"),
+    (of(ONE, ONE.long()), r"expected .*float32.*found .*int64 at row 1"),
+    (of(ONE, batch_shape=torch.Size([2, 3])), r"\(2, 3\) has 6 rows, found 1"),
+    # padded
+    (from_padded(lengths=[1, 4]), r"\[0, 3\].*\[1, 4\]"),
+    (from_padded(lengths=[-1, 2]), r"\[0, 3\].*\[-1, 2\]"),
+    (from_padded(lengths=[1, 2, 3]), r"batch shape \(2,\).*got \(3,\)"),
+    (from_padded(lengths=[1.0, 2.0]), r"integer dtype, found torch.float32"),
+    (from_padded(lengths=[True, False]), r"integer dtype, found torch.bool"),
+    (from_padded(mask=torch.ones(3, 2).bool()), r"\(2, 3\).*got \(3, 2\)"),
+    (from_padded(torch.zeros(2, 3, 4), mask=torch.ones(2, 3, 4).bool()), r"\(2, 3\).*got \(2, 3, 4\)"),
+    (from_padded(mask=PADDED == 0, lengths=[3, 3]), r"both mask and lengths"),
+    (from_padded(lengths=[1, 2], side="middle"), r"'left' or 'right', found 'middle'"),
+    (from_padded(batch_dims=2), r"\[0, 1\].*\(2, 3\), found 2"),
+    (from_padded(batch_dims=-1), r"\[0, 1\].*found -1"),
+    (from_padded(nested_rows()), r"dense tensor, found a nested one"),
+    # nested
+    (read(PADDED), r"nested tensor, got a dense one of shape \(2, 3\)"),
+    (read(nested_rows(torch.jagged).transpose(1, 2)), r"must be dimension 1, found dimension 2: transpose"),
+    (read(nested_rows().transpose(1, 2)), r"first dimension .* may vary, got row shapes \[\[2, 3\], \[2, 1\]\]"),
+    (read(torch.nested.nested_tensor([])), r"at least one row, found one of 0 rows"),
+    (read(torch.nested.nested_tensor(SCALARS)), r"\[S, \(T_i\), \*F\].*found one of 2 rows and 1 dimensions"),
+    (read(jagged(torch.ones(5), [0, 2, 5], [3, 2])), r"between 0 and \[2, 3\].*found \[3, 2\]"),  # rows overlap
+    (read(jagged(torch.ones(6), [0, 2, 5])), r"add up to the number of values: found 5, expected 6"),
+    # parts that do not fit
+    (lambda: FLAT.to_padded(side="middle"), r"'left' or 'right', found 'middle'"),
+    (lambda: FLAT.to_nested(torch.sparse_coo), r"strided or .*jagged, found torch.sparse_coo"),
+    (lambda: FLAT.like(torch.ones(4)), r"expected 3 values.*got 4"),
+    (
+        lambda: Ragged.from_slots(torch.ones(3), FLAT.container, PADDED[0, :2] == 0),
+        r"has 2 positions but the .* have 3",
+    ),
+    (lambda: Ragged(ONE, OTHER, FLAT.container), r"int64 tensor, got \(1,\) of torch.int32"),
+    (lambda: Ragged(ONE, torch.tensor([[1]]), FLAT.container), r"1-d int64 tensor, got \(1, 1\)"),
+    (lambda: Ragged(torch.ones(4), torch.tensor([2, 1]), FLAT.container), r"found 3, expected 4"),
+    (lambda: from_padded(torch.tensor([[1, 2]]), lengths=[1])().restore(0.5), r"torch.int64 cannot hold the fill 0.5"),
+    (lambda: FLAT.to_padded(value=math.nan), r"torch.int64 cannot hold the fill nan"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_errors_say_found_and_expected(call, message):
+    is_type = "dense tensor, found" in message or "nested tensor, got" in message
+    with pytest.raises(TypeError if is_type else ValueError, match=message):
+        call()
