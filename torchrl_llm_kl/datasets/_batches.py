@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl.datasets._encoding import Answer, Encoder, EncodingArgs, Skip, Skipped
 from torchrl_llm_kl.datasets._rows import DataError, DataSource, Layout, Row, Rows, read_rows
+from torchrl_llm_kl.masks import Tokenizer
 
 _Columns = dict[str, list[Tensor | NonTensorData]]
 #: What happens to rows that are left out: a warning, an error at the first, or a call with their count.
@@ -33,7 +34,7 @@ class SkippedRowsWarning(UserWarning):
 
 def from_conversations(
     data: DataSource,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     messages_key: str = "messages",
     on_skip: OnSkip = "warn",
@@ -100,7 +101,7 @@ def from_conversations(
 
 def from_completions(
     data: DataSource,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     prompt_key: str = "prompt",
     completion_key: str = "completion",
@@ -147,7 +148,7 @@ def from_completions(
 
 def from_pairs(
     data: DataSource,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     prompt_key: str = "prompt",
     chosen_key: str = "chosen",

@@ -115,7 +115,7 @@ def read_rows(source: DataSource) -> Rows:
     return _IterableRows(list(source) if isinstance(source, Iterator) else source, f"the {kind}")
 
 
-def is_history(value: Any) -> bool:
+def is_history(value: object) -> bool:
     """Whether a value is torchrl's ``History`` or ``ChatHistory``, without loading torchrl."""
     return any(base.__name__ in ("History", "ChatHistory") for base in type(value).__mro__)
 
@@ -342,7 +342,7 @@ def as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def read_messages(value: Any, name: str) -> list[Message]:
+def read_messages(value: object, name: str) -> list[Message]:
     """Messages without the fields that Parquet fills with None; a RowError for anything else under ``name``."""
     if is_history(value):
         return history_to_messages(value)
@@ -363,7 +363,7 @@ def check_unicode(text: str) -> None:
         raise RowError(f"has text that is not Unicode: {text[error.start]!a} at character {error.start}") from None
 
 
-def layout_of(value: Any) -> Layout:
+def layout_of(value: object) -> Layout:
     """What a row holds.
 
     Raises:

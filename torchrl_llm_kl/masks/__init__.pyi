@@ -18,6 +18,9 @@ from torchrl_llm_kl.masks._tokens import (
 
 # isort: split
 # For the layers above, not public:
+from torchrl_llm_kl.masks._messages import (
+    Tokenizer as Tokenizer,
+)
 from torchrl_llm_kl.masks._tokens import (
     encode_with_mask as encode_with_mask,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm_kl.masks._messages import ASSISTANT, EmptyAssistantMaskError, Message, check_messages
+from torchrl_llm_kl.masks._messages import ASSISTANT, EmptyAssistantMaskError, Message, Tokenizer, check_messages
 from torchrl_llm_kl.masks._template import Renderer
 from torchrl_llm_kl.masks._tokens import encode_with_mask
 from torchrl_llm_kl.masks._turns import locate_turns
@@ -31,7 +31,7 @@ class RenderedConversation:
 
 
 def render_conversation(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
     chat_template: str | None = None,
@@ -103,7 +103,7 @@ def render_conversation(
 
 
 def render_conversations(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     conversations: Sequence[Sequence[Message]],
     *,
     chat_template: str | None = None,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from torchrl.data.llm import History
+    from transformers import PreTrainedTokenizerBase
 
+#: A tokenizer of transformers, preferably a fast one.
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
 Message = Mapping[str, Any]
 
 ASSISTANT = "assistant"
@@ -73,7 +76,7 @@ def _clean(nested: list[Any]) -> list[Any]:
     return cleaned
 
 
-def check_messages(messages: Any, index: int) -> None:
+def check_messages(messages: object, index: int) -> None:
     """Raise unless conversation ``index`` is a non-empty list of dicts with a role."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         found = type(messages).__name__

@@ -28,7 +28,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from torchrl_llm_kl.masks._messages import AssistantMaskError, Message, MissingChatTemplateError
+from torchrl_llm_kl.masks._messages import AssistantMaskError, Message, MissingChatTemplateError, Tokenizer
 from torchrl_llm_kl.masks._tokens import Span
 
 # ------------------------------------------------------------------ renderings
@@ -48,7 +48,11 @@ class Renderer:
     """Renders conversations on one template with one set of template variables; ``name`` describes it in messages."""
 
     def __init__(
-        self, tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str | None,
+        tools: Sequence[Any] | None,
+        template_kwargs: Mapping[str, Any],
     ) -> None:
         reserved = sorted(_RESERVED & set(template_kwargs))
         if reserved:
@@ -210,7 +214,7 @@ def common_prefix_length(a: str, b: str) -> int:
     return bisect(range(min(len(a), len(b))), False, key=lambda k: a[: k + 1] != b[: k + 1])
 
 
-def _resolve(tokenizer: Any, chat_template: str | None, tools: Sequence[Any] | None) -> tuple[str, str]:
+def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[Any] | None) -> tuple[str, str]:
     """The template's text, and a description of the template for messages."""
     own = getattr(tokenizer, "chat_template", None)
     if chat_template is None and not own:

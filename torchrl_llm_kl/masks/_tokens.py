@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.masks._messages import AssistantMaskError
+from torchrl_llm_kl.masks._messages import AssistantMaskError, Tokenizer
 
 Span = tuple[int, int]
 
 
 def encode_with_mask(
-    tokenizer: Any, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    tokenizer: Tokenizer, texts: Sequence[str], spans: Sequence[Sequence[Span]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Tokenise each text once and mask the tokens that contain a character of one of its spans.
 
@@ -82,7 +81,7 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _mask_by_offsets(
-    tokenizer: Any, text: str, ids: list[int], offsets: list[Span], spans: Sequence[Span]
+    tokenizer: Tokenizer, text: str, ids: list[int], offsets: list[Span], spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor]:
     token_ids = torch.tensor(ids, dtype=torch.long)
     inside = torch.zeros(len(text), dtype=torch.bool)
@@ -114,7 +113,7 @@ def _count(flags: Tensor, begin: Tensor, end: Tensor) -> Tensor:
     return total[end] - total[begin]
 
 
-def _mask_by_pieces(tokenizer: Any, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+def _mask_by_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
     """Without offsets: tokenise the pieces between borders; their tokens must equal the tokens of the whole text."""
     whole = list(tokenizer.encode(text, add_special_tokens=False))
     ids: list[int] = []

@@ -141,7 +141,7 @@ def read_ragged(td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None =
     return Ragged.from_slots(data.slots(), data.container, keep if data.keep is None else keep & data.keep)
 
 
-def _from_column(value: Any, batch_size: torch.Size, key: Any) -> Ragged:
+def _from_column(value: object, batch_size: torch.Size, key: object) -> Ragged:
     if isinstance(value, list):
         if not all(issubclass(kind, Tensor) for kind in set(map(type, value))):
             raise TypeError(f"expected tensors under {key!r}, got {type(value[0]).__name__}.")

@@ -251,7 +251,7 @@ def _called(context: Callable[..., Any], td: TensorDictBase, key: NestedKey) -> 
     return out
 
 
-def _messages(returned: Any, row: int) -> list[Any]:
+def _messages(returned: object, row: int) -> list[Any]:
     if isinstance(returned, list) and all(isinstance(message, dict) and "role" in message for message in returned):
         return returned
     from torchrl.data.llm import History

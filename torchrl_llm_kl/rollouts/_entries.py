@@ -279,7 +279,7 @@ def row_numbers(value: Any, rows: int, what: str) -> tuple[Tensor, list[int]]:
     return value.reshape(-1), [count] * rows
 
 
-def sequence_sums(value: Any, rows: int, what: str) -> Tensor:
+def sequence_sums(value: object, rows: int, what: str) -> Tensor:
     """The sum of each row's numbers, in float32 or wider, without graph; ``[S]``."""
     flat, counts = row_numbers(value, rows, what)
     if isinstance(value, Tensor) and not value.is_nested:
@@ -293,7 +293,7 @@ def _sums(flat: Tensor, counts: list[int]) -> Tensor:
     return segment_sum(flat, torch.tensor(counts, device=flat.device))
 
 
-def outcomes(td: TensorDictBase, value: Any, what: str) -> Tensor:
+def outcomes(td: TensorDictBase, value: object, what: str) -> Tensor:
     """The outcome reward of each sequence, in float32 or wider, without graph; ``[S]``.
 
     ``value`` holds one number per sequence, or one per token, which are summed. ``td`` holds the tokens or their mask: how
@@ -328,7 +328,7 @@ def _padded_tokens(td: TensorDictBase) -> Ragged | None:
     return None if mask is None else Ragged.from_slots(mask.slots(), mask.container, mask.slots().bool())
 
 
-def sequence_integers(value: Any, rows: int, what: str) -> Tensor:
+def sequence_integers(value: object, rows: int, what: str) -> Tensor:
     """One integer per row; int64 ``[S]``.
 
     Raises:
@@ -343,7 +343,7 @@ def sequence_integers(value: Any, rows: int, what: str) -> Tensor:
     return flat.long()
 
 
-def sequence_ids_of(value: Any, rows: int, what: str) -> Tensor:
+def sequence_ids_of(value: object, rows: int, what: str) -> Tensor:
     """A number per row, equal for rows with equal values; int64 ``[S]``.
 
     The column holds integers, one or several per row (a prompt's tokens, padded or nested), or strings.

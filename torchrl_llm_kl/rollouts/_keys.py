@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from tensordict import NestedKey
 
+from torchrl_llm_kl.masks import Tokenizer
+
 TOKENS_FULL: NestedKey = ("tokens", "full")
 ATTENTION_MASK: NestedKey = ("masks", "all_attention_mask")
 
@@ -52,7 +54,7 @@ class ModelInterface:
     in_keys: tuple[NestedKey, ...] = (TOKENS_FULL,)
     pad_output: bool | None = None
     layout: torch.layout = torch.strided
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -12,7 +12,13 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.masks import RenderedConversation, encode_with_mask, history_to_messages, render_conversations
+from torchrl_llm_kl.masks import (
+    RenderedConversation,
+    Tokenizer,
+    encode_with_mask,
+    history_to_messages,
+    render_conversations,
+)
 from torchrl_llm_kl.ragged import (
     Dense,
     Jagged,
@@ -53,12 +59,14 @@ class TokenisingOptions:
         {'chat_template': '...'}
     """
 
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     padding_side: PaddingSide = "left"
     template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, tokenizer: Any, tokenizer_kwargs: Mapping[str, Any] | None, padding_side: str) -> TokenisingOptions:
+    def make(
+        cls, tokenizer: Tokenizer | None, tokenizer_kwargs: Mapping[str, Any] | None, padding_side: str
+    ) -> TokenisingOptions:
         """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed.
 
         Raises:
@@ -139,7 +147,7 @@ def render_history(
 
 
 def _response_masks(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rendered: list[RenderedConversation],
     conversations: list[Any],
     prompts: list[Any],
@@ -191,7 +199,7 @@ def _rows_of(column: Any, td: TensorDictBase, key: NestedKey) -> list[Any]:
     return rows
 
 
-def _as_history(value: Any, key: NestedKey) -> Any:
+def _as_history(value: object, key: NestedKey) -> Any:
     from torchrl.data.llm import History
 
     if isinstance(value, TensorDictBase):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -20,7 +20,7 @@ from torchrl_llm_kl.rollouts._keys import sub_key
 RewardPlacement = Literal["last", "broadcast"]
 
 
-def token_reward(reward: Any | None, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Ragged:
+def token_reward(reward: object, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Ragged:
     """The reward of each token: an outcome is placed, a reward per token is unchanged.
 
     Args:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+#: A JSON object: a message, the other columns of a row, the arguments of a call.
+Json = dict[str, Any]
 #: Seconds beyond the time-outs of its calls after which an event loop counts as blocked.
 _GRACE = 5.0
 
@@ -34,7 +36,7 @@ class Call:
 
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    kwargs: Json = field(default_factory=dict)
 
 
 class Caller:
@@ -60,7 +62,7 @@ class Caller:
         self.timeout, self.workers = timeout, workers
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         return {**self.__dict__, "_loop": None}  # the copy makes its own
 
     def __call__(self, calls: Sequence[Call]) -> list[Any]:
@@ -149,7 +151,7 @@ def _in_thread(call: Call) -> Future[Any]:
     return future
 
 
-def check_takes(function: Any, what: str, *arguments: str) -> None:
+def check_takes(function: object, what: str, *arguments: str) -> None:
     """Raise a TypeError that begins with ``what`` unless ``function`` can be called with these positional arguments.
 
     Example:
@@ -173,7 +175,7 @@ def check_takes(function: Any, what: str, *arguments: str) -> None:
         ) from error
 
 
-def _is_async(function: Any) -> bool:
+def _is_async(function: object) -> bool:
     method = getattr(function, "__call__", None)  # noqa: B004  (an object with async __call__)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
@@ -191,7 +193,7 @@ async def _guarded(call: Call, future: Future[Any]) -> None:
         future.set_result(result)
 
 
-def _start_loop(owner: Any) -> asyncio.AbstractEventLoop:
+def _start_loop(owner: object) -> asyncio.AbstractEventLoop:
     """An event loop in its own thread, which ends with its owner."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="async rewards").start()

@@ -16,15 +16,15 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl.masks import MissingChatTemplateError
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
+from torchrl_llm_kl.masks import MissingChatTemplateError, Tokenizer
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, Json, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
 from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Reward
 from torchrl_llm_kl.tasks._rows import read_rows_of, stack_rows
 from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, strip_end
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
-Reply = Callable[[list[dict[str, Any]], dict[str, Any]], Any]
+Reply = Callable[[list[Json], Json], Any]
 #: What the policy reads: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
 
@@ -74,7 +74,7 @@ class Turns:
 def make_env(
     prompts: Any,
     reward: Reward | FunctionReward,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     group_size: int = 8,
     num_prompts: int = 1,
@@ -188,7 +188,7 @@ def make_env(
     return env
 
 
-def _check_tokenizer(tokenizer: Any) -> None:
+def _check_tokenizer(tokenizer: object) -> None:
     if not callable(getattr(tokenizer, "apply_chat_template", None)):
         found = repr(tokenizer)[:60] if isinstance(tokenizer, (str, type(None))) else type(tokenizer).__name__
         raise TypeError(
@@ -217,7 +217,7 @@ class TaskEnv(ChatEnv):
     def __init__(
         self,
         prompts: Prompts,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         group_size: int,
         num_prompts: int,
@@ -327,7 +327,7 @@ class TaskEnv(ChatEnv):
             td.set("history", history)
         return td.to_lazystack(0)
 
-    def _conversation(self, prompt: Prompt) -> list[dict[str, Any]]:
+    def _conversation(self, prompt: Prompt) -> list[Json]:
         if self.system_prompt is None or prompt.messages[0]["role"] == "system":
             return prompt.messages
         return [{"role": "system", "content": self.system_prompt}, *prompt.messages]
@@ -391,11 +391,11 @@ class TaskEnv(ChatEnv):
 
     def _replies(
         self, parsed: list[Parsed], messages: list[Any], metadata: list[Any], last: list[bool]
-    ) -> list[list[dict[str, Any]] | None]:
+    ) -> list[list[Json] | None]:
         """What follows each answer: messages; empty at the end of the episode, None if only the limit of turns ends it."""
         assert self.dialog is not None
         assert self.turns is not None
-        after: list[list[dict[str, Any]] | None] = [
+        after: list[list[Json] | None] = [
             None if limit and found.calls else [] for limit, found in zip(last, parsed, strict=True)
         ]
         rows = [row for row, found in enumerate(parsed) if found.calls and not last[row]]
@@ -416,7 +416,7 @@ class TaskEnv(ChatEnv):
         return after
 
 
-def _without_bos(text: str, tokenizer: Any) -> str:
+def _without_bos(text: str, tokenizer: Tokenizer) -> str:
     """A rendered prompt without the begin-of-sequence token if the tokenizer adds one by itself: a model expects one."""
     bos = getattr(tokenizer, "bos_token", None)
     if bos and text.startswith(bos):

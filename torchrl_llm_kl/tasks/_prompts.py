@@ -12,6 +12,7 @@ import torch
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.datasets import DataError, DataSource, RowError, as_list, check_unicode, read_messages, read_rows
+from torchrl_llm_kl.tasks._calls import Json
 
 #: The columns that may hold a prompt, the first of them that a row has.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -32,8 +33,8 @@ class Prompt:
     """
 
     question: str
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    messages: list[Json] = field(default_factory=list)
+    metadata: Json = field(default_factory=dict)
 
 
 class Prompts(Sequence[Prompt]):
@@ -83,12 +84,12 @@ class Prompts(Sequence[Prompt]):
         return parse_prompt(self._table[int(index)], f"row {int(index) + 1} of the data set")
 
 
-def _is_table(source: Any) -> bool:
+def _is_table(source: object) -> bool:
     """Whether a source is a data set of rows by number, such as ``datasets.Dataset``."""
     return all(hasattr(source, name) for name in ("__len__", "__getitem__", "column_names"))
 
 
-def parse_prompt(row: Any, place: str) -> Prompt:
+def parse_prompt(row: object, place: str) -> Prompt:
     """The prompt of a row: a text, messages, or a mapping with a column of :data:`PROMPT_COLUMNS`.
 
     Args:

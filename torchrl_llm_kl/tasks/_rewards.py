@@ -16,16 +16,17 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations, sub_key
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, Json, check_takes
 from torchrl_llm_kl.tasks._rows import read_rows_of
 from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
 
 logger = logging.getLogger("torchrl_llm_kl.tasks")
 
 #: ``(question, answer, metadata) -> number``, or a dict of numbers; sync or async.
-RewardFunction = Callable[[str, str, dict[str, Any]], Any]
+RewardFunction = Callable[[str, str, Json], Any]
 #: One function, or named parts, each a function or a pair of its weight and the function.
 Reward = RewardFunction | Mapping[str, RewardFunction | tuple[float, RewardFunction]]
 
@@ -100,7 +101,7 @@ class FunctionReward(Transform):
         weights: Mapping[str, float] | None = None,
         timeout: float | None = 30.0,
         workers: int | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         question_key: NestedKey = "query",
         answer_key: NestedKey = ("text", "response"),
         metadata_key: NestedKey = "metadata",
@@ -184,7 +185,7 @@ class FunctionReward(Transform):
     # ------------------------------------------------------------------ the calls
 
     def _evaluate(
-        self, rows: list[int], questions: list[str], answers: list[str], metadata: list[dict[str, Any]]
+        self, rows: list[int], questions: list[str], answers: list[str], metadata: list[Json]
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The value of each part and the number of failures of each row; ``[B]`` each, 0 in rows that are not asked for."""
         values = {name: torch.zeros(len(answers)) for name in self.weights}
@@ -209,7 +210,7 @@ class FunctionReward(Transform):
             self._report(part, failed, len(rows), questions, answers)
         return values, failures
 
-    def _numbers(self, result: Any, part: str, names: list[str]) -> list[float] | Failure:
+    def _numbers(self, result: object, part: str, names: list[str]) -> list[float] | Failure:
         """The numbers that a call returned, one for each of ``names``."""
         if isinstance(result, Failure):
             return result
@@ -275,7 +276,7 @@ class FunctionReward(Transform):
         found = read_rows_of(td, key)
         return read_rows_of(next_td, key) if found is None else found
 
-    def _metadata(self, td: TensorDictBase, next_td: TensorDictBase, count: int) -> list[dict[str, Any]]:
+    def _metadata(self, td: TensorDictBase, next_td: TensorDictBase, count: int) -> list[Json]:
         found = self._column(td, next_td, self.metadata_key)
         rows = [{} for _ in range(count)] if found is None else [dict(row) for row in found]
         messages = self._column(next_td, td, self.messages_key)  # with the answer
@@ -292,8 +293,8 @@ class FunctionReward(Transform):
 
 def _parts(reward: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
     """The functions by name (``""`` for one alone), and the weights of the numbers they return."""
-    functions: dict[str, Any]
-    given: dict[str, Any]
+    functions: Json
+    given: Json
     if isinstance(reward, Mapping):
         if weights is not None:
             raise ValueError(
@@ -332,7 +333,7 @@ def _number(value: Any) -> float | Failure:
     return number
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     try:
         return f"{value!r:.60}"
     except ValueError:  # a whole number of more digits than Python writes

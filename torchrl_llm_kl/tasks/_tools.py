@@ -12,8 +12,8 @@ from functools import lru_cache, partial
 from itertools import islice, starmap
 from typing import Any
 
-from torchrl_llm_kl.masks import render_conversation
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
+from torchrl_llm_kl.masks import Tokenizer, render_conversation
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, Json
 
 #: Reads the calls of an answer: text -> calls, each a :class:`ToolCall` or a dict with ``name`` and ``arguments``; torchrl's
 #: parsers (``XMLBlockParser``, ``JSONCallParser``) are accepted too.
@@ -31,7 +31,7 @@ class ToolCall:
     """
 
     name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: Json = field(default_factory=dict)
     error: str = ""
 
 
@@ -221,7 +221,7 @@ def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
             awaited = "</arg_key>"
 
 
-def _value(text: str, kind: Any) -> Any:
+def _value(text: str, kind: object) -> Any:
     if kind == "string":
         return text
     for written in (text, _json_of_python(text)):  # some templates write True, others true
@@ -280,7 +280,7 @@ class Tools:
         from transformers.utils import get_json_schema
 
         self.functions: dict[str, Callable[..., Any]] = {}
-        self.schemas: list[dict[str, Any]] = []
+        self.schemas: list[Any] = []  # as transformers makes them
         for function in functions:
             if not callable(function):
                 raise TypeError(f"a tool must be a function, got {function!r:.60}.")
@@ -313,7 +313,7 @@ class Tools:
         return f"Error: {error}" if error else ""
 
 
-def _result(value: Any) -> str:
+def _result(value: object) -> str:
     try:
         if isinstance(value, Failure):
             text = f"Error: {type(value.error).__name__}: {value.error}"
@@ -357,7 +357,11 @@ class Dialog:
     """
 
     def __init__(
-        self, tokenizer: Any, tools: Tools | None, template_kwargs: Mapping[str, Any], parser: ToolParser | None = None
+        self,
+        tokenizer: Tokenizer,
+        tools: Tools | None,
+        template_kwargs: Mapping[str, Any],
+        parser: ToolParser | None = None,
     ) -> None:
         self.tokenizer, self.tools, self.template_kwargs = tokenizer, tools, dict(template_kwargs)
         self.special = special_tokens(tokenizer)
@@ -367,7 +371,7 @@ class Dialog:
         self._check()
 
     @property
-    def schemas(self) -> list[dict[str, Any]] | None:
+    def schemas(self) -> list[Any] | None:
         """Of the tools, as the template gets them."""
         return None if self.tools is None else self.tools.schemas
 
@@ -388,7 +392,7 @@ class Dialog:
         except Exception as error:  # whatever an odd answer does to a parser
             return Parsed(answer, [ToolCall("", error=f"the call cannot be read: {type(error).__name__}: {error}")])
 
-    def assistant(self, answer: str, parsed: Parsed) -> dict[str, Any]:
+    def assistant(self, answer: str, parsed: Parsed) -> Json:
         """The message of an answer."""
         if not parsed.calls or any(call.error for call in parsed.calls):
             return {"role": "assistant", "content": answer}
@@ -398,7 +402,7 @@ class Dialog:
         ]
         return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
 
-    def tool_messages(self, parsed: Parsed, results: Sequence[str]) -> list[dict[str, Any]]:
+    def tool_messages(self, parsed: Parsed, results: Sequence[str]) -> list[Json]:
         """The messages with the results of an answer's calls."""
         return [
             {"role": "tool", "tool_call_id": _call_id(i), "name": call.name or "unknown", "content": result}
@@ -470,7 +474,7 @@ class Dialog:
         if self._parser is None and not _knows_responses(self.tokenizer):
             self._parser = self._format(asked[:2], call)
 
-    def _try(self, messages: list[dict[str, Any]], mark: str, what: str) -> tuple[str, str]:
+    def _try(self, messages: list[Json], mark: str, what: str) -> tuple[str, str]:
         advice = "pass one that does, template_kwargs={'chat_template': ...}."
         try:
             turn, after = self._rendered(messages)
@@ -482,7 +486,7 @@ class Dialog:
             raise ValueError(f"the chat template does not render {what}: {advice}")
         return turn, after
 
-    def _format(self, messages: list[dict[str, Any]], call: ToolCall) -> Callable[[str], Any]:
+    def _format(self, messages: list[Json], call: ToolCall) -> Callable[[str], Any]:
         """The format in which the template writes a call; Hermes' if it writes none."""
         assert self.tools is not None
         if self._json_arguments:
@@ -515,7 +519,7 @@ def _example(schema: Mapping[str, Any]) -> ToolCall:
 _OF_CALLS = re.compile(r"tool[_▁ ]?(?:call|arg)", re.IGNORECASE)
 
 
-def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+def special_tokens(tokenizer: object) -> tuple[str, ...]:
     """The special tokens of a tokenizer, except for calls; the longest first; empty without a tokenizer.
 
     Example:
@@ -545,13 +549,13 @@ def _reversed(tokens: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"(?:{'|'.join(re.escape(token[::-1]) for token in tokens)})*")
 
 
-def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = False) -> list[dict[str, Any]]:
+def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = False) -> list[Json]:
     """Messages whose answers are a plain word: what follows an answer must not depend on what a policy wrote.
 
     Each result has its call, as templates demand, even if that could not be read.
     """
-    out: list[dict[str, Any]] = []
-    answer: dict[str, Any] = {}  # the last one
+    out: list[Json] = []
+    answer: Json = {}  # the last one
     for message in map(dict, messages):
         if message["role"] == "assistant":
             message = answer = {"role": "assistant", "content": "x"}
@@ -564,7 +568,7 @@ def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = 
     return out
 
 
-def _knows_responses(tokenizer: Any) -> bool:
+def _knows_responses(tokenizer: object) -> bool:
     return getattr(tokenizer, "response_template", None) is not None and hasattr(tokenizer, "parse_response")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("trl", reason="TRL's chat templates are the oracle")
 
@@ -103,42 +105,14 @@ def test_mask_agrees_with_the_generation_blocks(template):
     assert seen == ONLY_TRL.get(template, set())
 
 
-CHATML_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
-_ARGUMENTS = "<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>"
-GLM = "\n<think></think>\n"
 GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
-GEMMA_STOP = "<|tool_response>"  # written by the model, which stops there
-# Hand-written, for cases that no marked template covers.
-EXPECTED = {
-    ("qwen3", "multi"): ["Hello there<|im_end|>", "<think>\n\n</think>\n\nHi<|im_end|>"],
-    ("qwen3", "tools"): [CHATML_CALL, "It is 3.<|im_end|>", "<think>\n\n</think>\n\nWelcome<|im_end|>"],
-    # the thinking of the earlier turn is stripped by the template
-    ("qwen3", "reasoning"): ["3<|im_end|>", "<think>\ntwo and two\n</think>\n\n4<|im_end|>"],
-    # the generation prompt ends with "<think>\n"
-    ("qwen3_5_think", "reasoning"): ["3<|im_end|>", "two and two\n</think>\n\n4<|im_end|>"],
-    ("qwen3_6", "multi"): ["Hello there<|im_end|>", "\n</think>\n\nHi<|im_end|>"],
-    # the generation prompt ends with an empty thinking block
-    ("qwen3_5_nothink", "multi"): ["Hello there<|im_end|>", "Hi<|im_end|>"],
-    # no end-of-turn token: the next header stops the model
-    ("glm4moe", "reasoning"): [f"{GLM}3", "\n<think>two and two</think>\n4"],
-    ("glm4moe", "tools"): [f"{GLM}<tool_call>add\n{_ARGUMENTS}\n</tool_call>", f"{GLM}It is 3.", f"{GLM}Welcome"],
-    # the tool's response is inside the model's turn, which continues after it
-    ("gemma4_v5", "tools"): [GEMMA_CALL + GEMMA_STOP, "It is 3.<turn|>", "Welcome<turn|>"],
-    ("gemma4_v5", "reasoning"): ["3<turn|>", "<|channel>thought\ntwo and two\n<channel|>4<turn|>"],
-    ("llama3_1", "tools"): [
-        '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>',
-        "It is 3.<|eot_id|>",
-        "Welcome<|eot_id|>",
-    ],
-    ("gptoss", "single"): ["<|channel|>final<|message|>yes<|return|>"],
-    ("llava_next", "single"): [" yes</s>"],
-    ("lfm2_2_5_v2", "reasoning"): ["3<|im_end|>", "<think>two and two</think>4<|im_end|>"],
-}
+EXPECTED = yaml.safe_load(Path(__file__).with_name("masked_text.yaml").read_text(encoding="utf-8"))
 
 
 def test_masked_text():
-    for (template, kind), expected in EXPECTED.items():
-        assert masked_by(tokenizer_for(template), conversation(template, kind)) == expected, (template, kind)
+    for case, expected in EXPECTED.items():
+        template, kind = case.split()
+        assert masked_by(tokenizer_for(template), conversation(template, kind)) == expected, case
     messages = [user("1+2?"), assistant("3")]  # closed thinking belongs to the prompt when thinking is off
     assert masked_by(tokenizer_for("qwen3"), messages, enable_thinking=False) == ["3<|im_end|>"]
     assert masked_by(tokenizer_for("qwen3"), messages, enable_thinking=True) == ["<think>\n\n</think>\n\n3<|im_end|>"]
@@ -149,7 +123,7 @@ def test_masked_text():
     # two calls and their responses in one turn
     results = [{"role": "tool", "tool_call_id": call, "content": "3"} for call in ("c0", "c1")]
     messages = [user("?"), assistant("", tool_calls=[*CALL, {**CALL[0], "id": "c1"}]), *results, assistant("3")]
-    assert masked_by(tokenizer_for("gemma4_v5"), messages) == [GEMMA_CALL * 2 + GEMMA_STOP, "3<turn|>"]
+    assert masked_by(tokenizer_for("gemma4_v5"), messages) == [GEMMA_CALL * 2 + "<|tool_response>", "3<turn|>"]
 
 
 def test_the_published_table_is_current():

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -215,33 +216,8 @@ def test_what_is_scored_after_a_begin_of_sequence_token_too() -> None:
 
 
 SKIPPED = [
-    ({"messages": []}, "empty", "no message"),
-    ({"messages": HI}, "no assistant turn", ""),
-    ({"prompt": HI, "completion": []}, "empty", "no message"),
-    ({"prompt": HI, "completion": HI}, "no assistant turn", ""),
-    ({"prompt": "a", "completion": ""}, "empty", "no text to score"),
-    ({"prompt": "", "completion": "a"}, "empty", "no token to score"),
-    ({"tokens": [], "prompt_length": 0}, "empty", "no tokens"),
-    ({"tokens": [3, 4], "prompt_length": 2}, "empty", "no token to score"),
-    ({"tokens": [3, 4], "prompt_length": 3}, "malformed", "expected a whole number from 0 to 2"),
-    ({"tokens": [3, 4], "prompt_length": True}, "malformed", "expected a whole number"),
-    ({"tokens": [3, -100], "prompt_length": 1}, "malformed", "the token id -100"),
-    ({"tokens": [3, 300], "prompt_length": 1}, "malformed", "outside the vocabulary of 259"),
-    ({"tokens": [3, 4.5], "prompt_length": 1}, "malformed", "4.5 in `tokens`"),
-    ({"tokens": [3, 2**70], "prompt_length": 1}, "malformed", "in `tokens`, expected whole numbers"),
-    ({"tokens": "34", "prompt_length": 1}, "malformed", "`tokens` of str"),
-    ({"tokens": [[3, 4]], "prompt_length": 1}, "malformed", "[3, 4] in `tokens`"),
-    ({"tokens": [3, 4], "mask": [1]}, "malformed", "has 1 numbers in `mask`, expected 2"),
-    ({"tokens": [3, 4], "mask": 5}, "malformed", "has `mask` of int, expected a list"),
-    ({"tokens": [3, 4], "mask": [0, 2]}, "malformed", "1 at the tokens to score"),
-    ({"messages": "hi"}, "malformed", "`messages` of str"),
-    ({"messages": [HI]}, "malformed", "expected an object with `role`"),
-    ({"prompt": "a", "completion": said("b")}, "malformed", "give both alike"),
-    ({"chosen": "b", "rejected": "c"}, "malformed", "without a `prompt`"),
-    ({"prompt": 3, "completion": "b"}, "malformed", "give both alike"),
+    *yaml.safe_load(Path(__file__).with_name("skipped_rows.yaml").read_text(encoding="utf-8")),
     ({"prompt": "a", "completion": "b\ud83d"}, "malformed", "not Unicode: '\\ud83d' at character 2"),
-    ({"messages": [*HI, {"role": "assistant", "content": {"a": 1}}]}, "template", ""),
-    ({"messages": [*HI, *said("x" * 50)]}, "too long", "73 tokens, at most 60"),
 ]
 
 
