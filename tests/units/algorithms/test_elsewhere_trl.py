@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import io
 import math
 import warnings
 from pathlib import Path
@@ -500,10 +499,6 @@ def test_the_table_of_a_translation() -> None:
     assert all(part in text for part in parts)
     refused = text[text.index("refused") :]
     assert "router_aux_loss_coef = 0.1  the balance of experts" in refused
-    console = pytest.importorskip("rich.console")
-    wide = console.Console(width=200, record=True, file=io.StringIO())
-    wide.print(found)
-    assert "learning_rate" in wide.export_text()
 
 
 HINTS = [

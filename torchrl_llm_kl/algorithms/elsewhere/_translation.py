@@ -19,6 +19,7 @@ from torchrl_llm_kl.algorithms._algorithm import apply_overrides
 from torchrl_llm_kl.algorithms._make import make_algorithm
 from torchrl_llm_kl.algorithms._parts import AlgorithmParts
 from torchrl_llm_kl.algorithms.presets import get_algorithm
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import Correction
 from torchrl_llm_kl.scoring import Sampling
 
@@ -49,8 +50,8 @@ class Setting:
 class Translation:
     """An algorithm of another library in this package's terms.
 
-    Each setting that was given is in exactly one of ``translated``, ``sampled``, ``outside`` and ``refused``. ``print`` shows
-    them as a table.
+    Each setting that was given is in exactly one of ``translated``, ``sampled``, ``outside`` and ``refused``. ``print`` lists
+    them.
 
     Args:
         library: whose settings they are.
@@ -88,7 +89,7 @@ class Translation:
             actor: the model to train.
 
         Keyword Args:
-            without_refused: go on without the settings that are refused.
+            without_refused: make it without the settings that are refused.
             more: further arguments, such as ``reference=`` and ``critic=``; they replace overrides of the same name.
                 ``loss_args`` add to those of the translation, ``group_key`` takes the place of ``group_size``, ``sampling``
                 that of ``temperature``.
@@ -126,38 +127,14 @@ class Translation:
         width = max((len(name) for name in self.recipe), default=0)
         lines += [f"  {name:<{width}} = {show(value)}" for name, value in self.recipe.items()]
         lines += ["", f"sampled from {self.sampling}"]
-        for title, rows in self._lists():
+        lists = {"translated": self.translated, "sampled": self.sampled}
+        lists |= {"outside (settings of the loop)": self.outside, "refused (no counterpart)": self.refused}
+        for title, rows in lists.items():
             if rows:
                 lines += ["", title]
                 width = max(len(f"{row.name} = {show(row.value)}") for row in rows)
                 lines += [f"  {f'{row.name} = {show(row.value)}':<{width}}  {_what(row)}".rstrip() for row in rows]
         return "\n".join(lines)
-
-    def __rich__(self) -> Any:
-        """A table of `rich`."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(
-            title=Text(f"{self.library} -> make_algorithm({self.algorithm!r}, actor, ...)"), title_justify="left"
-        )
-        for column in ("", "setting", "value", "here"):
-            table.add_column(column)
-        for name, value in self.recipe.items():
-            table.add_row(*map(Text, ("override", name, show(value), "")))
-        for title, rows in self._lists():
-            table.add_section()
-            for row in rows:
-                table.add_row(*map(Text, (title.partition(" (")[0], row.name, show(row.value), _what(row))))
-        return table
-
-    def _lists(self) -> list[tuple[str, tuple[Setting, ...]]]:
-        return [
-            ("translated", self.translated),
-            ("sampled", self.sampled),
-            ("outside (settings of the loop)", self.outside),
-            ("refused (no counterpart)", self.refused),
-        ]
 
 
 def _what(row: Setting) -> str:
@@ -231,15 +208,23 @@ class Reader:
     def __init__(self, library: Library, rows: Mapping[str, Foreign], given: Mapping[str, Any]) -> None:
         self.library, self.rows, self.given = library, rows, dict(given)
         self.overrides: dict[str, Any] = {}
-        self._lists: dict[Place, dict[str, Setting]] = {"override": {}, "sampling": {}, "outside": {}, "refused": {}}
+        self._placed: dict[str, tuple[Place, Setting]] = {}
 
     def __getitem__(self, name: str) -> Any:
         """The value of a setting, or its default."""
         return self.given[name] if name in self.given else self.rows[name].default
 
+    def place(self, place: Place, *names: str, note: str = "") -> None:
+        """Note where settings go, given or default; the first place of each stays."""
+        for name in names:
+            row = find_row(self.rows, name)
+            here = row.here if row and place in ("override", "sampling") else ""
+            setting = Setting(name, self[name], here, note or (row.note if row else ""), name in self.given)
+            self._placed.setdefault(name, (place, setting))
+
     def take(self, name: str, note: str = "") -> Any:
         """The value of a setting that the caller translates."""
-        self._place("override", name, note)
+        self.place("override", name, note=note)
         return self[name]
 
     def copy(self, name: str, own: str) -> None:
@@ -258,53 +243,58 @@ class Reader:
             self.copy(theirs, own)
         return choice
 
-    def known(self, name: str, value: Any, known: Iterable[str]) -> None:
+    def known(self, name: str, value: object, known: Iterable[str]) -> None:
         """Raise a ValueError for a value that the library does not know either."""
         if value not in list(known):  # a list is no name
             raise ValueError(no_such(f"{self.library} has no {name}", value, known))
 
     def out(self, name: str, note: str) -> None:
         """A setting of the loop, if it was given."""
-        self._place("outside", name, note)
-
-    def tell(self, name: str) -> None:
-        """A setting of the loop that matters if it was not given too."""
-        self._place("outside", name, "", default=True)
+        if name in self.given:
+            self.place("outside", name, note=note)
 
     def refuse(self, name: str, note: str) -> None:
         """A setting without a counterpart, given or default."""
-        self._lists["override"].pop(name, None)
-        self._place("refused", name, note)
+        if name in self._placed and self._placed[name][0] == "override":
+            del self._placed[name]
+        self.place("refused", name, note=note)
 
     def correct(self, correction: Callable[..., Correction], **settings: Any) -> None:
         """Add a correction to the loss."""
         loss_args = self.overrides.setdefault("loss_args", {})
         loss_args.setdefault("corrections", []).append(New(correction, **settings))
 
-    def _place(self, place: Place, name: str, note: str, *, default: bool = False) -> None:
-        if any(name in rows for rows in self._lists.values()):
-            return
-        given = name in self.given
-        if given or default or place in ("override", "refused"):
-            row = find_row(self.rows, name)
-            here = row.here if row and place in ("override", "sampling") else ""
-            self._lists[place][name] = Setting(name, self[name], here, note or (row.note if row else ""), given)
+    def verls_corrections(self, section: str) -> None:
+        """Verl's ``rollout_correction``, which Trinity-RFT has too: its settings of that name are ours."""
+        for name in ("rollout_is", "rollout_rs"):
+            if self[f"{section}{name}"] is None:
+                continue
+            for own in (name, f"{name}_threshold"):
+                if self[f"{section}{own}"] is not None:
+                    self.overrides.setdefault("loss_args", {})[own] = self.take(f"{section}{own}")
 
-    def draw(self, name: str) -> Any:
-        """The value of a setting of the sampler alone, which leaves the scores as they are."""
-        self._place("sampling", name, "")
-        return self[name]
+    def adaptive(self, coeff: float, section: str) -> New:
+        """A coefficient adapted to a target KL, that is constructed for each loss."""
+        target, horizon = (self.take(f"{section}{name}") for name in ("target_kl", "horizon"))
+        if target is None or horizon is None:
+            raise ValueError(f"{section[:-1]}: an adaptive KL coefficient needs target_kl and horizon.")
+        return New(AdaptiveKLCoefficient, coeff, target=target, horizon=horizon)
+
+    def one_aggregation(self, name: str, what: str, own: str, others: str, advice: str) -> None:
+        """An objective that is summed in another way than the other terms, which is refused if there are any."""
+        self.overrides["aggregation"] = own
+        if self.overrides.get("kl_loss", "none") != "none" or self.overrides.get("entropy_coeff", 0.0) != 0:
+            self.refuse(
+                name,
+                f"{self.library.partition('-')[0]} sums {what} by {own} and the KL and entropy by {others}; here all terms are "
+                f"summed in one way: {advice}",
+            )
 
     def sample(self, temperature: str, top_p: str, top_k: str, min_p: str | None = None) -> Sampling:
         """The distribution that tokens are drawn from; -1 and None are no truncation."""
-        for name in (temperature, top_p, top_k, *([min_p] if min_p else [])):
-            self._place("sampling", name, "")
-        drawn = Sampling(
-            self[temperature],
-            self[top_k],
-            self[top_p],
-            self[min_p] if min_p else None,  # type: ignore[arg-type]
-        )
+        names = [temperature, top_k, top_p, *([min_p] if min_p else [])]
+        self.place("sampling", *(name for name in (temperature, top_p, top_k, min_p) if name in self.given))
+        drawn = Sampling(*(self[name] for name in names))
         self.overrides["temperature"] = drawn.temperature
         return drawn
 
@@ -320,46 +310,29 @@ class Reader:
 
     def finish(self, algorithm: AlgorithmName, sampling: Sampling | None = None) -> Translation:
         """Place what is left, and check that the algorithm exists."""
-        for name, value in self.given.items():
+        for name in self.given:
             row = find_row(self.rows, name)
-            if any(name in rows for rows in self._lists.values()):
-                continue
             if row is None:
                 known = [known for known in self.rows if not known.endswith("*")]
                 leaf = {known.rpartition(".")[2]: known for known in known}
                 near = did_you_mean(name, known) or did_you_mean(name.rpartition(".")[2], leaf)
-                note = f"{self.library} has no such setting.{near}"
-                self._lists["refused"][name] = Setting(name, value, "", note)
-            elif row.place == "outside" or (row.place == "refused" and value == row.default):
-                self._lists["outside"][name] = Setting(name, value, "", row.note)
-            elif row.place == "refused":
-                self._lists["refused"][name] = Setting(name, value, "", row.note)
-            else:
+                self.place("refused", name, note=f"{self.library} has no such setting.{near}")
+            elif row.place in ("override", "sampling"):
                 note = f"no effect in {self.library} beside these settings: leave it out"
-                self._lists["outside"][name] = Setting(name, value, "", note)
-        apply_overrides(
-            get_algorithm(algorithm),
-            {name: value for name, value in self.overrides.items() if name not in _OF_MAKE and not _is_new(value)},
-        )
-        lists = {place: tuple(rows.values()) for place, rows in self._lists.items()}
-        return Translation(
-            self.library,
-            algorithm,
-            self.overrides,
-            sampling or Sampling(),
-            translated=lists["override"],
-            sampled=lists["sampling"],
-            outside=lists["outside"],
-            refused=lists["refused"],
-        )
+                self.place("outside", name, note=note)
+            else:
+                self.place("outside" if self[name] == row.default else row.place, name)
+        checked = {x: y for x, y in self.overrides.items() if x not in _OF_MAKE and not isinstance(y, New)}
+        apply_overrides(get_algorithm(algorithm), checked)
+        lists: dict[Place, list[Setting]] = {"override": [], "sampling": [], "outside": [], "refused": []}
+        for place, setting in self._placed.values():
+            lists[place].append(setting)
+        placed = (tuple(rows) for rows in lists.values())
+        return Translation(self.library, algorithm, self.overrides, sampling or Sampling(), *placed)
 
 
 #: Arguments of make_algorithm that are no settings of a preset.
 _OF_MAKE = ("group_size", "temperature", "max_len", "loss_args")
-
-
-def _is_new(value: Any) -> bool:
-    return isinstance(value, New)
 
 
 # ------------------------------------------------------------------ files

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_llm_kl._foreign import TRINITY
-from torchrl_llm_kl._registry import did_you_mean, flatten, no_such
+from torchrl_llm_kl._registry import flatten, no_such
 from torchrl_llm_kl.advantages import advantage_spec
-from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, read_mapping
+from torchrl_llm_kl.algorithms.elsewhere._translation import Reader, Translation, read_mapping
 from torchrl_llm_kl.algorithms.presets import get_algorithm
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import spec_of
 
 #: Trinity's advantages that the registry has under another name.
@@ -89,9 +88,9 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, Any]) -> Translat
     if kind == "raft":
         reader.overrides["keep_best"] = False  # Trinity trains on all that its workflow returns
     _mixture(reader, preset.schema)
-    _corrections(reader)
+    reader.verls_corrections("algorithm.rollout_correction.")
     if reader["algorithm.bypass_old_logprobs"] and preset.on_policy and kind != "raft":
-        reader.tell("algorithm.bypass_old_logprobs")
+        reader.place("outside", "algorithm.bypass_old_logprobs")
     else:
         reader.out("algorithm.bypass_old_logprobs", "nothing: old log-probs are scored here")
     if reader["algorithm.repeat_times"] is None:
@@ -182,13 +181,9 @@ def _kl(reader: Reader, place: str, trains: dict[str, Any]) -> None:
         return
     coeff = reader.take(f"{name}_args.kl_coef")
     if reader[f"{name}_args.adaptive"]:
-        target, horizon = (reader.take(f"{name}_args.{part}") for part in ("target_kl", "horizon"))
-        reader.take(f"{name}_args.adaptive", "`AdaptiveKLCoefficient`; call its `update` after each step")
-        if target is None or horizon is None:
-            raise ValueError(f"{name}_args: an adaptive KL coefficient needs target_kl and horizon.")
-        reader.overrides[f"{place}_coeff"] = New(AdaptiveKLCoefficient, coeff, target=target, horizon=horizon)
-    else:
-        reader.overrides[f"{place}_coeff"] = coeff
+        reader.take(f"{name}_args.adaptive")
+        coeff = reader.adaptive(coeff, f"{name}_args.")
+    reader.overrides[f"{place}_coeff"] = coeff
 
 
 #: Advantages that Trinity computes in its trainer, the only ones that see a KL in the reward.
@@ -255,14 +250,8 @@ def _aggregation(reader: Reader, objective: str) -> None:
 
 def _mixed(reader: Reader, own: str, others: str) -> None:
     """The objective is summed in another way than the other terms are."""
-    reader.overrides["aggregation"] = own
-    kl, coeff = reader.overrides.get("kl_loss", "none"), reader.overrides.get("entropy_coeff", 0.0)
-    if kl != "none" or coeff != 0:
-        reader.refuse(
-            "algorithm.loss_agg_mode",
-            f"Trinity sums the objective by {own} and the KL and entropy by {others}; here all terms are summed in one way: "
-            f"set loss_agg_mode to {own} and name it in policy_loss_fn_args too",
-        )
+    advice = f"set loss_agg_mode to {own} and name it in policy_loss_fn_args too"
+    reader.one_aggregation("algorithm.loss_agg_mode", "the objective", own, others, advice)
 
 
 def _mixture(reader: Reader, schema: str) -> None:
@@ -274,26 +263,3 @@ def _mixture(reader: Reader, schema: str) -> None:
         reader.copy(ratio, "expert_data_ratio")
     elif strategy is not None:
         reader.out("algorithm.sample_strategy", "the buffer of the loop decides which rows it draws")
-
-
-def _corrections(reader: Reader) -> None:
-    """Trinity passes verl's settings on."""
-    prefix = "algorithm.rollout_correction."
-    given = _arguments(reader, prefix)
-    own = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
-    for name, value in given.items():
-        if name in own:
-            reader.take(f"{prefix}{name}")
-            if value is not None:
-                reader.overrides.setdefault("loss_args", {})[name] = value
-        elif name == "bypass_mode" and value:
-            note = "read the sampler's log-probs as old ones, `set_keys(old_log_prob=...)`, and correct nothing"
-            reader.refuse(f"{prefix}{name}", note)
-        elif name in ("bypass_mode", "loss_type", "rollout_is_batch_normalize"):
-            if value in (False, "ppo_clip", None):
-                reader.out(f"{prefix}{name}", "nothing: it is the only way here")
-            else:
-                reader.refuse(f"{prefix}{name}", "not supported: see `losses.rollout_corrections`")
-        else:
-            near = did_you_mean(name, (*own, "bypass_mode", "loss_type", "rollout_is_batch_normalize"))
-            reader.refuse(f"{prefix}{name}", f"verl has no such setting.{near}")

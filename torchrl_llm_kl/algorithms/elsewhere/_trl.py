@@ -8,22 +8,14 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation
 from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, corrected_k3
-from torchrl_llm_kl.losses import (
-    ImportanceWeights,
-    OffPolicySequenceMask,
-    TopEntropyMask,
-    spec_of,
-)
+from torchrl_llm_kl.losses import ImportanceWeights, OffPolicySequenceMask, TopEntropyMask, spec_of
 from torchrl_llm_kl.scoring import Sampling
-
-if TYPE_CHECKING:
-    pass
 
 Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd"]
 #: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
@@ -197,8 +189,7 @@ def _grpo_advantage(reader: Reader) -> None:
 
 def _grpo_kl(reader: Reader, level: str) -> None:
     reader.overrides["kl_loss"] = "none"
-    reader.take("beta")
-    if reader["beta"] == 0:
+    if reader.take("beta") == 0:
         return
     if reader["use_bias_correction_kl"] and level == "sequence":
         reader.refuse(
@@ -231,7 +222,8 @@ def _grpo_entropy(reader: Reader, aggregation: str) -> None:
 
 
 def _grpo_corrections(reader: Reader, kind: str) -> None:
-    vllm = reader["use_vllm"] and reader["vllm_importance_sampling_correction"]
+    use, correction = "use_vllm", "vllm_importance_sampling_correction"
+    vllm = reader[use] and reader[correction]
     if reader["off_policy_mask_threshold"] is not None:
         if vllm:
             reader.refuse(
@@ -244,25 +236,25 @@ def _grpo_corrections(reader: Reader, kind: str) -> None:
         reader.refuse("top_entropy_quantile", "0 leaves one token: pass a fraction above 0")
     elif fraction < 1:
         reader.correct(TopEntropyMask, fraction=reader.take("top_entropy_quantile"))
-    if not vllm:
-        if reader["use_vllm"]:
-            reader.take("use_vllm")
-            reader.take("vllm_importance_sampling_correction")
+    if not reader[use]:
         return
-    reader.take("use_vllm")
-    if kind == "vespo":
-        reader.refuse("vllm_importance_sampling_correction", "TRL puts the weights into the weight of the sequence")
-        return
-    reader.take("vllm_importance_sampling_correction")
-    level, _, mode = reader.take("vllm_importance_sampling_mode").partition("_")
-    known = [f"{a}_{b}" for a in ("token", "sequence") for b in ("truncate", "mask")]
-    reader.known("vllm_importance_sampling_mode", reader["vllm_importance_sampling_mode"], known)
-    high = "vllm_importance_sampling_clip_max"
-    if reader["vllm_importance_sampling_cap"] is not None:
-        high = "vllm_importance_sampling_cap"
-    low = reader["vllm_importance_sampling_clip_min"]
+    reader.take(use)
+    if vllm and kind == "vespo":
+        reader.refuse(correction, "TRL puts the weights into the weight of the sequence")
+    elif reader.take(correction):
+        _vllm_weights(reader)
+
+
+def _vllm_weights(reader: Reader) -> None:
+    prefix = "vllm_importance_sampling_"
+    given = reader.take(f"{prefix}mode")
+    known = [f"{level}_{mode}" for level in ("token", "sequence") for mode in ("truncate", "mask")]
+    reader.known(f"{prefix}mode", given, known)
+    level, _, mode = given.partition("_")
+    high = f"{prefix}clip_max" if reader[f"{prefix}cap"] is None else f"{prefix}cap"
+    low = reader[f"{prefix}clip_min"]
     if low is not None:
-        reader.take("vllm_importance_sampling_clip_min")
+        reader.take(f"{prefix}clip_min")
     reader.correct(ImportanceWeights, level=level, mode=mode, low=low, high=reader.take(high))
 
 
@@ -283,8 +275,7 @@ def _rloo(reader: Reader) -> Translation:
             "policy's own, one step for each batch",
         )
     reader.overrides["kl_loss"] = "none"
-    reader.take("beta")
-    if reader["beta"] != 0:
+    if reader.take("beta") != 0:
         reader.overrides |= {"kl_reward": "k1", "kl_reward_coeff": reader["beta"]}
     reader.group("rloo", "num_generations")
     return reader.finish("rloo", reader.sample("temperature", "top_p", "top_k", "min_p"))
@@ -371,19 +362,11 @@ def _orpo(reader: Reader) -> Translation:
 def _gkd(reader: Reader) -> Translation:
     reader.copy("beta", "beta")
     reader.overrides["aggregation"] = "token-mean"
-    for name in ("lmbda", "seq_kd"):
-        reader.tell(name)
-    drawn = Sampling(temperature=float(reader.draw("temperature")))
-    return reader.finish("gkd", drawn)
+    reader.place("outside", "lmbda", "seq_kd")
+    if "temperature" in reader.given:
+        reader.place("sampling", "temperature")
+    return reader.finish("gkd", Sampling(temperature=float(reader["temperature"])))
 
 
-_READ: dict[Trainer, Callable[[Reader], Translation]] = {
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "dpo": _dpo,
-    "kto": _kto,
-    "sft": _sft,
-    "cpo": _cpo,
-    "orpo": _orpo,
-    "gkd": _gkd,
-}
+_RULES = (_grpo, _rloo, _dpo, _kto, _sft, _cpo, _orpo, _gkd)
+_READ: dict[Trainer, Callable[[Reader], Translation]] = dict(zip(get_args(Trainer), _RULES, strict=True))

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import VERL
 from torchrl_llm_kl._registry import flatten
-from torchrl_llm_kl.algorithms.elsewhere._translation import (
-    New,
-    Reader,
-    Translation,
-    read_mapping,
-    read_scalar,
-)
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
+from torchrl_llm_kl.algorithms.elsewhere._translation import Reader, Translation, read_mapping, read_scalar
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.algorithms import AlgorithmName
@@ -66,7 +59,7 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
     _kl(reader)
     reader.copy(f"{_A}entropy_coeff", "entropy_coeff")
     _aggregation(reader, mode)
-    _corrections(reader)
+    reader.verls_corrections(_C)
     for section, switch in (("distillation.", "distillation.enabled"), (f"{_G}pf_ppo.", f"{_G}use_pf_ppo")):
         if not given.get(switch):
             for name in [name for name in given if name.startswith(section)]:
@@ -121,14 +114,8 @@ def _advantage(reader: Reader) -> AlgorithmName:
 def _clip(reader: Reader) -> None:
     """``clip_ratio_low`` and ``_high`` have numbers by default, so that ``clip_ratio`` alone changes nothing."""
     both = f"{_A}clip_ratio"
-    bounds = []
-    for name in _CLIP:
-        value = reader.take(name)
-        bounds.append(reader.take(both) if value is None else value)
-    if None not in [reader[name] for name in _CLIP]:
-        reader.out(
-            both, "no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these"
-        )
+    bounds = [reader.take(both) if reader.take(name) is None else reader[name] for name in _CLIP]
+    reader.out(both, "no effect in verl while clip_ratio_low and clip_ratio_high are numbers, as by default: set these")
     reader.overrides |= dict(zip(("clip_low", "clip_high"), bounds, strict=True))
 
 
@@ -153,8 +140,7 @@ def _kl(reader: Reader) -> None:
         kind, coeff = reader.take(f"{_G}kl_ctrl.type"), reader.take(f"{_G}kl_ctrl.kl_coef")
         reader.known("kl_ctrl.type", kind, ("fixed", "adaptive"))
         if kind == "adaptive":
-            target, horizon = (reader.take(f"{_G}kl_ctrl.{name}") for name in ("target_kl", "horizon"))
-            coeff = New(AdaptiveKLCoefficient, coeff, target=target, horizon=horizon)
+            coeff = reader.adaptive(coeff, f"{_G}kl_ctrl.")
         reader.overrides["kl_reward_coeff"] = coeff
 
 
@@ -166,33 +152,13 @@ def _aggregation(reader: Reader, mode: str) -> None:
         return
     known = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     reader.known("loss_agg_mode", aggregation, known)
+    reader.overrides["aggregation"] = aggregation
     if aggregation == "seq-mean-token-sum-norm":
-        length = next(
-            key
-            for key in (f"{_A}loss_scale_factor", f"{_R}response_length", "data.max_response_length")
-            if reader[key] is not None
-        )
+        lengths = (f"{_A}loss_scale_factor", f"{_R}response_length", "data.max_response_length")
+        length = next(name for name in lengths if reader[name] is not None)
         reader.copy(length, "max_len")
     # sapo and geo_mean ignore it; one number per sequence has the same mean by token-mean and by sequences.
     own = {"sapo": ("seq-mean-token-mean",), "geo_mean": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
     if aggregation not in own.get(mode, (aggregation,)):
-        terms = reader.overrides["kl_loss"] != "none" or reader.overrides["entropy_coeff"] != 0
-        if terms:
-            reader.refuse(
-                name,
-                f"verl sums {mode} by {own[mode][0]} and the KL and entropy by {aggregation}; here all terms are summed in one "
-                f"way: set {own[mode][0]}",
-            )
-        aggregation = own[mode][0]
+        reader.one_aggregation(name, mode, own[mode][0], aggregation, f"set {own[mode][0]}")
         reader.overrides.pop("max_len", None)
-    reader.overrides["aggregation"] = aggregation
-
-
-def _corrections(reader: Reader) -> None:
-    pairs = (("rollout_is", "rollout_is_threshold"), ("rollout_rs", "rollout_rs_threshold"))
-    for name, threshold in pairs:
-        if reader[f"{_C}{name}"] is not None:
-            own = reader.overrides.setdefault("loss_args", {})
-            own[name] = reader.take(f"{_C}{name}")
-            if reader[f"{_C}{threshold}"] is not None:
-                own[threshold] = reader.take(f"{_C}{threshold}")
