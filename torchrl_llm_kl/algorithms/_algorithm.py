@@ -129,6 +129,11 @@ class Algorithm:
         return "top_k" if self.top_k else "exact"
 
     @property
+    def distils_exactly(self) -> bool:
+        """Whether the loss compares whole distributions with a teacher's."""
+        return self.distils and not self.top_k
+
+    @property
     def derived(self) -> dict[str, bool]:
         """``use_reference`` and ``use_critic`` as they follow from the other fields."""
         reads_reference = "ref_log_prob" in spec_of(self.objective).needs

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensordict import NestedKey
 from torch import nn
-from typing_extensions import Unpack
+from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_not_a_name
@@ -141,45 +141,33 @@ def make_algorithm(
     check_not_a_name("from_collector", gen_model=gen_model)
     preset = get_algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     preset = apply_overrides(preset, overrides)
-    _check_models(preset, reference, critic)
+    _check_models(preset, reference, critic, masking_strategy)
     _check_reference(preset, actor, reference, context)
     preset.check_group_size(group_size)
-    spec = None if preset.advantage is None else advantage_spec(preset.advantage)
-    grouping: dict[str, Any] = {}
-    if preset.compares_answers:
-        grouping = {"group_key": group_key, "group_size": group_size}
-    elif group_key is not None or group_size is not None:
-        raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
-    if spec is not None and "rewards" in spec.needs and preset.kl_reward != "none":
-        raise ValueError(
-            f"kl_reward={preset.kl_reward!r} adds the KL to one reward, and {spec.name} normalises several apart: pass "
-            "kl_reward='none', and kl_loss= for a KL in the loss."
-        )
-    if critic is not None and masking_strategy == "generic":
-        raise ValueError(
-            "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
-            "would be taught a return of 0. Use 'sft' or 'rlhf'."
-        )
+    grouping: _Grouping = {"group_key": group_key, "group_size": group_size}
+    if not preset.compares_answers:
+        if group_key is not None or group_size is not None:
+            raise ValueError(f"{preset.name} does not compare within groups: leave out group_key and group_size.")
+        grouping = {}
     loss_args = dict(loss_args or {})
     _check_loss_args(loss_args)
-    sampling = _sampling(actor, temperature, sampling)
-    temperature = sampling.temperature
-    scoring = _scoring_settings(actor, temperature, loss_args)
-    scored_reference = _reference_to_score(actor, reference, scoring)
-    ref_adapters = reference.adapters if isinstance(reference, LogProbScorer) else False  # of the actor's own model
-    policy = _to_score(actor, scoring, "actor") if gen_model is None else _to_score(gen_model, scoring, "gen_model")
+    options = _options(actor, temperature, sampling, loss_args)
+    scored_reference = _reference_to_score(actor, reference, options)
+    name, sampler = ("actor", actor) if gen_model is None else ("gen_model", gen_model)
+    policy = _to_score(sampler, options, name)
     check_placement(preset.kl_reward, "reward", stacklevel=2)
     check_placement(preset.kl_loss, "loss", stacklevel=2)
-    sampler = actor if gen_model is None or isinstance(gen_model, str) else gen_model
     # A divergence to a teacher at each prefix holds whoever wrote the prefix.
-    if preset.schema not in _OFFLINE and not (preset.distils and preset.kl_reward == "none"):
-        warn_of_mismatch(sampler, sampling, trains=True, stacklevel=2)
+    if preset.on_policy and not (preset.distils and preset.kl_reward == "none"):
+        warn_of_mismatch(actor if isinstance(sampler, str) else sampler, options.sampling, trains=True, stacklevel=2)
 
-    if not isinstance(actor, LogProbScorer):
-        loss_args |= {"temperature": temperature, "sampling": sampling if sampling.truncates else None}
     once = spec_of(preset.objective).once
-    scores_in_loss = preset.kl_loss == "exact" or _distils_exactly(preset) or (once is not None and once.mismatched)
-    own = {"distribution": preset.distribution} if preset.distils else {}
+    in_loss = preset.kl_loss == "exact" or preset.distils_exactly or (once is not None and once.mismatched)
+    if not isinstance(actor, LogProbScorer):
+        loss_args["temperature"] = options.sampling.temperature
+        loss_args["sampling"] = options.sampling if options.sampling.truncates else None
+    if preset.distils:
+        loss_args["distribution"] = preset.distribution
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SamplerMismatchWarning)
         loss = PolicyLoss(
@@ -189,27 +177,22 @@ def make_algorithm(
             aggregation=preset.aggregation,
             max_len=max_len,
             masking_strategy=masking_strategy,
-            reference=_reference_of_loss(actor, reference, scoring) if scores_in_loss else None,
-            **loss_args,
-            **{**preset.objective_args, **own},  # type: ignore[arg-type]
+            reference=_reference_of_loss(actor, reference, options) if in_loss else None,
+            **{**preset.objective_args, **loss_args},  # type: ignore[arg-type]
         )
-    advantage = None if spec is None else _advantage(preset, spec.name, spec.kind, grouping, masking_strategy)
+    advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"
-    read = {key for part in (loss, advantage) if part is not None for key in part.in_keys}
-    of_policy = read & {("next", "entropy"), ("next", "moments", "collision"), ("next", "moments", "discriminator")}
-    written = {"entropy": Entropy(), "moments": Moments()}
     kl_transform = _kl_transform(
         preset,
         policy,
         scored_reference,
-        read=read | ({("next", "log_probs", "full")} if of_policy else set()),
-        in_loss=scores_in_loss,
+        read={key for part in (loss, advantage) if part is not None for key in part.in_keys},
+        in_loss=in_loss,
         context=context,
-        ref_adapters=ref_adapters,
-        options=ScoreOptions(sampling, dtype=scoring["dtype"], deterministic=scoring["deterministic"]),
-        extras=[extra for name, extra in written.items() if name in {key[1] for key in of_policy}],
-        scope=scope,
-        assistant_only=masking_strategy != "generic",
+        adapters=reference.adapters if isinstance(reference, LogProbScorer) else False,  # of the actor's own model
+        options=options,
+        # A copy of the policy behind a service would not be trained.
+        own={"scope": scope, "assistant_only": masking_strategy != "generic", "service_backend": "direct"},
     )
     return AlgorithmParts(
         preset,
@@ -223,19 +206,31 @@ def make_algorithm(
     )
 
 
-def _distils_exactly(preset: Algorithm) -> bool:
-    """Whether the loss compares whole distributions with a teacher's."""
-    return preset.distils and preset.distribution == "exact"
+class _Grouping(TypedDict, total=False):
+    group_key: NestedKey | None
+    group_size: int | None
 
 
-def _advantage(
-    preset: Algorithm, name: Any, kind: str, grouping: dict[str, Any], masking_strategy: MaskingStrategy
-) -> Advantage:
-    hyper: dict[str, Any] = dict(preset.advantage_args)
-    keys = hyper.pop("keys", {})
-    if kind == "token" and masking_strategy == "rlhf":
+def _advantage(preset: Algorithm, grouping: _Grouping, masking_strategy: MaskingStrategy) -> Advantage:
+    assert preset.advantage is not None
+    spec, hyper = advantage_spec(preset.advantage), {**preset.advantage_args}
+    if "rewards" in spec.needs and preset.kl_reward != "none":
+        raise ValueError(
+            f"kl_reward={preset.kl_reward!r} adds the KL to one reward, and {spec.name} normalises several apart: pass "
+            "kl_reward='none', and kl_loss= for a KL in the loss."
+        )
+    keys: Any = hyper.pop("keys", {})
+    if spec.kind == "token" and masking_strategy == "rlhf":
         keys = {"mask": ("masks", "all_assistant_mask"), **keys}
-    return Advantage(name, **grouping, keys=keys, **hyper)
+    return Advantage(preset.advantage, **grouping, keys=keys, **hyper)  # type: ignore[arg-type]
+
+
+# What an advantage reads beside log-probs -> what scores it.
+_SCORED: dict[NestedKey, type[Extra]] = {
+    ("next", "entropy"): Entropy,
+    ("next", "moments", "collision"): Moments,
+    ("next", "moments", "discriminator"): Moments,
+}
 
 
 def _kl_transform(
@@ -246,23 +241,19 @@ def _kl_transform(
     read: set[NestedKey],
     in_loss: bool,
     context: Context | None,
-    ref_adapters: bool | str,
+    adapters: bool | str,
     options: ScoreOptions,
-    extras: list[Extra],
-    scope: Scope,
-    assistant_only: bool,
+    own: dict[str, Any],
 ) -> RetrieveKL | RetrieveLogProb | None:
     """What scores the policy, its reference or both before the loss; None if the loss and the data hold all.
 
     ``read`` are the entries that loss and advantage read; ``in_loss``: the loss scores the reference itself.
     """
-    charged = preset.kl_reward != "none"
-    old = charged or ("next", "log_probs", "full") in read
-    exact = _distils_exactly(preset)
-    scored_there = (preset.kl_loss == "exact" or exact) and not preset.top_k
+    extras = [kind() for kind in dict.fromkeys(kind for key, kind in _SCORED.items() if key in read)]
+    charged, exact = preset.kl_reward != "none", preset.distils_exactly
+    old = charged or bool(extras) or ("next", "log_probs", "full") in read
+    scored_there = exact or (preset.kl_loss == "exact" and not preset.top_k)
     ref = preset.needs_reference and reference != "data"
-    own: dict[str, Any] = {"scope": scope, "assistant_only": assistant_only}
-    own["service_backend"] = "direct"  # a copy of the policy behind a service would not be trained
     ref = ref and (charged or not scored_there or ("next", "ref_log_probs", "full") in read)
     if context is not None and (not ref or in_loss):
         where = "the loss scores it on the data's own prompts" if in_loss else "none is scored"
@@ -280,23 +271,22 @@ def _kl_transform(
             )
         if charged:
             own |= {"coeff": preset.kl_reward_coeff, "estimator": preset.kl_reward}
-            extras = [*extras, KLKeys(charged_key=CHARGED)]
+            extras.append(KLKeys(charged_key=CHARGED))
         if isinstance(reference, str):
-            extras = [*extras, Adapters(ref_adapters, of="reference")]
+            extras.append(Adapters(adapters, of="reference"))
         if context is not None:
-            extras = [*extras, AfterPrompt(context, of="reference")]
+            extras.append(AfterPrompt(context, of="reference"))
         return RetrieveKL(policy, reference, add_to_reward=charged, options=options, extras=extras, **own)
     if ref:
-        scored, adapters = (policy, ref_adapters) if isinstance(reference, str) else (reference, True)
+        model, adapters = (policy, adapters) if isinstance(reference, str) else (reference, True)
         extras = ([TopK(preset.top_k)] if preset.top_k else []) + ([AfterPrompt(context)] if context else [])
-        options = options.but(sampling=options.sampling.of_reference, adapters=adapters)
-        key = ("ref_log_probs", "full")
-        return RetrieveLogProb(scored, log_probs_full_key=key, options=options, extras=extras, **own)
-    if old and reference != "data":
-        extras = [*extras, RoutedExperts()]  # as the loss replays it
-        key = ("log_probs", "full")
-        return RetrieveLogProb(policy, log_probs_full_key=key, options=options, extras=extras, **own)
-    return None
+        options, entry = options.but(sampling=options.sampling.of_reference, adapters=adapters), "ref_log_probs"
+    elif old and reference != "data":
+        model, entry = policy, "log_probs"
+        extras.append(RoutedExperts())  # as the loss replays it
+    else:
+        return None
+    return RetrieveLogProb(model, log_probs_full_key=(entry, "full"), options=options, extras=extras, **own)
 
 
 def _terms(preset: Algorithm) -> list[TermPart]:
@@ -332,34 +322,49 @@ class _WrappedModel:
         return LogProbScorer(self.wrapper, **settings)
 
 
-def _check_models(preset: Algorithm, reference: Any, critic: Any) -> None:
-    name, distils = preset.name, preset.schema == "distill"
-    if preset.needs_reference and reference is None:
-        entry = "a teacher's top k (with top_k=)" if preset.distils else "('next', 'ref_log_probs', 'full')"
-        raise ValueError(
+def _refuse(*cases: tuple[bool, str]) -> None:
+    """Raise a ValueError with the message of the first case that holds."""
+    for holds, message in cases:
+        if holds:
+            raise ValueError(message)
+
+
+def _check_models(preset: Algorithm, reference: Any, critic: Any, masking_strategy: MaskingStrategy) -> None:
+    name, needs, distils = preset.name, preset.needs_reference, preset.schema == "distill"
+    entry = "a teacher's top k (with top_k=)" if preset.distils else "('next', 'ref_log_probs', 'full')"
+    of_data = isinstance(reference, str) and reference == "data"
+    _refuse(
+        (
+            needs and reference is None,
             f"{name} compares with a {'teacher' if distils else 'reference model'}: pass reference=, or reference='data' if "
-            f"the data holds {entry}" + ("." if distils else "; without one: kl_loss='none'.")
-        )
-    if preset.distils and preset.distribution == "exact" and isinstance(reference, str) and reference == "data":
-        raise ValueError(
+            f"the data holds {entry}" + ("." if distils else "; without one: kl_loss='none'."),
+        ),
+        (
+            preset.distils_exactly and of_data,
             f"{name} compares whole distributions, which the data does not hold: pass the teacher as reference=, or top_k= for "
-            "the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes."
-        )
-    if reference is not None and not preset.needs_reference:
-        raise ValueError(
+            "the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes.",
+        ),
+        (
+            reference is not None and not needs,
             f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
-            "(kl_loss='k2' or kl_reward='k1')."
-        )
+            "(kl_loss='k2' or kl_reward='k1').",
+        ),
+    )
     check_not_a_name("base", "data", reference=reference)
-    if isinstance(reference, str) and reference == "data" and preset.kl_reward != "none":
-        raise ValueError(
+    _refuse(
+        (
+            of_data and preset.kl_reward != "none",
             f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "
-            "the KL into the reward before (KLRewardTransform) and pass kl_reward='none'."
-        )
-    if preset.use_critic and critic is None:
-        raise ValueError(f"{name} trains a critic: pass critic=TokenCritic(model).")
-    if critic is not None and not preset.use_critic:
-        raise ValueError(f"{name} has no critic: leave critic= out.")
+            "the KL into the reward before (KLRewardTransform) and pass kl_reward='none'.",
+        ),
+        (preset.use_critic and critic is None, f"{name} trains a critic: pass critic=TokenCritic(model)."),
+        (not preset.use_critic and critic is not None, f"{name} has no critic: leave critic= out."),
+        (
+            critic is not None and masking_strategy == "generic",
+            "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
+            "would be taught a return of 0. Use 'sft' or 'rlhf'.",
+        ),
+    )
 
 
 # Rows that pad a head: two heads of one tokenizer may differ by as many, and by this share of the larger one.
@@ -382,7 +387,7 @@ def _check_reference(preset: Algorithm, actor: Any, reference: Any, context: Con
     size, expected = output_size(other), output_size(policy)
     if size is None or expected is None or size == expected:
         return
-    if preset.kl_loss == "exact" or (_distils_exactly(preset) and not preset.top_k):
+    if preset.distils_exactly or preset.kl_loss == "exact":
         what = "a comparison of whole distributions needs the same tokens in both"
         advice = " If one head is only padded, cut it."
     elif abs(size - expected) > min(_MOST_PADDING, _MOST_PADDED * max(size, expected)):
@@ -395,18 +400,13 @@ def _check_reference(preset: Algorithm, actor: Any, reference: Any, context: Con
     )
 
 
-# Schemas of data that no policy samples.
-_OFFLINE = ("sft", "dpo", "unpaired")
 # Arguments of PolicyLoss that make_algorithm sets -> what to do instead.
 _SET_HERE = {
+    **dict.fromkeys(("objective", "aggregation", "reference", "masking_strategy", "max_len"), ""),
     "actor": "it is the second argument of make_algorithm",
     "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
     "sampling": "pass sampling= to make_algorithm, for old and current log-probs",
     "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
-    **{
-        name: f"pass {name}= to make_algorithm"
-        for name in ("objective", "aggregation", "reference", "masking_strategy", "max_len")
-    },
 }
 
 
@@ -416,38 +416,33 @@ def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
     known += RolloutArgs.__annotations__
     for name in loss_args:
         if name in _SET_HERE:
-            raise TypeError(f"loss_args must not hold {name!r}: {_SET_HERE[name]}.")
+            advice = _SET_HERE[name] or f"pass {name}= to make_algorithm"
+            raise TypeError(f"loss_args must not hold {name!r}: {advice}.")
         if name not in known:
             unknown = no_such("loss_args must not hold", name, known, hint=foreign_hint(name, known))
             raise TypeError(f"{unknown} Hyper-parameters of the objective go to make_algorithm itself.")
 
 
-def _sampling(actor: Any, temperature: float, sampling: Sampling | None) -> Sampling:
-    """How the policy samples: as an actor that is a scorer says, else as is requested."""
+def _options(actor: Any, temperature: float, sampling: Sampling | None, loss_args: Mapping[str, Any]) -> ScoreOptions:
+    """How every model is scored: as an actor that is a scorer is, else as requested."""
     asked = as_sampling(temperature, sampling)
     if not isinstance(actor, LogProbScorer):
-        return asked
-    if sampling is not None and asked != actor.sampling:
-        raise ValueError(f"sampling={asked}, but actor is a scorer with {actor.sampling}: set it there.")
-    if asked.temperature not in (1.0, actor.temperature):
-        raise ValueError(
-            f"temperature={asked.temperature:g}, but actor is a scorer with temperature {actor.temperature:g}: set it there."
-        )
-    return actor.sampling
+        return ScoreOptions(asked, dtype=loss_args.get("dtype"), deterministic=loss_args.get("deterministic", False))
+    own, found = actor.sampling, "but actor is a scorer with"
+    _refuse(
+        (sampling is not None and asked != own, f"sampling={asked}, {found} {own}: set it there."),
+        (
+            asked.temperature not in (1.0, own.temperature),
+            f"temperature={asked.temperature:g}, {found} temperature {own.temperature:g}: set it there.",
+        ),
+    )
+    return ScoreOptions(own, dtype=actor.dtype, deterministic=actor.deterministic)
 
 
-def _scoring_settings(actor: Any, temperature: float, loss_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of every model's scorer: those of an actor that is a scorer, else the requested ones."""
-    if not isinstance(actor, LogProbScorer):
-        asked = {"dtype": loss_args.get("dtype"), "deterministic": loss_args.get("deterministic", False)}
-        return {"temperature": temperature, **asked}
-    return {"temperature": actor.temperature, "dtype": actor.dtype, "deterministic": actor.deterministic}
-
-
-def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
+def _to_score(model: Any, options: ScoreOptions, name: str) -> Any:
     """Convert a model, a scorer or a wrapper to the form that the transforms accept."""
     if isinstance(model, LogProbScorer):
-        _check_same_settings(model, settings, name)
+        _check_same_settings(model, options, name)
         if model.adapters is not True:
             raise ValueError(
                 f"{name} is a scorer with adapters={model.adapters!r} of a model that is not the actor's: "
@@ -457,30 +452,31 @@ def _to_score(model: Any, settings: Mapping[str, Any], name: str) -> Any:
     return _WrappedModel(model) if is_wrapper(model) and unwrap(model) is not None else model
 
 
-def _reference_to_score(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
+def _reference_to_score(actor: Any, reference: Any, options: ScoreOptions) -> Any:
     """The reference in the form that the transforms accept: ``"base"`` for the actor's model with other adapters, or none."""
     if isinstance(reference, LogProbScorer) and reference.adapters is not True and _inner(reference) is _inner(actor):
-        _check_same_settings(reference, settings, "reference")
+        _check_same_settings(reference, options, "reference")
         return "base"
-    return _to_score(reference, settings, "reference")
+    return _to_score(reference, options, "reference")
 
 
-def _reference_of_loss(actor: Any, reference: Any, settings: Mapping[str, Any]) -> Any:
+def _reference_of_loss(actor: Any, reference: Any, options: ScoreOptions) -> Any:
     """The reference in the form that a loss accepts, for an exact KL or mismatched answers; None if there is no model."""
     if not isinstance(reference, str):
         return reference
-    return LogProbScorer(_inner(actor), adapters=False, **settings) if reference == "base" else None
+    plain = options.but(sampling=options.sampling.of_reference, adapters=False)
+    return LogProbScorer(_inner(actor), plain) if reference == "base" else None
 
 
-def _check_same_settings(scorer: LogProbScorer, settings: Mapping[str, Any], name: str) -> None:
-    temperature = settings["temperature"]
+def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str) -> None:
+    temperature = options.sampling.temperature
     if scorer.temperature != temperature:
         raise ValueError(
             f"{name} is a scorer with temperature {scorer.temperature:g}, and the actor is scored at {temperature:g}: a KL "
             "compares the two at the sampler's temperature."
         )
     for setting in ("dtype", "deterministic"):
-        own, actors = getattr(scorer, setting), settings[setting]
+        own, actors = getattr(scorer, setting), getattr(options, setting)
         if own != actors:
             raise ValueError(
                 f"{name} is a scorer with {setting}={own}, and the actor has {setting}={actors}: their difference in rounding "
