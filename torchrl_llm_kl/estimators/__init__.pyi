@@ -45,6 +45,7 @@ from torchrl_llm_kl.estimators._table import (
 # isort: split
 # For the layers above, not public:
 from torchrl_llm_kl.estimators._coefficients import (
+    WideBuffers as WideBuffers,
     check_penalty as check_penalty,
 )
 

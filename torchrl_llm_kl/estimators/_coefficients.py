@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 _ERROR_CLIP = 0.2
 
 
-class _Coefficient(nn.Module):
+class WideBuffers(nn.Module):
+    """A module whose numbers stay float32 or wider."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # `.to(torch.bfloat16)` on a whole loss module must not round 0.001 or swallow updates of 1e-5.
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            old = before[name]
+            if buffer is not None and old is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+                self._buffers[name] = old.to(buffer.device)
+        return self
+
+
+class _Coefficient(WideBuffers):
     """A 0-dim buffer ``value``, and a call that reads it."""
 
     value: Tensor
@@ -25,16 +39,6 @@ class _Coefficient(nn.Module):
         """Return a 0-dim copy, so that a graph built with it survives an :meth:`update` between forward and backward."""
         return self.value.clone()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # `.to(torch.bfloat16)` on a whole loss module must not round 0.001 or swallow updates of 1e-5.
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            old = before[name]
-            if buffer is not None and old is not None and torch.finfo(buffer.dtype).bits < 32:
-                self._buffers[name] = old.to(buffer.device)
-        return self
-
     def _measured(self, name: str, current: float | Tensor) -> Tensor:
         """A measured mean as 0-dim tensor like ``value``: a tensor is not read on the host, a number must be finite."""
         if isinstance(current, Tensor):
@@ -46,7 +50,9 @@ class _Coefficient(nn.Module):
         return torch.full_like(self.value, current)
 
     def extra_repr(self) -> str:
-        return f"value={float(self.value):g}"
+        given = {name: x for name, x in vars(self).items() if not name.startswith("_") and name != "training"}
+        shown = {name: repr(x) if isinstance(x, str) else f"{x:g}" for name, x in given.items()}
+        return ", ".join(f"{name}={x}" for name, x in {"value": f"{float(self.value):g}", **shown}.items())
 
 
 class FixedKLCoefficient(_Coefficient):
@@ -95,9 +101,7 @@ class AdaptiveKLCoefficient(_Coefficient):
     def __init__(self, init: float, target: float, horizon: float) -> None:
         if not (math.isfinite(init) and init >= 0):
             raise ValueError(f"init must be finite and not negative, got {init}.")
-        for name, bound in (("target", target), ("horizon", horizon)):
-            if not (math.isfinite(bound) and bound > 0):
-                raise ValueError(f"{name} must be finite and positive, got {bound}.")
+        check_positive(target=target, horizon=horizon)
         super().__init__(init)
         self.target, self.horizon = target, horizon
 
@@ -123,9 +127,6 @@ class AdaptiveKLCoefficient(_Coefficient):
         kl = self._measured("current_kl", current_kl)
         error = (kl / self.target - 1).clamp(-_ERROR_CLIP, _ERROR_CLIP)
         self.value.copy_(torch.where(kl.isfinite(), self.value * (1 + error * rate), self.value))
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, target={self.target:g}, horizon={self.horizon:g}"
 
 
 class AdaptiveEntropyCoefficient(_Coefficient):
@@ -165,9 +166,7 @@ class AdaptiveEntropyCoefficient(_Coefficient):
     def __init__(
         self, init: float = 0.0, target: float = 0.2, delta: float = 0.005, low: float = 0.0, high: float = 1.0
     ) -> None:
-        for name, number in (("target", target), ("delta", delta)):
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name} must be finite and positive, got {number}.")
+        check_positive(target=target, delta=delta)
         if not 0 <= low <= init <= high < math.inf:
             raise ValueError(
                 f"expected 0 <= low <= init <= high and finite, got low={low}, init={init} and high={high}."
@@ -197,21 +196,20 @@ class AdaptiveEntropyCoefficient(_Coefficient):
         self.value.copy_(torch.where(entropy.isfinite(), moved, self.value))
         self.entropy.copy_(torch.where(entropy.isfinite(), entropy, self.entropy))
 
-    def extra_repr(self) -> str:
-        bounds = f"low={self.low:g}, high={self.high:g}"
-        return f"{super().extra_repr()}, target={self.target:g}, delta={self.delta:g}, {bounds}"
+
+def check_positive(**named: float) -> None:
+    """Raise a ValueError unless each named number is finite and above 0."""
+    for name, value in named.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be finite and positive, got {value}.")
 
 
-def check_penalty(**named: Any) -> None:
+def check_penalty(**named: object) -> None:
     """Raise a ValueError unless each named number is a weight of a penalty: finite, at least 0. Tensors and modules pass."""
     for name, value in named.items():
         if isinstance(value, (int, float)) and not 0 <= value < math.inf:
-            advice = (
-                f": a negative weight pushes the policy away. Pass FixedKLCoefficient({value}) if that is meant"
-                if value < 0
-                else ""
-            )
-            raise ValueError(f"{name} must be a finite number of at least 0, got {value}{advice}.")
+            away = f": a negative weight pushes the policy away. Pass FixedKLCoefficient({value}) if that is meant"
+            raise ValueError(f"{name} must be a finite number of at least 0, got {value}{away if value < 0 else ''}.")
 
 
 def as_coefficient(coeff: float | Tensor | nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.estimators._coefficients import _Coefficient
+from torchrl_llm_kl.estimators._coefficients import _Coefficient, check_positive
 
 #: What :class:`DualKLCoefficient` adds its steps to: the logarithm of the multiplier, or the inverse of its softplus.
 DualParametrisation = Literal["log", "softplus"]
@@ -35,9 +35,7 @@ class _KLController(_Coefficient):
     def __init__(
         self, init: float, target: float, *, smoothing: float, max_step: float, warmup: int, low: float, high: float
     ) -> None:
-        for name, number in (("target", target), ("max_step", max_step)):
-            if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name} must be finite and positive, got {number}.")
+        check_positive(target=target, max_step=max_step)
         if not 0 < low <= init <= high < math.inf:
             raise ValueError(
                 f"expected 0 < low <= init <= high and finite, got low={low}, init={init} and high={high}: steps are relative "
@@ -60,7 +58,7 @@ class _KLController(_Coefficient):
         current_kl: float | Tensor,
         n: float | Tensor,
         *,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
         all_ranks: bool | None = None,
     ) -> None:
         """Update the coefficient in place.
@@ -93,13 +91,9 @@ class _KLController(_Coefficient):
         step = self._step(average).clamp(-self.max_step, self.max_step)
         value = torch.where(warming, self.value, self._moved(step).clamp(self.low, self.high))
         left = torch.where(warming, self.warmup_left - 1, 0)
-        for buffer, new in (
-            (self.value, value),
-            (self.average, average),
-            (self.mass, mass),
-            (self.warmup_left, left),
-        ):
-            buffer.copy_(torch.where(ok, new, buffer))
+        state = {"value": value, "average": average, "mass": mass, "warmup_left": left}
+        for name, buffer in self.named_buffers():
+            buffer.copy_(torch.where(ok, state[name], buffer))
 
     @abstractmethod
     def _step(self, average: Tensor) -> Tensor:
@@ -109,13 +103,13 @@ class _KLController(_Coefficient):
         """The coefficient after a step in its logarithm."""
         return self.value * step.exp()
 
-    def _over_ranks(self, current_kl: float | Tensor, n: float | Tensor, group: Any, all_ranks: bool | None) -> Tensor:
+    def _over_ranks(
+        self, current_kl: float | Tensor, n: float | Tensor, group: dist.ProcessGroup | None, all_ranks: bool | None
+    ) -> Tensor:
         """The mean over all samples, 0-dim like ``value``; NaN if there are none."""
         distributed = dist.is_available() and dist.is_initialized()
         if all_ranks and not distributed:
-            raise RuntimeError(
-                "all_ranks=True, but torch.distributed is not initialised: call init_process_group first."
-            )
+            raise RuntimeError("all_ranks=True, but torch.distributed is not initialised: call init_process_group.")
         if not distributed or all_ranks is False:
             total, weight = self._share(current_kl, n)
             return (total / weight).to(self.value)
@@ -146,11 +140,6 @@ class _KLController(_Coefficient):
                 return weight, weight
         kl = self._measured("current_kl", current_kl).double()
         return torch.where(weight > 0, kl * weight, 0), weight
-
-    def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, target={self.target:g}, smoothing={self.smoothing:g}, max_step={self.max_step:g}"
-        )
 
 
 class PIKLCoefficient(_KLController):
@@ -211,8 +200,7 @@ class PIKLCoefficient(_KLController):
     ) -> None:
         if not 0 <= proportional < math.inf:
             raise ValueError(f"proportional must be finite and at least 0, got {proportional}.")
-        if not 0 < integral < math.inf:
-            raise ValueError(f"integral must be finite and positive, got {integral}: without it an error remains.")
+        check_positive(integral=integral)
         super().__init__(init, target, smoothing=smoothing, max_step=max_step, warmup=warmup, low=low, high=high)
         self.proportional, self.integral = proportional, integral
 
@@ -223,9 +211,6 @@ class PIKLCoefficient(_KLController):
 
     def _error(self, average: Tensor) -> Tensor:
         return (average / self.target).clamp(min=_FAR_BELOW).log()
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, proportional={self.proportional:g}, integral={self.integral:g}"
 
 
 class DualKLCoefficient(_KLController):
@@ -278,8 +263,7 @@ class DualKLCoefficient(_KLController):
         low: float = 1e-4,
         high: float = 100.0,
     ) -> None:
-        if not 0 < rate < math.inf:
-            raise ValueError(f"rate must be finite and positive, got {rate}.")
+        check_positive(rate=rate)
         check_choice(get_args(DualParametrisation), parametrisation=parametrisation)
         super().__init__(init, target, smoothing=smoothing, max_step=max_step, warmup=warmup, low=low, high=high)
         self.rate, self.parametrisation = rate, parametrisation
@@ -291,6 +275,3 @@ class DualKLCoefficient(_KLController):
         if self.parametrisation == "log":
             return super()._moved(step)
         return softplus(self.value + (-(-self.value).expm1()).log() + step, threshold=80)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rate={self.rate:g}, parametrisation={self.parametrisation!r}"

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import Scalar, check_choice
 from torchrl_llm_kl._registry import Spec
-from torchrl_llm_kl.estimators import check_placement
+from torchrl_llm_kl.estimators import WideBuffers, check_placement
 from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, dummy_inputs
 from torchrl_llm_kl.losses._objective import LossTerm, spec_of
 from torchrl_llm_kl.losses.corrections import (
@@ -32,7 +32,7 @@ from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entrop
 _COUNTERS = frozenset({"step"})
 
 
-class Part(nn.Module):
+class Part(WideBuffers):
     """A function of per-token tensors together with its hyper-parameters.
 
     Hyper-parameters that are numbers are buffers: saved, moved, and changed in place by assignment
@@ -175,16 +175,6 @@ class Part(nn.Module):
             self.put(name, value)
         else:
             super().__setattr__(name, value)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # `.to(torch.bfloat16)` on a whole loss module must not round a clip bound of 3e-4.
-        before = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            old = before[name]
-            if buffer is not None and old is not None and buffer.dtype != old.dtype:
-                self._buffers[name] = old.to(buffer.device)
-        return self
 
     def extra_repr(self) -> str:
         """Name and hyper-parameters."""

@@ -372,7 +372,7 @@ OF_CONTROLLERS = [
         (ziegler, {"horizon": math.inf}, "horizon must be finite and positive, got inf"),
         *((make, *case) for make in (pi, dual) for case in OF_CONTROLLERS),
         (pi, {"proportional": -0.1}, "proportional must be finite and at least 0"),
-        (pi, {"integral": 0.0}, "integral must be finite and positive, got 0.0: without it an error remains"),
+        (pi, {"integral": 0.0}, "integral must be finite and positive, got 0.0"),
         (dual, {"rate": math.inf}, "rate must be finite and positive, got inf"),
         (dual, {"parametrisation": "exp"}, "parametrisation must be one of 'log', 'softplus', got 'exp'"),
         (entropy, {"target": 0.0}, "target must be finite and positive, got 0.0"),
@@ -420,5 +420,5 @@ def test_settings_are_shown():
     assert repr(ziegler(target=6.0, horizon=100)) == "AdaptiveKLCoefficient(value=0.2, target=6, horizon=100)"
     assert (
         repr(pi(max_step=0.3))
-        == "PIKLCoefficient(value=0.2, target=0.5, smoothing=0, max_step=0.3, proportional=0.5, integral=0.1)"
+        == "PIKLCoefficient(value=0.2, target=0.5, smoothing=0, max_step=0.3, low=0.0001, high=100, proportional=0.5, integral=0.1)"
     )
