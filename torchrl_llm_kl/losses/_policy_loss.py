@@ -62,6 +62,7 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
     Sampling,
+    ScoreOptions,
     ScorerSlot,
     as_sampling,
     check_distributions,
@@ -214,12 +215,9 @@ class PolicyLoss(TokenLoss):
                 other = "corrections" if name == "terms" else "terms"
                 raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
-        temperature = as_sampling(temperature, sampling).temperature
-        settings: dict[str, Any] = {"temperature": temperature, "tokens_per_batch": tokens_per_batch}
-        settings |= {"dtype": dtype, "deterministic": deterministic}
-        if sampling is not None:
-            settings["sampling"] = sampling
-        self._set_models(actor, reference, settings, functional)
+        options = ScoreOptions(as_sampling(temperature, sampling), dtype=dtype, deterministic=deterministic)
+        self._options, self._tokens_per_batch, self._functional = options, tokens_per_batch, functional
+        self._set_models(actor, reference)
         self.objective = TermPart(function, **own)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
         self.log_entropy, self.top_k_key = log_entropy, top_k_key
@@ -234,28 +232,29 @@ class PolicyLoss(TokenLoss):
         if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
             warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
-    def _set_models(self, actor: Any, reference: Any, settings: dict[str, Any], functional: bool) -> None:
-        self._settings, self._functional = settings, functional
+    def _set_models(self, actor: Any, reference: Any) -> None:
         self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
-        self._given_scorer = actor if isinstance(actor, LogProbScorer) else None
-        temperature = settings["temperature"]
-        if self._given_scorer is not None:
-            defaults = {"temperature": 1.0, "deterministic": False}
-            changed = [name for name, value in settings.items() if value != defaults.get(name)]
-            if changed or functional:
-                raise ValueError(f"actor is a scorer with its own settings: set {changed or 'functional'} there.")
-            actor, temperature = self._given_scorer.model, self._given_scorer.temperature
+        self._given_scorer = None
+        if isinstance(actor, LogProbScorer):
+            asked = {"temperature": self.sampling.temperature != 1, "sampling": self.sampling.truncates}
+            asked |= {"tokens_per_batch": self._tokens_per_batch is not None, "dtype": self._options.dtype is not None}
+            asked |= {"deterministic": self._options.deterministic, "functional": self._functional}
+            changed = [name for name, given in asked.items() if given]
+            if changed:
+                raise ValueError(f"actor is a scorer with its own settings: set {changed} there.")
+            self._given_scorer, actor = actor, actor.model
         if not isinstance(actor, nn.Module):
             raise TypeError(
                 f"actor must be a torch module or a LogProbScorer, got {type(actor).__name__}: train the model in this process."
             )
-        if functional:
+        if self._functional:
             self.convert_to_functional(actor, "actor_network", create_target_params=False)
         else:
             self.actor_network = actor
         self.__dict__["_reference"] = reference  # no submodule: its parameters are not trained
         if not isinstance(reference, nn.Module):  # cheap to check now
             self._reference_scorer  # noqa: B018
+        temperature = self.sampling.temperature
         if isinstance(reference, LogProbScorer) and reference.temperature != temperature:
             raise ValueError(
                 f"the policy is scored at temperature {temperature:g} and the reference at {reference.temperature:g}: a KL "
@@ -265,53 +264,40 @@ class PolicyLoss(TokenLoss):
     @property
     def scorer(self) -> LogProbScorer:
         """The scorer of the actor."""
-        return self._given_scorer or self._slot.get(self.actor_network, **self._settings)
-
-    @property
-    def scorer_temperature(self) -> float:
-        """The temperature that divides the logits."""
-        return self._settings["temperature"] if self._given_scorer is None else self._given_scorer.temperature
+        settings = {"options": self._options, "tokens_per_batch": self._tokens_per_batch}
+        return self._given_scorer or self._slot.get(self.actor_network, **settings)
 
     @property
     def sampling(self) -> Sampling:
         """How the scored tokens were sampled."""
-        given = self._given_scorer
-        return (
-            as_sampling(self._settings["temperature"], self._settings.get("sampling"))
-            if given is None
-            else given.sampling
-        )
+        return self._options.sampling if self._given_scorer is None else self._given_scorer.sampling
 
     @property
     def reference(self) -> Any:
         """The reference model or scorer, None if there is none."""
         return self.__dict__["_reference"]
 
+    def _like_the_actor(self, slot: ScorerSlot, model: Any, **changes: Any) -> LogProbScorer:
+        """The scorer of a model with the actor's settings, over all tokens, but for ``changes``."""
+        given = self._given_scorer
+        options = self._options if given is None else given.options
+        own: dict[str, Any] = {"options": options.but(**{"sampling": options.sampling.of_reference, **changes})}
+        if getattr(model, "log_probs_only", False) is not True:  # a remote model plans its own batches
+            own["tokens_per_batch"] = self._tokens_per_batch if given is None else given.tokens_per_batch
+        return slot.get(model, **own)
+
     @property
     def _reference_scorer(self) -> LogProbScorer | None:
         reference = self.reference
         if reference is None or isinstance(reference, LogProbScorer):
             return reference
-        remote = getattr(reference, "log_probs_only", False) is True  # it plans its own batches
-        settings = {
-            name: value
-            for name, value in self._settings.items()
-            if name != "sampling" and not (remote and name == "tokens_per_batch")
-        }
-        return self._reference_slot.get(reference, **settings)
+        return self._like_the_actor(self._reference_slot, reference, adapters=True)
 
     @property
     def _sharp_scorer(self) -> LogProbScorer:
         """The scorer of the actor at half the temperature."""
-        given = self._given_scorer
-        if given is None:
-            settings = self._settings
-        else:
-            names = ("tokens_per_batch", "dtype", "deterministic", "adapters")
-            settings = {name: getattr(given, name) for name in names}
-        model = self.actor_network if given is None else given.model
-        settings = {name: value for name, value in settings.items() if name != "sampling"}
-        return self._sharp_slot.get(model, **{**settings, "temperature": self.scorer_temperature / 2})
+        model = self.actor_network if self._given_scorer is None else self._given_scorer.model
+        return self._like_the_actor(self._sharp_slot, model, sampling=Sampling(self.sampling.temperature / 2))
 
     @property
     def once(self) -> Once | None:
@@ -490,17 +476,14 @@ class PolicyLoss(TokenLoss):
         flat: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         places: dict[str, NestedKey] = {}
-        for name in KEYS:
-            key, found = getattr(self.tensor_keys, name), None
-            if name == without:
-                continue
-            if name in needs or name in taken:
-                found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
-            if found is None and (name in needs or (name in taken and self._is_set(name))):
+        for name in [name for name in KEYS if name in taken and name != without]:
+            key = getattr(self.tensor_keys, name)
+            found = find_log_probs(td, key) if name in _LOG_PROBS else find_key(td, key)
+            if found is None and (name in needs or self._is_set(name)):
                 advice = f"Add the entry, or say where it is with set_keys({name}=...)."
                 if self.once is not None and self.once.name == name:
                     advice = f"batch_inputs(batch) computes it from a whole batch. {advice}"
-                found = require_key(td, key, f"{who} needs {name}", advice)
+                require_key(td, key, f"{who} needs {name}", advice)
             if found is None:
                 continue
             if name in PER_ROW:
