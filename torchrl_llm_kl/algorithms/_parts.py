@@ -240,11 +240,8 @@ class AlgorithmParts:
             >>> chord.loss.step
             tensor(40)
         """
-        state: dict[str, Any] = {"algorithm": self.algorithm.name}
-        for name, module in self._modules:
-            for key, value in module.state_dict().items():
-                state[f"{name}.{key}"] = value.detach().clone() if isinstance(value, Tensor) else value
-        return state
+        state = {"algorithm": self.algorithm.name, **self._state.state_dict()}
+        return {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, in parts that were built with the same arguments.
@@ -255,41 +252,33 @@ class AlgorithmParts:
             state: not changed, nor referred to.
 
         Raises:
-            ValueError: for the state of another algorithm, or a tensor of another shape.
-            KeyError: if the state lacks a number of these parts, or has one that these parts do not; nothing is changed.
+            ValueError: for the state of another algorithm, a tensor of another shape, or if the state lacks a number of these
+                parts, or has one that these parts do not; nothing is changed.
         """
-        own = self.state_dict()
-        name, found = self.algorithm.name, state.get("algorithm")
-        if found != name:
+        name, before, given = self.algorithm.name, self.state_dict(), dict(state)
+        before.pop("algorithm")
+        if (found := given.pop("algorithm", None)) != name:
             raise ValueError(
                 f"expected the state of {name!r}, found that of {found!r}: build the algorithm that was saved."
             )
-        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        if missing or unknown:
-            lacks = f"lacks {', '.join(missing)}" if missing else ""
-            has = f"has unknown {', '.join(unknown)}" if unknown else ""
-            raise KeyError(
-                f"the state of {name!r} {' and '.join(filter(None, (lacks, has)))}. Expected {', '.join(own)}: build the "
-                "parts with the arguments of the run that was saved."
-            )
-        for key, value in own.items():
-            if isinstance(value, Tensor) and (saved := getattr(state[key], "shape", None)) != value.shape:
-                raise ValueError(
-                    f"{key} has shape {tuple(value.shape)} here, and in the state {saved and tuple(saved)}."
-                )
-        for prefix, module in self._modules:
-            module.load_state_dict({key: state[f"{prefix}.{key}"] for key in module.state_dict()})
+        try:
+            self._state.load_state_dict(given)
+        except RuntimeError as error:
+            self._state.load_state_dict(before)
+            what = f"the state does not fit {name!r}: build the parts with the arguments of the run that was saved."
+            raise ValueError(f"{what} {error}") from None
 
     @property
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+    def _state(self) -> nn.ModuleDict:
         """The modules with state, by name; the models are not among them."""
+        found = nn.ModuleDict()
         for prefix, loss in (("loss", self.loss), ("critic_loss", self.critic_loss)):
-            for name, part in () if loss is None else loss.named_children():
-                if name not in _NETWORKS:
-                    yield f"{prefix}.{name}", part
+            parts = () if loss is None else loss.named_children()
+            found[prefix] = nn.ModuleDict({name: part for name, part in parts if name not in _NETWORKS})
         for prefix in ("kl_transform", "value_transform", "advantage", "selection"):
             if (transform := getattr(self, prefix)) is not None:
-                yield prefix, transform
+                found[prefix] = transform
+        return found
 
     @property
     def _counts(self) -> list[NestedKey]:

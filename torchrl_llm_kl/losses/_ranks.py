@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 2**22  # values whose bits are held as int64 at once
 _WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
 _AVERAGE = "or average p.grad over the ranks after backward()"
 
@@ -92,37 +91,20 @@ def _check_tensors(loss: nn.Module, group: Any, ranks: int) -> None:
     for kind, what in advice.items():
         for rank, other in enumerate(everyone):
             first, here = everyone[0][kind], other[kind]
-            missing = sorted(first.keys() ^ here.keys())
-            if missing:
+            differ = [name for name in {**first, **here} if first.get(name) != here.get(name)]
+            if differ:
+                alone = " (some are on one of them only)" if first.keys() != here.keys() else ""
+                some = ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else "")
                 raise RuntimeError(
-                    f"ranks 0 and {rank} of {ranks} have different {kind}: {_some(missing)} on one of them only. {what}."
-                )
-            changed = [name for name in first if first[name] != here[name]]
-            if changed:
-                raise RuntimeError(
-                    f"the {kind} of ranks 0 and {rank} of {ranks} differ in {len(changed)} of {len(first)} tensors: "
-                    f"{_some(changed)}. {what}."
+                    f"the {kind} of ranks 0 and {rank} of {ranks} differ in {len(differ)} of {len(first)} tensors{alone}: "
+                    f"{some}. {what}."
                 )
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-@torch.no_grad()
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...], str, int]]:
-    """Shape, dtype and a checksum of the bits of each tensor."""
-    out = {}
-    for name, tensor in named:
-        flat = tensor.detach().reshape(-1)
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        total = torch.zeros((), dtype=torch.int64, device=flat.device)
-        for chunk in flat.view(_INTEGERS[flat.element_size()]).split(_CHUNK):
-            # Odd factors, different for each place; sums wrap around.
-            places = torch.arange(chunk.numel(), device=chunk.device) * 2_654_435_762 + 1
-            total = total * 31 + (chunk.long() * places).sum()
-        out[name] = (tuple(tensor.shape), str(tensor.dtype), int(total))
-    return out
+    """Shape, dtype and a checksum of the bits of each tensor, one of which is on the host at a time."""
+    bits = ((name, x, x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()) for name, x in named)
+    return {name: (tuple(x.shape), str(x.dtype), zlib.crc32(each)) for name, x, each in bits}
 
 
 def _true_gradient(
@@ -196,12 +178,11 @@ def _raise_scaled(scale: float, counted: float | None, ranks: int, parts: int) -
         )
     # What the ranks did to the gradients of their counted parts: 1 added up, 1 / ranks averaged.
     done = scale * counted
-    averaging: Mapping[str, float] = {"averaged": 1 / ranks, "added up": 1.0}
-    for what, factor in averaging.items():
+    for what, other, factor in (("averaged", "added up", 1 / ranks), ("added up", "averaged", 1.0)):
         if math.isclose(done, factor, rel_tol=0.02) and ranks > 1:
             raise RuntimeError(
-                f"{begin}: the ranks {what} their gradients, but the counts are for gradients that are "
-                f"{'added up' if what == 'averaged' else 'averaged'}. Call loss.count(..., ranks_average={what == 'averaged'})."
+                f"{begin}: the ranks {what} their gradients, but the counts are for gradients that are {other}. Call "
+                f"loss.count(..., ranks_average={what == 'averaged'})."
             )
         if math.isclose(done * parts, factor, rel_tol=0.02):
             raise RuntimeError(

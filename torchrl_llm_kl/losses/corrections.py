@@ -8,6 +8,7 @@ corrected and 0 where the mask is False; and metrics as in :class:`~torchrl_llm_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -169,12 +170,8 @@ def importance_weights(
     check_choice(get_args(Level), level=level)
     check_choice(("truncate", "mask"), mode=mode)
     check_is_scalar(low=low, high=high)
-    if isinstance(high, (int, float)) and not high > 0:
-        raise ValueError(f"high must be greater than 0, got {high}.")
-    if isinstance(low, (int, float)) and not low >= 0:
-        raise ValueError(f"low must be at least 0, got {low}.")
-    if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
-        raise ValueError(f"low must be at most high, got low={low} and high={high}.")
+    check_range(above=0.0, **{"the bound high": high})
+    check_range(0.0, high if isinstance(high, (int, float)) else math.inf, **{"the bound low": low})
     old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
     log_ratio = _log_ratio(old, sampler)
     counts = mask

@@ -174,16 +174,9 @@ def divergence_to_teacher(
         (tensor([[0.5108]]), 0.1)
     """
     check_penalty(coeff=coeff)
-    (found,) = distill(
-        log_prob,
-        mask,
-        outcomes=outcomes,
-        teacher_outcomes=teacher_outcomes,
-        teacher_divergence=teacher_divergence,
-        beta=beta,
-        distribution=distribution,
-        teacher_weights=teacher_weights,
-    )
+    inputs = {"outcomes": outcomes, "teacher_outcomes": teacher_outcomes, "teacher_divergence": teacher_divergence}
+    options: dict[str, Any] = {"beta": beta, "distribution": distribution, "teacher_weights": teacher_weights}
+    (found,) = distill(log_prob, mask, **inputs, **options)
     return (found.replace(name="divergence_to_teacher", weight=coeff),)
 
 

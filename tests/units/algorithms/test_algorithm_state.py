@@ -212,28 +212,30 @@ def test_functional_actors_and_shared_coefficients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "error", "message"),
+    ("key", "value", "message"),
     [
-        ("loss.objective.clip_high", None, KeyError, "lacks loss.objective.clip_high. Expected algorithm, loss"),
-        ("loss.objective.clip", 1, KeyError, "has unknown loss.objective.clip. Expected algorithm"),
-        ("algorithm", "dapo", ValueError, "expected the state of 'grpo', found that of 'dapo'"),
-        ("algorithm", None, ValueError, "expected the state of 'grpo', found that of None"),
-        ("loss.objective.clip_high", torch.zeros(2), ValueError, r"clip_high has shape \(\) here, and in .* \(2,\)"),
-        ("loss.objective.clip_high", 0.3, ValueError, "and in the state None"),
+        ("loss.objective.clip_high", None, r"fit 'grpo': .*Missing key.* \"loss.objective.clip_high\""),
+        ("loss.objective.clip", torch.tensor(1.0), r"Unexpected key.* \"loss.objective.clip\""),
+        ("algorithm", "dapo", "expected the state of 'grpo', found that of 'dapo'"),
+        ("algorithm", None, "expected the state of 'grpo', found that of None"),
+        ("loss.objective.clip_high", torch.zeros(2), r"size mismatch for loss.objective.clip_high: .*\[2\]"),
+        ("loss.objective.clip_high", 0.3, "loss.objective.clip_high.*float"),
     ],
 )
-def test_a_state_that_does_not_fit_changes_nothing(key: str, value: Any, error: Any, message: str) -> None:
+def test_a_state_that_does_not_fit_changes_nothing(key: str, value: Any, message: str) -> None:
     """A value of None is left out."""
     parts = grpo()
     before, state = parts.state_dict(), parts.state_dict()
     state["loss.objective.clip_low"] += 0.1
     state[key] = value
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         parts.load_state_dict({name: each for name, each in state.items() if each is not None})
     assert_equal(parts.state_dict(), before)
     # A state of a run with a KL in the loss, in one without.
-    message = r"has unknown kl_transform.transforms.2.coeff.value, loss.terms.0.coeff\. .*the arguments of the run"
-    with pytest.raises(KeyError, match=message):
+    message = (
+        r"(?s)the arguments of the run.*Unexpected key.* \"loss.terms.0.coeff\", \"kl_transform.transforms.2.coeff.v"
+    )
+    with pytest.raises(ValueError, match=message):
         grpo(kl_loss="none", reference=None).load_state_dict(before)
 
 

@@ -447,8 +447,8 @@ def test_unequal_shapes_and_masks_of_numbers_are_refused(function: Any, inputs: 
 OF_WEIGHTS = [
     ({"level": "sentence"}, "level must be one of 'token', 'sequence', 'geometric', got 'sentence'"),
     ({"mode": "clip"}, "mode must be one of 'truncate', 'mask', got 'clip'"),
-    ({"low": 3.0}, r"low must be at most high, got low=3\.0 and high=2\.0"),
-    ({"low": -0.1}, r"low must be at least 0, got -0\.1"),
+    ({"low": 3.0}, r"low must be at least 0 and at most 2, got 3\.0"),
+    ({"low": -0.1}, r"low must be at least 0 and at most 2, got -0\.1"),
     ({"high": 0.0}, r"high must be greater than 0, got 0\.0"),
     ({"high": NAN}, "high must be greater than 0, got nan"),
 ]

@@ -54,17 +54,9 @@ def clip_cov(
     """
     check_clip_range(clip_low, clip_high)
     if selected is None:
-        selected = select_clip_cov(
-            log_prob,
-            mask,
-            old_log_prob=old_log_prob,
-            advantage=advantage,
-            fraction=fraction,
-            cov_low=cov_low,
-            cov_high=cov_high,
-            clip_low=clip_low,
-            clip_high=clip_high,
-        )
+        bounds = {"cov_low": cov_low, "cov_high": cov_high, "clip_low": clip_low, "clip_high": clip_high}
+        inputs = {"old_log_prob": old_log_prob, "advantage": advantage}
+        selected = select_clip_cov(log_prob, mask, **inputs, fraction=fraction, **bounds)
     ratio = bounded_exp(log_prob - old_log_prob)
     value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)
     metrics["selected_fraction"] = masked_mean(selected.float(), mask)

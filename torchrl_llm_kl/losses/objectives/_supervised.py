@@ -126,15 +126,8 @@ def mix(
         (tensor([-1.]), tensor([3.]), 0.1)
     """
     check_range(low=0.0, high=1.0, mu=mu)
-    (usual,) = ppo(
-        log_prob,
-        mask & ~expert_mask,
-        old_log_prob=old_log_prob,
-        advantage=advantage,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_ratio_c=clip_ratio_c,
-    )
+    bounds = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
+    (usual,) = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
     (expert,) = sft(log_prob, mask & expert_mask)
     fraction = masked_mean(expert.mask.to(expert.value.dtype), mask)
     return (
@@ -191,19 +184,10 @@ def mix_chord(
         (0.5, 0.5)
     """
     mu = mu_schedule(step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
-    usual, expert = mix(
-        log_prob,
-        mask,
-        old_log_prob=old_log_prob,
-        advantage=advantage,
-        expert_mask=expert_mask,
-        mu=mu,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        clip_ratio_c=clip_ratio_c,
-        usual_aggregation=usual_aggregation,
-        expert_aggregation=expert_aggregation,
-    )
+    inputs = {"old_log_prob": old_log_prob, "advantage": advantage, "expert_mask": expert_mask}
+    bounds = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
+    sums = {"usual_aggregation": usual_aggregation, "expert_aggregation": expert_aggregation}
+    usual, expert = mix(log_prob, mask, mu=mu, **inputs, **bounds, **sums)
     metrics = dict(expert.metrics)
     if mu_warmup_steps or mu_decay_steps:
         metrics["mu"] = torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()
