@@ -93,6 +93,7 @@ def _check_tensors(loss: nn.Module, group: Any, ranks: int) -> None:
             first, here = everyone[0][kind], other[kind]
             differ = [name for name in {**first, **here} if first.get(name) != here.get(name)]
             if differ:
+                differ.sort(key=lambda name, here=here: name in first and name in here)  # those of one rank first
                 alone = " (some are on one of them only)" if first.keys() != here.keys() else ""
                 some = ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else "")
                 raise RuntimeError(

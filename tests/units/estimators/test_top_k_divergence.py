@@ -85,19 +85,6 @@ def test_it_grows_with_k_up_to_the_exact_divergence(beta):
     assert_near(torch.autograd.grad(value.sum(), narrow)[0].double(), want, terms=7, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("beta", BETAS)
-def test_trl(beta):
-    """With every token listed it is TRL's GKD loss, at any temperature."""
-    gkd = pytest.importorskip("trl.experimental.gkd.gkd_trainer")
-    logits, other, *_ = drawn(3, 5, 11, seed=7)
-    theirs = gkd.GKDTrainer.generalized_jsd_loss(logits, other, beta=beta, temperature=0.7, reduction="none").sum(-1)
-    ours = top_k_divergence(*(listed((x / 0.7).log_softmax(-1)) for x in (logits, other)), beta=beta)
-    agree(ours, theirs, logits)
-    labels = torch.tensor([[-100, 1, 2, -100, 3]]).expand(3, 5)
-    mean = gkd.GKDTrainer.generalized_jsd_loss(logits, other, labels=labels, beta=beta, temperature=0.7)
-    assert_close(ours[labels != -100].mean(), mean)  # its reduction: the mean over tokens
-
-
 @pytest.mark.parametrize(("k", "beta"), [*zip([1, 4, 1, 4, 1], BETAS, strict=True)])
 def test_trl_with_a_tail(k, beta):
     """TRL's distillation from a server, whose tail is one minus the top k."""

@@ -85,12 +85,6 @@ def test_it_is_the_policy_gradient(name: str, hyper: dict[str, Any], distance: f
         assert_close(bandit.mean_gradient(name, **hyper), bandit.policy_gradient(), **CLOSE)
 
 
-def test_opmd_is_a_fraction_of_it() -> None:
-    for (seed, vocab), tau in zip(DRAWS, (0.0, 0.1, 0.5, 1.0, 2.3, 5.0), strict=True):
-        bandit = Bandit(seed, vocab, distance=0.0)
-        assert_close(bandit.mean_gradient("opmd", tau=tau) * (1 + tau), bandit.policy_gradient(), **CLOSE)
-
-
 def tapered(bandit: Bandit) -> Tensor:
     return torch.where(bandit.good, bandit.old, torch.minimum(bandit.policy, bandit.old))
 

@@ -224,3 +224,8 @@ def test_inputs_are_stated_under_choices_without_a_case() -> None:
     for mode, weight, regularizer in itertools.product(modes, weights, ("none", "k2", "forward-kl")):
         choice = {"clip_mode": mode, "weight": weight, "regularizer": regularizer}
         inputs_are_stated("rec", {**choice, "regularizer_coef": 0.1})
+        batch = inputs_of("rec", random_batch(0))
+        given = [{**batch, "old_log_prob": x * batch["old_log_prob"]} for x in (1, 3)]
+        old, other = (losses.rec(**each, **choice, regularizer_coef=0.1) for each in given)
+        reads = "old_log_prob" in losses.spec_of(losses.rec).required(choice)
+        assert torch.equal(old[0].value, other[0].value) != reads, choice

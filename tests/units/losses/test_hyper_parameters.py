@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing import assert_close
 
 from by_hand import own_names
-from objective_cases import PAIRS, inputs_of, random_batch, refusal
+from objective_cases import PAIRS, refusal
 from torchrl_llm_kl import losses
 from torchrl_llm_kl.losses import ObjectiveArgs, ObjectiveName, available_objectives, get_objective, ppo, spec_of
 
@@ -138,13 +137,6 @@ def test_batch_sizes_have_no_effect_and_a_warning_says_so() -> None:
             with pytest.warns(UserWarning, match=f"{name}: {key} has no effect here: each part is divided by its own"):
                 assert own_names(get_objective(name), **{key: 7}) == {}
             assert f"{name} has no hyper-parameter '{key}': leave it out, each part" in refusal(name, **{key: 7})
-
-
-def test_a_number_may_be_a_tensor() -> None:
-    for name in PAIRS:
-        given = inputs_of(name, random_batch(0))
-        found, want = (get_objective(name)(**given, beta=beta)[0].value for beta in (torch.tensor(0.3).double(), 0.3))
-        assert_close(found, want, msg=name)
 
 
 SHARE, FRACTION = "greater than 0 and at most 1", "at least 0 and at most 1"

@@ -139,14 +139,6 @@ def test_corrections_leave_experts_alone(model: nn.Module, correction: Correctio
         assert_near(out[name], value, terms=64, exponent=9)  # every metric of a policy is of its own tokens
 
 
-def test_experts_are_not_in_the_metrics(model: nn.Module) -> None:
-    data = near().set("expert_mask", torch.tensor([True, False, True, False, False, False]))
-    data[SAMPLER][0::2], data[SAMPLER][1::2] = -50.0, data[OLD][1::2]
-    out = PolicyLoss(model, "mix", corrections=[RejectionMask("token_k2", high=0.1)])(data)
-    own = [length - PROMPT for length in LENGTHS]
-    assert out["rejected_fraction"].item() == pytest.approx(own[4] / (own[1] + own[3] + own[4] + own[5]))
-
-
 def test_metrics_are_logged_wherever_there_are_log_probs_of_the_sampler(model: nn.Module) -> None:
     names = set(mismatch_metrics(*torch.zeros(2, 1, 1), torch.ones(1, 1) == 1))
     assert not names & set(PolicyLoss(model)(batch().exclude(("next", "sampler_log_probs"))).keys())

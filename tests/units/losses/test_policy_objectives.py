@@ -365,27 +365,3 @@ def test_clip_modes_of_rec(clip_mode: str, kept: list[float]) -> None:
     expected = {"clip_fraction": sum(sides.values()), **{f"clip_fraction_{name}": x for name, x in sides.items()}}
     found = {name: metric.item() for name, metric in term.metrics.items()}
     assert found == pytest.approx({} if clip_mode == "none" else expected)  # nothing can be clipped
-
-
-@pytest.mark.parametrize(
-    ("hyper", "reads"),
-    [
-        ({}, False),
-        ({"weight": "advantage", "temp": 0.5}, False),
-        ({"regularizer": "forward-kl", "regularizer_coef": 0.3}, False),
-        ({"clip_mode": "two-side"}, True),
-        ({"weight": "importance_sampling"}, True),
-        ({"weight": "gspo_importance_sampling"}, True),
-        ({"regularizer": "k2", "regularizer_coef": 0.3}, True),
-    ],
-)
-def test_rec_requires_old_log_probs_where_it_reads_them(hyper: dict[str, Any], reads: bool) -> None:
-    log_prob, advantage = tensor([[-1.0, -2.0]]), tensor([[1.5, -0.5]])
-    given = {"log_prob": log_prob, "mask": log_prob < 0, "advantage": advantage, **hyper}
-    first, second = (rec(**given, old_log_prob=x * log_prob)[0].value for x in (1, 3))
-    assert torch.equal(first, second) != reads
-    if reads:
-        with pytest.raises(ValueError, match=r"rec needs old_log_prob: .*, or change clip_mode='.*', weight='.*', reg"):
-            rec(**given)
-    else:
-        assert torch.equal(rec(**given)[0].value, first)

@@ -139,15 +139,6 @@ def test_each_pair_has_its_own_loss_and_rewards() -> None:
     assert losses.dpo(**rows(0.5, 0.5, 1.0, 0.5))[0].metrics["reward_accuracy"] == 0.5
 
 
-def test_robust_is_unbiased_under_flipped_labels() -> None:
-    """Both labels of a pair, each with its probability, instead of sampled ones."""
-    right, flipped = rows(1.5, -0.5), rows(-0.5, 1.5)
-    noisy = [
-        losses.get_objective("robust")(**data, beta=0.7, label_smoothing=0.2)[0].value for data in (right, flipped)
-    ]
-    assert_close(0.8 * noisy[0] + 0.2 * noisy[1], losses.dpo(**right, beta=0.7)[0].value)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_rewards_and_orders_of_rows(name: str) -> None:
     """With ids of pairs the order does not matter, and the flag says which answer is chosen."""

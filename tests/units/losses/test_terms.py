@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from by_hand import tensor
-from torchrl_llm_kl._numerics import masked_mean, masked_sum
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k3
 from torchrl_llm_kl.losses import (
     DivergenceToTeacher,
@@ -26,7 +25,6 @@ from torchrl_llm_kl.losses import (
     available_objectives,
     count,
 )
-from torchrl_llm_kl.losses._arithmetic import clean, sequence_mean, sequence_sum
 from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 NAN = float("nan")
@@ -219,21 +217,3 @@ def test_an_empty_mask_and_counts_that_are_none() -> None:
         count(ROWS.float())
     with pytest.raises(ValueError, match="max_len must be at least 1 token, got 0"):
         count(ROWS, "seq-mean-token-sum-norm", max_len=0)
-
-
-def test_masked_arithmetic_by_hand() -> None:
-    for function, expected, gradient in [
-        (masked_sum, tensor(9), slopes(1, 1)),
-        (masked_mean, tensor(3), slopes(1 / 3, 1 / 3)),
-        (sequence_sum, tensor([[3], [6], [0]]), slopes(1, 1)),
-        (sequence_mean, tensor([[1.5], [6], [0]]), slopes(1 / 2, 1)),
-    ]:
-        value = VALUE.clone().requires_grad_()
-        result = function(value, ROWS)
-        assert_close(result.detach(), expected)
-        assert_close(torch.autograd.grad(result.sum(), value)[0], gradient)
-    assert_close(masked_mean(VALUE[1:], ROWS[1:]), tensor(6))
-    assert masked_mean(VALUE[2:], ROWS[2:]) == 0
-    assert_close(clean(VALUE.half(), ROWS), VALUE.nan_to_num(0).float())
-    flags = torch.tensor([[True, False, True, False]])
-    assert clean(flags, ROWS[:1]).tolist() == [[True, False, False, False]]
