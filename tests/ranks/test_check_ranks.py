@@ -147,7 +147,7 @@ def test_a_right_step_passes_and_nothing_changes(both, case, options):
     assert both(case, **options) == "ok"
 
 
-NOT_WHOLE = ["the gradient is not that of the 2 parts", "call loss.count(batch) before the batch is split"]
+NOT_WHOLE = ["the gradient does not belong to the 2 parts", "call loss.count(batch) before the batch is split"]
 AVERAGED, ADDED = {"ranks_average": True}, {"ranks_average": False}
 WRONG = [
     (
@@ -182,7 +182,7 @@ WRONG = [
         ["divided by [0.45, 0.55] times the count of all parts of 2 rank(s)", "over all ranks"],
     ),
     (a_step, {"forget": 1}, ["divided by [1.111111] times the count", "pass all parts of the share"]),
-    (a_step, {"twice": True}, ["the gradient is not that of the 2 parts of this rank"]),
+    (a_step, {"twice": True}, ["the gradient does not belong to the 2 parts of this rank"]),
     (
         other_coefficient,
         {},

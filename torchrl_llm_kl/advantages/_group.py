@@ -225,7 +225,7 @@ def rec(
         epsilon: added to ``sigma``.
         std_normalize: divide by the biased standard deviation (``n``) of the group, of the rewards that are kept.
         drop: ``"balance"``: in groups where most rewards are below the mean, drop the surplus at random. Dropped rows get 0;
-            mean and ``sigma`` are those of the others. None keeps all.
+            mean and ``sigma`` are computed without them. None keeps all.
         generator: of the random choice; torch's own by default.
 
     Returns:
@@ -280,7 +280,7 @@ def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, eps
 
     Hyper-parameters:
         std_normalize: divide by the standard deviation of the group's rewards plus ``epsilon``. The gradient is then no longer
-            that of the expected best. verl: ``norm_adv_by_std_in_grpo``.
+            the expected best's. verl: ``norm_adv_by_std_in_grpo``.
         epsilon: only with ``std_normalize``.
 
     Returns:

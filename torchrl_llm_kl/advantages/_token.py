@@ -105,7 +105,7 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     r"""``r - mu`` with the mean ``mu`` of the group, on each token, then whitened over all tokens of the batch.
 
-    The deviation is that of the batch: unlike GRPO's, it does not overweight groups of nearly equal rewards.
+    The deviation is the batch's: unlike GRPO's, it does not overweight groups of nearly equal rewards.
 
     Returns:
         ``[*B, T]``; mean 0 and variance 1 over the response tokens of groups of several. Exactly 0 for a group of one.
@@ -233,7 +233,7 @@ def clip_b(
     mu: Scalar = 2.5,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    r"""GRPO's advantage on each token, 0 for tokens whose penalty would lower the entropy far more than that of others.
+    r"""GRPO's advantage on each token, 0 for tokens whose penalty would lower the entropy far more than others'.
 
     A small step along ``A grad log p`` at one position changes its entropy by ``-A (S - E[S])`` to first order, with the
     discriminator ``S = p (H + log p)`` of the sampled token. Left out are tokens with ``A < 0`` and ``S`` more than ``mu``
@@ -335,8 +335,8 @@ def _deviation(centred: Tensor, mask: Tensor) -> Tensor:
 def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, kl_coef: float = 1.0) -> Tensor:
     r"""``kl_coef * (teacher_log_prob - old_log_prob)``.
 
-    Its policy gradient is minus that of :math:`KL(\pi \| \pi_{teacher})` at each position with the prefix fixed: it ignores a
-    token's effect on the KL of later positions.
+    Its policy gradient is minus the gradient of :math:`KL(\pi \| \pi_{teacher})` at each position given its prefix: it
+    ignores a token's effect on the KL of later positions.
 
     Hyper-parameters:
         kl_coef: factor.

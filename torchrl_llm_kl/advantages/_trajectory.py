@@ -98,7 +98,7 @@ def gigpo(
 ) -> Tensor:
     r"""``A_E + omega * A_S``: advantages of the trajectory within its task, and of the step among steps from the same state.
 
-    ``A_E`` compares the summed rewards of trajectories. ``A_S`` compares the discounted return from a step on with those of
+    ``A_E`` compares the summed rewards of trajectories. ``A_S`` compares the discounted return from a step on among
     all steps of the task's trajectories that began in the same state.
 
     Hyper-parameters:

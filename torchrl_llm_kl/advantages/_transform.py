@@ -54,7 +54,7 @@ _ADVICE = {row["name"]: row["advice"] for row in _ENTRIES}
 class Advantage(Transform):
     r"""Write the advantage of every sequence, or of every token, of a batch.
 
-    Groups and statistics are those of the batch, so apply the transform to whole groups: in a replay buffer on extend
+    Groups and statistics are of one batch, so apply the transform to whole groups: in a replay buffer on extend
     (``append_transform(Advantage(...), invert=True)``), on sample if samples are whole groups, or in a direct call. In an env
     it raises an error.
 
@@ -80,7 +80,7 @@ class Advantage(Transform):
         response token.
         Several rewards are one entry ``[*B, R]``, or a list of keys of rewards as above.
         Other per-token inputs hold one number per token, or rows of the response alone, as for the losses. Response tokens
-        are those of ``keys={"mask": ...}`` if given; else the response of each step, as for
+        are True in ``keys={"mask": ...}`` if given; else the response of each step, as for
         ``PolicyLoss(masking_strategy="sft")`` and ``RetrieveValue``.
         Trajectories lie along the last dimension of the batch and end at ``("next", "done")``, unless
         ``keys={"run": ..., "step": ...}`` identify the trajectory of a step and its position in it.
@@ -133,7 +133,7 @@ class Advantage(Transform):
 
     def _resolve_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The entries read and written: the defaults, overridden by ``given``."""
-        # The mean log-prob is computed from those of tokens, the length from the mask; group and mask have own arguments.
+        # The mean log-prob is computed from the tokens', the length from the mask; group and mask have own arguments.
         names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - {
             "group",
             "mask",

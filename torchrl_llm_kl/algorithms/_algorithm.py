@@ -41,7 +41,7 @@ class Algorithm:
         top_k: distil from this many of the teacher's most probable tokens and "any other token"; 0: from its whole
             distribution, which needs the teacher in this process. For the objective ``"distill"``, and for presets of
             distillation that compare sampled tokens alone (``on_policy_distill``, ``jsd``): given to :func:`make_algorithm`, it
-            replaces their objective with ``"distill"``, with ``beta`` 1 and that of the advantage, and drops the advantage.
+            replaces their objective with ``"distill"``, with ``beta`` 1 or the advantage's, and drops the advantage.
         repeat_times: answers per prompt.
         expert_data_ratio: share of experts' answers in a batch, for the schema ``"mix"``.
         schema: the data's entries, a name of :data:`SCHEMAS`.
@@ -225,7 +225,7 @@ def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, Any
 def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algorithm:
     """A preset with some values changed; see :class:`AlgorithmOverrides`.
 
-    ``objective_args`` and ``advantage_args`` add to those of the preset. ``use_reference`` and ``use_critic`` follow from the
+    ``objective_args`` and ``advantage_args`` add to the preset's. ``use_reference`` and ``use_critic`` follow from the
     changed fields, unless they are given.
 
     Raises:

@@ -117,7 +117,7 @@ def make_algorithm(
             ``loss_args``.
 
     Warns:
-        KLPlacementWarning: if an estimator is used where its gradient is not that of the reverse KL.
+        KLPlacementWarning: if an estimator is used where its gradient is not the reverse KL's.
         SamplerMismatchWarning: if the actor or ``gen_model`` is a wrapper that is known to sample otherwise than is scored.
 
     Example:
@@ -376,7 +376,7 @@ def _check_reference(preset: Algorithm, actor: Any, reference: Any, context: Con
     policy, other = _inner(actor), _inner(reference)
     if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):
         return
-    # Beside a prompt of its own the policy teaches itself; other adapters of the same model are another model.
+    # After another prompt the policy teaches itself; other adapters of the same model are another model.
     switched = isinstance(reference, LogProbScorer) and reference.adapters is not True
     if context is None and not switched and trains_with(policy, other):
         how = "is the actor itself" if policy is other else "holds the actor's own parameters"
@@ -461,7 +461,7 @@ def _reference_to_score(actor: Any, reference: Any, options: ScoreOptions) -> An
 
 
 def _reference_of_loss(actor: Any, reference: Any, options: ScoreOptions) -> Any:
-    """The reference in the form that a loss accepts, for an exact KL or mismatched answers; None if there is no model."""
+    """The reference in the form that a loss accepts, for an exact KL or mismatched answers; None without a model."""
     if not isinstance(reference, str):
         return reference
     plain = options.but(sampling=options.sampling.of_reference, adapters=False)

@@ -92,19 +92,19 @@ class AlgorithmParts:
         """Check a batch, score it, and write its advantages and batch inputs (``kto``, ``bco``, ``aot``).
 
         Scores from the env or an earlier call are kept; advantages are computed from the current rewards. Log-probs under
-        ``("next", "log_probs", "full")`` are taken for those of the policy that sampled, and the KL is that of them (an exact
-        KL that of the models as they are now). With ``kl_reward`` it is subtracted once: ``("next", "kl_charged")`` holds what
+        ``("next", "log_probs", "full")`` are taken for the sampling policy's, and the KL is computed from them (an exact
+        KL from the models as they are now). With ``kl_reward`` it is subtracted once: ``("next", "kl_charged")`` holds what
         was taken off each token's reward.
 
         Each loss of the result or of any of its rows is a mean over these rows: right for an optimiser step on each of
-        :meth:`minibatches`. For gradients that add up to that of the batch see :meth:`micro_batches`.
+        :meth:`minibatches`. For gradients that add up to the batch's see :meth:`micro_batches`.
 
         Args:
             batch: the rollouts of one step, whole groups; changed in place where possible.
 
         Keyword Args:
             count: also :meth:`count` the batch: the losses of any rows of the result add up to the loss of the batch. A
-                minibatch of a quarter of these rows then has a quarter of the gradient of its own mean. False removes
+                minibatch of a quarter of these rows then has a quarter of its mean's gradient. False removes
                 the counts of an earlier batch.
 
         Returns:
@@ -149,7 +149,7 @@ class AlgorithmParts:
         size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[TensorDictBase]:
-        """The rows of a prepared batch in random order, in minibatches: each for an optimiser step of its own.
+        """The rows of a prepared batch in random order, in minibatches: each for its own optimiser step.
 
         The loss of a minibatch is a mean over its own rows. The two answers of a pair stay together.
 
@@ -224,7 +224,7 @@ class AlgorithmParts:
         A few numbers, whatever the models' size. A checkpoint holds them beside the actor's weights, the critic's
         (``critic_loss.critic_network``) and the optimiser's state; of a reference that moves,
         :meth:`ReferenceUpdater.state_dict <torchrl_llm_kl.scoring.ReferenceUpdater.state_dict>`. Random generators are the
-        caller's: that of :meth:`minibatches`, and torch's own.
+        caller's: the one for :meth:`minibatches`, and torch's own.
 
         Returns:
             ``"algorithm"``, its name, and tensors by name: copies.
@@ -259,7 +259,7 @@ class AlgorithmParts:
         before.pop("algorithm")
         if (found := given.pop("algorithm", None)) != name:
             raise ValueError(
-                f"expected the state of {name!r}, found that of {found!r}: build the algorithm that was saved."
+                f"expected the state of {name!r}, found the state of {found!r}: build the algorithm that was saved."
             )
         try:
             self._state.load_state_dict(given)
@@ -329,7 +329,7 @@ class AlgorithmParts:
         found, missing = find_key(batch, own), self._missing(transform, batch)
         if isinstance(transform, RetrieveKL):
             return self._compare(transform, batch, found, missing)
-        # torchrl's wrappers store log-probs at the root, without those of first tokens; ours are marked.
+        # torchrl's wrappers store log-probs at the root, without first tokens'; ours are marked.
         if found is None or (found != own and not _is_marked(batch, mark)):
             batch = transform(batch)
         elif missing:

@@ -63,7 +63,7 @@ class _KLController(_Coefficient):
     ) -> None:
         """Update the coefficient in place.
 
-        With ``torch.distributed`` this is a collective: call it on every rank, each with the KL of its own share. All ranks
+        With ``torch.distributed`` this is a collective: call it on every rank, each with its share's KL. All ranks
         then take the same step, from the mean over all samples.
 
         Args:
@@ -75,7 +75,7 @@ class _KLController(_Coefficient):
         Keyword Args:
             process_group: the ranks that share the coefficient.
             all_ranks: average over ranks; by default if ``torch.distributed`` is initialised. False for a KL that is already
-                that of all ranks.
+                averaged over all ranks.
 
         Raises:
             ValueError: if a *number* is NaN or infinite (such a *tensor* changes nothing, since raising would need a host
@@ -182,7 +182,7 @@ class PIKLCoefficient(_KLController):
         tensor(0.1940)
 
     Source: Stooke et al. 2020, "Responsive Safety in Reinforcement Learning by PID Lagrangian Methods" (arXiv 2007.03964), who
-    give a multiplier a proportional term; here it is that of the logarithm, since the KL falls as a power of the coefficient.
+    give a multiplier a proportional term; here the term is the logarithm's, since the KL falls as a power of the coefficient.
     """
 
     def __init__(

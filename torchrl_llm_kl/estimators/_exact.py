@@ -107,7 +107,7 @@ def exact_kl_from_logits(
 ) -> Tensor:
     r"""Full-vocabulary divergence at each position, from existing logits.
 
-    Meaning, gradient, placement, result and the other arguments are those of :func:`exact_kl`; float32 copies exist
+    Meaning, gradient, placement, result and the other arguments are as in :func:`exact_kl`; float32 copies exist
     chunk by chunk only. ``logits`` and ``ref_logits`` are the policy's and the reference's, ``[*B, T, V]`` each; a
     constant added to a row changes nothing. Unequal shapes raise a ValueError.
 

@@ -28,10 +28,10 @@ def top_k_divergence(outcomes: Tensor, teacher_outcomes: Tensor, *, beta: Scalar
     of the two KLs tends to 0 at both ends, where the value jumps to the plain KL.
 
     For ``k`` below the vocabulary it is a lower bound of the divergence over all tokens, since one outcome stands for many;
-    with ``k = V`` it is that divergence. The gradient is that of the value.
+    with ``k = V`` it is that divergence. The gradient is the value's.
 
     Args:
-        outcomes: nats, the student's log-probs at the teacher's ids and last that of all other tokens; ``[*B, k + 1]``. See
+        outcomes: nats, the student's log-probs at the teacher's ids, and last of all other tokens; ``[*B, k + 1]``. See
             :func:`~torchrl_llm_kl.head.linear_outcomes`.
         teacher_outcomes: the teacher's, same shape; detached. Log-probs below -1000, ``-inf`` too, count as -1000, so that
             the value and the gradient are finite where only one of both has no probability.

@@ -29,7 +29,7 @@ def estimator(contract: EstimatorContract) -> Callable[[F], F]:
 class StraightThrough:
     r"""The value of ``base``, the gradient of :func:`k2`; registered under the name of ``base`` with a ``+``.
 
-    For tokens sampled from the policy the mean *gradient* is that of the reverse :math:`KL(\pi \| \pi_{ref})`, whatever
+    For tokens sampled from the policy the mean *gradient* is the gradient of the reverse :math:`KL(\pi \| \pi_{ref})`, whatever
     the base. Value and bias are the base's: ``"k3+"`` is unbiased with low variance, a good choice for a **loss** whose
     value is logged too. Clamps of the base affect only the value. In a **reward**, where the gradient is not used, it
     equals its base. The gradient is never importance-weighted. Can be pickled.
@@ -81,7 +81,7 @@ def k1(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
     For tokens sampled from the policy the value is unbiased but noisy, and negative about half of the time. The mean
     *gradient* is zero, so in a loss it adds noise and no pull. Put it in the **reward**, detached: the policy gradient
     of that reward is the gradient of the reverse KL. For tokens of another sampler the value is biased and the mean
-    gradient is that of :math:`-KL(\pi_{old} \| \pi)`. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    gradient is the gradient of :math:`-KL(\pi_{old} \| \pi)`. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k1(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -99,8 +99,8 @@ def k2(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
     r"""Per-token k2 estimate of :math:`KL(\pi \| \pi_{ref})`: ``d**2 / 2``, nats squared, never negative.
 
     The value is biased, little when the models are close. For tokens sampled from the policy the mean *gradient* is
-    exactly that of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. In a reward its policy
-    gradient is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    exactly the gradient of the reverse :math:`KL(\pi \| \pi_{ref})`: the estimator to put in a **loss**. In a reward its policy
+    gradient belongs to no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> k2(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -116,8 +116,8 @@ def k3(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = Non
     r"""Per-token k3 estimate of :math:`KL(\pi \| \pi_{ref})`: ``exp(-d) - 1 + d``, nats, never negative.
 
     For tokens sampled from the policy the value is unbiased and far less noisy than :func:`k1`: the one to **log**. Its
-    mean *gradient* is that of the other direction, :math:`KL(\pi_{ref} \| \pi)`, so a **loss** pulls the policy to
-    cover the reference; use :func:`k2` or ``"k3+"`` for the reverse. In a reward its policy gradient is that of the
+    mean *gradient* belongs to the other direction, :math:`KL(\pi_{ref} \| \pi)`, so a **loss** pulls the policy to
+    cover the reference; use :func:`k2` or ``"k3+"`` for the reverse. In a reward its policy gradient is the gradient of the
     *difference* :math:`KL(\pi \| \pi_{ref}) - KL(\pi_{ref} \| \pi)`: use :func:`k1` there, and :func:`corrected_k3` for
     another sampler's tokens. Overflows in float32 where ``d < -88``. Arguments and errors:
     :mod:`torchrl_llm_kl.estimators`.
@@ -147,13 +147,13 @@ def low_var_kl(
 ) -> Tensor:
     r""":func:`k3` with ``|d|`` clamped to ``log_ratio_clamp``, then the value to ``value_clamp``; nats.
 
-    For tokens sampled from the policy, where no clamp is active, value and mean gradient are those of :func:`k3`:
+    For tokens sampled from the policy, where no clamp is active, value and mean gradient are :func:`k3`'s:
     unbiased, and the gradient of :math:`KL(\pi_{ref} \| \pi)`. Where one is active the **gradient is 0**. With the
     defaults that is where ``d < -2.61`` (at ``d = -4`` k3 is 49.6, this returns 10) and where ``d > 11``, so a **loss**
     no longer pulls back a token whose probability has dropped below 1/13.6 of the reference's. Finite for any finite
     input, so it suits **logging**; use :func:`k1` in a reward.
 
-    ``math.inf`` switches a clamp off; without that of the log-ratio float32 overflows where ``d < -88``. A clamp must
+    ``math.inf`` switches a clamp off; without the log-ratio's float32 overflows where ``d < -88``. A clamp must
     be positive. Other arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
@@ -172,9 +172,9 @@ def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = N
     r"""Per-token ``|d|``, nats; its gradient at ``d = 0`` is 0. Registered as ``"abs"``.
 
     The mean value is at least the KL: biased upwards, and by much when the models are close. For tokens sampled from
-    the policy the mean *gradient* is that of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
+    the policy the mean *gradient* is the gradient of :math:`\sum_v |\pi(v) - \pi_{ref}(v)|`, twice the total variation
     distance: in a **loss** every token pulls equally hard, however small its log-ratio. In a reward its policy gradient
-    is not that of any KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
+    belongs to no KL. Arguments and errors: :mod:`torchrl_llm_kl.estimators`.
 
     Example:
         >>> abs_(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]))
@@ -204,7 +204,7 @@ def corrected_k3(
     r""":func:`k3` for tokens that another policy sampled: ``min(r, ratio_max) * k3``, nats.
 
     The ratio ``r = exp(log_prob - old_log_prob)`` is differentiated too. While no ratio exceeds ``ratio_max``, the mean over
-    the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})` and its mean *gradient* is that of the same
+    the *sampler's* tokens is unbiased for :math:`KL(\pi \| \pi_{ref})` and its mean *gradient* is the gradient of the same
     reverse KL: fit for a **loss**, on-policy and off-policy. Where the clamp is active both claims fail: the value is
     too small, and only :func:`k3`'s gradient is left, times ``ratio_max``. In a reward it has the fault of :func:`k3`.
 

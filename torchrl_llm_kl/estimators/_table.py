@@ -132,21 +132,19 @@ def estimator_table() -> str:
 _IN_LOSS = {
     "zero": "its mean gradient is zero, so it adds noise and no pull. Use 'k2' in the loss, or put 'k1' in the reward "
     "(KLRewardTransform, RetrieveKL)",
-    "forward": "its mean gradient is that of the forward KL(reference || policy), which covers the reference instead of "
+    "forward": "its mean gradient belongs to the forward KL(reference || policy), which covers the reference instead of "
     "staying near its mode. Use 'k2' for the reverse KL, or 'k3+' to log k3 and train with the gradient of k2",
-    "total_variation": "its mean gradient is that of the total variation, not of a KL. Use 'k2'",
+    "total_variation": "its mean gradient belongs to the total variation, not to a KL. Use 'k2'",
 }
-_IN_REWARD = (
-    "detached, its policy gradient is not that of the reverse KL. Use 'k1' in the reward, or put 'k2' in the loss"
-)
+_IN_REWARD = "detached, its policy gradient is not the reverse KL's. Use 'k1' in the reward, or put 'k2' in the loss"
 
 
 class KLPlacementWarning(UserWarning):
-    """A KL estimator is used where its gradient is not that of the reverse KL; the message recommends another."""
+    """A KL estimator is used where its gradient is not the reverse KL's; the message recommends another."""
 
 
 def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:
-    """Warn if an estimator's gradient is not that of the reverse KL where it is used.
+    """Warn if an estimator's gradient is not the reverse KL's where it is used.
 
     Args:
         estimator: a name of :func:`get_estimator`; anything else passes.

@@ -50,7 +50,7 @@ def aggregate(
     ========================== ================================================================ =====================
 
     Only masked-in tokens, and sequences with at least one, are counted. With the ``denominator`` of the whole batch
-    (:func:`count`) the results of its parts add up to that of the whole, however the batch is split: into
+    (:func:`count`) the results of its parts add up to the result of the whole, however the batch is split: into
     micro-batches, over ranks, with different padding.
 
     Args:
@@ -108,7 +108,7 @@ def aggregate(
 
 
 def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None = None) -> Tensor:
-    """The divisor of :func:`aggregate` for this mask, 0-dim int64 on its device; the arguments are those of ``aggregate``.
+    """The divisor of :func:`aggregate` for this mask, 0-dim int64 on its device; the arguments are as in ``aggregate``.
 
     Add the counts of all micro-batches, and of all ranks, and pass the sum to each of them as ``denominator``.
 

@@ -165,9 +165,9 @@ def objective(
     tables follow from the signature and the docstring (``make docs`` writes them down).
 
     An objective is called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
-    :func:`~torchrl_llm_kl.make_algorithm` translate those of other libraries once, at construction.
+    :func:`~torchrl_llm_kl.make_algorithm` translate other libraries' names once, at construction.
 
-    The arguments are those of :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string. Inputs without
+    The arguments are as in :class:`ObjectiveSpec`; an alias of one hyper-parameter may be a plain string. Inputs without
     a default are required.
 
     Raises:
@@ -240,7 +240,7 @@ def variant(
 
 
 #: Ends the docstring of every objective and term.
-_SHARED_DOC = "Inputs, shapes and errors are those of every objective: see :func:`~torchrl_llm_kl.losses.objective`."
+_SHARED_DOC = "Inputs, shapes and errors are as for every objective: see :func:`~torchrl_llm_kl.losses.objective`."
 
 
 def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[..., Terms]:

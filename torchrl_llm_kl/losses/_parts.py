@@ -66,7 +66,7 @@ class Part(WideBuffers):
         self._check(hyper)
 
     def run(self, given: Mapping[str, Tensor]) -> Any:
-        """Call the function with those of ``given`` that it accepts."""
+        """Call the function with whatever of ``given`` it accepts."""
         taken = {name: given[name] for name in self.inputs if name in given}
         # Kernels of every device take a number of the CPU as it is; one of another device must come to the inputs.
         device = next((x.device for x in taken.values()), None)
@@ -86,7 +86,7 @@ class Part(WideBuffers):
         return self._required if spec is None else spec.required(self.hyper)
 
     def reads(self, given: Collection[str]) -> set[str]:
-        """The inputs that the function reads if it gets those of ``given``: also the optional log-probs of a sampler.
+        """The inputs that the function reads if it gets ``given``: also the optional log-probs of a sampler.
 
         A function without an :class:`~torchrl_llm_kl.losses.ObjectiveSpec` may read each that it takes.
         """
@@ -231,7 +231,7 @@ class KLToReference(TermPart):
         leave_out_experts: leave out the sequences of experts.
 
     Warns:
-        KLPlacementWarning: if the gradient of the estimator in a loss is not that of the reverse KL.
+        KLPlacementWarning: if the estimator's gradient in a loss is not the reverse KL's.
 
     Example:
         >>> KLToReference(0.01, "exact").needs
@@ -246,7 +246,7 @@ class KLToReference(TermPart):
 class KLToSampler(TermPart):
     """The KL to the sampling policy, a soft trust region: :func:`~torchrl_llm_kl.losses.kl_to_sampler`.
 
-    The arguments are those of :class:`KLToReference`, without the estimator ``"exact"``.
+    The arguments are as in :class:`KLToReference`, without the estimator ``"exact"``.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -332,7 +332,7 @@ class Correction(Part):
 class ImportanceWeights(Correction):
     """Truncated or masked importance weights, for a sampler whose log-probs differ from the trainer's.
 
-    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are those of
+    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are as in
     :func:`~torchrl_llm_kl.losses.importance_weights`.
 
     Example:
@@ -354,7 +354,7 @@ class ImportanceWeights(Correction):
 class RejectionMask(Correction):
     """Leave out tokens or sequences on which sampler and trainer disagree too much.
 
-    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are those of
+    Needs ``sampler_log_prob`` beside ``old_log_prob``. The arguments are as in
     :func:`~torchrl_llm_kl.losses.rejection_mask`.
 
     Example:
@@ -389,7 +389,7 @@ class TopEntropyMask(Correction):
 
     Keyword Args:
         threshold: train tokens of at least this entropy, in nats, instead of a fraction of each batch. The losses of the
-            parts of a batch then add up to that of the whole.
+            parts of a batch then add up to the loss of the whole.
 
     Example:
         >>> entropy = torch.tensor([[0.1, 2.0, 0.3, 1.0]])
@@ -415,7 +415,7 @@ class RolloutArgs(TypedDict, total=False):
 
 #: Settings of verl that are not supported -> (the one value that is, the alternative).
 _REFUSED: dict[str, tuple[Any, str]] = {
-    "rollout_is_batch_normalize": (False, "the mean weight of a micro-batch is not that of the batch"),
+    "rollout_is_batch_normalize": (False, "the mean weight of a micro-batch is not the batch's"),
     "bypass_mode": (False, "read the sampler's log-probs as old ones, set_keys(old_log_prob=...), and correct nothing"),
     "loss_type": ("ppo_clip", "choose the objective, such as 'gpg' for verl's reinforce"),
 }

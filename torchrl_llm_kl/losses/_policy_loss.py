@@ -111,18 +111,18 @@ class PolicyLoss(TokenLoss):
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not trained. For a distillation with ``distribution="exact"`` it is the teacher.
-        top_k_key: below which key the data holds a teacher's top k, for a distillation: that of
+        top_k_key: below which key the data holds a teacher's top k, for a distillation: the key of
             :class:`~torchrl_llm_kl.RetrieveLogProb`; a list of such keys for several teachers.
         temperature, tokens_per_batch, dtype, deterministic: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the
             reference has its own ``max_tokens`` instead of ``tokens_per_batch``.
-        sampling: in place of ``temperature``, how the policy samples: log-probs, entropies and KLs are those of what its top-k,
+        sampling: in place of ``temperature``, how the policy samples: log-probs, entropies and KLs are over what its top-k,
             top-p and min-p leave; see :class:`~torchrl_llm_kl.Sampling`. What the sampler recorded (entry ``kept``) is replayed
             where the data holds it.
         log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
             vocabulary.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
             do. The default False is required for FSDP and costs nothing.
-        hyper: the objective's hyper-parameters, under its own names or those of other libraries. Numbers are buffers: saved,
+        hyper: the objective's hyper-parameters, under its own or other libraries' names. Numbers are buffers: saved,
             and changed in place by assignment (``loss.clip_high = 0.3``), as is ``loss.kl_to_ref_coeff``. Required entries
             and reported names follow such changes.
 
@@ -130,15 +130,15 @@ class PolicyLoss(TokenLoss):
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
     ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept``
     (the parent of ``"counts"`` and ``"ids"``), ``routed_experts``. An entry is also found on the other side of ``"next"``,
-    and log-probs also under ``"response"`` where there is no ``"full"``, as TorchRL's wrappers store them. Where the data holds
+    and log-probs also under ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. Where the data holds
     ``routed_experts`` ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
         ``"none"``), whose sum is ``out.total_loss``; and metrics over the masked-in tokens, without graph: the objective's
         own, ``ESS``, ``ratio_*`` quantiles, ``kl_to_sampler``, ``kl_to_ref``, ``entropy``, ``num_tokens``,
-        ``num_sequences``; with corrections those of :func:`~torchrl_llm_kl.losses.correction_metrics`; for data with
-        ``sampler_log_prob`` those of :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
+        ``num_sequences``; with corrections also :func:`~torchrl_llm_kl.losses.correction_metrics`; for data with
+        ``sampler_log_prob`` also :func:`~torchrl_llm_kl.losses.mismatch_metrics`, of
         ``old_log_prob`` or else of the current policy.
 
     Raises:
@@ -163,7 +163,7 @@ class PolicyLoss(TokenLoss):
         >>> sorted(key for key in loss(data).keys() if key.startswith("loss_"))
         ['loss_entropy', 'loss_objective']
 
-    .. seealso:: :meth:`count`, for losses of micro-batches that add up to that of the batch, and :meth:`batch_inputs`, for
+    .. seealso:: :meth:`count`, for losses of micro-batches that add up to the batch's, and :meth:`batch_inputs`, for
         objectives that compare an answer with the whole batch.
     """
 
@@ -258,7 +258,7 @@ class PolicyLoss(TokenLoss):
         if isinstance(reference, LogProbScorer) and reference.temperature != temperature:
             raise ValueError(
                 f"the policy is scored at temperature {temperature:g} and the reference at {reference.temperature:g}: a KL "
-                "compares the two at one temperature, that of the sampler."
+                "compares the two at one temperature, the sampler's."
             )
 
     @property
@@ -541,7 +541,7 @@ class PolicyLoss(TokenLoss):
                 )
 
     def _check_teachers(self, response: ResponseTokens, inputs: LossInputs) -> None:
-        """Reject a teacher's outcomes that are no distribution; warn once of a top k that holds little of it."""
+        """Reject a teacher's outcomes that do not add up to 1; warn once of a top k that holds little of it."""
         log_p, mask = inputs.teacher_outcomes, inputs.mask.unsqueeze(-1)
         if log_p is None:
             return

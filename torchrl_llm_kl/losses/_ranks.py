@@ -43,7 +43,7 @@ def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: Any, toleranc
         if counted is None:
             advice += " Ranks and micro-batches were not counted: call loss.count(batch) before the batch is split."
         raise RuntimeError(
-            f"the gradient is not that of the {len(parts)} parts of this rank and those of the others: the cosine of the two "
+            f"the gradient does not belong to the {len(parts)} parts of this rank and the others': the cosine of the two "
             f"is {cosine:.4g}, expected 1. {advice}"
         )
     _raise_scaled(inner / true_square, counted, ranks, len(parts))
@@ -55,7 +55,7 @@ def _num_ranks(group: Any) -> int:
     started = os.environ.get("WORLD_SIZE", "1")
     if started not in ("", "1"):
         raise RuntimeError(
-            f"WORLD_SIZE is {started}, but torch.distributed is not initialised: each process trains a model of its own. Call "
+            f"WORLD_SIZE is {started}, but torch.distributed is not initialised: each process trains its own model. Call "
             "torch.distributed.init_process_group first."
         )
     return 1
@@ -93,7 +93,7 @@ def _check_tensors(loss: nn.Module, group: Any, ranks: int) -> None:
             first, here = everyone[0][kind], other[kind]
             differ = [name for name in {**first, **here} if first.get(name) != here.get(name)]
             if differ:
-                differ.sort(key=lambda name, here=here: name in first and name in here)  # those of one rank first
+                differ.sort(key=lambda name, here=here: name in first and name in here)  # on one rank alone first
                 alone = " (some are on one of them only)" if first.keys() != here.keys() else ""
                 some = ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else "")
                 raise RuntimeError(
@@ -172,7 +172,7 @@ def _true_gradient(
 
 def _raise_scaled(scale: float, counted: float | None, ranks: int, parts: int) -> None:
     """Raise a RuntimeError for a gradient that is ``scale`` times the right one."""
-    begin = f"the gradient is {scale:.4g} times that of the batch of {ranks} rank(s) and {parts} part(s) on this one"
+    begin = f"the gradient is {scale:.4g} times the batch's of {ranks} rank(s) and {parts} part(s) on this one"
     if counted is None:
         raise RuntimeError(
             f"{begin}: each part was divided by its own count. Call loss.count(batch) before it is split."

@@ -185,7 +185,7 @@ class TokenLoss(LossModule):
         return self._tensor_keys
 
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
-        # torchrl calls this after `set_keys`. There is no value estimator, but in_keys change.
+        # torchrl calls this after `set_keys`. A loss has none, but in_keys change.
         self.in_keys = None
 
     @property
@@ -205,7 +205,7 @@ class TokenLoss(LossModule):
     def _read_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor, Tensor | None]:
         """The data with its batch dimensions, its tokens, a mask of those that are trained, and one of responses.
 
-        The trained tokens are those of the masking strategy restricted to ``loss_mask``, which does not move the start of
+        The masking strategy chooses the trained tokens, restricted to ``loss_mask``, which does not move the start of
         responses. The mask of responses is None for a strategy without responses.
         """
         if is_zero3(self):
@@ -310,8 +310,8 @@ class TokenLoss(LossModule):
 
         Call it on every rank, after the last ``backward()`` of a step and before the gradient is clipped. It compares
         parameters, buffers and gradients to the last bit. With the parts of the step it also computes the gradient of the
-        whole batch (one more forward and backward), and reports how that of the script differs: ranks that add up or average
-        their gradients against what :meth:`count` assumes, a further division such as that of Accelerate's
+        whole batch (one more forward and backward), and reports how the script's differs: ranks that add up or average
+        their gradients against what :meth:`count` assumes, a further division, as by Accelerate's
         ``gradient_accumulation_steps``, parts that were not counted. Changes nothing, also not the random state.
 
         Args:
@@ -342,13 +342,13 @@ class TokenLoss(LossModule):
             >>> loss.check_ranks(*batch.split(1))
             Traceback (most recent call last):
                 ...
-            RuntimeError: the gradient is 0.5 times that of the batch ... it was also divided by 2, the number of parts. ...
+            RuntimeError: the gradient is 0.5 times the batch's ... it was also divided by 2, the number of parts. ...
         """
         check_ranks(self, parts, process_group, tolerance)
 
 
 def as_mask(value: Tensor, key: NestedKey) -> Tensor:
-    """A mask as bool. One of numbers must hold 0 and 1 alone, which is read on the host: it is no weight."""
+    """A mask as bool. One of numbers must hold 0 and 1 alone, which is read on the host: a mask does not weigh."""
     if value.dtype != torch.bool and not bool(((value == 0) | (value == 1)).all()):
         raise ValueError(
             f"{key!r} is a mask: expected True and False, or 1 and 0, got other numbers. Weight the advantage."
@@ -366,7 +366,7 @@ def with_graph(value: Tensor, parameters: Iterable[Tensor]) -> Tensor:
 
 
 def merge_metrics(terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``metrics`` and those of the terms; where two share a name, the later one is called ``<term>_<name>``."""
+    """``metrics`` and the terms'; where two share a name, the later one is called ``<term>_<name>``."""
     out = dict(metrics)
     for term in terms:
         for name, value in term.metrics.items():

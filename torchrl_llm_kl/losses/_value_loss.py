@@ -39,7 +39,7 @@ def value_error(
 ) -> tuple[LossTerm, ...]:
     r"""Half the squared error of a critic, clipped as PPO's: ``max((v - R)^2, (clip(v, v_old +- clip_value) - R)^2) / 2``.
 
-    The gradient is that of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one
+    It has the gradient of ``(v - R)^2 / 2``, and 0 where the value has moved more than ``clip_value`` from the old one
     towards its target.
 
     Args:
@@ -54,7 +54,7 @@ def value_error(
 
     Returns:
         One term, ``critic``; metrics ``value_clip_fraction``, ``value_mean`` and ``explained_variance``, which is 1 minus
-        the variance of the error over that of the target.
+        the variance of the error over the target's.
 
     Raises:
         ValueError: if shapes differ or ``clip_value`` is negative.

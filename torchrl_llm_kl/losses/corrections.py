@@ -2,7 +2,7 @@
 
 Each returns ``(weights, metrics)``: weights ``[*B, T]``, float32 or wider, without graph, finite, 1 where nothing is
 corrected and 0 where the mask is False; and metrics as in :class:`~torchrl_llm_kl.losses.LossTerm`.
-:func:`apply_correction` multiplies. Inputs are those of objectives (see ``docs/losses.md``): nats, bool masks, one shape
+:func:`apply_correction` multiplies. Inputs are as for objectives (see ``docs/losses.md``): nats, bool masks, one shape
 ``[*B, T]``; unequal shapes and hyper-parameters out of range raise a ValueError.
 """
 
@@ -43,7 +43,7 @@ def apply_correction(terms: Sequence[LossTerm], weights: Tensor, mask: Tensor | 
     weight of that sequence's tokens. A value whose weight is 0 passes no gradient, even if it is not finite. Weights pass none.
 
     Args:
-        terms: usually those of the objective, not the KL to the reference.
+        terms: usually the objective's, not the KL to the reference.
         weights: from a correction; ``[*B, T]``.
         mask: the mask used to compute the weights; bool ``[*B, T]``. Required for terms with a value per sequence: their
             mean weight includes dropped tokens, but not masked-out ones.

@@ -65,8 +65,8 @@ def kl_to_ref(
 ) -> Terms:
     r"""KL penalty to the reference, the term ``kl_to_ref``: an estimate at each token, or the exact KL of each position.
 
-    The gradient is the estimator's, which is not always that of the KL whose value it estimates: ``"k2"`` has that of
-    :math:`KL(\pi \| \pi_{ref})`, ``"k3"`` that of the other direction, ``"k1"`` none on average; see each of
+    The gradient is the estimator's, which need not belong to the KL whose value it estimates: ``"k2"`` has the gradient of
+    :math:`KL(\pi \| \pi_{ref})`, ``"k3"`` of the other direction, ``"k1"`` none on average; see each of
     :mod:`torchrl_llm_kl.estimators`. ``"exact"`` reads ``kl`` (see :func:`~torchrl_llm_kl.estimators.exact_kl`) instead of
     ``ref_log_prob``; ``"corrected_k3"`` also reads ``old_log_prob``.
 
@@ -196,7 +196,7 @@ def entropy_bonus(
 ) -> Terms:
     """Entropy bonus, the term ``entropy``: minus the entropy of the policy at each token.
 
-    The gradient is that of the ``entropy`` passed in: over the whole vocabulary it spreads probability. Minus the log-prob of
+    It has the gradient of the ``entropy`` passed in: over the whole vocabulary it spreads probability. Minus the log-prob of
     the sampled token would estimate the same value with another gradient (of mean 0).
 
     Hyper-parameters:

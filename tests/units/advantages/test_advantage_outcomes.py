@@ -206,7 +206,7 @@ def test_opo_is_the_baseline_of_least_variance_if_squared_norms_are_lengths() ->
     least = (length * got.square()).sum()
     for shift in (-1e-3, 1e-3):
         assert (length * (got + shift).square()).sum() > least
-    assert opo(R, G, torch.zeros_like(LENGTH)).isfinite().all()  # without any token there is no weight
+    assert opo(R, G, torch.zeros_like(LENGTH)).isfinite().all()  # without any token no weight exists
 
 
 @pytest.mark.parametrize("k", [2, 3])

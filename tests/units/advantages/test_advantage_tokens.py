@@ -148,7 +148,7 @@ TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 
 def outcomes(x: Tensor, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Different outcomes of sequences in one group; shapes and graph as those of the tokens."""
+    """Different outcomes of sequences in one group; shapes and graph as the tokens'."""
     if x.shape != y.shape or x.shape != mask.shape:  # tests of shapes
         return torch.zeros(len(mask)), torch.zeros(len(mask), dtype=torch.long)
     rows = mask.shape[:-1]
@@ -314,7 +314,7 @@ def test_optimal_token_baseline_of_equal_returns_is_0_and_of_certain_tokens_the_
 
 
 def test_the_weight_of_a_token_is_the_squared_norm_of_its_gradient() -> None:
-    """By autograd, of each token of a vocabulary: two answers of one token, whose baseline then is that of their weights."""
+    """By autograd, of each token of a vocabulary: two answers of one token, whose baseline then follows from their weights."""
     logits = torch.tensor([0.4, -1.0, 1.5, 0.0], requires_grad=True, **F64)
     log_p = logits.log_softmax(0)
     norms = [torch.autograd.grad(x, logits, retain_graph=True)[0].square().sum() for x in log_p]

@@ -262,7 +262,7 @@ def test_moments_are_read_by_their_default_keys(form: str) -> None:
 
 
 def test_a_given_mask_skips_padding() -> None:
-    """A mask that is True at padding, as that of a loss would be: the outcome is on the last token of the sequence."""
+    """A mask that is True at padding, as a loss's would be: the outcome is on the last token of the sequence."""
     mask, attention = torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]]) == 1, torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]]) == 1
     data = TensorDict(reward=torch.tensor([[1.0], [3.0]]), mine=mask, batch_size=[2])
     data["masks", "all_attention_mask"] = attention

@@ -1,4 +1,4 @@
-"""Errors of the transform: arguments, data that is missing or wrong, and rows that are no answers to one prompt."""
+"""Errors of the transform: arguments, data that is missing or wrong, and rows that answer several prompts."""
 
 from __future__ import annotations
 

@@ -216,8 +216,8 @@ def test_functional_actors_and_shared_coefficients() -> None:
     [
         ("loss.objective.clip_high", None, r"fit 'grpo': .*Missing key.* \"loss.objective.clip_high\""),
         ("loss.objective.clip", torch.tensor(1.0), r"Unexpected key.* \"loss.objective.clip\""),
-        ("algorithm", "dapo", "expected the state of 'grpo', found that of 'dapo'"),
-        ("algorithm", None, "expected the state of 'grpo', found that of None"),
+        ("algorithm", "dapo", "expected the state of 'grpo', found the state of 'dapo'"),
+        ("algorithm", None, "expected the state of 'grpo', found the state of None"),
         ("loss.objective.clip_high", torch.zeros(2), r"size mismatch for loss.objective.clip_high: .*\[2\]"),
         ("loss.objective.clip_high", 0.3, "loss.objective.clip_high.*float"),
     ],

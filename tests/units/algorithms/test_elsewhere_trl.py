@@ -1,4 +1,4 @@
-"""TRL's configurations: the loss is that of TRL's own trainer, values and gradients, and no setting is dropped."""
+"""TRL's configurations: the loss equals TRL's own trainer's, values and gradients, and no setting is dropped."""
 
 from __future__ import annotations
 
@@ -336,10 +336,10 @@ def test_cpo(model: nn.Module, batch: dict[str, Tensor], configured: Any, name: 
 
 
 def test_orpo(model: nn.Module, batch: dict[str, Tensor], configured: Any) -> None:
-    """TRL's likelihood is that of the prompt too: of prompts of one token, which nothing predicts, it is the answer's."""
+    """TRL's likelihood includes the prompt: of prompts of one token, which nothing predicts, it is the answer's."""
     found = from_trl(configured("orpo", beta=0.3))
     (row,) = found.translated
-    assert row.note == "TRL's likelihood is that of prompt and answer, here of the answer alone"
+    assert row.note == "TRL's likelihood covers prompt and answer, here the answer alone"
     made = bare_trainer("orpo", beta=0.3)
     short = {**batch, "ids": batch["ids"][:, PROMPT - 1 :]}
     expected = with_gradients(model, lambda: made.get_batch_loss_metrics(model, columns(batch, 1))[0])
@@ -478,7 +478,7 @@ def test_overrides_and_further_arguments_of_make_algorithm(model: nn.Module) -> 
     parts = make_algorithm(found.algorithm, model, **found.overrides)
     coefficient = parts.algorithm.entropy_coeff
     assert (float(coefficient.value), coefficient.target) == (pytest.approx(0.02), 0.5)
-    # Each has a coefficient and corrections of its own.
+    # Each has its own coefficient and corrections.
     assert found.overrides["entropy_coeff"] is not found.overrides["entropy_coeff"]
     found = from_trl({"num_generations": 4, "temperature": 0.7, "top_k": 5, "use_vllm": True})
     assert found.make(model).loss.sampling.top_k == 0  # as TRL scores

@@ -116,7 +116,7 @@ def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> No
     torch.testing.assert_close(out["kl_to_ref"], torch.tensor(0.0), atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match=r"temperature=0.7, but actor is a scorer with temperature 0.5: set it there"):
         make_algorithm("rloo", actor, reference=TASK.policy(), temperature=0.7)
-    # Keys of an advantage beside those of the mask.
+    # Keys of an advantage beside the mask's.
     args = {"keys": {"reward": "score"}, "lam": 0.5}
     parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", advantage_args=args)
     assert parts.advantage is not None
@@ -243,7 +243,7 @@ def test_a_setting_that_two_parts_have() -> None:
     ("settings", "message"),
     [
         ({"kl_loss": "k1"}, "'k1' in the loss: its mean gradient is zero"),
-        ({"kl_loss": "k3"}, "'k3' in the loss: its mean gradient is that of the forward KL"),
+        ({"kl_loss": "k3"}, "'k3' in the loss: its mean gradient belongs to the forward KL"),
         ({"kl_loss": "none", "kl_reward": "k2"}, "'k2' in the reward: detached"),
     ],
 )

@@ -16,7 +16,7 @@ from toy_tasks import TabularCritic
 
 
 def uneven(rows: int = 16) -> TensorDict:
-    """Every third answer has one token, the others two: a mean over tokens is no mean over rows."""
+    """Every third answer has one token, the others two: a mean over tokens differs from one over rows."""
     answers = torch.tensor([TASK.answers.index(x) for x in ((3,), (1, 0), (2, 3))])
     data = TASK.batch(torch.arange(rows) // 4 % 2, answers[torch.arange(rows) % 3])
     data["query"] = torch.arange(rows) // 4

@@ -38,7 +38,7 @@ from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives, get_objec
 from toy_tasks import chain
 
 #: name, objective, advantage, KL in the loss, answers to each prompt, schema, flags: C critic, R reference, X rollouts beside
-#: experts, T advantages in the trainer, B rows may be balanced. The flags are those of Trinity-RFT 0.6.0's ``algorithm.py``,
+#: experts, T advantages in the trainer, B rows may be balanced. The flags are Trinity-RFT 0.6.0's, from ``algorithm.py``,
 #: which has no dr_grpo, luspo, dro and none of verl's.
 TABLE = """
 ppo                           ppo        gae                           k2    1   experience  CRTB

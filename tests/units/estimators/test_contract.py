@@ -142,9 +142,9 @@ def test_an_active_clamp_breaks_both_promises(name, logit, bias_sign):
 OUT_OF_PLACE = {
     "loss": {
         "k1": "its mean gradient is zero.*Use 'k2'",
-        "k3": "its mean gradient is that of the forward KL.*'k3\\+'",
-        "low_var_kl": "its mean gradient is that of the forward KL",
-        "abs": "its mean gradient is that of the total variation",
+        "k3": "its mean gradient belongs to the forward KL.*'k3\\+'",
+        "low_var_kl": "its mean gradient belongs to the forward KL",
+        "abs": "its mean gradient belongs to the total variation",
         "corrected_k3": "it is clamped.*nothing pulls back.*Use 'k2'",
     },
     "reward": dict.fromkeys(set(CONTRACT) - {"none", "k1", "k1+"}, "detached.*Use 'k1'"),

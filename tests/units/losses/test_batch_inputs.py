@@ -85,7 +85,7 @@ def test_kto_of_a_batch(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("layout", ["nested", "lazy"])
 def test_inputs_of_the_others_are_of_their_own_log_probs(model: nn.Module, reference: nn.Module, layout: str) -> None:
-    """Or of those of a reference that the loss scores."""
+    """Or of a reference's that the loss scores."""
 
     def found(name: str, data: TensorDictBase, **settings: Any) -> Tensor:
         key = "match_id" if name == "aot_unpaired" else "reference_point"
@@ -174,7 +174,7 @@ def test_micro_batches_of_a_critic(mode: str) -> None:
 
 
 def test_terms_have_denominators_of_their_own(model: nn.Module) -> None:
-    """Two experts' sequences of 3 and 2 tokens; a micro-batch of experts alone is no special case."""
+    """Two experts' sequences of 3 and 2 tokens; a micro-batch of experts alone needs no special case."""
     data = batch().set("expert_mask", torch.tensor([False, True, False, False, True, False]))
     loss = reduced(model, "token-mean", "mix", mu=0.25)
     whole = gradients(total(loss(data)), loss)

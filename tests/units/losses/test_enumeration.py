@@ -28,7 +28,7 @@ class Bandit:
         self.good = self.advantage > 0
 
     def mean_gradient(self, name: str, **hyper: Any) -> Tensor:
-        """Of an objective, over tokens of the old policy. Each token is a sequence of its own."""
+        """Of an objective, over tokens of the old policy. Each token is a whole sequence."""
         inputs = [self.logits.log_softmax(-1), self.old_logits.log_softmax(-1), self.advantage]
         log_prob, old, advantage = (x.unsqueeze(-1) for x in inputs)
         mask = torch.ones_like(log_prob, dtype=torch.bool)

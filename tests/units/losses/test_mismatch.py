@@ -136,7 +136,7 @@ def test_corrections_leave_experts_alone(model: nn.Module, correction: Correctio
     assert_loss(out["loss_expert"], plain["loss_expert"], model)
     assert plain["loss_expert"] > 0
     for name, value in loss(mixed(-1.0, -1.0)).items():
-        assert_near(out[name], value, terms=64, exponent=9)  # every metric of a policy is of its own tokens
+        assert_near(out[name], value, terms=64, exponent=9)  # a policy's metrics read its tokens alone
 
 
 def test_metrics_are_logged_wherever_there_are_log_probs_of_the_sampler(model: nn.Module) -> None:
@@ -268,7 +268,7 @@ def test_the_kl_to_the_sampler_is_that_of_its_scored_tokens(model: nn.Module, mi
 def test_the_wrappers_first_zero_is_not_taken_for_certainty(model: nn.Module) -> None:
     """At the root, where torchrl's policy writes, exactly 0 for the first response token means that it was not scored."""
     data = near()
-    several, first = [0, 1, 3, 4, 5], PROMPT  # sequence 2 has one token: nothing shows that its 0 is no score
+    several, first = [0, 1, 3, 4, 5], PROMPT  # sequence 2 has one token: nothing shows that its 0 is not a score
     data[SAMPLER][several, first] = torch.nan
     expected = PolicyLoss(model, corrections=[ImportanceWeights(high=1.2)])(data)
     stored = data.pop(("next", "sampler_log_probs"))
@@ -355,7 +355,7 @@ def test_the_sampler_may_skip_a_token_but_not_store_an_infinite_number(model: nn
 @pytest.mark.parametrize("objective", ["ppo", "gpg"])
 @pytest.mark.filterwarnings("ignore:.*first generated token")
 def test_losses_of_counted_rows_add_up(model: nn.Module, objective: str) -> None:
-    """Sequence 2 has an answer of one token: alone, as in the batch, its 0 is no log-prob."""
+    """Sequence 2 has an answer of one token: alone, as in the batch, its 0 is not a log-prob."""
     loss = PolicyLoss(model, objective, terms=[KLToSampler(0.1)])
     data = loss.count(at_root(batch(), OLD))
     data[SAMPLER][1::2, PROMPT] = torch.nan

@@ -76,7 +76,7 @@ def test_corrections_need_what_they_state_and_functions_their_inputs_without_a_d
 
 
 def test_keys_follow_later_settings(model: nn.Module) -> None:
-    """Old log-probs are no longer needed once the fallback is set; names of metrics and inputs of terms follow too."""
+    """Old log-probs stop being needed once the fallback is set; names of metrics and inputs of terms follow too."""
     loss, data = losses.PolicyLoss(model), batch().exclude(("next", "sampler_log_probs"), ("next", "ref_log_probs"))
     old, bare = loss.tensor_keys.old_log_prob, data.exclude(("next", "log_probs"))
     for _ in range(2):
@@ -271,7 +271,7 @@ STRICT = (aten.clamp.Tensor, aten.lerp.Tensor, aten.addcmul.default, aten.addcdi
 
 
 class Accelerator(TorchDispatchMode):
-    """Tensors of the device "meta" stand for those of an accelerator: they cannot be read, but can be copied back."""
+    """Tensors of the device "meta" stand for an accelerator's: they cannot be read, but can be copied back."""
 
     def __init__(self) -> None:
         super().__init__()

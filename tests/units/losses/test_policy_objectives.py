@@ -122,7 +122,7 @@ CASES: dict[str, Case] = {
     "ppo: without the dual bound a large ratio is free": show(
         "ppo", *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0], **UNBOUNDED, **SIXTHS
     ),
-    "ppo: masking drops bad tokens of sequences 0.2 nats below, and not those of sequences 0.05 below": show(
+    "ppo: masking drops bad tokens of sequences 0.2 nats below, but not of sequences 0.05 below": show(
         "ppo", [[E(-0.3), E(-0.1)], BELOW[1]], [[-1, 2], [-1, -1]], BELOW, BELOW, **DROPS_10, dropped=0.25
     ),
     "ppo: the distance of a sequence is over masked-in tokens, 0.2 nats over two and 0.13 over three": show(
@@ -182,7 +182,7 @@ CASES: dict[str, Case] = {
         [-3.6, 3.6, -2.1, 2.1, -5.5],
         **{**BOUNDS, "log_prob": [-1, -2, -1, -2, -3], "low": 0.4, "high": 0.4},
     ),
-    "cispo: by default there is no lower bound": show(
+    "cispo: by default without a lower bound": show(
         "cispo", [0.01, 5], [1, 1], [0.01, 1.28], [-0.01, -1.28], low=0.0, high=0.5
     ),
     "cispo: the token mask drops 2 > 1.5 with A > 0, and 0.55 < 0.6 with A < 0": show(
@@ -278,7 +278,7 @@ CASES: dict[str, Case] = {
     "rec: and drops them where they have moved away": show(
         "rec", [2, 0.5], [1, -1], [0, 0], [0, 0], **RING, clipped=1.0
     ),
-    "rec: one side is that of the advantage": show(
+    "rec: the advantage decides on one side": show(
         "rec", [3, 0.1, 3, 0.1], [0, 0, 0.5, 0.5], [0, 0, 0, 0.5], [0, 0, 0, -0.5], **ONE_SIDE, low=0.0, high=0.25
     ),
     "dppo: dropped 0.15 > 0.1 upwards, 0.25 > 0.2 downwards; kept 0.05, 0.15, and both that go back": bounded(

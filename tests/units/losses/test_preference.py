@@ -126,12 +126,12 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
 
 
 def test_each_pair_has_its_own_loss_and_rewards() -> None:
-    """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is no success."""
+    """Differences of 2 and -1: Trinity adds them up to one pair with 1, whose loss is 0.3133. A tie is a failure."""
     (term,) = losses.dpo(**rows(1.5, -0.5, -0.25, 0.75), beta=1.0)
     assert_close(term.value.detach(), column([0.1269280, 1.3132617]), rtol=1e-6, atol=1e-7)
     assert_close(mean(term).item(), 0.7200949, rtol=1e-6, atol=1e-7)
     assert (numbers(term)["reward_accuracy"], numbers(term)["reward_margin"]) == (0.5, 0.5)
-    # Chosen 1 and 3, rejected -1 and 5 nats above the reference; the third pair is no pair.
+    # Chosen 1 and 3, rejected -1 and 5 nats above the reference; the third is not a pair.
     data = rows(1.0, -1.0, 3.0, 5.0, 3.0, 3.0)
     data["mask"][5] = False
     expected = {"chosen_reward": 1.0, "rejected_reward": 1.0, "reward_margin": 0.0, "reward_accuracy": 0.5}
@@ -224,7 +224,7 @@ def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
 
 
 def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
-    """Holes in the mask do not count, and the partner is that of the id."""
+    """Holes in the mask do not count, and the id names the partner."""
     ratio = torch.tensor([[1.0, 9.0, 2.0, 4.0], [1.0, 9.0, 9.0, 9.0], [1.0, 1.0, 1.0, 1.0], [2.0, 3.0, 9.0, 4.0]])
     mask = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 1]]).bool()
     ref, ids = torch.full((4, 4), -9.0), torch.tensor([8, 3, 3, 8])

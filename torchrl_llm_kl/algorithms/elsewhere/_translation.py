@@ -57,7 +57,7 @@ class Translation:
         library: whose settings they are.
         algorithm: the preset.
         recipe: :attr:`overrides`, with modules that are yet to be constructed.
-        sampling: how that library samples. Its log-probs may be those of all tokens nevertheless: :meth:`make` passes the
+        sampling: how that library samples. Its log-probs may be over all tokens nevertheless: :meth:`make` passes the
             temperature alone.
         translated: settings that ``algorithm`` and ``overrides`` hold.
         sampled: settings that ``sampling`` holds.
@@ -91,8 +91,8 @@ class Translation:
         Keyword Args:
             without_refused: make it without the settings that are refused.
             more: further arguments, such as ``reference=`` and ``critic=``; they replace overrides of the same name.
-                ``loss_args`` add to those of the translation, ``group_key`` takes the place of ``group_size``, ``sampling``
-                that of ``temperature``.
+                ``loss_args`` add to the translation's, ``group_key`` takes the place of ``group_size``, ``sampling``
+                the place of ``temperature``.
 
         Raises:
             ValueError: if settings are refused, with the reasons.
@@ -144,7 +144,7 @@ def _what(row: Setting) -> str:
 
 
 def _fresh(value: Any) -> Any:
-    """A coefficient or correction of its own for each loss: they hold state."""
+    """A new coefficient or correction for each loss: they hold state."""
     if isinstance(value, New):
         return value()
     if isinstance(value, dict):
@@ -245,7 +245,7 @@ class Reader:
 
     def known(self, name: str, value: object, known: Iterable[str]) -> None:
         """Raise a ValueError for a value that the library does not know either."""
-        if value not in list(known):  # a list is no name
+        if value not in list(known):  # a list is not a name
             raise ValueError(no_such(f"{self.library} has no {name}", value, known))
 
     def out(self, name: str, note: str) -> None:
@@ -291,7 +291,7 @@ class Reader:
             )
 
     def sample(self, temperature: str, top_p: str, top_k: str, min_p: str | None = None) -> Sampling:
-        """The distribution that tokens are drawn from; -1 and None are no truncation."""
+        """The distribution that tokens are drawn from; -1 and None do not truncate."""
         names = [temperature, top_k, top_p, *([min_p] if min_p else [])]
         self.place("sampling", *(name for name in (temperature, top_p, top_k, min_p) if name in self.given))
         drawn = Sampling(*(self[name] for name in names))
@@ -331,7 +331,7 @@ class Reader:
         return Translation(self.library, algorithm, self.overrides, sampling or Sampling(), *placed)
 
 
-#: Arguments of make_algorithm that are no settings of a preset.
+#: Arguments of make_algorithm that are not settings of a preset.
 _OF_MAKE = ("group_size", "temperature", "max_len", "loss_args")
 
 

@@ -89,7 +89,7 @@ def _training() -> dict[str, Foreign]:
 
 
 def _given(config: Any) -> dict[str, Any]:
-    """The settings of a configuration that differ from those of one without arguments."""
+    """The settings of a configuration that differ from one without arguments."""
     fields = [f for f in dataclasses.fields(config) if f.init]
     default: Any = None
     # Without such an accelerator: compare with the plain defaults.
@@ -271,7 +271,7 @@ def _rloo(reader: Reader) -> Translation:
     if reader["num_iterations"] > 1 or steps > accumulated:
         reader.refuse(
             reused,
-            "TRL clips the ratio of the whole answer, here it is that of each token: the same while all answers are the "
+            "TRL clips the ratio of the whole answer, here of each token: the same while all answers are the "
             "policy's own, one step for each batch",
         )
     reader.overrides["kl_loss"] = "none"
@@ -352,9 +352,7 @@ def _cpo(reader: Reader) -> Translation:
 
 
 def _orpo(reader: Reader) -> Translation:
-    reader.overrides["beta"] = reader.take(
-        "beta", "TRL's likelihood is that of prompt and answer, here of the answer alone"
-    )
+    reader.overrides["beta"] = reader.take("beta", "TRL's likelihood covers prompt and answer, here the answer alone")
     reader.overrides["nll_aggregation"] = "token-mean"
     return reader.finish("orpo")
 

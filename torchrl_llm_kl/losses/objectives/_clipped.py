@@ -68,7 +68,7 @@ def ppo(
 ) -> Terms:
     r"""PPO's clipped surrogate: ``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` per token.
 
-    The gradient is that of ``-A r`` where the ratio is inside the bounds or moves back towards them, and 0 elsewhere.
+    It has the gradient of ``-A r`` where the ratio is inside the bounds or moves back towards them, and 0 elsewhere.
 
     Hyper-parameters:
         clip_low, clip_high: the ratio's bounds are ``1 - clip_low`` and ``1 + clip_high``; ``clip_low`` is 0 to 1. Trinity:
@@ -107,7 +107,7 @@ dapo = variant(
     "dapo",
     r"""PPO's clipped surrogate with ``clip_high`` above ``clip_low``, averaged over the tokens of the whole batch.
 
-    The looser upper bound lets unlikely tokens become likely. Hyper-parameters, gradient and metrics are those of
+    The looser upper bound lets unlikely tokens become likely. Hyper-parameters, gradient and metrics are as in
     :func:`ppo`; the paper has no dual clip and divides the advantage by its group's deviation. Its overlong reward shaping
     and dynamic sampling are not part of the objective.
 
@@ -129,7 +129,7 @@ dr_grpo = variant(
     r"""PPO's clipped surrogate, summed over tokens and divided by a length that does not depend on the sequence.
 
     The differences are outside the objective: the aggregation ``seq-mean-token-sum-norm``, and an advantage that is centred
-    but not divided by its group's deviation. Hyper-parameters, gradient and metrics are those of :func:`ppo`; the paper has
+    but not divided by its group's deviation. Hyper-parameters, gradient and metrics are as in :func:`ppo`; the paper has
     no dual clip.
 
     Example:
@@ -165,7 +165,7 @@ def gspo(
     r"""PPO's surrogate with the geometric mean of a sequence's ratios, ``s = exp(mean(log_prob - old_log_prob))``.
 
     ``level="sequence"`` is ``max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))`` once per sequence, ``[*B, 1]``, with the
-    sequence's mean advantage. In ``level="token"`` each token has the value of ``s`` and the gradient of its own log-prob,
+    sequence's mean advantage. In ``level="token"`` each token has the value of ``s`` and its log-prob's gradient,
     ``r = exp(log_prob - sg(log_prob) + sg(log s))``, so that advantages may differ within a sequence. Where they do not,
     and tokens are averaged per sequence, both levels agree in value and gradient: 0 for all tokens of a clipped sequence.
 
@@ -199,8 +199,8 @@ luspo = variant(
     r"""GSPO's surrogate times the length of its sequence, so that long answers are not worth less per token.
 
     A sequence of ``n`` tokens adds ``n max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))``: each token has the value of the
-    sequence and the gradient of its own log-prob, as in :func:`gspo`, and ``seq-mean-token-sum`` adds them up. Where nothing
-    is clipped the gradient is ``-A s`` times that of the log-prob of the whole answer. Hyper-parameters and metrics are those
+    sequence and its log-prob's gradient, as in :func:`gspo`, and ``seq-mean-token-sum`` adds them up. Where nothing
+    is clipped the gradient is ``-A s`` times the whole answer's log-prob gradient. Hyper-parameters and metrics are those
     of :func:`gspo`.
 
     Example:
@@ -281,7 +281,7 @@ def cispo(
     The gradient is the off-policy policy gradient with a clipped weight: a clipped token keeps a gradient.
 
     Hyper-parameters:
-        clip_low, clip_high: bounds of the weight, as of the ratio for :func:`ppo`; ``clip_low=1`` is no lower bound. (TRL's
+        clip_low, clip_high: bounds of the weight, as of the ratio for :func:`ppo`; ``clip_low=1`` sets no lower bound. (TRL's
             ``epsilon_high`` is the bound itself, ``1 + clip_high``.)
         enable_mask_clip: drop tokens that PPO would clip: ``A > 0`` and ``r > 1 + mask_clip_high``, or ``A < 0`` and
             ``r < 1 - mask_clip_low``. They keep their place in the denominator.

@@ -43,7 +43,7 @@ def clip_cov(
         clip_low, clip_high: see :func:`ppo`.
         fraction, cov_low, cov_high: see :func:`select_clip_cov`. verl: ``clip_cov_ratio``, ``clip_cov_lb``, ``clip_cov_ub``.
 
-    Metrics: ``clip_fraction`` as those of :func:`ppo`; ``selected_fraction``.
+    Metrics: ``clip_fraction`` as in :func:`ppo`; ``selected_fraction``.
 
     Example:
         >>> log_prob = old = torch.tensor([[-1.0, -2.0]])
@@ -126,7 +126,7 @@ def select_clip_cov(
 ) -> Tensor:
     r"""Select tokens for :func:`clip_cov`: at random among those whose covariance lies between two bounds.
 
-    Inputs and errors are those of :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected: they
+    Inputs and errors are as in :func:`clip_cov`, for a whole batch. Tokens that :func:`ppo` clips are not selected: they
     have no gradient anyway. The result is True for the selected tokens; bool ``[*B, T]``.
 
     Hyper-parameters:
@@ -158,7 +158,7 @@ def select_clip_cov(
 def select_kl_cov(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, fraction: float = 2e-4) -> Tensor:
     r"""Select tokens for :func:`kl_cov`: those with the highest covariance of log-prob and advantage.
 
-    Inputs and errors are those of :func:`kl_cov`, for a whole batch; ``fraction`` and the result are as for
+    Inputs and errors are as in :func:`kl_cov`, for a whole batch; ``fraction`` and the result are as for
     :func:`select_clip_cov`.
 
     Example:

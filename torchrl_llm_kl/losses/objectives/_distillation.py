@@ -44,12 +44,12 @@ def distill(
 
     With the student's distribution ``q``, the teacher's ``p`` and :math:`m = \beta p + (1 - \beta) q` the value is
     :math:`\beta KL(p \| m) + (1-\beta) KL(q \| m)`; at ``beta`` 0 the forward :math:`KL(p \| q)`, at 1 the reverse
-    :math:`KL(q \| p)`: see :func:`~torchrl_llm_kl.estimators.top_k_divergence`. The gradient is that of the value given the
+    :math:`KL(q \| p)`: see :func:`~torchrl_llm_kl.estimators.top_k_divergence`. The gradient is the value's given the
     prefix, whoever wrote it: with the student's own answers this is on-policy distillation, with others' it is supervised.
 
     Several teachers have a weighted sum of divergences, each over its own top k. With weights that add up to 1 and every token
     listed, the sum of forward KLs has the gradient of the forward KL to the weighted mean of the teachers' distributions, the
-    sum of reverse KLs that of the reverse KL to their weighted geometric mean, normalised.
+    sum of reverse KLs the gradient of the reverse KL to their weighted geometric mean, normalised.
 
     Hyper-parameters:
         beta: the teacher's share of the mixture, 0 to 1. TRL's ``beta``.

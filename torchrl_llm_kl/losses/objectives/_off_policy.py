@@ -38,7 +38,7 @@ def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> Terms:
 def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> Terms:
     r"""``-A log_prob / (1 + tau)`` per token, on- or off-policy: no ratio, no clipping.
 
-    With advantages ``reward - mean(reward)`` of a group its gradient at the old policy is that of an objective that pulls the
+    With advantages ``reward - mean(reward)`` of a group at the old policy it has the gradient of an objective that pulls the
     policy towards ``pi_old exp(reward / tau)``; elsewhere it needs no importance weight. ``tau`` only scales it.
 
     Hyper-parameters:
@@ -57,7 +57,7 @@ def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0
 def importance_sampling(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor) -> Terms:
     r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
 
-    The mean gradient is that of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
+    It has the mean gradient of ``-E_pi[A]``, per position, whichever policy sampled; its variance grows with the distance
     between the two policies. A log-ratio above 80 nats is capped there, without gradient, before its exponential overflows.
 
     Metrics: ``ratio_mean``, about 1 for tokens of the old policy.
@@ -150,7 +150,7 @@ def dro(
 ) -> Terms:
     r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
 
-    The gradient is ``-(A - beta log r)`` times that of the log-prob: a regression of ``beta log r`` on the advantage, over
+    The gradient is ``-(A - beta log r)`` times the log-prob's: a regression of ``beta log r`` on the advantage, over
     ``beta``, on the data of any fixed policy. It vanishes where ``beta log r = A``. For answers of the old policy, rewards of
     whole answers and ``A = r - beta log E exp(r / beta)`` (the advantage ``opmd`` with ``opmd_baseline="logavgexp"``) that
     is ``pi_old exp(r / beta)``, with ``level="sequence"``.

@@ -90,7 +90,7 @@ def pair_up(
     weighting: Weighting = "none",
     pairing: Pairing | None = None,
 ) -> Pairs:
-    """The pairs of a batch. A member of the family has those of these parameters that it is registered with."""
+    """The pairs of a batch. A member of the family has the parameters that it is registered with."""
     check_range(above=0.0, beta=beta)
     pairing = pairing or _pairing(mask.shape[:-1], pair_id, chosen)
     ratio = log_prob if ref_log_prob is None else log_prob - ref_log_prob
@@ -180,7 +180,7 @@ def preference(
     aliases: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Terms]]:
-    """Register a formula of :class:`Pairs`, with hyper-parameters of its own, as the objective ``name``.
+    """Register a formula of :class:`Pairs`, with its own hyper-parameters, as the objective ``name``.
 
     The formula returns one value per pair ``[P, 1]``, or a tuple of it and further terms. ``options`` are the parameters of
     :func:`pair_up` that the objective has beside ``pair_id``, ``chosen`` and ``beta``; ``settings`` are other values for
@@ -297,8 +297,8 @@ def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""Robust DPO: with noisy labels its mean is the loss of :func:`dpo` on the true ones.
 
     With ``e = label_smoothing`` it is ``((1 - e) * right - e * wrong) / (1 - 2 e)``, where ``right`` is :func:`dpo`'s loss of
-    the pair and ``wrong`` that of the pair with its answers swapped. It is not bounded below. Pairs, metrics and the other
-    hyper-parameters are those of :func:`dpo`.
+    the pair and ``wrong`` its loss with the answers swapped. It is not bounded below. Pairs, metrics and the other
+    hyper-parameters are as in :func:`dpo`.
 
     Hyper-parameters:
         label_smoothing: probability that a label is wrong, below 1/2.
@@ -326,7 +326,7 @@ def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
 def hinge(pairs: Pairs) -> Tensor:
     r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair; all else as in :func:`dpo`.
 
-    The gradient is ``-beta`` times that of ``delta`` until the chosen answer leads by the margin, ``1 / beta`` nats, then 0.
+    The gradient is ``-beta`` times ``delta``'s until the chosen answer leads by the margin, ``1 / beta`` nats, then 0.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
@@ -360,7 +360,7 @@ def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
     r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's and the labels' order of the two answers of each pair.
 
     ``p = (sigmoid(beta delta), sigmoid(-beta delta))`` is the policy's probability of each order and ``q = (1 - e, e)`` with
-    ``e = label_smoothing`` that of the labels. :func:`dpo` has the KL in the other direction; here the gradient vanishes both
+    ``e = label_smoothing`` the labels'. :func:`dpo` has the KL in the other direction; here the gradient vanishes both
     at the labels' odds and where the policy is certain. All else as in :func:`dpo`.
 
     Hyper-parameters:
@@ -495,7 +495,7 @@ def cpo(
     r"""Contrastive preference optimisation: :func:`dpo` without a reference, plus the likelihood of chosen answers.
 
     The first term is ``-logsigmoid(beta * (c - l))`` with the log-probs ``c`` and ``l`` of the two answers, the second
-    ``-log_prob`` of the chosen answers of the same pairs, which keeps them likely. Pairs and metrics are those of :func:`dpo`.
+    ``-log_prob`` of the chosen answers of the same pairs, which keeps them likely. Pairs and metrics are as in :func:`dpo`.
 
     Hyper-parameters:
         beta: per nat, above 0. The paper has 0.1.
@@ -529,7 +529,7 @@ def simpo(pairs: Pairs, *, margin: Scalar = 1.0, label_smoothing: Scalar = 0.0) 
     r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
 
     It needs no reference: what is rewarded is the likelihood per token, as in sampling, whatever the length. Pairs and
-    metrics are those of :func:`dpo`.
+    metrics are as in :func:`dpo`.
 
     Hyper-parameters:
         beta: per nat, above 0; far greater than :func:`dpo`'s, because means are far smaller than sums.
@@ -556,7 +556,7 @@ def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-
 
     With the mean log-prob ``x`` per token of an answer, its odds are ``exp(x) / (1 - exp(x))``. It needs no reference: SFT on
     the chosen answers and preference learning are one stage. A mean log-prob above -1e-7 counts as that, without gradient.
-    Pairs and metrics are those of :func:`dpo`, with mean log-probs in the place of ``c`` and ``l``.
+    Pairs and metrics are as in :func:`dpo`, with mean log-probs in the place of ``c`` and ``l``.
 
     Hyper-parameters:
         beta: weight of the odds ratio, above 0; the paper's lambda.

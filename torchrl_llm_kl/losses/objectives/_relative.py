@@ -67,7 +67,7 @@ def kto(
     desirable_weight: Scalar = 1.0,
     undesirable_weight: Scalar = 1.0,
 ) -> Terms:
-    r"""Kahneman-Tversky optimisation: each answer is desirable or not, and there are no pairs.
+    r"""Kahneman-Tversky optimisation: each answer is desirable or not, without pairs.
 
     With the log-ratio ``c`` of an answer, the sum of ``log_prob - ref_log_prob``, and ``z = reference_point``, the loss is
     ``desirable_weight * sigmoid(-beta (c - z))`` for a desirable answer (``chosen`` is True) and
@@ -108,7 +108,7 @@ def bco_reference_point(
 ) -> Tensor:
     r"""The reference point of :func:`bco` and :func:`bco_pair`: half way between the mean log-ratios of the two kinds.
 
-    Inputs are those of :func:`bco`, for a whole batch; without ``chosen``, rows are chosen, rejected, chosen, ... If the batch
+    Inputs are as in :func:`bco`, for a whole batch; without ``chosen``, rows are chosen, rejected, chosen, ... If the batch
     has answers of one kind only, it is their mean. Average the results for a running mean over batches.
 
     Returns:
@@ -151,10 +151,10 @@ def bco(
 ) -> Terms:
     r"""Binary classifier optimisation: the cross-entropy of a classifier of answers whose logit is ``beta (c - z)``.
 
-    Each answer is good (``chosen`` is True) or bad, and there are no pairs. With its log-ratio ``c``, the sum of
+    Each answer is good (``chosen`` is True) or bad, without pairs. With its log-ratio ``c``, the sum of
     ``log_prob - ref_log_prob``, and ``z = reference_point``, the loss is ``-logsigmoid(beta (c - z))`` for a good answer and
     ``-logsigmoid(-beta (c - z))`` for a bad one: together an upper bound of :func:`dpo`'s. Without ``reference_point``,
-    :func:`bco_reference_point` of the same rows. ``beta`` and metrics are those of :func:`kto`.
+    :func:`bco_reference_point` of the same rows. ``beta`` and metrics are as in :func:`kto`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.full((2, 1), -2.0)
@@ -200,7 +200,7 @@ def bco_pair(pairs: Pairs) -> Tensor:
     r""":func:`bco` on pairs: ``-logsigmoid(beta (c - z)) - logsigmoid(-beta (l - z))``, an upper bound of :func:`dpo`'s.
 
     Without ``reference_point``, ``z`` is the mean of ``c`` and ``l`` over these pairs. TRL's has ``z = 0``. ``c``, ``l``,
-    pairs, ``beta``, ``weighting`` and metrics are those of :func:`dpo`.
+    pairs, ``beta``, ``weighting`` and metrics are as in :func:`dpo`.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.full((2, 1), -2.0)
@@ -224,8 +224,8 @@ def aot_reference_point(
 ) -> Tensor:
     r"""The reference point of :func:`aot`: the reference's lead of the same rank, less its lead in this pair.
 
-    Inputs are those of :func:`aot`, for a whole batch. A lead is the log-prob of the chosen answer less that of the rejected
-    one.
+    Inputs are as in :func:`aot`, for a whole batch. A lead is the log-prob of the chosen answer less the rejected one's.
+
 
     Returns:
         Nats, equal for both rows of a pair; ``[*B]``.
@@ -244,7 +244,7 @@ def aot_reference_point(
 
 
 def _of_equal_rank(pairs: Pairs) -> Tensor:
-    """The reference's lead of the policy's rank less that of the pair; ``[P, 1]``, 0 for pairs that are left out."""
+    """The reference's lead of the policy's rank less the pair's; ``[P, 1]``, 0 for pairs that are left out."""
     summed = pairs.pairing.pairs(sequence_sum(pairs.log_prob.detach(), pairs.token_mask))
     policy = summed[:, :1] - summed[:, 1:]
     reference = policy - pairs.delta.detach()
@@ -263,11 +263,11 @@ def _of_equal_rank(pairs: Pairs) -> Tensor:
 def aot(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""Alignment via optimal transport: :func:`dpo` between leads of equal rank, the policy's and the reference's.
 
-    The leads (log-prob of the chosen answer less that of the rejected one) of policy and reference over the batch are sorted,
+    The leads (log-prob of the chosen answer less the rejected one's) of policy and reference over the batch are sorted,
     and the k-th of the one is compared with the k-th of the other, so that the distribution of the policy's leads comes to
     dominate the reference's. That is ``-logsigmoid(beta * (delta - z))`` with ``z = reference_point``
     (:func:`aot_reference_point`), by default among these pairs. Pairs, ``delta``, ``beta``, ``label_smoothing`` and metrics
-    are those of :func:`dpo`.
+    are as in :func:`dpo`.
 
     Example:
         >>> log_prob = torch.tensor([[-1.0], [-2.0], [-1.0], [-4.0]])  # leads of 1 and 3
@@ -287,7 +287,7 @@ def aot(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
 def aot_match(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, chosen: Tensor) -> Tensor:
     r"""The matches of :func:`aot_unpaired`: the rank of an answer's log-ratio among answers of its kind.
 
-    Inputs are those of :func:`aot_unpaired`, for a whole batch. Answers without masked-in tokens rank last.
+    Inputs are as in :func:`aot_unpaired`, for a whole batch. Answers without masked-in tokens rank last.
 
     Returns:
         The rank from 0, equal for a chosen answer and the rejected one that it is compared with; int64 ``[*B]``.
@@ -338,9 +338,9 @@ def aot_unpaired(
     r"""Alignment via optimal transport: :func:`dpo` between a chosen and a rejected answer whose log-ratios have equal rank.
 
     Each answer is chosen or rejected, as many of the one as of the other, to any prompts. The log-ratios of both kinds are
-    sorted, and the k-th of the one is compared with the k-th of the other, so that the distribution of those of chosen
-    answers comes to dominate. ``match_id`` names the matches (:func:`aot_match`), by default among these rows; keep them
-    together in a split. ``beta``, ``label_smoothing``, result and metrics are those of :func:`dpo`, in the order of ranks.
+    sorted, and the k-th of the one is compared with the k-th of the other, so that the chosen answers' distribution
+    comes to dominate. ``match_id`` names the matches (:func:`aot_match`), by default among these rows; keep them
+    together in a split. ``beta``, ``label_smoothing``, result and metrics are as in :func:`dpo`, in the order of ranks.
 
     Example:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0], [-2.0], [-3.0]]), torch.full((4, 1), -2.0)

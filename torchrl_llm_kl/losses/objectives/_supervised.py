@@ -17,7 +17,7 @@ from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
 def sft(log_prob: Tensor, mask: Tensor) -> Terms:
     """Supervised fine-tuning: ``-log_prob`` per token, in nats.
 
-    The gradient is that of the cross-entropy between the data distribution and the policy.
+    It has the gradient of the cross-entropy between the data distribution and the policy.
 
     Example:
         >>> sft(torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool))[0].value
@@ -30,7 +30,7 @@ def sft(log_prob: Tensor, mask: Tensor) -> Terms:
 def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
     """Imitation weighted by the token's probability ``p`` under the policy: ``-sg(p) log p``.
 
-    The gradient is that of ``-p``: tokens with a probability near 0 hardly move the policy.
+    It has the gradient of ``-p``: tokens with a probability near 0 hardly move the policy.
 
     Metrics: ``weight_mean``.
 
@@ -46,11 +46,11 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
 def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Terms:
     """Imitation weighted towards uncertain tokens: ``-sg(p (1 - p)) log p`` with the token's probability ``p``.
 
-    The gradient is that of ``-(p - p**2 / 2)``: it vanishes both for tokens that the policy knows and for those that would
+    It has the gradient of ``-(p - p**2 / 2)``, which vanishes both for tokens that the policy knows and for tokens that would
     disrupt it, and is largest at ``p = 1/2``.
 
     Hyper-parameters:
-        cutoff_prob: tokens more probable than this are no longer trained: their ``log p`` becomes ``log(cutoff_prob)``,
+        cutoff_prob: tokens more probable than this stop training: their ``log p`` becomes ``log(cutoff_prob)``,
             without gradient; in ``(0, 1]``. The paper has no such bound, equivalent to 1.0.
 
     Metrics: ``weight_mean``, at most 1/4.
@@ -79,7 +79,7 @@ _MIX_OBSOLETE = dict.fromkeys(
         *("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"),
         *("train_batch_size_usual", "train_batch_size_expert"),
     ),
-    "each part is divided by its own count of tokens or sequences, that of the whole batch if it is handed over",
+    "each part is divided by its own count of tokens or sequences, the whole batch's if it is handed over",
 )
 
 
@@ -103,7 +103,7 @@ def mix(
     usual_aggregation: Aggregation | None = None,
     expert_aggregation: Aggregation | None = None,
 ) -> Terms:
-    r"""``(1 - mu)`` of :func:`ppo` on the policy's own tokens plus ``mu`` of :func:`sft` on those of experts.
+    r"""``(1 - mu)`` of :func:`ppo` on the policy's own tokens plus ``mu`` of :func:`sft` on experts' tokens.
 
     Each part is averaged over its own tokens, so ``mu`` is the weight of the experts whatever their number; a part without
     tokens is 0. At experts' tokens ``old_log_prob`` and ``advantage`` are ignored and may be NaN.
