@@ -183,7 +183,7 @@ class Algorithm:
         return self.use_reference or self.schema == "distill"
 
 
-def _check_coefficient(name: str, value: Any) -> None:
+def _check_coefficient(name: str, value: object) -> None:
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
         value = value.item()
     if isinstance(value, (Tensor, nn.Module)):  # reading it would be a host sync
@@ -210,7 +210,7 @@ _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sou
 _BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
 
 
-def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, Any]:
+def _of_top_k(algorithm: Algorithm, changes: Mapping[str, object]) -> dict[str, object]:
     """The changes that make a distillation on sampled tokens one over a teacher's top k."""
     advantage = changes.get("advantage", algorithm.advantage)
     if not changes.get("top_k") or "objective" in changes or advantage not in _BETA_OF_ADVANTAGE:

@@ -322,49 +322,40 @@ class _WrappedModel:
         return LogProbScorer(self.wrapper, **settings)
 
 
-def _refuse(*cases: tuple[bool, str]) -> None:
-    """Raise a ValueError with the message of the first case that holds."""
-    for holds, message in cases:
-        if holds:
-            raise ValueError(message)
-
-
 def _check_models(preset: Algorithm, reference: Any, critic: Any, masking_strategy: MaskingStrategy) -> None:
     name, needs, distils = preset.name, preset.needs_reference, preset.schema == "distill"
-    entry = "a teacher's top k (with top_k=)" if preset.distils else "('next', 'ref_log_probs', 'full')"
     of_data = isinstance(reference, str) and reference == "data"
-    _refuse(
-        (
-            needs and reference is None,
+    if needs and reference is None:
+        entry = "a teacher's top k (with top_k=)" if preset.distils else "('next', 'ref_log_probs', 'full')"
+        raise ValueError(
             f"{name} compares with a {'teacher' if distils else 'reference model'}: pass reference=, or reference='data' if "
-            f"the data holds {entry}" + ("." if distils else "; without one: kl_loss='none'."),
-        ),
-        (
-            preset.distils_exactly and of_data,
+            f"the data holds {entry}" + ("." if distils else "; without one: kl_loss='none'.")
+        )
+    if preset.distils_exactly and of_data:
+        raise ValueError(
             f"{name} compares whole distributions, which the data does not hold: pass the teacher as reference=, or top_k= for "
-            "the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes.",
-        ),
-        (
-            reference is not None and not needs,
+            "the entries that RetrieveLogProb(teacher, extras=[TopK(...)]) writes."
+        )
+    if reference is not None and not needs:
+        raise ValueError(
             f"{name} uses no reference model: leave it out, pass use_reference=True to log the KL, or place the KL "
-            "(kl_loss='k2' or kl_reward='k1').",
-        ),
-    )
+            "(kl_loss='k2' or kl_reward='k1')."
+        )
     check_not_a_name("base", "data", reference=reference)
-    _refuse(
-        (
-            of_data and preset.kl_reward != "none",
+    if of_data and preset.kl_reward != "none":
+        raise ValueError(
             f"kl_reward={preset.kl_reward!r} needs a reference model to score, got reference='data': pass the model, or put "
-            "the KL into the reward before (KLRewardTransform) and pass kl_reward='none'.",
-        ),
-        (preset.use_critic and critic is None, f"{name} trains a critic: pass critic=TokenCritic(model)."),
-        (not preset.use_critic and critic is not None, f"{name} has no critic: leave critic= out."),
-        (
-            critic is not None and masking_strategy == "generic",
+            "the KL into the reward before (KLRewardTransform) and pass kl_reward='none'."
+        )
+    if preset.use_critic and critic is None:
+        raise ValueError(f"{name} trains a critic: pass critic=TokenCritic(model).")
+    if not preset.use_critic and critic is not None:
+        raise ValueError(f"{name} has no critic: leave critic= out.")
+    if critic is not None and masking_strategy == "generic":
+        raise ValueError(
             "masking_strategy='generic' with a critic: values and returns exist for the assistant's tokens alone, and prompts "
-            "would be taught a return of 0. Use 'sft' or 'rlhf'.",
-        ),
-    )
+            "would be taught a return of 0. Use 'sft' or 'rlhf'."
+        )
 
 
 # Rows that pad a head: two heads of one tokenizer may differ by as many, and by this share of the larger one.
@@ -429,13 +420,10 @@ def _options(actor: Any, temperature: float, sampling: Sampling | None, loss_arg
     if not isinstance(actor, LogProbScorer):
         return ScoreOptions(asked, dtype=loss_args.get("dtype"), deterministic=loss_args.get("deterministic", False))
     own, found = actor.sampling, "but actor is a scorer with"
-    _refuse(
-        (sampling is not None and asked != own, f"sampling={asked}, {found} {own}: set it there."),
-        (
-            asked.temperature not in (1.0, own.temperature),
-            f"temperature={asked.temperature:g}, {found} temperature {own.temperature:g}: set it there.",
-        ),
-    )
+    if sampling is not None and asked != own:
+        raise ValueError(f"sampling={asked}, {found} {own}: set it there.")
+    if asked.temperature not in (1.0, own.temperature):
+        raise ValueError(f"temperature={asked.temperature:g}, {found} temperature {own.temperature:g}: set it there.")
     return ScoreOptions(own, dtype=actor.dtype, deterministic=actor.deterministic)
 
 

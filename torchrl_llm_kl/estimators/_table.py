@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from torch import Tensor
 
@@ -143,7 +143,7 @@ class KLPlacementWarning(UserWarning):
     """A KL estimator is used where its gradient is not the reverse KL's; the message recommends another."""
 
 
-def check_placement(estimator: Any, place: str, *, stacklevel: int = 2) -> None:
+def check_placement(estimator: object, place: str, *, stacklevel: int = 2) -> None:
     """Warn if an estimator's gradient is not the reverse KL's where it is used.
 
     Args:

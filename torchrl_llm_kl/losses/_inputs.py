@@ -16,7 +16,7 @@ from torchrl_llm_kl.losses._arithmetic import clean
 _TOKEN, _OUTCOME, _ROW = "[*B, T]", "[*B, T, k + 1]", "[*B]"
 
 
-def _optional(shape: str = _TOKEN, **facts: Any) -> Any:
+def _optional(shape: str = _TOKEN, **facts: object) -> Any:
     """``key`` of the entry that holds it; ``boolean``; ``graph`` if its gradient is kept."""
     return field(default=None, metadata={"shape": shape, **facts})
 
@@ -79,9 +79,9 @@ class LossInputs:
         """The inputs that are there, by name."""
         return {name: value for name in INPUTS if (value := getattr(self, name)) is not None}
 
-    def replace(self, **changes: Any) -> LossInputs:
+    def replace(self, **changes: Tensor | None) -> LossInputs:
         """A copy with some inputs changed."""
-        return replace(self, **changes)
+        return replace(self, **changes)  # type: ignore[arg-type]
 
     def check(self, owner: str) -> None:
         """Raise a ValueError for unequal shapes, a TypeError for a mask that is not boolean or a number that is."""
@@ -113,7 +113,7 @@ class LossInputs:
         return out
 
 
-def _with(**facts: Any) -> tuple[str, ...]:
+def _with(**facts: object) -> tuple[str, ...]:
     return tuple(f.name for f in fields(LossInputs) if all(f.metadata.get(key) == x for key, x in facts.items()))
 
 

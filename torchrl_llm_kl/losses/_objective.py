@@ -100,7 +100,7 @@ class ObjectiveSpec(Spec):
     reads_if: Conditions = field(default_factory=dict)
     once: Once | None = None
 
-    def required(self, hyper: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    def required(self, hyper: Mapping[str, object] | None = None) -> tuple[str, ...]:
         """The inputs without which the objective raises, under these hyper-parameters; defaults for those left out.
 
         Example:
@@ -110,12 +110,12 @@ class ObjectiveSpec(Spec):
         """
         return (*self.needs, *self._holding(self.needs_if, hyper))
 
-    def optional(self, given: Collection[str], hyper: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    def optional(self, given: Collection[str], hyper: Mapping[str, object] | None = None) -> tuple[str, ...]:
         """The optional inputs among ``given`` that it reads under these hyper-parameters."""
         first = [name for name in self.either if name in given][:1]
         return (*first, *(name for name in self._holding(self.reads_if, hyper) if name in given))
 
-    def _holding(self, conditions: Conditions, hyper: Mapping[str, Any] | None) -> list[str]:
+    def _holding(self, conditions: Conditions, hyper: Mapping[str, object] | None) -> list[str]:
         """The inputs whose condition these hyper-parameters fulfil."""
         given = {**self.defaults, **(hyper or {})}
         return [key for key, (names, test) in conditions.items() if test(*(given[name] for name in _names(names)))]

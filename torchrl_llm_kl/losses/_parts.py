@@ -28,6 +28,8 @@ from torchrl_llm_kl.losses.corrections import (
 from torchrl_llm_kl.losses.objectives._distillation import Distribution
 from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entropy_bonus, kl_to_ref, kl_to_sampler
 
+#: A weight: a number, or a module that returns one.
+Coefficient = Scalar | nn.Module
 # Hyper-parameters that are whole numbers and change from step to step.
 _COUNTERS = frozenset({"step"})
 
@@ -188,7 +190,7 @@ def _is_scalar(parameter: inspect.Parameter) -> bool:
     return str(parameter.annotation).startswith("Scalar") or parameter.annotation in (Scalar, Scalar | None)
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """The name of a function, also of one inside a ``functools.partial``; the class of any other callable."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)
@@ -238,7 +240,9 @@ class KLToReference(TermPart):
         ('kl',)
     """
 
-    def __init__(self, coeff: Any = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False) -> None:
+    def __init__(
+        self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
+    ) -> None:
         check_placement(estimator, "loss", stacklevel=2)
         super().__init__(kl_to_ref, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
 
@@ -254,7 +258,9 @@ class KLToSampler(TermPart):
         tensor([[0.5000]])
     """
 
-    def __init__(self, coeff: Any = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False) -> None:
+    def __init__(
+        self, coeff: Coefficient = 1e-3, estimator: Estimator = "k2", *, leave_out_experts: bool = False
+    ) -> None:
         check_placement(estimator, "loss", stacklevel=2)
         super().__init__(kl_to_sampler, coeff=coeff, estimator=estimator, leave_out_experts=leave_out_experts)
 
@@ -277,14 +283,14 @@ class DivergenceToTeacher(TermPart):
 
     def __init__(
         self,
-        coeff: Any = 1.0,
-        beta: Any = 0.5,
+        coeff: Coefficient = 1.0,
+        beta: Coefficient = 0.5,
         *,
         distribution: Distribution = "top_k",
         teacher_weights: Sequence[float] | None = None,
     ) -> None:
-        settings: dict[str, Any] = {"distribution": distribution, "teacher_weights": teacher_weights}
-        super().__init__(divergence_to_teacher, coeff=coeff, beta=beta, **settings)
+        hyper = {"coeff": coeff, "beta": beta, "distribution": distribution, "teacher_weights": teacher_weights}
+        super().__init__(divergence_to_teacher, **hyper)
 
 
 class EntropyBonus(TermPart):
@@ -303,7 +309,7 @@ class EntropyBonus(TermPart):
         tensor([[-2.]])
     """
 
-    def __init__(self, coeff: Any = 1e-3, *, leave_out_experts: bool = False) -> None:
+    def __init__(self, coeff: Coefficient = 1e-3, *, leave_out_experts: bool = False) -> None:
         super().__init__(entropy_bonus, coeff=coeff, leave_out_experts=leave_out_experts)
 
 
@@ -414,7 +420,7 @@ class RolloutArgs(TypedDict, total=False):
 
 
 #: Settings of verl that are not supported -> (the one value that is, the alternative).
-_REFUSED: dict[str, tuple[Any, str]] = {
+_REFUSED: dict[str, tuple[object, str]] = {
     "rollout_is_batch_normalize": (False, "the mean weight of a micro-batch is not the batch's"),
     "bypass_mode": (False, "read the sampler's log-probs as old ones, set_keys(old_log_prob=...), and correct nothing"),
     "loss_type": ("ppo_clip", "choose the objective, such as 'gpg' for verl's reinforce"),
@@ -479,7 +485,7 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
     return out
 
 
-def _bounds(name: str, value: Any) -> tuple[float | None, float]:
+def _bounds(name: str, value: object) -> tuple[float | None, float]:
     """``2.0``, ``"2.0"`` or ``"0.5_2.0"`` as lower and upper bound."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{name} must be a number or a string such as '0.5_2.0', got {value!r}.")

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from torchrl_llm_kl.losses._token_loss import TokenLoss
+
 _WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
 _AVERAGE = "or average p.grad over the ranks after backward()"
 
 
-def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: Any, tolerance: float) -> None:
+def check_ranks(loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
     """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
     ranks = _num_ranks(group)
     _check_tensors(loss, group, ranks)
@@ -49,7 +54,7 @@ def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: Any, toleranc
     _raise_scaled(inner / true_square, counted, ranks, len(parts))
 
 
-def _num_ranks(group: Any) -> int:
+def _num_ranks(group: ProcessGroup | None) -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(group)
     started = os.environ.get("WORLD_SIZE", "1")
@@ -61,7 +66,7 @@ def _num_ranks(group: Any) -> int:
     return 1
 
 
-def _check_tensors(loss: nn.Module, group: Any, ranks: int) -> None:
+def _check_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) -> None:
     """Raise a RuntimeError unless all ranks hold the same parameters, buffers and gradients."""
     kinds = {type(x).__name__ for x in (*loss.parameters(), *loss.modules())} & {"DTensor", "FullyShardedDataParallel"}
     if kinds:
@@ -109,7 +114,7 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, 
 
 
 def _true_gradient(
-    loss: Any, parts: Sequence[TensorDictBase], group: Any, ranks: int
+    loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
 ) -> tuple[list[Tensor], float | None]:
     """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
 

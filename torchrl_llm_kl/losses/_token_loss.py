@@ -36,6 +36,9 @@ from torchrl_llm_kl.rollouts import (
 )
 from torchrl_llm_kl.scoring import is_zero3
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 _ADDED_UP = ("mean", "nanmean", "nansum", "sum")
 
 
@@ -234,7 +237,7 @@ class TokenLoss(LossModule):
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
         if response.is_empty and denominators is None:
             warnings.warn("the mask is empty: no token is trained and the loss is 0.", stacklevel=3)
-        out: dict[str, Any] = {}
+        out: dict[str, Tensor] = {}
         for term in terms:
             mode, denominator = self._mode(term), None
             if mode != "none":
@@ -259,7 +262,7 @@ class TokenLoss(LossModule):
         self,
         tensordict: TensorDictBase,
         *,
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         all_ranks: bool | None = None,
         ranks_average: bool = True,
     ) -> TensorDictBase:
@@ -305,7 +308,9 @@ class TokenLoss(LossModule):
         write_denominators(tensordict, key, dict(zip(modes, counts.unbind(), strict=True)), batch_id)
         return tensordict
 
-    def check_ranks(self, *parts: TensorDictBase, process_group: Any = None, tolerance: float = 0.02) -> None:
+    def check_ranks(
+        self, *parts: TensorDictBase, process_group: ProcessGroup | None = None, tolerance: float = 0.02
+    ) -> None:
         """Check that all ranks train one model with the gradient of the whole batch; for the first step of a new script.
 
         Call it on every rank, after the last ``backward()`` of a step and before the gradient is clipped. It compares

@@ -21,7 +21,7 @@ from torchrl_llm_kl.losses.objectives._distillation import DISTILLATION_INPUTS, 
 Estimator = EstimatorName | Callable[..., Tensor]
 
 
-def _formula(estimator: Any) -> Any:
+def _formula(estimator: object) -> object:
     """An estimator without its wrappings: a function of any origin."""
     if isinstance(estimator, str):
         estimator = get_estimator(cast("EstimatorName", estimator))
@@ -30,11 +30,11 @@ def _formula(estimator: Any) -> Any:
     return estimator
 
 
-def _reads_old_log_prob(estimator: Any) -> bool:
+def _reads_old_log_prob(estimator: object) -> bool:
     return _formula(estimator) is corrected_k3
 
 
-def _may_read_old_log_prob(estimator: Any) -> bool:
+def _may_read_old_log_prob(estimator: object) -> bool:
     """Whether an estimator is a function of the user's: of ours, only ``corrected_k3`` reads the sampler's log-probs."""
     return not str(getattr(_formula(estimator), "__module__", "")).startswith("torchrl_llm_kl.estimators.")
 
@@ -175,8 +175,7 @@ def divergence_to_teacher(
     """
     check_penalty(coeff=coeff)
     inputs = {"outcomes": outcomes, "teacher_outcomes": teacher_outcomes, "teacher_divergence": teacher_divergence}
-    options: dict[str, Any] = {"beta": beta, "distribution": distribution, "teacher_weights": teacher_weights}
-    (found,) = distill(log_prob, mask, **inputs, **options)
+    (found,) = distill(log_prob, mask, **inputs, beta=beta, distribution=distribution, teacher_weights=teacher_weights)
     return (found.replace(name="divergence_to_teacher", weight=coeff),)
 
 

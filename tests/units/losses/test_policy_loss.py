@@ -325,18 +325,6 @@ def test_hyper_parameters_are_buffers_that_change_in_place(model: nn.Module) -> 
         assert_close(loss(data)["loss_objective"], objective(model, data, clip_ratio_c=bound))
 
 
-def test_state_dict_and_dtype(model: nn.Module) -> None:
-    one, two = ([KLToReference(AdaptiveKLCoefficient(x, 1.0, 10))] for x in (0.2, 0.9))
-    loss = PolicyLoss(model, "gspo", clip_low=3e-4, clip_high=4e-4, terms=one)
-    other = PolicyLoss(tiny_model(seed=9), "gspo", **BOUNDS, terms=two)
-    other.load_state_dict(loss.state_dict())
-    assert_close(total(other(batch())), total(loss(batch())))
-    assert_close(other.clip_low, torch.tensor(3e-4))
-    half = copy.deepcopy(loss).to(torch.bfloat16)
-    assert half.clip_low.dtype == torch.float32
-    assert next(half.actor_network.parameters()).dtype == torch.bfloat16
-
-
 def test_adaptive_coefficients_are_read_at_every_step_and_saved(model: nn.Module) -> None:
     kl, data = AdaptiveKLCoefficient(0.2, target=1.0, horizon=10), batch()
     entropy = PolicyLoss(model, log_entropy=True)(data)["entropy"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,19 +32,23 @@ SEEN = {
 }
 
 
-def show(name: str, ratio: Any, advantage: Any, value: Any, gradient: Any, **others: Any) -> Case:
-    """A row of tokens or several, metrics, and other inputs."""
+Row = Callable[[str], Case]
+
+
+def show(ratio: Any, advantage: Any, value: Any, gradient: Any, **others: Any) -> Row:
+    """A row of tokens or several, metrics, and other inputs, of the objective that is named."""
     metrics = {SEEN[name]: others.pop(name) for name in SEEN if name in others}
     if {"clip_fraction_low", "clip_fraction_high"} <= metrics.keys():
         metrics["clip_fraction"] = metrics["clip_fraction_low"] + metrics["clip_fraction_high"]
-    return case(get_objective(name), {"ratio": ratio, "advantage": advantage, **others}, {}, value, gradient, metrics)
+    inputs = {"ratio": ratio, "advantage": advantage, **others}
+    return lambda name: case(get_objective(name), inputs, {}, value, gradient, metrics)
 
 
-def bounded(now: list[float], old: list[float], advantage: list[float], gradient: list[float], **others: Any) -> Case:
+def bounded(now: list[float], old: list[float], advantage: list[float], gradient: list[float], **others: Any) -> Row:
     """Of dppo, from probabilities in place of ratios; the values are ``gradient * log p``."""
     ratio, log_prob = [a / b for a, b in zip(now, old, strict=True)], [LOG(p) for p in now]
     value = [g * lp for g, lp in zip(gradient, log_prob, strict=True)]
-    return show("dppo", ratio, advantage, value, gradient, log_prob=log_prob, **others)
+    return show(ratio, advantage, value, gradient, log_prob=log_prob, **others)
 
 
 BOUNDS = {"clip_low": 0.3, "clip_high": 0.2}
@@ -115,46 +120,41 @@ OLD_HALF = [0.5] * 4, [1, 1, -1, -1]
 FAR = [0.5, 0.5], [0.01, 0.01], [-1, 1]
 ONE = [0.5], [1], [-1]
 
-CASES: dict[str, Case] = {
+ROWS_OF_CASES: dict[str, Row] = {
     "ppo: clipped, free, free, clipped, free, at the dual bound": show(
-        "ppo", *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0], **DUAL, **SIXTHS, dual=1 / 6
+        *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0], **DUAL, **SIXTHS, dual=1 / 6
     ),
     "ppo: without the dual bound a large ratio is free": show(
-        "ppo", *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0], **UNBOUNDED, **SIXTHS
+        *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0], **UNBOUNDED, **SIXTHS
     ),
     "ppo: masking drops bad tokens of sequences 0.2 nats below, but not of sequences 0.05 below": show(
-        "ppo", [[E(-0.3), E(-0.1)], BELOW[1]], [[-1, 2], [-1, -1]], BELOW, BELOW, **DROPS_10, dropped=0.25
+        [[E(-0.3), E(-0.1)], BELOW[1]], [[-1, 2], [-1, -1]], BELOW, BELOW, **DROPS_10, dropped=0.25
     ),
     "ppo: the distance of a sequence is over masked-in tokens, 0.2 nats over two and 0.13 over three": show(
-        "ppo", [E(-0.3), E(-0.1), 1], [-1, 2, 1], [*BELOW[0], 0], [*BELOW[0], 0], **DROPS_15, dropped=0.5
+        [E(-0.3), E(-0.1), 1], [-1, 2, 1], [*BELOW[0], 0], [*BELOW[0], 0], **DROPS_15, dropped=0.5
     ),
     "dapo: clips higher above than below, without a dual bound": show(
-        "dapo", *FOUR, [-2.56, -2.5, 0.8, 4], [0, -2.5, 0, 4], low=0.25, high=0.25
+        *FOUR, [-2.56, -2.5, 0.8, 4], [0, -2.5, 0, 4], low=0.25, high=0.25
     ),
-    "dr_grpo: clips alike": show("dr_grpo", *FOUR, [-2.4, -2.4, 0.8, 4], [0, 0, 0, 4]),
+    "dr_grpo: clips alike": show(*FOUR, [-2.4, -2.4, 0.8, 4], [0, 0, 0, 4]),
     **{
         f"{name}: with other bounds": show(
-            name, *FOUR, [-2.6, -2.5, 0.9, 3], [0, -2.5, 0, 0], clip_low=0.1, clip_high=0.3, clip_ratio_c=3.0, dual=0.25
+            *FOUR, [-2.6, -2.5, 0.9, 3], [0, -2.5, 0, 0], clip_low=0.1, clip_high=0.3, clip_ratio_c=3.0, dual=0.25
         )
         for name in ("dapo", "dr_grpo")
     },
-    "gspo: each token has the ratio of its sequence": show(
-        "gspo", *SEQUENCES, *BY_TOKEN, **OF_FOUR, low=0.25, high=0.25
-    ),
-    "gspo: one value for each sequence": show(
-        "gspo", *SEQUENCES, *BY_ROW, **OF_FOUR, level="sequence", low=0.25, high=0.25
-    ),
-    "gspo: advantages may differ within a sequence": show("gspo", [4, 1], [3, -1], [-3.6, 2], [0, 2], **BOUNDS),
+    "gspo: each token has the ratio of its sequence": show(*SEQUENCES, *BY_TOKEN, **OF_FOUR, low=0.25, high=0.25),
+    "gspo: one value for each sequence": show(*SEQUENCES, *BY_ROW, **OF_FOUR, level="sequence", low=0.25, high=0.25),
+    "gspo: advantages may differ within a sequence": show([4, 1], [3, -1], [-3.6, 2], [0, 2], **BOUNDS),
     "gspo: one value for each sequence is of its mean advantage, 1": show(
-        "gspo", [0.25, 1], [3, -1], [-0.5], [-0.25, -0.25], **BOUNDS, level="sequence"
+        [0.25, 1], [3, -1], [-0.5], [-0.25, -0.25], **BOUNDS, level="sequence"
     ),
-    "gspo: by default clips from 3e-4 below": show("gspo", [E(-0.00035)] * 2, [-1, -1], [1 - 0.0003] * 2, [0, 0]),
-    "gspo: and from 4e-4 above": show("gspo", [E(0.00035)] * 2, [1, 1], [-E(0.00035)] * 2, [-E(0.00035)] * 2),
+    "gspo: by default clips from 3e-4 below": show([E(-0.00035)] * 2, [-1, -1], [1 - 0.0003] * 2, [0, 0]),
+    "gspo: and from 4e-4 above": show([E(0.00035)] * 2, [1, 1], [-E(0.00035)] * 2, [-E(0.00035)] * 2),
     "luspo: gspo, its aggregation sums over lengths 3 and 1": show(
-        "luspo", *LONG_AND_SHORT, [[6] * 3, [-2.5, 0, 0]], [[6] * 3, [-2.5, 0, 0]], **BOUNDS, mask=LENGTHS
+        *LONG_AND_SHORT, [[6] * 3, [-2.5, 0, 0]], [[6] * 3, [-2.5, 0, 0]], **BOUNDS, mask=LENGTHS
     ),
     "gmpo: the mean of clipped log-ratios: of (0.3, 0.1), (-1, 0.1), (1, 0.1) and (-0.2, 0.1)": show(
-        "gmpo",
         [UP, DOWN, UP, DOWN],
         [[2, 2, 9], [2, 2, 9], [-2, -2, 9], [-2, -2, 9]],
         MEANS,
@@ -162,13 +162,10 @@ CASES: dict[str, Case] = {
         **{**OF_FOUR, **NARROW, "low": 1 / 8, "high": 1 / 8},
     ),
     "gmpo: the default bounds are the paper's": show(
-        "gmpo", [[E(0.5)], [E(-0.5)]], [[1], [-1]], [[-E(0.4)], [E(-0.4)]], [[0], [0]]
+        [[E(0.5)], [E(-0.5)]], [[1], [-1]], [[-E(0.4)], [E(-0.4)]], [[0], [0]]
     ),
-    "gmpo: the mean advantage of a sequence": show(
-        "gmpo", [E(1), E(0.1)], [3, -1], [-E(0.2)], [0, -0.5 * E(0.2)], **NARROW
-    ),
+    "gmpo: the mean advantage of a sequence": show([E(1), E(0.1)], [3, -1], [-E(0.2)], [0, -0.5 * E(0.2)], **NARROW),
     "gmpo: counts each side, and an advantage of 0 as a bad one": show(
-        "gmpo",
         [[4, 1], [0.25, 0.25], [0.25, 4]],
         [[1, 1], [-1, -1], [0, 0]],
         [[-E(0.15)], [E(-0.2)], [0]],
@@ -176,50 +173,44 @@ CASES: dict[str, Case] = {
         **{**NARROW, "low": 3 / 6, "high": 1 / 6},
     ),
     "cispo: a clipped weight times the gradient of the log-prob": show(
-        "cispo",
         *CLIPPED,
         [3.6, -7.2, 2.1, -4.2, 16.5],
         [-3.6, 3.6, -2.1, 2.1, -5.5],
         **{**BOUNDS, "log_prob": [-1, -2, -1, -2, -3], "low": 0.4, "high": 0.4},
     ),
-    "cispo: by default without a lower bound": show(
-        "cispo", [0.01, 5], [1, 1], [0.01, 1.28], [-0.01, -1.28], low=0.0, high=0.5
-    ),
+    "cispo: by default without a lower bound": show([0.01, 5], [1, 1], [0.01, 1.28], [-0.01, -1.28], low=0.0, high=0.5),
     "cispo: the token mask drops 2 > 1.5 with A > 0, and 0.55 < 0.6 with A < 0": show(
-        "cispo", *AWAY, [0, 1.2, -1.2, 0, -0.7, 0.7, 0, 0], [0, -1.2, 1.2, 0, 0.7, -0.7, 0, 0], **WIDER, masked=2 / 8
+        *AWAY, [0, 1.2, -1.2, 0, -0.7, 0.7, 0, 0], [0, -1.2, 1.2, 0, 0.7, -0.7, 0, 0], **WIDER, masked=2 / 8
     ),
     "cispo: neither counts nor drops ratios at a bound": show(
-        "cispo", [1, 1], [1, -1], [1, -1], [-1, 1], **NO_BOUND, **MASKS, low=0.0, high=0.0, masked=0.0
+        [1, 1], [1, -1], [1, -1], [-1, 1], **NO_BOUND, **MASKS, low=0.0, high=0.0, masked=0.0
     ),
     "sapo: the gate is part of what is differentiated": show(
-        "sapo", [2, 2], [3, -5], [-12 * P1, 10 * P2], [-24 * SLOPE1, 40 * SLOPE2], **TAUS, gate=2 * (SLOPE1 + SLOPE2)
+        [2, 2], [3, -5], [-12 * P1, 10 * P2], [-24 * SLOPE1, 40 * SLOPE2], **TAUS, gate=2 * (SLOPE1 + SLOPE2)
     ),
     "sapo: at ratio 1 it is the policy gradient whatever the temperature": show(
-        "sapo", [1, 1], [3, -5], [-12, 2.5], [-3, 5], tau_pos=0.5, tau_neg=4.0, gate=1.0
+        [1, 1], [3, -5], [-12, 2.5], [-3, 5], tau_pos=0.5, tau_neg=4.0, gate=1.0
     ),
-    "sapo: default temperatures": show("sapo", [1, 1], [1, -1], [-2, 2 / 1.05], [-1, 1]),
-    "sapo: an advantage of 0 is gated as a bad one": show("sapo", [2], [0], [0], [0], **TAUS, gate=4 * P2 * (1 - P2)),
-    "gpg: the policy gradient": show("gpg", *PLAIN, [3, -10], [-3, 5], **LOG_PROBS),
-    "opmd: divided by 1 + tau": show("opmd", *PLAIN, [2.4, -8], [-2.4, 4], **LOG_PROBS, tau=0.25),
-    "opmd: tau is 1 by default": show("opmd", *PLAIN, [1.5, -5], [-1.5, 2.5], **LOG_PROBS),
-    "importance_sampling: the ratio is differentiated": show(
-        "importance_sampling", *PLAIN, [-6, 1.25], [-6, 1.25], **LOG_PROBS, ratios=1.125
-    ),
+    "sapo: default temperatures": show([1, 1], [1, -1], [-2, 2 / 1.05], [-1, 1]),
+    "sapo: an advantage of 0 is gated as a bad one": show([2], [0], [0], [0], **TAUS, gate=4 * P2 * (1 - P2)),
+    "gpg: the policy gradient": show(*PLAIN, [3, -10], [-3, 5], **LOG_PROBS),
+    "opmd: divided by 1 + tau": show(*PLAIN, [2.4, -8], [-2.4, 4], **LOG_PROBS, tau=0.25),
+    "opmd: tau is 1 by default": show(*PLAIN, [1.5, -5], [-1.5, 2.5], **LOG_PROBS),
+    "importance_sampling: the ratio is differentiated": show(*PLAIN, [-6, 1.25], [-6, 1.25], **LOG_PROBS, ratios=1.125),
     "importance_sampling: is not clamped at 20 nats": show(
-        "importance_sampling", [E(30), E(-30)], [1, 1], [-E30, -1 / E30], [-E30, -1 / E30], log_prob=[-1, -40]
+        [E(30), E(-30)], [1, 1], [-E30, -1 / E30], [-E30, -1 / E30], log_prob=[-1, -40]
     ),
-    "importance_sampling: ends at 80 nats without gradient": show("importance_sampling", [E(100)], [1], [-E(80)], [0]),
+    "importance_sampling: ends at 80 nats without gradient": show([E(100)], [1], [-E(80)], [0]),
     "topr: only what is bad is tapered, and no gradient goes through the weight": show(
-        "topr", *TAPERED, [6, 6, -6, -3], [-3, -3, 3, 1.5], **TWICE, mean=3.5 / 4, tapered=1 / 4
+        *TAPERED, [6, 6, -6, -3], [-3, -3, 3, 1.5], **TWICE, mean=3.5 / 4, tapered=1 / 4
     ),
     "topr: the threshold belongs to the bad": show(
-        "topr", *TAPERED, [6, 3, -6, -3], [-3, -1.5, 3, 1.5], **TWICE, advantage_threshold=3.0, mean=0.75
+        *TAPERED, [6, 3, -6, -3], [-3, -1.5, 3, 1.5], **TWICE, advantage_threshold=3.0, mean=0.75
     ),
     "topr: a sequence has the product of its ratios, 1/4 and 2; the good one has weight 1": show(
-        "topr", *ROWS, [[-0.25, -0.5], [-1, -2], [1, 2]], [[0.25, 0.5], [1, 2], [-1, -2]], **WHOLE_ROWS
+        *ROWS, [[-0.25, -0.5], [-1, -2], [1, 2]], [[0.25, 0.5], [1, 2], [-1, -2]], **WHOLE_ROWS
     ),
     "sppo: in range from 1 / 1.25 = 0.8 (not 0.75) to 1.25": show(
-        "sppo",
         [1.2, 1.3, 0.82, 0.79, 1.2, 0.77],
         [2, 2, -1, -1, -3, 4],
         [-2 * LOG(1.2), 0, LOG(0.82), 0, 3 * LOG(1.2), 0],
@@ -227,29 +218,29 @@ CASES: dict[str, Case] = {
         **{"epsilon": 0.25, "low": 2 / 6, "high": 1 / 6},
     ),
     "sppo: the default interval": show(
-        "sppo", [1.29, 1.31, 0.78, 0.76], [1] * 4, [-LOG(1.29), 0, -LOG(0.78), 0], [-1, 0, -1, 0]
+        [1.29, 1.31, 0.78, 0.76], [1] * 4, [-LOG(1.29), 0, -LOG(0.78), 0], [-1, 0, -1, 0]
     ),
-    "sppo: keeps ratios at a bound": show("sppo", [1, 1], [3, -5], [0, 0], [-3, 5], epsilon=0.0, low=0.0, high=0.0),
-    "dro: tokens": show("dro", *THREE, beta=0.4, log_prob=[-2, -1, -0.5]),
+    "sppo: keeps ratios at a bound": show([1, 1], [3, -5], [0, 0], [-3, 5], epsilon=0.0, low=0.0, high=0.0),
+    "dro: tokens": show(*THREE, beta=0.4, log_prob=[-2, -1, -0.5]),
     "dro: whole answers of log-probs -3 and -0.5, log-ratios ln 4 and ln 3, mean advantages 2 and -1": show(
-        "dro", *ANSWERS, *OF_ANSWERS, **PARTS, beta=0.3, level="sequence"
+        *ANSWERS, *OF_ANSWERS, **PARTS, beta=0.3, level="sequence"
     ),
     "vespo: the weight is of the product of ratios": show(
-        "vespo", *PRODUCTS, WEIGHED, PULLED, mask=TWO_OF_THREE.expand(2, 3), mean=(sum(GOOD) + sum(BAD)) / 4
+        *PRODUCTS, WEIGHED, PULLED, mask=TWO_OF_THREE.expand(2, 3), mean=(sum(GOOD) + sum(BAD)) / 4
     ),
     "vespo: exponents and rates of each sign": show(
-        "vespo", [[2], [2]], [[1], [-1]], [[2 * E(-0.5)], [-16 * E(-0.25)]], [[-2 * E(-0.5)], [16 * E(-0.25)]], **GAMMA
+        [[2], [2]], [[1], [-1]], [[2 * E(-0.5)], [-16 * E(-0.25)]], [[-2 * E(-0.5)], [16 * E(-0.25)]], **GAMMA
     ),
     "vespo: far sequences have no weight rather than NaN; exp(900) is infinite in float64": show(
-        "vespo", [[E(300)] * 3, [E(-300)] * 3], [[1, -1, 1]] * 2, [[0] * 3] * 2, [[0] * 3] * 2
+        [[E(300)] * 3, [E(-300)] * 3], [[1, -1, 1]] * 2, [[0] * 3] * 2, [[0] * 3] * 2
     ),
-    "vespo: an advantage of 0 is weighed as a good one": show("vespo", [2], [0], [0], [0], mean=4 * E(-3.0)),
+    "vespo: an advantage of 0 is weighed as a good one": show([2], [0], [0], [0], mean=4 * E(-3.0)),
     "rec: gspo-one-side judges whole sequences": show(
-        "rec", *JUDGED, [[0, 0], [-3, -3], [3, 3], [0, 0]], [[0, 0], [3, 3], [-3, -3], [0, 0]], **WHOLE
+        *JUDGED, [[0, 0], [-3, -3], [3, 3], [0, 0]], [[0, 0], [3, 3], [-3, -3], [0, 0]], **WHOLE
     ),
     **{
         f"rec: weight {weight}": show(
-            "rec", [4, 0.25], [4, -3], [4 * up, -3 * down], [-4 * up, 3 * down], weight=weight, temp=2.0
+            [4, 0.25], [4, -3], [4 * up, -3 * down], [-4 * up, 3 * down], weight=weight, temp=2.0
         )
         for weight, up, down in (
             ("none", 1.0, 1.0),
@@ -259,27 +250,23 @@ CASES: dict[str, Case] = {
         )
     },
     "rec: the sequence weight is the geometric mean over masked-in tokens": show(
-        "rec", [4, 1, 9], [1, 3, 3], [2, 6, 0], [-2, -6, 0], mask=TWO_OF_THREE, weight="gspo_importance_sampling"
+        [4, 1, 9], [1, 3, 3], [2, 6, 0], [-2, -6, 0], mask=TWO_OF_THREE, weight="gspo_importance_sampling"
     ),
-    "rec: no regularizer": show("rec", [2, 0.5], [3, 3], [0, 3], [0, -3], **PENALTY),
+    "rec: no regularizer": show([2, 0.5], [3, 3], [0, 3], [0, -3], **PENALTY),
     "rec: k2 is 0.1 (log 2)^2, on the clipped token too": show(
-        "rec", [2, 0.5], [3, 3], [0.1 * LN2**2, 3 + 0.1 * LN2**2], [0.2 * LN2, -3 - 0.2 * LN2], **PENALTY_K2
+        [2, 0.5], [3, 3], [0.1 * LN2**2, 3 + 0.1 * LN2**2], [0.2 * LN2, -3 - 0.2 * LN2], **PENALTY_K2
     ),
     "rec: forward-kl is the negative log-likelihood": show(
-        "rec", [2, 0.5], [3, 3], [0.1, 3.1], [-0.1, -3.1], **PENALTY, regularizer="forward-kl"
+        [2, 0.5], [3, 3], [0.1, 3.1], [-0.1, -3.1], **PENALTY, regularizer="forward-kl"
     ),
     "rec: the default ring is Trinity's": show(
-        "rec", [0.39, 0.41, 3.01, 2.99], [1, 1, -1, -1], [1, 0, -1, 0], [-1, 0, 1, 0], clip_mode="ring"
+        [0.39, 0.41, 3.01, 2.99], [1, 1, -1, -1], [1, 0, -1, 0], [-1, 0, 1, 0], clip_mode="ring"
     ),
-    "rec: two sides keep ratios at a bound": show("rec", [2, 0.5], [1, -1], [0, 0], [-1, 1], **SIDES, clipped=0.0),
-    "rec: the ring keeps ratios at its outer bounds": show(
-        "rec", [2, 0.5], [-1, 1], [0, 0], [1, -1], **RING, clipped=0.0
-    ),
-    "rec: and drops them where they have moved away": show(
-        "rec", [2, 0.5], [1, -1], [0, 0], [0, 0], **RING, clipped=1.0
-    ),
+    "rec: two sides keep ratios at a bound": show([2, 0.5], [1, -1], [0, 0], [-1, 1], **SIDES, clipped=0.0),
+    "rec: the ring keeps ratios at its outer bounds": show([2, 0.5], [-1, 1], [0, 0], [1, -1], **RING, clipped=0.0),
+    "rec: and drops them where they have moved away": show([2, 0.5], [1, -1], [0, 0], [0, 0], **RING, clipped=1.0),
     "rec: the advantage decides on one side": show(
-        "rec", [3, 0.1, 3, 0.1], [0, 0, 0.5, 0.5], [0, 0, 0, 0.5], [0, 0, 0, -0.5], **ONE_SIDE, low=0.0, high=0.25
+        [3, 0.1, 3, 0.1], [0, 0, 0.5, 0.5], [0, 0, 0, 0.5], [0, 0, 0, -0.5], **ONE_SIDE, low=0.0, high=0.25
     ),
     "dppo: dropped 0.15 > 0.1 upwards, 0.25 > 0.2 downwards; kept 0.05, 0.15, and both that go back": bounded(
         *BOTH_WAYS, [0, -1.2, 0.625, 0, 3.2, -1], clip_low=0.2, clip_high=0.1, low=1 / 6, high=1 / 6, cut=0.0
@@ -310,6 +297,8 @@ CASES: dict[str, Case] = {
     "dppo: the old policy left no other token, dropped": bounded(*ONE, [0], divergence="kl", clip_low=0.6, clipped=1.0),
     "dppo: the old policy left no other token, kept": bounded(*ONE, [0.5], divergence="kl", clip_low=0.8, clipped=0.0),
 }
+#: The name before the colon is the objective's.
+CASES = {title: row(title.partition(":")[0]) for title, row in ROWS_OF_CASES.items()}
 
 
 @pytest.mark.parametrize("shown", CASES)

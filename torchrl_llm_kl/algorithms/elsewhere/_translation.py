@@ -24,6 +24,8 @@ from torchrl_llm_kl.losses import Correction
 from torchrl_llm_kl.scoring import Sampling
 
 if TYPE_CHECKING:
+    from yaml import SafeLoader
+
     from torchrl_llm_kl.algorithms import AlgorithmName
 
 
@@ -40,7 +42,7 @@ class Setting:
     """
 
     name: str
-    value: Any
+    value: object
     here: str = ""
     note: str = ""
     given: bool = True
@@ -162,7 +164,7 @@ class New(partial[Any]):
         return f"{self.func.__name__}({', '.join(given)})"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value for a table."""
     if isinstance(value, partial) and not isinstance(value, New):
         return New.__repr__(value)  # type: ignore[arg-type]
@@ -338,7 +340,7 @@ _OF_MAKE = ("group_size", "temperature", "max_len", "loss_args")
 # ------------------------------------------------------------------ files
 
 
-def read_mapping(settings: Any, what: str) -> Mapping[str, Any]:
+def read_mapping(settings: object, what: str) -> Mapping[str, Any]:
     """A mapping from a YAML file, its text, or a mapping."""
     if isinstance(settings, Mapping):
         return settings
@@ -364,7 +366,7 @@ def read_scalar(text: str) -> Any:
     return yaml.load(text, Loader=_loader())
 
 
-def _loader() -> Any:
+def _loader() -> type[SafeLoader]:
     """YAML's safe loader, which reads ``1e-6`` as a number, as OmegaConf does."""
     import re
 

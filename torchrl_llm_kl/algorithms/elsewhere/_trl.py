@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -65,7 +65,7 @@ _NO_BCO = (
 )
 
 
-def _trainer_of(config: Any) -> Trainer:
+def _trainer_of(config: object) -> Trainer:
     """The trainer of a configuration. A class that a user derived is of its base; TRL's own derived ones have other losses."""
     kinds: dict[str, Trainer] = {f"{name.upper()}Config": name for name in get_args(Trainer)}
     for base in type(config).__mro__:
@@ -312,7 +312,7 @@ def _dpo(reader: Reader) -> Translation:
     return reader.finish("dpo")
 
 
-def _option(reader: Reader, accepted: Any, name: str, own: str, value: Any) -> None:
+def _option(reader: Reader, accepted: Collection[str], name: str, own: str, value: object) -> None:
     if own in accepted:
         reader.take(name)
         reader.overrides[own] = value

@@ -20,7 +20,7 @@ _CLIP = (f"{_A}clip_ratio_low", f"{_A}clip_ratio_high")
 _CLIPPED = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "clip_cov", "geo_mean", "cispo")
 
 
-def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]) -> Translation:
+def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[str]) -> Translation:
     """Translate a configuration of verl 0.9.
 
     Args:
@@ -71,13 +71,12 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, Any] | Sequence[str]
 def _read(config: Any) -> dict[str, Any]:
     """The settings by path. A value that refers to another setting is one that verl's own files give it: its default."""
     if isinstance(config, Sequence) and not isinstance(config, str):
-        found: dict[str, Any] = {}
-        for each in config:
-            name, equals, text = each.partition("=")
+        pairs = [each.partition("=") for each in config]
+        for name, equals, _ in pairs:
             if not equals:
-                raise ValueError(f"expected 'path=value', as in 'algorithm.adv_estimator=grpo', got {each!r}.")
-            value = read_scalar(text)
-            found |= flatten({name.strip().lstrip("+"): value})
+                raise ValueError(f"expected 'path=value', as in 'algorithm.adv_estimator=grpo', got {name!r}.")
+        each = (flatten({name.strip().lstrip("+"): read_scalar(text)}) for name, _, text in pairs)
+        found = {path: value for settings in each for path, value in settings.items()}
     else:
         found = flatten(read_mapping(config, "a configuration of verl"))
     found = {name: value for name, value in found.items() if not name.endswith("_target_")}

@@ -167,7 +167,7 @@ _LEAD = (*_RELATIVE, "f_divergence", "f_alpha")
 _ALIASES = {"f_divergence_type": "f_divergence"}
 
 
-def _is_aligned(weighting: Any) -> bool:
+def _is_aligned(weighting: object) -> bool:
     return weighting == "aligned"
 
 
