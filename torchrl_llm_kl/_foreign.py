@@ -42,11 +42,14 @@ class Foreign:
         return self.name.rpartition(".")[2]
 
 
+def read_table(path: str) -> Iterator[dict[str, str]]:
+    """The lines of a table of this package, as column -> text."""
+    return csv.DictReader(files("torchrl_llm_kl").joinpath(path).read_text(encoding="utf-8").splitlines())
+
+
 def _read(library: Library) -> Iterator[tuple[str, Foreign]]:
     """The trainers that have a setting, and the setting: each line of the library's table."""
-    name = library.partition("-")[0].lower()
-    text = files("torchrl_llm_kl").joinpath(f"elsewhere/{name}.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
+    for row in read_table(f"elsewhere/{library.partition('-')[0].lower()}.csv"):
         trainers, default = row.pop("trainers"), json.loads(row.pop("default"))
         yield trainers, Foreign(library, default=default, **row)  # type: ignore[arg-type]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import warnings
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 from typing_extensions import Unpack
 
+from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, widen
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages._registry import advantage_spec, check_hyperparameters, get_advantage
@@ -39,9 +38,7 @@ if TYPE_CHECKING:
 
 Layout = Literal["sequence", "token"]
 
-_ENTRIES = list(
-    csv.DictReader(files("torchrl_llm_kl.advantages").joinpath("entries.csv").read_text("utf-8").splitlines())
-)
+_ENTRIES = list(read_table("advantages/entries.csv"))
 #: The default key of each input and output. The mask, ``run`` and ``step`` have none: see
 #: :class:`~torchrl_llm_kl.advantages.Advantage`.
 DEFAULT_KEYS: dict[str, NestedKey] = {

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from torchrl_llm_kl._foreign import foreign_hint
+from torchrl_llm_kl._foreign import foreign_hint, read_table
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
-from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName, read_table
+from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
 from torchrl_llm_kl.losses import Aggregation, ObjectiveArgs, ObjectiveName, spec_of
 
@@ -202,7 +202,7 @@ def _check_coefficient(name: str, value: object) -> None:
 #: Hyper-parameters whose plain name other libraries give to another setting: (part, name) -> (its meaning here, the other
 #: meaning and its name here). ``objective_<name>`` or ``advantage_<name>`` says which part is meant.
 AMBIGUOUS: Mapping[tuple[str, str], tuple[str, str]] = {
-    (row["part"], row["name"]): (row["here"], row["elsewhere"]) for row in read_table("ambiguous.csv")
+    (row["part"], row["name"]): (row["here"], row["elsewhere"]) for row in read_table("algorithms/ambiguous.csv")
 }
 
 _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sources"))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._registry import Registry
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.rollouts import describe_entries, find_key
@@ -156,15 +155,9 @@ def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
 # ------------------------------------------------------------------ the schemas
 
 
-def read_table(name: str) -> Iterator[dict[str, str]]:
-    """The lines of a table beside this file, as column -> text."""
-    text = files("torchrl_llm_kl.algorithms").joinpath(name).read_text(encoding="utf-8")
-    return csv.DictReader(text.splitlines())
-
-
 def _entries() -> Iterator[tuple[str, Entry]]:
     """A name of a schema and an entry that it has, of each line of the table."""
-    for row in read_table("schemas.csv"):
+    for row in read_table("algorithms/schemas.csv"):
         names, (*parents, leaf) = row.pop("schemas"), row.pop("key").split()
         required = bool(row.pop("required"))
         entry = Entry((*parents, leaf) if parents else leaf, required=required, **row)  # type: ignore[arg-type]

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._registry import Registry, UnknownNameError
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
-from torchrl_llm_kl.algorithms._schema import read_table
 from torchrl_llm_kl.losses import spec_of
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _read() -> None:
     """Register the presets of the table."""
     values: dict[str, dict[str, Any]] = {}
     sources: dict[str, dict[str, str]] = {}
-    for row in read_table("presets.csv"):
+    for row in read_table("algorithms/presets.csv"):
         value: Any
         name, field, value = row["algorithm"], row["field"], row["value"]
         with suppress(ValueError):  # a word stands for itself

@@ -185,19 +185,11 @@ def abs_(log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = N
     return k1(log_prob, ref_log_prob, old_log_prob).abs()
 
 
-@estimator(
-    EstimatorContract(
-        "corrected_k3",
-        True,
-        "reverse",
-        "reverse_minus_forward",
-        True,
-        "reverse",
-        "no",
-        "**yes**, off-policy",
-        UNCLAMPED,
-    )
-)
+# For tokens of another policy: the ratio corrects value and gradient.
+_CORRECTED = EstimatorContract("corrected_k3", True, "reverse", "reverse_minus_forward", True, "reverse")
+
+
+@estimator(replace(_CORRECTED, loss="**yes**, off-policy", condition=UNCLAMPED))
 def corrected_k3(
     log_prob: Tensor, ref_log_prob: Tensor, old_log_prob: Tensor | None = None, *, ratio_max: float = 2.0
 ) -> Tensor:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row
+from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row, read_table
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms._algorithm import apply_overrides
@@ -189,8 +187,7 @@ class Choice:
 def _choices() -> dict[tuple[str, ...], dict[str, Choice]]:
     """Library, trainer and setting -> value -> what it stands for."""
     found: dict[tuple[str, ...], dict[str, Choice]] = {}
-    text = files("torchrl_llm_kl").joinpath("elsewhere/choices.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
+    for row in read_table("elsewhere/choices.csv"):
         overrides = json.loads(row["overrides"] or "{}")
         passed = tuple((theirs, own) for theirs, _, own in (pair.partition("=") for pair in row["passed"].split()))
         same = found.setdefault((row["library"], row["trainer"], row["setting"]), {})

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from torchrl_llm_kl.losses.objectives import (  # noqa: F401  (they register themselves)
-    _clipped,
-    _covariance,
-    _distillation,
-    _off_policy,
-    _preference,
-    _relative,
-    _supervised,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
+for _module in iter_modules(__path__):  # each registers its own
+    import_module(f"{__name__}.{_module.name}")
