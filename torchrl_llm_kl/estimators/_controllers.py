@@ -108,19 +108,19 @@ class _KLController(_Coefficient):
     ) -> Tensor:
         """The mean over all samples, 0-dim like ``value``; NaN if there are none."""
         distributed = dist.is_available() and dist.is_initialized()
+        shared = distributed and all_ranks is not False
         if all_ranks and not distributed:
             raise RuntimeError("all_ranks=True, but torch.distributed is not initialised: call init_process_group.")
-        if not distributed or all_ranks is False:
-            total, weight = self._share(current_kl, n)
-            return (total / weight).to(self.value)
+        problem, sums = None, self.value.new_full((2,), math.nan, dtype=torch.float64)
         try:
-            problem, sums = None, torch.stack(self._share(current_kl, n))
+            sums = torch.stack(self._share(current_kl, n))
         except ValueError as error:  # raised after the collective, in which the other ranks wait
-            problem, sums = error, self.value.new_full((2,), math.nan, dtype=torch.float64)
-        dist.all_reduce(sums, group=group)
+            problem = error
+        if shared:
+            dist.all_reduce(sums, group=group)
         if problem is not None:
             raise problem
-        if not isinstance(current_kl, Tensor) and not bool(sums.isfinite().all()):
+        if shared and not isinstance(current_kl, Tensor) and not bool(sums.isfinite().all()):
             raise ValueError(
                 "current_kl of another rank is not finite, or its n is negative: look for a bad log-prob there."
             )

@@ -61,13 +61,8 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 #: Trinity's.
 MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True, "step": 0, "mu_warmup_steps": 0}
-MIXTURES |= {
-    "mu_decay_steps": 0,
-    "mu_peak": 0.1,
-    "mu_valley": 0.1,
-    "usual_aggregation": None,
-    "expert_aggregation": None,
-}
+MIXTURES |= {"mu_decay_steps": 0, "mu_peak": 0.1, "mu_valley": 0.1}
+MIXTURES |= dict.fromkeys(("usual_aggregation", "expert_aggregation"))
 #: Trinity's and TRL's; any other pair has the beta alone.
 OF_PAIRS: dict[str, dict[str, Any]] = {name: {"beta": 0.1} for name in PAIRS}
 for _name in ("dpo", "robust", "aot"):
