@@ -210,7 +210,7 @@ _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sou
 _BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
 
 
-def _of_top_k(algorithm: Algorithm, changes: Mapping[str, object]) -> dict[str, object]:
+def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, object]:
     """The changes that make a distillation on sampled tokens one over a teacher's top k."""
     advantage = changes.get("advantage", algorithm.advantage)
     if not changes.get("top_k") or "objective" in changes or advantage not in _BETA_OF_ADVANTAGE:

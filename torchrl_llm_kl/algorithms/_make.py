@@ -178,7 +178,7 @@ def make_algorithm(
             max_len=max_len,
             masking_strategy=masking_strategy,
             reference=_reference_of_loss(actor, reference, options) if in_loss else None,
-            **{**preset.objective_args, **loss_args},  # type: ignore[arg-type]
+            **{**preset.objective_args, **loss_args},
         )
     advantage = None if preset.advantage is None else _advantage(preset, grouping, masking_strategy)
     scope: Scope = "full" if masking_strategy == "rlhf" else "turn"

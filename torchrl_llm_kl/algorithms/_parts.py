@@ -519,24 +519,17 @@ def _mixed(
             row.pop(key, None)
     example = members[flags.index(False)][0]
     length = len(example[tokens_key])
-    experts_own = {"tokens", "masks", _LOSS_MASK, mask_key}
-    only_rollouts = {
-        key: value
-        for key, value in example.items(True, True)
-        if isinstance(value, Tensor)
-        and key not in experts_own
-        and not (isinstance(key, tuple) and key[0] in experts_own)
-    }
+    shared = example.exclude("tokens", "masks", _LOSS_MASK, mask_key)  # experts have their own
+    only_rollouts = {key: value for key, value in shared.items(True, True) if isinstance(value, Tensor)}
     masks = [row[_LOSS_MASK] for row in rows if has_entry(row, _LOSS_MASK)]
     for flag, member in zip(flags, members, strict=True):
         for row in member:
             tokens = len(row[tokens_key])
-            if flag:
-                known = set(row.keys(True, True))
-                for key, value in only_rollouts.items():
-                    if key not in known:
-                        shape = (tokens, *value.shape[1:]) if value.shape[:1] == (length,) else value.shape
-                        row.set(key, torch.zeros(shape, dtype=value.dtype, device=value.device))
+            known = set(row.keys(True, True)) if flag else only_rollouts.keys()
+            for key in only_rollouts.keys() - known:
+                value = only_rollouts[key]
+                shape = (tokens, *value.shape[1:]) if value.shape[:1] == (length,) else value.shape
+                row.set(key, torch.zeros(shape, dtype=value.dtype, device=value.device))
             if masks and not has_entry(row, _LOSS_MASK):
                 shape = masks[0].shape if masks[0].numel() == 1 else (tokens, *masks[0].shape[1:])
                 row.set(_LOSS_MASK, torch.ones(shape, dtype=torch.bool, device=masks[0].device))

@@ -452,23 +452,16 @@ def rollout_corrections(**verl: Unpack[RolloutArgs]) -> list[Correction]:
     names = ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold")
     given = Spec("rollout_corrections", names, refused=_REFUSED).translate(verl)
     level, options = given.get("rollout_is"), given.get("rollout_rs")
+    threshold, thresholds = given.get("rollout_is_threshold", 2.0), given.get("rollout_rs_threshold")
+    for name, bound, default in (("rollout_is", threshold, 2.0), ("rollout_rs", thresholds, None)):
+        if given.get(name) is None and bound not in (default, None):
+            raise ValueError(f"{name}_threshold={bound!r} has no effect without {name}: pass {name}= too.")
     out: list[Correction] = []
-    threshold = given.get("rollout_is_threshold", 2.0)
     if level is not None:
         check_choice(get_args(Level), rollout_is=level)
         low, high = _bounds("rollout_is_threshold", threshold)
         out.append(ImportanceWeights(level=level, mode="truncate" if low is None else "mask", low=low, high=high))
-    elif threshold not in (2.0, None):
-        raise ValueError(
-            f"rollout_is_threshold={threshold!r} has no effect without rollout_is: pass 'token', 'sequence' or "
-            "'geometric'."
-        )
-    thresholds = given.get("rollout_rs_threshold")
     if options is None:
-        if thresholds is not None:
-            raise ValueError(
-                f"rollout_rs_threshold={thresholds!r} has no effect without rollout_rs: pass a divergence."
-            )
         return out
     chosen: list[Any] = list(dict.fromkeys(option.strip() for option in options.split(",") if option.strip()))
     each = [part for part in thresholds.split(",") if part.strip()] if isinstance(thresholds, str) else [thresholds]

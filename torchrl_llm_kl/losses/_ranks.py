@@ -20,13 +20,11 @@ from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from torchrl_llm_kl.losses._token_loss import TokenLoss
-
 _WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
 _AVERAGE = "or average p.grad over the ranks after backward()"
 
 
-def check_ranks(loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
+def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
     """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
     ranks = _num_ranks(group)
     _check_tensors(loss, group, ranks)
@@ -98,7 +96,7 @@ def _check_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) -> N
             first, here = everyone[0][kind], other[kind]
             differ = [name for name in {**first, **here} if first.get(name) != here.get(name)]
             if differ:
-                differ.sort(key=lambda name, here=here: name in first and name in here)  # on one rank alone first
+                differ.sort(key=(first.keys() & here.keys()).__contains__)  # on one rank alone first
                 alone = " (some are on one of them only)" if first.keys() != here.keys() else ""
                 some = ", ".join(differ[:3]) + (", ..." if len(differ) > 3 else "")
                 raise RuntimeError(
@@ -110,11 +108,11 @@ def _check_tensors(loss: nn.Module, group: ProcessGroup | None, ranks: int) -> N
 def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, ...], str, int]]:
     """Shape, dtype and a checksum of the bits of each tensor, one of which is on the host at a time."""
     bits = ((name, x, x.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()) for name, x in named)
-    return {name: (tuple(x.shape), str(x.dtype), zlib.crc32(each)) for name, x, each in bits}
+    return {name: (tuple(x.shape), str(x.dtype), zlib.crc32(each.data)) for name, x, each in bits}
 
 
 def _true_gradient(
-    loss: TokenLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
+    loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
 ) -> tuple[list[Tensor], float | None]:
     """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
 

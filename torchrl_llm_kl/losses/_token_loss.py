@@ -237,7 +237,7 @@ class TokenLoss(LossModule):
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
         if response.is_empty and denominators is None:
             warnings.warn("the mask is empty: no token is trained and the loss is 0.", stacklevel=3)
-        out: dict[str, Tensor] = {}
+        out: dict[str, object] = {}
         for term in terms:
             mode, denominator = self._mode(term), None
             if mode != "none":

@@ -76,7 +76,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
     objective = _objective(reader, "ppo" if kind == "dapo" else preset.objective)
     if preset.advantage is not None:
         _advantage(reader, preset.advantage)
-    trains = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
+    trains: dict[str, object] = {"kl_loss": preset.kl_loss, "kl_reward": "none"}
     if kind == "dpo":
         for name in [name for name in reader.given if name.startswith("algorithm.kl_loss_fn")]:
             reader.refuse(name, "the objective is KL-regularised already; Trinity adds another KL to it")
@@ -170,7 +170,7 @@ def _advantage(reader: Reader, default: str) -> None:
     reader.overrides |= {"advantage": spec.name, "advantage_args": own}
 
 
-def _kl(reader: Reader, place: str, trains: dict[str, str]) -> None:
+def _kl(reader: Reader, place: str, trains: dict[str, object]) -> None:
     """The KL of one place: Trinity's `kl_loss_fn` or `kl_penalty_fn`."""
     name = f"algorithm.{'kl_loss_fn' if place == 'kl_loss' else 'kl_penalty_fn'}"
     estimator = reader[name] or trains[place]
@@ -190,7 +190,7 @@ def _kl(reader: Reader, place: str, trains: dict[str, str]) -> None:
 _IN_TRAINER = ("gae", "reinforce_plus_plus", "rloo", "remax", "on_policy_distill", "jsd", "clip_b", "clip_v")
 
 
-def _kl_reward(reader: Reader, trains: dict[str, str]) -> None:
+def _kl_reward(reader: Reader, trains: dict[str, object]) -> None:
     given = reader["algorithm.advantage_fn"] or ""
     advantage = reader.overrides.get("advantage")
     in_trainer = (

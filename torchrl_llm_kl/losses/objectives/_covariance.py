@@ -7,6 +7,8 @@ micro-batches, and pass each its part of ``selected``. Without ``selected`` the 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,8 +56,8 @@ def clip_cov(
     """
     check_clip_range(clip_low, clip_high)
     if selected is None:
-        bounds = {"cov_low": cov_low, "cov_high": cov_high, "clip_low": clip_low, "clip_high": clip_high}
-        inputs = {"old_log_prob": old_log_prob, "advantage": advantage}
+        bounds: Any = {"cov_low": cov_low, "cov_high": cov_high, "clip_low": clip_low, "clip_high": clip_high}
+        inputs: Any = {"old_log_prob": old_log_prob, "advantage": advantage}
         selected = select_clip_cov(log_prob, mask, **inputs, fraction=fraction, **bounds)
     ratio = bounded_exp(log_prob - old_log_prob)
     value, metrics = clipped_surrogate(ratio, advantage, mask, clip_low, clip_high)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +127,7 @@ def mix(
         (tensor([-1.]), tensor([3.]), 0.1)
     """
     check_range(low=0.0, high=1.0, mu=mu)
-    bounds = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
+    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
     (usual,) = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
     (expert,) = sft(log_prob, mask & expert_mask)
     fraction = masked_mean(expert.mask.to(expert.value.dtype), mask)
@@ -184,9 +185,9 @@ def mix_chord(
         (0.5, 0.5)
     """
     mu = mu_schedule(step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
-    inputs = {"old_log_prob": old_log_prob, "advantage": advantage, "expert_mask": expert_mask}
-    bounds = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    sums = {"usual_aggregation": usual_aggregation, "expert_aggregation": expert_aggregation}
+    inputs: Any = {"old_log_prob": old_log_prob, "advantage": advantage, "expert_mask": expert_mask}
+    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
+    sums: Any = {"usual_aggregation": usual_aggregation, "expert_aggregation": expert_aggregation}
     usual, expert = mix(log_prob, mask, mu=mu, **inputs, **bounds, **sums)
     metrics = dict(expert.metrics)
     if mu_warmup_steps or mu_decay_steps:
