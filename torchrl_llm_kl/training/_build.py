@@ -34,7 +34,7 @@ from torchrl_llm_kl.estimators import (
 )
 from torchrl_llm_kl.scoring import Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.tasks import Prompts
-from torchrl_llm_kl.training._config import ConfigError, TrainConfig
+from torchrl_llm_kl.training._config import SETTINGS, ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import load_model
 from torchrl_llm_kl.transforms import RetrieveKL
 
@@ -180,21 +180,6 @@ def measured_kl(config: TrainConfig, policy: Any, reference: Any, **settings: An
     return RetrieveKL(policy, reference, add_to_reward=False, options=options, service_backend="direct", **settings)
 
 
-#: Arguments of make_algorithm that other sections set.
-_SET_ELSEWHERE = {
-    "kl_loss": "kl.place and kl.estimator",
-    "kl_reward": "kl.place and kl.estimator",
-    "kl_loss_coeff": "kl.coefficient",
-    "kl_reward_coeff": "kl.coefficient",
-    "temperature": "sampler.temperature",
-    "sampling": "the sampler section",
-    "max_len": "sampler.max_new_tokens",
-    "reference": "reference.name",
-    "group_size": "data.group_size",
-    "repeat_times": "data.group_size",
-}
-
-
 def check_algorithm(config: TrainConfig) -> None:
     """Raise for an algorithm that needs what a configuration cannot give.
 
@@ -209,52 +194,31 @@ def check_algorithm(config: TrainConfig) -> None:
         ...
         torchrl_llm_kl.training._config.ConfigError: algorithm.name is dpo, which learns from given answers and needs...
     """
-    name, kl = config.algorithm.name, config.kl
+    name, kl, reference, teacher = config.algorithm.name, config.kl, config.reference, config.algorithm.teacher
     preset = get_algorithm(name)  # type: ignore[arg-type]
-    reasons = {
-        "sft": "learns from given answers and needs no rewards",
-        "dpo": "learns from given answers and needs no rewards",
-        "unpaired": "learns from given answers and needs no rewards",
-        "mix": "needs answers of experts beside the policy's own",
-        "trajectory": "compares the steps of an env, whose states a prompt does not have",
-        "rewards": "scales several rewards apart, and a run has their sum",
-    }
-    if preset.schema in reasons:
-        raise ConfigError(
-            f"algorithm.name is {name}, which {reasons[preset.schema]}: choose one that learns from the policy's own answers, "
-            f"such as grpo, or write the loop yourself with make_algorithm({name!r}, ...)."
-        )
-    for argument in sorted(_SET_ELSEWHERE.keys() & config.algorithm.args.keys()):
-        raise ConfigError(f"algorithm.args has {argument}: set {_SET_ELSEWHERE[argument]} instead.")
+    needs_more = ("sft", "dpo", "unpaired", "mix", "trajectory", "rewards")
+    refuse(config, **{schema: preset.schema == schema for schema in needs_more})
+    for argument in sorted(config.algorithm.args):
+        if places := [key for key, about in SETTINGS.items() if argument in about.args]:
+            raise ConfigError(f"algorithm.args has {argument}: set {' and '.join(places)} instead.")
     distils = preset.schema == "distill"
-    if distils != (config.algorithm.teacher is not None):
-        raise ConfigError(
-            f"algorithm.name is {name}, which learns from a teacher: set algorithm.teacher to its folder or hub name."
-            if distils
-            else f"algorithm.teacher is set, and {name} has no teacher: choose on_policy_distill, jsd or gkd, or leave it out."
-        )
-    if distils and (kl.place in ("loss", "reward") or kl.target is not None):
-        raise ConfigError(f"{name} compares with its teacher: leave kl.place and kl.target out.")
-    reference = config.reference
-    if distils and not (reference.service is reference.decay is reference.reset_every is None):
-        raise ConfigError(
-            f"{name} compares with its teacher, which takes the place of the reference: leave reference.service, "
-            "reference.decay and reference.reset_every out."
-        )
+    refuse(
+        config,
+        teacher_missing=distils and teacher is None,
+        teacher_unused=teacher is not None and not distils,
+        teacher_and_kl=distils and (kl.place in ("loss", "reward") or kl.target is not None),
+        teacher_and_reference=distils and not (reference.service is reference.decay is reference.reset_every is None),
+    )
     try:
         preset.check_group_size(config.data.group_size, name="data.group_size")
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    charged = _charged(config)
-    if not charged and (kl.target is not None or kl.coefficient is not None or kl.estimator is not None):
-        raise ConfigError(
-            f"{name} has no KL penalty, so that kl.target, kl.coefficient and kl.estimator have no effect: set kl.place to "
-            "loss or reward, or leave them out."
-        )
-    if charged and config.reference.name == "none":
-        raise ConfigError(
-            f"{name} charges a KL, and reference.name is none: set reference.name=start, or kl.place=none."
-        )
+    charged = bool(_charged(config))
+    refuse(
+        config,
+        nothing_charged=not (charged or kl.target is kl.coefficient is kl.estimator is None),
+        charged_without_reference=charged and reference.name == "none",
+    )
     try:
         apply_overrides(preset, config.algorithm.args)
     except (TypeError, ValueError) as error:
@@ -289,11 +253,7 @@ def _coefficient(config: TrainConfig) -> nn.Module | None:
     if kl.target is None:
         preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
         return as_coefficient(getattr(preset, f"kl_{charged[0]}_coeff") if kl.coefficient is None else kl.coefficient)
-    if kl.coefficient == 0:
-        raise ConfigError(
-            f"kl.coefficient is 0 and kl.target is {kl.target:g}: the coefficient adapts in steps relative to itself, and "
-            "one of 0 would stay 0. Set it above 0, leave it out for 0.1, or leave kl.target out."
-        )
+    refuse(config, coefficient_of_0=kl.coefficient == 0)
     settings = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target, **kl.controller_args}
     kind: Any = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[kl.controller]
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon

@@ -23,24 +23,12 @@ from torchrl_llm_kl._registry import did_you_mean, flatten, nearest, no_such
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
 
-#: Levels of lists and named values in a setting, and bytes of a file, that are no mistake.
+#: The most levels of lists and named values in a setting, and bytes of a file.
 _DEEPEST, _LONGEST = 20, 1 << 20
 
 
 class ConfigError(ValueError):
     """A configuration that no run can have; the message names the key, what was found and what to change."""
-
-
-#: Settings in which ``~`` is the user's home folder; a reward's file is expanded where it is loaded.
-_PATHS = (
-    "model.name",
-    "model.tokenizer",
-    "reference.name",
-    "data.prompts",
-    "data.held_out",
-    "algorithm.teacher",
-    "run.out",
-)
 
 
 # ------------------------------------------------------------------ the sections
@@ -227,7 +215,7 @@ class TrainConfig:
         for key, value in _values(self):
             _check_plain(key, value)
             _check_value(key, value)
-            if key in _PATHS and value is not None:  # no shell expands what is in a file, or behind a `=`
+            if SETTINGS[key].path and value is not None:  # no shell expands what is in a file, or behind a `=`
                 section, name = key.split(".")
                 setattr(getattr(self, section), name, os.path.expanduser(value))
         _check_together(self)
@@ -245,13 +233,8 @@ class TrainConfig:
         return OmegaConf.to_yaml(OmegaConf.structured(self))
 
 
-def _sections() -> dict[str, Any]:
-    """The class of each section."""
-    kinds = get_type_hints(TrainConfig)
-    return {each.name: (get_args(kinds[each.name]) or [kinds[each.name]])[0] for each in fields(TrainConfig)}
-
-
-_SECTIONS = _sections()
+#: The class of each section.
+_SECTIONS: dict[str, type] = {name: (get_args(kind) or [kind])[0] for name, kind in get_type_hints(TrainConfig).items()}
 
 
 @dataclass(frozen=True)
@@ -270,6 +253,8 @@ class Setting:
         also: names that other programs give to it.
         example: its value in the commented example, in YAML.
         may_change: whether a resumed run may have another value.
+        path: whether ``~`` is the user's home folder in it; a reward's file is expanded where it is loaded.
+        args: arguments of ``make_algorithm`` that it sets.
     """
 
     key: str
@@ -283,23 +268,28 @@ class Setting:
     also: list[str]
     example: str
     may_change: bool
+    path: bool
+    args: list[str]
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    """The rows of a table of this package."""
+    return list(csv.DictReader(files(__package__).joinpath(name).read_text(encoding="utf-8").splitlines()))
 
 
 def _settings() -> Iterator[Setting]:
-    text = files(__package__).joinpath("settings.csv").read_text(encoding="utf-8")
-    rows = {row.pop("key"): row for row in csv.DictReader(text.splitlines())}
+    rows = {row.pop("key"): row for row in _rows("settings.csv")}
     for section, kind in _SECTIONS.items():
         types = get_type_hints(kind)
         for each in fields(kind):
-            key, default = (
-                f"{section}.{each.name}",
-                each.default if each.default_factory is MISSING else each.default_factory(),
-            )
-            row: Any = rows[key]
-            bounds = {name: json.loads(row.pop(name) or "null") for name in ("low", "above", "high")}
-            words = {name: row.pop(name).split() for name in ("choices", "also")}
-            row |= {"example": row["example"] or _as_yaml(default), "may_change": row["may_change"] == "yes"}
-            yield Setting(key, types[each.name], default, **bounds, **words, **row)
+            key = f"{section}.{each.name}"
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            row: dict[str, Any] = {**rows[key]}
+            row |= {name: json.loads(row[name] or "null") for name in ("low", "above", "high")}
+            row |= {name: row[name].split() for name in ("choices", "also", "args")}
+            row |= {name: row[name] == "yes" for name in ("may_change", "path")}
+            row["example"] = row["example"] or _as_yaml(default)
+            yield Setting(key, types[each.name], default, **row)
 
 
 def _as_yaml(value: Any) -> str:
@@ -328,7 +318,7 @@ def read_config(source: str | Path | Mapping[str, Any] | None = None, overrides:
         The configuration, with all defaults.
 
     Raises:
-        ConfigError: for a file that is no YAML, an unknown key (with the nearest known one), a value of the wrong type or out
+        ConfigError: for a file that is not YAML, an unknown key (with the nearest known one), a value of the wrong type or out
             of range, or settings that contradict one another.
         FileNotFoundError: if there is no such file.
 
@@ -435,7 +425,9 @@ def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
             OmegaConf.load(StringIO(given)) if isinstance(given, str) else OmegaConf.create(given)
         )
     except Exception as error:  # of two parsers, which raise what they meet
-        raise ConfigError(f"{name} is no YAML of sections such as `model:` and `data:`: {_reason(error)}.") from error
+        raise ConfigError(
+            f"{name} is not YAML with sections such as `model:` and `data:`: {_reason(error)}."
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(f"{name} holds a {type(found).__name__}: expected sections such as `model:` and `data:`.")
     return _long_reward({str(key): value for key, value in found.items()})
@@ -461,7 +453,7 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"{path} is a folder: pass the YAML file of the run.")
     if not path.is_file():
         if path.exists():
-            raise ConfigError(f"{path} is no regular file: pass the YAML file of the run.")
+            raise ConfigError(f"{path} is not a regular file: pass the YAML file of the run.")
         raise FileNotFoundError(f"there is no file {path}: pass the YAML file of the run.")
     size = path.stat().st_size
     if size > _LONGEST:
@@ -471,7 +463,7 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no YAML, nor text: {error}.") from error
+        raise ConfigError(f"{path} is neither YAML nor text: {error}.") from error
 
 
 def _reason(error: Exception) -> str:
@@ -492,9 +484,7 @@ def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(
-                f"{_shown(text)} is no change of a setting: write it as key=value, such as optimizer.lr=1e-5."
-            )
+            raise ConfigError(f"{_shown(text)} changes no setting: write it as key=value, such as optimizer.lr=1e-5.")
         key = key.strip()
         if key.count(".") > _DEEPEST:
             raise ConfigError(f"{_shown(text)} is nested too deeply: expected a key such as optimizer.lr.")
@@ -632,7 +622,7 @@ def _check_plain(key: str, value: Any, depth: int = 0) -> None:
 
 
 def _values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
-    """Key and value of every setting; those of a section that is None are left out."""
+    """Key and value of every setting, without sections that are None."""
     for key in SETTINGS:
         section, name = key.split(".")
         if (values := getattr(config, section)) is not None:
@@ -661,61 +651,37 @@ def _check_value(key: str, value: Any) -> None:
 
 def _check_together(config: TrainConfig) -> None:
     """Raise for settings that contradict one another."""
-    kl, reference = config.kl, config.reference
-    if len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas):
-        raise ConfigError(
-            f"optimizer.betas is {config.optimizer.betas}: expected two numbers of at least 0 and below 1."
-        )
-    if kl.target is not None and kl.place == "none":
-        raise ConfigError(
-            "kl.target holds a KL that kl.place=none does not charge: choose loss or reward, or drop the target."
-        )
-    if kl.controller_args and kl.target is None:
-        raise ConfigError("kl.controller_args adapt the coefficient to a target: set kl.target, or leave them out.")
-    if reference.name == "none" and (kl.place in ("loss", "reward") or kl.target or kl.stop_above):
-        raise ConfigError(
-            "reference.name is none, so there is no KL to charge, to hold or to watch: set reference.name=start."
-        )
-    if reference.name == "base" and config.lora is None:
-        raise ConfigError(
-            "reference.name=base is the model without its adapters, and there are none: set lora, or take start."
-        )
+    kl, reference, loggers = config.kl, config.reference, config.logging.loggers
+    place, functions = reference.name, config.reward.functions
     moves = reference.decay is not None or reference.reset_every is not None
-    if moves and (reference.name in ("base", "none") or (reference.name == "start" and config.lora is not None)):
-        raise ConfigError(
-            "reference.decay and reference.reset_every move a reference of its own, and there is none: name its folder in "
-            "reference.name, or train without lora."
-        )
-    if reference.every != 1 and reference.decay is None:
-        raise ConfigError("reference.every is the time between averages: set reference.decay.")
-    if moves and reference.service is not None:
-        raise ConfigError(
-            "reference.decay and reference.reset_every would move the model of reference.service for all runs that share it: "
-            "leave them out, or the service."
-        )
-    if reference.service is not None and reference.name in ("base", "none"):
-        raise ConfigError(
-            f"reference.service holds a model of its own, and reference.name is {reference.name}: name its folder."
-        )
-    rows = config.data.num_prompts * config.data.group_size
-    if config.algorithm.minibatches > rows:
-        raise ConfigError(
-            f"algorithm.minibatches is {config.algorithm.minibatches}: expected at most {rows}, the answers of a step."
-        )
-    if config.optimizer.warmup_steps >= config.run.steps:
-        raise ConfigError(
-            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}: expected fewer than run.steps, {config.run.steps}."
-        )
+    apart = reference.service is not None
+    refuse(
+        config,
+        betas=len(config.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in config.optimizer.betas),
+        target_without_place=kl.target is not None and kl.place == "none",
+        controller_without_target=bool(kl.controller_args) and kl.target is None,
+        no_reference=place == "none" and bool(kl.place in ("loss", "reward") or kl.target or kl.stop_above),
+        base_without_lora=place == "base" and config.lora is None,
+        nothing_moves=moves and (place in ("base", "none") or (place == "start" and config.lora is not None)),
+        every_without_decay=reference.every != 1 and reference.decay is None,
+        service_moves=moves and apart,
+        service_without_model=apart and place in ("base", "none"),
+        minibatches=config.algorithm.minibatches > config.data.num_prompts * config.data.group_size,
+        warmup=config.optimizer.warmup_steps >= config.run.steps,
+        loggers_twice=len(set(loggers)) < len(loggers),
+        best_of_none=config.checkpoints.final == "best" and not config.evaluation.every,
+        reward=not isinstance(functions, (str, Mapping)) or not functions,
+    )
     known = ("csv", "tensorboard", "wandb", "mlflow")
-    for name in config.logging.loggers:
+    for name in loggers:
         if name not in known:
             raise ConfigError(no_such("logging.loggers has the unknown logger", name, known))
-        if config.logging.loggers.count(name) > 1:
-            raise ConfigError(f"logging.loggers has {name!r} more than once: name each once.")
-    if config.checkpoints.final == "best" and not config.evaluation.every:
-        raise ConfigError(
-            "checkpoints.final=best takes the best evaluation, and evaluation.every is 0: evaluate, or take last."
-        )
-    functions = config.reward.functions
-    if not isinstance(functions, (str, Mapping)) or not functions:
-        raise ConfigError(f"reward.functions is {functions!r}: expected module.py:function, or several by name.")
+
+
+def refuse(config: TrainConfig, **wrong: object) -> None:
+    """Raise for the first contradiction that is there, with its text in ``contradictions.csv``."""
+    found = next((name for name, there in wrong.items() if there), None)
+    if found is not None:
+        texts = {row["name"]: row["text"] for row in _rows("contradictions.csv")}
+        answers = config.data.num_prompts * config.data.group_size
+        raise ConfigError(texts[found].format(c=config, answers=answers))

@@ -24,7 +24,7 @@ from torchrl_llm_kl.training._build import (
     load_reward,
     reward_scripts,
 )
-from torchrl_llm_kl.training._config import ConfigError, TrainConfig
+from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import ModelError, chat_tokenizer, check_device, check_policy, load_model_config
 from torchrl_llm_kl.training._steps import seed_everything
 
@@ -74,11 +74,7 @@ def load_inputs(config: TrainConfig) -> RunInputs:
     if config.reference.service is not None:
         check_ray()
     prompts, held_out = load_prompts(config)
-    if held_out is None and config.checkpoints.final == "best":
-        raise ConfigError(
-            "checkpoints.final=best takes the best evaluation, and there are no held-out prompts: set data.held_out or "
-            "data.held_out_share, or take last."
-        )
+    refuse(config, best_of_no_prompts=held_out is None and config.checkpoints.final == "best")
     _check_models(config)
     tokenizer = chat_tokenizer(config.model.tokenizer or config.model.name)
     seed_everything(config.run.seed)  # a module of rewards may draw

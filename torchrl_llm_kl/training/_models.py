@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-#: Settings of a transformers model that drop activations or layers in training mode; that of a classifier's head has no effect.
+#: Settings of a transformers model that drop activations or layers in training mode; a classifier's head has no effect.
 _DROPS = re.compile(r"^(?!classifier|summary).*(dropout|_drop|pdrop|layerdrop|drop_rate)")
 
 
@@ -34,7 +34,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
         name: a folder that ``save_pretrained`` wrote, or a name on the hub.
 
     Keyword Args:
-        dtype: ``"auto"`` (that of the checkpoint), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        dtype: ``"auto"`` (as in the checkpoint), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         device: None for a GPU if there is one.
         attention: transformers' ``attn_implementation``; None for its default.
 
@@ -116,7 +116,7 @@ def load_model_config(name: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{name} is no causal language model: found a configuration of {config.model_type}.")
+        raise ModelError(f"{name} is not a causal language model: found a configuration of {config.model_type}.")
     return config
 
 
@@ -169,7 +169,7 @@ def _check_folder(name: str, *files: str, what: str) -> None:
 
 
 def _where(name: str) -> str:
-    return "" if Path(name).expanduser().is_dir() else ", which is no folder here, from the hub"
+    return "" if Path(name).expanduser().is_dir() else ", which is not a folder here, from the hub"
 
 
 # ------------------------------------------------------------------ the policy of a run

@@ -66,7 +66,7 @@ NOT_THERE = {
     "model.name={tmp}/empty": "model.name: the folder {tmp}/empty holds no model",
     "model.name={tmp}/light": "model.name: the folder {tmp}/light holds no weights",
     "model.name={tmp}/broken": "model.name: cannot load the model '{tmp}/broken'",
-    "model.name={tmp}/encoder": "model.name: {tmp}/encoder is no causal language model: found a configuration of t5",
+    "model.name={tmp}/encoder": "model.name: {tmp}/encoder is not a causal language model: found a configuration of t5",
     "model.tokenizer=./nowhere": "there is no folder ./nowhere: pass the path of a tokenizer",
     "model.attention=flash": "model.attention is flash: ",
     "model.device=gpu": "model.device='gpu' is no device of this process",
@@ -74,7 +74,7 @@ NOT_THERE = {
     "lora={{r: 2, targets: [nope]}}": "lora.targets is ['nope']: ",
     "algorithm.name=dpo": "learns from given answers",
     "algorithm.minibatches=9": "algorithm.minibatches is 9: expected at most 8, the answers of a step",
-    "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "there are no held-out prompts",
+    "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "the run has no held-out prompts",
     "data.system_prompt=no; model.name={tmp}/strict": "chat template refuses the first prompt (no system prompts)",
     "run.out={tmp}/config.yaml": "run.out is {tmp}/config.yaml, and {tmp}/config.yaml is a file: pass a folder",
 }

@@ -107,7 +107,7 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("evaluation.greedy=maybe", "evaluation.greedy is 'maybe': expected true or false."),
         ("logging.loggers=csv", "logging.loggers is 'csv': expected a list, each text."),
         ("algorithm.args=3", "algorithm.args is 3: expected names with values."),
-        ("optimizer.lr", "'optimizer.lr' is no change of a setting: write it as key=value"),
+        ("optimizer.lr", "'optimizer.lr' changes no setting: write it as key=value"),
         ("optimizer.lr=0", "optimizer.lr is 0: expected more than 0."),
         ("optimizer.lr=inf", "optimizer.lr is inf: expected a finite number."),
         ("sampler.top_p=1.5", "sampler.top_p is 1.5: expected at most 1."),
@@ -122,7 +122,7 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("kl.controller_args={integral: 0.1}", "set kl.target"),
         ("optimizer.betas[0]=0.8", "give the whole list"),
         ("run.seed=9223372036854775808", "run.seed is 9.22337e+18: expected at most"),
-        ("logging.loggers=[csv,csv]", "'csv' more than once"),
+        ("logging.loggers=[csv,csv]", "loggers is ['csv', 'csv']: name each once"),
         ("reward.functions=[]", "reward.functions is []: expected module.py:function"),
         ("reward=null", "reward.functions is None: expected module.py:function"),
         (f"run.steps={'9' * 400}", "run.steps is a whole number of 1329 bits: expected one of at most 64."),
@@ -157,7 +157,7 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         ("kl.place=none; kl.target=0.5", "choose loss or reward, or drop the target"),
         ("reference.name=none; kl.place=loss", "no KL to charge"),
         ("lora.r=4; reference.decay=0.9", "train without lora"),
-        ("reference.name=base; lora.r=4; reference.service=shared", "holds a model of its own"),
+        ("reference.name=base; lora.r=4; reference.service=shared", "holds a separate model"),
         ("reference.service=shared; reference.decay=0.9", "for all runs that share it"),
         ("checkpoints.final=best; evaluation.every=0", "evaluate, or take last"),
         (f"run.steps={'a' * 5000}", f"run.steps is '{'a' * 96}...: expected a whole number."),
@@ -198,26 +198,26 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
     with pytest.raises(ConfigError, match="is a folder"):
         read_config(tmp_path)
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match=r"pipe\.yaml is no regular file"):
+    with pytest.raises(ConfigError, match=r"pipe\.yaml is not a regular file"):
         read_config(tmp_path / "pipe.yaml")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a: [", r"is no YAML of sections .*: .*\(line 1, column 5\)\.$"),
+        (b"a: [", r"is not YAML with sections .*: .*\(line 1, column 5\)\.$"),
         (b"- a\n", "holds a list: expected sections"),
-        (b"3", "is no YAML of sections"),
+        (b"3", "is not YAML with sections"),
         (b"just text", "unknown key just text; there are model"),
-        (b"run: {steps: 3}\nrun: {steps: 4}", "is no YAML of sections .*duplicate key run"),
-        (b"run: {out: !!python/name:os.system }", "is no YAML of sections .*could not determine a constructor"),
+        (b"run: {steps: 3}\nrun: {steps: 4}", "is not YAML with sections .*duplicate key run"),
+        (b"run: {out: !!python/name:os.system }", "is not YAML with sections .*could not determine a constructor"),
         (b"run: {steps: " + b"9" * 400 + b"}", r"^run\.steps is a whole number of 1329 bits"),
-        (b"run: {steps: " + b"9" * 5000 + b"}", "is no YAML of sections .*Exceeds the limit"),
-        (b"run: {out: " + b"[" * 400 + b"]" * 400 + b"}", "is no YAML of sections .*nested too deeply"),
+        (b"run: {steps: " + b"9" * 5000 + b"}", "is not YAML with sections .*Exceeds the limit"),
+        (b"run: {out: " + b"[" * 400 + b"]" * 400 + b"}", "is not YAML with sections .*nested too deeply"),
         (b"algorithm: {args: " + b"{a: " * 30 + b"1" + b"}" * 31, r"^algorithm\.args\.a.* is nested too deeply"),
         (b"algorithm: {args: &a {x: *a}}", "has an alias"),
-        (b"\x80\x02}q\x00.", "is no YAML, nor text"),
-        (b"a\0b", "is no YAML of sections .*special characters"),
+        (b"\x80\x02}q\x00.", "is neither YAML nor text"),
+        (b"a\0b", "is not YAML with sections .*special characters"),
         (b" " * (1 << 20) + b" ", "has 1,048,577 bytes, more than a configuration can have"),
         (b"", r"model\.name is missing"),
     ],
