@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, console, print_json
+from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, console, print_json, takes
 
 app = typer.Typer(
     name=PROGRAM,
@@ -89,51 +90,66 @@ def version(
 # ------------------------------------------------------------------ scores
 
 
-@app.command()
-def score(
-    model: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub.")],
+@dataclass(frozen=True)
+class Scoring:
+    """What ``score`` was asked for; ``docs/cli.md`` explains each."""
+
+    model: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub.")]
     data: Annotated[
         Path,
         typer.Argument(help="JSONL or Parquet: conversations, prompts and completions, preferences, or token ids."),
-    ],
-    reference: Annotated[str | None, typer.Option(help="The model to compare with.")] = None,
+    ]
+    reference: Annotated[str | None, typer.Option(help="The model to compare with.")] = None
     estimator: Annotated[
         list[str] | None,
         typer.Option(
             help="KL estimators: k1, k2, k3, low_var_kl, abs, exact; several by commas or repeats. Default: k1, k3, and exact "
             "where both vocabularies have one size."
         ),
-    ] = None,
-    temperature: Temperature = 1.0,
+    ] = None
+    temperature: Temperature = 1.0
     out: Annotated[
         Path | None, typer.Option(help="Write a JSON line for each answer; an earlier file is replaced.")
-    ] = None,
+    ] = None
     store: Annotated[
         Path | None,
         typer.Option(help="Folder of remembered scores: what is there is not scored again. Default: beside --out."),
-    ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None,
+    ] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None
+    limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Skip longer sequences, in tokens. Default: what the models allow.")
-    ] = None,
+    ] = None
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens in one forward. Default: 1024 on a CPU, 16384 on a GPU.")
-    ] = None,
-    per_token: Annotated[
-        bool, typer.Option("--per-token", help="Write token ids and scores of each token too.")
-    ] = False,
-    tokenizer: Annotated[str | None, typer.Option(help="Another tokenizer than the model's.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: a GPU if there is one.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Score the answers in a file: log-prob, perplexity, and KL to a reference with standard errors."""
-    given = {name: value for name, value in locals().items() if name != "estimator"}
-    from torchrl_llm_kl.cli._score import Command, score as run_score
+    ] = None
+    per_token: Annotated[bool, typer.Option("--per-token", help="Write token ids and scores of each token too.")] = (
+        False
+    )
+    tokenizer: Annotated[str | None, typer.Option(help="Another tokenizer than the model's.")] = None
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: a GPU if there is one.")] = None
+    as_json: Json = False
 
-    names = tuple(dict.fromkeys(name.strip() for item in estimator or [] for name in item.split(",") if name.strip()))
-    run_score(Command(estimators=names, **given))
+    @property
+    def estimators(self) -> tuple[str, ...]:
+        """The names of the KL estimators, each once."""
+        names = (name.strip() for item in self.estimator or () for name in item.split(","))
+        return tuple(dict.fromkeys(name for name in names if name))
+
+    @property
+    def store_folder(self) -> Path | None:
+        """The folder of remembered scores: beside the output, unless it is given."""
+        return self.store or (self.out and self.out.with_name(f"{self.out.name}.store"))
+
+
+@app.command()
+@takes(Scoring)
+def score(**given: Any) -> None:
+    """Score the answers in a file: log-prob, perplexity, and KL to a reference with standard errors."""
+    from torchrl_llm_kl.cli._score import score as run_score
+
+    run_score(Scoring(**given))
 
 
 # ------------------------------------------------------------------ batches
@@ -155,13 +171,9 @@ def check(
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     td = load_batch(batch, trust=trust)
-    found = diagnose(
-        td,
-        policy=None if policy is None else load_model(policy),
-        reference=None if reference is None else load_model(reference),
-        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
-        temperature=temperature,
-    )
+    own, other = (None if name is None else load_model(name) for name in (policy, reference))
+    words = None if tokenizer is None else load_tokenizer(tokenizer)
+    found = diagnose(td, policy=own, reference=other, tokenizer=words, temperature=temperature)
     out = console()
     if as_json:
         print_json(found.to_dict())
@@ -169,7 +181,7 @@ def check(
         out.print(found)
     else:
         print(found)
-    if found.exit_code:  # notes alone are no fault
+    if found.exit_code:  # notes are not faults
         raise typer.Exit(FOUND)
 
 
@@ -195,9 +207,8 @@ def inspect(
         raise CommandError(f"there is no folder {html.parent} for {html.name}: create it first.")
     td = load_batch(batch, trust=trust)
     beside = None if other is None else load_batch(other, trust=trust)
-    models = {
-        name: load_model(path) for name, path in (("policy", policy), ("reference", reference)) if path is not None
-    }
+    given = {"policy": policy, "reference": reference}
+    models = {name: load_model(path) for name, path in given.items() if path is not None}
     found = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, temperature=temperature, **models)
     if html is not None:
         print(f"wrote {html}")
@@ -221,7 +232,7 @@ def train(
         bool, typer.Option("--dry-run", help="Check the settings and what they name, and print them all.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Begin anew; by default a run whose folder holds a checkpoint goes on.")
+        bool, typer.Option("--fresh", help="Begin anew; by default a run whose folder holds a checkpoint continues.")
     ] = False,
 ) -> None:
     """Train a model on prompts with a reward, near a reference; exits with 1 if the KL blew up."""

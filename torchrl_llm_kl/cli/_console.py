@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, TypeVar
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
+
+F = TypeVar("F", bound=Callable[..., None])
 
 PROGRAM = "torchrl-llm-kl"
 
@@ -32,7 +36,7 @@ class CommandError(Exception):
 
 def say(text: str) -> None:
     """Write one line to stderr."""
-    with suppress(BrokenPipeError):  # work goes on without a reader of its progress
+    with suppress(BrokenPipeError):  # the work continues without a reader of its progress
         print(f"{PROGRAM}: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
@@ -92,6 +96,18 @@ class Group(TyperGroup):
         raise typer.Exit(code)
 
 
+def takes(options: type) -> Callable[[F], F]:
+    """The arguments and options of a command of keyword arguments: the annotated fields of a dataclass."""
+
+    def mark(command: F) -> F:
+        signature = inspect.signature(options, eval_str=True)
+        annotations = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+        vars(command).update(__signature__=signature, __annotations__=annotations)
+        return command
+
+    return mark
+
+
 def _report(error: Exception) -> int:
     """Say what went wrong; returns the exit code."""
     text = str(error.args[0]) if type(error) is KeyError and error.args else str(error)
@@ -130,20 +146,18 @@ def shows_colour() -> bool:
     return out.color_system is not None and not out.no_color
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Write one JSON document; numbers that are not finite as null."""
     unicode = str(getattr(sys.stdout, "encoding", "")).lower().startswith("utf")
     print(json.dumps(_finite(value), indent=2, ensure_ascii=not unicode, default=str))
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int | None = None) -> None:

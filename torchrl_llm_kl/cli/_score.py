@@ -13,9 +13,8 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from torch import Tensor
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl.cli._commands import Scoring
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, say
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
@@ -51,34 +51,7 @@ _ROWS_PER_BATCH = 1024
 HTML_ANSWERS = 200
 
 
-@dataclass(frozen=True)
-class Command:
-    """What ``score`` was asked for; ``docs/cli.md`` explains each."""
-
-    model: str
-    data: Path
-    reference: str | None = None
-    tokenizer: str | None = None
-    estimators: tuple[str, ...] = ()
-    temperature: float = 1.0
-    out: Path | None = None
-    store: Path | None = None
-    html: Path | None = None
-    limit: int | None = None
-    max_length: int | None = None
-    batch_tokens: int | None = None
-    per_token: bool = False
-    dtype: str = "auto"
-    device: str | None = None
-    as_json: bool = False
-
-    @property
-    def store_folder(self) -> Path | None:
-        """The folder of remembered scores: beside the output, unless it is given."""
-        return self.store or (self.out and self.out.with_name(f"{self.out.name}.store"))
-
-
-def score(options: Command) -> None:
+def score(options: Scoring) -> None:
     """Score a file, and print a summary.
 
     Raises:
@@ -124,22 +97,22 @@ def _output(path: Path | None) -> Iterator[Callable[[Iterable[Mapping[str, Any]]
         yield lambda records: file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def _check(options: Command) -> None:
+def _check(options: Scoring) -> None:
     """Raise for options that contradict one another, before anything is loaded."""
     for name in options.estimators:
         if name not in ESTIMATORS:
             if name not in ("corrected_k3", "none") and not name.endswith("+"):
                 get_estimator(cast(EstimatorName, name))  # the error that suggests the nearest name
-            raise CommandError(
-                f"--estimator {name} cannot be computed from log-probs alone.{did_you_mean(name, ESTIMATORS)} Choose among "
-                f"{', '.join(ESTIMATORS)}."
-            )
+            known = f"{did_you_mean(name, ESTIMATORS)} Choose among {', '.join(ESTIMATORS)}."
+            raise CommandError(f"--estimator {name} cannot be computed from log-probs alone.{known}")
     if options.estimators and options.reference is None:
         raise CommandError(
             f"--estimator {','.join(options.estimators)} compares with a reference: add --reference MODEL, or leave it out."
         )
     if not (math.isfinite(options.temperature) and options.temperature > 0):
-        raise CommandError(f"--temperature {options.temperature:g} is not greater than 0: pass that of the sampler.")
+        raise CommandError(
+            f"--temperature {options.temperature:g} is not greater than 0: pass the sampler's temperature."
+        )
     if options.out is not None and options.out.is_dir():
         raise CommandError(f"--out {options.out} is a folder: pass a file, such as {options.out / 'scores.jsonl'}.")
     for path in (options.out, options.html):
@@ -150,21 +123,18 @@ def _check(options: Command) -> None:
         raise CommandError(f"the folder of scores, {store}, is a file: pass another --store.")
     given = {"DATA": options.data, "--out": options.out, "--html": options.html, "the folder of scores": store}
     files = [(name, path.resolve()) for name, path in given.items() if path is not None]
-    for i, (name, path) in enumerate(files):
-        for other, same in files[:i]:
-            if path == same:
-                raise CommandError(
-                    f"{other} and {name} are one file, {path}: it would be overwritten. Pass another path."
-                )
+    for (name, path), (other, same) in combinations(files, 2):
+        if path == same:
+            raise CommandError(f"{name} and {other} are one file, {path}: it would be overwritten. Pass another path.")
     earlier = store is not None and store.exists()
     if options.out is not None and options.out.exists() and options.out.stat().st_size and not earlier:
         raise CommandError(
-            f"--out {options.out} exists, and there are no scores of an earlier run in {store}: it would be replaced. Pass "
+            f"--out {options.out} exists, and {store} holds no scores of an earlier run: it would be replaced. Pass "
             "another --out, or remove the file."
         )
-    check_model(options.model)
-    if options.reference is not None:
-        check_model(options.reference)
+    for model in (options.model, options.reference):
+        if model is not None:
+            check_model(model)
 
 
 # ------------------------------------------------------------------ the models and their batches
@@ -173,7 +143,7 @@ def _check(options: Command) -> None:
 class Run:
     """The loaded models, and what they make of rows."""
 
-    def __init__(self, options: Command, source: FileRows) -> None:
+    def __init__(self, options: Scoring, source: FileRows) -> None:
         self.options, self.source = options, source
         text = source.layout != "tokens"
         wants_tokenizer = text or options.html is not None or options.tokenizer is not None
@@ -326,39 +296,30 @@ def _skip_record(skip: Skip) -> dict[str, Any]:
 # ------------------------------------------------------------------ the summary
 
 
-@dataclass
-class Totals:
-    """The sums of each answer, in the order of the file."""
+def means(counts: Sequence[float], sums: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """Means per token and per answer with standard errors, by name.
 
-    counts: array[float] = field(default_factory=lambda: array("d"))
-    sums: dict[str, array[float]] = field(default_factory=dict)
+    Answers are taken as independent, the tokens of an answer as dependent: the error per token is the error of a ratio of two
+    sums over answers (Cochran 1977, eq. 6.13). NaN for a single answer.
 
-    def add(self, count: int, values: Mapping[str, float]) -> None:
-        """Add one answer."""
-        self.counts.append(count)
-        for name, value in values.items():
-            self.sums.setdefault(name, array("d")).append(value)
-
-    def means(self) -> dict[str, dict[str, float]]:
-        """Means per token and per answer with standard errors, by name.
-
-        Answers are taken as independent, the tokens of an answer as dependent: the error per token is that of a ratio of two
-        sums over answers (Cochran 1977, eq. 6.13). NaN for a single answer.
-        """
-        counts = torch.tensor(self.counts, dtype=torch.float64)
-        number, tokens = len(counts), counts.sum()
-        out = {}
-        for name, held in self.sums.items():
-            sums = torch.tensor(held, dtype=torch.float64)
-            per_token, per_answer = sums.sum() / tokens, sums.mean()
-            spread = (sums - per_token * counts).square().sum()
-            out[name] = {
-                "per_token": float(per_token),
-                "per_token_error": float((spread * number / (number - 1)).sqrt() / tokens) if number > 1 else math.nan,
-                "per_answer": float(per_answer),
-                "per_answer_error": float(sums.std() / number**0.5) if number > 1 else math.nan,
-            }
-        return out
+    Args:
+        counts: tokens of each answer.
+        sums: over the tokens of each answer, by name.
+    """
+    lengths = torch.tensor(counts, dtype=torch.float64)
+    number, tokens = len(lengths), lengths.sum()
+    out = {}
+    for name, held in sums.items():
+        values = torch.tensor(held, dtype=torch.float64)
+        per_token, per_answer = values.sum() / tokens, values.mean()
+        spread = (values - per_token * lengths).square().sum()
+        out[name] = {
+            "per_token": float(per_token),
+            "per_token_error": float((spread * number / (number - 1)).sqrt() / tokens) if number > 1 else math.nan,
+            "per_answer": float(per_answer),
+            "per_answer_error": float(values.std() / number**0.5) if number > 1 else math.nan,
+        }
+    return out
 
 
 class Summary:
@@ -367,7 +328,8 @@ class Summary:
     def __init__(self) -> None:
         self.scored = self.scored_tokens = self.tokens = 0
         self.skipped = Skipped()
-        self.totals: dict[str, Totals] = {}
+        #: All answers, and the chosen and the rejected ones -> name -> a number for each answer.
+        self.answers: dict[str, dict[str, array[float]]] = {}
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Count one record."""
@@ -378,36 +340,36 @@ class Summary:
         self.scored += 1
         self.scored_tokens += record["num_scored"]
         self.tokens += record["num_tokens"]
-        values = {name: record[name] for name in ("log_prob", "ref_log_prob") if name in record}
+        values = {name: record[name] for name in ("num_scored", "log_prob", "ref_log_prob") if name in record}
         values |= {f"KL {name}": value for name, value in record.get("kl", {}).items()}
         for part in {"all", record.get("answer") or "all"}:
-            self.totals.setdefault(part, Totals()).add(record["num_scored"], values)
+            for name, value in values.items():
+                self.answers.setdefault(part, {}).setdefault(name, array("d")).append(value)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
-        answers = {part: self._measures(part) for part in sorted(self.totals)}
         return {
             "scored": self.scored,
             "skipped": self.skipped.to_dict(),
             "tokens": self.tokens,
             "scored_tokens": self.scored_tokens,
-            "answers": answers,
+            "answers": {part: self._measures(**self.answers[part]) for part in sorted(self.answers)},
         }
 
-    def _measures(self, part: str) -> dict[str, Any]:
-        means = self.totals[part].means()
-        found: dict[str, Any] = {"count": len(self.totals[part].counts), **means}
+    @staticmethod
+    def _measures(num_scored: Sequence[float], **sums: Sequence[float]) -> dict[str, Any]:
+        found: dict[str, Any] = {"count": len(num_scored), **means(num_scored, sums)}
         for name, key in (("perplexity", "log_prob"), ("ref_perplexity", "ref_log_prob")):
-            if key in means:
-                value = math.exp(min(-means[key]["per_token"], 700.0))  # NaN stays one
-                found[name] = {"value": value, "error": value * means[key]["per_token_error"]}
+            if key in found:
+                value = math.exp(min(-found[key]["per_token"], 700.0))  # NaN stays one
+                found[name] = {"value": value, "error": value * found[key]["per_token_error"]}
         return found
 
 
 _LABELS = {"log_prob": "log-prob", "ref_log_prob": "log-prob, reference"}
 
 
-def _print_summary(summary: Summary, options: Command, run: Run) -> None:
+def _print_summary(summary: Summary, options: Scoring, run: Run) -> None:
     if options.as_json:
         about = {"model": options.model, "reference": options.reference, "data": str(options.data)}
         print_json({**about, "temperature": options.temperature, **summary.to_dict()})

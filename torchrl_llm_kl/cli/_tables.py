@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchrl_llm_kl.cli._console import CommandError, cells_of, print_json, print_table
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl._registry import Spec
+    from torchrl_llm_kl.algorithms import Algorithm
 
 # ------------------------------------------------------------------ algorithms
 
@@ -19,7 +24,7 @@ def show_algorithms(as_json: bool) -> None:
         print_json([_preset(preset) for preset in ALGORITHMS.values()])
         return
     header, rows = cells_of(algorithm_table())
-    shown = [i for i, name in enumerate(header) if name != "sum over tokens"]  # that of the objective, mostly
+    shown = [i for i, name in enumerate(header) if name != "sum over tokens"]  # mostly the objective's
     table = [[*(row[i] for i in shown), _models(ALGORITHMS[row[0]])] for row in rows]
     print_table([*(header[i] for i in shown), "models"], table)
 
@@ -32,96 +37,66 @@ def show_algorithm(name: str, as_json: bool) -> None:
         preset = ALGORITHMS[name]
     except UnknownAlgorithmError as error:
         raise CommandError(str(error)) from None
-    found = _preset(preset)
     if as_json:
-        print_json(found)
+        print_json(_preset(preset))
         return
     print(f"{preset.name}\n")
-    print_table(["needs", ""], [[need, text] for need, text in found["needs"].items()])
+    print_table(["needs", ""], list(_needs(preset).items()))
     print()
-    rows = [[key, str(row["value"]), row["source"]] for key, row in found["settings"].items()]
+    rows = [[key, *map(str, row.values())] for key, row in _settings(preset).items()]
     print_table(["setting", "value", "source"], rows)
 
 
-def _models(preset: Any) -> str:
+def _models(preset: Algorithm) -> str:
     """The models besides the policy."""
     teacher = "teacher" if preset.schema == "distill" else "reference"
     found = [teacher] if preset.needs_reference else []
     return ", ".join([*found, "critic"] if preset.use_critic else found) or "none"
 
 
-def _preset(preset: Any) -> dict[str, Any]:
+def _preset(preset: Algorithm) -> dict[str, object]:
     return {"name": preset.name, "needs": _needs(preset), "settings": _settings(preset)}
 
 
-def _needs(preset: Any) -> dict[str, str]:
+def _needs(preset: Algorithm) -> dict[str, str]:
     from torchrl_llm_kl.algorithms import SCHEMAS
 
+    schema = SCHEMAS[preset.schema]
     group = preset.repeat_times > 1 and preset.schema not in ("dpo", "sft", "unpaired")
-    required = [
-        entry.key if isinstance(entry.key, str) else ", ".join(entry.key)
-        for entry in SCHEMAS[preset.schema].entries
-        if entry.required
-    ]
-    pairs = ", in pairs of chosen and rejected" if SCHEMAS[preset.schema].paired else ""
+    keys = [entry.key for entry in schema.entries if entry.required]
+    required = "; ".join(key if isinstance(key, str) else ", ".join(key) for key in keys)
     return {
         "models besides the policy": _models(preset),
         "answers of": "the policy" if preset.on_policy else "the data",
-        "answers per prompt": f"{preset.repeat_times}" + (", compared as a group" if group else ""),
-        "data": f"schema {preset.schema}: {'; '.join(required)}{pairs}",
-        "advantages computed by": "the trainer"
-        if preset.compute_advantage_in_trainer
-        else "the trainer or the collector",
+        "answers per prompt": f"{preset.repeat_times}{', compared as a group' * group}",
+        "data": f"schema {preset.schema}: {required}{', in pairs of chosen and rejected' * schema.paired}",
+        "advantages computed by": f"the trainer{' or the collector' * (not preset.compute_advantage_in_trainer)}",
     }
 
 
-def _settings(preset: Any) -> dict[str, dict[str, Any]]:
+def _settings(preset: Algorithm) -> dict[str, dict[str, object]]:
     """Setting -> value and source, hyper-parameters of objective and advantage included."""
     from torchrl_llm_kl.advantages import advantage_spec, get_advantage
     from torchrl_llm_kl.losses import get_objective, spec_of
 
     objective = spec_of(get_objective(preset.objective))
     assert objective is not None
-    parts: list[tuple[str, dict[str, Any], str]] = []
-    own = {**objective.defaults, **preset.objective_args}
-    parts += [("objective", own, objective.source)]
+    parts: dict[str, tuple[Spec, Mapping[str, object]]] = {"objective": (objective, preset.objective_args)}
     if preset.advantage is not None:
-        advantage = get_advantage(preset.advantage)
-        spec = advantage_spec(advantage)
-        parts += [("advantage", {**_defaults(advantage, spec.hyper), **preset.advantage_args}, spec.source)]
-    of_part = {part: source for part, _, source in parts}
-    out: dict[str, dict[str, Any]] = {}
-    for field in fields(preset):
-        name = field.name
+        parts["advantage"] = (advantage_spec(get_advantage(preset.advantage)), preset.advantage_args)
+    found: dict[str, tuple[object, str]] = {}
+    for name in (field.name for field in fields(preset)):
         if name in ("name", "sources", "objective_args", "advantage_args"):
             continue
-        value = getattr(preset, name)
+        value, usual = getattr(preset, name), "follows from the others" if name in preset.derived else "default"
         if name == "aggregation" and value is None:
-            value, source = objective.aggregation, preset.sources.get(name, f"that of {preset.objective}")
-        else:
-            source = preset.sources.get(name) or of_part.get(name) or ""
-            source = source or ("follows from the others" if name in preset.derived else "default")
-        out[name] = {"value": value, "source": source}
-        for part, hyper, _ in parts:
-            if part == name:
-                given = preset.objective_args if part == "objective" else preset.advantage_args
-                for key, setting in hyper.items():
-                    where = preset.sources.get(part, "preset") if key in given else f"default of {value}"
-                    out[f"{part}.{key}"] = {"value": setting, "source": where}
-    for row in out.values():
-        row["source"] = row["source"].replace("``", "")
-    return out
-
-
-def _defaults(function: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    import inspect
-
-    parameters = inspect.signature(function).parameters
-    return {
-        name: parameters[name].default
-        for name in names
-        if name in parameters and parameters[name].default is not inspect.Parameter.empty
-    }
+            value, usual = objective.aggregation, f"default of {preset.objective}"
+        spec, given = parts.get(name, (None, {}))
+        found[name] = (value, preset.sources.get(name) or (spec and spec.source) or usual)
+        for key, setting in {**(spec.defaults if spec else {}), **given}.items():
+            source = preset.sources.get(name, "preset") if key in given else f"default of {value}"
+            found[f"{name}.{key}"] = (setting, source)
+    return {key: {"value": value, "source": source.replace("``", "")} for key, (value, source) in found.items()}
 
 
 # ------------------------------------------------------------------ estimators
@@ -133,13 +108,8 @@ def show_estimators(as_json: bool) -> None:
 
     if as_json:
         gradients = ("loss_gradient", "reward_gradient", "loss_gradient_off_policy")
-        known = [asdict(contract) for contract in contracts()]
-        print_json(
-            [
-                {key: QUANTITIES[value] if key in gradients else _plain(value) for key, value in row.items()}
-                for row in known
-            ]
-        )
+        known = [asdict(contract).items() for contract in contracts()]
+        print_json([{key: QUANTITIES[v] if key in gradients else _plain(v) for key, v in row} for row in known])
         return
     header, rows = cells_of(estimator_table())
     off_policy = [i for i, name in enumerate(header) if i == 0 or name.startswith("off-policy")]
@@ -149,18 +119,16 @@ def show_estimators(as_json: bool) -> None:
         ("\nTokens that another policy, old, sampled:", off_policy),
     ):
         print(f"{title}\n")
-        print_table(
-            [header[i].removeprefix("off-policy: ") for i in columns], [[row[i] for i in columns] for row in rows]
-        )
+        names = [header[i].removeprefix("off-policy: ") for i in columns]
+        print_table(names, [[row[i] for i in columns] for row in rows])
     print("\nThis holds")
-    for row in rows:
-        if row[-1] != "always":
-            print(
-                f"  for {row[0]} {row[-1].removeprefix('value: ')}".replace(" unbiased: ", ", unbiased with direction ")
-            )
+    for name, *_, holds in rows:
+        if holds != "always":
+            when = holds.removeprefix("value: ").replace(" unbiased: ", ", unbiased with direction ")
+            print(f"  for {name} {when}")
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.replace("*", "").replace("`", "") if isinstance(value, str) else value
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ from torchrl_llm_kl.tasks import Prompts
 from torchrl_llm_kl.training._config import SETTINGS, ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import load_model
 from torchrl_llm_kl.transforms import RetrieveKL
+
+if TYPE_CHECKING:
+    from torchrl.record.loggers import Logger
+    from torchrl.record.loggers.mlflow import MLFlowLogger
 
 # ------------------------------------------------------------------ the reference, the KL and the algorithm
 
@@ -75,8 +79,7 @@ def load_reference(config: TrainConfig, policy: Any) -> Any:
     check_ray()
     from torchrl_llm_kl.service import ScoringService
 
-    gpus = float(torch.cuda.is_available())
-    return ScoringService(factory=load, name=settings.service, num_gpus=gpus).model
+    return ScoringService(factory=load, name=settings.service, num_gpus=float(torch.cuda.is_available())).model
 
 
 def check_ray() -> None:
@@ -118,10 +121,13 @@ def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training
     """
     check_algorithm(config)
     preset = get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
-    distils, coefficient = preset.schema == "distill", _coefficient(config)
-    teacher = load_model(str(config.algorithm.teacher), dtype="auto", device=config.model.device) if distils else None
-    critic = _critic(config) if preset.use_critic else None
-    parts = _bind(config, policy, teacher if distils else reference, critic, coefficient)
+    model, coefficient, critic = config.model, _coefficient(config), None
+    if distils := preset.schema == "distill":
+        reference = load_model(str(config.algorithm.teacher), dtype="auto", device=model.device)
+    if preset.use_critic:  # with a second body, of the weights before training
+        body = load_model(model.name, dtype=model.dtype, device=model.device)
+        critic = TokenCritic(body.requires_grad_(True))
+    parts = _bind(config, policy, reference, critic, coefficient)
     kl = parts.kl_transform
     if not isinstance(kl, RetrieveKL):
         kl = None if reference is None or distils else measured_kl(config, policy, reference)
@@ -144,18 +150,17 @@ def check_parts(config: TrainConfig, policy: nn.Module, reference: nn.Module) ->
     try:
         _bind(config, policy, reference, critic, _coefficient(config))
     except (TypeError, ValueError, KeyError) as error:
-        place = (
-            f"algorithm.args is {config.algorithm.args}"
-            if config.algorithm.args
-            else f"algorithm.name is {preset.name}"
-        )
+        given = config.algorithm.args
+        place = f"algorithm.args is {given}" if given else f"algorithm.name is {preset.name}"
         raise ConfigError(f"{place}: {first_sentence(error)}") from error
 
 
-def _bind(config: TrainConfig, policy: Any, reference: Any, critic: Any, coefficient: Any) -> AlgorithmParts:
+def _bind(
+    config: TrainConfig, policy: Any, reference: Any, critic: TokenCritic | None, coefficient: nn.Module | None
+) -> AlgorithmParts:
     """The algorithm of a configuration with its models; ``reference`` may be a teacher."""
     preset, charged = get_algorithm(config.algorithm.name), _charged(config)  # type: ignore[arg-type]
-    settings: dict[str, Any] = {f"kl_{place}": estimator for place, estimator in _estimators(config).items()}
+    settings = {f"kl_{place}": estimator for place, estimator in _estimators(config).items()}
     settings |= {f"kl_{place}_coeff": coefficient for place in charged} | config.algorithm.args
     return make_algorithm(
         config.algorithm.name,  # type: ignore[arg-type]
@@ -229,15 +234,15 @@ def check_algorithm(config: TrainConfig) -> None:
 
 
 def _estimators(config: TrainConfig) -> dict[str, Any]:
-    """The estimator of each place, ``"none"`` where there is no KL."""
+    """The estimator of each place, ``"none"`` without a KL there."""
     kl, preset = config.kl, get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
-    found: dict[str, Any] = {"loss": preset.kl_loss, "reward": preset.kl_reward}
-    if kl.place != "preset":
-        standard = {"loss": "k2", "reward": "k1"}
-        found = {place: standard[place] if place == kl.place else "none" for place in found}
-    if kl.estimator is not None:
-        found = {place: estimator if estimator == "none" else kl.estimator for place, estimator in found.items()}
-    return found
+    if kl.place == "preset":
+        found = {"loss": preset.kl_loss, "reward": preset.kl_reward}
+    else:
+        found = {place: usual if place == kl.place else "none" for place, usual in (("loss", "k2"), ("reward", "k1"))}
+    return {
+        place: estimator if estimator == "none" else kl.estimator or estimator for place, estimator in found.items()
+    }
 
 
 def _charged(config: TrainConfig) -> list[str]:
@@ -270,12 +275,6 @@ def _coefficient(config: TrainConfig) -> nn.Module | None:
         raise ConfigError(f"kl.controller_args is {kl.controller_args}: {text}.") from error
 
 
-def _critic(config: TrainConfig) -> TokenCritic:
-    """A critic on a body of its own, of the weights before training."""
-    body = load_model(config.model.name, dtype=config.model.dtype, device=config.model.device)
-    return TokenCritic(body.requires_grad_(True))
-
-
 # ------------------------------------------------------------------ rewards and prompts
 
 
@@ -287,7 +286,7 @@ def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Ca
         files: files that were run already; the function's is added. Without, the file is run anew.
 
     Raises:
-        ConfigError: if there is no such file, module or function, or the file fails.
+        ConfigError: if the file, the module or the function does not exist, or the file fails.
 
     Example:
         >>> load_function("math:sqrt")(9.0)
@@ -345,7 +344,7 @@ def load_reward(config: TrainConfig) -> Any:
     """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it.
 
     Raises:
-        ConfigError: if a part is no function.
+        ConfigError: if a part is not a function.
 
     Example:
         >>> reward = load_reward(config)  # doctest: +SKIP
@@ -353,23 +352,18 @@ def load_reward(config: TrainConfig) -> Any:
     functions = config.reward.functions
     if isinstance(functions, str):
         return load_function(functions)
-    parts: dict[str, Any] = {}
+    parts: dict[str, tuple[float, Callable[..., Any]]] = {}
     files: dict[Path, ModuleType] = {}  # each is run once: it may load a model
     for name, part in functions.items():
-        if isinstance(part, str):
-            part = {"function": part}
-        if (
-            not isinstance(part, Mapping)
-            or set(part) - {"function", "weight"}
-            or not isinstance(part.get("function"), str)
-        ):
-            raise ConfigError(
-                f"reward.functions.{name} is {part!r}: expected module.py:function, or {{function: ..., weight: ...}}."
-            )
-        weight = part.get("weight", 1.0)
+        key, given = f"reward.functions.{name}", {"function": part} if isinstance(part, str) else part
+        match given:
+            case {"function": str(place), **others} if not others.keys() - {"weight"}:
+                weight = others.get("weight", 1.0)
+            case _:
+                raise ConfigError(f"{key} is {part!r}: expected module.py:function, or {{function: ..., weight: ...}}.")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise ConfigError(f"reward.functions.{name}.weight is {weight!r}: expected a finite number.")
-        parts[str(name)] = (float(weight), load_function(part["function"], files))
+            raise ConfigError(f"{key}.weight is {weight!r}: expected a finite number.")
+        parts[str(name)] = (float(weight), load_function(place, files))
     return parts
 
 
@@ -382,10 +376,8 @@ def load_prompts(config: TrainConfig) -> tuple[Prompts, Prompts | None]:
         >>> prompts, held_out = load_prompts(config)  # doctest: +SKIP
     """
     data = config.data
-    prompts, held_out = Prompts(data.prompts), None
-    if data.held_out is not None:
-        held_out = Prompts(data.held_out)
-    elif data.held_out_share and len(prompts) > 1:
+    prompts, held_out = Prompts(data.prompts), None if data.held_out is None else Prompts(data.held_out)
+    if held_out is None and data.held_out_share and len(prompts) > 1:
         count = min(len(prompts) - 1, max(1, round(data.held_out_share * len(prompts))))
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(0)).tolist()
         prompts, held_out = _some(prompts, sorted(order[count:])), _some(prompts, sorted(order[:count]))
@@ -424,7 +416,7 @@ def _some(prompts: Prompts, numbers: list[int]) -> Prompts:
 # ------------------------------------------------------------------ loggers
 
 
-def make_loggers(config: TrainConfig, folder: Path) -> list[Any]:
+def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
     """The loggers of torchrl; what an earlier process wrote to files in ``folder`` is removed, to be written again.
 
     Raises:
@@ -433,16 +425,27 @@ def make_loggers(config: TrainConfig, folder: Path) -> list[Any]:
     Example:
         >>> loggers = make_loggers(config, Path("runs/train/logs"))  # doctest: +SKIP
     """
+    from torchrl.record.loggers import get_logger
+
     check_loggers(config)
     logging = config.logging
     name = logging.name or Path(config.run.out).resolve().name
-    loggers: list[Any] = []
+    loggers = []
     for kind in logging.loggers:
         own = folder / kind
         if kind in ("csv", "tensorboard"):
             shutil.rmtree(own, ignore_errors=True)
         own.mkdir(parents=True, exist_ok=True)
-        loggers.append(_logger(kind, name, own, config))
+        settings = {}
+        if kind == "wandb":
+            run_id = own / "id"
+            if not run_id.exists():
+                run_id.write_text(uuid.uuid4().hex[:12])
+            settings = {"id": run_id.read_text(), "project": logging.project, "config": config.to_dict()}
+        if kind == "mlflow":
+            loggers.append(_mlflow_logger(name, own, logging.project))
+        else:
+            loggers.append(get_logger(kind, str(own), name, wandb_kwargs=settings))
     return loggers
 
 
@@ -453,22 +456,8 @@ def check_loggers(config: TrainConfig) -> None:
             raise ConfigError(f"logging.loggers has {kind!r}, which is not installed: pip install {kind}.")
 
 
-def _logger(kind: str, name: str, folder: Path, config: TrainConfig) -> Any:
-    from torchrl.record.loggers import get_logger
-
-    if kind == "mlflow":
-        return _mlflow_logger(name, folder, config)
-    more: dict[str, Any] = {}
-    if kind == "wandb":
-        own = folder / "id"
-        if not own.exists():
-            own.write_text(uuid.uuid4().hex[:12])
-        more = {"id": own.read_text(), "project": config.logging.project, "config": config.to_dict()}
-    return get_logger(kind, str(folder), name, wandb_kwargs=more)
-
-
-def _mlflow_logger(name: str, folder: Path, config: TrainConfig) -> Any:
-    """The project is the experiment, and a process that goes on with a run continues its run there."""
+def _mlflow_logger(name: str, folder: Path, project: str) -> MLFlowLogger:
+    """The project is the experiment, and a process that resumes a run continues it there too."""
     import mlflow
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
@@ -480,7 +469,7 @@ def _mlflow_logger(name: str, folder: Path, config: TrainConfig) -> Any:
     try:
         # In a database: MLflow 3.10 and later refuse folders of files.
         logger = MLFlowLogger(
-            config.logging.project,
+            project,
             tracking_uri=f"sqlite:///{folder.resolve() / 'mlflow.db'}",
             artifact_location=(folder / "artifacts").resolve().as_uri(),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import re
 import shutil
@@ -11,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from torchrl_llm_kl._files import replacing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from torchrl_llm_kl.training._config import TrainConfig
 
 Figures = dict[str, float]
@@ -133,7 +136,7 @@ def progress(
         bar.update(task, advance=n, status=status)
         if bar.disable and shown and now - printed >= _SECONDS_BETWEEN_LINES:
             printed = now
-            with suppress(BrokenPipeError):  # work goes on without a reader of its progress
+            with suppress(BrokenPipeError):  # the work continues without a reader of its progress
                 print(f"{name}: {done:,} of {total:,}, {now - start:.0f} s  {status}", flush=True, file=stream)
 
     with bar:
@@ -197,26 +200,18 @@ def plot_curves(
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    names = [name for name in ("kl", "coefficient") if all(name in row for row in rows)]
-    heights = [3, *(3 if name == "kl" else 2 for name in names)]
-    figure, grid = plt.subplots(
-        len(heights),
-        1,
-        figsize=(8, 8.5 * sum(heights) / 8),
-        sharex=True,
-        layout="constrained",
-        height_ratios=heights,
-        squeeze=False,
-    )
-    axes = dict(zip(("reward", *names), grid[:, 0], strict=True))
+    names = ["reward", *(name for name in ("kl", "coefficient") if all(name in row for row in rows))]
+    heights = [2 if name == "coefficient" else 3 for name in names]
+    size, mosaic = (8, 8.5 * sum(heights) / 8), [[name] for name in names]
+    figure, axes = plt.subplot_mosaic(mosaic, figsize=size, sharex=True, layout="constrained", height_ratios=heights)
     steps = [row["step"] for row in rows]
 
-    def draw(axis: Any, key: str, label: str, color: str) -> None:
+    def draw(axis: Axes, key: str, label: str, color: str) -> None:
         values = [row[key] for row in rows]
         axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         axis.plot(steps, smooth(values, window), color=color, linewidth=2, label=label)
 
-    reward = axes["reward"]
+    reward, kl, coefficient = (axes.get(name) for name in ("reward", "kl", "coefficient"))
     draw(reward, "reward", reward_label, "tab:blue")
     if all("penalised_reward" in row for row in rows):
         draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
@@ -229,19 +224,16 @@ def plot_curves(
     if reward_range is not None:
         reward.set_ylim(*reward_range)
     reward.legend(loc="best")
-    if "kl" in axes:
-        draw(axes["kl"], "kl", "KL(policy ‖ reference)", "tab:red")
+    if kl is not None:
+        draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")
         if kl_target is not None:
-            label = f"target: {kl_target:g} nats"
-            axes["kl"].axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=label)
-        axes["kl"].set(ylabel="KL (nats per answer)")
-        axes["kl"].set_ylim(bottom=min(0.0, *(row["kl"] for row in rows)))
-        axes["kl"].legend(loc="lower right")
-    if "coefficient" in axes:
-        axes["coefficient"].plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2)
-        axes["coefficient"].set(ylabel="KL coefficient\n(reward per nat)")
-        axes["coefficient"].set_ylim(bottom=0)
-    grid[-1, 0].set(xlabel=f"RL step (thick lines: mean of {window} steps)")
+            kl.axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=f"target: {kl_target:g} nats")
+        kl.set(ylabel="KL (nats per answer)", ylim=(min(0.0, *(row["kl"] for row in rows)), None))
+        kl.legend(loc="lower right")
+    if coefficient is not None:
+        coefficient.plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2)
+        coefficient.set(ylabel="KL coefficient\n(reward per nat)", ylim=(0, None))
+    axes[names[-1]].set(xlabel=f"RL step (thick lines: mean of {window} steps)")
     for axis in axes.values():
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -278,22 +270,18 @@ def summary(
             found[f"reward on {held_out}, {label}"] = with_error(row)
             parts = {name.partition("/")[2]: value for name, value in row.items() if name.startswith("reward/")}
             found |= {f"{name} on {held_out}, {label}": f"{value:.4g}" for name, value in parts.items()}
-    last_half = rows[len(rows) // 2 :]
-    if last_half and all("kl" in row for row in last_half):
+    kls = [row.get("kl", math.nan) for row in rows[len(rows) // 2 :]]
+    if kls and not math.isnan(mean := sum(kls) / len(kls)):
         target = "" if config.kl.target is None else f", target {config.kl.target:g}"
-        mean = sum(row["kl"] for row in last_half) / len(last_half)
         found["KL to the reference, mean of the last half"] = f"{mean:.3g} nats per answer{target}"
     shares = [row["equal_rewards"] for row in rows if "equal_rewards" in row]
     if shares and config.algorithm.teacher is None:  # which needs no rewards
-        found["groups with equal rewards"] = _equal_groups(sum(shares) / len(shares))
+        share, nothing = sum(shares) / len(shares), "all: nothing was learnt from the rewards"
+        found["groups with equal rewards"] = nothing if share == 1 else f"{100 * share:.3g} %, mean of all steps"
     if rows:
         tokens, seconds = sum(row.get("tokens", 0.0) for row in rows), rows[-1]["seconds"]
         found["training"] = f"{counted(len(rows), 'step')}, {counted(int(tokens), 'token')}, {lasting(seconds)}"
     return found
-
-
-def _equal_groups(share: float) -> str:
-    return "all: nothing was learnt from the rewards" if share == 1 else f"{100 * share:.3g} %, mean of all steps"
 
 
 def with_error(row: Figures) -> str:
@@ -357,9 +345,8 @@ def write_card(
 
     if curves is not None:
         shutil.copyfile(curves, folder / curves.name)
-    base = config.model.name
-    adapters = config.lora is not None and not config.lora.merge
-    merged = config.lora is not None and config.lora.merge
+    base, lora = config.model.name, config.lora
+    holds = "the whole model" if lora is None else "the whole model, adapters merged"
     reference = {"start": "its weights before training", "base": "its weights without adapters"}
     about = ModelCardData(
         base_model=None if Path(base).is_absolute() or Path(base).is_dir() else base,  # hubs know names alone
@@ -376,7 +363,7 @@ def write_card(
         steps=counted(chosen, "step"),
         kl=any("kl" in row for row in rows),
         reference=reference.get(config.reference.name, config.reference.name),
-        holds="LoRA adapters of it, which need peft" if adapters else f"the whole model{', adapters merged' * merged}",
+        holds=holds if lora is None or lora.merge else "LoRA adapters of it, which need peft",
         figures=summary(config, rows, evaluations, chosen=chosen),
         curves=None if curves is None else curves.name,
         evaluations=evaluations,

@@ -1,12 +1,12 @@
-"""The pieces of a step: answers, updates, the schedule of the learning rate, figures; and random numbers to go on from."""
+"""The pieces of a step: answers, updates, the schedule of the learning rate, figures; and states of the random generators."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -19,6 +19,9 @@ from torchrl_llm_kl.diagnostics import RunMonitor
 from torchrl_llm_kl.scoring import LogProbScorer, Sampling
 from torchrl_llm_kl.training._config import OptimizerConfig
 from torchrl_llm_kl.transforms import RetrieveLogProb
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: The entries that losses read.
 LOSS_KEYS = (
@@ -64,7 +67,7 @@ class _Sampler(TransformersWrapper):
 
 
 def make_sampler(
-    model: Any, tokenizer: Any, *, max_new_tokens: int, sampling: Sampling | None = None
+    model: PreTrainedModel, tokenizer: Any, *, max_new_tokens: int, sampling: Sampling | None = None
 ) -> TransformersWrapper:
     """A torchrl policy that writes answers with a transformers model, for the envs of :func:`~torchrl_llm_kl.tasks.make_env`.
 
@@ -82,18 +85,14 @@ def make_sampler(
     Example:
         >>> sampler = make_sampler(model, tokenizer, max_new_tokens=64, sampling=Sampling())  # doctest: +SKIP
     """
-    others = {"max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id}
-    if sampling is None:
-        kwargs: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, **others}
-    else:
-        kwargs = sampling.generate_kwargs(model, **others)
+    drawn = {"do_sample": False, "repetition_penalty": 1.0} if sampling is None else sampling.generate_kwargs(model)
     return _Sampler(
         model,
         tokenizer=tokenizer,
         input_mode="text",
         generate=True,
         return_log_probs=False,  # they would be of temperature 1, and their logits take [B, T, V] of memory
-        generate_kwargs=kwargs,
+        generate_kwargs={**drawn, "max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id},
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
         device=model.device if model.device.type == "cuda" else None,
     )
@@ -140,7 +139,7 @@ def learn(
     micro_batch: int | None = None,
     max_grad_norm: float = 1.0,
     monitor: RunMonitor | None = None,
-    after_update: Any = None,
+    after_update: Callable[[], object] | None = None,
 ) -> None:
     """Update an algorithm's models on a prepared batch.
 
@@ -188,8 +187,11 @@ def learn(
 
 
 def _clip(loss: nn.Module, max_norm: float) -> Tensor:
-    trained = [p for p in loss.parameters() if p.requires_grad]
-    return torch.nn.utils.clip_grad_norm_(trained, max_norm or float("inf"))
+    return torch.nn.utils.clip_grad_norm_(_trained(loss), max_norm or float("inf"))
+
+
+def _trained(loss: nn.Module) -> list[nn.Parameter]:
+    return [p for p in loss.parameters() if p.requires_grad]
 
 
 @contextmanager
@@ -213,7 +215,7 @@ def make_optimizer(parts: AlgorithmParts, config: OptimizerConfig) -> torch.opti
         >>> optimizer = make_optimizer(parts, config.optimizer)  # doctest: +SKIP
     """
     groups = [
-        {"params": [p for p in loss.parameters() if p.requires_grad], "lr": lr}
+        {"params": _trained(loss), "lr": lr}
         for loss, lr in zip(parts.losses, (config.lr, config.critic_lr or config.lr), strict=False)
     ]
     if config.name == "sgd":
@@ -263,7 +265,7 @@ def step_figures(
     Keyword Args:
         coefficient: of the KL, if there is one.
         charged: whether the KL was subtracted from the rewards, times the coefficient.
-        compares: whether the algorithm compares the answers of a group; else those of the whole step are one.
+        compares: whether the algorithm compares the answers of a group; else the answers of the whole step are one group.
 
     Returns:
         ``reward`` and each named part ``reward/<name>``; with an entry ``"group"``, ``equal_rewards``, the share of groups
@@ -299,8 +301,8 @@ def step_figures(
     if parts is not None:
         figures |= {f"reward/{name}": parts[name].float().mean().item() for name in parts.keys()}  # noqa: SIM118
     failures = after.get("reward_failures", None)
-    if failures is not None and int(failures.sum()):
-        figures["reward_failures"] = float(failures.sum())
+    if failures is not None and (count := float(failures.sum())):
+        figures["reward_failures"] = count
     real = batch.get(("masks", "all_attention_mask"), None)
     if real is not None:
         width = batch["tokens", "prompt"].shape[-1]
@@ -312,14 +314,11 @@ def step_figures(
 def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
     """The share of groups whose rewards are equal, but for rounding; ``[B]`` each."""
     groups, index = group.to(rewards.device).unique(return_inverse=True)
-    largest, slack = (
-        torch.empty(len(groups), dtype=values.dtype, device=values.device).scatter_reduce(
-            0, index, values, "amax", include_self=False
-        )
-        for values in (rewards, rounding)
+    nothing = rewards.new_full((len(groups),), -math.inf)
+    largest, less, slack = (
+        nothing.scatter_reduce(0, index, values, "amax") for values in (rewards, -rewards, rounding)
     )
-    smallest = torch.empty_like(largest).scatter_reduce(0, index, rewards, "amin", include_self=False)
-    return (largest - smallest <= slack).float().mean().item()
+    return (largest + less <= slack).float().mean().item()
 
 
 # ------------------------------------------------------------------ random numbers
@@ -337,13 +336,12 @@ def random_state() -> dict[str, Any]:
     """
     import numpy as np
 
-    version, numbers, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)  # what reward functions may draw from
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
-        "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "python": random.getstate(),
+        "numpy": (str(name), np.asarray(keys).tolist(), *rest),
     }
 
 
@@ -358,10 +356,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
 
 
 def seed_everything(seed: int) -> None:
@@ -379,7 +375,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def apart(seed: int) -> Iterator[None]:
-    """Random numbers of their own, by seed: those outside go on as if the block were not there.
+    """Seeded random numbers in a block; the numbers outside continue as if the block were not there.
 
     Example:
         >>> seed_everything(0)

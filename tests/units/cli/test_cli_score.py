@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from cli_files import CHATS, Cli, error_of, read_jsonl, write_jsonl
 from closeness import assert_near
 from torchrl_llm_kl import LogProbScorer, diagnostics
-from torchrl_llm_kl.cli._score import Totals
+from torchrl_llm_kl.cli._score import means
 from toy_models import FORWARD
 from toy_rollouts import make_model, make_tokenizer
 
@@ -129,16 +129,13 @@ def test_the_summary_by_hand_and_what_is_left_out_of_it(
     assert list(read_jsonl(out)[0]["kl"]) == ["k1", "k3"]
     assert "leave exact out" in error_of(cli(*words, "--estimator", "exact", code=2))
     # counts 1, 2, 3 and sums 2, 2, 5. Mean per token 9 / 6; residuals 0.5, -1, 0.5; s.e. sqrt(1.5 * 3 / 2) / 6
-    totals = Totals()
-    for count, value in ((1, 2.0), (2, 2.0), (3, 5.0)):
-        totals.add(count, {"KL k1": value})
     expected = {
         "per_token": 1.5,
         "per_token_error": math.sqrt(1.5 * 3 / 2) / 6,
         "per_answer": 3.0,
         "per_answer_error": math.sqrt(3.0 / 3),  # the variance of 2, 2, 5 is 3
     }
-    assert totals.means()["KL k1"] == pytest.approx(expected)
+    assert means([1, 2, 3], {"KL k1": [2.0, 2.0, 5.0]})["KL k1"] == pytest.approx(expected)
 
 
 def test_pairs_are_summed_apart_and_token_ids_need_no_tokenizer(
@@ -371,7 +368,7 @@ def test_the_page_gets_the_scores_of_the_first_answers(
         ("--out {0}/scores --html {0}/scores", "--out and --html are one file"),
         ("--out {0}/scores --html {0}/scores.store", "--html and the folder of scores are one file"),
         ("--store {0}/chats.jsonl", "the folder of scores, {0}/chats.jsonl, is a file"),
-        ("--out {0}/notes", "there are no scores of an earlier run in {0}/notes.store: it would be replaced"),
+        ("--out {0}/notes", "{0}/notes.store holds no scores of an earlier run: it would be replaced"),
     ],
 )
 def test_no_file_is_written_over_another(
