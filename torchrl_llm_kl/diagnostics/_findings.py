@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.diagnostics._causes import SURE, Evidence, Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
-from torchrl_llm_kl.diagnostics._measures import Mean, Table, clustered_mean, retokenised, surprisal_gap
+from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.scoring import NOT_TEXT
 
@@ -34,10 +34,12 @@ FEW, LEFT = 0.05, 0.01
 LARGEST_DRIFT = 1.5
 #: Gain in log-likelihood, in nats, that a sampler's setting needs where its log-probs are not known.
 LEAST_GAIN = 6.0
+#: Causes of a difference of log-probs that also change the tokens, for which there is then nothing more to find.
+OF_TOKENS_TOO = {"wrong_temperature", "top_p", "top_k", "min_p", "chat_template", "stale_weights", "adapter_off"}
 #: What to do about tokens that are samples of the policy at no temperature.
 _OF_OTHERS = (
-    "They are samples of the policy at no temperature. Of answers that it did not sample (data, another model, other weights) "
-    "this is expected, and such a batch needs no ratio to the sampler. If it did, compare weights and prompts."
+    "They are not samples of the policy at any temperature. Of answers that it did not sample (data, another model, other "
+    "weights) this is expected, and such a batch needs no ratio to the sampler. If it did, compare weights and prompts."
 )
 
 
@@ -55,7 +57,7 @@ class Case:
         tokenizer: or None.
         conversations: the messages of each prompt, or None.
         unread: error texts of columns that fit no token, by name.
-        moved: whether the policy is found to be another than that of the trainer's log-probs.
+        moved: whether the policy is found to differ from the one of the trainer's log-probs.
     """
 
     columns: TokenColumns
@@ -82,9 +84,7 @@ def find(case: Case) -> list[Finding]:
         return [finding("empty_mask", 0.99, {"tokens": float(case.columns.mask.numel())})]
     found += not_finite(case) + reference_faults(case)
     of_mismatch = explain_mismatch(case)
-    if not {"wrong_temperature", "top_p", "top_k", "min_p", "chat_template", "stale_weights", "adapter_off"} & {
-        each.cause for each in of_mismatch
-    }:
+    if not OF_TOKENS_TOO & {each.cause for each in of_mismatch}:
         of_mismatch += explain_tokens(case)
     found += of_mismatch + notes(case)
     return sorted(found, key=lambda each: (each.severity != "fault", -each.confidence))
@@ -124,7 +124,7 @@ def not_finite(case: Case) -> list[Finding]:
 
 
 def reference_faults(case: Case) -> list[Finding]:
-    """A KL of exactly 0: the reference has the policy's own weights, or those of before its first step."""
+    """A KL of exactly 0: the reference has the policy's own weights, now or before its first step."""
     policy, reference = case.table.first("log_prob", "old_log_prob"), case.table.get("ref_log_prob")
     if policy is None or reference is None:
         return []
@@ -132,11 +132,9 @@ def reference_faults(case: Case) -> list[Finding]:
     if not bool(known.any()) or not torch.equal(policy[known], reference[known]):
         return []
     evidence = {"kl/k1": 0.0, "tokens": float(known.sum())}
-    share = shared_weights(case.policy, case.reference)
-    if share > 0:
+    if share := shared_weights(case.policy, case.reference):
         return [finding("reference_is_policy", 0.99 * share, {"shared_weights": share, **evidence})]
-    drift = case.measures.get("drift/max_abs", 0.0)
-    if drift > 0:
+    if drift := case.measures.get("drift/max_abs", 0.0):
         return [finding("reference_is_policy", 0.9, {**evidence, "drift/max_abs": drift})]
     return [finding("zero_kl", 0.3, evidence)]
 
@@ -177,29 +175,25 @@ def notes(case: Case) -> list[Finding]:
 # ------------------------------------------------------------------ sampler against trainer
 
 
-@dataclass(eq=False)
 class Difference:
     """Tokens at which both the sampler's and the trainer's log-probs are known, without cached zeros.
 
     Args:
+        table: holds log-probs of both.
+        where: of its tokens; bool, with ``n`` tokens.
+
+    Attributes:
         trainer: nats ``[n]``.
         recorded: of the sampler ``[n]``.
-        where: of the table's tokens; bool.
         sequences: of each token ``[n]``.
         places: of each token ``[n]``.
     """
 
-    trainer: Tensor
-    recorded: Tensor
-    where: Tensor
-    sequences: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, case: Case, trainer: Tensor, recorded: Tensor, where: Tensor) -> Difference:
-        """At some of the table's tokens."""
-        table = case.table
-        return cls(trainer[where], recorded[where], where, table.sequences[where], table.places[where])
+    def __init__(self, table: Table, where: Tensor) -> None:
+        assert table.trainer is not None
+        assert table.recorded is not None
+        self.trainer, self.recorded, self.where = table.trainer[1][where], table.recorded[1][where], where
+        self.sequences, self.places = table.sequences[where], table.places[where]
 
     @property
     def d(self) -> Tensor:
@@ -228,7 +222,7 @@ def explain_mismatch(case: Case) -> list[Finding]:
     trainer, recorded = case.table.trainer, case.table.recorded
     if trainer is None or recorded is None:
         return zeros_alone(case)
-    whole = Difference.of(case, trainer[1], recorded[1], trainer[1].isfinite() & recorded[1].isfinite())
+    whole = Difference(case.table, trainer[1].isfinite() & recorded[1].isfinite())
     if whole.rms <= case.floor:
         return []
     found, rest = _zeros(case, whole)
@@ -284,19 +278,17 @@ def _zeros(case: Case, whole: Difference) -> tuple[list[Finding], Difference]:
         return [], whole
     where = whole.where.clone()
     where[where.clone()] = ~zero
-    rest = Difference(whole.trainer[~zero], whole.recorded[~zero], where, whole.sequences[~zero], whole.places[~zero])
-    explained = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum())
+    rest = Difference(case.table, where)
+    explained, share = 1 - float(_capped(rest.d).sum() / _capped(whole.d).sum()), float(zero.double().mean())
     others = float(rest.trainer.mean()) if rest.trainer.numel() else -1.0
     # a truncation to one token has a log-prob of 0 too, where the model is nearly certain
     certain = float(whole.trainer[zero].mean()) > 0.3 * others
-    if certain or (float(zero.double().mean()) < 0.01 and explained < 0.1):
+    if certain or (share < 0.01 and explained < 0.1):
         return [], rest
-    # zeros have no other explanation, so few of them are certain too
-    share, first = float(zero.double().mean()), float(whole.places[zero].double().mean())
-    confidence = 0.7 + 0.29 * max(0.0, explained)
     name = case.table.recorded[0] if case.table.recorded else ""
-    evidence: dict[str, float | str] = {"column": name, "share": share, "mean_place": first, "explained": explained}
-    return [finding("zeros", confidence, evidence)], rest
+    seen: Evidence = {"column": name, "share": share, "mean_place": float(whole.places[zero].double().mean())}
+    # zeros have no other explanation, so few of them are certain too
+    return [finding("zeros", 0.7 + 0.29 * max(0.0, explained), {**seen, "explained": explained})], rest
 
 
 def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
@@ -311,10 +303,10 @@ def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
 
 def _zeros_of_trainer(case: Case, whole: Difference) -> list[Finding]:
     """Exact zeros of the trainer's stored log-probs; a policy that is scored here has none but of certain tokens."""
-    zero = (whole.trainer == 0) & (whole.recorded < -0.1)
-    if case.table.trainer is None or case.table.trainer[0] == "log_prob" or int(zero.sum()) < 3:
+    zero, name = (whole.trainer == 0) & (whole.recorded < -0.1), case.table.trainer[0] if case.table.trainer else ""
+    if name == "log_prob" or int(zero.sum()) < 3:
         return []
-    return [finding("zeros", 0.9, {"column": case.table.trainer[0], "share": float(zero.double().mean())})]
+    return [finding("zeros", 0.9, {"column": name, "share": float(zero.double().mean())})]
 
 
 def _off_by_one(rest: Difference) -> list[Finding]:
@@ -345,12 +337,8 @@ def _rounded(rest: Difference) -> list[Finding]:
         limit = 4 * relative * rest.recorded.abs().clamp(min=1.0)
         within = float((rest.d.abs() <= limit).double().mean())
         if exact > 0.999 and within > 0.5:
-            evidence: dict[str, float | str] = {
-                "precision": str(dtype).removeprefix("torch."),
-                "exactly_held": exact,
-                "within_rounding": within,
-            }
-            return [finding("low_precision", 0.6 + 0.38 * within, evidence)]
+            seen: Evidence = {"precision": str(dtype).removeprefix("torch."), "exactly_held": exact}
+            return [finding("low_precision", 0.6 + 0.38 * within, {**seen, "within_rounding": within})]
     return []
 
 
@@ -362,8 +350,8 @@ class Again:
         case: the batch.
         rescorer: scores ``m`` of its tokens.
         rest: the difference, at ``n`` tokens.
-        here: those of the difference that are scored again; bool ``[n]``.
-        inner: those that are scored again and have a difference; bool ``[m]``.
+        here: tokens of the difference that are scored again; bool ``[n]``.
+        inner: tokens that are scored again and have a difference; bool ``[m]``.
     """
 
     case: Case
@@ -426,17 +414,16 @@ def _raw(again: Again) -> list[Finding]:
     if scored.truncates:
         gains["scored_truncation"] = float((tempered - rescorer.as_scored()).sum())
     gain = sum(gains.values())
-    evidence: dict[str, float | str] = {
+    seen: Evidence = {
         "explained": share,
         "temperature_of_log_probs": at,
         "scored": str(scored),
         "gain_of_recorded": gain,
     }
-    evidence |= _gaps(rescorer, as_scored=scored.temperature, as_recorded=at)
+    evidence = {**seen, **_gaps(rescorer, as_scored=scored.temperature, as_recorded=at)}
     if gain >= LEAST_GAIN:
         others = {name: 1.0 for name, own in gains.items() if own > 0}
-        raw_too = gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN  # and of a truncation that is not sampled
-        likely = float(raw_too)
+        likely = float(gains.get("wrong_temperature", 0.0) <= -LEAST_GAIN)  # and of a truncation that is not sampled
     elif gain <= -LEAST_GAIN:
         likely, others = 1.0, {}
     else:
@@ -485,19 +472,16 @@ def _truncation(again: Again) -> list[Finding]:
 
 
 def _template(again: Again) -> list[Finding]:
-    """The sampler's log-probs are those of another rendering of the prompt."""
+    """The sampler's log-probs follow from another rendering of the prompt."""
     if again.case.tokenizer is None:
         return []
     best, name = 0.0, ""
     for candidate, predicted, known in again.rescorer.renderings(again.case.tokenizer, again.case.conversations):
         usable = known[again.inner]
-        if int(usable.sum()) < 8:
-            continue
-        where = again.here.clone()
-        where[again.here] = usable
-        share = again.rest.explained(predicted[again.inner][usable], where)
-        if share > best:
-            best, name = share, candidate
+        if int(usable.sum()) >= 8:
+            where = again.here.clone()
+            where[again.here] = usable
+            best, name = max((best, name), (again.rest.explained(predicted[again.inner][usable], where), candidate))
     if best < NAMED:
         return []
     return [finding("chat_template", _confidence(best), {"explained": best, "sampler_s_prompt": name})]
@@ -508,21 +492,20 @@ def _temperature(again: Again) -> list[Finding]:
     rescorer, scored = again.rescorer, again.rescorer.sampling.temperature
     temperature, log_prob, _ = rescorer.fit_recorded(again.rest.recorded[again.here], again.inner)
     share = again.explained(log_prob)
-    if share < NAMED or abs(math.log(temperature / scored)) < 0.005:
-        return []
-    if abs(math.log(temperature)) < 0.02:  # raw log-probs, at which was looked
+    raw = abs(math.log(temperature)) < 0.02  # at which was looked
+    if share < NAMED or raw or abs(math.log(temperature / scored)) < 0.005:
         return []
     gain = float((log_prob - rescorer.at(scored)[0]).sum())
     evidence = {"explained": share, "temperature_of_log_probs": temperature, "temperature_scored": scored}
     evidence |= _gaps(rescorer, as_scored=scored, there=temperature)
     sure = _confidence(share) / (1 + math.exp(-min(50.0, abs(gain))))
-    if gain < 0:  # tokens are those of the scored temperature: only the log-probs are of another
+    if gain < 0:  # the tokens have the scored temperature: only the log-probs have another
         return [finding("raw_log_probs", sure, evidence)]
     return [finding("wrong_temperature", sure, evidence, _temperature_remedy(temperature, scored))]
 
 
 def _precision(again: Again) -> list[Finding]:
-    """The sampler's log-probs are those of the policy in bfloat16, or go along with them."""
+    """The sampler's log-probs are the policy's in bfloat16, or are correlated with them."""
     rounded = again.rescorer.in_bfloat16()
     if rounded is None:
         return []
@@ -571,10 +554,9 @@ def _retokenised(case: Case, rest: Difference, best: float) -> list[Finding]:
     answers = float((onset[seen] < never).double().mean())
     evidence = {"agree_before": share, "agree_after": agrees_after, "answers": answers}
     if case.tokenizer is not None:
-        again = retokenised(case.columns, case.tokenizer)
-        evidence["answers_that_change_again"] = again.get("retokenised/answers", math.nan)
-        change = again.get("retokenised/answers", 1.0)  # what was encoded once stays as it is
-        confidence += 0.04 if change == 0 else -0.4 - 0.4 * change
+        change = retokenised(case.columns, case.tokenizer).get("retokenised/answers", 1.0)
+        evidence["answers_that_change_again"] = change
+        confidence += 0.04 if change == 0 else -0.4 - 0.4 * change  # what was encoded once stays as it is
     return [finding("retokenised", confidence, evidence)]
 
 
@@ -616,9 +598,7 @@ def _otherwise(case: Case, rest: Difference, best: float) -> list[Finding]:
         if ratio.value < -SMALLEST_GAP and above < 0.01 and rest.d.numel() >= 32:  # noise would be on both sides
             text = "Score the sampler's top-k, top-p or min-p: sampling=Sampling(...); pass policy= to have it fitted."
             return [finding("other_sampling", 0.7, evidence, text)]
-        remedy = (
-            "Diagnose before the policy's first step on the batch, to have the cause named." if case.moved else None
-        )
+        remedy = "Diagnose before the policy's first step on the batch, to have the cause named." * case.moved
         return [*few, finding("mismatch", (0.3 if few else 0.6) * (1 - best), evidence, remedy)]
     if few:
         return few
@@ -649,13 +629,9 @@ def explain_tokens(case: Case) -> list[Finding]:
         return []
     known = gap.isfinite()
     mean = clustered_mean(gap[known], case.table.sequences[known])
-    if not significant(mean):
+    if abs(mean.value) <= SMALLEST_GAP or abs(mean.z) <= LARGEST_Z:  # too small to matter, or noise
         return []
-    evidence: dict[str, float | str] = {
-        "surprisal/gap": mean.value,
-        "surprisal/error": mean.error,
-        "surprisal/z": mean.z,
-    }
+    evidence: Evidence = {"surprisal/gap": mean.value, "surprisal/error": mean.error, "surprisal/z": mean.z}
     rescorer = case.rescorer
     if rescorer is None or rescorer.sampling.truncates:
         return [finding("other_sampling", 0.6, evidence)]
@@ -673,21 +649,15 @@ def explain_tokens(case: Case) -> list[Finding]:
             gain = float((predicted - own)[usable].mean()) * len(own)  # over as many tokens as the others
             if gain > (gains["chat_template"][0] if "chat_template" in gains else 0.0):
                 gains["chat_template"] = (gain, {"sampler_s_prompt": name})
-    ranked = sorted(gains.items(), key=lambda item: -item[1][0])
-    cause, (gain, found) = ranked[0]
-    second = ranked[1][1][0] if len(ranked) > 1 else 0.0
+    cause, (gain, found) = max(gains.items(), key=lambda item: item[1][0])
+    second = max((own for name, (own, _) in gains.items() if name != cause), default=0.0)
     if gain < LEAST_GAIN:
         return [finding("other_sampling", 0.6, evidence)]
     confidence = 0.55 + 0.4 * (1 - math.exp(-max(0.0, gain - max(second, 0.0)) / 3))
-    evidence |= {"log_likelihood_gain": gain, "gain_of_the_next": second, **found}
+    evidence = {**evidence, "log_likelihood_gain": gain, "gain_of_the_next": second, **found}
     if cause != "wrong_temperature":
         return [finding(cause, confidence, evidence)]
     fit = clustered_mean(rescorer.calibration(temperature), rescorer.sequences)
     if abs(fit.z) > LARGEST_Z:  # no samples of that temperature either
         return [finding("other_sampling", 0.7, {**evidence, "z_there": fit.z}, _OF_OTHERS)]
     return [finding(cause, confidence, evidence, _temperature_remedy(temperature, scored))]
-
-
-def significant(mean: Mean) -> bool:
-    """Whether a gap is large enough to matter, and not noise."""
-    return abs(mean.value) > SMALLEST_GAP and abs(mean.z) > LARGEST_Z
