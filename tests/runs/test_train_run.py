@@ -206,10 +206,7 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
 
 
 NO_BEGIN = {
-    "data.prompts=nowhere.jsonl": "nowhere.jsonl",
     "reward=nowhere.py:f": "there is no file nowhere.py",
-    "model.name=./nowhere": "there is no folder ./nowhere",
-    "algorithm.name=dpo": "learns from given answers",
     "model.dtype=bfloat16": "weights cannot be read",
 }
 

@@ -34,47 +34,6 @@ def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkey
     assert [[x.cause for x in each.faults] for each in found] == [["few_tokens"] * differs for differs in differ]
 
 
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_gradients_of_the_examples_steps_do_not_add_up(
-    forgotten: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At each step the gradient is that of the step's batch alone; without ``zero_grad`` it is not."""
-    last: dict[str, Any] = {}
-    forward, step = PolicyLoss.forward, torch.optim.AdamW.step
-    errors = []
-
-    def remember(self: PolicyLoss, *args: Any, **kwargs: Any) -> Any:
-        last.update(loss=self, data=args[0].clone())
-        return forward(self, *args, **kwargs)
-
-    def compare(self: torch.optim.AdamW, *args: Any, **kwargs: Any) -> Any:
-        loss, parameters = last["loss"], [p for group in self.param_groups for p in group["params"]]
-        own = torch.autograd.grad(forward(loss, last["data"]).total_loss, parameters)
-        assert max(float(g.abs().max()) for g in own) > 1e-4
-        errors.append(max(float((p.grad - g).abs().max()) for p, g in zip(parameters, own, strict=True)))
-        return step(self, *args, **kwargs)
-
-    monkeypatch.setattr(PolicyLoss, "forward", remember)
-    monkeypatch.setattr(torch.optim.AdamW, "step", compare)
-    torch.manual_seed(0)
-    changes = {"total_dialog_turns=8": "total_dialog_turns=24", "max_new_tokens=64": "max_new_tokens=6"}
-    # Random rewards, so that no step is without gradient.
-    changes["grpo.prepare(batch.reshape(-1))"] = "grpo.prepare(noisy(batch.reshape(-1)))"
-    if forgotten:
-        changes["optimizer.step(), optimizer.zero_grad()"] = "optimizer.step()"
-    run_example(tmp_path, changes, noisy=noisy)
-    assert len(errors) == 3
-    assert errors[0] < 1e-6
-    assert all((error > 1e-4) == forgotten for error in errors[1:]), errors
-
-
-def noisy(batch: Any) -> Any:
-    """Random token rewards, so that no group has equal ones."""
-    for row in batch.unbind(0):
-        row["next", "reward"] = row["next", "reward"] + torch.rand(row["next", "reward"].shape)
-    return batch
-
-
 def loops() -> dict[str, str]:
     """Every example with an optimiser step: code blocks of the docs, scripts of the tutorials, docstrings."""
     found = {}
