@@ -78,36 +78,26 @@ class Diagnosis:
                 return [plain(x) for x in value]
             return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
-        return {
-            "measures": plain(self.measures),
-            "findings": [plain(each.to_dict()) for each in self.findings],
-            "tokens": plain(self.tokens),
-            "forwards": self.forwards,
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(
-            [self._headline(), *(_describe(i, each) for i, each in enumerate(self._ordered, 1)), *self._table()]
+        findings = [each.to_dict() for each in self.findings]
+        return plain(
+            {"measures": self.measures, "findings": findings, "tokens": self.tokens, "forwards": self.forwards}
         )
 
-    @property
-    def _ordered(self) -> tuple[Finding, ...]:
-        return (*self.faults, *self.notes)
-
-    def _headline(self) -> str:
+    def __str__(self) -> str:
         tokens, sequences = (int(self.measures.get(f"mask/{name}", 0)) for name in ("tokens", "sequences"))
         faults, notes = len(self.faults), len(self.notes)
         what = f"{faults} fault{'s' * (faults != 1)}" if faults else "no fault"
-        return f"{tokens} tokens of {sequences} sequences: {what}, {notes} note{'s' * (notes != 1)}"
-
-    def _table(self) -> list[str]:
-        """Measures over all tokens, a family per line."""
-        families: dict[str, list[str]] = {}
+        lines = [f"{tokens} tokens of {sequences} sequences: {what}, {notes} note{'s' * (notes != 1)}"]
+        for number, each in enumerate((*self.faults, *self.notes), 1):
+            kind = "" if each.severity == "fault" else " (note)"
+            lines.append(f"{number}. {each.title}{kind}, confidence {each.confidence:.2f} [{each.cause}]")
+            lines += [f"   evidence: {_evidence(each)}", f"   remedy: {each.remedy}"]
+        families: dict[str, list[str]] = {}  # of measures over all tokens
         for name, value in self.measures.items():
             family, _, quantity = name.partition("/")
             if "@" not in name and not (family in ("nan", "zeros") and value == 0):
                 families.setdefault(family, []).append(f"{quantity} {value:.4g}")
-        return [f"{family + ':':<13} {', '.join(quantities)}" for family, quantities in families.items()]
+        return "\n".join(lines + [f"{family + ':':<13} {', '.join(each)}" for family, each in families.items()])
 
     def __rich__(self) -> Any:
         from rich.text import Text
@@ -120,19 +110,8 @@ class Diagnosis:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def _describe(number: int, found: Finding) -> str:
-    kind = "" if found.severity == "fault" else " (note)"
-    return (
-        f"{number}. {found.title}{kind}, confidence {found.confidence:.2f} [{found.cause}]\n"
-        f"   evidence: {_evidence(found)}\n   remedy: {found.remedy}"
-    )
-
-
 def _evidence(found: Finding) -> str:
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, (int, float)) else f"{name} {value}"
-        for name, value in found.evidence.items()
-    )
+    return ", ".join(f"{name} {x if isinstance(x, str) else format(x, '.4g')}" for name, x in found.evidence.items())
 
 
 # ------------------------------------------------------------------ one batch
@@ -152,7 +131,7 @@ def diagnose(
     Call it right after sampling, before the policy's first step on the batch: later, its drift counts as stale weights, unless
     the batch holds the trainer's log-probs of before (``("next", "log_probs", "full")`` beside the sampler's).
 
-    Of answers that the policy did not sample, such as data, it finds that they are no samples of the policy
+    Of answers that the policy did not sample, such as data, it finds that they are not samples of the policy
     (``other_sampling``); all other measures hold.
 
     Models score only what the batch lacks: with the trainer's log-probs and ``("next", "entropy")``, as
@@ -195,11 +174,9 @@ def diagnose(
     check_range(0.0, clip_high=clip_high)
     check_reading(reading)
     policy, reference = reading.get("policy"), reading.get("reference")
-    if isinstance(policy, LogProbScorer):
-        scored, interface = policy.sampling, ModelInterface.of(policy.model)
-    else:
-        scored = as_sampling(reading.get("temperature", 1.0), reading.get("sampling"))
-        interface = ModelInterface.of(policy)
+    own = isinstance(policy, LogProbScorer)
+    scored = policy.sampling if own else as_sampling(reading.get("temperature", 1.0), reading.get("sampling"))
+    interface = ModelInterface.of(policy.model if own else policy)
     tokenizer = interface.tokenizer if tokenizer is None else tokenizer
     conversations = None
     if isinstance(batch, TokenColumns):
@@ -210,20 +187,17 @@ def diagnose(
         columns = _read(batch, reading)
         key = sub_key(interface.history_key, "prompt")
         conversations = read_conversations(batch, key, missing_ok=True)
-    ends = _ends(tokenizer)
-    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=ends)
+    measures = measure(columns, clip_low=clip_low, clip_high=clip_high, end=_ends(tokenizer))
     if tokenizer is not None:
         measures |= retokenised(columns, tokenizer)
     table = Table.of(columns)
-    rescorer = None
     models = (
         x.model if isinstance(x, LogProbScorer) else unwrap(x) if is_wrapper(x) else x for x in (policy, reference)
     )
     problems = [text for model in models if (text := not_text(columns.tokens, placeholders(model)))]
     unread = {**columns.unread, **({"log_prob": problems[0]} if problems else {})}
     scorable = policy is not None and "log_prob" not in unread and Rescorer.can_score(policy)
-    if scorable and bool(columns.mask.any()):
-        rescorer = Rescorer(policy, columns, table, scored)
+    rescorer = Rescorer(policy, columns, table, scored) if scorable and bool(columns.mask.any()) else None
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
     found = find(case)
     return Diagnosis(measures, tuple(found), tuple(worst_tokens(columns)), 0 if rescorer is None else rescorer.forwards)
@@ -259,7 +233,7 @@ class Doctor(Transform):
     """Runs :func:`diagnose` on every ``every``-th batch that passes; the batch is not changed.
 
     Append it to a replay buffer (on ``sample``; on ``extend`` with ``invert=True``) or an env, pass it to a collector
-    (``postproc=``), or call it on a batch. Models are not copied and are no part of the transform's state.
+    (``postproc=``), or call it on a batch. Models are not copied, and the transform's state does not hold them.
 
     Args:
         every: batches between two diagnoses; the first batch is diagnosed.

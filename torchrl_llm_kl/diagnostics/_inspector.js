@@ -233,7 +233,7 @@ async function open(row, token = null, focus = false) {
   scrollToRow(row);
   renderList();
   paint();
-  state.rank = token === null ? -1 : worstTokens().indexOf(token); // n goes on from here
+  state.rank = token === null ? -1 : worstTokens().indexOf(token); // n continues from here
   if (token === null) $("detail").scrollTop = 0;
   else focusToken(0, token, focus);
 }

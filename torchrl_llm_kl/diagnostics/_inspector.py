@@ -1,4 +1,4 @@
-"""Look at the tokens of a batch: on a page of its own, in a notebook, in a terminal."""
+"""Look at the tokens of a batch: on a page, in a notebook, in a terminal."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Inspection:
 
         Raises:
             ImportError: if rich is not installed (``pip install 'torchrl-llm-kl[cli]'``).
-            KeyError: if there is no such quantity.
+            KeyError: if the batch does not have this quantity.
         """
         rendered = render_terminal(self._view, self._quantity(quantity), rollouts, around)
         if console is None:
@@ -122,8 +122,8 @@ def inspect_tokens(
     """Write the tokens of a batch, with all that is known of each, to one HTML page.
 
     The page opens in a browser without a network: rollouts sorted by reward, KL, length or mismatch; tokens coloured by KL,
-    log-ratios, entropy, advantage, reward, mask or clipping; the worst tokens; KL by position and by turn. Its numbers are
-    those of the tensors, as float32, at the assistant's tokens. The exact KL needs both models; else it is k3's estimate where
+    log-ratios, entropy, advantage, reward, mask or clipping; the worst tokens; KL by position and by turn. Its numbers equal
+    the tensors, as float32, at the assistant's tokens. The exact KL needs both models; else it is k3's estimate where
     a reference's log-probs are known.
 
     Args:
@@ -133,7 +133,7 @@ def inspect_tokens(
 
     Keyword Args:
         other: a second batch to show beside the first: another step or another run. Rollouts of equal tokens belong together,
-            then those of equal prompts, in order. The arguments below read both; pass columns where the models differ.
+            then rollouts of equal prompts, in order. The arguments below read both; pass columns where the models differ.
         names: what the two are called on the page.
         title: of the page.
         clip_low: a token is clipped as in the objective ``ppo``: its ratio is below ``1 - clip_low`` with a negative advantage,

@@ -63,7 +63,7 @@ class RunMonitor:
     Keyword Args:
         every: steps between two looks at a batch, the first of which is at step 0; 0 for none.
         folder: where ``rollouts.html`` and ``diagnosis.txt`` are written, each look over the one before; None: nowhere, and
-            there is no page.
+            no page is written.
         tokenizer: of the policy; the page needs it, and the doctor for causes in text.
         kl_target: shown beside the KL.
         **reading: arguments of :func:`~torchrl_llm_kl.diagnostics.read_columns`. Without a policy nothing is scored: the
@@ -155,11 +155,6 @@ class RunMonitor:
         """
         if not self.every or step % self.every or not batch.batch_size.numel():
             return None
-        self._found = self._look(step, batch)
-        return self.diagnosis
-
-    def _look(self, step: int, batch: TensorDictBase) -> dict[str, float]:
-        """Diagnose a batch and write its page; returns the doctor's numbers, and the confidence of each fault."""
         data: TensorDictBase | TokenColumns = batch
         if self._reading.get("policy") is not None:  # one forward serves both
             data = read_columns(batch, **self._reading, strict=False)
@@ -179,12 +174,10 @@ class RunMonitor:
         if found.faults:
             for logger in self.loggers:
                 log_text(logger, "diagnosis", report, step)
-        plain = {
-            f"doctor/{name}": value
-            for name, value in found.measures.items()
-            if "@" not in name and math.isfinite(value)
-        }
-        return plain | {f"doctor/fault/{each.cause}": each.confidence for each in found.faults}
+        plain = {name: x for name, x in found.measures.items() if "@" not in name and math.isfinite(x)}
+        plain |= {f"fault/{each.cause}": each.confidence for each in found.faults}
+        self._found = {f"doctor/{name}": value for name, value in plain.items()}
+        return found
 
 
 def _means(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
@@ -208,12 +201,11 @@ def log_metrics(logger: Any, metrics: Mapping[str, float], step: int) -> None:
         >>> log_metrics(Lines(), {"KL": 0.5}, 3)
         3 KL 0.5
     """
-    together = getattr(logger, "log_metrics", None)
-    if together is not None:
-        together(dict(metrics), step=step)
-        return
-    for name, value in metrics.items():
-        logger.log_scalar(name, value, step=step)
+    if hasattr(logger, "log_metrics"):
+        logger.log_metrics(dict(metrics), step=step)
+    else:
+        for name, value in metrics.items():
+            logger.log_scalar(name, value, step=step)
 
 
 def log_text(logger: Any, name: str, text: str, step: int) -> None:
@@ -233,9 +225,7 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
     elif hasattr(experiment, "add_text"):
         experiment.add_text(name, text, global_step=step)
     elif _is(logger, "MLFlowLogger"):
-        import mlflow
-
-        mlflow.log_text(text, f"{name}/{step}.txt", run_id=_run_id(experiment))
+        _log_artifact(experiment, f"{name}/{step}.txt", text)
 
 
 def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
@@ -245,7 +235,7 @@ def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
     TensorBoard) it is copied there, to ``NAME/STEP.html``. Other loggers get none.
 
     Raises:
-        FileNotFoundError: if there is no such page.
+        FileNotFoundError: if the page does not exist.
 
     Example:
         >>> import tempfile
@@ -266,9 +256,7 @@ def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
 
         experiment.log({name: wandb.Html(page.read_text(encoding="utf-8"), inject=False), "step": step})
     elif _is(logger, "MLFlowLogger"):
-        import mlflow
-
-        mlflow.log_text(page.read_text(encoding="utf-8"), f"{name}/{step}.html", run_id=_run_id(experiment))
+        _log_artifact(experiment, f"{name}/{step}.html", page.read_text(encoding="utf-8"))
     else:
         folder = getattr(experiment, "log_dir", None)
         if folder is not None and Path(folder).is_dir():
@@ -282,5 +270,7 @@ def _is(logger: Any, name: str) -> bool:
     return any(base.__name__ == name for base in type(logger).__mro__)
 
 
-def _run_id(experiment: Any) -> Any:
-    return getattr(getattr(experiment, "info", None), "run_id", None)
+def _log_artifact(experiment: Any, name: str, text: str) -> None:
+    import mlflow
+
+    mlflow.log_text(text, name, run_id=getattr(getattr(experiment, "info", None), "run_id", None))

@@ -185,6 +185,10 @@ def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
 
 
+def _k3(log_ratio: Tensor) -> float:
+    return _mean(_ratio(log_ratio) - 1 - log_ratio)
+
+
 # ------------------------------------------------------------------ families of measures
 
 
@@ -245,15 +249,15 @@ def _of_numbers(table: Table) -> dict[str, float]:
     return out
 
 
-def _split(
-    table: Table, values: Tensor, names: dict[str, Callable[[Tensor], float]], where: Tensor | None = None
-) -> dict[str, float]:
+#: Functions of some tokens' values, by the name of the measure.
+Statistics = dict[str, Callable[[Tensor], float]]
+
+
+def _split(table: Table, values: Tensor, names: Statistics) -> dict[str, float]:
     """Statistics of ``values [n]``, over all tokens with a number and over each part."""
-    known = values.isfinite() if where is None else where & values.isfinite()
-    out = {name: statistic(values[known]) for name, statistic in names.items()}
-    for suffix, part in table.parts():
-        out |= {f"{name}{suffix}": statistic(values[known & part]) for name, statistic in names.items()}
-    return out
+    known = values.isfinite()
+    parts = [("", known), *((suffix, known & part) for suffix, part in table.parts())]
+    return {f"{name}{suffix}": statistic(values[part]) for suffix, part in parts for name, statistic in names.items()}
 
 
 def mismatch_measures(table: Table) -> dict[str, float]:
@@ -270,21 +274,16 @@ def mismatch_measures(table: Table) -> dict[str, float]:
     sampler = torch.where(known, sampler, math.nan)
     old, _ = table.dense(torch.where(known, trainer, math.nan))
     dense, mask = table.dense(sampler)
-    out = {
-        f"mismatch/{name.removeprefix('mismatch_')}": float(x) for name, x in mismatch_metrics(old, dense, mask).items()
-    }
-    levels: tuple[tuple[Literal["token", "sequence"], str], ...] = (("token", "token"), ("sequence", "seq"))
-    for level, name in levels:
+    found = mismatch_metrics(old, dense, mask).items()
+    out = {f"mismatch/{name.removeprefix('mismatch_')}": float(x) for name, x in found}
+    levels: dict[str, Literal["token", "sequence"]] = {"token": "token", "seq": "sequence"}
+    for name, level in levels.items():
         weights = importance_weights(old, dense, mask, level=level, high=None)[1]
         out[f"mismatch/ess_{name}"] = float(weights["effective_sample_size"])
     log_ratio = torch.where(known, trainer - sampler, math.nan)
     out["mismatch/max_abs"] = _largest(log_ratio.abs())
-    statistics: dict[str, Callable[[Tensor], float]] = {
-        "mismatch/k1": lambda d: _mean(-d),
-        "mismatch/k3": lambda d: _mean(_ratio(d) - 1 - d),
-        "mismatch/rms": lambda d: _mean(d.square()) ** 0.5,
-        "mismatch/ratio": lambda d: _mean(_ratio(d)),
-    }
+    statistics: Statistics = {"mismatch/k1": lambda d: _mean(-d), "mismatch/k3": _k3}
+    statistics |= {"mismatch/rms": lambda d: _mean(d.square()) ** 0.5, "mismatch/ratio": lambda d: _mean(_ratio(d))}
     return _split(table, log_ratio, statistics) | out
 
 
@@ -296,14 +295,10 @@ def surprisal_measures(table: Table) -> dict[str, float]:
     gap = surprisal_gap(table)
     if gap is None:
         return {}
-    known = gap.isfinite()
+    known, entropy = gap.isfinite(), table.columns["entropy"]
     mean = clustered_mean(gap[known], table.sequences[known])
-    entropy = table.columns["entropy"]
-    out = {
-        "surprisal/error": mean.error,
-        "surprisal/z": mean.z,
-        "surprisal/entropy": _mean(entropy[entropy.isfinite()]),
-    }
+    out = {"surprisal/error": mean.error, "surprisal/z": mean.z}
+    out["surprisal/entropy"] = _mean(entropy[entropy.isfinite()])
     return _split(table, gap, {"surprisal/gap": _mean}) | out
 
 
@@ -319,11 +314,7 @@ def drift_measures(table: Table) -> dict[str, float]:
     if now is None or old is None:
         return {}
     drift = now - old
-    statistics: dict[str, Callable[[Tensor], float]] = {
-        "drift/mean": _mean,
-        "drift/mean_abs": lambda d: _mean(d.abs()),
-        "drift/k3": lambda d: _mean(_ratio(d) - 1 - d),
-    }
+    statistics: Statistics = {"drift/mean": _mean, "drift/mean_abs": lambda d: _mean(d.abs()), "drift/k3": _k3}
     return _split(table, drift, statistics) | {"drift/max_abs": _largest(drift.abs())}
 
 
@@ -347,11 +338,7 @@ def kl_measures(table: Table) -> dict[str, float]:
     out: dict[str, float] = {}
     if policy is not None and reference is not None:
         log_ratio = policy - reference
-        statistics: dict[str, Callable[[Tensor], float]] = {
-            "kl/k1": _mean,
-            "kl/k3": lambda d: _mean(_ratio(-d) - 1 + d),
-        }
-        out |= _split(table, log_ratio, statistics)
+        out |= _split(table, log_ratio, {"kl/k1": _mean, "kl/k3": lambda d: _k3(-d)})
         out["kl/max"] = _largest(log_ratio)
         if exact is not None:
             difference = log_ratio - exact
@@ -406,7 +393,7 @@ def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 64) -> dic
 
     Args:
         columns: the batch.
-        tokenizer: with ``decode`` and ``encode``, as those of transformers.
+        tokenizer: with ``decode`` and ``encode``, as transformers' tokenizers have.
 
     Keyword Args:
         most: answers to try; the first ones.
@@ -435,7 +422,7 @@ def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 64) -> dic
 
 
 def worst_tokens(columns: TokenColumns, *, most: int = 8) -> list[dict[str, float]]:
-    """The tokens with the largest KL to the reference, or mismatch where there is no reference.
+    """The tokens with the largest KL to the reference, or mismatch without a reference.
 
     Returns:
         ``sequence``, ``position`` in it, ``token`` and the number, by the name of its column: ``kl`` or ``mismatch``.

@@ -121,7 +121,10 @@ def _meta(view: View) -> dict[str, Any]:
     return {
         "names": [visible(name) for name in view.names],
         "columns": [(name, *COLUMNS[name]) for name in _stored(view)],
-        "quantities": [_quantity(quantity, view) for quantity in view.quantities],
+        "quantities": [
+            {**asdict(quantity), "scale": 1 if quantity.kind == "category" else scale_of(quantity, view.sides)}
+            for quantity in view.quantities
+        ],
         "steps": STEPS,
         "tokenIds": list(view.texts),
         "texts": [token.text for token in texts],
@@ -133,10 +136,6 @@ def _meta(view: View) -> dict[str, Any]:
         "pairs": pairs,
         "unpaired": 0 if pairs is None else view.sides[1].count - sum(row >= 0 for row in pairs),
     }
-
-
-def _quantity(quantity: Quantity, view: View) -> dict[str, Any]:
-    return {**asdict(quantity), "scale": scale_of(quantity, view.sides) if quantity.kind != "category" else 1}
 
 
 def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> dict[str, Any]:
@@ -240,20 +239,18 @@ def excerpts(view: View, quantity: Quantity, rollouts: int, around: int) -> list
         around: how many tokens to each side.
     """
     side, scale = view.sides[0], scale_of(quantity, view.sides) if quantity.numeric else 1.0
-    values = side.values(quantity)
-    values = torch.full(side.mask.shape, math.nan) if values is None else values
-    sizes = values.abs().nan_to_num(nan=-1.0, posinf=math.inf)
-    largest = torch.full((side.count,), -1.0).scatter_reduce(0, side.rows, sizes, "amax")
+    values = side.numbers(quantity)
+    sizes, largest = (x.nan_to_num(nan=-1.0, posinf=math.inf) for x in (values.abs(), side.summary(quantity)[1]))
     out = []
     for row in largest.sort(descending=True, stable=True).indices[:rollouts].tolist():
         start, end = side.offsets[row], side.offsets[row + 1]
         at = int(sizes[start:end].argmax()) if end > start else 0
         low, high = max(start, start + at - around), min(end, start + at + around + 1)
         tokens = []
-        for i in range(low, high):
-            value, token = float(values[i]), view.texts[int(side.ids[i])]
-            shown = token.text if token.data else visible(token.text)
-            tokens.append(ExcerptToken(shown, step_of(value, scale), value, bool(side.mask[i])))
+        for value, token, scored in zip(*(x[low:high].tolist() for x in (values, side.ids, side.mask)), strict=True):
+            text = view.texts[token]
+            shown = text.text if text.data else visible(text.text)
+            tokens.append(ExcerptToken(shown, step_of(value, scale), value, scored))
         out.append(Excerpt(row, at, _facts(side, quantity, row), tuple(tokens), low - start, end - high))
     return out
 

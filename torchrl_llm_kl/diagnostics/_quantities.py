@@ -64,7 +64,7 @@ class Quantity:
 
     @property
     def numeric(self) -> bool:
-        """True if each token has a number of its own."""
+        """True if each token has its own number."""
         return bool(self.of)
 
 
@@ -147,14 +147,14 @@ class Side:
         first, *second = (self.columns[name] for name in quantity.of)
         return first - second[0] if second else first
 
-    def _numbers(self, quantity: Quantity) -> Tensor:
+    def numbers(self, quantity: Quantity) -> Tensor:
         """As :meth:`values`, NaN everywhere if a column is missing."""
         values = self.values(quantity)
         return torch.full(self.mask.shape, math.nan) if values is None else values
 
     def summary(self, quantity: Quantity) -> tuple[Tensor, Tensor]:
         """Mean and largest absolute number of each rollout; float32 ``[S]``, NaN without any."""
-        values = self._numbers(quantity)
+        values = self.numbers(quantity)
         known = ~values.isnan()
         rows, numbers = self.rows[known], values[known].double()
         largest = torch.full((self.count,), math.nan, dtype=torch.float64)
@@ -163,13 +163,13 @@ class Side:
 
     def profile(self, quantity: Quantity, index: Tensor, count: int) -> Tensor:
         """Mean over the tokens of each ``index [N]`` (a position or a turn); ``[count]``; -1 belongs to none."""
-        values = self._numbers(quantity)
+        values = self.numbers(quantity)
         known = ~values.isnan() & (index >= 0)
         return _means(values[known].double(), index[known], count, quantity)
 
     def worst(self, quantity: Quantity, count: int) -> list[tuple[int, int, float]]:
         """Rollout, position and number of the tokens of the largest absolute numbers, largest first."""
-        values = self._numbers(quantity)
+        values = self.numbers(quantity)
         sizes = values.abs().nan_to_num(nan=-1.0, posinf=math.inf)
         top = sizes.topk(min(count, int((sizes >= 0).sum()))).indices
         return [(int(self.rows[i]), int(i) - self.offsets[int(self.rows[i])], float(values[i])) for i in top]
@@ -230,8 +230,8 @@ def position_bins(sides: Sequence[Side]) -> tuple[int, int]:
 def match(side: Side, other: Side) -> list[int]:
     """For each rollout its counterpart in the other batch, -1 for none.
 
-    Rollouts of the same tokens belong together, then those of the same prompt (what precedes the assistant's first token), in
-    order.
+    Rollouts of the same tokens belong together, then rollouts of the same prompt (what precedes the assistant's first token),
+    in order.
     """
     counterparts = [-1] * side.count
     taken: set[int] = set()

@@ -45,7 +45,7 @@ def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[TokenText]:
     """The texts of single tokens, with the space that a decoder strips from the start of a text.
 
     Args:
-        tokenizer: has ``convert_ids_to_tokens`` and ``decode``, as those of transformers.
+        tokenizer: has ``convert_ids_to_tokens`` and ``decode``, as transformers' tokenizers have.
         ids: any integers; one that the tokenizer does not know is shown as its number.
     """
     special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}

@@ -41,8 +41,8 @@ class Checkpoints:
     """The checkpoints of a run: folders ``step-000040``, of which the last few and the best are kept.
 
     A checkpoint is written into a folder of another name, flushed to the disk, and renamed: a process that is killed at any
-    time leaves whole checkpoints only. Each has a record of the size and the checksum of its files, and of its own checksum, by
-    which damage of another kind is found.
+    time leaves whole checkpoints only. Each has a record with the size and the checksum of its files, and a checksum of the
+    record, by which damage of another kind is found.
 
     Args:
         folder: of the run's checkpoints; created with the first one. What a killed process left half written is removed.
@@ -193,7 +193,7 @@ def _read_record(file: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, 
         RecursionError: if it is nested too deeply.
     """
     if not file.is_file():  # to open a pipe would block
-        raise ValueError("there is no such file" if not file.exists() else "it is no file")
+        raise ValueError("there is no such file" if not file.exists() else "it is not a file")
     data = file.read_bytes()
     values = json.loads(data.decode())
     if not isinstance(values, dict) or "checksum" not in values:

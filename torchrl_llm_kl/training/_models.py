@@ -57,11 +57,9 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, att
     check_model(name)
     place = check_device(device)
     logging.disable_progress_bar()  # it would mix with this program's own
-    kwargs = {} if attention is None else {"attn_implementation": attention}
+    kind = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **kwargs
-        )
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=kind, attn_implementation=attention)
         return model.to(place).eval().requires_grad_(False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
@@ -109,12 +107,12 @@ def load_model_config(name: str) -> Any:
     try:
         if path.is_dir() and not (path / "config.json").exists():  # adapters, whose file names their model
             base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-            return load_model_config(base)
-        config = AutoConfig.from_pretrained(name)
-    except ModelError:
-        raise
+        else:
+            base, config = None, AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"cannot load the model {name!r}{_where(name)}: {first_sentence(error)}") from error
+    if base is not None:
+        return load_model_config(base)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{name} is not a causal language model: found a configuration of {config.model_type}.")
     return config
@@ -268,8 +266,7 @@ def check_policy(config: TrainConfig, model_config: Any) -> Any:
     attention = config.model.attention
     with torch.device("meta"):
         try:
-            kwargs = {} if attention is None else {"attn_implementation": attention}
-            model: Any = AutoModelForCausalLM.from_config(model_config, **kwargs)
+            model = AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
         except (ValueError, ImportError) as error:
             raise ModelError(f"model.attention is {attention}: {first_sentence(error)}") from error
         if config.lora is not None:

@@ -1,4 +1,4 @@
-"""A run: steps, evaluations and checkpoints, from a configuration; one that was ended goes on to the bit where it was."""
+"""A run: steps, evaluations and checkpoints, from a configuration; one that was ended continues with the same bits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from threading import Event
+from typing import Literal
 
 import tensordict
 import torch
 from filelock import FileLock, Timeout
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase
+from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl.algorithms import get_algorithm
@@ -108,42 +110,33 @@ class TrainResult:
     figures: dict[str, str] = field(default_factory=dict)
 
 
-class StopRequest:
-    """Is True after SIGINT (Ctrl-C) or SIGTERM; a second Ctrl-C ends the process at once.
+@contextmanager
+def stop_on_signals(say: Say = print) -> Iterator[Event]:
+    """Yield an event that SIGINT (Ctrl-C) and SIGTERM set; a second Ctrl-C ends the process at once.
+
+    Outside the main thread, which alone can take signals, nothing sets it.
 
     Example:
-        >>> stop = StopRequest()
-        >>> with stop.on_signals():
+        >>> with stop_on_signals(say=lambda line: None) as stop:
         ...     signal.raise_signal(signal.SIGTERM)
-        >>> bool(stop)
+        >>> stop.is_set()
         True
     """
+    stop, before = Event(), {}
 
-    def __init__(self, say: Say | None = None) -> None:
-        self._asked, self._say = False, say
-
-    def __bool__(self) -> bool:
-        return self._asked
-
-    @contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Take the signals, in the main thread; elsewhere they are left to it."""
-        try:
-            before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _ask(self, *_: Any) -> None:
-        if self._asked:
+    def ask(*_: object) -> None:
+        if stop.is_set():
             raise KeyboardInterrupt
-        self._asked = True
-        if self._say is not None:
-            self._say("interrupted: finishing the step, then saving; once more to end at once.")
+        stop.set()
+        say("interrupted: finishing the step, then saving; once more to end at once.")
+
+    with suppress(ValueError):  # not the main thread
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Run:
@@ -218,23 +211,28 @@ class Run:
             order=PromptOrder(self.config.run.seed if data.shuffle else None, start),
         )
 
-    def _sampler(self, *, greedy: bool) -> Any:
+    def _sampler(self, *, greedy: bool) -> TransformersWrapper:
         sampling = None if greedy else sampling_of(self.config)
         length = self.config.sampler.max_new_tokens
         return make_sampler(self.policy, self.tokenizer, max_new_tokens=length, sampling=sampling)
 
     def _updater(self) -> ReferenceUpdater | None:
-        settings = self.config.reference
-        if settings.decay is None and settings.reset_every is None:
+        about = self.config.reference
+        moves = {"decay": about.decay, "reset_every": about.reset_every}
+        if moves["decay"] is moves["reset_every"] is None:
             return None
-        return ReferenceUpdater(
-            self.reference, self.policy, decay=settings.decay, every=settings.every, reset_every=settings.reset_every
-        )
+        return ReferenceUpdater(self.reference, self.policy, every=about.every, **moves)
 
     def _monitor(self) -> RunMonitor:
-        every = self.config.logging.doctor_every
-        monitor = RunMonitor(
-            make_loggers(self.config, self.out / "logs"),
+        every, loggers = self.config.logging.doctor_every, make_loggers(self.config, self.out / "logs")
+        earlier = [(row["step"], row) for row in self.rows.rows]  # of other processes
+        earlier += [(row["step"], _evaluation_log(row)) for row in self.evaluations.rows]
+        for logger in loggers:
+            if type(logger).__name__ in ("CSVLogger", "TensorboardLogger"):  # W&B and MLflow have them already
+                for step, row in earlier:
+                    log_metrics(logger, row, int(step))
+        return RunMonitor(
+            loggers,
             every=every,
             folder=self.out if every else None,
             tokenizer=self.tokenizer,
@@ -242,17 +240,6 @@ class Run:
             kl_target=self.config.kl.target,
             sampling=sampling_of(self.config),
         )
-        for row in self.rows.rows:  # of earlier processes; W&B and MLflow have them already
-            self._log(monitor, row, int(row["step"]), files_only=True)
-        for row in self.evaluations.rows:
-            self._log(monitor, _evaluation_log(row), int(row["step"]), files_only=True)
-        return monitor
-
-    @staticmethod
-    def _log(monitor: RunMonitor, row: Mapping[str, float], step: int, *, files_only: bool = False) -> None:
-        for logger in monitor.loggers:
-            if not files_only or type(logger).__name__ in ("CSVLogger", "TensorboardLogger"):
-                log_metrics(logger, row, step)
 
     # ------------------------------------------------------------------ a step
 
@@ -335,7 +322,8 @@ class Run:
         sampler = self._sampler(greedy=settings.greedy)
         row = {"step": self.step, **evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
         self.evaluations.append(row)
-        self._log(self.monitor, _evaluation_log(row), self.step)
+        for logger in self.monitor.loggers:
+            log_metrics(logger, _evaluation_log(row), self.step)
         return row
 
     @property
@@ -368,16 +356,11 @@ class Run:
 
     def save(self, checkpoints: Checkpoints) -> Path:
         """Write a checkpoint of all that the next step depends on."""
-        numbers = {
-            "config": self.config.to_dict(),
-            "files": self.inputs.files,
-            "versions": versions(),
-            "seconds": self.elapsed,
-            "best": self.best,
-        }
+        numbers = {"config": self.config.to_dict(), "files": self.inputs.files, "versions": versions()}
+        numbers |= {"seconds": self.elapsed, "best": self.best}
         with checkpoints.writing(self.step, numbers, best=self.best) as folder:
             save_policy(self.policy, self.tokenizer, folder / "model")
-            state: dict[str, Any] = {
+            state = {
                 "optimizer": self.optimizer.state_dict(),
                 "parts": self.parts.state_dict(),
                 "random": random_state(),
@@ -422,10 +405,10 @@ def _evaluation_log(row: Mapping[str, float]) -> dict[str, float]:
 def train(
     config: TrainConfig, *, fresh: bool = False, say: Say = print, build: Callable[..., Run] = Run
 ) -> TrainResult:
-    """Train a language model as a configuration says, or go on with a run that was ended.
+    """Train a language model as a configuration says, or continue a run that was ended.
 
-    A run whose folder (``run.out``) holds a checkpoint goes on from it, and ends with the same weights and figures as one that
-    was never ended. SIGINT and SIGTERM save a checkpoint after the current step. The folder then holds
+    A run whose folder (``run.out``) holds a checkpoint continues from it, and ends with the same weights and figures as one
+    that was never ended. SIGINT and SIGTERM save a checkpoint after the current step. The folder then holds
 
     - ``metrics.jsonl``, ``evaluations.jsonl``: figures of each step, and on held-out prompts;
     - ``checkpoints/step-000040``, ...: the last ones and the best one; ``model`` in each opens with ``from_pretrained``;
@@ -444,7 +427,7 @@ def train(
         How it ended.
 
     Raises:
-        ConfigError: for settings that no run can have, or that differ from those of the run to go on with.
+        ConfigError: for settings that no run can have, or that differ from the settings of the run to continue.
         ModelError: if a model cannot be loaded.
 
     Example:
@@ -491,12 +474,8 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             before = saved.numbers.get("files", run.inputs.files)
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since: what follows is not what it would have been without a stop.")
-        stop = StopRequest(say)
-        with (
-            closing(run),
-            stop.on_signals(),
-            progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr) as advance,
-        ):
+        bar = progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr)
+        with closing(run), stop_on_signals(say) as stop, bar as advance:
             outcome, why = _steps(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
     result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
     if outcome == "interrupted":
@@ -528,12 +507,12 @@ def _saved(config: TrainConfig, out: Path) -> Checkpoint | None:
 
 
 def _steps(
-    run: Run, checkpoints: Checkpoints, stop: StopRequest, advance: Callable[[str], None], *, saved: int | None
+    run: Run, checkpoints: Checkpoints, stop: Event, advance: Callable[[str], None], *, saved: int | None
 ) -> tuple[Literal["finished", "interrupted", "stopped"], str]:
     """Train to the last step, or until there is a reason not to; ``saved`` is the step of the last checkpoint."""
     settings = run.config
     while True:
-        ending = bool(stop)
+        ending = stop.is_set()
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
             run.say(f"step {run.step}: reward on held-out prompts {with_error(row)}")
@@ -565,7 +544,7 @@ def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainRes
             held_out = [(row["step"], row["reward"]) for row in evaluations]
             plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name)
     except ImportError:
-        run.say("there is no curves.png: it needs matplotlib (pip install 'torchrl-llm-kl[train]').")
+        run.say("curves.png is left out: it needs matplotlib (pip install 'torchrl-llm-kl[train]').")
     chosen = checkpoints.latest()
     if config.checkpoints.final == "best" and run.best is not None:
         chosen = checkpoints.at(run.best) or chosen
@@ -573,13 +552,7 @@ def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainRes
         return result
     final = out / "final"
     export_policy(config, chosen.folder / "model", run.tokenizer, final)
-    write_card(
-        config,
-        final,
-        rows=rows,
-        evaluations=evaluations,
-        chosen=chosen.step,
-        curves=curves if curves.exists() else None,
-    )
+    picture = curves if curves.exists() else None
+    write_card(config, final, rows=rows, evaluations=evaluations, chosen=chosen.step, curves=picture)
     figures = summary(config, rows, evaluations, chosen=chosen.step)
     return replace(result, final=final, chosen=chosen.step, figures=figures)
