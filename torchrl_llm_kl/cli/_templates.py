@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ _FOUND_BY = {
     "marks": "the template's {% generation %} blocks",
     "trace": "the template's loop over the messages",
     "prefixes": "renderings of the conversation up to each turn",
-    "no assistant turn": "nothing: there is no assistant turn",
+    "no assistant turn": "nothing: the conversation has no assistant turn",
 }
-#: Written around masked-in text where there is no colour.
+#: Written around masked-in text without colour.
 OPEN, CLOSE = "[[", "]]"
 
 
@@ -68,15 +69,12 @@ def read_conversation(path: Path) -> list[Mapping[str, Any]]:
         raise CommandError(f"cannot read {path}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise CommandError(f"{path} is not UTF-8: save it as such.") from error
-    try:
-        value = json.loads(text)
-    except ValueError:
-        try:
-            value = json.loads(text.strip().splitlines()[0])
-        except (ValueError, IndexError):
-            raise CommandError(
-                f"{path} is not JSON: expected a list of messages, or an object with `messages`."
-            ) from None
+    for part in (text, text.strip().partition("\n")[0]):
+        with suppress(ValueError):
+            value = json.loads(part)
+            break
+    else:
+        raise CommandError(f"{path} is not JSON: expected a list of messages, or an object with `messages`.")
     if isinstance(value, Mapping):
         value = value.get("messages")
     if not isinstance(value, list) or not value:
@@ -104,15 +102,10 @@ def describe(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, sample: b
     for span in rendered.assistant_spans:
         ((ids, mask),) = encode_with_mask(tokenizer, [rendered.text], [[span]])
         own = ids[mask].tolist()
-        turns.append(
-            {
-                "characters": list(span),
-                "num_tokens": len(own),
-                "last_token": tokenizer.convert_ids_to_tokens(own[-1]) if own else "",
-                "last_id": own[-1] if own else None,
-                "ends_in_special_token": bool(own) and own[-1] in special,
-            }
-        )
+        last = own[-1] if own else None
+        turn = {"characters": list(span), "num_tokens": len(own), "last_id": last}
+        turn |= {"last_token": tokenizer.convert_ids_to_tokens(last) if own else ""}
+        turns.append({**turn, "ends_in_special_token": last in special})
     return {
         "num_messages": len(messages),
         "num_tokens": len(rendered.token_ids),
@@ -125,21 +118,19 @@ def describe(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, sample: b
 
 
 def _print_text(text: str, spans: Sequence[tuple[int, ...]]) -> None:
-    """The text with its spans in colour, or in brackets where there is no colour; what is invisible is escaped."""
+    """The text with its spans in colour, or in brackets without colour; what is invisible is escaped."""
     colour, at = shows_colour(), 0
     from rich.text import Text
 
     from torchrl_llm_kl.diagnostics import escaped
 
+    opened, closed, outside, inside = ("", "", "dim", "bold green") if colour else (OPEN, CLOSE, "", "")
     out = Text()
     for start, end in spans:
-        out.append(escaped(text[at:start]), style="dim" if colour else "")
-        out.append(
-            escaped(text[start:end]) if colour else f"{OPEN}{escaped(text[start:end])}{CLOSE}",
-            style="bold green" if colour else "",
-        )
+        out.append(escaped(text[at:start]), style=outside)
+        out.append(f"{opened}{escaped(text[start:end])}{closed}", style=inside)
         at = end
-    out.append(escaped(text[at:].rstrip("\n")), style="dim" if colour else "")
+    out.append(escaped(text[at:].rstrip("\n")), style=outside)
     if colour:
         console().print(out, soft_wrap=True)
     else:

@@ -132,13 +132,13 @@ def read_columns(
         reference: likewise: replaces ``ref_log_prob``, and with the policy adds ``kl``, exact.
         temperature: divides the logits; not for a scorer, which has its own.
         sampling: in its place; see :class:`~torchrl_llm_kl.Sampling`.
-        keys: other entries than those of :data:`KEYS`, by column.
+        keys: other entries than in :data:`KEYS`, by column.
         scope: ``"full"``: all turns of the assistant; ``"turn"``: the last response of each row.
         options: how text and conversations are rendered where the data holds no tokens.
         strict: False leaves out entries that fit no token, and scores that are not finite, and says why in ``unread``.
 
     Raises:
-        KeyError: if the data holds no tokens, or there is no such column.
+        KeyError: if the data holds no tokens, or a name is not a column.
         ValueError: if the assistant's tokens cannot be told from the prompt, or an entry does not fit the tokens.
 
     Example:
@@ -158,20 +158,19 @@ def read_columns(
     tokens, mask = located.tokens, located.mask
     responses = response_mask(tensordict, tokens, interface) if located.sampled else None
     wanted = {**KEYS, **(keys or {})}
+    at_reward = wanted.pop("reward")
     columns: dict[str, Tensor] = {}
     unread: dict[str, str] = {}
-    for name in ("old_log_prob", "sampler_log_prob", "ref_log_prob", "kl_penalty", "entropy", "advantage"):
-        found = _find(tensordict, name, wanted[name])
-        if found is None:
-            continue
+    for name, key in wanted.items():
+        found = _find(tensordict, name, key)
         try:
-            values = per_token(tensordict, found, tokens, mask if responses is None else responses, fill=math.nan)
+            if found is not None:
+                values = per_token(tensordict, found, tokens, mask if responses is None else responses, fill=math.nan)
+                columns[name] = _widened(values)
         except ValueError as error:
             if strict:
                 raise
             unread[name] = str(error)
-            continue
-        columns[name] = _widened(values)
     if "sampler_log_prob" in columns:
         # torchrl's wrappers never compute these
         never = zeros_of_first_tokens(columns["sampler_log_prob"], mask, tokens)
@@ -183,8 +182,7 @@ def read_columns(
             raise
         unread["log_prob"] = str(error)
     rows: dict[str, Tensor] = {}
-    reward = find_key(tensordict, wanted["reward"])
-    if reward is not None:
+    if (reward := find_key(tensordict, at_reward)) is not None:
         rows["reward"] = outcomes(tensordict, read_column(tensordict, reward), f"{reward!r}")
     return TokenColumns(tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled, unread)
 

@@ -295,7 +295,7 @@ def _greedy(case: Case, zeros: list[Finding]) -> list[Finding]:
     """Zeros at all tokens, each of which is the most probable one: the log-probs of a greedy sampler."""
     if not zeros or float(zeros[0].evidence["share"]) < 0.99 or case.rescorer is None:
         return zeros
-    if case.rescorer.top().tightest().get("top_k") != 1:
+    if case.rescorer.top.tightest().get("top_k") != 1:
         return zeros
     remedy = "The sampler is greedy: set do_sample=True, or a temperature above 0. A policy gradient needs samples."
     return [finding("top_k", 0.97, {"top_k": 1, **zeros[0].evidence}, remedy)]
@@ -457,7 +457,7 @@ def _truncation(again: Again) -> list[Finding]:
     limit = max(again.case.floor, 0.2)
     if not rescorer.sampling.truncates and float((rest.d[here] > limit).double().mean()) > 0.05:
         return []
-    top = rescorer.top()
+    top = rescorer.top
     d = (top.log_prob[inner] - rest.recorded[here]).clamp(max=20.0)
     if float((d > limit).double().mean()) > 0.05:
         return []
@@ -641,7 +641,7 @@ def explain_tokens(case: Case) -> list[Finding]:
     # The gain in log-likelihood of each cause, and its evidence.
     gains: dict[str, tuple[float, Evidence]] = {"wrong_temperature": (float((log_prob - own).sum()), of_temperature)}
     if mean.value < 0:  # fewer surprises than the distribution has: something is left out
-        top = rescorer.top()
+        top = rescorer.top
         for name, value in top.tightest().items():
             gains[name] = (-float(top.mass(name, value).log().sum()), {name: value})
     if case.tokenizer is not None:

@@ -6,6 +6,7 @@ Symbols: ``lp`` the current policy's log-prob of a token, ``old`` the one at sam
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Callable, Mapping
 from configparser import ConfigParser
@@ -41,6 +42,12 @@ class Metric:
 
 
 T = TypeVar("T")
+
+
+def read_rows(name: str) -> list[dict[str, str]]:
+    """The rows of one of this package's ``.csv`` files."""
+    text = files("torchrl_llm_kl.diagnostics").joinpath(name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
 def read_texts(name: str, kind: Callable[..., T]) -> dict[str, T]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table
+from torchrl_llm_kl.diagnostics._metrics import read_rows
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer, Ranks, Sampling, is_wrapper, unwrap
 
@@ -25,36 +26,20 @@ OUTSIDE = 0.01
 LARGEST_COPY = 4 * 2**30
 
 
-def _template(turn: str, answer: str, role: str = "m['role']") -> str:
-    """A template whose turns are ``turn % (role, content)``, and the beginning of an answer.
+def _template(turn: str, answer: str, role: str, template: str) -> str:
+    """A template whose turns are ``turn % (role, content)``, and the beginning of an answer, unless it is given whole.
 
     All text is inside of expressions: Jinja drops newlines after blocks and at the end.
     """
-    parts = (turn % ("\0r\0", "\0c\0")).split("\0")
-    pieces = [role if part == "r" else "m['content']" if part == "c" else repr(part) for part in parts if part]
-    return f"{{% for m in messages %}}{{{{ {' ~ '.join(pieces)} }}}}{{% endfor %}}{{{{ {answer!r} }}}}"
+    turn, answer = (text.replace("\\n", "\n") for text in (turn, answer))
+    values = {"r": role or "m['role']", "c": "m['content']"}
+    parts = (turn.replace("%s", "\0r\0", 1).replace("%s", "\0c\0")).split("\0")
+    pieces = " ~ ".join(values.get(part) or repr(part) for part in parts if part)
+    return template or f"{{% for m in messages %}}{{{{ {pieces} }}}}{{% endfor %}}{{{{ {answer!r} }}}}"
 
 
 #: Templates that a sampler may have used in place of the tokenizer's; without their default system prompts.
-COMMON_TEMPLATES = {
-    "ChatML": _template("<|im_start|>%s\n%s<|im_end|>\n", "<|im_start|>assistant\n"),
-    "Llama 3": _template(
-        "<|start_header_id|>%s<|end_header_id|>\n\n%s<|eot_id|>", "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    ),
-    "Llama 2 and Mistral": "{% for m in messages %}"
-    "{{ '[INST] ' ~ m['content'] ~ ' [/INST]' if m['role'] == 'user' else m['content'] }}{% endfor %}",
-    "Gemma": _template(
-        "<start_of_turn>%s\n%s<end_of_turn>\n",
-        "<start_of_turn>model\n",
-        "('model' if m['role'] == 'assistant' else m['role'])",
-    ),
-    "Zephyr": _template("<|%s|>\n%s</s>\n", "<|assistant|>\n"),
-    "Phi": _template("<|%s|>\n%s<|end|>\n", "<|assistant|>\n"),
-    "Vicuna": _template("%s: %s ", "ASSISTANT:", "m['role'] | upper"),
-    "Alpaca": _template("### %s:\n%s\n\n", "### Response:\n", "m['role'] | capitalize"),
-    "role and colon": _template("%s: %s\n", "Assistant:", "m['role'] | capitalize"),
-    "the text alone": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-}
+COMMON_TEMPLATES = {row.pop("name"): _template(**row) for row in read_rows("templates.csv")}
 _SYSTEM = "You are a helpful assistant."
 
 
@@ -100,7 +85,6 @@ class Rescorer:
         text = getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
         self.vocab = getattr(text, "vocab_size", None) or 64
         self.forwards = 0
-        self._top: Top | None = None
         self._at: dict[float, tuple[Tensor, Tensor]] = {}
         known = [table.get(name) for name in ("log_prob", "entropy")]
         if not sampling.truncates and known[0] is not None and known[1] is not None:
@@ -142,21 +126,19 @@ class Rescorer:
         """At the scored temperature; ``[m]``."""
         return self.at(self.sampling.temperature)[0]
 
+    @cached_property
     def top(self) -> Top:
         """The most probable tokens of each position at the scored temperature."""
-        if self._top is None:
-            k = min(self.vocab, MOST_TOP)
-            scores = self._run(self._scorer, top_k=k, temperature=self.sampling.temperature)
-            self._top = Top(self._flat(scores.log_prob), self._flat(scores.top_log_probs), k >= self.vocab)
-        return self._top
+        k = min(self.vocab, MOST_TOP)
+        scores = self._run(self._scorer, top_k=k, temperature=self.sampling.temperature)
+        return Top(self._flat(scores.log_prob), self._flat(scores.top_log_probs), k >= self.vocab)
 
     def as_scored(self) -> Tensor:
         """Log-probs of the tokens if they were sampled as they are scored ``[m]``; of those outside, :data:`OUTSIDE`."""
         if not self.sampling.truncates:
             return self.log_prob
-        top = self.top()
-        mass, inside = top.kept(self.sampling)
-        return top.log_prob + torch.where(inside, -mass.log(), math.log(OUTSIDE))
+        mass, inside = self.top.kept(self.sampling)
+        return self.top.log_prob + torch.where(inside, -mass.log(), math.log(OUTSIDE))
 
     def without_adapters(self) -> Tensor | None:
         """Log-probs of the base model ``[m]``; None if the policy has no adapters, or they are already off."""
@@ -237,7 +219,7 @@ class Rescorer:
         return (temperature, *self.at(temperature))
 
     def calibration(self, temperature: float) -> Tensor:
-        """The probability of each token minus that of another draw in its place: 0 in expectation for samples; ``[m]``."""
+        """The probability of each token minus another draw's in its place: 0 in expectation for samples; ``[m]``."""
         scores = self._run(self._scorer, moments=True, temperature=temperature)
         return self._flat(scores.log_prob).exp() - self._flat(scores.collision)
 
@@ -399,7 +381,7 @@ class Top:
         return torch.where(beyond, 1.0, mass), inside | beyond
 
     def tightest(self) -> dict[str, float]:
-        """The tightest top-k, top-p and min-p that keep every sampled token, those of the highest likelihood."""
+        """The tightest top-k, top-p and min-p that keep every sampled token: they have the highest likelihood."""
         above = self.top_log_probs > self.log_prob.unsqueeze(-1) + 1e-5
         out: dict[str, float] = {}
         rank = int(above.sum(-1).max()) + 1
@@ -414,7 +396,7 @@ class Top:
     def candidates(self, kept: Tensor) -> list[tuple[str, float]]:
         """Values of top-k, top-p and min-p that may have kept a mass at each position.
 
-        A kept mass is that of the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach
+        A kept mass belongs to the first ``j`` tokens for some ``j``: the same everywhere for top-k, and the first to reach
         ``p`` for top-p. Where rounding hides that, the ranks of the sampled tokens, but for a few, bound the values.
 
         Args:

@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import os
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -442,24 +443,19 @@ def _check_aliases(name: str, text: str) -> None:
     except yaml.YAMLError:  # told where the text is read
         return
     if aliased:
-        raise ConfigError(
-            f"{name} has an alias (*name): write the value out, and put quotes around a text that begins with *."
-        )
+        advice = "write the value out, and put quotes around a text that begins with *"
+        raise ConfigError(f"{name} has an alias (*name): {advice}.")
 
 
 def _text_of(path: Path) -> str:
     """The text of a configuration's file."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: pass the YAML file of the run.")
-    if not path.is_file():
-        if path.exists():
-            raise ConfigError(f"{path} is not a regular file: pass the YAML file of the run.")
+    if not path.exists():
         raise FileNotFoundError(f"there is no file {path}: pass the YAML file of the run.")
-    size = path.stat().st_size
-    if size > _LONGEST:
-        raise ConfigError(
-            f"{path} has {size:,} bytes, more than a configuration can have: pass the YAML file of the run."
-        )
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "not a regular file"
+        raise ConfigError(f"{path} is {kind}: pass the YAML file of the run.")
+    if (size := path.stat().st_size) > _LONGEST:
+        raise ConfigError(f"{path} has {size:,} bytes, too many for a configuration: pass the YAML file of the run.")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -489,9 +485,8 @@ def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
         if key.count(".") > _DEEPEST:
             raise ConfigError(f"{_shown(text)} is nested too deeply: expected a key such as optimizer.lr.")
         if "[" in key:
-            raise ConfigError(
-                f"{_shown(text)} changes one item of a list: give the whole list, such as optimizer.betas=[0.9, 0.95]."
-            )
+            whole = "give the whole list, such as optimizer.betas=[0.9, 0.95]"
+            raise ConfigError(f"{_shown(text)} changes one item of a list: {whole}.")
         _check_aliases(_shown(text), value)
         try:
             parsed = cast(Any, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
@@ -561,29 +556,16 @@ def _missing(key: str) -> str:
 
 def _wrong_type(error: Exception, layers: Sequence[Mapping[str, Any]]) -> str:
     """What no setting of the layers can be: the setting that cannot be merged, or those that refer to others."""
-    given = [
-        (f"{section}.{name}", value)
-        for layer in reversed(layers)
-        for section, values in layer.items()
-        if isinstance(values, Mapping)
-        for name, value in values.items()
+    sections = [
+        (section, values) for layer in layers for section, values in layer.items() if isinstance(values, Mapping)
     ]
-    for key, value in given:
-        if not _merges(key, value):
+    given = {f"{section}.{name}": value for section, values in sections for name, value in values.items()}
+    wrong = ".".join(re.split(r"[.\[]", str(getattr(error, "full_key", None)))[:2])  # of an item: its setting
+    for key, value in given.items():
+        if key == wrong or (isinstance(value, Mapping) and get_origin(SETTINGS[key].kind) is list):
             return f"{key} is {_shown(value)}: expected {_expected(SETTINGS[key].kind)}."
-    refer = [f"{key} is {_shown(value)}" for key, value in given if "${" in str(value)]
+    refer = [f"{key} is {_shown(value)}" for key, value in given.items() if "${" in str(value)]
     return ": ".join([*([", ".join(refer)] if refer else []), f"{_reason(error)}."])
-
-
-def _merges(key: str, value: Any) -> bool:
-    from omegaconf import OmegaConf
-
-    section, leaf = key.split(".")
-    try:
-        OmegaConf.merge(OmegaConf.structured(TrainConfig), {section: {leaf: value}})
-    except Exception:  # whatever it is
-        return False
-    return True
 
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

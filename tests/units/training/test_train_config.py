@@ -141,6 +141,7 @@ def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
         (f"algorithm.args.a={'[' * 400}{']' * 400}", "cannot be read (it is nested too deeply"),
         (f"algorithm.args.a={'[' * 30}{']' * 30}", "args.a is nested too deeply: expected at most 20 levels."),
         (f"algorithm.args.{'a.' * 90}b=1", "is nested too deeply: expected a key such as optimizer.lr."),
+        ("lora.targets={a: b}", "lora.targets is {'a': 'b'}: expected a list, each text."),
         ("run.out=${run.out}", "run.out is '${run.out}': Recursive interpolation detected."),
         ("kl.place=none; kl.target=0.5", "choose loss or reward, or drop the target"),
         ("reference.name=none; kl.place=loss", "no KL to charge"),
@@ -201,7 +202,7 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
         (b"algorithm: {args: &a {x: *a}}", "has an alias"),
         (b"\x80\x02}q\x00.", "is neither YAML nor text"),
         (b"a\0b", "is not YAML with sections .*special characters"),
-        (b" " * (1 << 20) + b" ", "has 1,048,577 bytes, more than a configuration can have"),
+        (b" " * (1 << 20) + b" ", "has 1,048,577 bytes, too many for a configuration"),
         (b"", r"model\.name is missing"),
     ],
 )
