@@ -174,9 +174,9 @@ def diagnose(
     check_range(0.0, clip_high=clip_high)
     check_reading(reading)
     policy, reference = reading.get("policy"), reading.get("reference")
-    own = isinstance(policy, LogProbScorer)
-    scored = policy.sampling if own else as_sampling(reading.get("temperature", 1.0), reading.get("sampling"))
-    interface = ModelInterface.of(policy.model if own else policy)
+    scored = as_sampling(reading.get("temperature", 1.0), reading.get("sampling"))
+    scored = policy.sampling if isinstance(policy, LogProbScorer) else scored
+    interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
     tokenizer = interface.tokenizer if tokenizer is None else tokenizer
     conversations = None
     if isinstance(batch, TokenColumns):

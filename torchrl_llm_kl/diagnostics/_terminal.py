@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from torchrl_llm_kl.diagnostics._page import Excerpt, View, _resource, excerpts
 from torchrl_llm_kl.diagnostics._quantities import STEPS, Quantity, scale_of
@@ -11,7 +12,6 @@ from torchrl_llm_kl.diagnostics._texts import visible
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.text import Text
 
 _INK = "#f4f5f7"
 
@@ -26,43 +26,34 @@ def render_terminal(view: View, quantity: Quantity, rollouts: int, around: int) 
         from rich.console import Group
         from rich.text import Text
     except ImportError as error:
-        raise ImportError(
-            "rich is not installed: `pip install 'torchrl-llm-kl[cli]'`, or open the HTML page."
-        ) from error
+        advice = "`pip install 'torchrl-llm-kl[cli]'`, or open the HTML page"
+        raise ImportError(f"rich is not installed: {advice}.") from error
     colours = _colours()
-    parts: list[Any] = [_legend(view, quantity, colours, Text)]
+    parts = [Text.assemble(*_legend(view, quantity, colours))]
     for excerpt in excerpts(view, quantity, rollouts, around):
-        parts += [Text(f"\nrollout {excerpt.row}", style="bold").append(f"  {excerpt.facts}", style="not bold dim")]
-        parts.append(_tokens(excerpt, colours, Text))
+        parts.append(Text.assemble((f"\nrollout {excerpt.row}", "bold"), (f"  {excerpt.facts}", "dim")))
+        parts.append(Text.assemble(*_tokens(excerpt, colours), overflow="fold"))
     return Group(*parts)
 
 
-def _tokens(excerpt: Excerpt, colours: dict[int, str], text: type[Text]) -> Text:
-    out = text(overflow="fold")
+def _tokens(excerpt: Excerpt, colours: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    """Texts with their styles."""
     if excerpt.before:
-        out.append(f"[{excerpt.before} before] ", style="dim italic")
+        yield f"[{excerpt.before} before] ", "dim italic"
     for token in excerpt.tokens:
-        if not token.scored:
-            out.append(token.shown, style="dim")
-        elif token.step:
-            out.append(token.shown, style=f"{_INK} on {colours[token.step]}")
-        else:
-            out.append(token.shown)
+        yield token.shown, "dim" if not token.scored else f"{_INK} on {colours[token.step]}" if token.step else ""
     if excerpt.after:
-        out.append(f" [{excerpt.after} after]", style="dim italic")
-    return out
+        yield f" [{excerpt.after} after]", "dim italic"
 
 
-def _legend(view: View, quantity: Quantity, colours: dict[int, str], text: type[Text]) -> Text:
-    out = text(visible(view.title), style="bold").append(f"  {visible(quantity.label)}\n", style="not bold")
+def _legend(view: View, quantity: Quantity, colours: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    yield visible(view.title), "bold"
+    yield f"  {visible(quantity.label)}\n", ""
     if quantity.numeric:
         scale = scale_of(quantity, view.sides)
-        steps = range(-STEPS if quantity.kind == "signed" else 1, STEPS + 1)
-        for step in steps:
-            edge = step * scale / STEPS
-            out.append(f" {edge:.2g} ", style=f"not bold {_INK} on {colours[step]}" if step else "not bold")
-        out.append(f" {quantity.unit}", style="not bold dim")
-    return out
+        for step in range(-STEPS if quantity.kind == "signed" else 1, STEPS + 1):
+            yield f" {step * scale / STEPS:.2g} ", f"{_INK} on {colours[step]}" if step else ""
+        yield f" {quantity.unit}", "dim"
 
 
 def _colours() -> dict[int, str]:

@@ -236,6 +236,7 @@ def check_algorithm(config: TrainConfig) -> None:
 def _estimators(config: TrainConfig) -> dict[str, Any]:
     """The estimator of each place, ``"none"`` without a KL there."""
     kl, preset = config.kl, get_algorithm(config.algorithm.name)  # type: ignore[arg-type]
+    found: Mapping[str, object]
     if kl.place == "preset":
         found = {"loss": preset.kl_loss, "reward": preset.kl_reward}
     else:

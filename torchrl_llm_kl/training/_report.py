@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from torchrl_llm_kl._files import replacing
 
@@ -202,7 +202,7 @@ def plot_curves(
 
     names = ["reward", *(name for name in ("kl", "coefficient") if all(name in row for row in rows))]
     heights = [2 if name == "coefficient" else 3 for name in names]
-    size, mosaic = (8, 8.5 * sum(heights) / 8), [[name] for name in names]
+    size, mosaic = (8, 8.5 * sum(heights) / 8), cast(Any, [[name] for name in names])
     figure, axes = plt.subplot_mosaic(mosaic, figsize=size, sharex=True, layout="constrained", height_ratios=heights)
     steps = [row["step"] for row in rows]
 
@@ -211,7 +211,7 @@ def plot_curves(
         axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         axis.plot(steps, smooth(values, window), color=color, linewidth=2, label=label)
 
-    reward, kl, coefficient = (axes.get(name) for name in ("reward", "kl", "coefficient"))
+    reward, kl, coefficient = axes["reward"], axes.get("kl"), axes.get("coefficient")
     draw(reward, "reward", reward_label, "tab:blue")
     if all("penalised_reward" in row for row in rows):
         draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Literal
@@ -24,7 +25,7 @@ from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl.algorithms import get_algorithm
 from torchrl_llm_kl.diagnostics import RunMonitor, log_metrics, status_line
 from torchrl_llm_kl.scoring import ReferenceUpdater
-from torchrl_llm_kl.tasks import PromptOrder, make_env
+from torchrl_llm_kl.tasks import PromptOrder, Prompts, make_env
 from torchrl_llm_kl.training._build import (
     build_training,
     load_reference,
@@ -62,19 +63,11 @@ from torchrl_llm_kl.training._steps import (
     set_random_state,
     step_figures,
 )
+from torchrl_llm_kl.transforms import RetrieveKL
 
 #: What a run writes into its folder.
-WRITTEN = (
-    "config.yaml",
-    "metrics.jsonl",
-    "evaluations.jsonl",
-    "checkpoints",
-    "logs",
-    "curves.png",
-    "rollouts.html",
-    "diagnosis.txt",
-    "final",
-)
+WRITTEN: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "logs")
+WRITTEN += ("curves.png", "rollouts.html", "diagnosis.txt", "final")
 
 #: The first line of a run's own config.yaml.
 _ALL_SETTINGS = "# All settings of the run in this folder; each start of it writes them anew.\n"
@@ -191,25 +184,19 @@ class Run:
         self.rows = FiguresFile(self.out / "metrics.jsonl", rows)
         self.evaluations = FiguresFile(self.out / "evaluations.jsonl", evaluations)
         self.sampler = self._sampler(greedy=False)
-        self.env = self.make_env(start=self.step * config.data.num_prompts)
+        data = config.data
+        order = PromptOrder(config.run.seed if data.shuffle else None, self.step * data.num_prompts)
+        self.env = self._env(self.inputs.prompts, self.training.kl, order, data.num_prompts, data.group_size)
         self.monitor = self._monitor()
 
     # ------------------------------------------------------------------ parts
 
-    def make_env(self, *, start: int) -> EnvBase:
-        """The env, after ``start`` prompts."""
-        data = self.config.data
-        return make_env(
-            self.inputs.prompts,
-            self.inputs.reward,
-            self.tokenizer,
-            num_prompts=data.num_prompts,
-            group_size=data.group_size,
-            system_prompt=data.system_prompt,
-            kl_transform=self.training.kl,
-            timeout=self.config.reward.timeout,
-            order=PromptOrder(self.config.run.seed if data.shuffle else None, start),
-        )
+    def _env(
+        self, prompts: Prompts, kl: RetrieveKL | None, order: PromptOrder, num_prompts: int, group_size: int
+    ) -> EnvBase:
+        make = partial(make_env, num_prompts=num_prompts, group_size=group_size, kl_transform=kl, order=order)
+        system, timeout = self.config.data.system_prompt, self.config.reward.timeout
+        return make(prompts, self.inputs.reward, self.tokenizer, system_prompt=system, timeout=timeout)
 
     def _sampler(self, *, greedy: bool) -> TransformersWrapper:
         sampling = None if greedy else sampling_of(self.config)
@@ -218,10 +205,10 @@ class Run:
 
     def _updater(self) -> ReferenceUpdater | None:
         about = self.config.reference
-        moves = {"decay": about.decay, "reset_every": about.reset_every}
-        if moves["decay"] is moves["reset_every"] is None:
+        if about.decay is about.reset_every is None:
             return None
-        return ReferenceUpdater(self.reference, self.policy, every=about.every, **moves)
+        moves = partial(ReferenceUpdater, decay=about.decay, every=about.every, reset_every=about.reset_every)
+        return moves(self.reference, self.policy)
 
     def _monitor(self) -> RunMonitor:
         every, loggers = self.config.logging.doctor_every, make_loggers(self.config, self.out / "logs")
@@ -308,17 +295,7 @@ class Run:
             if local or not settings.greedy:  # of the most probable tokens, the exact KL alone means something
                 estimator = "exact" if settings.greedy else "k1"
                 kl = measured_kl(self.config, self.policy, self.reference, estimator=estimator)
-        env = make_env(
-            held_out,
-            self.inputs.reward,
-            self.tokenizer,
-            num_prompts=min(settings.batch_size, len(held_out)),
-            group_size=1,
-            system_prompt=self.config.data.system_prompt,
-            kl_transform=kl,
-            timeout=self.config.reward.timeout,
-            order=PromptOrder(seed=None),
-        )
+        env = self._env(held_out, kl, PromptOrder(seed=None), min(settings.batch_size, len(held_out)), 1)
         sampler = self._sampler(greedy=settings.greedy)
         row = {"step": self.step, **evaluate(env, sampler, len(held_out), seed=self.config.run.seed)}
         self.evaluations.append(row)
@@ -356,7 +333,11 @@ class Run:
 
     def save(self, checkpoints: Checkpoints) -> Path:
         """Write a checkpoint of all that the next step depends on."""
-        numbers = {"config": self.config.to_dict(), "files": self.inputs.files, "versions": versions()}
+        numbers: dict[str, object] = {
+            "config": self.config.to_dict(),
+            "files": self.inputs.files,
+            "versions": versions(),
+        }
         numbers |= {"seconds": self.elapsed, "best": self.best}
         with checkpoints.writing(self.step, numbers, best=self.best) as folder:
             save_policy(self.policy, self.tokenizer, folder / "model")

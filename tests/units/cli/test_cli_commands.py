@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli import _commands, _console, _tables, main
 from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.cli._console import cells_of
+from torchrl_llm_kl.diagnostics import Finding
 from torchrl_llm_kl.estimators import contracts
 from torchrl_llm_kl.training import progress
 from toy_tokenizer import build_tokenizer
@@ -323,28 +323,13 @@ def test_no_code_of_a_file_runs_and_tokens_of_another_type_are_refused(cli: Cli,
         assert message in error_of(cli("check", tmp_path / "batch.pt", code=2))
 
 
-class Diagnosis:
-    def __init__(self, findings: Sequence[str]) -> None:
-        self.findings = findings
-
-    @property
-    def exit_code(self) -> int:
-        return int(bool(self.findings))
-
-    def __str__(self) -> str:
-        return "\n".join(self.findings) or "nothing found"
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"findings": list(self.findings)}
-
-
-def stub(monkeypatch: pytest.MonkeyPatch, *findings: str) -> dict[str, Any]:
-    """A doctor with these findings; returns what it is given."""
+def stub(monkeypatch: pytest.MonkeyPatch, *causes: str) -> dict[str, Any]:
+    """A doctor that finds these; returns what it is given."""
     seen: dict[str, Any] = {}
 
-    def diagnose(td: TensorDictBase, **given: Any) -> Diagnosis:
+    def diagnose(td: TensorDictBase, **given: Any) -> diagnostics.Diagnosis:
         seen.update(given, td=td)
-        return Diagnosis(findings)
+        return diagnostics.Diagnosis(findings=tuple(Finding(cause, 0.9, {}, "Change it.") for cause in causes))
 
     monkeypatch.setattr(diagnostics, "diagnose", diagnose, raising=False)
     return seen
@@ -361,7 +346,7 @@ def test_exit_codes_of_findings_and_what_the_doctor_gets(
     cli("inspect", path, "--tokenizer", model, "--html", tmp_path / "page.html")
     assert "<html" in (tmp_path / "page.html").read_text(encoding="utf-8").lower()
     seen = stub(monkeypatch)
-    assert cli("check", path).stdout == "nothing found\n"
+    assert "no fault, 0 notes" in cli("check", path).stdout
     assert torch.equal(seen["td"]["tokens", "full"], FULL)
     defaults = {"policy": None, "reference": None, "tokenizer": None, "temperature": 1.0}
     assert {key: seen[key] for key in defaults} == defaults
@@ -370,13 +355,14 @@ def test_exit_codes_of_findings_and_what_the_doctor_gets(
     assert (bool(seen["tokenizer"].chat_template), seen["temperature"]) == (True, 0.5)
     rows = [TensorDict(tokens=TensorDict(prompt=FULL[0, :2], full=FULL[0, :n]), query="why?") for n in (4, 5)]
     save_batch(lazy_stack(rows), tmp_path / "rows.pt")
-    assert cli("check", tmp_path / "rows.pt").stdout == "nothing found\n"
+    cli("check", tmp_path / "rows.pt")
     assert [row["tokens", "full"].tolist() for row in seen["td"].unbind(0)] == [[3, 4, 5, 6], [3, 4, 5, 6, 7]]
-    stub(monkeypatch, "length bias")
-    assert cli("check", path, code=1).stdout == "length bias\n"
-    assert json.loads(cli("check", path, "--json", code=1).stdout)["findings"] == ["length bias"]
-    monkeypatch.setattr(Diagnosis, "exit_code", 0, raising=False)
-    assert "length bias" in cli("check", path).stdout
+    stub(monkeypatch, "off_by_one")
+    assert "[off_by_one]" in cli("check", path, code=1).stdout
+    (found,) = json.loads(cli("check", path, "--json", code=1).stdout)["findings"]
+    assert found["cause"] == "off_by_one"
+    stub(monkeypatch, "no_spread")  # a note
+    assert "[no_spread]" in cli("check", path).stdout
 
 
 def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
