@@ -200,16 +200,16 @@ def inspect(
 ) -> None:
     """Show the tokens of a batch with their log-probs, KL, advantage and mask."""
     from torchrl_llm_kl.datasets import load_batch
-    from torchrl_llm_kl.diagnostics import inspect_tokens
+    from torchrl_llm_kl.diagnostics import Reading, inspect_tokens
     from torchrl_llm_kl.training import load_model, load_tokenizer
 
     if html is not None and not html.parent.is_dir():
         raise CommandError(f"there is no folder {html.parent} for {html.name}: create it first.")
     td = load_batch(batch, trust=trust)
     beside = None if other is None else load_batch(other, trust=trust)
-    given = {"policy": policy, "reference": reference}
-    models = {name: load_model(path) for name, path in given.items() if path is not None}
-    found = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, temperature=temperature, **models)
+    own, known = (None if name is None else load_model(name) for name in (policy, reference))
+    reading: Reading = {"policy": own, "reference": known, "temperature": temperature}
+    found = inspect_tokens(td, load_tokenizer(tokenizer), html=html, other=beside, **reading)
     if html is not None:
         print(f"wrote {html}")
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torchrl_llm_kl.diagnostics._metrics import read_texts
 
@@ -61,7 +61,7 @@ class Finding:
         """``"fault"``: numbers are wrong; ``"note"``: worth knowing."""
         return CAUSES[self.cause].severity
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """All of it, for JSON."""
         return {**asdict(self), "title": self.title, "severity": self.severity}
 

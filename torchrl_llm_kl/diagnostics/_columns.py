@@ -20,6 +20,7 @@ from torchrl_llm_kl._numerics import NOT_FINITE
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.ragged import Ragged, read_column
 from torchrl_llm_kl.rollouts import (
+    Located,
     ModelInterface,
     Scope,
     TokenisingOptions,
@@ -101,7 +102,7 @@ class Reading(TypedDict, total=False):
     options: TokenisingOptions | None
 
 
-def check_reading(given: Mapping[str, Any]) -> None:
+def check_reading(given: Reading) -> None:
     """Raise a TypeError for a name that is none of :class:`Reading`, a ValueError for a temperature out of range."""
     unknown = sorted(set(given) - set(Reading.__annotations__))
     if unknown:
@@ -187,7 +188,7 @@ def read_columns(
     return TokenColumns(tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled, unread)
 
 
-def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Any:
+def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Located:
     try:
         return locate(td, interface, scope=scope, options=options)
     except ValueError:

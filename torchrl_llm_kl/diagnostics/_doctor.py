@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
@@ -24,6 +24,9 @@ from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, wo
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.rollouts import ModelInterface, TokenisingOptions, read_conversations, sub_key
 from torchrl_llm_kl.scoring import LogProbScorer, as_sampling, is_wrapper, not_text, placeholders, unwrap
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -99,7 +102,7 @@ class Diagnosis:
                 families.setdefault(family, []).append(f"{quantity} {value:.4g}")
         return "\n".join(lines + [f"{family + ':':<13} {', '.join(each)}" for family, each in families.items()])
 
-    def __rich__(self) -> Any:
+    def __rich__(self) -> Text:
         from rich.text import Text
 
         colour = "red" if self.faults else "yellow" if self.notes else "green"
@@ -267,7 +270,7 @@ class Doctor(Transform):
         every: int = 1,
         *,
         on_fault: Literal["warn", "raise", "log"] = "warn",
-        log: Callable[[Diagnosis], Any] | None = None,
+        log: Callable[[Diagnosis], object] | None = None,
         tokenizer: Any = None,
         clip_low: float = 0.2,
         clip_high: float = 0.2,

@@ -17,7 +17,7 @@ from torchrl_llm_kl.diagnostics._terminal import render_terminal
 from torchrl_llm_kl.diagnostics._texts import token_texts
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, Group
 
 
 class Inspection:
@@ -62,7 +62,9 @@ class Inspection:
         self.path = path
         return path
 
-    def print(self, quantity: str | None = None, *, rollouts: int = 3, around: int = 60, console: Any = None) -> None:
+    def print(
+        self, quantity: str | None = None, *, rollouts: int = 3, around: int = 60, console: Console | None = None
+    ) -> None:
         """Print the worst rollouts with coloured tokens.
 
         Args:
@@ -78,11 +80,9 @@ class Inspection:
             KeyError: if the batch does not have this quantity.
         """
         rendered = render_terminal(self._view, self._quantity(quantity), rollouts, around)
-        if console is None:
-            from rich.console import Console
+        from rich.console import Console
 
-            console = Console()
-        console.print(rendered)
+        (console or Console()).print(rendered)
 
     def __rich__(self) -> Group:
         return render_terminal(self._view, self._view.quantities[0], 3, 60)
@@ -172,7 +172,7 @@ def inspect_tokens(
         if not callable(getattr(tokenizer, method, None)):
             raise TypeError(f"expected a tokenizer with {method!r}, found {type(tokenizer).__name__}.")
     check_reading(reading)
-    given: dict[str, Any] = {name: value for name, value in reading.items() if value not in (None, 1.0, "full")}
+    given = {name: value for name, value in reading.items() if value not in (None, 1.0, "full")}
     sides = []
     for data in (batch, other):
         if isinstance(data, TokenColumns):

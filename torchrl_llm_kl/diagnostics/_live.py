@@ -111,7 +111,7 @@ class RunMonitor:
         self._sums: dict[str, list[Tensor]] = {}
         self._found: dict[str, float] = {}
 
-    def add(self, metrics: Mapping[str, Any] | TensorDictBase) -> None:
+    def add(self, metrics: Mapping[str, object] | TensorDictBase) -> None:
         """Take the numbers of a loss's output, or any others, without waiting for the device. Other entries are left out."""
         for name, value in metrics.items():
             if isinstance(value, Tensor) and value.numel() == 1 and isinstance(name, str):

@@ -8,7 +8,7 @@ Shapes: ``S`` sequences, ``T`` the most masked-in tokens of one, ``N`` tokens of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
@@ -193,7 +193,7 @@ def _k3(log_ratio: Tensor) -> float:
 
 
 def measure(
-    columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Any = None
+    columns: TokenColumns, *, clip_low: float = 0.2, clip_high: float = 0.2, end: Sequence[int] | None = None
 ) -> dict[str, float]:
     """All measures of a batch whose columns are there.
 
@@ -350,7 +350,7 @@ def kl_measures(table: Table) -> dict[str, float]:
     return out
 
 
-def answer_measures(columns: TokenColumns, end: Any = None) -> dict[str, float]:
+def answer_measures(columns: TokenColumns, end: Sequence[int] | None = None) -> dict[str, float]:
     """Answers and groups: lengths, truncated answers, duplicated prompts, groups whose rewards are all equal.
 
     An answer is truncated if its last token ends no turn (``end``), and ``answers/at_limit`` is the share as long as the

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -104,7 +103,7 @@ def _template(name: str) -> jinja2.Template:
 # ---------------------------------------------------------------------- the numbers
 
 
-def _meta(view: View) -> dict[str, Any]:
+def _meta(view: View) -> dict[str, object]:
     """All but the numbers per token: what the list, the charts and the legend need at once."""
     width, bins = position_bins(view.sides)
     texts = list(view.texts.values())
@@ -131,7 +130,7 @@ def _meta(view: View) -> dict[str, Any]:
     }
 
 
-def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> dict[str, Any]:
+def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> dict[str, object]:
     nothing = torch.full((side.count,), math.nan)
     scored = torch.bincount(side.rows[side.mask], minlength=side.count).float()
     numeric = [quantity for quantity in quantities if quantity.numeric]
@@ -164,7 +163,7 @@ def _ids(side: Side, index: dict[int, int]) -> bytes:
     return _planes(numbers.numpy().astype("<u4"))
 
 
-def _rollouts(view: View) -> Iterator[dict[str, Any]]:
+def _rollouts(view: View) -> Iterator[dict[str, object]]:
     """Each rollout of each batch, compressed by itself, so that a browser decodes the open one alone.
 
     A byte per token (1: the assistant's, 2: ratio beyond the bounds, 4: no gradient), then the numbers of the assistant's

@@ -16,7 +16,7 @@ from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table
 from torchrl_llm_kl.diagnostics._metrics import read_rows
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer, Ranks, Sampling, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import LogProbScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
 
 #: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
 MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
@@ -107,11 +107,12 @@ class Rescorer:
     def _make(self, **settings: Any) -> LogProbScorer:
         return LogProbScorer(self.policy, **{"adapters": self.adapters, **settings})
 
-    def _run(self, scorer: LogProbScorer, **wanted: Any) -> Any:
+    def _run(self, scorer: LogProbScorer, **wanted: Any) -> Scores:
         self.forwards += 1
         return scorer.evaluate(self.ids, self.masks, **wanted)
 
-    def _flat(self, scores: Ragged) -> Tensor:
+    def _flat(self, scores: Ragged | None) -> Tensor:
+        assert scores is not None
         return scores.values[torch.cat(self.masks)].cpu().double()
 
     def at(self, temperature: float) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from torchrl.record.loggers import Logger
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
+#: A function, or weights and functions by name.
+Reward = Callable[..., Any] | dict[str, tuple[float, Callable[..., Any]]]
+
 # ------------------------------------------------------------------ the reference, the KL and the algorithm
 
 
@@ -341,7 +344,7 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def load_reward(config: TrainConfig) -> Any:
+def load_reward(config: TrainConfig) -> Reward:
     """The reward of a configuration, as :func:`~torchrl_llm_kl.tasks.make_env` takes it.
 
     Raises:

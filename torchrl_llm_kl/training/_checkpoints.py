@@ -80,7 +80,7 @@ class Checkpoints:
         return sorted(found, key=_step_of)
 
     @contextmanager
-    def writing(self, step: int, numbers: Mapping[str, Any], *, best: int | None = None) -> Iterator[Path]:
+    def writing(self, step: int, numbers: Mapping[str, object], *, best: int | None = None) -> Iterator[Path]:
         """Write a checkpoint: yields a folder for its files, which has its name once all is on the disk.
 
         If the body raises an error, nothing is left of it. An earlier checkpoint of this step is replaced.
@@ -178,7 +178,7 @@ def _step_of(path: Path) -> int:
     return int(found[1])
 
 
-def _record_of(values: Mapping[str, Any]) -> bytes:
+def _record_of(values: Mapping[str, object]) -> bytes:
     """The bytes of a record, with the checksum of its values."""
     sealed = {**values, "checksum": zlib.crc32(json.dumps(values).encode())}
     return (json.dumps(sealed, indent=1) + "\n").encode()
@@ -211,7 +211,7 @@ def _read_record(file: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, 
     return step, numbers, files
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -218,7 +218,7 @@ class TrainConfig:
             _check_value(key, value)
             if SETTINGS[key].path and value is not None:  # no shell expands what is in a file, or behind a `=`
                 section, name = key.split(".")
-                setattr(getattr(self, section), name, os.path.expanduser(value))
+                setattr(getattr(self, section), name, os.path.expanduser(str(value)))
         _check_together(self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class Setting:
 
     key: str
     kind: Any
-    default: Any
+    default: object
     meaning: str
     choices: list[str]
     low: float | None
@@ -293,7 +293,7 @@ def _settings() -> Iterator[Setting]:
             yield Setting(key, types[each.name], default, **row)
 
 
-def _as_yaml(value: Any) -> str:
+def _as_yaml(value: object) -> str:
     import yaml
 
     text = yaml.safe_dump(value, default_flow_style=True, width=1000).strip()
@@ -399,7 +399,7 @@ def _commented(text: str, comment: str, *, column: int = 44, width: int = 120) -
     return [f"{text}{gap}# {first}", *(f"{' ' * column}# {line}" for line in others)]
 
 
-def differences(old: Mapping[str, Any], new: TrainConfig) -> list[str]:
+def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
     """Settings in which a run differs from the saved one that it would continue, as ``key: old, now new``.
 
     Those that a resumed run may change are left out.
@@ -581,13 +581,13 @@ def _expected(kind: Any) -> str:
     return "names with values" if get_origin(kind) is dict else _KINDS.get(kind, "another value")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value in a message: its beginning, if it is long."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _check_plain(key: str, value: Any, depth: int = 0) -> None:
+def _check_plain(key: str, value: object, depth: int = 0) -> None:
     """Raise for what no setting can hold, also within lists and named values: NaN, numbers of many digits, many levels."""
     if depth > _DEEPEST:
         raise ConfigError(f"{key[:100]} is nested too deeply: expected at most {_DEEPEST} levels.")
@@ -603,7 +603,7 @@ def _check_plain(key: str, value: Any, depth: int = 0) -> None:
         raise ConfigError(f"{key} is nan: expected a finite number.")
 
 
-def _values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
+def _values(config: TrainConfig) -> Iterator[tuple[str, object]]:
     """Key and value of every setting, without sections that are None."""
     for key in SETTINGS:
         section, name = key.split(".")
@@ -611,7 +611,7 @@ def _values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
             yield key, getattr(values, name)
 
 
-def _check_value(key: str, value: Any) -> None:
+def _check_value(key: str, value: object) -> None:
     """Raise for a value that is missing, not among the choices, or out of range."""
     about = SETTINGS[key]
     if value == REQUIRED:

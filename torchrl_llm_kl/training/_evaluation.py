@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
 from torchrl_llm_kl.training._steps import apart, mean_and_error
 
 
 @torch.no_grad()
-def evaluate(env: EnvBase, sampler: Any, num_prompts: int, *, seed: int = 0) -> dict[str, float]:
+def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, seed: int = 0) -> dict[str, float]:
     """The mean reward of a policy's answers to the first prompts of an env, and their KL if the env measures it.
 
     Random numbers outside are not touched.
@@ -47,7 +47,7 @@ def evaluate(env: EnvBase, sampler: Any, num_prompts: int, *, seed: int = 0) -> 
     return {"reward": reward, **errors, **others, "num_prompts": num_prompts}
 
 
-def _columns(batch: Any) -> dict[str, torch.Tensor]:
+def _columns(batch: TensorDictBase) -> dict[str, torch.Tensor]:
     """Numbers of each answer, by name."""
     after = batch["next"]
     found = {"reward": after["reward"].flatten(1).sum(-1)}

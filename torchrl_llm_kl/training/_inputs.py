@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import tensordict
 import torch
@@ -28,6 +28,11 @@ from torchrl_llm_kl.training._config import ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import ModelError, chat_tokenizer, check_device, check_policy, load_model_config
 from torchrl_llm_kl.training._steps import seed_everything
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchrl_llm_kl.training._build import Reward
+
 
 @dataclass(frozen=True, eq=False)
 class RunInputs:
@@ -43,9 +48,9 @@ class RunInputs:
 
     prompts: Prompts
     held_out: Prompts | None
-    reward: Any
+    reward: Reward
     files: dict[str, str]
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
 
 def load_inputs(config: TrainConfig) -> RunInputs:
@@ -155,7 +160,7 @@ def _check_models(config: TrainConfig) -> None:
     check_parts(config, policy, reference)
 
 
-def _render_first(config: TrainConfig, prompts: Prompts, reward: Any, tokenizer: Any) -> None:
+def _render_first(config: TrainConfig, prompts: Prompts, reward: Reward, tokenizer: PreTrainedTokenizerBase) -> None:
     """Build the env of some prompts, which renders the first."""
     with tensordict.set_list_to_stack(True):
         try:

@@ -13,6 +13,7 @@ from torchrl_llm_kl.training._checkpoints import flush_folder
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from torchrl_llm_kl.training._config import LoraConfig, ModelConfig, TrainConfig
 
@@ -27,7 +28,9 @@ class ModelError(ValueError):
     """A model or a tokenizer cannot be loaded or used; one sentence says why."""
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str | None = None, attention: str | None = None) -> Any:
+def load_model(
+    name: str, *, dtype: str = "auto", device: str | None = None, attention: str | None = None
+) -> PreTrainedModel:
     """Load a causal language model of transformers, frozen, in evaluation mode.
 
     Args:
@@ -85,7 +88,7 @@ def check_device(device: str | None, *, name: str = "device") -> torch.device:
         raise ModelError(str(error)) from None
 
 
-def load_model_config(name: str) -> Any:
+def load_model_config(name: str) -> PreTrainedConfig:
     """Load the configuration of a causal language model, without its weights.
 
     Args:
@@ -130,7 +133,7 @@ def check_model(name: str) -> None:
     _check_folder(name, "config.json", "adapter_config.json", what="model")
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder, or of a name on the hub.
 
     Raises:
@@ -173,7 +176,7 @@ def _where(name: str) -> str:
 # ------------------------------------------------------------------ the policy of a run
 
 
-def chat_tokenizer(name: str) -> Any:
+def chat_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer that renders conversations, pads on the left, and has a padding token.
 
     Raises:
@@ -215,7 +218,7 @@ def load_policy(config: TrainConfig, folder: Path | None = None) -> Any:
     return policy.eval()  # and it stays in evaluation mode: with dropout, sampling and scoring would disagree
 
 
-def _load(settings: ModelConfig, name: str) -> Any:
+def _load(settings: ModelConfig, name: str) -> PreTrainedModel:
     return load_model(name, dtype=settings.dtype, device=settings.device, attention=settings.attention)
 
 
@@ -247,7 +250,7 @@ def _checkpoint_layers(policy: Any) -> None:
     policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def check_policy(config: TrainConfig, model_config: Any) -> Any:
+def check_policy(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
     """The policy without weights; an error for settings that it cannot have: attention, adapters, gradient checkpointing.
 
     Args:
@@ -276,7 +279,7 @@ def check_policy(config: TrainConfig, model_config: Any) -> Any:
     return model
 
 
-def save_policy(policy: Any, tokenizer: Any, folder: Path) -> None:
+def save_policy(policy: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a policy, or its adapters alone, and the tokenizer.
 
     Example:
@@ -287,7 +290,7 @@ def save_policy(policy: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def export_policy(config: TrainConfig, saved: Path, tokenizer: Any, folder: Path) -> None:
+def export_policy(config: TrainConfig, saved: Path, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the folder that users open with ``from_pretrained``, from one of :func:`save_policy`; an earlier one is replaced.
 
     Adapters are merged into the model's weights, unless the configuration says otherwise.

@@ -21,7 +21,7 @@ from torchrl_llm_kl.training._config import OptimizerConfig
 from torchrl_llm_kl.transforms import RetrieveLogProb
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: The entries that losses read.
 LOSS_KEYS = (
@@ -67,7 +67,7 @@ class _Sampler(TransformersWrapper):
 
 
 def make_sampler(
-    model: PreTrainedModel, tokenizer: Any, *, max_new_tokens: int, sampling: Sampling | None = None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_new_tokens: int, sampling: Sampling | None = None
 ) -> TransformersWrapper:
     """A torchrl policy that writes answers with a transformers model, for the envs of :func:`~torchrl_llm_kl.tasks.make_env`.
 
