@@ -191,8 +191,6 @@ LOW = r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_ar
     ("overrides", "message"),
     [
         (["algorithm.name=mix"], "needs answers of experts"),
-        (["algorithm.name=gigpo"], "compares the steps of an env"),
-        (["algorithm.name=gdpo"], "scales several rewards apart"),
         (["algorithm.name=grpoo"], "Did you mean 'grpo'"),
         (["algorithm.name=gkd"], "set algorithm.teacher"),
         (["algorithm.teacher=t"], "grpo has no teacher"),
@@ -203,7 +201,6 @@ LOW = r"0 < kl.controller_args.low <= kl.coefficient <= .*, got kl.controller_ar
         (["kl.estimator=k9"], "unknown KL estimator 'k9'.*Did you mean 'k3'"),
         (["kl.controller_args.warmupp=0"], "kl.controller_args .*warmupp"),
         (["kl.coefficient=0"], r"^kl.coefficient is 0 and kl.target .*leave it out for 0.1, or leave kl.target out.$"),
-        (["kl.coefficient=0", "kl.controller=ziegler"], "^kl.coefficient is 0 and kl.target is"),
         (["kl.controller_args.low=0.2"], LOW),
         ([*NO_HORIZON, "kl.controller=ziegler"], "kl.controller_args.horizon must be finite"),
     ],

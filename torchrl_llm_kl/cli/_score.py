@@ -13,6 +13,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from itertools import combinations, islice
 from pathlib import Path
@@ -110,9 +111,7 @@ def _check(options: Scoring) -> None:
             f"--estimator {','.join(options.estimators)} compares with a reference: add --reference MODEL, or leave it out."
         )
     if not (math.isfinite(options.temperature) and options.temperature > 0):
-        raise CommandError(
-            f"--temperature {options.temperature:g} is not greater than 0: pass the sampler's temperature."
-        )
+        raise CommandError(f"--temperature {options.temperature:g} is not greater than 0: pass the sampler's.")
     if options.out is not None and options.out.is_dir():
         raise CommandError(f"--out {options.out} is a folder: pass a file, such as {options.out / 'scores.jsonl'}.")
     for path in (options.out, options.html):
@@ -126,12 +125,10 @@ def _check(options: Scoring) -> None:
     for (name, path), (other, same) in combinations(files, 2):
         if path == same:
             raise CommandError(f"{name} and {other} are one file, {path}: it would be overwritten. Pass another path.")
-    earlier = store is not None and store.exists()
-    if options.out is not None and options.out.exists() and options.out.stat().st_size and not earlier:
-        raise CommandError(
-            f"--out {options.out} exists, and {store} holds no scores of an earlier run: it would be replaced. Pass "
-            "another --out, or remove the file."
-        )
+    earlier, out = store is not None and store.exists(), options.out
+    if out is not None and out.exists() and out.stat().st_size and not earlier:
+        advice = "it would be replaced. Pass another --out, or remove the file"
+        raise CommandError(f"--out {out} exists, and {store} holds no scores of an earlier run: {advice}.")
     for model in (options.model, options.reference):
         if model is not None:
             check_model(model)
@@ -152,10 +149,8 @@ class Run:
         self.models = [load_model(name, dtype=options.dtype, device=options.device) for name in names]
         forward = options.batch_tokens or (1024 if self.models[0].device.type == "cpu" else 16384)
         self.batch_tokens = forward
-        self.scorers = [
-            LogProbScorer(model, temperature=options.temperature, tokens_per_batch=forward, memory=0)
-            for model in self.models
-        ]
+        make = partial(LogProbScorer, temperature=options.temperature, tokens_per_batch=forward, memory=0)
+        self.scorers = [make(model) for model in self.models]
         sizes = [vocab_size(model) for model in self.models]
         self.estimators = self._estimators(sizes)
         self.store = None if options.store_folder is None else ScoreStore(options.store_folder)
@@ -170,10 +165,8 @@ class Run:
             return ()
         same = sizes[0] == sizes[1]
         if "exact" in self.options.estimators and not same:
-            raise CommandError(
-                f"--estimator exact compares whole vocabularies, but {self.options.model} has {sizes[0]} tokens and "
-                f"{self.options.reference} {sizes[1]}: leave exact out."
-            )
+            found = f"{self.options.model} has {sizes[0]} tokens and {self.options.reference} {sizes[1]}"
+            raise CommandError(f"--estimator exact compares whole vocabularies, but {found}: leave exact out.")
         return self.options.estimators or (*_DEFAULT, *(("exact",) if same else ()))
 
     def batches(self, end: int) -> Iterator[tuple[list[Answer | Skip], int]]:
@@ -244,11 +237,10 @@ class Run:
             raise CommandError(f"{rows} cannot be scored{by}: {error}") from error
         for name, values in found.per_token.items():  # the model's own have been looked at
             if not all_finite(values.values):
-                raise CommandError(
-                    f"{rows} cannot be scored by {self.options.reference}: its {'exact' if name == 'kl' else name} is "
-                    f"{float(values.values[~values.values.isfinite()][0])} at a token. Look for NaN weights, or a token that "
-                    "it forbids."
-                )
+                by, value = f"by {self.options.reference}", float(values.values[~values.values.isfinite()][0])
+                where = f"its {'exact' if name == 'kl' else name} is {value} at a token"
+                advice = "Look for NaN weights, or a token that it forbids."
+                raise CommandError(f"{rows} cannot be scored {by}: {where}. {advice}")
         return found
 
     def _records(self, answers: Sequence[Answer], columns: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:

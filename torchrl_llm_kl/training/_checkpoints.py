@@ -9,7 +9,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,8 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """The checkpoints' folders, from the first step to the last; whole or not."""
-        found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
-        return sorted(found, key=_step_of)
+        found = {path: int(name[1]) for path in self.folder.glob("step-*") if (name := _NAME.fullmatch(path.name))}
+        return sorted(found, key=found.__getitem__)
 
     @contextmanager
     def writing(self, step: int, numbers: Mapping[str, object], *, best: int | None = None) -> Iterator[Path]:
@@ -148,7 +148,7 @@ class Checkpoints:
             step, numbers, files = _read_record(path / RECORD)
         except (OSError, ValueError, RecursionError) as error:
             return f"{RECORD}: {error}"
-        if _NAME.fullmatch(path.name) and _step_of(path) != step:
+        if (name_of := _NAME.fullmatch(path.name)) and int(name_of[1]) != step:
             return f"{RECORD}: it is of step {step}"
         try:
             for name, (size, checksum) in files.items():
@@ -170,12 +170,6 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _step_of(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found[1])
 
 
 def _record_of(values: Mapping[str, object]) -> bytes:
@@ -233,9 +227,6 @@ def _flushed(file: Path) -> tuple[int, int]:
 def flush_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk."""
     number = os.open(folder, os.O_RDONLY)
-    try:
+    with suppress(OSError):  # some network file systems cannot
         os.fsync(number)
-    except OSError:  # some network file systems cannot
-        pass
-    finally:
-        os.close(number)
+    os.close(number)

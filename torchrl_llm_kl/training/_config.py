@@ -26,6 +26,7 @@ REQUIRED = "???"
 
 #: The most levels of lists and named values in a setting, and bytes of a file.
 _DEEPEST, _LONGEST = 20, 1 << 20
+_SUCH = "sections such as `model:` and `data:`"
 
 
 class ConfigError(ValueError):
@@ -426,11 +427,9 @@ def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
             OmegaConf.load(StringIO(given)) if isinstance(given, str) else OmegaConf.create(given)
         )
     except Exception as error:  # of two parsers, which raise what they meet
-        raise ConfigError(
-            f"{name} is not YAML with sections such as `model:` and `data:`: {_reason(error)}."
-        ) from error
+        raise ConfigError(f"{name} is not YAML with {_SUCH}: {_reason(error)}.") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{name} holds a {type(found).__name__}: expected sections such as `model:` and `data:`.")
+        raise ConfigError(f"{name} holds a {type(found).__name__}: expected {_SUCH}.")
     return _long_reward({str(key): value for key, value in found.items()})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,16 +114,12 @@ def check_kept(config: TrainConfig, written: tuple[str, ...]) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    places = {key: value for key, value in _models(config)}
-    places |= {"data.prompts": config.data.prompts, "data.held_out": config.data.held_out}
+    places = dict(_models(config)) | {"data.prompts": config.data.prompts, "data.held_out": config.data.held_out}
     places |= {f"reward.functions ({script})": script for script in reward_scripts(config)}
-    for key, value in places.items():
-        for name in written:
-            if value is not None and _is_within(value, Path(config.run.out, name)):
-                raise ConfigError(
-                    f"{key} is {value}, of an earlier run in run.out, which this run would move or replace: copy it to another "
-                    "folder, or pass another run.out."
-                )
+    for (key, value), name in product(places.items(), written):
+        if value is not None and _is_within(value, Path(config.run.out, name)):
+            advice = "which this run would move or replace: copy it to another folder, or pass another run.out"
+            raise ConfigError(f"{key} is {value}, of an earlier run in run.out, {advice}.")
 
 
 def _is_within(path: str, folder: Path) -> bool:
@@ -164,16 +161,10 @@ def _render_first(config: TrainConfig, prompts: Prompts, reward: Reward, tokeniz
     """Build the env of some prompts, which renders the first."""
     with tensordict.set_list_to_stack(True):
         try:
-            make_env(
-                prompts,
-                reward,
-                tokenizer,
-                group_size=1,
-                system_prompt=config.data.system_prompt,
-                timeout=config.reward.timeout,
-            )
+            system, timeout = config.data.system_prompt, config.reward.timeout
+            make_env(prompts, reward, tokenizer, group_size=1, system_prompt=system, timeout=timeout)
         except TemplateError as error:
-            system = "" if config.data.system_prompt is None else ", or leave data.system_prompt out"
+            system = "" if system is None else ", or leave data.system_prompt out"
             raise ConfigError(
                 f"the tokenizer's chat template refuses the first prompt ({first_sentence(error)}): change the prompts{system}."
             ) from error

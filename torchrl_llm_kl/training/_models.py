@@ -162,9 +162,8 @@ def _check_folder(name: str, *files: str, what: str) -> None:
         raise ModelError(f"{name} is a file: pass the folder that save_pretrained wrote, or a name on the hub.")
     if path.is_dir():
         if not any((path / file).exists() for file in files):
-            raise ModelError(
-                f"the folder {name} holds no {what} ({' or '.join(files[:2])}): pass one that save_pretrained wrote."
-            )
+            lacks = f"{what} ({' or '.join(files[:2])})"
+            raise ModelError(f"the folder {name} holds no {lacks}: pass one that save_pretrained wrote.")
     elif name.startswith((".", "~", "/")) or name.count("/") > 1 or not name:
         raise ModelError(f"there is no folder {name}: pass the path of a {what}, or a name on the hub.")
 

@@ -68,6 +68,7 @@ NOT_THERE = {
     "model.tokenizer=./nowhere": "there is no folder ./nowhere: pass the path of a tokenizer",
     "model.attention=flash": "model.attention is flash: ",
     "model.device=gpu": "model.device='gpu' is no device of this process",
+    "model.device=cuda:99": "model.device='cuda:99' is no device of this process",
     "lora={{r: 2, targets: [nope]}}": "lora.targets is ['nope']: ",
     "algorithm.name=dpo": "learns from given answers",
     "checkpoints.final=best; evaluation.every=1; data.held_out_share=0": "the run has no held-out prompts",
