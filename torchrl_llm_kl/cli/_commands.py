@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, console, print_json, takes
+from torchrl_llm_kl.cli._options import Json, Scoring, Temperature
 
 app = typer.Typer(
     name=PROGRAM,
@@ -21,8 +21,6 @@ app = typer.Typer(
     epilog=EXIT_CODES,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Temperature = Annotated[float, typer.Option(help="The sampler's temperature: divides the logits.")]
 Batch = Annotated[
     Path, typer.Argument(help="A batch of rollouts: a file of save_batch or torch.save, or a folder of td.save.")
 ]
@@ -88,59 +86,6 @@ def version(
 
 
 # ------------------------------------------------------------------ scores
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """What ``score`` was asked for; ``docs/cli.md`` explains each."""
-
-    model: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub.")]
-    data: Annotated[
-        Path,
-        typer.Argument(help="JSONL or Parquet: conversations, prompts and completions, preferences, or token ids."),
-    ]
-    reference: Annotated[str | None, typer.Option(help="The model to compare with.")] = None
-    estimator: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KL estimators: k1, k2, k3, low_var_kl, abs, exact; several by commas or repeats. Default: k1, k3, and exact "
-            "where both vocabularies have one size."
-        ),
-    ] = None
-    temperature: Temperature = 1.0
-    out: Annotated[
-        Path | None, typer.Option(help="Write a JSON line for each answer; an earlier file is replaced.")
-    ] = None
-    store: Annotated[
-        Path | None,
-        typer.Option(help="Folder of remembered scores: what is there is not scored again. Default: beside --out."),
-    ] = None
-    html: Annotated[Path | None, typer.Option(help="Write a page with the tokens of the first answers.")] = None
-    limit: Annotated[int | None, typer.Option(min=1, help="Score the first rows only.")] = None
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Skip longer sequences, in tokens. Default: what the models allow.")
-    ] = None
-    batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens in one forward. Default: 1024 on a CPU, 16384 on a GPU.")
-    ] = None
-    per_token: Annotated[bool, typer.Option("--per-token", help="Write token ids and scores of each token too.")] = (
-        False
-    )
-    tokenizer: Annotated[str | None, typer.Option(help="Another tokenizer than the model's.")] = None
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: a GPU if there is one.")] = None
-    as_json: Json = False
-
-    @property
-    def estimators(self) -> tuple[str, ...]:
-        """The names of the KL estimators, each once."""
-        names = (name.strip() for item in self.estimator or () for name in item.split(","))
-        return tuple(dict.fromkeys(name for name in names if name))
-
-    @property
-    def store_folder(self) -> Path | None:
-        """The folder of remembered scores: beside the output, unless it is given."""
-        return self.store or (self.out and self.out.with_name(f"{self.out.name}.store"))
 
 
 @app.command()

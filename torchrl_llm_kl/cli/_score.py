@@ -26,8 +26,8 @@ from torch import Tensor
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl._registry import did_you_mean
-from torchrl_llm_kl.cli._commands import Scoring
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, say
+from torchrl_llm_kl.cli._options import Scoring
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
 from torchrl_llm_kl.diagnostics import TokenColumns
 from torchrl_llm_kl.estimators import EstimatorName, get_estimator
