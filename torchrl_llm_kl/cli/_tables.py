@@ -90,7 +90,7 @@ def _settings(preset: Algorithm) -> dict[str, dict[str, object]]:
             continue
         value, usual = getattr(preset, name), "follows from the others" if name in preset.derived else "default"
         if name == "aggregation" and value is None:
-            value, usual = objective.aggregation, f"default of {preset.objective}"
+            value, usual = objective.aggregation, f"from {preset.objective}"
         spec, given = parts.get(name, (None, {}))
         found[name] = (value, preset.sources.get(name) or (spec and spec.source) or usual)
         for key, setting in {**(spec.defaults if spec else {}), **given}.items():
