@@ -16,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, as ``torchrl-llm-kl`` and ``python -m torchrl_llm_kl`` do; ``docs/cli.md`` has its commands.
 
     Args:
-        arguments: the words after the program's name; None for those of the process.
+        arguments: the words after the program's name; None for the words of the process.
 
     Returns:
         The exit code: 0 success, 1 a check found something, 2 an option or an input is wrong, 3 an unexpected error, 130
