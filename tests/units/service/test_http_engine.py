@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import socket
 import socketserver
 import threading
@@ -89,13 +90,16 @@ def some_mask(rows):
 def test_values_are_those_of_the_model(server, dialect):
     found = engine(server, dialect)
     assert isinstance(found, Engine)
-    assert (found.temperatures, found.precision) == ("raw", 0.0)
-    rows = sequences(4, 9)
+    assert (found.temperatures, found.precision, found.cached_tokens(), found.interface()[1]) == (
+        "raw",
+        0.0,
+        (0, 0),
+        False,
+    )
+    rows, before = sequences(4, 9), found.progress()
     for mask in (rows.positions > 0, some_mask(rows), torch.zeros_like(rows.positions, dtype=torch.bool)):
         assert_right(found, rows, mask)
-    assert found.progress() > 9
-    assert found.cached_tokens() == (0, 0)
-    assert found.interface()[1] is False
+    assert found.progress() > before
     found.close()
 
 
@@ -230,20 +234,26 @@ def test_failures_that_pass_are_retried(server, dialect, fails):
         assert_right(found)
 
 
-def test_failures_that_stay(server):
+@pytest.mark.parametrize(
+    ("switches", "timeout", "error", "message"),
+    [
+        ({"fails": [500] * 1000}, LONG, ServiceError, "answers with HTTP 500: .*switched off"),
+        ({"fails": [299] * 1000}, LONG, ServiceError, "something that is not JSON"),
+        ({"fails": [403] * 1000}, LONG, ServiceError, "answers with HTTP 403"),
+        ({"fails": [302]}, LONG, ServiceError, "answers with HTTP 302"),
+        ({"odd": True}, LONG, ServiceError, "answers in another form, .*pass its dialect="),
+        ({"delay": 0.6}, 0.3, ServiceTimeout, "did not answer in time: ReadTimeout: timed out"),
+    ],
+)
+def test_failures_that_stay(server, switches, timeout, error, message):
     found = engine(server)
-    for switches, message in (
-        ({"fails": [500] * 1000}, "answers with HTTP 500: switched off"),
-        ({"fails": [299] * 1000}, "something that is not JSON"),
-        ({"fails": [403] * 1000}, "answers with HTTP 403"),
-        ({"odd": True}, "answers in another form than this dialect"),
-    ):
-        with server.set(**switches), pytest.raises(ServiceError, match=message):
-            scored(found)
-    found._timeout = 0.3
-    with server.set(delay=0.6), pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
+    found._timeout = timeout
+    with server.set(**switches), pytest.raises(error, match=message):
         scored(found)
-    with pytest.raises(ServiceTimeout, match="ConnectionRefusedError"):
+
+
+def test_a_server_that_is_absent():
+    with pytest.raises(ServiceTimeout, match=r"did not answer in time: ConnectError: .*refused"):
         HTTPEngine("http://127.0.0.1:9", model=MODEL, timeout=0.2)
 
 
@@ -254,15 +264,15 @@ def test_a_batch_waits_once_for_a_server_that_is_down(server):
         answers = ScoringCore(found).score([request(1, 2)] * 20)
         tries = len(server.requests())
     assert [type(answer) for answer in answers] == [ServiceTimeout] * 20
-    assert "did not answer in time: HTTP 503: switched off" in str(answers[0])
+    assert re.search("did not answer in time: HTTP 503: .*switched off", str(answers[0]))
     assert found.progress() == first
     assert tries <= 20 * 4  # pauses of 0.05, 0.1, 0.2 s
 
 
 def test_a_server_that_comes_back_with_another_model(server):
-    for fails in ([0], [503], []):  # the last: between two calls, noticed by a new connection alone
+    for fails in ([0], [503], []):  # the last: between two calls, noticed by new connections alone
         found = engine(server)
-        with server.set(fails=fails, seed=1), pytest.raises(ServiceError, match="it came back with another model, by"):
+        with server.set(fails=fails, seed=1, delay=0.1), pytest.raises(ServiceError, match="with another model, by"):
             scored(found)
         assert scored(found).isfinite().all()
 
@@ -287,24 +297,31 @@ def test_a_server_that_is_killed_and_started_again():
     assert len(asked) == 40
 
 
-def test_names_keys_and_addresses(server, monkeypatch):
-    with pytest.raises(ServiceError, match="HTTP 404: The model `other` does not exist"):
+def test_names_and_addresses(server):
+    with pytest.raises(ServiceError, match=r"HTTP 404: .*The model `other` does not exist"):
         engine(server, model="other")
     with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
         engine(server, "sglang", model="other")
-    monkeypatch.setenv("TOY_KEY", "hush")
-    with server.set(key="hush"):
-        assert scored(engine(server, api_key_env="TOY_KEY")).isfinite().all()
-        with pytest.raises(ServiceError, match="HTTP 401") as caught:
-            engine(server)
-        assert "hush" not in str(caught.value)
-    monkeypatch.delenv("TOY_KEY")
-    with pytest.raises(ValueError, match="'TOY_KEY' is not set in this process"):
-        engine(server, api_key_env="TOY_KEY")
-    for url in ("host:8000", "ftp://host", "http://", "http://user:hush@host/", "http://host/?x=1", 3):
+    hidden = ("http://user:hush@host/", "http://:hush@host/")
+    for url in ("host:8000", "ftp://host", "http://", "http://höst", *hidden, "http://host/?x=1", 3):
         with pytest.raises(ValueError, match="url must be http") as caught:
             HTTPEngine(url, model=MODEL)
         assert "hush" not in str(caught.value)
+
+
+def test_keys(server, monkeypatch):
+    """The key is in no message."""
+    monkeypatch.setenv("TOY_KEY", "hush")
+    with server.set(key="hush"):
+        assert scored(engine(server, api_key_env="TOY_KEY")).isfinite().all()
+        with pytest.raises(ServiceError, match="HTTP 401"):
+            engine(server)
+    for key in ("", "hush\n", "hu sh", "hüsh"):
+        monkeypatch.setenv("TOY_KEY", key)
+        with pytest.raises(
+            ValueError, match=r"^api_key_env: the environment variable 'TOY_KEY' is not set, or holds a blank"
+        ):
+            engine(server, api_key_env="TOY_KEY")
 
 
 def test_what_the_server_owns_is_refused_alone(server):
@@ -324,7 +341,7 @@ def test_what_the_server_owns_is_refused_alone(server):
             call({"lm_head.weight": torch.zeros(2)})
     good, wrong, long, other = core.score([request(1, 2, 3), request(1, 97), request(*[1] * 70), request(4, 5)])
     assert [type(answer) for answer in (good, wrong, long, other)] == [Reply, ValueError, ValueError, Reply]
-    assert "refuses sequence 0: HTTP 400: Token id is out of vocabulary" in str(wrong)
+    assert re.search("refuses sequence 0: HTTP 400: .*Token id is out of vocabulary", str(wrong))
     assert "maximum context length is 64 tokens" in str(long)
 
 
@@ -374,19 +391,12 @@ def drip(to, reply, before=b""):
         time.sleep(0.02)
 
 
-def announce(to, reply):
-    to.begin(f"Content-Length: {2**30}\r\n")
-    to.forever(ENDLESS)
+def endless(header="", data=ENDLESS):
+    def misdeed(to, reply):
+        to.begin(header)
+        to.forever(data)
 
-
-def stream(to, reply):
-    to.begin()
-    to.forever(ENDLESS)
-
-
-def chunks(to, reply):
-    to.begin("Transfer-Encoding: chunked\r\n")
-    to.forever(b"%x\r\n%s\r\n" % (len(ENDLESS), ENDLESS))
+    return misdeed
 
 
 class HostileServer(socketserver.ThreadingTCPServer):
@@ -418,30 +428,34 @@ def attacked(hostile, misdeed, timeout=5.0):
         found.close()
 
 
-SLOW = {
-    "drip": drip,
-    "drip header": lambda to, reply: drip(to, "x" * 1000, b"HTTP/1.1 200 OK\r\nX: "),
-    "go on": lambda to, reply: to.forever(GO_ON, 0.02),
+MOST = 2**20 + 256 * 6 * 2
+LATE = (
+    0.3,
+    ServiceTimeout,
+    "did not answer in time: ReadTimeout",
+)  # the time-out of a read starts again with each byte
+LARGE = (20.0, ServiceError, f"answers with more than {MOST} bytes")
+UNENDING = {
+    "drip": (drip, *LATE),
+    "drip header": (lambda to, reply: drip(to, "x" * 1000, b"HTTP/1.1 200 OK\r\nX: "), *LATE),
+    "slow interim responses": (lambda to, reply: to.forever(GO_ON, 0.02), *LATE),
+    "interim responses": (lambda to, reply: to.forever(GO_ON * 1000), *LARGE),
+    "announced": (endless(f"Content-Length: {2**30}\r\n"), *LARGE),
+    "stream": (endless(), *LARGE),
+    "chunks": (endless("Transfer-Encoding: chunked\r\n", b"%x\r\n%s\r\n" % (len(ENDLESS), ENDLESS)), *LARGE),
+    "compressed": (endless("Content-Encoding: gzip\r\n"), *LARGE),
 }
 
 
-@pytest.mark.parametrize("misdeed", SLOW)
-def test_an_answer_that_does_not_end_ends_at_the_deadline(hostile, misdeed):
+@pytest.mark.parametrize("case", UNENDING)
+def test_an_answer_that_does_not_end(hostile, case):
+    """It ends at the deadline, and is not larger than what was asked."""
+    misdeed, timeout, error, message = UNENDING[case]
     begin = time.monotonic()
-    with pytest.raises(ServiceTimeout, match="did not answer in time: TimeoutError"):
-        attacked(hostile, SLOW[misdeed], timeout=0.3)
-    assert time.monotonic() - begin < 3  # the time-out of a single read starts again with each byte
-
-
-LARGE = {"announce": announce, "stream": stream, "chunks": chunks, "go on": lambda to, _: to.forever(GO_ON * 1000)}
-
-
-@pytest.mark.parametrize("misdeed", LARGE)
-def test_an_answer_is_no_larger_than_what_was_asked(hostile, misdeed):
-    limit = 2**20 + 256 * 6 * 2
-    with pytest.raises(ServiceError, match=f"answers with more than {limit} bytes"):
-        attacked(hostile, LARGE[misdeed], timeout=20.0)
-    assert hostile.sent < limit + 16 * 2**20  # what the system holds between the two is sent too
+    with pytest.raises(error, match=message):
+        attacked(hostile, misdeed, timeout)
+    assert time.monotonic() - begin < timeout + 2.7
+    assert hostile.sent < MOST + 16 * 2**20  # what the system holds between the two is sent too
 
 
 def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile, monkeypatch):
@@ -484,7 +498,7 @@ def test_a_token_has_one_log_prob_at_sglang():
         "input_top_logprobs": [None, [[-1.0, 2, None], [-1.5, 3, None]]],
     }
     read = partial(_http._Sglang().read, tokens=[1, 2], start=0)
-    assert read({"meta_info": reply}) == ([None, {2: -1.0, 3: -1.5}], [1, 2])
+    assert read({"meta_info": reply}) == ([{}, {2: -1.0, 3: -1.5}], [1, 2])
     for top in ([[-1.0, 2, None], [-3.0, 2, None]], [[-1.0, 2, None], [3.7, 3, None]]):
         with pytest.raises(ServiceError, match=r"two log-probs of token 2 at|the log-prob 3\.7, expected"):
             read({"meta_info": {**reply, "input_top_logprobs": [None, top]}})

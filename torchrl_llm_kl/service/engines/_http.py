@@ -19,23 +19,25 @@ What the servers do, and where that is written (looked up in 2026-11):
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
-import http.client
-import io
+import itertools
 import json
 import logging
 import math
 import os
+import ssl
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+import httpcore
+import tenacity
 import torch
 from torch import Tensor
 
@@ -44,23 +46,20 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 #: Log-probs of the same tokens that differ by more nats are not rounding: another model, or wrong numbers.
 _TOLERANCE = 0.1
 _CLAMPED = -9999.0
-_ABOVE_ZERO = 1e-3  # nats by which rounding may lift a log-prob above 0
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _GRACE = 1.0  # seconds after the deadline for a thread to give up by itself, which names and TLS handshakes do not
-#: Bytes of an answer: a page without scores, and one entry of a token's scores, of which 100 are usual.
-_PAGE, _ENTRY = 2**20, 256
-_TRIES_AFTER_500 = 3  # an internal error may come from the request: do not repeat it for long
+_FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException)
 #: No temperature, penalty or truncation from the model's generation config may enter log-probs.
 _PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
-#: Log-probs by token id at one position; None without any.
-Position = dict[int, float] | None
+#: Log-probs by token id at one position; empty without any.
+Position = dict[int, float]
 
 
 class HTTPEngine:
@@ -134,90 +133,81 @@ class HTTPEngine:
         check_range(above=0, timeout=timeout)
         if dialect == "vllm" and not model:
             raise ValueError("model must be the model's name at the server (its --served-model-name).")
-        key = None if api_key_env is None else os.environ.get(api_key_env)
-        if api_key_env is not None and not key:
-            raise ValueError(f"api_key_env: the environment variable {api_key_env!r} is not set in this process.")
-        self._http = _Http(url, key)
-        self.place = str(self._http)
-        self._dialect: _Dialect = _Vllm(model or "") if dialect == "vllm" else _Sglang()
-        self._timeout, self._interface = timeout, interface or ModelInterface()
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="http")
         self._probe = [int(token) for token in probe]
         if len(self._probe) < 2:
             raise ValueError(f"probe must have at least two token ids, got {self._probe}.")
+        self._http = _Http(url, api_key_env)
+        self.place = str(self._http)
+        self._dialect = _Vllm(model or "") if dialect == "vllm" else _Sglang()
+        self._timeout, self._interface = timeout, interface or ModelInterface()
+        self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="http")
         if dialect == "sglang" and model is not None:
-            self._check_model(model)
+            until = time.monotonic() + timeout
+            (served,) = self._in_time(self._http.served_model, [until], until)
+            if served not in (model, None):
+                raise ServiceConfigError(f"{self._http} serves {served!r}, expected model={model!r}.")
         self._measure()
 
     # ------------------------------------------------------------------ scores
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
         """See :class:`Engine`."""
-        top_k, sequences, mask = options.top_k, request.tokens, request.mask
         if options.temperature != 1.0 and self.temperatures == "raw":
             raise ValueError(
-                f"temperature={options.temperature:g}, but the server's log-probs are at temperature 1 whatever is "
-                "requested, and cannot be converted without all logits. Score at temperature 1, or start vLLM with "
-                "--logprobs-mode processed_logprobs."
+                f"temperature={options.temperature:g}, but the server's log-probs are at temperature 1 whatever is requested. "
+                "Score at temperature 1, or start vLLM with --logprobs-mode processed_logprobs."
             )
-        temperature = options.temperature if self.temperatures == "tempered" else 1.0
-        deadline, renewed = time.monotonic() + self._timeout, self._http.renewed
-        masks = mask.split(sequences.lengths.tolist())
+        top_k, deadline, renewed = options.top_k, time.monotonic() + self._timeout, self._http.renewed
+        masks = request.mask.split(request.tokens.lengths.tolist())
         jobs = []
-        for i, (row, chosen) in enumerate(zip(sequences.to_list(), masks, strict=True)):
-            where = chosen.nonzero().squeeze(-1).tolist()
-            if where:
-                job = _Job(f"sequence {i}", row.tolist()[: where[-1] + 1], where, temperature, top_k, deadline)
-                jobs.append((self._threads.submit(self._positions, job), job))
-        positions: list[tuple[int, dict[int, float]]] = []
-        try:
-            for answer, job in jobs:
-                found = self._awaited(answer, job.deadline)
-                positions += [(job.tokens[t], found[t] or {}) for t in job.scored]
-        except BaseException:
-            for answer, _ in jobs:
-                answer.cancel()
-            raise
+        for i, (row, chosen) in enumerate(zip(request.tokens.to_list(), masks, strict=True)):
+            if where := chosen.nonzero().squeeze(-1).tolist():
+                tokens = row.tolist()[: where[-1] + 1]
+                jobs.append(_Job(f"sequence {i}", tokens, where, options.temperature, top_k, deadline))
+        scored = zip(jobs, self._in_time(self._positions, jobs, deadline), strict=True)
+        found = [(job.tokens[t], positions[t]) for job, positions in scored for t in job.scored]
         if self._http.renewed != renewed:
             self._compare(self._score_probe(1.0, deadline), "it came back with another model")
-        elements = mask.nonzero().squeeze(-1)
-        log_prob = torch.tensor([found[token] for token, found in positions])
+        elements = request.mask.nonzero().squeeze(-1)
+        log_prob = torch.tensor([position[token] for token, position in found])
         request.check_finite(elements, log_prob)
-        top = _top([found for _, found in positions], top_k) if top_k else {}
+        top = _top([position for _, position in found], top_k) if top_k else {}
         return Scores.spread(request.layout, elements, log_prob, **top)
 
-    def _awaited(self, answer: Future[_T], deadline: float) -> _T:
-        """The result of a thread, wherever it is stuck."""
-        wait([answer], max(deadline - time.monotonic(), 0.0) + _GRACE)
-        if not answer.done():
-            raise ServiceTimeout(f"{self._http} cannot be reached in time. Raise timeout=, or look at its log.")
-        return answer.result()
+    def _in_time(self, call: Callable[[_S], _T], jobs: Sequence[_S], deadline: float) -> list[_T]:
+        """What ``call`` returns for each job, in threads; a ServiceTimeout wherever one of them is stuck."""
+        try:
+            return list(self._threads.map(call, jobs, timeout=max(deadline - time.monotonic(), 0.0) + _GRACE))
+        except ServiceTimeout:
+            raise
+        except concurrent.futures.TimeoutError:
+            raise ServiceTimeout(f"{self._http} cannot be reached in time. Raise timeout=.") from None
 
     def _positions(self, job: _Job) -> list[Position]:
-        """Log-probs at each position of a sequence from its first scored token on, checked."""
-        problem = ""
+        """Checked log-probs at each position of a sequence; empty where it is not scored."""
+        missing: list[int] = []
         for start in dict.fromkeys(self._dialect.starts(job.scored[0])):
-            body = self._dialect.body(job, start)
-            reply = self._http.post(self._dialect.path, body, job)
+            reply = self._http.post(self._dialect.path, self._dialect.body(job, start), job)
             try:
                 found, ids = self._dialect.read(reply, job.tokens, start)
-            except (AttributeError, LookupError, TypeError, ValueError):
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
                 raise ServiceError(
-                    f"{self._http} answers in another form than this dialect: {str(reply)[:80]!r}. Pass the right dialect=."
+                    f"{self._http} answers in another form, {str(reply)[:80]!r}: pass its dialect=."
                 ) from None
             if ids != job.tokens[start:]:
+                pairs = itertools.zip_longest(job.tokens[start:], ids)
+                sent, scored = next((sent, scored) for sent, scored in pairs if sent != scored)
                 raise ServiceError(
-                    f"{self._http} scored other tokens than were sent for {job.name}: {_difference(job.tokens[start:], ids)} "
-                    "It must take token ids as they are: check for a proxy that sends text, or a start token that it adds."
+                    f"{self._http} scored other tokens than were sent for {job.name}: {sent} was sent, {scored} came back. "
+                    "Look for a proxy that sends text, or a start token that the server adds."
                 )
-            missing = [t for t in job.scored if found[t] is None]
+            missing = [t for t in job.scored if job.tokens[t] not in found[t]]
             if not missing:
                 return found
-            problem = (
-                f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, "
-                f"first at position {missing[0]}: {self._dialect.advice}"
-            )
-        raise ServiceError(problem)
+        raise ServiceError(
+            f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, "
+            f"first at position {missing[0]}: {self._dialect.advice}"
+        )
 
     # ------------------------------------------------------------------ the probe
 
@@ -226,14 +216,13 @@ class HTTPEngine:
         plain, again, hot = (self._score_probe(temperature) for temperature in (1.0, 1.0, 2.0))
         self._reference = plain
         self._compare(again, "the log-probs of one sequence changed between two requests")
-        ratios = [
-            (hot[t][i] - hot[t][j]) / (plain[t][i] - plain[t][j])
-            for t in range(len(plain))
-            for i in plain[t].keys() & hot[t].keys()
-            for j in plain[t].keys() & hot[t].keys()
-            if i < j and 10 * _TOLERANCE < abs(plain[t][i] - plain[t][j]) < -_CLAMPED / 2
-        ]
         # Of two tokens' log-probs the difference is that of their logits over the temperature.
+        ratios = [
+            (warm[i] - warm[j]) / (cold[i] - cold[j])
+            for cold, warm in zip(plain, hot, strict=True)
+            for i, j in itertools.combinations(cold.keys() & warm.keys(), 2)
+            if 10 * _TOLERANCE < abs(cold[i] - cold[j]) < -_CLAMPED / 2
+        ]
         kinds = {round(2 * ratio) for ratio in ratios} or {2}
         if kinds not in ({1}, {2}):
             raise ServiceError(
@@ -241,36 +230,28 @@ class HTTPEngine:
                 f"{min(ratios):.3g} to {max(ratios):.3g}): another processor is active at the server."
             )
         self.temperatures = "raw" if kinds == {2} else "tempered"
-        values = [x for position in (*plain, *again, *hot) for x in position.values()]
-        self.precision = rounding(values)
+        self.precision = rounding([x for position in (*plain, *again, *hot) for x in position.values()])
         if self.precision:
             _LOG.warning("%s rounds log-probs: errors up to %g nats.", self._http, self.precision)
 
-    def _score_probe(self, temperature: float, deadline: float | None = None) -> list[dict[int, float]]:
+    def _score_probe(self, temperature: float, deadline: float | None = None) -> list[Position]:
         until = deadline or time.monotonic() + self._timeout
         job = _Job("the probe", self._probe, [*range(1, len(self._probe))], temperature, 2, until)
-        found = self._awaited(self._threads.submit(self._positions, job), until)
-        return [position or {} for position in found[1:]]
+        return self._in_time(self._positions, [job], until)[0][1:]
 
-    def _compare(self, found: list[dict[int, float]], what: str) -> None:
+    def _compare(self, found: list[Position], what: str) -> None:
         """Compare the probe's log-probs with those at the start."""
-        pairs = zip(self._probe[1:], self._reference, found, strict=True)
-        worst = max(abs(max(old[t], -1e4) - max(new[t], -1e4)) for t, old, new in pairs)
+        tokens, both = self._probe[1:], (self._reference, found)
+        values = torch.tensor([[at[token] for token, at in zip(tokens, each, strict=True)] for each in both])
+        worst = float(values.clamp(min=_CLAMPED).diff(dim=0).abs().max())
         if not worst <= _TOLERANCE:  # NaN too
             raise ServiceError(f"{self._http}: {what}, by {worst:.3g} nats. Create the service again to accept it.")
-
-    def _check_model(self, model: str) -> None:
-        deadline = time.monotonic() + self._timeout
-        found = self._awaited(self._threads.submit(self._http.get, "/get_model_info", deadline), deadline)
-        served = (found or {}).get("model_path", model)
-        if served != model:
-            raise ServiceConfigError(f"{self._http} serves {served!r}, expected model={model!r}.")
 
     # ------------------------------------------------------------------ the rest of an engine
 
     def progress(self) -> int:
-        """Number of replies."""
-        return self._http.replies
+        """Time of the last reply."""
+        return self._http.replied
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer for clients that tokenise; the model is no TorchRL wrapper."""
@@ -311,17 +292,10 @@ def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
     best = [sorted(found.items(), key=lambda entry: (-entry[1], entry[0]))[:k] for found in positions]
     if short := [len(some) for some in best if len(some) < k]:
         raise ServiceError(f"the server returned {min(short)} tokens for top_k={k}: raise its limit (--max-logprobs).")
-    ids = torch.tensor([[token for token, _ in some] for some in best]).reshape(-1, k)
-    values = torch.tensor([[value for _, value in some] for some in best], dtype=torch.float64).reshape(-1, k)
+    pairs = torch.tensor(best, dtype=torch.float64).reshape(-1, k, 2)
+    ids, values = pairs[..., 0].long(), pairs[..., 1]
     rest = torch.log1p(-values.exp().sum(-1).clamp(max=1.0))
     return {"top_indices": ids, "top_log_probs": values.float(), "tail_log_prob": rest.float()}
-
-
-def _difference(sent: Sequence[int], found: Sequence[int]) -> str:
-    if len(sent) != len(found):
-        return f"{len(sent)} were sent, {len(found)} came back."
-    at = next(i for i, (one, other) in enumerate(zip(sent, found, strict=True)) if one != other)
-    return f"{sent[at]} was sent, {found[at]} came back."
 
 
 # ------------------------------------------------------------------ dialects
@@ -339,20 +313,6 @@ class _Job:
     deadline: float  # of time.monotonic()
 
 
-class _Dialect(Protocol):
-    path: str
-    advice: str  # what to do about positions without log-probs
-
-    def starts(self, first: int) -> tuple[int, ...]:
-        """The first position to request, in the order of the tries, if log-probs are needed from ``first`` on."""
-
-    def body(self, job: _Job, start: int) -> dict[str, Any]:
-        """The request."""
-
-    def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
-        """Log-probs at each position of the sequence, and the ids that the server scored from ``start`` on."""
-
-
 class _Vllm:
     path = "/v1/completions"
     advice = "start vLLM with --no-enable-prefix-caching, or a version that recomputes cached prompts."
@@ -363,31 +323,22 @@ class _Vllm:
     def starts(self, first: int) -> tuple[int, ...]:
         return (0,)
 
-    def body(self, job: _Job, start: int) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "prompt": job.tokens,
-            "max_tokens": 1,  # the least
-            "temperature": job.temperature,
-            "prompt_logprobs": max(job.top_k, 1),
-            "return_token_ids": True,
-            "cache_salt": uuid.uuid4().hex,  # no other request's prefix
-            "stream": False,
-            **_PLAIN,
-        }
+    def body(self, job: _Job, start: int) -> dict[str, object]:
+        fixed = {"max_tokens": 1, "return_token_ids": True, "stream": False, **_PLAIN}  # 1 is the least
+        scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # no other request's prefix
+        return {"model": self._model, "prompt": job.tokens, "temperature": job.temperature, **scores, **fixed}
 
     def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
+        """Log-probs at each position of the sequence, and the ids that the server scored from ``start`` on."""
         choice = reply["choices"][0]
-        found: list[Position] = [
-            None if entry is None else _position((int(token), x["logprob"]) for token, x in entry.items())
-            for entry in choice["prompt_logprobs"] or ()
-        ]
-        if len(found) < len(tokens):  # which ones are missing is unknown
-            return [None] * len(tokens), tokens
+        entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
+        if len(entries) < len(tokens):  # which ones are missing is unknown
+            return [{}] * len(tokens), tokens
+        found = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
         # Earlier versions do not return the ids, but each entry holds that of its own token.
         ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(found) - len(tokens))
         pairs = zip(ids, found, strict=True)
-        return found, [token if entry is None or token in entry else next(iter(entry), -1) for token, entry in pairs]
+        return found, [token if token in position else next(iter(position), token) for token, position in pairs]
 
 
 class _Sglang:
@@ -398,82 +349,75 @@ class _Sglang:
         # The entry at the start is null: begin one token before. Tokens before it may come from the server's cache.
         return max(first - 1, 0), 0
 
-    def body(self, job: _Job, start: int) -> dict[str, Any]:
-        return {
-            "input_ids": job.tokens,
-            "sampling_params": {"temperature": job.temperature, "max_new_tokens": 0, **_PLAIN},
-            "return_logprob": True,
-            "logprob_start_len": start,
-            "top_logprobs_num": job.top_k,
-            "return_text_in_logprobs": False,
-            "stream": False,
-        }
+    def body(self, job: _Job, start: int) -> dict[str, object]:
+        sampling = {"temperature": job.temperature, "max_new_tokens": 0, **_PLAIN}
+        scores = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": job.top_k}
+        fixed = {"return_text_in_logprobs": False, "stream": False}
+        return {"input_ids": job.tokens, "sampling_params": sampling, **scores, **fixed}
 
     def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
         info = reply["meta_info"]
         entries: list[Any] = info["input_token_logprobs"] or []
         tops: list[Any] = info.get("input_top_logprobs") or [None] * len(entries)
-        if len(entries) < len(tokens) - start:  # only the tokens that were not in its cache
-            absent = len(tokens) - start - len(entries)
-            entries = [[None, token, None] for token in tokens[start : start + absent]] + entries
-            tops = [None] * absent + tops
-        found: list[Position] = [None] * start
+        absent = len(tokens) - len(entries)  # not requested, or in the server's cache
+        found: list[Position] = [{}] * absent
         for (value, token, *_), top in zip(entries, tops, strict=True):
-            position = _position((int(other), x) for x, other, *_ in top or () if x is not None)
-            found.append(None if value is None else {**position, int(token): _number(value)})
-        return found, [int(token) for _, token, *_ in entries]
+            found.append(_position((other, x) for x, other, *_ in top or ()) | _position([(token, value)]))
+        return found, tokens[start:absent] + [token for _, token, *_ in entries]
 
 
-def _position(entries: Iterable[tuple[int, Any]]) -> dict[int, float]:
-    """Log-probs by token."""
-    found: dict[int, float] = {}
+def _position(entries: Iterable[tuple[int, Any]]) -> Position:
+    """Log-probs by token: -inf where the server has clamped it, NaN where its weights are broken; without those of null."""
+    found: Position = {}
     for token, value in entries:
         if token in found:
             raise ServiceError(
                 f"the server sent two log-probs of token {token} at one position: look for a faulty proxy."
             )
-        found[token] = _number(value)
+        if value is None:
+            continue
+        if type(value) not in (int, float) or value > 1e-3:  # rounding may lift it above 0
+            raise ServiceError(
+                f"the server sent the log-prob {str(value)[:40]}, expected a number of at most 0: look for another processor "
+                "of log-probs at the server, or a faulty proxy."
+            )
+        found[token] = -math.inf if value <= _CLAMPED else float(value)
     return found
-
-
-def _number(value: Any) -> float:
-    """A log-prob; -inf where the server has clamped it, NaN where its weights are broken."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value > _ABOVE_ZERO:
-        raise ServiceError(
-            f"the server sent the log-prob {str(value)[:40]}, expected a number of at most 0: look for another processor of "
-            "log-probs at the server, or a faulty proxy."
-        )
-    return -math.inf if value <= _CLAMPED else float(value)
 
 
 # ------------------------------------------------------------------ HTTP
 
 
 class _Http:
-    """A server, over connections that stay open, one for each thread.
+    """A server, over connections that stay open.
 
     Attributes:
-        renewed: number of new connections and repeated requests: after one, the server may be another process.
-        replies: number of proper answers.
+        renewed: time of the last new connection or repeated request: the server may then be another process.
+        replied: time of the last proper answer; both in nanoseconds of :func:`time.monotonic_ns`.
     """
 
-    def __init__(self, url: str, key: str | None) -> None:
-        parts = urlsplit(url if isinstance(url, str) else "")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ValueError(
-                f"url must be http:// or https:// with a host and without user or query, got {_public(url)!r}."
-            )
-        self._https, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self._url = f"{parts.scheme}://{parts.netloc}{self._base}"
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._local, self._lock = threading.local(), threading.Lock()
-        self.renewed = self.replies = 0
+    def __init__(self, url: str, api_key_env: str | None) -> None:
+        parts = urlsplit(url if isinstance(url, str) and url.isascii() else "")
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
+            shown = str(url).rpartition("@")[2]  # without a password
+            raise ValueError(f"url must be http:// or https:// with a host and without user or query, got {shown!r}.")
+        self._url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+        self._headers: dict[bytes | str, bytes | str] = {"Host": parts.netloc, "Accept-Encoding": "identity"}
+        self._headers["Content-Type"] = "application/json"
+        if api_key_env is not None:
+            key = os.environ.get(api_key_env, "")
+            if not key or not all("!" <= letter <= "~" for letter in key):
+                raise ValueError(f"api_key_env: the environment variable {api_key_env!r} is not set, or holds a blank.")
+            self._headers["Authorization"] = f"Bearer {key}"
+        context = ssl.create_default_context()
+        self._pool = httpcore.ConnectionPool(context, max_connections=None, network_backend=_Network(self))
+        self._bounds = threading.local()
+        self.renewed = self.replied = 0
 
     def __str__(self) -> str:
         return f"the server at {self._url}"
 
-    def post(self, path: str, body: Mapping[str, Any], job: _Job) -> Any:
+    def post(self, path: str, body: Mapping[str, object], job: _Job) -> Any:
         """The JSON of the reply. Repeats a request without a proper answer until the deadline.
 
         Raises:
@@ -481,73 +425,69 @@ class _Http:
             ServiceTimeout: if there is no answer until the deadline.
             ServiceError: for any other answer, and for one of more bytes than what was requested can have.
         """
-        data, pause, failures = json.dumps(body).encode(), _FIRST_PAUSE, 0
-        limit = _PAGE + _ENTRY * len(job.tokens) * (job.top_k + 2)
-        while True:
+        data = json.dumps(body).encode()
+        limit = 2**20 + 256 * len(job.tokens) * (job.top_k + 2)  # an entry of a token's scores usually has 100 bytes
+        failures = itertools.count(1)
+
+        def attempt() -> Any:
             try:
-                status, text = self._exchange("POST", path, data, job.deadline, limit)
-            except (OSError, http.client.HTTPException) as error:
+                reply = self._exchange("POST", path, job.deadline, limit, data)
+            except _FAILURES as error:
                 why = f"{type(error).__name__}: {error}"
             else:
-                if status == 200:
-                    return self._parsed(text)
-                why = f"HTTP {status}: {_message(text)}"
-                failures += status == 500
-                if status in (400, 413, 422):
+                if reply.status == 200:
+                    return self._parsed(reply.content)
+                why = f"HTTP {reply.status}: {reply.content[:300].decode(errors='replace')}"
+                if reply.status in (400, 413, 422):
                     raise ValueError(f"{self} refuses {job.name}: {why}")
-                if failures >= _TRIES_AFTER_500 or (status < 500 and status not in (408, 425, 429)):
+                # An internal error may come from the request: it is not repeated for long.
+                stays = next(failures) >= 3 if reply.status == 500 else reply.status < 500
+                if stays and reply.status not in (408, 425, 429):
                     raise ServiceError(f"{self} answers with {why}")
-            self._renew()
-            if time.monotonic() + pause >= job.deadline:
-                raise ServiceTimeout(f"{self} did not answer in time: {why}. Raise timeout=, or look at its log.")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            raise ServiceTimeout(f"{self} did not answer in time: {why}. Raise timeout=, or look at its log.")
 
-    def get(self, path: str, deadline: float) -> dict[str, Any] | None:
-        """A JSON object, or None if the server has no such page or does not answer."""
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            status, text = self._exchange("GET", path, None, deadline, _PAGE)
-            found = self._parsed(text) if status == 200 else None
-            return found if isinstance(found, dict) else None
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(ServiceTimeout),
+            wait=tenacity.wait_exponential(0.05, max=2.0),
+            stop=tenacity.stop_before_delay(job.deadline - time.monotonic()),
+            after=lambda _: self.renew(),
+            reraise=True,
+        )(attempt)
+
+    def served_model(self, deadline: float) -> object:
+        """Path of SGLang's model, or None if the server has no such page or does not answer."""
+        with contextlib.suppress(AttributeError, *_FAILURES):
+            reply = self._exchange("GET", "/get_model_info", deadline, 2**20)
+            return self._parsed(reply.content).get("model_path") if reply.status == 200 else None
         return None
 
-    def _exchange(self, method: str, path: str, data: bytes | None, deadline: float, limit: int) -> tuple[int, bytes]:
-        """Status and body; a TimeoutError at the deadline, a ServiceError for more than ``limit`` bytes."""
-        left = max(deadline - time.monotonic(), 0.01)
-        connection = getattr(self._local, "connection", None)
-        if connection is None:
-            kind = http.client.HTTPSConnection if self._https else http.client.HTTPConnection
-            connection = self._local.connection = kind(self._host, self._port, timeout=left)
-            self._renew()
-        try:
-            connection.timeout = left
-            if connection.sock is not None:
-                connection.sock.settimeout(left)
-            connection.request(method, self._base + path, data, self._headers)
-            connection.response_class = partial(_Response, deadline=deadline, limit=limit)
-            reply = connection.getresponse()
-            if (reply.length or 0) > limit:
-                raise _TooLong
-            return reply.status, reply.read()
-        except _TooLong:
-            self._local.connection = None
-            connection.close()
-            raise ServiceError(
-                f"{self} answers with more than {limit} bytes, the most that this request can have: check that it is the "
-                "right server."
-            ) from None
-        except BaseException:
-            self._local.connection = None
-            connection.close()
-            raise
+    def _exchange(self, method: str, path: str, deadline: float, limit: int, data: bytes = b"") -> httpcore.Response:
+        """The whole answer; a timeout of httpcore at the deadline, a ServiceError for more than ``limit`` bytes."""
+        self._bounds.deadline, self._bounds.limit, self._bounds.bytes = deadline, limit, 0
+        return self._pool.request(method, self._url + path, headers=self._headers, content=data)
 
-    def _renew(self) -> None:
-        with self._lock:
-            self.renewed += 1
+    def left(self) -> float:
+        """Seconds until the deadline of this thread's request; a timeout after it."""
+        left: float = self._bounds.deadline - time.monotonic()
+        if left <= 0:
+            raise httpcore.ReadTimeout("the answer is not complete")
+        return left
+
+    def counted(self, data: bytes) -> bytes:
+        """A part of the answer to this thread's request; a ServiceError if it has too many."""
+        self._bounds.bytes += len(data)
+        if self._bounds.bytes > self._bounds.limit:
+            raise ServiceError(
+                f"{self} answers with more than {self._bounds.limit} bytes: check that it is the right server."
+            )
+        return data
+
+    def renew(self) -> None:
+        """The next answer may come from another process."""
+        self.renewed = time.monotonic_ns()
 
     def _parsed(self, text: bytes) -> Any:
-        with self._lock:
-            self.replies += 1
+        self.replied = time.monotonic_ns()
         try:
             return json.loads(text, object_pairs_hook=self._once)
         except (ValueError, RecursionError):
@@ -557,60 +497,39 @@ class _Http:
         """An object of JSON; Python's own takes the last of several entries with one name."""
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise ServiceError(f"{self} sent two entries named {twice[:40]!r} in one object: look for a faulty proxy.")
         return found
 
 
-class _TooLong(Exception):
-    """An answer has more bytes than what was requested can have."""
+class _Network(httpcore.SyncBackend):
+    """Opens the connections of a server."""
+
+    def __init__(self, server: _Http) -> None:
+        self._server = server
+
+    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        self._server.renew()
+        return _Bounded(super().connect_tcp(*args, **{**options, "timeout": self._server.left()}), self._server)
 
 
-class _Response(http.client.HTTPResponse):
-    """A response that is whole before a deadline, and of at most ``limit`` bytes, interim responses and headers included."""
+class _Bounded(httpcore.NetworkStream):
+    """A connection within the bounds of the request that uses it: interim responses, headers and slow bytes included."""
 
-    def __init__(self, sock: Any, *args: Any, deadline: float, limit: int, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp: Any = io.BufferedReader(_Limited(sock, self.fp.detach(), deadline, limit))
+    def __init__(self, stream: httpcore.NetworkStream, server: _Http) -> None:
+        self._stream, self._server = stream, server
 
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._server.counted(self._stream.read(max_bytes, self._server.left()))
 
-class _Limited(io.RawIOBase):
-    """The bytes of a socket, until a deadline and up to a number."""
-
-    def __init__(self, sock: Any, raw: io.RawIOBase, deadline: float, limit: int) -> None:
-        self._sock, self._raw, self._deadline, self._left = sock, raw, deadline, limit
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the answer is not complete")
-        self._sock.settimeout(left)
-        count: int | None = self._raw.readinto(buffer)
-        self._left -= count or 0
-        if self._left < 0:
-            raise _TooLong
-        return count
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, self._server.left())
 
     def close(self) -> None:
-        self._raw.close()
-        super().close()
+        self._stream.close()
 
+    def start_tls(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
+        return _Bounded(self._stream.start_tls(*args, **{**options, "timeout": self._server.left()}), self._server)
 
-def _message(text: bytes) -> str:
-    """The message of an error reply: vLLM's ``error.message`` or ``message``, or its first characters."""
-    with contextlib.suppress(ValueError, AttributeError, RecursionError):
-        found = json.loads(text)
-        inner = found.get("error", found)
-        message = inner.get("message") if isinstance(inner, dict) else inner
-        if message:
-            return str(message)[:300]
-    return text[:300].decode(errors="replace")
-
-
-def _public(url: Any) -> str:
-    """A URL without the password in it."""
-    return str(url).rpartition("@")[2]
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
