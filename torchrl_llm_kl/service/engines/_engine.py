@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,7 +75,7 @@ class TransformersEngine:
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[ScoreOptions, LogProbScorer] = OrderedDict()
         self._steps = 0  # calls and weights copied so far
-        self._dropped = (0, 0, 0)  # forwards, and tokens seen and recalled, of scorers that were dropped
+        self._dropped = Counter[str]()  # those of scorers that were dropped
         scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 
@@ -87,8 +87,7 @@ class TransformersEngine:
             self._scorers[key] = LogProbScorer(self.model, key, tokens_per_batch=self._tokens_per_batch)
         self._scorers.move_to_end(key)
         while len(self._scorers) > _SCORERS:
-            oldest = self._scorers[next(iter(self._scorers))]
-            self._dropped = self._counts(oldest, self._dropped)
+            self._dropped += _counts(self._scorers[next(iter(self._scorers))])
             self._scorers.popitem(last=False)
         self._share_memory(self._scorers[key])
         return self._scorers[key]
@@ -102,12 +101,6 @@ class TransformersEngine:
                 cache.shrink(share)
         scorer.memory.limit = self._memory - sum(cache.num_bytes for cache in others)
 
-    @staticmethod
-    def _counts(scorer: LogProbScorer, before: tuple[int, int, int] = (0, 0, 0)) -> tuple[int, int, int]:
-        forwards, seen, recalled = before
-        cache = scorer.memory
-        return forwards + scorer.forwards, seen + cache.tokens_seen, recalled + cache.tokens_recalled
-
     # ------------------------------------------------------------------ scores
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
@@ -117,13 +110,10 @@ class TransformersEngine:
 
     def progress(self) -> int:
         """Number of calls, forwards and copied weights."""
-        return self._steps + self._totals()[0]
+        return self._steps + self._totals()["forwards"]
 
-    def _totals(self) -> tuple[int, int, int]:
-        total = self._dropped
-        for scorer in tuple(self._scorers.values()):  # other threads ask
-            total = self._counts(scorer, total)
-        return total
+    def _totals(self) -> Counter[str]:
+        return sum(map(_counts, tuple(self._scorers.values())), self._dropped)  # a tuple: other threads ask
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
@@ -131,7 +121,8 @@ class TransformersEngine:
 
     def cached_tokens(self) -> tuple[int, int]:
         """Number of tokens of continued conversations so far, and how many of them were found in the cache."""
-        return self._totals()[1:]
+        totals = self._totals()
+        return totals["seen"], totals["recalled"]
 
     def close(self) -> None:
         """Drop the model."""
@@ -207,6 +198,12 @@ class TransformersEngine:
         return inner
 
 
+def _counts(scorer: LogProbScorer) -> Counter[str]:
+    """Forwards of a scorer so far, and tokens that its cache has seen and recalled."""
+    cache = scorer.memory
+    return Counter(forwards=scorer.forwards, seen=cache.tokens_seen, recalled=cache.tokens_recalled)
+
+
 def _short_names(model: nn.Module, own: Mapping[str, Tensor]) -> dict[str, str]:
     """The model's names by those that PEFT writes to a file, without the name of the active adapter; empty without PEFT."""
     if not hasattr(model, "peft_config"):
@@ -227,12 +224,8 @@ def _check_weight(name: str, own: Tensor, value: Tensor) -> None:
     if value.is_meta or value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor with values, got {value.layout} on {value.device}.")
     if _kind(value.dtype) != _kind(own.dtype):
-        raise ValueError(
-            f"{name}: the model has {own.dtype}, got {value.dtype}. Push weights of the model's kind of numbers."
-        )
-    if value.dtype == torch.bool:
-        return
-    if not (value.is_floating_point() or value.is_complex()):
+        raise ValueError(f"{name}: the model has {own.dtype}, got {value.dtype}: push the model's kind of numbers.")
+    if not (own.is_floating_point() or own.is_complex()):
         if not torch.equal(value.to(own.dtype).to(value.dtype), value):
             raise ValueError(f"{name} holds values beyond the range of the model's {own.dtype}.")
     elif not _all_finite(value):
@@ -250,10 +243,8 @@ def _all_finite(values: Tensor) -> bool:
     return bool(values.isfinite().all())
 
 
-def _kind(dtype: torch.dtype) -> str:
-    if dtype == torch.bool:
-        return "boolean"
-    return "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype == torch.bool, dtype.is_complex, dtype.is_floating_point
 
 
 def engine_of(made: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> Engine:

@@ -8,19 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY, ScoreOptions, Scorer, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import EngineLost, ServiceTimeout
 from torchrl_llm_kl.service._wire import ANSWERED, Reply, Request
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.service.engines._rank import Shard
+from torchrl_llm_kl.service.engines._rank import GangRank, Shard
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 _TICK = 1.0  # seconds between two looks at the progress of the ranks
@@ -87,8 +87,6 @@ class GangEngine:
         if not callable(shard) and shard not in ("fsdp2", "tp", "none"):
             raise ValueError(f"shard must be 'fsdp2', 'tp', 'none' or a function, got {shard!r}.")
         self._timeout = timeout
-        self._bundle = {"CPU": num_cpus, "GPU": num_gpus, **(resources or {})}
-        self._bundle = {name: amount for name, amount in self._bundle.items() if amount}
         self._cached = (0, 0)
         self._progress: list[int] = [0] * ranks
         self._polls: dict[int, Any] = {}
@@ -98,9 +96,8 @@ class GangEngine:
         self._lost: EngineLost | None = None
         self._lock, self._turn = threading.Lock(), threading.Lock()
         try:
-            self._create(ranks, num_cpus, num_gpus, resources, strategy, start_timeout)
-            import ray
-
+            options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
+            self._place(ranks, options, strategy, start_timeout)
             backend = backend or ("nccl" if num_gpus else "gloo")
             # The store lives in this process, on a free port, so that it ends with the gang.
             address = ray.util.get_node_ip_address()
@@ -112,30 +109,19 @@ class GangEngine:
         except BaseException:
             self.close()
             raise
-        self._interface = made[0][0]
+        self._interface: tuple[ModelInterface, bool] = made[0][0]
         self._tensors: list[list[str]] = made[0][2]
         self._split = all(may for _, may, _ in made) if split_rows is None else split_rows
 
-    def _create(
-        self,
-        ranks: int,
-        num_cpus: float,
-        num_gpus: float,
-        resources: Mapping[str, float] | None,
-        strategy: str,
-        timeout: float,
-    ) -> None:
+    def _place(self, ranks: int, options: Mapping[str, Any], strategy: str, timeout: float) -> None:
         """Place the ranks. The group and the ranks end with this process, which owns them."""
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        from torchrl_llm_kl.service.engines._rank import GangRank
-
-        self._group = ray.util.placement_group([self._bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
+        bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        self._group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
         end = time.monotonic() + timeout
         while not self._group.wait(min(10.0, max(end - time.monotonic(), 0.01))):
             free = ray.available_resources()
-            text = f"{ranks} ranks with {self._bundle} each ({strategy}) have no room; the cluster has {free} free"
+            text = f"{ranks} ranks with {bundle} each ({strategy}) have no room; the cluster has {free} free"
             if time.monotonic() >= end:
                 raise ServiceTimeout(f"{text}, for {timeout:g} s. Add nodes, ask for less, or raise start_timeout=.")
             _LOG.warning("%s: waiting.", text)
@@ -143,7 +129,6 @@ class GangEngine:
         remote = make_remote(concurrency_groups=GangRank.GROUPS)(GangRank)
         for rank in range(ranks):
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-            options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "resources": dict(resources or {})}
             self._ranks.append(remote.options(scheduling_strategy=where, **options).remote(rank, ranks))
         self._lives = [rank.life.remote() for rank in self._ranks]
 
@@ -162,8 +147,6 @@ class GangEngine:
 
     def _run(self, request: ScoreRequest, options: ScoreOptions, shares: Sequence[ScoreRequest | None]) -> Scores:
         """The scores of a share for each rank, or of one that all of them score."""
-        import ray
-
         first = request.select(torch.zeros(1, dtype=torch.long))
         nothing = replace(first, mask=torch.zeros_like(first.mask))  # the rank takes part in the others' collectives
         packed = [Request(nothing if share is None else share, options).pack() for share in shares]
@@ -183,8 +166,7 @@ class GangEngine:
 
     def interface(self) -> tuple[ModelInterface, bool]:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
-        found: tuple[ModelInterface, bool] = self._interface
-        return found
+        return self._interface
 
     def cached_tokens(self) -> tuple[int, int]:
         """Number of tokens of continued conversations so far, and how many of them were found in the ranks' caches."""
@@ -194,8 +176,6 @@ class GangEngine:
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights under the model's own names; an error if one does not fit it. Every rank checks, to stay in step."""
-        import ray
-
         names: dict[str, str] = self._ask("check_weights", [(ray.put(dict(weights)),)] * len(self._ranks))[0]
         return {own: weights[given] for given, own in names.items()}
 
@@ -204,8 +184,6 @@ class GangEngine:
 
         The ranks check them again, since their names in the shards are found there.
         """
-        import ray
-
         self._ask("update_weights", [(ray.put(dict(weights)),)] * len(self._ranks))
 
     def tensors(self) -> list[list[str]]:
@@ -235,8 +213,6 @@ class GangEngine:
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 
     def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]], limit: float | None) -> list[Any]:
-        import ray
-
         if self._lost is not None:
             raise self._lost
         answers: list[Any] = [None] * len(arguments)
@@ -265,8 +241,6 @@ class GangEngine:
 
     def _poll(self) -> bool:
         """Read progress that has arrived, and request it again; whether any rank made some."""
-        import ray
-
         before = self.progress()
         for i, rank in enumerate(self._ranks):
             if i in self._polls:
@@ -281,8 +255,6 @@ class GangEngine:
         """Call ``end`` in a thread when a rank dies, also while no call waits for it."""
 
         def watch() -> None:
-            import ray
-
             lives = list(self._lives)
             ended, _ = ray.wait(lives, num_returns=1)
             with self._lock:
@@ -299,8 +271,6 @@ class GangEngine:
 
     def close(self) -> None:
         """End all ranks and free their resources."""
-        import ray
-
         with self._lock:
             ranks, group = self._ranks, self._group
             self._ranks, self._group = [], None

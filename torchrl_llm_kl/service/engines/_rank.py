@@ -6,7 +6,8 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, ClassVar, Literal
+from functools import wraps
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import ray
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import is_wrapper, unwrap
 from torchrl_llm_kl.service._errors import portable
 from torchrl_llm_kl.service._wire import Reply, Request
@@ -24,6 +26,23 @@ from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 #: How to shard: by name, or a function of the model and the mesh of all ranks that returns the model (None: in place).
 Shard = Literal["fsdp2", "tp", "none"] | Callable[[Any, DeviceMesh], Any]
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _errors_as_values(call: Callable[_P, _T]) -> Callable[_P, _T | Exception]:
+    """The method with its errors as results, which the gang compares between ranks."""
+
+    @wraps(call)
+    def caught(*args: _P.args, **kwargs: _P.kwargs) -> _T | Exception:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            return portable(error)
+
+    return caught
 
 
 class RankEngine(TransformersEngine):
@@ -51,14 +70,18 @@ def _like(own: Tensor, value: Tensor) -> Tensor:
 
 
 class GangRank:
-    """An actor. The model runs in one thread; progress and life are asked in threads of their own."""
+    """An actor. The model runs in one thread; progress and life are asked in threads of their own.
+
+    Methods return their errors.
+    """
 
     GROUPS: ClassVar[dict[str, int]] = {"watch": 1, "life": 1}  # threads for each group of calls
+    _engine: RankEngine  # after start
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._rank, self._ranks = rank, ranks
-        self._engine: RankEngine | None = None
 
+    @_errors_as_values
     def start(
         self,
         factory: Callable[[], Any],
@@ -67,76 +90,59 @@ class GangRank:
         backend: str,
         timeout: float,
         settings: Mapping[str, Any],
-    ) -> Any:
+    ) -> tuple[tuple[ModelInterface, bool], bool, list[list[str]]]:
         """Join the other ranks and load the model.
 
-        Returns its interface, whether ranks may score different sequences, and the names of its tensors; or the error.
+        Returns its interface, whether ranks may score different sequences, and the names of its tensors.
         """
         # Ray shows each rank its own GPU alone, as device 0.
         os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(self._ranks), LOCAL_RANK="0")
         limit = timedelta(seconds=timeout)
-        try:
-            server = dist.TCPStore(*store, self._ranks, is_master=False, timeout=limit)
-            options: dict[str, Any] = {"store": server, "rank": self._rank, "world_size": self._ranks}
-            dist.init_process_group(backend, timeout=limit, **options)
-            mesh = init_device_mesh("cuda" if "nccl" in backend else "cpu", (self._ranks,))
-            made = shard_model(factory(), shard, mesh)
-            self._engine = RankEngine(made, **settings)
-            if (error := self.in_step()) is not None:
-                raise error
-            return self._engine.interface(), may_split(made, shard), self._engine.tensors()
-        except Exception as error:
-            return portable(error)
+        server = dist.TCPStore(*store, self._ranks, is_master=False, timeout=limit)
+        dist.init_process_group(backend, store=server, rank=self._rank, world_size=self._ranks, timeout=limit)
+        mesh = init_device_mesh("cuda" if "nccl" in backend else "cpu", (self._ranks,))
+        made = shard_model(factory(), shard, mesh)
+        engine = RankEngine(made, **settings)
+        _meet()
+        self._engine = engine
+        return engine.interface(), may_split(made, shard), engine.tensors()
 
-    def run(self, packed: bytes) -> tuple[bytes, tuple[int, int]] | Exception:
-        """The reply to a rank's share of a request, and the counters of its cache; or the error as a value."""
-        engine = self._engine
-        assert engine is not None
-        try:
-            request = Request.unpack(packed)
-            found = engine.run(request.scored, request.options)
-            return Reply.of(found, request.scored.mask, 0).pack(), engine.cached_tokens()
-        except Exception as error:
-            return portable(error)
+    @_errors_as_values
+    def run(self, packed: bytes) -> tuple[bytes, tuple[int, int]]:
+        """The reply to a rank's share of a request, and the counters of its cache."""
+        request = Request.unpack(packed)
+        found = self._engine.run(request.scored, request.options)
+        return Reply.of(found, request.scored.mask, 0).pack(), self._engine.cached_tokens()
 
-    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str] | Exception:
-        """The model's own names of whole weights, by those given; or the error if they do not fit the model."""
-        engine = self._engine
-        assert engine is not None
-        try:
-            engine.check_weights(weights)
-            return engine.own_names(weights)
-        except Exception as error:
-            return portable(error)
+    @_errors_as_values
+    def check_weights(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """The model's own names of whole weights, by those given; an error if they do not fit the model."""
+        self._engine.check_weights(weights)
+        return self._engine.own_names(weights)
 
-    def update_weights(self, weights: Mapping[str, Tensor]) -> Exception | None:
-        """Copy this rank's shards of whole weights into the model; returns the error if they do not fit."""
-        engine = self._engine
-        assert engine is not None
-        try:
-            engine.update_weights(weights)
-        except Exception as error:
-            return portable(error)
-        return None
+    @_errors_as_values
+    def update_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy this rank's shards of whole weights into the model; an error if they do not fit."""
+        self._engine.update_weights(weights)
 
-    def in_step(self) -> Exception | None:
-        """Meet the other ranks; the error if that fails."""
-        try:
-            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            dist.all_reduce(torch.ones(1, device=device))
-        except Exception as error:
-            return portable(error)
-        return None
+    @_errors_as_values
+    def in_step(self) -> None:
+        """Meet the other ranks."""
+        _meet()
 
     @ray.method(concurrency_group="watch")
     def progress(self) -> int:
-        """That of the engine."""
-        return 0 if self._engine is None else self._engine.progress()
+        """Steps of the engine so far."""
+        return self._engine.progress() if hasattr(self, "_engine") else 0
 
     @ray.method(concurrency_group="life")
     def life(self) -> None:
         """Return never: the reference to this call gets ready when the process ends."""
         threading.Event().wait()
+
+
+def _meet() -> None:
+    dist.all_reduce(torch.ones(1, device="cuda" if dist.get_backend() == "nccl" else "cpu"))
 
 
 # ------------------------------------------------------------------ sharding
