@@ -50,6 +50,12 @@ def served(seed):
     return tiny_model(seed=seed).double()
 
 
+def logprobs(position):
+    """As vLLM sends them."""
+    ranked = enumerate(position.items(), start=1)
+    return {str(i): {"logprob": max(x, -9999.0), "rank": rank, "decoded_token": f"<{i}>"} for rank, (i, x) in ranked}
+
+
 class Toy:
     """The prefix cache, and the log-probs."""
 
@@ -109,15 +115,7 @@ class Toy:
                 found[t] = {token: -20 * random.random() for token in found[t] or ()}
         if s["cache"] == "missing":
             found = [None, *found[max(cached, 1) :]]
-        entries = [
-            None
-            if position is None
-            else {
-                str(i): {"logprob": max(x, -9999.0), "rank": 1 + n, "decoded_token": f"<{i}>"}
-                for n, (i, x) in enumerate(position.items())
-            }
-            for position in found
-        ]
+        entries = [position and logprobs(position) for position in found]
         choice = {"index": 0, "text": "<1>", "prompt_logprobs": entries}
         if body.get("return_token_ids") and not s["old"]:
             choice["prompt_token_ids"] = ids
@@ -198,8 +196,8 @@ class PromptServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, port=0):
-        super().__init__(("127.0.0.1", port), Handler)
+    def __init__(self, port=0, handler=Handler):
+        super().__init__(("127.0.0.1", port), handler)
         self.toy, self._open = Toy(), list[socket.socket]()
         self.port = self.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -31,9 +31,9 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpcore
@@ -46,8 +46,6 @@ from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 
-_S = TypeVar("_S")
-_T = TypeVar("_T")
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 #: Log-probs of the same tokens that differ by more nats are not rounding: another model, or wrong numbers.
 _TOLERANCE = 0.1
@@ -142,8 +140,7 @@ class HTTPEngine:
         self._timeout, self._interface = timeout, interface or ModelInterface()
         self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="http")
         if dialect == "sglang" and model is not None:
-            until = time.monotonic() + timeout
-            (served,) = self._in_time(self._http.served_model, [until], until)
+            served = self._http.served_model(time.monotonic() + timeout)
             if served not in (model, None):
                 raise ServiceConfigError(f"{self._http} serves {served!r}, expected model={model!r}.")
         self._measure()
@@ -164,7 +161,7 @@ class HTTPEngine:
             if where := chosen.nonzero().squeeze(-1).tolist():
                 tokens = row.tolist()[: where[-1] + 1]
                 jobs.append(_Job(f"sequence {i}", tokens, where, options.temperature, top_k, deadline))
-        scored = zip(jobs, self._in_time(self._positions, jobs, deadline), strict=True)
+        scored = zip(jobs, self._in_time(jobs, deadline), strict=True)
         found = [(job.tokens[t], positions[t]) for job, positions in scored for t in job.scored]
         if self._http.renewed != renewed:
             self._compare(self._score_probe(1.0, deadline), "it came back with another model")
@@ -174,10 +171,12 @@ class HTTPEngine:
         top = _top([position for _, position in found], top_k) if top_k else {}
         return Scores.spread(request.layout, elements, log_prob, **top)
 
-    def _in_time(self, call: Callable[[_S], _T], jobs: Sequence[_S], deadline: float) -> list[_T]:
-        """What ``call`` returns for each job, in threads; a ServiceTimeout wherever one of them is stuck."""
+    def _in_time(self, jobs: Sequence[_Job], deadline: float) -> list[list[Position]]:
+        """The positions of each job, found in threads; a ServiceTimeout wherever one of them is stuck."""
         try:
-            return list(self._threads.map(call, jobs, timeout=max(deadline - time.monotonic(), 0.0) + _GRACE))
+            return list(
+                self._threads.map(self._positions, jobs, timeout=max(deadline - time.monotonic(), 0.0) + _GRACE)
+            )
         except ServiceTimeout:
             raise
         except concurrent.futures.TimeoutError:
@@ -237,7 +236,7 @@ class HTTPEngine:
     def _score_probe(self, temperature: float, deadline: float | None = None) -> list[Position]:
         until = deadline or time.monotonic() + self._timeout
         job = _Job("the probe", self._probe, [*range(1, len(self._probe))], temperature, 2, until)
-        return self._in_time(self._positions, [job], until)[0][1:]
+        return self._in_time([job], until)[0][1:]
 
     def _compare(self, found: list[Position], what: str) -> None:
         """Compare the probe's log-probs with those at the start."""
