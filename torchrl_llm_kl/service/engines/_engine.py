@@ -75,7 +75,7 @@ class TransformersEngine:
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
         self._scorers: OrderedDict[ScoreOptions, LogProbScorer] = OrderedDict()
         self._steps = 0  # calls and weights copied so far
-        self._dropped = Counter[str]()  # those of scorers that were dropped
+        self._dropped = Counter[str]()  # of dropped scorers
         scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
         self.offers, self.place, self.instead = scorer.offers & ANSWERED, scorer.place, scorer.instead
 
@@ -158,7 +158,7 @@ class TransformersEngine:
         found = {name: name for name in names}
         inside = {name: name.removeprefix("model.") for name in found if name.startswith("model.")}
         if len(inside) == len(found) and set(inside.values()) <= known and not found.keys() <= known:
-            found = inside  # those of a TorchRL wrapper
+            found = inside  # the names in a TorchRL wrapper
         found = {given: name for given, name in found.items() if name in own or name not in known}
         if not set(found.values()) <= own.keys():
             short = _short_names(model, own)
@@ -248,7 +248,7 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def engine_of(made: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> Engine:
-    """``made`` if it is an engine, else one for the model ``made``; the settings are those of :class:`TransformersEngine`."""
+    """``made`` if it is an engine, else one for the model ``made``; for the settings see :class:`TransformersEngine`."""
     if isinstance(made, Engine) and not isinstance(made, nn.Module):
         return made
     return TransformersEngine(made, tokens_per_batch=tokens_per_batch, memory=memory)

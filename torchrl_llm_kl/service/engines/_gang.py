@@ -209,7 +209,7 @@ class GangEngine:
                     raise self._lose(
                         f"its ranks are out of step after {errors[0]!r}: {(apart or ['weights differ'])[0]}"
                     )
-        # Another rank's error is on all ranks: raise that of the rank that has it.
+        # Another rank's error is on all ranks: raise the original.
         raise next((error for error in errors if type(error).__name__ != "RankError"), errors[0])
 
     def _wait_for(self, method: str, arguments: Sequence[tuple[Any, ...]], limit: float | None) -> list[Any]:

@@ -9,7 +9,7 @@ What the servers do, and where that is written (looked up in 2026-11):
 - vLLM's ``logprobs_mode`` (``vllm/config/model.py``): raw log-probs by default, before temperature and other processing.
 - vLLM does not cache log-probs and skips its prefix cache for such requests (``usage/v1_guide``, since pull request 13949);
   before, the combination was refused or crashed (issues 3251, 8268, 13409), and values of other requests at cached positions
-  are reported (issue 42019, open). ``cache_salt`` gives a request a prefix cache of its own.
+  are reported (issue 42019, open). ``cache_salt`` gives a request its own prefix cache.
 - SGLang, ``POST /generate`` (docs.sglang.io, ``basic_usage/sampling_params``): ``input_ids``, ``return_logprob``,
   ``logprob_start_len`` (-1, the default: none of the input), ``top_logprobs_num``. ``meta_info.input_token_logprobs`` is a list
   of ``[log-prob, id, text]`` from position ``logprob_start_len`` on. The first log-prob is null, since the logits before it
@@ -94,7 +94,7 @@ class HTTPEngine:
     Raises:
         ServiceError: if the server answers with errors or with numbers that cannot be right.
         ServiceTimeout: if it has not answered in full in time.
-        ServiceError: if its answer has more bytes than what was requested can have, a log-prob that is no number of at most
+        ServiceError: if its answer has more bytes than what was requested can have, a log-prob that is not a number of at most
             0, or two of one token.
         ServiceConfigError: if it has another model.
         ValueError: for a request that it refuses, and for settings that it does not have: entropy, ``dtype``, ``adapters``,
@@ -215,7 +215,7 @@ class HTTPEngine:
         plain, again, hot = (self._score_probe(temperature) for temperature in (1.0, 1.0, 2.0))
         self._reference = plain
         self._compare(again, "the log-probs of one sequence changed between two requests")
-        # Of two tokens' log-probs the difference is that of their logits over the temperature.
+        # Two log-probs differ as their logits do, over the temperature.
         ratios = [
             (warm[i] - warm[j]) / (cold[i] - cold[j])
             for cold, warm in zip(plain, hot, strict=True)
@@ -253,7 +253,7 @@ class HTTPEngine:
         return self._http.replied
 
     def interface(self) -> tuple[ModelInterface, bool]:
-        """Keys and tokenizer for clients that tokenise; the model is no TorchRL wrapper."""
+        """Keys and tokenizer for clients that tokenise; the model is not a TorchRL wrapper."""
         return self._interface, False
 
     def cached_tokens(self) -> tuple[int, int]:
@@ -334,7 +334,7 @@ class _Vllm:
         if len(entries) < len(tokens):  # which ones are missing is unknown
             return [{}] * len(tokens), tokens
         found = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
-        # Earlier versions do not return the ids, but each entry holds that of its own token.
+        # Earlier versions do not return the ids, but each entry holds the id of its token.
         ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(found) - len(tokens))
         pairs = zip(ids, found, strict=True)
         return found, [token if token in position else next(iter(position), token) for token, position in pairs]
@@ -366,7 +366,7 @@ class _Sglang:
 
 
 def _position(entries: Iterable[tuple[int, Any]]) -> Position:
-    """Log-probs by token: -inf where the server has clamped it, NaN where its weights are broken; without those of null."""
+    """Log-probs by token: -inf where the server has clamped it, NaN where its weights are broken; null values are left out."""
     found: Position = {}
     for token, value in entries:
         if token in found:
@@ -421,7 +421,7 @@ class _Http:
 
         Raises:
             ValueError: if the server refuses the request.
-            ServiceTimeout: if there is no answer until the deadline.
+            ServiceTimeout: without an answer until the deadline.
             ServiceError: for any other answer, and for one of more bytes than what was requested can have.
         """
         data = json.dumps(body).encode()

@@ -163,7 +163,7 @@ def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
 
 
 def may_split(made: Any, shard: Shard) -> bool:
-    """Whether ranks may score different sequences: not those of a tensor parallel model."""
+    """Whether ranks may score different sequences, which a tensor parallel model cannot."""
     if shard == "fsdp2":
         return True
     model = unwrap(made) if is_wrapper(made) else made
