@@ -1,8 +1,7 @@
-"""The few tokens that truncated sampling keeps: found in one sweep, then scored without reading any other.
+"""The few tokens that truncated sampling keeps: found in whole rows, then scored without reading any other.
 
-The sweep remembers each token that may still be kept: its logit has to reach a bound that only rises, such as the k-th
-largest logit so far. What is kept at last has as many logits as a sampler has choices, and so have all sums over them, and the
-gradient: rows of the head that no position keeps are not read again.
+They have as many logits as a sampler has choices, and so have all sums over them, and the gradient: backward does not read the
+rows of the head that no position keeps.
 
 ``N`` positions, ``M`` kept tokens of all positions, ``H`` hidden, ``V`` vocabulary.
 """
@@ -10,21 +9,17 @@ gradient: rows of the head that no position keeps are not read again.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.head._support import Kept, Truncation, from_zero
-from torchrl_llm_kl.head._sweep import Softmax, forward_sweep
+from torchrl_llm_kl.head._support import Kept, Truncation, floors_of, from_zero, local_index
+from torchrl_llm_kl.head._sweep import forward_sweep
 from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, tiles
 
-# Tokens whose largest logit is looked at first: most such blocks hold no candidate.
-_BLOCK = 64
-# Nats by which rounding may misplace a bound.
-_SLACK = 1e-3
 # Rows of a head that are gathered at once, in elements.
 _GATHERED = 2**22
 
@@ -34,157 +29,28 @@ def most_kept(vocab: int) -> int:
     return max(64, vocab // 64)
 
 
-# ------------------------------------------------------------------ search
-
-
 @torch.no_grad()
 def find_kept(
     head: Head, truncation: Truncation, chunk: tuple[int, int], targets: Tensor | None, most: int
 ) -> Kept | None:
     """The tokens of :func:`linear_kept`; None if a block of positions keeps more than ``most`` of each on average."""
-    count = head.sizes[0]
-    parts = []
+    none = head.hidden.new_zeros(0, dtype=torch.long)
+    parts = [(none, head.per_position(0.0)[:0], none, none.bool())]
     with torch.autocast(head.hidden.device.type, enabled=False):
-        for start in range(0, count, chunk[0]):
-            rows = slice(start, min(start + chunk[0], count))
-            some = None if targets is None else targets[rows]
-            part = _find(head._replace(hidden=head.hidden[rows]), truncation, chunk[1], some, most)
-            if part is None:
+        for rows, cols, _, (logits,), _ in tiles(Plan(chunk, truncation=truncation).forward_chunk(head), [head], 0):
+            floor = floors_of(logits, truncation).clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
+            keep = logits >= floor.unsqueeze(1)
+            added = torch.zeros_like(keep[:, 0])
+            if targets is not None:
+                index, inside = local_index(targets[rows].unsqueeze(1), cols)
+                added = (inside & ~keep.gather(1, index)).squeeze(1)
+                keep.scatter_(1, index, keep.gather(1, index) | inside)
+            row, ids = keep.nonzero(as_tuple=True)
+            if len(row) > most * len(logits):
                 return None
-            parts.append(part)
-    if not parts:
-        none = head.hidden.new_zeros(0, dtype=torch.long)
-        return Kept(none, none.new_zeros(1), head.per_position(0.0), none.bool())
-    ids, logits, added = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logits", "added"))
-    counts = torch.cat([part.offsets.diff() for part in parts])
-    return Kept(ids, from_zero(counts.cumsum(0)), logits, added)
-
-
-def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int) -> Kept | None:
-    count, vocab = head.sizes
-    truncation = truncation._replace(top_k=0) if truncation.top_k >= vocab else truncation
-    top_k, top_p, min_p = truncation
-    whole = top_p < 1 and not top_k  # top-p is of all tokens
-    state, floor = Softmax(head), head.per_position(-math.inf)
-    found = _Candidates(count)
-    most *= count
-    room = 4 * top_k * count or 8 * most
-    for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
-        size = math.gcd(logits.shape[1], _BLOCK)
-        blocks = logits.view(count, -1, size).amax(-1)
-        if targets is not None:
-            state.choose(logits, targets, rows, cols)
-        if whole:
-            state.absorb(logits, scratch, rows)
-            # Tokens less probable than this add up to less than 1 - p, whatever their number.
-            floor = state.top + state.total.log() + (math.log((1 - top_p) / vocab) - _SLACK)
-        else:
-            torch.maximum(state.top, blocks.amax(-1), out=state.top)
-        if top_k and cols.start == 0 and top_k <= logits.shape[1]:
-            floor = logits.topk(top_k, -1).values[:, -1]
-        if min_p > 0 and not (top_k and top_p < 1):  # else top-p needs all that top-k leaves
-            floor = torch.maximum(floor, state.top + math.log(min_p))
-        found.add(logits.view(count, -1, size), blocks, floor, cols.start)
-        if found.total > room:
-            floor = found.prune(floor, top_k)
-            if found.total > (2 * most if top_k else 6 * most):
-                return None
-            room = max(room, 2 * found.total)
-    total = state.top + state.total.log() if whole else None
-    found.prune(floor if total is None else found.raised(floor, total, top_p), 0)
-    row, ids, logits = found.chosen(truncation, total)
-    if len(row) > most:
-        return None
-    added = head.per_position(0.0).bool()
-    if targets is not None:
-        added = torch.ones_like(added).index_put((row[ids == targets[row]],), added.new_zeros(()))
-        at = added.nonzero().squeeze(1)
-        row, ids = torch.cat([row, at]), torch.cat([ids, targets[at]])
-        logits, order = torch.cat([logits, state.chosen[at]]), row.argsort(stable=True)
-        row, ids, logits = row[order], ids[order], logits[order]
-    return Kept(ids, from_zero(torch.bincount(row, minlength=count).cumsum(0)), logits, added)
-
-
-class _Candidates:
-    """Tokens that may be kept, of ``n`` positions."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.total = count, 0
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # positions and ids, int32; logits
-
-    def add(self, logits: Tensor, blocks: Tensor, floor: Tensor, first: int) -> None:
-        """Add those of ``logits [n, blocks, size]`` that reach the floor; ``blocks [n, blocks]`` are their maxima."""
-        row, block = (blocks >= floor.unsqueeze(1)).nonzero(as_tuple=True)
-        some = logits[row, block]
-        hit, lane = ((some >= floor[row].unsqueeze(1)) & (some > -math.inf)).nonzero(as_tuple=True)
-        ids = block[hit] * logits.shape[2] + lane + first
-        self._parts.append((row[hit].int(), ids.int(), some[hit, lane]))
-        self.total += len(hit)
-
-    def prune(self, floor: Tensor, top_k: int) -> Tensor:
-        """Drop what does not reach the floor, which is raised to the ``top_k``-th candidate; returns the floor."""
-        row, ids, logits = self._joined()
-        if top_k:
-            order, start, counts = _by_row(row, logits, self.count)
-            last = (start + counts.clamp(max=top_k) - 1).clamp(min=0)
-            floor = torch.maximum(floor, logits[order][last].masked_fill(counts < top_k, -math.inf))
-        keep = logits >= floor[row.long()]
-        self._parts = [(row[keep], ids[keep], logits[keep])]
-        self.total = len(self._parts[0][0])
-        return floor
-
-    def raised(self, floor: Tensor, log_total: Tensor, top_p: float) -> Tensor:
-        """The floor of top-p, raised where tokens of a round probability or more hold enough already: fewer are sorted."""
-        row, _, logits = self._joined()
-        row = row.long()
-        share = (logits - log_total[row]).exp()
-        for least in (1e-4, 1e-3, 1e-2):
-            mass = torch.zeros_like(floor).index_add(0, row, share.masked_fill(share < least, 0.0))
-            floor = torch.where(mass > top_p + _SLACK * (1 - top_p), log_total + (math.log(least) - _SLACK), floor)
-        return floor
-
-    def chosen(self, truncation: Truncation, log_total: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Positions, ids and logits of the kept, by position, the most probable first.
-
-        ``log_total`` is the log-sum-exp of all logits, ``[n]``; None where candidates are all that matters.
-        """
-        row, ids, logits = self._joined()
-        order, start, counts = _by_row(row, logits, self.count)
-        row, ids, logits = row[order].long(), ids[order].long(), logits[order]
-        keep = torch.ones_like(row, dtype=torch.bool)
-        if not len(row):
-            return row, ids, logits
-        start = start.clamp(max=len(row) - 1)  # of positions without a candidate
-        if truncation.top_k:
-            last = logits[start + (counts.clamp(max=truncation.top_k) - 1).clamp(min=0)]
-            keep = logits >= last[row]
-        if truncation.top_p < 1:
-            top = logits[start]
-            share = (logits - top[row]).exp().masked_fill(~keep, 0).double()
-            total = torch.zeros_like(top, dtype=torch.double)
-            total = total.index_add(0, row, share) if log_total is None else (log_total - top).double().exp()
-            before = share.cumsum(0) - share
-            stays = keep & (before - before[start][row] < truncation.top_p * total[row])
-            number = torch.zeros_like(counts).index_add(0, row, stays.long())
-            keep &= logits >= logits[start + (number - 1).clamp(min=0)][row]
-        if truncation.min_p > 0:
-            keep &= logits >= logits[start][row] + math.log(truncation.min_p)
-        return row[keep], ids[keep], logits[keep]
-
-    def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
-        row, ids, logits = (torch.cat(part) for part in zip(*self._parts, strict=True))
-        return row, ids, logits
-
-
-def _by_row(row: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order by position, then from the largest logit; and the first of each position and their number, ``[n]``."""
-    order = logits.argsort(descending=True)
-    order = order[row[order].argsort(stable=True)]
-    counts = torch.bincount(row, minlength=count)
-    return order, counts.cumsum(0) - counts, counts
-
-
-# ------------------------------------------------------------------ scores
+            parts.append((ids, logits[row, ids], torch.bincount(row, minlength=len(logits)), added))
+    ids, kept, counts, added = (torch.cat(each) for each in zip(*parts, strict=True))
+    return Kept(ids, from_zero(counts.cumsum(0)), kept, added)
 
 
 def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None, kept: Kept) -> Result:
@@ -192,27 +58,26 @@ def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | No
 
     A reference that is not restricted to them needs a sweep for its sum over all tokens.
     """
-    rows = kept.rows
-    ids = kept.ids.long()
+    (count, vocab), ids, rows = policy.sizes, kept.ids.long(), kept.rows
     if kept.logits is None:
-        ids, rows = _distinct(ids, rows, policy.sizes[1])
-    offsets = from_zero(torch.bincount(rows, minlength=policy.sizes[0]).cumsum(0))
-    logits = _logits_at(policy, ids, offsets) if kept.logits is None else kept.logits.to(policy.wide)
-    ref_log_q, ref_log_prob = None, None
+        ids, rows = _distinct(ids, rows, vocab)
+    offsets = from_zero(torch.bincount(rows, minlength=count).cumsum(0))
+    found = _logits_at(policy, ids, offsets) if kept.logits is None else kept.logits.to(policy.wide)
+    log_p = _log_softmax(_Logits.apply(policy, *policy[:3], ids, rows, offsets, found), rows, count)
+    here = None if targets is None else ids == targets[rows]
+    kl = ref_log_prob = None
     if ref is not None:
-        ref_logits = _logits_at(ref, ids, offsets)
+        log_q = _logits_at(ref, ids, offsets)
         if plan.ref_kept:
-            total = _Sums.of(ref_logits, rows, len(offsets) - 1).log_total
-            ref_log_q = ref_logits - total[rows]
-            if targets is not None:
-                ref_log_prob = _at(ref_log_q, ids == targets[rows], rows, total)
+            log_q = _log_softmax(log_q, rows, count)
+            ref_log_prob = _at(log_q, here, rows, count)
         else:
-            found, (top, log_total) = forward_sweep(Plan(plan.chunk), targets, [ref])
-            ref_log_q, ref_log_prob = ref_logits - top[rows] - log_total[rows], found.log_prob
-    settings = (plan.entropy, plan.shares, policy)
-    tensors = (policy.hidden, policy.weight, policy.bias, targets, ids, rows, offsets, logits, ref_log_q)
-    log_prob, entropy, kl = _KeptSweep.apply(settings, *tensors)
-    return Result(kl, log_prob, ref_log_prob, entropy, None)
+            swept, (top, log_total) = forward_sweep(Plan(plan.chunk), targets, [ref])
+            log_q, ref_log_prob = log_q - top[rows] - log_total[rows], swept.log_prob
+        first, second = (log_p, log_q) if plan.shares[0] else (log_q, log_p)
+        kl = _sums(first.exp() * (first - second).masked_fill(first.isneginf(), 0.0), rows, count)
+    entropy = -_sums(log_p.exp() * log_p.clamp(min=LOG_ZERO), rows, count) if plan.entropy else None
+    return Result(kl, _at(log_p, here, rows, count), ref_log_prob, entropy, None)
 
 
 def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -226,81 +91,55 @@ def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return pairs % vocab, pairs // vocab
 
 
-class _Sums(NamedTuple):
-    """Softmax over the kept tokens of each position; ``[N]``."""
-
-    top: Tensor
-    log_total: Tensor  # of the exponentials themselves
-
-    @classmethod
-    def of(cls, logits: Tensor, rows: Tensor, count: int) -> _Sums:
-        top = logits.new_full((count,), torch.finfo(logits.dtype).min).scatter_reduce(0, rows, logits, "amax")
-        total = torch.zeros_like(top).index_add(0, rows, (logits - top[rows]).exp())
-        return cls(top, torch.where(total > 0, top + total.log(), 0.0))
+# ------------------------------------------------------------------ sums over the kept tokens of each position
 
 
-def _at(values: Tensor, here: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """Values at the targets; ``-inf`` at a position whose target is not kept; ``[N]``."""
-    return torch.full_like(like, -math.inf).index_put((rows[here],), values[here])
+def _sums(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    return values.new_zeros(count).index_add(0, rows, values)
 
 
-class _KeptSweep(torch.autograd.Function):
-    """Log-prob, entropy and KL of a policy over kept tokens."""
+def _log_softmax(logits: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Log-probs over the kept tokens of each position; ``[M]``."""
+    limits, values = torch.finfo(logits.dtype), logits.detach()
+    # The difference of logits first: it is exact where the logits are large.
+    shifted = logits - values.new_full((count,), limits.min).scatter_reduce(0, rows, values, "amax")[rows]
+    return shifted - _sums(shifted.exp(), rows, count).clamp(min=limits.tiny).log()[rows]
+
+
+def _at(values: Tensor, here: Tensor | None, rows: Tensor, count: int) -> Tensor | None:
+    """Values at the targets; ``-inf`` at a position whose target is not kept; ``[N]``, None without targets."""
+    if here is None:
+        return None
+    return values.new_full((count,), -math.inf).index_put((rows[here],), values[here])
+
+
+# ------------------------------------------------------------------ logits of some tokens of each position
+
+
+class _Logits(torch.autograd.Function):
+    """Logits that were computed already, as a function of hidden states, weight and bias."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        settings: tuple[bool, tuple[float, float], Head],
+        head: Head,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor | None,
         ids: Tensor,
         rows: Tensor,
         offsets: Tensor,
         logits: Tensor,
-        ref_log_q: Tensor | None,
-    ) -> Any:
-        entropy, shares, head = settings
-        top, log_total = _Sums.of(logits, rows, len(offsets) - 1)
-        # The difference of logits first: it is exact where the logits are large.
-        log_p = (logits - top[rows]) - (log_total - top)[rows]
-        p = log_p.exp()
-        log_prob = None if targets is None else _at(log_p, ids == targets[rows], rows, top)
-        h = kl = None
-        if entropy:
-            h = -torch.zeros_like(top).index_add(0, rows, p * log_p.clamp(min=LOG_ZERO))
-        if ref_log_q is not None:
-            q = p if shares[0] else ref_log_q.exp()
-            log_ratio = (log_p - ref_log_q).masked_fill(q == 0, 0.0) * (1.0 if shares[0] else -1.0)
-            kl = torch.zeros_like(top).index_add(0, rows, q * log_ratio)
-        ctx.set_materialize_grads(False)
-        ctx.head, ctx.forward_kl = head._replace(hidden=None, weight=None, bias=None), not shares[0]  # type: ignore[arg-type]
-        bent = None if head.soft_cap is None else logits
-        ctx.save_for_backward(hidden, weight, bias, targets, ids, rows, offsets, log_p, bent, ref_log_q, h, kl)
-        return log_prob, h, kl
+    ) -> Tensor:
+        ctx.soft_cap, ctx.gain, ctx.slope = head.soft_cap, head.gain, head.slope
+        ctx.save_for_backward(hidden, weight, bias, ids, rows, offsets, None if head.soft_cap is None else logits)
+        return logits.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        hidden, weight, bias, targets, ids, rows, offsets, log_p, logits, ref_log_q, h, kl = ctx.saved_tensors
-        of_log_prob, of_entropy, of_kl = grads
-        p = log_p.exp()
-        # As in the sweep over all tokens, see `_product_gradient`.
-        g = torch.zeros_like(p)
-        if of_log_prob is not None:
-            g -= of_log_prob[rows] * p
-            here = ids == targets[rows]
-            g[here] += of_log_prob[rows[here]]
-        if of_entropy is not None:
-            g -= of_entropy[rows] * p * (log_p.clamp(min=LOG_ZERO) + h[rows])
-        if of_kl is not None and ctx.forward_kl:
-            g += of_kl[rows] * (p - ref_log_q.exp())
-        elif of_kl is not None:
-            g += of_kl[rows] * p * ((log_p - ref_log_q).masked_fill(p == 0, 0.0) - kl[rows])
-        if ctx.head.soft_cap is not None:
-            g *= 1 - (logits / ctx.head.gain).square()
-        g *= ctx.head.slope
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, ids, rows, offsets, logits = ctx.saved_tensors
+        g = g * ctx.slope if ctx.soft_cap is None else g * ctx.slope * (1 - (logits / ctx.gain).square())
         of_hidden = of_weight = of_bias = None
         if ctx.needs_input_grad[1]:
             of_hidden = _weighted_rows(weight, ids, offsets, g).to(hidden.dtype)
@@ -310,9 +149,9 @@ class _KeptSweep(torch.autograd.Function):
             some, counts = ids[order].unique_consecutive(return_counts=True)
             sums = _weighted_rows(hidden, rows[order], from_zero(counts.cumsum(0)), g[order])
             of_weight[some] = sums.to(weight.dtype)
-        if bias is not None and ctx.needs_input_grad[3]:
+        if ctx.needs_input_grad[3]:
             of_bias = torch.zeros_like(bias, dtype=g.dtype).index_add(0, ids, g).to(bias.dtype)
-        return None, of_hidden, of_weight, of_bias, None, None, None, None, None, None
+        return None, of_hidden, of_weight, of_bias, None, None, None, None
 
 
 def _logits_at(head: Head, ids: Tensor, offsets: Tensor) -> Tensor:

@@ -115,18 +115,9 @@ class Support:
         if self.kept is not None:
             logits.masked_fill_(~recorded(self.kept, logits, rows, cols), -math.inf)
             return
-        for block in _blocks(logits):
-            part, floor = logits[block], self.floor[rows][block]
-            if self.find:
-                floor.copy_(floor_of(part, self.truncation))
-            part.masked_fill_(part < floor.unsqueeze(-1), -math.inf)
-
-
-def _blocks(logits: Tensor) -> list[slice]:
-    """Rows that a CPU's cache holds, since they are read several times."""
-    rows, vocab = logits.shape
-    step = max(1, _BLOCK // vocab) if logits.device.type == "cpu" else max(rows, 1)
-    return [slice(start, start + step) for start in range(0, rows, step)]
+        if self.find:
+            self.floor[rows] = floors_of(logits, self.truncation)
+        logits.masked_fill_(logits < self.floor[rows].unsqueeze(-1), -math.inf)
 
 
 def support_of(plan: Any, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
@@ -146,6 +137,12 @@ def recorded(kept: Kept, logits: Tensor, rows: slice, cols: slice) -> Tensor:
     inside = (token >= 0) & (token < logits.shape[1])
     found[row[inside], token[inside]] = True
     return found
+
+
+def floors_of(logits: Tensor, truncation: Truncation) -> Tensor:
+    """:func:`floor_of`, on a CPU of as many rows at a time as its cache holds, since they are read several times."""
+    step = max(1, _BLOCK // logits.shape[1]) if logits.device.type == "cpu" else max(len(logits), 1)
+    return torch.cat([floor_of(part, truncation) for part in logits.split(step)])
 
 
 def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:

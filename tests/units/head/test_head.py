@@ -336,7 +336,7 @@ FEW_TILES = 8 * 7 * 13
         (of_mixture, 64 * 211, 100 * 13),
         (lambda: of_outcomes(1), 4096 * 8, 4096 * 8),
         (lambda: of_outcomes(64), 4096 * 8, 4096 * 8),
-        (lambda: of_truncation(True), 64 * 512, 64 * 512),
+        (lambda: of_truncation(True), 64 * 3001, 64 * 512),
         (lambda: of_truncation(False), 64 * 3001, 64 * 3001),
     ],
 )

@@ -183,7 +183,7 @@ def test_kept_tokens_by_hand():
     hidden = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     kept = linear_kept(hidden, weight, Truncation(top_k=3), chunk=(2, 64), most=3)
     assert kept.offsets.tolist() == [0, 3, 6]
-    assert kept.ids.tolist() == [4999, 4998, 4997, 0, 1, 2]
+    assert kept.ids.tolist() == [4997, 4998, 4999, 0, 1, 2]
     # Ties stay together.
     weight = torch.tensor([[0.0], [2.0], [1.0], [2.0], [2.0], [0.0]])
     kept = linear_kept(torch.ones(1, 1), weight, Truncation(top_k=2), chunk=(1, 2))
