@@ -74,6 +74,10 @@ def pair(policy, ref, targets=None, **options):
     return linear_pair(*policy[:2], *ref[:2], targets, **biases, **options)
 
 
+def linear_kl(*heads, **options):
+    return linear_pair(*heads, **options).kl
+
+
 def from_logits(logits, dtype=torch.float32):
     """Hidden states and weight whose product is exactly ``logits``."""
     logits = torch.as_tensor(logits, dtype=dtype)

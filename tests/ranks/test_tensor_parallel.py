@@ -46,7 +46,7 @@ def test_what_is_not_supported_is_refused_on_all_ranks(pool):
         "trained reference": ["weight is sharded over ranks [0, 1] but ref_weight is whole"],
         "target": ["from 1 to 10; expected 0 to 9"],
         "k": ["expected 1 to 10"],
-        "ids": ["ids holds the token id 10; expected at most 9"],
+        "ids": ["ids holds token ids from 0 to 10; expected at most 9"],
         "empty slice": ["the last has none"],
         "sequence parallel of torch": ["norm of ", "is sequence parallel"],
         "sequence parallel of transformers": ["norm of ", "is sequence parallel"],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_range, check_same_shape
-from torchrl_llm_kl.head import Direction, linear_kl, logits_kl
+from torchrl_llm_kl.head import Direction, linear_pair, logits_kl
 
 
 def exact_kl(
@@ -80,7 +80,7 @@ def exact_kl(
         )
     double = [torch.float64 in (hidden.dtype, weight.dtype), torch.float64 in (ref_hidden.dtype, ref_weight.dtype)]
     product_dtype = torch.float64 if double[0] != double[1] else None
-    kl = linear_kl(
+    pair = linear_pair(
         hidden.flatten(0, -2),
         weight,
         ref_hidden.flatten(0, -2),
@@ -93,7 +93,7 @@ def exact_kl(
         product_dtype=product_dtype,
         chunk=chunk_size,
     )
-    return kl.view(hidden.shape[:-1])
+    return pair.kl.view(hidden.shape[:-1])
 
 
 def exact_kl_from_logits(

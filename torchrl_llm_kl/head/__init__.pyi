@@ -2,8 +2,8 @@
 
 from torchrl_llm_kl.head._functions import (
     Direction as Direction,
+    HeadOptions as HeadOptions,
     linear_kept as linear_kept,
-    linear_kl as linear_kl,
     linear_log_prob as linear_log_prob,
     linear_outcomes as linear_outcomes,
     linear_pair as linear_pair,

@@ -6,13 +6,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import check_choice, wide_dtype
 from torchrl_llm_kl.head._kept import find_kept, kept_scores, most_kept
 from torchrl_llm_kl.head._operators import sweep, top_k
 from torchrl_llm_kl.head._shards import Slice, local_part
 from torchrl_llm_kl.head._support import WHOLE, Kept, Truncation
-from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, TopK
+from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOutput, Plan, Result, TopK
 
 #: A divergence of policy and reference, see :func:`linear_pair`.
 Direction = Literal["reverse", "forward", "jensen_shannon"]
@@ -24,21 +25,27 @@ _CPU_CHUNK = (1024, 2048)
 _CHUNK = (2048, 8192)
 
 
+class HeadOptions(TypedDict, total=False):
+    """How a linear head makes logits of hidden states, and in which tiles: keyword arguments, see :func:`linear_log_prob`."""
+
+    bias: Tensor | None
+    temperature: float
+    scale: float
+    soft_cap: float | None
+    product_dtype: torch.dtype | None
+    chunk: tuple[int, int] | int | None
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
     entropy: bool = False,
     truncation: Truncation | None = None,
     kept: Kept | None = None,
     keep_targets: bool = False,
-    product_dtype: torch.dtype | None = None,
-    chunk: tuple[int, int] | int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> HeadOutput:
     """Log-probs of given tokens, and the entropy, under ``softcap(scale * (hidden @ weight.T + bias)) / temperature``.
 
@@ -61,6 +68,8 @@ def linear_log_prob(
         hidden: input of the head; ``[N, H]``.
         weight: of the head; ``[V, H]``.
         targets: token ids, any integer dtype; ``[N]``.
+
+    Keyword Args:
         bias: of the head; ``[V]``, sharded as the weight is. ``-inf`` rules a token out.
         temperature: divides the logits, last.
         scale: multiplies product and bias, first.
@@ -91,15 +100,9 @@ def linear_log_prob(
     Source: online softmax: Milakov and Gimelshein, arXiv 1805.02867; logits recomputed in backward: Wijmans et al.,
     arXiv 2411.09009.
     """
-    weight, bias, part = local_part("", weight, bias)
-    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    left = _check_truncation(truncation, kept, head, part)
-    plan = Plan(_tile_sizes(chunk, hidden), entropy, truncation=left, keep_targets=keep_targets)
-    targets = _check_targets(targets, head, part)
-    if kept is not None and _few(kept, head, None, plan, part):
-        out = kept_scores(plan, targets, head, None, kept)
-    else:
-        out = sweep(plan, targets, head, part=part, recorded=kept)
+    head, part, tile = _prepare(hidden, weight, **options)
+    plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head, part), keep_targets=keep_targets)
+    out = _run(plan, _check_targets(targets, head, part), head, None, part, kept)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -110,13 +113,8 @@ def linear_outcomes(
     targets: Tensor,
     ids: Tensor,
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
     entropy: bool = False,
-    product_dtype: torch.dtype | None = None,
-    chunk: tuple[int, int] | int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> OutcomesOutput:
     """Log-probs of given tokens, of ``k`` more ids at each position, and of all other tokens together, in one sweep.
 
@@ -142,11 +140,9 @@ def linear_outcomes(
         >>> found.log_prob.exp(), found.outcomes.exp()
         (tensor([0.1250]), tensor([[0.6250, 0.3750]]))
     """
-    weight, bias, part = local_part("", weight, bias)
-    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    plan = Plan(_tile_sizes(chunk, hidden), entropy)
+    head, part, tile = _prepare(hidden, weight, **options)
     shape, ids = ids.shape, _check_ids(ids, head, part)
-    out = sweep(plan, _check_targets(targets, head, part), head, part=part, ids=ids)
+    out = sweep(Plan(tile, entropy), _check_targets(targets, head, part), head, part=part, ids=ids)
     assert out.log_prob is not None
     assert out.outcomes is not None
     return OutcomesOutput(out.log_prob, out.entropy, out.outcomes.view(*shape[:-1], shape[-1] + 1))
@@ -161,20 +157,15 @@ def linear_pair(
     *,
     direction: Direction = "reverse",
     beta: float = 0.5,
-    bias: Tensor | None = None,
     ref_bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
     ref_scale: float = 1.0,
-    soft_cap: float | None = None,
     ref_soft_cap: float | None = None,
     entropy: bool = False,
     truncation: Truncation | None = None,
     kept: Kept | None = None,
     keep_targets: bool = False,
     ref_kept: bool = False,
-    product_dtype: torch.dtype | None = None,
-    chunk: tuple[int, int] | int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> PairOutput:
     r"""Exact KL of policy and reference, log-probs of given tokens under both, and the policy's entropy, in one sweep.
 
@@ -208,11 +199,10 @@ def linear_pair(
     Source: the exact inner sum: Amini et al., arXiv 2504.10637; ``beta``: Agarwal et al., arXiv 2306.13649, with the
     teacher as first distribution.
     """
-    (vocab, ref_vocab) = (each.shape[:1].numel() for each in (weight, ref_weight))
-    weight, bias, part = local_part("", weight, bias)
-    ref_weight, ref_bias, ref_part = local_part("ref_", ref_weight, ref_bias)
-    policy = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    ref = _make_head("ref_", ref_hidden, ref_weight, ref_bias, temperature, ref_scale, ref_soft_cap, product_dtype)
+    policy, part, tile = _prepare(hidden, weight, **options)
+    of_ref: HeadOptions = {**options, "bias": ref_bias, "scale": ref_scale, "soft_cap": ref_soft_cap}
+    ref, ref_part, _ = _prepare(ref_hidden, ref_weight, "ref_", **of_ref)
+    vocab, ref_vocab = _vocabulary(policy, part), _vocabulary(ref, ref_part)
     if vocab != ref_vocab:
         raise ValueError(
             f"weight covers a vocabulary of {vocab} tokens but ref_weight one of {ref_vocab}; an exact KL "
@@ -234,60 +224,11 @@ def linear_pair(
             f'direction={direction!r} is infinite where the policy is truncated and the reference is not: use "reverse".'
         )
     ref_kept = ref_kept and truncated
-    plan = Plan(_tile_sizes(chunk, hidden), entropy, _shares(direction, beta), left, keep_targets, ref_kept)
+    plan = Plan(tile, entropy, _shares(direction, beta), left, keep_targets, ref_kept)
     if part is not None or ref_part is not None:
         ref = _same_slice(plan, part, ref, ref_part)
     checked = None if targets is None else _check_targets(targets, policy, part)
-    if kept is not None and _few(kept, policy, ref, plan, part or ref_part):
-        out = kept_scores(plan, checked, policy, ref, kept)
-    else:
-        out = sweep(plan, checked, policy, ref, part, kept)
-    return PairOutput._make(out[:4])
-
-
-def linear_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor,
-    ref_weight: Tensor,
-    *,
-    direction: Direction = "reverse",
-    beta: float = 0.5,
-    bias: Tensor | None = None,
-    ref_bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    ref_scale: float = 1.0,
-    soft_cap: float | None = None,
-    ref_soft_cap: float | None = None,
-    product_dtype: torch.dtype | None = None,
-    chunk: tuple[int, int] | int | None = None,
-) -> Tensor:
-    """Exact divergence of two heads over the whole vocabulary: the ``kl`` of :func:`linear_pair`, whose arguments it has.
-
-    Example:
-        >>> weight, ref_weight = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()
-        >>> linear_kl(torch.ones(1, 1), weight, torch.ones(1, 1), ref_weight)  # (1/2, 1/2) against (3/4, 1/4)
-        tensor([0.1438])
-    """
-    pair = linear_pair(
-        hidden,
-        weight,
-        ref_hidden,
-        ref_weight,
-        direction=direction,
-        beta=beta,
-        bias=bias,
-        ref_bias=ref_bias,
-        temperature=temperature,
-        scale=scale,
-        ref_scale=ref_scale,
-        soft_cap=soft_cap,
-        ref_soft_cap=ref_soft_cap,
-        product_dtype=product_dtype,
-        chunk=chunk,
-    )
-    return pair.kl
+    return PairOutput._make(_run(plan, checked, policy, ref, part or ref_part, kept)[:4])
 
 
 def logits_kl(
@@ -301,7 +242,7 @@ def logits_kl(
 ) -> Tensor:
     """Exact divergence of policy and reference at each position, from existing logits.
 
-    :func:`linear_kl` without the product: besides inputs and gradients only a few tiles exist, in float32 or wider.
+    :func:`linear_pair` without the product: besides inputs and gradients only a few tiles exist, in float32 or wider.
     ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. The other arguments, the result and
     the errors are those of :func:`linear_pair`.
 
@@ -328,13 +269,7 @@ def linear_top_k(
     weight: Tensor,
     k: int,
     targets: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
-    product_dtype: torch.dtype | None = None,
-    chunk: tuple[int, int] | int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> TopK:
     """The ``k`` most probable tokens of each position, and the log-probability of all others together.
 
@@ -353,13 +288,10 @@ def linear_top_k(
         >>> top.indices, top.log_probs.exp(), top.tail_log_prob.exp()
         (tensor([[1]]), tensor([[0.6250]]), tensor([0.3750]))
     """
-    vocab = weight.shape[:1].numel()
-    weight, bias, part = local_part("", weight, bias)
-    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
-    if not 1 <= k <= vocab:
-        raise ValueError(f"k is {k}; expected 1 to {vocab}, the size of the vocabulary.")
-    n, v = _tile_sizes(chunk, hidden)
-    if chunk is None and 128 * k > v:
+    head, part, (n, v) = _prepare(hidden, weight, **options)
+    if not 1 <= k <= _vocabulary(head, part):
+        raise ValueError(f"k is {k}; expected 1 to {_vocabulary(head, part)}, the size of the vocabulary.")
+    if options.get("chunk") is None and 128 * k > v:
         n, v = max(1, n * v // (128 * k)), 128 * k
     return top_k(head, k, (n, v), None if targets is None else _check_targets(targets, head, part), part)
 
@@ -371,15 +303,10 @@ def linear_kept(
     truncation: Truncation,
     targets: Tensor | None = None,
     *,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    scale: float = 1.0,
-    soft_cap: float | None = None,
     most: int | None = None,
-    product_dtype: torch.dtype | None = None,
-    chunk: tuple[int, int] | int | None = None,
+    **options: Unpack[HeadOptions],
 ) -> Kept | None:
-    """The tokens that truncated sampling leaves at each position, and their logits, in one sweep without whole rows.
+    """The tokens that truncated sampling leaves at each position, and their logits, in one sweep of whole rows.
 
     Pass them as ``kept`` to :func:`linear_log_prob` or :func:`linear_pair` with the same head and options: their sums and
     gradients are then over these tokens alone. ``targets [N]`` are kept beside the others where the truncation leaves them
@@ -392,13 +319,8 @@ def linear_kept(
         targets: token ids to keep in any case.
 
     Keyword Args:
-        bias: see there.
-        temperature: see there.
-        scale: see there.
-        soft_cap: see there.
         most: the most tokens of a position, on average over a tile of positions. Default: 64, or a 64th of the vocabulary.
-        product_dtype: see there.
-        chunk: see there.
+        options: see there.
 
     Returns:
         The tokens, by position, with their logits and with ``added``; None if there are more than ``most``.
@@ -409,15 +331,20 @@ def linear_kept(
         >>> kept.ids.tolist(), kept.offsets.tolist(), kept.added.tolist()
         ([0, 2, 0, 2, 3], [0, 2, 5], [False, True])
     """
-    weight, bias, part = local_part("", weight, bias)
-    head = _make_head("", hidden, weight, bias, temperature, scale, soft_cap, product_dtype)
+    head, part, tile = _prepare(hidden, weight, **options)
     left = _check_truncation(truncation, None, head, part)
     if not left.active:
         raise ValueError(f"{truncation} leaves every token: call linear_log_prob without it.")
     checked = None if targets is None else _check_targets(targets, head, part)
-    return find_kept(
-        head, left, _tile_sizes(chunk, hidden), checked, most_kept(head.sizes[1]) if most is None else most
-    )
+    return find_kept(head, left, tile, checked, most_kept(head.sizes[1]) if most is None else most)
+
+
+def _run(
+    plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None, part: Slice | None, kept: Kept | None
+) -> Result:
+    if kept is not None and _few(kept, policy, ref, plan, part):
+        return kept_scores(plan, targets, policy, ref, kept)
+    return sweep(plan, targets, policy, ref, part, kept)
 
 
 def _few(kept: Kept, policy: Head, ref: Head | None, plan: Plan, part: Slice | None) -> bool:
@@ -433,17 +360,20 @@ def _few(kept: Kept, policy: Head, ref: Head | None, plan: Plan, part: Slice | N
 # ------------------------------------------------------------------ checks
 
 
-def _make_head(
-    prefix: str,
+def _prepare(
     hidden: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    temperature: float,
-    scale: float,
-    soft_cap: float | None,
-    product_dtype: torch.dtype | None,
-) -> Head:
-    """Check one head's arguments; their names in messages begin with ``prefix``."""
+    prefix: str = "",
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    soft_cap: float | None = None,
+    product_dtype: torch.dtype | None = None,
+    chunk: tuple[int, int] | int | None = None,
+) -> tuple[Head, Slice | None, tuple[int, int]]:
+    """One head on this rank, its slice of a sharded vocabulary, and a tile; names in messages begin with ``prefix``."""
+    weight, bias, part = local_part(prefix, weight, bias)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or weight.shape[0] == 0:
         raise ValueError(
             f"{prefix}hidden has shape {tuple(hidden.shape)} and {prefix}weight has shape {tuple(weight.shape)}; "
@@ -468,7 +398,13 @@ def _make_head(
             f"{prefix}hidden has dtype {hidden.dtype} but {prefix}weight has dtype {weight.dtype}; expected the same "
             "dtype. Set product_dtype to multiply in one of your choice."
         )
-    return Head(hidden, weight, bias, product_dtype or hidden.dtype, float(temperature), float(scale), soft_cap)
+    head = Head(hidden, weight, bias, product_dtype or hidden.dtype, float(temperature), float(scale), soft_cap)
+    return head, part, _tile_sizes(chunk, hidden)
+
+
+def _vocabulary(head: Head, part: Slice | None) -> int:
+    """Tokens of the whole vocabulary."""
+    return head.sizes[1] if part is None else part.vocab
 
 
 def _same_slice(plan: Plan, part: Slice | None, ref: Head, ref_part: Slice | None) -> Head:
@@ -524,40 +460,39 @@ def _check_truncation(truncation: Truncation | None, kept: Kept | None, head: He
 
 def _check_targets(targets: Tensor, head: Head, part: Slice | None) -> Tensor:
     """Targets as int64."""
-    count, vocab = head.sizes
-    if part is not None:
-        vocab = part.vocab
-    if targets.shape != (count,):
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected ({count},), one for each row of hidden.")
-    if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
-        raise TypeError(f"targets has dtype {targets.dtype}; expected an integer dtype, it holds token ids.")
-    targets = targets.long()
-    # Reading the values would be a host sync, and break a compiled graph.
-    if targets.device.type == "cpu" and count and not torch.compiler.is_compiling():
-        low, high = (int(bound) for bound in targets.aminmax())
-        if low < 0 or high >= vocab:
-            raise ValueError(
-                f"targets holds token ids from {low} to {high}; expected 0 to {vocab - 1}, the rows of weight. Leave "
-                "positions that are not scored out of hidden and targets."
-            )
-    return targets
+    if targets.shape != head.hidden.shape[:1]:
+        expected = f"({head.sizes[0]},), one for each row of hidden"
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {expected}.")
+    advice = "Leave positions that are not scored out of hidden and targets."
+    return _check_tokens("targets", targets, 0, _vocabulary(head, part), advice)
 
 
 def _check_ids(ids: Tensor, head: Head, part: Slice | None) -> Tensor:
     """Ids of outcomes as int64 ``[N, M, k]``."""
-    count, vocab = head.sizes[0], head.sizes[1] if part is None else part.vocab
+    count = head.sizes[0]
     if ids.ndim < 2 or ids.shape[0] != count or ids.numel() == 0 < count:
         raise ValueError(
             f"ids has shape {tuple(ids.shape)}; expected ({count}, ..., k), at least one for each row of hidden."
         )
+    advice = "A teacher's top k needs the tokens of the student's vocabulary."
+    ids = _check_tokens("ids", ids, None, _vocabulary(head, part), advice)
+    return ids.reshape(count, ids.shape[1:-1].numel(), ids.shape[-1])
+
+
+def _check_tokens(name: str, ids: Tensor, lowest: int | None, vocab: int, advice: str) -> Tensor:
+    """Token ids as int64; on a CPU, outside a compiled graph, checked against the vocabulary."""
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"ids has dtype {ids.dtype}; expected an integer dtype, it holds token ids.")
-    if ids.device.type == "cpu" and count and not torch.compiler.is_compiling() and int(ids.max()) >= vocab:
-        raise ValueError(
-            f"ids holds the token id {int(ids.max())}; expected at most {vocab - 1}, the last row of weight. A teacher's top k "
-            "needs the tokens of the student's vocabulary."
-        )
-    return ids.long().reshape(count, ids.shape[1:-1].numel(), ids.shape[-1])
+        raise TypeError(f"{name} has dtype {ids.dtype}; expected an integer dtype, it holds token ids.")
+    ids = ids.long()
+    # Reading the values would be a host sync, and break a compiled graph.
+    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+        low, high = (int(bound) for bound in ids.aminmax())
+        if high >= vocab or (lowest is not None and low < lowest):
+            bounds = f"at most {vocab - 1}" if lowest is None else f"{lowest} to {vocab - 1}"
+            raise ValueError(
+                f"{name} holds token ids from {low} to {high}; expected {bounds}, the rows of weight. {advice}"
+            )
+    return ids
 
 
 def _shares(direction: Direction, beta: float) -> tuple[float, float]:

@@ -17,7 +17,6 @@ from torchrl_llm_kl.head._support import WHOLE, Kept, local_index, support_of
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
-    KeptLogits,
     Plan,
     Result,
     log_ratio_to_mixture,
@@ -34,36 +33,34 @@ def backward_sweep(
     statistics: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     needed: Sequence[bool],
-    kept: KeptLogits | None = None,
     recorded: Kept | None = None,
     ids: Tensor | None = None,
 ) -> list[Tensor | None]:
     """Gradients of hidden states, weight and bias of each head; None where not ``needed``.
 
-    ``grads`` belong to the fields of forward's ``result``, None for zero. ``kept`` are logits of forward's first tiles,
+    ``grads`` belong to the fields of forward's ``result``, None for zero. ``statistics`` are all else that forward returned,
     ``recorded`` the tokens that the policy may draw.
     """
     if not any(needed):
         return [None] * len(needed)
     of_kl, of_log_prob, of_ref_log_prob, of_entropy, of_outcomes = grads
-    *statistics, floor = statistics if plan.truncation.active else (*statistics, statistics[0])
+    count = plan.statistics(len(heads))
+    statistics, kept = statistics[:count], statistics[count:]
     if of_kl is None and len(heads) == 2 and not plan.ref_kept:
         # Without a KL the heads are independent: one sweep each, with the buffers of one.
         of_policy = (None, of_log_prob, None, of_entropy, of_outcomes)
         of_ref = (None, of_ref_log_prob, None, None, None)
-        free = replace(plan, truncation=WHOLE)
-        of_one, of_other = (None, None) if kept is None else (kept.head(0), kept.head(1))
+        floor = statistics[count - plan.truncation.active :]
+        own, others = [*statistics[:2], *floor, *kept[::2]], [*statistics[2:4], *kept[1::2]]
         return [
-            *backward_sweep(
-                plan, heads[:1], targets, result, [*statistics[:2], floor], of_policy, needed[:3], of_one, recorded, ids
-            ),
-            *backward_sweep(free, heads[1:], targets, result, statistics[2:4], of_ref, needed[3:], of_other),
+            *backward_sweep(plan, heads[:1], targets, result, own, of_policy, needed[:3], recorded, ids),
+            *backward_sweep(replace(plan, truncation=WHOLE), heads[1:], targets, result, others, of_ref, needed[3:]),
         ]
     gradients = [_HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
-    kls: Sequence[Tensor | None] = list(statistics[4:6]) or [
-        result.kl if i == plan.weighing else None for i in range(2)
-    ]
-    support = support_of(plan, recorded, targets, floor, find=False)
+    kls: Sequence[Tensor | None] = [result.kl if i == plan.weighing else None for i in range(2)]
+    if plan.mixture and len(heads) == 2:
+        kls = statistics[4:6]
+    support = support_of(plan, recorded, targets, statistics[-1], find=False)
     per_position = (targets, result.entropy, *kls, *grads[:4])
     listed = None
     if of_outcomes is not None and ids is not None and result.outcomes is not None:

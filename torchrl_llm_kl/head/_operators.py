@@ -21,8 +21,10 @@ from torchrl_llm_kl.head._gradient import backward_sweep, empty_gradients
 from torchrl_llm_kl.head._shards import Slice, join, join_top_k
 from torchrl_llm_kl.head._support import Kept, Truncation
 from torchrl_llm_kl.head._sweep import forward_sweep, top_k_sweep
-from torchrl_llm_kl.head._tiles import Head, KeptLogits, Plan, Result, TopK
+from torchrl_llm_kl.head._tiles import Head, Plan, Result, TopK
 
+# Bytes of logits that a forward keeps for its backward, which computes the others again.
+_KEPT_BYTES = 64 * 2**20
 _RESULTS = len(Result._fields)
 _TENSORS = 10
 Tensors = Sequence[Tensor | None]
@@ -77,10 +79,8 @@ class _Sweep(torch.autograd.Function):
     def forward(ctx: Any, part: Slice | None, settings: Settings, *tensors: Tensor | None) -> Any:
         ctx.part, ctx.settings = part, settings
         ctx.set_materialize_grads(False)
-        kept = _kept(tensors, settings)
-        found = _forward(part, tensors, settings, kept)
-        ctx.save_for_backward(*tensors, *found, *(kept.tensors if kept is not None else ()))
-        ctx.statistics = len(found) - _RESULTS
+        found = _forward(part, tensors, settings, keep=_KEPT_BYTES)
+        ctx.save_for_backward(*tensors, *found)
         return tuple(found[:_RESULTS])
 
     @staticmethod
@@ -88,48 +88,28 @@ class _Sweep(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
         first = _TENSORS + _RESULTS
-        tensors, result = saved[:_TENSORS], saved[_TENSORS:first]
-        statistics, kept = saved[first : first + ctx.statistics], saved[first + ctx.statistics :]
+        tensors, result, rest = saved[:_TENSORS], saved[_TENSORS:first], saved[first:]
         needed = list(ctx.needs_input_grad[3:9])  # after part, settings and targets
-        gradients: list[Tensor | None]
-        if kept:
-            plan, heads, recorded = _build(tensors, ctx.settings)
-            options = KeptLogits(heads, kept), recorded, tensors[9]
-            gradients = backward_sweep(
-                plan, heads, tensors[0], Result._make(result), statistics, grads, needed, *options
-            )
-            gradients += [None] * (6 - len(gradients))  # one head
-        else:
-            found = _call(
-                "head_backward", _backward_op, tensors, result, statistics, list(grads), needed, *ctx.settings
-            )
-            gradients = _spread(found, needed)
+        found = _call("head_backward", _backward_op, tensors, result, rest, list(grads), needed, *ctx.settings)
+        gradients = _spread(found, needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
         return None, None, None, *gradients, None, None, None
 
 
-def _kept(tensors: Tensors, settings: Settings) -> KeptLogits | None:
-    """Where a forward keeps logits; None if it keeps none: while compiling, and where backward has other tiles."""
+def _forward(part: Slice | None, tensors: Tensors, settings: Settings, keep: int = 0) -> Tensors:
+    """The fields of the result, then all else that the forward sweep returns; it keeps no logits while compiling."""
     if torch.compiler.is_compiling():
-        return None
-    plan, heads, _ = _build(tensors, settings)
-    same = plan.forward_chunk(heads[0]) == plan.chunk and heads[0].weight is not None
-    return KeptLogits(heads) if same else None
-
-
-def _forward(part: Slice | None, tensors: Tensors, settings: Settings, kept: KeptLogits | None = None) -> Tensors:
-    """The fields of the result, then the statistics of the forward sweep."""
-    if kept is not None:
-        plan, heads, recorded = _build(tensors, settings)
-        outputs, statistics = forward_sweep(plan, tensors[0], heads, kept, recorded, tensors[9])
-        found: list[Tensor | None] = [*outputs, *statistics]
+        found = torch.ops.torchrl_llm_kl.head_forward(list(tensors), *settings)
     else:
-        found = _spread(_call("head_forward", _forward_op, list(tensors), *settings), _present(tensors, settings))
+        found = _forward_op(tensors, *settings, keep=keep)
+    found = _spread(found, _present(tensors, settings))
     if part is None:
         return found
-    result, statistics = join(part, _build(tensors, settings)[0], tensors[0], found, tensors[9])
-    return [*result, *statistics]
+    plan, heads, _ = _build(tensors, settings)
+    end = _RESULTS + plan.statistics(len(heads))
+    result, statistics = join(part, plan, tensors[0], found[:end], tensors[9])
+    return [*result, *statistics, *found[end:]]
 
 
 def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -191,35 +171,35 @@ _SETTINGS = (
 )
 
 
-def _forward_op(tensors: Tensors, *settings: Any) -> list[Tensor]:
+def _forward_op(tensors: Tensors, *settings: Any, keep: int = 0) -> list[Tensor]:
     plan, heads, recorded = _build(tensors, settings)
-    result, statistics = forward_sweep(plan, tensors[0], heads, None, recorded, tensors[9])
-    return _dense([*result, *statistics])
+    if plan.forward_chunk(heads[0]) != plan.chunk or heads[0].weight is None:  # backward has other tiles
+        keep = 0
+    result, rest = forward_sweep(plan, tensors[0], heads, recorded, tensors[9], keep)
+    return _dense([*result, *rest])
 
 
 def _forward_fake(tensors: Tensors, *settings: Any) -> list[Tensor]:
     plan, heads, _ = _build(tensors, settings)
-    statistics = 2 * len(heads) + 2 * (len(heads) == 2 and plan.mixture) + plan.truncation.active
     *present, listed = _present(tensors, settings)
-    new = [heads[0].per_position(0.0) for _ in range(sum(present) + statistics)]
-    if not listed:
-        return new
-    ids = tensors[9]
-    assert ids is not None
-    outcomes = new[0].new_empty(*ids.shape[:2], ids.shape[2] + 1)
-    return [*new[: sum(present)], outcomes, *new[sum(present) :]]
+    new = [heads[0].per_position(0.0) for _ in range(sum(present) + plan.statistics(len(heads)))]
+    if listed:
+        ids = tensors[9]
+        assert ids is not None
+        new.insert(sum(present), new[0].new_empty(*ids.shape[:2], ids.shape[2] + 1))
+    return new
 
 
 def _backward_op(
-    tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
+    tensors: Tensors, result: Tensors, rest: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
 ) -> list[Tensor]:
     plan, heads, recorded = _build(tensors, settings)
-    outputs, options = Result._make(result), (None, recorded, tensors[9])
-    return _dense(backward_sweep(plan, heads, tensors[0], outputs, statistics, grads, needed, *options))
+    found = backward_sweep(plan, heads, tensors[0], Result._make(result), rest, grads, needed, recorded, tensors[9])
+    return _dense(found)
 
 
 def _backward_fake(
-    tensors: Tensors, result: Tensors, statistics: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
+    tensors: Tensors, result: Tensors, rest: list[Tensor], grads: Tensors, needed: list[bool], *settings: Any
 ) -> list[Tensor]:
     return _dense(empty_gradients(_build(tensors, settings)[1], needed))
 
@@ -247,7 +227,7 @@ _register(
     "head_backward",
     _backward_op,
     _backward_fake,
-    "Tensor?[] tensors, Tensor?[] result, Tensor[] statistics, Tensor?[] grads, bool[] needed",
+    "Tensor?[] tensors, Tensor?[] result, Tensor[] rest, Tensor?[] grads, bool[] needed",
     "Tensor[]",
 )
 _register("head_top_k", _top_k_op, _top_k_fake, "Tensor?[] tensors, SymInt k", f"({', '.join(['Tensor'] * 5)})")

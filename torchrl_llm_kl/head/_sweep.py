@@ -11,7 +11,6 @@ from torchrl_llm_kl.head._support import Kept, local_index, support_of
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
-    KeptLogits,
     Plan,
     Result,
     log_ratio_to_mixture,
@@ -25,30 +24,31 @@ def forward_sweep(
     plan: Plan,
     targets: Tensor | None,
     heads: list[Head],
-    kept: KeptLogits | None = None,
     recorded: Kept | None = None,
     ids: Tensor | None = None,
+    keep: int = 0,
 ) -> tuple[Result, list[Tensor]]:
-    """All requested results of one or two heads, in one pass over the vocabulary; adds logits to ``kept`` for a backward.
+    """All requested results of one or two heads, in one pass over the vocabulary.
 
     With ``ids [N, M, k]`` the policy's outcomes too.
 
     Returns:
         The result, whose ``kl`` is None for one head; and the statistics that backward needs besides, ``[N]`` each: of
         each head the largest logit and the log of the sum of exponentials relative to it, then, with a mixture, the KL
-        of each head to it, then, with a truncation, the floor of the policy's logits.
+        of each head to it, then, with a truncation, the floor of the policy's logits. Then the logits of the first tiles,
+        of each head, in at most ``keep`` bytes.
     """
     count, pair = len(heads), len(heads) == 2
     states = [Softmax(head) for head in heads]
     support = support_of(plan, recorded, targets, heads[0].per_position(0.0), find=True)
     moment, kls = heads[0].per_position(0.0), [head.per_position(0.0) for head in heads]
-    listed = None if ids is None else _Listed(heads[0], ids)
+    listed, kept = None if ids is None else _Listed(heads[0], ids), list[Tensor]()
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, _, logits, (*probs, scratch) in tiles(
             plan.forward_chunk(heads[0]), heads, count + 1, support=support, both=plan.ref_kept
         ):
-            if kept is not None:
-                kept.add(logits)
+            keep -= sum(tile.nbytes for tile in logits)
+            kept += [tile.clone() for tile in logits] if keep > 0 else []
             joints = []
             for state, tile, prob in zip(states, logits, probs, strict=True):
                 if targets is not None:
@@ -73,7 +73,8 @@ def forward_sweep(
     result, statistics = _finish(plan, targets is not None, states, moment, kls)
     if listed is not None:
         result = result._replace(outcomes=listed.log_probs(*statistics[:2]))
-    return result, statistics + ([support.floor] if plan.truncation.active and support is not None else [])
+    floor = [support.floor] if plan.truncation.active and support is not None else []
+    return result, [*statistics, *floor, *kept]
 
 
 def _finish(

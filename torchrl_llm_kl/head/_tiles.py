@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,9 +22,6 @@ LOG_ZERO = -1000.0
 
 # Measured: blocks of 16 positions take twice the time of 128, blocks of 64 a tenth more.
 _FEWEST_WHOLE_ROWS = 64
-
-# Bytes of logits that a forward keeps for its backward, which computes the others again.
-_KEPT_BYTES = 64 * 2**20
 
 #: Weight ``[v, H]`` and bias ``[v]`` of a tile's tokens.
 Columns = tuple[Tensor | None, Tensor | None]
@@ -154,6 +151,10 @@ class Plan:
         """Without a mixture: index of the head whose probabilities weigh the KL."""
         return int(self.shares[1] > 0)
 
+    def statistics(self, heads: int) -> int:
+        """How many tensors backward needs beside the result and logits."""
+        return 2 * heads + 2 * (heads == 2 and self.mixture) + self.truncation.active
+
     def forward_chunk(self, head: Head) -> tuple[int, int]:
         """Tile of the forward sweep: mixture and truncation need whole rows, so its tiles have fewer of them."""
         (positions, tokens), vocab = self.chunk, head.sizes[1]
@@ -163,36 +164,11 @@ class Plan:
         return max(positions * tokens // vocab, min(positions, _FEWEST_WHOLE_ROWS)), vocab
 
 
-class KeptLogits:
-    """The logits of the first tiles of a forward, of each head, for its backward: as many as a budget in bytes allows."""
-
-    def __init__(self, heads: Sequence[Head], tensors: Iterable[Tensor] = ()) -> None:
-        self._count, self._budget = len(heads), _KEPT_BYTES
-        self.tensors = list(tensors)  # those of all heads for a tile, then those for the next
-
-    def add(self, logits: list[Tensor]) -> None:
-        """Keep copies of a tile, unless they or an earlier one exceed the budget."""
-        size = sum(tile.numel() * tile.element_size() for tile in logits)
-        self._budget = self._budget - size if size <= self._budget else 0
-        if self._budget:
-            self.tensors += [tile.clone() for tile in logits]
-
-    def of(self, tile: int) -> list[Tensor]:
-        """The logits of a tile, of each head; an empty list if they were not kept."""
-        return self.tensors[tile * self._count : (tile + 1) * self._count]
-
-    def head(self, i: int) -> KeptLogits:
-        """Those of one head."""
-        one = KeptLogits(())
-        one._count, one.tensors = 1, self.tensors[i :: self._count]
-        return one
-
-
 def tiles(
     chunk: tuple[int, int],
     heads: list[Head],
     spare: int,
-    kept: KeptLogits | None = None,
+    kept: Sequence[Tensor] = (),
     support: Support | None = None,
     both: bool = False,
 ) -> Iterator[tuple[slice, slice, list[Columns], list[Tensor], list[Tensor]]]:
@@ -200,20 +176,20 @@ def tiles(
 
     Yields:
         Positions, tokens, and of each head the tokens' weight and bias and the logits; then ``spare`` uninitialised
-        buffers. Logits and buffers are contiguous ``[n, v]``, and the next tile overwrites them. Logits that were ``kept``
-        are copied instead of computed. Those of the first head are restricted to its ``support``, and with ``both`` those of
-        the second too.
+        buffers. Logits and buffers are contiguous ``[n, v]``, and the next tile overwrites them. For the first tiles the
+        logits in ``kept``, of all heads for each, are copied instead. The first head's logits are restricted to its
+        ``support``, and with ``both`` the second's too.
     """
     count, vocab = heads[0].sizes
     n, v = min(chunk[0], max(count, 1)), min(chunk[1], vocab)
     flat = [heads[0].hidden.new_empty(n * v, dtype=heads[0].wide) for _ in range(len(heads) + spare)]
-    number = 0
+    kept = list(kept)
     for cols in (slice(start, min(start + v, vocab)) for start in range(0, vocab, v)):
         columns = [head.columns(cols) for head in heads]
         for rows in (slice(start, min(start + n, count)) for start in range(0, count, n)):
             shape = rows.stop - rows.start, cols.stop - cols.start
             logits = [each[: shape[0] * shape[1]].view(shape) for each in flat]
-            known = [] if kept is None else kept.of(number)
+            known, kept = kept[: len(heads)], kept[len(heads) :]
             for i, head in enumerate(heads):
                 if known:
                     logits[i].copy_(known[i])
@@ -223,7 +199,6 @@ def tiles(
                         support.restrict(logits[0], rows, cols)
                     elif both:
                         logits[i].masked_fill_(logits[0].isneginf(), -math.inf)
-            number += 1
             yield rows, cols, columns, logits[: len(heads)], logits[len(heads) :]
 
 

@@ -10,17 +10,17 @@ import torch.nn.functional as F
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from distributed.cases import RATE, STEPS, VOCAB, batch, difference, expected, make_loss, share, total
-from head_reference import OPTIONS, REF_OPTIONS, at, entropy_of, kl_of, make_head, plain
+from head_reference import OPTIONS, PAIR, REF_OPTIONS, at, entropy_of, kl_of, make_head, pair_of, plain
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.head import linear_log_prob, linear_outcomes, linear_pair, linear_top_k
 from toy_models import tiny_model
 
-POSITIONS, HIDDEN = 7, 5
+POSITIONS = 7
 
 
 def head(seed, vocab, *, impossible=False):
     """Hidden states, weight and bias; with ``impossible`` the first half of the vocabulary is ruled out."""
-    hidden, weight, bias = (2 * x for x in make_head(seed, n=POSITIONS, h=HIDDEN, v=vocab))
+    hidden, weight, bias = (2 * t for t in make_head(seed, n=POSITIONS, h=5, v=vocab))
     if impossible:
         bias[: vocab // 2 + 1] = -torch.inf
     return [hidden, weight, bias]
@@ -68,12 +68,9 @@ def two_heads(vocab, direction, ref_whole):
     ref = [t.requires_grad_(not ref_whole) for t in head(1, vocab)]
     sharded = distribute(whole, grad=True)
     ref_sharded = [t.detach() for t in ref] if ref_whole else distribute(ref, grad=True)
-    options = {**OPTIONS, **{f"ref_{name}": REF_OPTIONS[name] for name in ("scale", "soft_cap")}}
-    options |= {"bias": sharded[2], "ref_bias": ref_sharded[2], "direction": direction, "entropy": True}
+    options = {**PAIR, "bias": sharded[2], "ref_bias": ref_sharded[2], "direction": direction, "entropy": True}
     out = linear_pair(*sharded[:2], *ref_sharded[:2], targets, chunk=(3, 4), **options)
-    p, q = plain(*whole, **OPTIONS), plain(*ref, **REF_OPTIONS)
-    want = [kl_of(p, q) if direction == "reverse" else kl_of(q, p)]
-    want += [at(x, targets) for x in (p, q)] + [entropy_of(p)]
+    want = list(pair_of(plain(*whole, **OPTIONS), plain(*ref, **REF_OPTIONS), targets, direction=direction))
     if ref_whole:
         return compare(list(out), want, sharded, whole)
     return compare(list(out), want, sharded + ref_sharded, whole + ref)

@@ -23,13 +23,14 @@ from head_reference import (
     from_logits,
     jensen_shannon_of,
     largest,
+    linear_kl,
     make_head,
     make_targets,
     pair,
     pair_of,
     plain,
 )
-from torchrl_llm_kl.head import linear_kl, logits_kl
+from torchrl_llm_kl.head import logits_kl
 
 JS = {"direction": "jensen_shannon", "beta": 0.3}
 
