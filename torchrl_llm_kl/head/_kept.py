@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.head._support import Kept, Truncation, floors_of, from_zero, local_index
+from torchrl_llm_kl.head._support import Kept, Truncation, floors_of, from_zero, spare
 from torchrl_llm_kl.head._sweep import forward_sweep
 from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, tiles
 
@@ -39,13 +39,9 @@ def find_kept(
     with torch.autocast(head.hidden.device.type, enabled=False):
         for rows, cols, _, (logits,), _ in tiles(Plan(chunk, truncation=truncation).forward_chunk(head), [head], 0):
             floor = floors_of(logits, truncation).clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
-            keep = logits >= floor.unsqueeze(1)
-            added = torch.zeros_like(keep[:, 0])
-            if targets is not None:
-                index, inside = local_index(targets[rows].unsqueeze(1), cols)
-                added = (inside & ~keep.gather(1, index)).squeeze(1)
-                keep.scatter_(1, index, keep.gather(1, index) | inside)
-            row, ids = keep.nonzero(as_tuple=True)
+            out = logits < floor.unsqueeze(1)
+            added = spare(out, None if targets is None else targets[rows], cols)
+            row, ids = (~out).nonzero(as_tuple=True)
             if len(row) > most * len(logits):
                 return None
             parts.append((ids, logits[row, ids], torch.bincount(row, minlength=len(logits)), added))

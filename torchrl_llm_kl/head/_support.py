@@ -103,21 +103,24 @@ class Support:
 
     def restrict(self, logits: Tensor, rows: slice, cols: slice) -> None:
         """Rule tokens out of ``logits [n, v]``, in place."""
-        if self.targets is None:
-            self._drop(logits, rows, cols)
-            return
-        index, inside = local_index(self.targets[rows].unsqueeze(1), cols)
-        chosen = logits.gather(1, index)
-        self._drop(logits, rows, cols)
-        logits.scatter_(1, index, torch.where(inside, chosen, logits.gather(1, index)))
-
-    def _drop(self, logits: Tensor, rows: slice, cols: slice) -> None:
         if self.kept is not None:
-            logits.masked_fill_(~recorded(self.kept, logits, rows, cols), -math.inf)
-            return
-        if self.find:
-            self.floor[rows] = floors_of(logits, self.truncation)
-        logits.masked_fill_(logits < self.floor[rows].unsqueeze(-1), -math.inf)
+            out = ~recorded(self.kept, logits, rows, cols)
+        else:
+            if self.find:
+                self.floor[rows] = floors_of(logits, self.truncation)
+            out = logits < self.floor[rows].unsqueeze(-1)
+        spare(out, None if self.targets is None else self.targets[rows], cols)
+        logits.masked_fill_(out, -math.inf)
+
+
+def spare(out: Tensor, targets: Tensor | None, cols: slice) -> Tensor:
+    """Take the targets from the tokens that are ruled ``out [n, v]``, in place; at which positions they were; ``[n]``."""
+    if targets is None:
+        return torch.zeros_like(out[:, 0])
+    index, inside = local_index(targets.unsqueeze(1), cols)
+    was = out.gather(1, index)
+    out.scatter_(1, index, was & ~inside)
+    return (was & inside).squeeze(1)
 
 
 def support_of(plan: Any, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
@@ -167,26 +170,16 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
     """The floor of top-p alone; ``[n]``."""
-    probs = logits.softmax(-1)
-    # Tokens less probable than this add up to less than 1 - p, whatever their number: top-p keeps none of them.
-    least = (1 - top_p) / logits.shape[1]
-    row, token = (probs > least).nonzero(as_tuple=True)
-    values, probs = logits[row, token], probs[row, token]
-    # By row, then from the largest: a sort by value, then a stable one by row.
-    order = values.argsort(descending=True)
-    order = order[row[order].argsort(stable=True)]
-    row, values, probs = row[order], values[order], probs[order]
-    counts = torch.bincount(row, minlength=len(logits))
-    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    shape = len(logits), int(counts.max()) + 1
-    ordered, share = logits.new_full(shape, -math.inf), logits.new_zeros(shape)
-    ordered[row, place], share[row, place] = values, probs
+    probs, vocab = logits.softmax(-1), logits.shape[1]
+    for least in (1e-2, 1e-3, (1 - top_p) / vocab):  # what is less probable than the last adds up to less than 1 - p
+        likely = probs > least
+        if bool((torch.where(likely, probs, 0.0).sum(-1) > top_p).all()):  # top-p keeps some of these alone
+            break
+    ordered, order = logits.topk(min(int(likely.sum(-1).max()) + 1, vocab), -1)
     # A token stays while those before it have less than p; rounding must not add one.
-    last = torch.minimum((share.cumsum(-1) < top_p).sum(-1), counts - 1)
-    lowest, highest = (ordered.gather(1, at.unsqueeze(1)).squeeze(1) for at in (last, last + 1))
-    # Without another candidate the largest that is left out is below what makes one.
-    border = logits.logsumexp(-1) + math.log(least)
-    return _between(lowest, torch.where(last + 1 < counts, highest, border))
+    last = (probs.gather(1, order).cumsum(-1) < top_p).sum(-1, keepdim=True).clamp(max=ordered.shape[1] - 1)
+    lowest, highest = (F.pad(ordered, (0, 1), value=-math.inf).gather(1, at).squeeze(1) for at in (last, last + 1))
+    return _between(lowest, highest)
 
 
 def _between(kept: Tensor, left_out: Tensor) -> Tensor:
@@ -205,5 +198,5 @@ def dropped(logits: Tensor, truncation: Truncation, kept: Kept | None, targets: 
         out = ~recorded(kept, logits, slice(0, len(logits)), whole)
     else:
         out = logits < floor_of(logits, truncation).unsqueeze(-1)
-    added = out.gather(1, targets.unsqueeze(1))
-    return out.scatter(1, targets.unsqueeze(1), False), added.squeeze(1)
+    added = spare(out, targets, whole)
+    return out, added

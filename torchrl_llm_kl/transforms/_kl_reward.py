@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_llm_kl._numerics import check_finite, check_not_a_name
-from torchrl_llm_kl.ragged import Ragged, read_ragged
+from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
     Located,
     MissingEntryError,
@@ -22,8 +22,10 @@ from torchrl_llm_kl.rollouts import (
     describe_entries,
     find_log_probs,
     leading_zeros,
+    per_token,
     read_result,
     response_mask,
+    zeros_of_first_tokens,
 )
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, ScorerSlot, check_replays
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, ServiceBackend, in_env, resolve_factory, to_device
@@ -146,7 +148,6 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         options: ScoreOptions | None = None,
         extras: Sequence[Extra] = (),
     ) -> None:
-        options = check_options(options)
         ref_model = resolve_factory("ref_model", ref_model, ref_model_factory, default=None)
         if ref_model is None:
             raise ValueError(
@@ -155,20 +156,16 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
             )
         read = list(self.DEFAULT_IN_KEYS) if in_keys is None else list(in_keys)
         written = _three_keys(read, None if out_keys is None else list(out_keys))
-        estimator = _check_estimator(estimator)
-        _check_reference(ref_model)
-        extras = _check_extras(extras)
-        if over_kept(options):
-            check_replays(ref_model, what="a reference over what the policy keeps")
         super().__init__()
-        self.ref_model = to_device(ref_model, device)
+        self.options, self.extras = check_options(options), _check_extras(extras)
+        self.estimator, self.reward_placement = estimator, reward_placement
+        self.assistant_only, self.scope = assistant_only, scope
+        if over_kept(self.options):
+            check_replays(ref_model, what="a reference over what the policy keeps")
+        self.ref_model = to_device(_check_reference(ref_model), device)
         self.in_keys = read
         self.reward_key, self.log_prob_full_key, self.add_to_reward = self.in_keys[0], log_prob_key, add_to_reward
         self.coef: Any = coef
-        self.estimator, self.reward_placement = estimator, reward_placement
-        self.assistant_only, self.scope = assistant_only, scope
-        self.options = options
-        self.extras = extras
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written
@@ -246,35 +243,41 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         return job
 
     def _policy_log_probs(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> tuple[Tensor, Tensor]:
-        """Log-probs of the policy at the located tokens, 0 at others, and a mask of the known ones; both ``[N]``."""
-        key = self.log_prob_full_key
+        """Log-probs of the policy at the located tokens, 0 at others, and a mask of the known ones; both ``[N]``.
+
+        An engine's wrapper stores exactly 0 for prompts that it did not score, and torchrl's for the first generated token. A
+        KL of ``0 - ref_log_prob`` would charge such a token with the reference's whole log-prob.
+        """
+        key, tokens, known = self.log_prob_full_key, located.tokens, torch.ones_like(located.mask)
+        response = response_mask(td, tokens, self._interface())
         gen = read_result(td, next_td, key)
         if gen is not None:
-            tokens = located.tokens
             if torch.equal(gen.container.row_lengths, tokens.container.row_lengths) and gen.keep is None:
-                values = Ragged.from_slots(gen.slots(), tokens.container, tokens.keep).values
+                gen = Ragged.from_slots(gen.slots(), tokens.container, tokens.keep)
             else:
-                values = check_pair(gen, tokens, padding_side=self._options.padding_side)[0].values
-            known = torch.ones_like(located.mask)
+                gen, _ = check_pair(gen, tokens, padding_side=self._options.padding_side)
+            values, unscored = gen.values, ~known
             if not self.assistant_only or self.scope == "full":
-                known = ~leading_zeros(values, tokens)
-                if (response := response_mask(td, tokens, self._interface())) is not None:
-                    known = known | response
-            if skipped := int((located.mask & ~known).sum()):
-                warnings.warn(
-                    f"{key!r} holds exactly 0 for the first {skipped} tokens of prompts: the policy's engine returned no "
-                    "scores of prompts. Those tokens are left out of the KL; RetrieveKL scores every token.",
-                    stacklevel=2,
-                )
+                unscored = leading_zeros(values, tokens)
+                unscored = unscored if response is None else unscored & ~response
+            text = "the first {} tokens of prompts: the policy's engine returned no scores of prompts. Those tokens are"
         else:
-            key = find_log_probs(td, key)
-            if key is None:
+            found = find_log_probs(td, key)
+            if found is None:
                 raise MissingEntryError(
-                    f"the policy's log-probs are missing: expected {self.log_prob_full_key!r}, found: "
-                    f"{describe_entries(td, next_td)}. Collect with return_log_probs=True, put RetrieveLogProb before, or "
-                    "use RetrieveKL, which scores both."
+                    f"the policy's log-probs are missing: expected {key!r}, found: {describe_entries(td, next_td)}. Collect "
+                    "with return_log_probs=True, put RetrieveLogProb before, or use RetrieveKL, which scores both."
                 )
-            values, known = _sampled_log_probs(td, key, located)
+            key, values = found, per_token(td, found, tokens, response).float()
+            known = ~values.isnan() if response is None else response
+            unscored = zeros_of_first_tokens(values, known, tokens)
+            text = "the first generated token of {} sequences: torchrl never computes it. That token is"
+        if skipped := int((located.mask & unscored).sum()):
+            warnings.warn(
+                f"{key!r} holds exactly 0 for {text.format(skipped)} left out of the KL; RetrieveKL scores every token.",
+                stacklevel=2,
+            )
+        known = known & ~unscored
         values = torch.where(known & located.mask, values, 0).detach()
         name = f"the log-prob of the policy under {key!r}"
         check_finite({name: values}, place=place_in(located.tokens), advice=LOG_PROB_ADVICE)
@@ -296,40 +299,3 @@ def _three_keys(in_keys: list[NestedKey], out_keys: list[NestedKey] | None) -> l
     if len(in_keys) != 1:
         raise ValueError(f"Only one in_key/out_key is allowed, got in_keys={in_keys}, out_keys={out}.")
     return out
-
-
-def _sampled_log_probs(td: TensorDictBase, key: NestedKey, located: Located) -> tuple[Tensor, Tensor]:
-    """Align log-probs that the policy stored for its response with the whole sequence.
-
-    torchrl's wrappers store exactly 0 for the first generated token, whatever its probability. Such a token is left out,
-    with a warning: a KL of ``0 - ref_log_prob`` would charge it with the reference's whole log-prob.
-
-    Returns:
-        The log-probs, 0 where unknown, and a mask of the known ones; both ``[N]``.
-    """
-    response = read_ragged(td, key)
-    assert response is not None
-    tokens = located.tokens
-    slots = Ragged(tokens.slots(), tokens.container.row_lengths, tokens.container)
-    widths = response.container.row_lengths
-    starts = slots.lengths - widths
-    if bool((starts < 0).any()):
-        row = int((starts < 0).nonzero()[0])
-        raise ValueError(
-            f"sequence {row} has {int(widths[row])} log-probs under {key!r} but {int(slots.lengths[row])} tokens."
-        )
-    start = starts[slots.sequence_ids]
-    known = slots.positions >= start
-    values = torch.zeros(known.shape, dtype=torch.float32, device=known.device)
-    values[known] = response.slots().detach().float()
-    unknown = (slots.positions == start) & (values == 0)
-    if tokens.keep is not None:
-        values, known, unknown = values[tokens.keep], known[tokens.keep], unknown[tokens.keep]
-    skipped = int((unknown & located.mask).sum())
-    if skipped:
-        warnings.warn(
-            f"{key!r} holds exactly 0 for the first generated token of {skipped} sequences: torchrl never computes it. That "
-            "token is left out of the KL; RetrieveKL scores every token.",
-            stacklevel=2,
-        )
-    return values, known & ~unknown
