@@ -6,7 +6,7 @@ writes. A user's own is a subclass that overrides what applies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -36,7 +36,7 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.scoring import Routers, Scores, check_distributions, is_wrapper, unwrap
 from torchrl_llm_kl.transforms._base import in_env
 
-_E = TypeVar("_E", bound="Extra")
+_E, _R = TypeVar("_E", bound="Extra"), TypeVar("_R")
 #: Which model of a :class:`~torchrl_llm_kl.RetrieveKL`.
 Of = Literal["policy", "reference"]
 
@@ -112,21 +112,29 @@ def check_extras(extras: Iterable[Extra]) -> tuple[Extra, ...]:
 # ------------------------------------------------------------------ more of each distribution
 
 
+class _OfScores(Extra):
+    """Writes fields of :class:`~torchrl_llm_kl.Scores`: one to the entry ``key``, several below it."""
+
+    key: NestedKey
+    scores: ClassVar[tuple[str, ...]]
+
+    @property
+    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
+        """The entries."""
+        return {self.key if len(self.scores) == 1 else sub_key(self.key, name): name for name in self.scores}
+
+
 @dataclass(frozen=True)
-class Entropy(Extra):
+class Entropy(_OfScores):
     """Write the entropy of the distribution that each token was drawn from; float32 nats ``[*B, T]``."""
 
     key: NestedKey = "entropy"
     asks: ClassVar[Mapping[str, Any]] = {"entropy": True}  # type: ignore[misc]
-
-    @property
-    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
-        """The entropy."""
-        return {self.key: "entropy"}
+    scores: ClassVar[tuple[str, ...]] = ("entropy",)
 
 
 @dataclass(frozen=True)
-class Moments(Extra):
+class Moments(_OfScores):
     """Write ``"collision"`` and ``"discriminator"`` of each distribution below a key; see :class:`~torchrl_llm_kl.Scores`.
 
     Inputs of the advantages ``optimal_token_baseline`` and ``clip_v``; without gradient.
@@ -134,11 +142,7 @@ class Moments(Extra):
 
     key: NestedKey = "moments"
     asks: ClassVar[Mapping[str, Any]] = {"moments": True}  # type: ignore[misc]
-
-    @property
-    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
-        """Both moments."""
-        return {sub_key(self.key, name): name for name in ("collision", "discriminator")}
+    scores: ClassVar[tuple[str, ...]] = ("collision", "discriminator")
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class TopK(Extra):
 
 
 @dataclass(frozen=True, eq=False)
-class ExactKL(Extra):
+class ExactKL(_OfScores):
     """Write the exact KL to another model over the whole vocabulary, from the same pass; float32 nats ``[*B, T]``.
 
     Args:
@@ -187,18 +191,22 @@ class ExactKL(Extra):
 
     reference: Any
     key: NestedKey = ("exact_kl", "full")
+    scores: ClassVar[tuple[str, ...]] = ("kl",)
 
     def __post_init__(self) -> None:
         check_not_a_name(reference=self.reference)
         check_distributions(self.reference)
 
-    @property
-    def columns(self) -> Mapping[NestedKey, str]:  # type: ignore[override]
-        """The KL."""
-        return {self.key: "kl"}
-
 
 # ------------------------------------------------------------------ what was recorded at sampling time
+
+
+def _first_record(
+    read: Callable[..., _R | None], td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, located: Located
+) -> _R | None:
+    """What a function reads from the step's result, else from the step."""
+    found = read(next_td, key, located.tokens, located.mask)
+    return read(td, key, located.tokens, located.mask) if found is None and next_td is not td else found
 
 
 @dataclass(frozen=True)
@@ -218,9 +226,7 @@ class KeptTokens(Extra):
         """See :class:`Extra`."""
         if not transform.options.sampling.truncates:
             return {}
-        found = None
-        for node in (next_td, td) if next_td is not td else (td,):
-            found = read_kept(node, self.key, located.tokens, located.mask) if found is None else found
+        found = _first_record(read_kept, td, next_td, self.key, located)
         return {} if found is None else {"kept": Kept(*found)}
 
 
@@ -267,9 +273,7 @@ class RoutedExperts(Extra):
         """See :class:`Extra`."""
         if self.key is None or (self.record and in_env(transform)):
             return {}
-        found = None
-        for node in (next_td, td) if next_td is not td else (td,):
-            found = read_routing(node, self.key, located.tokens, located.mask) if found is None else found
+        found = _first_record(read_routing, td, next_td, self.key, located)
         if find(transform.extras, AfterPrompt) is not None and (found is not None or self.record):
             raise ValueError(
                 f"AfterPrompt with RoutedExperts({self.key!r}): experts were recorded for the sampled prompt, another is "

@@ -68,7 +68,7 @@ class KLComputation(KLPenalty):
     Raises:
         ValueError: if an entry is missing, the lengths differ (names sequence and lengths), a log-prob or an exact KL is
             NaN or infinite (names sequence and position), or the reward fits neither sequences nor tokens; for
-            ``exact_kl_key`` with an estimator, and for ``old_log_probs_key`` without one.
+            ``old_log_probs_key`` with an exact KL.
 
     Example:
         >>> from tensordict import TensorDict
@@ -83,6 +83,7 @@ class KLComputation(KLPenalty):
     """
 
     checks: ClassVar[Checks] = {**KLPenalty.checks, "padding_side": check_padding_side}
+    exact_kl_key: NestedKey = ("exact_kl", "full")
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class KLComputation(KLPenalty):
         self.padding_side: PaddingSide = padding_side  # type: ignore[assignment]  # checked on assignment
         self.reward_placement = reward_placement
         self.estimator = estimator
-        self.exact_kl_key, self.old_log_probs_key = None, old_log_probs_key
+        self.old_log_probs_key = old_log_probs_key
         self.declare()
 
     # ------------------------------------------------------------------ settings
@@ -122,24 +123,10 @@ class KLComputation(KLPenalty):
                 )
         super().__setattr__(name, value)
 
-    @property
-    def exact_kl_key(self) -> NestedKey | None:
-        """Where the exact KL is; None for an estimator of log-probs."""
-        if self.estimator != "exact":
-            return None
-        return ("exact_kl", "full") if self._exact_kl_key is None else self._exact_kl_key
-
-    @exact_kl_key.setter
-    def exact_kl_key(self, key: NestedKey | None) -> None:
-        if key is not None and self.estimator != "exact":
-            found = getattr(self.estimator, "__name__", self.estimator)
-            raise ValueError(f"exact_kl_key={key!r} is read with estimator='exact' only, found estimator={found!r}.")
-        self._exact_kl_key = key
-
     def keys(self) -> tuple[list[NestedKey], list[NestedKey]]:
         """In: log-probs or exact KL, and the reward. Out: the KL, and the penalised reward."""
-        exact = self.exact_kl_key
-        read = [self.gen_log_probs_full_key, self.ref_log_probs_full_key] if exact is None else [exact]
+        log_probs = [self.gen_log_probs_full_key, self.ref_log_probs_full_key]
+        read = [self.exact_kl_key] if self.estimator == "exact" else log_probs
         reward = [self.reward_key] if self.add_to_reward else []
         return [*read, *reward], [*self.token_entries, *reward]
 
@@ -156,7 +143,7 @@ class KLComputation(KLPenalty):
         """Read the log-probs, or the exact KL, and charge the KL to the reward."""
         attention = read_ragged(td, ATTENTION_MASK)
         gen = _read(td, next_td, self.gen_log_probs_full_key, attention)
-        if self.exact_kl_key is not None:
+        if self.estimator == "exact":
             exact = _read(td, next_td, self.exact_kl_key, attention)
             if exact is None:
                 self._missing(td, next_td, self.exact_kl_key)

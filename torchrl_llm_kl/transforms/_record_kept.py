@@ -6,6 +6,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.rollouts import locate, sub_key, write_kept
 from torchrl_llm_kl.scoring import Sampling, truncate
@@ -82,15 +83,10 @@ class RecordKept:
                 f"a sequence has {int(step.max()) + 1} response tokens, and {len(self.steps)} were generated: call write() on "
                 "what the policy returned, before it generates again."
             )
-        counts = torch.stack([count for _, count in self.steps])  # [steps, B]
-        ids = torch.cat([each for each, _ in self.steps]).long()
-        starts = (counts.flatten().cumsum(0) - counts.flatten()).reshape(counts.shape)
-        number = counts[step, rows]
-        begin = starts[step, rows] - (number.cumsum(0) - number)
-        ids = ids[torch.arange(int(number.sum())) + begin.repeat_interleave(number)]
-        drawn = tokens.values.cpu()[mask].repeat_interleave(number) == ids
-        place = torch.arange(len(rows)).repeat_interleave(number)[drawn]
-        missing = torch.ones(len(rows), dtype=torch.bool).index_fill(0, place, False).nonzero()
+        ids, counts = (torch.cat(each).long() for each in zip(*self.steps, strict=True))
+        kept = Kept.of(ids, counts).take(step * batch + rows)
+        number, drawn = kept.offsets.diff(), tokens.values.cpu()[mask][kept.rows] == kept.ids
+        missing = torch.ones(len(rows), dtype=torch.bool).index_fill(0, kept.rows[drawn], False).nonzero()
         if len(missing):
             at = int(missing[0])
             raise ValueError(
@@ -100,4 +96,4 @@ class RecordKept:
         all_counts = torch.zeros(len(mask), dtype=torch.long)
         all_counts[mask] = number
         own_leaves(td, *(sub_key(self.key, name) for name in ("counts", "ids")))
-        return write_kept(td, self.key, tokens, ids, all_counts)
+        return write_kept(td, self.key, tokens, kept.ids, all_counts)

@@ -206,7 +206,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         )
         for part in self.transforms[:_KL]:
             part.read_conversation(history_key)
-        self._base, self._given = base, (options, extras)
+        self._base, self._extras = base, extras
         if self.side_by_side:
             self._check_side_by_side()
 
@@ -215,18 +215,18 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     @property
     def options(self) -> ScoreOptions:
         """How both models score; it may be set."""
-        return self._given[0]
+        found: ScoreOptions = self[_POLICY].options
+        return found
 
     @options.setter
     def options(self, options: ScoreOptions) -> None:
         self[_REFERENCE].options = _of_reference(check_options(options), base=self._base)
         self[_POLICY].options = options
-        self._given = options, self.extras
 
     @property
     def extras(self) -> tuple[Extra, ...]:
         """What else is scored, read or written; it may be set."""
-        return self._given[1]
+        return self._extras
 
     @extras.setter
     def extras(self, extras: Sequence[Extra]) -> None:
@@ -234,7 +234,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         self[_POLICY].extras, self[_REFERENCE].extras = _of(found, "policy"), _of(found, "reference")
         for name, value in vars(find(found, KLKeys) or KLKeys()).items():
             setattr(self[_KL], name, value)
-        self._given = self.options, found
+        self._extras = found
 
     def __setattr__(self, name: str, value: Any) -> None:
         refuse_option(self, name)
@@ -287,7 +287,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         if self.side_by_side:
             self._check_side_by_side()
         job, ref_job = gen.job(td, next_td, located), ref.job(td, next_td, located)
-        ref_scores: Scores | None = None
+        outputs: dict[NestedKey, Ragged] = {}
         if kl.estimator == "exact":
             scores = gen.evaluate(_paired(job, ref_job), reference=ref.scorer)
             ref_log_prob, penalty = scores.ref_log_prob, kl.checked_exact(scores.kl, scores.log_prob)
@@ -296,12 +296,10 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 scores, ref_log_prob = _over_kept(gen, ref, job, ref_job)
             else:
                 finish = ref.begin(ref_job)  # a remote one runs meanwhile
-                scores = gen.evaluate(job)
-                ref_scores = finish()
-                ref_log_prob = ref_scores.log_prob
+                scores, ref_scores = gen.evaluate(job), finish()
+                ref_log_prob, outputs = ref_scores.log_prob, ref.written(td, located, ref_scores)
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
-        outputs = {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
-        outputs |= {} if ref_scores is None else ref.written(td, located, ref_scores)
+        outputs |= {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
         return outputs | kl.charged(next_td, penalty, located.mask) | gen.written(td, located, scores)
 
     def _check_side_by_side(self) -> None:
@@ -413,19 +411,15 @@ def _check_models(gen_model: Any, ref_model: Any) -> None:
 
 
 def _check_same_tokens(gen: Located, ref: Located) -> None:
-    difference = first_difference(gen.tokens, ref.tokens)
-    if difference is not None:
-        row, position = difference
-        a, b = (x.tokens.to_list()[row] for x in (gen, ref))
-        found = f"{a[position : position + 4].tolist()} and {b[position : position + 4].tolist()}"
-        raise ValueError(
-            f"the two models see different tokens, first at sequence {row}, position {position}: {found} (lengths "
-            f"{len(a)} and {len(b)}). Give both the same tokenizer and chat template, or store the sampled tokens."
-        )
-    if not torch.equal(gen.mask, ref.mask):
-        at = int((gen.mask != ref.mask).nonzero()[0])
-        row, position = int(gen.tokens.sequence_ids[at]), int(gen.tokens.positions[at])
-        raise ValueError(
-            f"the two models disagree on the assistant tokens, first at sequence {row}, position {position}: give both "
-            "the same chat template."
-        )
+    for what, ours, theirs in (
+        ("see different tokens", gen.tokens, ref.tokens),
+        ("disagree on the assistant tokens", gen.tokens.like(gen.mask), ref.tokens.like(ref.mask)),
+    ):
+        if (difference := first_difference(ours, theirs)) is not None:
+            row, at = difference
+            a, b = (x.to_list()[row] for x in (ours, theirs))
+            raise ValueError(
+                f"the two models {what}, first at sequence {row}, position {at}: {a[at : at + 4].tolist()} and "
+                f"{b[at : at + 4].tolist()} (lengths {len(a)} and {len(b)}). Give both the same tokenizer and chat template, "
+                "or store the sampled tokens."
+            )

@@ -174,11 +174,8 @@ class ScoringTransform(StepTransform):
     @property
     def _of_scorer(self) -> ScoreOptions:
         """The options of the scorer, whatever else a call asks."""
-        found = self.options
-        for extra in self.extras:
-            if "adapters" in extra.asks:
-                found = found.but(adapters=extra.asks["adapters"])
-        return found
+        asked = [extra.asks["adapters"] for extra in self.extras if "adapters" in extra.asks]
+        return self.options.but(adapters=asked[-1]) if asked else self.options
 
     def arrange(self, data: Ragged) -> Ragged:
         """An output in the layout that the model's ``pad_output`` requests; in that of the data for a bare model."""
@@ -201,7 +198,8 @@ class ScoringTransform(StepTransform):
         for extra in self._every_extra:
             placed = extra.place(self, td, placed)
             given |= extra.fields(self, td, next_td, located)
-        given["kept"] = _in_context(placed, given.get("kept"))
+        if isinstance(placed, InContext) and given.get("kept") is not None:
+            given["kept"] = _moved(given["kept"], placed.origin.mask, placed.mask)
         with self.scorer.together():
             return Job(placed, ScoreRequest.of(placed.tokens, placed.mask, **given))
 
@@ -367,8 +365,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer where text must be tokenised: the one given, else the model's."""
-        own = self._options.tokenizer
-        return self._known_interface().tokenizer if own is None else own
+        return self._options.tokenizer or self._known_interface().tokenizer
 
     # ------------------------------------------------------------------ computation
 
@@ -456,13 +453,6 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             return self._interface()
         except NoCollectorError:
             return ModelInterface()
-
-
-def _in_context(located: Located, kept: Kept | None) -> Kept | None:
-    """What was recorded for the tokens of the data, at the same tokens after another prompt."""
-    if kept is None or not isinstance(located, InContext):
-        return kept
-    return _moved(kept, located.origin.mask, located.mask)
 
 
 def _moved(kept: Kept, source: Tensor, target: Tensor) -> Kept:
