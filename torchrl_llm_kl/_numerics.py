@@ -192,14 +192,9 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def masked_sum(value: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the masked-in tokens; 0-dim."""
-    return torch.where(mask, value, 0).sum()
-
-
 def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
     """Mean over the masked-in tokens, 0 if there are none; 0-dim."""
-    return masked_sum(value, mask) / mask.sum().clamp(min=1)
+    return torch.where(mask, value, 0).sum() / mask.sum().clamp(min=1)
 
 
 def is_dtensor(tensor: Tensor | None) -> bool:

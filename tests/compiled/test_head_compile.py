@@ -127,7 +127,7 @@ def test_autocast_and_graph_breaks(fullgraph):
 
 
 WHOLE = [0.0, 1.0, 0.0, 0.0, 0.0]  # the last two: keep targets, restrict the reference
-SETTINGS = ([3, 40], True, [0.7, 0.3], WHOLE, torch.float64, torch.float64, [1.7, 0.6, 5.0, 1.7, 1.3, 0.0])
+POLICY, REFERENCE = [1.7, 0.6, 5.0], [1.7, 1.3, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets, 
     *tensors, targets = (t.detach() for t in arguments())
     ids = torch.stack([targets, (targets + 1) % V], -1).unsqueeze(1)
     everything = [targets if with_targets else None, *tensors[:5], None, None, None, ids if with_ids else None]
-    settings = (*SETTINGS[:2], shares, truncation, *SETTINGS[4:])
+    settings = ([3, 40], [1.0, *shares, *truncation, *POLICY, *REFERENCE], torch.float64, torch.float64)
     torch.library.opcheck(ops.head_forward, (everything, *settings))
     present = iter(ops.head_forward(everything, *settings))
     fields = [True, with_targets, with_targets, True, with_ids]
@@ -159,7 +159,7 @@ def test_operators_keep_the_contract_of_torch(shares, truncation, with_targets, 
     needed = [True, True, False, True, True, False]
     torch.library.opcheck(ops.head_backward, (everything, result, statistics, grads, needed, *settings))
     inputs = [everything[0], *tensors[:3], *[None] * 6]
-    of_top_k = (5, SETTINGS[0], False, [1.0, 0.0], WHOLE, torch.float64, None, SETTINGS[-1][:3])
+    of_top_k = (5, [3, 40], [0.0, 1.0, 0.0, *WHOLE, *POLICY], torch.float64, None)
     torch.library.opcheck(ops.head_top_k, (inputs, *of_top_k))
 
 

@@ -28,7 +28,7 @@ _KEPT_BYTES = 64 * 2**20
 _RESULTS = len(Result._fields)
 _TENSORS = 10
 Tensors = Sequence[Tensor | None]
-Settings = tuple[list[int], bool, list[float], list[float], torch.dtype, torch.dtype | None, list[float]]
+Settings = tuple[list[int], list[float], torch.dtype, torch.dtype | None]
 
 
 def sweep(
@@ -118,38 +118,28 @@ def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _flatten(plan: Plan, policy: Head, ref: Head | None) -> Settings:
+    flags = (plan.entropy, *plan.shares, *plan.truncation, plan.keep_targets, plan.ref_kept)
     heads = [policy] if ref is None else [policy, ref]
     numbers = [number for each in heads for number in (each.temperature, each.scale, each.soft_cap or 0.0)]
-    ref_dtype = None if ref is None else ref.dtype
-    return (
-        list(plan.chunk),
-        plan.entropy,
-        list(plan.shares),
-        [float(x) for x in (*plan.truncation, plan.keep_targets, plan.ref_kept)],
-        policy.dtype,
-        ref_dtype,
-        numbers,
-    )
+    return list(plan.chunk), [float(x) for x in (*flags, *numbers)], policy.dtype, None if ref is None else ref.dtype
 
 
 def _build(tensors: Tensors, settings: Settings) -> tuple[Plan, list[Head], Kept | None]:
-    chunk, entropy, shares, (top_k, top_p, min_p, *flags), dtype, ref_dtype, numbers = settings
+    (positions, width), numbers, *dtypes = settings
+    entropy, share, ref_share, *limits, keep_targets, ref_kept = numbers[:8]
     heads = []
-    for i, each in enumerate([dtype] if ref_dtype is None else [dtype, ref_dtype]):
-        temperature, scale, soft_cap = numbers[3 * i : 3 * i + 3]
-        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], each, temperature, scale, soft_cap or None]))
+    for i, dtype in enumerate(each for each in dtypes if each is not None):
+        temperature, scale, soft_cap = numbers[8 + 3 * i : 11 + 3 * i]
+        heads.append(Head._make([*tensors[3 * i + 1 : 3 * i + 4], dtype, temperature, scale, soft_cap or None]))
     ids, offsets = tensors[7:9]
     recorded = None if ids is None or offsets is None else Kept(ids, offsets)
-    truncation = Truncation(int(top_k), top_p, min_p)
-    keep_targets, ref_kept = map(bool, flags)
-    plan = Plan((chunk[0], chunk[1]), entropy, (shares[0], shares[1]), truncation, keep_targets, ref_kept)
-    return plan, heads, recorded
+    truncation, flags = Truncation(int(limits[0]), *limits[1:]), (bool(keep_targets), bool(ref_kept))
+    return Plan((positions, width), bool(entropy), (share, ref_share), truncation, *flags), heads, recorded
 
 
 def _present(tensors: Tensors, settings: Settings) -> list[bool]:
     """Which fields of the result exist."""
-    _, entropy, _, _, _, ref_dtype, _ = settings
-    chosen, pair = tensors[0] is not None, ref_dtype is not None
+    chosen, pair, entropy = tensors[0] is not None, settings[3] is not None, bool(settings[1][0])
     return [pair, chosen, chosen and pair, entropy, tensors[9] is not None]
 
 
@@ -165,10 +155,7 @@ def _dense(tensors: Tensors) -> list[Tensor]:
 
 # ------------------------------------------------------------------ operators
 
-_SETTINGS = (
-    "SymInt[] chunk, bool entropy, float[] shares, float[] truncation, "
-    "ScalarType dtype, ScalarType? ref_dtype, float[] numbers"
-)
+_SETTINGS = "SymInt[] chunk, float[] numbers, ScalarType dtype, ScalarType? ref_dtype"
 
 
 def _forward_op(tensors: Tensors, *settings: Any, keep: int = 0) -> list[Tensor]:
