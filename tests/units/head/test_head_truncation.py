@@ -84,6 +84,13 @@ def test_by_hand():
     assert_close(gradient, torch.tensor([[-4 / 7], [0.0], [-2 / 7], [6 / 7]]))
 
 
+@pytest.fixture(params=["kept tokens alone", "whole rows"])
+def path(request, monkeypatch):
+    if request.param == "whole rows":
+        monkeypatch.setattr(_functions, "_few", lambda *args: False)
+    return request.param
+
+
 TRUNCATIONS = [
     *(Truncation(top_k=k) for k in (1, 5, V, 10 * V)),
     *(Truncation(top_p=p) for p in (0.8, 1e-9, 1 - 1e-7)),
@@ -94,13 +101,15 @@ TRUNCATIONS = [
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_values_and_gradients(truncation):
+def test_values_and_gradients(truncation, path):
     inputs = hidden, weight, bias = make_head(grad=True)
     weights = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     log_p = plain(hidden, weight, bias, **OPTIONS)
     expected, targets = warped(log_p, truncation), drawn(log_p, truncation)
     wanted = (at(expected, targets), entropy_of(expected))
-    for given_as in ({"truncation": truncation}, {"kept": recorded(expected.detach())}):
+    found = linear_kept(hidden, weight, truncation, targets, bias=bias, most=V, **OPTIONS)
+    assert not found.added.any()
+    for given_as in ({"truncation": truncation}, {"kept": recorded(expected.detach())}, {"kept": found}):
         for chunk in ((2, 7), (4, 1000)):
             options = {"bias": bias, "entropy": True, "chunk": chunk, **OPTIONS, **given_as}
             assert_same(linear_log_prob(hidden, weight, targets, **options), wanted, inputs, weights)
@@ -178,12 +187,6 @@ def test_the_tokens_that_are_found_are_those_of_transformers(truncation):
 
 
 def test_kept_tokens_by_hand():
-    # More candidates than are held at once, most of them early: rising logits.
-    weight = torch.linspace(-3, 3, 5000, dtype=torch.float64).unsqueeze(1)
-    hidden = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    kept = linear_kept(hidden, weight, Truncation(top_k=3), chunk=(2, 64), most=3)
-    assert kept.offsets.tolist() == [0, 3, 6]
-    assert kept.ids.tolist() == [4997, 4998, 4999, 0, 1, 2]
     # Ties stay together.
     weight = torch.tensor([[0.0], [2.0], [1.0], [2.0], [2.0], [0.0]])
     kept = linear_kept(torch.ones(1, 1), weight, Truncation(top_k=2), chunk=(1, 2))
@@ -206,26 +209,6 @@ def test_kept_tokens_by_hand():
 # ---------------------------------------------------------------------- kept tokens: scores
 
 
-@pytest.fixture(params=["kept tokens alone", "whole rows"])
-def path(request, monkeypatch):
-    if request.param == "whole rows":
-        monkeypatch.setattr(_functions, "_few", lambda *args: False)
-    return request.param
-
-
-@pytest.mark.parametrize("truncation", FEW, ids=str)
-def test_values_and_gradients_of_kept_tokens(truncation, path):
-    inputs = hidden, weight, bias = big_head(grad=True)
-    weights = torch.randn(2, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    log_p = plain(hidden, weight, bias, **OPTIONS)
-    targets = drawn(log_p, truncation)
-    kept = linear_kept(hidden, weight, truncation, targets, bias=bias, chunk=(4, 64), most=1000, **OPTIONS)
-    assert not kept.added.any()
-    expected = masked(log_p, as_mask(kept))
-    out = linear_log_prob(hidden, weight, targets, bias=bias, kept=kept, entropy=True, **OPTIONS)
-    assert_same(out, (at(expected, targets), entropy_of(expected)), inputs, weights)
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("direction", "ref_kept"), [("reverse", False), ("reverse", True), ("forward", True)])
 def test_kl(direction, ref_kept, whole):
@@ -242,19 +225,10 @@ def test_kl(direction, ref_kept, whole):
         found = pair(policy, ref, targets, entropy=True, chunk=(4, 64), **options, **given_as)
         assert_same(found[:1], want[:1], [*policy, *ref] if whole else policy)
         assert_same(found[1:], want[1:])
+        if whole:  # the log-probs of both have a gradient without a KL too
+            assert_same(found[1:3], want[1:3], [*policy, *ref], (1.0, -1.0))
     with pytest.raises(ValueError, match="infinite where the policy is truncated"):
         pair(policy, ref, targets, kept=kept, **{**options, "direction": "forward", "ref_kept": False})
-
-
-def test_gradient_of_a_restricted_reference():
-    """It needs whole rows, where the log-probs of both have a gradient without a KL too."""
-    policy, ref = big_head(0, grad=True), big_head(1, grad=True)
-    truncation = Truncation(top_k=20)
-    log_p, log_q = plain(*policy), plain(*ref)
-    targets, keep = drawn(log_p, truncation), warped(log_p.detach(), truncation).isfinite()
-    found = pair(policy, ref, targets, chunk=(4, 64), truncation=truncation, ref_kept=True)
-    want = (at(masked(log_p, keep), targets), at(masked(log_q, keep), targets))
-    assert_same((found.log_prob, found.ref_log_prob), want, [*policy, *ref], (1.0, -1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
