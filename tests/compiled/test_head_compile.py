@@ -58,9 +58,9 @@ FUNCTIONS = {
     ),
     "pair": lambda *args: sum(pair(*args, **PAIR)),
     "pair_with_one_output_used": lambda *args: pair(*args, direction="forward")[1],
-    "jensen_shannon": lambda h, w, b, rh, rw, rb, _: linear_pair(
-        h, w, rh, rw, direction="jensen_shannon", beta=0.3, **CHUNK
-    ).kl,
+    "jensen_shannon": lambda h, w, b, rh, rw, rb, _: (
+        linear_pair(h, w, rh, rw, direction="jensen_shannon", beta=0.3, **CHUNK).kl
+    ),
     "from_logits": lambda h, w, b, rh, rw, rb, _: logits_kl(h @ w.T, rh @ rw.T, **CHUNK),
     "estimator": lambda h, w, b, rh, rw, rb, _: exact_kl(h[None], rh[None], w, rw, bias=b, ref_bias=rb, chunk_size=3)[
         0

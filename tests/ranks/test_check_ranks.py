@@ -256,21 +256,6 @@ def test_parts_of_one_process():
     loss.check_ranks(data)
 
 
-def test_accelerate_divides_counted_losses():
-    accelerate = pytest.importorskip("accelerate")
-    for steps in (1, 2):
-        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=steps)
-        loss, data = make_loss(), batch()
-        parts = loss.count(data).split(3)
-        for part in parts:
-            accelerator.backward(total(loss(part)))
-        if steps == 1:
-            loss.check_ranks(*parts)
-            continue
-        with pytest.raises(RuntimeError, match=r"is 0\.5 times .* Accelerator\.backward\(\) divides"):
-            loss.check_ranks(*parts)
-
-
 def test_ranks_without_a_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, but torch\.distributed is not initialised"):

@@ -37,8 +37,8 @@ class Lab:
         self.seen: list[TensorDictBase] = []
         self.after: list[list[Tensor]] = []
 
-    def trainer(self, where: str = "env", *, add_to_reward: bool = False, **settings: Any) -> GRPOTrainer:
-        transforms, batches = self.transforms(where, add_to_reward), settings.pop("batches", BATCHES)
+    def trainer(self, where: str = "env", **settings: Any) -> GRPOTrainer:
+        transforms, batches = self.transforms(where), settings.pop("batches", BATCHES)
         policy = make_policy(self.model, self.tokenizer, pad_output=self.padded)
         collector = LLMCollector(
             group_env(self.tokenizer, *(transforms if where != "buffer" else [])),
@@ -74,15 +74,15 @@ class Lab:
         trainer.register_op("post_optim", lambda: self.after.append([p.detach().clone() for p in weights()]))
         return trainer
 
-    def transforms(self, where: str, add_to_reward: bool) -> list[Any]:
+    def transforms(self, where: str) -> list[Any]:
         policy, reference = (
             make_scoring_wrapper(model, self.tokenizer, pad_output=self.padded, log_probs_key=key)
             for model, key in ((self.model, "log_probs"), (self.ref_model, "ref_log_probs"))
         )
         if where == "parts":
-            return [RetrieveLogProb(policy), RetrieveLogProb(reference), KLComputation(add_to_reward=add_to_reward)]
+            return [RetrieveLogProb(policy), RetrieveLogProb(reference), KLComputation(add_to_reward=False)]
         policy = "from_collector" if where == "env" else policy
-        return [RetrieveKL(policy, reference, add_to_reward=add_to_reward, coeff=0.1)]
+        return [RetrieveKL(policy, reference, add_to_reward=False)]
 
     def _note(self, batch: TensorDictBase) -> TensorDictBase:
         self.seen.append(batch.clone())
@@ -150,18 +150,6 @@ def check_log(trainer: GRPOTrainer) -> None:
     assert all(math.isfinite(float(x)) for values in logged.values() for x in values)
     assert len(logged["loss_objective"]) == BATCHES
     assert len(logged["reward_mean"]) == BATCHES * EPOCHS * ROWS // MINIBATCH
-
-
-def test_kl_in_the_reward(lab: Lab) -> None:
-    """Token rewards of the env: their sums are outcome less KL, and the advantage is of these sums."""
-    lab.trainer(add_to_reward=True, log_rewards=lab.padded, num_epochs=1, batch_size=ROWS, batches=1).train()
-    batch = lab.seen[0]
-    old, ref = without_graph(lab.start, batch), without_graph(lab.ref_model, batch)
-    for query in set(batch["query"]):
-        chosen = [i for i, step in enumerate(steps(batch)) if step["query"] == query]
-        rewards = [float(even_share(batch[i]) - 0.1 * (old[i] - ref[i]).sum()) for i in chosen]
-        found = torch.tensor([float(batch[i]["advantage"]) for i in chosen])
-        assert_close(found, torch.tensor(grpo_advantages(rewards)), atol=1e-4, rtol=0)
 
 
 # ------------------------------------------------------------------ what GRPOTrainer itself cannot do

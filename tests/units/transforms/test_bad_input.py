@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from torch import Tensor, nn
+from torch import Tensor
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
@@ -196,7 +196,12 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("corrected", "nested", put(OLD, [torch.zeros(5), torch.zeros(7)]), "('old', 'full') … 7 … 6 … same tokens"),
     ("corrected", "padded", put(OLD, torch.zeros(2, 6)), "('old', 'full') … 6 … 7 … same tokens"),
     ("corrected", "nested lazy", ONLY_ADD_UP, "('old', 'full') … Sample 0 … 6 … 5"),
-    (LEGACY, "lazy", sampled([-1.0] * 2, [-1.0] * 9), f"{SAMPLED} must have the length … sequence 1 has 9 values and 6 tokens"),
+    (
+        LEGACY,
+        "lazy",
+        sampled([-1.0] * 2, [-1.0] * 9),
+        f"{SAMPLED} must have the length … sequence 1 has 9 values and 6 tokens",
+    ),
     (LOG, "nested lazy", put(ATTENTION, flags(5, 4)), f"{ATTENTION} … sequence 1 … 4 … 6"),
     (BOTH, "nested lazy", put(ASSISTANT, flags(5, 4)), f"{ASSISTANT} … found row lengths [5, 4], expected [5, 6]"),
     (f"{BOTH}/{LEGACY}/{PARTS}", "lazy", REWARDS, "The rewards have shape [5, 4] … [5, 6] … [*B, T, 1]"),
@@ -270,45 +275,7 @@ def test_defect_37_padding_may_hold_anything(models: Models, name: str, bad: flo
     assert kl[1, 0] == 0
 
 
-@pytest.mark.parametrize(("name", "with_prompt"), [(SCORING[0], True), (SCORING[1], False), (SCORING[2], True)])
-def test_a_mask_without_assistant_tokens(models: Models, name: str, with_prompt: bool) -> None:
-    columns = columns_of()
-    columns[ASSISTANT] = [torch.tensor([0, 0, 0, 1, 1]).bool(), torch.zeros(6).bool()]
-    if not with_prompt:
-        del columns[PROMPT]
-    data = build("padded", columns)
-    text = f"sequence 1 … ('masks', 'all_assistant_mask') … {CHATML[:60]!r} … False everywhere … Remove the mask … "
-    with assert_refused(ValueError, data, text + "assistant_only=False"):
-        models.make(name, **models.wrappers(chat_template=CHATML))(data)
-
-
 # ------------------------------------------------------------------ the models do not fit
-
-
-class Forbids(nn.Module):
-    """A model that gives one token no probability."""
-
-    def __init__(self, model: Any, token: int) -> None:
-        super().__init__()
-        self.model, self.token = model, token
-
-    def forward(self, **inputs: Tensor) -> Any:
-        logits = self.model(**inputs).logits.clone()
-        logits[..., self.token] = -torch.inf
-        return (logits,)
-
-
-@pytest.mark.parametrize(("name", "form"), list(zip(SCORING, FORMS, strict=True)))
-def test_models_that_cannot_score_the_data(models: Models, name: str, form: str) -> None:
-    data = build(form)
-    with pytest.warns(UserWarning, match="full forward"):
-        transform = models.make(name, ref=Forbids(models.ref, 32))
-    with assert_refused(ValueError, data, "log-prob is -inf at sequence 1, position 4 (token 32) … Mask the token"):
-        transform(data)
-    short = make_model(models.tokenizer, seed=1)
-    short.config.max_position_embeddings = 5
-    with assert_refused(ValueError, data, "sequence 1 has 6 tokens … allows 5 positions … truncate … longer context"):
-        models.make(name, ref=short)(data)
 
 
 SHOUTING = CHATML.replace("message['content']", "message['content'] | upper")

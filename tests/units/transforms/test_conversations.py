@@ -1,4 +1,4 @@
-"""Several turns in an env: each costs its new tokens, and a policy trained meanwhile is never served old values.
+"""Several turns in an env: each costs its new tokens alone.
 
 A conversation without tokens is rendered once for both models.
 """
@@ -18,7 +18,7 @@ from torchrl.data.llm import History
 from closeness import assert_near
 from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb, ScoreOptions
 from toy_models import FORWARD
-from toy_rollouts import make_env, make_model, make_policy, response_log_probs, steps
+from toy_rollouts import make_model, response_log_probs, steps
 
 FULL = ("log_probs", "full")
 #: Transforms that score a model, beside one of equal weights, and where.
@@ -71,22 +71,6 @@ def test_a_turn_costs_its_new_tokens(lab: Any, name: str, padded: bool) -> None:
 def common(a: Tensor, b: Tensor) -> int:
     n = min(len(a), len(b))
     return int((a[:n] == b[:n]).long().cumprod(0).sum())
-
-
-def test_a_policy_trained_between_two_turns_is_scored_as_it_is(tokenizer: Any) -> None:
-    """As an asynchronous updater does, through ``.data``, which no version counter sees."""
-    model = make_model(tokenizer, seed=0)
-    policy = make_policy(model, tokenizer, pad_output=False)
-    env = make_env(tokenizer, RetrieveLogProb(policy.get_new_version(generate=False)), envs=2, turns=2)
-    torch.manual_seed(0)
-    td = env.reset()
-    for _ in range(2):
-        stepped = env.step(policy(td))
-        for step in stepped.unbind(0):
-            assert_near(step["next", "log_probs", "full"], response_log_probs(model, step), **FORWARD)
-        for parameter in model.parameters():
-            parameter.data.mul_(1.05)
-        td = env.step_mdp(stepped)
 
 
 def test_outside_an_env_nothing_is_remembered(lab: Any) -> None:

@@ -216,16 +216,6 @@ def test_layout_in_is_layout_out(layout: str, read: str) -> None:
                 assert out[key].layout == (torch.jagged if layout == "jagged" else torch.strided)
 
 
-@pytest.mark.parametrize("reward_shape", [(), (1,), (1, 1)])
-def test_no_batch_dimension(reward_shape: tuple[int, ...]) -> None:
-    for i, step in enumerate(four("lazy").unbind(0)):
-        step["reward"] = torch.tensor(OUTCOMES[i]).reshape(reward_shape)
-        out = KLComputation(coeff=0.5)(TensorDict(next=step))["next"]
-        assert out.batch_size == ()
-        assert_close(out["kl_penalty"], torch.tensor(FOUR[i]))
-        assert_close(out["reward"], torch.tensor(REWARDS["last"][i])[:, None])
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("padded", [GEN, REF, EXACT])
 def test_one_padded_and_one_nested(padded: Any, side: Any) -> None:
@@ -237,14 +227,6 @@ def test_one_padded_and_one_nested(padded: Any, side: Any) -> None:
     out = KLComputation(coeff=0.5, padding_side=side, estimator="exact" if padded == EXACT else "k1")(data)
     for key, rows in (("kl_penalty", FOUR), ("reward", REWARDS["last"])):
         close(numbers(out, key), pad(rows, side=side).tolist() if padded == GEN else rows)
-
-
-def test_jagged_and_strided_together() -> None:
-    data = four("jagged")
-    data[REF] = nest(list(data[REF].unbind()))
-    out = KLComputation()(data)["kl_penalty"]
-    assert out.layout == torch.jagged
-    assert_close(list(out.unbind()), tensors(FOUR))
 
 
 # ------------------------------------------------------------------ rewards
