@@ -55,7 +55,7 @@ def _read(library: Library) -> Iterator[tuple[str, Foreign]]:
 
 
 _TRL = tuple(_read("TRL"))
-#: TRL's settings by trainer, without those of transformers' TrainingArguments.
+#: TRL's settings by trainer, without transformers' TrainingArguments.
 TRL: Mapping[str, Mapping[str, Foreign]] = {
     trainer: MappingProxyType(
         {row.name: replace(row, section=trainer.upper()) for own, row in _TRL if trainer in own.split()}

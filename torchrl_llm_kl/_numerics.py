@@ -116,12 +116,12 @@ def read_device(device: Any, name: str = "device") -> torch.device:
     present = ", ".join(["cpu", *(f"{accelerator}:{i}" for i in range(count))])
     shown = repr(device if isinstance(device, int) else str(device))
     raise ValueError(
-        f"{name}={shown} is no device of this process (torch {torch.__version__}), which has {present}: pass one of these."
+        f"{name}={shown} is not a device of this process (torch {torch.__version__}), which has {present}: pass one of these."
     )
 
 
 def check_clip_range(clip_low: Any, clip_high: Any) -> None:
-    """Raise a ValueError unless ``1 - clip_low`` and ``1 + clip_high`` bound a probability ratio; None is no bound."""
+    """Raise a ValueError unless ``1 - clip_low`` and ``1 + clip_high`` bound a probability ratio; None is unbounded."""
     check_range(0.0, 1.0, clip_low=clip_low)
     check_range(0.0, clip_high=clip_high)
 

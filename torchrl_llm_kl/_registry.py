@@ -23,7 +23,7 @@ class UnknownNameError(KeyError, ValueError):
 
 
 def nearest(name: object, known: Iterable[str | None]) -> str | None:
-    """The known name that is the fewest edits from ``name``; None if none is near. Case, ``-`` and ``_`` are no edits.
+    """The known name that is the fewest edits from ``name``; None if none is near. Case, ``-`` and ``_`` do not count.
 
     Example:
         >>> nearest("gpro", ["gspo", "grpo"]), nearest("TOKEN_MEAN", ["token-mean"]), nearest("x", ["ppo"])
@@ -91,7 +91,7 @@ def no_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError
         >>> print(no_attribute("torchrl_llm_kl", "RetreiveKL", ["RetrieveKL", "Ragged"]))
         module 'torchrl_llm_kl' has no attribute 'RetreiveKL'. Did you mean 'RetrieveKL'?
     """
-    near = "" if name.startswith("_") else did_you_mean(name, known)  # Python asks for names of its own
+    near = "" if name.startswith("_") else did_you_mean(name, known)  # Python asks for its own names
     return AttributeError(f"module {module!r} has no attribute {name!r}{near and '.' + near}")
 
 
@@ -184,7 +184,7 @@ class Spec:
 
     Args:
         name: the function's name in its registry.
-        hyper: names of its own hyper-parameters.
+        hyper: names of its hyper-parameters.
         aliases: names in other libraries -> own names, one or several at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         refused: unsupported ones -> (the one harmless value, the alternative).
@@ -210,7 +210,7 @@ class Spec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def reading(self: S, function: Callable[..., Any], inputs: Sequence[str]) -> S:
-        """A copy with what the signature says; those of its parameters that are no ``inputs`` are hyper-parameters."""
+        """A copy with what the signature says: parameters that are not among ``inputs`` are hyper-parameters."""
         parameters = signature_of(function)
         empty = inspect.Parameter.empty
         hyper = tuple(key for key in parameters if key not in inputs)

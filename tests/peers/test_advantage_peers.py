@@ -1,4 +1,4 @@
-"""Values equal those of Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16, where their code follows its formulas, and of torchrl.
+"""Values equal Trinity-RFT 0.6.0, verl 0.9.1 and TRL 1.16 (where their code follows its formulas) and torchrl.
 
 The comparison runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels.
 """
@@ -104,7 +104,7 @@ def test_outcomes_and_steps(trinity: Any, name: str, class_name: str, hyper: dic
 
 @pytest.mark.parametrize("fnorm", ["none", "std"])
 def test_gigpo(trinity: Any, fnorm: str) -> None:
-    """Where every task has several runs and states of its own; Trinity compares equal states of different tasks."""
+    """Where every task has its own runs and states; Trinity compares equal states of different tasks."""
     hyper = {"omega": 0.4, "gamma": 0.7, "fnorm": fnorm, "epsilon": 0.2 if fnorm == "std" else 0.0}
     theirs = trinity("gigpo_advantage", "GiGPOAdvantageFn", **hyper)
     state = [5, 6, 5, 6, 8, 8, 7, 8, 9]

@@ -1,4 +1,4 @@
-"""The loss of a configuration of Trinity-RFT or verl is that of its own functions, and our tables have its fields."""
+"""The loss of a configuration of Trinity-RFT or verl equals its own functions', and our tables have its fields."""
 
 from __future__ import annotations
 

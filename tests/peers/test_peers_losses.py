@@ -272,7 +272,7 @@ def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> t
     [*BOUND.items(), ("token_k1,seq_max_k2", "0.6_1.5,0.2"), ("seq_mean_k3,token_k3,seq_sum_k1", "0.1,0.2,3")],
 )
 def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
-    """Masks, the share that each criterion rejects, and that of all criteria together."""
+    """Masks, the share that each criterion rejects, and all criteria together reject."""
     helper, rejected = corrections_of_verl(monkeypatch), 0
     for seed in range(5):
         old, sampler, mask = sampled(seed)
@@ -307,7 +307,7 @@ def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: A
     assert importance_weights(old, sampler, mask, high=1.3)[0].max() == 1.3
 
 
-#: verl's metric -> that of a loss, and of the doctor.
+#: verl's metric -> a loss's, and the doctor's.
 NAMES = {
     "training_log_ppl": ("trainer_log_ppl",) * 2,
     "rollout_log_ppl": ("sampler_log_ppl",) * 2,
@@ -412,7 +412,7 @@ def trls(name: str, order: Tensor, batch: dict[str, Tensor], inputs: dict[str, A
     outputs = {"log_probs": seen, "entropy": zeros, "mean_logits": zeros, "is_top1": zeros.bool()}
     trainer = MagicMock(**vars(OneDevice(precompute_ref_logps=True)), **state)
     trainer.model = model = MagicMock(training=False, return_value=SimpleNamespace(**outputs, log_sum_sq_probs=squares))
-    if state.get("ld_alpha") is not None:  # TRL's own reference, whose lengths are those of the pairs
+    if state.get("ld_alpha") is not None:  # TRL's own reference, whose lengths are the pairs'
         trainer.precompute_ref_logps, trainer.ref_model.return_value = False, SimpleNamespace(log_probs=ref)
     chosen, rejected = ref.sum(-1).chunk(2)
     inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected, "ref_logps": ref.sum(-1)}

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-pytest.importorskip("trl", reason="the conversations are those of TRL's pairs")
+pytest.importorskip("trl", reason="the conversations come from TRL's pairs")
 
 import template_corpus
 from template_oracle import CONVERSATIONS, OPTIONS, Template, check, expected_spans

@@ -123,7 +123,7 @@ def test_exact_kl_with_a_sharded_reference(pool, wrap):
 
 @wraps("loss(DDP)", "fsdp2", "fsdp1, original parameters", of=KINDS[:-1])
 def test_clipped_gradient(pool, wrap):
-    """The norm is that of the whole gradient; FSDP1 computes it in float32 and takes no float64."""
+    """The norm covers the whole gradient; FSDP1 computes it in float32 and takes no float64."""
     dtype, close = (torch.float32, 2e-6) if "fsdp1" in wrap else (torch.float64, 1e-12)
     assert max(pool.run(TRAIN, wrap=wrap, clip=0.01, dtype=dtype)) < close
 

@@ -1,4 +1,4 @@
-"""The pool of ranks starts, and a step of a sharded policy on two ranks is that of one process."""
+"""The pool of ranks starts, and a step of a sharded policy on two ranks equals one process's."""
 
 
 def test_three_steps_of_a_sharded_policy_equal_one_process(pool):

@@ -122,7 +122,7 @@ def linear_outcomes(
     last is "any other token". Its probability is the sum over the other tokens, never ``1 - x``: it is as accurate at ``1e-30``
     as at one half, and so is its gradient. An outcome without probability has ``-inf`` and no gradient.
 
-    Memory, precision and all arguments not listed here are those of :func:`linear_log_prob`; the head is swept once,
+    Memory, precision and all other arguments: see :func:`linear_log_prob`; the head is swept once,
     whatever the number of ids. ``ids`` are the ``k`` different ids of each list, ``[N, *M, k]``: any number of lists at a
     position, one for each teacher. A negative id pads a shorter list: an outcome without probability.
 
@@ -175,12 +175,12 @@ def linear_pair(
     all tokens and fewer positions (64, or as many as give a tile of the usual size), and converts a head as a whole
     where ``product_dtype`` differs from its own.
 
-    Value and *gradient* are those of the sum over the vocabulary: nothing is sampled at the position itself. Gradients
-    reach the tensors of either head. Memory, precision, errors and all arguments not listed here are those of
-    :func:`linear_log_prob`; those with ``ref_`` belong to the reference, the others to the policy. ``temperature``
+    Value and *gradient* belong to the sum over the vocabulary: nothing is sampled at the position itself. Gradients
+    reach the tensors of either head. Memory, precision, errors and all other arguments: see
+    :func:`linear_log_prob`; names with ``ref_`` belong to the reference, the others to the policy. ``temperature``
     divides both models' logits, as at sampling; ``product_dtype`` is by default each head's own.
 
-    A ``truncation``, or recorded tokens ``kept``, restrict the policy alone: the KL is that of the sampler to the whole
+    A ``truncation``, or recorded tokens ``kept``, restrict the policy alone: the KL from the sampler to the whole
     reference, finite for ``"reverse"``. With ``ref_kept`` the reference is renormalised over the same tokens, the KL is 0 where
     both agree on these, and ``"forward"`` is finite too; its log-prob of a target that is left out is ``-inf``.
 
@@ -244,7 +244,7 @@ def logits_kl(
 
     :func:`linear_pair` without the product: besides inputs and gradients only a few tiles exist, in float32 or wider.
     ``logits`` are the policy's and ``ref_logits`` the reference's, ``[N, V]`` each. The other arguments, the result and
-    the errors are those of :func:`linear_pair`.
+    the errors: see :func:`linear_pair`.
 
     Example:
         >>> logits_kl(torch.tensor([[3.0, 1.0]]).log(), torch.zeros(1, 2), direction="forward")
@@ -275,7 +275,7 @@ def linear_top_k(
 
     The tail is the log-sum-exp of the logits outside the top ``k``, never ``log(1 - x)``: it is as accurate at ``1e-30``
     as at one half. The result has no graph. ``k`` is from 1 to ``V``. ``targets`` are token ids whose log-probs are
-    computed too, from the same sweep; ``[N]``. All other arguments, and the errors, are those of :func:`linear_log_prob`; by
+    computed too, from the same sweep; ``[N]``. All other arguments, and the errors: see :func:`linear_log_prob`; by
     default tiles have at least ``128 k`` tokens, since torch selects few of many faster.
 
     Returns:
@@ -310,7 +310,7 @@ def linear_kept(
 
     Pass them as ``kept`` to :func:`linear_log_prob` or :func:`linear_pair` with the same head and options: their sums and
     gradients are then over these tokens alone. ``targets [N]`` are kept beside the others where the truncation leaves them
-    out. All other arguments, and the errors, are those of :func:`linear_log_prob`.
+    out. All other arguments, and the errors: see :func:`linear_log_prob`.
 
     Args:
         hidden: see there.

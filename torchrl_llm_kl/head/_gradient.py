@@ -199,7 +199,7 @@ class _HeadGradient:
     def __init__(self, head: Head, needed: Sequence[bool]) -> None:
         self.head = head
         hidden, weight, bias = (t if need else None for t, need in zip(head[:3], needed, strict=True))
-        # Uninitialised: the first tile to reach an element writes it. Without positions there are no tiles.
+        # Uninitialised: the first tile to reach an element writes it. No tile has written them without positions.
         new = torch.empty_like if head.hidden.shape[0] else torch.zeros_like
         # Without a weight each element has one tile; hidden states and biases otherwise have many, which are summed.
         summed = head.weight is not None
@@ -214,7 +214,7 @@ class _HeadGradient:
         return any(t is not None for t in (self.hidden, self.weight, self.bias))
 
     def add(self, rows: slice, cols: slice, gradient: Tensor, weight: Tensor | None) -> None:
-        """Propagate the gradient ``[n, v]`` of a tile's products; ``weight`` is that of its tokens."""
+        """Propagate the gradient ``[n, v]`` of a tile's products; ``weight [v, H]`` belongs to its tokens."""
         if weight is None:
             assert self.hidden is not None
             self.hidden[rows, cols] = gradient

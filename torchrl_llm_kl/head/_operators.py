@@ -42,7 +42,7 @@ def sweep(
 ) -> Result:
     """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None.
 
-    With ``part`` the heads are this rank's slice of the vocabulary, and the results those of all. ``ids [N, M, k]`` request
+    With ``part`` the heads are this rank's slice of the vocabulary, the results are of the whole. ``ids [N, M, k]`` request
     the policy's outcomes.
     """
     if part is not None and targets is not None:

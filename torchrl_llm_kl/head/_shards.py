@@ -1,6 +1,6 @@
 """A head whose vocabulary is sharded over ranks (tensor parallel): each sweeps its own slice, then the results are joined.
 
-With ``w`` the probability of each slice, and the results inside a slice those of its own softmax, the chain rule gives
+With ``w`` the probability of each slice, and results inside a slice under its own softmax, the chain rule gives
 ``log p(token) = log w + log p(token | slice)``, ``H = sum w (H(slice) - log w)`` and
 ``KL(p || q) = sum w_p (KL(slice) + log w_p - log w_q)``. ``R`` is the number of slices.
 """
@@ -23,7 +23,7 @@ _Local = tuple[Tensor, Tensor | None, "Slice | None"]
 class Slice(NamedTuple):
     """This rank's tokens of a vocabulary: ``first`` to ``first + size``, of ``vocab``; ``group`` holds the others."""
 
-    group: Any
+    group: dist.ProcessGroup
     first: int
     size: int
     vocab: int
@@ -44,7 +44,7 @@ class Slice(NamedTuple):
         return torch.stack(out)
 
     def add(self, gradient: Tensor | None) -> None:
-        """Add the ranks' gradients, in place: each has that of its own tokens."""
+        """Add the ranks' gradients, in place: each has its own tokens' part."""
         if gradient is not None:
             dist.all_reduce(gradient, group=self.group)
 
@@ -90,9 +90,9 @@ def local_part(prefix: str, weight: Tensor, bias: Tensor | None) -> _Local:
 def join(
     part: Slice, plan: Plan, targets: Tensor | None, found: Sequence[Tensor | None], ids: Tensor | None = None
 ) -> tuple[Result, list[Tensor]]:
-    """The results and statistics of a whole head from those of this rank's slice.
+    """The results and statistics of a whole head, from this rank's slice.
 
-    ``targets`` and ``ids``, those of the outcomes, count from its first token.
+    ``targets``, and the outcomes' ``ids``, count from its first token.
     """
     kl, log_prob, ref_log_prob, entropy, outcomes, *statistics = found
     # Of a slice without a possible token the log of the sum is -inf, and all else NaN.
@@ -145,7 +145,7 @@ def _mean(log_w: Tensor, values: Tensor) -> Tensor:
 
 
 def join_top_k(part: Slice, k: int, found: TopK, log_sum: Tensor, targets: Tensor | None = None) -> TopK:
-    """The top ``k`` of a whole head from those of this rank's slice and the log-sum-exp of its logits ``[N]``.
+    """The top ``k`` of a whole head, from this rank's slice and the log-sum-exp of its logits ``[N]``.
 
     ``targets`` count from the slice's first token. The tail joins the slices' tails and their candidates that are not among
     the ``k``.

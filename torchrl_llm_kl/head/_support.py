@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.head._tiles import Plan
 
 _BLOCK = 2**18  # logits, 1 MiB in float32
 
@@ -46,7 +49,7 @@ class Kept(NamedTuple):
         tensor([2, 4, 7])
     """
 
-    ids: Tensor  #: those of all positions, one after another; integers ``[M]``
+    ids: Tensor  #: of all positions, one after another; integers ``[M]``
     offsets: Tensor  #: position ``i`` has ``ids[offsets[i]:offsets[i + 1]]``; int64 ``[N + 1]``
     logits: Tensor | None = None  #: theirs under the head they were found with; None if recorded
     added: Tensor | None = None  #: where the target is kept although the truncation drops it; bool ``[N]``
@@ -123,7 +126,7 @@ def spare(out: Tensor, targets: Tensor | None, cols: slice) -> Tensor:
     return (was & inside).squeeze(1)
 
 
-def support_of(plan: Any, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
+def support_of(plan: Plan, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
     """The support of a plan's policy; None if it is the whole vocabulary."""
     if kept is None and not plan.truncation.active:
         return None

@@ -92,7 +92,7 @@ class Head(NamedTuple):
 
     @property
     def slope(self) -> float:
-        """Derivative of a logit with respect to the product, without that of tanh."""
+        """Derivative of a logit with respect to the product, without tanh."""
         return self.scale / self.temperature
 
     @property

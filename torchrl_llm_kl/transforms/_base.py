@@ -144,7 +144,7 @@ class StepTransform(StepMixin, Transform):
         return observation_spec
 
     def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
-        # After a reset there are no tokens yet: the declared entries exist, with length 0.
+        # After a reset the declared entries exist, with length 0.
         lengths = torch.zeros(tensordict_reset.batch_size.numel(), dtype=torch.long)
         for key, features in self.token_entries.items():
             empty = torch.zeros((0, *features), dtype=self.entry_dtype(key), device=tensordict_reset.device)

@@ -220,7 +220,7 @@ def _read(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, attention
 
 
 def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
-    """The assistant's tokens; ``[N]``, or None if the data is no rollout of these tokens."""
+    """The assistant's tokens; ``[N]``, or None if the data does not hold these tokens."""
     tokens = read_ragged(td, TOKENS_FULL)
     if tokens is None:
         return None

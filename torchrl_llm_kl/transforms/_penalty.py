@@ -106,7 +106,7 @@ def _changes(transform: Transform, key: NestedKey) -> bool:
     if isinstance(transform, (StepMixin, DTypeCastTransform, DeviceCastTransform)):
         return False
     if isinstance(transform, RewardScaling) and not bool(transform.loc.any()):
-        return False  # a factor alone is that of the sum
+        return False  # a factor alone scales the sum
     return unravel_key(key) in [unravel_key(out) for out in transform.out_keys or ()]
 
 
@@ -121,7 +121,7 @@ _SAME_TOKENS = (
 def check_pair(
     gen: Ragged, other: Ragged, name: str = "ref_log_probs", *, padding_side: PaddingSide, advice: str = _SAME_TOKENS
 ) -> tuple[Ragged, Ragged]:
-    """Convert the policy's log-probs and ``other``, called ``name`` in errors, to one layout, that of ``gen``."""
+    """Convert the policy's log-probs and ``other``, called ``name`` in errors, to the layout of ``gen``."""
     if gen.num_sequences == other.num_sequences:
         gen = _without_padding(gen, other, padding_side)
     return gen, match(gen, other, name, padding_side=padding_side, advice=advice)

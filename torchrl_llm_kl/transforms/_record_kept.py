@@ -17,7 +17,7 @@ class RecordKept:
 
     It applies temperature, top-k, top-p and min-p itself, since transformers runs its own after all processors that are given
     to ``generate``: leave them off there (``do_sample=True, top_k=0, top_p=1.0, temperature=1.0``; torchrl's wrapper takes no
-    0, but ``top_k=model.config.vocab_size``). The record of one ``generate`` call replaces that of the one before. A token of
+    0, but ``top_k=model.config.vocab_size``). The record of one ``generate`` call replaces the previous one. A token of
     8 kept ones takes 36 bytes.
 
     Args:
@@ -91,7 +91,7 @@ class RecordKept:
             at = int(missing[0])
             raise ValueError(
                 f"response token {int(step[at])} of sequence {int(rows[at])} is not among the {int(number[at])} that were kept "
-                "for it: the record is of another call of generate, or generate has a temperature or penalty of its own."
+                "for it: the record is of another call of generate, or generate applies another temperature or penalty."
             )
         all_counts = torch.zeros(len(mask), dtype=torch.long)
         all_counts[mask] = number

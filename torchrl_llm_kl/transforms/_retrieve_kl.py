@@ -68,7 +68,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
     Args:
         gen_model: the policy as a wrapper with ``generate=False`` or a transformers model; ``"from_collector"``
             (default): the policy of the collector that runs the env, found at the first step.
-        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled, or with those of
+        ref_model: the reference, likewise; ``"base"``: the policy with its PEFT adapters disabled, or with
             ``Adapters("NAME", of="reference")`` among the ``extras``.
 
     Keyword Args:
@@ -88,7 +88,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             keeps: both models then run side by side, whatever the estimator. Those of a reference behind a service are sent
             with each request.
         extras: of the policy, or of the reference where they say ``of="reference"``; see :class:`RetrieveLogProb`.
-            :class:`Adapters` are those of one model alone, :class:`KLKeys` name other entries of the KL. Experts that a sampler
+            :class:`Adapters` are for one model alone, :class:`KLKeys` name other entries of the KL. Experts that a sampler
             recorded under ``"routed_experts"`` are replayed by the policy, unless a :class:`RoutedExperts` says otherwise;
             the reference routes by itself.
         service_backend, service_backend_options, use_ray_service: see :class:`RetrieveLogProb`.

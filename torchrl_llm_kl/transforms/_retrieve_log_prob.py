@@ -178,7 +178,7 @@ class ScoringTransform(StepTransform):
         return self.options.but(adapters=asked[-1]) if asked else self.options
 
     def arrange(self, data: Ragged) -> Ragged:
-        """An output in the layout that the model's ``pad_output`` requests; in that of the data for a bare model."""
+        """An output in the layout that the model's ``pad_output`` requests; in the data's layout for a bare model."""
         return in_layout(data, self._interface(), self._options.padding_side)
 
     def locate(self, td: TensorDictBase) -> Located:
@@ -211,7 +211,7 @@ class Job(NamedTuple):
     request: ScoreRequest
 
     def in_place(self, scores: Scores) -> Scores:
-        """The scores at the tokens of the data; ``kept`` stays at those of the request."""
+        """The scores at the tokens of the data; ``kept`` stays at the request's tokens."""
         located = self.located
         if not isinstance(located, InContext):
             return scores
@@ -253,7 +253,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             :class:`KeptTokens`, :class:`RoutedExperts`, :class:`SamplerLogProbs`, :class:`AfterPrompt`, or your own
             :class:`Extra`.
         service_backend: as in torchrl. ``"ray"`` builds the Ray variant of the class, whose model is behind a service;
-            ``"direct"`` scores in this process. Default None: that of the scope ``torchrl.service_backend(...)``, if any, else
+            ``"direct"`` scores in this process. Default None: from the scope ``torchrl.service_backend(...)``, if any, else
             ``"direct"``.
         service_backend_options: arguments of :class:`~torchrl_llm_kl.service.ScoringService` that Ray's actors have too:
             ``{"num_gpus": 1, "resources": {...}, "name": "reference"}``.
@@ -282,7 +282,6 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         >>> model = Qwen2ForCausalLM(Qwen2Config(vocab_size=11, hidden_size=64, num_hidden_layers=1))
         >>> tokens = TensorDict(prompt=torch.tensor([[3, 4]]), full=torch.tensor([[3, 4, 5, 6]]), batch_size=[1])
         >>> data = TensorDict(tokens=tokens, batch_size=[1])
-        >>> from torchrl_llm_kl import Entropy
         >>> data = RetrieveLogProb(model, extras=[Entropy()])(data)
         >>> (data["log_probs", "full"] != 0).tolist(), (data["entropy"] > 0).tolist()
         ([[False, False, True, True]], [[False, False, True, True]])
@@ -456,7 +455,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
 
 def _moved(kept: Kept, source: Tensor, target: Tensor) -> Kept:
-    """What was kept at the tokens of one mask, at those of another with as many; none elsewhere."""
+    """Move what was kept at one mask's tokens to as many of another mask; none elsewhere."""
     device = kept.offsets.device
     chosen = kept.take(source.to(device).nonzero().squeeze(-1))
     counts = torch.zeros(len(target), dtype=torch.long, device=device)

@@ -315,7 +315,7 @@ def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, data: Path, model: str
         ([model, data, "--out", tmp_path / "folder"], "is a folder: pass a file"),
         ([model, data, "--limit", "0"], "(see torchrl-llm-kl score --help)"),
         ([model], "Missing argument"),
-        ([model, data, "--device", "cuda:99"], "cuda:99' is no device of this process"),
+        ([model, data, "--device", "cuda:99"], "cuda:99' is not a device of this process"),
     ):
         assert text in error_of(cli("score", *words, code=2)), (words, text)
 

@@ -204,7 +204,7 @@ def test_extreme_logits(name):
     for target, chunk in ((0, (1, 7)), (29, (1, 64)), (30, (1, 7)), (39, (1, 64)), (39, (1, 7))):
         targets = torch.tensor([target])
         got = linear_pair(hidden, weight, *ref, targets, entropy=True, chunk=chunk)
-        # The hidden state is 1: the weight's gradient is that of the logits, without cancellation.
+        # The hidden state is 1: the weight's gradient is the logits', without cancellation.
         found = (got.log_prob, got.entropy, got.kl)
         assert_same(found, (at(log_p, targets), entropy_of(log_p), kl_of(log_p, log_q)), [weight], (1.0, 2.0, 3.0))
 
@@ -329,7 +329,7 @@ FEW_TILES = 8 * 7 * 13
     ],
 )
 def test_memory_is_that_of_a_few_tiles(run, forward, backward):
-    """Never that of positions by vocabulary; whole rows of 64 positions where the tokens must be known together."""
+    """Never positions by vocabulary; whole rows of 64 positions where the tokens must be known together."""
     for found, allowed in zip(largest(run), (forward, backward), strict=True):
         assert 0 < found <= allowed
         assert run is not of_mixture or found == allowed

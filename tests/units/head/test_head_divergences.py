@@ -198,7 +198,7 @@ def test_half_precision_adds_no_error_to_that_of_the_logits(dtype):
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_dtypes_of_logits(direction):
-    """No rounding beyond that of the given logits; each gradient has the dtype of its logits."""
+    """No rounding beyond the given logits'; each gradient has the dtype of its logits."""
     half, full, double = torch.bfloat16, torch.float32, torch.float64
     for dtypes, expected in (((half, half), full), ((torch.float16, full), full), ((full, double), double)):
         both = [t.detach().to(dtype).requires_grad_() for t, dtype in zip(logits_of(), dtypes, strict=True)]

@@ -1,4 +1,4 @@
-"""torchrl's ``GRPOTrainer`` with the transforms and ``PolicyLoss``: each update is that of plain forwards."""
+"""torchrl's ``GRPOTrainer`` with the transforms and ``PolicyLoss``: each update equals plain forwards'."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_every_update_is_that_of_plain_forwards(lab: Lab, where: str) -> None:
     torch.manual_seed(0)
     trainer.train()
     assert len(lab.seen) == BATCHES * EPOCHS * ROWS // MINIBATCH
-    # The trainer extends the buffer again in each epoch: scored there, old log-probs are those of the epoch's first policy.
+    # The trainer extends the buffer again in each epoch: scored there, old log-probs are from the epoch's first policy.
     per_score = ROWS // MINIBATCH if where == "buffer" else len(lab.seen) // BATCHES
     clipped = 0
     for number, batch in enumerate(lab.seen):
@@ -167,7 +167,7 @@ class GradNormAlways(MixedPrecisionOptimizationStepper):
 def test_gradient_accumulation(lab: Lab) -> None:
     """torchrl averages ``grad_norm``, which only every n-th micro-batch has; the table has the stepper that helps.
 
-    It also divides each loss by n: losses that add up to that of the batch (``PolicyLoss.count``) have 1 / n of its gradient.
+    It also divides each loss by n: losses that add up to the batch's (``PolicyLoss.count``) have 1 / n of its gradient.
     """
     with pytest.raises(TypeError, match="NoneType"):
         Lab(lab.tokenizer, lab.start, lab.ref_model, padded=False).trainer(gradient_accumulation_steps=2).train()

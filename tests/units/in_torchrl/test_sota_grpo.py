@@ -80,7 +80,7 @@ def test_it_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
 
 @pytest.mark.parametrize("padded", [True], indirect=True)
 def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
-    """With one reward for each answer it is that of ``grpo``; the loss on policy is minus its mean over tokens."""
+    """With one reward for each answer it equals ``grpo``; the loss on policy is minus its mean over tokens."""
     lab.kl.add_to_reward = False
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=ROWS)
     buffer.append_transform(lab.kl, invert=True)
@@ -103,7 +103,7 @@ class Recipe:
 
     def __init__(self, tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module, kl: str = "RetrieveKL") -> None:
         self.tokenizer, self.model = tokenizer, copy.deepcopy(policy_model)
-        self.sampler = copy.deepcopy(policy_model)  # the recipe's inference engine has weights of its own
+        self.sampler = copy.deepcopy(policy_model)  # the recipe's inference engine has its own weights
         self.buffer = ReplayBuffer(
             storage=LazyStackStorage(ANSWERS),
             sampler=SamplerWithoutReplacement(),

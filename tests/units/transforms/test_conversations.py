@@ -33,7 +33,7 @@ TRANSFORMS: dict[str, tuple[Any, Any]] = {
 
 
 def count(calls: list[int], _: Any, __: Any, kwargs: Any) -> None:
-    """Tokens of a forward that scores; generation has a cache of its own."""
+    """Tokens of a forward that scores; generation has its own cache."""
     if not kwargs.get("use_cache"):
         calls.append(kwargs["input_ids"].numel())
 
@@ -50,7 +50,7 @@ def test_a_turn_costs_its_new_tokens(lab: Any, name: str, padded: bool) -> None:
         calls.clear()  # of the probe
         torch.manual_seed(0)
         rollout = env.rollout(3, lab.policy(padded))
-        costs.append(list(calls))  # and not those of the comparison below
+        costs.append(list(calls))  # not the comparison's below
         for step in steps(rollout):
             found = step["next"][key]
             assert_near(found.reshape(len(found)), response_log_probs(ref, step), **FORWARD)

@@ -280,7 +280,7 @@ TRANSFORMS: dict[str, tuple[Any, bool]] = {
     "SignTransform": (lambda: SignTransform(in_keys=["reward"]), True),
     "BinarizeReward": (BinarizeReward, True),
     "Bonus": (Bonus, True),
-    # A factor is that of the sum; no change; other entries.
+    # A factor scales the sum; no change; other entries.
     "factor": (lambda: RewardScaling(loc=0.0, scale=2.0), False),
     "DoubleToFloat": (DoubleToFloat, False),
     "RewardSum": (lambda: RewardSum(in_keys=["reward"], out_keys=["episode_reward"]), False),

@@ -1,6 +1,6 @@
 """What fails in torchrl 0.14.1's KL transforms, row by row of the list of defects, works here, and other silent errors.
 
-Defects 5, 9 and 25 to 27 are those of places where a transform runs: test_places.py. 13 and 37: test_bad_input.py.
+Defects 5, 9 and 25 to 27 concern the places where a transform runs: test_places.py. 13 and 37: test_bad_input.py.
 """
 
 from __future__ import annotations

@@ -318,7 +318,7 @@ class Histories:
 def test_log_probs_of_a_padded_history_agree(assistant_only: bool) -> None:
     lab = Histories(MARKED)
     theirs, here = lab.scores(assistant_only=assistant_only)
-    # Left-padded in both. torchrl gives the padding and the first token log-probs of its own; ours are 0.
+    # Left-padded in both. torchrl gives the padding and the first token its own log-probs; ours are 0.
     real = pad_sequence([torch.arange(len(ids)) > 0 for ids in lab.ids()], batch_first=True, padding_side="left")
     assert theirs.shape == here.shape == real.shape
     assert_near(here[real], theirs[real], **FORWARD)

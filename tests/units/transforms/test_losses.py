@@ -11,7 +11,7 @@ Recipes for rollouts (``padded``: whether they are):
   of the policy wrote. The advantage is ``[1, 1]`` for each sequence; one for each token works for padded rollouts as it
   is, and must be padded on the left of nested ones.
 * ``SFTLoss``, ``DistillationLoss``: ``set_keys(history="tokens")``. They hand the actor nothing but this entry: its
-  tokenizer needs a pad token of its own.
+  tokenizer needs its own pad token.
 
 Conversations without tokens: masks from ``render_conversations``, padded on the left if ``padded``; ``input_mode="history"``
 and one chat template for the actor and the transform's model. Data without ``"next"`` has the entries one level up.
@@ -29,7 +29,6 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.testing import assert_close
-from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 from torchrl.envs import Transform
 from torchrl.modules.llm.policies import ChatHistory
@@ -105,7 +104,7 @@ class Lab:
         """Four rollouts ``[4]``, prompts and responses all of different lengths, scored in the env.
 
         ``combined``: by ``RetrieveKL``, else by two ``RetrieveLogProb`` and a ``KLComputation``. The assistant mask, which
-        torchrl's rollouts leave empty, is what follows the prompt and is no padding.
+        torchrl's rollouts leave empty, is what follows the prompt without the padding.
         """
         policy = make_policy(self.policy_model, self.tokenizer, pad_output=self.padded)
         policy.generate_kwargs["eos_token_id"] = [self.tokenizer.eos_token_id, *range(0, 256, 5)]  # some stop early
@@ -233,19 +232,6 @@ def by_hand(lab: Lab, data: TensorDictBase) -> Tensor:
 
 def total(out: TensorDictBase) -> Tensor:
     return out["loss_objective"] + out["loss_kl_to_ref"]
-
-
-def test_policy_loss(lab: Lab) -> None:
-    """In one piece, and in parts out of a replay buffer."""
-    data, loss = lab.data(), lab.policy_loss()
-    want = by_hand(lab, data)
-    loss.count(data)
-    found = total(loss(data))
-    close(found, want)
-    close_gradients(found, want, lab.model)
-    buffer = ReplayBuffer(storage=LazyStackStorage(4), collate_fn=lambda x: x)
-    buffer.extend(data)
-    close(sum(total(loss(buffer[torch.tensor(index)])) for index in ([2, 0], [3, 1])), want)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ JAGGED = {"pad_output": False, "layout": torch.jagged}
     [
         *[("left", ROWS, "left", None), ("right", JAGGED, "left", None), ("nested", JAGGED, "left", None)],
         *[("leaves", ROWS, "left", None), ("padded leaves", JAGGED, "left", None)],
-        # Padding stays where the data has it; ``padding_side`` is that of a nested tensor; leaves of a stack are rows alone.
+        # Padding stays where the data has it; ``padding_side`` is for a nested tensor; leaves of a stack are rows alone.
         *[("left", PADDED, "right", "left"), ("right", PADDED, "left", "right"), ("leaves", PADDED, "left", None)],
         *[("padded leaves", PADDED, "left", "right"), ("nested", PADDED, "left", "left")],
         ("nested", PADDED, "right", "right"),

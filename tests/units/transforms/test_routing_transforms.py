@@ -133,7 +133,7 @@ def test_in_an_env(lab: Any) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
 def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
-    """The policy replays; the reference routes by itself, or has an entry of its own."""
+    """The policy replays; the reference routes by itself, or has its own entry."""
     other = random_record(1)
 
     def kl(policy: nn.Module = later, reference: nn.Module = model, **kwargs: Any) -> TensorDictBase:
@@ -211,7 +211,7 @@ def test_records_of_other_shapes(entry: Tensor, message: str, model: nn.Module) 
 
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None:
-    """The first ratio is 1; log-probs and gradients of a later policy are those of the recorded experts."""
+    """The first ratio is 1; log-probs and gradients of a later policy are over the recorded experts."""
     td = RetrieveLogProb(model, extras=[RoutedExperts(KEY, record=True)])(make_data(layout))
     assert_ones(PolicyLoss(model, "ppo")(td))
     loss = PolicyLoss(later, "gpg")

@@ -48,7 +48,7 @@ def test_the_samplers_move_and_the_trainers_take_their_place(layout: str, name: 
 def test_a_first_token_that_was_not_scored_is_nan() -> None:
     stored = [[0.0, -2.0], [0.0, -1.5, 0.0, -3.5], [0.0]]
     found = RetrieveLogProb(tiny_model(seed=0), extras=[SamplerLogProbs(SAMPLER)])(rollout("lazy", stored=stored))
-    expected = [[NAN, -2.0], [NAN, -1.5, 0.0, -3.5], [NAN]]  # of the last, the others show that 0 is no score
+    expected = [[NAN, -2.0], [NAN, -1.5, 0.0, -3.5], [NAN]]  # of the last, the others show that 0 is not a score
     assert_close(at_responses(found, SAMPLER), list(map(torch.tensor, expected)), equal_nan=True, rtol=0, atol=0)
 
 

@@ -186,7 +186,7 @@ def test_records_of_other_calls_are_refused() -> None:
 
 @pytest.fixture
 def plain(lab: Any) -> Any:
-    """A wrapper without a top-k of its own: transformers' default of 50 applies."""
+    """A wrapper without its own top-k: transformers' default of 50 applies."""
     return lab.policy(True)
 
 

@@ -275,7 +275,7 @@ def test_a_device_that_does_not_exist(ref_model: Any, tmp_path: Any) -> None:
     for device in ("cuda:99", "meta", "mars", True, torch.device("cuda", 99)):
         shown = repr(device if isinstance(device, bool) else str(device))
         for name, call in calls:
-            message = rf"^{name}={shown} is no device of this process .*has cpu.*: pass one of"
+            message = rf"^{name}={shown} is not a device of this process .*has cpu.*: pass one of"
             with pytest.raises(ValueError, match=message):
                 call(device)
     assert [parameter.device for parameter in ref_model.parameters()] == before
