@@ -3,6 +3,7 @@
 from torchrl_llm_kl.head._functions import (
     Direction as Direction,
     HeadOptions as HeadOptions,
+    PairOptions as PairOptions,
     linear_kept as linear_kept,
     linear_log_prob as linear_log_prob,
     linear_outcomes as linear_outcomes,

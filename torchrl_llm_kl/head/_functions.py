@@ -36,6 +36,14 @@ class HeadOptions(TypedDict, total=False):
     chunk: tuple[int, int] | int | None
 
 
+class PairOptions(HeadOptions, total=False):
+    """:class:`HeadOptions` of the policy's head, and the reference's where they differ; see :func:`linear_pair`."""
+
+    ref_bias: Tensor | None
+    ref_scale: float
+    ref_soft_cap: float | None
+
+
 def linear_log_prob(
     hidden: Tensor,
     weight: Tensor,
@@ -157,15 +165,12 @@ def linear_pair(
     *,
     direction: Direction = "reverse",
     beta: float = 0.5,
-    ref_bias: Tensor | None = None,
-    ref_scale: float = 1.0,
-    ref_soft_cap: float | None = None,
     entropy: bool = False,
     truncation: Truncation | None = None,
     kept: Kept | None = None,
     keep_targets: bool = False,
     ref_kept: bool = False,
-    **options: Unpack[HeadOptions],
+    **options: Unpack[PairOptions],
 ) -> PairOutput:
     r"""Exact KL of policy and reference, log-probs of given tokens under both, and the policy's entropy, in one sweep.
 
@@ -199,8 +204,10 @@ def linear_pair(
     Source: the exact inner sum: Amini et al., arXiv 2504.10637; ``beta``: Agarwal et al., arXiv 2306.13649, with the
     teacher as first distribution.
     """
-    policy, part, tile = _prepare(hidden, weight, **options)
-    of_ref: HeadOptions = {**options, "bias": ref_bias, "scale": ref_scale, "soft_cap": ref_soft_cap}
+    bias, scale, cap = options.pop("ref_bias", None), options.pop("ref_scale", 1.0), options.pop("ref_soft_cap", None)
+    own: HeadOptions = options
+    policy, part, tile = _prepare(hidden, weight, **own)
+    of_ref: HeadOptions = {**own, "bias": bias, "scale": scale, "soft_cap": cap}
     ref, ref_part, _ = _prepare(ref_hidden, ref_weight, "ref_", **of_ref)
     vocab, ref_vocab = _vocabulary(policy, part), _vocabulary(ref, ref_part)
     if vocab != ref_vocab:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -154,14 +155,15 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             for name, key in (("gen", gen_log_probs_full_key), ("ref", ref_log_probs_full_key)):
                 if problem := full_key_problem(f"{name}_log_probs_full_key", key):
                     raise ValueError(problem)
-        shared: dict[str, Any] = {
-            "assistant_only": assistant_only,
-            "tokenizer_kwargs": tokenizer_kwargs,
-            "tokenizer": tokenizer,
-            "padding_side": padding_side,
-            "scope": scope,
-            "service_backend": "direct",  # the models are behind a service already, if anywhere
-        }
+        part = partial(
+            RetrieveLogProb,
+            assistant_only=assistant_only,
+            tokenizer_kwargs=tokenizer_kwargs,
+            tokenizer=tokenizer,
+            padding_side=padding_side,
+            scope=scope,
+            service_backend="direct",  # the models are behind a service already, if anywhere
+        )
         base, adapters = isinstance(ref_model, str), find([x for x in extras if x.of == "reference"], Adapters)
         if base and adapters is not None and adapters.adapters is True:
             raise ValueError(
@@ -172,24 +174,22 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         keys = find(extras, KLKeys) or KLKeys()
         with warnings.catch_warnings():  # the reference samples nothing
             warnings.simplefilter("ignore", SamplerMismatchWarning)
-            reference = RetrieveLogProb(
+            reference = part(
                 gen_model if base else ref_model,
                 log_probs_full_key=ref_log_probs_full_key,
                 device=None if base and isinstance(gen_model, str) else device,
                 options=_of_reference(options, base=base),
                 extras=_of(extras, "reference"),
-                **shared,
             )
         reference._compared = True
         super().__init__(
-            RetrieveLogProb(
+            part(
                 gen_model,
                 log_probs_full_key=gen_log_probs_full_key,
                 detach=detach,
                 device=None if isinstance(gen_model, str) else device,
                 options=options,
                 extras=_of(extras, "policy"),
-                **shared,
             ),
             reference,
             KLComputation(
@@ -204,8 +204,8 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 **vars(keys),
             ),
         )
-        for part in self.transforms[:_KL]:
-            part.read_conversation(history_key)
+        for each in self.transforms[:_KL]:
+            each.read_conversation(history_key)
         self._base, self._extras = base, extras
         if self.side_by_side:
             self._check_side_by_side()
@@ -304,28 +304,27 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     def _check_side_by_side(self) -> None:
         """Raise a ValueError for what one pass over both models cannot do."""
-        gen, ref = (find(part.extras, AfterPrompt) for part in self.transforms[:_KL])
-        prompts = [None if each is None else each.prompt for each in (gen, ref)]
-        exact = self.estimator == "exact"
+        exact, reference = self.estimator == "exact", self[_REFERENCE]
         what = "estimator='exact'" if exact else "Sampling(reference='kept')"
-        part = self.transforms[_REFERENCE]
-        if written := [key for extra in part.extras for key in extra.out_keys(part)]:
+        if written := [key for extra in reference.extras for key in extra.out_keys(reference)]:
             raise ValueError(
                 f"{what} runs both models side by side, and gets log-probs and a KL of the reference alone: an extra of the "
                 f"reference writes {written}. Leave it out, or score the reference with a RetrieveLogProb too."
             )
-        if prompts[0] == prompts[1]:
-            return
-        advice = (
-            "Use an estimator of log-probs such as 'k1', or the teacher's most probable tokens: RetrieveLogProb(teacher, "
-            "extras=[AfterPrompt(...), TopK(64)])."
-            if exact
-            else "Use Sampling(reference='whole')."
+        policys, references = (
+            getattr(find(part.extras, AfterPrompt), "prompt", None) for part in self.transforms[:_KL]
         )
-        raise ValueError(
-            f"{what} runs both models side by side on the same tokens, and their prompts differ: {prompts[0]!r} of the policy, "
-            f"{prompts[1]!r} of the reference. {advice}"
-        )
+        if policys != references:
+            advice = "Use Sampling(reference='whole')."
+            if exact:
+                advice = (
+                    "Use an estimator of log-probs such as 'k1', or the teacher's most probable tokens: "
+                    "RetrieveLogProb(teacher, extras=[AfterPrompt(...), TopK(64)])."
+                )
+            raise ValueError(
+                f"{what} runs both models side by side on the same tokens, and their prompts differ: {policys!r} of the "
+                f"policy, {references!r} of the reference. {advice}"
+            )
 
 
 def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:

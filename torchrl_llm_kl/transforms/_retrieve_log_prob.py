@@ -215,8 +215,7 @@ class Job(NamedTuple):
         located = self.located
         if not isinstance(located, InContext):
             return scores
-        placed: dict[str, Any] = {name: located.back(x) for name, x in scores.per_token.items()}
-        return scores._replace(**placed)
+        return Scores(**scores._asdict() | {name: located.back(x) for name, x in scores.per_token.items()})
 
 
 class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
@@ -336,7 +335,9 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             warnings.warn(problem, stacklevel=2)
         self.log_probs_full_key = log_probs_full_key
         self.declare()
-        self.check_models()
+        if hasattr(self, "model"):  # a model that cannot be scored raises an error here
+            self.compare_sampler()
+            self.scorer.check(self.asked, reference=self.reference_scorer)
 
     # ------------------------------------------------------------------ keys and specs
 
@@ -410,14 +411,6 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         )
 
     # ------------------------------------------------------------------ the models
-
-    def check_models(self) -> None:
-        """Build the scorers of the models known so far, so that a model that cannot be scored raises an error here."""
-        model = getattr(self, "model", None)
-        reference = self.reference_scorer
-        if model is not None:
-            self.compare_sampler(stacklevel=3)
-            self.scorer.check(self.asked, reference=reference)
 
     @property
     def reference_scorer(self) -> Scorer | None:
