@@ -24,7 +24,7 @@ from scoring_reference import (
     random_mask,
     random_sequences,
 )
-from torchrl_llm_kl.head import _tiles
+from torchrl_llm_kl.head import _operators
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer, ScoreOptions, _attention
 from torchrl_llm_kl.scoring._model import Route, Setup
@@ -118,7 +118,7 @@ def test_a_copy_scores_the_same_and_new_weights_take_effect_at_once(clone):
 
 def test_with_grad_the_logits_are_not_held(monkeypatch):
     """No tensor saved by the graph has the size of the vocabulary, beyond the few that the head keeps within a budget."""
-    monkeypatch.setattr(_tiles, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(_operators, "_KEPT_BYTES", 0)
     model, shapes = tiny_model(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
         LogProbScorer(model, probe=False, head_chunk=16).score(random_sequences(30, 30), grad=True)

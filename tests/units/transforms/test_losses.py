@@ -1,21 +1,4 @@
-"""torchrl's losses on entries written by the transforms, and ``PolicyLoss`` beside them: one plain forward per sequence.
-
-Recipes for rollouts (``padded``: whether they are):
-
-* the actor: ``TransformersWrapper(..., input_mode="tokens", generate=False, pad_output=padded)``; another ``input_mode``
-  tokenises the conversation again: other tokens than were sampled, which ``GRPOLoss`` refuses for their number.
-* ``GRPOLoss(actor, masking_strategy="sft", ...)`` needs nothing but the rollout; ``"rlhf"``, ``SFTLoss`` and
-  ``DistillationLoss`` need ``("masks", "all_assistant_mask")``, which a rollout leaves empty (see ``mark_responses``).
-  Not ``"generic"``: it counts the prompts, where the transforms write 0 by default, and first tokens.
-* ``GRPOLoss``: ``set_keys(sample_log_prob=("next", "log_probs", "full"))``, what ``RetrieveKL`` or a ``RetrieveLogProb``
-  of the policy wrote. The advantage is ``[1, 1]`` for each sequence; one for each token works for padded rollouts as it
-  is, and must be padded on the left of nested ones.
-* ``SFTLoss``, ``DistillationLoss``: ``set_keys(history="tokens")``. They hand the actor nothing but this entry: its
-  tokenizer needs its own pad token.
-
-Conversations without tokens: masks from ``render_conversations``, padded on the left if ``padded``; ``input_mode="history"``
-and one chat template for the actor and the transform's model. Data without ``"next"`` has the entries one level up.
-"""
+"""torchrl's losses (recipes: docs/recipes.md) and ``PolicyLoss`` on entries that the transforms wrote, beside plain forwards."""
 
 from __future__ import annotations
 
