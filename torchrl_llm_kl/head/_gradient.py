@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
-from torchrl_llm_kl.head._support import WHOLE, Kept, local_index, support_of
+from torchrl_llm_kl.head._support import WHOLE, Kept, local_index
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     Plan,
     Result,
     log_ratio_to_mixture,
+    support_of,
     tiles,
     without_ids,
 )

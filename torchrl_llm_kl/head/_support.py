@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.head._tiles import Plan
 
 _BLOCK = 2**18  # logits, 1 MiB in float32
 
@@ -124,13 +121,6 @@ def spare(out: Tensor, targets: Tensor | None, cols: slice) -> Tensor:
     was = out.gather(1, index)
     out.scatter_(1, index, was & ~inside)
     return (was & inside).squeeze(1)
-
-
-def support_of(plan: Plan, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
-    """The support of a plan's policy; None if it is the whole vocabulary."""
-    if kept is None and not plan.truncation.active:
-        return None
-    return Support(plan.truncation, kept, floor, targets if plan.keep_targets else None, find=find)
 
 
 def recorded(kept: Kept, logits: Tensor, rows: slice, cols: slice) -> Tensor:

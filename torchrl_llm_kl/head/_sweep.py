@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.head._support import Kept, local_index, support_of
+from torchrl_llm_kl.head._support import Kept, local_index
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
     Head,
     Plan,
     Result,
     log_ratio_to_mixture,
+    support_of,
     tiles,
     without_ids,
 )

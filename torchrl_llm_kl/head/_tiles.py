@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
-from torchrl_llm_kl.head._support import WHOLE, Support, Truncation, local_index
+from torchrl_llm_kl.head._support import WHOLE, Kept, Support, Truncation, local_index
 
 # exp underflows to 0 below this, in float64 too: log-probs are clamped here before they meet their probability.
 LOG_ZERO = -1000.0
@@ -162,6 +162,13 @@ class Plan:
             return self.chunk
         # As many elements as other tiles, but not too few rows: every block of rows reads the whole head.
         return max(positions * tokens // vocab, min(positions, _FEWEST_WHOLE_ROWS)), vocab
+
+
+def support_of(plan: Plan, kept: Kept | None, targets: Tensor | None, floor: Tensor, *, find: bool) -> Support | None:
+    """The support of a plan's policy; None if it is the whole vocabulary."""
+    if kept is None and not plan.truncation.active:
+        return None
+    return Support(plan.truncation, kept, floor, targets if plan.keep_targets else None, find=find)
 
 
 def tiles(

@@ -1,4 +1,4 @@
-"""torchrl's losses (recipes: docs/recipes.md) and ``PolicyLoss`` on entries that the transforms wrote, beside plain forwards."""
+"""torchrl's losses (recipes: docs/recipes.md) and ``PolicyLoss`` on entries of the transforms, beside plain forwards."""
 
 from __future__ import annotations
 
