@@ -134,6 +134,11 @@ def test_the_same_tokens_as_transformers(logits, truncation):
         assert kept.any(-1).all()
 
 
+def test_a_total_that_rounding_leaves_below_top_p():
+    logits = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0))
+    assert (logits >= floor_of(logits, Truncation(top_p=1 - 1e-9)).unsqueeze(1)).all()
+
+
 def test_backward_with_other_rounding():
     """Tiles of other shapes round their logits otherwise: a token at the edge must not change sides."""
     hidden, weight, _ = make_head(n=64, h=256, v=1000, dtype=torch.float32, grad=True)
@@ -261,6 +266,10 @@ def test_unusual_records(path):
     assert_same(*found)
     found = linear_log_prob(hidden, weight, torch.tensor([9, 5]), kept=once).log_prob
     assert found.tolist() == [-math.inf, 0.0]
+    # A recorded token that both models rule out adds nothing to the KL.
+    bias = torch.zeros(50, dtype=torch.float64).index_fill(0, torch.tensor([8]), -math.inf)
+    heads = (hidden, weight, bias), (hidden.detach(), 2 * weight.detach(), bias)
+    assert pair(*heads, kept=once, ref_kept=True).kl.tolist() == [0.0, 0.0]
     # Positions that are not read may have no record: they cost nothing and turn nothing into NaN.
     if path == "kept tokens alone":
         kept = Kept(torch.tensor([3, 8]), torch.tensor([0, 0, 2]))

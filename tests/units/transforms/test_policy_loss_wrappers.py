@@ -156,8 +156,11 @@ def test_the_kl_of_prompts_without_scores_is_0(
     policy_model: nn.Module, ref_model: nn.Module, layout: str, settings: dict[str, Any]
 ) -> None:
     data, transform = without_prompt_scores(policy_model, layout), KLRewardTransform(ref_model, **settings)
+    own = [plain_log_probs(policy_model, row) for row in WHOLE]
+    if layout == "lazy":  # a response may begin with a token that is certain
+        own[1][1] = data[1]["log_probs", "full"][1] = 0.0
     out, found = warned_of(lambda: transform(data))
     assert ["the first 2 tokens of prompts" in text for text in found] == [True] * bool(settings)
-    kl = [plain_log_probs(policy_model, row) - plain_log_probs(ref_model, row) for row in WHOLE]
+    kl = [gen - plain_log_probs(ref_model, row) for gen, row in zip(own, WHOLE, strict=True)]
     want = [row[len(prompt) :, None] for row, prompt in zip(kl, PROMPTS, strict=True)]
     assert_near(at_responses(out, "kl_penalty", PROMPTS, RESPONSES), want, **FORWARD)
