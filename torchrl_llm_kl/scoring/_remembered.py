@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
 from torchrl_llm_kl.scoring._invariant import PACK
@@ -24,15 +24,15 @@ from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
-from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore, within
+from torchrl_llm_kl.scoring._store import KEY_BYTES, ScoreStore
 from torchrl_llm_kl.scoring._wrapper import log_probs_only
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 # Counts up when scores change by more than rounding.
 _FORMAT = 1
 # What a score may be, up to rounding; others are neither stored nor served.
-_RANGE = {"log_prob": (-math.inf, 0.01), "ref_log_prob": (-math.inf, 0.01)}
-_RANGE |= dict.fromkeys(("entropy", "kl"), (-0.01, math.inf))
+_SPANS = {name: (-math.inf, 0.01) for name in ("log_prob", "ref_log_prob")}
+_SPANS |= {name: (-0.01, math.inf) for name in ("entropy", "kl")}
 # What transforms read from a TorchRL wrapper or a service's proxy, besides its keys.
 _INTERFACE = {"interface", "input_mode", "generate", "return_log_probs", "pad_output", "layout"}
 _INTERFACE |= {"tokenizer", "chat_template", "chat_template_name"}
@@ -249,7 +249,7 @@ class Lookup:
     ``contexts`` has for each column of the scores the digest of all that it depends on besides the tokens, 32 bytes.
     """
 
-    def __init__(self, store: ScoreStore, request: ScoreRequest, contexts: dict[str, bytes]) -> None:
+    def __init__(self, store: ScoreStore, request: ScoreRequest, contexts: Mapping[str, bytes]) -> None:
         self._store, self._request = store, request
         self._mask, self._lengths = request.mask.numpy(), request.tokens.lengths.tolist()
         rows = np.split(request.tokens.values.numpy().astype("<i8"), np.cumsum(self._lengths)[:-1])
@@ -258,10 +258,10 @@ class Lookup:
             name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
             for name, context in contexts.items()
         }
-        found = {name: store.read(keys, self._lengths, *_RANGE[name]) for name, keys in self._keys.items()}
-        self._known = {name: known for name, (known, _) in found.items()}
-        self._values = {name: values for name, (_, values) in found.items()}
-        self._missing = self._mask & ~np.logical_and.reduce(list(self._known.values()))
+        # Of all tokens, NaN where unknown: what was stored, and what is computed.
+        self._known = {name: store.read(keys, self._lengths, _SPANS[name]) for name, keys in self._keys.items()}
+        self._new: dict[str, np.ndarray] = {}
+        self._missing = self._mask & np.logical_or.reduce([np.isnan(values) for values in self._known.values()])
         wanted, missing = int(self._mask.sum()), int(self._missing.sum())
         store.tokens_seen += wanted
         store.tokens_recalled += wanted - missing
@@ -273,29 +273,29 @@ class Lookup:
 
     def missing(self) -> ScoreRequest:
         """The sequences that lack a score, and the mask of the tokens that lack one."""
-        tokens, mask = self._request.tokens, torch.from_numpy(self._missing)
-        lacks = torch.zeros(tokens.num_sequences, dtype=torch.bool).index_fill(0, tokens.sequence_ids[mask], True)
-        self._rows = lacks[tokens.sequence_ids]
-        return replace(self._request.select(lacks.nonzero().squeeze(-1)), mask=mask[self._rows])
+        sequence, mask = self._request.tokens.sequence_ids, torch.from_numpy(self._missing)
+        rows = sequence[mask].unique()
+        self._sent = replace(self._request.select(rows), mask=mask[torch.isin(sequence, rows)])
+        return self._sent
 
     def take(self, scores: Scores) -> None:
         """Take the computed scores of :meth:`missing`; what was stored before stays."""
-        mask = self._missing
         for name, known in self._known.items():
-            computed = getattr(scores, name).values.detach().cpu()[torch.from_numpy(mask)[self._rows]].numpy()
-            if computed.dtype != self._values[name].dtype:
-                self._values[name] = self._values[name].astype(computed.dtype)
-            new = mask & ~known
-            self._values[name][new] = computed[new[mask]]
+            computed = getattr(scores, name).values.detach().cpu()[self._sent.mask].numpy()
+            self._new[name] = np.full(len(known), np.nan, computed.dtype)
+            self._new[name][self._missing] = computed
+            self._new[name][~np.isnan(known)] = np.nan
 
     def store_new(self) -> None:
         """Store what was computed."""
-        for name, keys in self._keys.items():
-            new, values = self._missing & ~self._known[name], self._values[name]
-            self._store.add(keys, self._lengths, new & within(values, *_RANGE[name]), values)
+        for name, values in self._new.items():
+            self._store.add(self._keys[name], self._lengths, values, _SPANS[name])
 
     def scores(self, version: int | None) -> Scores:
         """All scores of the request."""
+        columns: dict[str, Tensor] = {}
+        for name, known in self._known.items():
+            values = np.where(np.isnan(known), self._new[name], known) if name in self._new else known
+            columns[name] = torch.from_numpy(values[self._mask])
         elements = self._request.mask.nonzero().squeeze(-1)
-        columns: dict[str, Any] = {name: torch.from_numpy(x[self._mask]) for name, x in self._values.items()}
         return Scores.spread(self._request.layout, elements, **columns)._replace(version=version)

@@ -1,7 +1,7 @@
 """Scores on disk: a SQLite file that any number of processes read and write. Independent of torch.
 
-Each record has a checksum over its key, mask and scores, which is checked at each read together with what it may hold: a
-damaged file costs a forward, never a wrong score.
+Each record has a checksum over its key and scores, which is checked at each read together with what it may hold: a damaged
+file costs a forward, never a wrong score. Every call opens the file anew, so that threads, forks and copies share nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import math
 import os
 import sqlite3
 import struct
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -26,17 +25,17 @@ import numpy as np
 KEY_BYTES = 16
 _CHECK_BYTES = 8
 _FILE = "scores.sqlite3"
-_HEAD = struct.Struct("<QB")  # of a mask: tokens, bytes of a score
+_HEAD = struct.Struct("<QQB")  # tokens, the first of them with a score, bytes of a score
 _BUSY = 60.0  # seconds that another process may hold the file
 _PAGE = 4096
 _AT_ONCE = 500  # keys in a query
 _MARK_EVERY = 60.0  # seconds between marks of use: a commit each
-_TABLE = (
-    "CREATE TABLE IF NOT EXISTS scores (key BLOB PRIMARY KEY, used REAL, mask BLOB, scores BLOB, digest BLOB) WITHOUT ROWID",
-    "CREATE INDEX IF NOT EXISTS oldest ON scores (used)",
-)
-#: Mask and scores of a sequence: bool [T], and the scores where it is True.
-Record = tuple[np.ndarray, np.ndarray]
+_TABLE = "CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, used REAL, record BLOB) WITHOUT ROWID"
+_SETUP = (f"PRAGMA page_size = {_PAGE}", "PRAGMA synchronous = NORMAL", "PRAGMA trusted_schema = OFF", _TABLE)
+_SETUP += ("CREATE INDEX IF NOT EXISTS oldest ON records (used)",)
+#: The smallest and the largest score that can be.
+Span = tuple[float, float]
+ANY: Span = (-math.inf, math.inf)
 T = TypeVar("T")
 
 
@@ -53,8 +52,9 @@ class ScoreStore:
         folder: created if missing. Every model, setting and process may share one.
 
     Keyword Args:
-        max_bytes: of the file, never exceeded; one that is larger already does not shrink. A token takes 4.1 bytes (8.1 in
-            float64), a sequence about 80 more. Default 4 GiB, about a billion tokens.
+        max_bytes: of the file, never exceeded; one that is larger already does not shrink. A token takes 4 bytes (8 in
+            float64) from the first scored one of its sequence to the last, a sequence about 80 more. Default 4 GiB, about a
+            billion tokens.
 
     Attributes:
         tokens_seen: number of tokens that scorers looked up in this process.
@@ -68,9 +68,9 @@ class ScoreStore:
         >>> import numpy as np, tempfile
         >>> store = ScoreStore(tempfile.mkdtemp())
         >>> key = b"sixteen bytes 01"
-        >>> store.add([key], [3], np.array([False, True, True]), np.array([0, -0.5, -1.5], dtype=np.float32))
+        >>> store.add([key], [3], np.array([np.nan, -0.5, -1.5], dtype=np.float32))
         >>> store.read([key, b"sixteen bytes 02"], [3, 1])
-        (array([False,  True,  True, False]), array([ 0. , -0.5, -1.5,  0. ], dtype=float32))
+        array([ nan, -0.5, -1.5,  nan], dtype=float32)
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, max_bytes: int = 4 * 2**30) -> None:
@@ -83,91 +83,58 @@ class ScoreStore:
         self._warned: set[str] = set()
         self._used: set[bytes] = set()  # keys that were read since the last mark of use
         self._marked = time.monotonic()
-        self._pid, self._lock, self._file = os.getpid(), threading.RLock(), _Connection()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (str(self.folder), self.max_bytes)
+    def __reduce__(self) -> tuple[Callable[..., ScoreStore], tuple[Path]]:
+        return partial(type(self), max_bytes=self.max_bytes), (self.folder,)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.folder)!r}, max_bytes={self.max_bytes})"
 
-    def read(
-        self, keys: Sequence[bytes], lengths: Sequence[int], low: float = -math.inf, high: float = math.inf
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, keys: Sequence[bytes], lengths: Sequence[int], span: Span = ANY) -> np.ndarray:
         """What is known of some sequences of tokens.
 
         Args:
             keys: one for each sequence, of 16 bytes.
             lengths: its number of tokens.
-            low: the smallest score that can be. A record that holds a smaller one, or one that is not finite, is damaged.
-            high: the largest.
+            span: the smallest and the largest score that can be. A record that holds another, or an infinite one, is damaged.
 
         Returns:
-            Two arrays ``[N]`` over the tokens of all sequences, end to end: whether the score is known, bool; and the score,
-            float32 or float64 as it was stored, 0 where it is not known.
+            The scores of the tokens of all sequences, end to end, NaN where they are not known; float32 or float64 ``[N]``,
+            as they were stored.
         """
-        found = self._tried("read", partial(self._look_up, set(keys))) or {}
-        known, values = np.zeros(sum(lengths), np.bool_), np.zeros(sum(lengths), np.float32)
-        end = 0
-        for key, length in zip(keys, lengths, strict=True):
-            start, end = end, end + length
-            if key not in found:
-                continue
-            mask, scores = found[key]
-            if len(mask) != length or not within(scores, low, high).all():
-                self._warn(
-                    "impossible",
-                    f"holds a record that does not fit its sequence ({length} tokens, scores in [{low:g}, {high:g}]); its "
-                    "scores are recomputed. Delete the file.",
-                )
-                continue
-            values = values.astype(np.result_type(values, scores), copy=False)
-            known[start:end] = mask
-            values[start:end][mask] = scores
-        return known, values
+        found = self._tried("read", partial(self._look_up, dict(zip(keys, lengths, strict=True)), span)) or {}
+        unknown = (np.full(length, np.nan, np.float32) for length in (0, *lengths))
+        return np.concatenate([next(unknown), *(found.get(*pair) for pair in zip(keys, unknown, strict=True))])
 
-    def add(self, keys: Sequence[bytes], lengths: Sequence[int], mask: np.ndarray, values: np.ndarray) -> None:
+    def add(self, keys: Sequence[bytes], lengths: Sequence[int], values: np.ndarray, span: Span = ANY) -> None:
         """Store scores. Those that are stored already stay.
 
         Args:
             keys: see :meth:`read`.
             lengths: see :meth:`read`.
-            mask: True at the tokens whose scores are stored; bool ``[N]``.
-            values: the scores; float32 or float64 ``[N]``.
+            values: the scores, NaN at tokens without one; float32 or float64 ``[N]``.
+            span: see :meth:`read`: scores outside are not stored, and do not stay.
 
         Raises:
-            ValueError: if the arrays do not have one element for each token, or the scores are of another dtype or not finite.
+            ValueError: if there is not one score for each token, or they are of another dtype.
         """
-        total = sum(lengths)
-        if mask.shape != (total,) or values.shape != (total,) or mask.dtype != np.bool_:
+        if values.shape != (sum(lengths),) or values.dtype not in (np.float32, np.float64):
             raise ValueError(
-                f"expected a boolean mask and scores of {total} tokens, got {mask.dtype} {mask.shape} and {values.shape}."
+                f"expected the scores of {sum(lengths)} tokens in float32 or float64, got {values.dtype} {values.shape}."
             )
-        if values.dtype not in (np.float32, np.float64):
-            raise ValueError(f"scores must be float32 or float64, got {values.dtype}.")
-        if not np.isfinite(values[mask]).all():
-            raise ValueError("scores must be finite.")
-        ends = np.cumsum(np.asarray(lengths, dtype=np.int64)).tolist()
-        new: dict[bytes, Record] = {}
-        for key, end, length in zip(keys, ends, lengths, strict=True):
-            own = mask[end - length : end]
-            if own.any():
-                new[key] = _joined(new.get(key), (own, values[end - length : end][own]))
-        size = sum(len(own) // 8 + scores.nbytes + 80 for own, scores in new.values())
+        values = np.where(_possible(values, span), values, np.nan)
+        new: dict[bytes, np.ndarray] = {}
+        for key, own in zip(keys, np.split(values, np.cumsum(lengths)[:-1]), strict=True):
+            if not np.isnan(own).all():
+                new[key] = _joined(new.get(key), own)
+        size = sum(own.nbytes + 80 for own in new.values())
         if 2 * size > self.max_bytes:
             self._warn(
                 "too large",
                 f"did not store the scores of a call: they take {size} bytes, more than half of max_bytes={self.max_bytes}.",
             )
         elif new:
-            self._tried("written", partial(self._write, new, size))
-
-    def close(self) -> None:
-        """Close the file, until the next use."""
-        if self._used:
-            self._tried("written", self._mark)
-        with self._own_lock():
-            self._file.close()
+            self._tried("written", partial(self._write, new, size, span))
 
     @property
     def num_bytes(self) -> int:
@@ -177,25 +144,21 @@ class ScoreStore:
 
     # ------------------------------------------------------------------ the file
 
-    def _own_lock(self) -> threading.RLock:
-        if self._pid != os.getpid():  # a fork: the parent's connection and lock are not for this process
-            self._pid, self._lock, self._file = os.getpid(), threading.RLock(), _Connection(self._file)
-        return self._lock
-
     def _tried(self, what: str, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """What ``work`` does with the open file, this thread alone; None and a warning if it fails."""
-        with self._own_lock():
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                return work(self._file.open(self.folder / _FILE, self.max_bytes))
-            except (sqlite3.Error, OSError) as error:
-                self._file.close()
-                self._warn(
-                    what,
-                    f"could not be {what} ({type(error).__name__}: {error}); its scores are recomputed. Check the free space "
-                    "of the disk; if the file is damaged, delete it.",
-                )
-                return None
+        """What ``work`` does with the open file; None and a warning if it fails."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self.folder / _FILE, timeout=_BUSY, isolation_level=None)) as file:
+                for statement in (*_SETUP, f"PRAGMA max_page_count = {self.max_bytes // _PAGE}"):
+                    file.execute(statement)
+                return work(file)
+        except (sqlite3.Error, OSError) as error:
+            self._warn(
+                what,
+                f"could not be {what} ({type(error).__name__}: {error}); its scores are recomputed. Check the free space of "
+                "the disk; if the file is damaged, delete it.",
+            )
+            return None
 
     def _warn(self, cause: str, text: str) -> None:
         """Once for each cause."""
@@ -203,48 +166,43 @@ class ScoreStore:
             self._warned.add(cause)
             warnings.warn(f"{self.folder / _FILE} {text}", stacklevel=4)
 
-    def _look_up(self, keys: Set[bytes], file: sqlite3.Connection) -> dict[bytes, Record]:
-        found = self._records(file, keys)
+    def _look_up(self, wanted: Mapping[bytes, int], span: Span, file: sqlite3.Connection) -> dict[bytes, np.ndarray]:
+        found = self._records(file, wanted, span)
         self._used.update(found)
         if time.monotonic() - self._marked >= _MARK_EVERY:
+            self._marked = time.monotonic()  # also if it fails: not at each read
             # Read-only, or another process writes: what was read is right all the same.
-            with suppress(sqlite3.OperationalError):
-                self._mark(file)
+            with suppress(sqlite3.OperationalError), _transaction(file):
+                self._mark_used(file)
         return found
 
-    def _write(self, new: dict[bytes, Record], size: int, file: sqlite3.Connection) -> None:
+    def _write(self, new: dict[bytes, np.ndarray], size: int, span: Span, file: sqlite3.Connection) -> None:
         with _transaction(file):
-            for key, earlier in self._records(file, new.keys()).items():
+            for key, earlier in self._records(file, {key: len(own) for key, own in new.items()}, span).items():
                 new[key] = _joined(earlier, new[key])
             self._mark_used(file)
             self._make_room(file, size)
-            rows = [(key, time.time(), *_encode(key, *record)) for key, record in new.items()]
-            file.executemany("INSERT OR REPLACE INTO scores VALUES (?, ?, ?, ?, ?)", rows)
+            rows = [(key, time.time(), _encode(key, own)) for key, own in new.items()]
+            file.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
 
-    def _records(self, file: sqlite3.Connection, keys: Set[bytes]) -> dict[bytes, Record]:
-        """What the file holds under these keys; damaged records are left out, with a warning."""
-        wanted, found = list(keys), {}
-        for start in range(0, len(wanted), _AT_ONCE):
-            some = wanted[start : start + _AT_ONCE]
-            query = f"SELECT key, mask, scores, digest FROM scores WHERE key IN ({','.join('?' * len(some))})"
-            for key, *columns in file.execute(query, some):
-                record = _decoded(key, *columns)
-                if record is None:
+    def _records(self, file: sqlite3.Connection, wanted: Mapping[bytes, int], span: Span) -> dict[bytes, np.ndarray]:
+        """What the file holds of these sequences, by key; damaged records are left out, with a warning."""
+        keys, found = list(wanted), {}
+        for start in range(0, len(keys), _AT_ONCE):
+            some = keys[start : start + _AT_ONCE]
+            query = f"SELECT key, record FROM records WHERE key IN ({','.join('?' * len(some))})"
+            for key, record in file.execute(query, some):
+                own = _decoded(key, record, wanted[key])
+                if own is None or not (np.isnan(own) | _possible(own, span)).all():
                     self._warn("damaged", "holds a damaged record; its scores are recomputed and replace it.")
                 else:
-                    found[key] = record
+                    found[key] = own
         return found
-
-    def _mark(self, file: sqlite3.Connection) -> None:
-        self._marked = time.monotonic()  # also if it fails: not at each read
-        with _transaction(file):
-            self._mark_used(file)
 
     def _mark_used(self, file: sqlite3.Connection) -> None:
         """Write that the scores that were read were used now."""
-        now = time.time()
-        file.executemany("UPDATE scores SET used = ? WHERE key = ?", [(now, key) for key in self._used])
-        self._used.clear()
+        used, self._used = self._used, set()
+        file.executemany("UPDATE records SET used = ? WHERE key = ?", [(time.time(), key) for key in used])
         self._marked = time.monotonic()
 
     def _make_room(self, file: sqlite3.Connection, size: int) -> None:
@@ -254,9 +212,9 @@ class ScoreStore:
             pages, unused = (file.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
             return self.max_bytes - (int(pages) - int(unused)) * _PAGE
 
-        while free() < 2 * size and (count := file.execute("SELECT count(*) FROM scores").fetchone()[0]):
-            few = "SELECT key FROM scores ORDER BY used LIMIT ?"
-            file.execute(f"DELETE FROM scores WHERE key IN ({few})", (-(-count // 10),))
+        while free() < 2 * size and (count := file.execute("SELECT count(*) FROM records").fetchone()[0]):
+            few = "SELECT key FROM records ORDER BY used LIMIT ?"
+            file.execute(f"DELETE FROM records WHERE key IN ({few})", (-(-count // 10),))
 
 
 @contextmanager
@@ -271,83 +229,42 @@ def _transaction(file: sqlite3.Connection) -> Iterator[None]:
     file.commit()
 
 
-def _reopen(folder: str, max_bytes: int) -> ScoreStore:
-    return ScoreStore(folder, max_bytes=max_bytes)
-
-
-class _Connection:
-    """The connection of one process.
-
-    Args:
-        inherited: that of the parent of a fork, which must be neither used nor closed here.
-    """
-
-    def __init__(self, inherited: _Connection | None = None) -> None:
-        self._inherited = inherited
-        self._open: sqlite3.Connection | None = None
-
-    def open(self, path: Path, max_bytes: int) -> sqlite3.Connection:
-        """The connection; a new one if the file is not there any more."""
-        if self._open is not None and not path.exists():
-            self.close()
-        if self._open is None:
-            found = sqlite3.connect(path, timeout=_BUSY, isolation_level=None, check_same_thread=False)
-            try:
-                found.execute(f"PRAGMA page_size = {_PAGE}")
-                found.execute("PRAGMA synchronous = NORMAL")
-                found.execute("PRAGMA trusted_schema = OFF")
-                for statement in _TABLE:
-                    found.execute(statement)
-                found.execute(f"PRAGMA max_page_count = {max_bytes // _PAGE}")
-            except BaseException:
-                found.close()
-                raise
-            self._open = found
-        return self._open
-
-    def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-
-
 # ------------------------------------------------------------------ records
 
 
-def within(values: np.ndarray, low: float, high: float) -> np.ndarray:
+def _possible(values: np.ndarray, span: Span) -> np.ndarray:
     """Which scores are finite and in a range."""
-    return np.isfinite(values) & (values >= low) & (values <= high)
+    return np.isfinite(values) & (values >= span[0]) & (values <= span[1])
 
 
-def _joined(earlier: Record | None, later: Record) -> Record:
+def _joined(earlier: np.ndarray | None, later: np.ndarray) -> np.ndarray:
     """The scores of both; where both have one, the earlier."""
-    if earlier is None or len(earlier[0]) != len(later[0]):
-        return later
-    (known, scores), (mask, others) = earlier, later
-    every = np.zeros(len(mask), np.result_type(scores, others))
-    every[mask], every[known] = others, scores
-    return known | mask, every[known | mask]
+    return later if earlier is None else np.where(np.isnan(earlier), later, earlier)
 
 
-def _encode(key: bytes, mask: np.ndarray, scores: np.ndarray) -> tuple[bytes, bytes, bytes]:
-    """Mask, scores and digest of a record. The mask begins with its length and the bytes of a score."""
-    packed = _HEAD.pack(len(mask), scores.itemsize) + np.packbits(mask).tobytes()
-    raw = scores.astype(scores.dtype.newbyteorder("<"), copy=False).tobytes()
-    return packed, raw, _digest(key, packed, raw)
+def _encode(key: bytes, values: np.ndarray) -> bytes:
+    """The scores from the first to the last one, and a digest."""
+    known = np.flatnonzero(~np.isnan(values))
+    first, some = known[0], values[known[0] : known[-1] + 1]
+    body = _HEAD.pack(len(values), first, some.itemsize) + some.astype(some.dtype.newbyteorder("<")).tobytes()
+    return body + _digest(key, body)
 
 
-def _digest(key: bytes, packed: bytes, raw: bytes) -> bytes:
-    return blake2b(packed + raw, digest_size=_CHECK_BYTES, key=key).digest()
+def _digest(key: bytes, body: bytes) -> bytes:
+    return blake2b(body, digest_size=_CHECK_BYTES, key=key).digest()
 
 
-def _decoded(key: Any, packed: Any, raw: Any, digest: Any) -> Record | None:
-    """A record, None for a damaged one."""
-    if not all(isinstance(part, bytes) for part in (key, packed, raw, digest)) or _digest(key, packed, raw) != digest:
+def _decoded(key: bytes, record: Any, length: int) -> np.ndarray | None:
+    """The scores of a sequence of so many tokens; None for a damaged record, or that of another sequence."""
+    if not isinstance(record, bytes) or len(record) < _HEAD.size + _CHECK_BYTES:
         return None
-    length, width = _HEAD.unpack_from(packed) if len(packed) >= _HEAD.size else (1, 0)
-    bits = np.frombuffer(packed, np.uint8, offset=min(len(packed), _HEAD.size))
-    if width not in (4, 8) or len(bits) != -(-length // 8):
+    body, raw = record[:-_CHECK_BYTES], record[_HEAD.size : -_CHECK_BYTES]
+    count, first, width = _HEAD.unpack_from(body)
+    if _digest(key, body) != record[-_CHECK_BYTES:] or count != length or width not in (4, 8) or len(raw) % width:
         return None
-    mask = np.unpackbits(bits, count=length).view(np.bool_)
-    scores = np.frombuffer(raw, f"<f{width}") if len(raw) % width == 0 else np.zeros(0)
-    return (mask, scores) if 0 < len(scores) == np.count_nonzero(mask) else None
+    some = np.frombuffer(raw, f"<f{width}")
+    if not 0 < len(some) <= length - first:
+        return None
+    values = np.full(length, np.nan, some.dtype)
+    values[first : first + len(some)] = some
+    return values

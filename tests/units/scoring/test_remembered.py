@@ -347,15 +347,12 @@ def test_scores_that_cannot_be_are_computed_again(remember: Remember, column: in
     row, mask = [[1, 2, 3]], np.array([False, True, True])
     scorer = remember(tiny_model())
     want, store = scorer.evaluate(row, entropy=True)[:2], scorer.model.store
-    scores = [each.values.numpy()[mask] for each in want]
-    store.close()
+    scores = [np.where(mask, each.values.numpy(), np.nan).astype(np.float32) for each in want]
     with sqlite3.connect(store.folder / "scores.sqlite3") as file:
-        keys = {raw: key for key, raw in file.execute("SELECT key, scores FROM scores")}
-        key = keys[scores[column].tobytes()]
-        wrong = np.array([scores[column][0], value], np.float32)
-        columns = _encode(key, mask, wrong)
-        file.execute("UPDATE scores SET mask = ?, scores = ?, digest = ? WHERE key = ?", (*columns, key))
-    with pytest.warns(UserWarning, match="does not fit its sequence .3 tokens"):
+        (key,) = (x for (x,) in file.execute("SELECT key FROM records") if store.read([x], [3])[1] == scores[column][1])
+        wrong = _encode(key, np.array([np.nan, scores[column][1], value], np.float32))
+        file.execute("UPDATE records SET record = ? WHERE key = ?", (wrong, key))
+    with pytest.warns(UserWarning, match="holds a damaged record"):
         found = remember(tiny_model()).evaluate(row, entropy=True)[:2]
     assert all(torch.equal(a.values, b.values) for a, b in zip(found, want, strict=True))
 

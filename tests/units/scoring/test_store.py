@@ -29,38 +29,31 @@ def store(tmp_path: Path) -> Any:
     return ScoreStore(tmp_path)
 
 
-def test_several_sequences_of_one_call(tmp_path: Path, store: Any) -> None:
-    keys, masks, values = zip(*(row(i, length) for i, length in enumerate((5, 2, 300))), strict=True)
-    store.add(keys, [5, 2, 300], np.concatenate(masks), np.concatenate(values))
+def same(found: np.ndarray, *parts: Any) -> bool:
+    return np.array_equal(found, np.concatenate(parts), equal_nan=True)
+
+
+def test_several_sequences_of_one_call_and_float64_stays_float64(tmp_path: Path, store: Any) -> None:
+    keys, values = zip(*(row(i, length) for i, length in enumerate((5, 2, 300))), strict=True)
+    store.add(keys, [5, 2, 300], np.concatenate(values))
     for reader in (store, ScoreStore(tmp_path)):
-        known, found = reader.read([keys[2], keys[0], keys[1], b"x" * 16], [300, 5, 2, 4])
-        assert np.array_equal(known, np.concatenate([masks[2], masks[0], masks[1], np.zeros(4, bool)]))
-        assert np.array_equal(found, np.concatenate([values[2], values[0], values[1], np.zeros(4, np.float32)]))
+        found = reader.read([keys[2], keys[0], keys[1], b"x" * 16], [300, 5, 2, 4])
+        assert same(found, values[2], values[0], values[1], np.full(4, np.nan))
         assert found.dtype == np.float32
-
-
-def test_float64_stays_float64(store: Any) -> None:
-    put(store, 1)
-    put(store, 2, dtype=np.float64)
-    assert has(store, 1)
-    assert has(store, 2, dtype=np.float64)
-    assert store.read([row(2)[0]], [50])[1].dtype == np.float64
-    key, mask = row(1)[0], np.ones(50, bool)
-    store.add([key], [50], mask, np.full(50, 1 / 3))
-    known, values = store.read([key], [50])
-    assert known.all()
-    assert np.array_equal(values, np.where(row(1)[1], row(1)[2], np.float64(1 / 3))), "each as it was stored"
+        assert reader.read([], []).shape == (0,)
+    put(store, 2000, dtype=np.float64)
+    assert has(store, 2000, dtype=np.float64)
+    assert store.read([row(2000)[0]], [50]).dtype == np.float64
+    store.add([keys[2]], [300], np.full(300, 1 / 3))
+    assert same(store.read([keys[2]], [300]), np.where(np.isnan(values[2]), np.float64(1 / 3), values[2]))
 
 
 def test_another_mask_adds_tokens_and_the_first_scores_stay(tmp_path: Path, store: Any) -> None:
-    key = b"k" * 16
-    twice = np.array([0, 1, 2, 0, 0, 0, 9, 4], np.float32)
-    store.add([key, key], [4, 4], np.array([0, 1, 1, 0, 0, 0, 1, 0], bool), twice)
-    ScoreStore(tmp_path).add([key], [4], np.array([0, 0, 1, 1], bool), np.array([0, 0, 7, 3], np.float32))
+    key, no = b"k" * 16, np.nan
+    store.add([key, key], [4, 4], np.array([no, 1, 2, no, no, no, 9, no], np.float32))
+    ScoreStore(tmp_path).add([key], [4], np.array([no, no, 7, 3], np.float32))
     for reader in (store, ScoreStore(tmp_path)):
-        known, values = reader.read([key], [4])
-        assert known.tolist() == [False, True, True, True]
-        assert values.tolist() == [0, 1, 2, 3]
+        assert same(reader.read([key], [4]), [no, 1, 2, 3])
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda store: pickle.loads(pickle.dumps(store))])
@@ -69,49 +62,40 @@ def test_copies_open_the_same_folder(tmp_path: Path, again: Callable[[Any], Any]
     put(store, 1)
     twin = again(store)
     assert has(twin, 1)
-    assert twin.max_bytes == 10**6
-    store.close()
-    put(store, 2)  # opens it again
+    assert (twin.max_bytes, twin.tokens_seen) == (10**6, 0)
+    put(store, 2)
     assert has(twin, 2)
 
 
 def test_threads_and_forks_share_a_store(store: Any) -> None:
     put(store, 0)
     threads = [threading.Thread(target=put, args=(store, *range(i, 40, 4))) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    held, forked = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with store._lock:
-            held.set()
-            forked.wait()
-
-    threading.Thread(target=hold).start()
-    held.wait()
-    child = os.fork()  # while another thread uses the store
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
+    child = os.fork()
     if not child:
-        signal.alarm(60)  # ends a child that waits for that thread
-        store.close()
+        signal.alarm(60)
         put(store, 99)
         os._exit(0 if all(has(store, i) for i in range(40)) else 1)
-    forked.set()
     assert os.waitpid(child, 0)[1] == 0
     assert all(has(store, i) for i in (*range(40), 99))
 
 
-def test_wrong_arguments(tmp_path: Path, store: Any) -> None:
-    mask = np.ones(3, bool)
+def test_wrong_arguments_and_scores_that_are_not_stored(tmp_path: Path, store: Any) -> None:
     for message, call in [
         ("max_bytes must be at least 65536, got 10", lambda: ScoreStore(tmp_path, max_bytes=10)),
-        ("a boolean mask and scores of 3 tokens", lambda: store.add([b"k"], [3], mask[:2], np.zeros(3, np.float32))),
-        ("float32 or float64, got float16", lambda: store.add([b"k"], [3], mask, np.zeros(3, np.float16))),
-        ("scores must be finite", lambda: store.add([b"k"], [3], mask, np.full(3, np.nan))),
+        (
+            "the scores of 3 tokens in float32 or float64, got float32 .2,",
+            lambda: store.add([b"k"], [3], np.ones(2, "f4")),
+        ),
+        (r"float32 or float64, got float16 \(3,", lambda: store.add([b"k"], [3], np.ones(3, np.float16))),
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+    key = b"k" * 16
+    store.add([key, b"j" * 16], [3, 1], np.array([np.inf, 7, -1, 8], np.float32), (-math.inf, 0.0))
+    assert same(store.read([key, b"j" * 16], [3, 1]), [np.nan, np.nan, -1, np.nan])
 
 
 def test_the_size_is_bounded_and_the_least_recently_read_scores_go(tmp_path: Path) -> None:
@@ -130,19 +114,27 @@ def test_the_size_is_bounded_and_the_least_recently_read_scores_go(tmp_path: Pat
 
 def test_reads_alone_keep_scores_and_take_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in later epochs, where nothing is added. Where the file cannot be written, what is read is right all the same."""
-    put(ScoreStore(tmp_path, max_bytes=SMALL), *range(200))
-    reader, statements = ScoreStore(tmp_path, max_bytes=SMALL), []
-    assert all(has(reader, number) for number in range(20))
-    reader._file._open.set_trace_callback(statements.append)
-    reader.close()
+    put(ScoreStore(tmp_path, max_bytes=SMALL), *range(100))
+    reader, plain, statements = ScoreStore(tmp_path, max_bytes=SMALL), sqlite3.connect, []
+
+    def traced(*args: Any, **options: Any) -> sqlite3.Connection:
+        file = plain(*args, **options)
+        file.set_trace_callback(statements.append)
+        return file
+
+    assert all(has(reader, number) for number in range(19))
+    with monkeypatch.context() as patch:
+        patch.setattr(load(), "_MARK_EVERY", 0.0)
+        patch.setattr(sqlite3, "connect", traced)
+        assert has(reader, 19)
     assert statements.count("BEGIN IMMEDIATE") == statements.count("COMMIT") == 1
     assert sum(each.startswith("UPDATE") for each in statements) == 20
     put(ScoreStore(tmp_path, max_bytes=SMALL), *range(1000, 1100))
-    assert [number for number in range(200) if has(reader, number)][:20] == list(range(20))
+    assert [number for number in range(100) if has(reader, number)][:20] == list(range(20))
     assert not has(reader, 20)
     monkeypatch.setattr(load(), "_BUSY", 0.05)
     monkeypatch.setattr(load(), "_MARK_EVERY", 0.0)
-    other, late = sqlite3.connect(tmp_path / FILE), ScoreStore(tmp_path)
+    other, late = plain(tmp_path / FILE), ScoreStore(tmp_path)
     other.execute("BEGIN IMMEDIATE")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -203,7 +195,6 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_damaged_file_is_a_miss_with_a_warning(tmp_path: Path, store: Any, name: str) -> None:
     put(store, *range(60))
-    store.close()
     path = tmp_path / FILE
     path.write_bytes(CHANGES[name](path.read_bytes()))
     reader = ScoreStore(tmp_path)
@@ -214,72 +205,57 @@ def test_a_damaged_file_is_a_miss_with_a_warning(tmp_path: Path, store: Any, nam
     assert all("delete it" in str(each.message) or "replace it" in str(each.message) for each in found)
 
 
-def forged(folder: Path, key: bytes, mask: np.ndarray, values: np.ndarray) -> None:
-    """A record with a right checksum."""
-    replaced(folder, key, *load()._encode(key, mask, values))
-
-
-def replaced(folder: Path, key: bytes, *columns: bytes) -> None:
-    with sqlite3.connect(folder / FILE) as file:
-        file.execute("INSERT OR REPLACE INTO scores VALUES (?, 0.0, ?, ?, ?)", (key, *columns))
+def head(length: int, first: int, width: int, *scores: float) -> bytes:
+    """A record without its checksum."""
+    return load()._HEAD.pack(length, first, width) + np.array(scores, np.float32).tobytes()
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"),
-    [(math.nan, np.float32), (math.inf, np.float64), (-math.inf, np.float32), (7.0, np.float64), (0.02, np.float32)],
-)
-def test_scores_that_cannot_be(tmp_path: Path, store: Any, value: float, dtype: Any) -> None:
-    key, mask = row(1)[0], np.array([False, True, True])
-    put(store, 1)
-    forged(tmp_path, key, mask, np.array([-0.5, value], dtype))
-    with pytest.warns(
-        UserWarning, match=r"does not fit its sequence \(3 tokens, scores in \[-inf, 0.01\]\).* Delete the file"
-    ):
-        known, values = store.read([key], [3], -math.inf, 0.01)
-    assert not known.any()
-    assert not values.any()
-    forged(tmp_path, key, mask, np.array([-0.5, 0.0], dtype))
-    assert store.read([key], [3], -math.inf, 0.01)[1].tolist() == [0, -0.5, 0]
-
-
-@pytest.mark.parametrize(
-    ("mask", "number"),
+    "body",
     [
-        ("011", 1),  # fewer scores than tokens
-        ("010", 2),  # more
-        ("000", 0),  # none
-        ("01110", 3),  # of a longer sequence
-        ("1", 1),  # of a shorter one
-        ("011", 9),  # more scores than the sequence is long
+        *(head(3, 1, 4, -0.5, value) for value in (math.inf, -math.inf, 7.0, 0.02)),
+        head(3, 1, 4),  # no scores
+        head(3, 2, 4, -0.5, -0.5),  # more than the sequence has
+        head(4, 1, 4, -0.5),  # of a longer sequence
+        head(2, 1, 4, -0.5),  # of a shorter one
+        head(2**62, 1, 4, -0.5),
+        head(3, 2**63, 4, -0.5),
+        head(3, 1, 2, -0.5),  # no float32 or float64
+        head(3, 1, 8, -0.5),  # a part of one
+        head(3, 1, 4, -0.5)[:4],
     ],
 )
-def test_a_record_that_does_not_fit_its_mask_or_sequence(tmp_path: Path, store: Any, mask: str, number: int) -> None:
+def test_a_record_that_cannot_be_is_replaced(tmp_path: Path, store: Any, body: bytes) -> None:
+    """Though its checksum is right."""
+    key, want = row(1)[0], np.array([np.nan, -0.25, -1], np.float32)
+    span = (-math.inf, 0.01)
     put(store, 1)
-    forged(tmp_path, row(1)[0], np.array([*map(int, mask)], bool), np.full(number, -0.5, np.float32))
-    with pytest.warns(UserWarning, match="holds a (damaged )?record"):
-        known, values = store.read([row(1)[0]], [3])
-    assert not known.any()
-    assert values.tolist() == [0.0] * 3
-    put(store, 1)
-    assert has(store, 1), "computed again, it takes the place of the damaged one"
+    with sqlite3.connect(tmp_path / FILE) as file:
+        record = body + load()._digest(key, body)
+        file.execute("INSERT OR REPLACE INTO records VALUES (?, 0.0, ?)", (key, record))
+    with pytest.warns(UserWarning, match="holds a damaged record; its scores are recomputed and replace it"):
+        assert np.isnan(store.read([key], [3], span)).all()
+    store.add([key], [3], want, span)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert same(ScoreStore(tmp_path).read([key], [3], span), want)
 
 
-def test_columns_of_another_record_and_a_length_beyond_them(tmp_path: Path, store: Any) -> None:
+@pytest.mark.parametrize("kind", ["of another key", "text", "empty"])
+def test_a_record_of_another_key_or_kind(tmp_path: Path, store: Any, kind: str) -> None:
     put(store, 1, 2)
     with sqlite3.connect(tmp_path / FILE) as file:
-        others = file.execute("SELECT mask, scores, digest FROM scores WHERE key = ?", (row(2)[0],)).fetchone()
-    huge, raw = load()._HEAD.pack(2**40, 4) + b"\x60", bytes(8)
-    for columns in (others, (huge, raw, load()._digest(row(1)[0], huge, raw))):
-        replaced(tmp_path, row(1)[0], *columns)
-        reader = ScoreStore(tmp_path)
-        with pytest.warns(UserWarning, match="holds a damaged record"):
-            assert not has(reader, 1)
-        assert has(reader, 2)
+        (other,) = file.execute("SELECT record FROM records WHERE key = ?", (row(2)[0],)).fetchone()
+        wrong = {"of another key": other, "text": "7" * 40, "empty": b""}[kind]
+        file.execute("UPDATE records SET record = ? WHERE key = ?", (wrong, row(1)[0]))
+    reader = ScoreStore(tmp_path)
+    with pytest.warns(UserWarning, match="holds a damaged record"):
+        assert not has(reader, 1)
+    assert has(reader, 2)
 
 
 def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any) -> None:
     put(store, *range(20))
-    store.close()
     path, rng, lost = tmp_path / FILE, np.random.default_rng(0), 0
     good = path.read_bytes()
     for at in rng.choice(len(good) * 8, 150, replace=False).tolist():
@@ -290,5 +266,4 @@ def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any) -> None
             warnings.simplefilter("ignore")
             reader = ScoreStore(tmp_path)
             lost += not all([has(reader, number) for number in range(20)])  # `has` checks the scores
-            reader.close()
     assert lost > 30
