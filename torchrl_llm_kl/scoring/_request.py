@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -23,6 +22,8 @@ Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
 #: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
 RoutedExperts = Ragged | Tensor | Sequence[Any]
+#: An optional field of a request.
+Recorded = Kept | Tensor
 #: What the error of :func:`not_text` contains, also where it comes from another process.
 NOT_TEXT = "stands for what is not text"
 
@@ -77,10 +78,7 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, found other numbers.")
     real = attention_mask.to(ids.device).bool()
-    tokens = Ragged.from_padded(ids, mask=real, batch_dims=ids.ndim - 1)
-    if not isinstance(mask, Tensor):
-        return tokens, None if mask is None else _mask_of_rows(mask, tokens)
-    if mask.shape == ids.shape:
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
         check_is_mask(mask=mask)
         mask = mask.to(ids.device)
         padding = (mask & ~real).reshape(-1, ids.shape[-1]).nonzero().tolist()
@@ -90,7 +88,8 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
                 f"the mask selects padding: sequence {row}, slot {slot}. Pass mask & attention_mask.bool()."
             )
         mask = mask[real]
-    return tokens, mask
+    tokens = Ragged.from_padded(ids, mask=real, batch_dims=ids.ndim - 1)
+    return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
 
 
 def _mask_of_rows(mask: Sequence[Any], tokens: Ragged) -> Tensor:
@@ -124,96 +123,65 @@ class PaddedBatch(NamedTuple):
 # ------------------------------------------------------------------ what is recorded for each token
 
 
-class Kind(ABC):
-    """How an optional field of a request is cut, joined and sent. ``N`` tokens, ``K`` of them scored."""
-
-    @abstractmethod
-    def select(self, value: Any, elements: Tensor) -> Any:
-        """The part of the tokens at flat ``elements``."""
-
-    @abstractmethod
-    def concat(self, values: Sequence[Any]) -> Any:
-        """The field of several requests."""
-
-    @abstractmethod
-    def sizes(self, value: Any, tokens: Ragged) -> Tensor:
-        """How many numbers are sent for each sequence of ``tokens``, about; ``[S]``."""
-
-    @abstractmethod
-    def pack(self, name: str, value: Any, mask: Tensor) -> dict[str, np.ndarray]:
-        """The arrays that are sent; ``mask [N]`` is True at scored tokens."""
-
-    @abstractmethod
-    def unpack(self, name: str, arrays: Arrays, mask: Tensor) -> Any:
-        """The field of the arrays."""
-
-    def form(self, value: Any) -> tuple[int, ...]:
-        """The sizes that fields must share to be joined."""
-        return ()
+# An optional field holds integers ``[N, *F]``, of as many dimensions ``F`` as its ``dims`` say, none of size 0, read in its
+# ``dtype`` (None: as they were sent); or, without ``dims``, token ids for each scored token, as many as it has.
 
 
-class PerToken(Kind):
-    """Integers ``[N, *F]``: so many dimensions ``F``, none of size 0; read as ``dtype``, by default as they were sent."""
+def _select(value: Recorded, elements: Tensor) -> Recorded:
+    """The part of the tokens at flat ``elements``."""
+    return value.take(elements) if isinstance(value, Kept) else value[elements]
 
-    def __init__(self, dims: range, dtype: torch.dtype | None = None) -> None:
-        self._dims, self._dtype = dims, dtype
 
-    def select(self, value: Tensor, elements: Tensor) -> Tensor:
-        return value[elements]
-
-    def concat(self, values: Sequence[Tensor]) -> Tensor:
+def _concat(values: Sequence[Any]) -> Recorded:
+    """The field of several requests."""
+    if not isinstance(values[0], Kept):
         return torch.cat(list(values))
+    return Kept.of(torch.cat([x.ids for x in values]), torch.cat([x.offsets.diff() for x in values]))
 
-    def sizes(self, value: Tensor, tokens: Ragged) -> Tensor:
-        return tokens.lengths * value.shape[1:].numel()
 
-    def pack(self, name: str, value: Tensor, mask: Tensor) -> dict[str, np.ndarray]:
+def _form(value: Recorded) -> tuple[int, ...]:
+    """The sizes that fields must share to be joined."""
+    return () if isinstance(value, Kept) else tuple(value.shape[1:])
+
+
+def _sizes(value: Recorded, tokens: Ragged) -> Tensor:
+    """How many numbers are sent for each sequence, about; ``[S]``."""
+    if isinstance(value, Kept):
+        return value.offsets[tokens.offsets].diff()
+    return tokens.lengths * value.shape[1:].numel()
+
+
+def _pack(name: str, value: Recorded, mask: Tensor) -> dict[str, np.ndarray]:
+    """The arrays that are sent; ``mask [N]`` is True at scored tokens."""
+    if not isinstance(value, Kept):
         return {name: _narrow(value).numpy()}
+    chosen = value.take(mask.nonzero().squeeze(-1))
+    if len(chosen.ids) and not (int(chosen.ids.min()) >= 0 and int(chosen.ids.max()) < 2**31):
+        found = f"token ids from {int(chosen.ids.min())} to {int(chosen.ids.max())}"
+        raise ValueError(f"{name}.ids holds {found}: expected 0 to 2^31 - 1.")
+    return {f"{name}_counts": chosen.offsets.diff().int().numpy(), f"{name}_ids": chosen.ids.int().numpy()}
 
-    def unpack(self, name: str, arrays: Arrays, mask: Tensor) -> Tensor:
+
+def _unpack(name: str, arrays: Arrays, mask: Tensor) -> Recorded:
+    """The field of the arrays."""
+    about = _OPTIONAL[name]
+    if about["dims"] is not None:
         sizes = arrays.found[name].shape[1:] if name in arrays else ()
         found = torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
-        if len(sizes) not in self._dims or 0 in sizes:
+        if len(sizes) not in about["dims"] or 0 in sizes:
             raise ProtocolError(
                 f"a request holds {name} of the shape {tuple(found.shape)}, expected some for each token."
             )
-        return found if self._dtype is None else found.to(self._dtype)
-
-    def form(self, value: Tensor) -> tuple[int, ...]:
-        return tuple(value.shape[1:])
-
-
-class ListPerScored(Kind):
-    """Token ids at each scored token, as many as it has."""
-
-    def select(self, value: Kept, elements: Tensor) -> Kept:
-        return value.take(elements)
-
-    def concat(self, values: Sequence[Kept]) -> Kept:
-        counts = torch.cat([value.offsets.diff() for value in values])
-        return Kept.of(torch.cat([value.ids for value in values]), counts)
-
-    def sizes(self, value: Kept, tokens: Ragged) -> Tensor:
-        return value.offsets[tokens.offsets].diff()
-
-    def pack(self, name: str, value: Kept, mask: Tensor) -> dict[str, np.ndarray]:
-        chosen = value.take(mask.nonzero().squeeze(-1))
-        if len(chosen.ids) and not (int(chosen.ids.min()) >= 0 and int(chosen.ids.max()) < 2**31):
-            raise ValueError(
-                f"{name}.ids holds token ids from {int(chosen.ids.min())} to {int(chosen.ids.max())}: expected 0 to 2^31 - 1."
-            )
-        return {f"{name}_counts": chosen.offsets.diff().int().numpy(), f"{name}_ids": chosen.ids.int().numpy()}
-
-    def unpack(self, name: str, arrays: Arrays, mask: Tensor) -> Kept:
-        counts = arrays.take(f"{name}_counts", "i", int(mask.sum())).astype(np.int64)
-        if counts.size and int(counts.min()) < 0:
-            raise ProtocolError(f"a request has {int(counts.min())} {name} tokens for one token, expected at least 0.")
-        ids = arrays.take(f"{name}_ids", "i", int(counts.sum())).astype(np.int64)
-        if ids.size and int(ids.min()) < 0:
-            raise ProtocolError(f"a request holds token id {int(ids.min())} in {name}, expected at least 0.")
-        every = torch.zeros(len(mask), dtype=torch.long)
-        every[mask] = torch.from_numpy(counts)
-        return Kept.of(torch.from_numpy(ids), every)
+        return found.to(about.get("dtype", found.dtype))
+    counts = arrays.take(f"{name}_counts", "i", int(mask.sum())).astype(np.int64)
+    if counts.size and int(counts.min()) < 0:
+        raise ProtocolError(f"a request has {int(counts.min())} {name} tokens for one token, expected at least 0.")
+    ids = arrays.take(f"{name}_ids", "i", int(counts.sum())).astype(np.int64)
+    if ids.size and int(ids.min()) < 0:
+        raise ProtocolError(f"a request holds token id {int(ids.min())} in {name}, expected at least 0.")
+    every = torch.zeros(len(mask), dtype=torch.long)
+    every[mask] = torch.from_numpy(counts)
+    return Kept.of(torch.from_numpy(ids), every)
 
 
 def _narrow(values: Tensor) -> Tensor:
@@ -229,8 +197,8 @@ def _narrow(values: Tensor) -> Tensor:
 class ScoreRequest:
     """Token ids of ``S`` sequences laid end to end, ``N`` in all, and the tokens among them to score. On the CPU.
 
-    Build one with :meth:`of`, which takes every form of token ids. A new field needs its kind here, its reading in :meth:`of`
-    and the place that uses it: cutting, joining and sending follow from the kind.
+    Build one with :meth:`of`, which takes every form of token ids. A new field needs its dimensions here, its reading in
+    :meth:`of` and the place that uses it: cutting, joining and sending follow from the declaration.
 
     Attributes:
         tokens: int64 ids; ``values [N]``.
@@ -250,10 +218,10 @@ class ScoreRequest:
     tokens: Ragged
     mask: Tensor
     layout: Ragged
-    kept: Kept | None = field(default=None, metadata={"kind": ListPerScored()})
-    top_ids: Tensor | None = field(default=None, metadata={"kind": PerToken(range(1, MAX_DIMS), torch.long)})
-    routing: Tensor | None = field(default=None, metadata={"kind": PerToken(range(2, 3))})
-    ref_routing: Tensor | None = field(default=None, metadata={"kind": PerToken(range(2, 3))})
+    kept: Kept | None = field(default=None, metadata={"dims": None})
+    top_ids: Tensor | None = field(default=None, metadata={"dims": range(1, MAX_DIMS), "dtype": torch.long})
+    routing: Tensor | None = field(default=None, metadata={"dims": range(2, 3)})
+    ref_routing: Tensor | None = field(default=None, metadata={"dims": range(2, 3)})
     whole: bool = False  # forward scored sequences to their end: for models whose positions depend on the length
 
     @classmethod
@@ -301,15 +269,14 @@ class ScoreRequest:
             )
         keep = None if layout.keep is None else layout.keep.cpu()
         tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
-        first = _first(tokens)
-        found = cls(tokens, ~first if flat is None else _checked_mask(tokens, flat, first), layout)
-        given = {"routing": routing, "ref_routing": ref_routing}
-        records: dict[str, Any] = {name: flat_record(x, tokens) for name, x in given.items() if x is not None}
-        return replace(
-            found,
-            kept=None if kept is None else check_kept(kept, tokens, found.mask),
-            top_ids=None if top_ids is None else _checked_top_ids(top_ids, tokens),
-            **records,
+        scored = tokens.positions > 0 if flat is None else _checked_mask(tokens, flat)
+        return cls(
+            tokens,
+            scored,
+            layout,
+            None if kept is None else check_kept(kept, tokens, scored),
+            None if top_ids is None else _checked_top_ids(top_ids, tokens),
+            *(None if record is None else flat_record(record, tokens) for record in (routing, ref_routing)),
         )
 
     # ------------------------------------------------------------------ optional fields
@@ -317,17 +284,17 @@ class ScoreRequest:
     @staticmethod
     def optional() -> tuple[str, ...]:
         """The names of the optional fields."""
-        return tuple(_KINDS)
+        return tuple(_OPTIONAL)
 
     @property
-    def recorded(self) -> dict[str, Any]:
+    def recorded(self) -> dict[str, Recorded]:
         """The optional fields that are given, by name."""
-        return {name: value for name in _KINDS if (value := getattr(self, name)) is not None}
+        return {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
 
     @property
     def form(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """What requests must share to be joined."""
-        return tuple((name, _KINDS[name].form(value)) for name, value in self.recorded.items())
+        return tuple((name, _form(value)) for name, value in self.recorded.items())
 
     def elements(self, rows: Tensor) -> Tensor:
         """Flat indices of the tokens of sequences ``rows``, in that order."""
@@ -339,7 +306,7 @@ class ScoreRequest:
         """The sequences ``rows``, in that order."""
         elements = self.elements(rows)
         tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
-        chosen = {name: _KINDS[name].select(value, elements) for name, value in self.recorded.items()}
+        chosen: dict[str, Any] = {name: _select(value, elements) for name, value in self.recorded.items()}
         return replace(self, tokens=tokens, mask=self.mask[elements], layout=tokens, **chosen)
 
     @staticmethod
@@ -348,21 +315,17 @@ class ScoreRequest:
         forms = {request.form for request in requests}
         if len(forms) != 1:
             raise ValueError(f"expected requests with the same fields, found {sorted(forms)}.")
-        tokens = _laid_out(
-            torch.cat([request.tokens.values for request in requests]),
-            torch.cat([request.tokens.lengths for request in requests]),
-        )
-        mask, first = torch.cat([request.mask for request in requests]), requests[0]
-        joined = {
-            name: _KINDS[name].concat([getattr(request, name) for request in requests]) for name in first.recorded
-        }
+        every = [(request.tokens.values, request.tokens.lengths, request.mask) for request in requests]
+        values, lengths, mask = map(torch.cat, zip(*every, strict=True))
+        tokens, first = _laid_out(values, lengths), requests[0]
+        joined: dict[str, Any] = {name: _concat([getattr(each, name) for each in requests]) for name in first.recorded}
         return replace(first, tokens=tokens, mask=mask, layout=tokens, **joined)
 
     def sizes(self) -> Tensor:
         """How many numbers are sent for each sequence, about; ``[S]``."""
         found = self.tokens.lengths
-        for name, value in self.recorded.items():
-            found = found + _KINDS[name].sizes(value, self.tokens)
+        for value in self.recorded.values():
+            found = found + _sizes(value, self.tokens)
         return found
 
     def to_arrays(self) -> dict[str, np.ndarray]:
@@ -377,7 +340,7 @@ class ScoreRequest:
             "mask": np.packbits(self.mask.numpy()),
         }
         for name, value in self.recorded.items():
-            found |= _KINDS[name].pack(name, value, self.mask)
+            found |= _pack(name, value, self.mask)
         return found
 
     @classmethod
@@ -397,10 +360,11 @@ class ScoreRequest:
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
-        found = cls(tokens, mask, tokens, **{name: _KINDS[name].unpack(name, arrays, mask) for name in names})
+        fields: dict[str, Any] = {name: _unpack(name, arrays, mask) for name in names}
+        found = cls(tokens, mask, tokens, **fields)
         arrays.end()
         try:
-            _refuse_first(tokens, mask, _first(tokens))
+            _checked_mask(tokens, mask)
             if found.kept is not None:
                 check_kept(found.kept, tokens, mask)
         except ValueError as error:
@@ -419,15 +383,6 @@ class ScoreRequest:
         last_scored = torch.where(self.mask, tokens.positions, 0)
         found = torch.zeros_like(tokens.lengths).scatter_reduce(0, tokens.sequence_ids, last_scored, "amax")
         return torch.where(found > 0, tokens.lengths, 0) if self.whole else found
-
-    def ids_at(self, elements: Tensor) -> Tensor | None:
-        """The ids of outcomes at some tokens; None if none are requested."""
-        return None if self.top_ids is None else self.top_ids[elements]
-
-    @property
-    def longest(self) -> int:
-        """Tokens to forward of the longest sequence."""
-        return int(self.forward_lengths.max()) if self.forward_lengths.numel() else 0
 
     def before(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Sequence and position of the token that predicts each flat element; ``[K]`` each."""
@@ -549,7 +504,7 @@ def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
     return kept
 
 
-_KINDS: dict[str, Kind] = {each.name: each.metadata["kind"] for each in fields(ScoreRequest) if "kind" in each.metadata}
+_OPTIONAL = {each.name: each.metadata for each in fields(ScoreRequest) if "dims" in each.metadata}
 
 
 def _laid_out(values: Tensor, lengths: Tensor) -> Ragged:
@@ -563,31 +518,20 @@ def _checked_top_ids(top_ids: Tensor, tokens: Ragged) -> Tensor:
     return top_ids.detach().cpu().long()
 
 
-def _checked_mask(tokens: Ragged, mask: Tensor, first: Tensor) -> Tensor:
+def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     check_is_mask(mask=mask)
     if mask.shape != tokens.values.shape:
         raise ValueError(
             f"the mask must have one entry for each token, {tuple(tokens.values.shape)}, got {tuple(mask.shape)}."
         )
     mask = mask.cpu()
-    _refuse_first(tokens, mask, first)
-    return mask
-
-
-def _first(tokens: Ragged) -> Tensor:
-    """True at the first token of each sequence; bool ``[N]``."""
-    found = torch.zeros(len(tokens.values), dtype=torch.bool)
-    found[tokens.offsets[:-1][tokens.lengths > 0]] = True
-    return found
-
-
-def _refuse_first(tokens: Ragged, mask: Tensor, first: Tensor) -> None:
-    scored = (mask & first).nonzero()
-    if scored.numel():
+    first = (mask & (tokens.positions == 0)).nonzero()
+    if first.numel():
         raise ValueError(
-            f"the mask selects the first token of sequence {int(tokens.sequence_ids[int(scored[0])])}: it has no prefix "
-            "and so no log-prob. Set the mask to False at the first token of every sequence."
+            f"the mask selects the first token of sequence {int(tokens.sequence_ids[int(first[0])])}: it has no prefix and so "
+            "no log-prob. Set the mask to False at the first token of every sequence."
         )
+    return mask
 
 
 def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:

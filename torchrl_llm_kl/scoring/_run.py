@@ -87,7 +87,9 @@ def run(
                 raise
             if options.deterministic:
                 raise  # another budget would round otherwise
-            if budget <= (ranks.most(request.longest) if tree is None else _SMALLEST_PACK):
+            if budget <= (
+                ranks.most(max(request.forward_lengths.tolist(), default=0)) if tree is None else _SMALLEST_PACK
+            ):
                 raise  # the budget cannot shrink further
         budget //= 2
         for scorer in scorers:
@@ -184,8 +186,7 @@ def _forward_all(
         if request.kept is not None:
             kept = request.kept.take(some)
             states[0] = replace(states[0], kept=Kept(*(send(x, states[0].source.device) for x in kept[:2])))
-        ids = request.ids_at(some)
-        ids = None if ids is None else send(ids, device)
+        ids = None if request.top_ids is None else send(request.top_ids[some], device)
         ref, chunk = states[1] if len(states) > 1 else None, scorers[0].head_chunk
         work = partial(read, states[0], targets, options, ref, ids, chunk=chunk, recompute=grad, tile=tile)
         if columns := guard.compute(work):

@@ -20,12 +20,14 @@ REQUEST = ScoreRequest.of([[3, 4, 5], [6, 7], [], [8, 9, 10, 11]], torch.tensor(
 COUNTS = torch.tensor([0, 2, 0, 0, 1, 0, 0, 3, 1])  # of what was kept: at scored tokens alone
 #: What a field of each kind holds.
 VALUES: dict[str, Callable[[], Any]] = {
-    "PerToken": lambda: torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(0)),
-    "ListPerScored": lambda: Kept(
-        torch.tensor([4, 20, 7, 21, 10, 22, 11]), torch.nn.functional.pad(COUNTS.cumsum(0), (1, 0))
-    ),
+    "integers": lambda: torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(0)),
+    "lists": lambda: Kept(torch.tensor([4, 20, 7, 21, 10, 22, 11]), torch.nn.functional.pad(COUNTS.cumsum(0), (1, 0))),
 }
-FIELDS = {each.name: type(each.metadata["kind"]).__name__ for each in fields(ScoreRequest) if "kind" in each.metadata}
+FIELDS = {
+    each.name: "integers" if each.metadata["dims"] else "lists"
+    for each in fields(ScoreRequest)
+    if "dims" in each.metadata
+}
 
 
 def rows(request: ScoreRequest, name: str) -> list[Any]:
