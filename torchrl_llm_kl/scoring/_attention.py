@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -23,24 +23,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl.scoring._checkpoints import (
+    CHECKPOINTS,
+    CheckpointError,
+    Followed,
+    Swap,
+    follow,
+    saving,
+    settings_of,
+    swapped,
+)
 from torchrl_llm_kl.scoring._model import body_and_head, compiled_call, locked, send
-
-varlen_attn: Any
-try:  # torch 2.10 and later
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 #: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
 KeysValues = list[tuple[Tensor, Tensor]]
 
 NAME = "torchrl_llm_kl_pack"
-#: The attributes that hold a module's checkpoint function: in transformers, and in torch's CheckpointWrapper.
-CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 # Queries at a time where keys come from other packs or a window limits them: bounds the size of the mask.
 _ROWS = 512
 
@@ -70,8 +73,31 @@ class Recorded(NamedTuple):
     past: list[Tensor]  # key and value of each of :meth:`PackLayout.outside`
 
 
+class Inputs(NamedTuple):
+    """Query, key and value of an attention call, ``[b, heads, n, size]``, and its settings."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    scale: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def has_own_scores(self) -> bool:
+        """Whether scores are soft-capped or have sinks, which torch's own attention does not support."""
+        return self.softcap is not None or self.sinks is not None
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether several heads of the query share a key."""
+        return self.query.shape[1] != self.key.shape[1]
+
+
 @dataclass(eq=False)
-class PackLayout:
+class PackLayout(Followed):
     """The pieces of a pack, and the state of its forward."""
 
     pieces: list[PackPiece]  # in the order of the pack, without gaps
@@ -83,12 +109,18 @@ class PackLayout:
     has_window: bool = False  # whether any layer passed a sliding window
     shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
     attend: Callable[..., Tensor] | None = None  # in place of :func:`_attend`, with its arguments
-    saving: tuple[bool, Any] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
+    saving: tuple[bool, Any] = (False, None)
 
-    def again(self, call: int) -> PackLayout:
-        """The layout for a recomputation that begins with an attention call of the forward."""
+    @contextmanager
+    def again(self, model: nn.Module, call: int) -> Iterator[None]:
+        """Context: a recomputation that begins with an attention call of the forward."""
         pieces = [replace(piece, kept=None) for piece in self.pieces]
-        return replace(self, pieces=pieces, calls=call, recomputes=True)
+        with locked(model), pack_attention(model, replace(self, pieces=pieces, calls=call, recomputes=True)):
+            yield
+
+    def past(self, call: int) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of other packs in an attention call."""
+        return [kept[call] for kept in self.outside()]
 
     def outside(self) -> list[KeysValues]:
         """The keys and values of other packs, each once."""
@@ -104,31 +136,6 @@ class PackLayout:
                 # Copy, so that the rest of the pack is freed; with gradient the graph holds it anyway.
                 piece.kept.append((k, v) if k.requires_grad else (k.clone(), v.clone()))
         return call
-
-    def check_saving(self) -> None:
-        """Raise a :class:`CheckpointError` inside a checkpoint whose recomputation would not find this layout."""
-        if saving() != self.saving:
-            raise CheckpointError(_REFUSED)
-
-
-_REFUSED = (
-    "Layers run in a checkpoint in their own code or of another library: use transformers' checkpointing or torch's "
-    "checkpoint_wrapper."
-)
-
-
-class CheckpointError(Exception):
-    """Layers of a pack would be recomputed in the backward without the layout of the pack."""
-
-
-def saving() -> tuple[bool, Any]:
-    """Whether a graph is recorded here, and the innermost checkpoint that drops the tensors it saves.
-
-    A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = None if hooks is None else hooks[0]
-    return torch.is_grad_enabled(), pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 @contextmanager
@@ -156,7 +163,9 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
             if name in module.__dict__:
                 function = module.__dict__[name]
                 in_graph = inside or (found_call is not None and not _checkpoints_outside(module))
-                bound = _in_graph(function) if in_graph else partial(_checkpoint, function, model, layout)
+                bound = (
+                    _in_graph(function) if in_graph else partial(follow, function, layout, partial(layout.again, model))
+                )
                 swaps.append((module, name, function, bound))
     layout.saving = saving()
     with swapped(swaps):
@@ -180,74 +189,12 @@ def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, 
         yield from _walk(child, inside)
 
 
-#: A module or configuration, the name of an attribute, its value, and the value that replaces it.
-Swap = tuple[Any, str, Any, Any]
-
-
-@contextmanager
-def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
-    """Context: attributes replaced; restores them afterwards, also after an error."""
-    try:
-        for owner, name, _, value in swaps:
-            _put(owner, name, value)
-        yield
-    finally:
-        for owner, name, value, _ in swaps:
-            _put(owner, name, value)
-
-
-def _put(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, nn.Module):
-        owner.__dict__[name] = value  # a compiled module passes attributes on to the one inside
-    else:
-        setattr(owner, name, value)
-
-
-# ---------------------------------------------------------------------- activation checkpointing
-
-
-def _checkpoint(
-    function: Callable[..., Any],
-    model: nn.Module,
-    layout: PackLayout,
-    run: Callable[..., Any],
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """``function(run, ...)``, a checkpoint; its recomputation attends as ``run`` does in the forward."""
-    call = -1  # the attention call with which `run` begins; -1 until the forward
-
-    def bound(*inputs: Any, **named: Any) -> Any:
-        nonlocal call
-        if call >= 0:
-            with locked(model), pack_attention(model, layout.again(call)):
-                return run(*inputs, **named)
-        call, before = layout.calls, layout.saving
-        if before[0] == torch.is_grad_enabled():  # not reentrant
-            layout.saving = saving()
-        try:
-            return run(*inputs, **named)
-        finally:
-            layout.saving = before
-
-    layout.check_saving()
-    settings = _settings(function)
-    if settings is not None:  # reentrant or not: the values are the same, but only one finds keys of other packs
-        function = partial(checkpoint, **{**settings, "use_reentrant": False})
-    return function(bound, *args, **options)
-
-
-def _settings(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """The settings of torch's checkpoint function; None if ``function`` is another."""
-    if isinstance(function, partial) and not function.args:
-        inner = _settings(function.func)
-        return None if inner is None else inner | function.keywords
-    return {} if function is checkpoint else None
+# ---------------------------------------------------------------------- activation checkpointing in a graph
 
 
 def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """The checkpoint function inside a compiled module: all but the attention is recomputed."""
-    settings = _settings(function)
+    settings = settings_of(function)
     if settings is None or settings.keys() - {"use_reentrant", "preserve_rng_state"}:
         return _refuse
     return _saving_attention(settings.get("preserve_rng_state", True))
@@ -260,13 +207,11 @@ def _saving_attention(preserve_rng_state: bool) -> Callable[..., Any]:
 
 
 def _attention_saved() -> Any:
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
     return create_selective_checkpoint_contexts([torch.ops.torchrl_llm_kl.pack_attention.default])
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
-    raise CheckpointError(_REFUSED)
+    raise CheckpointError
 
 
 # ---------------------------------------------------------------------- attention
@@ -287,19 +232,18 @@ def _attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
-    how = How(scaling, dropout, sliding_window, softcap)
+    inputs = Inputs(query, key, value, s_aux, scaling, dropout, sliding_window, softcap)
     by_operator = torch.compiler.is_compiling() or _active(type(module).__name__).gradients is not None
     own_mask = (None if attention_mask is None else attention_mask.shape) != ((1, 1, 1, 1) if by_operator else None)
     if own_mask or not getattr(module, "is_causal", True):
         raise NotImplementedError(f"{type(module).__name__} has its own attention mask.")
     if by_operator:
         assert attention_mask is not None
-        return _attend_by_operator(query, key, value, s_aux, attention_mask, how), None
+        return _attend_by_operator(inputs, attention_mask), None
     layout = _active(type(module).__name__)
     layout.check_saving()
     call = layout.begin(key, value, sliding_window)
-    past = [kept[call] for kept in layout.outside()]
-    return _attend(layout, past, query, key, value, s_aux, how), None
+    return _attend(layout, layout.past(call), inputs), None
 
 
 def _active(who: str) -> PackLayout:
@@ -310,8 +254,7 @@ def _active(who: str) -> PackLayout:
     if torch._C._current_graph_task_id() >= 0:
         raise RuntimeError(
             f"{who} was recomputed in the backward, by a checkpoint in the model's own code or of another library inside a "
-            "compiled module: the recomputation does not know its pack. Use transformers' checkpointing or torch's "
-            "checkpoint_wrapper, or pass share_prefixes=False."
+            "compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
         )
     raise RuntimeError(
         f"{who} was called while a LogProbScorer was scoring its model in another thread: run one after the other, or give "
@@ -319,49 +262,26 @@ def _active(who: str) -> PackLayout:
     )
 
 
-class How(NamedTuple):
-    """The settings of an attention call."""
-
-    scale: float | None
-    dropout: float
-    window: int | None
-    softcap: float | None
-
-
-def _attend(
-    layout: PackLayout,
-    past: list[tuple[Tensor, Tensor]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    how: How,
-) -> Tensor:
+def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
     """``[1, heads, N, size]`` to ``[1, N, heads, size]``; ``past`` are keys and values of ``layout.outside()``."""
     if layout.attend is not None:
-        return layout.attend(layout, past, query, key, value, sinks, how)
-    plain = how.softcap is not None or sinks is not None
-    if not plain and how.dropout == 0.0 and takes_varlen(query):
-        return _attend_varlen(layout, past, query, key, value, how)
+        return layout.attend(layout, past, inputs)
+    if not inputs.has_own_scores and inputs.dropout == 0.0 and takes_varlen(inputs.query):
+        return _attend_varlen(layout, past, inputs)
     before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)}
     followed = {piece.past for piece in layout.pieces}
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others follow
     out = []
     for i, piece in enumerate(layout.pieces):
-        k, v = key[:, :, piece.first : piece.last], value[:, :, piece.first : piece.last]
+        q, k, v = (tensor[:, :, piece.first : piece.last] for tensor in inputs[:3])
         pairs = [seen[piece.past]] if piece.past >= 0 else [before[id(kept)] for kept in piece.outside]
         if pairs:
             k, v = torch.cat([*(p[0] for p in pairs), k], 2), torch.cat([*(p[1] for p in pairs), v], 2)
         if i in followed:
             seen[i] = k, v
-        q = query[:, :, piece.first : piece.last]
-        for rows, cols, mask in _blocks(layout, q, k, how.window):
-            block = q[:, :, rows], k[:, :, cols], v[:, :, cols]
-            if plain:
-                out.append(plain_attention(*block, mask, sinks, how))
-            else:
-                options: dict[str, Any] = {"scale": how.scale, "enable_gqa": query.shape[1] != key.shape[1]}
-                out.append(F.scaled_dot_product_attention(*block, mask, how.dropout, is_causal=mask is None, **options))
+        for rows, cols, mask in _blocks(layout, q, k, inputs.window):
+            block = inputs._replace(query=q[:, :, rows], key=k[:, :, cols], value=v[:, :, cols])
+            out.append(attend_block(block, mask))
     return torch.cat(out, 2).transpose(1, 2).contiguous()
 
 
@@ -394,11 +314,12 @@ def block_mask(
     return torch.zeros(rows, width, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, how: How
-) -> Tensor:
-    """Attention with soft-capped scores or sinks, which torch's own does not support."""
-    scale, dropout, _, softcap = how
+def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
+    """Attention under a mask that is added to the scores, by default a causal one; ``[b, heads, n, size]``."""
+    query, key, value, sinks, scale, dropout, _, softcap = inputs
+    if not inputs.has_own_scores:
+        options: dict[str, Any] = {"is_causal": mask is None, "scale": scale, "enable_gqa": inputs.is_grouped}
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, **options)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -410,9 +331,7 @@ def plain_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
     weights = widen(scores)[0].softmax(-1).to(value.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return F.dropout(weights, dropout) @ value
+    return F.dropout(weights if sinks is None else weights[..., :-1], dropout) @ value
 
 
 # ---------------------------------------------------------------------- one operator, for compiled layers
@@ -462,46 +381,42 @@ def _call_compiled(function: Callable[..., Any], layout: PackLayout, *args: Any,
     return function(*args, **options)
 
 
-def _attend_by_operator(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, how: How
-) -> Tensor:
+def _attend_by_operator(inputs: Inputs, link: Tensor) -> Tensor:
     """As :func:`_attend`, in a graph or beside graphs."""
+    tensors = inputs[:3]
     if link.requires_grad and not torch.is_grad_enabled():
-        raise CheckpointError(_REFUSED)
-    if torch.is_autocast_enabled(query.device.type):  # graphs do not pass it on to their operators
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (t if t.dtype == torch.float64 else t.to(dtype) for t in (query, key, value))
+        raise CheckpointError
+    device = inputs.query.device.type
+    if torch.is_autocast_enabled(device):  # graphs do not pass it on to their operators
+        dtype = torch.get_autocast_dtype(device)
+        tensors = tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)  # type: ignore[assignment]
     # Frozen layers before the first adapter have no backward, despite the link.
-    grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     link = link if grad else link.detach()
-    out: Tensor = torch.ops.torchrl_llm_kl.pack_attention(query, key, value, sinks, link, grad, *how)[0]
+    out: Tensor = torch.ops.torchrl_llm_kl.pack_attention(*tensors, inputs.sinks, link, grad, *inputs[4:])[0]
     return out
 
 
 def _operator(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, link: Tensor, grad: bool, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    layout, how = _active("a compiled attention"), How(*settings)
+    layout, inputs = _active("a compiled attention"), Inputs(query, key, value, sinks, *settings)
     if saving()[1] is not layout.saving[1]:
-        raise CheckpointError(_REFUSED)
-    own = [t for t in (query, key, value, sinks) if t is not None]
-    if not grad or (
-        layout.saving[1] is not None and not layout.recomputes
-    ):  # no backward, or only of the recomputation
-        call = layout.begin(key, value, how.window)
-        out = _attend(layout, [kept[call] for kept in layout.outside()], query, key, value, sinks, how)
+        raise CheckpointError
+    if not grad or (layout.saving[1] is not None and not layout.recomputes):  # no backward, or only of a recomputation
+        call = layout.begin(key, value, inputs.window)
+        out = _attend(layout, layout.past(call), inputs)
     else:
+        call = layout.begin(key.detach(), value.detach(), inputs.window)
         # Copies: a graph may write into the memory of its own tensors after their last use.
-        own = [t.detach().clone().requires_grad_() for t in own]
-        call = layout.begin(own[1].detach(), own[2].detach(), how.window)
-        past = [t.detach().requires_grad_() for kept in layout.outside() for t in kept[call]]
-        pairs = list(zip(past[::2], past[1::2], strict=True))
-        held = (
-            saved_tensors_hooks(_same, _same) if layout.recomputes else nullcontext()
-        )  # not of the checkpoint's graph
+        own = [None if t is None else t.detach().clone().requires_grad_() for t in (query, key, value, sinks)]
+        pairs = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layout.past(call)]
+        # Not of the checkpoint's graph.
+        held = saved_tensors_hooks(_same, _same) if layout.recomputes else nullcontext()
         with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.enable_grad(), held:
-            recorded = _attend(layout, pairs, own[0], own[1], own[2], own[3] if sinks is not None else None, how)
-        _LAYOUTS[layout.number].recorded[call] = Recorded(recorded, own, past)
+            recorded = _attend(layout, pairs, Inputs(*own, *settings))  # type: ignore[arg-type]
+        given = [t for t in own if t is not None]
+        _LAYOUTS[layout.number].recorded[call] = Recorded(recorded, given, [t for pair in pairs for t in pair])
         out = recorded.detach().clone()
     return out, torch.tensor([layout.number, call])
 
@@ -588,8 +503,7 @@ torch.library.custom_op(
 def takes_varlen(query: Tensor) -> bool:
     """Whether the GPU kernel supports these queries: half precision, heads of at most 256, Ampere or later."""
     return (
-        varlen_attn is not None
-        and query.is_cuda
+        query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
@@ -597,24 +511,19 @@ def takes_varlen(query: Tensor) -> bool:
     )
 
 
-def _attend_varlen(
-    layout: PackLayout, past: list[tuple[Tensor, Tensor]], query: Tensor, key: Tensor, value: Tensor, how: How
-) -> Tensor:
+def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
     """``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
+    query, key, value = inputs[:3]
     if "varlen" not in layout.shared:
         layout.shared["varlen"] = _varlen_index(layout, query.device)
     index, spans = layout.shared["varlen"]
-    keys = torch.cat([*(k for k, _ in past), key], 2)[0].transpose(0, 1)[index]
-    values = torch.cat([*(v for _, v in past), value], 2)[0].transpose(0, 1)[index]
-    out: Tensor = varlen_attn(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        *spans,
-        scale=how.scale,
-        window_size=(-1 if how.window is None else how.window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+    keys, values = (
+        torch.cat([*before, own], 2)[0].transpose(0, 1)[index]
+        for before, own in (([k for k, _ in past], key), ([v for _, v in past], value))
     )
+    window = (-1 if inputs.window is None else inputs.window - 1, 0)
+    options: dict[str, Any] = {"scale": inputs.scale, "window_size": window, "enable_gqa": inputs.is_grouped}
+    out: Tensor = varlen_attn(query[0].transpose(0, 1), keys, values, *spans, **options)
     return out.unsqueeze(0)
 
 

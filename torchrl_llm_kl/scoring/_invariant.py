@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.scoring._attention import How, PackLayout, block_mask, key_index, plain_attention
+from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, block_mask, key_index
 from torchrl_llm_kl.scoring._model import Setup, compiled_call, frequency_switches, send
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
@@ -92,41 +92,30 @@ class _Blocks(NamedTuple):
     start: int  # position of the first key
 
 
-def attend(
-    layout: PackLayout,
-    past: list[tuple[Tensor, Tensor]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    how: How,
-) -> Tensor:
+def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
     """Attention whose shapes depend on positions alone: ``[1, heads, N, size]`` to ``[1, N, heads, size]``.
 
     Queries come in blocks that begin at multiples of ``BLOCK`` in their sequence. Each block attends to the keys from the
     start of the sequence, or of its window, to the end of the block. Missing queries and keys are 0. In a pack, blocks with
     the same place in their sequences are one batch.
     """
-    if how.dropout:
+    if inputs.dropout:
         raise ValueError("the attention's dropout is on: no score is the same twice. Call model.eval().")
-    at = ("blocks", how.window)
+    query, key, value = inputs[:3]
+    at = ("blocks", inputs.window)
     if at not in layout.shared:
-        layout.shared[at] = _plan(layout, query.shape[2], how.window, query.device)
+        layout.shared[at] = _plan(layout, query.shape[2], inputs.window, query.device)
     groups, order = layout.shared[at]
     queries = _rows([query])
     keys, values = _rows([*(k for k, _ in past), key]), _rows([*(v for _, v in past), value])
     out = []
     for group in groups:
-        q, k, v = queries[group.queries], keys[group.keys], values[group.keys]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask = _mask_of(layout, group, how.window, query)
-        if how.softcap is None and sinks is None:
-            grouped = query.shape[1] != key.shape[1]
-            found = F.scaled_dot_product_attention(q, k, v, mask, scale=how.scale, enable_gqa=grouped)
-        else:  # one by one: these run elementwise functions
-            parts = zip(q.split(1), k.split(1), v.split(1), strict=True)
-            found = torch.cat([plain_attention(*each, mask, sinks, how) for each in parts])
-        out.append(found.transpose(1, 2).flatten(0, 1))
+        q, k, v = (t.transpose(1, 2) for t in (queries[group.queries], keys[group.keys], values[group.keys]))
+        mask = _mask_of(layout, group, inputs.window, query)
+        size = 1 if inputs.has_own_scores else len(q)  # one by one: these run elementwise functions
+        blocks = zip(q.split(size), k.split(size), v.split(size), strict=True)
+        found = (attend_block(Inputs(*block, *inputs[3:]), mask) for block in blocks)
+        out += [block.transpose(1, 2).flatten(0, 1) for block in found]
     return torch.cat([*out, torch.zeros_like(out[0][:1])])[order].unsqueeze(0)
 
 

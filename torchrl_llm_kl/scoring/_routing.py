@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.scoring._attention import CHECKPOINTS, Swap, saving, swapped
+from torchrl_llm_kl.scoring._checkpoints import ADVICE, CHECKPOINTS, Followed, Swap, follow, saving, swapped
 from torchrl_llm_kl.scoring._model import compiled_call, locked, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
@@ -228,15 +228,22 @@ class Routing:
         return torch.where(elements[:, None, None] < 0, -1, self.record[elements.clamp(min=0)])
 
 
+def _refusal() -> ValueError:
+    return ValueError(
+        "layers run in a checkpoint in their own code or of another library, whose recomputation would not replay the record: "
+        f"{ADVICE}."
+    )
+
+
 @dataclass(eq=False)
-class RoutedForward:
+class RoutedForward(Followed):
     """One forward, and what its routers chose."""
 
     routers: Routers
     rows: Tensor | None  # [n, L, k], on the device of the forward
     chosen: dict[int, Tensor] | None = None  # by place among the routers, [n, k]; None if not recorded
     called: set[int] = field(default_factory=set)
-    saving: tuple[bool, Any] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
+    refusal = staticmethod(_refusal)
 
     @classmethod
     def of(cls, routing: Routing, rows: Tensor | None) -> RoutedForward:
@@ -259,13 +266,11 @@ class RoutedForward:
                 "choice was neither recorded nor replaced: another kernel computes its block. Load the model without kernels."
             )
 
-    def check_saving(self) -> None:
-        """Raise a ValueError inside a checkpoint whose recomputation would route otherwise."""
-        if saving() != self.saving:
-            raise ValueError(
-                "layers run in a checkpoint in their own code or of another library, whose recomputation would not replay the "
-                "record: use transformers' checkpointing or torch's checkpoint_wrapper."
-            )
+    @contextmanager
+    def again(self, _: int) -> Iterator[None]:
+        """Context: a recomputation."""
+        with locked(self.routers.model), routed(replace(self, chosen=None, called=set())):
+            yield
 
     def route(self, place: int, router: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         """The output of a router with the recorded experts in place of its choice."""
@@ -320,7 +325,7 @@ def routed(forward: RoutedForward | None) -> Iterator[None]:
         for name in CHECKPOINTS:
             if name in module.__dict__:
                 function = module.__dict__[name]
-                swaps.append((module, name, function, partial(_checkpoint, function, forward)))
+                swaps.append((module, name, function, partial(follow, function, forward, forward.again)))
     with ExitStack() as stack:
         stack.enter_context(swapped(swaps))
         for place, router in enumerate(routers.modules):
@@ -334,26 +339,3 @@ def routed(forward: RoutedForward | None) -> Iterator[None]:
 def _hook(forward: RoutedForward, place: int, router: nn.Module, _: Any, output: Any) -> Any:
     # Another thread may run the model meanwhile.
     return forward.route(place, router, output) if _ACTIVE.get() is forward else None
-
-
-def _checkpoint(
-    function: Callable[..., Any], forward: RoutedForward, run: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
-    """``function(run, ...)``, a checkpoint; its recomputation routes as ``run`` does in the forward."""
-    first = True
-
-    def bound(*inputs: Any, **named: Any) -> Any:
-        nonlocal first
-        if not first:
-            again = replace(forward, chosen=None, called=set())
-            with locked(forward.routers.model), routed(again):
-                return run(*inputs, **named)
-        first, before = False, forward.saving
-        forward.saving = saving()
-        try:
-            return run(*inputs, **named)
-        finally:
-            forward.saving = before
-
-    forward.check_saving()
-    return function(bound, *args, **options)

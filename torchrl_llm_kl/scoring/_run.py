@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.scoring._attention import CheckpointError
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
+from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, drops_layers, frequency_switches, send
 from torchrl_llm_kl.scoring._options import ScoreOptions

@@ -239,12 +239,13 @@ def test_what_changed_since_is_refused_at_the_call(monkeypatch: pytest.MonkeyPat
         torch.set_num_threads(threads)
 
 
-def _in_pieces(layout: PackLayout, past: Any, query: Tensor, *rest: Any) -> Tensor:
+def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     """The normal attention, cut by the places of pieces in the pack; the padding is a piece of its own."""
     pieces, end = [replace(piece, kept=None) for piece in layout.pieces], layout.pieces[-1].last
-    if end < query.shape[2]:
-        pieces.append(PackPiece(end, query.shape[2], -1, []))
-    return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, query, *rest)
+    length = inputs.query.shape[2]
+    if end < length:
+        pieces.append(PackPiece(end, length, -1, []))
+    return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, inputs)
 
 
 @pytest.mark.parametrize(
