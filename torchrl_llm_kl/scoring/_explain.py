@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,11 +21,15 @@ from torchrl_llm_kl.scoring._model import (
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
+from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._routing import RoutedForward, Routing, routed
-from torchrl_llm_kl.scoring._run import budget_of, passes_of, tree_of
+from torchrl_llm_kl.scoring._routing import RoutedForward, routed
+from torchrl_llm_kl.scoring._run import Run
 from torchrl_llm_kl.scoring._sampling import Sampling
+from torchrl_llm_kl.scoring._wrapping import Ranks
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -120,29 +124,26 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         scored = request.mask.clone()
         scored[element] = True
         request = replace(request, mask=scored, kept=None)  # nothing was recorded for it
-    options = options.but(
-        entropy=False, top_k=0, moments=False, return_kept=False, record_routing=False, grad=False, remember=False
-    )
+    options = ScoreOptions(options.sampling, options.adapters, options.dtype, options.deterministic)
     log_prob = scorer.run(request, options).log_prob.values[element]
     with locked(scorer.model), torch.no_grad():
-        setup = scorer._setup(request.layout.values.device, options)
-        if frequency_switches(setup.model):
-            request = replace(request, whole=True)
-        routing = scorer._routing(request, request.routing)
-        found = _passes(scorer, setup, request, routing)
+        run = Run([scorer], Ranks([]), request, [scorer._routing(request, request.routing)], options)
+        (setup,), (found,) = run.setups, run.passes()
         batch, at = next((i, int(hit[0])) for i, x in enumerate(found.elements) if len(hit := (x == element).nonzero()))
         states = [found.run(i) for i in range(batch + 1)][-1]  # packs in order
-        target = request.tokens.values[element : element + 1]
-        logits = states.tempered(torch.tensor([at]))
-        out, added = _left_out(logits, request, element, target, options.sampling)
-        own = _plain(setup, request, routing, row, token, target, options.sampling)
-        logit, plain = (x[0, int(target)] for x in (logits, own[0]))
-        normaliser, plain_normaliser = (x.masked_fill(y, -torch.inf).logsumexp(-1)[0] for x, y in ((logits, out), own))
+        logits = states.tempered(torch.tensor([at])).cpu()
+        out, added = _left_out(run, logits, element)
+        plain = _plain(run, row, token)
+        plain_out, _ = _left_out(run, plain, element)
+        target = int(request.tokens.values[element])
+        normaliser, plain_normaliser = (
+            x.masked_fill(y, -torch.inf).logsumexp(-1)[0] for x, y in ((logits, out), (plain, plain_out))
+        )
     attended, elsewhere = found.attended(element - 1)
     return Explanation(
         row=row,
         token=token,
-        token_id=int(target),
+        token_id=target,
         path=setup.route.path,
         packed=isinstance(found, PackedPass),
         why=_why(scorer, setup),
@@ -154,52 +155,38 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         sampling=options.sampling,
         kept=int((~out).sum()) - int(added),
         is_kept=not bool(added),
-        logit=float(logit) * options.temperature,
+        logit=float(logits[0, target]) * options.temperature,
         log_normaliser=float(normaliser),
         log_prob=float(log_prob),
-        plain=float(plain - plain_normaliser),
+        plain=float(plain[0, target] - plain_normaliser),
     )
 
 
-def _passes(scorer: Any, setup: Setup, request: ScoreRequest, routing: Routing | None) -> PackedPass | PaddedPass:
-    tree = tree_of(request, [routing]) if setup.route.packed else None
-    return passes_of([setup], request, [routing], tree, [], budget_of(scorer, setup))[0]
-
-
-def _left_out(
-    logits: Tensor, request: ScoreRequest, element: int, target: Tensor, sampling: Sampling
-) -> tuple[Tensor, Tensor]:
+def _left_out(run: Run, logits: Tensor, element: int) -> tuple[Tensor, Tensor]:
     """Of logits ``[1, V]``: which tokens are left out, never the target, and whether it was added."""
-    kept = None if request.kept is None else request.kept.take(torch.tensor([element]))
-    if kept is None and not sampling.truncates:
+    truncation, kept = run.options.sampling.truncation, run.request.kept
+    if kept is None and not truncation.active:
         return torch.zeros_like(logits, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
-    return dropped(logits.cpu(), sampling.truncation, kept, target)
+    own = None if kept is None else kept.take(torch.tensor([element]))
+    return dropped(logits, truncation, own, run.request.tokens.values[element : element + 1])
 
 
-def _plain(
-    setup: Setup,
-    request: ScoreRequest,
-    routing: Routing | None,
-    row: int,
-    token: int,
-    target: Tensor,
-    sampling: Sampling,
-) -> tuple[Tensor, Tensor]:
-    """Logits of the model's own forward over the temperature, ``[1, V]``, and which tokens are left out."""
-    first = int(request.tokens.offsets[row])
-    here = torch.arange(first, first + (int(request.tokens.lengths[row]) - 1 if request.whole else token))
+def _plain(run: Run, row: int, token: int) -> Tensor:
+    """Logits of the model's own forward of the sequence alone, over the temperature; ``[1, V]``, on the CPU."""
+    (setup,), (routing,), tokens = run.setups, run.routings, run.request.tokens
+    first = int(tokens.offsets[row])
+    here = torch.arange(first, first + (int(tokens.lengths[row]) - 1 if run.request.whole else token))
     rows = None if routing is None else routing.rows(here)
     forward = None if routing is None else RoutedForward.of(routing, None if rows is None else send(rows, setup.device))
     with setup.active(), routed(forward):
-        ids = send(request.tokens.values[here], setup.device)
+        ids = send(tokens.values[here], setup.device)
         logits = whole_logits(setup.model, read_output(call(setup.model, ids[None], use_cache=False), "logits"))
     # From the end: prompt tuning puts virtual tokens before the sequence.
     (logits,) = widen(logits[:, logits.shape[1] - len(here) + token - 1].cpu())
-    logits = logits / sampling.temperature
-    return logits, _left_out(logits, request, first + token, target, sampling)[0]
+    return logits / run.options.temperature
 
 
-def _why(scorer: Any, setup: Setup) -> str:
+def _why(scorer: LogProbScorer, setup: Setup) -> str:
     name = type(setup.model).__name__
     if setup.route.path == "full":
         why = scorer._complaint or f"{name} does not expose its body and head"

@@ -32,7 +32,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._scores import log_prob_at, read
+from torchrl_llm_kl.scoring._scores import Reading, log_prob_at
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 
@@ -137,7 +137,7 @@ def _difference(setup: Setup, request: ScoreRequest, plain: Tensor) -> float | s
     try:
         padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
         targets = request.tokens.values[padded.elements[0]].to(setup.device)
-        found = read(padded.run(0), targets, ScoreOptions(), chunk=8, recompute=False)["log_prob"]
+        found = Reading(padded.run(0), targets, ScoreOptions()).columns()["log_prob"]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return float((found.to(plain.device) - plain).abs().max())
@@ -228,7 +228,7 @@ def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
-        columns = read(states, targets, ScoreOptions(entropy=True), chunk=BLOCK, recompute=False, tile=BLOCK)
+        columns = Reading(states, targets, ScoreOptions(entropy=True), tile=BLOCK).columns()
         scores = torch.stack([columns["log_prob"], columns["entropy"]], -1)
         found.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
     out = found[0].new_zeros(tokens.values.shape[0], found[0].shape[-1])

@@ -34,7 +34,7 @@ from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._request import RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
 from torchrl_llm_kl.scoring._routing import Routers, Routing
-from torchrl_llm_kl.scoring._run import run
+from torchrl_llm_kl.scoring._run import Run
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores, kept_of
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap
@@ -201,7 +201,7 @@ class LogProbScorer(Scorer):
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
-                elements, columns = run(scorers, ranks, request, routings, replace(options, return_kept=finds_kept))
+                elements, columns = Run(scorers, ranks, request, routings, replace(options, return_kept=finds_kept))()
             else:
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, options.grad)
@@ -426,7 +426,7 @@ class LogProbScorer(Scorer):
             warnings.warn(
                 f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} needs a gradient: each "
                 "sequence is forwarded separately, with padding. share_prefixes=False silences this warning.",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

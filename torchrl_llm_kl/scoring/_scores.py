@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -94,23 +95,6 @@ class Scores(NamedTuple):
         return cls(place(log_prob), **placed)
 
 
-def columns_of_nothing(request: ScoreRequest, options: ScoreOptions, reference: bool, device: torch.device) -> Columns:
-    """The columns of no token."""
-    names = ["log_prob"] + ["entropy"] * options.entropy + ["ref_log_prob", "kl"] * reference
-    names += ["collision", "discriminator"] * options.moments
-    columns = {name: torch.zeros(0, device=device) for name in names}
-    if options.top_k:
-        top = torch.zeros(0, options.top_k, device=device)
-        columns |= _top_columns(top.long(), top, torch.zeros(0, device=device))
-    if options.return_kept:
-        none = torch.zeros(0, dtype=torch.long, device=device)
-        columns |= {"kept_ids": none, "kept_counts": none}
-    if request.top_ids is not None:
-        *shape, k = request.top_ids.shape[1:]
-        columns["outcomes"] = torch.zeros(0, *shape, k + 1, device=device)
-    return columns
-
-
 @dataclass(frozen=True, eq=False)
 class States:
     """The distributions at ``n`` positions."""
@@ -183,132 +167,164 @@ def join_columns(parts: Sequence[Columns]) -> Columns:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def read(
-    states: States,
-    targets: Tensor,
-    options: ScoreOptions,
-    ref: States | None = None,
-    ids: Tensor | None = None,
-    *,
-    chunk: int,
-    recompute: bool,
-    tile: int | None = None,
-) -> Columns:
-    """Compute all requested scores of tokens ``targets [n]`` in one sweep; a KL needs the states of the reference.
+def columns_of_nothing(request: ScoreRequest, options: ScoreOptions, reference: bool, device: torch.device) -> Columns:
+    """The columns of no token."""
+    width, none = max(1, options.top_k, options.sampling.top_k), torch.zeros(0, dtype=torch.long, device=device)
+    nothing = States(none, lambda _: torch.zeros(0, width, device=device), 1.0, truncation=options.sampling.truncation)
+    ids = None if request.top_ids is None else request.top_ids[:0].to(device)
+    return Reading(nothing, none, options, nothing if reference else None, ids).columns()
 
-    Outcomes need their ids ``[n, *M, k]``; beside a KL they take another sweep.
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Tokens, the distributions that predict them, and the scores that are requested, from one sweep.
 
     Where whole logits are needed they are held for ``chunk`` positions at once; ``recompute`` drops them and computes
     them again in the backward. With ``tile``, the head runs on exactly so many positions at a time.
     """
-    if tile is not None:
-        count = targets.shape[0]
-        after = -count % tile
-        kept = states.kept
+
+    states: States
+    targets: Tensor  # [n]
+    options: ScoreOptions
+    ref: States | None = None  # of the reference, for a KL
+    ids: Tensor | None = None  # of outcomes, [n, *M, k]; beside a KL they take another sweep
+    chunk: int = 1024
+    recompute: bool = False
+    tile: int | None = None
+
+    def columns(self) -> Columns:
+        """All requested scores."""
+        if self.tile is not None:
+            padded = replace(self._padded(-self.targets.shape[0] % self.tile), tile=None, chunk=self.tile)
+            columns = padded._columns(self.tile)
+            return {name: values[: self.targets.shape[0]] for name, values in columns.items()}
+        return self._columns(None)
+
+    def _padded(self, after: int) -> Reading:
+        """With so many positions of no token after the others."""
+        kept, ref, ids = self.states.kept, self.ref, self.ids
         if kept is not None:
             kept = kept._replace(offsets=F.pad(kept.offsets, (0, after), value=len(kept.ids)))
-        states = replace(states, source=F.pad(states.source, (0, 0, 0, after)), kept=kept)
+        states = replace(self.states, source=F.pad(self.states.source, (0, 0, 0, after)), kept=kept)
         ref = None if ref is None else replace(ref, source=F.pad(ref.source, (0, 0, 0, after)))
-        targets, chunk = F.pad(targets, (0, after)), tile
         ids = None if ids is None else F.pad(ids, (*[0, 0] * (ids.ndim - 1), 0, after))
-    if states.head is not None and (ref is None or ref.head is not None):
-        columns = _read_linear(states, states.head, targets.to(states.source.device), options, ref, ids, tile)
-    else:
-        columns = _read_logits(states, targets, options, ref, ids, chunk, recompute)
-    return columns if tile is None else {name: values[:count] for name, values in columns.items()}
+        return replace(self, states=states, targets=F.pad(self.targets, (0, after)), ref=ref, ids=ids)
 
+    def _columns(self, tile: int | None) -> Columns:
+        head, ref = self.states.head, self.ref
+        if head is not None and (ref is None or ref.head is not None):
+            return self._of_linear(head, None if ref is None else ref.head, tile)
+        read = partial(checkpoint, self._of_logits, use_reentrant=False) if self.recompute else self._of_logits
+        positions = torch.arange(self.states.source.shape[0], device=self.targets.device)
+        return join_columns([read(rows) for rows in positions.split(self.chunk)])
 
-def _read_logits(
-    states: States,
-    targets: Tensor,
-    options: ScoreOptions,
-    ref: States | None,
-    ids: Tensor | None,
-    chunk: int,
-    recompute: bool,
-) -> Columns:
-    parts: list[Columns] = []
-    for rows in torch.arange(states.source.shape[0], device=targets.device).split(chunk):
-        if recompute:
-            parts.append(checkpoint(_read_chunk, states, targets, options, ref, ids, rows, use_reentrant=False))
+    # ------------------------------------------------------------------ a linear head, in tiles
+
+    def _of_linear(self, head: nn.Linear, ref_head: nn.Linear | None, tile: int | None) -> Columns:
+        states, ref, options = self.states, self.ref, self.options
+        hidden, device = states.source, states.source.device
+        targets = self.targets.to(device)
+        ids = None if self.ids is None else self.ids.to(device)
+        own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
+        own |= {"temperature": states.temperature, "chunk": tile}
+        own["product_dtype"] = states.dtype if ref is None or ref.dtype == states.dtype else torch.float32
+        kept, truncation = states.kept, states.truncation
+        sampled = kept is not None or truncation.active
+        if kept is None and truncation.active and tile is None and not torch.compiler.is_compiling():
+            most = head.weight.shape[0] if options.return_kept else None
+            kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, most=most, **own)
+        limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
+        if kept is None and truncation.active:
+            limits = {"truncation": truncation, "keep_targets": True}
+        alone = ref is None and ids is None and tile is None and not torch.is_grad_enabled()
+        if options.beside == ("top_k",) and alone:
+            *top, log_prob = linear_top_k(hidden, head.weight, options.top_k, targets, **own)
+            return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
+        if ref is not None and ref_head is not None:
+            bias = None if ref_head.bias is None else ref_head.bias.detach().to(device)
+            own_ref: dict[str, Any] = {"ref_bias": bias, "ref_scale": ref.map.scale, "ref_soft_cap": ref.map.soft_cap}
+            own_ref |= {"direction": options.direction, "beta": options.beta}
+            own_ref["ref_kept"] = options.sampling.reference == "kept"
+            others = ref.source.to(device), ref_head.weight.detach().to(device)
+            scores = {**own, **own_ref, **limits, "entropy": options.entropy}
+            found = linear_pair(hidden, head.weight, *others, targets, **scores)._asdict()
+            found["ref_log_prob"] = found["ref_log_prob"].detach()
+            if ids is not None:
+                found["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
+        elif ids is not None:
+            found = linear_outcomes(hidden, head.weight, targets, ids, entropy=options.entropy, **own)._asdict()
         else:
-            parts.append(_read_chunk(states, targets, options, ref, ids, rows))
-    return join_columns(parts)
+            found = linear_log_prob(hidden, head.weight, targets, entropy=options.entropy, **own, **limits)._asdict()
+        columns = {name: values for name, values in found.items() if values is not None}
+        if options.top_k:
+            columns |= _top_columns(*linear_top_k(hidden, head.weight, options.top_k, **own)[:3])
+        if options.moments:
+            if sampled and kept is None:
+                raise ValueError(
+                    f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once: "
+                    "score them without truncation, or fewer positions at a time."
+                )
+            columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
+        if states.kept is None and truncation.active:
+            added = None if kept is None else kept.added
+            columns["added"] = torch.zeros_like(targets, dtype=torch.bool) if added is None else added
+        if options.return_kept and kept is not None:
+            columns |= {"kept_ids": kept.ids.long(), "kept_counts": kept.offsets.diff()}
+        return columns
+
+    # ------------------------------------------------------------------ whole logits, some positions at a time
+
+    def _of_logits(self, rows: Tensor) -> Columns:
+        states, options = self.states, self.options
+        logits = states.tempered(rows)
+        targets = self.targets[rows].to(logits.device)
+        out = None
+        columns: Columns = {}
+        if states.kept is not None or states.truncation.active:
+            kept = None if states.kept is None else states.kept.take(rows)
+            out, added = dropped(logits, states.truncation, kept, targets)
+            logits = logits.masked_fill(out, -torch.inf)
+            columns |= {"added": added} if kept is None else {}
+            if options.return_kept:
+                columns |= {"kept_ids": (~out).nonzero()[:, 1], "kept_counts": (~out).sum(-1)}
+        log_probs = logits.log_softmax(-1)
+        columns["log_prob"] = log_prob_at(logits, targets)
+        # 0 log 0 is 0: replace -inf before it meets its probability.
+        finite = log_probs.masked_fill(log_probs.isneginf(), 0.0) if options.entropy or options.moments else log_probs
+        if options.entropy:
+            columns["entropy"] = -(log_probs.exp() * finite).sum(-1)
+        if self.ref is not None:
+            with torch.no_grad():
+                ref_logits = self.ref.tempered(rows).to(logits.device)
+            if ref_logits.shape != logits.shape:
+                raise ValueError(
+                    f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
+                    f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
+                )
+            if out is not None and options.sampling.reference == "kept":
+                ref_logits = ref_logits.masked_fill(out, -torch.inf)
+            columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
+            columns["kl"] = logits_kl(logits, ref_logits, direction=options.direction, beta=options.beta)
+        if self.ids is not None:
+            columns["outcomes"] = _outcomes(log_probs, self.ids[rows].to(logits.device))
+        if options.top_k > logits.shape[-1]:
+            raise ValueError(
+                f"top_k is {options.top_k}; expected at most {logits.shape[-1]}, the size of the vocabulary."
+            )
+        with torch.no_grad():
+            if options.moments:
+                square, entropy = log_probs.exp().square(), -(log_probs.exp() * finite).sum(-1, keepdim=True)
+                columns |= {"collision": square.sum(-1), "discriminator": (square * (entropy + finite)).sum(-1)}
+            if options.top_k:
+                top, indices = log_probs.topk(options.top_k, -1)
+                columns |= _top_columns(indices, top, log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1))
+        return columns
 
 
 def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
     """``log softmax(logits)`` at ``targets``, in float32 or wider; ``[n, V], [n] -> [n]``."""
     (logits,) = widen(logits)
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
-
-
-def _read_linear(
-    states: States,
-    head: nn.Linear,
-    targets: Tensor,
-    options: ScoreOptions,
-    ref: States | None,
-    ids: Tensor | None,
-    tile: int | None,
-) -> Columns:
-    hidden, device = states.source, states.source.device
-    own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
-    own |= {"temperature": states.temperature, "chunk": tile}
-    same = ref is None or ref.dtype == states.dtype
-    own["product_dtype"] = states.dtype if same else torch.float32
-    kept, truncation = states.kept, states.truncation
-    sampled = kept is not None or truncation.active
-    if kept is None and truncation.active and tile is None and not torch.compiler.is_compiling():
-        most = head.weight.shape[0] if options.return_kept else None
-        kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, most=most, **own)
-    limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
-    if kept is None and truncation.active:
-        limits = {"truncation": truncation, "keep_targets": True}
-    if options.beside == ("top_k",) and ref is None and ids is None and tile is None and not torch.is_grad_enabled():
-        *top, log_prob = linear_top_k(hidden, head.weight, options.top_k, targets, **own)
-        return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
-    ids = None if ids is None else ids.to(device)
-    if ref is None and ids is not None:
-        found = linear_outcomes(hidden, head.weight, targets, ids, entropy=options.entropy, **own)._asdict()
-    elif ref is None:
-        found = linear_log_prob(hidden, head.weight, targets, entropy=options.entropy, **own, **limits)._asdict()
-    else:
-        assert ref.head is not None
-        found = linear_pair(
-            hidden,
-            head.weight,
-            ref.source.to(device),
-            ref.head.weight.detach().to(device),
-            targets,
-            direction=options.direction,
-            beta=options.beta,
-            ref_bias=None if ref.head.bias is None else ref.head.bias.detach().to(device),
-            ref_scale=ref.map.scale,
-            ref_soft_cap=ref.map.soft_cap,
-            entropy=options.entropy,
-            ref_kept=options.sampling.reference == "kept",
-            **own,
-            **limits,
-        )._asdict()
-        found["ref_log_prob"] = found["ref_log_prob"].detach()
-        if ids is not None:
-            found["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
-    columns = {name: values for name, values in found.items() if values is not None}
-    if options.top_k:
-        columns |= _top_columns(*linear_top_k(hidden, head.weight, options.top_k, **own)[:3])
-    if options.moments:
-        if sampled and kept is None:
-            raise ValueError(
-                f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once: "
-                "score them without truncation, or fewer positions at a time."
-            )
-        columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
-    if states.kept is None and truncation.active:
-        added = None if kept is None else kept.added
-        columns["added"] = torch.zeros_like(targets, dtype=torch.bool) if added is None else added
-    if options.return_kept and kept is not None:
-        columns |= {"kept_ids": kept.ids.long(), "kept_counts": kept.offsets.diff()}
-    return columns
 
 
 @torch.no_grad()
@@ -326,61 +342,7 @@ def _moments(
     assert q.entropy is not None
     log_c = 2 * p.log_prob - q.log_prob
     collision = log_c.exp()
-    return {
-        "collision": collision,
-        "discriminator": (collision * (p.entropy + (log_c - q.entropy) / 2)),
-    }
-
-
-def _read_chunk(
-    states: States, targets: Tensor, options: ScoreOptions, ref: States | None, ids: Tensor | None, rows: Tensor
-) -> Columns:
-    logits = states.tempered(rows)
-    targets = targets[rows].to(logits.device)
-    out = added = None
-    if states.kept is not None or states.truncation.active:
-        kept = None if states.kept is None else states.kept.take(rows)
-        out, added = dropped(logits, states.truncation, kept, targets)
-        logits = logits.masked_fill(out, -torch.inf)
-    log_probs = logits.log_softmax(-1)
-    columns = {"log_prob": log_prob_at(logits, targets)}
-    if options.entropy:
-        # 0 log 0 is 0: replace -inf before it meets its probability.
-        finite = log_probs.masked_fill(log_probs.isneginf(), 0.0)
-        columns["entropy"] = -(log_probs.exp() * finite).sum(-1)
-    if ref is not None:
-        with torch.no_grad():
-            ref_logits = ref.tempered(rows).to(logits.device)
-        if ref_logits.shape != logits.shape:
-            raise ValueError(
-                f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
-                f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
-            )
-        if out is not None and options.sampling.reference == "kept":
-            ref_logits = ref_logits.masked_fill(out, -torch.inf)
-        columns["ref_log_prob"] = log_prob_at(ref_logits, targets)
-        columns["kl"] = logits_kl(logits, ref_logits, direction=options.direction, beta=options.beta)
-    if ids is not None:
-        columns["outcomes"] = _outcomes(log_probs, ids[rows].to(logits.device))
-    if added is not None and states.kept is None:
-        columns["added"] = added
-    if options.return_kept and out is not None:
-        columns |= {"kept_ids": (~out).nonzero()[:, 1], "kept_counts": (~out).sum(-1)}
-    if options.moments:
-        with torch.no_grad():
-            square, finite = log_probs.exp().square(), log_probs.masked_fill(log_probs.isneginf(), 0.0)
-            entropy = -(log_probs.exp() * finite).sum(-1, keepdim=True)
-            columns["collision"] = square.sum(-1)
-            columns["discriminator"] = (square * (entropy + finite)).sum(-1)
-    if options.top_k:
-        if options.top_k > logits.shape[-1]:
-            raise ValueError(
-                f"top_k is {options.top_k}; expected at most {logits.shape[-1]}, the size of the vocabulary."
-            )
-        with torch.no_grad():
-            top, indices = log_probs.topk(options.top_k, -1)
-            columns |= _top_columns(indices, top, log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1))
-    return columns
+    return {"collision": collision, "discriminator": collision * (p.entropy + (log_c - q.entropy) / 2)}
 
 
 def _outcomes(log_probs: Tensor, ids: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, ScoreOptions, make_algorithm
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
-from torchrl_llm_kl.scoring._scores import Scores, read
+from torchrl_llm_kl.scoring._scores import Reading, Scores
 from toy_models import FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
 
 pytestmark = needs_equal_rows
@@ -253,7 +253,7 @@ def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     [
         (_passes, "pad_pack", lambda row, _: row),
         (_passes, "attend", _in_pieces),
-        (_probe, "read", lambda *args, **options: read(*args, **{**options, "tile": None})),
+        (_probe, "Reading", lambda *args, tile=None: Reading(*args)),
     ],
     ids=["packs", "attention", "head"],
 )
@@ -294,7 +294,7 @@ def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(
             scorer.evaluate(ROW, reference=reference)
     default = LogProbScorer(model, deterministic=True, tokens_per_batch=256)
     assert not scorer.evaluate(ROW, reference=default).kl.values.any()
-    monkeypatch.setattr(_run, "_attempt", fail)
+    monkeypatch.setattr(_run.Run, "_attempt", fail)
     with pytest.raises(torch.OutOfMemoryError):
         scorer.score(ROW)
     assert scorer.tokens_per_batch is None

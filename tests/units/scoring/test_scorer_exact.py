@@ -30,7 +30,7 @@ from torchrl_llm_kl.scoring import LogProbScorer, ScoreOptions, _attention
 from torchrl_llm_kl.scoring._model import Route, Setup
 from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._scores import read
+from torchrl_llm_kl.scoring._scores import Reading
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
@@ -433,6 +433,6 @@ def test_no_forward_synchronises(dtype: torch.dtype) -> None:
     try:
         with torch.no_grad():
             for index, wanted in enumerate(targets):
-                read(packed.run(index), wanted, ScoreOptions(entropy=True), chunk=8, recompute=False)
+                Reading(packed.run(index), wanted, ScoreOptions(entropy=True)).columns()
     finally:
         torch.cuda.set_sync_debug_mode("default")
