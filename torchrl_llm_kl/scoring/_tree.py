@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import Ragged
 
 
@@ -45,19 +44,15 @@ class PrefixTree:
 
     @classmethod
     def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16) -> PrefixTree:
-        """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64.
+        """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64, on the CPU.
 
-        Splitting a pack has a cost, so a short common prefix is not worth sharing. A node with children is charged
-        ``min_shared`` tokens, and the tree minimises forwarded tokens plus charges; a tie goes to the tree that shares
-        more. Hence each node with children saves at least ``min_shared`` tokens: its length times the number of its
-        children minus one. Sequences that part elsewhere are separate after the last such node. Equal sequences and
-        prefixes of others are shared at any ``min_shared``.
+        Splitting a pack has a cost, so a short common prefix is not worth sharing: from the root on, sequences that part get
+        a node for what they share if that saves at least ``min_shared`` tokens, its length times their number minus one.
+        Sequences that part elsewhere are separate after the last such node. Equal sequences and prefixes of others are
+        shared at any ``min_shared``.
         """
-        values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
-        forward_lengths = forward_lengths.detach().cpu()
-        _check(values, lengths, forward_lengths)
-        check_range(0, min_shared=min_shared)
-        offsets = lengths.cumsum(0) - lengths
+        values, lengths = tokens.values, tokens.lengths
+        offsets = tokens.offsets[:-1]
         order, ends = _sorted_sequences(values, offsets, forward_lengths)
         shared = _common_prefixes(values, offsets[order], ends)
 
@@ -68,8 +63,7 @@ class PrefixTree:
         sources, source_ends = order[longest].tolist(), ends[longest].tolist()
 
         branches = _branches(shared[longest[:-1]].tolist())
-        _choose(branches, min_shared)
-        nodes, leaf_of = _nodes(branches, sources, source_ends)
+        nodes, leaf_of = _nodes(branches, sources, source_ends, min_shared)
         parent, level, start, end, source = torch.tensor(nodes, dtype=torch.long).reshape(-1, 5).unbind(-1)
         deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
         leaf = torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1))
@@ -126,23 +120,6 @@ class PrefixTree:
 # ---------------------------------------------------------------------- the order of the sequences
 
 
-def _check(values: Tensor, lengths: Tensor, forward_lengths: Tensor) -> None:
-    if values.ndim != 1 or values.dtype != torch.long:
-        raise ValueError(f"token ids must be int64 [N], got shape {tuple(values.shape)} of dtype {values.dtype}.")
-    if forward_lengths.shape != lengths.shape or forward_lengths.dtype != torch.long:
-        raise ValueError(
-            f"forward_lengths must be int64 with one entry for each of the {lengths.numel()} sequences, got shape "
-            f"{tuple(forward_lengths.shape)} of dtype {forward_lengths.dtype}."
-        )
-    bad = ((forward_lengths < 0) | (forward_lengths > lengths)).nonzero()
-    if bad.numel():
-        row = int(bad[0])
-        raise ValueError(
-            f"forward_lengths must lie between 0 and the length of the sequence, {int(lengths[row])} for sequence "
-            f"{row}, got {int(forward_lengths[row])}."
-        )
-
-
 def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Non-empty sequences in an order that makes those with a common prefix neighbours, and their lengths; ``[R]``.
 
@@ -193,7 +170,7 @@ class _Branch:
 
 
 def _branches(shared: list[int]) -> list[_Branch]:
-    """Every branch of ``len(shared) + 1`` sorted sequences, children before parents; the root, of depth 0, is last."""
+    """Every branch of ``len(shared) + 1`` sorted sequences, of depth 1 at least; parents before children."""
     done: list[_Branch] = []
     stack = [_Branch(depth=0, first=0)]
     for row, depth in enumerate([*shared, 0]):
@@ -203,7 +180,6 @@ def _branches(shared: list[int]) -> list[_Branch]:
             done.append(branch)
             if stack[-1].depth < depth:
                 stack.append(_Branch(depth, branch.first))
-            stack[-1].children.append(branch)
         if stack[-1].depth < depth:
             stack.append(_Branch(depth, row))
     return [*done, stack[0]]
@@ -231,7 +207,7 @@ def _choose(branches: list[_Branch], min_shared: int) -> None:
 
 
 def _nodes(
-    branches: list[_Branch], sources: list[int], ends: list[int]
+    branches: list[_Branch], sources: list[int], ends: list[int], min_shared: int
 ) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
     """``(parent, level, start, end, source)`` of each node in order, and the last node of each sorted sequence."""
     nodes: list[tuple[int, int, int, int, int]] = []
@@ -243,9 +219,9 @@ def _nodes(
         owner[first : last + 1] = [len(nodes)] * (last + 1 - first)
         nodes.append((parent, level, start, end, min(sources[first : last + 1])))
 
-    for branch in reversed(branches[:-1]):
+    for branch in branches:
         start = nodes[owner[branch.first]][3] if owner[branch.first] >= 0 else 0
-        if start <= branch.latest_start:
+        if (branch.depth - start) * (branch.last - branch.first) >= min_shared:
             add(branch.first, branch.last, branch.depth)
     for row, end in enumerate(ends):
         add(row, row, end)
