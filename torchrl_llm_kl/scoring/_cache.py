@@ -5,20 +5,17 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
 from torchrl_llm_kl.scoring._attention import KeysValues
-from torchrl_llm_kl.scoring._model import Setup, adapter_layers, find_head
+from torchrl_llm_kl.scoring._model import Setup, find_head, fingerprint
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
-# Values of each tensor that a fingerprint compares.
-_SAMPLES = 16
 # Samplers whose log-probs are cached; keys and values serve any.
 _SAMPLERS = 4
 
@@ -31,8 +28,8 @@ class Segment:
 
     tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
-    # By temperature, or sampler: [n] float32, float64 for a float64 head, on the CPU; NaN where not computed.
-    log_probs: dict[Any, Tensor] = field(default_factory=dict)
+    # By sampler: [n] float32, float64 for a float64 head, on the CPU; NaN where not computed.
+    log_probs: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
     parent: Segment | None = None  # None for the root
     start: int = 0
     children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
@@ -66,7 +63,7 @@ class PrefixKVCache:
         self.tokens_seen = 0  # tokens of all requests so far; shared prefixes once
         self.tokens_recalled = 0  # cache hits among them
         self.dtype = torch.float32  # of log-probs
-        self.sampler: Any = 1.0  # of the call, whose log-probs are looked up: see Setup.sampler
+        self.sampler: tuple[float, ...] = ()  # of the call, whose log-probs are looked up: see Setup.sampler
         self._owner: tuple[object, ...] = ()
         self.clear()
 
@@ -77,10 +74,8 @@ class PrefixKVCache:
         if not ranks.all(owner == self._owner):
             self.clear()
             self._owner = owner
-            weight = getattr(find_head(setup.model), "weight", None)
-            self.dtype = (
-                wide_dtype(weight.dtype) if weight is not None and weight.is_floating_point() else torch.float32
-            )
+            weight = getattr(find_head(setup.model), "weight", torch.zeros(0))
+            self.dtype = wide_dtype(weight.dtype) if weight.is_floating_point() else torch.float32
 
     def clear(self) -> None:
         """Drop all segments."""
@@ -170,9 +165,7 @@ class CacheLookup:
 
     def __init__(self, cache: PrefixKVCache, request: ScoreRequest, tree: PrefixTree, *, values: bool = True) -> None:
         self.cache, self.request, self.tree = cache, request, tree
-        self._log_probs = torch.full(
-            (tree.num_tokens,), torch.nan, dtype=cache.dtype
-        )  # of the tree's tokens, NaN where unknown
+        self._log_probs = torch.full((tree.num_tokens,), torch.nan, dtype=cache.dtype)  # NaN where unknown
         self._hits: list[tuple[Segment, int, int, int]] = []  # segment, its first and last place, place in the tree
         self._used: set[Segment] = set()
         self._end: list[Cursor | None] = []  # of each node, if the cache holds all of it
@@ -287,39 +280,3 @@ class CacheLookup:
             "forwarded again at the next turn: raise memory=, or score fewer conversations at a time.",
             stacklevel=2,
         )
-
-
-# ---------------------------------------------------------------------- fingerprint
-
-
-def fingerprint(model: nn.Module) -> tuple[Any, ...]:
-    """Equal for the same weights in the same place with the same active adapters.
-
-    Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
-    ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
-    """
-    # For tensors sharded over processes, the local part: of a DTensor, or of ZeRO-3.
-    both = (*(getattr(p, "ds_tensor", p) for p in model.parameters()), *model.buffers())
-    tensors: list[Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in both]
-    where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
-    samples: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].double()
-        samples.setdefault(tensor.device, []).append(some)
-    # One synchronisation per device.
-    values = tuple(torch.cat(some).cpu().numpy().tobytes() for some in samples.values())
-    return where, values, adapter_state(model)
-
-
-def adapter_state(model: nn.Module) -> tuple[Any, ...]:
-    """Which PEFT adapters are active in each layer, and their factors."""
-    return tuple(
-        (
-            layer.disable_adapters,
-            tuple(getattr(layer, "active_adapters", ())),
-            getattr(layer, "merged", False),
-            tuple(getattr(layer, "scaling", {}).items()),
-        )
-        for layer in adapter_layers(model)
-    )

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
-from torchrl_llm_kl.scoring._cache import adapter_state, fingerprint
-from torchrl_llm_kl.scoring._model import is_on_meta
+from torchrl_llm_kl.scoring._model import adapter_state, fingerprint, is_on_meta
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import Ranks, unwrapped
 

@@ -44,25 +44,18 @@ def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
     model, device = setup.model, setup.device
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()} | {setup.options.dtype} - {None}
     narrow = [str(dtype) for dtype in dtypes if dtype not in (torch.float32, torch.float64)]
-    if device.type != "cpu":
-        return f"is on {device}, and fixed shapes are known to suffice on a CPU only"
-    if narrow:
-        return f"computes in {narrow[0]}, and fixed shapes are known to suffice in float32 and float64 only"
-    if not probe:
-        return "was not probed: leave out probe=False"
-    if not share_prefixes:
-        return "is scored in padded batches: leave out share_prefixes=False"
-    if setup.route.path == "full":
-        return "is scored by its own forward, on padded batches"
-    if not setup.route.packed:
-        return "cannot attend within a pack and is scored in padded batches"
-    if frequency_switches(model):
-        return "has rotary frequencies that depend on the longest sequence"
-    if Ranks([model]).groups:
-        return "is wrapped or sharded over ranks"
-    if any(compiled_call(module) for module in model.modules()):
-        return "has compiled layers, whose kernels torch.compile chooses"
-    return None
+    reasons = {
+        f"is on {device}, and fixed shapes are known to suffice on a CPU only": device.type != "cpu",
+        f"computes in {', '.join(narrow)}, and fixed shapes are known to suffice in float32 and float64 only": narrow,
+        "was not probed: leave out probe=False": not probe,
+        "is scored in padded batches: leave out share_prefixes=False": not share_prefixes,
+        "is scored by its own forward, on padded batches": setup.route.path == "full",
+        "has rotary frequencies that depend on the longest sequence": frequency_switches(model),
+        "cannot attend within a pack and is scored in padded batches": not setup.route.packed,
+        "is wrapped or sharded over ranks": Ranks([model]).groups,
+        "has compiled layers, whose kernels torch.compile chooses": any(map(compiled_call, model.modules())),
+    }
+    return next((reason for reason, found in reasons.items() if found), None)
 
 
 def drops(model: nn.Module) -> bool:

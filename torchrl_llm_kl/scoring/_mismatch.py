@@ -83,22 +83,17 @@ def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | 
         ours, theirs = getattr(scored, name), getattr(sampler, name)
         if name == "top_k":
             ours, theirs = count(ours), count(theirs)
-        if math.isclose(ours, theirs, rel_tol=1e-6):
-            continue
-        if name != "top_k":
-            settings[name] = ours
-        if name != "temperature" and ours == none:
-            differs.append(f"sampler uses {name}={theirs:g}, scorer does not")
-        elif name != "temperature" and theirs == none:
-            differs.append(f"scorer uses {name}={ours:g}, sampler does not")
-        else:
-            differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
+        if not math.isclose(ours, theirs, rel_tol=1e-6):
+            settings |= {} if name == "top_k" else {name: ours}
+            if none in (ours, theirs) and name != "temperature":
+                one, value, other = ("sampler", theirs, "scorer") if ours == none else ("scorer", ours, "sampler")
+                differs.append(f"{one} uses {name}={value:g}, {other} does not")
+            else:
+                differs.append(f"sampler uses {name}={theirs:g}, scorer {name}={ours:g}")
     scorable = bool(differs)
-    found = _settings_of(model) or {}
-    for name, neutral in NEUTRAL.items():
-        value = found.get(name, neutral)
-        if value != neutral:
-            settings[name] = neutral
+    for name, value in (_settings_of(model) or {}).items():
+        if value != NEUTRAL.get(name, value):
+            settings[name] = NEUTRAL[name]
             differs.append(f"sampler uses {name}={value}, which cannot be scored")
     if not differs:
         return None

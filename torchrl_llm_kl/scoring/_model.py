@@ -22,6 +22,7 @@ _FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 # Attribute of an input embedding: the device of a model whose weights are elsewhere.
 OFFLOADED = "_scored_on"
+_SAMPLES = 16  # values of each tensor that a fingerprint compares
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 # ---------------------------------------------------------------------- how a model is run
@@ -56,10 +57,9 @@ class Setup:
     )  # with ``grad`` the model's own mode, otherwise evaluation mode
 
     @property
-    def sampler(self) -> Any:
-        """What log-probs depend on besides weights and prefix; the temperature alone without truncation."""
-        sampling = self.options.sampling
-        return (sampling.temperature, *sampling.truncation) if sampling.truncates else sampling.temperature
+    def sampler(self) -> tuple[float, ...]:
+        """What log-probs depend on besides weights and prefix."""
+        return self.options.sampling.temperature, *self.options.sampling.truncation
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -433,3 +433,39 @@ def text_config(model: nn.Module) -> Any:
     config = getattr(unwrapped(model), "config", None)
     get_text_config = getattr(config, "get_text_config", None)
     return get_text_config(decoder=True) if callable(get_text_config) else config
+
+
+# ---------------------------------------------------------------------- what changes scores
+
+
+def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+    """Equal for the same weights in the same place with the same active adapters.
+
+    Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
+    ``.to``. A write through ``.data``, as weight updaters do, bumps no counter: samples of each tensor reveal it.
+    """
+    # For tensors sharded over processes, the local part: of a DTensor, or of ZeRO-3.
+    both = (*(getattr(p, "ds_tensor", p) for p in model.parameters()), *model.buffers())
+    tensors: list[Tensor] = [t.to_local() if hasattr(t, "to_local") else t for t in both]
+    where = tuple((t.data_ptr(), t.device, t.dtype, -1 if t.is_inference() else t._version) for t in tensors)
+    samples: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLES)][:_SAMPLES].double()
+        samples.setdefault(tensor.device, []).append(some)
+    # One synchronisation per device.
+    values = tuple(torch.cat(some).cpu().numpy().tobytes() for some in samples.values())
+    return where, values, adapter_state(model)
+
+
+def adapter_state(model: nn.Module) -> tuple[Any, ...]:
+    """Which PEFT adapters are active in each layer, and their factors."""
+    return tuple(
+        (
+            layer.disable_adapters,
+            tuple(getattr(layer, "active_adapters", ())),
+            getattr(layer, "merged", False),
+            tuple(getattr(layer, "scaling", {}).items()),
+        )
+        for layer in adapter_layers(model)
+    )

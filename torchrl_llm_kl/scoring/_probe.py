@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -70,25 +71,27 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     with torch.compiler.set_stance("force_eager"), setup.active():
         limit, generator = position_limit(model), torch.Generator().manual_seed(0)
         lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
-        rows = [torch.randint(vocab, (length,), generator=generator) for length in lengths]
-        request = ScoreRequest.of(Ragged.from_list(rows), None)
+        request = ScoreRequest.of([torch.randint(vocab, (length,), generator=generator) for length in lengths])
         plain, tolerance = _plain(model, request)
-        route, found = None, ""
+        first_equal = partial(
+            _first_equal, setup=setup, ranks=ranks, request=request, plain=plain, tolerance=tolerance, vocab=vocab
+        )
         if has_parts:
-            work = partial(_first_equal, _HEAD_ROUTES, setup, ranks, request, plain, tolerance, vocab)
-            route, found = inside([(model, *body_and_head(model))], work)
+            route, found = inside([(model, *body_and_head(model))], partial(first_equal, _HEAD_ROUTES))
+            if route is not None:
+                return route, None
             complaint = (
                 f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}, "
                 f"tolerance {tolerance:.1g}"
             )
-        if route is not None:
-            return route, None
         # Outside, since these call the model itself.
-        route, found = _first_equal(_FULL_ROUTES, setup, ranks, request, plain, tolerance, vocab)
-    return route or Route("full"), complaint if route is not None else (
-        f"{complaint}; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
-        "deterministic?"
-    )
+        route, found = first_equal(_FULL_ROUTES)
+    if route is None:
+        complaint += (
+            f"; nor does its forward on padded sequences ({found}): scores may be wrong, is the model causal and "
+        )
+        complaint += "deterministic?"
+    return route or Route("full"), complaint
 
 
 def _predicted_vocab(model: nn.Module) -> int | None:
@@ -110,11 +113,14 @@ def _first_equal(
     complaint = ""
     for route in routes:
         setup = replace(setup, route=route)
-        difference = _difference(setup, request, plain)
-        if ranks.all(isinstance(difference, float) and difference <= tolerance):
+        try:
+            difference = _difference(setup, request, plain)
+            found = f"largest difference {difference:.3g}"
+        except Exception as error:
+            difference, found = math.inf, f"{type(error).__name__}: {error}"
+        if ranks.all(difference <= tolerance):
             packed = route.path == "head" and route.positions and ranks.all(_can_pack(setup, vocab))
             return replace(route, packed=packed), ""
-        found = difference if isinstance(difference, str) else f"largest difference {difference:.3g}"
         complaint = complaint or found
     return None, complaint
 
@@ -132,14 +138,11 @@ def _plain(model: nn.Module, request: ScoreRequest) -> tuple[Tensor, float]:
     return torch.cat(parts), precision * spread + 1e-6
 
 
-def _difference(setup: Setup, request: ScoreRequest, plain: Tensor) -> float | str:
-    """The largest difference from the plain forward, or the error that was raised."""
-    try:
-        padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
-        targets = request.tokens.values[padded.elements[0]].to(setup.device)
-        found = Reading(padded.run(0), targets, ScoreOptions()).columns()["log_prob"]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+def _difference(setup: Setup, request: ScoreRequest, plain: Tensor) -> float:
+    """The largest difference from the plain forward."""
+    padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
+    targets = request.tokens.values[padded.elements[0]].to(setup.device)
+    found = Reading(padded.run(0), targets, ScoreOptions()).columns()["log_prob"]
     return float((found.to(plain.device) - plain).abs().max())
 
 
@@ -175,16 +178,17 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
     ends = ~untouched & (rows.positions >= _TRUNK + _BRANCH)
     others = rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
     try:
-        found, passed_window = _packed(setup, rows)
-        if has_window(model) and not passed_window:
+        packs = _packs(setup, rows, _TOKENS_PER_BATCH, min_shared=0)
+        found = _hidden(packs, rows)
+        if has_window(model) and not packs.has_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
         one_by_one = list(torch.arange(rows.num_sequences).split(1))
-        apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows, None), one_by_one), rows)
+        apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows), one_by_one), rows)
         precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
         largest = float(apart.abs().max())
         if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
             return False  # a comparison of zeros shows nothing
-        moved = _packed(setup, others)[0] - found
+        moved = _hidden(_packs(setup, others, _TOKENS_PER_BATCH, min_shared=0), others) - found
     except Exception:  # for instance an attention that cannot be exchanged
         return False
     half = precision >= 1e-2  # half precision: any change comes from another sequence
@@ -223,50 +227,49 @@ def find_variance(setup: Setup, size: int) -> str | None:
 
 def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     """Hidden states, log-probs and entropies of each row; ``[T - 1, H + 2]``."""
-    packs, tokens = _pack_up(setup, rows, size)
-    found = []
+    tokens = Ragged.from_list(rows)
+    packs, found = _packs(setup, tokens, size), []
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
         columns = Reading(states, targets, ScoreOptions(entropy=True), tile=BLOCK).columns()
         scores = torch.stack([columns["log_prob"], columns["entropy"]], -1)
         found.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
-    out = found[0].new_zeros(tokens.values.shape[0], found[0].shape[-1])
-    return tokens.like(out.index_copy(0, torch.cat(packs.elements), torch.cat(found))).to_list()
+    return tokens.like(_in_order(tokens, packs, found)).to_list()
+
+
+class _Operators(TorchDispatchMode):
+    """Records operators and the shapes of their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.found.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
 
 
 def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[Any]]]:
     """The operators of the first pack, and the shapes of their inputs."""
-    found: list[tuple[str, list[Any]]] = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            found.append((str(func), shapes))
-            return func(*args, **(kwargs or {}))
-
-    packs, _ = _pack_up(setup, rows, size)
-    with Record():
+    packs = _packs(setup, Ragged.from_list(rows), size)
+    with _Operators() as operators:
         packs.run(0)
-    return found
+    return operators.found
 
 
-def _pack_up(setup: Setup, rows: list[Tensor], size: int) -> tuple[PackedPass, Ragged]:
-    tokens = Ragged.from_list(rows)
-    request = ScoreRequest.of(tokens, None)
-    return PackedPass(setup, request, PrefixTree.build(tokens, request.forward_lengths), size), tokens
-
-
-def _packed(setup: Setup, rows: Ragged) -> tuple[Tensor, bool]:
-    """Hidden states in packs, and whether any layer passed a window."""
-    request = ScoreRequest.of(rows, None)
-    tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
-    packs = PackedPass(setup, request, tree, _TOKENS_PER_BATCH)
-    return _hidden(packs, rows), packs.has_window
+def _packs(setup: Setup, rows: Ragged, size: int, min_shared: int = 16) -> PackedPass:
+    request = ScoreRequest.of(rows)
+    tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=min_shared)
+    return PackedPass(setup, request, tree, size)
 
 
 def _hidden(forwards: PackedPass | PaddedPass, rows: Ragged) -> Tensor:
     """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
-    sources = [forwards.run(index).source.cpu() for index in range(len(forwards.elements))]
-    out = sources[0].new_zeros(rows.values.shape[0], sources[0].shape[-1])
-    return out.index_copy(0, torch.cat(forwards.elements), torch.cat(sources))
+    return _in_order(rows, forwards, [forwards.run(i).source.cpu() for i in range(len(forwards.elements))])
+
+
+def _in_order(rows: Ragged, forwards: PackedPass | PaddedPass, found: list[Tensor]) -> Tensor:
+    out = found[0].new_zeros(rows.values.shape[0], found[0].shape[-1])
+    return out.index_copy(0, torch.cat(forwards.elements), torch.cat(found))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest
 
 _TOKENS_KEY = ("tokens", "full")
+Found = tuple[Tensor, Tensor, list[int]]
 
 
 def is_wrapper(model: object) -> bool:
@@ -38,12 +41,11 @@ def log_probs_only(model: Any) -> bool:
 def check_distributions(*models: Any, what: str = "an exact KL") -> None:
     """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
     for model in filter(log_probs_only, models):
-        place, advice = "of another backend", ""
-        if hasattr(model, "place"):
-            place = model.place
-        elif not is_wrapper(model):
-            place = "behind a service"
-            advice = " RetrieveLogProb(model, extras=[TopK(64)]) gets the most probable tokens from there."
+        served = not is_wrapper(model) and not hasattr(model, "place")
+        place = "behind a service" if served else getattr(model, "place", "of another backend")
+        advice = (
+            " RetrieveLogProb(model, extras=[TopK(64)]) gets the most probable tokens from there." if served else ""
+        )
         raise ValueError(
             f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: pass the "
             "transformers model in this process, or use an estimator of log-probs: 'k2' in a loss (kl_loss=), 'k1' in a reward."
@@ -86,11 +88,12 @@ def score_wrapper(
     log-prob of 0 is also that of a certain token. So where all tokens from the start of a sequence up to a scored one have
     exactly 0, that token is scored again, and another in its place: only one of two tokens can be certain.
     """
+    score = partial(_score, version, device=device, tokens_per_batch=tokens_per_batch)
     with evaluating(version) if isinstance(version, nn.Module) and not grad else nullcontext():
-        elements, log_probs, zeros = _score(version, request, device, tokens_per_batch)
+        elements, log_probs, zeros = score(request)
         if zeros:
             with torch.no_grad():
-                _check_zeros(version, request, zeros, device, tokens_per_batch)
+                _check_zeros(score, request, zeros, type(version).__name__)
     if grad and log_probs.numel() and not log_probs.requires_grad:
         raise ValueError(
             f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: build the scorer "
@@ -99,9 +102,7 @@ def score_wrapper(
     return elements, log_probs
 
 
-def _score(
-    version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int
-) -> tuple[Tensor, Tensor, list[int]]:
+def _score(version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int) -> Found:
     """What :func:`score_wrapper` returns, and the flat elements that end a run of zeros from the start of a sequence."""
     batches = plan_micro_batches(request.forward_lengths, tokens_per_batch)
     parts = [_score_rows(version, request, rows, device) for rows in batches]
@@ -110,35 +111,29 @@ def _score(
     return torch.cat(elements), torch.cat(log_probs), [element for part in zeros for element in part]
 
 
-def _check_zeros(
-    version: Any, request: ScoreRequest, zeros: list[int], device: torch.device, tokens_per_batch: int
-) -> None:
+def _check_zeros(score: Callable[[ScoreRequest], Found], request: ScoreRequest, zeros: list[int], name: str) -> None:
     """Raise a ValueError unless each token of ``zeros`` is certain: scored again it is, and another in its place is not."""
     tokens = request.tokens
-    ends: dict[tuple[int, ...], int] = {}
-    for element in zeros:
-        ends.setdefault(
-            tuple(tokens.values[tokens.offsets[tokens.sequence_ids[element]] : element + 1].tolist()), element
-        )
+    starts = tokens.offsets[tokens.sequence_ids[zeros]].tolist()
+    ends = {
+        tuple(tokens.values[start : end + 1].tolist()): end for start, end in [*zip(starts, zeros, strict=True)][::-1]
+    }
     others = [next((x for x in tokens.values.tolist() if x != prefix[-1]), int(prefix[-1] == 0)) for prefix in ends]
     pairs = [row for prefix, other in zip(ends, others, strict=True) for row in (prefix, (*prefix[:-1], other))]
     probe = Ragged.from_list([torch.tensor(row) for row in pairs])
-    last = probe.positions == probe.lengths[probe.sequence_ids] - 1
-    elements, log_probs, _ = _score(version, ScoreRequest.of(probe, last), device, tokens_per_batch)
-    found = log_probs[elements.argsort().to(device)].reshape(-1, 2).tolist()
-    for (prefix, element), other, (again, instead) in zip(ends.items(), others, found, strict=True):
+    elements, log_probs, _ = score(ScoreRequest.of(probe, probe.positions == probe.lengths[probe.sequence_ids] - 1))
+    found = log_probs[elements.argsort().to(log_probs.device)].reshape(-1, 2).tolist()
+    for (prefix, element), other, (again, instead) in reversed([*zip(ends.items(), others, found, strict=True)]):
         if not (again > -1e-3 and instead < -1):
             raise ValueError(
-                f"{type(version).__name__} returned log-probs of exactly 0 up to {request.locate(element)}, as if each token "
-                f"were certain. Scored again, token {prefix[-1]} there has {again:g} and token {other} in its place "
-                f"{instead:g}: the zeros are no scores. torchrl fills them in where the engine returned none: turn its prefix "
-                "cache off (vLLM: enable_prefix_caching=False), or score the transformers model."
+                f"{name} returned log-probs of exactly 0 up to {request.locate(element)}, as if each token were certain. "
+                f"Scored again, token {prefix[-1]} there has {again:g} and token {other} in its place {instead:g}: the zeros are "
+                "no scores. torchrl fills them in where the engine returned none: turn its prefix cache off (vLLM: "
+                "enable_prefix_caching=False), or score the transformers model."
             )
 
 
-def _score_rows(
-    version: Any, request: ScoreRequest, rows: Tensor, device: torch.device
-) -> tuple[Tensor, Tensor, list[int]]:
+def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch.device) -> Found:
     from tensordict import TensorDict, lazy_stack
     from tensordict.utils import unravel_key
 
@@ -153,7 +148,6 @@ def _score_rows(
             f"{name} returned no {key}: found {sorted(map(str, output.keys(True, True)))}. It must return the log-probs "
             "of the given tokens (generate=False)."
         )
-    found = list(found)
     got = [row.shape[-1] for row in found]
     if got != lengths:
         worst = next((i for i, (a, b) in enumerate(zip(got, lengths, strict=False)) if a != b), len(got))
@@ -165,12 +159,11 @@ def _score_rows(
     flat, element = torch.cat([row.reshape(-1) for row in found]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)
     log_probs = flat[scored.to(flat.device)].float().to(device)
-    zeros = []
+    zeros: list[int] = []
     if bool((log_probs == 0).any()):
         for row, span in zip(found, spans, strict=True):
-            run = int((row[1:] == 0).long().cumprod(0).sum())
-            suspects = span[1 : run + 1][request.mask[span[1 : run + 1]]]
-            zeros += suspects[-1:].tolist()
+            certain = span[1 : int((row[1:] == 0).long().cumprod(0).sum()) + 1]
+            zeros += certain[request.mask[certain]][-1:].tolist()
     return element[scored], log_probs, zeros
 
 
