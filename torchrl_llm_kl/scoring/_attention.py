@@ -257,8 +257,7 @@ def _active(who: str) -> PackLayout:
             "compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
         )
     raise RuntimeError(
-        f"{who} was called while a LogProbScorer was scoring its model in another thread: run one after the other, or give "
-        "the scorer a copy of the model."
+        f"{who} was called while a LogProbScorer scored its model in another thread: run them in turn, or copy the model."
     )
 
 
@@ -438,8 +437,8 @@ def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> lis
     layout, task = _LAYOUTS.get(number), torch._C._current_graph_task_id()
     if layout is None or call not in layout.recorded:
         raise RuntimeError(
-            "the backward of a compiled model found no record of its forward. If a score runs inside a checkpoint, leave that "
-            "out or pass it use_reentrant=True. If backward ran before, pass retain_graph=True to the first."
+            "the backward of a compiled model found no record of its forward: leave out a checkpoint around it, or pass "
+            "use_reentrant=True; pass retain_graph=True to a first backward."
         )
     kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
     out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)

@@ -87,8 +87,7 @@ def _without_peft(model: nn.Module) -> nn.Module:
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
-            f"{type(model).__name__} learns a prompt, which is not in the body of the model: train a critic with LoRA "
-            "adapters, or train all weights."
+            f"{type(model).__name__} learns a prompt, which is not in its body: train with LoRA adapters, or all weights."
         )
     return inner()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._passes import PackedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._routing import RoutedForward, routed
 from torchrl_llm_kl.scoring._run import Run
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
@@ -176,9 +176,7 @@ def _plain(run: Run, row: int, token: int) -> Tensor:
     (setup,), (routing,), tokens = run.setups, run.routings, run.request.tokens
     first = int(tokens.offsets[row])
     here = torch.arange(first, first + (int(tokens.lengths[row]) - 1 if run.request.whole else token))
-    rows = None if routing is None else routing.rows(here)
-    forward = None if routing is None else RoutedForward.of(routing, None if rows is None else send(rows, setup.device))
-    with setup.active(), routed(forward):
+    with setup.active(), routing.forward(here, setup.device) if routing else nullcontext():
         ids = send(tokens.values[here], setup.device)
         logits = whole_logits(setup.model, read_output(call(setup.model, ids[None], use_cache=False), "logits"))
     # From the end: prompt tuning puts virtual tokens before the sequence.

@@ -52,8 +52,7 @@ def fingerprint_of(model: Any) -> str:
         raise ValueError(f"{type(module).__name__} has weights on the meta device: load them first.")
     if Ranks([model, module]).groups:
         raise ValueError(
-            f"{type(module).__name__} is wrapped or sharded over ranks, each of which holds a part: take the fingerprint of "
-            "the model before, or serve it from one process."
+            f"{type(module).__name__} is wrapped or sharded over ranks: take the fingerprint of the model before."
         )
     tensors = dict(_tensors(module))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -94,8 +93,7 @@ def module_of(model: Any) -> nn.Module:
     module = unwrapped(unwrap(model) if is_wrapper(model) else model)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"{type(model).__name__} holds no weights in this process: state what they are, as fingerprint=, a text that "
-            "changes with the weights."
+            f"{type(model).__name__} holds no weights in this process: state what they are, by a text as fingerprint=."
         )
     return module
 

@@ -131,8 +131,7 @@ def read_output(output: Any, name: Literal["logits", "last_hidden_state"]) -> Te
         found = output
     if not isinstance(found, Tensor):
         raise TypeError(
-            f"expected the model to return an object or mapping with {name!r}, or a tuple that starts with it, got "
-            f"{type(output).__name__}."
+            f"expected {name!r}, or a tuple that starts with it, got {type(output).__name__}: a model must return logits."
         )
     return found
 
@@ -155,8 +154,7 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
     layers = adapter_layers(model)
     if not layers and (isinstance(adapters, str) or not hasattr(model, "disable_adapter")):
         raise ValueError(
-            f"{type(model).__name__} has no PEFT adapters to switch off: as its own reference its KL would be 0 "
-            "everywhere. Pass a reference model, or wrap the policy with peft.get_peft_model first."
+            f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference, or call get_peft_model."
         )
     if isinstance(adapters, str) and adapters not in (names := set[str]().union(*map(_adapter_names, layers))):
         raise ValueError(
@@ -165,8 +163,7 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
         )
     if any(getattr(layer, "merged", False) for layer in layers):
         raise ValueError(
-            f"the PEFT adapters of {type(model).__name__} are merged into its weights, and switching them off would undo "
-            "the merge: call unmerge_adapter() first."
+            f"the PEFT adapters of {type(model).__name__} are merged into its weights: call unmerge_adapter() first."
         )
 
 
@@ -271,8 +268,7 @@ def check_whole_sequence(model: nn.Module) -> None:
             made = {type(x).__name__ for x in held} | {getattr(getattr(x, "func", x), "__qualname__", "") for x in held}
             if any(each.split(".")[0] == "SequenceParallel" for each in made):
                 raise ValueError(
-                    f"{name} of {type(model).__name__} is sequence parallel: each rank has the hidden states of a part of the "
-                    "tokens. Leave it out of the plan; layers and head may be tensor parallel."
+                    f"{name} of {type(model).__name__} is sequence parallel: make it tensor parallel, or leave it out."
                 )
 
 

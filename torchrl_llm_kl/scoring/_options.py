@@ -125,8 +125,7 @@ class ScoreOptions:
             raise ValueError(f"beta must lie inside (0, 1), got {self.beta}.")
         if not isinstance(self.adapters, (bool, str)):
             raise TypeError(
-                f"adapters must be True, False or a name, got {short(self.adapters)}: True scores the model with its active "
-                "adapters, False the base model, a name the model with that adapter alone."
+                f"adapters must be True, False or a name, got {short(self.adapters)}: False is the base model."
             )
         if isinstance(self.adapters, str) and not (self.adapters and is_text(self.adapters)):
             raise ValueError(f"adapters must be a name of 1 to {MAX_TEXT} characters, got {short(self.adapters)}.")

@@ -6,6 +6,7 @@ Padding is for models that cannot attend within a pack.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +27,7 @@ from torchrl_llm_kl.scoring._model import (
     shards_logits,
 )
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._routing import RoutedForward, Routing, routed
+from torchrl_llm_kl.scoring._routing import Routing
 from torchrl_llm_kl.scoring._scores import States, head_states
 from torchrl_llm_kl.scoring._tree import PrefixTree
 
@@ -60,9 +61,7 @@ class PackedPass:
             row = pad_pack(row[0], tokens_per_batch), pad_pack(row[1], tokens_per_batch)
         self._ids, self._positions = send(row[0], setup.device), send(row[1], setup.device)
         self._slots = send(slots % tokens_per_batch, setup.device).split(counts)
-        rows = None if routing is None else routing.rows(element)
-        self._experts = None if rows is None else send(rows, setup.device)
-        self._place, self._chosen = place, list[Tensor]()
+        self._element = element
         self._last_use = self.plan.last_use()
         # For pieces that later packs attend to: keys and values of the piece and of all before it, in order.
         self._pasts: dict[int, list[KeysValues]] = {-1: []}
@@ -76,7 +75,8 @@ class PackedPass:
         layout = self._layout(index)
         here = slice(index * self.size, (index + 1) * self.size)
         with self.setup.active():
-            hidden = self._forward(layout, self._ids[here], self._positions[here], self._routed(here))
+            with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
+                hidden = self._forward(layout, self._ids[here], self._positions[here])
             self.has_window |= layout.has_window
             for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
                 if self.lookup is not None and forwarded.kept is not None:
@@ -95,11 +95,10 @@ class PackedPass:
         """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
         assert self.routing is not None
         tokens, tree = self._request.tokens, self._tree
-        out = self.routing.routers.empty(tokens.values.shape[0])
+        out = self.routing.result(tokens.values.shape[0])
         element = (tokens.positions < tree.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)
-        if len(element):
-            place = tree.place(tokens.sequence_ids[element], tokens.positions[element])
-            out[element] = torch.cat(self._chosen)[self._place[place]]
+        node, offset = tree.locate(tokens.sequence_ids[element], tokens.positions[element])
+        out[element] = out[tree.element[node] + offset]  # a shared token was forwarded in one sequence
         return out
 
     def attended(self, element: int) -> tuple[int, int]:
@@ -110,32 +109,21 @@ class PackedPass:
         at = next(i for i in packs if pieces[i].node == node and 0 <= place - pieces[i].first < pieces[i].length)
         pack, here, earlier = packs[at], int(place) - pieces[at].first + 1, 0
         while (at := pieces[at].past) >= 0:
-            here, earlier = (
-                here + pieces[at].length * (packs[at] == pack),
-                earlier + pieces[at].length * (packs[at] != pack),
-            )
+            if packs[at] == pack:
+                here += pieces[at].length
+            else:
+                earlier += pieces[at].length
         return here + earlier, earlier
 
-    def _routed(self, here: slice) -> RoutedForward | None:
-        """The routing of a pack."""
-        experts = None if self._experts is None else self._experts[here]
-        return None if self.routing is None else RoutedForward.of(self.routing, experts)
-
-    def _forward(
-        self, layout: PackLayout, ids: Tensor, positions: Tensor, forward: RoutedForward | None = None
-    ) -> Tensor:
+    def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor) -> Tensor:
         """The hidden states of a pack; ``[1, N, H]``."""
         body = body_and_head(self.setup.model)[0]
         options = {"position_ids": positions[None], "use_cache": False}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
             options["attention_mask"] = link(layout, self._last, ids.device)
-        with pack_attention(self.setup.model, layout), routed(forward):
+        with pack_attention(self.setup.model, layout):
             hidden = read_output(call(body, ids[None], **options), "last_hidden_state")
-        if forward is not None:
-            forward.check_complete()
-            if forward.chosen is not None:
-                self._chosen.append(forward.experts())
         if layout.gradients is not None and self.setup.options.grad:
             self._last = hidden
         return hidden
@@ -262,15 +250,12 @@ class PaddedPass:
         self.setup, self.routing = setup, routing
         self._batches = [request.padded(rows) for rows in batches]
         self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
-        self._num_tokens, self._chosen = request.tokens.values.shape[0], list[tuple[Tensor, Tensor]]()
+        self._num_tokens = request.tokens.values.shape[0]
 
     def chosen(self) -> Tensor:
         """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
         assert self.routing is not None
-        out = self.routing.routers.empty(self._num_tokens)
-        for sources, experts in self._chosen:
-            out[sources[sources >= 0]] = experts[sources >= 0]
-        return out
+        return self.routing.result(self._num_tokens)
 
     def attended(self, element: int) -> tuple[int, int]:
         """Positions that the token at a flat element attends to, itself included; and 0."""
@@ -285,18 +270,11 @@ class PaddedPass:
     def run(self, index: int) -> States:
         """States at the positions that predict ``elements[index]``."""
         ids, real, slots = (send(part, self.setup.device) for part in self._batches[index][:3])
-        if self.routing is None:
-            return self._run(ids, real, slots)
         sources = self._batches[index].sources.flatten()
-        rows = self.routing.rows(sources)
-        forward = RoutedForward.of(self.routing, None if rows is None else send(rows, self.setup.device))
-        states = self._run(ids, real, slots, forward)
-        forward.check_complete()
-        if forward.chosen is not None:
-            self._chosen.append((sources, forward.experts()))
-        return states
+        with self.routing.forward(sources, self.setup.device) if self.routing else nullcontext():
+            return self._run(ids, real, slots)
 
-    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, forward: RoutedForward | None = None) -> States:
+    def _run(self, ids: Tensor, real: Tensor, slots: Tensor) -> States:
         setup = self.setup
         options = {"attention_mask": real} if setup.route.mask else {}
         if setup.route.positions:
@@ -304,12 +282,10 @@ class PaddedPass:
             options["position_ids"] = send(positions, setup.device)
         with setup.active():
             if setup.route.path == "full":
-                with routed(forward):
-                    logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
+                logits = read_output(call(setup.model, ids, use_cache=False, **options), "logits")
                 if shards_logits(setup.model, logits):
                     raise ValueError(
-                        f"the forward of {type(setup.model).__name__} returns the logits of this rank's slice of the "
-                        "vocabulary, and its head and body cannot be scored apart: gather its output "
+                        f"{type(setup.model).__name__} returns the logits of this rank's slice of the vocabulary: gather them "
                         '(tp_plan={"lm_head": "colwise_gather_output"}).'
                     )
                 # The last positions: prompt tuning puts virtual tokens before the sequence.
@@ -318,8 +294,7 @@ class PaddedPass:
                 return States(
                     places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
                 )
-            with routed(forward):
-                output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
+            output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
 
 

@@ -112,8 +112,8 @@ class RememberedModel(nn.Module):
         """Version, if there are versions, and fingerprint of the current weights; None if a service is changing them."""
         if isinstance(self.model, nn.Module) and Ranks([self.model]).groups:
             raise ValueError(
-                f"{type(self.model).__name__} is wrapped or sharded over ranks, which would wait for one that finds "
-                "its scores: remember the scores of a model in one process, or of a service."
+                f"{type(self.model).__name__} is wrapped or sharded over ranks, which would wait for one that finds scores: "
+                "remember those of a model in one process, or of a service."
             )
         if self._stated is not None:
             return None, f"stated {self._stated}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -57,8 +58,7 @@ def read_sequences(
         tokens = Ragged.from_list([_row(i, row, torch.long) for i, row in enumerate(sequences)])
     else:
         raise TypeError(
-            f"sequences must be a Ragged, a list of token id lists, or a padded tensor with attention_mask=, got "
-            f"{type(sequences).__name__}."
+            f"sequences must be a Ragged, a list of token id lists, or a padded tensor, got {type(sequences).__name__}."
         )
     return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
 
@@ -68,8 +68,7 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
         raise ValueError(f"token ids must be a tensor [*B, T], got shape {tuple(ids.shape)}: pass a list of such rows.")
     if attention_mask is None:
         raise ValueError(
-            f"token ids of shape {tuple(ids.shape)} may be padded: pass attention_mask=, 1 at tokens and 0 at padding, or a "
-            "list of unpadded rows."
+            f"token ids of shape {tuple(ids.shape)} may be padded: pass attention_mask=, 1 at tokens, or a list of rows."
         )
     if attention_mask.shape != ids.shape:
         raise ValueError(
@@ -409,8 +408,7 @@ class ScoreRequest:
             listed = values[:0] if self.top_ids is None else self.top_ids[self.mask]
             if bool((listed >= vocab_size).any()):
                 raise ValueError(
-                    f"top_ids holds the token id {int(listed.max())}, outside the vocabulary of {vocab_size}: a teacher needs "
-                    "the tokens of the student."
+                    f"top_ids holds the token id {int(listed.max())}, outside the vocabulary of {vocab_size}, the student's."
                 )
         if bool(bad.any()):
             element = int(bad.nonzero()[0])
@@ -418,20 +416,18 @@ class ScoreRequest:
             if vocab_size is not None:
                 allowed = f"ids must lie in [0, {vocab_size - 1}] (vocabulary of {vocab_size})"
             raise ValueError(
-                f"token id {int(values[element])} at {self.locate(element)} is outside the vocabulary: {allowed}. Score "
-                "with the tokenizer of this model, and leave padding and ignore markers out of the sequences."
+                f"token id {int(values[element])} at {self.locate(element)} is outside the vocabulary: {allowed}. Leave out "
+                "padding and ignore markers, and score with the tokenizer of this model."
             )
 
     def check_lengths(self, limit: int | None) -> None:
         """Raise a ValueError if a sequence to score exceeds the model's positions."""
-        if limit is None:
-            return
-        too_long = (self.tokens.lengths > limit) & (self.forward_lengths > 0)
+        too_long = (self.tokens.lengths > (limit or math.inf)) & (self.forward_lengths > 0)
         if bool(too_long.any()):
             sequence = int(too_long.nonzero()[0])
+            count = int(self.tokens.lengths[sequence])
             raise ValueError(
-                f"sequence {sequence} has {int(self.tokens.lengths[sequence])} tokens but the model's configuration "
-                f"allows {limit} positions: truncate the sequence, or use a model with a longer context."
+                f"sequence {sequence} has {count} tokens but the model's configuration allows {limit} positions: truncate it."
             )
 
     def check_finite(self, elements: Tensor, log_probs: Tensor) -> None:
@@ -483,8 +479,7 @@ def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
     values, count = tokens.values.detach().cpu(), tokens.values.shape[0]
     if kept.offsets.shape != (count + 1,) or int(kept.offsets[0]) != 0 or int(kept.offsets[-1]) > len(kept.ids):
         raise ValueError(
-            f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, one more than tokens, got "
-            f"shape {tuple(kept.offsets.shape)}."
+            f"kept.offsets must hold {count + 1} numbers from 0 to at most {len(kept.ids)}, got {tuple(kept.offsets.shape)}."
         )
     counts = kept.offsets.diff()
     if bool((counts < 0).any()):
@@ -497,9 +492,8 @@ def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
     if len(lost):
         element = int(lost[0])
         raise ValueError(
-            f"token {int(values[element])} at {_place(tokens, element)} is not among the {int(counts[element])} that were "
-            "recorded as kept there, so the record belongs to other tokens: check that its rows and positions are those of the "
-            "token ids, or mask out tokens that were not sampled."
+            f"token {int(values[element])} at {_place(tokens, element)} is not among the {int(counts[element])} recorded "
+            "as kept there: check that rows and positions are those of the token ids, or mask out tokens that were not sampled."
         )
     return kept
 
@@ -528,8 +522,7 @@ def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     first = (mask & (tokens.positions == 0)).nonzero()
     if first.numel():
         raise ValueError(
-            f"the mask selects the first token of sequence {int(tokens.sequence_ids[int(first[0])])}: it has no prefix and so "
-            "no log-prob. Set the mask to False at the first token of every sequence."
+            f"the mask selects the first token of sequence {int(tokens.sequence_ids[first[0]])}: set the mask to False."
         )
     return mask
 
@@ -554,8 +547,7 @@ def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
             values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
         if values.ndim != 3 or values.shape[0] != count:
             raise ValueError(
-                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or rows of (tokens, "
-                "layers, experts) in the form of the token ids."
+                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or that of the ids."
             )
         return _signed(values)
     rows = [torch.as_tensor(row).detach().cpu() for row in routing]

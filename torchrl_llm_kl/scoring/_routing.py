@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
 from torchrl_llm_kl.scoring._checkpoints import ADVICE, CHECKPOINTS, Followed, Swap, follow, saving, swapped
-from torchrl_llm_kl.scoring._model import compiled_call, locked, text_config
+from torchrl_llm_kl.scoring._model import compiled_call, locked, send, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 
@@ -110,22 +110,18 @@ class Routers:
             )
             if kinds:
                 raise ValueError(
-                    f"routing of {name} cannot be recorded or replayed: how {', '.join(kinds)} weigh experts is not known "
-                    f"here. Known are {_KNOWN}; score the model with its own routing."
+                    f"how {', '.join(kinds)} weigh experts is not known here. Known are {_KNOWN}: leave routing= out."
                 )
             raise ValueError(
-                f"{name} is dense: it has no router whose choice could be recorded or replayed. Score it with its own routing: "
-                "leave out routing=, RoutedExperts() and the entry of the data."
+                f"{name} is dense: it has no router. Leave out routing=, RoutedExperts() and the entry of the data."
             )
         if Ranks([model]).groups and not _gathers_weights(model):
             raise ValueError(
-                f"{name} is tensor parallel, sharded over several dimensions of ranks or wrapped by DeepSpeed, for which a "
-                "replay of its routing was not tested: score it with its own routing, or use DDP, FSDP or FSDP2."
+                f"{name} is tensor parallel, sharded over more dimensions or of DeepSpeed: replay with DDP or FSDP."
             )
         if any(compiled_call(module) for module in model.modules()):
             raise ValueError(
-                f"{name} has compiled parts, whose graphs hold their own routing: record or replay with the model before "
-                "torch.compile."
+                f"{name} has compiled parts, whose graphs hold their own routing: replay with the model before torch.compile."
             )
         modules: list[Any] = list(named.values())
         layers = [int(found[-1]) for found in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
@@ -141,10 +137,6 @@ class Routers:
         """The narrowest dtype that holds the ids of experts and -1."""
         return torch.int8 if self.num_experts <= 128 else torch.int16
 
-    def empty(self, count: int) -> Tensor:
-        """A record of ``count`` tokens that chose no experts."""
-        return torch.full((count, len(self.modules), self.k), -1, dtype=self.dtype)
-
     def read(self, record: Tensor, request: ScoreRequest) -> Tensor:
         """The experts of each token as ``[N, L, k]``, -1 where the router chooses; a ValueError if they are not this model's.
 
@@ -158,8 +150,7 @@ class Routers:
         elif layers != len(self.layers):
             counts = sorted({len(self.layers), self.num_layers})
             raise ValueError(
-                f"the record has {layers} layers, and {name} has {' or '.join(map(str, counts))}: expected one for each layer "
-                "with a router, or one for each layer."
+                f"the record has {layers} layers, and {name} has {' or '.join(map(str, counts))}: expected one for each."
             )
         tokens = request.tokens
         forwarded = tokens.positions < request.forward_lengths[tokens.sequence_ids]
@@ -218,14 +209,36 @@ class Routing:
     routers: Routers
     record: (
         Tensor | None
-    )  # the experts to replay, -1 where the router chooses; None to replay nothing; [N, L, k], on the CPU
+    )  # the experts to replay, -1 where the router chooses; None for no replay; [N, L, k], on the CPU
     records: bool = False  # whether the call returns what was chosen
+    chosen: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # flat elements, and their experts
 
-    def rows(self, elements: Tensor) -> Tensor | None:
-        """The experts of tokens ``[n]``, of which -1 is padding; ``[n, L, k]``."""
-        if self.record is None:
-            return None
-        return torch.where(elements[:, None, None] < 0, -1, self.record[elements.clamp(min=0)])
+    @contextmanager
+    def forward(self, elements: Tensor, device: torch.device) -> Iterator[None]:
+        """Context: a forward of the tokens at flat ``elements [n]``, of which -1 is padding."""
+        rows = None
+        if self.record is not None:
+            rows = send(torch.where(elements[:, None, None] < 0, -1, self.record[elements.clamp(min=0)]), device)
+        forward = RoutedForward(self.routers, rows, {} if self.records else None)
+        with routed(forward):
+            yield
+        places = range(len(self.routers.modules))
+        if missing := set(places) - forward.called:
+            place = min(missing)
+            raise ValueError(
+                f"{type(self.routers.modules[place]).__name__} of layer {self.routers.layers[place]} was not called: another "
+                "kernel computes its block. Load the model without kernels."
+            )
+        if forward.chosen is not None:
+            found = torch.stack([forward.chosen[place] for place in places], 1)
+            self.chosen.append((elements, found.to(self.routers.dtype).cpu()))
+
+    def result(self, count: int) -> Tensor:
+        """The experts that the routers chose for each of ``count`` tokens, -1 where none was forwarded; ``[N, L, k]``."""
+        out = torch.full((count, len(self.routers.modules), self.routers.k), -1, dtype=self.routers.dtype)
+        for elements, experts in self.chosen:
+            out[elements[elements >= 0]] = experts[elements >= 0]
+        return out
 
 
 def _refusal() -> ValueError:
@@ -245,27 +258,6 @@ class RoutedForward(Followed):
     called: set[int] = field(default_factory=set)
     refusal = staticmethod(_refusal)
 
-    @classmethod
-    def of(cls, routing: Routing, rows: Tensor | None) -> RoutedForward:
-        """A forward of a call, which replays ``rows``."""
-        return cls(routing.routers, rows, {} if routing.records else None)
-
-    def experts(self) -> Tensor:
-        """What was chosen, in the dtype of a record; ``[n, L, k]``, on the CPU."""
-        assert self.chosen is not None
-        found = [self.chosen[place] for place in range(len(self.routers.modules))]
-        return torch.stack(found, 1).to(self.routers.dtype).cpu()
-
-    def check_complete(self) -> None:
-        """Raise a ValueError if a router was not called, as by a kernel that replaces the whole block."""
-        missing = set(range(len(self.routers.modules))) - self.called
-        if missing:
-            place = min(missing)
-            raise ValueError(
-                f"{type(self.routers.modules[place]).__name__} of layer {self.routers.layers[place]} was not called, so its "
-                "choice was neither recorded nor replaced: another kernel computes its block. Load the model without kernels."
-            )
-
     @contextmanager
     def again(self, _: int) -> Iterator[None]:
         """Context: a recomputation."""
@@ -281,8 +273,7 @@ class RoutedForward(Followed):
         if self.rows is not None:
             if self.rows.shape[0] != ids.shape[0]:
                 raise ValueError(
-                    f"a router of {type(unwrapped(self.routers.model)).__name__} got {ids.shape[0]} tokens in a forward of "
-                    f"{self.rows.shape[0]}: virtual tokens of a prompt, or tokens of other ranks, are not in the record."
+                    f"{type(router).__name__} got {ids.shape[0]} tokens, not {self.rows.shape[0]}: some have no record."
                 )
             weigh = self.routers.weights[place]
             _prove(router, weigh, logits, scores, ids)
@@ -304,8 +295,7 @@ def _prove(router: nn.Module, weigh: Weights, logits: Tensor, scores: Tensor, id
         return
     if not torch.allclose(weigh(router, logits, ids), scores, rtol=1e-3, atol=1e-5):
         raise ValueError(
-            f"{type(router).__name__} does not weigh experts as in transformers 5.23, or was changed by a hook: a replay would "
-            "compute other weights. Score the model with its own routing."
+            f"{type(router).__name__} does not weigh experts as in transformers 5.23: score the model with its own routing."
         )
     _PROVEN.add(router)
 
@@ -314,11 +304,8 @@ _ACTIVE: ContextVar[RoutedForward | None] = ContextVar("torchrl_llm_kl_routing",
 
 
 @contextmanager
-def routed(forward: RoutedForward | None) -> Iterator[None]:
+def routed(forward: RoutedForward) -> Iterator[None]:
     """Context: the forward of this thread records and replays its routing, also where checkpoints recompute it."""
-    if forward is None:
-        yield
-        return
     routers = forward.routers
     swaps: list[Swap] = []
     for module in routers.model.modules():

@@ -148,8 +148,7 @@ def as_sampling(temperature: float | None, sampling: Sampling | None) -> Samplin
         raise TypeError(f"sampling must be a Sampling(temperature, top_k, top_p, min_p), got {sampling!r}.")
     if asked.temperature not in (1.0, sampling.temperature):
         raise ValueError(
-            f"temperature={asked.temperature:g} and {sampling} name two temperatures: pass "
-            f"Sampling({asked.temperature:g}, ...) alone."
+            f"temperature={asked.temperature:g} and {sampling} name two temperatures: pass the latter alone."
         )
     return sampling
 

@@ -120,8 +120,7 @@ class LogProbScorer(Scorer):
         self.model = model if inner is None else inner
         if not isinstance(self.model, nn.Module) and not is_wrapper(self.model):
             raise TypeError(
-                "model must be a transformers causal LM, a TorchRL wrapper or another torch module that returns "
-                f"logits, got {type(self.model).__name__}."
+                f"model must be a TorchRL wrapper or another torch module that returns logits, got {type(model).__name__}."
             )
         if is_wrapper(self.model):
             self.offers = frozenset({"grad"})
@@ -301,18 +300,15 @@ class LogProbScorer(Scorer):
         distils = "top_ids=" if request.top_ids is not None else "direction='jensen_shannon'" if mixes else ""
         if distils and restricted:
             raise ValueError(
-                f"{distils} with {'kept=' if replayed else sampling}: a teacher's tokens that are left out would have no "
-                "probability and no gradient, so the divergence to it is not defined. Score the whole distribution for a "
-                "distillation: without kept=, and with Sampling(temperature) or temperature= alone."
+                f"{distils} with {'kept=' if replayed else sampling}: a teacher's tokens that are left out would have none. "
+                "Score the whole distribution: without kept=, and with Sampling(temperature) or temperature= alone."
             )
         if options.return_kept and not restricted:
             raise ValueError(f"return_kept=True with {sampling}, which leaves every token: there is nothing to return.")
         if options.deterministic and (replayed or options.return_kept):
             found = "kept=" if replayed else "return_kept=True"
             raise ValueError(
-                f"deterministic=True with {found}: the tokens that are left are not scored in packs of equal size, so the sums "
-                "over them are not proved to be the same in every call. Score with sampling= alone, or without "
-                "deterministic=True."
+                f"deterministic=True with {found}: sums over these tokens may have other bits elsewhere: drop one."
             )
         if options.grad and options.deterministic and drops(self.model):
             raise ValueError(
@@ -320,14 +316,12 @@ class LogProbScorer(Scorer):
             )
         if options.grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
             raise ValueError(
-                f"grad=True, but {type(self.model).__name__} is offloaded: its layers leave the device before a backward. It "
-                "is a reference, score it with grad=False."
+                f"grad=True, but {type(self.model).__name__} is offloaded, which has no backward: score it with grad=False."
             )
         if options.grad and options.adapters is not True:
             what = f"the adapter {options.adapters!r}" if options.adapters else "the base model"
             raise ValueError(
-                f"grad=True with adapters={options.adapters!r}: {what} is a reference, score it with grad=False. A model is "
-                "trained with its active adapters: adapters=True."
+                f"grad=True with adapters={options.adapters!r}: {what} is a reference, only adapters=True is trained."
             )
         if reference is not None:
             self._check_reference(options, reference)
@@ -340,19 +334,17 @@ class LogProbScorer(Scorer):
             )
         if reference.sampling.truncates:
             raise ValueError(
-                f"the reference is scored with {reference.sampling}: a KL is infinite where it leaves out a token that the "
-                'policy may draw. Score it without; Sampling(reference="kept") of the policy compares over what it keeps.'
+                f"the reference is scored with {reference.sampling}: leave it out, a KL may be infinite. "
+                'Sampling(reference="kept") of the policy compares over what it keeps.'
             )
         if options.temperature == self.temperature != reference.temperature:
             raise ValueError(
-                f"the model is scored at temperature {self.temperature} and the reference at {reference.temperature}: a KL "
-                "compares the two at one temperature, that of the sampler."
+                f"scored at temperature {self.temperature} and the reference at {reference.temperature}: set one temperature."
             )
         ours, theirs = self._rounding(options), reference._rounding(reference.options)
         if ours != theirs:
             raise ValueError(
-                f"the model is scored with {ours} and the reference with {theirs}: their difference in rounding would count "
-                "as KL. Give both the same."
+                f"the model is scored with {ours}, the reference with {theirs}: their difference in rounding would count as KL."
             )
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
@@ -368,8 +360,7 @@ class LogProbScorer(Scorer):
             return request.check_ids(None)
         if is_on_meta(self.model):
             raise ValueError(
-                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them before "
-                "scoring."
+                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them."
             )
         request.check_ids(vocab_size(self.model))
         if (problem := not_text(request.tokens, placeholders(self.model))) is not None:

@@ -123,8 +123,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     weight, plain = getattr(head, "weight", None), _is_plain(head)
     if not plain and is_dtensor(weight):
         raise ValueError(
-            f"the head {type(head).__name__} is sharded over ranks and more than a linear layer (an adapter, a hook, a "
-            "quantised weight): leave it out of the tensor parallel plan, or the adapter out of the head."
+            f"the head {type(head).__name__} is sharded over ranks and more than a linear layer: leave it out of the plan."
         )
     own = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
     narrow = setup.options.dtype if plain and own != torch.float64 else None
@@ -261,8 +260,7 @@ class Reading:
         if options.moments:
             if sampled and kept is None:
                 raise ValueError(
-                    f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once: "
-                    "score them without truncation, or fewer positions at a time."
+                    f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once."
                 )
             columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
         if states.kept is None and truncation.active:
@@ -298,8 +296,7 @@ class Reading:
                 ref_logits = self.ref.tempered(rows).to(logits.device)
             if ref_logits.shape != logits.shape:
                 raise ValueError(
-                    f"the model's logits cover a vocabulary of {logits.shape[-1]} tokens but the reference's one of "
-                    f"{ref_logits.shape[-1]}: an exact KL needs the same tokens in the same order."
+                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} tokens and {ref_logits.shape[-1]}."
                 )
             if out is not None and options.sampling.reference == "kept":
                 ref_logits = ref_logits.masked_fill(out, -torch.inf)

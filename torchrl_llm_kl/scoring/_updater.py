@@ -189,14 +189,12 @@ class ReferenceUpdater:
         for name, own in self._targets():
             if name not in sources:
                 raise ValueError(
-                    f"the policy has no counterpart of {name!r} of the reference: build both from one configuration"
-                    + (", and give both adapters the same targets." if self._adapter else ", and wrap both alike.")
+                    f"the policy has no counterpart of {name!r} of the reference: give both the same targets."
                 )
             own, new = _local(name, own, sources.pop(name))
             if own.shape != new.shape:
                 raise ValueError(
-                    f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}: build both from "
-                    "one configuration."
+                    f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}: build both alike."
                 )
             if not own.is_floating_point():
                 raise ValueError(
@@ -207,13 +205,11 @@ class ReferenceUpdater:
             self._check_scaling(self._active(), self._adapter)
         if sources:
             raise ValueError(
-                f"the reference has no counterpart of {next(iter(sources))!r} of the policy: build both from one "
-                "configuration (a policy with PEFT adapters needs a reference with adapters)."
+                f"the reference has no counterpart of {next(iter(sources))!r} of the policy: build both alike."
             )
         if not found:
             raise ValueError(
-                f"{type(self._reference).__name__} has no weights to update under names of their own: FSDP keeps them apart "
-                "with use_orig_params=True."
+                f"{type(self._reference).__name__} has no weights under names of their own: wrap it with use_orig_params=True."
             )
         return found
 
@@ -227,9 +223,9 @@ class ReferenceUpdater:
         """The policy's active adapter."""
         active = {name for layer in adapter_layers(self._policy) for name in _as_list(layer.active_adapter)}
         if len(active) != 1 or active == {self._adapter}:
+            found = ", ".join(map(repr, sorted(active))) or "none"
             raise ValueError(
-                f"the adapter {self._adapter!r} follows the policy's active adapter, and active are "
-                f"{', '.join(map(repr, sorted(active))) or 'none'}: activate the one that is trained."
+                f"the adapter {self._adapter!r} follows the policy's active adapter, and active are {found}: activate another."
             )
         return active.pop()
 
@@ -237,10 +233,10 @@ class ReferenceUpdater:
         """Raise a ValueError if equal weights of two adapters would not compute the same."""
         for layer in adapter_layers(self._policy):
             factors = getattr(layer, "scaling", {})
-            if factors.get(active) != factors.get(adapter):
+            own, new = factors.get(adapter), factors.get(active)
+            if own != new:
                 raise ValueError(
-                    f"the adapter {adapter!r} scales its weights by {factors.get(adapter)}, the policy's {active!r} by "
-                    f"{factors.get(active)}: give both the same lora_alpha, r and use_rslora."
+                    f"the adapter {adapter!r} scales its weights by {own}, the policy's {active!r} by {new}."
                 )
 
     def _check(self, adapter: bool | str) -> None:

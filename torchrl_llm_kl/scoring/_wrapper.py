@@ -47,8 +47,8 @@ def check_distributions(*models: Any, what: str = "an exact KL") -> None:
             " RetrieveLogProb(model, extras=[TopK(64)]) gets the most probable tokens from there." if served else ""
         )
         raise ValueError(
-            f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: pass the "
-            "transformers model in this process, or use an estimator of log-probs: 'k2' in a loss (kl_loss=), 'k1' in a reward."
+            f"{what} needs whole distributions, and {type(model).__name__}, {place}, returns log-probs only: "
+            "pass the transformers model in this process, or an estimator of log-probs, 'k2' in a loss or 'k1' in a reward."
             f"{advice}"
         )
 
@@ -96,8 +96,7 @@ def score_wrapper(
                 _check_zeros(score, request, zeros, type(version).__name__)
     if grad and log_probs.numel() and not log_probs.requires_grad:
         raise ValueError(
-            f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: build the scorer "
-            "on the transformers model that is trained, or pass grad=False."
+            f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: pass grad=False."
         )
     return elements, log_probs
 
@@ -126,10 +125,9 @@ def _check_zeros(score: Callable[[ScoreRequest], Found], request: ScoreRequest, 
     for (prefix, element), other, (again, instead) in reversed([*zip(ends.items(), others, found, strict=True)]):
         if not (again > -1e-3 and instead < -1):
             raise ValueError(
-                f"{name} returned log-probs of exactly 0 up to {request.locate(element)}, as if each token were certain. "
-                f"Scored again, token {prefix[-1]} there has {again:g} and token {other} in its place {instead:g}: the zeros are "
-                "no scores. torchrl fills them in where the engine returned none: turn its prefix cache off (vLLM: "
-                "enable_prefix_caching=False), or score the transformers model."
+                f"{name} returned log-probs of exactly 0 up to {request.locate(element)}. Scored again, token {prefix[-1]} has "
+                f"there {again:g} and token {other} in its place {instead:g}, so its engine returned no scores: turn its "
+                "prefix cache off (vLLM: enable_prefix_caching=False), or score the transformers model."
             )
 
 
@@ -145,16 +143,14 @@ def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch
     found = output.get(key, None, as_list=True)
     if found is None:
         raise ValueError(
-            f"{name} returned no {key}: found {sorted(map(str, output.keys(True, True)))}. It must return the log-probs "
-            "of the given tokens (generate=False)."
+            f"{name} returned no {key}: found {sorted(map(str, output.keys(True, True)))}. Build it with generate=False."
         )
     got = [row.shape[-1] for row in found]
     if got != lengths:
         worst = next((i for i, (a, b) in enumerate(zip(got, lengths, strict=False)) if a != b), len(got))
         raise ValueError(
             f"{name} returned log-probs for {len(got)} sequences of {got} tokens, expected {lengths}: the first that "
-            f"differs is sequence {int(rows[min(worst, len(rows) - 1)])}. A backend that drops padding tokens or scores "
-            "only the tokens that it generates cannot score given tokens."
+            f"differs is sequence {int(rows[min(worst, len(rows) - 1)])}. A backend must return those of all given tokens."
         )
     flat, element = torch.cat([row.reshape(-1) for row in found]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)

@@ -348,7 +348,7 @@ def test_adapters_that_cannot_follow_are_refused() -> None:
     policy.add_adapter("scaled", lora(policy, lora_alpha=32))  # the same weights times another factor: another model
     for adapters, message in [
         (False, "adapters=False: the base model never changes"),
-        ("default", "'default' follows the policy's active adapter, and active are 'default': activate the one"),
+        ("default", "'default' follows the policy's active adapter, and active are 'default': activate another"),
         ("wide", "no counterpart of .*v_proj.*same targets"),
         ("rank", r"q_proj.lora_A.rank.weight: the reference has shape \(2, 32\), the policy \(4, 32\)"),
         ("scaled", r"'scaled' scales its weights by 8\.0, the policy's 'default' by 2\.0"),

@@ -143,7 +143,7 @@ FIVE, NONE = random_sequences(3, 0, 2), torch.zeros(0, dtype=torch.long)
             torch.arange(5) == 3,
             None,
             ValueError,
-            "first token of sequence 2: it has no prefix.* the mask to False",
+            "first token of sequence 2: set the mask to False",
         ),
         (ROWS, MASK_ROWS[1:], None, ValueError, r"rows of \[4, 0, 1, 3\], got rows of \[0, 1, 3\]"),
         (ROWS, [[1, 0, 1, 1], [], [0], [0, 1, 0]], None, (TypeError, ValueError), "boolean|rows"),
@@ -484,7 +484,7 @@ def test_scores_of_a_cached_prefix_are_no_zeros(length):
     scorer = LogProbScorer(FakeBackend(filled(tiny_model(), 4), **SETTINGS))
     want = plain_log_probs(tiny_model(), sequences).detach()
     assert_near(scorer.score(sequences).values, want, **FORWARD)
-    message = f"FakeBackend returned log-probs of exactly 0 up to sequence 0, position {end}, .*enable_prefix_caching=F"
+    message = f"FakeBackend returned log-probs of exactly 0 up to sequence 0, position {end}.*enable_prefix_caching=F"
     with pytest.raises(ValueError, match=message):
         scorer.score(sequences)
     mask = torch.arange(length + 2) == length - 1
@@ -498,7 +498,7 @@ def test_an_engine_without_scores_of_prompts(module, backend, remote, prompt):
     sequences, mask = random_sequences(9), torch.arange(9) >= prompt
     row = plain_log_probs(module, sequences, mask).detach()
     backend.score = lambda ids: row[: len(ids)]
-    with pytest.raises(ValueError, match=rf"exactly 0 up to sequence 0, position {prompt - 1}, .* in its place 0:"):
+    with pytest.raises(ValueError, match=rf"exactly 0 up to sequence 0, position {prompt - 1}.* in its place 0, so"):
         remote.score(sequences)
     assert len(backend.requests) == 2
     assert_near(remote.score(sequences, mask).values, row, **FORWARD)
