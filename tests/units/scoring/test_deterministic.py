@@ -339,10 +339,6 @@ def test_the_first_ratio_of_a_step_is_1_and_the_kl_of_a_copy_0_in_any_split(mode
 
 
 def test_settings_reach_every_scorer(model: nn.Module) -> None:
-    kl = RetrieveKL(model, model, options=ScoreOptions(deterministic=True))
-    assert [kl.options.deterministic, kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [True] * 3
-    kl.options = ScoreOptions()
-    assert [kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [False] * 2
     loss = PolicyLoss(model, "ppo", deterministic=True, reference=model)
     assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True] * 2
     assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic
