@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near, needs_equal_rows
 from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, ScoreOptions, make_algorithm
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, ScoreOptions, make_algorithm
 from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Reading, Scores
@@ -300,45 +299,13 @@ def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(
     assert scorer.tokens_per_batch is None
 
 
-PROMPT = 75
-
-
-def batch_of(rows: list[Tensor]) -> TensorDictBase:
-    prompts, responses = ([row[part].tolist() for row in rows] for part in (slice(PROMPT), slice(PROMPT, None)))
-    assistant = [torch.arange(len(row)) >= PROMPT for row in rows]
-    reward = torch.arange(float(len(rows))).unsqueeze(-1)
-    return tokens("padded", prompts, responses, masks__all_assistant_mask=assistant, next__reward=reward)
-
-
-def answers() -> list[Tensor]:
-    """Four answers of different lengths to each of two prompts."""
-    first, second, *ends = rows_of(PROMPT, PROMPT, 3, 61, 200, 118, 20, 33, 64, 9, seed=3)
-    return [torch.cat([start, end]) for start, end in zip([first] * 4 + [second] * 4, ends, strict=True)]
-
-
-def test_the_first_ratio_of_a_step_is_1_and_the_kl_of_a_copy_0_in_any_split(model: nn.Module) -> None:
-    """Old log-probs of the whole batch without gradient, current ones of a micro-batch with: equal to the last bit."""
-    rows, options = answers(), {"group_size": 4, "loss_args": {"deterministic": True}}
-    parts = make_algorithm("grpo", copy.deepcopy(model), reference=model, **options)
-    assert isinstance(parts.kl_transform, (RetrieveKL, RetrieveLogProb))
-    assert parts.loss.scorer.deterministic
-    batch = parts.prepare(batch_of(rows))
-    old = RetrieveLogProb(parts.loss.actor_network, options=ScoreOptions(deterministic=True))(batch_of(rows))[
-        "next", "log_probs", "full"
-    ]
-    for i, row in list(enumerate(rows))[::3]:
-        current = parts.loss.scorer.score([row], torch.arange(len(row)) >= PROMPT, grad=True).values
-        assert torch.equal(current.detach(), old[i, : len(row)])
-    assert torch.isfinite(parts.loss(batch[2:4]).total_loss)
-    for estimator in ("k3", "exact"):
-        kl = RetrieveKL(model, copy.deepcopy(model), estimator=estimator, options=ScoreOptions(deterministic=True))
-        split = [kl(batch_of(rows[i : i + 3]))["next"] for i in range(0, 8, 3)]
-        assert not any(part["kl_penalty"].any() for part in split)
-        found = [row for part in split for row in part["log_probs", "full"].unbind(0)]
-        assert all(torch.equal(a[: len(row)], b[: len(row)]) for row, a, b in zip(rows, found, old, strict=True))
-
-
 def test_settings_reach_every_scorer(model: nn.Module) -> None:
+    """So the first ratio of a step is 1 and the KL of a copy 0: old log-probs have the bits of current ones."""
+    kl = RetrieveKL(model, copy.deepcopy(model), estimator="exact", options=ScoreOptions(deterministic=True))
+    assert [kl[0].scorer.deterministic, kl[1].scorer.deterministic] == [True] * 2
+    rows = rows_of(9, 40)
+    data = tokens("padded", [row[:3].tolist() for row in rows], [row[3:].tolist() for row in rows])
+    assert not kl(data)["kl_penalty"].any()
     loss = PolicyLoss(model, "ppo", deterministic=True, reference=model)
     assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True] * 2
     assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic

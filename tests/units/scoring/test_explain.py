@@ -61,13 +61,8 @@ def test_against_a_plain_forward(settings: Any, batch: Any, attended: Any, sampl
     assert found.log_prob == float(scorer.score(ROWS, sampling=sampling).values[len(ROWS[0]) + token])
     assert found.difference == found.log_prob - found.plain
     table = str(found)
-    for shown in (
-        "41, token 23 of sequence 1",
-        f"{found.log_prob:.6f}",
-        f"{batch[0] + 1} of {batch[1]}",
-        str(sampling),
-    ):
-        assert shown in table
+    shown = "41, token 23 of sequence 1", f"{found.log_prob:.6f}", f"{batch[0] + 1} of {batch[1]}", str(sampling)
+    assert all(each in table for each in shown)
     assert ("share_prefixes=False" in table) == ("share_prefixes" in settings)
 
 
@@ -118,22 +113,14 @@ def test_experts_are_replayed_by_both() -> None:
     assert abs(found.log_prob - own.log_prob) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("row", "token", "message"),
-    [
-        (3, 1, "no log-prob of token 1 of sequence 3: expected one of 3 sequences"),
-        (2, 0, "no log-prob of token 0 of sequence 2: expected one of tokens 1 to 2 there"),
-        (2, 3, "expected one of tokens 1 to 2 there"),
-        (-1, 1, "expected one of 3 sequences"),
-    ],
-)
-def test_places_that_are_refused(row: int, token: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LogProbScorer(tiny_model()).explain(ROWS, row, token)
-
-
-def test_another_backend_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="FakeBackend, whose backend returns log-probs, not logits, cannot be explained"
-    ):
-        LogProbScorer(FakeBackend(engine(tiny_model()))).explain(ROWS, 0, 1)
+def test_what_is_refused() -> None:
+    scorer, wrapper = LogProbScorer(tiny_model()), LogProbScorer(FakeBackend(engine(tiny_model())))
+    for asked, row, token, message in [
+        (scorer, 3, 1, "no log-prob of token 1 of sequence 3: expected one of 3 sequences"),
+        (scorer, 2, 0, "no log-prob of token 0 of sequence 2: expected one of tokens 1 to 2 there"),
+        (scorer, 2, 3, "expected one of tokens 1 to 2 there"),
+        (scorer, -1, 1, "expected one of 3 sequences"),
+        (wrapper, 0, 1, "FakeBackend, whose backend returns log-probs, not logits, cannot be explained"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            asked.explain(ROWS, row, token)
