@@ -407,7 +407,7 @@ def _operator(
         out = _attend(layout, layout.past(call), inputs)
     else:
         call = layout.begin(key.detach(), value.detach(), inputs.window)
-        # Copies: a graph may write into the memory of its own tensors after their last use.
+        # Copies: a graph may write into the memory of a tensor after its their last use.
         own = [None if t is None else t.detach().clone().requires_grad_() for t in (query, key, value, sinks)]
         pairs = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layout.past(call)]
         # Not of the checkpoint's graph.
@@ -540,7 +540,7 @@ def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tup
 
 
 def key_index(layout: PackLayout) -> list[Tensor]:
-    """The places of each piece's keys in the row of all keys: those of ``layout.outside()``, then the pack's own."""
+    """The places of each piece's keys in the row of all keys: ``layout.outside()``, then the pack's own."""
     span: dict[int, Tensor] = {}
     width = 0
     for kept in layout.outside():

@@ -122,7 +122,7 @@ class PrefixKVCache:
             self._by_use.move_to_end(segment)
 
     def add(self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, in_use: set[Segment]) -> Segment | None:
-        """Insert ``tokens [n]`` where :meth:`walk` ended; None if there is no room without evicting ``in_use``."""
+        """Insert ``tokens [n]`` where :meth:`walk` ended; None if it fits only by evicting ``in_use``."""
         segment = Segment(tokens.clone(), keys_values, parent=cursor.segment, start=cursor.offset)
         needed = _num_bytes(keys_values)
         self.touch(cursor)

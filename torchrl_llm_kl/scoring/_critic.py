@@ -22,7 +22,7 @@ class TokenCritic(nn.Module):
             with the policy: both losses would train it.
 
     Keyword Args:
-        hidden_size: width of the body's output; by default that of the model's own head or of its configuration.
+        hidden_size: width of the body's output; by default the width in the model's own head or its configuration.
         tokens_per_batch: the most tokens, including padding, in one forward.
 
     Attributes:

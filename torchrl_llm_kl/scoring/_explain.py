@@ -45,7 +45,7 @@ class Explanation:
         why: the reason for both.
         batch: the number of its pack or micro-batch, from 0, and ``batches``, how many there are.
         attended: positions before the token that its distribution depends on, all in all.
-        elsewhere: those of them that an earlier pack forwarded.
+        elsewhere: the positions among them that an earlier pack forwarded.
         in_mask: whether it is scored. The numbers are those that it would have; the score of one outside is 0.
         sampling: temperature and truncation.
         kept: number of tokens that the sampler leaves, or left, at this position; the whole vocabulary without truncation.

@@ -21,7 +21,7 @@ class SamplerMismatchWarning(UserWarning):
 def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
     """How a TorchRL wrapper generates; None if it is not known, or the model is none.
 
-    Settings of a wrapper of transformers are those of ``generate_kwargs``, else of the model's ``generation_config``, else of
+    A wrapper of transformers takes its settings from ``generate_kwargs``, else the model's ``generation_config``, else of
     transformers itself, whose top-k is 50. Other engines have no truncation by default. A wrapper that scores
     (``generate=False``) only tells how it would sample if it was given such settings, as a new version of a policy is.
     """
@@ -99,7 +99,7 @@ def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | 
         return None
     other = f"; or score what is sampled: sampling={sampler}" if scorable else ""
     return (
-        f"{'; '.join(differs)}. Log-probs are then not those of the distribution that tokens are drawn from, and ratios and "
+        f"{'; '.join(differs)}. Log-probs then belong to another distribution than the tokens, and ratios and "
         f"KLs are biased. Sample from what is scored: generate_kwargs={json.dumps(settings)}{other} ({_DOCS})."
     )
 

@@ -273,7 +273,7 @@ def check_whole_sequence(model: nn.Module) -> None:
 
 
 def shards_logits(model: nn.Module, logits: Tensor) -> bool:
-    """Whether a forward's logits are only those of this rank's slice of the vocabulary."""
+    """Whether a forward's logits cover only this rank's slice of the vocabulary."""
     weight = getattr(find_head(model), "weight", None)
     return is_dtensor(logits) or (is_dtensor(weight) and logits.shape[-1] != cast(Tensor, weight).shape[0])
 
@@ -316,7 +316,7 @@ def vocab_size(model: nn.Module) -> int | None:
 
 
 def output_size(model: nn.Module) -> int | None:
-    """Number of tokens with a logit; that of the embedding where no head tells, None if unknown."""
+    """Number of tokens with a logit; of the embedding where no head tells, None if unknown."""
     found = getattr(find_head(model), "out_features", None)
     return found if isinstance(found, int) else vocab_size(model)
 
@@ -402,7 +402,7 @@ def frequency_switches(model: nn.Module) -> set[int]:
 
 
 def _ask(model: nn.Module, method: str) -> Any:
-    """``model.method()``; None if there is no such method or the model does not implement it."""
+    """``model.method()``; None if the model does not implement it."""
     function = getattr(unwrapped(model), method, None)
     try:
         return function() if callable(function) else None

@@ -54,7 +54,7 @@ class ScoreOptions:
     for ``Sampling(temperature)``.
 
     Args:
-        sampling: the sampler's temperature, top-k, top-p and min-p: scores are those of what is left, renormalised.
+        sampling: the sampler's temperature, top-k, top-p and min-p: scores are over what is left, renormalised.
         adapters: False disables the model's PEFT adapters while it is scored: the base model as a reference, without a
             second copy of the weights. A name scores with that adapter alone (a reference that is itself an adapter, for
             instance of an earlier stage of training); the active one is restored afterwards. Both are without gradient.
@@ -143,17 +143,15 @@ class ScoreOptions:
         A ``temperature`` of None is 1, a ``sampling`` of None leaves every token at the temperature.
         """
         known = Changes.__annotations__
-        for name in changes:
-            if name not in known:
-                raise TypeError(f"there is no option {name!r}.{did_you_mean(name, known)}")
+        for name in changes.keys() - known.keys():
+            raise TypeError(f"unknown option {name!r}.{did_you_mean(name, known)}")
         given: dict[str, Any] = {**changes}
         temperature = given.pop("temperature", self.temperature)
         if given.get("sampling") is not None:
             given["sampling"] = as_sampling(changes.get("temperature"), given["sampling"])
-        elif "sampling" in given:
-            given["sampling"] = Sampling(temperature)
-        elif "temperature" in changes:
-            given["sampling"] = replace(self.sampling, temperature=temperature)
+        elif "sampling" in given or "temperature" in changes:
+            others = Sampling() if "sampling" in given else self.sampling
+            given["sampling"] = replace(others, temperature=temperature)
         return replace(self, **given) if given else self
 
     @property
@@ -178,8 +176,7 @@ class ScoreOptions:
     @classmethod
     def from_dict(cls, given: Any) -> ScoreOptions:
         """The options of :meth:`to_dict`; a ValueError says what is wrong with them."""
-        names = set(SHARED)
-        if not isinstance(given, Mapping) or not given.keys() <= names:
+        if not isinstance(given, Mapping) or not given.keys() <= set(SHARED):
             raise ValueError(f"options must be an object with some of {', '.join(SHARED)}, got {short(given)}.")
         found = dict(given)
         if "dtype" in found:
@@ -192,14 +189,10 @@ class ScoreOptions:
                 raise ValueError(
                     f"sampling must be an object with some of a sampler's settings, got {short(sampling)}."
                 )
-            try:
-                found["sampling"] = Sampling(**sampling)
-            except (TypeError, OverflowError) as error:
-                raise ValueError(f"sampling holds what is not a number in its range: {error}") from None
         try:
-            return cls(**found)
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+            return cls(**{**found, **({"sampling": Sampling(**sampling)} if "sampling" in found else {})})
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"an option is not in its range: {error}") from None
 
 
 _DEFAULTS = ScoreOptions()

@@ -102,7 +102,7 @@ class PackedPass:
         return out
 
     def attended(self, element: int) -> tuple[int, int]:
-        """Positions that the token at a flat element attends to, itself included, and those of them in earlier packs."""
+        """Positions that the token at a flat element attends to, itself included, and how many of them are in earlier packs."""
         tokens, packs = self._request.tokens, {i: n for n, pack in enumerate(self.plan.packs) for i in pack}
         (node,), (place,) = self._tree.locate(tokens.sequence_ids[element, None], tokens.positions[element, None])
         pieces = self.plan.pieces

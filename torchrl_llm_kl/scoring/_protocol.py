@@ -143,8 +143,8 @@ class Scorer(ABC):
 
         Raises:
             TypeError: if ``sequences`` or a row has another type.
-            ValueError: if there is no sequence, the mask selects padding or a first token, a sequence is too long for the
-                model, a token id is outside its vocabulary, or a log-prob is not finite (each message names the sequence);
+            ValueError: for a batch without sequences; if the mask selects padding or a first token, a sequence is too long for
+                the model, a token id is outside its vocabulary, or a log-prob is not finite (each message names the sequence);
                 if the attention mask is missing or not a mask of the token ids; if the scorer lacks what is asked.
 
         Example:

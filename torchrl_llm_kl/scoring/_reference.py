@@ -21,7 +21,7 @@ def prepare_reference(
 ) -> Any:
     """Freeze a model, in place, and make it small, beside a policy of any dtype.
 
-    The scores are those of the changed weights, in float32 from the head's logits on, whatever the policy's dtype. The
+    Scores follow from the changed weights, in float32 from the head's logits on, whatever the policy's dtype. The
     model is not trained afterwards: pass a copy, never the policy itself.
 
     Args:
@@ -122,7 +122,7 @@ def _to_int8(layers: list[nn.Module], name: str) -> None:
 def _keep_apart(
     model: nn.Module, layers: list[nn.Module], embedding: Any, head: nn.Module, device: torch.device
 ) -> None:
-    """Layers and an embedding of its own to the host, all else to the device."""
+    """Layers and an untied embedding to the host, all else to the device."""
     host, pin = torch.device("cpu"), device.type == "cuda"
     tied = getattr(head, "weight", None) is embedding.weight
     streamed = {module for layer in layers for module in layer.modules()}

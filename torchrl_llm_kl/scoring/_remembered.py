@@ -113,7 +113,7 @@ class RememberedModel(nn.Module):
         if isinstance(self.model, nn.Module) and Ranks([self.model]).groups:
             raise ValueError(
                 f"{type(self.model).__name__} is wrapped or sharded over ranks, which would wait for one that finds scores: "
-                "remember those of a model in one process, or of a service."
+                "use a model in one process, or of a service."
             )
         if self._stated is not None:
             return None, f"stated {self._stated}"
@@ -138,7 +138,7 @@ class RememberedScorer(Scorer):
 
     Args:
         model: the model.
-        settings: those of the scorer that computes what is not in the store.
+        settings: of the scorer that computes what is not in the store.
     """
 
     model: RememberedModel

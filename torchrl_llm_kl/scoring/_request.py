@@ -468,7 +468,7 @@ def _place(tokens: Ragged, element: int) -> str:
 
 
 def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
-    """Recorded tokens on the CPU; a ValueError unless they are those of ``tokens`` where the boolean ``mask [N]`` is True.
+    """Recorded tokens on the CPU; a ValueError unless they belong to ``tokens`` where the boolean ``mask [N]`` is True.
 
     Example:
         >>> tokens, mask = Ragged.from_list([torch.tensor([3, 6])]), torch.tensor([False, True])
@@ -493,7 +493,7 @@ def check_kept(kept: Kept, tokens: Ragged, mask: Tensor) -> Kept:
         element = int(lost[0])
         raise ValueError(
             f"token {int(values[element])} at {_place(tokens, element)} is not among the {int(counts[element])} recorded "
-            "as kept there: check that rows and positions are those of the token ids, or mask out tokens that were not sampled."
+            "as kept there: check that rows and positions match the token ids, or mask out tokens that were not sampled."
         )
     return kept
 
@@ -547,7 +547,7 @@ def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
             values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
         if values.ndim != 3 or values.shape[0] != count:
             raise ValueError(
-                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or that of the ids."
+                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or the ids' form."
             )
         return _signed(values)
     rows = [torch.as_tensor(row).detach().cpu() for row in routing]

@@ -71,7 +71,7 @@ _KNOWN = "Mixtral, Qwen3-MoE, GPT-OSS and DeepSeek-V3 of transformers"
 
 
 def _weights_of(module: nn.Module) -> Weights | None:
-    """The weights of a router of a known family; None for any other module. FSDP2 derives a class of its own."""
+    """The weights of a router of a known family; None for any other module. FSDP2 derives a class from it."""
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
     return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
 

@@ -37,12 +37,12 @@ class Sampling:
         top_p: the fewest tokens, most probable first, whose probabilities add up to this; 1 for all.
         min_p: tokens at least this probable, relative to the most probable one; 0 for all.
         reference: what a reference model is compared over. ``"whole"``: its distribution over all tokens at the same
-            temperature, so that the KL is that of the sampler to the reference. ``"kept"``: the tokens that the policy keeps,
+            temperature, so that it is the KL of the sampler to the reference. ``"kept"``: the tokens that the policy keeps,
             renormalised. ``docs/sampling.md`` says what each does to a KL. A reference's *own* truncation is not offered: the
             KL would be infinite wherever it drops a token that the policy keeps.
 
     Raises:
-        ValueError: for a number out of range, or what is no number.
+        ValueError: for a number out of range, or a value of another type.
 
     Example:
         >>> Sampling(0.7, top_p=0.95).truncates

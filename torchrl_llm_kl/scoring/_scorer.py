@@ -246,7 +246,7 @@ class LogProbScorer(Scorer):
             Numbers of the token in nats, which print as a table. Without gradient; the cache is neither read nor written.
 
         Raises:
-            ValueError: as :meth:`score`; if there is no such token, the model returns no logits, or it is sharded.
+            ValueError: as :meth:`score`; if the token does not exist, the model returns no logits, or it is sharded.
 
         Example:
             >>> class Uniform(torch.nn.Module):

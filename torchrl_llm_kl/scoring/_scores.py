@@ -142,7 +142,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
 def _is_plain(head: nn.Module) -> bool:
     """Whether the head computes ``hidden @ weight.T + bias`` and nothing else.
 
-    Hooks of FSDP2 and ZeRO-3 run around the whole score; those of tensor parallel shard and gather, which
+    Hooks of FSDP2 and ZeRO-3 run around the whole score; the hooks of tensor parallel shard and gather, which
     :mod:`~torchrl_llm_kl.head` does.
     """
     hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]

@@ -255,7 +255,7 @@ def _digest(key: bytes, body: bytes) -> bytes:
 
 
 def _decoded(key: bytes, record: Any, length: int) -> np.ndarray | None:
-    """The scores of a sequence of so many tokens; None for a damaged record, or that of another sequence."""
+    """The scores of a sequence of so many tokens; None for a damaged record, or one of another sequence."""
     if not isinstance(record, bytes) or len(record) < _HEAD.size + _CHECK_BYTES:
         return None
     body, raw = record[:-_CHECK_BYTES], record[_HEAD.size : -_CHECK_BYTES]

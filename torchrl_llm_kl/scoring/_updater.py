@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
@@ -49,7 +50,7 @@ class ReferenceUpdater:
         ValueError: if nothing would ever change, a number is out of range, a weight of the reference has no counterpart in the
             policy, or the two are one model.
 
-    Sources: the average is that of Polyak and Juditsky (1992) as used in TR-DPO (arXiv 2404.09656, eqs. 3 and 4: soft and hard
+    Sources: averages after Polyak and Juditsky (1992), as used in TR-DPO (arXiv 2404.09656, eqs. 3 and 4: soft and hard
     update) and TRL's ``SyncRefModelCallback``.
 
     Example:
@@ -133,11 +134,10 @@ class ReferenceUpdater:
         """
         weights = {name: own.detach() for name, own in self._targets()}
         rest: dict[str, Tensor] = {}
-        if self.decay is not None:
-            for name, own in weights.items():
-                local = _part(own)
-                lost = self._rest.get(name)
-                rest[name] = _like(torch.zeros_like(local, dtype=_precise(local)) if lost is None else lost, own)
+        for name, own in weights.items() if self.decay is not None else ():
+            local = _part(own)
+            lost = self._rest.get(name, torch.zeros((), dtype=_precise(local), device=local.device).expand(local.shape))
+            rest[name] = _like(lost.contiguous(), own)
         return {"steps": self.steps, "weights": weights, "rest": rest}
 
     @torch.no_grad()
@@ -145,7 +145,7 @@ class ReferenceUpdater:
         """Restore the reference, also behind a service, and the count.
 
         Raises:
-            KeyError, ValueError: if the weights are not those of this reference; nothing is changed.
+            KeyError, ValueError: if the weights are of another reference; nothing is changed.
         """
         own = dict(self._targets())
         weights, rest = state["weights"], state["rest"]
@@ -262,11 +262,11 @@ class ReferenceUpdater:
         """Send the average to the service, from one rank."""
         if self._service is None:
             return
-        own: dict[str, Any] = self._own
-        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in own.items()}
-        if not (
-            torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
-        ):
+        whole = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in self._own.items()
+        }
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not (several and torch.distributed.get_rank()):
             self._service.update_weights(whole)
 
 
@@ -288,33 +288,29 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, value
 
 
-def _local(name: str, own: Any, new: Any) -> tuple[Tensor, Tensor]:
+def _local(name: str, own: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors of this rank that correspond."""
-    sharded = [hasattr(value, "to_local") for value in (own, new)]
-    if all(sharded):
-        if own.placements != new.placements or own.device_mesh != new.device_mesh:
-            new = new.redistribute(own.device_mesh, own.placements)
-        return own.detach().to_local(), new.detach().to_local()
-    if sharded[0]:
+    own, new = own.detach(), new.detach()
+    if isinstance(own, DTensor) and isinstance(new, DTensor):
+        return own.to_local(), new.redistribute(own.device_mesh, own.placements).to_local()
+    if isinstance(own, DTensor):
         raise ValueError(
             f"{name} is sharded in the reference and whole in the policy: shard both alike, or the policy alone."
         )
-    return own.detach(), new.detach().full_tensor() if sharded[1] else new.detach()
+    return own, new.full_tensor() if isinstance(new, DTensor) else new
 
 
-def _part(value: Any) -> Tensor:
+def _part(value: Tensor) -> Tensor:
     """This rank's part of a tensor."""
-    return value.to_local() if hasattr(value, "to_local") else value
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like(part: Tensor, whole: Any) -> Tensor:
+def _like(part: Tensor, whole: Tensor) -> Tensor:
     """A tensor of which this rank has ``part``, sharded as ``whole`` is."""
-    if not hasattr(whole, "to_local"):
+    if not isinstance(whole, DTensor):
         return part
-    from torch.distributed.tensor import DTensor
-
-    shape: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
-    return DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, **shape)
+    shape, mesh = (whole.shape, whole.stride()), whole.device_mesh
+    return DTensor.from_local(part, mesh, whole.placements, run_check=False, shape=shape[0], stride=shape[1])
 
 
 def _precise(value: Tensor) -> torch.dtype:

@@ -85,7 +85,7 @@ def score_wrapper(
     """Flat elements ``[K]`` of the scored tokens, on the CPU, and their log-probs on ``device``.
 
     torchrl fills in 0 where an engine returned no score: at the start of a sequence whose prefix was cached, or everywhere. A
-    log-prob of 0 is also that of a certain token. So where all tokens from the start of a sequence up to a scored one have
+    certain token has a log-prob of 0 too. So where all tokens from the start of a sequence up to a scored one have
     exactly 0, that token is scored again, and another in its place: only one of two tokens can be certain.
     """
     score = partial(_score, version, device=device, tokens_per_batch=tokens_per_batch)
@@ -150,7 +150,7 @@ def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch
         worst = next((i for i, (a, b) in enumerate(zip(got, lengths, strict=False)) if a != b), len(got))
         raise ValueError(
             f"{name} returned log-probs for {len(got)} sequences of {got} tokens, expected {lengths}: the first that "
-            f"differs is sequence {int(rows[min(worst, len(rows) - 1)])}. A backend must return those of all given tokens."
+            f"differs is sequence {int(rows[min(worst, len(rows) - 1)])}. A backend must score all given tokens."
         )
     flat, element = torch.cat([row.reshape(-1) for row in found]), torch.cat(spans)
     scored = request.mask[element].nonzero().squeeze(-1)

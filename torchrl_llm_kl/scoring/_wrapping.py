@@ -86,7 +86,7 @@ class Ranks:
 
     Attributes:
         groups: the process groups of ranks whose forwards are in step.
-        witnesses: those of ranks that must hear of an error; more than ``groups`` inside a forward of DDP.
+        witnesses: the groups of ranks that must hear of an error; more than ``groups`` inside a forward of DDP.
     """
 
     def __init__(self, models: Sequence[Any]) -> None:

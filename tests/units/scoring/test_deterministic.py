@@ -239,7 +239,7 @@ def test_what_changed_since_is_refused_at_the_call(monkeypatch: pytest.MonkeyPat
 
 
 def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
-    """The normal attention, cut by the places of pieces in the pack; the padding is a piece of its own."""
+    """The normal attention, cut by the places of pieces in the pack; the padding is a separate piece."""
     pieces, end = [replace(piece, kept=None) for piece in layout.pieces], layout.pieces[-1].last
     length = inputs.query.shape[2]
     if end < length:

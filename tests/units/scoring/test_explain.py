@@ -1,4 +1,4 @@
-"""Each number of an explained log-prob against a plain forward, and those of its route counted by hand."""
+"""Each number of an explained log-prob against a plain forward, and the numbers of its route, counted by hand."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def test_the_kl_is_0_after_a_reset_and_the_cache_knows(dtype: torch.dtype) -> No
     assert kl(policy, reference).abs().max() == 0, "an average of equal weights is equal"
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["adapter of the policy's model", "model of its own"])
+@pytest.mark.parametrize("own", [True, False], ids=["adapter of the policy's model", "separate model"])
 def test_adapters_follow(own: bool) -> None:
     targets = ["q_proj", "up_proj"]
     policy = lora(tiny_model("qwen2"), target_modules=targets)
@@ -407,7 +407,7 @@ def test_another_state_is_scored_alone_and_the_models_own_restored(adapters: Any
 
 
 def test_whole_layers_of_a_named_adapter() -> None:
-    """A head trained with ``modules_to_save`` is that of the adapter too."""
+    """A head trained with ``modules_to_save`` belongs to the adapter too."""
     model = lora(tiny_model("qwen2"), modules_to_save=["lm_head"])
     model.add_adapter("ref", lora(model))
     with torch.no_grad():

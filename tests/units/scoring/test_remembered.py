@@ -246,7 +246,7 @@ def test_a_setting_changed_later_is_what_is_scored_and_stored(remember: Remember
 
 
 def test_scores_over_a_record_are_not_remembered(remember: Remember) -> None:
-    """They are of other distributions than those of the same tokens without it."""
+    """A record changes the distributions of the same tokens."""
     model = tiny_model()
     scorer, count = remember(model), len(SEQUENCES.values)
     own = SEQUENCES.values.repeat_interleave(2) + torch.tensor([0, 1]).repeat(count)
@@ -359,7 +359,7 @@ def test_scores_that_cannot_be_are_computed_again(remember: Remember, column: in
 
 @pytest.mark.parametrize("stated", [None, "step 100"])
 def test_a_model_over_several_ranks_is_refused(tmp_path: Path, stated: str | None) -> None:
-    # Gloo has threads of its own, one of which may wait for Python's lock when this one waits for its end.
+    # Gloo has threads, one of which may wait for Python's lock when this one waits for its end.
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         reference = RememberedModel(nn.parallel.DistributedDataParallel(tiny_model()), tmp_path, fingerprint=stated)

@@ -113,7 +113,7 @@ def own_experts(model: nn.Module, rows: list[Tensor]) -> list[Tensor]:
 
 
 def random_experts(rows: list[Tensor], layers: int, seed: int = 0) -> list[Tensor]:
-    """Different experts at each token; those of a shared token are the same if the sequences agree so far."""
+    """Different experts at each token; a shared token has the same ones if the sequences agree so far."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(len(row), layers, EXPERTS, generator=generator).argsort(-1)[..., :K] for row in rows]
 
@@ -161,7 +161,7 @@ def test_own_routing_is_recorded_and_replayed_changes_no_bit(family: str, kind: 
 @pytest.mark.parametrize("of", ["another sampler", "chance"])
 @pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_replayed_experts_have_the_models_own_weights(family: str, kind: str, of: str) -> None:
-    """The routing of A in B, whose routers differ, and one of its own for each sequence: prompts are not shared then."""
+    """The routing of A in B, whose routers differ, and a separate one for each sequence: prompts are not shared then."""
     sampler = in_float64(family)
     model = perturbed(sampler)
     scorer = make_scorer(model, kind)
@@ -216,7 +216,7 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
         chosen[-1] = torch.tensor([0, 1])  # not forwarded: any will do
     want, _ = by_hand("mixtral", model, rows, used)
     assert_near(found.log_prob.values.double(), want, size=16, dtype=torch.float32)
-    # The routers' own choices are those of a model with the recorded ones forced alone.
+    # The routers' own choices are what a model chooses with the recorded ones forced alone.
     logits: list[list[Tensor]] = [[], [], []]
     for router, into in zip(routers(model), logits, strict=True):
         router.register_forward_hook(lambda *args, into=into: into.append(args[2][0]))

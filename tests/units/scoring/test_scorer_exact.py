@@ -1,4 +1,4 @@
-"""Scores and gradients equal those of one sequence at a time through the plain model; defects of what the scorer replaces."""
+"""Scores and gradients equal the plain model's, one sequence at a time; defects of what the scorer replaces."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_defect_02_first_tokens_are_never_scored_from_the_sequence_before():
 
 
 class Spy(nn.Module):
-    """A model whose logits depend on the position alone: that of token ``p`` is high at position ``p``."""
+    """A model whose logits depend on the position alone: the logit of token ``p`` is high at position ``p``."""
 
     def __init__(self):
         super().__init__()

@@ -455,7 +455,7 @@ def test_scores_of_a_cached_prefix_are_no_zeros(length):
     with pytest.raises(ValueError, match=message):
         scorer.score(sequences)
     mask = torch.arange(length + 2) == length - 1
-    if end < length - 1:  # the zeros are those of tokens that are not scored
+    if end < length - 1:  # the zeros are at tokens that are not scored
         assert_near(scorer.score(sequences, mask).values, torch.where(mask, want, 0), **FORWARD)
 
 

@@ -88,7 +88,7 @@ def test_costs_by_hand(model: Any, scorer: LogProbScorer) -> None:
     assert cost(scorer, row, earlier) == 15
     assert_exact(scorer, model, [row], earlier)
     assert cost(scorer, row, earlier) == 1
-    # At another temperature the log-probs of old tokens need their hidden states, those of the new turn its own.
+    # At another temperature the log-probs of old tokens need their hidden states, and the new turn needs its own.
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
     cost(scorer, first)
     assert cost(scorer, second, torch.arange(18) >= 12, temperature=2.0) == 6
@@ -371,7 +371,7 @@ def test_a_backward_in_another_thread_leaves_the_model_as_before() -> None:
 
 
 def test_two_forwards_before_their_backwards() -> None:
-    """Each recomputation finds the pack of its own forward, whatever was scored in between; twice, if the graph is kept."""
+    """Each recomputation finds the pack of its forward, whatever was scored in between; twice, if the graph is kept."""
     model = tiny_model("llama").train()
     enable(model, False)
     scorer = LogProbScorer(model, tokens_per_batch=16)
