@@ -86,9 +86,7 @@ def _without_peft(model: nn.Module) -> nn.Module:
     if not callable(inner):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(
-            f"{type(model).__name__} learns a prompt, which is not in its body: train with LoRA adapters, or all weights."
-        )
+        raise ValueError(f"{type(model).__name__} learns a prompt, which is not in its body: train with LoRA adapters.")
     return inner()
 
 
@@ -101,6 +99,4 @@ def _width(model: nn.Module) -> int:
         width = getattr(text_config(model), name, None)
         if isinstance(width, int):
             return width
-    raise ValueError(
-        f"cannot tell the width of {type(model).__name__}: it has no head and no config.hidden_size; pass hidden_size=."
-    )
+    raise ValueError(f"{type(model).__name__} has no head and no config.hidden_size: pass hidden_size=.")

@@ -51,9 +51,7 @@ def fingerprint_of(model: Any) -> str:
     if is_on_meta(module):
         raise ValueError(f"{type(module).__name__} has weights on the meta device: load them first.")
     if Ranks([model, module]).groups:
-        raise ValueError(
-            f"{type(module).__name__} is wrapped or sharded over ranks: take the fingerprint of the model before."
-        )
+        raise ValueError(f"{type(module).__name__} is sharded over ranks: take the fingerprint of the model before.")
     tensors = dict(_tensors(module))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         distinct = {_place(tensor): tensor for tensor in tensors.values()}  # tied weights are read once
@@ -92,9 +90,7 @@ def module_of(model: Any) -> nn.Module:
     check_not_a_name(model=model)
     module = unwrapped(unwrap(model) if is_wrapper(model) else model)
     if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"{type(model).__name__} holds no weights in this process: state what they are, by a text as fingerprint=."
-        )
+        raise TypeError(f"{type(model).__name__} has no weights in this process: state what they are, as fingerprint=.")
     return module
 
 

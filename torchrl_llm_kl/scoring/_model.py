@@ -130,9 +130,7 @@ def read_output(output: Any, name: Literal["logits", "last_hidden_state"]) -> Te
     if found is None:
         found = output
     if not isinstance(found, Tensor):
-        raise TypeError(
-            f"expected {name!r}, or a tuple that starts with it, got {type(output).__name__}: a model must return logits."
-        )
+        raise TypeError(f"expected {name!r}, or a tuple that starts with it, got {type(output).__name__}.")
     return found
 
 
@@ -153,18 +151,14 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
     """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
     layers = adapter_layers(model)
     if not layers and (isinstance(adapters, str) or not hasattr(model, "disable_adapter")):
-        raise ValueError(
-            f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference, or call get_peft_model."
-        )
+        raise ValueError(f"{type(model).__name__} has no PEFT adapters to switch off: call peft.get_peft_model.")
     if isinstance(adapters, str) and adapters not in (names := set[str]().union(*map(_adapter_names, layers))):
         raise ValueError(
             f"adapters={adapters!r}, but the adapters in the layers of {type(model).__name__} are "
             f"{', '.join(map(repr, sorted(names)))}: add it with model.add_adapter or load_adapter, or pass one of these."
         )
     if any(getattr(layer, "merged", False) for layer in layers):
-        raise ValueError(
-            f"the PEFT adapters of {type(model).__name__} are merged into its weights: call unmerge_adapter() first."
-        )
+        raise ValueError(f"{type(model).__name__} has adapters merged into its weights: call unmerge_adapter() first.")
 
 
 def _adapter_names(layer: Any) -> set[str]:
@@ -267,9 +261,7 @@ def check_whole_sequence(model: nn.Module) -> None:
             held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
             made = {type(x).__name__ for x in held} | {getattr(getattr(x, "func", x), "__qualname__", "") for x in held}
             if any(each.split(".")[0] == "SequenceParallel" for each in made):
-                raise ValueError(
-                    f"{name} of {type(model).__name__} is sequence parallel: make it tensor parallel, or leave it out."
-                )
+                raise ValueError(f"{name} of {type(model).__name__} is sequence parallel: leave it out of the plan.")
 
 
 def shards_logits(model: nn.Module, logits: Tensor) -> bool:

@@ -124,9 +124,7 @@ class ScoreOptions:
         if not 0 < self.beta < 1:
             raise ValueError(f"beta must lie inside (0, 1), got {self.beta}.")
         if not isinstance(self.adapters, (bool, str)):
-            raise TypeError(
-                f"adapters must be True, False or a name, got {short(self.adapters)}: False is the base model."
-            )
+            raise TypeError(f"adapters must be True, False or a name, got {short(self.adapters)}: False is the base.")
         if isinstance(self.adapters, str) and not (self.adapters and is_text(self.adapters)):
             raise ValueError(f"adapters must be a name of 1 to {MAX_TEXT} characters, got {short(self.adapters)}.")
         if not (self.dtype is None or (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point)):
@@ -186,9 +184,7 @@ class ScoreOptions:
         if "sampling" in found:
             sampling = found["sampling"]
             if not isinstance(sampling, Mapping) or not sampling.keys() <= vars(Sampling()).keys():
-                raise ValueError(
-                    f"sampling must be an object with some of a sampler's settings, got {short(sampling)}."
-                )
+                raise ValueError(f"sampling must be an object with a sampler's settings, got {short(sampling)}.")
         try:
             return cls(**{**found, **({"sampling": Sampling(**sampling)} if "sampling" in found else {})})
         except (TypeError, OverflowError) as error:

@@ -58,22 +58,19 @@ def read_sequences(
         tokens = Ragged.from_list([_row(i, row, torch.long) for i, row in enumerate(sequences)])
     else:
         raise TypeError(
-            f"sequences must be a Ragged, a list of token id lists, or a padded tensor, got {type(sequences).__name__}."
+            f"expected a Ragged, a list of token id lists, or a padded tensor, got {type(sequences).__name__}."
         )
     return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
 
 
 def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | None) -> tuple[Ragged, Tensor | None]:
+    shape = tuple(ids.shape)
     if ids.ndim < 2:
-        raise ValueError(f"token ids must be a tensor [*B, T], got shape {tuple(ids.shape)}: pass a list of such rows.")
+        raise ValueError(f"token ids must be a tensor [*B, T], got shape {shape}: pass a list of such rows.")
     if attention_mask is None:
-        raise ValueError(
-            f"token ids of shape {tuple(ids.shape)} may be padded: pass attention_mask=, 1 at tokens, or a list of rows."
-        )
+        raise ValueError(f"token ids of shape {shape} may be padded: pass attention_mask=, or a list.")
     if attention_mask.shape != ids.shape:
-        raise ValueError(
-            f"attention_mask must have the shape {tuple(ids.shape)} of the token ids, got {tuple(attention_mask.shape)}."
-        )
+        raise ValueError(f"attention_mask: expected shape {shape} of the token ids, got {tuple(attention_mask.shape)}.")
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, found other numbers.")
     real = attention_mask.to(ids.device).bool()
@@ -83,9 +80,7 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
         padding = (mask & ~real).reshape(-1, ids.shape[-1]).nonzero().tolist()
         if padding:
             row, slot = padding[0]
-            raise ValueError(
-                f"the mask selects padding: sequence {row}, slot {slot}. Pass mask & attention_mask.bool()."
-            )
+            raise ValueError(f"the mask selects padding: sequence {row}, slot {slot}. Pass mask & attention_mask.")
         mask = mask[real]
     tokens = Ragged.from_padded(ids, mask=real, batch_dims=ids.ndim - 1)
     return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
@@ -168,9 +163,7 @@ def _unpack(name: str, arrays: Arrays, mask: Tensor) -> Recorded:
         sizes = arrays.found[name].shape[1:] if name in arrays else ()
         found = torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
         if len(sizes) not in about["dims"] or 0 in sizes:
-            raise ProtocolError(
-                f"a request holds {name} of the shape {tuple(found.shape)}, expected some for each token."
-            )
+            raise ProtocolError(f"a request holds {name} of the shape {tuple(found.shape)}, expected some each token.")
         return found.to(about.get("dtype", found.dtype))
     counts = arrays.take(f"{name}_counts", "i", int(mask.sum())).astype(np.int64)
     if counts.size and int(counts.min()) < 0:
@@ -264,7 +257,7 @@ class ScoreRequest:
         values = layout.values
         if values.ndim != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(
-                f"token ids must be a flat integer tensor [N], got shape {tuple(values.shape)} of dtype {values.dtype}."
+                f"token ids must be a flat integer tensor, got shape {tuple(values.shape)}, {values.dtype}."
             )
         keep = None if layout.keep is None else layout.keep.cpu()
         tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
@@ -351,9 +344,7 @@ class ScoreRequest:
             wrong = lengths[(lengths < 0) | (lengths > count)][0]
             raise ProtocolError(f"a request holds a sequence of length {wrong}, expected 0 to its {count} tokens.")
         if int(lengths.sum()) != count:
-            raise ProtocolError(
-                f"the lengths of a request add up to {int(lengths.sum())}, expected its {count} tokens."
-            )
+            raise ProtocolError(f"the lengths of a request add up to {int(lengths.sum())}, expected {count} tokens.")
         bits = arrays.take("mask", "u", (count + 7) // 8)
         if bits.dtype != np.uint8 or (count % 8 and int(bits[-1]) & (0xFF >> count % 8)):
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
@@ -407,9 +398,7 @@ class ScoreRequest:
             bad |= values >= vocab_size
             listed = values[:0] if self.top_ids is None else self.top_ids[self.mask]
             if bool((listed >= vocab_size).any()):
-                raise ValueError(
-                    f"top_ids holds the token id {int(listed.max())}, outside the vocabulary of {vocab_size}, the student's."
-                )
+                raise ValueError(f"top_ids holds token id {int(listed.max())}, outside the vocabulary of {vocab_size}.")
         if bool(bad.any()):
             element = int(bad.nonzero()[0])
             allowed = "ids must not be negative"
@@ -514,10 +503,9 @@ def _checked_top_ids(top_ids: Tensor, tokens: Ragged) -> Tensor:
 
 def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     check_is_mask(mask=mask)
-    if mask.shape != tokens.values.shape:
-        raise ValueError(
-            f"the mask must have one entry for each token, {tuple(tokens.values.shape)}, got {tuple(mask.shape)}."
-        )
+    values = tokens.values
+    if mask.shape != values.shape:
+        raise ValueError(f"the mask needs one entry for each token, {tuple(values.shape)}, got {tuple(mask.shape)}.")
     mask = mask.cpu()
     first = (mask & (tokens.positions == 0)).nonzero()
     if first.numel():
@@ -546,9 +534,7 @@ def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
         if values.ndim > 3 and (values.shape[:-3].numel(), values.shape[:-2].numel()) == slots:
             values = values.flatten(0, -3) if tokens.keep is None else values.flatten(0, -3)[tokens.keep]
         if values.ndim != 3 or values.shape[0] != count:
-            raise ValueError(
-                f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts), or the ids' form."
-            )
+            raise ValueError(f"the record has shape {tuple(routing.shape)}: expected ({count}, layers, experts).")
         return _signed(values)
     rows = [torch.as_tensor(row).detach().cpu() for row in routing]
     lengths = tokens.lengths.tolist()

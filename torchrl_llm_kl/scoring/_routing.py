@@ -109,20 +109,12 @@ class Routers:
                 {type(m).__name__ for m in model.modules() if re.search(r"Router|Experts|MoE", type(m).__name__)}
             )
             if kinds:
-                raise ValueError(
-                    f"how {', '.join(kinds)} weigh experts is not known here. Known are {_KNOWN}: leave routing= out."
-                )
-            raise ValueError(
-                f"{name} is dense: it has no router. Leave out routing=, RoutedExperts() and the entry of the data."
-            )
+                raise ValueError(f"how {', '.join(kinds)} weigh experts is not known here. Known are {_KNOWN}.")
+            raise ValueError(f"{name} is dense: it has no router. Leave out routing= and RoutedExperts().")
         if Ranks([model]).groups and not _gathers_weights(model):
-            raise ValueError(
-                f"{name} is tensor parallel, sharded over more dimensions or of DeepSpeed: replay with DDP or FSDP."
-            )
+            raise ValueError(f"{name} is tensor parallel or sharded otherwise: replay its routing with DDP or FSDP.")
         if any(compiled_call(module) for module in model.modules()):
-            raise ValueError(
-                f"{name} has compiled parts, whose graphs hold their own routing: replay with the model before torch.compile."
-            )
+            raise ValueError(f"{name} has compiled parts, which hold their own routing: replay before torch.compile.")
         modules: list[Any] = list(named.values())
         layers = [int(found[-1]) for found in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
         sizes = {(module.top_k, module.num_experts) for module in modules}
@@ -148,10 +140,8 @@ class Routers:
         if layers == self.num_layers:
             record = record[:, list(self.layers)]
         elif layers != len(self.layers):
-            counts = sorted({len(self.layers), self.num_layers})
-            raise ValueError(
-                f"the record has {layers} layers, and {name} has {' or '.join(map(str, counts))}: expected one for each."
-            )
+            found = " or ".join(map(str, sorted({len(self.layers), self.num_layers})))
+            raise ValueError(f"the record has {layers} layers, and {name} has {found}: expected one for each.")
         tokens = request.tokens
         forwarded = tokens.positions < request.forward_lengths[tokens.sequence_ids]
         self._check(record, forwarded, request)
@@ -272,9 +262,7 @@ class RoutedForward(Followed):
         replaced = None
         if self.rows is not None:
             if self.rows.shape[0] != ids.shape[0]:
-                raise ValueError(
-                    f"{type(router).__name__} got {ids.shape[0]} tokens, not {self.rows.shape[0]}: some have no record."
-                )
+                raise ValueError(f"{type(router).__name__} got {ids.shape[0]} tokens, expected {self.rows.shape[0]}.")
             weigh = self.routers.weights[place]
             _prove(router, weigh, logits, scores, ids)
             rows = self.rows[:, place].long()
@@ -294,9 +282,7 @@ def _prove(router: nn.Module, weigh: Weights, logits: Tensor, scores: Tensor, id
     if router in _PROVEN:
         return
     if not torch.allclose(weigh(router, logits, ids), scores, rtol=1e-3, atol=1e-5):
-        raise ValueError(
-            f"{type(router).__name__} does not weigh experts as in transformers 5.23: score the model with its own routing."
-        )
+        raise ValueError(f"{type(router).__name__} does not weigh experts as in transformers 5.23: leave routing= out.")
     _PROVEN.add(router)
 
 

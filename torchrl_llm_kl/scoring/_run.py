@@ -63,9 +63,7 @@ class Run:
                 return self._attempt()
             except CheckpointError as error:
                 if self.options.deterministic:
-                    raise ValueError(
-                        f"deterministic=True, but the model cannot be scored in packs with gradient. {error}"
-                    ) from error
+                    raise ValueError(f"deterministic=True with gradient needs packs. {error}") from error
                 self._part(str(error))
                 continue
             except (RuntimeError, MemoryError) as error:

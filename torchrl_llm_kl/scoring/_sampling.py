@@ -147,9 +147,7 @@ def as_sampling(temperature: float | None, sampling: Sampling | None) -> Samplin
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling(temperature, top_k, top_p, min_p), got {sampling!r}.")
     if asked.temperature not in (1.0, sampling.temperature):
-        raise ValueError(
-            f"temperature={asked.temperature:g} and {sampling} name two temperatures: pass the latter alone."
-        )
+        raise ValueError(f"temperature={asked.temperature:g} and {sampling} name two temperatures: pass one.")
     return sampling
 
 

@@ -120,7 +120,7 @@ class LogProbScorer(Scorer):
         self.model = model if inner is None else inner
         if not isinstance(self.model, nn.Module) and not is_wrapper(self.model):
             raise TypeError(
-                f"model must be a TorchRL wrapper or another torch module that returns logits, got {type(model).__name__}."
+                f"model must be a wrapper or another torch module that returns logits, got {type(model).__name__}."
             )
         if is_wrapper(self.model):
             self.offers = frozenset({"grad"})
@@ -152,9 +152,7 @@ class LogProbScorer(Scorer):
         if name in ("tokens_per_batch", "head_chunk"):
             check_range(1, **{name: value})
         elif name == "memory" and not isinstance(value, PrefixKVCache):
-            raise TypeError(
-                f"memory is the scorer's cache, got {value!r}: set memory.limit, in bytes, for another size."
-            )
+            raise TypeError(f"memory is the scorer's cache, got {value!r}: set memory.limit, in bytes.")
         super().__setattr__(name, value)
 
     def check(
@@ -186,9 +184,7 @@ class LogProbScorer(Scorer):
         ranks, tokens, kept = self._ranks(reference), request.layout, request.kept
         with ranks.together():
             if tokens.num_sequences == 0 and not ranks.groups:
-                raise ValueError(
-                    "expected at least one sequence, got a batch of 0: an empty batch has nothing to score."
-                )
+                raise ValueError("expected at least one sequence, got a batch of 0, which has nothing to score.")
             self._check_together(request, options, reference)
             for scorer in scorers:
                 scorer._check_request(request)
@@ -290,12 +286,10 @@ class LogProbScorer(Scorer):
     def _check_together(self, request: ScoreRequest, options: ScoreOptions, reference: Scorer | None) -> None:
         """Raise a ValueError for what cannot be computed together."""
         self.check(options, request, reference=reference)
-        sampling, replayed = options.sampling, request.kept is not None
+        sampling, replayed, name = options.sampling, request.kept is not None, type(self.model).__name__
         restricted = replayed or sampling.truncates
         if options.top_k and restricted:
-            raise ValueError(
-                "top_k= returns the most probable of all tokens, and sampling= or kept= leaves some out: score the two apart."
-            )
+            raise ValueError("top_k= is of all tokens, and sampling= or kept= leaves some out: score the two apart.")
         mixes = reference is not None and options.direction == "jensen_shannon"
         distils = "top_ids=" if request.top_ids is not None else "direction='jensen_shannon'" if mixes else ""
         if distils and restricted:
@@ -307,21 +301,15 @@ class LogProbScorer(Scorer):
             raise ValueError(f"return_kept=True with {sampling}, which leaves every token: there is nothing to return.")
         if options.deterministic and (replayed or options.return_kept):
             found = "kept=" if replayed else "return_kept=True"
-            raise ValueError(
-                f"deterministic=True with {found}: sums over these tokens may have other bits elsewhere: drop one."
-            )
+            raise ValueError(f"deterministic=True with {found}: their sums may have other bits in another call.")
         if options.grad and options.deterministic and drops(self.model):
-            raise ValueError(
-                f"deterministic=True, but {type(self.model).__name__} drops activations at random: call its eval()."
-            )
+            raise ValueError(f"deterministic=True, but {name} drops activations at random: call its eval().")
         if options.grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
-            raise ValueError(
-                f"grad=True, but {type(self.model).__name__} is offloaded, which has no backward: score it with grad=False."
-            )
+            raise ValueError(f"grad=True, but {name} is offloaded, which has no backward: score it with grad=False.")
         if options.grad and options.adapters is not True:
             what = f"the adapter {options.adapters!r}" if options.adapters else "the base model"
             raise ValueError(
-                f"grad=True with adapters={options.adapters!r}: {what} is a reference, only adapters=True is trained."
+                f"grad=True with adapters={options.adapters!r}: {what} is a reference: adapters=True is trained."
             )
         if reference is not None:
             self._check_reference(options, reference)
@@ -339,13 +327,11 @@ class LogProbScorer(Scorer):
             )
         if options.temperature == self.temperature != reference.temperature:
             raise ValueError(
-                f"scored at temperature {self.temperature} and the reference at {reference.temperature}: set one temperature."
+                f"scored at temperature {self.temperature} and the reference at {reference.temperature}: set one."
             )
         ours, theirs = self._rounding(options), reference._rounding(reference.options)
         if ours != theirs:
-            raise ValueError(
-                f"the model is scored with {ours}, the reference with {theirs}: their difference in rounding would count as KL."
-            )
+            raise ValueError(f"scored with {ours} and {theirs}: their difference in rounding would count as KL.")
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
         """What to do with the routing of this model; None if nothing."""
@@ -358,10 +344,9 @@ class LogProbScorer(Scorer):
         """Check a request against this model."""
         if self._wrapper is not None:
             return request.check_ids(None)
+        name = type(self.model).__name__
         if is_on_meta(self.model):
-            raise ValueError(
-                f"{type(self.model).__name__} has weights on the meta device, which hold no numbers: load them."
-            )
+            raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them.")
         request.check_ids(vocab_size(self.model))
         if (problem := not_text(request.tokens, placeholders(self.model))) is not None:
             raise ValueError(problem)

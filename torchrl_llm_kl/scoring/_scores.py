@@ -122,9 +122,7 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
     weight, plain = getattr(head, "weight", None), _is_plain(head)
     if not plain and is_dtensor(weight):
-        raise ValueError(
-            f"the head {type(head).__name__} is sharded over ranks and more than a linear layer: leave it out of the plan."
-        )
+        raise ValueError(f"the head {type(head).__name__} is sharded over ranks and more than linear: leave it out.")
     own = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
     narrow = setup.options.dtype if plain and own != torch.float64 else None
     if isinstance(weight, Tensor):
@@ -260,7 +258,7 @@ class Reading:
         if options.moments:
             if sampled and kept is None:
                 raise ValueError(
-                    f"moments=True with {truncation}, which leaves too many of {head.weight.shape[0]} tokens to keep at once."
+                    f"moments=True: {truncation} leaves too many of {head.weight.shape[0]} tokens to keep at once."
                 )
             columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
         if states.kept is None and truncation.active:
@@ -296,7 +294,7 @@ class Reading:
                 ref_logits = self.ref.tempered(rows).to(logits.device)
             if ref_logits.shape != logits.shape:
                 raise ValueError(
-                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} tokens and {ref_logits.shape[-1]}."
+                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} and {ref_logits.shape[-1]}."
                 )
             if out is not None and options.sampling.reference == "kept":
                 ref_logits = ref_logits.masked_fill(out, -torch.inf)
@@ -305,9 +303,7 @@ class Reading:
         if self.ids is not None:
             columns["outcomes"] = _outcomes(log_probs, self.ids[rows].to(logits.device))
         if options.top_k > logits.shape[-1]:
-            raise ValueError(
-                f"top_k is {options.top_k}; expected at most {logits.shape[-1]}, the size of the vocabulary."
-            )
+            raise ValueError(f"top_k is {options.top_k}; expected at most {logits.shape[-1]}, the vocabulary.")
         with torch.no_grad():
             if options.moments:
                 square, entropy = log_probs.exp().square(), -(log_probs.exp() * finite).sum(-1, keepdim=True)

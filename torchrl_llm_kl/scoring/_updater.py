@@ -74,9 +74,7 @@ class ReferenceUpdater:
         if decay is None and every != 1:
             raise ValueError(f"every={every} is the time between averages, and there is none: pass decay=.")
         if decay is not None and not 0 <= decay < 1:
-            raise ValueError(
-                f"decay is the weight of the old reference and must be at least 0 and less than 1, got {decay}."
-            )
+            raise ValueError(f"decay, of the old reference, must be at least 0 and less than 1, got {decay}.")
         self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
         adapter = reference.adapters if isinstance(reference, LogProbScorer) else True
         self._policy = _module(policy, "policy")
@@ -193,12 +191,10 @@ class ReferenceUpdater:
                 )
             own, new = _local(name, own, sources.pop(name))
             if own.shape != new.shape:
-                raise ValueError(
-                    f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}: build both alike."
-                )
+                raise ValueError(f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}.")
             if not own.is_floating_point():
                 raise ValueError(
-                    f"{name} has dtype {own.dtype}, which cannot follow the policy: keep the reference in bfloat16 or wider."
+                    f"{name} has dtype {own.dtype}, which cannot follow the policy: use bfloat16 or wider."
                 )
             found.append((name, own, new))
         if self._adapter is not None:
@@ -209,7 +205,7 @@ class ReferenceUpdater:
             )
         if not found:
             raise ValueError(
-                f"{type(self._reference).__name__} has no weights under names of their own: wrap it with use_orig_params=True."
+                f"{type(self._reference).__name__} has no named weights: wrap it with use_orig_params=True."
             )
         return found
 
@@ -235,21 +231,17 @@ class ReferenceUpdater:
             factors = getattr(layer, "scaling", {})
             own, new = factors.get(adapter), factors.get(active)
             if own != new:
-                raise ValueError(
-                    f"the adapter {adapter!r} scales its weights by {own}, the policy's {active!r} by {new}."
-                )
+                raise ValueError(f"{adapter!r} scales its weights by {own}, the policy's {active!r} by {new}.")
 
     def _check(self, adapter: bool | str) -> None:
         if adapter is False:
-            raise ValueError(
-                "the reference has adapters=False: the base model never changes. Pass a scorer with the name of an adapter."
-            )
+            raise ValueError("the reference has adapters=False: the base model never changes. Name an adapter.")
         for model in (self._reference, self._policy):
             if is_on_meta(model):
                 raise ValueError(f"{type(model).__name__} has weights on the meta device: load them first.")
             if any(map(is_zero3, model.modules())):
                 raise ValueError(
-                    f"{type(model).__name__} is sharded by DeepSpeed's ZeRO-3, which hides its weights: use ZeRO-2 or FSDP2."
+                    f"{type(model).__name__} is sharded by ZeRO-3, which hides its weights: use ZeRO-2 or FSDP2."
                 )
         if isinstance(adapter, str):
             check_has_adapters(self._reference, adapter)
@@ -294,9 +286,7 @@ def _local(name: str, own: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     if isinstance(own, DTensor) and isinstance(new, DTensor):
         return own.to_local(), new.redistribute(own.device_mesh, own.placements).to_local()
     if isinstance(own, DTensor):
-        raise ValueError(
-            f"{name} is sharded in the reference and whole in the policy: shard both alike, or the policy alone."
-        )
+        raise ValueError(f"{name} is sharded in the reference and whole in the policy: shard both alike.")
     return own, new.full_tensor() if isinstance(new, DTensor) else new
 
 

@@ -95,9 +95,7 @@ def score_wrapper(
             with torch.no_grad():
                 _check_zeros(score, request, zeros, type(version).__name__)
     if grad and log_probs.numel() and not log_probs.requires_grad:
-        raise ValueError(
-            f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: pass grad=False."
-        )
+        raise ValueError(f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph.")
     return elements, log_probs
 
 
@@ -143,7 +141,7 @@ def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch
     found = output.get(key, None, as_list=True)
     if found is None:
         raise ValueError(
-            f"{name} returned no {key}: found {sorted(map(str, output.keys(True, True)))}. Build it with generate=False."
+            f"{name} returned no {key} but {sorted(map(str, output.keys(True, True)))}: set generate=False."
         )
     got = [row.shape[-1] for row in found]
     if got != lengths:

@@ -323,7 +323,7 @@ def test_what_cannot_follow_is_refused() -> None:
     model, narrow = tiny_model("llama"), tiny_model("llama", vocab_size=50)
     for reference, options, message in [
         (None, {}, "the reference would never change: pass decay="),
-        (None, {"decay": 1.0}, "decay .* less than 1, got 1.0"),
+        (None, {"decay": 1.0}, "decay.* less than 1, got 1.0"),
         (None, {"decay": -0.1}, "at least 0 .* got -0.1"),
         (None, {"decay": 0.5, "every": 0}, "every must be at least 1, got 0"),
         (None, {"reset_every": 0}, "reset_every must be at least 1, got 0"),

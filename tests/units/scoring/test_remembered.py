@@ -306,7 +306,7 @@ def test_another_backend_needs_a_stated_fingerprint(tmp_path: Path) -> None:
     module = tiny_model()
     backend = engine(module)
     wrapper = FakeBackend(backend, tokenizer_kwargs={"padding": True})
-    with pytest.raises(TypeError, match="FakeBackend holds no weights in this process: state what they are"):
+    with pytest.raises(TypeError, match="FakeBackend has no weights in this process: state what they are"):
         RememberedModel(wrapper, tmp_path)
     scorer = RememberedModel(wrapper, tmp_path, fingerprint="step 100").make_scorer()
     first = scorer.score(SEQUENCES)
