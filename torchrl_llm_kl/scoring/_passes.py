@@ -156,8 +156,9 @@ class Piece:
     node: int
     first: int  # place of its first token in the node
     length: int  # at least 1
-    past: int  # the piece before its first token, -1 at the start of a sequence
-    cached: bool = False  # keys and values of its tokens and of all before them are cached: in no pack, `past` is -1
+    past: (
+        int  # the piece before its first token, -1 at the start of a sequence, or for a cached one, which is in no pack
+    )
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
         waiting.extend(reversed(children[node]))
         past, done = last_piece[parents[node]], 0
         if cached is not None and cached[node] > 0:
-            pieces.append(Piece(node, 0, cached[node], -1, cached=True))
+            pieces.append(Piece(node, 0, cached[node], -1))
             past, done = len(pieces) - 1, cached[node]
         while done < lengths[node]:
             if room == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -62,8 +63,7 @@ class PrefixTree:
         held = longest.cumsum(0) - longest.long()
         sources, source_ends = order[longest].tolist(), ends[longest].tolist()
 
-        branches = _branches(shared[longest[:-1]].tolist())
-        nodes, leaf_of = _nodes(branches, sources, source_ends, min_shared)
+        nodes, leaf_of = _nodes(shared[longest[:-1]].tolist(), sources, source_ends, min_shared)
         parent, level, start, end, source = torch.tensor(nodes, dtype=torch.long).reshape(-1, 5).unbind(-1)
         deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
         leaf = torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1))
@@ -207,25 +207,27 @@ def _choose(branches: list[_Branch], min_shared: int) -> None:
 
 
 def _nodes(
-    branches: list[_Branch], sources: list[int], ends: list[int], min_shared: int
+    shared: list[int], sources: list[int], ends: list[int], min_shared: int
 ) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
-    """``(parent, level, start, end, source)`` of each node in order, and the last node of each sorted sequence."""
+    """``(parent, level, start, end, source)`` of each node in order, and the last node of each sorted sequence.
+
+    ``shared`` is the number of leading tokens that each sequence has in common with the next.
+    """
     nodes: list[tuple[int, int, int, int, int]] = []
-    owner = [-1] * len(sources)  # the deepest node so far
-
-    def add(first: int, last: int, end: int) -> None:
-        parent = owner[first]
+    leaf = [-1] * len(sources)
+    waiting = [(0, len(sources), -1)]  # sequences that follow a node
+    while waiting:
+        first, stop, parent = waiting.pop()
         level, start = (nodes[parent][1] + 1, nodes[parent][3]) if parent >= 0 else (0, 0)
-        owner[first : last + 1] = [len(nodes)] * (last + 1 - first)
-        nodes.append((parent, level, start, end, min(sources[first : last + 1])))
-
-    for branch in branches:
-        start = nodes[owner[branch.first]][3] if owner[branch.first] >= 0 else 0
-        if (branch.depth - start) * (branch.last - branch.first) >= min_shared:
-            add(branch.first, branch.last, branch.depth)
-    for row, end in enumerate(ends):
-        add(row, row, end)
-
+        depth = min(shared[first : stop - 1], default=0)  # here they part
+        end = ends[first] if stop - first == 1 else depth
+        if stop - first == 1 or (depth > 0 and (depth - start) * (stop - first - 1) >= min_shared):
+            leaf[first] = len(nodes)
+            nodes.append((parent, level, start, end, min(sources[first:stop])))
+            parent = len(nodes) - 1
+        if stop - first > 1:
+            cuts = [first, *(i + 1 for i in range(first, stop - 1) if shared[i] == depth), stop]
+            waiting += [(*part, parent) for part in pairwise(cuts)]
     by_level = sorted(range(len(nodes)), key=lambda node: (nodes[node][1], nodes[node][4]))
     rank = {-1: -1} | {node: i for i, node in enumerate(by_level)}
-    return [(rank[nodes[node][0]], *nodes[node][1:]) for node in by_level], [rank[node] for node in owner]
+    return [(rank[nodes[node][0]], *nodes[node][1:]) for node in by_level], [rank[node] for node in leaf]
