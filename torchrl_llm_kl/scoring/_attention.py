@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -522,8 +522,7 @@ def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs
     )
     window = (-1 if inputs.window is None else inputs.window - 1, 0)
     options: dict[str, Any] = {"scale": inputs.scale, "window_size": window, "enable_gqa": inputs.is_grouped}
-    out: Tensor = varlen_attn(query[0].transpose(0, 1), keys, values, *spans, **options)
-    return out.unsqueeze(0)
+    return cast(Tensor, varlen_attn(query[0].transpose(0, 1), keys, values, *spans, **options)).unsqueeze(0)
 
 
 def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:

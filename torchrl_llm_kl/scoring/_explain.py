@@ -22,9 +22,8 @@ from torchrl_llm_kl.scoring._model import (
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import PackedPass
+from torchrl_llm_kl.scoring._passes import PackedPass, Run
 from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._run import Run
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
 

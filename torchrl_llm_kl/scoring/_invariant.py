@@ -107,7 +107,7 @@ def attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs
         mask = _mask_of(layout, group, inputs.window, query)
         size = 1 if inputs.has_own_scores else len(q)  # one by one: these run elementwise functions
         blocks = zip(q.split(size), k.split(size), v.split(size), strict=True)
-        found = (attend_block(Inputs(*block, *inputs[3:]), mask) for block in blocks)
+        found = (attend_block(inputs._replace(query=q, key=k, value=v), mask) for q, k, v in blocks)
         out += [block.transpose(1, 2).flatten(0, 1) for block in found]
     return torch.cat([*out, torch.zeros_like(out[0][:1])])[order].unsqueeze(0)
 

@@ -262,14 +262,10 @@ class ScoreRequest:
         keep = None if layout.keep is None else layout.keep.cpu()
         tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
         scored = tokens.positions > 0 if flat is None else _checked_mask(tokens, flat)
-        return cls(
-            tokens,
-            scored,
-            layout,
-            None if kept is None else check_kept(kept, tokens, scored),
-            None if top_ids is None else _checked_top_ids(top_ids, tokens),
-            *(None if record is None else flat_record(record, tokens) for record in (routing, ref_routing)),
-        )
+        experts = (None if record is None else flat_record(record, tokens) for record in (routing, ref_routing))
+        kept = None if kept is None else check_kept(kept, tokens, scored)
+        top_ids = None if top_ids is None else _checked_top_ids(top_ids, tokens)
+        return cls(tokens, scored, layout, kept, top_ids, next(experts), next(experts))
 
     # ------------------------------------------------------------------ optional fields
 

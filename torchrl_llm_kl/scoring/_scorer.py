@@ -30,11 +30,11 @@ from torchrl_llm_kl.scoring._model import (
     vocab_size,
 )
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
+from torchrl_llm_kl.scoring._passes import Run
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import Scorer
 from torchrl_llm_kl.scoring._request import RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
 from torchrl_llm_kl.scoring._routing import Routers, Routing
-from torchrl_llm_kl.scoring._run import Run
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores, kept_of
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, log_probs_only, score_wrapper, scoring_version, unwrap

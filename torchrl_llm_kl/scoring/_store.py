@@ -30,9 +30,13 @@ _BUSY = 60.0  # seconds that another process may hold the file
 _PAGE = 4096
 _AT_ONCE = 500  # keys in a query
 _MARK_EVERY = 60.0  # seconds between marks of use: a commit each
-_TABLE = "CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, used REAL, record BLOB) WITHOUT ROWID"
-_SETUP = (f"PRAGMA page_size = {_PAGE}", "PRAGMA synchronous = NORMAL", "PRAGMA trusted_schema = OFF", _TABLE)
-_SETUP += ("CREATE INDEX IF NOT EXISTS oldest ON records (used)",)
+_SETUP = (
+    f"PRAGMA page_size = {_PAGE}",
+    "PRAGMA synchronous = NORMAL",
+    "PRAGMA trusted_schema = OFF",
+    "CREATE TABLE IF NOT EXISTS records (key BLOB PRIMARY KEY, used REAL, record BLOB) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS oldest ON records (used)",
+)
 #: The smallest and the largest score that can be.
 Span = tuple[float, float]
 ANY: Span = (-math.inf, math.inf)

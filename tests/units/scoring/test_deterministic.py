@@ -17,7 +17,7 @@ from closeness import assert_near, needs_equal_rows
 from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, Ragged, RetrieveKL, ScoreOptions, make_algorithm
-from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _run, _scorer
+from torchrl_llm_kl.scoring import _attention, _invariant, _passes, _probe, _scorer
 from torchrl_llm_kl.scoring._attention import PackLayout, PackPiece
 from torchrl_llm_kl.scoring._scores import Reading, Scores
 from toy_models import FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
@@ -293,7 +293,7 @@ def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(
             scorer.evaluate(ROW, reference=reference)
     default = LogProbScorer(model, deterministic=True, tokens_per_batch=256)
     assert not scorer.evaluate(ROW, reference=default).kl.values.any()
-    monkeypatch.setattr(_run.Run, "_attempt", fail)
+    monkeypatch.setattr(_passes.Run, "_attempt", fail)
     with pytest.raises(torch.OutOfMemoryError):
         scorer.score(ROW)
     assert scorer.tokens_per_batch is None
