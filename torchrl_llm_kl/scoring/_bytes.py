@@ -140,7 +140,7 @@ class Head:
             raise self.wrong(name, value, f"a string of at most {MAX_TEXT} characters")
         return str(value)
 
-    def wrong(self, name: str, value: Any, expected: str) -> ProtocolError:
+    def wrong(self, name: str, value: object, expected: str) -> ProtocolError:
         """The error of a field."""
         return ProtocolError(f"{name} of a {self.what} is {short(value)}, expected {expected}.")
 
@@ -183,19 +183,19 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not a number")
 
 
-def is_whole(value: Any) -> bool:
+def is_whole(value: object) -> bool:
     """Whether it is a whole number from 0 to 2^63 - 1."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_WHOLE
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Whether it is a string that is short and can be encoded."""
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         return False
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value in an error message; deep or long ones are cut."""
     try:
         text = ascii(value)

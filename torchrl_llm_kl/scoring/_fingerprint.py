@@ -25,7 +25,7 @@ _IGNORED = {"training", "gradient_checkpointing", "name_or_path"}
 _LIBRARIES = ("torch", "transformers", "peft")
 
 
-def fingerprint_of(model: Any) -> str:
+def fingerprint_of(model: object) -> str:
     """The digest of a model's configuration and weights: 32 hexadecimal digits.
 
     Equal for equal models in any process and on any device, whatever path they were loaded from. It covers the configuration;
@@ -85,7 +85,7 @@ class WeightWatch:
         return type(self), ()
 
 
-def module_of(model: Any) -> nn.Module:
+def module_of(model: object) -> nn.Module:
     """The module that a model is, or wraps; a TypeError if it is in another process."""
     check_not_a_name(model=model)
     module = unwrapped(unwrap(model) if is_wrapper(model) else model)

@@ -18,7 +18,7 @@ class SamplerMismatchWarning(UserWarning):
     """Tokens are not sampled from the distribution that is scored: ratios and KLs compare the wrong ones."""
 
 
-def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
+def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
     """How a TorchRL wrapper generates; None if it is not known, or the model is none.
 
     A wrapper of transformers takes its settings from ``generate_kwargs``, else the model's ``generation_config``, else of
@@ -36,7 +36,7 @@ def sampler_of(model: Any) -> Sampling | Literal["greedy"] | None:
         return None
 
 
-def _settings_of(model: Any) -> dict[str, Any] | None:
+def _settings_of(model: object) -> dict[str, Any] | None:
     """What a wrapper generates with; None if it does not generate, as far as is known."""
     if not is_wrapper(model):
         return None
@@ -58,7 +58,7 @@ def _settings_of(model: Any) -> dict[str, Any] | None:
     return {**TRANSFORMERS, "do_sample": False, **held, **own}
 
 
-def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | None:
+def mismatch_of(model: object, scored: Sampling, *, trains: bool = False) -> str | None:
     """What differs between the sampler of a wrapper and ``scored``, with the remedies; None if nothing is known to.
 
     A greedy wrapper passes, as in an evaluation, unless it is the one that ``trains``.
@@ -104,7 +104,7 @@ def mismatch_of(model: Any, scored: Sampling, *, trains: bool = False) -> str | 
     )
 
 
-def warn_of_mismatch(model: Any, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
+def warn_of_mismatch(model: object, scored: Sampling, *, trains: bool = False, stacklevel: int = 1) -> None:
     """Warn if tokens that ``model`` generates are known to be sampled otherwise than they are ``scored``."""
     if problem := mismatch_of(model, scored, trains=trains):
         warnings.warn(problem, SamplerMismatchWarning, stacklevel=stacklevel + 1)

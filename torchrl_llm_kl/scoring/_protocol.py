@@ -157,8 +157,9 @@ class Scorer(ABC):
             tensor([[ 0.0000, -1.3863, -1.3863],
                     [ 0.0000, -1.3863,  0.0000]])
         """
-        given: dict[str, Any] = {"attention_mask": attention_mask, "kept": kept, "routing": routing}
-        return self.evaluate(sequences, mask, **given, **changes).log_prob
+        return self.evaluate(
+            sequences, mask, attention_mask=attention_mask, kept=kept, routing=routing, **changes
+        ).log_prob
 
     def evaluate(
         self,
@@ -211,8 +212,10 @@ class Scorer(ABC):
         """
         with self.together(reference):
             options = self.options.but(**changes)
-            records: dict[str, Any] = {"kept": kept, "top_ids": top_ids, "routing": routing, "ref_routing": ref_routing}
-            request = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, **records)
+            records = {"routing": routing, "ref_routing": ref_routing}
+            request = ScoreRequest.of(
+                sequences, mask, attention_mask=attention_mask, kept=kept, top_ids=top_ids, **records
+            )
         return self.run(request, options, reference=reference)
 
     def forget(self) -> None:  # noqa: B027

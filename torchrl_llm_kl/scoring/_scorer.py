@@ -253,8 +253,7 @@ class LogProbScorer(Scorer):
             -1.3863 0.0000 2
         """
         if not isinstance(sequences, ScoreRequest):
-            records: dict[str, Any] = {"attention_mask": attention_mask, "kept": kept, "routing": routing}
-            sequences = ScoreRequest.of(sequences, mask, **records)
+            sequences = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, kept=kept, routing=routing)
         return explain(self, sequences, row, token, self.options.but(**changes))
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -258,7 +258,7 @@ def _digest(key: bytes, body: bytes) -> bytes:
     return blake2b(body, digest_size=_CHECK_BYTES, key=key).digest()
 
 
-def _decoded(key: bytes, record: Any, length: int) -> np.ndarray | None:
+def _decoded(key: bytes, record: object, length: int) -> np.ndarray | None:
     """The scores of a sequence of so many tokens; None for a damaged record, or one of another sequence."""
     if not isinstance(record, bytes) or len(record) < _HEAD.size + _CHECK_BYTES:
         return None

@@ -24,7 +24,7 @@ def is_wrapper(model: object) -> bool:
     return hasattr(model, "get_new_version")
 
 
-def unwrap(wrapper: Any) -> nn.Module | None:
+def unwrap(wrapper: object) -> nn.Module | None:
     """The transformers model inside a wrapper; None if its weights are not in this process."""
     inner = None if _is_remote(wrapper) else getattr(wrapper, "model", None)
     if not isinstance(inner, nn.Module):
@@ -33,12 +33,12 @@ def unwrap(wrapper: Any) -> nn.Module | None:
     return inner if of_transformers or hasattr(inner, "get_output_embeddings") else None
 
 
-def log_probs_only(model: Any) -> bool:
+def log_probs_only(model: object) -> bool:
     """Whether a model returns log-probs but no distributions: it is of another backend, or in another process."""
     return unwrap(model) is None if is_wrapper(model) else getattr(model, "log_probs_only", False) is True
 
 
-def check_distributions(*models: Any, what: str = "an exact KL") -> None:
+def check_distributions(*models: object, what: str = "an exact KL") -> None:
     """Raise a ValueError that begins with ``what`` if a model returns log-probs only; None and names pass."""
     for model in filter(log_probs_only, models):
         served = not is_wrapper(model) and not hasattr(model, "place")
@@ -53,7 +53,7 @@ def check_distributions(*models: Any, what: str = "an exact KL") -> None:
         )
 
 
-def check_replays(*models: Any, what: str) -> None:
+def check_replays(*models: object, what: str) -> None:
     """Raise a ValueError that begins with ``what`` if a model cannot be scored over given tokens; None and names pass."""
     check_distributions(*(model for model in models if getattr(model, "replays", False) is not True), what=what)
 
@@ -161,5 +161,5 @@ def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch
     return element[scored], log_probs, zeros
 
 
-def _is_remote(wrapper: Any) -> bool:
+def _is_remote(wrapper: object) -> bool:
     return "_remote_wrapper" in getattr(wrapper, "__dict__", {})

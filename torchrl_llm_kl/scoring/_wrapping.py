@@ -43,7 +43,7 @@ def _wrappers() -> tuple[type, ...]:
     return DistributedDataParallel, FullyShardedDataParallel, *engines
 
 
-def is_zero3(module: Any) -> bool:
+def is_zero3(module: object) -> bool:
     """Whether hooks of DeepSpeed's ZeRO-3 gather the module's weights around its forward; until then they are empty."""
     return isinstance(module, nn.Module) and "ds_id" in module.__dict__
 
@@ -78,7 +78,7 @@ class RankError(RuntimeError):
     """Another rank refused its share of the data; its own message says why."""
 
 
-_GROUPS: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+_GROUPS: weakref.WeakKeyDictionary[nn.Module, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 class Ranks:
@@ -89,9 +89,9 @@ class Ranks:
         witnesses: the groups of ranks that must hear of an error; more than ``groups`` inside a forward of DDP.
     """
 
-    def __init__(self, models: Sequence[Any]) -> None:
-        groups: dict[int, Any] = {}
-        self.witnesses: list[Any] = []
+    def __init__(self, models: Sequence[object]) -> None:
+        groups: dict[int, dist.ProcessGroup] = {}
+        self.witnesses: list[dist.ProcessGroup] = []
         if dist.is_available() and dist.is_initialized():
             for model in models:
                 if isinstance(model, nn.Module):
@@ -125,7 +125,7 @@ class Ranks:
 _ELSEWHERE = "another rank refused its share of the data: see that rank's error. Nothing was computed on this one."
 
 
-def _most(number: int, groups: Sequence[Any]) -> int:
+def _most(number: int, groups: Sequence[dist.ProcessGroup]) -> int:
     for group in groups:
         on_gpu = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -135,7 +135,7 @@ def _most(number: int, groups: Sequence[Any]) -> int:
     return number
 
 
-def _groups_of_ddp(models: Sequence[Any]) -> dict[int, Any]:
+def _groups_of_ddp(models: Sequence[object]) -> dict[int, dist.ProcessGroup]:
     """The group of the DDP whose forward runs, if it holds a model and its backward synchronises gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -146,10 +146,10 @@ def _groups_of_ddp(models: Sequence[Any]) -> dict[int, Any]:
     return {id(ddp.process_group): ddp.process_group} if inside else {}
 
 
-def _groups_of(model: nn.Module) -> list[Any]:
+def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     from torch.distributed.tensor import DTensor
 
-    found: dict[int, Any] = {}
+    found: dict[int, dist.ProcessGroup] = {}
     for module in model.modules():
         if isinstance(module, _wrappers()):
             group = getattr(module, "process_group", None) or cast(Any, module).data_parallel_group
@@ -286,7 +286,7 @@ def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
         _put_forward(replaced, before)
 
 
-def _put_forward(module: nn.Module, forward: Any) -> None:
+def _put_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
     """Set or, with None, remove an instance's own forward."""
     if forward is None:
         module.__dict__.pop("forward", None)

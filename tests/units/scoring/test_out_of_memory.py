@@ -94,15 +94,7 @@ def test_every_allocator_is_out_of_memory(name: str) -> None:
     assert caught.value is ALLOCATORS[name]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
-        RuntimeError("the memory of a friend ran out of memory"),
-        RuntimeError("CUDA error: device-side assert triggered"),
-        ValueError("CUDA out of memory"),
-    ],
-)
+@pytest.mark.parametrize("error", [RuntimeError("friends ran out of memory"), ValueError("CUDA out of memory")])
 def test_another_error_is_raised(error: Exception) -> None:
     scorer = scorer_with_room_for(4, error, tokens_per_batch=64)
     with pytest.raises(type(error)) as caught:

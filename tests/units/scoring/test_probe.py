@@ -218,12 +218,6 @@ def group(length: int = 40) -> list[Tensor]:
     return [torch.cat([prompt, ids(n, n)]) for n in (9, 4, 13)] + [ids(11, 5)]
 
 
-def assert_exact(model: nn.Module, **options: Any) -> LogProbScorer:
-    scorer = LogProbScorer(model, **options)
-    assert_scores(scorer, model, group())
-    return scorer
-
-
 def phimoe(window: int) -> nn.Module:
     """It passes no window to its attention, and the probe's sequences are shorter than the window."""
     from transformers import PhimoeConfig, PhimoeForCausalLM
@@ -240,7 +234,9 @@ def test_a_window_in_the_mask_alone_or_passed_to_the_attention(family: str, wind
     own: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {}
     options = {"sliding_window": window, "max_position_embeddings": 128, **own}
     model = phimoe(window) if family == "phimoe" else tiny_model(family, **options)
-    assert assert_exact(model).shares_prefixes == (family != "phimoe")
+    scorer = LogProbScorer(model)
+    assert scorer.shares_prefixes == (family != "phimoe")
+    assert_scores(scorer, model, group())
 
 
 class Leaking(nn.Module):
@@ -271,14 +267,10 @@ def test_a_leak_below_half_precision_is_detected(dtype: torch.dtype, share: floa
     ("family", "dtype", "width"),
     [
         ("qwen2", torch.bfloat16, 0.4),
-        ("qwen2", torch.float16, 0.02),
         ("llama", torch.float16, 0.4),
         ("mistral", torch.bfloat16, 0.02),
-        ("gemma2", torch.bfloat16, 0.4),
         ("gemma2", torch.float32, 0.02),
         ("gpt2", torch.float16, 0.4),
-        ("granite", torch.float16, 0.4),
-        ("opt", torch.bfloat16, 0.02),
         ("opt", torch.float64, 0.4),
     ],
 )
@@ -354,4 +346,6 @@ def test_more_embedded_than_predicted() -> None:
     model = tiny_model("llama")
     weight = model.model.embed_tokens.weight.data
     model.model.embed_tokens = nn.Embedding.from_pretrained(torch.cat([weight, torch.randn(40, 32)]))
-    assert assert_exact(model).shares_prefixes
+    scorer = LogProbScorer(model)
+    assert scorer.shares_prefixes
+    assert_scores(scorer, model, group())

@@ -257,20 +257,6 @@ def test_scores_over_a_record_are_not_remembered(remember: Remember) -> None:
     assert torch.equal(scorer.score(SEQUENCES, kept=kept).values, over.values)
 
 
-def test_settings_that_are_refused(remember: Remember) -> None:
-    scorer = remember(tiny_model())
-    scorer.memory = 0
-    assert scorer.options.memory == 0
-    for name, message in {"temprature": "Did you mean 'temperature'", "model": "model is fixed"}.items():
-        with pytest.raises(AttributeError, match=message):
-            setattr(scorer, name, 64)
-    for name, value in {"temperature": 0.0, "sampling": "greedy"}.items():
-        with pytest.raises((ValueError, TypeError), match=f"{name} must be a"):
-            setattr(scorer, name, value)
-    assert scorer.sampling == Sampling()
-    assert_as_plain(scorer, tiny_model())
-
-
 class Scaled(nn.Module):
     """Logits that depend on an attribute."""
 

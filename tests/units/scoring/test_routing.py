@@ -372,27 +372,25 @@ def doubled(_: Any, __: Any, out: Any) -> Any:
     return out[0], 2 * out[1], out[2]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (tiny_model, "Qwen2ForCausalLM is dense"),
-        (olmoe, "OlmoeTopKRouter weigh experts is not known here. Known are Mixtral"),
-        (lambda: FakeBackend(engine(tiny_model("mixtral"))), "routing=.* cannot be had from FakeBackend"),
-        (
-            lambda: altered("mixtral", lambda m: m.model.layers[1].compile(backend="eager")),
-            "MixtralForCausalLM has compiled parts",
-        ),
-        (
-            lambda: altered("mixtral", lambda m: setattr(m.model.layers[1].mlp, "forward", lambda hidden: hidden)),
-            "MixtralTopKRouter of layer 1 was not called",
-        ),
-        (
-            lambda: altered("mixtral", lambda m: routers(m)[1].register_forward_hook(doubled)),
-            "MixtralTopKRouter does not weigh experts as in transformers",
-        ),
-    ],
-)
-def test_models_that_are_refused(make: Any, message: str) -> None:
+def changed(change: Any) -> Any:
+    return lambda: altered("mixtral", change)
+
+
+REFUSED: dict[str, Any] = {
+    "Qwen2ForCausalLM is dense": tiny_model,
+    "OlmoeTopKRouter weigh experts is not known here. Known are Mixtral": olmoe,
+    "routing=.* cannot be had from FakeBackend": lambda: FakeBackend(engine(tiny_model("mixtral"))),
+    "MixtralForCausalLM has compiled parts": changed(lambda m: m.model.layers[1].compile(backend="eager")),
+    "MixtralTopKRouter of layer 1 was not called": changed(
+        lambda m: setattr(m.model.layers[1].mlp, "forward", lambda hidden: hidden)
+    ),
+    "MixtralTopKRouter does not weigh experts as": changed(lambda m: routers(m)[1].register_forward_hook(doubled)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_models_that_are_refused(message: str) -> None:
+    make = REFUSED[message]
     replayed_only = "weigh experts as" in message
     scorer = LogProbScorer(make(), probe=not replayed_only)
     options: list[dict[str, Any]] = [{"routing": random_experts(ROWS, 3)}, {"record_routing": True}]
