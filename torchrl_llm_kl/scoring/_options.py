@@ -184,11 +184,11 @@ class ScoreOptions:
         if "sampling" in found:
             sampling = found["sampling"]
             if not isinstance(sampling, Mapping) or not sampling.keys() <= vars(Sampling()).keys():
-                raise ValueError(f"sampling must be an object with a sampler's settings, got {short(sampling)}.")
+                raise ValueError(f"sampling must be an object with some of a sampler's settings: {short(sampling)}.")
         try:
             return cls(**{**found, **({"sampling": Sampling(**sampling)} if "sampling" in found else {})})
         except (TypeError, OverflowError) as error:
-            raise ValueError(f"an option is not in its range: {error}") from None
+            raise ValueError(f"an option is not a number in its range: {error}") from None
 
 
 _DEFAULTS = ScoreOptions()

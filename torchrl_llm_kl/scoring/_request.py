@@ -163,7 +163,7 @@ def _unpack(name: str, arrays: Arrays, mask: Tensor) -> Recorded:
         sizes = arrays.found[name].shape[1:] if name in arrays else ()
         found = torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
         if len(sizes) not in about["dims"] or 0 in sizes:
-            raise ProtocolError(f"a request holds {name} of the shape {tuple(found.shape)}, expected some each token.")
+            raise ProtocolError(f"a request holds {name} of the shape {tuple(found.shape)}, expected some for each.")
         return found.to(about.get("dtype", found.dtype))
     counts = arrays.take(f"{name}_counts", "i", int(mask.sum())).astype(np.int64)
     if counts.size and int(counts.min()) < 0:
@@ -339,8 +339,8 @@ class ScoreRequest:
         if lengths.size and not (int(lengths.min()) >= 0 and int(lengths.max()) <= count):
             wrong = lengths[(lengths < 0) | (lengths > count)][0]
             raise ProtocolError(f"a request holds a sequence of length {wrong}, expected 0 to its {count} tokens.")
-        if int(lengths.sum()) != count:
-            raise ProtocolError(f"the lengths of a request add up to {int(lengths.sum())}, expected {count} tokens.")
+        if (total := int(lengths.sum())) != count:
+            raise ProtocolError(f"the lengths of a request add up to {total}, expected its {count} tokens.")
         bits = arrays.take("mask", "u", (count + 7) // 8)
         if bits.dtype != np.uint8 or (count % 8 and int(bits[-1]) & (0xFF >> count % 8)):
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")

@@ -103,8 +103,8 @@ REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8))
 CALL = st.tuples(st.lists(REQUEST, min_size=1, max_size=3), st.integers(0, 6))
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.lists(CALL, min_size=2, max_size=7), st.integers(0, 60), st.integers(3, 40))
+@settings(max_examples=9, deadline=None)
+@given(st.lists(CALL, min_size=2, max_size=6), st.integers(0, 60), st.integers(3, 40))
 def test_any_history_of_requests_and_temperatures_at_any_limit(history: Any, room: int, budget: int) -> None:
     """Whatever was cached, evicted or cut before, also for more temperatures than log-probs are kept for."""
     model = tiny_model("mistral").double()
