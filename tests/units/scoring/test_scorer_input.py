@@ -236,9 +236,10 @@ def test_settings_set_later_are_followed_and_others_fixed():
         setattr(scorer, name, value)
         assert torch.equal(scorer.score(rows).values, built.score(rows).values)
         assert scorer.forwards == built.forwards
-    for name, value, message in (("model", tiny_model(seed=1), "model is fixed"), ("path", "full", "path")):
+    fixed = {"model": "model is fixed", "path": "path", "temprature": "Did you mean 'temperature'"}
+    for name, message in fixed.items():
         with pytest.raises(AttributeError, match=message):
-            setattr(scorer, name, value)
+            setattr(scorer, name, "full")
 
 
 # ------------------------------------------------------------------ tokens
