@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.ragged import Ragged
 
 
@@ -16,7 +16,7 @@ from torchrl_llm_kl.ragged import Ragged
 class PrefixTree:
     """``M`` stretches of tokens (nodes) that spell out ``S`` sequences, each stretch held once. All on the CPU.
 
-    The tokens before a node are in its ancestors, so its keys and values follow from theirs. A node ends where
+    The tokens before a node are those of its ancestors, so its keys and values follow from theirs. A node ends where
     sequences part, or where the longest of them ends. A sequence that is a prefix of another one (or equal to it) ends
     inside a node and costs nothing.
 
@@ -37,7 +37,7 @@ class PrefixTree:
     level: Tensor  # number of nodes before it
     start: Tensor  # number of tokens before it
     length: Tensor  # number of its tokens, at least 1
-    source: Tensor  # the first sequence that holds the whole node and that no longer one continues
+    source: Tensor  # the first sequence that holds the whole node and is no prefix of a longer one
     element: Tensor  # its tokens are values[element : element + length] of the flat sequences
     # Of each sequence, int64 [S]:
     leaf: Tensor  # the node with its last forwarded token, -1 if there is nothing to forward
@@ -45,15 +45,19 @@ class PrefixTree:
 
     @classmethod
     def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16) -> PrefixTree:
-        """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64, on the CPU.
+        """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64.
 
-        Splitting a pack has a cost, so a short common prefix is not worth sharing: from the root on, sequences that part get
-        a node for what they share if that saves at least ``min_shared`` tokens, its length times their number minus one.
-        Sequences that part elsewhere are separate after the last such node. Equal sequences and prefixes of others are
-        shared at any ``min_shared``.
+        Splitting a pack has a cost, so a short common prefix is not worth sharing. A node with children is charged
+        ``min_shared`` tokens, and the tree minimises forwarded tokens plus charges; a tie goes to the tree that shares
+        more. Hence each node with children saves at least ``min_shared`` tokens: its length times the number of its
+        children minus one. Sequences that part elsewhere are separate after the last such node. Equal sequences and
+        prefixes of others are shared at any ``min_shared``.
         """
-        values, lengths = tokens.values, tokens.lengths
-        offsets = tokens.offsets[:-1]
+        values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
+        forward_lengths = forward_lengths.detach().cpu()
+        _check(values, lengths, forward_lengths)
+        check_range(0, min_shared=min_shared)
+        offsets = lengths.cumsum(0) - lengths
         order, ends = _sorted_sequences(values, offsets, forward_lengths)
         shared = _common_prefixes(values, offsets[order], ends)
 
@@ -63,7 +67,9 @@ class PrefixTree:
         held = longest.cumsum(0) - longest.long()
         sources, source_ends = order[longest].tolist(), ends[longest].tolist()
 
-        nodes, leaf_of = _nodes(shared[longest[:-1]].tolist(), sources, source_ends, min_shared)
+        branches = _branches(shared[longest[:-1]].tolist())
+        _choose(branches, min_shared)
+        nodes, leaf_of = _nodes(branches, sources, source_ends)
         parent, level, start, end, source = torch.tensor(nodes, dtype=torch.long).reshape(-1, 5).unbind(-1)
         deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
         leaf = torch.full_like(lengths, -1).index_put((order,), _holders(parent, start, deepest, ends - 1))
@@ -120,6 +126,23 @@ class PrefixTree:
 # ---------------------------------------------------------------------- the order of the sequences
 
 
+def _check(values: Tensor, lengths: Tensor, forward_lengths: Tensor) -> None:
+    if values.ndim != 1 or values.dtype != torch.long:
+        raise ValueError(f"token ids must be int64 [N], got shape {tuple(values.shape)} of dtype {values.dtype}.")
+    if forward_lengths.shape != lengths.shape or forward_lengths.dtype != torch.long:
+        raise ValueError(
+            f"forward_lengths must be int64 with one entry for each of the {lengths.numel()} sequences, got shape "
+            f"{tuple(forward_lengths.shape)} of dtype {forward_lengths.dtype}."
+        )
+    bad = ((forward_lengths < 0) | (forward_lengths > lengths)).nonzero()
+    if bad.numel():
+        row = int(bad[0])
+        raise ValueError(
+            f"forward_lengths must lie between 0 and the length of the sequence, {int(lengths[row])} for sequence "
+            f"{row}, got {int(forward_lengths[row])}."
+        )
+
+
 def _sorted_sequences(values: Tensor, offsets: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Non-empty sequences in an order that makes those with a common prefix neighbours, and their lengths; ``[R]``.
 
@@ -170,7 +193,7 @@ class _Branch:
 
 
 def _branches(shared: list[int]) -> list[_Branch]:
-    """Every branch of ``len(shared) + 1`` sorted sequences, of depth 1 at least; parents before children."""
+    """Every branch of ``len(shared) + 1`` sorted sequences, children before parents; the root, of depth 0, is last."""
     done: list[_Branch] = []
     stack = [_Branch(depth=0, first=0)]
     for row, depth in enumerate([*shared, 0]):
@@ -180,6 +203,7 @@ def _branches(shared: list[int]) -> list[_Branch]:
             done.append(branch)
             if stack[-1].depth < depth:
                 stack.append(_Branch(depth, branch.first))
+            stack[-1].children.append(branch)
         if stack[-1].depth < depth:
             stack.append(_Branch(depth, row))
     return [*done, stack[0]]
@@ -207,27 +231,25 @@ def _choose(branches: list[_Branch], min_shared: int) -> None:
 
 
 def _nodes(
-    shared: list[int], sources: list[int], ends: list[int], min_shared: int
+    branches: list[_Branch], sources: list[int], ends: list[int]
 ) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
-    """``(parent, level, start, end, source)`` of each node in order, and the last node of each sorted sequence.
-
-    ``shared`` is the number of leading tokens that each sequence has in common with the next.
-    """
+    """``(parent, level, start, end, source)`` of each node in order, and the last node of each sorted sequence."""
     nodes: list[tuple[int, int, int, int, int]] = []
-    leaf = [-1] * len(sources)
-    waiting = [(0, len(sources), -1)]  # sequences that follow a node
-    while waiting:
-        first, stop, parent = waiting.pop()
+    owner = [-1] * len(sources)  # the deepest node so far
+
+    def add(first: int, last: int, end: int) -> None:
+        parent = owner[first]
         level, start = (nodes[parent][1] + 1, nodes[parent][3]) if parent >= 0 else (0, 0)
-        depth = min(shared[first : stop - 1], default=0)  # here they part
-        end = ends[first] if stop - first == 1 else depth
-        if stop - first == 1 or (depth > 0 and (depth - start) * (stop - first - 1) >= min_shared):
-            leaf[first] = len(nodes)
-            nodes.append((parent, level, start, end, min(sources[first:stop])))
-            parent = len(nodes) - 1
-        if stop - first > 1:
-            cuts = [first, *(i + 1 for i in range(first, stop - 1) if shared[i] == depth), stop]
-            waiting += [(*part, parent) for part in pairwise(cuts)]
+        owner[first : last + 1] = [len(nodes)] * (last + 1 - first)
+        nodes.append((parent, level, start, end, min(sources[first : last + 1])))
+
+    for branch in reversed(branches[:-1]):
+        start = nodes[owner[branch.first]][3] if owner[branch.first] >= 0 else 0
+        if start <= branch.latest_start:
+            add(branch.first, branch.last, branch.depth)
+    for row, end in enumerate(ends):
+        add(row, row, end)
+
     by_level = sorted(range(len(nodes)), key=lambda node: (nodes[node][1], nodes[node][4]))
     rank = {-1: -1} | {node: i for i, node in enumerate(by_level)}
-    return [(rank[nodes[node][0]], *nodes[node][1:]) for node in by_level], [rank[node] for node in leaf]
+    return [(rank[nodes[node][0]], *nodes[node][1:]) for node in by_level], [rank[node] for node in owner]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from itertools import combinations
 
 import pytest
 import torch
@@ -75,14 +76,47 @@ A, B = [10, 11, 12, 13], [20, 21]
 ANSWERS = [[*A, 1, 2], [*B, 1], [*A, 3], [*B, 4, 5, 6], [*A, 1, 7, 8], [*B, 9]]  # the fifth begins as the first does
 
 
-def test_a_tree_by_hand():
+def test_three_answers_to_each_of_two_prompts():
     tree = build(ANSWERS)
     assert {(x.dtype, x.device.type) for x in (getattr(tree, f.name) for f in fields(tree))} == {(torch.long, "cpu")}
-    #                              A   B  0+4  1  2  3  5  0  4
-    assert tree.parent.tolist() == [-1, -1, 0, 1, 0, 1, 1, 2, 2]
-    assert tree.leaf.tolist() == [7, 3, 4, 5, 8, 6]
+    assert arrays(tree) == {
+        #          A   B  0+4  1  2  3  5  0  4
+        "parent": [-1, -1, 0, 1, 0, 1, 1, 2, 2],
+        "level": [0, 0, 1, 1, 1, 1, 1, 2, 2],
+        "start": [0, 0, 4, 2, 4, 2, 2, 5, 5],
+        "length": [4, 2, 1, 1, 1, 3, 1, 1, 2],
+        "source": [0, 1, 0, 1, 2, 3, 5, 0, 4],
+        "element": [0, 6, 4, 8, 13, 16, 28, 5, 24],
+        "leaf": [7, 3, 4, 5, 8, 6],
+        "forward_lengths": [6, 3, 5, 5, 7, 3],
+    }
+
+
+def test_a_branch_that_saves_too_little_is_not_shared():
+    """Sharing saves 2 * 4 tokens of prompt A, 2 * 2 of prompt B, 1 of the answers to A that begin with 1."""
     for min_shared, shared in [(1, [0, 1, 2]), (2, [0, 1]), (4, [0, 1]), (5, [0]), (8, [0]), (9, [])]:
         assert parents(build(ANSWERS, min_shared=min_shared)) == shared
+    assert build(ANSWERS, min_shared=5).num_tokens == 29 - 2 * 4
+
+
+ALIKE = [[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "min_shared", "parent", "length"),
+    [
+        # Each inner pair saves 6 alone, the outer branch 5: without them, the outer one of all four saves 15.
+        (ALIKE, 15, [-1, 0, 0, 0, 0], [5, 2, 2, 2, 2]),
+        (ALIKE, 16, [-1] * 4, [7] * 4),
+        # The outer branch saves 2 * 2 and is charged 4; without it the inner one saves 5, after it only 3.
+        ([[1, 1, 2], [1, 1, 3, 3, 3, 4], [1, 1, 3, 3, 3, 5]], 4, [-1, -1, 1, 1], [3, 5, 1, 1]),
+        ([[1, 2, 3, 4, 5], [1, 2], [1, 2, 3]], 16, [-1], [5]),  # turns of a conversation are one node
+    ],
+)
+def test_branches_are_weighed_together(sequences, min_shared, parent, length):
+    tree = build(sequences, min_shared=min_shared)
+    assert (tree.parent.tolist(), tree.length.tolist()) == (parent, length)
+    assert tree.num_tokens == sum(length)
 
 
 @given(batch=batches(), min_shared=st.integers(0, 12))
@@ -127,15 +161,19 @@ TIED = [[1, 2, 1, 3], [1, 2, 1, 4], [1, 1, 1, 3], [1, 1, 1, 4]]  # the outer bra
 def test_no_other_choice_of_branches_costs_less(batch, min_shared):
     sequences, lengths = batch
     prefixes = heads(sequences, lengths)
-    tops, kept = maximal(prefixes), set()
-    for point in sorted(branch_points(prefixes), key=len):
-        start = max((len(k) for k in kept if k == point[: len(k)]), default=0)
-        saved = (len(point) - start) * (sum(top[: len(point)] == point for top in tops) - 1)
-        kept |= {point} if saved >= min_shared else set()
+    tops, points = maximal(prefixes), sorted(branch_points(prefixes))
+    costs = {}
+    for count in range(len(points) + 1):
+        for kept in combinations(points, count):
+            ends = [*kept, *tops]
+            starts = [max((len(k) for k in kept if k == e[: len(k)] and k != e), default=0) for e in ends]
+            cost = sum(len(e) - start for e, start in zip(ends, starts, strict=True)) + min_shared * count
+            costs.setdefault(cost, []).append(count)
     tree = build(sequences, lengths, min_shared)
-    assert {spelled(tree, sequences, node) for node in parents(tree)} == kept
-    ends = [max((len(k) for k in kept if k == end[: len(k)] and k != end), default=0) for end in [*kept, *tops]]
-    assert tree.num_tokens == sum(map(len, [*kept, *tops])) - sum(ends)
+    assert tree.num_tokens + min_shared * len(parents(tree)) == min(costs)
+    assert len(parents(tree)) == max(costs[min(costs)])
+    for node in parents(tree):
+        assert int(tree.length[node]) * (tree.parent.tolist().count(node) - 1) >= min_shared
 
 
 @pytest.mark.parametrize("sequences", [[[]], [[1], []]])
@@ -153,6 +191,33 @@ def test_a_chain_of_branches_deeper_than_the_recursion_limit():
     assert tree.num_tokens == 1100 + 1099
 
 
+@pytest.mark.parametrize(
+    ("lengths", "min_shared", "message"),
+    [
+        ([2, 3], 0, "between 0 and the length of the sequence, 2 for sequence 1, got 3"),
+        ([-1, 0], 0, "3 for sequence 0, got -1"),
+        ([1], 0, r"one entry for each of the 2 sequences, got shape \(1,\)"),
+        ([1.0, 1.0], 0, "of dtype torch.float32"),
+        ([1, 1], -1, "min_shared must be at least 0, got -1"),
+    ],
+)
+def test_bad_lengths_and_ids(lengths, min_shared, message):
+    tokens = ragged([[1, 2, 3], [4, 5]])
+    with pytest.raises(ValueError, match=message):
+        PrefixTree.build(tokens, torch.tensor(lengths), min_shared=min_shared)
+    with pytest.raises(ValueError, match=r"int64 \[N\], got shape \(5,\) of dtype torch.int32"):
+        PrefixTree.build(tokens.like(tokens.values.int()), tokens.lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ids_on_an_accelerator_give_the_same_tree():
+    tokens = ragged(ANSWERS)
+    there = Ragged(tokens.values.cuda(), tokens.lengths.cuda(), tokens.container)
+    tree = PrefixTree.build(there, there.lengths, min_shared=2)
+    assert arrays(tree) == arrays(build(ANSWERS, min_shared=2))
+
+
 def as_tuples(plan):
     return [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
 
@@ -167,9 +232,11 @@ def test_packs_by_hand():
         [(6, 0, 1, 6)],
     ]
     assert plan.last_use() == [1, 1, -1, -1, -1, 3, 3, -1, -1, -1]
+    with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
+        plan_packs(build(ANSWERS), 0)
     # A cached token is in no pack.
     plan = plan_packs(build([[1] * 6 + [2] * 3, [1] * 6 + [3] * 4]), 100, [5, 3, 0])
-    assert [p.length for p in plan.pieces] == [5, 1, 3, 4]
+    assert [p.cached for p in plan.pieces] == [True, False, True, False]
     assert as_tuples(plan) == [[(0, 5, 1, 0), (2, 0, 4, 1)]]
 
 
@@ -183,7 +250,7 @@ def test_every_token_once_after_its_predecessor_in_full_packs(batch, min_shared,
     plan = plan_packs(tree, budget, cached)
 
     forwarded = [i for pack in plan.packs for i in pack]
-    assert forwarded == sorted(forwarded)
+    assert forwarded == sorted(i for i, piece in enumerate(plan.pieces) if not piece.cached)
     sizes = [sum(plan.pieces[i].length for i in pack) for pack in plan.packs]
     assert all(size == budget for size in sizes[:-1])
     assert all(0 < size <= budget for size in sizes)
@@ -196,8 +263,7 @@ def test_every_token_once_after_its_predecessor_in_full_packs(batch, min_shared,
         assert not any(seen[piece.node][t] for t in own)
         for t in own:
             seen[piece.node][t] = True
-        if i not in forwarded:
-            assert piece.length == cached[piece.node]
+        if piece.cached:
             assert (piece.first, piece.past) == (0, -1)
             continue
         before = None if piece.past < 0 else plan.pieces[piece.past]
@@ -235,7 +301,10 @@ def test_micro_batches_hold_every_sequence_once_and_as_many_as_fit(lengths, budg
         assert number == len(planned) - 1 or (len(batch) + 1) * longest > budget
 
 
-def test_micro_batches_that_are_refused():
+def test_micro_batches_by_hand():
+    """Similar lengths share one, longest first."""
+    batches = plan_micro_batches(torch.tensor([3, 100, 4, 99, 0]), 200)
+    assert [batch.tolist() for batch in batches] == [[1, 3], [2, 0]]
     with pytest.raises(ValueError, match="tokens_per_batch must be at least 1, got 0"):
         plan_micro_batches(torch.tensor([1]), 0)
     with pytest.raises(ValueError, match="got -3 for sequence 1"):
