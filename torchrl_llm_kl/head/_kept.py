@@ -1,7 +1,8 @@
-"""The few tokens that truncated sampling keeps: found in whole rows, then scored without reading any other.
+"""The few tokens that truncated sampling keeps: found in one sweep, then scored without reading any other.
 
-They have as many logits as a sampler has choices, and so have all sums over them, and the gradient: backward does not read the
-rows of the head that no position keeps.
+The sweep remembers each token that may still be kept: its logit has to reach a bound that only rises, such as the k-th
+largest logit so far. What is kept at last has as many logits as a sampler has choices, and so have all sums over them, and the
+gradient: rows of the head that no position keeps are not read again.
 
 ``N`` positions, ``M`` kept tokens of all positions, ``H`` hidden, ``V`` vocabulary.
 """
@@ -16,10 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchrl_llm_kl.head._support import Kept, Truncation, floors_of, from_zero, spare
-from torchrl_llm_kl.head._sweep import forward_sweep
+from torchrl_llm_kl.head._support import Kept, Truncation, from_zero
+from torchrl_llm_kl.head._sweep import Softmax, forward_sweep
 from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, tiles
 
+# Tokens whose largest logit is looked at first: most such blocks hold no candidate.
+_BLOCK = 64
+# Nats by which rounding may misplace a bound.
+_SLACK = 1e-3
 # Rows of a head that are gathered at once, in elements.
 _GATHERED = 2**22
 
@@ -29,24 +34,157 @@ def most_kept(vocab: int) -> int:
     return max(64, vocab // 64)
 
 
+# ------------------------------------------------------------------ search
+
+
 @torch.no_grad()
 def find_kept(
     head: Head, truncation: Truncation, chunk: tuple[int, int], targets: Tensor | None, most: int
 ) -> Kept | None:
     """The tokens of :func:`linear_kept`; None if a block of positions keeps more than ``most`` of each on average."""
-    none = head.hidden.new_zeros(0, dtype=torch.long)
-    parts = [(none, head.per_position(0.0)[:0], none, none.bool())]
+    count = head.sizes[0]
+    parts = []
     with torch.autocast(head.hidden.device.type, enabled=False):
-        for rows, cols, _, (logits,), _ in tiles(Plan(chunk, truncation=truncation).forward_chunk(head), [head], 0):
-            floor = floors_of(logits, truncation).clamp(min=torch.finfo(logits.dtype).min)  # -inf is never kept
-            out = logits < floor.unsqueeze(1)
-            added = spare(out, None if targets is None else targets[rows], cols)
-            row, ids = (~out).nonzero(as_tuple=True)
-            if len(row) > most * len(logits):
+        for start in range(0, count, chunk[0]):
+            rows = slice(start, min(start + chunk[0], count))
+            some = None if targets is None else targets[rows]
+            part = _find(head._replace(hidden=head.hidden[rows]), truncation, chunk[1], some, most)
+            if part is None:
                 return None
-            parts.append((ids, logits[row, ids], torch.bincount(row, minlength=len(logits)), added))
-    ids, kept, counts, added = (torch.cat(each) for each in zip(*parts, strict=True))
-    return Kept(ids, from_zero(counts.cumsum(0)), kept, added)
+            parts.append(part)
+    if not parts:
+        none = head.hidden.new_zeros(0, dtype=torch.long)
+        return Kept(none, none.new_zeros(1), head.per_position(0.0), none.bool())
+    ids, logits, added = (torch.cat([getattr(part, name) for part in parts]) for name in ("ids", "logits", "added"))
+    counts = torch.cat([part.offsets.diff() for part in parts])
+    return Kept(ids, from_zero(counts.cumsum(0)), logits, added)
+
+
+def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int) -> Kept | None:
+    count, vocab = head.sizes
+    truncation = truncation._replace(top_k=0) if truncation.top_k >= vocab else truncation
+    top_k, top_p, min_p = truncation
+    whole = top_p < 1 and not top_k  # top-p is of all tokens
+    state, floor = Softmax(head), head.per_position(-math.inf)
+    found = _Candidates(count)
+    most *= count
+    room = 4 * top_k * count or 8 * most
+    for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
+        size = math.gcd(logits.shape[1], _BLOCK)
+        blocks = logits.view(count, -1, size).amax(-1)
+        if targets is not None:
+            state.choose(logits, targets, rows, cols)
+        if whole:
+            state.absorb(logits, scratch, rows)
+            # Tokens less probable than this add up to less than 1 - p, whatever their number.
+            floor = state.top + state.total.log() + (math.log((1 - top_p) / vocab) - _SLACK)
+        else:
+            torch.maximum(state.top, blocks.amax(-1), out=state.top)
+        if top_k and cols.start == 0 and top_k <= logits.shape[1]:
+            floor = logits.topk(top_k, -1).values[:, -1]
+        if min_p > 0 and not (top_k and top_p < 1):  # else top-p needs all that top-k leaves
+            floor = torch.maximum(floor, state.top + math.log(min_p))
+        found.add(logits.view(count, -1, size), blocks, floor, cols.start)
+        if found.total > room:
+            floor = found.prune(floor, top_k)
+            if found.total > (2 * most if top_k else 6 * most):
+                return None
+            room = max(room, 2 * found.total)
+    total = state.top + state.total.log() if whole else None
+    found.prune(floor if total is None else found.raised(floor, total, top_p), 0)
+    row, ids, logits = found.chosen(truncation, total)
+    if len(row) > most:
+        return None
+    added = head.per_position(0.0).bool()
+    if targets is not None:
+        added = torch.ones_like(added).index_put((row[ids == targets[row]],), added.new_zeros(()))
+        at = added.nonzero().squeeze(1)
+        row, ids = torch.cat([row, at]), torch.cat([ids, targets[at]])
+        logits, order = torch.cat([logits, state.chosen[at]]), row.argsort(stable=True)
+        row, ids, logits = row[order], ids[order], logits[order]
+    return Kept(ids, from_zero(torch.bincount(row, minlength=count).cumsum(0)), logits, added)
+
+
+class _Candidates:
+    """Tokens that may be kept, of ``n`` positions."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.total = count, 0
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []  # positions and ids, int32; logits
+
+    def add(self, logits: Tensor, blocks: Tensor, floor: Tensor, first: int) -> None:
+        """Add those of ``logits [n, blocks, size]`` that reach the floor; ``blocks [n, blocks]`` are their maxima."""
+        row, block = (blocks >= floor.unsqueeze(1)).nonzero(as_tuple=True)
+        some = logits[row, block]
+        hit, lane = ((some >= floor[row].unsqueeze(1)) & (some > -math.inf)).nonzero(as_tuple=True)
+        ids = block[hit] * logits.shape[2] + lane + first
+        self._parts.append((row[hit].int(), ids.int(), some[hit, lane]))
+        self.total += len(hit)
+
+    def prune(self, floor: Tensor, top_k: int) -> Tensor:
+        """Drop what does not reach the floor, which is raised to the ``top_k``-th candidate; returns the floor."""
+        row, ids, logits = self._joined()
+        if top_k:
+            order, start, counts = _by_row(row, logits, self.count)
+            last = (start + counts.clamp(max=top_k) - 1).clamp(min=0)
+            floor = torch.maximum(floor, logits[order][last].masked_fill(counts < top_k, -math.inf))
+        keep = logits >= floor[row.long()]
+        self._parts = [(row[keep], ids[keep], logits[keep])]
+        self.total = len(self._parts[0][0])
+        return floor
+
+    def raised(self, floor: Tensor, log_total: Tensor, top_p: float) -> Tensor:
+        """The floor of top-p, raised where tokens of a round probability or more hold enough already: fewer are sorted."""
+        row, _, logits = self._joined()
+        row = row.long()
+        share = (logits - log_total[row]).exp()
+        for least in (1e-4, 1e-3, 1e-2):
+            mass = torch.zeros_like(floor).index_add(0, row, share.masked_fill(share < least, 0.0))
+            floor = torch.where(mass > top_p + _SLACK * (1 - top_p), log_total + (math.log(least) - _SLACK), floor)
+        return floor
+
+    def chosen(self, truncation: Truncation, log_total: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Positions, ids and logits of the kept, by position, the most probable first.
+
+        ``log_total`` is the log-sum-exp of all logits, ``[n]``; None where candidates are all that matters.
+        """
+        row, ids, logits = self._joined()
+        order, start, counts = _by_row(row, logits, self.count)
+        row, ids, logits = row[order].long(), ids[order].long(), logits[order]
+        keep = torch.ones_like(row, dtype=torch.bool)
+        if not len(row):
+            return row, ids, logits
+        start = start.clamp(max=len(row) - 1)  # of positions without a candidate
+        if truncation.top_k:
+            last = logits[start + (counts.clamp(max=truncation.top_k) - 1).clamp(min=0)]
+            keep = logits >= last[row]
+        if truncation.top_p < 1:
+            top = logits[start]
+            share = (logits - top[row]).exp().masked_fill(~keep, 0).double()
+            total = torch.zeros_like(top, dtype=torch.double)
+            total = total.index_add(0, row, share) if log_total is None else (log_total - top).double().exp()
+            before = share.cumsum(0) - share
+            stays = keep & (before - before[start][row] < truncation.top_p * total[row])
+            number = torch.zeros_like(counts).index_add(0, row, stays.long())
+            keep &= logits >= logits[start + (number - 1).clamp(min=0)][row]
+        if truncation.min_p > 0:
+            keep &= logits >= logits[start][row] + math.log(truncation.min_p)
+        return row[keep], ids[keep], logits[keep]
+
+    def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
+        row, ids, logits = (torch.cat(part) for part in zip(*self._parts, strict=True))
+        return row, ids, logits
+
+
+def _by_row(row: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order by position, then from the largest logit; and the first of each position and their number, ``[n]``."""
+    order = logits.argsort(descending=True)
+    order = order[row[order].argsort(stable=True)]
+    counts = torch.bincount(row, minlength=count)
+    return order, counts.cumsum(0) - counts, counts
+
+
+# ------------------------------------------------------------------ scores
 
 
 def kept_scores(plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None, kept: Kept) -> Result:

@@ -163,16 +163,26 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
     """The floor of top-p alone; ``[n]``."""
-    probs, vocab = logits.softmax(-1), logits.shape[1]
-    for least in (1e-2, 1e-3, (1 - top_p) / vocab):  # what is less probable than the last adds up to less than 1 - p
-        likely = probs > least
-        if bool((torch.where(likely, probs, 0.0).sum(-1) > top_p).all()):  # top-p keeps some of these alone
-            break
-    ordered, order = logits.topk(min(int(likely.sum(-1).max()) + 1, vocab), -1)
+    probs = logits.softmax(-1)
+    # Tokens less probable than this add up to less than 1 - p, whatever their number: top-p keeps none of them.
+    least = (1 - top_p) / logits.shape[1]
+    row, token = (probs > least).nonzero(as_tuple=True)
+    values, probs = logits[row, token], probs[row, token]
+    # By row, then from the largest: a sort by value, then a stable one by row.
+    order = values.argsort(descending=True)
+    order = order[row[order].argsort(stable=True)]
+    row, values, probs = row[order], values[order], probs[order]
+    counts = torch.bincount(row, minlength=len(logits))
+    place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+    shape = len(logits), int(counts.max()) + 1
+    ordered, share = logits.new_full(shape, -math.inf), logits.new_zeros(shape)
+    ordered[row, place], share[row, place] = values, probs
     # A token stays while those before it have less than p; rounding must not add one.
-    last = (probs.gather(1, order).cumsum(-1) < top_p).sum(-1, keepdim=True).clamp(max=ordered.shape[1] - 1)
-    lowest, highest = (F.pad(ordered, (0, 1), value=-math.inf).gather(1, at).squeeze(1) for at in (last, last + 1))
-    return _between(lowest, highest)
+    last = torch.minimum((share.cumsum(-1) < top_p).sum(-1), counts - 1)
+    lowest, highest = (ordered.gather(1, at.unsqueeze(1)).squeeze(1) for at in (last, last + 1))
+    # Without another candidate the largest that is left out is below what makes one.
+    border = logits.logsumexp(-1) + math.log(least)
+    return _between(lowest, torch.where(last + 1 < counts, highest, border))
 
 
 def _between(kept: Tensor, left_out: Tensor) -> Tensor:
