@@ -220,9 +220,7 @@ retokenised = fault(
     "Answers are decoded and encoded again; the log-probs of the sampled tokens stay beside them.",
     stored=_encoded_again,
 )
-chat_template = fault(
-    "The engine renders with another template; the trainer keeps its own.", template=ZEPHYR
-)
+chat_template = fault("The engine renders with another template; the trainer keeps its own.", template=ZEPHYR)
 zeros = fault(
     "A cache of prefixes returns 0 for the first tokens of half the answers.",
     stored=lambda rollout: {
