@@ -9,12 +9,11 @@ from typing import Any, Literal
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._errors import ServiceTimeout
+from torchrl_llm_kl.service._source import describe_source
+from torchrl_llm_kl.service._spec import HANG_AFTER, NAMESPACE, ServiceSpec
 from torchrl_llm_kl.service._weights import check_version, keeper_of
 from torchrl_llm_kl.service.client._push import PushedVersion, push_weights
 from torchrl_llm_kl.service.client._remote import RemoteModel
-from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_source
-from torchrl_llm_kl.service.control._table import LEASE, NAMESPACE
-from torchrl_llm_kl.service.replica._watchdog import HANG_AFTER
 
 
 class ScoringService:
@@ -31,8 +30,6 @@ class ScoringService:
         factory: returns the model, in the actor: better for large models.
         name: of the service; processes that pass the same name (and configuration) share it. Unique by default.
         num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
-        min_replicas, max_replicas: bounds of the number of replicas, which then follows the load: one more while queued tokens
-            would take more than three seconds, one fewer after five idle minutes. Both are ``num_replicas`` by default.
         expect: the model's :func:`fingerprint_of`, if the service must not serve any other.
         num_cpus: per replica, as are ``num_gpus``, ``resources``, ``scheduling_strategy``, ``runtime_env`` and
             ``max_restarts`` (-1 for no limit); see ``ray.remote``.
@@ -46,7 +43,6 @@ class ScoringService:
         hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung: it
             is started again, and its requests go to others. Loading the model does not count. A replica that answers nothing
             is replaced after the same time, 3 seconds at least and a minute at most.
-        lease: seconds without a sign of life after which a client counts as gone, unless Ray reports its end before.
         namespace: Ray namespace of the actors.
 
     Raises:
@@ -66,8 +62,6 @@ class ScoringService:
         factory: Callable[[], Any] | None = None,
         name: str | None = None,
         num_replicas: int = 1,
-        min_replicas: int | None = None,
-        max_replicas: int | None = None,
         expect: str | None = None,
         num_cpus: float = 1,
         num_gpus: float = 0,
@@ -83,7 +77,6 @@ class ScoringService:
         max_queue: int = 256,
         timeout: float = 120.0,
         hang_after: float = HANG_AFTER,
-        lease: float = LEASE,
         namespace: str = NAMESPACE,
     ) -> None:
         check_not_a_name(model=model)
@@ -93,19 +86,16 @@ class ScoringService:
         for what, text in {"name": "default" if name is None else name, "namespace": namespace}.items():
             if not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n"):
                 raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
-        least, most = (num_replicas if n is None else n for n in (min_replicas, max_replicas))
-        counts = {"num_replicas": num_replicas, "min_replicas": least, "max_replicas": most}
-        for what, whole in {**counts, "max_tokens": max_tokens, "max_queue": max_queue}.items():
+        counts = {"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue}
+        for what, whole in counts.items():
             if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
                 raise ValueError(f"{what} must be a whole number of at least 1, got {whole!r}.")
-        if least > most:
-            raise ValueError(f"min_replicas must be at most max_replicas, got {least} and {most}.")
-        times = {"max_wait": max_wait, "timeout": timeout, "hang_after": hang_after, "lease": lease}
+        times = {"max_wait": max_wait, "timeout": timeout, "hang_after": hang_after}
         for what, seconds in times.items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
                 raise ValueError(f"{what} must be a number of seconds, got {seconds!r}.")
-        if hang_after <= 0 or lease <= 0:
-            raise ValueError(f"hang_after and lease must be greater than 0 seconds, got {hang_after} and {lease}.")
+        if hang_after <= 0:
+            raise ValueError(f"hang_after must be greater than 0 seconds, got {hang_after}.")
         if expect is not None and not isinstance(expect, str):
             raise ValueError(f"expect must be a fingerprint, as fingerprint_of() returns it, got {expect!r}.")
         if lifetime not in (None, "detached"):
@@ -121,20 +111,18 @@ class ScoringService:
         name = name or f"scorer-{uuid.uuid4().hex[:8]}"
         spec = ServiceSpec(
             name,
-            factory or HeldModel(model),
             describe_source(model, factory),
             settings,
-            options,
-            most,
+            None if factory is None else _pickled(factory),
             namespace,
-            lifetime == "detached",
-            min_replicas=least,
-            lease=lease,
+            options,
+            num_replicas,
+            detached=lifetime == "detached",
             expect=expect,
         )
-        self.model = RemoteModel(spec, timeout=timeout)
+        self.model = RemoteModel(spec, model=model, timeout=timeout)
         try:
-            self.model.replicas.open(timeout=timeout)
+            self.model.connection.open(timeout=timeout)
         except BaseException:
             self.model.close()
             raise
@@ -152,17 +140,17 @@ class ScoringService:
     @property
     def fingerprint(self) -> str | None:
         """Of the factory's model, see :func:`~torchrl_llm_kl.scoring.fingerprint_of`; None for an engine without weights."""
-        found: str | None = self.model.replicas.control("table", timeout=self.model.timeout)["fingerprint"]
+        found: str | None = self.model.connection.table(timeout=self.model.timeout)["fingerprint"]
         return found
 
     def next_version(self) -> int:
         """A version number for :meth:`update_weights` that no other process gets, later than all others."""
         import ray
 
-        replicas, timeout = self.model.replicas, self.model.timeout
-        replicas.start()  # joins the cluster
+        connection, timeout = self.model.connection, self.model.timeout
+        connection.connect()
         try:
-            return int(ray.get(keeper_of(replicas.spec).next_version.remote(replicas.newest), timeout=timeout))
+            return int(ray.get(keeper_of(connection.spec).next_version.remote(connection.newest), timeout=timeout))
         except ray.exceptions.GetTimeoutError:
             raise ServiceTimeout(
                 f"the actor that keeps the weights of {self.name!r} did not answer within {timeout:g} s."
@@ -170,13 +158,13 @@ class ScoringService:
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of each replica; for one that does not answer its name and the ``"error"``."""
-        found = self.model.replicas.ask_all("stats", timeout=self.model.timeout)
-        name = self.model.spec.replica_name
+        name, everyone = self.model.spec.replica_name, range(self.model.spec.num_replicas)
+        found = self.model.connection.gather("stats", replicas=everyone, timeout=self.model.timeout)
         return [
             {"name": name(replica), "error": f"{type(stats).__name__}: {stats}"}
             if isinstance(stats, Exception)
             else stats
-            for replica, stats in found.items()
+            for replica, stats in sorted(found.items())
         ]
 
     def update_weights(self, weights: Any, version: int | None = None, *, wait: float = 30.0) -> PushedVersion:
@@ -204,7 +192,7 @@ class ScoringService:
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
             raise ValueError(f"wait must be a number of seconds, got {wait!r}.")
         version = None if version is None else check_version(version)
-        return push_weights(self.model.replicas, weights, version, timeout=self.model.timeout, wait=wait)
+        return push_weights(self.model.connection, weights, version, timeout=self.model.timeout, wait=wait)
 
     def close(self) -> None:
         """Stop using the service through this object; the service ends with its last client."""
@@ -215,10 +203,19 @@ class ScoringService:
 
         Clients cannot bring it back. A new :class:`ScoringService` may take the name.
         """
-        self.model.replicas.end()
+        self.model.connection.end()
 
     def __enter__(self) -> ScoringService:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _pickled(factory: Callable[[], Any]) -> bytes:
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError("a service needs Ray: pip install 'torchrl-llm-kl[ray]'.") from error
+    packed: bytes = ray.cloudpickle.dumps(factory)
+    return packed

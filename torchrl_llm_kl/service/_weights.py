@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import operator
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,19 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.service._controller import actor_of, detached
 from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError
-from torchrl_llm_kl.service.control._spec import ServiceSpec, any_alive
+from torchrl_llm_kl.service._spec import ServiceSpec
 
 #: Bytes of an object that holds weights; a larger weight is an object of its own.
 CHUNK = 256 * 2**20
 #: The last version that a message can hold.
 MAX_VERSION = 2**63 - 1
-_LOOK = 15.0  # seconds between two checks of the keeper for replicas
-_ALONE = 120.0  # seconds without any replica until the keeper exits
 _ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
 _FETCH = 300.0  # seconds to fetch weights
-
-_LOG = logging.getLogger("torchrl_llm_kl.service")
 
 #: What a keeper holds: version; token, references and digest of each push; and why earlier ones were lost, if they were.
 Held = tuple[int, list[tuple[str, list[Any], str]], Exception | None]
@@ -123,23 +117,21 @@ def _differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str:
 class WeightKeeper:
     """An actor that keeps pushed weights in the object store, so that a restarted replica can load them.
 
-    A push is staged in chunks, which changes nothing, and then committed as a whole. The keeper ends after the replicas.
-    Replicas whose model has another ``source`` receive no weights.
+    A push is staged in chunks, which changes nothing, and then committed as a whole. The keeper ends with the service.
     """
 
-    def __init__(self, replicas: Sequence[str], namespace: str, source: str) -> None:
+    def __init__(self, replicas: Sequence[str], namespace: str, service: str) -> None:
         import ray
 
         self._version = self._reserved = 0
         self._pushed: list[Push] = []  # oldest first, without those that later ones replace
         self._staged: dict[str, Push] = {}
         self._lost: Exception | None = None
-        self._replicas, self._namespace, self._source = list(replicas), namespace, source
+        self._replicas, self._namespace, self._service = list(replicas), namespace, service
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._lost = WeightVersionError(
                 "the weights that were pushed are lost, with the actor that kept them: push them again."
             )
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def next_version(self, seen: int = 0) -> int:
         """A version that no other call gets, later than all pushed ones and than ``seen``."""
@@ -147,7 +139,9 @@ class WeightKeeper:
         return self._reserved
 
     def stage(self, token: str, chunk: Chunk) -> None:
-        """Store a part of a push."""
+        """Store a part of a push; one that was given up an hour ago is dropped."""
+        since = time.monotonic() - _ABANDONED
+        self._staged = {name: push for name, push in self._staged.items() if push.seen > since}
         self._staged.setdefault(token, Push(token)).add(chunk)
 
     def check(self, version: int | None) -> Exception | None:
@@ -192,9 +186,9 @@ class WeightKeeper:
         """Free a staged push."""
         self._staged.pop(token, None)
 
-    def get(self, source: str, staged: str | None = None) -> Held:
+    def get(self, service: str, staged: str | None = None) -> Held:
         """Version; token, references and digest of each push, oldest first, ``staged`` last; why pushes were lost, if so."""
-        if source != self._source:
+        if service != self._service:  # of an earlier service of that name
             return 0, [], None
         found = [*self._pushed, *([self._staged[staged]] if staged in self._staged else [])]
         return self._version, [(push.token, list(push.chunks), push.digest) for push in found], self._lost
@@ -209,56 +203,16 @@ class WeightKeeper:
         import ray
 
         try:
-            stats = ray.get(ray.get_actor(replica, namespace=self._namespace).stats.remote(), timeout=5.0)
+            stats = ray.get(ray.get_actor(replica, namespace=self._namespace).call.remote("stats"), timeout=5.0)
             return int(stats["version"])
         except Exception:  # it is down: what it held is in no other place
             return 0
 
-    def _watch(self) -> None:
-        import ray
-
-        seen = time.monotonic()
-        while time.monotonic() - seen < _ALONE:
-            time.sleep(_LOOK)
-            for push in list(self._staged.values()):
-                if time.monotonic() - push.seen > _ABANDONED:
-                    self.drop(push.token)
-            if any_alive(self._replicas, self._namespace):
-                seen = time.monotonic()
-        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
 
 def keeper_of(spec: ServiceSpec) -> Any:
     """The keeper of a service, created if there is none."""
-    import ray
-
-    remote: Any = ray.remote(WeightKeeper)
-    return remote.options(
-        name=f"{spec.name}:weights",
-        namespace=spec.namespace,
-        get_if_exists=True,
-        lifetime="detached",
-        num_cpus=0,
-        max_restarts=-1,
-        max_task_retries=-1,
-    ).remote(spec.replica_names, spec.namespace, spec.source)
-
-
-def _find_keeper(spec: ServiceSpec) -> Any | None:
-    import ray
-
-    try:
-        return ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace)
-    except ValueError:
-        return None
-
-
-def end_keeper(spec: ServiceSpec) -> None:
-    """Drop the kept weights."""
-    import ray
-
-    with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor(f"{spec.name}:weights", namespace=spec.namespace), no_restart=True)
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+    return detached(WeightKeeper, spec, "weights", spec.replica_names, spec.namespace, spec.id, **options)
 
 
 # ------------------------------------------------------------------ the replica's side
@@ -372,10 +326,10 @@ class Pushes:
         """See :meth:`WeightKeeper.get`."""
         import ray
 
-        keeper = _find_keeper(self._spec)
+        keeper = actor_of(self._spec, "weights")
         if keeper is None:
             return 0, [], None
-        found: Held = ray.get(keeper.get.remote(self._spec.source, staged), timeout=_FETCH)
+        found: Held = ray.get(keeper.get.remote(self._spec.id, staged), timeout=_FETCH)
         return found
 
     def _fetch(self, references: Sequence[Any]) -> Mapping[str, Tensor]:

@@ -53,7 +53,7 @@ class Request:
     version: int | None = None  # required version of the weights; None for any
     caller: str = ""  # the sender; batches are fair between callers
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
-    deaths: int = 0  # replicas that died while they held it: it shares no batch with others
+    suspect: bool = False  # whether a process died while it held it: it shares no batch with others
     half: bool = False  # whether log-probs of the top k return in float16
 
     @property
@@ -85,7 +85,7 @@ class Request:
             "version": self.version,
             "caller": self.caller,
             "newest": self.newest,
-            "deaths": self.deaths,
+            "suspect": self.suspect,
             "half": self.half,
         }
         return pack(REQUEST, head, self.scored.to_arrays())
@@ -95,8 +95,8 @@ class Request:
         """The request in ``packed``; a :class:`ProtocolError` says what is wrong with it."""
         head, arrays = unpack(packed, REQUEST)
         given, recorded, version = head.take("options"), head.take("recorded"), head.take("version")
-        rest: dict[str, Any] = {"caller": head.text("caller"), "half": head.flag("half")}
-        rest |= {name: head.whole(name) for name in ("newest", "deaths")}
+        rest: dict[str, Any] = {"caller": head.text("caller"), "newest": head.whole("newest")}
+        rest |= {name: head.flag(name) for name in ("half", "suspect")}
         if version is not None and not is_whole(version):
             raise head.wrong("version", version, "a whole number or null")
         head.end()

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
-import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout, WeightVersionError
 from torchrl_llm_kl.service._weights import chunks_of, keeper_of
 from torchrl_llm_kl.service._wire import state_dict_of
-from torchrl_llm_kl.service.client._replicas import Replicas
+from torchrl_llm_kl.service.client._connection import Connection
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 
@@ -35,51 +32,15 @@ class PushedVersion(int):
     missed: tuple[str, ...] = ()
 
 
-def ask_all(
-    call: Callable[[int], Any], replicas: Iterable[int], *, wait: float, needed: Collection[int] | None = None
-) -> dict[int, Any]:
-    """Answers of ``call(replica)`` of all replicas at once, by replica: the value, or the exception that was raised.
-
-    Returns when all (or those that are ``needed``) have answered, or ``wait`` seconds after the first that returned.
-    """
-    done: queue.SimpleQueue[tuple[int, Any, bool]] = queue.SimpleQueue()
-
-    def ask(replica: int) -> None:
-        try:
-            done.put((replica, call(replica), True))
-        except BaseException as error:
-            done.put((replica, error, False))
-
-    asked = list(replicas)
-    for replica in asked:  # daemons: a replica that hangs must not keep this process alive
-        threading.Thread(target=ask, args=(replica,), name=f"push-{replica}", daemon=True).start()
-    found: dict[int, Any] = {}
-    end: float | None = None
-    while not set(asked if needed is None else needed) <= found.keys():
-        try:
-            replica, answer, returned = done.get(timeout=None if end is None else max(end - time.monotonic(), 0.0))
-        except queue.Empty:
-            break
-        found[replica] = answer
-        if end is None and returned:
-            end = time.monotonic() + wait
-    return found
-
-
 def push_weights(
-    replicas: Replicas, weights: Any, version: int | None, *, timeout: float, wait: float
+    connection: Connection, weights: Any, version: int | None, *, timeout: float, wait: float
 ) -> PushedVersion:
     """Push weights to a service; see :meth:`ScoringService.update_weights`."""
     import ray
 
-    try:
-        replicas.start()  # joins the cluster
-    except ServiceClosedError:
-        raise
-    except ServiceError as error:  # one of them can only be made by another process: the others take the weights
-        _LOG.warning("%s", error)
-    spec, token, end = replicas.spec, uuid.uuid4().hex, time.monotonic() + timeout
-    keeper, everyone = keeper_of(spec), replicas.active
+    connection.connect()
+    spec, token, end = connection.spec, uuid.uuid4().hex, time.monotonic() + timeout
+    keeper, everyone = keeper_of(spec), range(spec.num_replicas)
 
     def left(least: float = 0.001) -> float:
         return max(end - time.monotonic(), least)
@@ -104,24 +65,22 @@ def push_weights(
         for chunk in chunks_of(given.items()):
             kept(keeper.stage.remote(token, chunk))
             count += 1
-        about = (token, version, replicas.newest)
-        staged = ask_all(lambda i: replicas.call(i, "stage_weights", *about, timeout=left()), everyone, wait=wait)
+        about = (token, version, connection.newest)
+        staged = connection.gather("stage_weights", *about, replicas=everyone, timeout=left(), wait=wait)
         ready = _ready(staged, spec.name, timeout)
-        pushed = PushedVersion(kept(keeper.commit.remote(token, count, version, replicas.newest)))
+        pushed = PushedVersion(kept(keeper.commit.remote(token, count, version, connection.newest)))
     except BaseException:
         with contextlib.suppress(Exception):
             keeper.drop.remote(token)
-            ask_all(lambda i: replicas.call(i, "drop_weights", timeout=left(wait)), everyone, wait=0.0, needed=())
+            connection.gather("drop_weights", replicas=everyone, timeout=left(wait), needed=())
         raise
-    replicas.saw(pushed)
+    connection.saw(pushed)
     # Those that hold nothing are told too: they load the weights when they can, and nobody waits for them.
-    taken = ask_all(
-        lambda i: replicas.call(i, "refresh_weights", timeout=left(wait)), everyone, wait=wait, needed=ready
-    )
-    missed = [i for i in everyone if i not in taken or taken[i] is not None]
+    taken = connection.gather("refresh_weights", replicas=everyone, timeout=left(wait), wait=wait, needed=ready)
+    missed = [i for i in everyone if taken.get(i, "no answer") is not None]
     pushed.missed = tuple(map(spec.replica_name, missed))
     if missed:
-        why = {spec.replica_name(i): str(taken.get(i) or staged.get(i) or "no answer") for i in missed}
+        why = {spec.replica_name(i): str(taken.get(i) or staged.get(i)) for i in missed}
         _LOG.warning(
             "version %d of the weights: replicas that load it when they are back, since they did not take it within "
             "%g s: %s",

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from torchrl_llm_kl._numerics import check_range
@@ -26,16 +26,18 @@ CALLER_TTL = 10.0
 _TURN, _UNIT = 64, 16
 #: Tokens from which requests are cut and joined in another thread: it takes 10 ms per million tokens.
 _LARGE = 2**18
-#: Seconds between the announcement of a trial and its batch, so that the announcement is out if the process dies.
-_TRIAL_PAUSE = 0.02
+
+
+#: Called with False before a request is scored of which other processes may have died, with True once it was scored.
+Trial = Callable[[bool], Awaitable[None]]
 
 
 class _Waiting(Job):
     """A request in the queue."""
 
-    def __init__(self, pieces: Pieces, arrived: float, timeout: float) -> None:
-        self.request, self.pieces = pieces.request, pieces
-        super().__init__(self.request.caller, pieces.sizes, alone=self.request.deaths > 0)
+    def __init__(self, pieces: Pieces, arrived: float, timeout: float, trial: Trial | None) -> None:
+        self.request, self.pieces, self.trial = pieces.request, pieces, trial
+        super().__init__(self.request.caller, pieces.sizes, alone=trial is not None)
         self.answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done once it has all replies
         self.arrived, self.timeout = arrived, timeout
         self.replies: list[tuple[list[int], Reply]] = []  # of some units each
@@ -77,7 +79,7 @@ class Batcher:
     A batch waits up to ``max_wait`` seconds for a request of every caller of the last ten seconds, then takes tokens fairly
     over the callers, up to ``max_tokens``: see :class:`~torchrl_llm_kl.service.replica._fair.FairQueue`. Requests larger than a
     sixteenth of that are cut between sequences, so that others' requests get into each batch, and answered when all their
-    pieces are scored. A request whose replica died (``deaths``) shares no batch.
+    pieces are scored. A request on trial, of which other processes may have died, shares no batch.
 
     Requests beyond ``max_queue`` wait outside the queue until their timeout, those of callers with the fewest requests in
     the queue come first. A request is dropped when its timeout is over or its caller gave up, before the next batch.
@@ -90,7 +92,6 @@ class Batcher:
         max_wait: seconds.
         max_queue: the most requests in the queue.
         on_batch: called after each batch.
-        on_trial: called before the first batch of a request with ``deaths``.
     """
 
     def __init__(
@@ -101,11 +102,10 @@ class Batcher:
         max_wait: float = 0.003,
         max_queue: int = 256,
         on_batch: Callable[[BatchRecord], None] = lambda record: None,
-        on_trial: Callable[[Request], None] = lambda request: None,
     ) -> None:
         check_range(1, max_tokens=max_tokens, max_queue=max_queue)
         check_range(0, max_wait=max_wait)
-        self._score, self._on_batch, self._on_trial = score, on_batch, on_trial
+        self._score, self._on_batch = score, on_batch
         self.max_tokens, self.max_wait, self.max_queue = max_tokens, max_wait, max_queue
         self._waiting: FairQueue[_Waiting] = FairQueue(max(max_tokens // _TURN, 1))
         self._outside: deque[tuple[str, asyncio.Future[None]]] = deque()  # callers that wait for room in the queue
@@ -131,7 +131,7 @@ class Batcher:
         """Let batches wait for a request of this caller for the next ten seconds."""
         self._callers[caller] = time.monotonic()
 
-    async def submit(self, request: Request, *, timeout: float) -> Reply:
+    async def submit(self, request: Request, *, timeout: float, trial: Trial | None = None) -> Reply:
         """Wait up to ``timeout`` seconds for room in the queue and for the answer; raises the error of the request.
 
         Raises:
@@ -144,7 +144,7 @@ class Batcher:
         arrived, unit = time.monotonic(), max(self.max_tokens // _UNIT, 1)
         large = request.num_tokens > _LARGE
         pieces = await asyncio.to_thread(Pieces, request, unit) if large else Pieces(request, unit)
-        waiting = _Waiting(pieces, arrived, timeout)
+        waiting = _Waiting(pieces, arrived, timeout, trial)
         while len(self._waiting) >= self.max_queue and self._closed is None:
             await self._wait_for_room(waiting)
         if self._closed is not None:
@@ -241,7 +241,8 @@ class Batcher:
                 if batch:
                     await self._answer(batch)
             except Exception as error:  # the queue must go on, whatever happened
-                _LOG.exception("a batch failed.")
+                if not isinstance(error, ServiceError):
+                    _LOG.exception("a batch failed.")
                 self._waiting.remove(batch.__contains__)
                 for waiting in batch:
                     if not waiting.answer.done():
@@ -278,10 +279,9 @@ class Batcher:
                 )
 
     async def _answer(self, batch: dict[_Waiting, list[int]]) -> None:
-        for waiting in batch:
-            if waiting.alone and not waiting.replies:
-                self._on_trial(waiting.request)
-                await asyncio.sleep(_TRIAL_PAUSE)
+        first = next(iter(batch))
+        if first.trial is not None:
+            await first.trial(False)
         start = time.monotonic()
         answers: Sequence[Reply | Exception]
         try:
@@ -299,6 +299,8 @@ class Batcher:
                 self._waiting.add(waiting)
             elif waiting.answer.done():
                 latencies.append(end - waiting.arrived)
+        if first.trial is not None and first.answer.done():
+            await first.trial(True)
         try:
             self._on_batch(BatchRecord(len(batch), tokens, end - start, tuple(latencies)))
         except Exception:  # a metrics error must not block replies

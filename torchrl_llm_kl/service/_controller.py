@@ -1,0 +1,365 @@
+"""The controller of a service: an actor that starts its replicas, watches them, and ends them after the last client.
+
+Ray starts it again when it dies, and sends it the calls of the clients again, so that it knows them. What it must know of
+the replicas they tell it. Imports no torch, so that it starts fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, portable
+from torchrl_llm_kl.service._spec import ServiceSpec
+
+PENDING, STARTING, READY, SILENT, FAILED = (
+    "pending",  # the actor exists, its process does not yet
+    "starting",  # its process loads the model
+    "ready",
+    "silent",  # its process does not answer: clients send their requests elsewhere
+    "failed",  # it is not started again
+)
+#: Seconds for a process that called ``ray.shutdown()`` to connect again.
+GRACE = 30.0
+#: Processes that may die while they score a request alone before it is refused.
+MAX_TRIALS = 3
+_UNUSED = 60.0  # seconds without a client, at the start, until the service ends
+_PULSE, _SILENT = 1.0, 10.0  # seconds between two pulses, and until one that is not answered is noticed
+_LEAST = 3.0  # seconds that a process has to answer, whatever hang_after is
+_MAX_STARTS, _START_WINDOW = 3, 600.0  # starts of a process that died before it was ready, within seconds
+_PAUSE = 1.0  # seconds before a second start, doubled for each later one
+_HANDED_IN = 30.0  # seconds to wait for a model given by value, after this actor was started again
+_CLOSE = 10.0  # seconds for replicas to reject what waits
+_REMEMBERED = 1024  # requests of which processes died
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
+
+
+def actor_of(spec: ServiceSpec, suffix: str) -> Any | None:
+    """The actor ``NAME:suffix`` of a service if there is one."""
+    import ray
+
+    try:
+        return ray.get_actor(f"{spec.name}:{suffix}", namespace=spec.namespace)
+    except ValueError:
+        return None
+
+
+def detached(kind: type, spec: ServiceSpec, suffix: str, *args: Any, **options: Any) -> Any:
+    """The actor ``NAME:suffix``, created by the first process that asks; it outlives that process."""
+    import ray
+
+    remote: Any = ray.remote(kind)
+    named = {"name": f"{spec.name}:{suffix}", "namespace": spec.namespace, "get_if_exists": True, "lifetime": "detached"}
+    return remote.options(**named, **options).remote(*args)
+
+
+def controller_of(spec: ServiceSpec) -> Any:
+    """The controller, created if there is none."""
+    options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
+    return detached(Controller, spec, "control", spec, **options)
+
+
+def _create_replica(spec: ServiceSpec, replica: int) -> Any:
+    from torchrl_llm_kl.service.replica._actor import MAX_CONCURRENCY, Replica
+
+    options = {"max_concurrency": MAX_CONCURRENCY, "max_restarts": -1, **spec.options}
+    return detached(Replica, spec, str(replica), spec, replica, **options)
+
+
+@dataclass(eq=False)
+class Slot:
+    """One replica."""
+
+    handle: Any
+    state: str = PENDING
+    life: str = ""  # mark of its process
+    starts: int = 0
+    error: Exception | None = None  # why it failed
+    facts: dict[str, Any] = field(default_factory=dict)  # of its last answer
+
+
+class Controller:
+    """Supervises the replicas of one service and knows its clients.
+
+    A client is a call of :meth:`hold` that does not return: Ray tells :meth:`watch` when the process that owns it ends.
+
+    Args:
+        spec: the service.
+
+    Keyword Args:
+        create: makes the actor of a replica, or finds it.
+        hang_after: seconds without an answer after which a replica's process is replaced.
+    """
+
+    def __init__(
+        self, spec: ServiceSpec, *, create: Callable[[ServiceSpec, int], Any] = _create_replica, alive: bool = True
+    ) -> None:
+        self.spec, self._create = spec, create
+        self.hang_after = max(min(float(spec.settings.get("hang_after", 60.0)), 60.0), _LEAST)
+        self.slots = [Slot(create(spec, replica)) for replica in range(spec.num_replicas)]
+        self.clients: set[str] = set()
+        self.ended = ""  # why
+        self.fingerprint: str | None = None  # of the weights that the first replica loaded
+        self._model: Any = None  # reference to the pickled model given by value
+        self._handed_in, self._ending, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._running = False
+        self._trials: OrderedDict[str, dict[str, int]] = OrderedDict()  # digest of a request -> processes that tried it
+        self._refused: OrderedDict[str, None] = OrderedDict()
+        if alive:
+            import ray
+
+            ray.get_runtime_context().current_actor.run.remote()
+
+    # ------------------------------------------------------------------ clients
+
+    async def join(self, config: Mapping[str, Any], service: str, *, new: bool = False) -> dict[str, Any] | Exception:
+        """The table and the handles of the replicas, for a client; an error as a value.
+
+        Args:
+            config: what it expects of the service.
+            service: the ``id`` of the service that it belongs to; empty for any.
+            new: whether a constructor asks, which starts failed replicas again.
+        """
+        if service not in ("", self.spec.id):
+            return ServiceClosedError(
+                f"the service {self.spec.name!r} was shut down; the one of that name now is another: construct a "
+                "ScoringService again to use it."
+            )
+        try:
+            self.spec.check_config(config)
+        except Exception as error:
+            return error
+        for replica, slot in enumerate(self.slots):
+            if new and slot.state == FAILED and not self.ended:
+                self.slots[replica] = Slot(self._create(self.spec, replica))
+                asyncio.get_running_loop().create_task(self._supervise(replica))
+        return {**await self.table(), "replicas": [slot.handle for slot in self.slots]}
+
+    async def hold(self, client: str) -> None:
+        """Return at the end of the service: the client that owns this call uses it until it cancels the call, or ends."""
+        self.clients.add(client)
+        await self._over.wait()
+
+    async def watch(self, client: str, held: Sequence[Any]) -> None:
+        """Wait for the end of :meth:`hold`."""
+        self.clients.add(client)
+        try:
+            await held[0]
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if type(error).__name__ == "OwnerDiedError":  # its process ended, or called ray.shutdown()
+                await asyncio.sleep(GRACE)
+        self.clients.discard(client)
+        if not self.clients and not self.spec.detached:
+            self._end("its last client left")
+
+    async def table(self) -> dict[str, Any]:
+        """State of the service, in plain values."""
+        return {
+            "id": self.spec.id,
+            "ended": self.ended,
+            "states": [slot.state for slot in self.slots],
+            "errors": [slot.error for slot in self.slots],
+            "starts": [slot.starts for slot in self.slots],
+            "fingerprint": self.fingerprint,
+            "has_model": self._model is not None,
+            "clients": len(self.clients),
+        }
+
+    async def deposit(self, packed: bytes) -> None:
+        """Keep a model given by value, from which replicas start."""
+        import ray
+
+        self._model = await asyncio.to_thread(ray.put, packed)
+        self._handed_in.set()
+
+    # ------------------------------------------------------------------ requests that end the process
+
+    async def begin_trial(self, digest: str, replica: int, life: str) -> bool:
+        """Whether a process may score a request of which others died; by itself, so that its death is the request's doing."""
+        tried = self._trials.setdefault(digest, {})
+        dead = [mark for mark, place in tried.items() if mark != life and self._is_over(mark, place, replica)]
+        if digest in self._refused or len(dead) >= MAX_TRIALS:
+            self._refused[digest] = None
+            _limit(self._refused)
+            return False
+        tried[life] = replica
+        _limit(self._trials)
+        return True
+
+    def _is_over(self, life: str, replica: int, asking: int) -> bool:
+        return replica == asking or self.slots[replica].life != life or self.slots[replica].state in (PENDING, STARTING)
+
+    async def end_trial(self, digest: str) -> None:
+        """A process survived a request."""
+        self._trials.pop(digest, None)
+
+    # ------------------------------------------------------------------ replicas
+
+    async def run(self) -> None:
+        """Supervise the replicas until the end of the service."""
+        import ray
+
+        if self._running:
+            return
+        self._running = True
+        tasks = [asyncio.get_running_loop().create_task(self._supervise(i)) for i in range(len(self.slots))]
+        await self._wait_for_end()
+        for task in tasks:
+            task.cancel()
+        await self._close()
+        self._over.set()
+        await asyncio.sleep(0.2)  # let the calls of the clients return: Ray would report them as failed
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+    async def _wait_for_end(self) -> None:
+        began = time.monotonic()
+        while not self._ending.is_set():
+            if not self.clients and not self.spec.detached and time.monotonic() - began > _UNUSED:
+                self._end("no client used it")
+            await _either(self._ending.wait(), 1.0)
+
+    async def end(self) -> None:
+        """Shut the service down."""
+        self._end("it was shut down")
+        await self._over.wait()
+
+    def _end(self, why: str) -> None:
+        self.ended = self.ended or why
+        self._ending.set()
+
+    async def _close(self) -> None:
+        import ray
+
+        _LOG.info("the service %s ends: %s", self.spec.name, self.ended)
+        closing = [asyncio.ensure_future(_answer(slot.handle.close.remote())) for slot in self.slots]
+        await asyncio.wait(closing, timeout=_CLOSE)
+        keeper = actor_of(self.spec, "weights")
+        for handle in [*(slot.handle for slot in self.slots), *([] if keeper is None else [keeper])]:
+            ray.kill(handle, no_restart=True)
+
+    async def _supervise(self, replica: int) -> None:
+        """Start a replica, and again after each end of its process, until it fails or the service ends."""
+        from ray.exceptions import ActorDiedError, RayActorError
+
+        slot, deaths = self.slots[replica], list[float]()
+        name = self.spec.replica_name(replica)
+        while not self.ended and slot.state != FAILED:
+            try:
+                slot.state = PENDING
+                facts = await self._ask(slot, "pulse", self._news())
+                if not facts["ready"]:
+                    slot.state, slot.starts = STARTING, slot.starts + 1
+                    facts = await self._ask(slot, "start", await self._given_model(), slot.starts)
+                slot.starts = max(slot.starts, facts["starts"])
+                error = facts["failure"] or self._unlike_the_first(name, facts)
+                if error is not None:
+                    self._fail(slot, error)
+                    return
+                deaths.clear()
+                await self._keep(slot)
+            except ActorDiedError as error:  # noqa: PERF203  # Ray does not start it again
+                self._fail(slot, ServiceError(f"replica {name} cannot start: {error}"))
+            except RayActorError as error:
+                if slot.state == STARTING:
+                    now = time.monotonic()
+                    deaths = [*(death for death in deaths if now - death < _START_WINDOW), now]
+                    if len(deaths) >= _MAX_STARTS:
+                        self._fail(slot, _gave_up(name, deaths))
+                        return
+                    await asyncio.sleep(_PAUSE * 2 ** (len(deaths) - 1))
+                _LOG.warning("replica %s of the service ended and is started again: %s", name, str(error).split("\n")[0])
+                slot.state, slot.life = PENDING, ""
+                await asyncio.sleep(0.2)
+            except Exception as error:
+                self._fail(slot, portable(error))
+
+    async def _keep(self, slot: Slot) -> None:
+        """Exchange news with a replica each second; ends the process of one that does not answer."""
+        while not self.ended:
+            slot.state = READY
+            await asyncio.sleep(_PULSE)
+            asked = asyncio.ensure_future(self._ask(slot, "pulse", self._news()))
+            if not await _either(asked, min(_SILENT, self.hang_after)):
+                slot.state = SILENT
+                if not await _either(asked, self.hang_after - min(_SILENT, self.hang_after) + 0.1):
+                    import ray
+
+                    asked.cancel()
+                    _LOG.warning("a replica of %s does not answer: its process is replaced", self.spec.name)
+                    ray.kill(slot.handle, no_restart=False)
+                    return
+            asked.result()
+
+    async def _ask(self, slot: Slot, method: str, *args: Any) -> dict[str, Any]:
+        facts: dict[str, Any] = await _answer(getattr(slot.handle, method).remote(*args))
+        slot.facts, slot.life = facts, facts["life"]
+        return facts
+
+    def _news(self) -> dict[str, Any]:
+        return {"clients": len(self.clients), "refused": list(self._refused)}
+
+    async def _given_model(self) -> list[Any]:
+        """The reference of a model given by value; none if there is a factory."""
+        if self.spec.factory is not None:
+            return []
+        if not await _either(self._handed_in.wait(), _HANDED_IN):
+            raise ServiceError(
+                f"the model of {self.spec.name!r} was given by value, and is lost with the controller that kept it; no process "
+                f"that passed it made a call within {_HANDED_IN:g} s: construct ScoringService with it again, or use factory=, "
+                "with which every replica can start by itself."
+            )
+        return [self._model]
+
+    def _unlike_the_first(self, name: str, facts: Mapping[str, Any]) -> Exception | None:
+        """The error of a replica that loaded other weights than the first one, unless pushed ones replaced them all."""
+        found = facts["fingerprint"]
+        if not found or self.fingerprint in (None, found) or facts["replaced"]:
+            self.fingerprint = self.fingerprint or found
+            return None
+        return ServiceError(
+            f"replica {name} loaded other weights (fingerprint {found}) than the first replica of the service "
+            f"({self.fingerprint}): the checkpoint changed, or the factory is random. Shut the service down to use the new "
+            "weights, or make the factory return the same ones each time."
+        )
+
+    def _fail(self, slot: Slot, error: Exception) -> None:
+        import ray
+
+        slot.state, slot.error = FAILED, portable(error)
+        _LOG.error("a replica of %s failed: %s", self.spec.name, error)
+        ray.kill(slot.handle, no_restart=True)
+
+
+def _gave_up(name: str, deaths: Sequence[float]) -> ServiceError:
+    return ServiceError(
+        f"replica {name} failed to start {len(deaths)} times within {deaths[-1] - deaths[0]:.0f} s: its process ended before "
+        "the model was made (a crash, os._exit or lack of memory). See the worker's log in Ray's session folder, correct the "
+        "factory, then construct the service again."
+    )
+
+
+def _limit(found: OrderedDict[str, Any]) -> None:
+    """Drop the oldest of too many entries."""
+    while len(found) > _REMEMBERED:
+        found.popitem(last=False)
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference
+
+
+async def _either(awaited: Any, timeout: float) -> bool:
+    """Whether something was done within ``timeout`` seconds; it is not cancelled if it was not and is a task."""
+    task = asyncio.ensure_future(awaited)
+    done, _ = await asyncio.wait([task], timeout=max(timeout, 0.0))
+    if not done and not isinstance(awaited, asyncio.Future):
+        task.cancel()
+    return bool(done)

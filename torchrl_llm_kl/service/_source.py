@@ -1,0 +1,58 @@
+"""The source of a model as a text, to compare two clients' models."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchrl_llm_kl.scoring import fingerprint_of
+
+
+def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
+    """Name and arguments of the factory, or class and weights of the model: equal texts for equal models.
+
+    Factories that differ in their code, or in globals that they read, alone are taken for one: ``expect=`` compares weights.
+    """
+    return f"model {_described(model)}" if factory is None else f"factory {_described(factory)}"
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        with contextlib.suppress(TypeError, ValueError):  # weights elsewhere, or not loaded
+            return f"{type(value).__name__} {fingerprint_of(value)}"
+        return type(value).__name__
+    if isinstance(value, partial):
+        given = [*map(_described, value.args), *(f"{key}={_described(x)}" for key, x in sorted(value.keywords.items()))]
+        return f"{_described(value.func)}({', '.join(given)})"
+    if hasattr(value, "__func__"):
+        return f"{_described(value.__func__)} of {_described(value.__self__)}"
+    if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        array = torch.as_tensor(value).detach().cpu().contiguous()
+        return f"{array.dtype} {tuple(array.shape)} {_digest(array.flatten().view(torch.uint8).numpy().tobytes())}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_described(key)}: {_described(item)}" for key, item in value.items())) + "}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = list(map(_described, value))
+        return f"[{', '.join(sorted(parts) if isinstance(value, (set, frozenset)) else parts)}]"
+    text = repr(value)
+    if " at 0x" not in text:
+        return text
+    try:  # addresses differ between processes
+        return f"{type(value).__qualname__} {_digest(pickle.dumps(value))}"
+    except Exception:
+        return f"{type(value).__qualname__} {_described(vars(value) if hasattr(value, '__dict__') else None)}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=6).hexdigest()

@@ -1,0 +1,82 @@
+"""The spec of a service, in values that need no torch, and how two clients' specs are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_llm_kl.service._errors import ServiceConfigError
+
+NAMESPACE = "torchrl_llm_kl"
+#: Seconds without progress of the model, or without an answer of the process, after which a replica is started again.
+HANG_AFTER = 300.0
+
+
+@dataclass(frozen=True, eq=False)
+class ServiceSpec:
+    """Everything needed to create a service, or to find it.
+
+    Attributes:
+        name, namespace: of the service; its actors are ``NAME:0``, ``NAME:1``, ..., ``NAME:control`` and ``NAME:weights``.
+        source: description of the model, for comparison.
+        factory: returns the model in a replica, pickled; None for a model that a client passes by value.
+        settings: of a replica: ``tokens_per_batch``, ``memory``, ``max_tokens``, ``max_wait``, ``max_queue``, ``hang_after``.
+        options: arguments of ``ray.remote`` for a replica.
+        num_replicas: number of replicas.
+        detached: whether the service outlives its clients.
+        expect: fingerprint that the model must have; None for any.
+        id: of the service that has the name; a later one has another. Empty before it is known.
+        address: of the Ray cluster, for processes that have not joined one.
+    """
+
+    name: str
+    source: str
+    settings: dict[str, Any]
+    factory: bytes | None = None
+    namespace: str = NAMESPACE
+    options: dict[str, Any] = field(default_factory=dict)
+    num_replicas: int = 1
+    detached: bool = False
+    expect: str | None = None
+    id: str = ""
+    address: str | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What all clients of a name must share."""
+        plain = {key: value for key, value in self.options.items() if isinstance(value, (int, float, str, dict))}
+        own = {"model": self.source, "num_replicas": self.num_replicas, "detached": self.detached}
+        return {**own, **self.settings, **plain}
+
+    def replica_name(self, replica: int) -> str:
+        """The name of an actor."""
+        return f"{self.name}:{replica}"
+
+    @property
+    def replica_names(self) -> list[str]:
+        """The names of all replicas."""
+        return [self.replica_name(i) for i in range(self.num_replicas)]
+
+    def check_config(self, wanted: Mapping[str, Any]) -> None:
+        """A :class:`ServiceConfigError` with the differences if a client wants another configuration."""
+        found = self.config
+        differences = [
+            f"{key}: it has {found.get(key)!r}, requested {wanted.get(key)!r}"
+            for key in sorted({*wanted, *found})
+            if wanted.get(key) != found.get(key)
+        ]
+        if differences:
+            raise ServiceConfigError(
+                f"the name {self.name!r} is in use with another configuration: {'; '.join(differences)}. Choose another name, "
+                "or shut that service down first."
+            )
+
+    def check_expected(self, found: str | None) -> None:
+        """A :class:`ServiceConfigError` if the service has other weights than those that this client expects."""
+        if self.expect is not None and self.expect != found:
+            has = f"weights with the fingerprint {found}" if found else "a model without a fingerprint"
+            raise ServiceConfigError(
+                f"the service {self.name!r} has {has}, expected {self.expect}: pass the checkpoint's fingerprint_of(), or shut "
+                "the service down and start it from that checkpoint."
+            )

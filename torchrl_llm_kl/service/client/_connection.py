@@ -1,0 +1,438 @@
+"""A client's connection to a service: its lease, the handles of the replicas, and calls that are retried."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchrl_llm_kl.service._controller import FAILED, READY, SILENT, actor_of, controller_of
+from torchrl_llm_kl.service._errors import (
+    ReplicaGone,
+    ServiceClosedError,
+    ServiceConfigError,
+    ServiceError,
+    ServiceOverloaded,
+    ServiceTimeout,
+    WeightVersionError,
+)
+from torchrl_llm_kl.service._spec import ServiceSpec
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 0.5
+_JOIN = 60.0  # seconds for the controller to answer
+_LOOK = 0.3  # seconds between two looks at the controller's table
+_ANSWER = 2.0  # seconds for it to answer such a look
+_SHUTDOWN = 15.0  # seconds for a service to end by itself
+
+
+class Connection:
+    """The replicas of a service, as one client uses them. It connects on first use.
+
+    Attributes:
+        retries: number of calls that were retried after their replica failed.
+        newest: latest version of the weights that this client has seen.
+    """
+
+    def __init__(self, spec: ServiceSpec, model: Any = None) -> None:
+        self.spec, self._model = spec, model  # a model given by value, which only the process that passed it has
+        self._lock = threading.RLock()
+        self._controller: Any = None
+        self._handles: list[Any] = []
+        self._session = self._place = self._closed = ""
+        self._pid = 0
+        self._down: dict[int, float] = {}  # replicas whose last call failed, and when
+        self._table: tuple[float, dict[str, Any]] = (0.0, {})  # the last one, and when it came
+        self.retries = self.newest = 0
+        self._weights = ""  # digest of the push that made the newest version; empty if it is not known
+        self._lease: list[Any] = []
+
+    # ------------------------------------------------------------------ the lease
+
+    def check_not_forked(self) -> None:
+        """A :class:`ServiceError` in a child that was forked from a connected process, where calls would hang."""
+        if self._pid not in (0, os.getpid()):
+            raise ServiceError(
+                f"process {os.getpid()} was forked from one that was connected to Ray, whose connection does not survive a "
+                "fork: start it with multiprocessing's 'spawn' or 'forkserver' method, or fork before the service is used."
+            )
+
+    def connect(self, *, new: bool = False, timeout: float = _JOIN) -> None:
+        """Join a cluster if this process is part of none, then the service; again after ``ray.shutdown()``."""
+        self.check_not_forked()
+        if self._closed:
+            raise ServiceClosedError(self._closed)
+        try:
+            import ray
+        except ImportError as error:
+            raise ImportError("a service needs Ray: pip install 'torchrl-llm-kl[ray]'.") from error
+        if self._session and self._session == _session():
+            return
+        with self._lock:
+            if self._session and self._session == _session():  # another thread was first
+                return
+            if not ray.is_initialized():
+                ray.init(self.spec.address, log_to_driver=False)
+            context = ray.get_runtime_context()
+            place = f"{context.gcs_address} {context.get_node_id()}"
+            if self._place not in ("", place):  # another cluster: the service is made again there
+                self.newest, self._weights, self.spec = 0, "", replace(self.spec, id="")
+                new = self.spec.factory is not None or self._model is not None
+            self.spec = replace(self.spec, address=context.gcs_address)
+            self._enter(new=new, timeout=timeout)
+            self._place, self._session, self._pid = place, _session(), os.getpid()
+
+    def _enter(self, *, new: bool, timeout: float) -> None:
+        patience = Patience(timeout, f"joining the service {self.spec.name!r}")
+        while True:
+            controller = controller_of(self._named()) if new else actor_of(self.spec, "control")
+            found = None if controller is None else self._ask_to_join(controller, patience, new=new)
+            if isinstance(found, ServiceConfigError) or (isinstance(found, Exception) and not new):
+                raise found
+            if found is not None and not isinstance(found, Exception) and not found["ended"]:
+                break
+            if not new:
+                self.close(f"the service {self.spec.name!r} was shut down, or ended with its last client.")
+                raise ServiceClosedError(self._closed)
+            patience.rest(found if isinstance(found, Exception) else ServiceError("the last service of that name ends"))
+        key = uuid.uuid4().hex
+        held = controller.hold.remote(key)
+        self._lease = [held, controller.watch.remote(key, [held])]
+        weakref.finalize(self, _forget, self._lease).atexit = False  # Ray tells of the end of a process
+        self._controller, self._handles, self._down = controller, found["replicas"], {}
+        self._table = (time.monotonic(), found)
+        self.spec = replace(self.spec, id=found["id"])
+        self.spec.check_expected(found["fingerprint"] or self.spec.expect)
+        if not found["has_model"]:
+            self._hand_in()
+
+    def _named(self) -> ServiceSpec:
+        return replace(self.spec, id=self.spec.id or uuid.uuid4().hex)
+
+    def _ask_to_join(self, controller: Any, patience: Patience, *, new: bool) -> Any:
+        import ray
+
+        try:
+            asked = controller.join.remote(self.spec.config, "" if new else self.spec.id, new=new)
+            return ray.get(asked, timeout=patience.left)
+        except ray.exceptions.GetTimeoutError:
+            raise ServiceTimeout(
+                f"the controller of the service {self.spec.name!r} did not answer within {patience.timeout:g} s: check the "
+                "cluster."
+            ) from None
+        except ray.exceptions.RayActorError as error:  # it ended just now
+            return ServiceClosedError(f"the service {self.spec.name!r} ended: {error}")
+
+    def _hand_in(self) -> None:
+        """Give the controller a model that was passed by value, so that replicas can start from it."""
+        if self._model is not None:
+            import ray
+
+            ray.get(self._controller.deposit.remote(ray.cloudpickle.dumps(self._model)), timeout=600.0)
+
+    def close(self, why: str) -> None:
+        """Stop using the service; later calls raise :class:`ServiceClosedError` with this text."""
+        self._closed = self._closed or why
+        _release(self._lease)
+        self._handles, self._controller = [], None
+
+    def end(self) -> None:
+        """End the service for all clients, for good. A later service of the same name is left alone."""
+        import ray
+
+        try:
+            self.connect()
+        except ServiceClosedError:
+            return
+        spec, controller, handles = self.spec, self._controller, self._handles
+        ending = controller.end.remote()
+        if not ray.wait([ending], timeout=_SHUTDOWN)[0]:  # its process is stopped, or a node is out of reach
+            keeper = actor_of(spec, "weights")
+            for handle in (controller, *handles, *([] if keeper is None else [keeper])):
+                ray.kill(handle, no_restart=True)
+        gone = time.monotonic() + _ANSWER
+        while actor_of(spec, "control") is not None and time.monotonic() < gone:  # its name is free then
+            time.sleep(0.02)
+        self.close(f"the service {spec.name!r} was shut down.")
+
+    # ------------------------------------------------------------------ which replicas
+
+    def table(self, *, timeout: float = _ANSWER) -> dict[str, Any]:
+        """The controller's table, a fraction of a second old at most; an older one if it does not answer.
+
+        Raises :class:`ServiceClosedError` if the service has ended.
+        """
+        import ray
+
+        self.connect()
+        seen, found = self._table
+        if time.monotonic() - seen > _LOOK:
+            try:
+                found = ray.get(self._controller.table.remote(), timeout=timeout)
+                self._table = (time.monotonic(), found)
+            except ray.exceptions.GetTimeoutError:
+                self._table = (time.monotonic(), found)
+            except ray.exceptions.ActorDiedError as error:
+                self.close(f"the service {self.spec.name!r} was shut down, or ended with its last client.")
+                raise ServiceClosedError(self._closed) from error
+            except ray.exceptions.RayActorError:
+                pass  # it is started again
+            if not found["has_model"] and found["states"]:
+                self._hand_in()
+        if found["ended"]:
+            self.close(f"the service {self.spec.name!r} was shut down.")
+            raise ServiceClosedError(self._closed)
+        return found
+
+    def usable(self) -> list[int]:
+        """The replicas that are not down; all of them if all are. Raises the error of a model that no replica has."""
+        self.connect()
+        everyone = range(self.spec.num_replicas)
+        if self._down:
+            table, now = self.table(), time.monotonic()
+            if all(state == FAILED for state in table["states"]):
+                raise _without_model(self.spec, table["errors"][0])
+            for replica, since in list(self._down.items()):
+                if table["states"][replica] == READY and now - since > _LOOK:
+                    self._down.pop(replica, None)
+        return [replica for replica in everyone if replica not in self._down] or list(everyone)
+
+    def silent(self, replicas: Iterable[int]) -> set[int]:
+        """Those of which the controller says that they do not answer, or that they failed."""
+        states = self.table()["states"]
+        return {replica for replica in replicas if states[replica] in (SILENT, FAILED)}
+
+    def handle(self, replica: int) -> Any:
+        """The actor of a replica."""
+        self.connect()
+        return self._handles[replica]
+
+    def lose(self, replica: int) -> None:
+        """Avoid a replica whose call failed until the controller says that it is ready."""
+        self.retries += 1
+        self._down[replica] = time.monotonic()
+
+    def saw(self, version: int, weights: str = "") -> None:
+        """Note a version of the weights, and the digest of its push; a WeightVersionError for two of one version."""
+        with self._lock:
+            if version > self.newest:
+                self.newest, self._weights = version, weights
+            elif version == self.newest and weights and weights != self._weights:
+                if self._weights:
+                    raise WeightVersionError(
+                        f"version {version} of the weights is {weights} in one replica of {self.spec.name!r}, and "
+                        f"{self._weights} was seen before, which are other ones: push all weights under a new version."
+                    )
+                self._weights = weights
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, method: str, *args: Any, timeout: float) -> Any:
+        """Call a method of any one replica, with retries until the timeout."""
+        patience = Patience(timeout, f"{method}() of the service {self.spec.name!r}")
+        while True:
+            replica = self.usable()[0]
+            found = self.gather(method, *args, replicas=[replica], timeout=patience.left, give_up=True)[replica]
+            if not isinstance(found, (ReplicaGone, *failures())):
+                if isinstance(found, Exception):
+                    raise found
+                return found
+            self.lose(replica)
+            patience.rest(found)
+
+    def gather(
+        self,
+        method: str,
+        *args: Any,
+        replicas: Sequence[int],
+        timeout: float,
+        wait: float | None = None,
+        needed: Sequence[int] | None = None,
+        give_up: bool = False,
+    ) -> dict[int, Any]:
+        """What a method of several replicas returns, all at once; an exception for one that does not answer in time.
+
+        Args:
+            method: of the replica's :class:`Server`.
+            args: its arguments.
+
+        Keyword Args:
+            replicas: numbers.
+            timeout: seconds.
+            wait: seconds to wait for others once one has returned; None for ``timeout``.
+            needed: those to wait for; all of them by default.
+            give_up: whether a replica that is down is an error at once; otherwise it is asked again.
+        """
+        import ray
+
+        name, end = self.spec.replica_name, time.monotonic() + timeout
+        asked = {self.handle(i).call.remote(method, *args): i for i in replicas}
+        found: dict[int, Any] = {}
+        last: dict[int, Exception] = {}
+        missing = set(replicas if needed is None else needed)
+        while missing - found.keys() and asked and time.monotonic() < end:
+            done, _ = ray.wait(list(asked), timeout=min(0.5, max(end - time.monotonic(), 0.001)))
+            for reference in done:
+                i = asked.pop(reference)
+                try:
+                    answer = ray.get(reference)
+                except failures() as error:
+                    answer = error
+                if isinstance(answer, (ReplicaGone, *failures())) and not give_up:
+                    last[i] = answer
+                    time.sleep(_FIRST_PAUSE)
+                    asked[self.handle(i).call.remote(method, *args)] = i
+                    continue
+                found[i] = answer
+                if wait is not None and not isinstance(answer, Exception):
+                    end = min(end, time.monotonic() + wait)
+            if not done:
+                for i in self.silent(asked.values()):
+                    found[i] = ServiceTimeout(f"replica {name(i)} hangs: its process or node does not answer.")
+                asked = {reference: i for reference, i in asked.items() if i not in found}
+        for i in asked.values():
+            why = f": {last[i]}" if i in last else ""
+            found.setdefault(i, ServiceTimeout(f"replica {name(i)} did not answer within {timeout:.3g} s{why}"))
+        return found
+
+    # ------------------------------------------------------------------ the start
+
+    def open(self, *, timeout: float) -> None:
+        """Join for a constructor, and wait for the replicas: all of a new service, one of a service that others use.
+
+        Raises the error of the factory, or says what keeps the replicas from starting.
+        """
+        self.connect(new=True, timeout=max(timeout, _JOIN))
+        patience = Patience(timeout, f"the start of {self.spec.name!r}")
+        in_use, missing = READY in self.table()["states"], _Resources(self.spec)
+        while True:
+            table = self.table()
+            states: list[str] = table["states"]
+            ready, failed = states.count(READY), [error for error in table["errors"] if error is not None]
+            if failed and (not in_use or len(failed) == len(states)):
+                raise failed[0]
+            if ready + len(failed) == len(states) or (in_use and ready):
+                break
+            if patience.left <= 0.001:
+                raise ServiceTimeout(
+                    f"the service {self.spec.name!r} did not start within {timeout:.3g} s{missing.why(states)}. If the model "
+                    "takes longer to load, raise timeout=."
+                )
+            missing.look(states)
+            time.sleep(0.1)
+        self.spec.check_expected(table["fingerprint"])
+
+
+def _without_model(spec: ServiceSpec, error: Exception) -> Exception:
+    return ServiceError(f"no replica of {spec.name!r} can be created again: {error}")
+
+
+def _session() -> str:
+    """Identifies the connection of this process to a cluster; empty without one."""
+    import ray
+
+    if not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()} {context.get_worker_id()}"
+
+
+def _release(lease: list[Any]) -> None:
+    """Cancel the call that a client holds."""
+    import ray
+
+    held = lease[:1]
+    lease.clear()
+    if held and ray.is_initialized():
+        ray.cancel(held[0])
+
+
+def _forget(lease: list[Any]) -> None:
+    """:func:`_release` in a thread: an object may be freed in the midst of anything."""
+    if lease:
+        threading.Thread(target=_release, args=(lease,), name="release", daemon=True).start()
+
+
+class _Resources:
+    """Says which resource replicas wait for."""
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        given = {"CPU": spec.options.get("num_cpus", 0), "GPU": spec.options.get("num_gpus", 0)}
+        given |= spec.options.get("resources", {})
+        self._needed = {name: amount for name, amount in given.items() if amount}
+        self._spec, self._next_look = spec, time.monotonic() + 1.0
+
+    def why(self, states: Sequence[str]) -> str:
+        """What replicas without a process wait for; empty if all have one, or there are resources."""
+        import ray
+
+        waiting = [self._spec.replica_name(i) for i, state in enumerate(states) if state == "pending"]
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        total, free = ray.cluster_resources(), ray.available_resources()
+
+        def fits(has: Mapping[str, float]) -> bool:
+            return all(has.get(name, 0) >= amount for name, amount in self._needed.items())
+
+        if not waiting or (fits(free) and any(map(fits, nodes))):
+            return ""
+        has = ", ".join(
+            f"{name}: {amount:g} requested, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
+            for name, amount in self._needed.items()
+        )
+        which = "has" if not any(map(fits, nodes)) else "has free"
+        return f": replica {waiting[0]} waits: no node {which} {self._needed} ({has}); free some, or add a node"
+
+    def look(self, states: Sequence[str]) -> None:
+        """Log what is missing after a second, and again every 30 s."""
+        if time.monotonic() >= self._next_look and (why := self.why(states)):
+            _LOG.warning("the service %s%s", self._spec.name, why)
+            self._next_look = time.monotonic() + 30.0
+
+
+# ------------------------------------------------------------------ failures and retries
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """Errors after which the same call may succeed."""
+    from ray import exceptions
+
+    return (
+        exceptions.RayActorError,
+        exceptions.ObjectLostError,
+        exceptions.ObjectStoreFullError,
+        exceptions.WorkerCrashedError,
+        exceptions.NodeDiedError,
+    )
+
+
+class Patience:
+    """A deadline ``timeout`` seconds from now, and growing pauses between tries; ``what`` names the call in messages."""
+
+    def __init__(self, timeout: float, what: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.timeout, self.what, self._sleep = timeout, what, sleep
+        self._end = time.monotonic() + timeout
+        self._pause = _FIRST_PAUSE
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, at least 0.001."""
+        return max(self._end - time.monotonic(), 0.001)
+
+    def rest(self, error: Exception) -> None:
+        """Pause before the next try; without time for one raise :class:`ServiceTimeout`, or ``error`` for a full queue."""
+        if self._pause > self.left:
+            if isinstance(error, ServiceOverloaded):
+                raise error
+            raise ServiceTimeout(f"{self.what}: no replica came back within {self.timeout:g} s: {error}") from error
+        self._sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def up(self) -> ServiceTimeout:
+        """The error of a missed deadline."""
+        return ServiceTimeout(f"{self.what} took more than {self.timeout:g} s. Raise timeout=, or add replicas.")

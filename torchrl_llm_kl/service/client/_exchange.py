@@ -1,0 +1,218 @@
+"""The requests of one call, out to the replicas, and their replies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.client._connection import Connection, Patience, failures
+from torchrl_llm_kl.service.client._router import Router
+
+_MOST_TOKENS = 2**21  # of a request, about: 8 MiB
+_LOOK = 2.0  # seconds without an answer after which a client asks whether the replica is silent
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One request of a call, and the place of its answer."""
+
+    request: Request
+    where: Tensor | None = None  # positions of its tokens among those of the call, int64 [n]; None for all
+    replica: int | None = None  # that scores it; None before one was chosen
+
+    @property
+    def elements(self) -> Tensor:
+        """Positions of the scored tokens in the flat tokens of the call; int64 ``[K]``."""
+        scored = self.request.scored.mask.nonzero().squeeze(-1)
+        return scored if self.where is None else self.where[scored]
+
+    def divided(self, router: Router, replicas: Sequence[int]) -> list[Part]:
+        """One part for each of ``replicas`` that gets some of the sequences; more only beyond ``_MOST_TOKENS``."""
+        request, scored = self.request, self.request.scored
+        if len(replicas) == 1 and request.num_tokens <= _MOST_TOKENS:
+            return [replace(self, replica=replicas[0])]
+        tokens, lengths = scored.tokens.values.numpy(), scored.tokens.lengths.numpy()
+        starts = lengths.cumsum() - lengths
+        places = np.append(np.flatnonzero(scored.mask.numpy()), len(tokens))
+        first = np.minimum(places[places.searchsorted(starts)] - starts, lengths)
+        chosen = router.assign(tokens, lengths, first, replicas, continues=request.options.remember)
+        sizes, parts = scored.sizes().numpy(), []
+        for replica in np.unique(chosen).tolist():
+            own = np.where(chosen == replica, sizes, 0)
+            pieces = (own.cumsum() - own) // _MOST_TOKENS
+            for piece in np.unique(pieces[chosen == replica]):
+                rows = (chosen == replica) & (pieces == piece)
+                if rows.all():
+                    return [replace(self, replica=replica)]
+                inside = scored.elements(torch.from_numpy(np.flatnonzero(rows)))
+                where = inside if self.where is None else self.where[inside]
+                parts.append(Part(request.select(np.flatnonzero(rows)), where, replica))
+        return parts or [replace(self, replica=replicas[0])]
+
+
+class Exchange:
+    """Sends a call to the replicas, one request to each; :meth:`replies` waits for them.
+
+    If a replica dies or does not answer, its sequences are divided among the others. A request whose replica died while it
+    held it may be the cause: from then on it shares no batch, and the controller counts its trials. During a weight update,
+    requests are repeated to replicas that do not hold the new weights yet. The timeout starts with the call of
+    :meth:`replies`.
+
+    Attributes:
+        parts: the requests so far; one of a replica that died may be replaced by several.
+    """
+
+    def __init__(self, connection: Connection, router: Router, whole: Part, *, timeout: float) -> None:
+        self.parts = [whole]
+        self._connection, self._router, self._timeout = connection, router, timeout
+        self._replies: dict[int, Reply] = {}
+        self._error: Exception | None = None
+        self._sent: dict[Any, int] = {}  # reference to an answer -> part
+        self._arrived = self._withdrawn = False
+        self._start_clock()
+        self._send()
+
+    def _start_clock(self) -> None:
+        self._patience = Patience(self._timeout, f"scoring on {self._connection.spec.name!r}")
+
+    def replies(self) -> list[Reply]:
+        """Wait for the replies, in the order of the parts and all from the same weights; raises the error of a request."""
+        if not self._arrived:
+            self._start_clock()
+        while True:
+            self._collect()
+            if self._withdrawn:
+                raise ServiceError("the call was cancelled.")
+            if self._error is not None:
+                self._patience.rest(self._error)
+            if len(self._replies) == len(self.parts) and not self._drop_stale():
+                return [self._replies[i] for i in range(len(self.parts))]
+            self._send()
+
+    def _send(self) -> None:
+        """Request all missing replies at once."""
+        self._error, self._sent = None, {}
+        usable = self._connection.usable()
+        for i in [i for i, part in enumerate(self.parts) if i not in self._replies and part.replica not in usable]:
+            self.parts[i], *others = self.parts[i].divided(self._router, usable)
+            self.parts += others
+        for i, part in enumerate(self.parts):
+            if i in self._replies or part.replica is None:
+                continue
+            # Slightly less than the remaining time: the replica must report a full queue before the client times out.
+            left = self._patience.left
+            left = max(left - 0.5, 0.8 * left)
+            packed = replace(part.request, newest=self._connection.newest).pack()
+            self._sent[self._connection.handle(part.replica).call.remote("score", packed, left)] = i
+
+    def _collect(self) -> None:
+        """Wait for the answers; store replies and the last failure of a replica, and raise the error of a request."""
+        import ray
+
+        waiting = list(self._sent)
+        try:
+            while waiting and not self._withdrawn:
+                done, waiting = ray.wait(waiting, timeout=min(_LOOK, self._patience.left))
+                for answer in done:
+                    self._take(self._sent[answer], answer)
+                if done:
+                    continue
+                if self._patience.left <= 0.001:
+                    raise self._patience.up()
+                replicas = {answer: self.parts[self._sent[answer]].replica for answer in waiting}
+                silent = self._connection.silent({i for i in replicas.values() if i is not None})
+                if silent and len(silent) < self._connection.spec.num_replicas:
+                    for replica in silent:
+                        self._lose(replica, ServiceTimeout(f"replica {replica} does not answer."))
+                    waiting = [answer for answer in waiting if replicas[answer] not in silent]
+        except BaseException:  # the call fails: no caller waits for the requests that are still queued
+            self.cancel()
+            raise
+
+    def _take(self, i: int, answer: Any) -> None:
+        import ray
+
+        replica = self.parts[i].replica
+        assert replica is not None
+        try:
+            found = ray.get(answer)
+        except ray.exceptions.TaskCancelledError:
+            return
+        except failures() as down:
+            self._lose(replica, down)
+            if isinstance(down, ray.exceptions.RayActorError):
+                self.parts[i] = replace(self.parts[i], request=replace(self.parts[i].request, suspect=True))
+            return
+        if isinstance(found, (ServiceBusy, ServiceTimeout)):
+            self._error = found  # dropped there, while this caller's timeout began again
+        elif isinstance(found, ReplicaGone):
+            self._lose(replica, found)
+        elif isinstance(found, Exception):
+            raise found
+        else:
+            self._replies[i] = Reply.unpack(found)
+
+    def _lose(self, replica: int, error: Exception) -> None:
+        self._connection.lose(replica)
+        self._error = error
+
+    async def arrival(self) -> None:
+        """Wait until every request that was sent has an answer or failed, or may have to be sent elsewhere.
+
+        Raises :class:`ServiceTimeout` after the timeout.
+        """
+        self._start_clock()
+        self._arrived = True
+        waiting = [asyncio.wrap_future(answer.future()) for answer in self._sent]
+        for each in waiting:
+            each.add_done_callback(_seen)
+        try:
+            while waiting and (left := (await asyncio.wait(waiting, timeout=min(10.0, self._patience.left)))[1]):
+                if self._patience.left <= 0.001:
+                    self.cancel()
+                    raise self._patience.up()
+                asked = [part.replica for part in self.parts if part.replica is not None]
+                if await asyncio.to_thread(self._connection.silent, asked):
+                    return
+                waiting = list(left)
+        finally:
+            for each in waiting:  # an answer may arrive after the loop was closed
+                each.cancel()
+
+    def cancel(self) -> None:
+        """Withdraw the requests that have no reply; :meth:`replies` raises :class:`ServiceError` then."""
+        self._withdrawn = True
+        with contextlib.suppress(Exception):
+            import ray
+
+            for answer, i in self._sent.items():
+                if i not in self._replies:
+                    ray.cancel(answer)
+
+    def _drop_stale(self) -> bool:
+        """Whether some replies came from older weights than others; drops the older ones.
+
+        A :class:`WeightVersionError` if two of one version came from different weights.
+        """
+        newest = max((reply.version for reply in self._replies.values()), default=0)
+        for reply in self._replies.values():
+            self._connection.saw(reply.version, reply.weights)
+        stale = [i for i, reply in self._replies.items() if reply.version < newest]
+        for i in stale:
+            del self._replies[i]
+        return bool(stale)
+
+
+def _seen(answer: asyncio.Future[Any]) -> None:
+    """Read an error, which :meth:`Exchange.replies` meets again, so that asyncio does not report it as never retrieved."""
+    if not answer.cancelled():
+        answer.exception()

@@ -1,1 +1,0 @@
-"""What a service knows about itself: its table, the actor that owns it, and both sides that talk to it."""

@@ -1,0 +1,355 @@
+"""The work of a replica: it scores requests in batches, and takes pushed weights between two of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
+
+from torchrl_llm_kl.rollouts import ModelInterface
+from torchrl_llm_kl.scoring import fingerprint_of
+from torchrl_llm_kl.service._controller import MAX_TRIALS, actor_of
+from torchrl_llm_kl.service._errors import (
+    EngineLost,
+    PoisonedRequest,
+    ReplicaGone,
+    ServiceBusy,
+    WeightVersionError,
+    portable,
+)
+from torchrl_llm_kl.service._spec import ServiceSpec
+from torchrl_llm_kl.service._weights import Missing, Pushes
+from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service.engines._engine import engine_of
+from torchrl_llm_kl.service.replica._actor import MAX_CONCURRENCY
+from torchrl_llm_kl.service.replica._batcher import Batcher
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
+
+_ANSWER = 5.0  # seconds to wait for the controller
+_MAX_REQUESTS = MAX_CONCURRENCY * 4 // 5
+
+_LOG = logging.getLogger("torchrl_llm_kl.service")
+_T = TypeVar("_T")
+
+
+class Server:
+    """Scores the requests of any number of clients.
+
+    Args:
+        spec: the service.
+        replica: number of this replica.
+        life: mark of this process.
+        made: what the factory returned: a model or an engine.
+
+    Keyword Args:
+        starts: how often the replica was started, this time included.
+    """
+
+    def __init__(self, spec: ServiceSpec, replica: int, life: str, made: Any, *, starts: int) -> None:
+        _keep_freed_memory()
+        self._spec, self._replica, self._life, self._starts = spec, replica, life, starts
+        self._name = spec.replica_name(replica)
+        self._inside = self._clients = 0  # requests in flight, processes that use the service
+        self._lost: Exception | None = None  # why the model lacks the required weights
+        self._hung = False
+        self._refused: frozenset[str] = frozenset()  # digests of requests that end the process
+        self._core = ScoringCore(
+            engine_of(made, **{key: spec.settings[key] for key in ("tokens_per_batch", "memory")})
+        )
+        engine = self._core.engine
+        self._fingerprint = _fingerprint(engine, spec.name)
+        self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
+        self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
+        queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
+        self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
+        self._pushes = Pushes(spec, engine.check_weights, getattr(engine, "tensors", list)())
+        self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._refreshing = asyncio.Lock()
+        if hasattr(engine, "when_lost"):
+            engine.when_lost(self._end)
+        threading.Thread(target=self._watch_progress, name="watchdog", daemon=True).start()
+        self._restore()
+
+    # ------------------------------------------------------------------ scores
+
+    async def score(self, packed: bytes, timeout: float) -> bytes:
+        """A packed reply, within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        self._inside += 1
+        try:
+            self._check_life()
+            if self._inside > _MAX_REQUESTS:
+                raise ServiceBusy(
+                    f"{_MAX_REQUESTS} requests wait at replica {self._name}: add replicas, or send fewer at a time."
+                )
+            request = Request.unpack(packed)
+            if self._refused and request.digest() in self._refused:
+                raise PoisonedRequest("replicas died of this request before: it is not tried again.")
+            await self._catch_up(request, timeout)
+            left = max(deadline - time.monotonic(), 0.0)
+            reply = await self._batcher.submit(request, timeout=left, trial=self._trial(request))
+            return reply.pack(half=request.half)
+        finally:
+            self._inside -= 1
+
+    def _trial(self, request: Request) -> Callable[[bool], Awaitable[None]] | None:
+        """What to do before and after a request is scored of which other processes may have died; None if none did."""
+        controller = actor_of(self._spec, "control") if request.suspect else None
+        if controller is None:
+            return None
+        digest = request.digest()
+
+        async def announce(over: bool) -> None:
+            call = controller.end_trial if over else controller.begin_trial
+            try:
+                given = (digest,) if over else (digest, self._replica, self._life)
+                may = await asyncio.wait_for(asyncio.wrap_future(call.remote(*given).future()), _ANSWER)
+            except Exception as error:
+                _LOG.warning("the controller of %s does not answer: this trial does not count (%s)", self._name, error)
+                return
+            if not may and not over:
+                raise PoisonedRequest(
+                    f"{MAX_TRIALS} processes died while they scored a request of {request.num_sequences} sequences and "
+                    f"{request.num_tokens} tokens, and nothing else: it is not tried again. Look for the cause in the logs of "
+                    f"{self._spec.name!r}, and score its sequences in smaller requests to find the one at fault."
+                )
+
+        return announce
+
+    def _answer(self, requests: Sequence[Request]) -> list[Reply | Exception]:
+        if self._lost is not None:
+            return [self._lost] * len(requests)
+        try:
+            answers = self._core.score(requests)
+        except EngineLost as error:
+            self._end(error)
+        self._stats.failures += sum(isinstance(answer, Exception) for answer in answers)
+        return answers
+
+    def _record(self, record: BatchRecord) -> None:
+        self._stats.add(record)
+        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
+
+    # ------------------------------------------------------------------ the end of the process
+
+    def _end(self, error: EngineLost) -> NoReturn:
+        """Exit without an engine, so that Ray starts the replica again and clients send their requests again."""
+        _LOG.error("replica %s ends: %s", self._name, error)
+        logging.shutdown()
+        os._exit(1)
+
+    def _check_life(self) -> None:
+        if self._hung:
+            raise ReplicaGone(f"replica {self._name} hangs and ends.")
+
+    def _watch_progress(self) -> None:
+        """End the process if a batch or an update makes no progress: only that ends a thread that hangs."""
+        watchdog = Watchdog(self._core, float(self._spec.settings["hang_after"]))
+        while not watchdog.hangs(time.monotonic()):
+            time.sleep(min(watchdog.hang_after / 8, 5.0))
+        self._hung = True
+        _LOG.error("replica %s made no progress for %g s and ends; its threads:", self._name, watchdog.hang_after)
+        with contextlib.suppress(Exception):  # stderr may be closed
+            faulthandler.dump_traceback(all_threads=True)
+        self._batcher.reject_soon(ReplicaGone(f"replica {self._name} hangs and ends."))
+        time.sleep(0.5)  # let the errors reach their callers; those of the batch see the actor die
+        os._exit(1)
+
+    async def close(self) -> None:
+        """Reject waiting and later requests."""
+        await self._batcher.close()
+        await asyncio.sleep(0.2)  # let the errors reach their callers
+
+    # ------------------------------------------------------------------ weights
+
+    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> None:
+        """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`."""
+        await self._off_loop(lambda: self._pushes.stage(token, version, seen))
+
+    async def drop_weights(self) -> None:
+        """Free a staged push that was given up."""
+        await self._off_loop(self._pushes.drop)
+
+    async def refresh_weights(self) -> None:
+        """Load the pushes that this replica lacks."""
+        await self._refresh()
+
+    async def _off_loop(self, call: Callable[[], _T]) -> _T:
+        """Run ``call`` in the thread of the weights: the keeper may let it wait, and requests go on."""
+        self._check_life()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._weights_thread, call)
+        except EngineLost as error:
+            self._end(error)
+
+    async def _refresh(self, version: int | None = None) -> None:
+        """Load the pushes that this replica lacks, unless it has ``version`` by then."""
+        async with self._refreshing:
+            if version is None or version > self._core.version or self._lost is not None:
+                await asyncio.shield(self._load())
+
+    async def _load(self) -> None:
+        found = await self._off_loop(self._pushes.missing)
+        if found is None:
+            return
+        try:
+            await self._batcher.in_thread(lambda: self._copy(found))
+        except EngineLost as error:
+            self._end(error)
+        await self._off_loop(lambda: self._pushes.take(found.token))
+        self._lost = None
+        for version, arrived in self._awaited:
+            if version <= self._core.version and not arrived.done():
+                arrived.set_result(None)
+        _LOG.info("replica %s holds version %d of the weights", self._name, found.version)
+
+    def _copy(self, found: Missing) -> None:
+        self._core.update_weights(found.weights, found.version, checked=True, digest=found.digest)
+
+    def _restore(self) -> None:
+        """Load all pushes before the first request."""
+        try:
+            found = self._pushes.missing()
+            if found is not None:
+                self._copy(found)
+                self._pushes.take(found.token)
+                _LOG.info("replica %s took version %d of the weights again", self._name, found.version)
+        except EngineLost as error:
+            self._end(error)
+        except Exception as error:  # better an error than scores from wrong weights
+            self._lost = portable(error)
+            _LOG.warning("replica %s answers no request: %s", self._name, error)
+
+    async def _catch_up(self, request: Request, timeout: float) -> None:
+        """Load the weights that a request needs from the keeper, or wait for their push."""
+        wanted, failed = request.version or 0, None
+        end = time.monotonic() + timeout
+        if max(wanted, request.newest) > self._core.version or self._lost is not None:
+            try:
+                await asyncio.wait_for(self._refresh(max(wanted, request.newest)), timeout)
+            except asyncio.TimeoutError:
+                failed = "they were not there in time"
+            except Exception as error:
+                failed = str(error)
+        if self._lost is not None:  # each request of the batch reports it
+            return
+        if request.newest > self._core.version:
+            raise WeightVersionError(
+                f"version {request.newest} of the weights was seen before, replica {self._name} holds {self._core.version} and "
+                f"finds no newer one: {failed or 'it is lost, push it again.'}"
+            )
+        if wanted <= self._core.version:
+            return
+        waiting = (wanted, asyncio.get_running_loop().create_future())
+        self._awaited.append(waiting)
+        try:
+            await asyncio.wait_for(waiting[1], max(end - time.monotonic(), 0.0))
+        except asyncio.TimeoutError:
+            raise WeightVersionError(
+                f"version {wanted} of the weights was requested, replica {self._name} holds {self._core.version} and got "
+                f"no newer one within {timeout:.3g} s: push it with update_weights(), or request no version."
+            ) from None
+        finally:
+            self._awaited.remove(waiting)
+
+    async def fingerprint(self) -> tuple[int, str, str]:
+        """See :attr:`ScoringCore.fingerprint`. Reads all weights once after each update."""
+        self._check_life()
+        if self._lost is not None:
+            raise self._lost
+        while (found := self._core.fingerprint) is None:
+            await self._batcher.in_thread(self._core.read_fingerprint)
+        return found
+
+    # ------------------------------------------------------------------ state
+
+    def hear(self, news: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the controller's news; what it must know: the weights that were loaded, and whether pushes replaced them."""
+        self._clients = int(news.get("clients", self._clients))
+        self._refused = frozenset(news.get("refused", self._refused))
+        return {"fingerprint": self._fingerprint, "replaced": self._pushes.whole}
+
+    async def interface(self) -> tuple[ModelInterface, bool]:
+        """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
+        return self._core.engine.interface()
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters, queue length, version of the weights, clients."""
+        seen, recalled = self._core.engine.cached_tokens()
+        return {
+            "name": self._name,
+            "pid": os.getpid(),
+            "restarts": self._starts - 1,
+            "queue": len(self._batcher),
+            "queue_tokens": self._batcher.tokens,
+            "version": self._core.version,
+            "clients": self._clients,
+            "tokens_recalled": recalled,
+            "cache_hit_rate": recalled / seen if seen else 0.0,
+            **self._stats.snapshot(),
+        }
+
+    async def health(self) -> bool:
+        """Whether it can score; responds while a batch runs."""
+        return self._lost is None and not self._hung
+
+
+class Watchdog:
+    """Tells whether a call of a core has made no progress for ``hang_after`` seconds.
+
+    A long call does not hang while the engine's ``progress()`` grows, nor does a core that waits.
+
+    Args:
+        core: its calls are watched.
+        hang_after: seconds.
+    """
+
+    def __init__(self, core: ScoringCore, hang_after: float) -> None:
+        self._core, self.hang_after = core, hang_after
+        self._state: tuple[int, int] | None = None
+        self._since = 0.0
+
+    def hangs(self, now: float) -> bool:
+        """Whether the call hangs; to be asked a few times within ``hang_after``, with the time of one clock in seconds."""
+        running = self._core.running
+        state = None if running is None else (running, self._progress())
+        if state != self._state:
+            self._state, self._since = state, now
+        return state is not None and now - self._since >= self.hang_after
+
+    def _progress(self) -> int:
+        try:
+            return self._core.engine.progress()
+        except Exception:  # it cannot tell: no progress
+            return -1
+
+
+def _fingerprint(engine: Any, service: str) -> str | None:
+    """The fingerprint of the model that a factory made; None for an engine without weights in this process."""
+    inner = getattr(engine, "model", None)
+    if isinstance(getattr(inner, "model", inner), nn.Module):
+        try:
+            return fingerprint_of(inner)
+        except Exception as error:  # weights of an exotic kind are no reason not to score
+            _LOG.warning("the model of %s has no fingerprint: %s", service, error)
+    return None
+
+
+def _keep_freed_memory(mebibytes: int = 256) -> None:
+    """Let glibc keep this many freed MiB: getting them from the system again for each batch costs page faults."""
+    trim_threshold, mmap_threshold = -1, -3  # of mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(trim_threshold, mebibytes * 2**20)
+        libc.mallopt(mmap_threshold, mebibytes * 2**20 // 2)
