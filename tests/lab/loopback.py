@@ -1,10 +1,9 @@
 """A service without Ray: requests and replies are packed, scored in this process and unpacked."""
 
-from remote_models import model
 from torchrl_llm_kl.service import RemoteModel
+from torchrl_llm_kl.service._spec import ServiceSpec
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.client import _remote
-from torchrl_llm_kl.service.control._spec import ServiceSpec
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 
@@ -17,9 +16,9 @@ class Loopback:
         loop = self
 
         class Exchange:
-            def __init__(self, replicas, router, whole, *, timeout):
+            def __init__(self, connection, router, whole, *, timeout):
                 self.parts = whole.divided(router, [0, 1])
-                self._core = loop.cores[replicas.spec.name]
+                self._core = loop.cores[connection.spec.name]
 
             async def arrival(self):
                 pass
@@ -36,6 +35,6 @@ class Loopback:
 
     def serve(self, made, name="model"):
         self.cores[name] = ScoringCore(TransformersEngine(made))
-        remote = RemoteModel(ServiceSpec(name, model, "source", {"max_tokens": 4}, num_replicas=2))
+        remote = RemoteModel(ServiceSpec(name, "source", {"max_tokens": 4}, num_replicas=2))
         remote._interface = self.cores[name].engine.interface()
         return remote

@@ -77,7 +77,7 @@ def test_drivers_with_the_same_name_and_with_another_configuration(drivers, loca
     assert first == second
     expected = float(local.score(sequences()).values.sum())
     assert float(first.split()[1]) == pytest.approx(expected, rel=1e-6)
-    assert "'contested:0' is in use with another configuration: model: it has 'factory remote_models.model" in third
+    assert "'contested' is in use with another configuration: model: it has 'factory remote_models.model" in third
     one.exit()
     assert names("contested:0")
     two.exit()
@@ -100,7 +100,7 @@ def test_a_detached_service_outlives_its_driver(drivers, local):
 
 
 @pytest.mark.slow
-def test_the_lease_of_a_killed_driver_expires(drivers):
+def test_a_service_ends_after_its_driver_was_killed(drivers):
     doomed = drivers()
     doomed.run('service = ScoringService(factory=model, name="orphan", num_cpus=0.1)')
     doomed.kill()
@@ -151,11 +151,11 @@ KEPT = """
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "between",
-    ["ray.shutdown(); connect(); time.sleep(45)", "ray.shutdown(); time.sleep(10); connect(); time.sleep(40)"],
+    ["ray.shutdown(); connect()", "ray.shutdown(); time.sleep(10); connect()"],
     ids=["at once", "after ten seconds"],
 )
 def test_a_client_that_connects_again_keeps_the_service(drivers, between):
-    """Its handles ended with the old connection, and with them its leases, the service and the pushed weights."""
+    """Its handles ended with the old connection, the service and the pushed weights did not."""
     client = drivers()
     assert client.run(KEPT.format(between=between)) == "True 1"
     client.exit()
@@ -196,7 +196,7 @@ def test_a_model_by_value_after_the_process_that_passed_it(drivers, local, lost)
         for no_restart in (True, False):
             ray.kill(ray.get_actor(f"{name}:0", namespace=namespace), no_restart=no_restart)
             assert_same(scorer.score(sequences()).values, expected)
-        remote.replicas.end()
+        remote.connection.end()
         return
     for actor in (f"{name}:control", f"{name}:0"):
         ray.kill(ray.get_actor(actor, namespace=namespace), no_restart=False)

@@ -1,4 +1,4 @@
-"""The control actor on a Ray cluster: its loss, the end of a service, hung replicas, clients that stop or come back."""
+"""The controller on a Ray cluster: its loss, the end of a service, replicas that stand still, missing resources."""
 
 import json
 import logging
@@ -18,8 +18,7 @@ from load import actor, assert_same, callers, clone, names, pid_of, pids, sequen
 from project import PROJECT
 from remote_models import delayed, from_file, model, quits
 from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceError
-from torchrl_llm_kl.service.control._actor import control_of
-from torchrl_llm_kl.service.control._table import READY, Plan, Scaling
+from torchrl_llm_kl.service._controller import READY
 from waits import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -39,10 +38,10 @@ def service():
 
 
 def states(service):
-    return list(ray.get(actor(service, "control").table.remote())["states"].values())
+    return ray.get(actor(service, "control").table.remote())["states"]
 
 
-def test_the_loss_of_the_control_actor_harms_nobody(service, local):
+def test_the_loss_of_the_controller_harms_nobody(service, local):
     """It is killed under load, then a replica is: no request is lost or wrong, and the table comes back."""
     fingerprint = service.fingerprint
     with callers(service.model, calls=30) as load:
@@ -56,15 +55,17 @@ def test_the_loss_of_the_control_actor_harms_nobody(service, local):
     assert pids(service)[1] == before[1]
 
 
-def test_the_control_actor_is_created_again_by_whoever_needs_it(service, local):
-    before, fingerprint = pids(service), service.fingerprint
-    ray.kill(actor(service, "control"), no_restart=True)
-    until(lambda: names("controlled:control") == [])
-    newcomer = clone(service.model)
-    assert_same(newcomer.make_scorer().score(sequences()).values, local.score(sequences()).values)
-    assert service.fingerprint == fingerprint
-    until(lambda: states(service) == [READY, READY])
-    assert pids(service) == before
+def test_a_service_without_its_controller_has_ended():
+    """Somebody killed it for good: calls say so, and the replica ends by itself."""
+    with ScoringService(factory=model, name="headless", **CPUS) as service:
+        remote = clone(service.model)
+        ray.kill(actor(service, "control"), no_restart=True)
+        until(lambda: names("headless:control") == [])
+        with pytest.raises(
+            ServiceClosedError, match="the service 'headless' was shut down, or ended with its last client"
+        ):
+            remote.make_scorer().score(sequences())
+        until(lambda: names("headless:") == [], seconds=120)
 
 
 def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path, local):
@@ -106,12 +107,12 @@ def test_a_shutdown_during_a_long_batch_is_not_undone(local, tmp_path):
     with pytest.raises(ServiceClosedError, match="the service 'ends' was shut down"):
         unused.make_scorer().score(sequences())
     with ScoringService(factory=model, name="ends", **CPUS) as new:
-        assert new.model.spec.incarnation == service.model.spec.incarnation + 1
+        assert new.model.spec.id != service.model.spec.id
         with pytest.raises(ServiceClosedError):
             clone(handles[0]).make_scorer().score(sequences())
         before = pids(new)
         service.shutdown()  # again: the name is another service's now
-        unused.replicas.end()
+        unused.connection.end()
         assert pids(new) == before
         assert_same(new.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
         new.shutdown()
@@ -143,21 +144,15 @@ def test_a_stopped_replica_blocks_nobody_and_is_started_again(service, local):
     assert after[1] != before[1]
 
 
-@pytest.mark.parametrize("restarted", [True, False], ids=["by Ray", "by clients"])
-def test_a_model_by_value_outlives_all_actors_at_once(local, restarted):
-    """Control actor and replica are killed together: a process that passed the model hands it in again."""
+def test_a_model_by_value_outlives_all_actors_at_once(local):
+    """Controller and replica are killed together: a process that passed the model hands it in again."""
     with ScoringService(model(), name="handed", **CPUS) as service:
-        other = clone(service.model)  # without the model
-        for remote in (other, service.model):
-            assert_same(remote.make_scorer().score(sequences()).values, local.score(sequences()).values)
-            actors = [actor(service, what) for what in ("control", 0)]
-            ids = [pid_of(each) for each in actors]
-            for each, pid in zip(actors, ids, strict=True):
-                if restarted:
-                    os.kill(pid, signal.SIGKILL)
-                else:
-                    ray.kill(each, no_restart=True)
-            assert_same(remote.make_scorer().score(sequences(1)).values, local.score(sequences(1)).values)
+        scorer = service.model.make_scorer()
+        assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+        ids = [pid_of(actor(service, what)) for what in ("control", 0)]
+        for pid in ids:
+            os.kill(pid, signal.SIGKILL)
+        assert_same(scorer.score(sequences(1)).values, local.score(sequences(1)).values)
         assert pids(service)[0] not in ids
         service.shutdown()
 
@@ -183,20 +178,6 @@ def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog
     ray.kill(hog)
     thread.join(timeout=LONG)
     made[0].shutdown()
-
-
-def test_the_number_of_replicas_follows_the_load(local):
-    options = {"name": "scales", "min_replicas": 1, "max_replicas": 2, "max_tokens": 40, **CPUS}
-    control_of(Plan("scales", slots=2, least=1), Scaling(wait=0.2, hold=2.0, idle=4.0))
-    with ScoringService(factory=partial(delayed, 0.1), **options) as service:
-        assert len(service.stats()) == 1
-        with callers(service.model, count=8) as load:
-            until(lambda: len(service.stats()) == 2, seconds=60)
-            until(lambda: all(stats.get("requests", 0) > 3 for stats in service.stats()), seconds=60)
-        load.assert_all_right(local)
-        until(lambda: names("scales:") == ["scales:0", "scales:control"], seconds=60)
-        assert_same(service.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
-        service.shutdown()
 
 
 def test_a_node_is_killed_and_another_added_under_load():

@@ -80,7 +80,7 @@ def test_bad_requests_beside_good_ones(shared, local):
 def test_a_slow_model_and_a_full_queue():
     with ScoringService(factory=partial(Slow, 0.6), max_queue=1, max_tokens=60, max_wait=0.0, **CPUS) as service:
         impatient = clone(service.model)
-        impatient.call(0, "health")
+        impatient.call("health")
         impatient.timeout = 0.3
         with pytest.raises(ServiceTimeout, match=r"took more than 0\.3 s"):
             impatient.make_scorer().score(sequences(count=1))
@@ -133,12 +133,12 @@ def test_missing_resources_are_an_error_and_the_name_is_free_again():
     with pytest.raises(ServiceTimeout, match=r"no node of the cluster has \{'CPU': 0.1, 'GPU': 1\}"):
         ScoringService(factory=model, name="gpu", num_cpus=0.1, num_gpus=1, timeout=2.0)
     with ScoringService(factory=model, name="gpu", **CPUS) as service:
-        assert service.model.call(0, "health")
+        assert service.model.call("health")
         service.shutdown()
 
 
 @pytest.mark.slow
-def test_a_model_may_take_longer_than_a_lease_to_load(local):
+def test_a_model_may_take_long_to_load(local):
     with ScoringService(factory=partial(late, 40.0), **CPUS) as service:
         assert_same(service.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
         service.shutdown()

@@ -8,7 +8,10 @@ from importlib import import_module
 import numpy as np
 import ray
 
-from torchrl_llm_kl.service.client._replicas import _lost_arguments, failures
+from load import actor, assert_same, pid_of, sequences
+from remote_models import model
+from torchrl_llm_kl.service import ScoringService
+from torchrl_llm_kl.service.client._connection import failures
 from waits import LONG
 
 
@@ -45,17 +48,22 @@ def test_a_crash_may_be_called_again():
     assert not error.actor_init_failed
 
 
-def test_lost_arguments_are_told_from_an_error_of_the_constructor():
-    """Ray drops a large argument of a detached actor after its first start."""
-    actor = Mortal.options(lifetime="detached", name="mortal", namespace="errors of Ray").remote(np.zeros(2**17))
-    lost = error_of(actor, kill=True)
-    assert isinstance(lost, failures())
-    assert lost.actor_init_failed
-    assert _lost_arguments(lost), lost
+def test_a_large_factory_is_no_argument_of_an_actor(local):
+    """Ray drops a large argument of a detached actor after its first start: a restart would fail."""
+    ballast = np.zeros(2**17)
+    with ScoringService(factory=lambda: model() if ballast.size else None, num_cpus=0.1) as service:
+        assert service.model.spec.factory is None
+        scorer = service.model.make_scorer()
+        for what in (0, "control", 0):
+            os.kill(pid_of(actor(service, what)), signal.SIGKILL)
+            assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+        service.shutdown()
+
+
+def test_an_error_of_the_constructor_is_for_good():
     broken = error_of(Mortal.remote(NotThere()))
-    assert isinstance(broken, failures())
+    assert isinstance(broken, ray.exceptions.ActorDiedError)
     assert broken.actor_init_failed
-    assert not _lost_arguments(broken), broken
 
 
 class NotThere:

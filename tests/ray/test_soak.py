@@ -60,7 +60,7 @@ class Faults:
             elif kind == "weights pushed":
                 self.service.update_weights(model().state_dict(), self.service.next_version())
             else:
-                pid = self.service.model.replicas.call(1, "stats", timeout=1.0)["pid"]
+                pid = self.service.model.connection.gather("stats", replicas=[1], timeout=1.0)[1]["pid"]
                 os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
             self.done[kind] += 1
 

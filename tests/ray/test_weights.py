@@ -114,7 +114,7 @@ def test_a_replica_catches_up_after_an_interrupted_push(pushed):
     for chunk in chunks:
         ray.get(keeper.stage.remote("interrupted", chunk))
     assert ray.get(keeper.commit.remote("interrupted", len(chunks), version)) == version
-    assert pushed.model.call(1, "refresh_weights") is None
+    assert pushed.model.connection.gather("refresh_weights", replicas=[1], timeout=LONG) == {1: None}
     assert sorted(stats["version"] for stats in pushed.stats()) == [version - 1, version]
     assert_holds(pushed, new, version)
 

@@ -55,7 +55,12 @@ def detached(kind: type, spec: ServiceSpec, suffix: str, *args: Any, **options: 
     import ray
 
     remote: Any = ray.remote(kind)
-    named = {"name": f"{spec.name}:{suffix}", "namespace": spec.namespace, "get_if_exists": True, "lifetime": "detached"}
+    named = {
+        "name": f"{spec.name}:{suffix}",
+        "namespace": spec.namespace,
+        "get_if_exists": True,
+        "lifetime": "detached",
+    }
     return remote.options(**named, **options).remote(*args)
 
 
@@ -106,7 +111,7 @@ class Controller:
         self.clients: set[str] = set()
         self.ended = ""  # why
         self.fingerprint: str | None = None  # of the weights that the first replica loaded
-        self._model: Any = None  # reference to the pickled model given by value
+        self._model: Any = None  # reference to a pickled factory that a client handed in
         self._handed_in, self._ending, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._running = False
         self._trials: OrderedDict[str, dict[str, int]] = OrderedDict()  # digest of a request -> processes that tried it
@@ -119,12 +124,12 @@ class Controller:
     # ------------------------------------------------------------------ clients
 
     async def join(self, config: Mapping[str, Any], service: str, *, new: bool = False) -> dict[str, Any] | Exception:
-        """The table and the handles of the replicas, for a client; an error as a value.
+        """The table, for a client; an error as a value.
 
         Args:
             config: what it expects of the service.
             service: the ``id`` of the service that it belongs to; empty for any.
-            new: whether a constructor asks, which starts failed replicas again.
+            new: whether failed replicas are started again.
         """
         if service not in ("", self.spec.id):
             return ServiceClosedError(
@@ -139,7 +144,7 @@ class Controller:
             if new and slot.state == FAILED and not self.ended:
                 self.slots[replica] = Slot(self._create(self.spec, replica))
                 asyncio.get_running_loop().create_task(self._supervise(replica))
-        return {**await self.table(), "replicas": [slot.handle for slot in self.slots]}
+        return await self.table()
 
     async def hold(self, client: str) -> None:
         """Return at the end of the service: the client that owns this call uses it until it cancels the call, or ends."""
@@ -161,9 +166,10 @@ class Controller:
             self._end("its last client left")
 
     async def table(self) -> dict[str, Any]:
-        """State of the service, in plain values."""
+        """State of the service, and the handles of its replicas."""
         return {
             "id": self.spec.id,
+            "replicas": [slot.handle for slot in self.slots],
             "ended": self.ended,
             "states": [slot.state for slot in self.slots],
             "errors": [slot.error for slot in self.slots],
@@ -174,7 +180,7 @@ class Controller:
         }
 
     async def deposit(self, packed: bytes) -> None:
-        """Keep a model given by value, from which replicas start."""
+        """Keep a pickled factory, such as one that returns a model given by value, from which replicas start."""
         import ray
 
         self._model = await asyncio.to_thread(ray.put, packed)
@@ -265,9 +271,11 @@ class Controller:
                     return
                 deaths.clear()
                 await self._keep(slot)
-            except ActorDiedError as error:  # noqa: PERF203  # Ray does not start it again
-                self._fail(slot, ServiceError(f"replica {name} cannot start: {error}"))
             except RayActorError as error:
+                over = isinstance(error, ActorDiedError)  # Ray does not start it again
+                if over and slot.state == PENDING:
+                    self._fail(slot, ServiceError(f"replica {name} cannot start: {error}"))
+                    return
                 if slot.state == STARTING:
                     now = time.monotonic()
                     deaths = [*(death for death in deaths if now - death < _START_WINDOW), now]
@@ -275,7 +283,11 @@ class Controller:
                         self._fail(slot, _gave_up(name, deaths))
                         return
                     await asyncio.sleep(_PAUSE * 2 ** (len(deaths) - 1))
-                _LOG.warning("replica %s of the service ended and is started again: %s", name, str(error).split("\n")[0])
+                if over:
+                    slot.handle = self._create(self.spec, replica)
+                _LOG.warning(
+                    "replica %s of the service ended and is started again: %s", name, str(error).split("\n")[0]
+                )
                 slot.state, slot.life = PENDING, ""
                 await asyncio.sleep(0.2)
             except Exception as error:
@@ -307,7 +319,7 @@ class Controller:
         return {"clients": len(self.clients), "refused": list(self._refused)}
 
     async def _given_model(self) -> list[Any]:
-        """The reference of a model given by value; none if there is a factory."""
+        """The reference of a factory that a client handed in; none if it is part of the spec."""
         if self.spec.factory is not None:
             return []
         if not await _either(self._handed_in.wait(), _HANDED_IN):

@@ -15,6 +15,9 @@ from torchrl_llm_kl.service._weights import check_version, keeper_of
 from torchrl_llm_kl.service.client._push import PushedVersion, push_weights
 from torchrl_llm_kl.service.client._remote import RemoteModel
 
+#: Bytes of a pickled factory that is an argument of the actors; Ray drops larger arguments after the first start.
+_SMALL = 2**16
+
 
 class ScoringService:
     """One model, or a few replicas of it, behind Ray actors that score for any number of processes.
@@ -109,18 +112,20 @@ class ScoringService:
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
         name = name or f"scorer-{uuid.uuid4().hex[:8]}"
+        packed = None if factory is None else _pickled(factory)
+        handed_in = packed is None or len(packed) > _SMALL
         spec = ServiceSpec(
             name,
             describe_source(model, factory),
             settings,
-            None if factory is None else _pickled(factory),
+            None if handed_in else packed,
             namespace,
             options,
             num_replicas,
             detached=lifetime == "detached",
             expect=expect,
         )
-        self.model = RemoteModel(spec, model=model, timeout=timeout)
+        self.model = RemoteModel(spec, make=(factory or _Held(model)) if handed_in else None, timeout=timeout)
         try:
             self.model.connection.open(timeout=timeout)
         except BaseException:
@@ -210,6 +215,16 @@ class ScoringService:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class _Held:
+    """A factory that returns a given model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self) -> Any:
+        return self.model
 
 
 def _pickled(factory: Callable[[], Any]) -> bytes:

@@ -20,7 +20,8 @@ class ServiceSpec:
     Attributes:
         name, namespace: of the service; its actors are ``NAME:0``, ``NAME:1``, ..., ``NAME:control`` and ``NAME:weights``.
         source: description of the model, for comparison.
-        factory: returns the model in a replica, pickled; None for a model that a client passes by value.
+        factory: returns the model in a replica, pickled; None for one that a client hands in: a model given by value, or a
+            large factory, since Ray drops large arguments of an actor after its first start.
         settings: of a replica: ``tokens_per_batch``, ``memory``, ``max_tokens``, ``max_wait``, ``max_queue``, ``hang_after``.
         options: arguments of ``ray.remote`` for a replica.
         num_replicas: number of replicas.

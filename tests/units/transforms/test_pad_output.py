@@ -25,7 +25,7 @@ from torchrl_llm_kl import (
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.service import RemoteModel
-from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service._spec import ServiceSpec
 from toy_models import FORWARD
 from toy_rollouts import plain_log_probs
 
@@ -182,7 +182,7 @@ def test_a_device_of_what_cannot_be_moved(ref_model: nn.Module) -> None:
     with pytest.raises(ValueError, match="device='cpu': the policy of a collector stays on its device"):
         RetrieveLogProb("from_collector", device="cpu")
     assert RetrieveKL("from_collector", ref_model, device="cpu").transforms[1].model is ref_model
-    served = RemoteModel(ServiceSpec("name", lambda: ref_model, "source", {"max_tokens": 64}))
+    served = RemoteModel(ServiceSpec("name", "source", {"max_tokens": 64}))
     for make in (RetrieveLogProb, KLRewardTransform):
         with pytest.raises(TypeError, match=r"device='cpu' moves the model, and RemoteModel is not in this process"):
             make(served, device="cpu")

@@ -40,11 +40,10 @@ class Connection:
         newest: latest version of the weights that this client has seen.
     """
 
-    def __init__(self, spec: ServiceSpec, model: Any = None) -> None:
-        self.spec, self._model = spec, model  # a model given by value, which only the process that passed it has
+    def __init__(self, spec: ServiceSpec, make: Callable[[], Any] | None = None) -> None:
+        self.spec, self._make = spec, make  # a factory that only the process which passed it has
         self._lock = threading.RLock()
         self._controller: Any = None
-        self._handles: list[Any] = []
         self._session = self._place = self._closed = ""
         self._pid = 0
         self._down: dict[int, float] = {}  # replicas whose last call failed, and when
@@ -83,7 +82,7 @@ class Connection:
             place = f"{context.gcs_address} {context.get_node_id()}"
             if self._place not in ("", place):  # another cluster: the service is made again there
                 self.newest, self._weights, self.spec = 0, "", replace(self.spec, id="")
-                new = self.spec.factory is not None or self._model is not None
+                new = self.spec.factory is not None or self._make is not None
             self.spec = replace(self.spec, address=context.gcs_address)
             self._enter(new=new, timeout=timeout)
             self._place, self._session, self._pid = place, _session(), os.getpid()
@@ -105,7 +104,7 @@ class Connection:
         held = controller.hold.remote(key)
         self._lease = [held, controller.watch.remote(key, [held])]
         weakref.finalize(self, _forget, self._lease).atexit = False  # Ray tells of the end of a process
-        self._controller, self._handles, self._down = controller, found["replicas"], {}
+        self._controller, self._down = controller, {}
         self._table = (time.monotonic(), found)
         self.spec = replace(self.spec, id=found["id"])
         self.spec.check_expected(found["fingerprint"] or self.spec.expect)
@@ -130,17 +129,17 @@ class Connection:
             return ServiceClosedError(f"the service {self.spec.name!r} ended: {error}")
 
     def _hand_in(self) -> None:
-        """Give the controller a model that was passed by value, so that replicas can start from it."""
-        if self._model is not None:
+        """Give the controller the factory that is not part of the spec, so that replicas can start from it."""
+        if self._make is not None:
             import ray
 
-            ray.get(self._controller.deposit.remote(ray.cloudpickle.dumps(self._model)), timeout=600.0)
+            ray.get(self._controller.deposit.remote(ray.cloudpickle.dumps(self._make)), timeout=600.0)
 
     def close(self, why: str) -> None:
         """Stop using the service; later calls raise :class:`ServiceClosedError` with this text."""
         self._closed = self._closed or why
         _release(self._lease)
-        self._handles, self._controller = [], None
+        self._controller, self._table = None, (0.0, {})
 
     def end(self) -> None:
         """End the service for all clients, for good. A later service of the same name is left alone."""
@@ -150,7 +149,7 @@ class Connection:
             self.connect()
         except ServiceClosedError:
             return
-        spec, controller, handles = self.spec, self._controller, self._handles
+        spec, controller, handles = self.spec, self._controller, self._table[1]["replicas"]
         ending = controller.end.remote()
         if not ray.wait([ending], timeout=_SHUTDOWN)[0]:  # its process is stopped, or a node is out of reach
             keeper = actor_of(spec, "weights")
@@ -183,7 +182,7 @@ class Connection:
                 raise ServiceClosedError(self._closed) from error
             except ray.exceptions.RayActorError:
                 pass  # it is started again
-            if not found["has_model"] and found["states"]:
+            if not found["has_model"]:
                 self._hand_in()
         if found["ended"]:
             self.close(f"the service {self.spec.name!r} was shut down.")
@@ -197,7 +196,8 @@ class Connection:
         if self._down:
             table, now = self.table(), time.monotonic()
             if all(state == FAILED for state in table["states"]):
-                raise _without_model(self.spec, table["errors"][0])
+                self._controller.join.remote(self.spec.config, self.spec.id, new=True)  # the next call finds out
+                raise table["errors"][0]
             for replica, since in list(self._down.items()):
                 if table["states"][replica] == READY and now - since > _LOOK:
                     self._down.pop(replica, None)
@@ -211,7 +211,7 @@ class Connection:
     def handle(self, replica: int) -> Any:
         """The actor of a replica."""
         self.connect()
-        return self._handles[replica]
+        return self._table[1]["replicas"][replica]
 
     def lose(self, replica: int) -> None:
         """Avoid a replica whose call failed until the controller says that it is ready."""
@@ -329,10 +329,6 @@ class Connection:
         self.spec.check_expected(table["fingerprint"])
 
 
-def _without_model(spec: ServiceSpec, error: Exception) -> Exception:
-    return ServiceError(f"no replica of {spec.name!r} can be created again: {error}")
-
-
 def _session() -> str:
     """Identifies the connection of this process to a cluster; empty without one."""
     import ray
@@ -385,7 +381,7 @@ class _Resources:
             f"{name}: {amount:g} requested, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
             for name, amount in self._needed.items()
         )
-        which = "has" if not any(map(fits, nodes)) else "has free"
+        which = "has free" if any(map(fits, nodes)) else "of the cluster has"
         return f": replica {waiting[0]} waits: no node {which} {self._needed} ({has}); free some, or add a node"
 
     def look(self, states: Sequence[str]) -> None:

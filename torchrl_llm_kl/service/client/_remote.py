@@ -6,7 +6,7 @@ import asyncio
 import os
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -48,24 +48,24 @@ class RemoteModel:
         spec: the service.
 
     Keyword Args:
-        model: given by value; the process that passes it hands it in again if it is lost.
+        make: a factory that is not part of the spec: this process hands it in, and again if it is lost.
         timeout: seconds per call, retries included.
     """
 
     log_probs_only = True  # no distributions: see check_distributions
     replays = True  # scores over recorded tokens: see check_replays
 
-    def __init__(self, spec: ServiceSpec, *, model: Any = None, timeout: float = 120.0) -> None:
+    def __init__(self, spec: ServiceSpec, *, make: Callable[[], Any] | None = None, timeout: float = 120.0) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")
         self.timeout = timeout
         self._version: int | None = None
         self._top_k_dtype = torch.float32
         self._interface: tuple[ModelInterface, bool] | None = None
-        self._connect(spec, model)
+        self._connect(spec, make)
 
-    def _connect(self, spec: ServiceSpec, model: Any = None) -> None:
-        self.connection, self.router = Connection(spec, model), Router()
+    def _connect(self, spec: ServiceSpec, make: Callable[[], Any] | None = None) -> None:
+        self.connection, self.router = Connection(spec, make), Router()
 
     @property
     def version(self) -> int | None:

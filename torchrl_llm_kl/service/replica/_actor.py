@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchrl_llm_kl.service._controller import actor_of
 from torchrl_llm_kl.service._errors import ServiceError, portable
 from torchrl_llm_kl.service._spec import ServiceSpec
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Concurrent calls of a replica. The limit for requests is lower, so that updates of weights always get through.
 MAX_CONCURRENCY = 1000
+_ALONE = 60.0  # seconds without a pulse after which a replica looks for the controller
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 
@@ -36,23 +39,27 @@ class Replica:
         self._server: Server | None = None
         self._failure: Exception | None = None  # why there is no model
         self._loaded = asyncio.Event()
-        self._loading, self._starts = False, 0
+        self._loading, self._starts, self._pulsed = False, 0, 0.0
 
     async def pulse(self, news: Mapping[str, Any]) -> dict[str, Any]:
         """What the controller must know of this replica, in exchange for its news."""
-        server = self._server
+        if self._pulsed == 0.0:
+            self._watching = asyncio.get_running_loop().create_task(self._watch_controller())
+        self._pulsed, server = time.monotonic(), self._server
         facts = {"life": self._life, "ready": self._loaded.is_set(), "starts": self._starts, "failure": self._failure}
         facts |= {"fingerprint": None, "replaced": False} if server is None else server.hear(news)
         return facts
 
     async def start(self, model: Sequence[Any], starts: int) -> dict[str, Any]:
-        """Load the model: ``model`` holds the reference of one given by value, or nothing for the factory."""
+        """Load the model: ``model`` holds the reference of a pickled factory, or nothing for the one in the spec."""
         import ray
 
         if not self._loading:
             with warnings.catch_warnings():  # Ray's own use of a deprecated name
                 warnings.simplefilter("ignore")
-                again = ray.get_runtime_context().was_current_actor_reconstructed  # the controller may have forgotten it
+                again = (
+                    ray.get_runtime_context().was_current_actor_reconstructed
+                )  # the controller may have forgotten it
             self._loading, self._starts = True, max(starts, 1 + again)
             try:
                 self._server = await asyncio.to_thread(self._load, model)
@@ -64,7 +71,9 @@ class Replica:
             if self._failure is not None:
                 _LOG.error("replica %s has no model: %s", self._name, self._failure)
             else:
-                _LOG.info("replica %s %s, pid %d", self._name, "restarted" if self._starts > 1 else "started", os.getpid())
+                _LOG.info(
+                    "replica %s %s, pid %d", self._name, "restarted" if self._starts > 1 else "started", os.getpid()
+                )
         await self._loaded.wait()
         return await self.pulse({})
 
@@ -73,8 +82,8 @@ class Replica:
 
         from torchrl_llm_kl.service.replica._server import Server
 
-        made = ray.cloudpickle.loads(self._spec.factory)() if not model else ray.cloudpickle.loads(ray.get(model[0]))
-        return Server(self._spec, self._replica, self._life, made, starts=self._starts)
+        factory = ray.cloudpickle.loads(ray.get(model[0]) if model else self._spec.factory)
+        return Server(self._spec, self._replica, self._life, factory(), starts=self._starts)
 
     async def call(self, method: str, *args: Any) -> Any:
         """What a method of the :class:`Server` returns, once there is one; or its error."""
@@ -86,6 +95,15 @@ class Replica:
             return await getattr(self._server, method)(*args)
         except Exception as error:
             return portable(error)
+
+    async def _watch_controller(self) -> None:
+        """End with a controller that somebody killed for good: nobody else would end this process."""
+        import ray
+
+        while time.monotonic() - self._pulsed < _ALONE or actor_of(self._spec, "control") is not None:
+            await asyncio.sleep(_ALONE / 4)
+        _LOG.error("replica %s ends: the controller of its service is gone", self._name)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
     async def close(self) -> None:
         """Reject waiting and later requests."""

@@ -64,9 +64,7 @@ class Server:
         self._lost: Exception | None = None  # why the model lacks the required weights
         self._hung = False
         self._refused: frozenset[str] = frozenset()  # digests of requests that end the process
-        self._core = ScoringCore(
-            engine_of(made, **{key: spec.settings[key] for key in ("tokens_per_batch", "memory")})
-        )
+        self._core = ScoringCore(engine_of(made, **{key: spec.settings[key] for key in ("tokens_per_batch", "memory")}))
         engine = self._core.engine
         self._fingerprint = _fingerprint(engine, spec.name)
         self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
