@@ -24,8 +24,8 @@ from torchrl_llm_kl.service._wire import Reply, Request, state_dict_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
 from torchrl_llm_kl.service.replica._core import ScoringCore
+from torchrl_llm_kl.service.replica._server import Watchdog
 from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
-from torchrl_llm_kl.service.replica._watchdog import Watchdog
 from toy_models import tiny_model
 
 

@@ -25,7 +25,7 @@ from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, Scorer
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
-from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service._spec import ServiceSpec
 from toy_models import tiny_model
 
 
@@ -66,7 +66,7 @@ def test_the_reference_is_scored_while_the_policy_is():
 
 
 def service(kind=RemoteModel):
-    return kind(ServiceSpec("name", tiny_model, "source", {"max_tokens": 64}))
+    return kind(ServiceSpec("name", "source", {"max_tokens": 64}))
 
 
 def test_service_arguments_without_a_service_are_refused():

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import random
 import time
 import tracemalloc
@@ -26,26 +27,26 @@ from torchrl_llm_kl.service.replica._core import ScoringCore
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b"KLRL\x05\x00\x01\x00\x14\x01\x00\x00"
+    b"KLRL\x06\x00\x01\x00\x14\x01\x00\x00"
     b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16",'
-    b'"entropy":true,"remember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"deaths":0,'
-    b'"half":false,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}     '
+    b'"entropy":true,"remember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,'
+    b'"half":false,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}'
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
     b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
     b"d"
 )
 PACKED_WIDE_REQUEST = (
-    b"KLRL\x05\x00\x01\x00\xa4\x00\x00\x00"
-    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"deaths":0,"half":false,'
-    b'"arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}} '
+    b"KLRL\x06\x00\x01\x00\xac\x00\x00\x00"
+    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"half":false,'
+    b'"arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}    '
     b"\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00"
 )
 PACKED_RECORDS = (
-    b"KLRL\x05\x00\x01\x00$\x01\x00\x00"
+    b"KLRL\x06\x00\x01\x00$\x01\x00\x00"
     b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,'
-    b'"deaths":0,"half":true,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",'
+    b'"suspect":false,"half":true,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",'
     b'[3]],"kept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,'
-    b"1]]}}     "
+    b"1]]}}"
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
     b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
     b"\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00\x00"
@@ -54,17 +55,17 @@ PACKED_RECORDS = (
     b"\x02\x03\x04"
 )
 PACKED_REPLY = (
-    b"KLRL\x05\x00\x02\x00T\x00\x00\x00"
+    b"KLRL\x06\x00\x02\x00T\x00\x00\x00"
     b'{"version":4,"weights":"","arrays":{"log_prob":["<f4",[2]],"entropy":["<f4",[2]]}}  '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b"KLRL\x05\x00\x02\x00D\x00\x00\x00"
+    b"KLRL\x06\x00\x02\x00D\x00\x00\x00"
     b'{"version":0,"weights":"push","arrays":{"log_prob":["<f8",[1]]}}    '
     b"\x00\x00\x00\xa0\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b"KLRL\x05\x00\x02\x00\x94\x00\x00\x00"
+    b"KLRL\x06\x00\x02\x00\x94\x00\x00\x00"
     b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],'
     b'"tail_log_prob":["<f4",[1]],"top_log_probs":["<f2",[1,2]]}}  '
     b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00@\xc0\x00\xb8\x00\xbc"
@@ -119,7 +120,7 @@ def plain(message):
 
 
 def test_bytes_on_the_wire():
-    assert Request(ScoreRequest.of([[1, 2]])).deaths == 0
+    assert Request(ScoreRequest.of([[1, 2]])).suspect is False
     for packed, message in MESSAGES.items():
         assert pack(message) == packed
         assert plain(type(message).unpack(packed)) == plain(message)
@@ -135,6 +136,11 @@ def test_bytes_on_the_wire():
 def speaks(kind, version):
     packed = PACKED_REQUEST if kind is Request else PACKED_REPLY
     return packed[:4] + version.to_bytes(2, "little") + packed[6:]
+
+
+def sized(head):
+    """A reply with another head, and nothing else."""
+    return PACKED_REPLY[:8] + len(head).to_bytes(4, "little") + head.encode()
 
 
 def edited(packed, old, new):
@@ -155,170 +161,120 @@ def changed(message, **arrays):
 PLAIN, RECORDS = MESSAGES[PACKED_REQUEST], MESSAGES[PACKED_RECORDS]
 
 
-@pytest.mark.parametrize(
-    ("read", "packed", "message"),
-    [
-        (Request, speaks(Request, 1), "client speaks version 1 .* replica version 5: .* side of the client"),
-        (Request, speaks(Request, 6), "client speaks version 6 .* replica version 5: .* side of the replica"),
-        (Request, speaks(Request, 4), "client speaks version 4 .* replica version 5: .* side of the client"),
-        (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 5: .* side of the replica"),
-        (Reply, speaks(Reply, 6), "replica speaks version 6 .* client version 5: .* side of the client"),
-        (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
-        (Request, b"", "a request of 0 bytes"),
-        (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
-        (Request, [1], "expected a request as bytes, got list"),
-        (Request, PACKED_REQUEST[:-1], "a request has 56 bytes of arrays, expected 57 for 'mask'"),
-        (Request, PACKED_REQUEST + b"x", "a request has 58 bytes of arrays, expected 57"),
-        (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes of arrays, expected 16 for 'entropy'"),
-        (Request, PACKED_REQUEST[:40], "declares a head of"),
-        (Request, PACKED_REQUEST[:8] + b"\xff" * 4 + PACKED_REQUEST[12:], "head of 4294967295, expected at most"),
-        *(
-            (Request, edited(PACKED_REQUEST, old, new), message)
-            for old, new, message in (
-                (b'{"opt', b'["opt', "not valid JSON"),
-                (b"0.5", b"NaN", "not valid JSON: NaN is not a number"),
-                (b"0.5", b"0.0", "options: temperature must be a positive number, got 0.0"),
-                (b'false,"dt', b'[[1]],"dt', r"adapters must be True, False or a name, got \[\[1\]\]"),
-                (b'"version":3', b'"version":-', "not valid JSON"),
-                (
-                    b'"version":3,"caller":"me/7"',
-                    b'"version":"","caller":"me7"',
-                    "version of a request is '', expected a whole number or null",
-                ),
-                (b'"newest":2', b'"newest":{', "not valid JSON"),
-                (b'"newest"', b'"oldest"', "a request has no field 'newest'"),
-                (b'"me/7"', b"123456", "caller of a request is 123456, expected a string"),
-                (b'"half":false', b'"half":0    ', "half of a request is 0, expected true or false"),
-                (
-                    b'"recorded":[]',
-                    b'"recorded":{}',
-                    "recorded of a request is {}, expected some of kept, top_ids, routing",
-                ),
-                (b'["<i8",[4]]', b'["<i8",[2]]', "a request has 57 bytes of arrays, expected 41"),
-                (b'["<i8",[4]]', b'["<i8",[-]]', "not valid JSON"),
-                (
-                    b'["<i8",[4]]',
-                    b'["<O8",[4]]',
-                    r"arrays of a request is \['<O8', \[4\]\], expected an object of entries",
-                ),
-                (b'"mask":', b'"musk":', "a request has no array 'mask'"),
-            )
-        ),
-        *(
-            (Request, edited(PACKED_RECORDS, old, new), message)
-            for old, new, message in (
-                (
-                    b'["kept","top_ids","routing"]',
-                    b'["top_ids","kept","routing"]',
-                    "expected some of kept, .* in this order",
-                ),
-                (b'["kept","top_ids","routing"]', b'["kept","top_ids"]          ', r"unknown arrays: \['routing'\]"),
-                (b'["kept","top_ids","routing"]', b'["kept"]                    ', r"arrays: \['routing', 'top_ids'\]"),
-            )
-        ),
-        (
-            Request,
-            changed(PLAIN, lengths=torch.tensor([7, 0, 1, 2])),
-            "sequence of length 7, expected 0 to its 6 tokens",
-        ),
-        (Request, changed(PLAIN, lengths=torch.tensor([-1, 0, 1, 2])), "sequence of length -1, expected 0 to its 6"),
-        (Request, changed(PLAIN, lengths=torch.tensor([4, 0, 1, 2])), "add up to 7, expected its 6 tokens"),
-        (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
-        (Request, PACKED_REQUEST[:-1] + b"\xe4", "the mask selects the first token of sequence 0"),
-        (Request, changed(PLAIN, tokens=torch.zeros(6)), r"tokens of a request has the dtype float32 .* of kind 'i'"),
-        (Request, changed(RECORDS, kept_counts=torch.tensor([2, 1, 2, 0])), r"kept_counts .* the shape \(3,\)"),
-        (Request, changed(RECORDS, kept_counts=torch.tensor([2, 2, 2])), r"kept_ids .* the shape \(6,\)"),
-        (
-            Request,
-            changed(RECORDS, kept_counts=torch.tensor([-1, 3, 3])),
-            "-1 kept tokens for one token, expected at least",
-        ),
-        (
-            Request,
-            changed(RECORDS, kept_ids=torch.tensor([0, 9, -7, 2, 3])),
-            "token id -7 in kept, expected at least 0",
-        ),
-        (Request, changed(RECORDS, top_ids=TOP_IDS[:5]), r"top_ids .* the shape \(5, 2\), expected .* \(6, 2\)"),
-        (
-            Request,
-            changed(RECORDS, top_ids=TOP_IDS[:, 0]),
-            r"holds top_ids of the shape \(6,\), expected some for each",
-        ),
-        (
-            Request,
-            changed(RECORDS, top_ids=torch.zeros(6, 2**40, 0).int()),
-            r"top_ids of the shape \(6, 1099511627776, 0\)",
-        ),
-        (Request, changed(RECORDS, routing=ROUTING[..., 0]), r"routing of the shape \(6, 1\)"),
-        (Request, changed(RECORDS, routing=None), "a request has no array 'routing'"),
-        (Request, edited(PACKED_RECORDS, b"[6,1,1]", b"[0,1,1]"), "bytes of arrays, expected"),
-        (Reply, edited(PACKED_TOP_K, b"\x07\x00\x00\x00", b"\x07\x00\x00\xff"), "token id -16777209 among the top k"),
-        (
-            Reply,
-            edited(PACKED_TOP_K, b'"log_prob":["<f4"', b'"log_prob":["<i4"'),
-            "log_prob of a reply has the dtype int32",
-        ),
-        (Reply, edited(PACKED_TOP_K, b'"tail_log_prob"', b'"tail-log-prob"'), r"unknown arrays: \['tail-log-prob'\]"),
-    ],
-)
+EDITED = [  # a part of the packed request, what is in its place, and the error
+    (b'{"opt', b'["opt', "not valid JSON"),
+    (b"0.5", b"NaN", "not valid JSON: NaN is not a number"),
+    (b"0.5", b"0.0", "options: temperature must be a positive number, got 0.0"),
+    (b'false,"dt', b'[[1]],"dt', r"adapters must be True, False or a name, got \[\[1\]\]"),
+    (b'3,"caller":"me/7"', b'"","caller":"me7"', "version of a request is '', expected a whole number or null"),
+    (b'"newest"', b'"oldest"', "a request has no field 'newest'"),
+    (b'"newest":2', b'"newest":-', "not valid JSON"),
+    (b'"me/7"', b"123456", "caller of a request is 123456, expected a string"),
+    (b'"suspect":false', b'"suspect":0    ', "suspect of a request is 0, expected true or false"),
+    (b'"half":false', b'"half":0    ', "half of a request is 0, expected true or false"),
+    (b'"recorded":[]', b'"recorded":{}', "recorded of a request is {}, expected some of kept, top_ids, routing"),
+    (b'["<i8",[4]]', b'["<i8",[2]]', "a request has 57 bytes of arrays, expected 41"),
+    (b'["<i8",[4]]', b'["<O8",[4]]', r"arrays of a request is \['<O8', \[4\]\], expected an object of entries"),
+    (b'"mask":', b'"musk":', "a request has no array 'mask'"),
+]
+LISTED = b'["kept","top_ids","routing"]'
+EDITED_RECORDS = [
+    (LISTED, b'["top_ids","kept","routing"]', "expected some of kept, .* in this order"),
+    (LISTED, b'["kept","top_ids"]          ', r"unknown arrays: \['routing'\]"),
+    (LISTED, b'["kept"]                    ', r"arrays: \['routing', 'top_ids'\]"),
+    (b"[6,1,1]", b"[0,1,1]", "bytes of arrays, expected"),
+]
+EDITED_REPLY = [
+    (b"\x07\x00\x00\x00", b"\x07\x00\x00\xff", "token id -16777209 among the top k"),
+    (b'"log_prob":["<f4"', b'"log_prob":["<i4"', "log_prob of a reply has the dtype int32"),
+    (b'"tail_log_prob"', b'"tail-log-prob"', r"unknown arrays: \['tail-log-prob'\]"),
+]
+CHANGED = [  # a request, an array of it, what is in its place, and the error
+    (PLAIN, "lengths", torch.tensor([7, 0, 1, 2]), "sequence of length 7, expected 0 to its 6 tokens"),
+    (PLAIN, "lengths", torch.tensor([-1, 0, 1, 2]), "sequence of length -1, expected 0 to its 6"),
+    (PLAIN, "lengths", torch.tensor([4, 0, 1, 2]), "add up to 7, expected its 6 tokens"),
+    (PLAIN, "tokens", torch.zeros(6), r"tokens of a request has the dtype float32 .* of kind 'i'"),
+    (RECORDS, "kept_counts", torch.tensor([2, 1, 2, 0]), r"kept_counts .* the shape \(3,\)"),
+    (RECORDS, "kept_counts", torch.tensor([2, 2, 2]), r"kept_ids .* the shape \(6,\)"),
+    (RECORDS, "kept_counts", torch.tensor([-1, 3, 3]), "-1 kept tokens for one token, expected at least"),
+    (RECORDS, "kept_ids", torch.tensor([0, 9, -7, 2, 3]), "token id -7 in kept, expected at least 0"),
+    (RECORDS, "top_ids", TOP_IDS[:5], r"top_ids .* the shape \(5, 2\), expected .* \(6, 2\)"),
+    (RECORDS, "top_ids", TOP_IDS[:, 0], r"holds top_ids of the shape \(6,\), expected some for each"),
+    (RECORDS, "top_ids", torch.zeros(6, 2**40, 0).int(), r"top_ids of the shape \(6, 1099511627776, 0\)"),
+    (RECORDS, "routing", ROUTING[..., 0], r"routing of the shape \(6, 1\)"),
+    (RECORDS, "routing", None, "a request has no array 'routing'"),
+]
+HUGE_HEAD = PACKED_REQUEST[:8] + b"\xff" * 4 + PACKED_REQUEST[12:]
+UNREADABLE = [
+    (Request, speaks(Request, 5), "client speaks version 5 .* replica version 6: .* side of the client"),
+    (Request, speaks(Request, 7), "client speaks version 7 .* replica version 6: .* side of the replica"),
+    (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 6: .* side of the replica"),
+    (Reply, speaks(Reply, 7), "replica speaks version 7 .* client version 6: .* side of the client"),
+    (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
+    (Request, b"", "a request of 0 bytes"),
+    (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
+    (Request, [1], "expected a request as bytes, got list"),
+    (Request, PACKED_REQUEST[:-1], "a request has 56 bytes of arrays, expected 57 for 'mask'"),
+    (Request, PACKED_REQUEST + b"x", "a request has 58 bytes of arrays, expected 57"),
+    (Reply, PACKED_REPLY[:-1], "a reply has 15 bytes of arrays, expected 16 for 'entropy'"),
+    (Request, PACKED_REQUEST[:40], "declares a head of"),
+    (Request, HUGE_HEAD, "head of 4294967295, expected at most"),
+    (Request, PACKED_REQUEST[:-1] + b"e", "the mask of a request has bits after its 6 tokens"),
+    (Request, PACKED_REQUEST[:-1] + b"\xe4", "the mask selects the first token of sequence 0"),
+    *((Request, edited(PACKED_REQUEST, old, new), message) for old, new, message in EDITED),
+    *((Request, edited(PACKED_RECORDS, old, new), message) for old, new, message in EDITED_RECORDS),
+    *((Reply, edited(PACKED_TOP_K, old, new), message) for old, new, message in EDITED_REPLY),
+    *((Request, changed(asked, **{name: array}), message) for asked, name, array, message in CHANGED),
+    *(
+        (Reply, sized(f'{{"version":0,"weights":"","arrays":{{"log_prob":["<f4",{shape}]}}}}'), "expected an object of")
+        for shape in ("[0,4611686018427387904,4611686018427387904]", "[0,9223372036854775807]")
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "packed", "message"), UNREADABLE)
 def test_messages_that_cannot_be_read(read, packed, message):
     with pytest.raises(ProtocolError, match=message):
         read.unpack(packed)
 
 
-@pytest.mark.parametrize("shape", ["[0,4611686018427387904,4611686018427387904]", "[0,9223372036854775807]"])
-def test_dimensions_that_nothing_has(shape):
-    head = b'{"version":0,"weights":"","arrays":{"log_prob":["<f4",' + shape.encode() + b"]}}"
-    with pytest.raises(ProtocolError, match=r"arrays of a reply is .* expected an object of entries"):
-        Reply.unpack(PACKED_REPLY[:8] + len(head).to_bytes(4, "little") + head)
+TEMPERATURES = [(wrong, f"temperature must be a positive number, got {wrong!r}") for wrong in (math.inf, math.nan, 0.0)]
+TEMPERATURES += [(wrong, f"temperature must be a number, .* got {wrong!r}") for wrong in ("hot", True)]
+TEMPERATURES += [(10**400, "temperature must be a positive number, got 1000|not a number in its range")]
+INVALID = [
+    *(({"sampling": {"temperature": wrong}}, message) for wrong, message in TEMPERATURES),
+    ({"sampling": {"top_k": -2}}, "top_k must be .*, got -2"),
+    ({"sampling": {"top_k": 2.0}}, "top_k must be a whole number"),
+    ({"sampling": {"top_p": 0.0}}, r"top_p must .*, got 0.0"),
+    ({"sampling": {"top_p": True}}, "top_p must"),
+    ({"sampling": {"min_p": math.nan}}, r"min_p must .*, got nan"),
+    ({"sampling": {"min_p": "1"}}, "min_p must|not a number in its range"),
+    ({"sampling": {"hot": 1}}, "sampling must be an object with some of a sampler's settings"),
+    ({"sampling": [1]}, "sampling must be an object with some of a sampler's settings"),
+    ({"adapters": ""}, "adapters must be a name of 1 to 256"),
+    ({"adapters": 1}, "adapters must be True, False"),
+    ({"adapters": "\ud800"}, "adapters must be a name of 1 to 256"),
+    ({"top_k": 1025}, "top_k must be at most 1024 where a service answers, got 1025"),
+    ({"top_k": True}, "top_k must be a whole number"),
+    ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
+    ({"dtype": ["bfloat16"]}, "dtype must name a floating-point type"),
+    ({"dtype": "int64"}, "dtype must name"),
+    ({"dtype": "load"}, "dtype must name"),
+    ({"remember": "yes"}, "remember must be True or False, got 'yes'"),
+    ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+    ({"moments": None}, "moments must be True or False, got None"),
+    ({"memory": 1}, "options must be an object with some of"),
+    ([], "options must be an object with some of"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(
-            ({"sampling": {"temperature": wrong}}, f"temperature must be a positive number, got {wrong!r}")
-            for wrong in (float("inf"), float("nan"), 0.0)
-        ),
-        *(
-            ({"sampling": {"temperature": wrong}}, f"temperature must be a number, .* got {wrong!r}")
-            for wrong in ("hot", True)
-        ),
-        (
-            {"sampling": {"temperature": 10**400}},
-            "temperature must be a positive number, got 1000|not a number in its range",
-        ),
-        ({"sampling": {"top_k": -2}}, "top_k must be .*, got -2"),
-        ({"sampling": {"top_k": 2.0}}, "top_k must be a whole number"),
-        ({"sampling": {"top_p": 0.0}}, r"top_p must .*, got 0.0"),
-        ({"sampling": {"top_p": True}}, "top_p must"),
-        ({"sampling": {"min_p": float("nan")}}, r"min_p must .*, got nan"),
-        ({"sampling": {"min_p": "1"}}, "min_p must|not a number in its range"),
-        ({"sampling": {"hot": 1}}, "sampling must be an object with some of a sampler's settings"),
-        ({"sampling": [1]}, "sampling must be an object with some of a sampler's settings"),
-        ({"adapters": ""}, "adapters must be a name of 1 to 256"),
-        ({"adapters": 1}, "adapters must be True, False"),
-        ({"adapters": "\ud800"}, "adapters must be a name of 1 to 256"),
-        ({"top_k": 1025}, "top_k must be at most 1024 where a service answers, got 1025"),
-        ({"top_k": True}, "top_k must be a whole number"),
-        ({"top_k": "8"}, "top_k must be a whole number .* got '8'"),
-        ({"dtype": ["bfloat16"]}, "dtype must name a floating-point type"),
-        ({"dtype": "int64"}, "dtype must name"),
-        ({"dtype": "load"}, "dtype must name"),
-        ({"remember": "yes"}, "remember must be True or False, got 'yes'"),
-        ({"deterministic": 1}, "deterministic must be True or False, got 1"),
-        ({"moments": None}, "moments must be True or False, got None"),
-        ({"memory": 1}, "options must be an object with some of"),
-        ([], "options must be an object with some of"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), INVALID)
 def test_invalid_options(options, message):
-    sent = replace(PLAIN, options=SimpleNamespace(to_dict=lambda: options))
-    finite = "Infinity" not in (text := json.dumps(options)) and "NaN" not in text
-    with pytest.raises(
-        ProtocolError, match=f"a request holds invalid options: .*({message})" if finite else "not valid JSON"
-    ):
-        Request.unpack(sent.pack())
+    packed = replace(PLAIN, options=SimpleNamespace(to_dict=lambda: options)).pack()
+    finite = b"Infinity" not in packed and b"NaN" not in packed
+    expected = f"a request holds invalid options: .*({message})" if finite else "not valid JSON"
+    with pytest.raises(ProtocolError, match=expected):
+        Request.unpack(packed)
     if not finite:
         with pytest.raises(ValueError, match=message):
             ScoreOptions.from_dict(options)

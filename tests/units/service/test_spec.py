@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from remote_models import Slow, model
-from torchrl_llm_kl.service import RemoteModel, ScoringService
-from torchrl_llm_kl.service.control._spec import HeldModel, ServiceSpec, describe_source
+from torchrl_llm_kl.service import RemoteModel, ScoringService, ServiceConfigError
+from torchrl_llm_kl.service._source import describe_source
+from torchrl_llm_kl.service._spec import ServiceSpec
 
 
 def make_another():
@@ -64,22 +65,49 @@ def test_models_differ_by_their_weights():
     assert one not in (other, third)
 
 
-def spec(make=model, **options):
-    return ServiceSpec("name", make, "source", {"max_tokens": 1, "hang_after": 900.0}, **options)
+def spec(**given):
+    return ServiceSpec("name", "source", {"max_tokens": 1, "hang_after": 900.0}, **given)
 
 
 def test_a_model_given_by_value_is_not_sent_to_other_clients():
-    held, made = RemoteModel(spec(HeldModel(model()))), RemoteModel(spec())
-    assert len(pickle.dumps(held)) < 2000 < len(pickle.dumps(model()))
-    assert pickle.loads(pickle.dumps(held)).spec.make_model is None
-    assert pickle.loads(pickle.dumps(made)).spec.make_model is model
-    assert copy.deepcopy(held).spec.make_model is held.spec.make_model
+    """Nor is the code of a factory: they only find the service."""
+    for remote in (RemoteModel(spec(), model=model()), RemoteModel(spec(factory=b"its code"))):
+        assert len(pickle.dumps(remote)) < 2000 < len(pickle.dumps(model()))
+        for copied in (pickle.loads(pickle.dumps(remote)), copy.deepcopy(remote)):
+            assert (copied.connection._model, copied.spec.factory) == (None, None)
+            assert copied.spec.config == remote.spec.config
+
+
+def test_what_clients_of_one_name_must_share():
+    strategy = object()  # may be written in many ways
+    mine = spec(num_replicas=2, options={"num_cpus": 1, "scheduling_strategy": strategy}, expect="a", address="here")
+    mine.check_config(spec(num_replicas=2, options={"num_cpus": 1}, factory=b"its code", id="another").config)
+    mine.check_expected("a")
+    for wanted, message in (
+        (
+            {"model": "other"},
+            "'name' is in use with another configuration: model: it has 'source', requested 'other'. Ch",
+        ),
+        (
+            {"num_replicas": 3, "max_tokens": 2},
+            "max_tokens: it has 1, requested 2; num_replicas: it has 2, requested 3",
+        ),
+        ({"num_gpus": 1}, "num_gpus: it has None, requested 1"),
+        ({"detached": True}, "detached: it has False, requested True"),
+    ):
+        with pytest.raises(ServiceConfigError, match=message):
+            mine.check_config({**mine.config, **wanted})
+    for found, message in (("b", "the fingerprint b"), (None, "a model without a fingerprint")):
+        with pytest.raises(ServiceConfigError, match=f"{message}, expected a: pass the checkpoint's fingerprint_of"):
+            mine.check_expected(found)
+    spec().check_expected(None)
 
 
 def test_without_ray_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[ray\]'"):
-        ScoringService(factory=model)
+    for given in ({"factory": model}, {"model": model()}):
+        with pytest.raises(ImportError, match=r"pip install 'torchrl-llm-kl\[ray\]'"):
+            ScoringService(**given)
 
 
 REFUSED = {
@@ -92,6 +120,7 @@ REFUSED = {
     "timeout must be a number of seconds, got '5'": {"timeout": "5"},
     "timeout must be a number of seconds, got inf": {"timeout": float("inf")},
     "timeout must be a number of seconds greater than 0": {"timeout": 0},
+    "hang_after must be greater than 0 seconds, got 0": {"hang_after": 0},
     "tokens_per_batch must be at least 1": {"tokens_per_batch": 0},
     "memory must be a number of bytes": {"memory": -1},
     "lifetime must be 'detached' or None, got 'long'": {"lifetime": "long"},
@@ -99,11 +128,6 @@ REFUSED = {
     "name must be a string without ':'": {"name": "a:b"},
     "name must be a string .*5": {"name": 5},
     "namespace must be a string": {"namespace": None},
-    "min_replicas must be at most max_replicas, got 3 and 2": {"min_replicas": 3, "max_replicas": 2},
-    "min_replicas must be at most max_replicas, got 2 and 1": {"num_replicas": 2, "max_replicas": 1},
-    "min_replicas must be a whole number of at least 1, got 0": {"min_replicas": 0},
-    "must be greater than 0 seconds, got 0 and 600": {"hang_after": 0},
-    "lease must be a number of seconds": {"lease": "long"},
     "expect must be a fingerprint, as fingerprint_of": {"expect": 5},
     "exactly one of them": {"factory": None},
 }
@@ -113,9 +137,3 @@ REFUSED = {
 def test_invalid_arguments_are_refused_before_actors_start(message):
     with pytest.raises(ValueError, match=message):
         ScoringService(**{"factory": model, **REFUSED[message]})
-
-
-def test_a_spec_plans_its_control_actor():
-    plan = spec(num_replicas=4, min_replicas=2, lease=5.0).plan
-    assert (plan.slots, plan.least, plan.lease) == (4, 2, 5.0)
-    assert plan.hang_after == 60.0, "a process answers while its model works, so silence is no work"
