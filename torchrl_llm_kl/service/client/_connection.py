@@ -203,10 +203,10 @@ class Connection:
                     self._down.pop(replica, None)
         return [replica for replica in everyone if replica not in self._down] or list(everyone)
 
-    def silent(self, replicas: Iterable[int]) -> set[int]:
-        """Those of which the controller says that they do not answer, or that they failed."""
+    def is_silent(self, replica: int) -> bool:
+        """Whether the controller says that a replica does not answer, or failed, and others may."""
         states = self.table()["states"]
-        return {replica for replica in replicas if states[replica] in (SILENT, FAILED)}
+        return states[replica] == FAILED or (states[replica] == SILENT and len(states) > 1)
 
     def handle(self, replica: int) -> Any:
         """The actor of a replica."""
@@ -293,7 +293,8 @@ class Connection:
                 if wait is not None and not isinstance(answer, Exception):
                     end = min(end, time.monotonic() + wait)
             if not done:
-                for i in self.silent(asked.values()):
+                states = self.table()["states"]
+                for i in [i for i in asked.values() if states[i] in (SILENT, FAILED)]:
                     found[i] = ServiceTimeout(f"replica {name(i)} hangs: its process or node does not answer.")
                 asked = {reference: i for reference, i in asked.items() if i not in found}
         for i in asked.values():
@@ -341,12 +342,13 @@ def _session() -> str:
 
 def _release(lease: list[Any]) -> None:
     """Cancel the call that a client holds."""
-    import ray
-
     held = lease[:1]
     lease.clear()
-    if held and ray.is_initialized():
-        ray.cancel(held[0])
+    if held:
+        import ray
+
+        if ray.is_initialized():
+            ray.cancel(held[0])
 
 
 def _forget(lease: list[Any]) -> None:
