@@ -87,7 +87,7 @@ def overhead(model: Any, size: ModelSize, length: int, *, repeats: int) -> Overh
         "remote": Contender(lambda _: remote.score(sequences)),
     }
     times = alternate(contenders, NoMemory(), repeats=repeats, warm_up=5)
-    stages = _stages(lambda: remote.score(sequences), lambda: model.call(0, "stats"), repeats=repeats)
+    stages = _stages(lambda: remote.score(sequences), lambda: model.call("stats"), repeats=repeats)
     ray.kill(bare)
     return Overhead(length, times["local"].seconds, times["remote"].seconds, stages, times["bare"].seconds)
 

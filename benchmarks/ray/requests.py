@@ -20,7 +20,14 @@ from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.client._router import Router
 
 
-class _Replicas:
+class _Answer:
+    """What stands for a reference."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+
+
+class _Connection:
     """Replicas in this process.
 
     Attributes:
@@ -41,16 +48,19 @@ class _Replicas:
     def saw(self, version: int, weights: str) -> None:
         """All replies have one version."""
 
-    def handle(self, replica: int, *, timeout: float) -> Any:
-        return SimpleNamespace(score=SimpleNamespace(remote=self._answer))
+    def check_not_forked(self) -> None:
+        """This process is not."""
 
-    def _answer(self, packed: bytes, timeout: float) -> bytes:
+    def handle(self, replica: int) -> Any:
+        return SimpleNamespace(call=SimpleNamespace(remote=self._answer))
+
+    def _answer(self, method: str, packed: bytes, timeout: float) -> Any:
         start = time.perf_counter()
         scored = int(Request.unpack(packed).scored.mask.sum())
         answer = Reply({"log_prob": torch.zeros(scored)}, 0).pack()
         self.requests += 1
         self.seconds += time.perf_counter() - start
-        return answer
+        return _Answer(answer)
 
 
 def call(replicas: int, *, prompts: int = 256, responses: int = 8, length: int = 500, repeats: int = 9) -> str:
@@ -65,10 +75,10 @@ def call(replicas: int, *, prompts: int = 256, responses: int = 8, length: int =
         for _ in range(responses)
     ]
     data = Ragged.from_list(rows)
-    fakes, seconds = _Replicas(replicas), []
-    there: Any = {"replicas": fakes, "router": Router(), "version": None, "top_k_dtype": torch.float32, "timeout": 10.0}
+    fakes, seconds = _Connection(replicas), []
+    there: Any = {"connection": fakes, "router": Router(), "version": None, "top_k_dtype": torch.float32, "timeout": 10.0}
     scorer = RemoteScorer(SimpleNamespace(**there), ScoreOptions())  # type: ignore[arg-type]
-    get, ray.get = ray.get, lambda answer, timeout: answer
+    get, ray.get = ray.get, lambda answer, timeout: answer.value
     try:
         for _ in range(repeats):
             fakes.reset()

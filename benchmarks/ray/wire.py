@@ -62,7 +62,7 @@ def counted() -> Iterator[Wire]:
 
 
 def bytes_of(call: Callable[[], object], *, repeats: int = 3) -> Wire:
-    """Bytes of one call: the minimum of a few, because a lease renewal may add to one."""
+    """Bytes of one call: the minimum of a few, because other messages may add to one."""
     found = []
     for _ in range(repeats):
         with counted() as wire:

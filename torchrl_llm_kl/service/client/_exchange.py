@@ -18,7 +18,7 @@ from torchrl_llm_kl.service.client._connection import Connection, Patience, fail
 from torchrl_llm_kl.service.client._router import Router
 
 _MOST_TOKENS = 2**21  # of a request, about: 8 MiB
-_LOOK = 2.0  # seconds without an answer after which a client asks whether the replica is silent
+_LOOK = 2.0  # seconds without an answer after which a client asks the controller about the replica
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,24 +116,9 @@ class Exchange:
 
     def _collect(self) -> None:
         """Wait for the answers; store replies and the last failure of a replica, and raise the error of a request."""
-        import ray
-
-        waiting = list(self._sent)
         try:
-            while waiting and not self._withdrawn:
-                done, waiting = ray.wait(waiting, timeout=min(_LOOK, self._patience.left))
-                for answer in done:
-                    self._take(self._sent[answer], answer)
-                if done:
-                    continue
-                if self._patience.left <= 0.001:
-                    raise self._patience.up()
-                replicas = {answer: self.parts[self._sent[answer]].replica for answer in waiting}
-                silent = self._connection.silent({i for i in replicas.values() if i is not None})
-                if silent and len(silent) < self._connection.spec.num_replicas:
-                    for replica in silent:
-                        self._lose(replica, ServiceTimeout(f"replica {replica} does not answer."))
-                    waiting = [answer for answer in waiting if replicas[answer] not in silent]
+            for answer, i in self._sent.items():
+                self._take(i, answer)
         except BaseException:  # the call fails: no caller waits for the requests that are still queued
             self.cancel()
             raise
@@ -141,29 +126,35 @@ class Exchange:
     def _take(self, i: int, answer: Any) -> None:
         import ray
 
-        replica = self.parts[i].replica
-        assert replica is not None
-        try:
-            found = ray.get(answer)
-        except ray.exceptions.TaskCancelledError:
-            return
-        except failures() as down:
-            self._lose(replica, down)
-            if isinstance(down, ray.exceptions.RayActorError):
-                self.parts[i] = replace(self.parts[i], request=replace(self.parts[i].request, suspect=True))
-            return
-        if isinstance(found, (ServiceBusy, ServiceTimeout)):
+        part = self.parts[i]
+        assert part.replica is not None
+        while True:
+            try:
+                found = ray.get(answer, timeout=min(_LOOK, self._patience.left))
+            except ray.exceptions.GetTimeoutError:
+                if self._patience.left <= 0.001:
+                    raise self._patience.up() from None
+                if self._connection.is_silent(part.replica):
+                    found = ReplicaGone("its process or node does not answer.")
+                    break
+            except ray.exceptions.TaskCancelledError:
+                return
+            except failures() as down:
+                found = down
+                if isinstance(down, ray.exceptions.RayActorError):
+                    self.parts[i] = replace(part, request=replace(part.request, suspect=True))
+                break
+            else:
+                break
+        if isinstance(found, (ReplicaGone, *failures())):
+            self._connection.lose(part.replica)
+            self._error = found
+        elif isinstance(found, (ServiceBusy, ServiceTimeout)):
             self._error = found  # dropped there, while this caller's timeout began again
-        elif isinstance(found, ReplicaGone):
-            self._lose(replica, found)
         elif isinstance(found, Exception):
             raise found
         else:
             self._replies[i] = Reply.unpack(found)
-
-    def _lose(self, replica: int, error: Exception) -> None:
-        self._connection.lose(replica)
-        self._error = error
 
     async def arrival(self) -> None:
         """Wait until every request that was sent has an answer or failed, or may have to be sent elsewhere.
@@ -180,8 +171,8 @@ class Exchange:
                 if self._patience.left <= 0.001:
                     self.cancel()
                     raise self._patience.up()
-                asked = [part.replica for part in self.parts if part.replica is not None]
-                if await asyncio.to_thread(self._connection.silent, asked):
+                replicas = [part.replica for part in self.parts if part.replica is not None]
+                if any([await asyncio.to_thread(self._connection.is_silent, replica) for replica in replicas]):
                     return
                 waiting = list(left)
         finally:
