@@ -58,7 +58,7 @@ class Faults:
             if kind == "control actor killed":
                 ray.kill(actor(self.service, "control"), no_restart=False)
             elif kind == "weights pushed":
-                self.service.update_weights(model().state_dict(), self.service.next_version())
+                self.service.update_weights(model().state_dict())
             else:
                 pid = self.service.model.connection.gather("stats", replicas=[1], timeout=1.0)[1]["pid"]
                 os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)

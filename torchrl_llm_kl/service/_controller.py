@@ -271,7 +271,7 @@ class Controller:
                     return
                 deaths.clear()
                 await self._keep(slot)
-            except RayActorError as error:
+            except RayActorError as error:  # noqa: PERF203
                 over = isinstance(error, ActorDiedError)  # Ray does not start it again
                 if over and slot.state == PENDING:
                     self._fail(slot, ServiceError(f"replica {name} cannot start: {error}"))

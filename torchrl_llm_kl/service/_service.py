@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
-from torchrl_llm_kl.service._errors import ServiceTimeout
 from torchrl_llm_kl.service._source import describe_source
 from torchrl_llm_kl.service._spec import HANG_AFTER, NAMESPACE, ServiceSpec
-from torchrl_llm_kl.service._weights import check_version, keeper_of
+from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service.client._push import PushedVersion, push_weights
 from torchrl_llm_kl.service.client._remote import RemoteModel
 
@@ -147,19 +146,6 @@ class ScoringService:
         """Of the factory's model, see :func:`~torchrl_llm_kl.scoring.fingerprint_of`; None for an engine without weights."""
         found: str | None = self.model.connection.table(timeout=self.model.timeout)["fingerprint"]
         return found
-
-    def next_version(self) -> int:
-        """A version number for :meth:`update_weights` that no other process gets, later than all others."""
-        import ray
-
-        connection, timeout = self.model.connection, self.model.timeout
-        connection.connect()
-        try:
-            return int(ray.get(keeper_of(connection.spec).next_version.remote(connection.newest), timeout=timeout))
-        except ray.exceptions.GetTimeoutError:
-            raise ServiceTimeout(
-                f"the actor that keeps the weights of {self.name!r} did not answer within {timeout:g} s."
-            ) from None
 
     def stats(self) -> list[dict[str, Any]]:
         """Counters of each replica; for one that does not answer its name and the ``"error"``."""

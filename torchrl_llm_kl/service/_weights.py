@@ -123,7 +123,7 @@ class WeightKeeper:
     def __init__(self, replicas: Sequence[str], namespace: str, service: str) -> None:
         import ray
 
-        self._version = self._reserved = 0
+        self._version = 0
         self._pushed: list[Push] = []  # oldest first, without those that later ones replace
         self._staged: dict[str, Push] = {}
         self._lost: Exception | None = None
@@ -132,11 +132,6 @@ class WeightKeeper:
             self._lost = WeightVersionError(
                 "the weights that were pushed are lost, with the actor that kept them: push them again."
             )
-
-    def next_version(self, seen: int = 0) -> int:
-        """A version that no other call gets, later than all pushed ones and than ``seen``."""
-        self._reserved = check_version(max(self._reserved, self._last(), seen) + 1)
-        return self._reserved
 
     def stage(self, token: str, chunk: Chunk) -> None:
         """Store a part of a push; one that was given up an hour ago is dropped."""
@@ -176,7 +171,7 @@ class WeightKeeper:
             return _pushed_before(before.version, _differing(before.digests, push.digests))
         if before is not None and self._lost is None:
             return before.version
-        push.version = self.next_version(seen) if version is None else version
+        push.version = check_version(max(self._last(), seen) + 1) if version is None else version
         earlier = [] if self._lost else [old for old in self._pushed if not old.digests.keys() <= push.digests.keys()]
         self._pushed = [*earlier, push]
         self._version, self._lost = push.version, None

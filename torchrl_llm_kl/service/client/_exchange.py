@@ -131,7 +131,7 @@ class Exchange:
         while True:
             try:
                 found = ray.get(answer, timeout=min(_LOOK, self._patience.left))
-            except ray.exceptions.GetTimeoutError:
+            except ray.exceptions.GetTimeoutError:  # noqa: PERF203
                 if self._patience.left <= 0.001:
                     raise self._patience.up() from None
                 if self._connection.is_silent(part.replica):

@@ -7,12 +7,11 @@ import contextlib
 import logging
 import re
 import time
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceOverloaded, ServiceTimeout
+from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.replica._fair import FairQueue, Job
 from torchrl_llm_kl.service.replica._pieces import Pieces
@@ -81,8 +80,7 @@ class Batcher:
     sixteenth of that are cut between sequences, so that others' requests get into each batch, and answered when all their
     pieces are scored. A request on trial, of which other processes may have died, shares no batch.
 
-    Requests beyond ``max_queue`` wait outside the queue until their timeout, those of callers with the fewest requests in
-    the queue come first. A request is dropped when its timeout is over or its caller gave up, before the next batch.
+    A request is dropped when its timeout is over or its caller gave up, before the next batch.
 
     Args:
         score: scores a batch in the thread; one reply or error for each request.
@@ -90,7 +88,6 @@ class Batcher:
     Keyword Args:
         max_tokens: per batch.
         max_wait: seconds.
-        max_queue: the most requests in the queue.
         on_batch: called after each batch.
     """
 
@@ -100,15 +97,13 @@ class Batcher:
         *,
         max_tokens: int = 65536,
         max_wait: float = 0.003,
-        max_queue: int = 256,
         on_batch: Callable[[BatchRecord], None] = lambda record: None,
     ) -> None:
-        check_range(1, max_tokens=max_tokens, max_queue=max_queue)
+        check_range(1, max_tokens=max_tokens)
         check_range(0, max_wait=max_wait)
         self._score, self._on_batch = score, on_batch
-        self.max_tokens, self.max_wait, self.max_queue = max_tokens, max_wait, max_queue
+        self.max_tokens, self.max_wait = max_tokens, max_wait
         self._waiting: FairQueue[_Waiting] = FairQueue(max(max_tokens // _TURN, 1))
-        self._outside: deque[tuple[str, asyncio.Future[None]]] = deque()  # callers that wait for room in the queue
         self._changed = asyncio.Event()
         self._callers: dict[str, float] = {}
         # Requests with pieces that are scored again, since weights changed in between.
@@ -132,11 +127,14 @@ class Batcher:
         self._callers[caller] = time.monotonic()
 
     async def submit(self, request: Request, *, timeout: float, trial: Trial | None = None) -> Reply:
-        """Wait up to ``timeout`` seconds for room in the queue and for the answer; raises the error of the request.
+        """Wait for the answer; raises the error of the request.
 
-        Raises:
-            ServiceOverloaded: if there was no room.
-            ServiceTimeout: if it was not scored, at the next batch after the timeout.
+        Args:
+            request: to score.
+
+        Keyword Args:
+            timeout: seconds; a request that was not scored by then is a :class:`ServiceTimeout` at the next batch.
+            trial: see :data:`Trial`; None for a request that shares batches with others.
         """
         if self._loop is None:
             self._loop = asyncio.get_running_loop().create_task(self._run())
@@ -145,50 +143,12 @@ class Batcher:
         large = request.num_tokens > _LARGE
         pieces = await asyncio.to_thread(Pieces, request, unit) if large else Pieces(request, unit)
         waiting = _Waiting(pieces, arrived, timeout, trial)
-        while len(self._waiting) >= self.max_queue and self._closed is None:
-            await self._wait_for_room(waiting)
         if self._closed is not None:
             raise self._closed
         self._waiting.add(waiting)
         self._changed.set()
         await waiting.answer
         return await asyncio.to_thread(pieces.join, waiting.replies) if large else pieces.join(waiting.replies)
-
-    async def _wait_for_room(self, waiting: _Waiting) -> None:
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (waiting.caller, place)
-        self._outside.append(entry)
-        try:
-            await asyncio.wait_for(place, max(waiting.arrived + waiting.timeout - time.monotonic(), 0))
-        except BaseException as error:
-            if entry in self._outside:
-                self._outside.remove(entry)
-            self._admit()  # this caller may have been admitted just now: pass its place on
-            if isinstance(error, asyncio.TimeoutError):
-                raise ServiceOverloaded(
-                    f"{len(self._waiting)} requests are waiting, as many as max_queue allows, and none was accepted within "
-                    f"{waiting.timeout:g} s: add replicas, send smaller requests, or raise timeout=."
-                ) from None
-            raise
-
-    def _admit(self) -> None:
-        """Admit waiting callers to the queue, those with the fewest requests in it first; all of them after a close."""
-        room = len(self._outside) if self._closed is not None else self.max_queue - len(self._waiting)
-        if room <= 0 or not self._outside:
-            return
-        inside = Counter(waiting.caller for waiting in self._waiting)
-        places: dict[str, deque[asyncio.Future[None]]] = {}
-        for caller, place in self._outside:
-            if not place.done():
-                places.setdefault(caller, deque()).append(place)
-        while room > 0 and places:
-            caller = min(places, key=inside.__getitem__)
-            places[caller].popleft().set_result(None)
-            inside[caller] += 1
-            room -= 1
-            if not places[caller]:
-                del places[caller]
-        self._outside = deque(entry for entry in self._outside if not entry[1].done())
 
     async def in_thread(self, call: Callable[[], object]) -> object:
         """Run ``call``, which may change the weights, in the scoring thread between two batches.
@@ -219,7 +179,6 @@ class Batcher:
         """Answer waiting and later requests with an error. A batch that runs is left alone."""
         self._closed = error
         self._fail(error)
-        self._admit()
         self._changed.set()
 
     def _fail(self, error: Exception) -> None:
@@ -236,7 +195,6 @@ class Batcher:
             await self._wait_for_callers()
             self._drop()
             batch = self._waiting.take(self.max_tokens)
-            self._admit()
             try:
                 if batch:
                     await self._answer(batch)

@@ -61,6 +61,7 @@ class Server:
         self._spec, self._replica, self._life, self._starts = spec, replica, life, starts
         self._name = spec.replica_name(replica)
         self._inside = self._clients = 0  # requests in flight, processes that use the service
+        self._most = min(spec.settings["max_queue"], _MAX_REQUESTS)
         self._lost: Exception | None = None  # why the model lacks the required weights
         self._hung = False
         self._refused: frozenset[str] = frozenset()  # digests of requests that end the process
@@ -69,7 +70,7 @@ class Server:
         self._fingerprint = _fingerprint(engine, spec.name)
         self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
-        queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait", "max_queue")}
+        queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait")}
         self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
         self._pushes = Pushes(spec, engine.check_weights, getattr(engine, "tensors", list)())
         self._weights_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -87,9 +88,10 @@ class Server:
         self._inside += 1
         try:
             self._check_life()
-            if self._inside > _MAX_REQUESTS:
+            if self._inside > self._most:
                 raise ServiceBusy(
-                    f"{_MAX_REQUESTS} requests wait at replica {self._name}: add replicas, or send fewer at a time."
+                    f"{self._most} requests wait at replica {self._name}, as many as max_queue= allows: add replicas, send "
+                    "fewer at a time, or raise timeout=."
                 )
             request = Request.unpack(packed)
             if self._refused and request.digest() in self._refused:
