@@ -71,10 +71,10 @@ def spec(**given):
 
 def test_a_model_given_by_value_is_not_sent_to_other_clients():
     """Nor is the code of a factory: they only find the service."""
-    for remote in (RemoteModel(spec(), model=model()), RemoteModel(spec(factory=b"its code"))):
+    for remote in (RemoteModel(spec(), make=model), RemoteModel(spec(factory=b"its code"))):
         assert len(pickle.dumps(remote)) < 2000 < len(pickle.dumps(model()))
         for copied in (pickle.loads(pickle.dumps(remote)), copy.deepcopy(remote)):
-            assert (copied.connection._model, copied.spec.factory) == (None, None)
+            assert (copied.connection._make, copied.spec.factory) == (None, None)
             assert copied.spec.config == remote.spec.config
 
 

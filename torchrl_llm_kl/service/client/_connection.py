@@ -94,7 +94,7 @@ class Connection:
             found = None if controller is None else self._ask_to_join(controller, patience, new=new)
             if isinstance(found, ServiceConfigError) or (isinstance(found, Exception) and not new):
                 raise found
-            if found is not None and not isinstance(found, Exception) and not found["ended"]:
+            if controller is not None and not isinstance(found, Exception) and not found["ended"]:
                 break
             if not new:
                 self.close(f"the service {self.spec.name!r} was shut down, or ended with its last client.")
@@ -239,7 +239,7 @@ class Connection:
         while True:
             replica = self.usable()[0]
             found = self.gather(method, *args, replicas=[replica], timeout=patience.left, give_up=True)[replica]
-            if not isinstance(found, (ReplicaGone, *failures())):
+            if not isinstance(found, failures()):
                 if isinstance(found, Exception):
                     raise found
                 return found
@@ -284,7 +284,7 @@ class Connection:
                     answer = ray.get(reference)
                 except failures() as error:
                     answer = error
-                if isinstance(answer, (ReplicaGone, *failures())) and not give_up:
+                if isinstance(answer, failures()) and not give_up:
                     last[i] = answer
                     time.sleep(_FIRST_PAUSE)
                     asked[self.handle(i).call.remote(method, *args)] = i
@@ -401,6 +401,7 @@ def failures() -> tuple[type[Exception], ...]:
     from ray import exceptions
 
     return (
+        ReplicaGone,
         exceptions.RayActorError,
         exceptions.ObjectLostError,
         exceptions.ObjectStoreFullError,

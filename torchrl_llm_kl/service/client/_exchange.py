@@ -146,7 +146,7 @@ class Exchange:
                 break
             else:
                 break
-        if isinstance(found, (ReplicaGone, *failures())):
+        if isinstance(found, failures()):
             self._connection.lose(part.replica)
             self._error = found
         elif isinstance(found, (ServiceBusy, ServiceTimeout)):

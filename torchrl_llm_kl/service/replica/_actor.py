@@ -82,7 +82,8 @@ class Replica:
 
         from torchrl_llm_kl.service.replica._server import Server
 
-        factory = ray.cloudpickle.loads(ray.get(model[0]) if model else self._spec.factory)
+        packed: Any = ray.get(model[0]) if model else self._spec.factory
+        factory = ray.cloudpickle.loads(packed)
         return Server(self._spec, self._replica, self._life, factory(), starts=self._starts)
 
     async def call(self, method: str, *args: Any) -> Any:
