@@ -90,8 +90,8 @@ class Connection:
     def _enter(self, *, new: bool, timeout: float) -> None:
         patience = Patience(timeout, f"joining the service {self.spec.name!r}")
         while True:
-            controller = controller_of(self._named()) if new else actor_of(self.spec, "control")
-            found = None if controller is None else self._ask_to_join(controller, patience, new=new)
+            controller: Any = controller_of(self._named()) if new else actor_of(self.spec, "control")
+            found: Any = None if controller is None else self._ask_to_join(controller, patience, new=new)
             if isinstance(found, ServiceConfigError) or (isinstance(found, Exception) and not new):
                 raise found
             if controller is not None and not isinstance(found, Exception) and not found["ended"]:
