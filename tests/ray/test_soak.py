@@ -1,8 +1,13 @@
-"""Minutes of work with kills, hangs, poison and pushes at random: no answer is lost or wrong, and memory stays flat."""
+"""Minutes of work with kills, hangs, poison and pushes at random: no answer is lost or wrong, and memory stays flat.
+
+The figures of ten minutes (`TORCHRL_LLM_KL_SOAK_SECONDS`, 600 by default) are in docs/ray.md; with
+`TORCHRL_LLM_KL_SOAK_REPORT` they are written to a file.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -19,14 +24,26 @@ import torch
 from load import actor, clone, sequences
 from remote_models import ENDLESS, POISON, deadly, model
 from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.service import PoisonedRequest, ScoringService
+from torchrl_llm_kl.service import (
+    PoisonedRequest,
+    ScoringService,
+    ServiceClosedError,
+    ServiceTimeout,
+    WeightVersionError,
+)
 from waits import LONG, until
 
 pytestmark = pytest.mark.slow
 
 SECONDS = float(os.environ.get("TORCHRL_LLM_KL_SOAK_SECONDS", "600"))
-CALLERS = 4
-SEEDS = 500  # requests with known answers
+CALLERS = 64
+SIZES = (1, 4, 8, 40)  # sequences of a request
+SEEDS = 125  # requests of each size with known answers
+ODD = {  # requests that fail by themselves
+    "token id 500 at sequence 0": [[1, 500]],
+    "sequence 0 has 70 tokens": [[0] * 70],
+    "token id -3 at sequence 0": [[1, -3]],
+}
 
 
 def resident(pid):
@@ -45,7 +62,7 @@ class Faults:
 
     def happen(self, rng, *, calm):
         """One fault, or a push of the same weights under the next version; ``calm`` if replica 0 must live."""
-        kinds = ["killed", "killed", "stopped", "control actor killed", "weights pushed"]
+        kinds = ["killed", "killed", "stopped", "controller killed", "weights pushed", "bad weights", "odd requests"]
         kind = rng.choice(kinds if calm else [*kinds, "poison", "poison", "endless"])
         if kind in ("poison", "endless"):
             row = [*(POISON if kind == "poison" else ENDLESS), rng.randrange(97), rng.randrange(97)]
@@ -55,14 +72,37 @@ class Faults:
             self.done[kind] += 1
             return
         with contextlib.suppress(Exception):  # the replica may be down already
-            if kind == "control actor killed":
+            if kind == "controller killed":
                 ray.kill(actor(self.service, "control"), no_restart=False)
             elif kind == "weights pushed":
                 self.service.update_weights(model().state_dict())
+            elif kind == "bad weights":
+                self._refused(rng)
+            elif kind == "odd requests":
+                for message, rows in ODD.items():
+                    with pytest.raises(ValueError, match=message):
+                        clone(self.service.model, timeout=LONG).make_scorer().score(rows)
             else:
                 pid = self.service.model.connection.gather("stats", replicas=[1], timeout=1.0)[1]["pid"]
                 os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
             self.done[kind] += 1
+
+    def _refused(self, rng):
+        """A push of NaN, or of other weights under a version that is over: nothing may change."""
+        version, weights = self.service.version, model(seed=1).state_dict()
+        if rng.random() < 0.5:
+            weights["lm_head.weight"][0, 0] = torch.nan
+            version = None
+        elif version == 0:
+            return
+        else:
+            version -= 1
+        try:
+            self.odd.append(self.service.update_weights(weights, version))
+        except (ValueError, WeightVersionError, ServiceTimeout):
+            pass
+        except Exception as error:
+            self.odd.append(error)
 
     def _poisoned(self, row):
         try:
@@ -78,17 +118,40 @@ def work(remote, expected, end, seed, outcomes):
     """Until the end; whether each answer is right, or the error."""
     rng, scorer = random.Random(seed), clone(remote, timeout=LONG).make_scorer()
     while time.monotonic() < end:
-        question = rng.randrange(SEEDS)
+        question, begin = (rng.randrange(SEEDS), rng.choice(SIZES)), time.monotonic()
         try:
-            answer = scorer.score(sequences(question, count=8)).values
-            outcomes.append(torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-6))
+            answer = scorer.score(sequences(question[0], count=question[1])).values
+            found = torch.allclose(answer, expected[question], rtol=1e-6, atol=1e-6)
         except Exception as error:
-            outcomes.append(error)
+            found = error
+        outcomes.append((found, time.monotonic() - begin))
+
+
+def shut_down(service, remotes):
+    """During calls: what their callers get."""
+    found = []
+
+    def call(remote):
+        try:
+            while True:
+                remote.make_scorer().score(sequences(count=40))
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=call, args=(remote,), daemon=True) for remote in remotes]
+    for thread in threads:
+        thread.start()
+    time.sleep(1.0)
+    service.shutdown()
+    for thread in threads:
+        thread.join(timeout=60)
+    return found
 
 
 def test_nothing_is_lost_and_memory_stays_flat(tmp_path):
     local, outcomes = LogProbScorer(model()), []
-    expected = [local.score(sequences(seed, count=8)).values for seed in range(SEEDS)]
+    questions = [(seed, size) for size in SIZES for seed in range(SEEDS)]
+    expected = {question: local.score(sequences(question[0], count=question[1])).values for question in questions}
     rng = random.Random(0)
     with ScoringService(
         factory=partial(deadly, str(tmp_path)), num_replicas=2, num_cpus=0.1, hang_after=5.0
@@ -121,14 +184,30 @@ def test_nothing_is_lost_and_memory_stays_flat(tmp_path):
         hanging = sum(thread.is_alive() for thread in threads)
         until(lambda: "restarts" in service.stats()[1])  # not while it is stopped
         stats = service.stats()
-        service.shutdown()
+        ends = shut_down(service, [clone(service.model) for _ in range(8)])
     half = len(memory) // 2
     growth = [max(m[i] for m in memory[half:]) - max(m[i] for m in memory[:half]) for i in range(3)]
-    print(faults.done, stats[1]["restarts"], f"{growth} MiB of {memory[-1]}", len(outcomes))
+    times = sorted(seconds for _, seconds in outcomes)
+    report = {
+        "seconds": SECONDS,
+        "callers": CALLERS,
+        "answers": len(outcomes),
+        "wrong or lost": [str(found) for found, _ in outcomes if found is not True],
+        "p50, p99 and slowest, seconds": [round(times[int(share * (len(times) - 1))], 2) for share in (0.5, 0.99, 1.0)],
+        "faults": dict(faults.done),
+        "restarts": stats[1]["restarts"],
+        "memory grows, MiB": {
+            name: round(x, 1) for name, x in zip(("replica", "client", "store"), growth, strict=True)
+        },
+    }
+    print(report)
+    if path := os.environ.get("TORCHRL_LLM_KL_SOAK_REPORT"):
+        Path(path).write_text(json.dumps(report, indent=1))
     assert hanging == 0
     assert not faults.odd
-    assert [outcome for outcome in outcomes if outcome is not True] == []
-    assert len(outcomes) > 10 * SECONDS
+    assert report["wrong or lost"] == []
+    assert [type(error) for error in ends] == [ServiceClosedError] * 8
+    assert len(outcomes) > 5 * SECONDS
     assert sum(faults.done.values()) >= SECONDS / 60
     assert growth[0] < 20, "a replica's memory grows"
     assert growth[1] < 20, "a client's memory grows"
