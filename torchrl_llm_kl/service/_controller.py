@@ -119,7 +119,7 @@ class Controller:
         if alive:
             import ray
 
-            ray.get_runtime_context().current_actor.run.remote()
+            ray.get_runtime_context().current_actor.run.options(max_task_retries=0).remote()
 
     # ------------------------------------------------------------------ clients
 
@@ -324,7 +324,7 @@ class Controller:
             return []
         if not await _either(self._handed_in.wait(), _HANDED_IN):
             raise ServiceError(
-                f"the model of {self.spec.name!r} was given by value, and is lost with the controller that kept it; no process "
+                f"the model of {self.spec.name!r} was given by value, and is lost: the controller that kept it ended, and no process "
                 f"that passed it made a call within {_HANDED_IN:g} s: construct ScoringService with it again, or use factory=, "
                 "with which every replica can start by itself."
             )
