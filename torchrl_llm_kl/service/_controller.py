@@ -131,6 +131,8 @@ class Controller:
             service: the ``id`` of the service that it belongs to; empty for any.
             new: whether failed replicas are started again.
         """
+        if self.ended:
+            return await self.table()  # a constructor waits for the end, and makes a new one
         if service not in ("", self.spec.id):
             return ServiceClosedError(
                 f"the service {self.spec.name!r} was shut down; the one of that name now is another: construct a "
@@ -141,7 +143,7 @@ class Controller:
         except Exception as error:
             return error
         for replica, slot in enumerate(self.slots):
-            if new and slot.state == FAILED and not self.ended:
+            if new and slot.state == FAILED:
                 self.slots[replica] = Slot(self._create(self.spec, replica))
                 asyncio.get_running_loop().create_task(self._supervise(replica))
         return await self.table()
@@ -245,8 +247,8 @@ class Controller:
         import ray
 
         _LOG.info("the service %s ends: %s", self.spec.name, self.ended)
-        closing = [asyncio.ensure_future(_answer(slot.handle.close.remote())) for slot in self.slots]
-        await asyncio.wait(closing, timeout=_CLOSE)
+        closing = [asyncio.ensure_future(_answer(slot.handle.close.remote())) for slot in self.slots if slot.life]
+        await asyncio.wait([*closing, asyncio.ensure_future(asyncio.sleep(0))], timeout=_CLOSE)
         keeper = actor_of(self.spec, "weights")
         for handle in [*(slot.handle for slot in self.slots), *([] if keeper is None else [keeper])]:
             ray.kill(handle, no_restart=True)

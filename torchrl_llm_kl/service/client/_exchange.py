@@ -19,6 +19,7 @@ from torchrl_llm_kl.service.client._router import Router
 
 _MOST_TOKENS = 2**21  # of a request, about: 8 MiB
 _LOOK = 2.0  # seconds without an answer after which a client asks the controller about the replica
+_LOOK_AWAITED = 10.0  # the same for a call that is awaited, of which there may be many
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +168,9 @@ class Exchange:
         for each in waiting:
             each.add_done_callback(_seen)
         try:
-            while waiting and (left := (await asyncio.wait(waiting, timeout=min(10.0, self._patience.left)))[1]):
+            while waiting and (
+                left := (await asyncio.wait(waiting, timeout=min(_LOOK_AWAITED, self._patience.left)))[1]
+            ):
                 if self._patience.left <= 0.001:
                     self.cancel()
                     raise self._patience.up()

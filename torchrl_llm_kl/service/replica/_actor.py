@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl.service._controller import actor_of
-from torchrl_llm_kl.service._errors import ServiceError, portable
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceError, portable
 from torchrl_llm_kl.service._spec import ServiceSpec
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Replica:
             if self._server is None:
                 await self._loaded.wait()
             if self._failure is not None:
-                raise ServiceError(f"replica {self._name} could not be created again: {self._failure}")
+                raise ReplicaGone(f"replica {self._name} has no model: {self._failure}")
             return await getattr(self._server, method)(*args)
         except Exception as error:
             return portable(error)
