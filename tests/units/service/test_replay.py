@@ -27,7 +27,7 @@ from torchrl_llm_kl.rollouts import write_kept
 from torchrl_llm_kl.scoring import ScoreRequest
 from torchrl_llm_kl.service import ProtocolError
 from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.service.client import _remote
+from torchrl_llm_kl.service.client import _exchange, _remote
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.transforms import RetrieveKL as LocalKL
@@ -274,7 +274,7 @@ def test_what_cannot_be_replayed(loop):
 def test_requests_are_divided_by_what_is_sent(monkeypatch):
     """Records count: a call whose tokens are few is more than one request if they are large."""
     rows = [torch.tensor([1, 2, 3])] * 8
-    monkeypatch.setattr(_remote, "_MOST_TOKENS", 60)
+    monkeypatch.setattr(_exchange, "_MOST_TOKENS", 60)
     for records in ({"kept": record_of(rows, most=30)}, {"top_ids": torch.arange(24 * 12).view(24, 12)}):
         part = _remote.Part(request_of(rows, records=records))
         parts = part.divided(_remote.Router(), [0])
