@@ -326,9 +326,9 @@ class Controller:
             return []
         if not await _either(self._handed_in.wait(), _HANDED_IN):
             raise ServiceError(
-                f"the model of {self.spec.name!r} was given by value, and is lost: the controller that kept it ended, and no process "
-                f"that passed it made a call within {_HANDED_IN:g} s: construct ScoringService with it again, or use factory=, "
-                "with which every replica can start by itself."
+                f"the model of {self.spec.name!r} was given by value, and is lost: the controller that kept it ended, and no "
+                f"process that passed it made a call within {_HANDED_IN:g} s: construct ScoringService with it again, or use "
+                "factory=, with which every replica can start by itself."
             )
         return [self._model]
 

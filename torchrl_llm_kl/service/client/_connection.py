@@ -45,7 +45,7 @@ class Connection:
         self._lock = threading.RLock()
         self._controller: Any = None
         self._session = self._place = self._closed = ""
-        self._pid = 0
+        self._pid, self._told = 0, False
         self._down: dict[int, float] = {}  # replicas whose last call failed, and when
         self._table: tuple[float, dict[str, Any]] = (0.0, {})  # the last one, and when it came
         self.retries = self.newest = 0
@@ -196,12 +196,24 @@ class Connection:
         if self._down:
             table, now = self.table(), time.monotonic()
             if all(state == FAILED for state in table["states"]):
-                self._controller.join.remote(self.spec.config, self.spec.id, new=True)  # the next call finds out
-                raise table["errors"][0]
+                if not self._told:
+                    self._told = True
+                    raise table["errors"][0]
+                self._start_again()
             for replica, since in list(self._down.items()):
                 if table["states"][replica] == READY and now - since > _LOOK:
                     self._down.pop(replica, None)
         return [replica for replica in everyone if replica not in self._down] or list(everyone)
+
+    def _start_again(self) -> None:
+        """Let the controller start failed replicas: the call before this one raised their error."""
+        import ray
+
+        self._told = False
+        found = ray.get(self._controller.join.remote(self.spec.config, self.spec.id, new=True), timeout=_JOIN)
+        if isinstance(found, Exception):
+            raise found
+        self._table = (time.monotonic(), found)
 
     def is_silent(self, replica: int) -> bool:
         """Whether the controller says that a replica does not answer, or failed, and others may."""
