@@ -39,7 +39,7 @@ class Part:
     def divided(self, router: Router, replicas: Sequence[int]) -> list[Part]:
         """One part for each of ``replicas`` that gets some of the sequences; more only beyond ``_MOST_TOKENS``."""
         request, scored = self.request, self.request.scored
-        if len(replicas) == 1 and request.num_tokens <= _MOST_TOKENS:
+        if len(replicas) == 1 and int(scored.sizes().sum()) <= _MOST_TOKENS:
             return [replace(self, replica=replicas[0])]
         tokens, lengths = scored.tokens.values.numpy(), scored.tokens.lengths.numpy()
         starts = lengths.cumsum() - lengths
