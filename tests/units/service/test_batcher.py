@@ -18,7 +18,7 @@ from load import assert_same, request_of
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.service import ServiceClosedError, ServiceOverloaded, ServiceTimeout
+from torchrl_llm_kl.service import PoisonedRequest, ServiceClosedError
 from torchrl_llm_kl.service._errors import ReplicaGone
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
@@ -34,8 +34,8 @@ quick = settings(max_examples=40, deadline=None)
 sent = partial(request_of, caller="a")
 
 
-def request(tag, *, tokens=3, caller="a", deaths=0):
-    return sent([[tag] * tokens], caller=caller, deaths=deaths)
+def request(tag, *, tokens=3, caller="a"):
+    return sent([[tag] * tokens], caller=caller)
 
 
 def first_token(asked):
@@ -54,19 +54,24 @@ class Recorder:
         tags = [first_token(each) for each in requests]
         self.batches.append(tags)
         return [
-            ValueError(f"bad {tag}") if tag in self.fails else Reply({"log_prob": torch.full((2,), float(tag))}, 0)
-            for tag in tags
+            ValueError(f"bad {tag}")
+            if tag in self.fails
+            else Reply({"log_prob": torch.full((int(each.scored.mask.sum()),), float(tag))}, 0)
+            for tag, each in zip(tags, requests, strict=True)
         ]
 
 
-async def ask(batcher, *requests, timeout=LONG):
-    return await asyncio.gather(*(batcher.submit(r, timeout=timeout) for r in requests), return_exceptions=True)
+async def ask(batcher, *requests, timeout=LONG, trials=()):
+    """``trials`` belong to the first requests."""
+    asked = itertools.zip_longest(requests, trials)
+    calls = (batcher.submit(one, timeout=timeout, trial=trial) for one, trial in asked)
+    return await asyncio.gather(*calls, return_exceptions=True)
 
 
-def run(score, *requests, **settings):
+def run(score, *requests, trials=(), **settings):
     async def main():
         batcher = Batcher(score, **{"max_wait": 0.05, **settings})
-        answers = await ask(batcher, *requests)
+        answers = await ask(batcher, *requests, trials=trials)
         await batcher.close()
         return answers
 
@@ -77,39 +82,23 @@ def tags_of(answers):
     return [float(answer.columns["log_prob"][0]) for answer in answers]
 
 
-@pytest.mark.parametrize(
-    ("requests", "options", "batches"),
-    [
-        # Round-robin over callers, the oldest first.
-        (
-            [*(request(i, tokens=10, caller="greedy") for i in range(4)), request(9, tokens=10, caller="modest")],
-            {"max_tokens": 20},
-            [[0, 9], [1, 2], [3]],
-        ),
-        # A request above max_tokens is a batch of its own.
-        ([request(0, tokens=50), request(1), request(2)], {"max_tokens": 10}, [[0], [1, 2]]),
-        # One that is ill-formed fails alone.
-        (
-            [request(0)]
-            + [replace(request(1), **bad) for bad in ({"caller": ["a"]}, {"deaths": "2"}, {"scored": None})]
-            + [request(2)],
-            {},
-            [[0, 2]],
-        ),
-    ],
-    ids=["round-robin", "large", "ill-formed"],
-)
-def test_composition_of_batches(requests, options, batches):
-    recorder = Recorder()
-    answers = run(recorder, *requests, **options)
-    assert recorder.batches == batches
-    for asked, answer in zip(requests, answers, strict=True):
-        if isinstance(answer, Exception):
-            assert isinstance(answer, (TypeError, AttributeError))
-            assert [0, 2] in batches
-        else:
-            assert tags_of([answer]) == [first_token(asked)]
-    assert sum(isinstance(answer, Exception) for answer in answers) == (3 if [0, 2] in batches else 0)
+def test_composition_of_batches():
+    """Round-robin over callers, the oldest first; a request above ``max_tokens`` is a batch of its own."""
+    greedy = [request(i, tokens=10, caller="greedy") for i in range(4)]
+    for requests, most, batches in (
+        ([*greedy, request(9, tokens=10, caller="modest")], 20, [[0, 9], [1, 2], [3]]),
+        ([request(0, tokens=50), request(1), request(2)], 10, [[0], [1, 2]]),
+    ):
+        recorder = Recorder()
+        assert tags_of(run(recorder, *requests, max_tokens=most)) == [first_token(each) for each in requests]
+        assert recorder.batches == batches
+
+
+def test_an_ill_formed_request_fails_alone():
+    recorder, bad = Recorder(), [replace(request(1), **each) for each in ({"caller": ["a"]}, {"scored": None})]
+    first, *failed, last = run(recorder, request(0), *bad, request(2))
+    assert (tags_of([first, last]), recorder.batches) == ([0, 2], [[0, 2]])
+    assert [type(each) for each in failed] == [TypeError, AttributeError]
 
 
 def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone():
@@ -144,50 +133,6 @@ def test_recent_callers_are_waited_for_and_nobody_else():
     assert asyncio.run(main()) == ([[0], [1], [2, 3]], [[0, 1, 2]])
 
 
-def test_a_full_queue_makes_callers_wait_until_their_timeout():
-    async def main():
-        batcher = Batcher(Recorder(seconds=0.3), max_wait=0.0, max_queue=2, max_tokens=3)
-        first = await ask(batcher, *(request(i) for i in range(6)), timeout=0.1)
-        patient = await ask(batcher, *(request(i) for i in range(4)))
-        await batcher.close()
-        return first, patient
-
-    first, patient = asyncio.run(main())
-    refused = [answer for answer in first if isinstance(answer, ServiceOverloaded)]
-    assert 1 <= len(refused) < 6
-    assert "2 requests are waiting, as many as max_queue allows" in str(refused[0])
-    assert all(isinstance(answer, (Reply, ServiceOverloaded, ServiceTimeout)) for answer in first)
-    assert tags_of(patient) == [0, 1, 2, 3]
-
-
-def test_a_full_queue_admits_callers_with_nothing_in_it_first():
-    async def main():
-        recorder = Recorder(seconds=0.02)
-        batcher = Batcher(recorder, max_wait=0.0, max_queue=4, max_tokens=6)
-        greedy = asyncio.ensure_future(ask(batcher, *(request(i, caller="greedy") for i in range(60)), timeout=30))
-        await asyncio.sleep(0.01)
-        start = len(recorder.batches)
-        await batcher.submit(request(99, caller="modest"), timeout=30)
-        waited = len(recorder.batches) - start
-        tags_of(await greedy)
-        await batcher.close()
-        return waited
-
-    assert asyncio.run(main()) <= 3
-
-
-def test_a_request_after_a_death_is_announced_and_shares_no_batch():
-    recorder, announced = Recorder(), []
-    requests = [
-        request(i, caller=caller, deaths=deaths)
-        for i, caller, deaths in ((0, "a", 0), (7, "b", 1), (8, "c", 2), (1, "d", 0), (2, "b", 0))
-    ]
-    found = run(recorder, *requests, on_trial=lambda r: announced.append((first_token(r), list(recorder.batches))))
-    assert tags_of(found) == [0, 7, 8, 1, 2]
-    assert recorder.batches == [[0, 1, 2], [7], [8]]
-    assert announced == [(7, [[0, 1, 2]]), (8, [[0, 1, 2], [7]])]
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [(SystemExit("enough"), "the model raised SystemExit: enough."), (MemoryError("no room"), "no room")],
@@ -218,7 +163,7 @@ def test_a_replica_that_hangs_passes_its_queue_on():
         return Recorder()(requests)
 
     async def main():
-        batcher = Batcher(hang, max_wait=0.0, max_tokens=3, max_queue=2)
+        batcher = Batcher(hang, max_wait=0.0, max_tokens=3)
         asked = [asyncio.ensure_future(batcher.submit(request(i), timeout=60)) for i in range(5)]
         await asyncio.to_thread(hangs.wait)
         await asyncio.to_thread(batcher.reject_soon, ReplicaGone("it hangs"))
@@ -233,21 +178,60 @@ def test_a_replica_that_hangs_passes_its_queue_on():
     assert isinstance(first, Reply)
 
 
-@pytest.mark.parametrize("what", ["on_trial", "on_batch", "replies"])
+@pytest.mark.parametrize("what", ["trial", "on_batch", "replies"])
 def test_a_fault_of_the_batcher_ends_one_batch(what):
     def fail(*_):
         raise RuntimeError("a fault")
 
     async def main():
         recorder = (lambda requests: Recorder()(requests)[1:]) if what == "replies" else Recorder()
-        batcher = Batcher(recorder, **{} if what == "replies" else {what: fail})
-        first = await ask(batcher, request(0, deaths=1))
-        batcher._score, batcher._on_trial = Recorder(), lambda request: None
+        batcher = Batcher(recorder, **({"on_batch": fail} if what == "on_batch" else {}))
+        first = await ask(batcher, request(0), trials=[fail] if what == "trial" else [])
+        batcher._score = Recorder()
         return [*first, *await ask(batcher, request(1), request(2))]
 
     first, *others = asyncio.run(main())
     assert isinstance(first, Reply if what == "on_batch" else (RuntimeError, ValueError))
     assert tags_of(others) == [1, 2]
+
+
+class Trials:
+    """Notes what was scored before each call; refuses requests by tag."""
+
+    def __init__(self, recorder, refuses=()):
+        self.calls, self.batches, self.refuses = [], recorder.batches, refuses
+
+    def of(self, tag):
+        async def trial(over):
+            self.calls.append((tag, over, len(self.batches)))
+            if tag in self.refuses:
+                raise PoisonedRequest("refused")
+
+        return trial
+
+
+def test_a_request_on_trial_is_scored_alone_between_two_calls():
+    """Those of other callers come first. One that is refused is not scored, and fails alone."""
+    recorder = Recorder()
+    trials = Trials(recorder, refuses=[8])
+    requests = [request(tag, caller=caller) for tag, caller in ((7, "b"), (8, "b"), (9, "b"), (0, "a"), (2, "b"))]
+    first, refused, *others = run(recorder, *requests, trials=[trials.of(tag) for tag in (7, 8, 9)])
+    assert tags_of([first, *others]) == [7, 9, 0, 2]
+    assert isinstance(refused, PoisonedRequest)
+    assert recorder.batches == [[0, 2], [7], [9]]
+    assert trials.calls == [(7, False, 1), (7, True, 2), (8, False, 2), (9, False, 2), (9, True, 3)]
+
+
+def test_a_trial_ends_with_the_last_piece_of_a_request():
+    """Whether it is scored or fails: its process survived it."""
+    for fails, expected in (((), Reply), ([7], ValueError)):
+        recorder = Recorder(fails=fails)
+        trials = Trials(recorder)
+        answers = run(recorder, sent([[7] * 8] * 40), trials=[trials.of(7)], max_tokens=160)
+        assert [type(answer) for answer in answers] == [expected]
+        assert trials.calls[-1] == (7, True, len(recorder.batches))
+        assert [over for _, over, _ in trials.calls] == [False] * len(recorder.batches) + [True]
+        assert len(recorder.batches) == (1 if fails else 2)
 
 
 def test_close_refuses_waiting_and_later_requests():
@@ -262,9 +246,8 @@ def test_close_refuses_waiting_and_later_requests():
     first, *others = asyncio.run(main())
     assert isinstance(first, Reply)
     assert all(isinstance(answer, ServiceClosedError) for answer in others)
-    for name in ("max_tokens", "max_queue"):
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            Batcher(Recorder(), **{name: 0})
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        Batcher(Recorder(), max_tokens=0)
 
 
 # ------------------------------------------------------------------ large requests in pieces

@@ -1,7 +1,8 @@
 """Pushed weights: chunks, the keeper's rules, files, what each replica loads, and scores of mixed ones. Without a cluster."""
 
-import threading
+import re
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,16 +14,16 @@ from remote_models import model
 from torchrl_llm_kl import RememberedModel, ScoreStore
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service import ProtocolError, RemoteModel, ScoringService, WeightVersionError, _weights
-from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._controller import READY, SILENT
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceClosedError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._spec import ServiceSpec
 from torchrl_llm_kl.service._weights import MAX_VERSION, Pushes, WeightKeeper, chunks_of, tensors_of
 from torchrl_llm_kl.service._wire import Request
 from torchrl_llm_kl.service.client import _push
-from torchrl_llm_kl.service.client._push import ask_all, push_weights
-from torchrl_llm_kl.service.client._replicas import Replicas
-from torchrl_llm_kl.service.control._spec import ServiceSpec
+from torchrl_llm_kl.service.client._connection import Connection
+from torchrl_llm_kl.service.client._push import push_weights
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
-from waits import LONG
 
 ray = pytest.importorskip("ray")
 ALL = "push all tensors of the model"
@@ -36,7 +37,6 @@ def context(monkeypatch):
     monkeypatch.setattr(ray, "put", lambda value: value)
     monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: found)
-    monkeypatch.setattr(WeightKeeper, "_watch", lambda self: None)
     return found
 
 
@@ -108,10 +108,8 @@ def test_no_chunk_is_larger_than_asked_but_for_a_single_weight():
 
 def test_versions_are_never_given_twice():
     one = keeper()
-    assert [one.next_version(), one.next_version()] == [1, 2]
-    assert commit(one, weights(1.0)) == 3
-    assert one.next_version(seen=9) == 10
-    assert commit(one, weights(2.0), 10) == 10
+    assert commit(one, weights(1.0)) == 1
+    assert one.commit("seen", stage(one, "seen", weights(2.0)), None, 9) == 10, "a pusher has seen 9"
     assert commit(one, weights(2.0), 10) == 10, "again, as after a timeout"
     assert commit(one, weights(3.0), token="once") == one.commit("once", 2, None) == 11, "Ray repeats a lost call"
     late = refused(one, weights(4.0), 2)
@@ -129,14 +127,12 @@ def test_the_last_version_that_a_message_can_hold():
     assert commit(one, weights(1.0), MAX_VERSION) == MAX_VERSION
     for version in (None, MAX_VERSION + 1):
         assert message in refused(one, weights(2.0), version)
-    with pytest.raises(WeightVersionError, match="got 9223372036854775808"):
-        one.next_version()
     assert_equal(held(one), weights(1.0))
 
 
 @pytest.mark.parametrize("version", [2**70, 2**63, -1])
 def test_a_version_that_no_message_can_hold_is_refused_where_it_enters(version):
-    remote = RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": 1}))
+    remote = RemoteModel(ServiceSpec("name", "source", {"max_tokens": 1}))
     service = object.__new__(ScoringService)
     service.model = remote
     with pytest.raises(WeightVersionError, match=rf"must be from 0 to .*, got {version}\."):
@@ -192,7 +188,7 @@ def test_pushes_are_kept_until_later_ones_replace_them():
 def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monkeypatch, context):
     """The versions of the replicas are all that is left of earlier pushes."""
     context.was_current_actor_reconstructed = True
-    alive = SimpleNamespace(stats=SimpleNamespace(remote=lambda: {"version": 7}))
+    alive = SimpleNamespace(call=SimpleNamespace(remote=lambda method: {"stats": {"version": 7}}[method]))
     monkeypatch.setattr(ray, "get_actor", lambda name, namespace: {"s:1": alive}[name])
     one = keeper(replicas=["s:0", "s:1"])
     assert isinstance(one.get("model")[2], WeightVersionError)
@@ -209,7 +205,7 @@ def found(monkeypatch):
     """Makes a keeper the one that replicas ask."""
 
     def ask(one):
-        monkeypatch.setattr(_weights, "_find_keeper", lambda spec: SimpleNamespace(get=SimpleNamespace(remote=one.get)))
+        monkeypatch.setattr(_weights, "actor_of", lambda *_: SimpleNamespace(get=SimpleNamespace(remote=one.get)))
         return one
 
     return ask
@@ -226,7 +222,7 @@ class Replica:
 
     def __init__(self, tensors=()):
         self.checks, self.model, self.held = 0, {}, (0, "")
-        self.pushes = Pushes(SimpleNamespace(source="model"), self.check, tensors)
+        self.pushes = Pushes(SimpleNamespace(id="model"), self.check, tensors)
 
     def check(self, found):
         self.checks += 1
@@ -351,7 +347,7 @@ def test_a_replica_refuses_other_weights_under_its_version(kept, found):
 
 def test_a_keeper_that_is_lost_before_the_first_push_takes_any(monkeypatch, context, found):
     replica = Replica([["a"], ["b"]])
-    monkeypatch.setattr(_weights, "_find_keeper", lambda spec: None)
+    monkeypatch.setattr(_weights, "actor_of", lambda *_: None)
     assert replica.load() is None
     context.was_current_actor_reconstructed = True
     second = found(keeper())
@@ -375,76 +371,89 @@ def test_names_of_the_tensors_of_a_model():
 # ------------------------------------------------------------------ all replicas at once
 
 
-def test_all_are_asked_at_once_and_a_hung_one_is_not_awaited():
-    hung, together = threading.Event(), threading.Barrier(3, timeout=LONG)
-
-    def call(replica):
-        if replica == 2:
-            hung.wait(LONG)
-        elif replica == 4:
-            raise ServiceTimeout("unreachable")
-        else:
-            together.wait()
-
-    answers = ask_all(call, range(5), wait=0.3)
-    types = {replica: type(answer) for replica, answer in answers.items()}
-    assert types == {**dict.fromkeys((0, 1, 3), type(None)), 4: ServiceTimeout}
-    assert ask_all(call, [2], wait=0.0, needed=()) == {}
-    hung.set()
-    assert ask_all(lambda replica: replica, range(3), wait=0.0, needed=[0, 1, 2]) == {0: 0, 1: 1, 2: 2}
-
-
-class Service:
-    """Replicas and a keeper in this process, with calls that fail as asked."""
+class Service(Connection):
+    """Replicas and a keeper in this process. A call is a future; ``down`` holds the error of a replica, None if it hangs."""
 
     def __init__(self, monkeypatch, count=3, tensors=()):
-        self.keeper, self.newest, self.active = keeper(), 0, list(range(count))
-        self.spec = SimpleNamespace(
-            name="s", num_replicas=count, source="model", settings={}, replica_name=lambda i: f"s:{i}"
-        )
+        super().__init__(ServiceSpec("s", "model", {}, num_replicas=count, id="model"))
+        self.keeper, self.states, self.down, self.called = keeper(), [READY] * count, {}, []
         names = ("check", "stage", "commit", "drop", "get")
         remote = SimpleNamespace(**{n: SimpleNamespace(remote=getattr(self.keeper, n)) for n in names})
         monkeypatch.setattr(_push, "keeper_of", lambda spec: remote)
-        monkeypatch.setattr(_weights, "_find_keeper", lambda spec: remote)
+        monkeypatch.setattr(_weights, "actor_of", lambda *_: remote)
+        monkeypatch.setattr(ray, "wait", lambda asked, timeout: (self.wait(asked, timeout), []))
+        monkeypatch.setattr(ray, "get", lambda one, timeout=None: one.result(0) if isinstance(one, Future) else one)
         self.replicas = [Replica(tensors) for _ in range(count)]
-        self.threads = [threading.Lock() for _ in range(count)]
-        self.down, self.hung = {}, {}
 
-    def start(self): ...
+    def connect(self, **_): ...
 
-    def saw(self, version, weights=""):
-        self.newest = max(self.newest, version)
+    def table(self, **_):
+        return {"states": self.states}
 
-    def call(self, replica, method, *args, timeout):
-        if replica in self.hung:
-            self.hung[replica].wait(LONG)
-            raise ServiceTimeout("hung")
-        if replica in self.down:
-            raise self.down[replica]
-        one = self.replicas[replica]
-        methods = {"stage_weights": one.pushes.stage, "drop_weights": one.pushes.drop, "refresh_weights": one.load}
-        try:
-            with self.threads[replica]:
-                methods[method](*args)
-        except Exception as error:
-            return error
+    def wait(self, asked, timeout):
+        done = [one for one in asked if one.done()]
+        if not done:
+            time.sleep(min(timeout, 0.01))
+        return done[:1]
+
+    def handle(self, replica):
+        return SimpleNamespace(call=SimpleNamespace(remote=lambda *call: self.call_of(replica, *call)))
+
+    def call_of(self, replica, method, *args):
+        self.called.append((replica, method))
+        one, found = self.replicas[replica], Future()
+        calls = {"stage_weights": one.pushes.stage, "drop_weights": one.pushes.drop, "refresh_weights": one.load}
+        down = self.down.get(replica, "up")
+        if isinstance(down, list):
+            down = down.pop(0) if down else "up"
+        if isinstance(down, ray.exceptions.RayError):
+            found.set_exception(down)
+        elif isinstance(down, Exception):
+            found.set_result(down)
+        elif down is not None:
+            try:
+                calls[method](*args)
+                found.set_result(None)
+            except Exception as error:
+                found.set_result(error)
+        return found
 
     def push(self, given, version=None):
         return push_weights(self, given, version, timeout=5.0, wait=0.3)
 
 
 def test_a_push_reaches_all_and_names_those_that_it_does_not(monkeypatch):
+    """A replica that dies is asked again; one that hangs is not awaited once another one has answered."""
     service = Service(monkeypatch)
     pushed = service.push(weights(1.0))
     assert (pushed, pushed.missed, service.newest) == (1, (), 1)
-    service.hung[1], service.down[2] = threading.Event(), ServiceError("its model was given by value")
+    service.down = {0: [ray.exceptions.RayActorError(), ReplicaGone("it ends")], 1: None, 2: ServiceError("no model")}
+    start = time.monotonic()
     pushed = service.push(weights(2.0))
     assert (pushed, pushed.missed) == (2, ("s:1", "s:2"))
+    assert 0.3 <= time.monotonic() - start < 3.0
     assert_equal(service.replicas[0].model, weights(2.0))
     assert_equal(service.replicas[1].model, weights(1.0))
-    service.hung.pop(1).set()
     assert service.replicas[1].load() == 2
     assert_equal(service.replicas[1].model, weights(2.0))
+
+
+def test_calls_of_several_replicas(monkeypatch):
+    service = Service(monkeypatch)
+    service.down, service.states[1] = {1: None, 2: ray.exceptions.RayActorError()}, SILENT
+    for replica, message in ((1, "replica s:1 hangs"), (2, r"replica s:2 did not answer within 0\.3 s: The actor")):
+        found = service.gather("drop_weights", replicas=[0, replica], timeout=0.3)
+        assert (found[0], type(found[replica])) == (None, ServiceTimeout)
+        assert re.match(message, str(found[replica]))
+    assert service.gather("drop_weights", replicas=[2], timeout=5, give_up=True) == {2: service.down[2]}
+    unawaited = service.gather("drop_weights", replicas=[1], timeout=5, needed=())
+    assert isinstance(unawaited[1], ServiceTimeout)
+    service.down = {0: [ReplicaGone("it ends")]}
+    assert service.call("drop_weights", timeout=5) is None
+    assert [replica for replica, _ in service.called[-2:]] == [0, 1], "another replica is asked"
+    service.down[1] = ValueError("of the call itself")
+    with pytest.raises(ValueError, match="of the call itself"):
+        service.call("drop_weights", timeout=5)
 
 
 @pytest.mark.parametrize(
@@ -499,32 +508,29 @@ def test_a_push_that_no_replica_takes(monkeypatch, down):
 ROWS = [[i, 2, 3, 4] for i in range(12)]  # prompts for both replicas
 
 
-class InProcess(Replicas):
+class InProcess(Connection):
     """Two cores in this process."""
 
     def __init__(self, spec, cores):
         super().__init__(spec)
         self.cores, self.first = cores, 0
 
-    def usable(self):
-        return [0, 1]
+    def connect(self, **_): ...
 
-    def choose(self, order):
-        return self.first
-
-    def handle(self, replica, *, timeout):
-        def score(packed, timeout):
+    def handle(self, replica):
+        def call(method, packed, timeout):
             found = self.cores[replica].score([Request.unpack(packed)])[0]
             return found if isinstance(found, Exception) else found.pack()
 
-        return SimpleNamespace(score=SimpleNamespace(remote=score))
+        return SimpleNamespace(call=SimpleNamespace(remote=call))
 
-    def call(self, replica, method, *args, timeout):
+    def call(self, method, *args, timeout):
+        core = self.cores[self.first]
         if method == "interface":
-            return self.cores[replica].engine.interface()
+            return core.engine.interface()
         assert method == "fingerprint"
-        self.cores[replica].read_fingerprint()
-        return self.cores[replica].fingerprint
+        core.read_fingerprint()
+        return core.fingerprint
 
 
 def pushed(*pushes):
@@ -532,27 +538,9 @@ def pushed(*pushes):
     cores = [ScoringCore(TransformersEngine(model())) for _ in pushes]
     for core, (seed, digest) in zip(cores, pushes, strict=True):
         core.update_weights(model(seed).state_dict(), 3, digest=digest)
-    remote = RemoteModel(ServiceSpec("name", model, "source", {"max_tokens": 64}, num_replicas=2))
-    remote.replicas = InProcess(remote.spec, cores)
+    remote = RemoteModel(ServiceSpec("name", "source", {"max_tokens": 64}, num_replicas=2))
+    remote.connection = InProcess(remote.spec, cores)
     return remote
-
-
-def test_scores_of_two_sets_of_weights_are_an_error():
-    message = r"version 3 of the weights .* other ones: push all weights under a new"
-    with pytest.raises(WeightVersionError, match=message):
-        pushed((1, "one"), (2, "other")).make_scorer().score(ROWS)
-    same = pushed((1, "one"), (1, "one"))
-    scorer = same.make_scorer()
-    assert torch.count_nonzero(scorer.score(ROWS).values) == 36
-    assert same.replicas.newest == 3
-    for version, fine in ((3, False), (4, True)):  # the client remembers the weights of its newest version
-        for core in same.replicas.cores:
-            core.update_weights(model(2).state_dict(), version, digest="other")
-        if fine:
-            assert scorer.score(ROWS).values.shape == (48,)
-        else:
-            with pytest.raises(WeightVersionError, match="version 3 of the weights"):
-                scorer.score(ROWS)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -561,7 +549,7 @@ def test_nothing_is_remembered_under_a_wrong_fingerprint(first, tmp_path):
     store = ScoreStore(tmp_path)
     for rows in (ROWS, ROWS[:1], ROWS[1:2], ROWS[2:3]):
         remote = pushed((1, "one"), (2, "other"))
-        remote.replicas.first = first
+        remote.connection.first = first
         try:
             RememberedModel(remote, store).make_scorer().score(rows)
         except WeightVersionError:
