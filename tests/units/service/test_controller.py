@@ -64,7 +64,8 @@ def cluster(monkeypatch):
         return call(*args)
 
     found = SimpleNamespace(ran=[], keeper=Actor())
-    me = SimpleNamespace(run=SimpleNamespace(remote=lambda: found.ran.append("run")), end=found.ran.append)
+    run = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda: found.ran.append(given)))
+    me = SimpleNamespace(run=run, end=found.ran.append)
     monkeypatch.setattr(ray, "put", lambda value: f"reference of {value}")
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: actor.end(no_restart))
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=me))
@@ -359,7 +360,7 @@ async def test_a_controller_that_was_started_again_finds_what_runs(cluster):
     await asyncio.sleep(1)
     assert again.it.ended
     Controller(again.spec, create=again.create)
-    assert cluster.ran == [True, "run"], "as an actor it supervises by itself"
+    assert cluster.ran == [True, {"max_task_retries": 0}], "as an actor it supervises by itself"
 
 
 @on_clock
@@ -375,7 +376,7 @@ async def test_a_model_by_value_is_handed_in_by_a_client_and_is_lost_with_the_co
     again = Lab(model=True)  # nobody has it any more
     await again.client()
     await asyncio.sleep(31)
-    assert "the model of 's' was given by value, and is lost with the controller" in str(again.error())
+    assert "the model of 's' was given by value, and is lost: the controller that kept it ended" in str(again.error())
     await again.construct()
     await again.it.deposit("it again")
     await asyncio.sleep(1)

@@ -57,13 +57,20 @@ class Replicas(Connection):
         self.fates, self.answering, self.connecting = dict(fates), answering, connecting
         self.states, self.errors, self.versions = [READY] * count, [None] * count, [(0, "")] * count
         self.sent, self.joined = [], []
-        self._controller = SimpleNamespace(join=SimpleNamespace(remote=lambda *_, new: self.joined.append(new)))
+        self._controller = SimpleNamespace(join=SimpleNamespace(remote=self.join))
 
     def connect(self, **_):
         time.sleep(self.connecting)
 
     def table(self, **_):
         return {"states": self.states, "errors": self.errors}
+
+    def join(self, config, service, *, new):
+        self.joined.append(new)
+        self.states = [READY] * len(self.states)
+        answer = Reference(None, None)
+        answer.arrived.set_result(self.table())
+        return answer
 
     def handle(self, replica):
         self.connect()
@@ -239,11 +246,14 @@ def test_all_replicas_are_lost_for_a_while():
 
 
 def test_a_model_that_no_replica_has():
+    """Its error is raised once; the next call has the replicas started again."""
     found = Replicas(fates={0: [DIES], 1: [DIES]})
-    found.states, found.errors = [FAILED, FAILED], [OSError("no such checkpoint"), None]
+    found.states, found.errors = [FAILED, FAILED], [OSError("no such checkpoint")] * 2
     with pytest.raises(OSError, match="no such checkpoint"):
         found.score(*prompts(16))
-    assert found.joined == [True], "the next call may find it"
+    assert found.joined == []
+    found.score(*prompts(16))
+    assert found.joined == [True]
 
 
 def test_an_error_of_one_request_withdraws_the_others():
