@@ -76,7 +76,13 @@ def call(replicas: int, *, prompts: int = 256, responses: int = 8, length: int =
     ]
     data = Ragged.from_list(rows)
     fakes, seconds = _Connection(replicas), []
-    there: Any = {"connection": fakes, "router": Router(), "version": None, "top_k_dtype": torch.float32, "timeout": 10.0}
+    there: Any = {
+        "connection": fakes,
+        "router": Router(),
+        "version": None,
+        "top_k_dtype": torch.float32,
+        "timeout": 10.0,
+    }
     scorer = RemoteScorer(SimpleNamespace(**there), ScoreOptions())  # type: ignore[arg-type]
     get, ray.get = ray.get, lambda answer, timeout: answer.value
     try:

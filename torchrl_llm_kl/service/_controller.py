@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,15 @@ def detached(kind: type, spec: ServiceSpec, suffix: str, *args: Any, **options: 
     return remote.options(**named, **options).remote(*args)
 
 
+def was_restarted() -> bool:
+    """Whether this actor had a process before this one."""
+    import ray
+
+    with warnings.catch_warnings():  # Ray's own use of a deprecated name
+        warnings.simplefilter("ignore")
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
 def controller_of(spec: ServiceSpec) -> Any:
     """The controller, created if there is none."""
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
@@ -113,12 +123,13 @@ class Controller:
         self.fingerprint: str | None = None  # of the weights that the first replica loaded
         self._model: Any = None  # reference to a pickled factory that a client handed in
         self._handed_in, self._ending, self._over = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._running = False
+        self._running = self._again = False  # again: after the end of an earlier process of this actor
         self._trials: OrderedDict[str, dict[str, int]] = OrderedDict()  # digest of a request -> processes that tried it
         self._refused: OrderedDict[str, None] = OrderedDict()
         if alive:
             import ray
 
+            self._again = was_restarted()
             ray.get_runtime_context().current_actor.run.options(max_task_retries=0).remote()
 
     # ------------------------------------------------------------------ clients
@@ -257,12 +268,14 @@ class Controller:
         """Start a replica, and again after each end of its process, until it fails or the service ends."""
         from ray.exceptions import ActorDiedError, RayActorError
 
-        slot, deaths = self.slots[replica], list[float]()
+        slot, deaths, known = self.slots[replica], list[float](), self._again
         name = self.spec.replica_name(replica)
         while not self.ended and slot.state != FAILED:
             try:
                 slot.state = PENDING
-                facts = await self._ask(slot, "pulse", self._news())
+                # A new process answers once there are resources; one that was there before this controller does at once.
+                facts = await (self._heard(slot) if known else self._ask(slot, "pulse", self._news()))
+                known = False
                 if not facts["ready"]:
                     slot.state, slot.starts = STARTING, slot.starts + 1
                     facts = await self._ask(slot, "start", await self._given_model(), slot.starts)
@@ -275,10 +288,10 @@ class Controller:
                 await self._keep(slot)
             except RayActorError as error:  # noqa: PERF203
                 over = isinstance(error, ActorDiedError)  # Ray does not start it again
-                if over and slot.state == PENDING:
+                if over and error.actor_init_failed:
                     self._fail(slot, ServiceError(f"replica {name} cannot start: {error}"))
                     return
-                if slot.state == STARTING:
+                if slot.state == STARTING or (over and slot.state == PENDING):
                     now = time.monotonic()
                     deaths = [*(death for death in deaths if now - death < _START_WINDOW), now]
                     if len(deaths) >= _MAX_STARTS:
@@ -296,21 +309,23 @@ class Controller:
                 self._fail(slot, portable(error))
 
     async def _keep(self, slot: Slot) -> None:
-        """Exchange news with a replica each second; ends the process of one that does not answer."""
+        """Exchange news with a replica each second."""
         while not self.ended:
             slot.state = READY
             await asyncio.sleep(_PULSE)
-            asked = asyncio.ensure_future(self._ask(slot, "pulse", self._news()))
-            if not await _either(asked, min(_SILENT, self.hang_after)):
-                slot.state = SILENT
-                if not await _either(asked, self.hang_after - min(_SILENT, self.hang_after) + 0.1):
-                    import ray
+            await self._heard(slot)
 
-                    asked.cancel()
-                    _LOG.warning("a replica of %s does not answer: its process is replaced", self.spec.name)
-                    ray.kill(slot.handle, no_restart=False)
-                    return
-            asked.result()
+    async def _heard(self, slot: Slot) -> dict[str, Any]:
+        """The answer to a pulse; ends the process of a replica that does not answer, and raises the error of Ray then."""
+        asked, silent = asyncio.ensure_future(self._ask(slot, "pulse", self._news())), min(_SILENT, self.hang_after)
+        if not await _either(asked, silent):
+            slot.state = SILENT
+            if not await _either(asked, self.hang_after - silent + 0.1):
+                import ray
+
+                _LOG.warning("a replica of %s does not answer: its process is replaced", self.spec.name)
+                ray.kill(slot.handle, no_restart=False)
+        return await asked
 
     async def _ask(self, slot: Slot, method: str, *args: Any) -> dict[str, Any]:
         facts: dict[str, Any] = await _answer(getattr(slot.handle, method).remote(*args))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.service._controller import actor_of, detached
+from torchrl_llm_kl.service._controller import actor_of, detached, was_restarted
 from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError
 from torchrl_llm_kl.service._spec import ServiceSpec
 
@@ -121,14 +121,12 @@ class WeightKeeper:
     """
 
     def __init__(self, replicas: Sequence[str], namespace: str, service: str) -> None:
-        import ray
-
         self._version = 0
         self._pushed: list[Push] = []  # oldest first, without those that later ones replace
         self._staged: dict[str, Push] = {}
         self._lost: Exception | None = None
         self._replicas, self._namespace, self._service = list(replicas), namespace, service
-        if ray.get_runtime_context().was_current_actor_reconstructed:
+        if was_restarted():
             self._lost = WeightVersionError(
                 "the weights that were pushed are lost, with the actor that kept them: push them again."
             )

@@ -304,7 +304,7 @@ class Connection:
                 found[i] = answer
                 if wait is not None and not isinstance(answer, Exception):
                     end = min(end, time.monotonic() + wait)
-            if not done:
+            if asked:
                 states = self.table()["states"]
                 for i in [i for i in asked.values() if states[i] in (SILENT, FAILED)]:
                     found[i] = ServiceTimeout(f"replica {name(i)} hangs: its process or node does not answer.")

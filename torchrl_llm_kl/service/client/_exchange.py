@@ -97,6 +97,8 @@ class Exchange:
                 self._patience.rest(self._error)
             if len(self._replies) == len(self.parts) and not self._drop_stale():
                 return [self._replies[i] for i in range(len(self.parts))]
+            if self._patience.left <= 0.001:
+                raise self._patience.up()
             self._send()
 
     def _send(self) -> None:
@@ -164,22 +166,20 @@ class Exchange:
         """
         self._start_clock()
         self._arrived = True
-        waiting = [asyncio.wrap_future(answer.future()) for answer in self._sent]
-        for each in waiting:
+        parts = {asyncio.wrap_future(answer.future()): self.parts[i] for answer, i in self._sent.items()}
+        for each in parts:
             each.add_done_callback(_seen)
+        left = set(parts)
         try:
-            while waiting and (
-                left := (await asyncio.wait(waiting, timeout=min(_LOOK_AWAITED, self._patience.left)))[1]
-            ):
+            while left and (left := (await asyncio.wait(left, timeout=min(_LOOK_AWAITED, self._patience.left)))[1]):
                 if self._patience.left <= 0.001:
                     self.cancel()
                     raise self._patience.up()
-                replicas = [part.replica for part in self.parts if part.replica is not None]
-                if any([await asyncio.to_thread(self._connection.is_silent, replica) for replica in replicas]):
-                    return
-                waiting = list(left)
+                for replica in {parts[each].replica for each in left}:
+                    if replica is not None and await asyncio.to_thread(self._connection.is_silent, replica):
+                        return
         finally:
-            for each in waiting:  # an answer may arrive after the loop was closed
+            for each in parts:  # an answer may arrive after the loop was closed
                 each.cancel()
 
     def cancel(self) -> None:

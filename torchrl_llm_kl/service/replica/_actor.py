@@ -7,11 +7,10 @@ import logging
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrl_llm_kl.service._controller import actor_of
+from torchrl_llm_kl.service._controller import actor_of, was_restarted
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceError, portable
 from torchrl_llm_kl.service._spec import ServiceSpec
 
@@ -52,15 +51,8 @@ class Replica:
 
     async def start(self, model: Sequence[Any], starts: int) -> dict[str, Any]:
         """Load the model: ``model`` holds the reference of a pickled factory, or nothing for the one in the spec."""
-        import ray
-
         if not self._loading:
-            with warnings.catch_warnings():  # Ray's own use of a deprecated name
-                warnings.simplefilter("ignore")
-                again = (
-                    ray.get_runtime_context().was_current_actor_reconstructed
-                )  # the controller may have forgotten it
-            self._loading, self._starts = True, max(starts, 1 + again)
+            self._loading, self._starts = True, max(starts, 1 + was_restarted())  # a controller may have forgotten it
             try:
                 self._server = await asyncio.to_thread(self._load, model)
             except Exception as error:
