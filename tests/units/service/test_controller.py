@@ -68,7 +68,8 @@ def cluster(monkeypatch):
     me = SimpleNamespace(run=run, end=found.ran.append)
     monkeypatch.setattr(ray, "put", lambda value: f"reference of {value}")
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: actor.end(no_restart))
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor=me))
+    context = SimpleNamespace(current_actor=me, was_current_actor_reconstructed=False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(_controller, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(_controller, "actor_of", lambda spec, suffix: {"weights": found.keeper}[suffix])
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
@@ -98,8 +99,11 @@ class Actor:
         self.begin()
 
     async def _pulse(self, news):
+        life = self.facts["life"]
         while self.stopped:
             await asyncio.sleep(0.1)
+        if self.facts["life"] != life:  # it was ended before it answered
+            raise DIES
         self.news |= news
         if self.error is not None:
             error, self.error = self.error, None
@@ -255,13 +259,33 @@ async def test_a_process_that_dies_with_its_model_is_always_replaced(error):
     assert len(lab.made) == (5 if error is GONE else 1)
 
 
+class NotMade(ray.exceptions.ActorDiedError):
+    """Its constructor failed."""
+
+    actor_init_failed = True
+
+
 @on_clock
 async def test_an_actor_that_cannot_be_created():
-    actor = Actor()
-    actor.error = GONE
-    lab = Lab(actors=[actor])
-    await asyncio.sleep(1)
+    actor, dying = Actor(), Actor()
+    actor.error, dying.error = NotMade(), GONE
+    lab = Lab(actors=[actor, dying])
+    await asyncio.sleep(3)
     assert str(lab.error()).startswith("replica s:0 cannot start: The actor died")
+    assert (lab.states()[1], lab.made) == (READY, [0, 1, 1]), "the last one of that name had not ended yet"
+
+
+@on_clock
+async def test_a_process_that_stood_still_before_the_controller_was_started_again():
+    """One that waits for resources does not answer either: only an actor that had a process before looks at the time."""
+    for again, replaced in ((True, True), (False, False)):
+        lab = Lab((), (), hang_after=20.0)
+        lab.it._again, lab.actors[1].stopped = again, True
+        await lab.client()
+        await asyncio.sleep(15)
+        assert lab.states() == [READY, SILENT if again else PENDING]
+        await asyncio.sleep(10)
+        assert (lab.states() == [READY, READY], lab.actors[1].ends == ["to start again"]) == (replaced, replaced)
 
 
 @pytest.mark.parametrize(

@@ -258,11 +258,11 @@ def test_what_cannot_be_replayed(loop):
     other = Kept(torch.tensor([1, 2, 3, 4, 9]), torch.arange(6))
     last = torch.tensor([0, 1, 2, 3, 4, 6])
     for message, options in {
-        "token 5 at sequence 1, position 2 is not among the 1 that were recorded": {"kept": other},
+        "token 5 at sequence 1, position 2 is not among the 1 recorded as kept there": {"kept": other},
         r"kept\.offsets must hold 6 numbers": {"kept": other._replace(offsets=torch.arange(5))},
         r"kept\.ids holds token ids from -4 to 5": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, -4]), last)},
         "to 97; expected 0 to 96": {"kept": Kept(torch.tensor([1, 2, 3, 4, 5, 97]), last)},
-        "most probable of all tokens": {"kept": right, "top_k": 3},
+        "top_k= is of all tokens": {"kept": right, "top_k": 3},
         "teacher's tokens that are left out": {"kept": right, "top_ids": torch.ones(5, 1, dtype=torch.long)},
     }.items():
         with pytest.raises(ValueError, match=message):
