@@ -208,6 +208,7 @@ def plan_packs(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | 
         >>> [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
         [[(0, 0, 3, -1), (2, 0, 2, 0), (3, 0, 1, 0)], [(1, 0, 2, -1)]]
     """
+    check_range(1, tokens_per_batch=tokens_per_batch)
     parents, lengths = tree.parent.tolist(), tree.length.tolist()
     children: dict[int, list[int]] = {node: [] for node in range(-1, len(lengths))}
     for node, parent in enumerate(parents):
