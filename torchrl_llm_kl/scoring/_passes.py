@@ -170,9 +170,7 @@ class Piece:
     node: int
     first: int  # place of its first token in the node
     length: int  # at least 1
-    past: (
-        int  # the piece before its first token, -1 at the start of a sequence, or for a cached one, which is in no pack
-    )
+    past: int  # the piece before its first token; -1 at the start of a sequence, and for a cached one, which is in no pack
 
 
 @dataclass(frozen=True)

@@ -306,7 +306,7 @@ PLACE = rf"at sequence 2, position {PROMPT}"
         (respelt(lambda ids: ids[:, 1:]), r"hold \(3,\) and \(4,\) numbers per token: expected the same k"),
         (respelt(lambda ids: ids[:, 0]), r"must have 1 dimension after the tokens, found none"),
         (respelt(lambda ids: ids.float()), r"holds torch.float32: expected integers"),
-        (placed(V, "ids"), rf"top_ids holds the token id {V}, outside the vocabulary of {V}"),
+        (placed(V, "ids"), rf"top_ids holds token id {V}, outside the vocabulary of {V}"),
     ],
 )
 def test_data_that_is_no_teacher(model: nn.Module, reference: nn.Module, spoil: Any, message: str) -> None:
