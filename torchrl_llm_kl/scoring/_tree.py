@@ -16,7 +16,7 @@ from torchrl_llm_kl.ragged import Ragged
 class PrefixTree:
     """``M`` stretches of tokens (nodes) that spell out ``S`` sequences, each stretch held once. All on the CPU.
 
-    The tokens before a node are those of its ancestors, so its keys and values follow from theirs. A node ends where
+    The tokens before a node are its ancestors' tokens, so its keys and values follow from theirs. A node ends where
     sequences part, or where the longest of them ends. A sequence that is a prefix of another one (or equal to it) ends
     inside a node and costs nothing.
 
@@ -37,7 +37,7 @@ class PrefixTree:
     level: Tensor  # number of nodes before it
     start: Tensor  # number of tokens before it
     length: Tensor  # number of its tokens, at least 1
-    source: Tensor  # the first sequence that holds the whole node and is no prefix of a longer one
+    source: Tensor  # the first sequence that holds the whole node and is not a prefix of a longer one
     element: Tensor  # its tokens are values[element : element + length] of the flat sequences
     # Of each sequence, int64 [S]:
     leaf: Tensor  # the node with its last forwarded token, -1 if there is nothing to forward

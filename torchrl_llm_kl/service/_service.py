@@ -25,7 +25,7 @@ class ScoringService:
     die are restarted, and calls are retried until ``timeout``.
 
     Args:
-        model: the model, sent by value; or None with a factory. The control actor keeps one copy in Ray's object store, from
+        model: the model, sent by value; or None with a factory. The controller keeps one copy in Ray's object store, from
             which replicas restart.
 
     Keyword Args:

@@ -20,7 +20,7 @@ from torchrl_llm_kl.service._controller import actor_of, detached, was_restarted
 from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError
 from torchrl_llm_kl.service._spec import ServiceSpec
 
-#: Bytes of an object that holds weights; a larger weight is an object of its own.
+#: Bytes of an object that holds weights; a larger weight is a separate object.
 CHUNK = 256 * 2**20
 #: The last version that a message can hold.
 MAX_VERSION = 2**63 - 1
@@ -34,7 +34,7 @@ Chunk = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 
 
 def chunks_of(weights: Iterable[tuple[str, Tensor]], *, size: int = CHUNK) -> Iterator[Chunk]:
-    """Weights by name in chunks of at most ``size`` bytes; a larger weight is a chunk of its own."""
+    """Weights by name in chunks of at most ``size`` bytes; a larger weight is a separate chunk."""
     chunk: Chunk = {}
     held = 0
     for name, value in weights:
@@ -187,7 +187,7 @@ class WeightKeeper:
         return self._version, [(push.token, list(push.chunks), push.digest) for push in found], self._lost
 
     def _last(self) -> int:
-        """The latest version; that of the replicas if it was lost here."""
+        """The latest version; the replicas' if it was lost here."""
         if self._lost is not None:
             self._version = max([self._version, *map(self._version_of, self._replicas)])
         return self._version
@@ -247,7 +247,7 @@ class Pushes:
     def stage(self, token: str, wanted: int | None = None, seen: int = 0) -> None:
         """Fetch and check a push before it is committed. Its bytes stay in the object store, one copy for each node.
 
-        ``wanted`` is its version, if it was given one: not that of other weights which this replica has. ``seen`` is the
+        ``wanted`` is its version, if it was given one: other weights of this replica must not have it. ``seen`` is the
         latest version that the pusher knows of: a keeper with an earlier one has lost something.
 
         If the keeper lost earlier pushes, this one must hold all tensors of theirs, or of the model if this replica does not

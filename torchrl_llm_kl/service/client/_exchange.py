@@ -27,7 +27,7 @@ class Part:
     """One request of a call, and the place of its answer."""
 
     request: Request
-    where: Tensor | None = None  # positions of its tokens among those of the call, int64 [n]; None for all
+    where: Tensor | None = None  # positions of its tokens in the call, int64 [n]; None for all
     replica: int | None = None  # that scores it; None before one was chosen
 
     @property

@@ -17,7 +17,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: consecut
 
 
 class _Home:
-    """Sequences that one replica scores together: those of one prompt, or of one conversation."""
+    """Sequences that one replica scores together: of one prompt, or of one conversation."""
 
     __slots__ = ("key", "replica")
 

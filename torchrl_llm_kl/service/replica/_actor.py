@@ -27,7 +27,7 @@ _LOG = logging.getLogger("torchrl_llm_kl.service")
 class Replica:
     """The process of a replica. Its event loop only waits; the model runs in a thread.
 
-    Errors of a call are returned as values: they are no failure of the actor.
+    Errors of a call are returned as values, since they are not failures of the actor.
     """
 
     def __init__(self, spec: ServiceSpec, replica: int) -> None:

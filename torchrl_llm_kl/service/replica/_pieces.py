@@ -46,7 +46,7 @@ class Pieces:
         return replace(first, columns=columns)
 
     def rows(self, units: Sequence[int]) -> np.ndarray:
-        """The sequences of some units, in the order of :meth:`part`; those of the request if it is given all units."""
+        """The sequences of some units, in the order of :meth:`part`; all of the request if it is given all units."""
         if len(units) == len(self._rows):
             return np.arange(self.request.num_sequences)
         rows: np.ndarray = np.concatenate([self._rows[unit] for unit in units])

@@ -163,7 +163,7 @@ class Server:
         with contextlib.suppress(Exception):  # stderr may be closed
             faulthandler.dump_traceback(all_threads=True)
         self._batcher.reject_soon(ReplicaGone(f"replica {self._name} hangs and ends."))
-        time.sleep(0.5)  # let the errors reach their callers; those of the batch see the actor die
+        time.sleep(0.5)  # let the errors reach their callers; callers of the batch see the actor die
         os._exit(1)
 
     async def close(self) -> None:
@@ -341,7 +341,7 @@ def _fingerprint(engine: Any, service: str) -> str | None:
     if isinstance(getattr(inner, "model", inner), nn.Module):
         try:
             return fingerprint_of(inner)
-        except Exception as error:  # weights of an exotic kind are no reason not to score
+        except Exception as error:  # a model with weights of an exotic kind can be scored
             _LOG.warning("the model of %s has no fingerprint: %s", service, error)
     return None
 
