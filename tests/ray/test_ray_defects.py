@@ -83,13 +83,13 @@ def test_defect_18_from_collector_beside_a_served_reference():
         ray_lab.greedy_policy(),
         RayRetrieveLogProb(model_factory=GEN, **{**SHARED, "actor_name": f"{SERVICE}-gen"}),
     )
-    before = gen.model.call(0, "stats")["requests"]
+    before = gen.model.call("stats")["requests"]
     found, expected = (
         ray_lab.collected(make_env(ray_lab.TOKENIZER, transform, turns=2), turns=4, policy=policy)
         for transform in (variant, local("from_collector"))
     )
     assert_same(found, expected)
-    assert gen.model.call(0, "stats")["requests"] == before, "the policy is scored in its own process"
+    assert gen.model.call("stats")["requests"] == before, "the policy is scored in its own process"
 
 
 def test_defect_18_kl_reward_transform_again_and_again():
@@ -184,10 +184,10 @@ def test_defect_20_a_name_with_another_configuration_shows_the_difference():
 
 def test_defect_21_a_killed_actor_comes_back():
     transform, original = RayRetrieveLogProb(BY_VALUE(), **VALUE), RetrieveLogProb(BY_VALUE())
-    before = transform.model.call(0, "stats")["pid"]
+    before = transform.model.call("stats")["pid"]
     os.kill(before, signal.SIGKILL)
     assert_same(transform(data()), original(data()))
-    assert transform.model.call(0, "stats")["pid"] != before
+    assert transform.model.call("stats")["pid"] != before
     assert_same(transform(data(1)), original(data(1)))
 
 
@@ -215,13 +215,13 @@ def test_defect_22_one_batch_and_a_bad_request_fails_alone():
     requests = [data(seed) for seed in range(6)]
     requests[2]["tokens", "full"][1, 5] = 5000
     busy = data().repeat(400)
-    before = transform.model.call(0, "stats")
+    before = transform.model.call("stats")
     with ThreadPoolExecutor(7) as pool:
         first = pool.submit(transform, busy)
         time.sleep(0.1)
         answers = [pool.submit(caller, request.clone()) for caller, request in zip(callers, requests, strict=True)]
     first.result()
-    after = transform.model.call(0, "stats")
+    after = transform.model.call("stats")
     assert after["requests"] - before["requests"] == 7
     assert after["batches"] - before["batches"] <= 3, "requests that came while the model was busy share a batch"
     for i in (0, 1, 3, 4, 5):
@@ -269,7 +269,7 @@ def test_defect_24_an_unrelated_entry_is_not_sent(name, monkeypatch):
     send = ActorMethod.remote
 
     def weigh(method, *args, **kwargs):
-        if method._method_name == "score":
+        if args[:1] == ("score",):
             sizes.append(len(ray.cloudpickle.dumps((args, kwargs))))
         return send(method, *args, **kwargs)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_llm_kl.service._actors import actor_of, detached, was_restarted
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, portable
-from torchrl_llm_kl.service._spec import ServiceSpec
+from torchrl_llm_kl.service._spec import MAX_CONCURRENCY, MAX_TRIALS, ServiceSpec
+from torchrl_llm_kl.service.replica._actor import Replica
 
 PENDING, STARTING, READY, SILENT, FAILED = (
     "pending",  # the actor exists, its process does not yet
@@ -27,8 +28,6 @@ PENDING, STARTING, READY, SILENT, FAILED = (
 )
 #: Seconds for a process that called ``ray.shutdown()`` to connect again.
 GRACE = 30.0
-#: Processes that may die while they score a request alone before it is refused.
-MAX_TRIALS = 3
 _UNUSED = 60.0  # seconds without a client, at the start, until the service ends
 _PULSE, _SILENT = 1.0, 10.0  # seconds between two pulses, and until one that is not answered is noticed
 _LEAST = 3.0  # seconds that a process has to answer, whatever hang_after is
@@ -41,39 +40,6 @@ _REMEMBERED = 1024  # requests of which processes died
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 
 
-def actor_of(spec: ServiceSpec, suffix: str) -> Any | None:
-    """The actor ``NAME:suffix`` of a service if there is one."""
-    import ray
-
-    try:
-        return ray.get_actor(f"{spec.name}:{suffix}", namespace=spec.namespace)
-    except ValueError:
-        return None
-
-
-def detached(kind: type, spec: ServiceSpec, suffix: str, *args: Any, **options: Any) -> Any:
-    """The actor ``NAME:suffix``, created by the first process that asks; it outlives that process."""
-    import ray
-
-    remote: Any = ray.remote(kind)
-    named = {
-        "name": f"{spec.name}:{suffix}",
-        "namespace": spec.namespace,
-        "get_if_exists": True,
-        "lifetime": "detached",
-    }
-    return remote.options(**named, **options).remote(*args)
-
-
-def was_restarted() -> bool:
-    """Whether this actor had a process before this one."""
-    import ray
-
-    with warnings.catch_warnings():  # Ray's own use of a deprecated name
-        warnings.simplefilter("ignore")
-        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
 def controller_of(spec: ServiceSpec) -> Any:
     """The controller, created if there is none."""
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": 100_000}
@@ -81,8 +47,6 @@ def controller_of(spec: ServiceSpec) -> Any:
 
 
 def _create_replica(spec: ServiceSpec, replica: int) -> Any:
-    from torchrl_llm_kl.service.replica._actor import MAX_CONCURRENCY, Replica
-
     options = {"max_concurrency": MAX_CONCURRENCY, "max_restarts": -1, **spec.options}
     return detached(Replica, spec, str(replica), spec, replica, **options)
 

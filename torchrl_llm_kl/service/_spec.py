@@ -11,6 +11,10 @@ from torchrl_llm_kl.service._errors import ServiceConfigError
 NAMESPACE = "torchrl_llm_kl"
 #: Seconds without progress of the model, or without an answer of the process, after which a replica is started again.
 HANG_AFTER = 300.0
+#: Concurrent calls of a replica. The limit for requests is lower, so that updates of weights always get through.
+MAX_CONCURRENCY = 1000
+#: Processes that may die while they score a request alone before it is refused.
+MAX_TRIALS = 3
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl.service._controller import actor_of, detached, was_restarted
+from torchrl_llm_kl.service._actors import actor_of, detached, was_restarted
 from torchrl_llm_kl.service._errors import ServiceError, WeightVersionError
 from torchrl_llm_kl.service._spec import ServiceSpec
 

@@ -189,7 +189,7 @@ def refuse(wrap, kind):
 
 def out_of_memory(wrap, where, room):
     """On rank 1 part of the model has room for so many tokens. The budget in the end, and the difference."""
-    from torchrl_llm_kl.scoring import _run
+    from torchrl_llm_kl.scoring._scores import Reading
 
     model = build()
 
@@ -201,22 +201,22 @@ def out_of_memory(wrap, where, room):
     modules = {"embedding": decoder.embed_tokens, "layer": cases.layers_of(model)[1].mlp, "norm": decoder.norm}
     if where in modules:
         modules[where].register_forward_pre_hook(lambda _, args: check(args[0].shape[1]))
-    plain_read = _run.read
+    plain_read = Reading.columns
 
-    def read(states, *args, **options):
+    def read(reading):
         if where == "head" and loss.scorer.tokens_per_batch > room:
             check(room + 1)
-        return plain_read(states, *args, **options)
+        return plain_read(reading)
 
     run, loss = wrapped(wrap, model)
     optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
-    _run.read = read
+    Reading.columns = read
     try:
         for _ in range(STEPS):
             step(run, loss, _mine())
             optimizer.step(), optimizer.zero_grad()
     finally:
-        _run.read = plain_read
+        Reading.columns = plain_read
     return loss.scorer.tokens_per_batch, difference(loss, _three_steps())
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchrl_llm_kl.service._controller import FAILED, READY, SILENT, actor_of, controller_of
+from torchrl_llm_kl.service._actors import actor_of
+from torchrl_llm_kl.service._controller import FAILED, READY, SILENT, controller_of
 from torchrl_llm_kl.service._errors import (
     ReplicaGone,
     ServiceClosedError,

@@ -10,15 +10,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchrl_llm_kl.service._controller import actor_of, was_restarted
+from torchrl_llm_kl.service._actors import actor_of, was_restarted
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceError, portable
 from torchrl_llm_kl.service._spec import ServiceSpec
 
 if TYPE_CHECKING:
     from torchrl_llm_kl.service.replica._server import Server
 
-#: Concurrent calls of a replica. The limit for requests is lower, so that updates of weights always get through.
-MAX_CONCURRENCY = 1000
 _ALONE = 60.0  # seconds without a pulse after which a replica looks for the controller
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import fingerprint_of
-from torchrl_llm_kl.service._controller import MAX_TRIALS, actor_of
+from torchrl_llm_kl.service._actors import actor_of
 from torchrl_llm_kl.service._errors import (
     EngineLost,
     PoisonedRequest,
@@ -27,11 +27,10 @@ from torchrl_llm_kl.service._errors import (
     WeightVersionError,
     portable,
 )
-from torchrl_llm_kl.service._spec import ServiceSpec
+from torchrl_llm_kl.service._spec import MAX_CONCURRENCY, MAX_TRIALS, ServiceSpec
 from torchrl_llm_kl.service._weights import Missing, Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import engine_of
-from torchrl_llm_kl.service.replica._actor import MAX_CONCURRENCY
 from torchrl_llm_kl.service.replica._batcher import Batcher
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
