@@ -83,6 +83,7 @@ class Controller:
         self.hang_after = max(min(float(spec.settings.get("hang_after", 60.0)), 60.0), _LEAST)
         self.slots = [Slot(create(spec, replica)) for replica in range(spec.num_replicas)]
         self.clients: set[str] = set()
+        self._held: set[str] = set()  # of them those that called hold()
         self.ended = ""  # why
         self.fingerprint: str | None = None  # of the weights that the first replica loaded
         self._model: Any = None  # reference to a pickled factory that a client handed in
@@ -98,13 +99,16 @@ class Controller:
 
     # ------------------------------------------------------------------ clients
 
-    async def join(self, config: Mapping[str, Any], service: str, *, new: bool = False) -> dict[str, Any] | Exception:
+    async def join(
+        self, config: Mapping[str, Any], service: str, *, new: bool = False, client: str = ""
+    ) -> dict[str, Any] | Exception:
         """The table, for a client; an error as a value.
 
         Args:
             config: what it expects of the service.
             service: the ``id`` of the service that it belongs to; empty for any.
             new: whether failed replicas are started again.
+            client: a client that will call :meth:`hold`: the service does not end between the two calls.
         """
         if self.ended:
             return await self.table()  # a constructor waits for the end, and makes a new one
@@ -117,6 +121,9 @@ class Controller:
             self.spec.check_config(config)
         except Exception as error:
             return error
+        if client:
+            self.clients.add(client)
+            asyncio.get_running_loop().create_task(self._leave_unless_held(client))
         for replica, slot in enumerate(self.slots):
             if new and slot.state == FAILED:
                 self.slots[replica] = Slot(self._create(self.spec, replica))
@@ -126,6 +133,7 @@ class Controller:
     async def hold(self, client: str) -> None:
         """Return at the end of the service: the client that owns this call uses it until it cancels the call, or ends."""
         self.clients.add(client)
+        self._held.add(client)
         await self._over.wait()
 
     async def watch(self, client: str, held: Sequence[Any]) -> None:
@@ -138,7 +146,16 @@ class Controller:
         except Exception as error:
             if type(error).__name__ == "OwnerDiedError":  # its process ended, or called ray.shutdown()
                 await asyncio.sleep(GRACE)
+        self._leave(client)
+
+    async def _leave_unless_held(self, client: str) -> None:
+        await asyncio.sleep(GRACE)
+        if client not in self._held:
+            self._leave(client)
+
+    def _leave(self, client: str) -> None:
         self.clients.discard(client)
+        self._held.discard(client)
         if not self.clients and not self.spec.detached:
             self._end("its last client left")
 

@@ -314,6 +314,26 @@ async def test_a_process_that_does_not_answer_is_avoided_then_replaced(hang_afte
     assert ([slot.starts for slot in lab.it.slots], lab.actors[1].ends) == ([2, 1], [])
 
 
+@on_clock
+async def test_a_client_that_joins_keeps_the_service_until_it_holds_it():
+    """The last other client may leave between the two calls."""
+    lab = Lab(())
+    end = await lab.client("one")
+    await lab.it.join(lab.spec.config, "mine", client="two")
+    end.set_exception(LEFT)
+    await asyncio.sleep(GRACE - 1)
+    assert (lab.it.ended, lab.it.clients) == ("", {"two"})
+    end = await lab.client("two")
+    await asyncio.sleep(GRACE + 1)
+    assert lab.it.ended == ""
+    await lab.it.join(lab.spec.config, "mine", client="three")  # and never calls hold()
+    end.set_exception(LEFT)
+    await asyncio.sleep(GRACE - 1)
+    assert lab.it.ended == ""
+    await asyncio.sleep(2)
+    assert lab.it.ended == "its last client left"
+
+
 @pytest.mark.parametrize("detached", [False, True])
 @on_clock
 async def test_a_service_ends_with_its_last_client_unless_it_is_detached(detached, cluster):

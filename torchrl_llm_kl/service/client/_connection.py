@@ -89,10 +89,10 @@ class Connection:
             self._place, self._session, self._pid = place, _session(), os.getpid()
 
     def _enter(self, *, new: bool, timeout: float) -> None:
-        patience = Patience(timeout, f"joining the service {self.spec.name!r}")
+        patience, key = Patience(timeout, f"joining the service {self.spec.name!r}"), uuid.uuid4().hex
         while True:
             controller: Any = controller_of(self._named()) if new else actor_of(self.spec, "control")
-            found: Any = None if controller is None else self._ask_to_join(controller, patience, new=new)
+            found: Any = None if controller is None else self._ask_to_join(controller, patience, key, new=new)
             if isinstance(found, ServiceConfigError) or (isinstance(found, Exception) and not new):
                 raise found
             if controller is not None and not isinstance(found, Exception) and not found["ended"]:
@@ -101,7 +101,6 @@ class Connection:
                 self.close(f"the service {self.spec.name!r} was shut down, or ended with its last client.")
                 raise ServiceClosedError(self._closed)
             patience.rest(found if isinstance(found, Exception) else ServiceError("the last service of that name ends"))
-        key = uuid.uuid4().hex
         held = controller.hold.remote(key)
         self._lease = [held, controller.watch.remote(key, [held])]
         weakref.finalize(self, _forget, self._lease).atexit = False  # Ray tells of the end of a process
@@ -115,11 +114,11 @@ class Connection:
     def _named(self) -> ServiceSpec:
         return replace(self.spec, id=self.spec.id or uuid.uuid4().hex)
 
-    def _ask_to_join(self, controller: Any, patience: Patience, *, new: bool) -> Any:
+    def _ask_to_join(self, controller: Any, patience: Patience, key: str, *, new: bool) -> Any:
         import ray
 
         try:
-            asked = controller.join.remote(self.spec.config, "" if new else self.spec.id, new=new)
+            asked = controller.join.remote(self.spec.config, "" if new else self.spec.id, new=new, client=key)
             return ray.get(asked, timeout=patience.left)
         except ray.exceptions.GetTimeoutError:
             raise ServiceTimeout(
