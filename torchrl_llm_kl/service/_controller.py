@@ -11,7 +11,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torchrl_llm_kl.service._actors import actor_of, detached, was_restarted
@@ -60,7 +60,6 @@ class Slot:
     life: str = ""  # mark of its process
     starts: int = 0
     error: Exception | None = None  # why it failed
-    facts: dict[str, Any] = field(default_factory=dict)  # of its last answer
 
 
 class Controller:
@@ -73,7 +72,7 @@ class Controller:
 
     Keyword Args:
         create: makes the actor of a replica, or finds it.
-        hang_after: seconds without an answer after which a replica's process is replaced.
+        alive: whether this is an actor, which supervises by itself; otherwise :meth:`run` is called.
     """
 
     def __init__(
@@ -138,14 +137,17 @@ class Controller:
 
     async def watch(self, client: str, held: Sequence[Any]) -> None:
         """Wait for the end of :meth:`hold`."""
+        from ray.exceptions import OwnerDiedError
+
         self.clients.add(client)
         try:
             await held[0]
         except asyncio.CancelledError:
             raise
-        except Exception as error:
-            if type(error).__name__ == "OwnerDiedError":  # its process ended, or called ray.shutdown()
-                await asyncio.sleep(GRACE)
+        except OwnerDiedError:  # its process ended, or called ray.shutdown()
+            await asyncio.sleep(GRACE)
+        except Exception:  # it cancelled the call
+            _LOG.info("a client left the service %s", self.spec.name)
         self._leave(client)
 
     async def _leave_unless_held(self, client: str) -> None:
@@ -310,7 +312,7 @@ class Controller:
 
     async def _ask(self, slot: Slot, method: str, *args: Any) -> dict[str, Any]:
         facts: dict[str, Any] = await _answer(getattr(slot.handle, method).remote(*args))
-        slot.facts, slot.life = facts, facts["life"]
+        slot.life = facts["life"]
         return facts
 
     def _news(self) -> dict[str, Any]:

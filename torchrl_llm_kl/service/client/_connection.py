@@ -101,6 +101,7 @@ class Connection:
                 self.close(f"the service {self.spec.name!r} was shut down, or ended with its last client.")
                 raise ServiceClosedError(self._closed)
             patience.rest(found if isinstance(found, Exception) else ServiceError("the last service of that name ends"))
+        self._lease.clear()  # of a connection that ended
         held = controller.hold.remote(key)
         self._lease = [held, controller.watch.remote(key, [held])]
         weakref.finalize(self, _forget, self._lease).atexit = False  # Ray tells of the end of a process
@@ -137,9 +138,8 @@ class Connection:
 
     def close(self, why: str) -> None:
         """Stop using the service; later calls raise :class:`ServiceClosedError` with this text."""
-        self._closed = self._closed or why
+        self._closed = self._closed or why  # handles stay, for calls in other threads
         _release(self._lease)
-        self._controller, self._table = None, (0.0, {})
 
     def end(self) -> None:
         """End the service for all clients, for good. A later service of the same name is left alone."""
@@ -425,8 +425,8 @@ def failures() -> tuple[type[Exception], ...]:
 class Patience:
     """A deadline ``timeout`` seconds from now, and growing pauses between tries; ``what`` names the call in messages."""
 
-    def __init__(self, timeout: float, what: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.timeout, self.what, self._sleep = timeout, what, sleep
+    def __init__(self, timeout: float, what: str) -> None:
+        self.timeout, self.what = timeout, what
         self._end = time.monotonic() + timeout
         self._pause = _FIRST_PAUSE
 
@@ -441,7 +441,7 @@ class Patience:
             if isinstance(error, ServiceOverloaded):
                 raise error
             raise ServiceTimeout(f"{self.what}: no replica came back within {self.timeout:g} s: {error}") from error
-        self._sleep(self._pause)
+        time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def up(self) -> ServiceTimeout:
