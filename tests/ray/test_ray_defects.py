@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -140,6 +141,9 @@ def test_defect_19_errors_of_the_local_class_are_unchanged():
         with pytest.raises(ValueError, match=message):
             make(**SHARED)
     assert set(names(SERVICE)) >= {f"{SERVICE}:0", f"{SERVICE}-gen:0"}, "a service that others use stays alive"
+
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find this folder
 
 
 @ray.remote(num_cpus=0)
