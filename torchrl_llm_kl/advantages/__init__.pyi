@@ -11,15 +11,21 @@ from torchrl_llm_kl.advantages._group import (
     dr_grpo as dr_grpo,
     gdpo as gdpo,
     grpo as grpo,
+    hierarchical_grpo as hierarchical_grpo,
     informative_groups as informative_groups,
+    length_penalty as length_penalty,
+    maxrl as maxrl,
     opmd as opmd,
     opo as opo,
     overlong_penalty as overlong_penalty,
     pass_at_k as pass_at_k,
+    rae as rae,
     rec as rec,
     reinforce as reinforce,
     remax as remax,
     rloo as rloo,
+    soft_value as soft_value,
+    truncation_penalty as truncation_penalty,
 )
 from torchrl_llm_kl.advantages._registry import (
     AdvantageSpec as AdvantageSpec,
@@ -60,12 +66,15 @@ AdvantageName = Literal[
     "gdpo",
     "gigpo",
     "grpo",
+    "hierarchical_grpo",
     "jsd",
+    "maxrl",
     "on_policy_distill",
     "opmd",
     "opo",
     "optimal_token_baseline",
     "pass_at_k",
+    "rae",
     "rec",
     "reinforce",
     "reinforce_plus_plus",
@@ -80,6 +89,7 @@ PeerName = Literal[
     "clipb",
     "clipv",
     "grpo_passk",
+    "max_rl",
     "multi_step_grpo",
     "ppo",
     "reinforceplusplus",
@@ -92,6 +102,7 @@ class AdvantageArgs(TypedDict, total=False):
     baseline_shift: float
     beta: float
     chunk_size: Any
+    decay: float
     drop: Literal["balance"] | None
     enable_step_norm: bool
     env_state_hash_key: Any

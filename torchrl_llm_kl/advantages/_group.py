@@ -6,7 +6,8 @@ Args:
     reward: outcome of each sequence; ``[B]``.
     group: equal for sequences that answer the same prompt; integers ``[B]``, in any order.
     baseline: outcome of the greedy answer to the same prompt, under the same reward (KL penalty in both or in neither);
-        ``[B]``. Trinity: ``reward_baselines``.
+        ``[B]``. Trinity: ``reward_baselines``. For ``rae``: the running mean of the role's rewards before this batch.
+    role: equal for sequences of one agent; integers ``[B]``.
     rewards: several outcomes of each sequence, each one kind of reward; ``[B, R]``.
     length: response tokens of each sequence; ``[B]``.
     mean_log_prob: mean log-prob per response token of each sequence under the policy that sampled it, nats; ``[B]``.
@@ -28,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import check_is_mask, check_range, check_same_shape
 from torchrl_llm_kl.advantages._registry import advantage, clean_rows
 
 # ------------------------------------------------------------------ the mean of the group as the baseline
@@ -126,6 +127,54 @@ def rloo(reward: Tensor, group: Tensor) -> Tensor:
 
 
 @advantage(
+    "hierarchical_grpo",
+    "outcome",
+    source="prime-rl: ``hierarchical_grpo``, for envs of a proposer and solvers",
+)
+def hierarchical_grpo(reward: Tensor, group: Tensor, role: Tensor) -> Tensor:
+    r"""``r - mu`` with the mean of the group's sequences of the same role: agents are compared with their own kind alone.
+
+    Where solvers answer what a proposer asked, ``group`` is the asked problem for solvers and the task for proposers. For
+    another advantage within roles, write one entry of both and pass it as ``group_key=``.
+
+    Returns:
+        ``[B]``; exactly 0 for a sequence alone in its group and role.
+
+    Example:
+        >>> reward, group = torch.tensor([1.0, 0.0, 5.0, 7.0]), torch.tensor([0, 0, 0, 0])
+        >>> hierarchical_grpo(reward, group, torch.tensor([0, 0, 1, 1]))
+        tensor([ 0.5000, -0.5000, -1.0000,  1.0000])
+    """
+    return Groups(joined(group, role)).centred(reward)
+
+
+@advantage(
+    "maxrl",
+    "outcome",
+    "max_rl",
+    source="'Maximum Likelihood Reinforcement Learning' 2026 (arXiv 2602.02710), the estimator with the mean as the baseline; "
+    "groups whose mean is not positive: prime-rl",
+)
+def maxrl(reward: Tensor, group: Tensor) -> Tensor:
+    r"""``(r - mu) / mu``: GRPO divided by the mean of the group in place of its deviation. prime-rl: ``max_rl``.
+
+    For rewards of 0 and 1 the mean is the share of right answers, so that rare successes weigh most. In a group of ``n`` it is,
+    without bias, the policy gradient of ``sum_k (-1 / k) (1 - p)^k`` up to ``k = n - 1``, which tends to the logarithm of
+    the probability ``p`` of a right answer. Rewards must not be negative.
+
+    Returns:
+        ``[B]``; exactly 0 where the mean is not positive, for a group of one, and for a group of equal rewards.
+
+    Example:
+        >>> maxrl(torch.tensor([0.0, 0.0, 3.0, 0.0]), torch.tensor([0, 0, 0, 1]))
+        tensor([-1., -1.,  2.,  0.])
+    """
+    groups = Groups(group)
+    mean = groups.mean(reward)
+    return torch.where(mean <= 0, 0, groups.centred(reward) / mean)
+
+
+@advantage(
     "opo",
     "outcome",
     source="Hao et al. 2025 (OPO, arXiv 2505.23585): the optimal reward baseline, with the length of a response for the "
@@ -180,8 +229,13 @@ def opmd(
                 f"tau={tau:g} has no effect on opmd_baseline='mean': pass opmd_baseline='logavgexp', or no tau."
             )
         return groups.centred(reward)
-    below = reward - groups.max(reward)  # so that no exponential overflows
-    return below - tau * groups.mean((below / tau).exp()).log()
+    highest = groups.max(reward)
+    return reward - highest - _above(groups, reward - highest, tau)
+
+
+def _above(groups: Groups, below: Tensor, beta: float) -> Tensor:
+    """``beta log(mean(exp(r / beta)))`` of differences to the greatest reward, so that no exponential overflows."""
+    return beta * groups.mean((below / beta).exp()).log()
 
 
 @advantage("asymre", "outcome", source="Arnal et al. 2025 (AsymRE, arXiv 2506.20520)")
@@ -382,7 +436,43 @@ def remax(reward: Tensor, baseline: Tensor) -> Tensor:
     return reward - baseline
 
 
-# ------------------------------------------------------------------ selection, and DAPO's helpers
+@advantage(
+    "rae",
+    "outcome",
+    kept="baseline",
+    source="Liu et al. 2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation; one reward after the other: "
+    "prime-rl",
+)
+def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: float = 0.95) -> tuple[Tensor, Tensor]:
+    r"""``r - b`` with the exponential moving average ``b`` of the role's earlier rewards: for self-play between agents.
+
+    In a zero-sum game the mean of a group is 0 whatever the policy does. Rows count in their order: each is compared with
+    ``b``, and then ``b`` becomes ``decay * b + (1 - decay) * r``. :class:`~torchrl_llm_kl.advantages.Advantage` keeps the
+    averages between batches, from 0 on, in its ``state_dict``.
+
+    Hyper-parameters:
+        decay: weight of the earlier average, 0 to 1.
+
+    Returns:
+        The advantage, and the role's average after these rewards, equal for its rows; ``[B]`` each.
+
+    Example:
+        >>> reward, role = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([0, 1, 0])
+        >>> rae(reward, role, torch.zeros(3), decay=0.5)
+        (tensor([ 1.0000, -1.0000,  2.5000]), tensor([ 1.7500, -0.5000,  1.7500]))
+    """
+    check_range(0.0, 1.0, decay=decay)
+    groups = Groups(role)
+    place = groups.rank(torch.arange(len(role), device=role.device))
+    gap = (place[:, None] - place).to(reward.dtype)
+    earlier = (groups.ids[:, None] == groups.ids) & (gap > 0)
+    weight = (1 - decay) * decay ** (gap - 1).clamp(min=0)
+    before = decay ** place.to(reward.dtype) * baseline + torch.where(earlier, weight * reward, 0).sum(1)
+    after = decay * before + (1 - decay) * reward
+    return reward - before, groups.sum(torch.where(place == groups.size - 1, after, 0))
+
+
+# ------------------------------------------------------------------ selection, and what rewards become before
 
 
 @advantage("best_of_group", "outcome", source="Dong et al. 2023 (RAFT, arXiv 2304.06767), algorithm 1")
@@ -451,6 +541,93 @@ def overlong_penalty(lengths: Tensor, max_len: int, cache_len: int) -> Tensor:
     return ((max_len - cache_len - lengths.float()) / cache_len).clamp(-1, 0)
 
 
+def length_penalty(
+    reward: Tensor, group: Tensor, counts: Tensor, *, weights: Sequence[float] = (0.25, 0.1, 0.1)
+) -> Tensor:
+    r"""``-mu sum_k w_k n_k / max(n_k)``: a penalty of long answers, to add to the reward.
+
+    ``mu`` is the mean reward of the group, and the maxima are the group's: a prompt that is rarely solved is not penalised.
+
+    Args:
+        reward: outcome of each sequence; ``[B]``.
+        group: equal for sequences that answer the same prompt; integers ``[B]``.
+        counts: what costs, not negative; ``[B, K]``. By default response tokens, tokens that were read, and turns.
+
+    Keyword Args:
+        weights: one for each of the ``K`` counts.
+
+    Returns:
+        ``[B]``, float32 or wider.
+
+    Raises:
+        ValueError: for unequal shapes, or not as many weights as counts.
+
+    Example:
+        >>> reward, counts = torch.tensor([1.0, 1.0]), torch.tensor([[50, 10, 1], [100, 10, 2]])
+        >>> length_penalty(reward, torch.tensor([0, 0]), counts)
+        tensor([-0.2750, -0.4500])
+
+    Source: prime-rl, the linear ``length_penalty`` of ``grpo``.
+    """
+    clean = clean_rows({"reward": reward, "group": group, "rewards": counts})  # counts: several numbers of each
+    if len(weights) != counts.shape[1]:
+        raise ValueError(f"weights has {len(weights)} numbers for {counts.shape[1]} counts: pass one for each.")
+    groups = Groups(clean["group"])
+    shares = [w * n / groups.max(n).clamp(min=1) for w, n in zip(weights, clean["rewards"].unbind(1), strict=True)]
+    return -groups.mean(clean["reward"]) * torch.stack(shares).sum(0)
+
+
+def truncation_penalty(reward: Tensor, truncated: Tensor, *, factor: float) -> Tensor:
+    """``(factor - 1) r`` for answers that were cut off, to add to the reward, which is then ``factor`` times what it was.
+
+    Args:
+        reward: outcome of each sequence; any shape.
+        truncated: True for answers without an end token; same shape, bool.
+
+    Keyword Args:
+        factor: 0 to 1.
+
+    Example:
+        >>> truncation_penalty(torch.tensor([2.0, 2.0]), torch.tensor([True, False]), factor=0.25)
+        tensor([-1.5000,  0.0000])
+
+    Source: NeMo-RL, ``reward_shaping.stop_properly_penalty_coef``.
+    """
+    check_range(0.0, 1.0, factor=factor)
+    check_same_shape(reward=reward, truncated=truncated)
+    check_is_mask(truncated=truncated)
+    return torch.where(truncated, (factor - 1) * reward, 0)
+
+
+def soft_value(reward: Tensor, group: Tensor, *, beta: float = 0.5) -> Tensor:
+    r"""``beta log(mean(exp(r / beta)))`` of the group: the value of a prompt to the best policy under a KL of weight ``beta``.
+
+    Of answers of the reference it estimates :math:`V^* = \beta \log E_{ref} \exp(r / \beta)`, what :func:`remax` subtracts
+    for the algorithm ``a2po`` if it is stored as ``"reward_baseline"``.
+
+    Args:
+        reward: outcome of each sequence; ``[B]``.
+        group: equal for sequences that answer the same prompt; integers ``[B]``.
+
+    Keyword Args:
+        beta: weight of the KL, above 0, in units of reward.
+
+    Returns:
+        ``[B]``, equal within a group; float32 or wider.
+
+    Example:
+        >>> soft_value(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0, 0, 1]))
+        tensor([0.7169, 0.7169, 2.0000])
+
+    Source: Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the estimate of V* in the first stage.
+    """
+    check_range(above=0.0, beta=beta)
+    clean = clean_rows({"reward": reward, "group": group})
+    groups = Groups(clean["group"])
+    highest = groups.max(clean["reward"])
+    return highest + _above(groups, clean["reward"] - highest, beta)
+
+
 # ------------------------------------------------------------------ statistics of groups
 
 
@@ -505,6 +682,11 @@ class Groups:
         start = self.sizes.cumsum(0) - self.sizes
         smaller = torch.where(first, place, 0).cummax(0).values - start[ids] if len(x) else place
         return torch.empty_like(order).index_put((order,), smaller)
+
+
+def joined(a: Tensor, b: Tensor) -> Tensor:
+    """A unique number for each distinct pair of numbers; int64 ``[B]``."""
+    return torch.unique(torch.stack([a, b], 1), dim=0, return_inverse=True)[1]
 
 
 def normalised(centred: Tensor, std: Tensor, epsilon: float) -> Tensor:

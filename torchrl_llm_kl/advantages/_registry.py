@@ -27,7 +27,7 @@ R = TypeVar("R")
 Kind = Literal["outcome", "token", "trajectory"]
 
 #: Inputs that group or order rows: integers.
-_IDENTITIES = ("group", "run", "step", "state")
+_IDENTITIES = ("group", "run", "step", "state", "role")
 #: Parameters that hold data. All others are hyper-parameters.
 INPUTS = (
     *_IDENTITIES, "reward", "rewards", "length", "baseline", "mean_log_prob", "value", "old_log_prob", "teacher_log_prob",
@@ -46,12 +46,15 @@ class AdvantageSpec(Spec):
         per_sequence: inputs of an advantage of tokens that hold one number per sequence, ``[*B]``.
         optional: inputs that only a hyper-parameter requires: input -> hyper-parameter.
         outputs: names of the results; the function returns a tuple if there are several.
+        kept: an input, equal for the rows of a ``role``, that the transform keeps from batch to batch: the function returns
+            its next value last.
     """
 
     kind: Kind = "outcome"
     per_sequence: tuple[str, ...] = ()
     optional: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ("advantage",)
+    kept: str | None = None
 
 
 # ------------------------------------------------------------------ the registry
@@ -69,6 +72,7 @@ def advantage(
     kind: Kind,
     *elsewhere: str,
     outputs: tuple[str, ...] = ("advantage",),
+    kept: str | None = None,
     per_sequence: tuple[str, ...] = (),
     optional: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
@@ -99,7 +103,13 @@ def advantage(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         inputs = [key for key in inspect.signature(function).parameters if key in INPUTS]
-        facts = {"kind": kind, "per_sequence": per_sequence, "optional": optional or {}, "outputs": outputs}
+        facts = {
+            "kind": kind,
+            "per_sequence": per_sequence,
+            "optional": optional or {},
+            "outputs": outputs,
+            "kept": kept,
+        }
         foreign = {"aliases": aliases_of(aliases), "obsolete": obsolete or {}, "refused": refused or {}}
         spec = AdvantageSpec(name, source=source, **facts, **foreign).reading(function, inputs)  # type: ignore[arg-type]
         needs = spec.needs
@@ -166,7 +176,7 @@ def check_hyperparameters(function: Callable[..., Any], inputs: Sequence[str], h
         return
     spec = advantage_spec(function)
     row = torch.arange(4)
-    identities = {"group": row // 4, "run": row // 2, "step": row % 2, "state": row % 2}
+    identities = {"group": row // 4, "run": row // 2, "step": row % 2, "state": row % 2, "role": row}
     several = {"rewards": (4, len(hyper.get("reward_weights") or (1, 1)))}
     data: dict[str, Tensor] = {}
     for name in inputs:
@@ -197,7 +207,7 @@ def get_advantage(name: AdvantageName | PeerName) -> Callable[..., Tensor | tupl
     Args:
         name: one of :func:`available_advantages`; or Trinity-RFT's ``ppo`` (``gae``), ``reinforceplusplus``,
             ``multi_step_grpo`` (``step_wise_grpo``), ``clipb``, ``clipv``; or verl's ``grpo_passk`` (``pass_at_k``),
-            ``tir_optimal_token_baseline`` (``optimal_token_baseline``).
+            ``tir_optimal_token_baseline`` (``optimal_token_baseline``); or prime-rl's ``max_rl`` (``maxrl``).
 
     Returns:
         The function itself, always the same object; it can be pickled.

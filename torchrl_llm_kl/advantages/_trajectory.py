@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_range
-from torchrl_llm_kl.advantages._group import Groups, grpo, normalised
+from torchrl_llm_kl.advantages._group import Groups, grpo, joined, normalised
 from torchrl_llm_kl.advantages._registry import advantage
 from torchrl_llm_kl.advantages._token import estimate
 
@@ -125,7 +125,7 @@ def gigpo(
         return centred if fnorm == "none" else normalised(centred, groups.std(x), epsilon)
 
     episode = runs.broadcast(relative(runs.rows.sum(reward)[runs.last], group[runs.last]))
-    return episode + omega * relative(runs.discounted(reward, gamma), _join(group, state))
+    return episode + omega * relative(runs.discounted(reward, gamma), joined(group, state))
 
 
 class Trajectories:
@@ -138,7 +138,7 @@ class Trajectories:
     """
 
     def __init__(self, group: Tensor, run: Tensor, step: Tensor) -> None:
-        self.rows = Groups(_join(group, run))
+        self.rows = Groups(joined(group, run))
         self.place = self.rows.rank(step)  # equal steps have equal places
         if torch.unique(torch.stack([self.rows.ids, self.place], 1), dim=0).shape[0] != len(step):
             same = (self.rows.ids[:, None] == self.rows.ids) & (self.place[:, None] == self.place)
@@ -162,8 +162,3 @@ class Trajectories:
         present = torch.zeros(shape, dtype=torch.bool, device=reward.device)
         present = present.index_put(where, torch.ones_like(self.last))
         return estimate(table, torch.zeros_like(table), present, gamma, 1.0)[0][where]
-
-
-def _join(a: Tensor, b: Tensor) -> Tensor:
-    """A unique number for each distinct pair of numbers; int64 ``[B]``."""
-    return torch.unique(torch.stack([a, b], 1), dim=0, return_inverse=True)[1]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torch import Tensor
+from torch import Tensor, nn
 from torchrl.envs import Transform
 from typing_extensions import Unpack
 
@@ -21,6 +21,7 @@ from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
     ResponseTokens,
     find_key,
+    leaves,
     locate,
     outcomes,
     per_sequence,
@@ -122,6 +123,7 @@ class Advantage(Transform):
         self.layout: Layout = "token" if spec.kind == "token" else layout or "sequence"
         self.inputs = (*spec.needs, *(key for key, cause in spec.optional.items() if self.hyper.get(cause) is not None))
         check_hyperparameters(self._function, self.inputs, self.hyper)
+        self.kept = None if spec.kept is None else Kept()
         self.keys = self._resolve_keys(keys or {})
         self.group_key, self.group_size = self._check_group(group_key, group_size)
         read = [key for name in self.keys if name not in spec.outputs for key in self._keys_of(name)]
@@ -131,11 +133,8 @@ class Advantage(Transform):
     def _resolve_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The entries read and written: the defaults, overridden by ``given``."""
         # The mean log-prob is computed from the tokens', the length from the mask; group and mask have own arguments.
-        names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - {
-            "group",
-            "mask",
-            "length",
-        }
+        own = {"group", "mask", "length", self.spec.kept}
+        names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - own
         known = {*names, *self.spec.outputs, *(["mask"] if self._reads_tokens else [])}
         for name in given:
             if name not in known:
@@ -289,6 +288,9 @@ class Advantage(Transform):
         given = {name: self._row_input(td, name, response) for name in self.inputs}
         device = given["rewards" if "rewards" in given else "reward"].device
         result = self._function(**{name: x.to(device) for name, x in given.items()}, **self.hyper)
+        if self.kept is not None:
+            result, after = result
+            self.kept.update(self._roles(td), after)
         assert isinstance(result, Tensor)
         if self.layout == "token":
             assert response is not None
@@ -298,6 +300,8 @@ class Advantage(Transform):
     def _row_input(self, td: TensorDictBase, name: str, response: ResponseTokens | None) -> Tensor:
         """One number per sequence; ``[S]``, ``[S, R]`` for several rewards."""
         rows, what = td.batch_size.numel(), f"the {name}"
+        if self.kept is not None and name == self.spec.kept:
+            return self.kept.of(self._roles(td))
         if name == "length":
             assert response is not None
             return response.mask.sum(-1)
@@ -310,7 +314,8 @@ class Advantage(Transform):
             return response.mean(log_prob)
         if name == "group" and self.group_size is not None:
             groups = _groups_of_size(td, self.group_size, trajectories=self.spec.kind == "trajectory")
-            _check_neighbours(td, self.group_size, trajectories=self.spec.kind == "trajectory")
+            if "role" not in self.inputs:  # agents have other prompts
+                _check_neighbours(td, self.group_size, trajectories=self.spec.kind == "trajectory")
             return groups
         given = self.group_key if name == "group" else self.keys.get(name)
         if given is None:  # a trajectory's own place in the batch
@@ -318,14 +323,22 @@ class Advantage(Transform):
         value = read_column(td, require_key(td, given, f"{what} is missing", _ADVICE[name]))
         if name == "step":
             return sequence_integers(value, rows, what)
-        if name in ("group", "run", "state"):
+        if name in ("group", "run", "state", "role"):
             ids = sequence_ids_of(value, rows, what)
-            if name == "group" and self.spec.kind != "trajectory":
+            if name == "group" and self.spec.kind != "trajectory" and "role" not in self.inputs:
                 _warn_of_turns(td, ids, given)
             return ids
         numbers = outcomes(td, value, what) if name == "reward" else sequence_sums(value, rows, what)
         check_finite({what: numbers}, place="sequence {}".format, advice="Fix the entry, or drop the row.")
         return numbers
+
+    def _roles(self, td: TensorDictBase) -> list[Hashable]:
+        """The names of the agents, one for each row."""
+        found = list(
+            leaves(read_column(td, require_key(td, self.keys["role"], "the role is missing", _ADVICE["role"])))
+        )
+        names = [name for x in found for name in (x.reshape(-1).tolist() if isinstance(x, Tensor) else [x])]
+        return names * td.batch_size.numel() if len(names) == 1 else names
 
     def _several_rewards(self, td: TensorDictBase) -> Tensor:
         """From an entry for each, or from one entry with all of them; ``[S, R]``."""
@@ -376,6 +389,30 @@ class Advantage(Transform):
         elif reward is not None and not reward.is_nested:
             shape = reward.shape[td.batch_dims :]
         return shape if shape and shape.numel() == 1 else (1,)
+
+
+class Kept(nn.Module):
+    """Numbers by name that an advantage keeps between batches, 0 for a new name; its only state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[Hashable, Tensor] = {}
+
+    def of(self, names: Iterable[Hashable]) -> Tensor:
+        """The number of each name."""
+        return torch.stack([self.numbers.get(name, torch.zeros(())) for name in names])
+
+    def update(self, names: Iterable[Hashable], numbers: Tensor) -> None:
+        """Replace the number of each name, all of a name being equal."""
+        self.numbers |= dict(zip(names, numbers.detach().cpu().unbind(), strict=True))
+
+    def get_extra_state(self) -> list[tuple[Hashable, float]]:
+        """Pairs of a name and its number."""
+        return [(name, float(number)) for name, number in self.numbers.items()]
+
+    def set_extra_state(self, state: Iterable[tuple[Hashable, float]]) -> None:
+        """Take the numbers of :meth:`get_extra_state`."""
+        self.numbers = {name: torch.tensor(number) for name, number in state}
 
 
 # ------------------------------------------------------------------ groups and trajectories by position in the batch

@@ -142,6 +142,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     cov_low: Tensor | float
     cpo_alpha: Tensor | float
     cutoff_prob: Tensor | float
+    decay: float
     delta_sequence_masking: Tensor | float
     desirable_weight: Tensor | float
     discopop_tau: Tensor | float

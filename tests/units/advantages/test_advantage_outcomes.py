@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -25,16 +25,22 @@ from torchrl_llm_kl.advantages import (
     get_advantage,
     gigpo,
     grpo,
+    hierarchical_grpo,
     informative_groups,
+    length_penalty,
+    maxrl,
     opmd,
     opo,
     overlong_penalty,
     pass_at_k,
+    rae,
     rec,
     reinforce,
     remax,
     rloo,
+    soft_value,
     step_wise_grpo,
+    truncation_penalty,
 )
 from torchrl_llm_kl.advantages._group import Groups
 
@@ -43,6 +49,7 @@ F64 = {"dtype": torch.float64}
 G = torch.tensor([7, -3, 7, 50, -3, 7, 11, 11, 11])
 R = torch.tensor([1.0, 4.0, 2.0, 5.0, 0.0, 6.0, 0.1, 0.1, 0.1], **F64)
 LENGTH = torch.tensor([1, 3, 2, 9, 1, 5, 2, 0, 8])
+ROLE = torch.tensor([0, 4, 0, 1, 4, 1, 4, 4, 4])
 CENTRED = [-2.0, 2.0, -1.0, 0.0, -2.0, 3.0, 0.0, 0.0, 0.0]
 BEST = [0.0, 4.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0]
 ROOT_2, ROOT_3, ROOT_7, ROOT_8 = map(math.sqrt, (2.0, 3.0, 7.0, 8.0))
@@ -135,6 +142,10 @@ BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
         lambda: rec(torch.tensor([0, 0, 1.5, 0.9], **F64), one_group(4), drop="balance"),
         [-0.6, -0.6, 0.9, 0.3],
     ),
+    "maxrl": (lambda: maxrl(R, G), scaled(CENTRED, 3.0, 2.0)),
+    "maxrl, no mean above 0": (lambda: maxrl(torch.tensor([-1.0, 1.0, -3.0, 0.0], **F64), OF_PAIRS), [0, 0, 0, 0]),
+    # Group 7: 1 and 2 of role 0, 6 alone in role 1.
+    "hierarchical_grpo": (lambda: hierarchical_grpo(R, G, ROLE), [-0.5, 2.0, 0.5, 0.0, -2.0, 0.0, 0.0, 0.0, 0.0]),
     "opo": (lambda: opo(R, G, LENGTH), [1 - BASE, 1.0, 2 - BASE, 0.0, -3.0, 6 - BASE, 0.0, 0.0, 0.0]),
     "pass_at_k": (lambda: pass_at_k(R, G), BEST),
     "pass_at_k, normalised": (
@@ -207,6 +218,62 @@ def test_opo_is_the_baseline_of_least_variance_if_squared_norms_are_lengths() ->
     for shift in (-1e-3, 1e-3):
         assert (length * (got + shift).square()).sum() > least
     assert opo(R, G, torch.zeros_like(LENGTH)).isfinite().all()  # without any token no weight exists
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_maxrl_has_the_gradient_of_the_truncated_logarithm(n: int) -> None:
+    """All groups of n of three answers, two of them right: ``-sum_k (1 - p)^k / k`` up to k = n - 1."""
+    logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64, requires_grad=True)
+    reward, log_p = torch.tensor([1.0, 1.0, 0.0], **F64), logits.log_softmax(0)
+    surrogate = torch.zeros(())
+    for draw in itertools.product(range(3), repeat=n):
+        row = torch.tensor(draw)
+        p = log_p[row].sum().exp().detach()
+        surrogate = surrogate + p * (maxrl(reward[row], one_group(n)) * log_p[row]).mean()
+    wrong = log_p[2].exp()
+    want = torch.autograd.grad(-sum(wrong**k / k for k in range(1, n)), logits, retain_graph=True)[0]
+    assert_close(torch.autograd.grad(surrogate, logits)[0], want)
+    assert want.abs().max() > 0.1
+
+
+def test_rae_compares_with_the_average_of_the_rewards_before() -> None:
+    """Role 3: 0.5, then (0.5 + 2) / 2, then (1.25 + 4) / 2; role 8: -2, then (-2 + 0) / 2."""
+    reward, role = torch.tensor([2.0, 0.0, 4.0], **F64), torch.tensor([3, 8, 3])
+    got, after = rae(reward, role, torch.tensor([0.5, -2.0, 0.5], **F64), decay=0.5)
+    assert_values(got, [1.5, 2.0, 2.75])
+    assert_values(after, [2.625, -1.0, 2.625])
+    got, after = rae(reward, role, torch.tensor([0.5, -2.0, 0.5], **F64), decay=0.0)  # the last reward alone
+    assert_values(torch.cat([got, after]), [1.5, 2.0, 2.0, 4.0, 0.0, 4.0])
+    spoilt = rae(torch.tensor([math.nan, 0.0, 4.0]), role, torch.zeros(3))[0]
+    assert spoilt[[0, 2]].isnan().all()
+    assert spoilt[1] == 0
+
+
+@pytest.mark.parametrize("names", [torch.tensor([3, 8, 3]), ["a", "b", "a"]], ids=["integers", "strings"])
+def test_the_averages_of_rae_go_from_batch_to_batch_and_into_a_checkpoint(names: Any) -> None:
+    data = TensorDict(reward=torch.tensor([[2.0], [0.0], [4.0]]), batch_size=[3])
+    if isinstance(names, list):
+        data = lazy_stack([row.clone().set_non_tensor("role", name) for row, name in zip(data, names, strict=True)])
+    else:
+        data["role"] = names
+    first = Advantage("rae", decay=0.5)
+    assert first(data.clone())["advantage"].flatten().tolist() == [2.0, 0.0, 3.0]
+    second = Advantage("rae", decay=0.5)
+    second.load_state_dict(first.state_dict())
+    for transform in (first, second):
+        assert transform(data.clone())["advantage"].flatten().tolist() == [-0.5, 0.0, 1.75]
+    assert not list(Advantage("grpo").state_dict())
+
+
+@pytest.mark.parametrize("how", [{"group_size": 4}, {"group_key": "query"}], ids=["size", "key"])
+def test_roles_of_a_group_may_have_other_prompts(how: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
+    tokens = TensorDict(full=torch.tensor([[1, 5], [1, 5], [2, 5], [2, 5]]), batch_size=[4])
+    tokens["prompt"] = tokens["full"][:, :1]
+    data = TensorDict(tokens=tokens, role=torch.tensor([0, 0, 1, 1]), query=torch.zeros(4).long(), batch_size=[4])
+    data["reward"] = torch.tensor([[1.0], [0.0], [5.0], [7.0]])
+    got = Advantage("hierarchical_grpo", **how)(data)["advantage"]
+    assert got.flatten().tolist() == [0.5, -0.5, -1.0, 1.0]
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -329,10 +396,10 @@ LOCAL = sorted(set(GROUPED) - {"rec-drop", "grpo-batch", "gdpo"})
 TABLES = st.lists(st.tuples(st.integers(-3, 3), st.integers(-40, 40)), min_size=1, max_size=14)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [*GROUPED, "maxrl"])
 def test_equal_rewards_no_rows_dtypes_and_no_graph(name: str) -> None:
     """Equal rewards give exactly 0; results are float32 or wider and without graph; nothing is mutated."""
-    function = GROUPED[name]
+    function = GROUPED.get(name, maxrl)
     for value, size in itertools.product([0.1, 1 / 3, -7.7, 1e6 + 0.1], [1, 3, 7, 100]):
         assert torch.equal(function(torch.full((size,), value), one_group(size)), torch.zeros(size)), (value, size)
     assert function(torch.zeros(0), one_group(0)).shape == (0,)
@@ -380,7 +447,7 @@ def test_rloo_leaves_one_out(table: list[tuple[int, int]]) -> None:
 
 
 def test_defect_44_a_group_of_one_has_advantage_0() -> None:
-    for name in ("grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec", "pass_at_k"):
+    for name in ("grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec", "pass_at_k", "maxrl"):
         alone = get_advantage(name)(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([7, 1, 1]))
         assert alone[0] == 0, name
         assert alone[1:].isfinite().all(), name
@@ -404,6 +471,10 @@ def test_defect_44_a_group_of_one_has_advantage_0() -> None:
         (lambda: pass_at_k(R, G, epsilon=-1.0), "epsilon must be at least 0"),
         (lambda: gdpo(R[:, None], G, epsilon=-1.0), "epsilon must be at least 0"),
         (lambda: gdpo(R[:, None], G, reward_weights=[1.0, 2.0]), "2 weights for 1 rewards: pass one for each"),
+        (lambda: rae(R, G, R, decay=1.5), "decay must be at least 0 and at most 1, got 1.5"),
+        (lambda: length_penalty(R, G, R[:, None]), "weights has 3 numbers for 1 counts"),
+        (lambda: truncation_penalty(R, R > 1, factor=-0.5), "factor must be at least 0 and at most 1"),
+        (lambda: soft_value(R, G, beta=0.0), "beta must be greater than 0"),
         (lambda: overlong_penalty(G, 100, 0), "cache_len must be at least 1 and at most 100, got 0"),
         (lambda: overlong_penalty(G, 100, 101), "cache_len must be at least 1 and at most 100, got 101"),
         (lambda: informative_groups(R, G[:5]), r"reward has shape \(9,\) but group has shape \(5,\)"),
@@ -436,3 +507,15 @@ def test_groups_with_something_to_learn_and_dapos_penalty_by_hand() -> None:
     assert informative_groups(reward, torch.tensor([3, 3, 3, 1, 1, 9])).tolist() == [False] * 3 + [True] * 2 + [False]
     lengths = torch.tensor([[0, 16384, 16385], [18432, 20480, 99999]])
     assert_close(overlong_penalty(lengths, 20480, 4096), torch.tensor([[0, 0, -1 / 4096], [-0.5, -1, -1]]))
+
+
+def test_penalties_of_length_and_of_truncation_by_hand() -> None:
+    """Group 0 has the mean 2, maxima 40 and 5; group 1 has no reward, and so no penalty; no count of one kind at all."""
+    reward, group = torch.tensor([1.0, 0.0, 3.0, 0.0], **F64), torch.tensor([0, 1, 0, 1])
+    counts = torch.tensor([[10, 5, 0], [30, 1, 0], [40, 1, 0], [1, 1, 0]])
+    got = length_penalty(reward, group, counts, weights=[0.5, 0.25, 9.0])
+    assert_values(got, [-2 * (0.125 + 0.25), 0.0, -2 * (0.5 + 0.05), 0.0], 1e-7)  # counts are of single precision
+    assert_values(length_penalty(reward, group, counts), [-2 * (0.0625 + 0.1), 0.0, -2 * (0.25 + 0.02), 0.0], 1e-7)
+    assert_values(truncation_penalty(reward, reward == 3, factor=0.25), [0, 0, -2.25, 0])
+    assert_close(soft_value(R, G, beta=2.0)[:2], torch.tensor(SOFT, **F64))
+    assert soft_value(torch.tensor([1e4, 0.0]), torch.zeros(2).long(), beta=0.1).isfinite().all()

@@ -29,6 +29,7 @@ from torchrl_llm_kl.advantages import (
     get_advantage,
     grpo,
     jsd,
+    maxrl,
     optimal_token_baseline,
     pass_at_k,
     reinforce_plus_plus,
@@ -49,6 +50,9 @@ TABLE = {
     "rloo": ("outcome", "reward group"),
     "reinforce": ("outcome", "reward"),
     "remax": ("outcome", "reward baseline"),
+    "maxrl": ("outcome", "reward group"),
+    "hierarchical_grpo": ("outcome", "reward group role"),
+    "rae": ("outcome", "reward role baseline"),
     "opmd": ("outcome", "reward group"),
     "asymre": ("outcome", "reward group"),
     "rec": ("outcome", "reward group"),
@@ -92,7 +96,12 @@ def test_spec_of_each(name: str) -> None:
 
 def test_names_of_trinity_and_verl() -> None:
     names = {"ppo": gae, "reinforceplusplus": reinforce_plus_plus, "multi_step_grpo": step_wise_grpo, "clipb": clip_b}
-    names |= {"clipv": clip_v, "grpo_passk": pass_at_k, "tir_optimal_token_baseline": optimal_token_baseline}
+    names |= {
+        "max_rl": maxrl,
+        "clipv": clip_v,
+        "grpo_passk": pass_at_k,
+        "tir_optimal_token_baseline": optimal_token_baseline,
+    }
     assert {name: get_advantage(name) for name in names} == names
     assert set(names) == set(get_args(PeerName)) == set(_REGISTRY.aliases)
 
