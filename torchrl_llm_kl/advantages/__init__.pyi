@@ -39,6 +39,7 @@ from torchrl_llm_kl.advantages._token import (
     clip_b as clip_b,
     clip_v as clip_v,
     gae as gae,
+    iw_opd as iw_opd,
     jsd as jsd,
     on_policy_distill as on_policy_distill,
     optimal_token_baseline as optimal_token_baseline,
@@ -67,6 +68,7 @@ AdvantageName = Literal[
     "gigpo",
     "grpo",
     "hierarchical_grpo",
+    "iw_opd",
     "jsd",
     "maxrl",
     "on_policy_distill",
@@ -99,6 +101,7 @@ PeerName = Literal[
 class AdvantageArgs(TypedDict, total=False):
     """Every hyper-parameter of every advantage, under each name that :class:`Advantage` accepts."""
 
+    amplification: float
     baseline_shift: float
     beta: float
     chunk_size: Any
@@ -113,6 +116,8 @@ class AdvantageArgs(TypedDict, total=False):
     gdpo_reward_weights: Sequence[float] | None
     generator: Generator | None
     handle_zero_tail: bool
+    iw_opd_epsilon: Any
+    iw_opd_gamma: float
     kl_coef: float
     lam: float
     lambda_coef: float

@@ -352,6 +352,38 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
     return kl_coef * (teacher_log_prob - old_log_prob)
 
 
+@advantage(
+    "iw_opd",
+    "token",
+    aliases={"iw_opd_gamma": "amplification"},
+    obsolete={"iw_opd_epsilon": "a sequence that differs nowhere has an advantage of 0 as it is"},
+    source="Xie et al. 2026, 'On the Position Bias of On-Policy Distillation' (arXiv 2606.22600); 0.5: TRL 1.16",
+)
+def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, amplification: float = 0.5) -> Tensor:
+    r"""``(1 + amplification (1 - s)) d`` with ``d = teacher_log_prob - old_log_prob``: more weight before the two part.
+
+    ``s`` is the sum of ``|d|`` over the tokens before, divided by the sequence's sum: 0 at its first token. The further a
+    prefix is from what the teacher would have written, the less the teacher knows about what follows.
+
+    Hyper-parameters:
+        amplification: at least 0; 0 for :func:`on_policy_distill`. TRL: ``iw_opd_gamma``.
+
+    Returns:
+        ``[*B, T]``.
+
+    Example:
+        >>> student, teacher = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -0.5]])
+        >>> iw_opd(student, teacher, torch.tensor([[True, True]]), amplification=1.0)
+        tensor([[-1.0000,  2.6250]])
+    """
+    check_range(0.0, amplification=amplification)
+    difference = teacher_log_prob - old_log_prob
+    size = difference.abs()
+    total = size.sum(-1, keepdim=True)
+    before = (size.cumsum(-1) - size) / torch.where(total == 0, 1, total)
+    return (1 + amplification * (1 - before)) * difference
+
+
 _TEMPERATURE = (
     1.0,
     "log-probs of the sampled tokens alone cannot be brought to another temperature. Pass log-probs that both models "

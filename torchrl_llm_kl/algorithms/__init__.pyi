@@ -119,8 +119,11 @@ class AlgorithmOverrides(TypedDict, total=False):
     advantage_tau: float
     advantage_threshold: Tensor | float
     aggregation: Aggregation | None
+    alpha: Tensor | float
+    amplification: float
     baseline_shift: float
     beta: Tensor | float
+    beta2: Tensor | float
     chunk_size: Any
     clip_cov_lb: Tensor | float
     clip_cov_ratio: float
@@ -148,6 +151,8 @@ class AlgorithmOverrides(TypedDict, total=False):
     discopop_tau: Tensor | float
     distribution: Literal["top_k", "exact"]
     divergence: Literal["tv", "kl"]
+    dppo_mask_high: Tensor | float
+    dppo_mask_low: Tensor | float
     dro_beta: Tensor | float
     drop: Literal["balance"] | None
     enable_mask_clip: bool
@@ -175,6 +180,9 @@ class AlgorithmOverrides(TypedDict, total=False):
     generator: Generator | None
     grpo_loss_agg_mode: Aggregation | None
     handle_zero_tail: bool
+    ipo_threshold: Tensor | float | None
+    iw_opd_epsilon: Any
+    iw_opd_gamma: float
     k_neg: Tensor | float
     k_pos: Tensor | float
     keep_best: bool
@@ -184,6 +192,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     kl_loss_coeff: Coefficient
     kl_reward: EstimatorName
     kl_reward_coeff: Coefficient
+    kl_tau: Tensor | float
     label_smoothing: Tensor | float
     lam: float
     lambda_coef: float
@@ -218,6 +227,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     objective_tau: Tensor | float
     objective_temp: Tensor | float
     omega: float
+    one_sided: bool
     opmd_baseline: Literal["mean", "logavgexp"]
     ppo_kl_coef: Tensor | float
     ppo_micro_batch_size_per_gpu: Any

@@ -44,6 +44,7 @@ TABLE = {
     "gae": ("token", "reward value mask"),
     "reinforce_plus_plus": ("token", "reward mask"),
     "on_policy_distill": ("token", "old_log_prob teacher_log_prob mask"),
+    "iw_opd": ("token", "old_log_prob teacher_log_prob mask"),
     "jsd": ("token", "old_log_prob teacher_log_prob mask"),
     "grpo": ("outcome", "reward group"),
     "dr_grpo": ("outcome", "reward group"),

@@ -22,6 +22,7 @@ from torchrl_llm_kl.advantages import (
     gae,
     get_advantage,
     grpo,
+    iw_opd,
     jsd,
     on_policy_distill,
     optimal_token_baseline,
@@ -140,6 +141,7 @@ TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "reinforce_plus_plus": lambda x, y, mask: reinforce_plus_plus(x, mask, gamma=0.9),
     "on_policy_distill": lambda x, y, mask: on_policy_distill(x, y, mask),
     "jsd": lambda x, y, mask: jsd(x, y, mask, beta=0.3),
+    "iw_opd": lambda x, y, mask: iw_opd(x, y, mask, amplification=0.7),
     "reinforce_plus_plus_baseline": lambda x, y, mask: reinforce_plus_plus_baseline(*outcomes(x, y, mask), mask),
     "optimal_token_baseline": lambda x, y, mask: optimal_token_baseline(x, outcomes(x, y, mask)[1], y, -x, mask),
     "clip_b": lambda x, y, mask: clip_b(*outcomes(x, y, mask), x, -y, mask),
@@ -201,6 +203,7 @@ def test_masked_out_numbers_have_no_effect_and_get_0_in_any_batch_dtype_and_grap
         (lambda x, g, m: clip_b(x[:, 0], g, x, x, m, epsilon=-0.1), "epsilon must be at least 0, got -0.1"),
         (lambda x, g, m: clip_v(x[:, 0], g, x, x, x, m, mu=-0.2), "mu must be at least 0, got -0.2"),
         (lambda x, g, m: clip_v(x[:, 0], g, x, x, x, m, max_frac=1.5), "max_frac must be .* at most 1, got 1.5"),
+        (lambda x, g, m: iw_opd(x, x, m, amplification=-0.1), "amplification must be at least 0, got -0.1"),
         *(  # at the ends the divergence is 0
             (lambda x, g, m, b=b: jsd(x, x, m, beta=b), "beta must be greater than 0 and less than 1.*on_policy_dis")
             for b in (0.0, 1.0, -0.1, 1.1)
@@ -251,6 +254,12 @@ def test_distillation_by_hand() -> None:
     mask = bools([[1, 1, 0]])
     got = on_policy_distill(f64([[-1.0, -2.0, -9.0]]), f64([[-3.0, -0.5, -1.0]]), mask, kl_coef=0.5)
     assert_close(got, f64([[-1.0, 0.75, 0.0]]))
+    # Differences -2, 1 and 1 of four in all, and a sequence without any: weights 1.8, 1.4 and 1.2.
+    holes = bools([[1, 0, 1, 1], [1, 1, 0, 0]])
+    student, teacher = f64([[-1.0, -9.0, -2.0, -2.0], [-1.0] * 4]), f64([[-3.0, -1.0, -1.0, -1.0], [-1.0] * 4])
+    assert_close(iw_opd(student, teacher, holes, amplification=0.8), f64([[-3.6, 0, 1.4, 1.2], [0.0] * 4]))
+    assert_close(iw_opd(student, teacher, holes), f64([[-3.0, 0, 1.25, 1.125], [0.0] * 4]))
+    assert advantage_spec(iw_opd).translate({"iw_opd_gamma": 0.2}) == {"amplification": 0.2}
     # Student 1/2, 1/2 and teacher 9/10, 1/10; beta 1/4: mixture 0.6, 0.4. Under Trinity's names too.
     student, teacher = f64([[0.5, 0.5, 0.5]]).log(), f64([[0.9, 0.1, 0.2]]).log()
     want = 2.0 * 0.75 * f64([[1.2, 0.8, 1.0]]).log()

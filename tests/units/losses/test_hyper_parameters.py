@@ -38,6 +38,7 @@ COVARIANCE = {"fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0, **CLIP}
 CISPO = {"clip_low": 1.0, "clip_high": 0.28, "mask_clip_low": 1.0, "mask_clip_high": 0.28}
 REC: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2, "epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
 REC |= {"clip_mode": "none", "weight": "none", "regularizer": "none", "regularizer_coef": 0.0, "temp": 1.0}
+BESIDE = {**CLIP, "clip_ratio_c": None, "nll_aggregation": "token-mean"}
 # name -> (aggregation, defaults): the papers', and where they leave it open Trinity's or, for the last five, verl's and TRL's.
 TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "dapo": ("token-mean", {"clip_low": 0.2, "clip_high": 0.28, "clip_ratio_c": None}),
@@ -58,6 +59,11 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "kl_cov": ("token-mean", {"selected": None, "fraction": 2e-4, "coeff": 1.0}),
     "dppo": ("token-mean", {"divergence": "tv", "clip_low": None, "clip_high": None, "clip_ratio_c": 20.0}),
     "vespo": ("token-mean", {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}),
+    "mask_ipo": ("token-mean", {"clip_low": 0.1, "clip_high": 0.1, "one_sided": False, "kl_tau": 1e-3}),
+    "ref_kl": ("token-mean", {"clip_low": 0.2, "kl_tau": 1e-3}),
+    "a2po": ("seq-mean-token-sum", {"beta": 1e-3}),
+    "vapo": ("token-mean", {"mu": 0.1, **BESIDE, "clip_high": 0.28}),
+    "echo": ("token-mean", {"mu": 0.1, **BESIDE}),
 }
 #: Trinity's.
 MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True, "step": 0, "mu_warmup_steps": 0}
@@ -105,6 +111,9 @@ NAMES: dict[str, dict[str, str]] = {
     "kl_cov": {"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"},
     "mix": {"grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"},
     "mix_chord": {"grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"},
+    "mask_ipo": {"dppo_mask_low": "clip_low", "dppo_mask_high": "clip_high"},
+    "ref_kl": {"dppo_mask_low": "clip_low"},
+    "a2po": {"beta2": "beta"},
     "cpo": {"cpo_alpha": "nll_coeff"},
     "simpo": {"simpo_gamma": "margin"},
     "discopop": {"discopop_tau": "tau"},
@@ -140,14 +149,14 @@ RANGES: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
     (FRACTION, (-0.1, 1.5, NAN), {"clip_low": "ppo dapo dr_grpo gspo cispo clip_cov mix", "mask_clip_low": "cispo"}),
     (FRACTION, (-0.1, 1.1), {"mu": "mix", "ld_alpha": "dpo", "mu_peak": "mix_chord", "mu_valley": "mix_chord"}),
     ("at least 0", (-1,), dict.fromkeys(("step", "mu_warmup_steps", "mu_decay_steps"), "mix_chord")),
-    ("at least 0", (-0.1,), {"clip_high": "ppo dapo dr_grpo gspo cispo gmpo", "mask_clip_high": "cispo"}),
+    ("at least 0", (-0.1,), {"clip_high": "ppo dapo dr_grpo gspo cispo gmpo mask_ipo", "mask_clip_high": "cispo"}),
     ("at least 0", (-0.1,), {"epsilon": "sppo", "clip_low": "dppo", "k_neg": "vespo", "regularizer_coef": "rec"}),
-    ("at least 0", (-0.1,), {"tau": "opmd"}),
+    ("at least 0", (-0.1,), {"tau": "opmd", "kl_tau": "mask_ipo ref_kl", "mu": "vapo echo"}),
     ("at least 0", (-0.1,), {"coeff": "kl_cov", "nll_coeff": "cpo", "margin": "simpo", "desirable_weight": "kto"}),
     ("greater than 1", (1.0,), {"clip_ratio_c": "ppo dapo dr_grpo dppo"}),
     ("greater than 0", (0.0, -0.1), {"tau_pos": "sapo", "tau_neg": "sapo", "lambda_pos": "vespo", "tau": "discopop"}),
     ("greater than 0", (0.0, -1.0), dict.fromkeys(("epsilon_high", "epsilon_high_prime", "temp"), "rec")),
-    ("greater than 0", (0.0, -0.1, NAN), {"beta": f"{' '.join(PAIRS)} dro kto bco"}),
+    ("greater than 0", (0.0, -0.1, NAN), {"beta": f"{' '.join(PAIRS)} dro kto bco a2po"}),
     (SHARE, (0.0, 1.5), {"epsilon_low": "rec", "epsilon_low_prime": "rec", "fraction": "clip_cov"}),
     (f".*{SHARE}", (0.0, 1.5, -0.1, NAN), {"cutoff_prob": "sft_phi"}),
     ("at least 0 and at most 0.5", (-0.1, 0.6), {"label_smoothing": "dpo robust aot"}),

@@ -29,6 +29,7 @@ SEEN = {
     "tapered": "tapered_fraction",
     "cut": "truncated_fraction",
     "ratios": "ratio_mean",
+    "reverse": "reverse_kl",
 }
 
 
@@ -120,7 +121,45 @@ OLD_HALF = [0.5] * 4, [1, 1, -1, -1]
 FAR = [0.5, 0.5], [0.01, 0.01], [-1, 1]
 ONE = [0.5], [1], [-1]
 
+#: Probabilities that moved by 0.25, 0.05, -0.2, -0.05 and 0; ratios 2, 10/9, 3/5, 6/7 and 1.
+MOVED = {"log_prob": [LOG(p) for p in (0.5, 0.5, 0.3, 0.3, 0.25)]}
+MOVES = [2, 10 / 9, 0.6, 6 / 7, 1]
+
+
+def pulled(ratio: list[float], free: list[float], tau: float) -> tuple[list[float], list[float]]:
+    """Values and gradients of ``free`` times the ratio, plus the squared log-ratio."""
+    logs = [LOG(r) for r in ratio]
+    first = [x * r for x, r in zip(free, ratio, strict=True)]
+    value = [x + tau * log**2 for x, log in zip(first, logs, strict=True)]
+    return value, [x + 2 * tau * log for x, log in zip(first, logs, strict=True)]
+
+
 ROWS_OF_CASES: dict[str, Row] = {
+    "mask_ipo: leaves out 0.25 > 0.2 and -0.2 < -0.1, whatever the advantage": show(
+        *(MOVES, [1, -2, 3, -1, 4], *pulled(MOVES, [0, 2, 0, 1, -4], 0.3)),
+        **{**MOVED, "clip_low": 0.1, "clip_high": 0.2, "kl_tau": 0.3, "low": 0.2, "high": 0.2},
+    ),
+    "mask_ipo: by default 0.1 on both sides and 1e-3": show(
+        *(MOVES, [1, -2, -3, -1, 4], *pulled(MOVES, [0, 2, 0, 1, -4], 1e-3)), **MOVED, low=0.2, high=0.2
+    ),
+    "mask_ipo: one-sided, leaves out what moved along its advantage; 0 counts as bad": show(
+        *([2, 2, 0.6, 0.6, 0.6], [1, -1, 1, -1, 0], *pulled([2, 2, 0.6, 0.6, 0.6], [0, 1, -1, 0, 0], 0.3)),
+        **{"log_prob": [LOG(p) for p in (0.5, 0.5, 0.3, 0.3, 0.3)], "one_sided": True, "kl_tau": 0.3},
+        low=0.4,
+        high=0.2,
+    ),
+    # Advantages log 2; the second probability fell by 0.25, the third by 0.15.
+    "ref_kl: the advantage is the log-ratio of the teacher and the policy now": show(
+        *([2, 0.5, 0.4], [7, 7, 7], *pulled([2, 0.5, 0.4], [-LN2, 0, -LN2], 0.1)),
+        **{"log_prob": [LOG(p) for p in (0.5, 0.25, 0.1)], "ref_log_prob": tensor([[1.0, 0.5, 0.2]]).log()},
+        kl_tau=0.1,
+        low=1 / 3,
+        high=0.0,
+        reverse=-LN2,
+    ),
+    "a2po: the squared distance of 2 (1 + 0.5) from the mean advantage 1.5": show(
+        [1, 1, 1], [2, 1, 9], [2.25], [6, 6, 0], ref_log_prob=tensor([[-2.0, -1.5, 5.0]]), beta=2.0, mask=TWO_OF_THREE
+    ),
     "ppo: clipped, free, free, clipped, free, at the dual bound": show(
         *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0], **DUAL, **SIXTHS, dual=1 / 6
     ),

@@ -97,6 +97,39 @@ def test_mix_by_hand() -> None:
     close([usual.metrics["clip_fraction"], expert.metrics["expert_fraction"]], [0.5, 2 / 6])
 
 
+def test_vapo_imitates_right_answers_beside_ppo() -> None:
+    """Tokens of rows 0 and 2 are ppo's as in test_mix_by_hand; row 1, of probabilities 1/2 and 1/5, is right."""
+    data = mixture()
+    data["old_log_prob"], data["advantage"] = (data[key].nan_to_num(-1.0) for key in ("old_log_prob", "advantage"))
+    data["old_log_prob"][1] = data["log_prob"].detach()[1]
+    del data["expert_mask"]
+    policy, nll = get_objective("vapo")(**data, chosen=torch.tensor([False, True, False]), mu=0.25, **HYPER)
+    assert [(term.name, term.weight, term.aggregation) for term in (policy, nll)] == [
+        ("objective", 1.0, None),
+        ("nll", 0.25, "token-mean"),
+    ]
+    close(policy.value[policy.mask], [-3.6, 2.1, -5.5, 1.0, 1.0, 2.5])
+    assert torch.equal(policy.mask, data["mask"])
+    close(nll.value[nll.mask], [0.6931472, 1.6094379])
+    (gradient,) = torch.autograd.grad(total((policy, nll)), data["log_prob"])
+    # Over six tokens, and over the two right ones: 1 / 6 for A = -1, and -1 / 2 * 1/4.
+    close(gradient, [[0.0, 0.0, -5.5 / 6], [1 / 6 - 0.125, 1 / 6 - 0.125, 0.0], [0.0, 0.0, 0.0]])
+
+
+def test_echo_predicts_what_others_said_over_their_own_tokens() -> None:
+    data = mixture()
+    policy, seen = get_objective("echo")(**data, mu=0.25, **HYPER)
+    assert [(term.name, term.weight, term.aggregation) for term in (policy, seen)] == [
+        ("objective", 1.0, None),
+        ("observation", 0.25, "token-mean"),
+    ]
+    close(policy.value[policy.mask], [-3.6, 2.1, -5.5, 2.5])
+    close(seen.value[seen.mask], [0.6931472, 1.6094379])
+    (gradient,) = torch.autograd.grad(total((policy, seen)), data["log_prob"])
+    close(gradient, [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]])
+    assert get_objective("echo")(**mixture(), nll_aggregation=None)[1].aggregation is None
+
+
 def test_mix_chord_by_hand() -> None:
     data = mixture()
     usual, expert = mix_chord(**data, step=8, **SCHEDULE, **HYPER)

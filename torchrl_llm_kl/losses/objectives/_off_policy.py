@@ -239,6 +239,142 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 @objective(
+    "mask_ipo",
+    aliases={
+        "ipo_threshold": ("clip_low", "clip_high"),
+        "dppo_mask_low": "clip_low",
+        "dppo_mask_high": "clip_high",
+    },
+    source="prime-rl: ``trainer.loss`` of type ``ipo``, and ``default`` with ``one_sided``: the binary TV mask of Qi et al. "
+    "2026 (DPPO, arXiv 2602.04879) and the squared log-ratio of Kimi K2.5 (arXiv 2602.02276)",
+)
+def mask_ipo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: Scalar = 0.1,
+    clip_high: Scalar = 0.1,
+    one_sided: bool = False,
+    kl_tau: Scalar = 1e-3,
+) -> Terms:
+    r"""``-A r`` per token whose probability has moved by at most a bound, else 0, plus ``kl_tau (log r)^2`` on every token.
+
+    With the probabilities ``p`` now and ``q`` at sampling, tokens with ``p - q < -clip_low`` or ``p - q > clip_high`` are left
+    out whatever their advantage. The second part pulls all tokens back to the sampler. (:func:`ipo` is another method, a
+    preference loss.)
+
+    Hyper-parameters:
+        clip_low, clip_high: bounds of the change of probability. prime-rl: ``ipo_threshold`` for both; ``dppo_mask_low`` and
+            ``dppo_mask_high``, 0.2, of its default loss.
+        one_sided: leave out only tokens that moved along the advantage: up if ``A > 0``, else down. prime-rl's default loss;
+            :func:`dppo` has the same gradient without the second part.
+        kl_tau: weight of the squared log-ratio, at least 0.
+
+    Metrics: ``clip_fraction`` (``_low``: fell too far, ``_high``: rose too far).
+
+    Example:
+        >>> log_prob, old = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.2]]).log()
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 2.0]])
+        >>> mask_ipo(log_prob, mask, old_log_prob=old, advantage=advantage, kl_tau=0.0)[0].value
+        tensor([[ 0.0000, -2.5000]])
+    """
+    up = advantage > 0 if one_sided else None
+    return _near_the_sampler(log_prob, mask, old_log_prob, advantage, clip_low, clip_high, up, kl_tau)
+
+
+@objective(
+    "ref_kl",
+    aliases={"dppo_mask_low": "clip_low"},
+    source="prime-rl: the loss component ``ref_kl`` of ``opd`` and ``opsd``",
+)
+def ref_kl(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    ref_log_prob: Tensor,
+    clip_low: Scalar = 0.2,
+    kl_tau: Scalar = 1e-3,
+) -> Terms:
+    r"""Distillation: ``-sg(ref_log_prob - log_prob) r`` per token, plus ``kl_tau (log r)^2``; ``ref`` is the teacher.
+
+    The advantage is the current policy's log-ratio to the teacher, where the advantage :func:`on_policy_distill` has the
+    sampler's: over the sampler's tokens the mean gradient is that of :math:`KL(\pi \| \pi_{ref})` at each position,
+    however old they are. Tokens whose probability fell by more than ``clip_low`` since sampling have the second part alone.
+
+    Hyper-parameters:
+        clip_low: bound of the fall of the probability.
+        kl_tau: as in :func:`mask_ipo`.
+
+    Metrics: as of :func:`mask_ipo`; ``reverse_kl``, the mean of ``log_prob - ref_log_prob``.
+
+    Example:
+        >>> log_prob, old, ref = (torch.tensor([[p]]).log() for p in (0.5, 0.25, 1.0))
+        >>> ref_kl(log_prob, log_prob < 0, old_log_prob=old, ref_log_prob=ref, kl_tau=0.0)[0].value
+        tensor([[-1.3863]])
+    """
+    advantage = (ref_log_prob - log_prob).detach()
+    (term,) = _near_the_sampler(log_prob, mask, old_log_prob, advantage, clip_low, None, None, kl_tau)
+    return (term.replace(metrics={**term.metrics, "reverse_kl": masked_mean(-advantage, mask)}),)
+
+
+def _near_the_sampler(
+    log_prob: Tensor,
+    mask: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    clip_low: Scalar,
+    clip_high: Scalar | None,
+    up: Tensor | None,
+    kl_tau: Scalar,
+) -> Terms:
+    """:func:`mask_ipo`; ``up`` is the side on which each token is left out, None for both."""
+    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high, kl_tau=kl_tau)
+    log_ratio, moved = log_prob - old_log_prob, log_prob.detach().exp() - old_log_prob.exp()
+    fell, rose = moved < -clip_low, torch.zeros_like(mask) if clip_high is None else moved > clip_high
+    if up is not None:
+        fell, rose = fell & ~up, rose & up
+    value = torch.where(fell | rose, 0, -advantage * bounded_exp(log_ratio)) + kl_tau * log_ratio.square()
+    return (LossTerm("objective", value, mask, metrics=clip_fractions(fell, rose, mask)),)
+
+
+@objective(
+    "a2po",
+    aggregation="seq-mean-token-sum",
+    aliases={"beta2": "beta"},
+    source="Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the regression of the second stage; beta 1e-3: TRL 1.16",
+)
+def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Tensor, beta: Scalar = 1e-3) -> Terms:
+    r"""A*-PO: ``(beta log(pi / pi_ref) - A)^2`` of each whole answer: regression on its optimal advantage.
+
+    With ``A = r - V*`` (the advantage :func:`remax`, where :func:`~torchrl_llm_kl.advantages.soft_value` of the reference's
+    answers is the baseline) it is 0 at ``pi_ref exp(r / beta) / Z``, whoever sampled the answers. It uses neither groups
+    nor ratios.
+
+    Hyper-parameters:
+        beta: weight of the KL to the reference, above 0, in units of reward per nat. TRL: ``beta2``.
+
+    Returns:
+        One term with one value per sequence, ``[*B, 1]``, of its mean advantage. Metrics: ``implicit_reward``, the mean of
+        ``beta log(pi / pi_ref)``.
+
+    Example:
+        >>> log_prob, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -2.5]])
+        >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[0.5, 0.5]])
+        >>> a2po(log_prob, mask, ref_log_prob=ref, advantage=advantage, beta=2.0)[0].value
+        tensor([[6.2500]])
+    """
+    check_range(above=0.0, beta=beta)
+    implicit = beta * sequence_sum(log_prob - ref_log_prob, mask)
+    present = mask.any(-1, keepdim=True)
+    value = torch.where(present, (implicit - sequence_mean(advantage, mask)).square(), 0)
+    metrics = {"implicit_reward": masked_mean(implicit.detach(), present)}
+    return (LossTerm("objective", value, present, metrics=metrics),)
+
+
+@objective(
     "vespo",
     aliases={f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
     source="Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16",

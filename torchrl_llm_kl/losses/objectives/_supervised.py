@@ -70,6 +70,114 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Ter
     return (LossTerm("objective", value, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
 
 
+# ------------------------------------------------------------------ beside PPO
+
+
+@objective(
+    "vapo",
+    aliases=CLIP_ALIASES,
+    source="Yue et al. 2025 (VAPO, arXiv 2504.05118), eq. 10 with mu 0.1 and clip 0.2 / 0.28; NeMo-RL: "
+    "``positive_example_nll_weight``",
+)
+def vapo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    chosen: Tensor,
+    mu: Scalar = 0.1,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.28,
+    clip_ratio_c: Scalar | None = None,
+    nll_aggregation: Aggregation | None = "token-mean",
+) -> Terms:
+    r""":func:`ppo` on all answers plus ``mu`` times the negative log-likelihood of right ones, where ``chosen`` is True.
+
+    The policy imitates its own successes, beside what the advantage says about them.
+
+    Hyper-parameters:
+        mu: weight of the likelihood, at least 0. NeMo-RL: ``positive_example_nll_weight``.
+        clip_low, clip_high, clip_ratio_c: see :func:`ppo`; the paper has no dual clip.
+        nll_aggregation: how the likelihood is summed over the tokens of right answers; None: as the rest of the loss.
+
+    Returns:
+        Two terms: ``objective`` with the metrics of :func:`ppo`, and ``nll``.
+
+    Example:
+        >>> log_prob, one = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
+        >>> right = torch.tensor([True, False])
+        >>> policy, nll = vapo(log_prob, one > 0, old_log_prob=log_prob, advantage=one, chosen=right)
+        >>> policy.value.flatten(), nll.value[nll.mask], nll.weight
+        (tensor([-1., -1.]), tensor([1.]), 0.1)
+    """
+    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
+    right = mask & chosen.unsqueeze(-1)
+    return _ppo_and_likelihood(log_prob, mask, right, old_log_prob, advantage, bounds, "nll", mu, nll_aggregation)
+
+
+@objective(
+    "echo",
+    aliases={**CLIP_ALIASES, "alpha": "mu"},
+    source="prime-rl: ``echo`` and its component ``ce``; weight 0.1, of tools' answers: its default",
+)
+def echo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    expert_mask: Tensor,
+    mu: Scalar = 0.1,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    clip_ratio_c: Scalar | None = None,
+    nll_aggregation: Aggregation | None = "token-mean",
+) -> Terms:
+    r""":func:`ppo` on the policy's tokens plus ``mu`` times the negative log-likelihood of what others said, ``expert_mask``.
+
+    The policy learns to predict its environment: answers of tools and users after its first turn. Each part is divided by
+    its own number of tokens; in :func:`mix` the two weights add up to 1. The mask must hold both kinds and no first prompt:
+    ``masking_strategy="generic"`` with a ``loss_mask`` per token.
+
+    Hyper-parameters:
+        mu: weight of the likelihood, at least 0. prime-rl: ``alpha``, one for each role.
+        clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
+        nll_aggregation: how the likelihood is summed; None: as the rest of the loss.
+
+    Returns:
+        Two terms: ``objective`` with the metrics of :func:`ppo`, and ``observation``.
+
+    Example:
+        >>> log_prob, one = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
+        >>> tools = torch.tensor([[False, True]])
+        >>> policy, seen = echo(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=tools)
+        >>> policy.value[policy.mask], seen.value[seen.mask], seen.weight
+        (tensor([-1.]), tensor([3.]), 0.1)
+    """
+    bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
+    own, seen = mask & ~expert_mask, mask & expert_mask
+    return _ppo_and_likelihood(log_prob, own, seen, old_log_prob, advantage, bounds, "observation", mu, nll_aggregation)
+
+
+def _ppo_and_likelihood(
+    log_prob: Tensor,
+    own: Tensor,
+    imitated: Tensor,
+    old_log_prob: Tensor,
+    advantage: Tensor,
+    bounds: Any,
+    name: str,
+    weight: Scalar,
+    aggregation: Aggregation | None,
+) -> Terms:
+    """:func:`ppo` on some tokens, and the weighted likelihood of some."""
+    check_range(low=0.0, mu=weight)
+    (policy,) = ppo(log_prob, own, old_log_prob=old_log_prob, advantage=advantage, **bounds)
+    (likelihood,) = sft(log_prob, imitated)
+    return policy, likelihood.replace(name=name, weight=weight, aggregation=aggregation)
+
+
 # ------------------------------------------------------------------ mixed with PPO
 
 #: Names of Trinity-RFT, torchrl and verl.
