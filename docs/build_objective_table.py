@@ -15,7 +15,7 @@ from torchrl_llm_kl.losses import LossInputs, available_objectives, get_objectiv
 
 PAGE = Path(__file__).with_name("losses.md")
 #: Families whose objectives compare answers; all others have a value for each token.
-OF_ANSWERS = ("_preference", "_relative")
+OF_ANSWERS = ("_preference", "_relative", "_without_reference")
 
 
 def cell(text: str) -> str:

@@ -119,7 +119,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     advantage_tau: float
     advantage_threshold: Tensor | float
     aggregation: Aggregation | None
-    alpha: Tensor | float
+    alpha: Tensor | float | None
     amplification: float
     baseline_shift: float
     beta: Tensor | float
@@ -203,6 +203,10 @@ class AlgorithmOverrides(TypedDict, total=False):
     length_normalised: bool
     level: Literal["token", "sequence"]
     lmbda: float
+    loss: Literal["logistic", "hinge", "ipo"]
+    loss_type: Sequence[str]
+    loss_weights: Sequence[float] | None
+    losses: Sequence[str]
     margin: Tensor | float
     mask_clip_high: Tensor | float
     mask_clip_low: Tensor | float
@@ -254,6 +258,8 @@ class AlgorithmOverrides(TypedDict, total=False):
     teacher_weights: Sequence[float] | None
     temp: Tensor | float
     top_k: int
+    tpo_alpha: Tensor | float
+    tpo_l_gamma: Tensor | float
     train_batch_size_expert: Any
     train_batch_size_usual: Any
     undesirable_weight: Tensor | float
@@ -267,4 +273,5 @@ class AlgorithmOverrides(TypedDict, total=False):
     vespo_lambda_pos: Tensor | float
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
     weighting: Literal["none", "probability", "aligned"]
+    weights: Sequence[float] | None
     whiten: bool

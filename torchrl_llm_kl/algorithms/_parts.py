@@ -18,7 +18,7 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
-from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
+from torchrl_llm_kl.losses import PolicyLoss, ValueLoss, spec_of
 from torchrl_llm_kl.ragged import has_entry, own_leaves, read_column, read_ragged, write_ragged
 from torchrl_llm_kl.rollouts import find_key, per_sequence, per_token
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -298,7 +298,8 @@ class AlgorithmParts:
             raise TypeError(f"pass the number of parts or their size, got number={number} and size={size}.")
         check_range(1, number=number, size=size)
         batch = _flat(batch)
-        units, what = torch.arange(len(batch)), "rows"
+        together = spec_of(self.algorithm.objective).together
+        units, what = torch.arange(len(batch)) // together, "rows" if together == 1 else "groups of rows"
         for name in {"pair_id", "match_id"} & {*self.loss.objective.inputs}:  # a loss of pairs needs both answers
             key = find_key(batch, getattr(self.loss.tensor_keys, name))
             if key is not None or name == "pair_id":

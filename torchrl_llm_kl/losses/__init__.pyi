@@ -109,16 +109,14 @@ from torchrl_llm_kl.losses.objectives._off_policy import (
 from torchrl_llm_kl.losses.objectives._preference import (
     apo_down as apo_down,
     apo_zero as apo_zero,
-    cpo as cpo,
     discopop as discopop,
     dpo as dpo,
     exo_pair as exo_pair,
     hinge as hinge,
     ipo as ipo,
     nca_pair as nca_pair,
-    orpo as orpo,
+    preference_sum as preference_sum,
     robust as robust,
-    simpo as simpo,
     sppo_hard as sppo_hard,
 )
 from torchrl_llm_kl.losses.objectives._relative import (
@@ -141,6 +139,12 @@ from torchrl_llm_kl.losses.objectives._supervised import (
     sft_is as sft_is,
     sft_phi as sft_phi,
     vapo as vapo,
+)
+from torchrl_llm_kl.losses.objectives._without_reference import (
+    cpo as cpo,
+    orpo as orpo,
+    simpo as simpo,
+    tpo as tpo,
 )
 from torchrl_llm_kl.losses.terms import (
     divergence_to_teacher as divergence_to_teacher,
@@ -187,6 +191,7 @@ ObjectiveName = Literal[
     "opmd",
     "orpo",
     "ppo",
+    "preference_sum",
     "rec",
     "ref_kl",
     "robust",
@@ -198,6 +203,7 @@ ObjectiveName = Literal[
     "sppo",
     "sppo_hard",
     "topr",
+    "tpo",
     "vapo",
     "vespo",
 ]
@@ -206,7 +212,7 @@ class ObjectiveArgs(TypedDict, total=False):
     """Every hyper-parameter of every registered objective, under its own name and other libraries' names."""
 
     advantage_threshold: Tensor | float
-    alpha: Tensor | float
+    alpha: Tensor | float | None
     beta: Tensor | float
     beta2: Tensor | float
     clip_cov_lb: Tensor | float
@@ -262,6 +268,10 @@ class ObjectiveArgs(TypedDict, total=False):
     ld_alpha: Tensor | float | None
     length_normalised: bool
     level: Literal["token", "sequence"]
+    loss: Literal["logistic", "hinge", "ipo"]
+    loss_type: Sequence[str]
+    loss_weights: Sequence[float] | None
+    losses: Sequence[str]
     margin: Tensor | float
     mask_clip_high: Tensor | float
     mask_clip_low: Tensor | float
@@ -291,6 +301,8 @@ class ObjectiveArgs(TypedDict, total=False):
     tau_pos: Tensor | float
     teacher_weights: Sequence[float] | None
     temp: Tensor | float
+    tpo_alpha: Tensor | float
+    tpo_l_gamma: Tensor | float
     train_batch_size_expert: Any
     train_batch_size_usual: Any
     undesirable_weight: Tensor | float
@@ -302,6 +314,7 @@ class ObjectiveArgs(TypedDict, total=False):
     vespo_lambda_pos: Tensor | float
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
     weighting: Literal["none", "probability", "aligned"]
+    weights: Sequence[float] | None
 
 class PolicyArgs(ObjectiveArgs, RolloutArgs, total=False):
     """Hyper-parameters of objectives, and verl's settings of corrections."""

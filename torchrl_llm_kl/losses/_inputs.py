@@ -137,14 +137,15 @@ MASKS = tuple(name for name in PER_TOKEN if name in _BOOLEAN and name in KEYS)
 
 
 def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> LossInputs:
-    """One token in each of two sequences, for a dry run before there is data."""
-    zeros = torch.zeros(2, 1, device=device)
-    row, first = zeros.squeeze(-1), torch.arange(2, device=device) == 0
+    """One token in each of six sequences, pairs or triples, for a dry run before there is data."""
+    zeros = torch.zeros(6, 1, device=device)
+    row, place = zeros.squeeze(-1), torch.arange(6, device=device)
+    first = place % 2 == 0
     return LossInputs(
         mask=zeros == 0,
         **dict.fromkeys(PER_TOKEN, zeros),
-        **dict.fromkeys(PER_OUTCOME, zeros.new_full((2, 1, teachers, 2), 0.5).log()),
-        **dict.fromkeys(("pair_id", "match_id"), row.long()),
+        **dict.fromkeys(PER_OUTCOME, zeros.new_full((6, 1, teachers, 2), 0.5).log()),
+        **dict.fromkeys(("pair_id", "match_id"), place // 2),
         reference_point=row,
         chosen=first,
     ).replace(selected=zeros == 1, expert_mask=~first.unsqueeze(-1))

@@ -91,6 +91,7 @@ class ObjectiveSpec(Spec):
         either: optional inputs of which it reads the first that is given.
         reads_if: optional inputs that it reads under some settings, as ``needs_if``.
         once: the input that is computed once for a whole batch, if there is one.
+        together: neighbouring rows that one value compares; 1 if a ``pair_id`` names them.
     """
 
     aggregation: Aggregation = "token-mean"
@@ -99,6 +100,7 @@ class ObjectiveSpec(Spec):
     either: tuple[str, ...] = ()
     reads_if: Conditions = field(default_factory=dict)
     once: Once | None = None
+    together: int = 1
 
     def required(self, hyper: Mapping[str, object] | None = None) -> tuple[str, ...]:
         """The inputs without which the objective raises, under these hyper-parameters; defaults for those left out.
@@ -145,6 +147,7 @@ def objective(
     source: str,
     needs_if: Conditions | None = None,
     once: Once | None = None,
+    together: int = 1,
 ) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     r"""Turn a formula into a registered objective; the protocol that all objectives follow.
 
@@ -192,6 +195,7 @@ def objective(
         aggregation=aggregation,
         needs_if=needs_if or {},
         once=once,
+        together=together,
     )
     return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function)))
 

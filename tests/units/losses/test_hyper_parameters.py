@@ -116,6 +116,8 @@ NAMES: dict[str, dict[str, str]] = {
     "a2po": {"beta2": "beta"},
     "cpo": {"cpo_alpha": "nll_coeff"},
     "simpo": {"simpo_gamma": "margin"},
+    "tpo": {"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"},
+    "preference_sum": {"loss_weights": "weights", "loss_type": "losses", "discopop_tau": "tau"},
     "discopop": {"discopop_tau": "tau"},
 }
 
@@ -152,11 +154,15 @@ RANGES: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
     ("at least 0", (-0.1,), {"clip_high": "ppo dapo dr_grpo gspo cispo gmpo mask_ipo", "mask_clip_high": "cispo"}),
     ("at least 0", (-0.1,), {"epsilon": "sppo", "clip_low": "dppo", "k_neg": "vespo", "regularizer_coef": "rec"}),
     ("at least 0", (-0.1,), {"tau": "opmd", "kl_tau": "mask_ipo ref_kl", "mu": "vapo echo"}),
-    ("at least 0", (-0.1,), {"coeff": "kl_cov", "nll_coeff": "cpo", "margin": "simpo", "desirable_weight": "kto"}),
+    (
+        "at least 0",
+        (-0.1,),
+        {"coeff": "kl_cov", "nll_coeff": "cpo tpo", "margin": "simpo tpo", "desirable_weight": "kto"},
+    ),
     ("greater than 1", (1.0,), {"clip_ratio_c": "ppo dapo dr_grpo dppo"}),
     ("greater than 0", (0.0, -0.1), {"tau_pos": "sapo", "tau_neg": "sapo", "lambda_pos": "vespo", "tau": "discopop"}),
     ("greater than 0", (0.0, -1.0), dict.fromkeys(("epsilon_high", "epsilon_high_prime", "temp"), "rec")),
-    ("greater than 0", (0.0, -0.1, NAN), {"beta": f"{' '.join(PAIRS)} dro kto bco a2po"}),
+    ("greater than 0", (0.0, -0.1, NAN), {"beta": f"{' '.join(PAIRS)} dro kto bco a2po tpo preference_sum"}),
     (SHARE, (0.0, 1.5), {"epsilon_low": "rec", "epsilon_low_prime": "rec", "fraction": "clip_cov"}),
     (f".*{SHARE}", (0.0, 1.5, -0.1, NAN), {"cutoff_prob": "sft_phi"}),
     ("at least 0 and at most 0.5", (-0.1, 0.6), {"label_smoothing": "dpo robust aot"}),
@@ -167,6 +173,8 @@ RANGES: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
     ("one of 'none', .*", ("gspo",), {"weight": "rec"}),
     ("one of 'none', 'k2', 'forward-kl'", ("k3",), {"regularizer": "rec"}),
     ("one of 'reverse_kl', 'forward_kl', .*", ("kl",), {"f_divergence": "dpo"}),
+    ("one of 'logistic', 'hinge', 'ipo'", ("dpo",), {"loss": "cpo tpo"}),
+    (".*a finite number other than 0", (0.0, NAN), {"alpha": "cpo simpo"}),
     ("one of 'none', 'probability', 'aligned'", (True,), {"weighting": "dpo"}),
 ]
 #: Other things that are refused.

@@ -328,7 +328,7 @@ def test_tokens_and_numbers_on_two_devices(name: str) -> None:
     part, rng = MAKE[name](), torch.Generator().manual_seed(0)
     given = {
         key: x - torch.rand(x.shape, generator=rng) if x.dtype.is_floating_point else x
-        for key, x in (dict.fromkeys(part.inputs, torch.zeros(2, 1)) | dummy_inputs().given).items()
+        for key, x in (dict.fromkeys(part.inputs, torch.zeros(6, 1)) | dummy_inputs().given).items()
     }
     expected = leaves(part.run(given))
     with Accelerator():

@@ -287,6 +287,76 @@ def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> No
     assert_close(losses.cpo(**free(data), beta=0.5)[0].value, without)
 
 
+@pytest.mark.parametrize(
+    ("name", "hyper", "value", "on_chosen", "on_rejected"),
+    [
+        # Leads of 8 nats, and of -1 + 10/3 per token.
+        ("cpo", {"beta": 0.1, "loss": "hinge"}, 0.2, -0.1, 0.1),
+        ("cpo", {"beta": 0.1, "loss": "ipo"}, 9.0, 6.0, -6.0),
+        ("cpo", {"beta": 0.5, "loss": "ipo", **NORMALISED}, 16 / 9, 4 / 3, -8 / 9),
+        # (1 - exp(0.5)) / 0.5 and (1 - exp(5 / 3)) / 0.5: a lead of 7.2915383, whose slopes are exp(0.5) and exp(5 / 3).
+        ("cpo", {"beta": 0.1, "loss": "hinge", "alpha": 0.5, **NORMALISED}, 0.2708462, -0.0824361, 0.1764830),
+        ("simpo", {"beta": 0.2, "margin": 0.4, "alpha": 0.5}, 0.2979116, -0.0424765, 0.0909357),
+        ("cpo", {"beta": 0.5, "alpha": 1e-7, **NORMALISED}, 0.2710977, -0.0593645, 0.0395763),
+    ],
+)
+def test_other_losses_and_shapes_without_a_reference(
+    name: str, hyper: dict[str, Any], value: float, on_chosen: float, on_rejected: float
+) -> None:
+    data = pair()
+    term, *_ = losses.get_objective(name)(**free(data), **hyper)
+    assert_pair(term, data, [value], on_chosen, on_rejected, rtol=1e-6, atol=2e-7)
+
+
+def test_tpo_compares_two_answers_and_imitates_the_third() -> None:
+    """Two triples: leads of 2 and of -1 nats; third answers of two tokens and of one."""
+    log_prob = f64([[-1.0, -0.5], [-3.0, -0.5], [-0.2, -0.4], [-2.0, 9.0], [-1.0, 9.0], [-0.7, 9.0]]).requires_grad_()
+    mask = torch.tensor([[1, 1]] * 3 + [[1, 0]] * 3).bool()
+    term, nll = losses.tpo(log_prob, mask, beta=0.5, nll_coeff=0.3)
+    assert_close(term.value.detach(), column([math.log1p(math.exp(-1.0)), math.log1p(math.exp(0.5))]))
+    assert (nll.name, nll.weight, nll.aggregation) == ("nll", 0.3, "token-mean")
+    assert_close(nll.value[nll.mask].detach(), f64([0.2, 0.4, 0.7]))
+    total = term.value.sum() + (nll.value * nll.mask).sum()
+    (found,) = torch.autograd.grad(total, log_prob)
+    a, b = 0.5 / (1 + math.exp(1.0)), 0.5 / (1 + math.exp(-0.5))
+    assert_close(found, f64([[-a, -a], [a, a], [-1.0, -1.0], [-b, 0.0], [b, 0.0], [-1.0, 0.0]]))
+    # TPO-L: leads of 1 and -1 per token, less a margin; other functions of the lead; more dimensions.
+    settings: list[tuple[dict[str, Any], list[float]]] = [
+        ({"margin": 0.3, **NORMALISED}, [math.log1p(math.exp(-0.2)), math.log1p(math.exp(0.8))]),
+        ({"loss": "hinge"}, [0.0, 1.5]),
+        ({"loss": "ipo"}, [1.0, 4.0]),
+        ({"label_smoothing": 0.1}, [math.log1p(math.exp(-1.0)) + 0.1, math.log1p(math.exp(0.5)) - 0.05]),
+    ]
+    for hyper, expected in settings:
+        (term, nll) = losses.tpo(log_prob.view(2, 3, 2), mask.view(2, 3, 2), beta=0.5, **hyper)
+        assert_close(term.value.detach(), column(expected))
+        assert nll.mask[:, 2].sum() == nll.mask.sum() == 3
+    with pytest.raises(ValueError, match=r"expected rows chosen, rejected, third, chosen, \.\.\., got 4 rows"):
+        losses.tpo(log_prob[:4], mask[:4])
+
+
+def test_a_sum_of_preference_losses_and_the_likelihood() -> None:
+    """Twice dpo, half of ipo per token and a quarter of bco_pair with z = 0, from the table above; and twice the likelihood."""
+    data, given = pair(), {"losses": ["dpo", "sft", "ipo_norm", "bco_pair"], "weights": [2.0, 3.0, 0.5, 0.25]}
+    term, nll = losses.preference_sum(**data, beta=0.5, **given)
+    assert_pair(term, data, [0.6135502], -0.1462849, 0.1604877, rtol=2e-6, atol=2e-7)
+    assert (nll.name, nll.weight, nll.aggregation) == ("nll", 3.0, "token-mean")
+    assert_close(nll.value[nll.mask].tolist(), [0.6, 1.4])
+    for name, smoothing in (("robust", 0.1), ("exo_pair", 0.1), ("discopop", None)):
+        hyper: dict[str, Any] = {"tau": 0.5} if smoothing is None else {"label_smoothing": smoothing}
+        (term,) = losses.preference_sum(**data, beta=0.5, losses=[name], **hyper)
+        assert_close(term.value, losses.get_objective(name)(**data, beta=0.5, **hyper)[0].value)
+    weighted = losses.preference_sum(**data, losses=["dpo"], weighting="probability", ld_alpha=0.25)[0].value
+    assert_close(weighted, losses.dpo(**data, weighting="probability", ld_alpha=0.25)[0].value)
+    for bad, message in (
+        ({"losses": ["dpoo"]}, "preference_sum has no loss 'dpoo'. Did you mean 'dpo'"),
+        ({"losses": ["aot"]}, "preference_sum has no loss 'aot'"),
+        ({"weights": [1.0]}, "weights has 1 numbers for 2 losses"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            losses.preference_sum(**data, **bad)
+
+
 def test_orpo_compares_odds() -> None:
     """Mean log-probs of -1 and -10/3: odds of 0.582 and 0.0370; finite for a certain answer."""
     data = pair()

@@ -1,4 +1,4 @@
-"""Preference losses on pairs of a chosen and a rejected answer, with a reference and without.
+"""Preference losses on pairs of a chosen and a rejected answer, relative to a reference.
 
 A member of the family is a formula of :class:`Pairs`. :func:`preference` makes an objective of it, with the inputs, options,
 checks and metrics that all members share.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
-from torchrl_llm_kl._registry import signature_of
+from torchrl_llm_kl._registry import no_such, signature_of
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
     Aggregation,
@@ -71,6 +71,22 @@ class Pairs:
     def delta(self) -> Tensor:
         """The lead of the chosen answer, nats."""
         return self.chosen - self.rejected
+
+    def per_token(self) -> Pairs:
+        """A copy whose log-ratios are divided by the number of tokens of their answer."""
+        lengths = self.pairing.pairs(self.token_mask.sum(-1)).clamp(min=1)
+        return replace(self, chosen=self.chosen / lengths[:, :1], rejected=self.rejected / lengths[:, 1:])
+
+    def bent(self, alpha: Scalar | None) -> Pairs:
+        """A copy with ``(1 - exp(-alpha x)) / alpha`` for each log-prob ``x``; None for ``x``."""
+        if alpha is None:
+            return self
+        if not isinstance(alpha, Tensor) and not (math.isfinite(alpha) and alpha):
+            raise ValueError(
+                f"alpha must be a finite number other than 0, got {alpha}: None leaves log-probs as they are."
+            )
+        chosen, rejected = (_bend(x, alpha) for x in (self.chosen, self.rejected))
+        return replace(self, chosen=chosen, rejected=rejected)
 
 
 def pair_up(
@@ -129,8 +145,12 @@ def _derivative(ratio: Tensor, f_divergence: FDivergence, f_alpha: Scalar) -> Te
         return math.log(2) + logsigmoid(ratio)
     if f_divergence == "alpha_divergence":
         check_range(above=0.0, high=1.0, f_alpha=f_alpha)
-        return -torch.expm1((-f_alpha * ratio).clamp(max=_LARGEST)) / f_alpha
+        return _bend(ratio, f_alpha)
     return ratio
+
+
+def _bend(x: Tensor, alpha: Scalar) -> Tensor:
+    return -torch.expm1((-alpha * x).clamp(max=_LARGEST)) / alpha
 
 
 def _pairing(shape: torch.Size, pair_id: Tensor | None, chosen: Tensor | None) -> Pairing:
@@ -165,6 +185,10 @@ _RELATIVE = ("ref_log_prob", "sharp_log_prob", "ld_alpha", "weighting")
 #: Of losses that read the lead alone, where what depends on the prompt alone cancels.
 _LEAD = (*_RELATIVE, "f_divergence", "f_alpha")
 _ALIASES = {"f_divergence_type": "f_divergence"}
+#: The formulas of losses with a reference, for :func:`preference_sum`.
+_SUMMANDS: dict[str, Callable[..., Tensor]] = {}
+#: A function of the lead, of losses that have several.
+OfLead = Literal["logistic", "hinge", "ipo"]
 
 
 def _is_aligned(weighting: object) -> bool:
@@ -189,6 +213,8 @@ def preference(
     taken = ("log_prob", "mask", "pair_id", "chosen", "beta", *options)
 
     def decorate(formula: Callable[..., Any]) -> Callable[..., Terms]:
+        if "ref_log_prob" in options:
+            _SUMMANDS[name] = formula
         shared, own = signature_of(pair_up), signature_of(formula)
         values = {"ref_log_prob": inspect.Parameter.empty, **settings}
         parameters = [shared[key].replace(default=values.get(key, shared[key].default)) for key in taken]
@@ -234,6 +260,15 @@ def logistic(logit: Tensor, label_smoothing: Scalar = 0.0) -> Tensor:
     check_range(low=0.0, high=0.5, label_smoothing=label_smoothing)
     right, wrong = -logsigmoid(logit), -logsigmoid(-logit)
     return (1 - label_smoothing) * right + label_smoothing * wrong
+
+
+def of_lead(pairs: Pairs, loss: OfLead, label_smoothing: Scalar = 0.0, margin: Scalar = 0.0) -> Tensor:
+    """:func:`dpo`'s loss of the lead, :func:`hinge`'s or :func:`ipo`'s."""
+    if loss == "hinge":
+        return (1 - pairs.beta * pairs.delta).relu()
+    if loss == "ipo":
+        return (pairs.delta - 1 / (2 * pairs.beta)).square()
+    return logistic(pairs.beta * pairs.delta - margin, label_smoothing)
 
 
 # ------------------------------------------------------------------ functions of the lead
@@ -333,7 +368,7 @@ def hinge(pairs: Pairs) -> Tensor:
         >>> hinge(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.2)[0].value
         tensor([[0.6000]])
     """
-    return (1 - pairs.beta * pairs.delta).relu()
+    return of_lead(pairs, "hinge")
 
 
 @preference("ipo", (*_LEAD, "length_normalised"), source="Azar et al. 2023 (arXiv 2310.12036), eq. 17")
@@ -352,7 +387,7 @@ def ipo(pairs: Pairs) -> Tensor:
         >>> ipo(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.1)[0].value
         tensor([[9.]])
     """
-    return (pairs.delta - 1 / (2 * pairs.beta)).square()
+    return of_lead(pairs, "ipo")
 
 
 @preference("exo_pair", _LEAD, source="Ji et al. 2024 (EXO, arXiv 2402.00856), eq. 16 with two answers")
@@ -476,113 +511,63 @@ def nca_pair(pairs: Pairs) -> Tensor:
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-# ------------------------------------------------------------------ without a reference
+# ------------------------------------------------------------------ several at once
 
 
 @preference(
-    "cpo",
-    (),
-    aliases={"cpo_alpha": "nll_coeff"},
-    source="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood",
+    "preference_sum",
+    _RELATIVE,
+    aliases={"loss_type": "losses", "loss_weights": "weights", "discopop_tau": "tau"},
+    source="TRL 1.16: DPO's ``loss_type`` as a list with ``loss_weights``; MPO: Wang et al. 2024 (arXiv 2411.10442)",
 )
-def cpo(
+def preference_sum(
     pairs: Pairs,
     *,
-    label_smoothing: Scalar = 0.0,
-    nll_coeff: Scalar = 1.0,
-    nll_aggregation: Aggregation | None = None,
-) -> tuple[Tensor, LossTerm]:
-    r"""Contrastive preference optimisation: :func:`dpo` without a reference, plus the likelihood of chosen answers.
+    losses: Sequence[str] = ("dpo", "sft"),
+    weights: Sequence[float] | None = None,
+    label_smoothing: Scalar = 1e-3,
+    tau: Scalar = 0.05,
+) -> tuple[Any, ...]:
+    r"""A weighted sum of preference losses with a reference; ``"sft"`` among them is the likelihood of the chosen answers.
 
-    The first term is ``-logsigmoid(beta * (c - l))`` with the log-probs ``c`` and ``l`` of the two answers, the second
-    ``-log_prob`` of the chosen answers of the same pairs, which keeps them likely. Pairs and metrics are as in :func:`dpo`.
+    Pairs, options and metrics are as in :func:`dpo`.
 
     Hyper-parameters:
-        beta: per nat, above 0. The paper has 0.1.
-        label_smoothing: see :func:`dpo`.
-        nll_coeff: weight of the second term. TRL: ``cpo_alpha``.
-        nll_aggregation: how the second term is summed over tokens, if not as the rest of the loss, which is the paper's sum
-            over the answer. The authors' code and TRL have ``"token-mean"``, a far smaller weight.
+        losses: names of losses of pairs with a reference; with the ending ``_norm`` log-ratios are averaged over tokens. Not
+            ``aot``, which compares whole batches; ``bco_pair`` has ``z = 0``.
+        weights: one for each; 1 by default.
+        label_smoothing: of ``robust`` and ``exo_pair``.
+        tau: of ``discopop``.
 
     Returns:
-        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
+        The term ``objective``, one value per pair, and with ``"sft"`` ``nll``, a mean over tokens.
 
     Example:
-        >>> log_prob, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1, dtype=torch.bool)
-        >>> pair, nll = cpo(log_prob, mask, beta=0.5)
-        >>> pair.value, nll.value[nll.mask]
-        (tensor([[0.3133]]), tensor([1.]))
-    """
-    check_range(0.0, nll_coeff=nll_coeff)
-    return logistic(pairs.beta * pairs.delta, label_smoothing), _nll_of_chosen(pairs, nll_coeff, nll_aggregation)
-
-
-@preference(
-    "simpo",
-    (),
-    beta=2.0,
-    length_normalised=True,
-    aliases={"simpo_gamma": "margin"},
-    source="Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B",
-)
-def simpo(pairs: Pairs, *, margin: Scalar = 1.0, label_smoothing: Scalar = 0.0) -> Tensor:
-    r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
-
-    It needs no reference: what is rewarded is the likelihood per token, as in sampling, whatever the length. Pairs and
-    metrics are as in :func:`dpo`.
-
-    Hyper-parameters:
-        beta: per nat, above 0; far greater than :func:`dpo`'s, because means are far smaller than sums.
-        margin: of the reward, by which the chosen answer should lead; the paper's gamma, at least 0. TRL: ``simpo_gamma``.
-        label_smoothing: see :func:`dpo`.
-
-    Example:
-        >>> log_prob = torch.tensor([[-1.0, -1.0], [-2.0, 0.0]])  # the rejected answer has one token
-        >>> simpo(log_prob, torch.tensor([[True, True], [True, False]]))[0].value
+        >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
+        >>> mask, given = torch.ones(2, 1, dtype=torch.bool), {"losses": ["dpo", "hinge"], "weights": [1.0, 0.5]}
+        >>> preference_sum(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, **given)[0].value  # 0.3133 + 0.5 * 0
         tensor([[0.3133]])
     """
-    check_range(low=0.0, margin=margin)
-    return logistic(pairs.beta * pairs.delta - margin, label_smoothing)
+    given = [1.0] * len(losses) if weights is None else list(weights)
+    if len(given) != len(losses):
+        raise ValueError(f"weights has {len(given)} numbers for {len(losses)} losses: pass one for each.")
+    total, likelihood = torch.zeros_like(pairs.chosen), []
+    known = {key: formula for key, formula in _SUMMANDS.items() if key not in ("aot", "preference_sum")}
+    smoothed = {"label_smoothing": label_smoothing}
+    own: dict[str, dict[str, Any]] = {"robust": smoothed, "exo_pair": smoothed, "discopop": {"tau": tau}}
+    pairs = replace(pairs, reference_point=torch.zeros_like(pairs.chosen))
+    for name, weight in zip(losses, given, strict=True):
+        base = name.removesuffix("_norm")
+        if name == "sft":
+            likelihood.append(nll_of_chosen(pairs, weight, "token-mean"))
+        elif base not in known:
+            raise ValueError(no_such("preference_sum has no loss", name, [*known, "sft"]))
+        else:
+            total = total + weight * known[base](pairs if base == name else pairs.per_token(), **own.get(base, {}))
+    return total, *likelihood
 
 
-@preference(
-    "orpo",
-    (),
-    length_normalised=True,
-    source="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B",
-)
-def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-mean") -> tuple[Tensor, LossTerm]:
-    r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
-
-    With the mean log-prob ``x`` per token of an answer, its odds are ``exp(x) / (1 - exp(x))``. It needs no reference: SFT on
-    the chosen answers and preference learning are one stage. A mean log-prob above -1e-7 counts as that, without gradient.
-    Pairs and metrics are as in :func:`dpo`, with mean log-probs in the place of ``c`` and ``l``.
-
-    Hyper-parameters:
-        beta: weight of the odds ratio, above 0; the paper's lambda.
-        nll_aggregation: how the likelihood is summed over tokens; the paper averages over each answer (eq. 3). None: as the
-            rest of the loss.
-
-    Returns:
-        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
-
-    Example:
-        >>> log_prob, mask = torch.tensor([[0.5], [0.25]]).log(), torch.ones(2, 1, dtype=torch.bool)
-        >>> odds, nll = orpo(log_prob, mask, beta=0.5)  # odds of 1 and 1/3
-        >>> odds.value, nll.value[nll.mask]
-        (tensor([[0.1438]]), tensor([0.6931]))
-    """
-    log_odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
-    return -pairs.beta * logsigmoid(log_odds), _nll_of_chosen(pairs, 1.0, nll_aggregation)
-
-
-def _log_odds(log_prob: Tensor) -> Tensor:
-    """``log(p / (1 - p))``, exact at either end."""
-    x = log_prob.clamp(max=-1e-7)
-    return x - torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp()))
-
-
-def _nll_of_chosen(pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
+def nll_of_chosen(pairs: Pairs, weight: Scalar, aggregation: Aggregation | None) -> LossTerm:
     """``-log_prob`` at each token of the chosen answers of pairs that are not left out."""
     chosen = pairs.pairing.rows(torch.cat([pairs.mask, torch.zeros_like(pairs.mask)], -1))
     mask = pairs.token_mask & chosen.view(*pairs.token_mask.shape[:-1], 1)

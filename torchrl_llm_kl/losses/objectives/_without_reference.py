@@ -1,0 +1,187 @@
+"""Preference losses without a reference: the answers' log-probs themselves are compared, beside the likelihood of good ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from torchrl_llm_kl._numerics import Scalar, check_range
+from torchrl_llm_kl.losses._arithmetic import Aggregation
+from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
+from torchrl_llm_kl.losses.objectives._preference import (
+    OfLead,
+    Pairs,
+    finish,
+    nll_of_chosen,
+    of_lead,
+    pair_up,
+    preference,
+)
+
+
+@preference(
+    "cpo",
+    ("length_normalised",),
+    aliases={"cpo_alpha": "nll_coeff"},
+    source="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; loss: TRL 1.16; alpha: Gupta et al. "
+    "2025 (AlphaPO, arXiv 2501.03884)",
+)
+def cpo(
+    pairs: Pairs,
+    *,
+    loss: OfLead = "logistic",
+    alpha: Scalar | None = None,
+    label_smoothing: Scalar = 0.0,
+    nll_coeff: Scalar = 1.0,
+    nll_aggregation: Aggregation | None = None,
+) -> tuple[Tensor, LossTerm]:
+    r"""Contrastive preference optimisation: :func:`dpo` without a reference, plus the likelihood of chosen answers.
+
+    The first term is ``-logsigmoid(beta * (c - l))`` with the log-probs ``c`` and ``l`` of the two answers, the second
+    ``-log_prob`` of the chosen answers of the same pairs, which keeps them likely. Pairs and metrics are as in :func:`dpo`.
+
+    Hyper-parameters:
+        beta: per nat, above 0. The paper has 0.1.
+        loss: ``"logistic"``; or the function of the lead of :func:`hinge` or :func:`ipo`, without a reference.
+        alpha: ``(1 - exp(-alpha x)) / alpha`` in place of each log-prob ``x`` (AlphaPO), not 0; None for ``x``.
+        length_normalised: average log-probs over tokens instead of summing them, as TRL does for ``"ipo"``.
+        label_smoothing: of ``"logistic"``; see :func:`dpo`.
+        nll_coeff: weight of the second term. TRL: ``cpo_alpha``.
+        nll_aggregation: how the second term is summed over tokens, if not as the rest of the loss, which is the paper's sum
+            over the answer. The authors' code and TRL have ``"token-mean"``, a far smaller weight.
+
+    Returns:
+        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1, dtype=torch.bool)
+        >>> pair, nll = cpo(log_prob, mask, beta=0.5)
+        >>> pair.value, nll.value[nll.mask]
+        (tensor([[0.3133]]), tensor([1.]))
+    """
+    check_range(0.0, nll_coeff=nll_coeff)
+    value = of_lead(pairs.bent(alpha), loss, label_smoothing)
+    return value, nll_of_chosen(pairs, nll_coeff, nll_aggregation)
+
+
+@preference(
+    "simpo",
+    (),
+    beta=2.0,
+    length_normalised=True,
+    aliases={"simpo_gamma": "margin"},
+    source="Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B; alpha: "
+    "Gupta et al. 2025 (AlphaPO, arXiv 2501.03884)",
+)
+def simpo(pairs: Pairs, *, margin: Scalar = 1.0, alpha: Scalar | None = None, label_smoothing: Scalar = 0.0) -> Tensor:
+    r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
+
+    It needs no reference: what is rewarded is the likelihood per token, as in sampling, whatever the length. Pairs and
+    metrics are as in :func:`dpo`.
+
+    Hyper-parameters:
+        beta: per nat, above 0; far greater than :func:`dpo`'s, because means are far smaller than sums.
+        margin: of the reward, by which the chosen answer should lead; the paper's gamma, at least 0. TRL: ``simpo_gamma``.
+        alpha: see :func:`cpo`: AlphaPO.
+        label_smoothing: see :func:`dpo`.
+
+    Example:
+        >>> log_prob = torch.tensor([[-1.0, -1.0], [-2.0, 0.0]])  # the rejected answer has one token
+        >>> simpo(log_prob, torch.tensor([[True, True], [True, False]]))[0].value
+        tensor([[0.3133]])
+    """
+    check_range(low=0.0, margin=margin)
+    return of_lead(pairs.bent(alpha), "logistic", label_smoothing, margin)
+
+
+@preference(
+    "orpo",
+    (),
+    length_normalised=True,
+    source="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B",
+)
+def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-mean") -> tuple[Tensor, LossTerm]:
+    r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
+
+    With the mean log-prob ``x`` per token of an answer, its odds are ``exp(x) / (1 - exp(x))``. It needs no reference: SFT on
+    the chosen answers and preference learning are one stage. A mean log-prob above -1e-7 counts as that, without gradient.
+    Pairs and metrics are as in :func:`dpo`, with mean log-probs in the place of ``c`` and ``l``.
+
+    Hyper-parameters:
+        beta: weight of the odds ratio, above 0; the paper's lambda.
+        nll_aggregation: how the likelihood is summed over tokens; the paper averages over each answer (eq. 3). None: as the
+            rest of the loss.
+
+    Returns:
+        Two terms: ``objective``, one value per pair, and ``nll``, one per token ``[*B, T]``.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[0.5], [0.25]]).log(), torch.ones(2, 1, dtype=torch.bool)
+        >>> odds, nll = orpo(log_prob, mask, beta=0.5)  # odds of 1 and 1/3
+        >>> odds.value, nll.value[nll.mask]
+        (tensor([[0.1438]]), tensor([0.6931]))
+    """
+    log_odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
+    return -pairs.beta * logsigmoid(log_odds), nll_of_chosen(pairs, 1.0, nll_aggregation)
+
+
+@objective(
+    "tpo",
+    aggregation="seq-mean-token-sum",
+    together=3,
+    aliases={"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"},
+    source="Saeidi et al. 2024 (TPO, arXiv 2405.16681), with TPO-L; beta 0.01, weight 1 and the other losses: TRL 1.16",
+)
+def tpo(
+    log_prob: Tensor,
+    mask: Tensor,
+    *,
+    beta: Scalar = 0.01,
+    loss: OfLead = "logistic",
+    label_smoothing: Scalar = 0.0,
+    margin: Scalar = 0.0,
+    length_normalised: bool = False,
+    nll_coeff: Scalar = 1.0,
+    nll_aggregation: Aggregation | None = "token-mean",
+) -> Terms:
+    r"""Triple preference optimisation: :func:`cpo` with a third answer, the best there is, whose likelihood is trained.
+
+    Rows are chosen, rejected, third, chosen, ...; leading batch dimensions are flattened into rows. The first term compares
+    the first two answers without a reference, the second is ``-log_prob`` of the third.
+
+    Hyper-parameters:
+        beta: per nat, above 0.
+        loss, label_smoothing: see :func:`cpo`.
+        margin: of the reward, by which the chosen answer should lead, for ``"logistic"``; at least 0. TRL: ``tpo_l_gamma``.
+        length_normalised: average log-probs over tokens: with a margin TPO-L.
+        nll_coeff: weight of the second term. TRL: ``tpo_alpha``.
+        nll_aggregation: how the second term is summed over tokens; None: as the rest of the loss.
+
+    Returns:
+        Two terms: ``objective``, one value per triple ``[P, 1]`` with the metrics of :func:`dpo`, and ``nll``, one per token.
+
+    Example:
+        >>> log_prob, mask = torch.tensor([[-1.0], [-3.0], [-0.5]]), torch.ones(3, 1, dtype=torch.bool)
+        >>> pair, nll = tpo(log_prob, mask, beta=0.5)
+        >>> pair.value, nll.value[nll.mask]
+        (tensor([[0.3133]]), tensor([0.5000]))
+    """
+    check_range(0.0, nll_coeff=nll_coeff, margin=margin)
+    place = torch.arange(mask.shape[:-1].numel(), device=mask.device)
+    if len(place) % 3:
+        raise ValueError(f"expected rows chosen, rejected, third, chosen, ..., got {len(place)} rows: leave some out.")
+    compared = place.view(-1, 3)[:, :2].reshape(-1)
+    two = log_prob.flatten(0, -2)[compared], mask.flatten(0, -2)[compared]
+    pairs = pair_up(*two, beta=beta, length_normalised=length_normalised)
+    third = mask & (place % 3 == 2).view(*mask.shape[:-1], 1)
+    nll = LossTerm("nll", -log_prob, third, weight=nll_coeff, aggregation=nll_aggregation)
+    return finish((of_lead(pairs, loss, label_smoothing, margin), nll), pairs)
+
+
+def _log_odds(log_prob: Tensor) -> Tensor:
+    """``log(p / (1 - p))``, exact at either end."""
+    x = log_prob.clamp(max=-1e-7)
+    return x - torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp()))
