@@ -54,6 +54,13 @@ def preferred(task: Task, worth: Tensor) -> TensorDict:
     return task.batch(prompts, answers).exclude(("next", "reward"))
 
 
+def with_a_third(task: Task) -> TensorDict:
+    """The preferred answer again, as the third of each pair."""
+    pairs = preferred(task, worths(task))
+    rows = torch.arange(len(pairs)).view(-1, 2)
+    return pairs[torch.cat([rows, rows[:, :1]], 1).flatten()]
+
+
 def scaled(task: Task, factor: float) -> Tensor:
     """Odds of the preferences to a power."""
     return (factor * worths(task).double().log()).log_softmax(-1)
@@ -100,13 +107,23 @@ def forward(task: Task) -> Tensor:
             lambda task: scaled(task, 1.0),
             {lambda task: task.reference: 0.3},
         ),
+        # The same two terms; the rows are triples.
+        (
+            "tpo",
+            product(),
+            {"beta": 1.0},
+            {"steps": 40, "lr": 30.0},
+            lambda task: scaled(task, 1.0),
+            {lambda task: task.reference: 0.3},
+        ),
     ],
-    ids=["dpo", "dpo, forward KL", "simpo", "cpo"],
+    ids=["dpo", "dpo, forward KL", "simpo", "cpo", "tpo"],
 )
 def test_preferences_lead_to_a_known_optimum(
     name: str, task: Task, settings: dict[str, Any], how: dict[str, Any], target: Any, others: dict[Any, float]
 ) -> None:
-    found = learned(task, name, data=preferred(task, worths(task)), how=how, **settings)
+    data = with_a_third(task) if name == "tpo" else preferred(task, worths(task))
+    found = learned(task, name, data=data, how=how, **settings)
     assert total_variation(found, target(task)) < 0.01
     for other, distance in others.items():
         assert total_variation(other(task), target(task)) > distance
@@ -172,13 +189,16 @@ def test_kto_learns_the_desirable_answer() -> None:
         # Without the experts' weight rollouts alone settle on the best answer that the policy can find.
         ("mix", {"mu": 0.0}, False),
         ("mix_chord", {"mu_peak": 0.0, "mu_valley": 0.0}, False),
+        ("echo", {"mu": 1.0}, True),
+        ("echo", {"mu": 0.0}, False),
     ],
 )
 def test_the_answer_of_experts_is_learned(name: str, settings: dict[str, float], succeeds: bool) -> None:
     """The policy never samples it, and keeps it because it is rewarded."""
     task = chain()
     actor = unlikely(task)
-    parts = make_algorithm(name, actor, reference=unlikely(task), group_key="query", **settings)
+    reference: Any = {} if name == "echo" else {"reference": unlikely(task)}
+    parts = make_algorithm(name, actor, **reference, group_key="query", **settings)
     assert best_probability(task, task.log_probs(actor)) < MIN_P / 2
     steps = 50 if name == "mix_chord" else 40
     train(parts, lambda rng: mixed(task, actor, rng), steps=steps, optimiser=torch.optim.Adam, lr=0.4, micro_batches=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,6 +115,72 @@ def test_a_kl_in_the_reward_leads_ppo_to_pi_star_and_its_critic_to_soft_values()
             soft = beta * (weighted[inside].sum() / task.reference[p].exp()[inside].sum()).log()
             assert abs(critic.of(prompt, *prefix) - soft) < 0.1
         assert abs(critic.of(prompt) - task.reward[p].max()) > 0.3  # and not what a policy without penalty would get
+
+
+def test_vapo_finds_the_best_answer_and_imitates_right_ones() -> None:
+    """Of rewards of 0 the likelihood is left: the sampler's distribution over what is right."""
+    task = chain()
+    right = torch.where(task.reward > 0, task.reference, -torch.inf).log_softmax(-1)
+
+    def batch(model: Any, rng: torch.Generator, factor: float, least: float) -> TensorDict:
+        data = task.sample(model, 512, rng)
+        data["chosen"] = data["next", "reward"].flatten() > least
+        data["next", "reward"] *= factor
+        return data
+
+    actor, imitator, other = task.policy(), task.policy(), task.policy()
+    parts = make_algorithm("vapo", actor, critic=TabularCritic(task))
+    train(parts, lambda rng: batch(actor, rng, 1.0, 1.0), **{**ADAM, "lr": 0.15, "steps": 30, "epochs": 2})
+    assert best_probability(task, task.log_probs(actor)) > 0.9
+    parts = make_algorithm("vapo", imitator, advantage="reinforce", mu=1.0)
+    train(parts, lambda rng: batch(other, rng, 0.0, 0.0), steps=80, lr=30.0)
+    assert total_variation(task.reference, right) > 0.3
+    assert total_variation(task.log_probs(imitator), right) < 0.03
+
+
+# ------------------------------------------------------------------ other baselines
+
+
+def test_maxrl_finds_the_only_right_answer() -> None:
+    task = chain()
+    task = replace(task, reward=(task.reward == task.reward.amax(-1, keepdim=True)).double())
+    assert best_probability(task, task.reference) < 0.1
+    assert best_probability(task, learned(task, "maxrl", group=8, rows=256, how={**ADAM, "lr": 0.4, "steps": 24})) > 0.9
+
+
+def test_rae_learns_two_roles_whose_rewards_are_far_apart() -> None:
+    """The prompt is the role, with rewards of at most 1.5 and 6.5; each average ends there."""
+    task = chain()
+    actor = task.policy()
+
+    def collect(rng: torch.Generator) -> TensorDict:
+        data = task.sample(actor, 256, rng)[torch.randperm(256, generator=rng)]
+        data["role"] = (data["tokens", "prompt"] == task.prompts[0]).long().flatten()
+        data["next", "reward"] += 5.0 * data["role"].unsqueeze(-1)
+        return data
+
+    parts = make_algorithm("rae", actor)
+    train(parts, collect, **{**ADAM, "lr": 0.3, "steps": 30})
+    assert best_probability(task, task.log_probs(actor)) > 0.9
+    kept = dict(parts.state_dict()["advantage.kept._extra_state"])
+    assert kept == {0: pytest.approx(1.5, abs=0.1), 1: pytest.approx(6.5, abs=0.1)}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a2po_is_a_regression_on_pi_star_whoever_sampled(own: bool) -> None:
+    task, beta = chain(), 0.5
+    actor, other = task.policy(), task.policy()
+    value = beta * (task.reference + task.reward / beta).logsumexp(-1).float()
+
+    def collect(rng: torch.Generator) -> TensorDict:
+        data = task.sample(actor if own else other, 256, rng)
+        data["reward_baseline"] = value[(data["tokens", "prompt"] == task.prompts[1]).long()]
+        return data
+
+    train(make_algorithm("a2po", actor, reference=task.policy(), beta=beta), collect, **{**ADAM, "steps": 60})
+    target = pi_star(task, beta)
+    assert total_variation(task.reference, target) > 0.5
+    assert total_variation(task.log_probs(actor), target) < 0.01
 
 
 # ------------------------------------------------------------------ the best of several, several rewards, the entropy

@@ -18,12 +18,13 @@ def teacher_of(task: Task) -> Tensor:
     return (2.5 * task.reference.flip(-1)).log_softmax(-1)
 
 
-@pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
+@pytest.mark.parametrize("name", ["on_policy_distill", "jsd", "iw_opd", "ref_kl"])
 def test_the_student_becomes_the_teacher(name: str) -> None:
     task = chain()
     target = teacher_of(task)
     actor, teacher = task.policy(), task.policy(target)
-    parts = make_algorithm(name, actor, reference=teacher)
+    preset, settings = (name, {}) if name != "ref_kl" else ("on_policy_distill", {"objective": name, "advantage": None})
+    parts = make_algorithm(preset, actor, reference=teacher, **settings)  # type: ignore[arg-type]
     assert total_variation(task.reference, target) > 0.4
     lr = 60.0 if name == "jsd" else 20.0
     kl = train(parts, lambda rng: task.sample(actor, 128, rng).exclude("query", "next"), lr=lr, steps=60)

@@ -159,8 +159,8 @@ class Algorithm:
 
     @property
     def can_balance_batch(self) -> bool:
-        """Whether rows may be moved between micro-batches and ranks one by one; False for pairs."""
-        return not SCHEMAS[self.schema].paired
+        """Whether rows may be moved between micro-batches and ranks one by one; False for pairs and triples."""
+        return not SCHEMAS[self.schema].paired and spec_of(self.objective).together == 1
 
     @property
     def on_policy(self) -> bool:

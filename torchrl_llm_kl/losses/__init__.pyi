@@ -269,7 +269,6 @@ class ObjectiveArgs(TypedDict, total=False):
     length_normalised: bool
     level: Literal["token", "sequence"]
     loss: Literal["logistic", "hinge", "ipo"]
-    loss_type: Sequence[str]
     loss_weights: Sequence[float] | None
     losses: Sequence[str]
     margin: Tensor | float

@@ -396,10 +396,10 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
 #: Lines of presets: those that read both, the policy, the reference, none of them.
 LINES = """
 ppo grpo rloo reinforce_plus_plus topr cispo gspo sapo mix mix_chord on_policy_distill jsd multi_step_grpo gigpo gdpo \
-    reinforce_plus_plus_baseline pass_at_k
-dr_grpo dapo sppo luspo dro optimal_token_baseline clip_b clip_v
-opmd rec dpo kto bco
-asymre sft raft gkd opo simpo cpo orpo
+    reinforce_plus_plus_baseline pass_at_k iw_opd
+dr_grpo dapo sppo luspo dro optimal_token_baseline clip_b clip_v vapo maxrl rae echo
+opmd rec dpo kto bco a2po
+asymre sft raft gkd opo simpo cpo orpo tpo
 """
 BOTH_OR_NONE = [(True, True), (True, False), (False, True), (False, False)]
 READ = {
@@ -410,14 +410,20 @@ READ = {
 FORWARDS_OF_THE_BATCH = {"kto": (1, 1), "bco": (1, 0)}
 
 
-def rows_of_all(rows: int = 16, seed: int = 0, *, labels: bool = False) -> TensorDictBase:
-    """Rollouts for any schema: groups, pairs, experts, trajectories of one step."""
+#: Presets that read labels of single answers.
+LABELLED = {*FORWARDS_OF_THE_BATCH, "vapo"}
+
+
+def rows_of_all(rows: int = 16, seed: int = 0, name: str = "") -> TensorDictBase:
+    """Rollouts for any schema: groups, pairs, triples, experts, trajectories of one step."""
+    rows *= 3 if name == "tpo" else 1
     found = TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(seed), 4)
     found["next", "reward"] += torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed))
     found["expert_mask"] = torch.arange(rows) % 4 == seed % 4
     found["run"], found["step"] = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
     found["state"] = found["query"].clone()
-    if labels:
+    found["role"], found["reward_baseline"] = torch.arange(rows) % 3, torch.linspace(-1, 1, rows)
+    if name in LABELLED:
         found["chosen"] = torch.arange(rows) % 3 == seed % 3
     return found
 
@@ -439,7 +445,7 @@ def test_prepare_scores_what_is_read(name: str) -> None:
     parts = made(name, actor, reference)
     actor.calls = reference.calls = 0
     policy_again, reference_again = FORWARDS_OF_THE_BATCH.get(name, (0, 0))
-    batch = parts.prepare(rows_of_all(labels=name in FORWARDS_OF_THE_BATCH))
+    batch = parts.prepare(rows_of_all(name=name))
     assert (actor.calls, reference.calls) == (old + policy_again, ref + reference_again)
     entries = set(batch.keys(True, True))
     assert (("next", "log_probs", "full") in entries) == old
@@ -528,7 +534,8 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
     for seed, size in enumerate((16, 32, 64, 48)):
         actor, rng = TASK.policy(), torch.Generator().manual_seed(seed)
         parts = made(name, actor, uniform(), loss_args={"log_entropy": True})
-        batch = parts.prepare(rows_of_all(size, seed, labels=name in FORWARDS_OF_THE_BATCH))
+        batch = parts.prepare(rows_of_all(size, seed, name))
+        size = len(batch)
         batch["loss_mask"] = batch.get("loss_mask", torch.ones(size, dtype=torch.bool)).reshape(-1)
         batch["loss_mask"] &= torch.arange(size) % 8 > 1
         with torch.no_grad():

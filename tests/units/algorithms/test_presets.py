@@ -45,6 +45,13 @@ ppo                           ppo        gae                           k2    1  
 grpo                          ppo        grpo                          k2    2   experience  RB
 dr_grpo                       dr_grpo    dr_grpo                       none  8   experience  B
 dapo                          dapo       grpo                          none  16  experience  B
+vapo                          vapo       gae                           none  1   experience  CTB
+maxrl                         ppo        maxrl                         none  8   experience  B
+rae                           ppo        rae                           none  1   experience  TB
+echo                          echo       grpo                          none  8   experience  B
+a2po                          a2po       remax                         none  1   experience  RB
+tpo                           tpo        -                             none  3   sft         -
+iw_opd                        gpg        iw_opd                        none  1   distill     TB
 rloo                          ppo        rloo                          k2    2   experience  RTB
 reinforce_plus_plus           ppo        reinforce_plus_plus           k2    2   experience  RTB
 topr                          topr       reinforce                     k2    2   experience  RB
@@ -86,6 +93,8 @@ FLAGS |= {"T": "compute_advantage_in_trainer", "B": "can_balance_batch"}
 #: Whatever else is not the default.
 OTHERS: dict[str, dict[str, Any]] = {
     "ppo": {"advantage_args": {"whiten": True}},
+    "vapo": {"advantage_args": {"whiten": True}},
+    "echo": {"leave_out_experts": True},
     "dro": {"objective_args": {"level": "sequence"}, "aggregation": "seq-mean-token-sum"},
     "raft": {"keep_best": True},
     "dpo": {"aggregation": "seq-mean-token-sum"},
@@ -198,6 +207,8 @@ SHARED: dict[tuple[str, str], tuple[str, bool]] = {
     ("advantage", "tau"): ("trinity", OTHER),  # and of DRO's paper
     ("advantage", "reward_weights"): ("trl", SAME),
     ("advantage", "lmbda"): ("torchrl, trl", SAME),  # TRL's, of distillation, is refused there: no such setting
+    ("objective", "alpha"): ("trl", SAME),  # AlphaPO's
+    ("objective", "loss_weights"): ("trl", SAME),
     ("objective", "beta"): ("trl, trinity", SAME),  # the DPO family
     ("objective", "clip_epsilon"): ("torchrl", SAME),
     ("objective", "coeff"): ("torchrl", OTHER),

@@ -117,7 +117,7 @@ NAMES: dict[str, dict[str, str]] = {
     "cpo": {"cpo_alpha": "nll_coeff"},
     "simpo": {"simpo_gamma": "margin"},
     "tpo": {"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"},
-    "preference_sum": {"loss_weights": "weights", "loss_type": "losses", "discopop_tau": "tau"},
+    "preference_sum": {"loss_weights": "weights", "discopop_tau": "tau"},
     "discopop": {"discopop_tau": "tau"},
 }
 

@@ -517,7 +517,7 @@ def nca_pair(pairs: Pairs) -> Tensor:
 @preference(
     "preference_sum",
     _RELATIVE,
-    aliases={"loss_type": "losses", "loss_weights": "weights", "discopop_tau": "tau"},
+    aliases={"loss_weights": "weights", "discopop_tau": "tau"},
     source="TRL 1.16: DPO's ``loss_type`` as a list with ``loss_weights``; MPO: Wang et al. 2024 (arXiv 2411.10442)",
 )
 def preference_sum(

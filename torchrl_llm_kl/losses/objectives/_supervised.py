@@ -118,7 +118,7 @@ def vapo(
 
 @objective(
     "echo",
-    aliases={**CLIP_ALIASES, "alpha": "mu"},
+    aliases=CLIP_ALIASES,
     source="prime-rl: ``echo`` and its component ``ce``; weight 0.1, of tools' answers: its default",
 )
 def echo(
