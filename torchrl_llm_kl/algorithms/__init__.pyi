@@ -156,6 +156,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     delta_sequence_masking: Tensor | float
     desirable_weight: Tensor | float
     discopop_tau: Tensor | float
+    distillation_is_clip: Tensor | float | None
     distribution: Literal["top_k", "exact"]
     divergence: Literal["tv", "kl"]
     dppo_mask_high: Tensor | float
@@ -210,7 +211,10 @@ class AlgorithmOverrides(TypedDict, total=False):
     length_normalised: bool
     level: Literal["token", "sequence"]
     lmbda: float
+    log_prob_min: Tensor | float | None
+    log_prob_min_clamp: Tensor | float | None
     loss: Literal["logistic", "hinge", "ipo"]
+    loss_max_clamp: Tensor | float | None
     loss_weights: Sequence[float] | None
     losses: Sequence[str]
     margin: Tensor | float
@@ -243,6 +247,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     ppo_micro_batch_size_per_gpu: Any
     ppo_mini_batch_size: Any
     rank_penalty: float | None
+    ratio_max: Tensor | float | None
     regularizer: Literal["none", "k2", "forward-kl"]
     regularizer_coef: Tensor | float
     repeat_times: int
@@ -273,6 +278,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     use_dynamic_bsz: Any
     use_reference: bool
     usual_aggregation: Aggregation | None
+    value_max: Tensor | float | None
     vespo_k_neg: Tensor | float
     vespo_k_pos: Tensor | float
     vespo_lambda_neg: Tensor | float

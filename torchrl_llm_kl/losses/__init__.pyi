@@ -237,6 +237,7 @@ class ObjectiveArgs(TypedDict, total=False):
     delta_sequence_masking: Tensor | float
     desirable_weight: Tensor | float
     discopop_tau: Tensor | float
+    distillation_is_clip: Tensor | float | None
     distribution: Literal["top_k", "exact"]
     divergence: Literal["tv", "kl"]
     dppo_mask_high: Tensor | float
@@ -268,7 +269,10 @@ class ObjectiveArgs(TypedDict, total=False):
     ld_alpha: Tensor | float | None
     length_normalised: bool
     level: Literal["token", "sequence"]
+    log_prob_min: Tensor | float | None
+    log_prob_min_clamp: Tensor | float | None
     loss: Literal["logistic", "hinge", "ipo"]
+    loss_max_clamp: Tensor | float | None
     loss_weights: Sequence[float] | None
     losses: Sequence[str]
     margin: Tensor | float
@@ -288,6 +292,7 @@ class ObjectiveArgs(TypedDict, total=False):
     ppo_kl_coef: Tensor | float
     ppo_micro_batch_size_per_gpu: Any
     ppo_mini_batch_size: Any
+    ratio_max: Tensor | float | None
     regularizer: Literal["none", "k2", "forward-kl"]
     regularizer_coef: Tensor | float
     sapo_temperature_neg: Tensor | float
@@ -307,6 +312,7 @@ class ObjectiveArgs(TypedDict, total=False):
     undesirable_weight: Tensor | float
     use_dynamic_bsz: Any
     usual_aggregation: Aggregation | None
+    value_max: Tensor | float | None
     vespo_k_neg: Tensor | float
     vespo_k_pos: Tensor | float
     vespo_lambda_neg: Tensor | float

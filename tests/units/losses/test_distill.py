@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,38 @@ def with_teacher(td: TensorDictBase, teacher: nn.Module, k: int, key: Any = "top
 
 def distilled(student: Any, td: TensorDictBase, **settings: Any) -> Tensor:
     return PolicyLoss(student, "distill", **settings)(td)["loss_objective"]
+
+
+def test_bounds_by_hand() -> None:
+    """Forward KLs of 0.1838; ratios 3 and 1/2, log-probs of 0.2 and 0.1 below -1.2."""
+    teacher = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log().expand(1, 2, 3)
+    mask, old = torch.ones(1, 2, dtype=torch.bool), -torch.tensor([[3.0, 0.5]], dtype=torch.float64).log()
+    plain = 0.7 * math.log(0.7 / 0.4) + 0.2 * math.log(0.5) + 0.1 * math.log(0.5)
+    higher = 0.7 * math.log(0.7 / 0.4) + math.exp(-1.2) * (-1.2 - math.log(0.4))
+    cases: list[tuple[dict[str, Any], list[float], list[list[float]]]] = [
+        ({"ratio_max": 2.0}, [2 * plain, plain / 2], [[-1.4, -0.4, -0.2], [-0.35, -0.1, -0.05]]),
+        ({"value_max": 0.1}, [0.1, 0.1], [[0.0] * 3] * 2),
+        ({"value_max": 0.2, "ratio_max": 9.0}, [3 * plain, plain / 2], [[-2.1, -0.6, -0.3], [-0.35, -0.1, -0.05]]),
+        ({"log_prob_min": -1.2}, [higher] * 2, [[-0.7, -math.exp(-1.2), 0.0]] * 2),
+    ]
+    for hyper, value, gradient in cases:
+        student = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log().expand(1, 2, 3).clone().requires_grad_()
+        inputs = {"outcomes": student, "teacher_outcomes": teacher, "old_log_prob": old}
+        (term,) = distill(torch.zeros_like(old), mask, **inputs, beta=0.0, **hyper)
+        assert_close(term.value.detach(), torch.tensor([value], dtype=torch.float64))
+        (found,) = torch.autograd.grad(term.value.sum(), student)
+        assert_close(found, torch.tensor([gradient], dtype=torch.float64))
+        assert_close(term.metrics["captured_mass"].item(), 0.9)  # of the teacher as it is
+    (term,) = distill(
+        -old, mask, teacher_divergence=mask.double(), old_log_prob=0 * old, distribution="exact", ratio_max=2.0
+    )
+    assert_close(term.value, torch.tensor([[2.0, 0.5]], dtype=torch.float64))
+    with pytest.raises(
+        ValueError, match="distribution='exact' has one teacher and all its tokens: leave out log_prob_min"
+    ):
+        distill(old, mask, teacher_divergence=mask.double(), distribution="exact", log_prob_min=-1.0)
+    with pytest.raises(ValueError, match=r"distill needs old_log_prob: .* or change ratio_max=2.0"):
+        distill(old, mask, outcomes=teacher, teacher_outcomes=teacher, ratio_max=2.0)
 
 
 @pytest.mark.parametrize(

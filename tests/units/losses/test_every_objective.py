@@ -23,7 +23,7 @@ REDUCING = [mode for mode in losses.AGGREGATIONS if mode != "none"]
 WEIGHTED = {
     *("ppo-pg", "gspo-token", "luspo", "cispo", "cispo-masked", "topr-token", "topr-sequence", "vespo", "dppo-tv"),
     *("dppo-kl", "rec-one-side", "rec-ring", "rec-gspo", "sft_is", "sft_phi", "sft_phi-cutoff", "mix_chord"),
-    *("dpo-wpo", "dpo-aligned", "ref_kl"),
+    *("dpo-wpo", "dpo-aligned", "ref_kl", "distill-bounds"),
 }
 
 

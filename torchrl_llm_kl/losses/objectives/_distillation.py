@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
 from torchrl_llm_kl.estimators import top_k_divergence
+from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp
 from torchrl_llm_kl.losses._objective import Conditions, LossTerm, Terms, objective
 
 #: What a distillation compares: a teacher's top k and "any other token", or every token of a teacher in this process.
@@ -26,8 +27,14 @@ DISTILLATION_INPUTS: Conditions = {
 
 @objective(
     "distill",
-    needs_if=DISTILLATION_INPUTS,
-    source="Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1 and algorithm 1; TRL 1.16: GKDTrainer.generalized_jsd_loss",
+    needs_if={**DISTILLATION_INPUTS, "old_log_prob": ("ratio_max", lambda ratio_max: ratio_max is not None)},
+    aliases={
+        "distillation_is_clip": "ratio_max",
+        "loss_max_clamp": "value_max",
+        "log_prob_min_clamp": "log_prob_min",
+    },
+    source="Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1 and algorithm 1; TRL 1.16: GKDTrainer.generalized_jsd_loss; "
+    "ratio_max: Huebotter et al. 2026 (SDPO, arXiv 2601.20802), 2 in TRL; the other bounds: verl 0.9.1, 10 and -10",
 )
 def distill(
     log_prob: Tensor,
@@ -36,9 +43,13 @@ def distill(
     outcomes: Tensor | None = None,
     teacher_outcomes: Tensor | None = None,
     teacher_divergence: Tensor | None = None,
+    old_log_prob: Tensor | None = None,
     beta: Scalar = 0.5,
     distribution: Distribution = "top_k",
     teacher_weights: Sequence[float] | None = None,
+    ratio_max: Scalar | None = None,
+    value_max: Scalar | None = None,
+    log_prob_min: Scalar | None = None,
 ) -> Terms:
     r"""Generalised Jensen-Shannon divergence to a teacher, at each token over ``k + 1`` outcomes or the whole vocabulary.
 
@@ -56,6 +67,11 @@ def distill(
         distribution: ``"top_k"`` reads ``outcomes`` and ``teacher_outcomes``; ``"exact"`` reads ``teacher_divergence``, which
             :class:`~torchrl_llm_kl.losses.PolicyLoss` computes from both models, with this ``beta``.
         teacher_weights: one number for each teacher, not negative, used as they are; None: equal ones that add up to 1.
+        ratio_max: multiply by the ratio to the sampler, at most this, without gradient: for answers of an older student. None:
+            1. TRL: ``distillation_is_clip``.
+        value_max: largest value of a token, nats, above 0; no gradient beyond. None for no bound. verl: ``loss_max_clamp``.
+        log_prob_min: smallest log-prob of an outcome, at most 0, of ``"top_k"``: no gradient below. None for no bound. verl:
+            ``log_prob_min_clamp``.
 
     Metrics: ``captured_mass``, the teacher's probability of its top k (with ``"top_k"``); of several teachers the mean with
     their weights. Where it is far below 1 the value is far below the divergence over all tokens.
@@ -68,19 +84,41 @@ def distill(
         (tensor([[0.1838]]), tensor(0.9000))
     """
     check_range(0.0, 1.0, beta=beta)
+    check_range(above=0.0, ratio_max=ratio_max, value_max=value_max)
+    check_range(high=0.0, log_prob_min=log_prob_min)
+    metrics: dict[str, Tensor] = {}
     if distribution == "exact":
-        if teacher_weights is not None:
-            raise ValueError("distribution='exact' compares with one teacher: leave out teacher_weights.")
+        for name, given in (("teacher_weights", teacher_weights), ("log_prob_min", log_prob_min)):
+            if given is not None:
+                raise ValueError(f"distribution='exact' has one teacher and all its tokens: leave out {name}.")
         assert teacher_divergence is not None  # needs_if
-        return (LossTerm("objective", teacher_divergence, mask),)
+        value = teacher_divergence
+    else:
+        value, captured = _of_top_k(outcomes, teacher_outcomes, mask, beta, teacher_weights, log_prob_min)
+        metrics["captured_mass"] = masked_mean(captured, mask)
+    value = clamp(value, high=value_max)
+    if ratio_max is not None:
+        value = value * clamp(bounded_exp(log_prob - old_log_prob), high=ratio_max).detach()
+    return (LossTerm("objective", value, mask, metrics=metrics),)
+
+
+def _of_top_k(
+    outcomes: Tensor | None,
+    teacher_outcomes: Tensor | None,
+    mask: Tensor,
+    beta: Scalar,
+    teacher_weights: Sequence[float] | None,
+    log_prob_min: Scalar | None,
+) -> tuple[Tensor, Tensor]:
+    """The divergence of each token, and the teachers' probability of their top k."""
     assert outcomes is not None
     assert teacher_outcomes is not None
     if outcomes.ndim == mask.ndim + 1:
         outcomes, teacher_outcomes = outcomes.unsqueeze(-2), teacher_outcomes.unsqueeze(-2)
     weight = _weights(teacher_weights, outcomes)
-    value = (weight * top_k_divergence(outcomes, teacher_outcomes, beta=beta)).sum(-1)
     captured = -(weight / weight.sum() * teacher_outcomes[..., -1].expm1()).sum(-1)
-    return (LossTerm("objective", value, mask, metrics={"captured_mass": masked_mean(captured, mask)}),)
+    outcomes, teacher_outcomes = (clamp(x, low=log_prob_min) for x in (outcomes, teacher_outcomes))
+    return (weight * top_k_divergence(outcomes, teacher_outcomes, beta=beta)).sum(-1), captured
 
 
 def _weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:
