@@ -1,7 +1,7 @@
-"""Settings of TRL, Trinity-RFT and verl: their names there and here, with their defaults and what becomes of them.
+"""Settings of other libraries: their names there and here, with their defaults and what becomes of them.
 
 One table for each library, ``elsewhere/*.csv``: for the hints of error messages, the translations (``algorithms.from_trl``) and
-``docs/elsewhere.md``. Read from TRL 1.16.0, Trinity-RFT 0.6.0 and verl 0.9.1.
+``docs/elsewhere.md``. Read from TRL 1.16.0, Trinity-RFT 0.6.0, verl 0.9.1, prime-rl 0.8, NeMo-RL 0.6 and slime 0.3.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Literal
 
-Library = Literal["TRL", "Trinity-RFT", "verl"]
+Library = Literal["TRL", "Trinity-RFT", "verl", "prime-rl", "NeMo-RL", "slime"]
 #: Where a setting goes: ``override``: an argument of make_algorithm; ``sampling``: the distribution that tokens are drawn from;
 #: ``outside``: the loop around the loss; ``refused``: nowhere.
 Place = Literal["override", "sampling", "outside", "refused"]
@@ -68,12 +68,19 @@ TRAINING: Mapping[str, Foreign] = MappingProxyType({row.name: row for own, row i
 TRINITY: Mapping[str, Foreign] = MappingProxyType({row.name: row for _, row in _read("Trinity-RFT")})
 #: verl's settings, by their path in its configuration.
 VERL: Mapping[str, Foreign] = MappingProxyType({row.name: row for _, row in _read("verl")})
+#: prime-rl's, NeMo-RL's and slime's.
+PRIME, NEMO, SLIME = (
+    MappingProxyType({row.name: row for _, row in _read(library)}) for library in ("prime-rl", "NeMo-RL", "slime")
+)
 #: All settings of all libraries.
 FOREIGN: tuple[Foreign, ...] = (
     *(row for rows in TRL.values() for row in rows.values()),
     *TRAINING.values(),
     *TRINITY.values(),
     *VERL.values(),
+    *PRIME.values(),
+    *NEMO.values(),
+    *SLIME.values(),
 )
 
 

@@ -34,6 +34,9 @@ from torchrl_llm_kl.algorithms._schema import (
 from torchrl_llm_kl.algorithms.elsewhere import (
     Setting as Setting,
     Translation as Translation,
+    from_nemo_rl as from_nemo_rl,
+    from_prime_rl as from_prime_rl,
+    from_slime as from_slime,
     from_trinity as from_trinity,
     from_trl as from_trl,
     from_verl as from_verl,
