@@ -60,7 +60,7 @@ TRL: Mapping[str, Mapping[str, Foreign]] = {
     trainer: MappingProxyType(
         {row.name: replace(row, section=trainer.upper()) for own, row in _TRL if trainer in own.split()}
     )
-    for trainer in ("grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd")
+    for trainer in dict.fromkeys(name for own, _ in _TRL for name in own.split())
 }
 #: What to do with some of transformers' TrainingArguments; all of them belong to the loop.
 TRAINING: Mapping[str, Foreign] = MappingProxyType({row.name: row for own, row in _TRL if not own})

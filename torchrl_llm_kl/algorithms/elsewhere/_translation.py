@@ -289,11 +289,13 @@ class Reader:
                 f"summed in one way: {advice}",
             )
 
-    def sample(self, temperature: str, top_p: str, top_k: str, min_p: str | None = None) -> Sampling:
+    def sample(
+        self, temperature: str, top_p: str | None = None, top_k: str | None = None, min_p: str | None = None
+    ) -> Sampling:
         """The distribution that tokens are drawn from; -1 and None do not truncate."""
-        names = [temperature, top_k, top_p, *([min_p] if min_p else [])]
-        self.place("sampling", *(name for name in (temperature, top_p, top_k, min_p) if name in self.given))
-        drawn = Sampling(*(self[name] for name in names))
+        names = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+        self.place("sampling", *(name for name in names.values() if name in self.given))
+        drawn = Sampling(**{own: self[name] for own, name in names.items() if name})
         self.overrides["temperature"] = drawn.temperature
         return drawn
 

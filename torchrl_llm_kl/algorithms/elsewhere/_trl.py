@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign
+from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign, read_table
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation
 from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, corrected_k3
 from torchrl_llm_kl.losses import ImportanceWeights, OffPolicySequenceMask, TopEntropyMask, spec_of
 from torchrl_llm_kl.scoring import Sampling
 
-Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd"]
+Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd", "distillation", "tpo", "a2po", "iw_opd"]
 #: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
 UNCLAMPED_K3 = partial(corrected_k3, ratio_max=math.inf)
 
@@ -26,9 +26,10 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
     """Translate a configuration of TRL 1.16.
 
     Args:
-        config: a ``GRPOConfig``, ``RLOOConfig``, ``DPOConfig``, ``KTOConfig`` or ``SFTConfig``, a ``CPOConfig``, ``ORPOConfig``
-            or ``GKDConfig`` of ``trl.experimental``, or a mapping with settings of one. Of a configuration, settings that
-            differ from TRL's defaults count as given.
+        config: a ``GRPOConfig``, ``RLOOConfig``, ``DPOConfig``, ``KTOConfig``, ``SFTConfig`` or ``DistillationConfig``, a
+            ``CPOConfig``, ``ORPOConfig``, ``GKDConfig``, ``TPOConfig``, ``A2POConfig`` or ``IWOPDConfig`` of
+            ``trl.experimental``, or a mapping with settings of one. Of a configuration, settings that differ from TRL's
+            defaults count as given.
 
     Keyword Args:
         trainer: whose settings a mapping holds.
@@ -53,21 +54,25 @@ def from_trl(config: Any, *, trainer: Trainer = "grpo") -> Translation:
     if not isinstance(config, Mapping):
         trainer, config = _trainer_of(config), _given(config)
     if trainer not in get_args(Trainer):
-        hint = _NO_BCO if trainer == "bco" else did_you_mean(trainer, TRL)
+        hint = _removed(trainer) or did_you_mean(trainer, TRL)
         raise ValueError(no_such("unknown trainer", trainer, get_args(Trainer), hint=hint))
     reader = Reader("TRL", {**_training(), **TRAINING, **TRL[trainer]}, config)
     return _READ[trainer](reader)
 
 
-_NO_BCO = (
-    " TRL 1.16 has no BCO trainer: make_algorithm('bco', ...) has the paper's loss, and DPO's loss_type='bco_pair' is "
-    "translated."
-)
+_REMOVED = {row["name"]: row["note"] for row in read_table("elsewhere/removed.csv")}
+_CLASSES = {"distillation": "Distillation", "iw_opd": "IWOPD"}
+
+
+def _removed(name: str) -> str:
+    """The end of a message about a trainer that TRL had, or that has a loss of its own."""
+    note = _REMOVED.get(name)
+    return f" No translation of TRL's {name.upper()}: {note}." if note else ""
 
 
 def _trainer_of(config: object) -> Trainer:
     """The trainer of a configuration. A class that a user derived is of its base; TRL's own derived ones have other losses."""
-    kinds: dict[str, Trainer] = {f"{name.upper()}Config": name for name in get_args(Trainer)}
+    kinds: dict[str, Trainer] = {f"{_CLASSES.get(name, name.upper())}Config": name for name in get_args(Trainer)}
     for base in type(config).__mro__:
         if base.__name__ in kinds:
             return kinds[base.__name__]
@@ -76,7 +81,7 @@ def _trainer_of(config: object) -> Trainer:
     found = type(config).__name__
     raise TypeError(
         f"from_trl takes {', '.join(kinds)} or a mapping of settings, got {found}: pass the settings that matter as a mapping."
-        f"{_NO_BCO if found == 'BCOConfig' else ''}"
+        f"{_removed(found.removesuffix('Config').lower())}"
     )
 
 
@@ -287,15 +292,24 @@ def _rloo(reader: Reader) -> Translation:
 def _dpo(reader: Reader) -> Translation:
     given = reader["loss_type"]
     kinds = [given] if isinstance(given, str) else list(given)
-    kind: Any = kinds[0] if kinds else None
-    spec = spec_of(reader.choose("loss_type", kind).here)  # type: ignore[call-overload]
-    if len(kinds) > 1 or kind == "sft":
-        what = "the likelihood of the chosen answer" if kind == "sft" else "a sum of several preference losses"
-        reader.refuse("loss_type", f"no preset is {what}: build a PolicyLoss with terms=")
+    parts = [reader.choose("loss_type", kind) for kind in kinds or [None]]
+    if len(parts) > 1 or parts[0].here == "sft":
+        names = [part.here + "_norm" * ("length_normalised" in part.overrides) for part in parts]
+        reader.overrides |= {"objective": "preference_sum", "losses": names}
+        reader.overrides.pop("length_normalised", None)
+        if {"aot", "aot_unpaired"} & {*names}:
+            reader.refuse("loss_type", "aot compares whole batches: by itself alone")
+        if reader["loss_weights"] is not None:
+            reader.copy("loss_weights", "weights")
+        if "sft" in names and reader["use_weighting"]:
+            reader.refuse("use_weighting", "TRL weighs the likelihood too, here the pairs alone")
+        if reader["f_divergence_type"] != "reverse_kl":
+            reader.refuse("f_divergence_type", "a sum of losses has the reverse KL here")
+    spec = spec_of(reader.overrides["objective"])
     reader.copy("beta", "beta")
     if reader["ld_alpha"] is not None:
         _option(reader, spec.hyper, "ld_alpha", "ld_alpha", reader["ld_alpha"])
-    if reader["use_weighting"]:
+    if reader["use_weighting"] and "sft" not in reader.overrides.get("losses", ()):
         _option(reader, spec.hyper, "use_weighting", "weighting", "aligned")
     divergence, alpha = reader["f_divergence_type"], reader["f_alpha_divergence_coef"]
     if divergence != "reverse_kl" and "f_divergence" in spec.hyper:
@@ -334,21 +348,17 @@ def _sft(reader: Reader) -> Translation:
 
 
 def _cpo(reader: Reader) -> Translation:
-    kind, preset = reader["loss_type"], reader.choose("loss_type").here
-    if kind in ("hinge", "ipo"):
-        reader.refuse("loss_type", f"{kind} is relative to a reference here, and has no likelihood beside it")
+    preset: Any = reader.choose("loss_type").here
     if reader["alpha"] != 0:
-        reader.refuse("alpha", "")
+        reader.copy("alpha", "alpha")
     reader.copy("beta", "beta")
-    reader.copy("label_smoothing", "label_smoothing")
     if preset == "cpo":
         reader.overrides |= {"nll_coeff": reader.take("cpo_alpha"), "nll_aggregation": "token-mean"}
-        return reader.finish("cpo")
-    if kind == "simpo" and reader["cpo_alpha"] != 0:
+    elif reader["loss_type"] == "simpo" and reader["cpo_alpha"] != 0:
         reader.refuse("cpo_alpha", "simpo has no likelihood beside it: 0, which alphapo implies, is SimPO's own loss")
-    elif kind == "simpo":
+    elif reader["loss_type"] == "simpo":
         reader.take("cpo_alpha")
-    return reader.finish("simpo")
+    return reader.finish(preset)
 
 
 def _orpo(reader: Reader) -> Translation:
@@ -366,5 +376,29 @@ def _gkd(reader: Reader) -> Translation:
     return reader.finish("gkd", Sampling(temperature=float(reader["temperature"])))
 
 
-_RULES = (_grpo, _rloo, _dpo, _kto, _sft, _cpo, _orpo, _gkd)
+def _distillation(reader: Reader) -> Translation:
+    reader.copy("beta", "beta")
+    reader.overrides["aggregation"] = "token-mean"
+    return reader.finish("gkd", reader.sample("temperature", "top_p", "top_k", "min_p"))
+
+
+def _tpo(reader: Reader) -> Translation:
+    reader.choose("loss_type")
+    return reader.finish("tpo")
+
+
+def _a2po(reader: Reader) -> Translation:
+    reader.copy("beta2", "beta")
+    return reader.finish("a2po", reader.sample("temperature", "top_p", "top_k"))
+
+
+def _iw_opd(reader: Reader) -> Translation:
+    reader.known("distillation_objective", reader["distillation_objective"], ("iw_opd", "jsd"))
+    if reader.take("distillation_objective") == "jsd":
+        reader.refuse("distillation_objective", "the divergence is gkd's: trainer='distillation'")
+    reader.copy("iw_opd_gamma", "amplification")
+    return reader.finish("iw_opd", reader.sample("temperature", "top_p", "top_k"))
+
+
+_RULES = (_grpo, _rloo, _dpo, _kto, _sft, _cpo, _orpo, _gkd, _distillation, _tpo, _a2po, _iw_opd)
 _READ: dict[Trainer, Callable[[Reader], Translation]] = dict(zip(get_args(Trainer), _RULES, strict=True))

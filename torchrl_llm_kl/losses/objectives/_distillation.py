@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,34 +91,22 @@ def distill(
         for name, given in (("teacher_weights", teacher_weights), ("log_prob_min", log_prob_min)):
             if given is not None:
                 raise ValueError(f"distribution='exact' has one teacher and all its tokens: leave out {name}.")
-        assert teacher_divergence is not None  # needs_if
-        value = teacher_divergence
+        value: Any = teacher_divergence
     else:
-        value, captured = _of_top_k(outcomes, teacher_outcomes, mask, beta, teacher_weights, log_prob_min)
+        outcomes, teacher = (
+            x.unsqueeze(-2) if x is not None and x.ndim == mask.ndim + 1 else x for x in (outcomes, teacher_outcomes)
+        )
+        assert outcomes is not None  # needs_if
+        assert teacher is not None
+        weight = _weights(teacher_weights, outcomes)
+        captured = -(weight / weight.sum() * teacher[..., -1].expm1()).sum(-1)
         metrics["captured_mass"] = masked_mean(captured, mask)
+        outcomes, teacher = clamp(outcomes, low=log_prob_min), clamp(teacher, low=log_prob_min)
+        value = (weight * top_k_divergence(outcomes, teacher, beta=beta)).sum(-1)
     value = clamp(value, high=value_max)
     if ratio_max is not None:
         value = value * clamp(bounded_exp(log_prob - old_log_prob), high=ratio_max).detach()
     return (LossTerm("objective", value, mask, metrics=metrics),)
-
-
-def _of_top_k(
-    outcomes: Tensor | None,
-    teacher_outcomes: Tensor | None,
-    mask: Tensor,
-    beta: Scalar,
-    teacher_weights: Sequence[float] | None,
-    log_prob_min: Scalar | None,
-) -> tuple[Tensor, Tensor]:
-    """The divergence of each token, and the teachers' probability of their top k."""
-    assert outcomes is not None
-    assert teacher_outcomes is not None
-    if outcomes.ndim == mask.ndim + 1:
-        outcomes, teacher_outcomes = outcomes.unsqueeze(-2), teacher_outcomes.unsqueeze(-2)
-    weight = _weights(teacher_weights, outcomes)
-    captured = -(weight / weight.sum() * teacher_outcomes[..., -1].expm1()).sum(-1)
-    outcomes, teacher_outcomes = (clamp(x, low=log_prob_min) for x in (outcomes, teacher_outcomes))
-    return (weight * top_k_divergence(outcomes, teacher_outcomes, beta=beta)).sum(-1), captured
 
 
 def _weights(given: Sequence[float] | None, outcomes: Tensor) -> Tensor:

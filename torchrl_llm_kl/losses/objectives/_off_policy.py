@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -255,7 +255,7 @@ def mask_ipo(
     old_log_prob: Tensor,
     advantage: Tensor,
     clip_low: Scalar = 0.1,
-    clip_high: Scalar = 0.1,
+    clip_high: Scalar | None = 0.1,
     one_sided: bool = False,
     kl_tau: Scalar = 1e-3,
 ) -> Terms:
@@ -266,7 +266,8 @@ def mask_ipo(
     preference loss.)
 
     Hyper-parameters:
-        clip_low, clip_high: bounds of the change of probability. prime-rl: ``ipo_threshold`` for both; ``dppo_mask_low`` and
+        clip_low, clip_high: bounds of the change of probability, None above for no bound. prime-rl:
+            ``ipo_threshold`` for both; ``dppo_mask_low`` and
             ``dppo_mask_high``, 0.2, of its default loss.
         one_sided: leave out only tokens that moved along the advantage: up if ``A > 0``, else down. prime-rl's default loss;
             :func:`dppo` has the same gradient without the second part.
@@ -280,8 +281,13 @@ def mask_ipo(
         >>> mask_ipo(log_prob, mask, old_log_prob=old, advantage=advantage, kl_tau=0.0)[0].value
         tensor([[ 0.0000, -2.5000]])
     """
-    up = advantage > 0 if one_sided else None
-    return _near_the_sampler(log_prob, mask, old_log_prob, advantage, clip_low, clip_high, up, kl_tau)
+    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high, kl_tau=kl_tau)
+    log_ratio, moved = log_prob - old_log_prob, log_prob.detach().exp() - old_log_prob.exp()
+    fell, rose = moved < -clip_low, torch.zeros_like(mask) if clip_high is None else moved > clip_high
+    if one_sided:
+        fell, rose = fell & (advantage <= 0), rose & (advantage > 0)
+    value = torch.where(fell | rose, 0, -advantage * bounded_exp(log_ratio)) + kl_tau * log_ratio.square()
+    return (LossTerm("objective", value, mask, metrics=clip_fractions(fell, rose, mask)),)
 
 
 @objective(
@@ -316,28 +322,9 @@ def ref_kl(
         tensor([[-1.3863]])
     """
     advantage = (ref_log_prob - log_prob).detach()
-    (term,) = _near_the_sampler(log_prob, mask, old_log_prob, advantage, clip_low, None, None, kl_tau)
+    bounds: Any = {"clip_low": clip_low, "clip_high": None, "kl_tau": kl_tau}
+    (term,) = mask_ipo(log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
     return (term.replace(metrics={**term.metrics, "reverse_kl": masked_mean(-advantage, mask)}),)
-
-
-def _near_the_sampler(
-    log_prob: Tensor,
-    mask: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    clip_low: Scalar,
-    clip_high: Scalar | None,
-    up: Tensor | None,
-    kl_tau: Scalar,
-) -> Terms:
-    """:func:`mask_ipo`; ``up`` is the side on which each token is left out, None for both."""
-    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high, kl_tau=kl_tau)
-    log_ratio, moved = log_prob - old_log_prob, log_prob.detach().exp() - old_log_prob.exp()
-    fell, rose = moved < -clip_low, torch.zeros_like(mask) if clip_high is None else moved > clip_high
-    if up is not None:
-        fell, rose = fell & ~up, rose & up
-    value = torch.where(fell | rose, 0, -advantage * bounded_exp(log_ratio)) + kl_tau * log_ratio.square()
-    return (LossTerm("objective", value, mask, metrics=clip_fractions(fell, rose, mask)),)
 
 
 @objective(

@@ -111,9 +111,11 @@ def vapo(
         >>> policy.value.flatten(), nll.value[nll.mask], nll.weight
         (tensor([-1., -1.]), tensor([1.]), 0.1)
     """
+    check_range(low=0.0, mu=mu)
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    right = mask & chosen.unsqueeze(-1)
-    return _ppo_and_likelihood(log_prob, mask, right, old_log_prob, advantage, bounds, "nll", mu, nll_aggregation)
+    (likelihood,) = sft(log_prob, mask & chosen.unsqueeze(-1))
+    policy = ppo(log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
+    return *policy, likelihood.replace(name="nll", weight=mu, aggregation=nll_aggregation)
 
 
 @objective(
@@ -155,27 +157,11 @@ def echo(
         >>> policy.value[policy.mask], seen.value[seen.mask], seen.weight
         (tensor([-1.]), tensor([3.]), 0.1)
     """
+    check_range(low=0.0, mu=mu)
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    own, seen = mask & ~expert_mask, mask & expert_mask
-    return _ppo_and_likelihood(log_prob, own, seen, old_log_prob, advantage, bounds, "observation", mu, nll_aggregation)
-
-
-def _ppo_and_likelihood(
-    log_prob: Tensor,
-    own: Tensor,
-    imitated: Tensor,
-    old_log_prob: Tensor,
-    advantage: Tensor,
-    bounds: Any,
-    name: str,
-    weight: Scalar,
-    aggregation: Aggregation | None,
-) -> Terms:
-    """:func:`ppo` on some tokens, and the weighted likelihood of some."""
-    check_range(low=0.0, mu=weight)
-    (policy,) = ppo(log_prob, own, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    (likelihood,) = sft(log_prob, imitated)
-    return policy, likelihood.replace(name=name, weight=weight, aggregation=aggregation)
+    (likelihood,) = sft(log_prob, mask & expert_mask)
+    policy = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
+    return *policy, likelihood.replace(name="observation", weight=mu, aggregation=nll_aggregation)
 
 
 # ------------------------------------------------------------------ mixed with PPO
