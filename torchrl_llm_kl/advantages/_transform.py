@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -128,7 +128,7 @@ class Advantage(Transform):
         self.in_keys = read if self.group_key is None else [*read, self.group_key]
         self.out_keys = [self.keys[key] for key in spec.outputs]
 
-    def _resolve_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolve_keys(self, given: Mapping[str, NestedKey]) -> dict[str, NestedKey]:
         """The entries read and written: the defaults, overridden by ``given``."""
         # The mean log-prob is computed from the tokens', the length from the mask; group and mask have own arguments.
         names = {"old_log_prob" if name == "mean_log_prob" else name for name in self.inputs} - {
@@ -211,10 +211,9 @@ class Advantage(Transform):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``. What torchrl's
         # MCAdvantage keeps until a group is whole arrives as None.
-        waiting: Any = next_tensordict
-        return waiting if waiting is None else self.forward(next_tensordict)
+        return None if next_tensordict is None else self.forward(next_tensordict)
 
-    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Called only by envs, which have one step at a time."""
         raise RuntimeError(
             f"{self!r} needs all sequences of a batch, and an env has one step at a time: append it to the replay buffer "

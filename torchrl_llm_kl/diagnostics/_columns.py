@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
@@ -93,8 +92,8 @@ class TokenColumns:
 class Reading(TypedDict, total=False):
     """How a batch is read, and what scores it: the arguments of :func:`read_columns`, and of all that calls it."""
 
-    policy: Any
-    reference: Any
+    policy: nn.Module | LogProbScorer | None
+    reference: nn.Module | LogProbScorer | None
     temperature: float
     sampling: Sampling | None
     keys: Mapping[str, NestedKey] | None
@@ -114,8 +113,8 @@ def check_reading(given: Reading) -> None:
 def read_columns(
     tensordict: TensorDictBase,
     *,
-    policy: Any = None,
-    reference: Any = None,
+    policy: nn.Module | LogProbScorer | None = None,
+    reference: nn.Module | LogProbScorer | None = None,
     temperature: float = 1.0,
     sampling: Sampling | None = None,
     keys: Mapping[str, NestedKey] | None = None,
@@ -210,10 +209,16 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
     return found
 
 
-def _score(tokens: Ragged, mask: Tensor, policy: Any, reference: Any, scored: Sampling) -> dict[str, Tensor]:
+def _score(
+    tokens: Ragged,
+    mask: Tensor,
+    policy: nn.Module | LogProbScorer | None,
+    reference: nn.Module | LogProbScorer | None,
+    scored: Sampling,
+) -> dict[str, Tensor]:
     """Columns of the models, NaN outside the mask."""
 
-    def scorer(model: Any, sampling: Sampling) -> Any:
+    def scorer(model: nn.Module | LogProbScorer | None, sampling: Sampling) -> LogProbScorer | None:
         return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
 
     own, other = scorer(policy, scored), scorer(reference, scored.of_reference)
@@ -222,7 +227,7 @@ def _score(tokens: Ragged, mask: Tensor, policy: Any, reference: Any, scored: Sa
         alone = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions
         out = {name: each.score(tokens, mask) for name, each in alone.items() if each is not None}
     elif own is not None:
-        scores = own.evaluate(tokens, mask, entropy=True, **({} if other is None else {"reference": other}))
+        scores = own.evaluate(tokens, mask, entropy=True, reference=other)
         out = {name: getattr(scores, name) for name in ("log_prob", "entropy", "ref_log_prob", "kl")}
     elif other is not None:
         out = {"ref_log_prob": other.score(tokens, mask)}

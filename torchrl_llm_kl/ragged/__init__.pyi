@@ -15,6 +15,7 @@ from torchrl_llm_kl.ragged._ragged import (
     segment_sum as segment_sum,
 )
 from torchrl_llm_kl.ragged._tensordict import (
+    Node as Node,
     has_entry as has_entry,
     own_leaves as own_leaves,
     read_column as read_column,

@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from torchrl_llm_kl._numerics import widen
 from torchrl_llm_kl.scoring._checkpoints import (
+    ADVICE,
     CHECKPOINTS,
     CheckpointError,
     Followed,
@@ -107,9 +108,9 @@ class PackLayout(Followed):
     number: int = field(default_factory=itertools.count().__next__)
     calls: int = 0  # attention calls so far
     has_window: bool = False  # whether any layer passed a sliding window
-    shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
+    shared: dict[object, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
     attend: Callable[..., Tensor] | None = None  # in place of :func:`_attend`, with its arguments
-    saving: tuple[bool, Any] = (False, None)
+    saving: tuple[bool, object] = (False, None)
 
     @contextmanager
     def again(self, model: nn.Module, call: int) -> Iterator[None]:
@@ -192,7 +193,7 @@ def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, 
 # ---------------------------------------------------------------------- activation checkpointing in a graph
 
 
-def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_graph(function: Callable[..., object]) -> Callable[..., object]:
     """The checkpoint function inside a compiled module: all but the attention is recomputed."""
     settings = settings_of(function)
     if settings is None or settings.keys() - {"use_reentrant", "preserve_rng_state"}:
@@ -201,16 +202,15 @@ def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache  # one function, for which graphs are compiled once
-def _saving_attention(preserve_rng_state: bool) -> Callable[..., Any]:
-    options: Any = {"use_reentrant": False, "context_fn": _attention_saved}
-    return partial(checkpoint, preserve_rng_state=preserve_rng_state, **options)
+def _saving_attention(preserve_rng_state: bool) -> Callable[..., object]:
+    return partial(checkpoint, preserve_rng_state=preserve_rng_state, use_reentrant=False, context_fn=_attention_saved)
 
 
-def _attention_saved() -> Any:
+def _attention_saved() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     return create_selective_checkpoint_contexts([torch.ops.torchrl_llm_kl.pack_attention.default])
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse(*_: object, **__: Any) -> Any:
     raise CheckpointError
 
 
@@ -229,7 +229,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     inputs = Inputs(query, key, value, s_aux, scaling, dropout, sliding_window, softcap)
@@ -254,7 +254,7 @@ def _active(who: str) -> PackLayout:
     if torch._C._current_graph_task_id() >= 0:
         raise RuntimeError(
             f"{who} was recomputed in the backward, by a checkpoint in the model's own code or of another library inside a "
-            "compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
+            f"compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
         )
     raise RuntimeError(
         f"{who} was called while a LogProbScorer scored its model in another thread: run them in turn, or copy the model."
@@ -317,8 +317,8 @@ def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
     """Attention under a mask that is added to the scores, by default a causal one; ``[b, heads, n, size]``."""
     query, key, value, sinks, scale, dropout, _, softcap = inputs
     if not inputs.has_own_scores:
-        options: dict[str, Any] = {"is_causal": mask is None, "scale": scale, "enable_gqa": inputs.is_grouped}
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, **options)
+        causal, grouped = mask is None, inputs.is_grouped
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -370,7 +370,7 @@ class _Link(torch.autograd.Function):
         return None, gradient.new_zeros((), dtype=ctx.dtype).expand(ctx.shape), None
 
 
-def _call_compiled(function: Callable[..., Any], layout: PackLayout, *args: Any, **options: Any) -> Any:
+def _call_compiled(function: Callable[..., object], layout: PackLayout, *args: object, **options: object) -> object:
     """Call a compiled module so that one graph serves packs of any number of tokens."""
     layout.check_saving()
     tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor) and x.ndim > 1]
@@ -473,7 +473,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
     ctx.dtypes = link.dtype, None if sinks is None else sinks.dtype
 
 
-def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
     found = torch.ops.torchrl_llm_kl.pack_attention_backward(gradient, *ctx.saved_tensors, ctx.sizes)
     sinks = found[3].to(ctx.dtypes[1]) if len(found) > 3 else None
     return *found[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.dtypes[0]), None, None, None, None, None
@@ -521,8 +521,8 @@ def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs
         for before, own in (([k for k, _ in past], key), ([v for _, v in past], value))
     )
     window = (-1 if inputs.window is None else inputs.window - 1, 0)
-    options: dict[str, Any] = {"scale": inputs.scale, "window_size": window, "enable_gqa": inputs.is_grouped}
-    return cast(Tensor, varlen_attn(query[0].transpose(0, 1), keys, values, *spans, **options)).unsqueeze(0)
+    attend = partial(varlen_attn, scale=inputs.scale, window_size=window, enable_gqa=inputs.is_grouped)
+    return cast(Tensor, attend(query[0].transpose(0, 1), keys, values, *spans)).unsqueeze(0)
 
 
 def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
 ADVICE = "use transformers' checkpointing or torch's checkpoint_wrapper"
 #: A module or configuration, the name of an attribute, its value, and the value that replaces it.
-Swap = tuple[Any, str, Any, Any]
+Swap = tuple[object, str, object, object]
+
+
+Result = TypeVar("Result")
 
 
 class CheckpointError(Exception):
@@ -33,7 +36,7 @@ class Followed:
     """The state of a forward whose checkpoints are followed."""
 
     calls: int = 0  # of what a recomputation must find again, so far
-    saving: tuple[bool, Any] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
+    saving: tuple[bool, object] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
     refusal: Callable[[], Exception] = CheckpointError
 
     def check_saving(self) -> None:
@@ -42,7 +45,7 @@ class Followed:
             raise self.refusal()
 
 
-def saving() -> tuple[bool, Any]:
+def saving() -> tuple[bool, object]:
     """Whether a graph is recorded here, and the innermost checkpoint that drops the tensors it saves.
 
     A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
@@ -53,17 +56,17 @@ def saving() -> tuple[bool, Any]:
 
 
 def follow(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     forward: Followed,
     again: Callable[[int], AbstractContextManager[None]],
-    run: Callable[..., Any],
-    *args: Any,
-    **options: Any,
-) -> Any:
+    run: Callable[..., Result],
+    *args: object,
+    **options: object,
+) -> Result:
     """``function(run, ...)``, a checkpoint; its recomputation runs in ``again(calls)``, with the calls before ``run``."""
     calls = -1
 
-    def bound(*inputs: Any, **named: Any) -> Any:
+    def bound(*inputs: object, **named: object) -> Result:
         nonlocal calls
         if calls >= 0:
             with again(calls):
@@ -83,7 +86,7 @@ def follow(
     return function(bound, *args, **options)
 
 
-def settings_of(function: Callable[..., Any]) -> dict[str, Any] | None:
+def settings_of(function: Callable[..., object]) -> dict[str, Any] | None:
     """The settings of torch's checkpoint function; None if ``function`` is another."""
     if isinstance(function, partial) and not function.args:
         inner = settings_of(function.func)
@@ -103,7 +106,7 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
             _put(owner, name, value)
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
+def _put(owner: object, name: str, value: object) -> None:
     if isinstance(owner, nn.Module):
         owner.__dict__[name] = value  # a compiled module passes attributes on to the one inside
     else:

@@ -10,7 +10,7 @@ see :func:`~torchrl_llm_kl.scoring._probe.find_variance`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -160,6 +160,6 @@ def _plan(
 # ---------------------------------------------------------------------- the proof
 
 
-def circumstances(setup: Setup, size: int) -> tuple[Any, ...]:
+def circumstances(setup: Setup, size: int) -> tuple[object, ...]:
     """What a proof of invariance holds for, besides the model's kind."""
     return torch.get_num_threads(), setup.device, setup.options.dtype, setup.options.adapters, size

@@ -88,12 +88,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-_LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_LOCKS: weakref.WeakKeyDictionary[object, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
 
 
 @contextmanager
-def locked(*models: Any) -> Iterator[None]:
+def locked(*models: object) -> Iterator[None]:
     """Hold the lock of each model's body: a call may change the model's mode, adapters and attention while it runs."""
     with ExitStack() as stack:
         # Models that share a body share its lock. A fixed order for all callers prevents deadlocks.
@@ -104,7 +104,7 @@ def locked(*models: Any) -> Iterator[None]:
         yield
 
 
-def _shared(model: Any) -> Any:
+def _shared(model: object) -> object:
     """What two models with the same body have in common: that body, compiled or not."""
     body = find_body(model) if isinstance(model, nn.Module) else None
     return model if body is None else unwrapped(body)
@@ -120,7 +120,7 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
     return module(input_ids=input_ids, **options)
 
 
-def read_output(output: Any, name: Literal["logits", "last_hidden_state"]) -> Tensor:
+def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
     """A model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` in what its forward returned."""
     found = getattr(output, name, None)
     if found is None and isinstance(output, Mapping):
@@ -161,7 +161,7 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
         raise ValueError(f"{type(model).__name__} has adapters merged into its weights: call unmerge_adapter() first.")
 
 
-def _adapter_names(layer: Any) -> set[str]:
+def _adapter_names(layer: object) -> set[str]:
     """The adapters that a layer of PEFT holds."""
     held = (getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ()))
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
@@ -326,7 +326,7 @@ def _memory(parameter: Tensor) -> tuple[str, int]:
     return ("memory", address) if address else ("object", id(parameter))
 
 
-def _embedding_weight(model: nn.Module) -> Any:
+def _embedding_weight(model: nn.Module) -> Tensor | None:
     """The weight of the input embedding, empty if ZeRO-3 sharded it: to read the attribute may gather it."""
     embedding = _ask(model, "get_input_embeddings")
     return embedding._parameters.get("weight") if is_zero3(embedding) else getattr(embedding, "weight", None)
@@ -402,7 +402,7 @@ def _ask(model: nn.Module, method: str) -> Any:
         return None
 
 
-def placeholders(model: Any) -> dict[int, str]:
+def placeholders(model: object) -> dict[int, str]:
     """Token ids that stand for what is not text, each with its name in the configuration, or in a part of it."""
     found: dict[int, str] = {}
     configs = [getattr(unwrapped(model), "config", None)]
@@ -426,7 +426,7 @@ def text_config(model: nn.Module) -> Any:
 # ---------------------------------------------------------------------- what changes scores
 
 
-def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """Equal for the same weights in the same place with the same active adapters.
 
     Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
@@ -446,7 +446,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     return where, values, adapter_state(model)
 
 
-def adapter_state(model: nn.Module) -> tuple[Any, ...]:
+def adapter_state(model: nn.Module) -> tuple[object, ...]:
     """Which PEFT adapters are active in each layer, and their factors."""
     return tuple(
         (

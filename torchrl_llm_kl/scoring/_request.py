@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -22,9 +22,20 @@ Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 #: Tokens to score: one bool for each token, flat or in the form of the token ids.
 TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
 #: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
-RoutedExperts = Ragged | Tensor | Sequence[Any]
+RoutedExperts = Ragged | Tensor | Sequence[Tensor]
 #: An optional field of a request.
 Recorded = Kept | Tensor
+
+
+class RequestFields(TypedDict, total=False):
+    """The optional fields of a request, as :meth:`ScoreRequest.of` takes them."""
+
+    kept: Kept | None
+    top_ids: Tensor | None
+    routing: RoutedExperts | None
+    ref_routing: RoutedExperts | None
+
+
 #: What the error of :func:`not_text` contains, also where it comes from another process.
 NOT_TEXT = "stands for what is not text"
 
@@ -86,7 +97,7 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
     return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
 
 
-def _mask_of_rows(mask: Sequence[Any], tokens: Ragged) -> Tensor:
+def _mask_of_rows(mask: Sequence[Tensor | Sequence[bool]], tokens: Ragged) -> Tensor:
     flat = Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
     found, expected = flat.lengths.tolist(), tokens.lengths.tolist()
     if found != expected:
@@ -94,7 +105,7 @@ def _mask_of_rows(mask: Sequence[Any], tokens: Ragged) -> Tensor:
     return flat.values
 
 
-def _row(i: int, row: Any, empty: torch.dtype) -> Tensor:
+def _row(i: int, row: Tensor | Sequence[int] | Sequence[bool], empty: torch.dtype) -> Tensor:
     """Row ``i`` as a tensor ``[T]``; ``empty`` is the dtype of a list without elements."""
     if isinstance(row, Tensor):
         return row
@@ -126,11 +137,12 @@ def _select(value: Recorded, elements: Tensor) -> Recorded:
     return value.take(elements) if isinstance(value, Kept) else value[elements]
 
 
-def _concat(values: Sequence[Any]) -> Recorded:
+def _concat(values: Sequence[Recorded]) -> Recorded:
     """The field of several requests."""
-    if not isinstance(values[0], Kept):
-        return torch.cat(list(values))
-    return Kept.of(torch.cat([x.ids for x in values]), torch.cat([x.offsets.diff() for x in values]))
+    kept = [x for x in values if isinstance(x, Kept)]
+    if not kept:
+        return torch.cat([x for x in values if isinstance(x, Tensor)])
+    return Kept.of(torch.cat([x.ids for x in kept]), torch.cat([x.offsets.diff() for x in kept]))
 
 
 def _form(value: Recorded) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._passes import Run
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
-from torchrl_llm_kl.scoring._protocol import Scorer
+from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
 from torchrl_llm_kl.scoring._routing import Routers, Routing
 from torchrl_llm_kl.scoring._sampling import Sampling
@@ -106,7 +106,7 @@ class LogProbScorer(Scorer):
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         options: ScoreOptions | None = None,
         *,
         tokens_per_batch: int | None = None,
@@ -135,11 +135,11 @@ class LogProbScorer(Scorer):
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.share_prefixes = probe, share_prefixes
         self.forwards = 0
-        self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
+        self._proof: tuple[object, ...] = ()  # what `deterministic` was checked for
         self._route: Route | None = None
         self._complaint: str | None = None  # why the model's own forward is taken
         self._warned_apart = self._warned_outside = False
-        self._wrapper: Any = None  # scores in place of the model
+        self._wrapper: nn.Module | None = None  # scores in place of the model
         if is_wrapper(self.model):
             self._wrapper = scoring_version(self.model)
             return
@@ -412,17 +412,17 @@ class ScorerSlot:
     """
 
     def __init__(self) -> None:
-        self._sources: tuple[Any, Any] = (None, None)
-        self._settings: dict[str, Any] = {}
+        self._sources: tuple[object, object] = (None, None)
+        self._settings: dict[str, object] = {}
         self._scorer: Scorer | None = None
 
-    def get(self, model: Any, **settings: Any) -> Any:
+    def get(self, model: Model, **settings: Any) -> Scorer:
         """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
         sources = (model, getattr(model, "model", None))
         same = all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:
             make = getattr(model, "make_scorer", None)  # a model in another process
-            self._scorer = LogProbScorer(model, **settings) if make is None else make(**settings)
+            self._scorer = LogProbScorer(cast(nn.Module, model), **settings) if make is None else make(**settings)
             self._sources, self._settings = sources, settings
         return self._scorer
 

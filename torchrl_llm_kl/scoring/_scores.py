@@ -91,8 +91,8 @@ class Scores(NamedTuple):
                 out = out.index_copy(0, elements.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
-        placed: dict[str, Any] = {name: place(x) for name, x in others.items() if x is not None}
-        return cls(place(log_prob), **placed)
+        placed = {name: place(x) for name, x in others.items() if x is not None}
+        return cls(place(log_prob), **placed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,22 @@ from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard
 
 # What wrappers add to the names of parameters.
 _PREFIXES = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@runtime_checkable
+class Service(Protocol):
+    """A model in other processes whose weights can be pushed, as a :class:`~torchrl_llm_kl.service.RemoteModel`."""
+
+    def update_weights(self, weights: Mapping[str, Tensor], /) -> object:
+        """Replace the weights."""
+
+
+class UpdaterState(TypedDict):
+    """What a resumed run needs of a :class:`ReferenceUpdater`."""
+
+    steps: int
+    weights: dict[str, Tensor]
+    rest: dict[str, Tensor]
 
 
 class ReferenceUpdater:
@@ -66,7 +82,13 @@ class ReferenceUpdater:
     """
 
     def __init__(
-        self, reference: Any, policy: Any, *, decay: float | None = None, every: int = 1, reset_every: int | None = None
+        self,
+        reference: nn.Module | LogProbScorer | Service,
+        policy: nn.Module | LogProbScorer,
+        *,
+        decay: float | None = None,
+        every: int = 1,
+        reset_every: int | None = None,
     ) -> None:
         check_range(1, every=every, reset_every=reset_every)
         if decay is None and reset_every is None:
@@ -78,7 +100,7 @@ class ReferenceUpdater:
         self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
         adapter = reference.adapters if isinstance(reference, LogProbScorer) else True
         self._policy = _module(policy, "policy")
-        self._service = reference if hasattr(reference, "update_weights") else None
+        self._service = reference if isinstance(reference, Service) else None
         self._reference = self._policy if self._service is not None else _module(reference, "reference")
         self._check(adapter)
         self._adapter = adapter if isinstance(adapter, str) else None
@@ -124,7 +146,7 @@ class ReferenceUpdater:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> UpdaterState:
         """The count of steps, and the reference's weights with what rounding took from them: all that a resumed run needs.
 
         Tensors are references, not copies, and sharded ones stay sharded. The keys are the same at each step, as
@@ -139,7 +161,7 @@ class ReferenceUpdater:
         return {"steps": self.steps, "weights": weights, "rest": rest}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: UpdaterState) -> None:
         """Restore the reference, also behind a service, and the count.
 
         Raises:
@@ -262,7 +284,7 @@ class ReferenceUpdater:
             self._service.update_weights(whole)
 
 
-def _module(model: Any, name: str) -> nn.Module:
+def _module(model: object, name: str) -> nn.Module:
     check_not_a_name(**{name: model})
     found = model.model if isinstance(model, LogProbScorer) else unwrap(model) if is_wrapper(model) else model
     if not isinstance(found, nn.Module):
@@ -307,5 +329,5 @@ def _precise(value: Tensor) -> torch.dtype:
     return torch.promote_types(value.dtype, torch.float32)
 
 
-def _as_list(names: Any) -> list[str]:
+def _as_list(names: str | Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)

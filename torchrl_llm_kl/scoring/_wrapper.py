@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest
+
+if TYPE_CHECKING:
+    from torchrl.modules.llm import LLMWrapperBase
 
 _TOKENS_KEY = ("tokens", "full")
 Found = tuple[Tensor, Tensor, list[int]]
@@ -58,7 +61,7 @@ def check_replays(*models: object, what: str) -> None:
     check_distributions(*(model for model in models if getattr(model, "replays", False) is not True), what=what)
 
 
-def scoring_version(wrapper: Any) -> Any:
+def scoring_version(wrapper: LLMWrapperBase) -> LLMWrapperBase:
     """A version of ``wrapper`` that returns log-probs of token ids; ``wrapper`` itself is not changed.
 
     A remote wrapper is used directly, since a new version would copy its weights here. It must have been built with
@@ -66,7 +69,12 @@ def scoring_version(wrapper: Any) -> Any:
     """
     if _is_remote(wrapper):
         return wrapper
-    changes: dict[str, Any] = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
+    changes: dict[str, object] = {
+        "generate": False,
+        "return_log_probs": True,
+        "input_mode": "tokens",
+        "pad_output": False,
+    }
     # Some wrappers write the padding into the dict of the wrapper that they copy: pass them a copy.
     tokenizer_kwargs = getattr(wrapper, "tokenizer_kwargs", None)
     if isinstance(tokenizer_kwargs, dict):
@@ -80,7 +88,7 @@ def scoring_version(wrapper: Any) -> Any:
 
 
 def score_wrapper(
-    version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int, grad: bool
+    version: LLMWrapperBase, request: ScoreRequest, device: torch.device, tokens_per_batch: int, grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Flat elements ``[K]`` of the scored tokens, on the CPU, and their log-probs on ``device``.
 
@@ -99,7 +107,7 @@ def score_wrapper(
     return elements, log_probs
 
 
-def _score(version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int) -> Found:
+def _score(version: LLMWrapperBase, request: ScoreRequest, device: torch.device, tokens_per_batch: int) -> Found:
     """What :func:`score_wrapper` returns, and the flat elements that end a run of zeros from the start of a sequence."""
     batches = plan_micro_batches(request.forward_lengths, tokens_per_batch)
     parts = [_score_rows(version, request, rows, device) for rows in batches]
@@ -129,7 +137,7 @@ def _check_zeros(score: Callable[[ScoreRequest], Found], request: ScoreRequest, 
             )
 
 
-def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch.device) -> Found:
+def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, device: torch.device) -> Found:
     from tensordict import TensorDict, lazy_stack
     from tensordict.utils import unravel_key
 

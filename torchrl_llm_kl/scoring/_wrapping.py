@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 # ---------------------------------------------------------------------- what wraps a model
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: object) -> Any:
     """The model inside DDP, FSDP, DeepSpeed and ``torch.compile``."""
     while True:
         inner = getattr(model, "_orig_mod", None)
@@ -224,7 +224,7 @@ class ErrorGuard:
             if layer in self._layers and layer not in self._called:
                 layer(torch.zeros(1, 1, device=next(layer.parameters()).device))
 
-    def _call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _call(self, layer: nn.Module, forward: Callable[..., object], *args: Any, **options: Any) -> Any:
         self._called.append(layer)
         if self.error is None:
             try:
@@ -286,7 +286,7 @@ def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
         _put_forward(replaced, before)
 
 
-def _put_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+def _put_forward(module: nn.Module, forward: Callable[..., object] | None) -> None:
     """Set or, with None, remove an instance's own forward."""
     if forward is None:
         module.__dict__.pop("forward", None)
