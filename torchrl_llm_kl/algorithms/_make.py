@@ -34,6 +34,7 @@ from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Sc
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
     Model,
+    ModelOrScorer,
     RememberedModel,
     SamplerMismatchWarning,
     Sampling,
@@ -69,7 +70,7 @@ Reference: TypeAlias = Model | LogProbScorer | Literal["base", "data"]
 
 def make_algorithm(
     algorithm: AlgorithmName | Algorithm,
-    actor: nn.Module | LogProbScorer,
+    actor: ModelOrScorer,
     *,
     reference: Reference | None = None,
     critic: nn.Module | None = None,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from tensordict import NestedKey, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
 
@@ -32,7 +32,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import NOT_TEXT, LogProbScorer, Sampling, as_sampling, log_probs_only
+from torchrl_llm_kl.scoring import NOT_TEXT, LogProbScorer, ModelOrScorer, Sampling, as_sampling, log_probs_only
 
 #: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
 KEYS: Mapping[str, NestedKey] = {
@@ -92,8 +92,8 @@ class TokenColumns:
 class Reading(TypedDict, total=False):
     """How a batch is read, and what scores it: the arguments of :func:`read_columns`, and of all that calls it."""
 
-    policy: nn.Module | LogProbScorer | None
-    reference: nn.Module | LogProbScorer | None
+    policy: ModelOrScorer | None
+    reference: ModelOrScorer | None
     temperature: float
     sampling: Sampling | None
     keys: Mapping[str, NestedKey] | None
@@ -113,8 +113,8 @@ def check_reading(given: Reading) -> None:
 def read_columns(
     tensordict: TensorDictBase,
     *,
-    policy: nn.Module | LogProbScorer | None = None,
-    reference: nn.Module | LogProbScorer | None = None,
+    policy: ModelOrScorer | None = None,
+    reference: ModelOrScorer | None = None,
     temperature: float = 1.0,
     sampling: Sampling | None = None,
     keys: Mapping[str, NestedKey] | None = None,
@@ -210,15 +210,11 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
 
 
 def _score(
-    tokens: Ragged,
-    mask: Tensor,
-    policy: nn.Module | LogProbScorer | None,
-    reference: nn.Module | LogProbScorer | None,
-    scored: Sampling,
+    tokens: Ragged, mask: Tensor, policy: ModelOrScorer | None, reference: ModelOrScorer | None, scored: Sampling
 ) -> dict[str, Tensor]:
     """Columns of the models, NaN outside the mask."""
 
-    def scorer(model: nn.Module | LogProbScorer | None, sampling: Sampling) -> LogProbScorer | None:
+    def scorer(model: ModelOrScorer | None, sampling: Sampling) -> LogProbScorer | None:
         return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
 
     own, other = scorer(policy, scored), scorer(reference, scored.of_reference)

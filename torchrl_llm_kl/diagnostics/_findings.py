@@ -19,7 +19,7 @@ from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
 from torchrl_llm_kl.masks import Tokenizer
-from torchrl_llm_kl.scoring import NOT_TEXT, LogProbScorer
+from torchrl_llm_kl.scoring import NOT_TEXT, ModelOrScorer
 
 #: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -65,8 +65,8 @@ class Case:
     table: Table
     measures: dict[str, float]
     rescorer: Rescorer | None = None
-    policy: nn.Module | LogProbScorer | None = None
-    reference: nn.Module | LogProbScorer | None = None
+    policy: ModelOrScorer | None = None
+    reference: ModelOrScorer | None = None
     tokenizer: Tokenizer | None = None
     conversations: list[list[Json]] | None = None
     unread: Mapping[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from torchrl_llm_kl.diagnostics._measures import Table
 from torchrl_llm_kl.diagnostics._metrics import read_rows
 from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
 
 #: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
 MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
@@ -63,9 +63,7 @@ class Rescorer:
         forwards: how often the sequences were scored.
     """
 
-    def __init__(
-        self, policy: nn.Module | LogProbScorer, columns: TokenColumns, table: Table, sampling: Sampling
-    ) -> None:
+    def __init__(self, policy: ModelOrScorer, columns: TokenColumns, table: Table, sampling: Sampling) -> None:
         self.policy = policy.model if isinstance(policy, LogProbScorer) else policy
         self.adapters = policy.adapters if isinstance(policy, LogProbScorer) else True
         self.sampling = sampling
@@ -95,7 +93,7 @@ class Rescorer:
             self._at[sampling.temperature] = (known[0][self.picked], known[1][self.picked])
 
     @staticmethod
-    def can_score(policy: nn.Module | LogProbScorer) -> bool:
+    def can_score(policy: ModelOrScorer) -> bool:
         """Whether a policy's distributions are in this process, and of this process alone."""
         model = policy.model if isinstance(policy, LogProbScorer) else policy
         if getattr(model, "log_probs_only", False):

@@ -63,6 +63,7 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
     Model,
+    ModelOrScorer,
     Sampling,
     ScoreOptions,
     Scorer,
@@ -183,7 +184,7 @@ class PolicyLoss(TokenLoss):
 
     def __init__(
         self,
-        actor: nn.Module | LogProbScorer,
+        actor: ModelOrScorer,
         objective: ObjectiveName | Callable[..., Terms] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., Terms]] = (),
@@ -235,7 +236,7 @@ class PolicyLoss(TokenLoss):
         if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
             warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
-    def _set_models(self, actor: nn.Module | LogProbScorer, reference: Model | Scorer | None) -> None:
+    def _set_models(self, actor: ModelOrScorer, reference: Model | Scorer | None) -> None:
         self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
         self._given_scorer = None
         if isinstance(actor, LogProbScorer):

@@ -20,15 +20,12 @@ from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from torchrl_llm_kl.losses._policy_loss import PolicyLoss
 
 _WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
 _AVERAGE = "or average p.grad over the ranks after backward()"
 
 
-def check_ranks(
-    loss: PolicyLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float
-) -> None:
+def check_ranks(loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, tolerance: float) -> None:
     """See :meth:`~torchrl_llm_kl.losses.PolicyLoss.check_ranks`; ``loss`` is that or a ``ValueLoss``."""
     ranks = _num_ranks(group)
     _check_tensors(loss, group, ranks)
@@ -116,7 +113,7 @@ def _digests(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[tuple[int, 
 
 
 def _true_gradient(
-    loss: PolicyLoss, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
+    loss: Any, parts: Sequence[TensorDictBase], group: ProcessGroup | None, ranks: int
 ) -> tuple[list[Tensor], float | None]:
     """The gradient of the batch of all parts of all ranks; and what its denominators are multiplied by in the parts.
 

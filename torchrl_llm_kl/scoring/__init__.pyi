@@ -96,6 +96,7 @@ from torchrl_llm_kl.scoring._sampling import (
     truncate as truncate,
 )
 from torchrl_llm_kl.scoring._scorer import (
+    ModelOrScorer as ModelOrScorer,
     ScorerSlot as ScorerSlot,
 )
 from torchrl_llm_kl.scoring._wrapper import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from torchrl_llm_kl.scoring._passes import PackedPass, Run
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ class Explanation:
         return "\n".join(f"{name:<20}{value}" for name, value in rows.items())
 
 
-def explain(scorer: LogProbScorer, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
+def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: ScoreOptions) -> Explanation:
     """See :meth:`~torchrl_llm_kl.LogProbScorer.explain`."""
     lengths = request.tokens.lengths.tolist()
     if not 0 <= row < len(lengths) or not 1 <= token < lengths[row]:
@@ -183,7 +180,7 @@ def _plain(run: Run, row: int, token: int) -> Tensor:
     return logits / run.options.temperature
 
 
-def _why(scorer: LogProbScorer, setup: Setup) -> str:
+def _why(scorer: Any, setup: Setup) -> str:
     name = type(setup.model).__name__
     if setup.route.path == "full":
         why = scorer._complaint or f"{name} does not expose its body and head"

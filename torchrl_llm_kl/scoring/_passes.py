@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,6 @@ from torchrl_llm_kl.scoring._routing import Routing, tell_apart
 from torchrl_llm_kl.scoring._scores import Columns, Reading, States, columns_of_nothing, head_states, join_columns
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory
-
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._scorer import LogProbScorer
 
 _SMALLEST_PACK = 16  # tokens
 
@@ -361,7 +358,7 @@ def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -
 class Run:
     """A call: every masked-in token under a model, and under a reference if there is a second scorer."""
 
-    scorers: Sequence[LogProbScorer]
+    scorers: Sequence[Any]  # LogProbScorer, which imports this module
     ranks: Ranks
     request: ScoreRequest
     routings: Sequence[Routing | None]  # of each scorer
@@ -514,7 +511,7 @@ class Run:
         return [columns] if columns else []
 
 
-def budget_of(scorer: LogProbScorer, setup: Setup) -> int:
+def budget_of(scorer: Any, setup: Setup) -> int:
     """The most tokens of a forward."""
     default = PACK if setup.options.deterministic else 1024 if setup.device.type == "cpu" else 16384
     return scorer.tokens_per_batch or default

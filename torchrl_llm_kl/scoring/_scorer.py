@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -403,6 +403,10 @@ class LogProbScorer(Scorer):
                 "sequence is forwarded separately, with padding. share_prefixes=False silences this warning.",
                 stacklevel=6,
             )
+
+
+#: A model of this process, or its scorer.
+ModelOrScorer: TypeAlias = nn.Module | LogProbScorer
 
 
 class ScorerSlot:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
-from torchrl_llm_kl.scoring._scorer import LogProbScorer
+from torchrl_llm_kl.scoring._scorer import LogProbScorer, ModelOrScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard
 
@@ -28,7 +28,7 @@ class Service(Protocol):
 
 
 class UpdaterState(TypedDict):
-    """What a resumed run needs of a :class:`ReferenceUpdater`."""
+    """The state of a :class:`ReferenceUpdater`."""
 
     steps: int
     weights: dict[str, Tensor]
@@ -83,8 +83,8 @@ class ReferenceUpdater:
 
     def __init__(
         self,
-        reference: nn.Module | LogProbScorer | Service,
-        policy: nn.Module | LogProbScorer,
+        reference: ModelOrScorer | Service,
+        policy: ModelOrScorer,
         *,
         decay: float | None = None,
         every: int = 1,

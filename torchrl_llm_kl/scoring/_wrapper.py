@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
@@ -69,12 +70,7 @@ def scoring_version(wrapper: LLMWrapperBase) -> LLMWrapperBase:
     """
     if _is_remote(wrapper):
         return wrapper
-    changes: dict[str, object] = {
-        "generate": False,
-        "return_log_probs": True,
-        "input_mode": "tokens",
-        "pad_output": False,
-    }
+    changes: Json = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
     # Some wrappers write the padding into the dict of the wrapper that they copy: pass them a copy.
     tokenizer_kwargs = getattr(wrapper, "tokenizer_kwargs", None)
     if isinstance(tokenizer_kwargs, dict):

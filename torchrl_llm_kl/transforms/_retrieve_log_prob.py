@@ -6,7 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -51,9 +51,6 @@ from torchrl_llm_kl.transforms._base import (
     to_device,
 )
 from torchrl_llm_kl.transforms._extras import ExactKL, Extra, KeptTokens, check_extras, find
-
-if TYPE_CHECKING:
-    from torch.nn.modules.module import _IncompatibleKeys
 
 T = TypeVar("T")
 
@@ -110,7 +107,7 @@ def full_key_problem(name: str, key: NestedKey) -> str | None:
 _MODELS = ("model", "ref_model")
 
 
-def _forgive_models(transform: nn.Module, keys: _IncompatibleKeys) -> None:
+def _forgive_models(transform: nn.Module, keys: Any) -> None:
     """After a state without the weights of models was loaded: they are not missing."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if not key.startswith(transform.__dict__["_without"])]
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row, read_table
 from torchrl_llm_kl._registry import did_you_mean, no_such
 from torchrl_llm_kl._typing import Json
@@ -22,7 +20,7 @@ from torchrl_llm_kl.algorithms._parts import AlgorithmParts
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import Correction
-from torchrl_llm_kl.scoring import LogProbScorer, Sampling
+from torchrl_llm_kl.scoring import ModelOrScorer, Sampling
 
 if TYPE_CHECKING:
     from yaml import SafeLoader
@@ -85,7 +83,7 @@ class Translation:
         """
         return {name: _fresh(value) for name, value in self.recipe.items()}
 
-    def make(self, actor: nn.Module | LogProbScorer, *, without_refused: bool = False, **more: Any) -> AlgorithmParts:
+    def make(self, actor: ModelOrScorer, *, without_refused: bool = False, **more: Any) -> AlgorithmParts:
         """Call :func:`make_algorithm` with the preset and the overrides.
 
         Args:
