@@ -15,11 +15,16 @@ from torchrl_llm_kl.ragged._ragged import (
     segment_sum as segment_sum,
 )
 from torchrl_llm_kl.ragged._tensordict import (
-    Node as Node,
     has_entry as has_entry,
     own_leaves as own_leaves,
     read_column as read_column,
     read_node as read_node,
     read_ragged as read_ragged,
     write_ragged as write_ragged,
+)
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.ragged._tensordict import (
+    Node as Node,
 )

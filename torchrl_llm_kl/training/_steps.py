@@ -325,7 +325,7 @@ def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
 
 
 class RandomState(TypedDict):
-    """The states of the generators of torch (CPU and GPUs), Python and NumPy, as tensors and plain values."""
+    """What :func:`random_state` returns."""
 
     torch: Tensor
     cuda: list[Tensor]
@@ -334,7 +334,7 @@ class RandomState(TypedDict):
 
 
 def random_state() -> RandomState:
-    """Read the state of all generators.
+    """The state of the generators of torch (CPU and GPUs), Python and NumPy, as tensors and plain values.
 
     Example:
         >>> state = random_state()
