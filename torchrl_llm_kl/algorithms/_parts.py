@@ -19,7 +19,7 @@ from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss
-from torchrl_llm_kl.ragged import has_entry, own_leaves, read_column, read_ragged, write_ragged
+from torchrl_llm_kl.ragged import has_entry, node_of, own_leaves, read_column, read_ragged, write_ragged
 from torchrl_llm_kl.rollouts import find_key, per_sequence, per_token
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
@@ -42,7 +42,7 @@ def _flat(batch: TensorDictBase) -> TensorDictBase:
 
 def _holds_nested(batch: TensorDictBase) -> bool:
     """Whether an entry is a nested tensor. Rows of a stack can be chosen, and may differ in shape: they are not looked at."""
-    batch = getattr(batch, "_tensordict", batch)  # of a tensorclass
+    batch = node_of(batch)
     if isinstance(batch, LazyStackedTensorDict):
         return False
     return any(

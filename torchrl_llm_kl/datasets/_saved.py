@@ -27,6 +27,7 @@ from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import first_sentence
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets._rows import DataError
+from torchrl_llm_kl.ragged import fields_of, node_of
 
 _FORMAT, _VERSION = "torchrl_llm_kl.batch", 1
 #: Values beside tensors that a file may hold; all of them load without running code.
@@ -89,10 +90,10 @@ def _encode(value: TensorDictBase | Tensor, where: tuple[str, ...]) -> Tensor | 
     if is_non_tensor(value):
         return {"class": _name(type(value), where), "value": _check(value.data, where), **about}
     if is_tensorclass(value):
-        fields = {name: _check(item, (*where, name)) for name, item in value._non_tensordict.items()}
-        return {"class": _name(type(value), where), "of": _encode(value._tensordict, where), "fields": fields}
+        fields = {name: _check(item, (*where, name)) for name, item in fields_of(value).items()}
+        return {"class": _name(type(value), where), "of": _encode(node_of(value), where), "fields": fields}
     plain = value if type(value) is TensorDict else value.to_tensordict(retain_none=True)
-    entries = {key: _encode(plain._get_str(key, None), (*where, key)) for key in plain.keys()}  # noqa: SIM118
+    entries = {key: _encode(plain.get(key), (*where, key)) for key in plain.keys()}  # noqa: SIM118
     return {"class": _name(TensorDict, where), "entries": entries, **about}
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, get_args, overload
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._private import register_pytree_node
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm

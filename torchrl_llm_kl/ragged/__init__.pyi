@@ -27,4 +27,6 @@ from torchrl_llm_kl.ragged._tensordict import (
 # For the layers above, not public:
 from torchrl_llm_kl.ragged._tensordict import (
     Node as Node,
+    fields_of as fields_of,
+    node_of as node_of,
 )

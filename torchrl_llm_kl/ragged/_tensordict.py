@@ -53,7 +53,7 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
     path = _path(key)
     if isinstance(td, LazyStackedTensorDict):
         return _read_stack(td, path)
-    value = _node_of(td.get(path[0], None))
+    value = node_of(td.get(path[0], None))
     if len(path) == 1 or value is None:
         return value
     if not isinstance(value, TensorDictBase):
@@ -69,7 +69,7 @@ def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Node] 
     if td.batch_dims == 1:  # each element is a row
         return _read_rows(td.tensordicts, path) or None
     parts = []
-    for sub in map(_node_of, td.tensordicts):
+    for sub in map(node_of, td.tensordicts):
         part = read_column(sub, path)
         if part is None:
             return None
@@ -102,7 +102,7 @@ def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
     if td.batch_dims == 1:
         nodes = _read_rows(td.tensordicts, (name,))
     else:
-        nodes = [read_node(_node_of(sub), name) for sub in td.tensordicts]
+        nodes = [read_node(node_of(sub), name) for sub in td.tensordicts]
     return _restack(nodes, td) if nodes and all(node is not None for node in nodes) else None
 
 
@@ -179,7 +179,7 @@ def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: C
     equal = len(set(sizes)) == 1
     if not isinstance(td, LazyStackedTensorDict):
         if len(path) > 1:
-            sub = _node_of(td.get(path[0], None))
+            sub = node_of(td.get(path[0], None))
             if sub is None:
                 sub = TensorDict(batch_size=td.batch_size)
                 if isinstance(container, Rows) and not equal:
@@ -217,10 +217,10 @@ def _write_rows(td: TensorDictBase, path: tuple[str, ...], rows: Sequence[Tensor
     share = len(rows) // (outer * count)
     for i, sub in enumerate(td.tensordicts):
         starts = [(j * count + i) * share for j in range(outer)]
-        node = _node_of(sub)
+        node = node_of(sub)
         new = _write_rows(node, path, [row for start in starts for row in rows[start : start + share]])
         if new is not node:  # a dense element that cannot hold ragged rows was replaced by a lazy stack
-            td.tensordicts[i] = new if node is sub else type(sub)._from_tensordict(new)
+            td.tensordicts[i] = new if node is sub else type(sub).from_tensordict(new)
     return td
 
 
@@ -257,7 +257,7 @@ def _own(td: TensorDictBase, tree: _Tree | None) -> None:
         td.tensordicts = _copies(td, tree)
         return
     for name in list(td.keys()) if tree is None else tree:
-        value = _node_of(td.get(name, None))
+        value = node_of(td.get(name, None))
         if isinstance(value, TensorDictBase):
             _own(value, None if tree is None else tree[name])
 
@@ -281,9 +281,14 @@ def _plain(nodes: Sequence[Node]) -> bool:
     return _ATTRIBUTES_KNOWN and set(map(type, nodes)) == {TensorDict}
 
 
-def _node_of(value: Node) -> Node:
+def node_of(value: Node) -> Node:
     """The TensorDict inside a tensorclass; any other value unchanged."""
     return value._tensordict if is_tensorclass(value) and not is_non_tensor(value) else value
+
+
+def fields_of(value: Node) -> dict[str, object]:
+    """The fields of a tensorclass that are neither tensors nor TensorDicts."""
+    return value._non_tensordict
 
 
 def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | None:
@@ -296,7 +301,7 @@ def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | Non
     if found is None or set(map(type, found)) <= {Tensor, TensorDict}:
         return found
     # Non-tensor data as the public method returns it.
-    found = [_node_of(_node_of(node).get(path[-1], None)) for node in above]
+    found = [node_of(node_of(node).get(path[-1], None)) for node in above]
     return None if any(value is None for value in found) else found
 
 
@@ -314,7 +319,7 @@ def _children(nodes: Sequence[Node], path: tuple[str, ...], depth: int) -> list[
 
 def _tensordicts(nodes: Sequence[Node], path: tuple[str, ...]) -> list[TensorDictBase]:
     """The nodes found under ``path``, out of their tensorclasses; TypeError if one is not a TensorDict."""
-    nodes = [_node_of(node) for node in nodes]
+    nodes = [node_of(node) for node in nodes]
     for node in nodes:
         if not isinstance(node, TensorDictBase):
             raise TypeError(f"expected a nested TensorDict under {path[-1]!r}, got {type(node).__name__}.")

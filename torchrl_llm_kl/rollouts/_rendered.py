@@ -11,6 +11,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl._private import chat_templates
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import (
@@ -104,10 +105,8 @@ class TokenisingOptions:
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
-            from torchrl.data.llm import history
-
             own = getattr(tokenizer, "chat_template", None)
-            known = {**history._CHAT_TEMPLATES, **(own if isinstance(own, Mapping) else {})}
+            known = {**chat_templates(), **(own if isinstance(own, Mapping) else {})}
             if name not in known:
                 raise ValueError(no_such("no chat template is called", name, sorted(known)))
             kwargs["chat_template"] = known[name]
@@ -210,7 +209,7 @@ def _as_history(value: object, key: NestedKey) -> History:
     from torchrl.data.llm import History
 
     if isinstance(value, TensorDictBase):
-        return History._from_tensordict(value)
+        return History.from_tensordict(value)
     if not isinstance(value, History):
         raise TypeError(f"expected a torchrl History under {key!r}, found {type(value).__name__}.")
     return value

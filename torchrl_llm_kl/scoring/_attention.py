@@ -24,13 +24,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._private import (
+    ATTENTION,
+    CHECKPOINTS,
+    FLASH,
+    backward_keeps_graph,
+    backward_task,
+    compiled_call,
+    default_dispatch,
+    mark_dynamic,
+    tree_leaves,
+)
 from torchrl_llm_kl.scoring._checkpoints import (
     ADVICE,
-    CHECKPOINTS,
     CheckpointError,
     Followed,
     Swap,
@@ -39,7 +48,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import body_and_head, compiled_call, locked, send
+from torchrl_llm_kl.scoring._model import body_and_head, locked, send
 
 #: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
 KeysValues = list[tuple[Tensor, Tensor]]
@@ -147,16 +156,13 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     """
     body = body_and_head(model)[0]
     found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
-    configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
-    if not configs or not getattr(body, "_supports_flash_attn", False):
-        # Models that support flash attention describe their mask by arguments: causal, window, soft-cap, sinks.
+    configs = [config for config in found.values() if hasattr(config, ATTENTION)]
+    if not configs or not getattr(body, FLASH, False):
         raise NotImplementedError(f"{type(body).__name__} has an attention that cannot be exchanged.")
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-    swaps: list[Swap] = [
-        (config, "_attn_implementation_internal", config._attn_implementation_internal, NAME) for config in configs
-    ]
+    swaps: list[Swap] = [(config, ATTENTION, getattr(config, ATTENTION), NAME) for config in configs]
     for module, inside in _walk(body):
         if (found_call := compiled_call(module)) is not None and not inside:
             swaps.append((module, *found_call, partial(_call_compiled, found_call[1], layout)))
@@ -251,7 +257,7 @@ def _active(who: str) -> PackLayout:
     layout: PackLayout | None = getattr(_ACTIVE, "layout", None)
     if layout is not None:
         return layout
-    if torch._C._current_graph_task_id() >= 0:
+    if backward_task() >= 0:
         raise RuntimeError(
             f"{who} was recomputed in the backward, by a checkpoint in the model's own code or of another library inside a "
             f"compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
@@ -342,8 +348,6 @@ def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
 # on all attention calls of the later pack.
 
 _LAYOUTS: weakref.WeakValueDictionary[int, PackLayout] = weakref.WeakValueDictionary()
-# The dispatcher's default state, in which autograd records a graph: it is switched off inside an operator.
-_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def link(layout: PackLayout, before: Tensor | None, device: torch.device) -> Tensor:
@@ -376,7 +380,7 @@ def _call_compiled(function: Callable[..., object], layout: PackLayout, *args: o
     tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor) and x.ndim > 1]
     for tensor in tensors:  # the first one is token ids or hidden states
         if tensor.shape[:2] == tensors[0].shape[:2]:
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            mark_dynamic(tensor, 1)
     return function(*args, **options)
 
 
@@ -412,7 +416,7 @@ def _operator(
         pairs = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layout.past(call)]
         # Not of the checkpoint's graph.
         held = saved_tensors_hooks(_same, _same) if layout.recomputes else nullcontext()
-        with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.enable_grad(), held:
+        with default_dispatch(), torch.enable_grad(), held:
             recorded = _attend(layout, pairs, Inputs(*own, *settings))  # type: ignore[arg-type]
         given = [t for t in own if t is not None]
         _LAYOUTS[layout.number].recorded[call] = Recorded(recorded, given, [t for pair in pairs for t in pair])
@@ -434,15 +438,15 @@ def _operator_fake(
 def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
     """The gradients of query, key, value and sinks."""
     number, call = where.tolist()
-    layout, task = _LAYOUTS.get(number), torch._C._current_graph_task_id()
+    layout, task = _LAYOUTS.get(number), backward_task()
     if layout is None or call not in layout.recorded:
         raise RuntimeError(
             "the backward of a compiled model found no record of its forward: leave out a checkpoint around it, or pass "
             "use_reentrant=True; pass retain_graph=True to a first backward."
         )
-    kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    kept_graph = backward_keeps_graph()
     out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)
-    with torch._C._ForceDispatchKeyGuard(*_DISPATCH):
+    with default_dispatch():
         found = torch.autograd.grad(out, [*own, *past], gradient, retain_graph=kept_graph)
     gradients, others = layout.gradients, found[len(own) :]
     assert gradients is not None, "the operator is for bodies with compiled parts"

@@ -1,8 +1,4 @@
-"""Checkpoints that a scorer follows: what is recomputed in the backward runs in the context of its forward.
-
-Private names as in transformers 5.23 and torch 2.13: the attributes that hold a module's checkpoint function, and the hooks of
-tensors that a graph saves.
-"""
+"""Checkpoints that a scorer follows: what is recomputed in the backward runs in the context of its forward."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-#: The attributes that hold a module's checkpoint function: in transformers, and in torch's CheckpointWrapper.
-CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+from torchrl_llm_kl._private import saving_hook
+
 ADVICE = "use transformers' checkpointing or torch's checkpoint_wrapper"
 #: A module or configuration, the name of an attribute, its value, and the value that replaces it.
 Swap = tuple[object, str, object, object]
@@ -50,8 +46,7 @@ def saving() -> tuple[bool, object]:
 
     A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = None if hooks is None else hooks[0]
+    pack = saving_hook()
     return torch.is_grad_enabled(), pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 

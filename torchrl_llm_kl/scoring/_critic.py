@@ -84,7 +84,9 @@ def _without_peft(model: nn.Module) -> nn.Module:
     if not callable(inner):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(f"{type(model).__name__} learns a prompt, which is not in its body: train with LoRA adapters.")
+        raise ValueError(
+            f"{type(model).__name__} learns a prompt, which is not in its body: train LoRA adapters or all weights."
+        )
     return inner()
 
 

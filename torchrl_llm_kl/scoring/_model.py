@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
+from torchrl_llm_kl._private import ACTIVE_ADAPTER, ADAPTERS, compiled_inside
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
@@ -151,7 +152,7 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
     """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
     layers = adapter_layers(model)
     if not layers and (isinstance(adapters, str) or not hasattr(model, "disable_adapter")):
-        raise ValueError(f"{type(model).__name__} has no PEFT adapters to switch off: call peft.get_peft_model.")
+        raise ValueError(f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference model.")
     if isinstance(adapters, str) and adapters not in (names := set[str]().union(*map(_adapter_names, layers))):
         raise ValueError(
             f"adapters={adapters!r}, but the adapters in the layers of {type(model).__name__} are "
@@ -165,7 +166,7 @@ def _adapter_names(layer: object) -> set[str]:
     """The adapters that a layer of PEFT holds."""
     held = (getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ()))
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
-    return names | set(getattr(layer, "_adapters", ()))
+    return names | set(getattr(layer, ADAPTERS, ()))
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
     """Context: adapters disabled, or the named one active alone; restores each layer and every ``requires_grad``."""
     check_has_adapters(model, adapters)
     layers, on = adapter_layers(model), adapters is not False
-    before = [(layer, layer.disable_adapters, getattr(layer, "_active_adapter", None)) for layer in layers]
+    before = [(layer, layer.disable_adapters, getattr(layer, ACTIVE_ADAPTER, None)) for layer in layers]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         # A PeftModel also disables prompts and prefixes, which are not layers.
@@ -182,14 +183,14 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
                 if layer.disable_adapters == on:
                     layer.enable_adapters(on)
                 if isinstance(adapters, str):  # set_adapter would also make it trainable
-                    layer._active_adapter = [adapters] if adapters in _adapter_names(layer) else []
+                    setattr(layer, ACTIVE_ADAPTER, [adapters] if adapters in _adapter_names(layer) else [])
             yield
     finally:
         for layer, disabled, active in before:
             if layer.disable_adapters != disabled:
                 layer.enable_adapters(not disabled)
             if isinstance(adapters, str):
-                layer._active_adapter = active
+                setattr(layer, ACTIVE_ADAPTER, active)
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
 
@@ -217,7 +218,7 @@ def _as_compiled(model: nn.Module, body: nn.Module) -> nn.Module:
     waiting = [model]
     while waiting:
         for child in waiting.pop().children():
-            if child is body or getattr(child, "_orig_mod", None) is body:
+            if child is body or compiled_inside(child) is body:
                 return child
             if not isinstance(child, nn.ModuleList):
                 waiting.append(child)
@@ -230,15 +231,6 @@ def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     if body is None or head is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head.")
     return body, head
-
-
-def compiled_call(module: nn.Module) -> tuple[str, Any] | None:
-    """The attribute that holds a module's compiled call, and that call; None if the module is not compiled."""
-    for name in ("_compiled_call_impl", "forward"):
-        function = module.__dict__.get(name)
-        if hasattr(function, "_torchdynamo_orig_callable"):
-            return name, function
-    return None
 
 
 def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:

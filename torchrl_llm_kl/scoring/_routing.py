@@ -25,8 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.scoring._checkpoints import ADVICE, CHECKPOINTS, Followed, Swap, follow, saving, swapped
-from torchrl_llm_kl.scoring._model import compiled_call, locked, send, text_config
+from torchrl_llm_kl._private import CHECKPOINTS, DEEPSPEED_GROUPS, compiled_call
+from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
+from torchrl_llm_kl.scoring._model import locked, send, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 
@@ -90,7 +91,7 @@ def _weights_of(module: nn.Module) -> Weights | None:
 def _gathers_weights(model: nn.Module) -> bool:
     """Whether each rank computes with whole weights: DDP, FSDP, and FSDP2 over one dimension of ranks."""
     meshes = [cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)]
-    deepspeed = any(hasattr(p, name) for p in model.parameters() for name in ("ds_process_group", "_dp_group"))
+    deepspeed = any(hasattr(p, name) for p in model.parameters() for name in DEEPSPEED_GROUPS)
     sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
     return sharded and not deepspeed and all(mesh.ndim == 1 for mesh in meshes)
 
@@ -120,7 +121,9 @@ class Routers:
                 {type(m).__name__ for m in model.modules() if re.search(r"Router|Experts|MoE", type(m).__name__)}
             )
             if kinds:
-                raise ValueError(f"how {', '.join(kinds)} weigh experts is not known here. Known are {_KNOWN}.")
+                raise ValueError(
+                    f"how {', '.join(kinds)} weigh experts is not known here. Known are {_KNOWN}: leave routing= out."
+                )
             raise ValueError(f"{name} is dense: it has no router. Leave out routing= and RoutedExperts().")
         if Ranks([model]).groups and not _gathers_weights(model):
             raise ValueError(f"{name} is tensor parallel or sharded otherwise: replay its routing with DDP or FSDP.")
@@ -275,7 +278,9 @@ class RoutedForward(Followed):
         replaced = None
         if self.rows is not None:
             if self.rows.shape[0] != ids.shape[0]:
-                raise ValueError(f"{type(router).__name__} got {ids.shape[0]} tokens, expected {self.rows.shape[0]}.")
+                raise ValueError(
+                    f"{type(router).__name__} got {ids.shape[0]} tokens, expected {self.rows.shape[0]}: leave routing= out."
+                )
             weigh = self.routers.weights[place]
             _prove(router, weigh, logits, scores, ids)
             rows = self.rows[:, place].long()

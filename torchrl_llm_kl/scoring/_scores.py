@@ -122,7 +122,9 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
     weight, plain = getattr(head, "weight", None), _is_plain(head)
     if not plain and is_dtensor(weight):
-        raise ValueError(f"the head {type(head).__name__} is sharded over ranks and more than linear: leave it out.")
+        raise ValueError(
+            f"the head {type(head).__name__} is sharded over ranks and more than linear: leave it out of the plan."
+        )
     own = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
     narrow = setup.options.dtype if plain and own != torch.float64 else None
     if isinstance(weight, Tensor):
@@ -258,7 +260,8 @@ class Reading:
         if options.moments:
             if sampled and kept is None:
                 raise ValueError(
-                    f"moments=True: {truncation} leaves too many of {head.weight.shape[0]} tokens to keep at once."
+                    f"moments=True: {truncation} leaves too many of {head.weight.shape[0]} tokens to keep at once: "
+                    "score them without truncation."
                 )
             columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
         if states.kept is None and truncation.active:
@@ -294,7 +297,8 @@ class Reading:
                 ref_logits = self.ref.tempered(rows).to(logits.device)
             if ref_logits.shape != logits.shape:
                 raise ValueError(
-                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} and {ref_logits.shape[-1]}."
+                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} and {ref_logits.shape[-1]} tokens: "
+                    "use an estimator of log-probs, such as 'k1'."
                 )
             if out is not None and options.sampling.reference == "kept":
                 ref_logits = ref_logits.masked_fill(out, -torch.inf)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
+from torchrl_llm_kl._private import WRAPPED
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ModelOrScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard
 
 # What wrappers add to the names of parameters.
-_PREFIXES = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @runtime_checkable
@@ -171,7 +171,9 @@ class ReferenceUpdater:
         weights, rest = state["weights"], state["rest"]
         if weights.keys() != own.keys() or not rest.keys() <= own.keys():
             different = sorted((weights.keys() ^ own.keys()) | (rest.keys() - own.keys()))
-            raise KeyError(f"the state is of another reference: {', '.join(different[:3])} differ.")
+            raise KeyError(
+                f"the state is of another reference, {', '.join(different[:3])} differ: build this one alike."
+            )
         for name, value in own.items():
             for saved in (weights[name], rest.get(name, value)):
                 if saved.shape != value.shape:
@@ -213,7 +215,9 @@ class ReferenceUpdater:
                 )
             own, new = _local(name, own, sources.pop(name))
             if own.shape != new.shape:
-                raise ValueError(f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}.")
+                raise ValueError(
+                    f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}: build both alike."
+                )
             if not own.is_floating_point():
                 raise ValueError(
                     f"{name} has dtype {own.dtype}, which cannot follow the policy: use bfloat16 or wider."
@@ -253,11 +257,16 @@ class ReferenceUpdater:
             factors = getattr(layer, "scaling", {})
             own, new = factors.get(adapter), factors.get(active)
             if own != new:
-                raise ValueError(f"{adapter!r} scales its weights by {own}, the policy's {active!r} by {new}.")
+                raise ValueError(
+                    f"{adapter!r} scales its weights by {own}, the policy's {active!r} by {new}: give both the same "
+                    "lora_alpha, r and use_rslora."
+                )
 
     def _check(self, adapter: bool | str) -> None:
         if adapter is False:
-            raise ValueError("the reference has adapters=False: the base model never changes. Name an adapter.")
+            raise ValueError(
+                "the reference has adapters=False: the base model never changes. Pass a scorer with an adapter's name."
+            )
         for model in (self._reference, self._policy):
             if is_on_meta(model):
                 raise ValueError(f"{type(model).__name__} has weights on the meta device: load them first.")
@@ -297,7 +306,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         reshard(model)  # after a forward they may still be whole, in tensors of their own
     for name, value in nn.Module.named_parameters(model):
-        for prefix in _PREFIXES:
+        for prefix in WRAPPED:
             name = f".{name}".replace(f".{prefix}", ".").removeprefix(".")
         yield name, value
 

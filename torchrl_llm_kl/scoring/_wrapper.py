@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._private import REMOTE
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating
@@ -99,7 +100,9 @@ def score_wrapper(
             with torch.no_grad():
                 _check_zeros(score, request, zeros, type(version).__name__)
     if grad and log_probs.numel() and not log_probs.requires_grad:
-        raise ValueError(f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph.")
+        raise ValueError(
+            f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: pass grad=False."
+        )
     return elements, log_probs
 
 
@@ -166,4 +169,4 @@ def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, de
 
 
 def _is_remote(wrapper: object) -> bool:
-    return "_remote_wrapper" in getattr(wrapper, "__dict__", {})
+    return REMOTE in getattr(wrapper, "__dict__", {})

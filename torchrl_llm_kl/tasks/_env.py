@@ -313,11 +313,11 @@ class TaskEnv(ChatEnv):
             td.set("messages", stack_rows(self._conversation(prompt) for prompt in prompts))
         if self.input_mode == "text":
             texts = {p: self._render(prompt) for p, prompt in by_position.items()}
-            text = Text._from_tensordict(td.empty())
+            text = Text.from_tensordict(td.empty())
             text.prompt = [texts[p] for p in positions.tolist()]
             td.set("text", text)
         else:
-            history = ChatHistory._from_tensordict(td.empty())
+            history = ChatHistory.from_tensordict(td.empty())
             conversations = [self._conversation(prompt) for prompt in prompts]
             lengths = sorted({len(messages) for messages in conversations})
             if len(lengths) > 1:
@@ -382,7 +382,7 @@ class TaskEnv(ChatEnv):
                 replies[row] = None
                 found = f"{type(error).__name__}: {error}"
                 self._log.add(f"the template cannot continue row {row}, whose episode ends: {found}")
-        text = Text._from_tensordict(next_td.empty())
+        text = Text.from_tensordict(next_td.empty())
         text.prompt = texts
         next_td.set("text", text)
         next_td.set("messages", stack_rows(messages))

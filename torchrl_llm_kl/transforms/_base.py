@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import nn
-from torchrl._utils import _RayServiceMetaClass
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
 import torchrl_llm_kl
 from torchrl_llm_kl._numerics import read_device
+from torchrl_llm_kl._private import container_of, service_metaclass
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope, with_a_row
 from torchrl_llm_kl.scoring import Model
@@ -178,16 +178,14 @@ def containers(transform: Transform) -> Iterator[EnvBase]:
         return
     while container is not None:
         yield container
-        outer = getattr(container, "_container", None)
-        container = outer() if callable(outer) else outer
+        container = container_of(container)
 
 
 def later_transforms(transform: Transform) -> Iterator[Transform]:
     """The transforms that run after ``transform`` in the same env or replay buffer, at any depth of composition."""
     inner = transform
     while inner is not None:
-        outer = getattr(inner, "_container", None)
-        outer = outer() if callable(outer) else outer
+        outer = container_of(inner)
         if isinstance(outer, Compose):
             siblings = list(outer.transforms)
             at = next(i for i, sibling in enumerate(siblings) if sibling is inner)
@@ -261,7 +259,7 @@ def to_device(model: T, device: torch.device | str | None) -> T:
 ServiceBackend = Literal["direct", "ray"]
 
 
-class RayVariant(_RayServiceMetaClass, ABCMeta):
+class RayVariant(service_metaclass(), ABCMeta):  # type: ignore[misc]
     """Torchrl's ``service_backend=`` and its scope, and the older ``use_ray_service=``: "ray" builds the Ray variant."""
 
     @property
