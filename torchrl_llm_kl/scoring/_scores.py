@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torchrl_llm_kl._numerics import is_dtensor, widen
 from torchrl_llm_kl.head import (
     WHOLE,
+    HeadOptions,
     Kept,
+    PairOptions,
     Truncation,
     dropped,
     linear_kept,
@@ -224,7 +226,7 @@ class Reading:
         hidden, device = states.source, states.source.device
         targets = self.targets.to(device)
         ids = None if self.ids is None else self.ids.to(device)
-        own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
+        own: HeadOptions = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
         own |= {"temperature": states.temperature, "chunk": tile}
         own["product_dtype"] = states.dtype if ref is None or ref.dtype == states.dtype else torch.float32
         kept, truncation = states.kept, states.truncation
@@ -241,12 +243,11 @@ class Reading:
             return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
         if ref is not None and ref_head is not None:
             bias = None if ref_head.bias is None else ref_head.bias.detach().to(device)
-            own_ref: dict[str, Any] = {"ref_bias": bias, "ref_scale": ref.map.scale, "ref_soft_cap": ref.map.soft_cap}
-            own_ref |= {"direction": options.direction, "beta": options.beta}
-            own_ref["ref_kept"] = options.sampling.reference == "kept"
+            both: PairOptions = {**own, "ref_bias": bias, "ref_scale": ref.map.scale, "ref_soft_cap": ref.map.soft_cap}
+            both["ref_kept"] = options.sampling.reference == "kept"
             others = ref.source.to(device), ref_head.weight.detach().to(device)
-            scores = {**own, **own_ref, **limits, "entropy": options.entropy}
-            found = linear_pair(hidden, head.weight, *others, targets, **scores)._asdict()
+            pair = partial(linear_pair, direction=options.direction, beta=options.beta, entropy=options.entropy)
+            found = pair(hidden, head.weight, *others, targets, **both, **limits)._asdict()
             found["ref_log_prob"] = found["ref_log_prob"].detach()
             if ids is not None:
                 found["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
