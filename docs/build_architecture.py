@@ -20,7 +20,7 @@ PICTURE = Path(__file__).with_name("architecture.png")
 
 #: The layers from bottom to top. Those in one row do not import one another; each may import from every row before it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("_foreign",),
+    ("_foreign", "_typing", "_private"),
     ("_registry", "_files"),
     ("_numerics", "_exports"),
     ("masks", "ragged", "head"),
@@ -32,6 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 
 HOLDS = {
+    "_typing": "types that several layers name",
+    "_private": "private names of other libraries, with the releases in which they were read",
     "_foreign": "settings of TRL, Trinity-RFT and verl: their names there and here",
     "_registry": "one registry: names, aliases, did-you-mean; hyper-parameter names",
     "_files": "files that are there whole or not at all",

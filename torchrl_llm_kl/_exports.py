@@ -12,7 +12,7 @@ from typing import Any, Literal
 _REST = "# isort: split"  # what a stub imports after it is for other layers, and not public
 
 
-def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """``__getattr__``, ``__dir__`` and ``__all__`` of a package, from its stub: what it imports, and types that it defines.
 
     Args:
@@ -23,10 +23,10 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     home, public, types = _imports(text), _imports(text.partition(_REST)[0]), _types(text)
 
     @cache
-    def typed(name: str) -> Any:
+    def typed(name: str) -> object:
         return _typed(package, types[name], load)
 
-    def load(name: str) -> Any:
+    def load(name: str) -> object:
         if name in types:
             return typed(name)
         if name in home:
@@ -53,7 +53,7 @@ def _types(stub: str) -> dict[str, ast.Assign | ast.ClassDef]:
     return {node.name if isinstance(node, ast.ClassDef) else ast.unparse(node.targets[0]): node for node in found}
 
 
-def _typed(package: str, node: ast.Assign | ast.ClassDef, load: Callable[[str], Any]) -> Any:
+def _typed(package: str, node: ast.Assign | ast.ClassDef, load: Callable[[str], object]) -> object:
     """The Literal or the TypedDict that a stub defines; the fields of the latter are strings."""
     if isinstance(node, ast.Assign):
         assert isinstance(node.value, ast.Subscript)

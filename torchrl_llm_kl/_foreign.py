@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 Library = Literal["TRL", "Trinity-RFT", "verl", "prime-rl", "NeMo-RL", "slime"]
 #: Where a setting goes: ``override``: an argument of make_algorithm; ``sampling``: the distribution that tokens are drawn from;
@@ -30,7 +30,7 @@ class Foreign:
 
     library: Library
     name: str
-    default: Any
+    default: object
     place: Place
     here: str = ""
     note: str = ""

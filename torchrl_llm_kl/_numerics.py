@@ -9,7 +9,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,7 @@ def check_is_number(**named: Tensor | None) -> None:
             raise TypeError(f"{name} must hold numbers, got a boolean tensor: pass {name}.float().")
 
 
-def check_is_scalar(**named: Any) -> None:
+def check_is_scalar(**named: object) -> None:
     """Raise a ValueError for the first tensor that is not 0-dim, which would broadcast over tokens; others pass."""
     for name, value in named.items():
         if isinstance(value, Tensor) and value.ndim:
@@ -64,7 +63,7 @@ def check_is_scalar(**named: Any) -> None:
             )
 
 
-def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: Any) -> None:
+def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: object) -> None:
     """Raise a ValueError unless each named number lies in ``[low, high]`` and is greater than ``above``.
 
     Tensors and None pass: reading a tensor would be a host sync.
@@ -77,7 +76,7 @@ def check_range(low: float = -math.inf, high: float = math.inf, *, above: float 
             raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}.")
 
 
-def check_choice(choices: Sequence[str | None], **named: Any) -> None:
+def check_choice(choices: Sequence[str | None], **named: object) -> None:
     """Raise a ValueError unless each named value is one of ``choices``."""
     for name, value in named.items():
         if value not in choices:
@@ -85,7 +84,7 @@ def check_choice(choices: Sequence[str | None], **named: Any) -> None:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
 
-def check_not_a_name(*allowed: str, **named: Any) -> None:
+def check_not_a_name(*allowed: str, **named: object) -> None:
     """Raise an error that says how to load the model, for the first string where one is expected; ``allowed`` ones pass."""
     for name, value in named.items():
         if isinstance(value, str) and value not in allowed:
@@ -95,7 +94,7 @@ def check_not_a_name(*allowed: str, **named: Any) -> None:
             )
 
 
-def read_device(device: Any, name: str = "device") -> torch.device:
+def read_device(device: torch.device | str | int, name: str = "device") -> torch.device:
     """The device that an argument names.
 
     Raises:
@@ -120,7 +119,7 @@ def read_device(device: Any, name: str = "device") -> torch.device:
     )
 
 
-def check_clip_range(clip_low: Any, clip_high: Any) -> None:
+def check_clip_range(clip_low: float | Tensor | None, clip_high: float | Tensor | None) -> None:
     """Raise a ValueError unless ``1 - clip_low`` and ``1 + clip_high`` bound a probability ratio; None is unbounded."""
     check_range(0.0, 1.0, clip_low=clip_low)
     check_range(0.0, clip_high=clip_high)

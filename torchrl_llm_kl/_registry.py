@@ -107,9 +107,9 @@ def first_sentence(error: BaseException) -> str:
     return text if end < 0 else text[: end + 1]
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested mappings as paths with dots; an empty mapping keeps its own path."""
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for name, value in settings.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -203,13 +203,13 @@ class Spec:
     hyper: tuple[str, ...] = ()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     obsolete: Mapping[str, str] = field(default_factory=dict)
-    refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    refused: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     source: str = ""
     needs: tuple[str, ...] = ()
-    types: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    types: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
-    def reading(self: S, function: Callable[..., Any], inputs: Sequence[str]) -> S:
+    def reading(self: S, function: Callable[..., object], inputs: Sequence[str]) -> S:
         """A copy with what the signature says: parameters that are not among ``inputs`` are hyper-parameters."""
         parameters = signature_of(function)
         empty = inspect.Parameter.empty
@@ -227,14 +227,14 @@ class Spec:
         """Every name that :meth:`translate` accepts."""
         return (*self.hyper, *self.aliases, *self.obsolete, *self.refused)
 
-    def check(self, given: Mapping[str, Any]) -> None:
+    def check(self, given: Mapping[str, object]) -> None:
         """Raise unless each is a hyper-parameter of the function under its own name, and one of its choices if it has some."""
         for key, value in given.items():
             if key not in self.hyper:
                 raise TypeError(self._unknown(key))
             choices = choices_of(self.types.get(key))
             if choices and value not in choices:
-                hint = did_you_mean(value, choices) if isinstance(value, str) else ""
+                hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
                 raise ValueError(f"{key} must be one of {', '.join(map(repr, choices))}, got {value!r}.{hint}")
 
     def _unknown(self, key: str) -> str:
@@ -247,7 +247,7 @@ class Spec:
             return no_such(what, key, self.hyper, hint=foreign_hint(key, self.hyper))
         return f"{what} {key!r}: {here}."
 
-    def translate(self, given: Mapping[str, Any], *, stacklevel: int = 3) -> dict[str, Any]:
+    def translate(self, given: Mapping[str, object], *, stacklevel: int = 3) -> dict[str, Any]:
         """``given`` under the function's own names; None for an alias of several names sets nothing.
 
         Raises:
@@ -273,7 +273,7 @@ class Spec:
                 out |= self._translated(key, value, given)
         return out
 
-    def _translated(self, key: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _translated(self, key: str, value: object, given: Mapping[str, object]) -> dict[str, Any]:
         targets = self._targets(key)
         if any(target not in self.hyper for target in targets):
             what, hint = f"{self.name} has no hyper-parameter", foreign_hint(key, self.hyper)
@@ -297,7 +297,7 @@ def aliases_of(given: Mapping[str, str | Sequence[str]] | None) -> dict[str, tup
     return {other: (own,) if isinstance(own, str) else tuple(own) for other, own in (given or {}).items()}
 
 
-def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def signature_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """The parameters of a function by name, with evaluated annotations where these can be evaluated."""
     try:
         return inspect.signature(function, eval_str=True).parameters
@@ -305,7 +305,7 @@ def signature_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter
         return inspect.signature(function).parameters
 
 
-def choices_of(annotation: Any) -> tuple[Any, ...]:
+def choices_of(annotation: object) -> tuple[object, ...]:
     """The values of a Literal, and None if it is optional; empty for any other type."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)

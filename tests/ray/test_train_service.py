@@ -25,7 +25,7 @@ def test_a_run_with_a_shared_reference(ray_cluster, tmp_path, monkeypatch):
 
     monkeypatch.chdir(lab)
     train(config("own", 3), say=lambda line: None)
-    other = load_reference(config("shared", 3, "reference.service=of-runs"), None)
+    other = load_reference(config("shared", 3, "reference.service=of-runs"))
     for steps in (1, 3):
         train(config("shared", steps, "reference.service=of-runs"), say=lambda line: None, build=build)
     for file, count in (("metrics.jsonl", 3), ("evaluations.jsonl", 2)):

@@ -77,7 +77,7 @@ def advantage(
     optional: Mapping[str, str] | None = None,
     aliases: Mapping[str, str] | None = None,
     obsolete: Mapping[str, str] | None = None,
-    refused: Mapping[str, tuple[Any, str]] | None = None,
+    refused: Mapping[str, tuple[object, str]] | None = None,
     source: str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Turn a pure function into a registered advantage; see :class:`AdvantageSpec` for the arguments.
@@ -145,7 +145,7 @@ def _shape_of(key: str, spec: AdvantageSpec) -> str:
     return "[B, R]" if key == "rewards" else "[B]"
 
 
-def advantage_spec(function: Callable[..., Any] | AdvantageName | PeerName) -> AdvantageSpec:
+def advantage_spec(function: Callable[..., object] | AdvantageName | PeerName) -> AdvantageSpec:
     """The spec of a registered advantage, or of the advantage of a name.
 
     Raises:
@@ -164,7 +164,7 @@ def advantage_spec(function: Callable[..., Any] | AdvantageName | PeerName) -> A
     return spec
 
 
-def check_hyperparameters(function: Callable[..., Any], inputs: Sequence[str], hyper: Mapping[str, Any]) -> None:
+def check_hyperparameters(function: Callable[..., object], inputs: Sequence[str], hyper: Mapping[str, Any]) -> None:
     """Compute an advantage of this package for four rows, so that a value it refuses raises where it is given.
 
     Args:

@@ -130,7 +130,7 @@ class Advantage(Transform):
         self.in_keys = read if self.group_key is None else [*read, self.group_key]
         self.out_keys = [self.keys[key] for key in spec.outputs]
 
-    def _resolve_keys(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _resolve_keys(self, given: Mapping[str, NestedKey]) -> dict[str, NestedKey]:
         """The entries read and written: the defaults, overridden by ``given``."""
         # The mean log-prob is computed from the tokens', the length from the mask; group and mask have own arguments.
         own = {"group", "mask", "length", self.spec.kept}
@@ -210,10 +210,9 @@ class Advantage(Transform):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on ``extend`` when the transform was appended with ``invert=True``. What torchrl's
         # MCAdvantage keeps until a group is whole arrives as None.
-        waiting: Any = next_tensordict
-        return waiting if waiting is None else self.forward(next_tensordict)
+        return None if next_tensordict is None else self.forward(next_tensordict)
 
-    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+    def _refuse(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Called only by envs, which have one step at a time."""
         raise RuntimeError(
             f"{self!r} needs all sequences of a batch, and an env has one step at a time: append it to the replay buffer "

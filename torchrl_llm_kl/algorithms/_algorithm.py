@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrl_llm_kl._foreign import foreign_hint, read_table
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec
 from torchrl_llm_kl.algorithms._schema import SCHEMAS, SchemaName
 from torchrl_llm_kl.estimators import EstimatorName, check_penalty
@@ -144,7 +145,7 @@ class Algorithm:
         }
 
     @property
-    def changed(self) -> dict[str, Any]:
+    def changed(self) -> Json:
         """The fields that differ from their defaults; ``name``, ``objective`` and ``sources`` are left out."""
         plain = Algorithm(self.name, self.objective, sources=self.sources)
         defaults = {f.name: getattr(plain, f.name) for f in fields(self)} | self.derived
@@ -210,12 +211,12 @@ _FIELDS = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "sou
 _BETA_OF_ADVANTAGE = {"on_policy_distill": 1.0, "jsd": None}
 
 
-def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> dict[str, object]:
+def _of_top_k(algorithm: Algorithm, changes: Mapping[str, Any]) -> Json:
     """The changes that make a distillation on sampled tokens one over a teacher's top k."""
     advantage = changes.get("advantage", algorithm.advantage)
     if not changes.get("top_k") or "objective" in changes or advantage not in _BETA_OF_ADVANTAGE:
         return {}
-    beta: Any = _BETA_OF_ADVANTAGE[advantage]
+    beta: object = _BETA_OF_ADVANTAGE[advantage]
     if beta is None:
         beta = algorithm.advantage_args.get("beta", advantage_spec(advantage).defaults["beta"])
     distilled = {"objective": "distill", "objective_args": {"beta": beta}, "advantage": None}
@@ -247,7 +248,7 @@ def apply_overrides(algorithm: Algorithm, overrides: Mapping[str, Any]) -> Algor
             if own in args[part]:
                 raise TypeError(f"{name!r} and {part}={{{own!r}: ...}} are the same setting: pass one of them.")
             args[part][own] = value
-    merged: dict[str, Any] = {name: {**getattr(changed, name), **more} for name, more in args.items()}
+    merged: Json = {name: {**getattr(changed, name), **more} for name, more in args.items()}
     return replace(changed, **merged)
 
 

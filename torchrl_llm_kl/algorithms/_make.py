@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tensordict import NestedKey
 from torch import nn
@@ -15,6 +14,7 @@ from typing_extensions import TypedDict, Unpack
 from torchrl_llm_kl._foreign import foreign_hint
 from torchrl_llm_kl._numerics import check_not_a_name
 from torchrl_llm_kl._registry import no_such
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import Advantage, advantage_spec
 from torchrl_llm_kl.algorithms._algorithm import Algorithm, apply_overrides
 from torchrl_llm_kl.algorithms._parts import CHARGED, AlgorithmParts, KeepBest
@@ -33,6 +33,8 @@ from torchrl_llm_kl.losses import (
 from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Scope
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
+    Model,
+    ModelOrScorer,
     RememberedModel,
     SamplerMismatchWarning,
     Sampling,
@@ -62,20 +64,24 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.algorithms import AlgorithmName, AlgorithmOverrides
 
 
+#: A reference: a model, its scorer, or a name: ``"base"`` for the actor without adapters, ``"data"`` for what the data holds.
+Reference: TypeAlias = Model | LogProbScorer | Literal["base", "data"]
+
+
 def make_algorithm(
     algorithm: AlgorithmName | Algorithm,
-    actor: Any,
+    actor: ModelOrScorer,
     *,
-    reference: Any = None,
+    reference: Reference | None = None,
     critic: nn.Module | None = None,
-    gen_model: Any = None,
+    gen_model: Model | LogProbScorer | Literal["from_collector"] | None = None,
     group_key: NestedKey | None = None,
     group_size: int | None = None,
     temperature: float = 1.0,
     sampling: Sampling | None = None,
     masking_strategy: MaskingStrategy = "sft",
     max_len: int | None = None,
-    loss_args: Mapping[str, Any] | None = None,
+    loss_args: Json | None = None,
     context: Context | None = None,
     **overrides: Unpack[AlgorithmOverrides],
 ) -> AlgorithmParts:
@@ -235,7 +241,7 @@ _SCORED: dict[NestedKey, type[Extra]] = {
 
 def _kl_transform(
     preset: Algorithm,
-    policy: Any,
+    policy: Model | str,
     reference: Any,
     *,
     read: set[NestedKey],
@@ -243,7 +249,7 @@ def _kl_transform(
     context: Context | None,
     adapters: bool | str,
     options: ScoreOptions,
-    own: dict[str, Any],
+    own: Json,
 ) -> RetrieveKL | RetrieveLogProb | None:
     """What scores the policy, its reference or both before the loss; None if the loss and the data hold all.
 
@@ -307,7 +313,7 @@ def _terms(preset: Algorithm) -> list[TermPart]:
 class _WrappedModel:
     """Scores the model inside a TorchRL wrapper with the wrapper's keys and template, even if the wrapper generates."""
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: nn.Module) -> None:
         self.wrapper = wrapper
 
     @property
@@ -322,7 +328,9 @@ class _WrappedModel:
         return LogProbScorer(self.wrapper, **settings)
 
 
-def _check_models(preset: Algorithm, reference: Any, critic: Any, masking_strategy: MaskingStrategy) -> None:
+def _check_models(
+    preset: Algorithm, reference: Reference | None, critic: nn.Module | None, masking_strategy: MaskingStrategy
+) -> None:
     name, needs, distils = preset.name, preset.needs_reference, preset.schema == "distill"
     of_data = isinstance(reference, str) and reference == "data"
     if needs and reference is None:
@@ -362,7 +370,7 @@ def _check_models(preset: Algorithm, reference: Any, critic: Any, masking_strate
 _MOST_PADDING, _MOST_PADDED = 1024, 0.02
 
 
-def _check_reference(preset: Algorithm, actor: Any, reference: Any, context: Context | None) -> None:
+def _check_reference(preset: Algorithm, actor: object, reference: object, context: Context | None) -> None:
     """Raise if the reference is the policy itself, or of another vocabulary; models of other processes are not looked at."""
     policy, other = _inner(actor), _inner(reference)
     if not (isinstance(policy, nn.Module) and isinstance(other, nn.Module)):
@@ -401,7 +409,7 @@ _SET_HERE = {
 }
 
 
-def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
+def _check_loss_args(loss_args: Json) -> None:
     parameters = inspect.signature(PolicyLoss.__init__).parameters.values()
     known = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in _SET_HERE]
     known += RolloutArgs.__annotations__
@@ -414,7 +422,7 @@ def _check_loss_args(loss_args: Mapping[str, Any]) -> None:
             raise TypeError(f"{unknown} Hyper-parameters of the objective go to make_algorithm itself.")
 
 
-def _options(actor: Any, temperature: float, sampling: Sampling | None, loss_args: Mapping[str, Any]) -> ScoreOptions:
+def _options(actor: Any, temperature: float, sampling: Sampling | None, loss_args: Json) -> ScoreOptions:
     """How every model is scored: as an actor that is a scorer is, else as requested."""
     asked = as_sampling(temperature, sampling)
     if not isinstance(actor, LogProbScorer):
@@ -440,7 +448,7 @@ def _to_score(model: Any, options: ScoreOptions, name: str) -> Any:
     return _WrappedModel(model) if is_wrapper(model) and unwrap(model) is not None else model
 
 
-def _reference_to_score(actor: Any, reference: Any, options: ScoreOptions) -> Any:
+def _reference_to_score(actor: object, reference: Reference | None, options: ScoreOptions) -> Reference | None:
     """The reference in the form that the transforms accept: ``"base"`` for the actor's model with other adapters, or none."""
     if isinstance(reference, LogProbScorer) and reference.adapters is not True and _inner(reference) is _inner(actor):
         _check_same_settings(reference, options, "reference")
@@ -448,7 +456,9 @@ def _reference_to_score(actor: Any, reference: Any, options: ScoreOptions) -> An
     return _to_score(reference, options, "reference")
 
 
-def _reference_of_loss(actor: Any, reference: Any, options: ScoreOptions) -> Any:
+def _reference_of_loss(
+    actor: object, reference: Reference | None, options: ScoreOptions
+) -> Model | LogProbScorer | None:
     """The reference in the form that a loss accepts, for an exact KL or mismatched answers; None without a model."""
     if not isinstance(reference, str):
         return reference
@@ -472,7 +482,7 @@ def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str
             )
 
 
-def _inner(model: Any) -> Any:
+def _inner(model: object) -> Any:
     if isinstance(model, (LogProbScorer, RememberedModel)):
         return _inner(model.model)
     inner = unwrap(model) if is_wrapper(model) else None

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, is_tensor_collection, lazy_stack, unravel_key
@@ -15,11 +14,12 @@ from torchrl.data import ReplayBuffer, ReplayBufferEnsemble
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.algorithms._schema import Schema
 from torchrl_llm_kl.losses import PolicyLoss, ValueLoss, spec_of
-from torchrl_llm_kl.ragged import has_entry, own_leaves, read_column, read_ragged, write_ragged
+from torchrl_llm_kl.ragged import has_entry, node_of, own_leaves, read_column, read_ragged, write_ragged
 from torchrl_llm_kl.rollouts import find_key, per_sequence, per_token
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 
@@ -40,9 +40,9 @@ def _flat(batch: TensorDictBase) -> TensorDictBase:
     return lazy_stack(list(batch.unbind(0))) if _holds_nested(batch) else batch
 
 
-def _holds_nested(batch: Any) -> bool:
+def _holds_nested(batch: TensorDictBase) -> bool:
     """Whether an entry is a nested tensor. Rows of a stack can be chosen, and may differ in shape: they are not looked at."""
-    batch = getattr(batch, "_tensordict", batch)  # of a tensorclass
+    batch = node_of(batch)
     if isinstance(batch, LazyStackedTensorDict):
         return False
     return any(
@@ -218,7 +218,7 @@ class AlgorithmParts:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Json:
         """All that training changes beside the weights of models: coefficients, and numbers of the losses such as ``step``.
 
         A few numbers, whatever the models' size. A checkpoint holds them beside the actor's weights, the critic's
@@ -243,7 +243,7 @@ class AlgorithmParts:
         state = {"algorithm": self.algorithm.name, **self._state.state_dict()}
         return {key: x.detach().clone() if isinstance(x, Tensor) else x for key, x in state.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what :meth:`state_dict` returned, in parts that were built with the same arguments.
 
         Numbers of the state replace those given to :func:`make_algorithm`: to change one on resuming, assign it afterwards.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._registry import Registry
-from torchrl_llm_kl.ragged import read_column
+from torchrl_llm_kl.ragged import Node, read_column
 from torchrl_llm_kl.rollouts import describe_entries, find_key
 
 SchemaName = Literal["sft", "dpo", "unpaired", "experience", "rewards", "mix", "trajectory", "distill"]
@@ -135,13 +135,13 @@ def _complaint(td: TensorDictBase, entry: Entry, tokens: Entry) -> str | None:
     return None
 
 
-def _shape(value: Any) -> str:
+def _shape(value: Node) -> str:
     if isinstance(value, list):
         return f"rows of {sorted({tuple(row.shape) for row in value})}"
     return f"{len(list(value.unbind()))} nested rows" if value.is_nested else str(tuple(value.shape))
 
 
-def _widths(value: Any, td: TensorDictBase) -> list[int] | None:
+def _widths(value: Node, td: TensorDictBase) -> list[int] | None:
     """The number of positions of each sequence."""
     if isinstance(value, list):
         return [row.shape[0] if row.ndim else 1 for row in value]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrl_llm_kl._foreign import read_table
 from torchrl_llm_kl._registry import Registry, UnknownNameError
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.algorithms._algorithm import Algorithm
 from torchrl_llm_kl.losses import spec_of
 
@@ -44,10 +45,10 @@ def get_algorithm(name: AlgorithmName) -> Algorithm:
 
 def _read() -> None:
     """Register the presets of the table."""
-    values: dict[str, dict[str, Any]] = {}
+    values: dict[str, Json] = {}
     sources: dict[str, dict[str, str]] = {}
     for row in read_table("algorithms/presets.csv"):
-        value: Any
+        value: object
         name, field, value = row["algorithm"], row["field"], row["value"]
         with suppress(ValueError):  # a word stands for itself
             value = json.loads(value)

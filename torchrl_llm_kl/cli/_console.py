@@ -51,7 +51,7 @@ class Group(TyperGroup):
         standalone_mode: bool = True,
         windows_expand_args: bool = True,
         **extra: Any,
-    ) -> Any:
+    ) -> int:
         """Run and exit; without ``standalone_mode`` return the exit code."""
         try:
             code = super().main(args, prog_name or PROGRAM, complete_var, False, windows_expand_args, **extra)
@@ -67,7 +67,7 @@ class Group(TyperGroup):
             sys.exit(code)
         return code
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         """Run a command with its warnings and errors in one line each."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -17,7 +17,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import combinations, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import typer
@@ -26,6 +26,7 @@ from torch import Tensor
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._numerics import all_finite
 from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.cli._console import FOUND, INTERRUPTED, CommandError, print_json, print_table, say
 from torchrl_llm_kl.cli._options import Scoring
 from torchrl_llm_kl.datasets import Answer, Encoder, FileRows, Skip, Skipped
@@ -89,7 +90,7 @@ def score(options: Scoring) -> None:
 
 
 @contextmanager
-def _output(path: Path | None) -> Iterator[Callable[[Iterable[Mapping[str, Any]]], None]]:
+def _output(path: Path | None) -> Iterator[Callable[[Iterable[Json]], None]]:
     """Yield a function that takes records: lines of the output, which is there once it is whole."""
     if path is None:
         yield lambda records: None
@@ -185,7 +186,7 @@ class Run:
             yield items, last
 
     @torch.no_grad()
-    def score(self, items: Sequence[Answer | Skip]) -> list[dict[str, Any]]:
+    def score(self, items: Sequence[Answer | Skip]) -> list[Json]:
         """One record for each answer or skip; sums over its scored tokens in nats, added in float64."""
         answers = [item for item in items if isinstance(item, Answer)]
         columns = self.columns(answers) if answers else {}
@@ -243,12 +244,12 @@ class Run:
                 raise CommandError(f"{rows} cannot be scored {by}: {where}. {advice}")
         return found
 
-    def _records(self, answers: Sequence[Answer], columns: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    def _records(self, answers: Sequence[Answer], columns: Mapping[str, Tensor]) -> Iterator[Json]:
         lengths = torch.tensor([len(answer.tokens) for answer in answers])
         sums = {name: segment_sum(values, lengths).tolist() for name, values in columns.items()}
         by_row = {name: values.split(lengths.tolist()) for name, values in columns.items()}
         for i, answer in enumerate(answers):
-            record: dict[str, Any] = {"index": answer.index}
+            record: Json = {"index": answer.index}
             record |= {"answer": answer.part} if answer.part else {}
             record |= {"num_tokens": len(answer.tokens), "num_scored": int(answer.mask.sum())}
             record |= {name: sums[name][i] for name in ("log_prob", "ref_log_prob") if name in sums}
@@ -267,7 +268,7 @@ class Run:
 
         rows = (item for row in self.source.read(0, total) for item in self.encoder.encode(row))
         answers = list(islice((item for item in rows if isinstance(item, Answer)), HTML_ANSWERS))
-        if not answers:
+        if not answers or self.tokenizer is None:
             return
         mask = torch.cat([answer.mask for answer in answers])
         names = {"log_prob": "log_prob", "ref_log_prob": "ref_log_prob", "exact": "kl"}
@@ -278,8 +279,8 @@ class Run:
         say(f"wrote {path} with {len(answers)} answers.")
 
 
-def _skip_record(skip: Skip) -> dict[str, Any]:
-    record: dict[str, Any] = {"index": skip.index}
+def _skip_record(skip: Skip) -> Json:
+    record: Json = {"index": skip.index}
     record |= {"answer": skip.part} if skip.part else {}
     record |= {"skipped": skip.reason, "place": skip.place}
     return record | ({"detail": skip.detail} if skip.detail else {})
@@ -323,7 +324,7 @@ class Summary:
         #: All answers, and the chosen and the rejected ones -> name -> a number for each answer.
         self.answers: dict[str, dict[str, array[float]]] = {}
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Json) -> None:
         """Count one record."""
         if "skipped" in record:
             part, detail = record.get("answer", ""), record.get("detail", "")
@@ -332,13 +333,13 @@ class Summary:
         self.scored += 1
         self.scored_tokens += record["num_scored"]
         self.tokens += record["num_tokens"]
-        values = {name: record[name] for name in ("num_scored", "log_prob", "ref_log_prob") if name in record}
+        values: Json = {name: record[name] for name in ("num_scored", "log_prob", "ref_log_prob") if name in record}
         values |= {f"KL {name}": value for name, value in record.get("kl", {}).items()}
         for part in {"all", record.get("answer") or "all"}:
             for name, value in values.items():
                 self.answers.setdefault(part, {}).setdefault(name, array("d")).append(value)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """All of it, for JSON."""
         return {
             "scored": self.scored,
@@ -349,8 +350,8 @@ class Summary:
         }
 
     @staticmethod
-    def _measures(num_scored: Sequence[float], **sums: Sequence[float]) -> dict[str, Any]:
-        found: dict[str, Any] = {"count": len(num_scored), **means(num_scored, sums)}
+    def _measures(num_scored: Sequence[float], **sums: Sequence[float]) -> Json:
+        found: Json = {"count": len(num_scored), **means(num_scored, sums)}
         for name, key in (("perplexity", "log_prob"), ("ref_perplexity", "ref_log_prob")):
             if key in found:
                 value = math.exp(min(-found[key]["per_token"], 700.0))  # NaN stays one

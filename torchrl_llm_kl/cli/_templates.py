@@ -6,10 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.cli._console import CommandError, console, print_json, shows_colour
 from torchrl_llm_kl.training import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLE = (
     {"role": "system", "content": "You answer briefly."},
@@ -61,7 +65,7 @@ def show_template(name: str, conversation: Path | None, as_json: bool) -> None:
         )
 
 
-def read_conversation(path: Path) -> list[Mapping[str, Any]]:
+def read_conversation(path: Path) -> list[Json]:
     """The messages of a JSON file: a list, an object with ``messages``, or the first such line of a JSONL file."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -82,7 +86,7 @@ def read_conversation(path: Path) -> list[Mapping[str, Any]]:
     return value
 
 
-def describe(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, sample: bool = False) -> dict[str, Any]:
+def describe(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Json], *, sample: bool = False) -> Json:
     """Text, tokens and turns of a conversation on the tokenizer's template; a sample is changed if the template refuses it."""
     from torchrl_llm_kl.masks import AssistantMaskError, encode_with_mask, render_conversation
 
@@ -104,7 +108,7 @@ def describe(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, sample: b
         own = ids[mask].tolist()
         last = own[-1] if own else None
         turn = {"characters": list(span), "num_tokens": len(own), "last_id": last}
-        turn |= {"last_token": tokenizer.convert_ids_to_tokens(last) if own else ""}
+        turn |= {"last_token": tokenizer.convert_ids_to_tokens(own[-1]) if own else ""}
         turns.append({**turn, "ends_in_special_token": last in special})
     return {
         "num_messages": len(messages),

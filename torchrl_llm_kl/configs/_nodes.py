@@ -35,7 +35,7 @@ _BASES: dict[str, type] = {"transform": TransformConfig, "loss": LossConfig}
 
 def _node(base: type, made: Callable[..., object], more: Sequence[str]) -> type:
     """A node with the fields of a constructor, and ``more`` fields of further arguments."""
-    annotations: dict[str, Any] = {"_target_": str, "_convert_": str, "class_": str}
+    annotations: dict[str, object] = {"_target_": str, "_convert_": str, "class_": str}
     values: dict[str, object] = {"_target_": f"{build.__module__.rpartition('.')[0]}.build", "_convert_": "all"}
     values["class_"] = f"{made.__module__.partition('._')[0]}.{made.__name__}"
     for name, parameter in inspect.signature(made).parameters.items():

@@ -14,7 +14,7 @@ MORE = ("hyper", "service", "overrides")
 PARTS = ("terms", "corrections", "extras")
 
 
-def build(*, class_: str, set_keys: Mapping[str, Any] | None = None, **settings: Any) -> Any:
+def build(*, class_: str, set_keys: Mapping[str, object] | None = None, **settings: Any) -> Any:
     """Construct what a node describes; the ``_target_`` of all nodes.
 
     Keys are tuples in Python and lists in YAML; a dtype is the name of one. ``hyper``, ``service`` and ``overrides`` are
@@ -34,7 +34,7 @@ def build(*, class_: str, set_keys: Mapping[str, Any] | None = None, **settings:
         ('log_probs', 'full')
     """
     make: Callable[..., Any] = get_object(class_)
-    more: dict[str, Any] = {}
+    more: dict[str, object] = {}
     for field in MORE:
         for name, value in (settings.pop(field, None) or {}).items():
             if name in settings or name in more:
@@ -46,14 +46,14 @@ def build(*, class_: str, set_keys: Mapping[str, Any] | None = None, **settings:
     return made
 
 
-def as_key(value: Any) -> Any:
+def as_key(value: object) -> object:
     """A key of a TensorDict: a list of names as a tuple, a list of one name as the name."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return value[0] if len(value) == 1 else tuple(value)
     return value
 
 
-def _plain(name: str, value: Any) -> Any:
+def _plain(name: str, value: Any) -> object:
     if name in ("in_keys", "out_keys"):
         return None if value is None else [as_key(key) for key in value]
     if name == "top_k_key" and isinstance(value, Sequence) and not isinstance(value, str):

@@ -258,7 +258,7 @@ def _encode(rows: Rows, encoder: Encoder, on_skip: OnSkip) -> tuple[list[list[An
         raise DataError(f"the first row of {rows.name} holds {rows.layout}, expected {encoder.layout}{maker}.")
     skipped = Skipped()
     kept: list[list[Answer]] = []
-    values: list[Mapping[str, Any]] = []
+    values: list[Mapping[str, object]] = []
     for row in rows:
         found = encoder.encode(row)
         answers = [item for item in found if isinstance(item, Answer)]
@@ -292,9 +292,9 @@ def _stack(answers: Sequence[Answer], columns: _Columns) -> LazyStackedTensorDic
     return lazy_stack(rows)
 
 
-def _row(answer: Answer, metadata: Mapping[str, Any]) -> TensorDictBase:
+def _row(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
     prompt = int(answer.mask.int().argmax())  # the first trained token
-    entries: dict[str, Any] = {
+    entries: dict[str, TensorDict] = {
         "tokens": TensorDict({"full": answer.tokens, "prompt": answer.tokens[:prompt]}),
         "masks": TensorDict(
             {"all_attention_mask": torch.ones_like(answer.mask), "all_assistant_mask": answer.assistant}

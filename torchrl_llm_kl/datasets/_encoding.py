@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets._rows import (
     MASKS,
     TOKENS,
     Layout,
-    Message,
     Reason,
     Row,
     RowError,
@@ -87,9 +87,9 @@ class EncodingArgs(TypedDict, total=False):
     add_eos: bool
     turns: Literal["all", "last"]
     system_prompt: str | None
-    tools: Sequence[Any] | None
+    tools: Sequence[object] | None
     chat_template: str | None
-    template_kwargs: Mapping[str, Any] | None
+    template_kwargs: Mapping[str, object] | None
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,9 @@ class Encoder:
     add_eos: bool = False
     turns: Literal["all", "last"] = "all"
     system_prompt: str | None = None
-    tools: Sequence[Any] | None = None
+    tools: Sequence[object] | None = None
     chat_template: str | None = None
-    template_kwargs: Mapping[str, Any] | None = None
+    template_kwargs: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if self.layout != "tokens" and not hasattr(self.tokenizer, "eos_token_id"):
@@ -188,7 +188,7 @@ class Encoder:
             return skip("empty", "no token to score")
         return Answer(row.index, part, tokens, mask, assistant, cut)
 
-    def _tokens(self, value: Mapping[str, Any], part: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _tokens(self, value: Mapping[str, object], part: str) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, the mask of those to score, and the mask of all that the assistant wrote."""
         if self.layout == "tokens":
             ids, mask = _of_ids(value)
@@ -201,7 +201,7 @@ class Encoder:
             if not answer:
                 raise RowError("no text to score", "empty")
             if self.as_chat:
-                asked: list[Message] = [{"role": "user", "content": prompt}] if prompt else []
+                asked: list[Json] = [{"role": "user", "content": prompt}] if prompt else []
                 return self._of_messages(asked, [{"role": "assistant", "content": answer}], value)
             return self._of_text(prompt, answer)
         if isinstance(answer, str) and prompt is None:
@@ -217,7 +217,7 @@ class Encoder:
         return self._of_messages(read_messages(prompt, "prompt"), answer, value)
 
     def _of_messages(
-        self, prompt: list[Message], answer: list[Message], value: Mapping[str, Any]
+        self, prompt: list[Json], answer: list[Json], value: Mapping[str, object]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The assistant's turns of ``answer``, on the chat template."""
         if not answer:
@@ -229,7 +229,7 @@ class Encoder:
             prompt, answer = [*prompt, *answer[: spoken[-1]]], answer[spoken[-1] :]
         if self.system_prompt is not None and [*prompt, *answer][0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        options: dict[str, Any] = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
+        options: Json = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
         options["tools"] = self.tools if value.get("tools") is None else value["tools"]
         try:
             rendered = render_conversation(self.tokenizer, [*prompt, *answer], **options)
@@ -264,7 +264,7 @@ class Encoder:
         return tokens, mask, mask
 
 
-def _of_ids(value: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def _of_ids(value: Mapping[str, object]) -> tuple[Tensor, Tensor]:
     name = next(key for key in TOKENS if value.get(key) is not None)
     ids = _integers(value[name], name)
     if not len(ids):
@@ -288,7 +288,7 @@ def _of_ids(value: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _integers(value: Any, name: str) -> Tensor:
+def _integers(value: object, name: str) -> Tensor:
     value = as_list(value)
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RowError(f"has `{name}` of {type(value).__name__}, expected a list of whole numbers")
@@ -337,7 +337,7 @@ class Skipped:
         if len(places) < _PLACES:
             places.append(f"{place}{f' ({part})' if part else ''}{f': {detail}' if detail else ''}")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Counts and first places by reason, for JSON."""
         return {reason: {"count": n, "first": self.places[reason]} for reason, n in self.counts.items()}
 

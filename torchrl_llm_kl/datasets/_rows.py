@@ -17,17 +17,16 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import history_to_messages
 
 if TYPE_CHECKING:
+    from pyarrow.parquet import ParquetFile
     from torchrl.data.llm import History
 
 #: What holds rows: the path of a JSONL or Parquet file; a dataset of Hugging Face's ``datasets``, or any other iterable of
 #: dicts; a list of dicts, texts or conversations; a dict of columns; a ``History`` of TorchRL.
-DataSource: TypeAlias = "str | PathLike[str] | Iterable[Any] | Mapping[str, Any] | History"
-
-#: A message of a conversation: ``role``, ``content`` and other keys that a template reads.
-Message: TypeAlias = dict[str, Any]
+DataSource: TypeAlias = "str | PathLike[str] | Iterable[object] | Mapping[str, object] | History"
 
 #: The kinds of rows that have tokens to score or to train on.
 Layout = Literal["messages", "completion", "preference", "tokens"]
@@ -143,7 +142,7 @@ class Rows:
         """Rows from number ``start`` to before number ``stop``."""
         return islice(self._read(), start, stop)
 
-    def values(self) -> list[Any]:
+    def values(self) -> list[Mapping[str, object] | str | Sequence[object]]:
         """The values of all rows.
 
         Raises:
@@ -183,7 +182,7 @@ class Rows:
 class _IterableRows(Rows):
     """Rows of a list, or of anything that iterates over dicts."""
 
-    def __init__(self, items: Iterable[Any], name: str) -> None:
+    def __init__(self, items: Iterable[object], name: str) -> None:
         self._items, self.name = items, name
         self.total = len(items) if isinstance(items, Sized) else None  # a streamed dataset has no length
 
@@ -199,7 +198,7 @@ class _IterableRows(Rows):
                 yield Row(index, place, None, problem)
 
 
-def _conversations(history: Any) -> list[Any]:
+def _conversations(history: History) -> list[list[Json]]:
     """The conversations of a History of any batch size."""
     found = history_to_messages(history)
     while found and isinstance(found[0], list) and found[0] and isinstance(found[0][0], list):
@@ -207,10 +206,10 @@ def _conversations(history: Any) -> list[Any]:
     return [found] if found and not isinstance(found[0], list) else found
 
 
-def _of_columns(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _of_columns(columns: Mapping[str, object]) -> list[dict[str, object]]:
     if columns and all(hasattr(value, "column_names") for value in columns.values()):
         raise DataError(f"expected rows, found the splits {', '.join(map(str, columns))}: pass one of them.")
-    lists: dict[str, Any] = {}
+    lists: dict[str, Sequence[object]] = {}
     for name, value in columns.items():
         if is_history(value):
             value = _conversations(value)
@@ -269,7 +268,7 @@ class FileRows(Rows):
         self.parquet = start.startswith(b"PAR1")
         self.total = self._parquet_file().metadata.num_rows if self.parquet else lines
 
-    def _parquet_file(self) -> Any:
+    def _parquet_file(self) -> ParquetFile:
         try:
             import pyarrow.parquet as parquet
         except ModuleNotFoundError:
@@ -331,7 +330,7 @@ def _parse(index: int, place: str, line: bytes) -> Row:
 # ------------------------------------------------------------------ what a row holds
 
 
-def as_list(value: Any) -> Any:
+def as_list(value: object) -> object:
     """An array, in which pandas and numpy hold a list, as that list; anything else as it is.
 
     Example:
@@ -342,7 +341,7 @@ def as_list(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def read_messages(value: object, name: str) -> list[Message]:
+def read_messages(value: object, name: str) -> list[Json]:
     """Messages without the fields that Parquet fills with None; a RowError for anything else under ``name``."""
     if is_history(value):
         return history_to_messages(value)

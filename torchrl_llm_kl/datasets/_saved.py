@@ -25,7 +25,9 @@ from torch import Tensor
 
 from torchrl_llm_kl._files import replacing
 from torchrl_llm_kl._registry import first_sentence
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets._rows import DataError
+from torchrl_llm_kl.ragged import fields_of, node_of
 
 _FORMAT, _VERSION = "torchrl_llm_kl.batch", 1
 #: Values beside tensors that a file may hold; all of them load without running code.
@@ -77,7 +79,7 @@ def save_batch(batch: TensorDictBase, path: str | Path) -> None:
         torch.save(record, part)
 
 
-def _encode(value: Any, where: tuple[str, ...]) -> Any:
+def _encode(value: TensorDictBase | Tensor, where: tuple[str, ...]) -> Tensor | dict[str, object]:
     """A tensor, or a dict of what :func:`_decode` makes a collection of; ``where`` is its key."""
     if isinstance(value, Tensor):
         return _encode_tensor(value)
@@ -88,10 +90,10 @@ def _encode(value: Any, where: tuple[str, ...]) -> Any:
     if is_non_tensor(value):
         return {"class": _name(type(value), where), "value": _check(value.data, where), **about}
     if is_tensorclass(value):
-        fields = {name: _check(item, (*where, name)) for name, item in value._non_tensordict.items()}
-        return {"class": _name(type(value), where), "of": _encode(value._tensordict, where), "fields": fields}
+        fields = {name: _check(item, (*where, name)) for name, item in fields_of(value).items()}
+        return {"class": _name(type(value), where), "of": _encode(node_of(value), where), "fields": fields}
     plain = value if type(value) is TensorDict else value.to_tensordict(retain_none=True)
-    entries = {key: _encode(plain._get_str(key, None), (*where, key)) for key in plain.keys()}  # noqa: SIM118
+    entries = {key: _encode(plain.get(key), (*where, key)) for key in plain.keys()}  # noqa: SIM118
     return {"class": _name(TensorDict, where), "entries": entries, **about}
 
 
@@ -105,12 +107,12 @@ def _encode_tensor(value: Tensor) -> Tensor:
     return value if whole else value.clone()
 
 
-def _names(td: Any) -> list[str | None] | None:
+def _names(td: TensorDictBase) -> list[str | None] | None:
     names = None if is_non_tensor(td) else td.names
     return list(names) if names and any(name is not None for name in names) else None
 
 
-def _check(value: Any, where: tuple[str, ...]) -> Any:
+def _check(value: Any, where: tuple[str, ...]) -> object:
     """A value of Python's own types, in lists, tuples, sets and dicts of any depth."""
     if type(value) in _PLAIN:
         return value
@@ -139,7 +141,7 @@ def _name(cls: type, where: tuple[str, ...]) -> str:
     )
 
 
-def _class(name: str) -> Any:
+def _class(name: str) -> type[TensorDict]:
     """The collection with this name, of a package that is trusted."""
     module, _, cls = name.partition(":")
     if not any(f"{module}.".startswith(f"{package}.") for package in _PACKAGES):
@@ -153,7 +155,7 @@ def _class(name: str) -> Any:
 # ------------------------------------------------------------------ reading
 
 
-def load_batch(path: str | Path, *, trust: bool = False) -> Any:
+def load_batch(path: str | Path, *, trust: bool = False) -> TensorDictBase:
     """Read a batch from disk, onto the CPU, without running code from it.
 
     Args:
@@ -196,7 +198,7 @@ def load_batch(path: str | Path, *, trust: bool = False) -> Any:
     return _of_torch(path, trust)
 
 
-def _of_torch(path: Path, trust: bool) -> Any:
+def _of_torch(path: Path, trust: bool) -> TensorDictBase:
     try:
         found = torch.load(path, map_location="cpu", weights_only=not trust)
     except pickle.UnpicklingError as error:
@@ -212,16 +214,16 @@ def _of_torch(path: Path, trust: bool) -> Any:
         return found
     if is_tensor_collection(found):
         return found.to_tensordict()
-    if isinstance(found, Mapping) and found.get("format") == _FORMAT:
+    if isinstance(found, dict) and found.get("format") == _FORMAT:
         return _of_record(found, path)
-    if isinstance(found, Mapping) and found and all(isinstance(key, str) for key in found):
+    if isinstance(found, dict) and found and all(isinstance(key, str) for key in found):
         return _of_dict({key: value for key, value in found.items() if not key.startswith("__")}, path)
     raise DataError(
         f"{path} holds a {type(found).__name__}: expected a batch of save_batch, or a TensorDict's to_dict() or state_dict()."
     )
 
 
-def _of_record(record: Mapping[str, Any], path: Path) -> Any:
+def _of_record(record: Json, path: Path) -> TensorDictBase:
     if record.get("version") != _VERSION:
         raise DataError(
             f"{path} has version {record.get('version')!r} of the format of save_batch: this package reads {_VERSION}. Load "
@@ -233,7 +235,7 @@ def _of_record(record: Mapping[str, Any], path: Path) -> Any:
         raise DataError(f"{path} is damaged: {first_sentence(error)}") from error
 
 
-def _decode(node: Any) -> Any:
+def _decode(node: Json | Tensor) -> TensorDictBase | Tensor:
     if isinstance(node, Tensor):
         return node
     cls = _class(node["class"])
@@ -253,7 +255,7 @@ def _decode(node: Any) -> Any:
     return out
 
 
-def _of_dict(found: dict[str, Any], path: Path) -> Any:
+def _of_dict(found: Json, path: Path) -> TensorDictBase:
     """A TensorDict from nested dicts, or from a flat one with dotted names. They do not say what its batch dimensions are."""
     tokens = found["tokens"].get("full") if isinstance(found.get("tokens"), Mapping) else found.get("tokens.full")
     dense = tokens is not None and not getattr(tokens, "is_nested", False)
@@ -274,7 +276,7 @@ def _of_dict(found: dict[str, Any], path: Path) -> Any:
 # ------------------------------------------------------------------ folders and archives of td.save
 
 
-def _of_memmap(path: Path, trust: bool) -> Any:
+def _of_memmap(path: Path, trust: bool) -> TensorDictBase:
     try:
         names, read = _folder(path) if path.is_dir() else _archive(path)
         if "meta.json" not in names:
@@ -345,7 +347,7 @@ def _missing(names: set[str], read: Callable[[str], bytes]) -> list[str]:
     return missing
 
 
-def _needed(about: Mapping[str, Any], here: set[str]) -> set[str]:
+def _needed(about: Json, here: set[str]) -> set[str]:
     """The files that belong to the metadata of a folder which holds the names ``here``."""
     kind = str(about["_type"])
     if "torchrl." in kind:  # tensordict knows a class once its module is imported

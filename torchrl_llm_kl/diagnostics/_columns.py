@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -33,7 +32,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import NOT_TEXT, LogProbScorer, Sampling, as_sampling, log_probs_only
+from torchrl_llm_kl.scoring import NOT_TEXT, LogProbScorer, ModelOrScorer, Sampling, as_sampling, log_probs_only
 
 #: Entries that are read into columns, by column: where TorchRL's wrappers and this package's transforms and losses keep them.
 KEYS: Mapping[str, NestedKey] = {
@@ -93,8 +92,8 @@ class TokenColumns:
 class Reading(TypedDict, total=False):
     """How a batch is read, and what scores it: the arguments of :func:`read_columns`, and of all that calls it."""
 
-    policy: Any
-    reference: Any
+    policy: ModelOrScorer | None
+    reference: ModelOrScorer | None
     temperature: float
     sampling: Sampling | None
     keys: Mapping[str, NestedKey] | None
@@ -114,8 +113,8 @@ def check_reading(given: Reading) -> None:
 def read_columns(
     tensordict: TensorDictBase,
     *,
-    policy: Any = None,
-    reference: Any = None,
+    policy: ModelOrScorer | None = None,
+    reference: ModelOrScorer | None = None,
     temperature: float = 1.0,
     sampling: Sampling | None = None,
     keys: Mapping[str, NestedKey] | None = None,
@@ -210,10 +209,12 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
     return found
 
 
-def _score(tokens: Ragged, mask: Tensor, policy: Any, reference: Any, scored: Sampling) -> dict[str, Tensor]:
+def _score(
+    tokens: Ragged, mask: Tensor, policy: ModelOrScorer | None, reference: ModelOrScorer | None, scored: Sampling
+) -> dict[str, Tensor]:
     """Columns of the models, NaN outside the mask."""
 
-    def scorer(model: Any, sampling: Sampling) -> Any:
+    def scorer(model: ModelOrScorer | None, sampling: Sampling) -> LogProbScorer | None:
         return model if model is None or isinstance(model, LogProbScorer) else LogProbScorer(model, sampling=sampling)
 
     own, other = scorer(policy, scored), scorer(reference, scored.of_reference)
@@ -222,7 +223,7 @@ def _score(tokens: Ragged, mask: Tensor, policy: Any, reference: Any, scored: Sa
         alone = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions
         out = {name: each.score(tokens, mask) for name, each in alone.items() if each is not None}
     elif own is not None:
-        scores = own.evaluate(tokens, mask, entropy=True, **({} if other is None else {"reference": other}))
+        scores = own.evaluate(tokens, mask, entropy=True, reference=other)
         out = {name: getattr(scores, name) for name in ("log_prob", "entropy", "ref_log_prob", "kl")}
     elif other is not None:
         out = {"ref_log_prob": other.score(tokens, mask)}

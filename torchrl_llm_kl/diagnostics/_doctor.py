@@ -17,11 +17,13 @@ from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._causes import SURE, Finding
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._findings import Case, find
 from torchrl_llm_kl.diagnostics._measures import Table, measure, retokenised, worst_tokens
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.rollouts import ModelInterface, TokenisingOptions, read_conversations, sub_key
 from torchrl_llm_kl.scoring import LogProbScorer, as_sampling, is_wrapper, not_text, placeholders, unwrap
 
@@ -71,10 +73,10 @@ class Diagnosis:
         """1 if there is a fault, else 0."""
         return int(bool(self.faults))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """All of it as plain lists, strings and numbers, for JSON; infinities and NaN as strings."""
 
-        def plain(value: Any) -> Any:
+        def plain(value: object) -> Any:
             if isinstance(value, Mapping):
                 return {str(key): plain(x) for key, x in value.items()}
             if isinstance(value, (list, tuple)):
@@ -124,7 +126,7 @@ def _evidence(found: Finding) -> str:
 def diagnose(
     batch: TensorDictBase | TokenColumns,
     *,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     **reading: Unpack[Reading],
@@ -199,8 +201,9 @@ def diagnose(
     )
     problems = [text for model in models if (text := not_text(columns.tokens, placeholders(model)))]
     unread = {**columns.unread, **({"log_prob": problems[0]} if problems else {})}
-    scorable = policy is not None and "log_prob" not in unread and Rescorer.can_score(policy)
-    rescorer = Rescorer(policy, columns, table, scored) if scorable and bool(columns.mask.any()) else None
+    rescorer = None
+    if policy is not None and "log_prob" not in unread and Rescorer.can_score(policy) and bool(columns.mask.any()):
+        rescorer = Rescorer(policy, columns, table, scored)
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
     found = find(case)
     return Diagnosis(measures, tuple(found), tuple(worst_tokens(columns)), 0 if rescorer is None else rescorer.forwards)
@@ -220,7 +223,7 @@ def _read(batch: TensorDictBase, reading: Reading) -> TokenColumns:
     return read_columns(batch, **needed, strict=False)
 
 
-def _ends(tokenizer: Any) -> list[int] | None:
+def _ends(tokenizer: Tokenizer | None) -> list[int] | None:
     """Ids that end an answer, as far as the tokenizer knows."""
     found = getattr(tokenizer, "eos_token_id", None)
     known = found if isinstance(found, list) else [found] if isinstance(found, int) else []
@@ -271,7 +274,7 @@ class Doctor(Transform):
         *,
         on_fault: Literal["warn", "raise", "log"] = "warn",
         log: Callable[[Diagnosis], object] | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
         **reading: Unpack[Reading],
@@ -297,8 +300,7 @@ class Doctor(Transform):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. What torchrl's MCAdvantage
         # keeps until a group is whole arrives as None.
-        waiting: Any = next_tensordict
-        return waiting if waiting is None else self.forward(next_tensordict)
+        return None if next_tensordict is None else self.forward(next_tensordict)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self.forward(tensordict.copy().set("next", next_tensordict))

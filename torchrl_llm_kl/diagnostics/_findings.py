@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._causes import SURE, Evidence, Finding, finding
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table, clustered_mean, retokenised, surprisal_gap
 from torchrl_llm_kl.diagnostics._rescored import Rescorer
-from torchrl_llm_kl.scoring import NOT_TEXT
+from torchrl_llm_kl.masks import Tokenizer
+from torchrl_llm_kl.scoring import NOT_TEXT, ModelOrScorer
 
 #: Smallest root mean square of log-ratios that counts as a difference, in nats, by the policy's precision.
 FLOORS = {torch.float64: 2e-3, torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -64,10 +65,10 @@ class Case:
     table: Table
     measures: dict[str, float]
     rescorer: Rescorer | None = None
-    policy: Any = None
-    reference: Any = None
-    tokenizer: Any = None
-    conversations: list[Any] | None = None
+    policy: ModelOrScorer | None = None
+    reference: ModelOrScorer | None = None
+    tokenizer: Tokenizer | None = None
+    conversations: list[list[Json]] | None = None
     unread: Mapping[str, str] = field(default_factory=dict)
     moved: bool = False
 
@@ -139,7 +140,7 @@ def reference_faults(case: Case) -> list[Finding]:
     return [finding("zero_kl", 0.3, evidence)]
 
 
-def shared_weights(policy: Any, reference: Any) -> float:
+def shared_weights(policy: object, reference: object) -> float:
     """The share of the reference's weights that are in the policy's memory; 0 if it is scored with other adapters."""
     if policy is None or reference is None or getattr(policy, "adapters", True) != getattr(reference, "adapters", True):
         return 0.0
@@ -147,7 +148,7 @@ def shared_weights(policy: Any, reference: Any) -> float:
     return len(own & other) / len(other) if other else float(policy is reference)
 
 
-def _weights(model: Any) -> set[int]:
+def _weights(model: object) -> set[int]:
     while not isinstance(model, nn.Module) and hasattr(model, "model"):
         model = model.model
     return {p.data_ptr() for p in model.parameters() if p.numel()} if isinstance(model, nn.Module) else set()

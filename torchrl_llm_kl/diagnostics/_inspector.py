@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html as html_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
 from typing_extensions import Unpack
@@ -15,6 +15,7 @@ from torchrl_llm_kl.diagnostics._page import View, render_excerpt, write_page
 from torchrl_llm_kl.diagnostics._quantities import Quantity, Side, available
 from torchrl_llm_kl.diagnostics._terminal import render_terminal
 from torchrl_llm_kl.diagnostics._texts import token_texts
+from torchrl_llm_kl.masks import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -109,7 +110,7 @@ class Inspection:
 
 def inspect_tokens(
     batch: TensorDictBase | TokenColumns,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     html: str | Path | None = "rollouts.html",
     *,
     other: TensorDictBase | TokenColumns | None = None,

@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -17,7 +17,11 @@ from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
 from torchrl_llm_kl.diagnostics._doctor import Diagnosis, diagnose
 from torchrl_llm_kl.diagnostics._inspector import inspect_tokens
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.rollouts import TokenisingOptions
+
+if TYPE_CHECKING:
+    from torchrl.record.loggers import Logger
 
 #: What a progress bar shows, in this order: name there, names in the log of which the first that is known counts, and form.
 _STATUS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -87,11 +91,11 @@ class RunMonitor:
 
     def __init__(
         self,
-        loggers: Any = (),
+        loggers: Logger | Sequence[Logger] | None = (),
         *,
         every: int = 20,
         folder: str | Path | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         kl_target: float | None = None,
         **reading: Unpack[Reading],
     ) -> None:
@@ -99,8 +103,7 @@ class RunMonitor:
         check_range(0, every=every)
         if folder is not None and every and tokenizer is None:
             raise ValueError("the page of a batch shows text: pass tokenizer=, or folder=None for numbers alone.")
-        several = isinstance(loggers, (list, tuple))
-        self.loggers = tuple(loggers) if several else () if loggers is None else (loggers,)
+        self.loggers = tuple(loggers) if isinstance(loggers, (list, tuple)) else () if loggers is None else (loggers,)
         self.folder = None if folder is None else Path(folder)
         self.every, self.tokenizer, self.kl_target = every, tokenizer, kl_target
         if tokenizer is not None:
@@ -168,6 +171,7 @@ class RunMonitor:
                 reading = self._reading.copy()
                 reading["reference"] = None
                 data = read_columns(data, **reading, strict=False)
+            assert self.tokenizer is not None
             inspect_tokens(data, self.tokenizer, html=page, title=f"Rollouts of step {step}")
             for logger in self.loggers:
                 log_page(logger, "rollouts", page, step)
@@ -192,7 +196,7 @@ def _means(sums: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
 # ------------------------------------------------------------------ loggers
 
 
-def log_metrics(logger: Any, metrics: Mapping[str, float], step: int) -> None:
+def log_metrics(logger: Logger, metrics: Mapping[str, float], step: int) -> None:
     """Log numbers to one of torchrl's loggers.
 
     Example:
@@ -208,7 +212,7 @@ def log_metrics(logger: Any, metrics: Mapping[str, float], step: int) -> None:
             logger.log_scalar(name, value, step=step)
 
 
-def log_text(logger: Any, name: str, text: str, step: int) -> None:
+def log_text(logger: Logger, name: str, text: str, step: int) -> None:
     """Log a text to one of torchrl's loggers, as what it has for text; a logger that has nothing for text gets none.
 
     W&B and Trackio get a string, TensorBoard and CSV a text, MLflow an artifact ``NAME/STEP.txt``.
@@ -228,7 +232,7 @@ def log_text(logger: Any, name: str, text: str, step: int) -> None:
         _log_artifact(experiment, f"{name}/{step}.txt", text)
 
 
-def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
+def log_page(logger: Logger, name: str, page: str | Path, step: int) -> None:
     """Log an HTML page to one of torchrl's loggers.
 
     W&B shows it as a panel; MLflow keeps it as the artifact ``NAME/STEP.html``; for loggers that write to a folder (CSV,
@@ -265,12 +269,12 @@ def log_page(logger: Any, name: str, page: str | Path, step: int) -> None:
             shutil.copyfile(page, target)
 
 
-def _is(logger: Any, name: str) -> bool:
+def _is(logger: Logger, name: str) -> bool:
     """Whether a logger is of torchrl's class of that name, which needs its package to be imported."""
     return any(base.__name__ == name for base in type(logger).__mro__)
 
 
-def _log_artifact(experiment: Any, name: str, text: str) -> None:
+def _log_artifact(experiment: object, name: str, text: str) -> None:
     import mlflow
 
     mlflow.log_text(text, name, run_id=getattr(getattr(experiment, "info", None), "run_id", None))

@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.losses import importance_weights, mismatch_metrics
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import segment_sum
 from torchrl_llm_kl.rollouts import ResponseTokens
 
@@ -388,7 +389,7 @@ def answer_measures(columns: TokenColumns, end: Sequence[int] | None = None) -> 
     return out
 
 
-def retokenised(columns: TokenColumns, tokenizer: Any, *, most: int = 64) -> dict[str, float]:
+def retokenised(columns: TokenColumns, tokenizer: Tokenizer, *, most: int = 64) -> dict[str, float]:
     """Decode each answer and encode it again: the share of tokens and of answers that change, and the first place.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -195,7 +195,7 @@ def available(sides: Sequence[Side]) -> tuple[Quantity, ...]:
         of = next((choice for choice in choices if any(names.issuperset(choice) for names in have)), ())
         if of or whole.get(name):
             label, note = (texts[key].format(**words) for key in ("label", "note"))
-            kind: Any = texts["kind"]
+            kind = cast(Literal["size", "signed", "row", "category"], texts["kind"])
             found.append(Quantity(name, label, texts.get("unit", ""), kind, of, note, "sizes" in texts))
     return tuple(found)
 

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.diagnostics._columns import TokenColumns
 from torchrl_llm_kl.diagnostics._measures import Table
 from torchrl_llm_kl.diagnostics._metrics import read_rows
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Ranks, Sampling, Scores, is_wrapper, unwrap
 
 #: Tokens, prompts too, and most probable ids that are scored again; sequences that are tried with other prompts.
 MOST_TOKENS, MOST_TOP, MOST_PROMPTS = 8192, 512, 12
@@ -61,7 +63,7 @@ class Rescorer:
         forwards: how often the sequences were scored.
     """
 
-    def __init__(self, policy: Any, columns: TokenColumns, table: Table, sampling: Sampling) -> None:
+    def __init__(self, policy: ModelOrScorer, columns: TokenColumns, table: Table, sampling: Sampling) -> None:
         self.policy = policy.model if isinstance(policy, LogProbScorer) else policy
         self.adapters = policy.adapters if isinstance(policy, LogProbScorer) else True
         self.sampling = sampling
@@ -91,7 +93,7 @@ class Rescorer:
             self._at[sampling.temperature] = (known[0][self.picked], known[1][self.picked])
 
     @staticmethod
-    def can_score(policy: Any) -> bool:
+    def can_score(policy: ModelOrScorer) -> bool:
         """Whether a policy's distributions are in this process, and of this process alone."""
         model = policy.model if isinstance(policy, LogProbScorer) else policy
         if getattr(model, "log_probs_only", False):
@@ -226,7 +228,9 @@ class Rescorer:
 
     # ------------------------------------------------------------------ prompts
 
-    def renderings(self, tokenizer: Any, conversations: list[Any] | None) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def renderings(
+        self, tokenizer: Tokenizer, conversations: list[list[Json]] | None
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Log-probs of the answers after other renderings of their prompts.
 
         Yields:
@@ -268,7 +272,7 @@ class Rescorer:
             yield name, out, known
 
 
-Renderer = Callable[[list[int], Any], list[int]]
+Renderer = Callable[[list[int], list[Json]], list[int]]
 
 
 def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
@@ -277,8 +281,8 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    def template(text: str | None, system: bool = False, **options: Any) -> Renderer:
-        def render(prompt: list[int], messages: Any) -> list[int]:
+    def template(text: str | None, system: bool = False, **options: bool) -> Renderer:
+        def render(prompt: list[int], messages: list[Json]) -> list[int]:
             if system:
                 if messages[0]["role"] == "system":
                     return prompt
@@ -301,7 +305,7 @@ def renderers(tokenizer: Any) -> Iterator[tuple[str, Renderer]]:
         yield name, template(text)
 
 
-def parse_prompt(tokenizer: Any, prompt: list[int]) -> list[dict[str, str]] | None:
+def parse_prompt(tokenizer: Any, prompt: list[int]) -> list[Json] | None:
     """The user's message in a prompt that the tokenizer's template rendered; None if it did not.
 
     Only for prompts of a single message.
@@ -357,7 +361,7 @@ class Top:
 
     def mass(self, cause: str, value: float) -> Tensor:
         """The probability that a truncation keeps; ``[m]``, 1 where it keeps more than the known tokens."""
-        one: dict[str, Any] = {cause: int(value) if cause == "top_k" else value}
+        one: Json = {cause: int(value) if cause == "top_k" else value}
         return self.kept(Sampling(**one))[0]
 
     def kept(self, sampling: Sampling) -> tuple[Tensor, Tensor]:

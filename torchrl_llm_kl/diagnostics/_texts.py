@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torchrl_llm_kl.masks import Tokenizer
+
 #: Control and format characters, other line separators, tags and lone surrogates: they change how their neighbours look.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
@@ -41,7 +43,7 @@ def visible(text: str) -> str:
     return escaped(text).replace("\n", "↵\n").replace("\t", "→\t")
 
 
-def token_texts(tokenizer: Any, ids: Sequence[int]) -> list[TokenText]:
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[TokenText]:
     """The texts of single tokens, with the space that a decoder strips from the start of a text.
 
     Args:

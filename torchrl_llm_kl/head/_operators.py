@@ -11,7 +11,7 @@ lists, and return lists without None: ``settings`` hold the rest of the heads an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = N
 
 class _Sweep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Slice | None, settings: Settings, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, part: Slice | None, settings: Settings, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.part, ctx.settings = part, settings
         ctx.set_materialize_grads(False)
         found = _forward(part, tensors, settings, keep=_KEPT_BYTES)
@@ -85,7 +85,7 @@ class _Sweep(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
         first = _TENSORS + _RESULTS
         tensors, result, rest = saved[:_TENSORS], saved[_TENSORS:first], saved[first:]
@@ -112,7 +112,10 @@ def _forward(part: Slice | None, tensors: Tensors, settings: Settings, keep: int
     return [*result, *statistics, *found[end:]]
 
 
-def _call(name: str, function: Callable[..., Any], *args: Any) -> Any:
+T = TypeVar("T")
+
+
+def _call(name: str, function: Callable[..., T], *args: object) -> T:
     """The operator while a graph is being compiled; otherwise the function itself, without the operator's overhead."""
     return getattr(torch.ops.torchrl_llm_kl, name)(*args) if torch.compiler.is_compiling() else function(*args)
 
@@ -203,7 +206,9 @@ def _top_k_fake(tensors: Tensors, k: int, *settings: Any) -> tuple[Tensor, ...]:
     return values.long(), values, tail, tail.clone(), tail.clone()
 
 
-def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], inputs: str, outputs: str) -> None:
+def _register(
+    name: str, function: Callable[..., object], fake: Callable[..., object], inputs: str, outputs: str
+) -> None:
     schema = f"({inputs}, {_SETTINGS}) -> {outputs}"
     operator = torch.library.custom_op(f"torchrl_llm_kl::{name}", function, mutates_args=(), schema=schema)
     operator.register_fake(fake)

@@ -59,7 +59,7 @@ class Part(WideBuffers):
         self.inputs = tuple(name for name in inputs if name in signature or takes_any)
         without = {name for name, parameter in signature.items() if parameter.default is parameter.empty}
         self._required = tuple(name for name in inputs if name in without and name not in ("log_prob", "mask"))
-        self.settings: dict[str, Any] = {}
+        self.settings: dict[str, object] = {}
         defaults = {name: signature[name].default for name in signature if name not in {*inputs, *without}}
         self._floats = frozenset(name for name, x in signature.items() if isinstance(x.default, float) or _is_scalar(x))
         hyper = {name: self._number(name, value) for name, value in hyper.items()}
@@ -116,7 +116,7 @@ class Part(WideBuffers):
         """A hyper-parameter: a buffer for a number, a module for a coefficient, else the value itself."""
         return self.settings[name] if name in self.settings else getattr(self, name)
 
-    def put(self, name: str, value: Any) -> None:
+    def put(self, name: str, value: object) -> None:
         """Set a hyper-parameter; a number that is a buffer already changes in place.
 
         Raises:
@@ -136,7 +136,7 @@ class Part(WideBuffers):
         self.settings.pop(name, None)
         self._store(name, value)
 
-    def _number(self, name: str, value: Any) -> Any:
+    def _number(self, name: str, value: object) -> object:
         """A hyper-parameter that is a number as float or 0-dim tensor, whatever kind of number was given."""
         if name not in self._floats or value is None or isinstance(value, nn.Module):
             return value
@@ -151,7 +151,7 @@ class Part(WideBuffers):
             raise TypeError(f"{name} must be a number, a tensor or a module, got {value!r}.")
         return float(value)
 
-    def _store(self, name: str, value: Any) -> None:
+    def _store(self, name: str, value: object) -> None:
         if isinstance(value, nn.Module):
             self.add_module(name, value)
         elif name in _COUNTERS:

@@ -18,6 +18,7 @@ from torchrl.objectives.common import LossModule
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, check_not_a_name, masked_mean
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
@@ -61,8 +62,11 @@ from torchrl_llm_kl.rollouts import (
 )
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
+    Model,
+    ModelOrScorer,
     Sampling,
     ScoreOptions,
+    Scorer,
     ScorerSlot,
     as_sampling,
     check_distributions,
@@ -180,7 +184,7 @@ class PolicyLoss(TokenLoss):
 
     def __init__(
         self,
-        actor: Any,
+        actor: ModelOrScorer,
         objective: ObjectiveName | Callable[..., Terms] = "ppo",
         *,
         terms: Sequence[Part | Callable[..., Terms]] = (),
@@ -188,7 +192,7 @@ class PolicyLoss(TokenLoss):
         aggregation: Aggregation | None = None,
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
-        reference: Any = None,
+        reference: Model | Scorer | None = None,
         top_k_key: NestedKey | list[NestedKey] = "top_k",
         temperature: float = 1.0,
         sampling: Sampling | None = None,
@@ -202,8 +206,8 @@ class PolicyLoss(TokenLoss):
         check_not_a_name(actor=actor, reference=reference)
         function = get_objective(objective) if isinstance(objective, str) else objective
         spec = spec_of(function)
-        own: dict[str, Any] = dict(hyper)
-        rollout: Any = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
+        own: Json = dict(hyper)
+        rollout: Json = {name: own.pop(name) for name in RolloutArgs.__annotations__ if name in own}
         if spec is not None:
             own = spec.translate(own)
             aggregation = aggregation or spec.aggregation
@@ -232,7 +236,7 @@ class PolicyLoss(TokenLoss):
         if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
             warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
-    def _set_models(self, actor: Any, reference: Any) -> None:
+    def _set_models(self, actor: ModelOrScorer, reference: Model | Scorer | None) -> None:
         self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
         self._given_scorer = None
         if isinstance(actor, LogProbScorer):
@@ -262,7 +266,7 @@ class PolicyLoss(TokenLoss):
             )
 
     @property
-    def scorer(self) -> LogProbScorer:
+    def scorer(self) -> Scorer:
         """The scorer of the actor."""
         settings = {"options": self._options, "tokens_per_batch": self._tokens_per_batch}
         return self._given_scorer or self._slot.get(self.actor_network, **settings)
@@ -273,28 +277,28 @@ class PolicyLoss(TokenLoss):
         return self._options.sampling if self._given_scorer is None else self._given_scorer.sampling
 
     @property
-    def reference(self) -> Any:
+    def reference(self) -> Model | Scorer | None:
         """The reference model or scorer, None if there is none."""
         return self.__dict__["_reference"]
 
-    def _like_the_actor(self, slot: ScorerSlot, model: Any, **changes: Any) -> LogProbScorer:
+    def _like_the_actor(self, slot: ScorerSlot, model: Model, **changes: Any) -> Scorer:
         """The scorer of a model with the actor's settings, over all tokens, but for ``changes``."""
         given = self._given_scorer
         options = self._options if given is None else given.options
-        own: dict[str, Any] = {"options": options.but(**{"sampling": options.sampling.of_reference, **changes})}
+        own: dict[str, object] = {"options": options.but(**{"sampling": options.sampling.of_reference, **changes})}
         if getattr(model, "log_probs_only", False) is not True:  # a remote model plans its own batches
             own["tokens_per_batch"] = self._tokens_per_batch if given is None else given.tokens_per_batch
         return slot.get(model, **own)
 
     @property
-    def _reference_scorer(self) -> LogProbScorer | None:
+    def _reference_scorer(self) -> Scorer | None:
         reference = self.reference
-        if reference is None or isinstance(reference, LogProbScorer):
+        if reference is None or isinstance(reference, Scorer):
             return reference
         return self._like_the_actor(self._reference_slot, reference, adapters=True)
 
     @property
-    def _sharp_scorer(self) -> LogProbScorer:
+    def _sharp_scorer(self) -> Scorer:
         """The scorer of the actor at half the temperature."""
         model = self.actor_network if self._given_scorer is None else self._given_scorer.model
         return self._like_the_actor(self._sharp_slot, model, sampling=Sampling(self.sampling.temperature / 2))
@@ -349,7 +353,7 @@ class PolicyLoss(TokenLoss):
         if len(betas) > 1:
             raise ValueError(f"exact distillations with beta {sorted(betas)}: expected one beta for all.")
         (beta,) = betas
-        ends: dict[float, Any] = {0.0: {"direction": "forward"}, 1.0: {"direction": "reverse"}}
+        ends: dict[float, dict[str, object]] = {0.0: {"direction": "forward"}, 1.0: {"direction": "reverse"}}
         chosen = ends.get(beta, {"direction": "jensen_shannon", "beta": beta})
         return {"reference": self._reference_scorer, **chosen}
 
@@ -614,8 +618,8 @@ class PolicyLoss(TokenLoss):
             )
             ref = scores.ref_log_prob
             if ref is None and reference is not None and ref_here:
-                options: dict[str, Any] = {"kept": replayed.get("kept", getattr(scores, "kept", None))} if apart else {}
-                ref = reference.score(response.tokens, response.flat_mask, **options)
+                kept = replayed.get("kept", scores.kept) if apart else None
+                ref = reference.score(response.tokens, response.flat_mask, kept=kept)
             sharp = None
             if "sharp_log_prob" in needs:
                 sharp = self._sharp_scorer.score(response.tokens, response.flat_mask, **replayed)

@@ -20,6 +20,7 @@ from torchrl_llm_kl.rollouts import read_denominators, write_denominators
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+
 _WRAP = "Wrap the loss, whose forward then synchronises them: loss = DistributedDataParallel(PolicyLoss(model, ...))"
 _AVERAGE = "or average p.grad over the ranks after backward()"
 

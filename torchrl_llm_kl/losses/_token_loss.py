@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, get_args, overload
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._private import register_pytree_node
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm
@@ -37,6 +37,7 @@ from torchrl_llm_kl.rollouts import (
 from torchrl_llm_kl.scoring import is_zero3
 
 if TYPE_CHECKING:
+    from tensordict.utils import IndexType
     from torch.distributed import ProcessGroup
 
 _ADDED_UP = ("mean", "nanmean", "nansum", "sum")
@@ -77,10 +78,10 @@ class LossOutput(TensorDict):
                 )
         return sum(losses.values())
 
-    def get(self, key: Any, *args: Any, **kwargs: Any) -> Any:
+    def get(self, key: NestedKey, *args: Any, **kwargs: Any) -> Any:
         return self.total_loss if isinstance(key, str) and key == "total_loss" else super().get(key, *args, **kwargs)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: IndexType) -> Any:
         return self.total_loss if isinstance(index, str) and index == "total_loss" else super().__getitem__(index)
 
     def _cast_reduction(self, *, reduction_name: str, further_reduce: bool, **kwargs: Any) -> Any:
@@ -119,8 +120,8 @@ class TokenLoss(LossModule):
         @overload
         def __call__(self, tensordict: TensorDictBase) -> LossOutput: ...
         @overload
-        def __call__(self, **entries: Any) -> Any: ...
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        def __call__(self, **entries: object) -> tuple[Tensor, ...]: ...
+        def __call__(self, *args: object, **kwargs: object) -> LossOutput | tuple[Tensor, ...]: ...
 
     def __init__(self, *, aggregation: Aggregation, max_len: int | None, masking_strategy: MaskingStrategy) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class TokenLoss(LossModule):
         part, own = exposed[name]
         return part.get(own)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         exposed = self.__dict__.get("_exposed", {})
         if name in exposed:
             part, own = exposed[name]
@@ -187,7 +188,7 @@ class TokenLoss(LossModule):
         """Where entries are read; change them with ``set_keys``."""
         return self._tensor_keys
 
-    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
+    def _forward_value_estimator_keys(self, **kwargs: object) -> None:
         # torchrl calls this after `set_keys`. A loss has none, but in_keys change.
         self.in_keys = None
 

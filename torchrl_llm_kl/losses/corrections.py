@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -170,10 +170,8 @@ def importance_weights(
     check_choice(get_args(Level), level=level)
     check_choice(("truncate", "mask"), mode=mode)
     check_is_scalar(low=low, high=high)
-    lowest: Any = {"the bound low": low}
-    highest: Any = {"the bound high": high}
-    check_range(above=0.0, **highest)
-    check_range(0.0, high if isinstance(high, (int, float)) else math.inf, **lowest)
+    check_range(above=0.0, **{"the bound high": high})  # type: ignore[arg-type]
+    check_range(0.0, high if isinstance(high, (int, float)) else math.inf, **{"the bound low": low})  # type: ignore[arg-type]
     old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
     log_ratio = _log_ratio(old, sampler)
     counts = mask

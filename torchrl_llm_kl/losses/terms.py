@@ -215,7 +215,8 @@ def entropy_bonus(
     return (LossTerm("entropy", -entropy, mask, weight=coeff),)
 
 
-def _without(left_out: Any, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+def _without(left_out: Tensor | None, mask: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
     """The mask without the tokens that are left out, and the tensors with 0 there, so that no NaN reaches a gradient."""
+    assert left_out is not None
     mask = mask & ~left_out
     return mask, *(None if tensor is None else clean(tensor, mask) for tensor in tensors)

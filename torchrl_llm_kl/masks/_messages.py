@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 #: A tokenizer of transformers, preferably a fast one.
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 
 ASSISTANT = "assistant"
 _PLACEHOLDER_ROLE = "<none>"

@@ -28,6 +28,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks._messages import AssistantMaskError, Message, MissingChatTemplateError, Tokenizer
 from torchrl_llm_kl.masks._tokens import Span
 
@@ -51,8 +52,8 @@ class Renderer:
         self,
         tokenizer: Tokenizer,
         chat_template: str | None,
-        tools: Sequence[Any] | None,
-        template_kwargs: Mapping[str, Any],
+        tools: Sequence[object] | None,
+        template_kwargs: Json,
     ) -> None:
         reserved = sorted(_RESERVED & set(template_kwargs))
         if reserved:
@@ -97,11 +98,11 @@ class Renderer:
         return trace if trace.text == plain or not checked else None
 
     def _apply(
-        self, template: Any, messages: list[dict[str, Any]], generation_prompt: bool, extra: dict[str, str]
+        self, template: str | nodes.Template, messages: list[Json], generation_prompt: bool, extra: dict[str, str]
     ) -> str:
         # transformers passes the template on unchanged, and jinja2 compiles a syntax tree like a string.
         options = {**self._kwargs, **extra, "add_generation_prompt": generation_prompt, "tokenize": False}
-        text = self.tokenizer.apply_chat_template(messages, chat_template=template, **options)
+        text = self.tokenizer.apply_chat_template(messages, chat_template=template, **options)  # type: ignore[arg-type]
         if not isinstance(text, str):
             raise AssistantMaskError(f"expected one rendered text from {self.name}, found {type(text).__name__}.")
         return text
@@ -142,10 +143,8 @@ class Renderings:
         """
         messages: list[Any] = list(self.messages[:count])
         if then:
-            content: Any = FILLER
-            if any(isinstance(message.get("content"), (list, tuple)) for message in self.messages):
-                content = [{"type": "text", "text": FILLER}]
-            messages.append({"role": then, "content": content})
+            in_parts = any(isinstance(message.get("content"), (list, tuple)) for message in self.messages)
+            messages.append({"role": then, "content": [{"type": "text", "text": FILLER}] if in_parts else FILLER})
         try:
             if then == "tool":  # answers the first call of the last message
                 call = messages[-2]["tool_calls"][0]
@@ -214,7 +213,7 @@ def common_prefix_length(a: str, b: str) -> int:
     return bisect(range(min(len(a), len(b))), False, key=lambda k: a[: k + 1] != b[: k + 1])
 
 
-def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[Any] | None) -> tuple[str, str]:
+def _resolve(tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[object] | None) -> tuple[str, str]:
     """The template's text, and a description of the template for messages."""
     own = getattr(tokenizer, "chat_template", None)
     if chat_template is None and not own:
@@ -342,7 +341,7 @@ MARKINGS = (
 _TAGS = re.compile(r"(?:\s|<[^<>]*>|\[[^\[\]]*\])*")
 
 
-def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> dict[str, Any]:
+def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> Json:
     """A copy of a message with marks in its strings: after leading, before trailing white space and tags.
 
     So a template still finds ``<think>`` at the start of a content, and trims what it would have trimmed.
@@ -350,7 +349,7 @@ def mark_strings(message: Message, index: int, nonce: str, marking: Marking) -> 
     copy = dict(message)
     number = count()
 
-    def mark(value: Any, spoken: bool, keys: Sequence[str] = ()) -> Any:
+    def mark(value: Any, spoken: bool, keys: Sequence[str] = ()) -> object:
         if isinstance(value, Mapping):
             inner = {k: () if k == "arguments" else keys for k in value if not keys or k in keys}
             return {k: mark(v, spoken, inner[k]) if k in inner else v for k, v in value.items()}

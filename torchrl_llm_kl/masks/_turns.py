@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from torchrl_llm_kl.masks._messages import ASSISTANT, Message, TurnNotFoundError
 from torchrl_llm_kl.masks._prefixes import (
@@ -104,7 +103,7 @@ _MAX_KNOWN = 4096
 
 
 @lru_cache(maxsize=64)
-def _known_borders(template: tuple[str, str]) -> dict[Any, tuple[int, int, bool]]:
+def _known_borders(template: tuple[str, str]) -> dict[object, tuple[int, int, bool]]:
     """The borders confirmed on one template with one set of variables, by the text around the message's strings.
 
     The last entry tells whether the start holds for each turn with that text, whatever the contents.
@@ -341,7 +340,7 @@ def _content_follows(text: str, start: int, message: Message) -> bool:
 def _constant_prefix_length(chat: Renderings, text: str, turn: int) -> int | None:
     """Length of the text that the template writes for the turn before any content; None if it cannot be determined."""
     content = chat.messages[turn].get("content")
-    filler: Any = [{"type": "text", "text": FILLER}] if isinstance(content, (list, tuple)) else FILLER
+    filler = [{"type": "text", "text": FILLER}] if isinstance(content, (list, tuple)) else FILLER
     shortened = [*chat.messages[:turn], {"role": ASSISTANT, "content": filler}]
     try:
         trace = Renderings(chat.renderer, shortened, False).trace(turn + 1, False)

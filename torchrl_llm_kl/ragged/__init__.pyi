@@ -22,3 +22,11 @@ from torchrl_llm_kl.ragged._tensordict import (
     read_ragged as read_ragged,
     write_ragged as write_ragged,
 )
+
+# isort: split
+# For the layers above, not public:
+from torchrl_llm_kl.ragged._tensordict import (
+    Node as Node,
+    fields_of as fields_of,
+    node_of as node_of,
+)

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._private import jagged_facts, nested_sizes
 from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, split_rows
 
 #: The side of a sequence on which its padding is.
@@ -114,7 +115,7 @@ class Ragged:
         if not values.is_nested:
             raise TypeError(f"expected a nested tensor, got a dense one of shape {tuple(values.shape)}.")
         if values.layout == torch.strided:
-            sizes = values._nested_tensor_size()  # [S, ndim - 1], on the CPU
+            sizes = nested_sizes(values)  # [S, ndim - 1], on the CPU
             if sizes.ndim != 2 or sizes.numel() == 0:
                 found = f"found one of {values.size(0)} rows and {values.ndim} dimensions"
                 raise ValueError(f"expected a nested tensor [S, (T_i), *F] of at least one row, {found}.")
@@ -122,13 +123,11 @@ class Ragged:
                 raise ValueError(f"only the first dimension of each row may vary, got row shapes {sizes.tolist()}.")
             slots = values.contiguous().values().reshape(int(sizes[:, 0].sum()), *sizes[0, 1:].tolist())
             return cls(slots, None, Strided(sizes[:, 0].tolist(), values.device))
-        if (ragged_dim := getattr(values, "_ragged_idx", 1)) != 1:
-            raise ValueError(
-                f"the ragged dimension must be dimension 1, found dimension {ragged_dim}: transpose it back."
-            )
+        dim, shortest, longest = jagged_facts(values)
+        if dim != 1:
+            raise ValueError(f"the ragged dimension must be dimension 1, found dimension {dim}: transpose it back.")
         jagged: Any = values  # torch does not annotate the methods of the jagged subclass
         offsets, lengths, buffer = jagged.offsets(), jagged.lengths(), jagged.values()
-        shortest, longest = (getattr(values, f"_maybe_{which}_seqlen", None) for which in ("min", "max"))
         container = Jagged(offsets, lengths, buffer.shape[0], shortest, longest)
         if lengths is None:
             return cls(buffer, offsets.diff().long(), container)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import (
@@ -28,6 +28,9 @@ from torch import Tensor
 from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
 
+#: An entry or an element as TensorDict returns it: a tensor, a TensorDict, a tensorclass or non-tensor data. Its annotations
+#: contradict one another, so none is used.
+Node: TypeAlias = Any
 # Names of nested TensorDicts, level by level.
 _Tree = dict[str, "_Tree"]
 
@@ -35,7 +38,7 @@ _Tree = dict[str, "_Tree"]
 # ------------------------------------------------------------------ reading
 
 
-def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
+def read_column(td: TensorDictBase, key: NestedKey) -> Node | None:
     """Read an entry of a TensorDict of any batch size; None if any element lacks it.
 
     From a lazy stack (``td`` or a parent of the entry) the result is a :class:`list` with one value per element of the
@@ -50,7 +53,7 @@ def read_column(td: TensorDictBase, key: NestedKey) -> Any | None:
     path = _path(key)
     if isinstance(td, LazyStackedTensorDict):
         return _read_stack(td, path)
-    value = _node_of(td.get(path[0], None))
+    value = node_of(td.get(path[0], None))
     if len(path) == 1 or value is None:
         return value
     if not isinstance(value, TensorDictBase):
@@ -62,11 +65,11 @@ def _path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
-def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Any] | None:
+def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Node] | None:
     if td.batch_dims == 1:  # each element is a row
         return _read_rows(td.tensordicts, path) or None
     parts = []
-    for sub in map(_node_of, td.tensordicts):
+    for sub in map(node_of, td.tensordicts):
         part = read_column(sub, path)
         if part is None:
             return None
@@ -79,7 +82,7 @@ def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Any] |
     ] or None
 
 
-def _unbind(value: Any, batch_size: torch.Size) -> list[Any]:
+def _unbind(value: Node, batch_size: torch.Size) -> list[Node]:
     if not isinstance(value, Tensor):
         return [value[index] for index in product(*map(range, batch_size))]
     if not value.is_nested:
@@ -99,7 +102,7 @@ def read_node(td: TensorDictBase, name: str) -> TensorDictBase | None:
     if td.batch_dims == 1:
         nodes = _read_rows(td.tensordicts, (name,))
     else:
-        nodes = [read_node(_node_of(sub), name) for sub in td.tensordicts]
+        nodes = [read_node(node_of(sub), name) for sub in td.tensordicts]
     return _restack(nodes, td) if nodes and all(node is not None for node in nodes) else None
 
 
@@ -176,7 +179,7 @@ def write_ragged(td: TensorDictBase, key: NestedKey, slots: Tensor, container: C
     equal = len(set(sizes)) == 1
     if not isinstance(td, LazyStackedTensorDict):
         if len(path) > 1:
-            sub = _node_of(td.get(path[0], None))
+            sub = node_of(td.get(path[0], None))
             if sub is None:
                 sub = TensorDict(batch_size=td.batch_size)
                 if isinstance(container, Rows) and not equal:
@@ -214,10 +217,10 @@ def _write_rows(td: TensorDictBase, path: tuple[str, ...], rows: Sequence[Tensor
     share = len(rows) // (outer * count)
     for i, sub in enumerate(td.tensordicts):
         starts = [(j * count + i) * share for j in range(outer)]
-        node = _node_of(sub)
+        node = node_of(sub)
         new = _write_rows(node, path, [row for start in starts for row in rows[start : start + share]])
         if new is not node:  # a dense element that cannot hold ragged rows was replaced by a lazy stack
-            td.tensordicts[i] = new if node is sub else type(sub)._from_tensordict(new)
+            td.tensordicts[i] = new if node is sub else type(sub).from_tensordict(new)
     return td
 
 
@@ -254,12 +257,12 @@ def _own(td: TensorDictBase, tree: _Tree | None) -> None:
         td.tensordicts = _copies(td, tree)
         return
     for name in list(td.keys()) if tree is None else tree:
-        value = _node_of(td.get(name, None))
+        value = node_of(td.get(name, None))
         if isinstance(value, TensorDictBase):
             _own(value, None if tree is None else tree[name])
 
 
-def _copies(td: LazyStackedTensorDict, tree: _Tree | None) -> list[Any]:
+def _copies(td: LazyStackedTensorDict, tree: _Tree | None) -> list[Node]:
     if td.batch_dims == 1:
         return _copy_rows(td.tensordicts, tree)
     return [
@@ -274,16 +277,21 @@ def _copies(td: LazyStackedTensorDict, tree: _Tree | None) -> list[Any]:
 _ATTRIBUTES_KNOWN = vars(TensorDict()).keys() == {"_tensordict", "_batch_size", "_device", "_td_dim_names"}
 
 
-def _plain(nodes: Sequence[Any]) -> bool:
+def _plain(nodes: Sequence[Node]) -> bool:
     return _ATTRIBUTES_KNOWN and set(map(type, nodes)) == {TensorDict}
 
 
-def _node_of(value: Any) -> Any:
+def node_of(value: Node) -> Node:
     """The TensorDict inside a tensorclass; any other value unchanged."""
     return value._tensordict if is_tensorclass(value) and not is_non_tensor(value) else value
 
 
-def _read_rows(nodes: Sequence[Any], path: tuple[str, ...]) -> list[Any] | None:
+def fields_of(value: Node) -> dict[str, object]:
+    """The fields of a tensorclass that are neither tensors nor TensorDicts."""
+    return value._non_tensordict
+
+
+def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | None:
     """The entry under ``path`` of each node; None if any node lacks it."""
     above, found = nodes, _children(nodes, path, 0)
     for depth in range(1, len(path)):
@@ -293,11 +301,11 @@ def _read_rows(nodes: Sequence[Any], path: tuple[str, ...]) -> list[Any] | None:
     if found is None or set(map(type, found)) <= {Tensor, TensorDict}:
         return found
     # Non-tensor data as the public method returns it.
-    found = [_node_of(_node_of(node).get(path[-1], None)) for node in above]
+    found = [node_of(node_of(node).get(path[-1], None)) for node in above]
     return None if any(value is None for value in found) else found
 
 
-def _children(nodes: Sequence[Any], path: tuple[str, ...], depth: int) -> list[Any] | None:
+def _children(nodes: Sequence[Node], path: tuple[str, ...], depth: int) -> list[Node] | None:
     """The entry ``path[depth]`` of each node, where the nodes were found under ``path[:depth]``."""
     name = path[depth]
     if _plain(nodes):
@@ -309,16 +317,16 @@ def _children(nodes: Sequence[Any], path: tuple[str, ...], depth: int) -> list[A
     return None if any(value is None for value in found) else found
 
 
-def _tensordicts(nodes: Sequence[Any], path: tuple[str, ...]) -> list[TensorDictBase]:
+def _tensordicts(nodes: Sequence[Node], path: tuple[str, ...]) -> list[TensorDictBase]:
     """The nodes found under ``path``, out of their tensorclasses; TypeError if one is not a TensorDict."""
-    nodes = [_node_of(node) for node in nodes]
+    nodes = [node_of(node) for node in nodes]
     for node in nodes:
         if not isinstance(node, TensorDictBase):
             raise TypeError(f"expected a nested TensorDict under {path[-1]!r}, got {type(node).__name__}.")
     return nodes
 
 
-def _set_rows(nodes: Sequence[Any], path: tuple[str, ...], rows: Sequence[Tensor]) -> None:
+def _set_rows(nodes: Sequence[Node], path: tuple[str, ...], rows: Sequence[Tensor]) -> None:
     """Set the entry under ``path`` of each node to its row, in place; missing parents are created."""
     *parents, last = path
     for depth, name in enumerate(parents):
@@ -332,13 +340,13 @@ def _set_rows(nodes: Sequence[Any], path: tuple[str, ...], rows: Sequence[Tensor
         node.set(last, row)
 
 
-def _child_or_new(node: TensorDictBase, name: str) -> Any:
+def _child_or_new(node: TensorDictBase, name: str) -> Node:
     if node.get(name, None) is None:
         node.set(name, TensorDict(batch_size=node.batch_size, device=node.device))
     return node.get(name)
 
 
-def _copy_rows(nodes: Sequence[Any], tree: _Tree | None = None) -> list[Any]:
+def _copy_rows(nodes: Sequence[Node], tree: _Tree | None = None) -> list[Node]:
     """Copies of the nodes that share their tensors; nodes inside them are copied if ``tree`` (None: all) names them."""
     if tree is None or not _plain(nodes):
         return [node.copy() if is_tensor_collection(node) else node for node in nodes]
@@ -358,7 +366,7 @@ def _shallow_copy(node: TensorDict) -> TensorDict:
     return copy
 
 
-def _restack(nodes: Sequence[Any], like: LazyStackedTensorDict) -> LazyStackedTensorDict:
+def _restack(nodes: Sequence[Node], like: LazyStackedTensorDict) -> LazyStackedTensorDict:
     """A lazy stack of ``nodes`` along the stack dimension of ``like``."""
     # The checks of the constructor are skipped: these nodes were stacked before.
     stack = getattr(LazyStackedTensorDict, "_new_lazy_unsafe", LazyStackedTensorDict)

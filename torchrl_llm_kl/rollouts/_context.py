@@ -15,6 +15,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import history_to_messages, render_conversations
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, require_key
@@ -23,7 +24,7 @@ from torchrl_llm_kl.rollouts._rendered import TokenisingOptions, read_conversati
 from torchrl_llm_kl.rollouts._tokens import Located, first_difference, locate, response_mask
 
 #: Another prompt for the same response: ``function(history)``, ``function(history, row)``, or an entry with token ids.
-Context = Callable[..., Any] | str | tuple[str, ...]
+Context = Callable[..., object] | str | tuple[str, ...]
 
 _ASSISTANT = "assistant"
 
@@ -176,14 +177,14 @@ def _prompt_entry(td: TensorDictBase, key: NestedKey, tokens: Ragged) -> list[Te
 # ------------------------------------------------------------------ prompts from conversations
 
 
-def _replies_from(messages: list[Any]) -> int:
+def _replies_from(messages: list[Json]) -> int:
     """The place of the assistant's first message; the number of messages if there is none."""
     return next((i for i, message in enumerate(messages) if message.get("role") == _ASSISTANT), len(messages))
 
 
 def _prompts_of(
     td: TensorDictBase,
-    context: Callable[..., Any],
+    context: Callable[..., object],
     located: Located,
     kept: list[Tensor],
     interface: ModelInterface,
@@ -225,7 +226,7 @@ def _prompts_of(
     return prompts
 
 
-def _called(context: Callable[..., Any], td: TensorDictBase, key: NestedKey) -> list[Any]:
+def _called(context: Callable[..., object], td: TensorDictBase, key: NestedKey) -> list[list[Json]]:
     """The conversations that ``context`` returns, as message dicts; the assistant's part is unchanged."""
     histories = row_histories(td, key)
     data = td.reshape(-1).unbind(0) if _takes_row(context) else None
@@ -251,7 +252,7 @@ def _called(context: Callable[..., Any], td: TensorDictBase, key: NestedKey) -> 
     return out
 
 
-def _messages(returned: object, row: int) -> list[Any]:
+def _messages(returned: object, row: int) -> list[Json]:
     if isinstance(returned, list) and all(isinstance(message, dict) and "role" in message for message in returned):
         return returned
     from torchrl.data.llm import History
@@ -265,7 +266,7 @@ def _messages(returned: object, row: int) -> list[Any]:
     return history_to_messages(returned)
 
 
-def _takes_row(function: Callable[..., Any]) -> bool:
+def _takes_row(function: Callable[..., object]) -> bool:
     """Whether a function requires a second positional argument."""
     try:
         parameters = inspect.signature(function).parameters.values()

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, unravel_key
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import widen
-from torchrl_llm_kl.ragged import Dense, Ragged, read_column, read_node, read_ragged, same_rows, segment_sum
+from torchrl_llm_kl.ragged import Dense, Node, Ragged, read_column, read_node, read_ragged, same_rows, segment_sum
 from torchrl_llm_kl.rollouts._keys import ATTENTION_MASK, TOKENS_FULL
 
 # ------------------------------------------------------------------ lookup
@@ -252,7 +251,7 @@ def per_sequence(td: TensorDictBase, key: NestedKey) -> Tensor | None:
     return None if column.is_nested or column.numel() != td.batch_size.numel() else column.reshape(-1)
 
 
-def row_numbers(value: Any, rows: int, what: str) -> tuple[Tensor, list[int]]:
+def row_numbers(value: Node, rows: int, what: str) -> tuple[Tensor, list[int]]:
     """All numbers of a column (dense, nested, or a list of rows) in one dimension, and how many each row has.
 
     Raises:
@@ -376,7 +375,7 @@ def sequence_ids_of(value: object, rows: int, what: str) -> Tensor:
     return torch.tensor([number[name] for name in names])
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: Node) -> Iterator[Node]:
     """The leaves of non-tensor data, however TensorDict holds it: plain, wrapped or stacked."""
     if is_non_tensor(value):
         value = value.tolist()

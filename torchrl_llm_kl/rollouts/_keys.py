@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import Tokenizer
 
 TOKENS_FULL: NestedKey = ("tokens", "full")
@@ -55,7 +56,7 @@ class ModelInterface:
     pad_output: bool | None = None
     layout: torch.layout = torch.strided
     tokenizer: Tokenizer | None = None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: Json = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any) -> ModelInterface:

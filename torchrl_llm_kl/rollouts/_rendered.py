@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm_kl._private import chat_templates
 from torchrl_llm_kl._registry import no_such
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import (
     RenderedConversation,
     Tokenizer,
@@ -22,6 +24,7 @@ from torchrl_llm_kl.masks import (
 from torchrl_llm_kl.ragged import (
     Dense,
     Jagged,
+    Node,
     PaddingSide,
     Ragged,
     Rows,
@@ -32,11 +35,14 @@ from torchrl_llm_kl.ragged import (
 from torchrl_llm_kl.rollouts._entries import leaves
 from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
 
+if TYPE_CHECKING:
+    from torchrl.data.llm import History
+
 #: ``"turn"``: the response of each step; ``"full"``: the assistant's earlier turns too.
 Scope = Literal["turn", "full"]
 
 # torchrl's defaults for `tokenizer_kwargs`: accepted, since they match the rendering here.
-_IMPLIED: dict[str, tuple[Any, ...]] = {
+_IMPLIED: dict[str, tuple[object, ...]] = {
     "return_assistant_tokens_mask": (True,),
     "tokenize": (True,),
     "return_dict": (True,),
@@ -61,12 +67,10 @@ class TokenisingOptions:
 
     tokenizer: Tokenizer | None = None
     padding_side: PaddingSide = "left"
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: Json = field(default_factory=dict)
 
     @classmethod
-    def make(
-        cls, tokenizer: Tokenizer | None, tokenizer_kwargs: Mapping[str, Any] | None, padding_side: str
-    ) -> TokenisingOptions:
+    def make(cls, tokenizer: Tokenizer | None, tokenizer_kwargs: Json | None, padding_side: str) -> TokenisingOptions:
         """Check torchrl's arguments; ``tokenizer_kwargs`` is copied, never changed.
 
         Raises:
@@ -86,7 +90,7 @@ class TokenisingOptions:
         """Whether there is a tokenizer: the transform's or the model's."""
         return (self.tokenizer or interface.tokenizer) is not None
 
-    def resolve(self, interface: ModelInterface) -> tuple[Any, dict[str, Any]]:
+    def resolve(self, interface: ModelInterface) -> tuple[Tokenizer, Json]:
         """The tokenizer and the template arguments for a model.
 
         Raises:
@@ -101,10 +105,8 @@ class TokenisingOptions:
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
-            from torchrl.data.llm import history
-
             own = getattr(tokenizer, "chat_template", None)
-            known = {**history._CHAT_TEMPLATES, **(own if isinstance(own, Mapping) else {})}
+            known = {**chat_templates(), **(own if isinstance(own, Mapping) else {})}
             if name not in known:
                 raise ValueError(no_such("no chat template is called", name, sorted(known)))
             kwargs["chat_template"] = known[name]
@@ -149,9 +151,9 @@ def render_history(
 def _response_masks(
     tokenizer: Tokenizer,
     rendered: list[RenderedConversation],
-    conversations: list[Any],
-    prompts: list[Any],
-    kwargs: dict[str, Any],
+    conversations: list[list[Json]],
+    prompts: list[list[Json]],
+    kwargs: Json,
 ) -> list[Tensor]:
     """Masks of the turns after the prompt, whose spans come first in a conversation."""
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
@@ -172,13 +174,17 @@ def _response_masks(
     return masks
 
 
-def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> Any:
+@overload
+def read_conversations(td: TensorDictBase, key: NestedKey) -> list[list[Json]]: ...
+@overload
+def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool) -> list[list[Json]] | None: ...
+def read_conversations(td: TensorDictBase, key: NestedKey, *, missing_ok: bool = False) -> list[list[Json]] | None:
     """The conversations under ``key`` as lists of messages, one for each row; None if missing and ``missing_ok``."""
     column = _histories(td, key)
     return None if column is None and missing_ok else [history_to_messages(row) for row in _rows_of(column, td, key)]
 
 
-def row_histories(td: TensorDictBase, key: NestedKey) -> list[Any]:
+def row_histories(td: TensorDictBase, key: NestedKey) -> list[History]:
     """The conversations under ``key`` as one ``History`` of batch size ``[messages]`` for each row, without placeholders."""
     rows = []
     for row in _rows_of(_histories(td, key), td, key):
@@ -187,11 +193,11 @@ def row_histories(td: TensorDictBase, key: NestedKey) -> list[Any]:
     return rows
 
 
-def _histories(td: TensorDictBase, key: NestedKey) -> Any:
+def _histories(td: TensorDictBase, key: NestedKey) -> Node | None:
     return read_column(td, key) if not isinstance(key, str) else td.get(key, None)
 
 
-def _rows_of(column: Any, td: TensorDictBase, key: NestedKey) -> list[Any]:
+def _rows_of(column: Node, td: TensorDictBase, key: NestedKey) -> list[History]:
     """A ``History`` for each row of the batch."""
     rows = [_as_history(row, key) for row in (column if isinstance(column, list) else [column])]
     for _ in range(0 if isinstance(column, list) else td.batch_dims):
@@ -199,11 +205,11 @@ def _rows_of(column: Any, td: TensorDictBase, key: NestedKey) -> list[Any]:
     return rows
 
 
-def _as_history(value: object, key: NestedKey) -> Any:
+def _as_history(value: object, key: NestedKey) -> History:
     from torchrl.data.llm import History
 
     if isinstance(value, TensorDictBase):
-        return History._from_tensordict(value)
+        return History.from_tensordict(value)
     if not isinstance(value, History):
         raise TypeError(f"expected a torchrl History under {key!r}, found {type(value).__name__}.")
     return value
@@ -246,7 +252,7 @@ def render_text(
     return _arrange(td, interface, options, [ids for ids, _ in pairs], [mask for _, mask in pairs])
 
 
-def _texts(column: Any, td: TensorDictBase, key: NestedKey) -> list[str]:
+def _texts(column: Node, td: TensorDictBase, key: NestedKey) -> list[str]:
     flat = list(leaves(column))
     if len(flat) != td.batch_size.numel() or not all(isinstance(text, str) for text in flat):
         kinds = sorted({type(text).__name__ for text in flat})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -309,7 +309,7 @@ class TokenReader:
     strategy: MaskingStrategy
 
     @classmethod
-    def of(cls, model: Any, tokens_key: NestedKey, strategy: MaskingStrategy) -> TokenReader:
+    def of(cls, model: object, tokens_key: NestedKey, strategy: MaskingStrategy) -> TokenReader:
         """For a model, and the entry that holds the tokens."""
         check_choice(get_args(MaskingStrategy), masking_strategy=strategy)
         interface = ModelInterface.of(model)

@@ -75,6 +75,7 @@ from torchrl_llm_kl.scoring._options import (
 )
 from torchrl_llm_kl.scoring._protocol import (
     FEATURES as FEATURES,
+    Model as Model,
     check_offers as check_offers,
 )
 from torchrl_llm_kl.scoring._remembered import (
@@ -82,6 +83,7 @@ from torchrl_llm_kl.scoring._remembered import (
 )
 from torchrl_llm_kl.scoring._request import (
     NOT_TEXT as NOT_TEXT,
+    RequestFields as RequestFields,
     Sequences as Sequences,
     TokenMask as TokenMask,
     not_text as not_text,
@@ -94,6 +96,7 @@ from torchrl_llm_kl.scoring._sampling import (
     truncate as truncate,
 )
 from torchrl_llm_kl.scoring._scorer import (
+    ModelOrScorer as ModelOrScorer,
     ScorerSlot as ScorerSlot,
 )
 from torchrl_llm_kl.scoring._wrapper import (

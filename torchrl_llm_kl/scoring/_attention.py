@@ -13,7 +13,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -24,12 +24,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from torchrl_llm_kl._numerics import widen
-from torchrl_llm_kl.scoring._checkpoints import (
+from torchrl_llm_kl._private import (
+    ATTENTION,
     CHECKPOINTS,
+    FLASH,
+    backward_keeps_graph,
+    backward_task,
+    compiled_call,
+    default_dispatch,
+    mark_dynamic,
+    tree_leaves,
+)
+from torchrl_llm_kl.scoring._checkpoints import (
+    ADVICE,
     CheckpointError,
     Followed,
     Swap,
@@ -38,7 +48,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import body_and_head, compiled_call, locked, send
+from torchrl_llm_kl.scoring._model import body_and_head, locked, send
 
 #: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
 KeysValues = list[tuple[Tensor, Tensor]]
@@ -107,9 +117,9 @@ class PackLayout(Followed):
     number: int = field(default_factory=itertools.count().__next__)
     calls: int = 0  # attention calls so far
     has_window: bool = False  # whether any layer passed a sliding window
-    shared: dict[Any, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
+    shared: dict[object, Any] = field(default_factory=dict)  # tensors for all attention calls of the forward
     attend: Callable[..., Tensor] | None = None  # in place of :func:`_attend`, with its arguments
-    saving: tuple[bool, Any] = (False, None)
+    saving: tuple[bool, object] = (False, None)
 
     @contextmanager
     def again(self, model: nn.Module, call: int) -> Iterator[None]:
@@ -146,16 +156,13 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     """
     body = body_and_head(model)[0]
     found = {id(config): config for m in body.modules() if (config := getattr(m, "config", None)) is not None}
-    configs = [config for config in found.values() if hasattr(config, "_attn_implementation_internal")]
-    if not configs or not getattr(body, "_supports_flash_attn", False):
-        # Models that support flash attention describe their mask by arguments: causal, window, soft-cap, sinks.
+    configs = [config for config in found.values() if hasattr(config, ATTENTION)]
+    if not configs or not getattr(body, FLASH, False):
         raise NotImplementedError(f"{type(body).__name__} has an attention that cannot be exchanged.")
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-    swaps: list[Swap] = [
-        (config, "_attn_implementation_internal", config._attn_implementation_internal, NAME) for config in configs
-    ]
+    swaps: list[Swap] = [(config, ATTENTION, getattr(config, ATTENTION), NAME) for config in configs]
     for module, inside in _walk(body):
         if (found_call := compiled_call(module)) is not None and not inside:
             swaps.append((module, *found_call, partial(_call_compiled, found_call[1], layout)))
@@ -192,7 +199,7 @@ def _walk(module: nn.Module, inside: bool = False) -> Iterator[tuple[nn.Module, 
 # ---------------------------------------------------------------------- activation checkpointing in a graph
 
 
-def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+def _in_graph(function: Callable[..., object]) -> Callable[..., object]:
     """The checkpoint function inside a compiled module: all but the attention is recomputed."""
     settings = settings_of(function)
     if settings is None or settings.keys() - {"use_reentrant", "preserve_rng_state"}:
@@ -201,16 +208,15 @@ def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache  # one function, for which graphs are compiled once
-def _saving_attention(preserve_rng_state: bool) -> Callable[..., Any]:
-    options: Any = {"use_reentrant": False, "context_fn": _attention_saved}
-    return partial(checkpoint, preserve_rng_state=preserve_rng_state, **options)
+def _saving_attention(preserve_rng_state: bool) -> Callable[..., object]:
+    return partial(checkpoint, preserve_rng_state=preserve_rng_state, use_reentrant=False, context_fn=_attention_saved)
 
 
-def _attention_saved() -> Any:
+def _attention_saved() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     return create_selective_checkpoint_contexts([torch.ops.torchrl_llm_kl.pack_attention.default])
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse(*_: object, **__: Any) -> Any:
     raise CheckpointError
 
 
@@ -229,7 +235,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: ``[1, heads, N, size]`` to ``[1, N, heads, size]``."""
     inputs = Inputs(query, key, value, s_aux, scaling, dropout, sliding_window, softcap)
@@ -251,10 +257,10 @@ def _active(who: str) -> PackLayout:
     layout: PackLayout | None = getattr(_ACTIVE, "layout", None)
     if layout is not None:
         return layout
-    if torch._C._current_graph_task_id() >= 0:
+    if backward_task() >= 0:
         raise RuntimeError(
             f"{who} was recomputed in the backward, by a checkpoint in the model's own code or of another library inside a "
-            "compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
+            f"compiled module: the recomputation does not know its pack. Please {ADVICE}, or pass share_prefixes=False."
         )
     raise RuntimeError(
         f"{who} was called while a LogProbScorer scored its model in another thread: run them in turn, or copy the model."
@@ -317,8 +323,8 @@ def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
     """Attention under a mask that is added to the scores, by default a causal one; ``[b, heads, n, size]``."""
     query, key, value, sinks, scale, dropout, _, softcap = inputs
     if not inputs.has_own_scores:
-        options: dict[str, Any] = {"is_causal": mask is None, "scale": scale, "enable_gqa": inputs.is_grouped}
-        return F.scaled_dot_product_attention(query, key, value, mask, dropout, **options)
+        causal, grouped = mask is None, inputs.is_grouped
+        return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -342,8 +348,6 @@ def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
 # on all attention calls of the later pack.
 
 _LAYOUTS: weakref.WeakValueDictionary[int, PackLayout] = weakref.WeakValueDictionary()
-# The dispatcher's default state, in which autograd records a graph: it is switched off inside an operator.
-_DISPATCH = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def link(layout: PackLayout, before: Tensor | None, device: torch.device) -> Tensor:
@@ -370,13 +374,13 @@ class _Link(torch.autograd.Function):
         return None, gradient.new_zeros((), dtype=ctx.dtype).expand(ctx.shape), None
 
 
-def _call_compiled(function: Callable[..., Any], layout: PackLayout, *args: Any, **options: Any) -> Any:
+def _call_compiled(function: Callable[..., object], layout: PackLayout, *args: object, **options: object) -> object:
     """Call a compiled module so that one graph serves packs of any number of tokens."""
     layout.check_saving()
     tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor) and x.ndim > 1]
     for tensor in tensors:  # the first one is token ids or hidden states
         if tensor.shape[:2] == tensors[0].shape[:2]:
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            mark_dynamic(tensor, 1)
     return function(*args, **options)
 
 
@@ -412,7 +416,7 @@ def _operator(
         pairs = [(k.detach().requires_grad_(), v.detach().requires_grad_()) for k, v in layout.past(call)]
         # Not of the checkpoint's graph.
         held = saved_tensors_hooks(_same, _same) if layout.recomputes else nullcontext()
-        with torch._C._ForceDispatchKeyGuard(*_DISPATCH), torch.enable_grad(), held:
+        with default_dispatch(), torch.enable_grad(), held:
             recorded = _attend(layout, pairs, Inputs(*own, *settings))  # type: ignore[arg-type]
         given = [t for t in own if t is not None]
         _LAYOUTS[layout.number].recorded[call] = Recorded(recorded, given, [t for pair in pairs for t in pair])
@@ -434,15 +438,15 @@ def _operator_fake(
 def _operator_backward(gradient: Tensor, where: Tensor, sizes: list[int]) -> list[Tensor]:
     """The gradients of query, key, value and sinks."""
     number, call = where.tolist()
-    layout, task = _LAYOUTS.get(number), torch._C._current_graph_task_id()
+    layout, task = _LAYOUTS.get(number), backward_task()
     if layout is None or call not in layout.recorded:
         raise RuntimeError(
             "the backward of a compiled model found no record of its forward: leave out a checkpoint around it, or pass "
             "use_reentrant=True; pass retain_graph=True to a first backward."
         )
-    kept_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+    kept_graph = backward_keeps_graph()
     out, own, past = layout.recorded[call] if kept_graph else layout.recorded.pop(call)
-    with torch._C._ForceDispatchKeyGuard(*_DISPATCH):
+    with default_dispatch():
         found = torch.autograd.grad(out, [*own, *past], gradient, retain_graph=kept_graph)
     gradients, others = layout.gradients, found[len(own) :]
     assert gradients is not None, "the operator is for bodies with compiled parts"
@@ -473,7 +477,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) ->
     ctx.dtypes = link.dtype, None if sinks is None else sinks.dtype
 
 
-def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
     found = torch.ops.torchrl_llm_kl.pack_attention_backward(gradient, *ctx.saved_tensors, ctx.sizes)
     sinks = found[3].to(ctx.dtypes[1]) if len(found) > 3 else None
     return *found[:3], sinks, gradient.new_zeros((1, 1, 1, 1), dtype=ctx.dtypes[0]), None, None, None, None, None
@@ -521,8 +525,8 @@ def _attend_varlen(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs
         for before, own in (([k for k, _ in past], key), ([v for _, v in past], value))
     )
     window = (-1 if inputs.window is None else inputs.window - 1, 0)
-    options: dict[str, Any] = {"scale": inputs.scale, "window_size": window, "enable_gqa": inputs.is_grouped}
-    return cast(Tensor, varlen_attn(query[0].transpose(0, 1), keys, values, *spans, **options)).unsqueeze(0)
+    attend = partial(varlen_attn, scale=inputs.scale, window_size=window, enable_gqa=inputs.is_grouped)
+    return cast(Tensor, attend(query[0].transpose(0, 1), keys, values, *spans)).unsqueeze(0)
 
 
 def _varlen_index(layout: PackLayout, device: torch.device) -> tuple[Tensor, tuple[Tensor, Tensor, int, int]]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_llm_kl._typing import Json
+
 #: Version of the format, and of the fields of requests and replies. A change that the other side would misread gets the next.
 PROTOCOL = 6
 #: Characters of a name.
@@ -35,7 +37,7 @@ class ProtocolError(ValueError):
     """A message is damaged, or of another release."""
 
 
-def pack(kind: int, head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bytes:
+def pack(kind: int, head: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
     """One object, which Ray sends faster than several. The head is padded to 8 bytes."""
     widest_first = sorted(arrays.items(), key=lambda entry: -entry[1].dtype.itemsize)  # so that each is aligned
     little = {name: np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False) for name, x in widest_first}
@@ -110,7 +112,7 @@ def _read_arrays(head: Head, view: memoryview) -> dict[str, np.ndarray]:
 class Head:
     """The fields of a message, each read once with its type and range."""
 
-    def __init__(self, fields: dict[str, Any], what: str) -> None:
+    def __init__(self, fields: Json, what: str) -> None:
         self._fields, self.what = fields, what
 
     def take(self, name: str) -> Any:

@@ -1,25 +1,24 @@
-"""Checkpoints that a scorer follows: what is recomputed in the backward runs in the context of its forward.
-
-Private names as in transformers 5.23 and torch 2.13: the attributes that hold a module's checkpoint function, and the hooks of
-tensors that a graph saves.
-"""
+"""Checkpoints that a scorer follows: what is recomputed in the backward runs in the context of its forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-#: The attributes that hold a module's checkpoint function: in transformers, and in torch's CheckpointWrapper.
-CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+from torchrl_llm_kl._private import saving_hook
+
 ADVICE = "use transformers' checkpointing or torch's checkpoint_wrapper"
 #: A module or configuration, the name of an attribute, its value, and the value that replaces it.
-Swap = tuple[Any, str, Any, Any]
+Swap = tuple[object, str, object, object]
+
+
+Result = TypeVar("Result")
 
 
 class CheckpointError(Exception):
@@ -33,7 +32,7 @@ class Followed:
     """The state of a forward whose checkpoints are followed."""
 
     calls: int = 0  # of what a recomputation must find again, so far
-    saving: tuple[bool, Any] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
+    saving: tuple[bool, object] = (False, None)  # of :func:`saving`, where the forward or its checkpoint began
     refusal: Callable[[], Exception] = CheckpointError
 
     def check_saving(self) -> None:
@@ -42,28 +41,27 @@ class Followed:
             raise self.refusal()
 
 
-def saving() -> tuple[bool, Any]:
+def saving() -> tuple[bool, object]:
     """Whether a graph is recorded here, and the innermost checkpoint that drops the tensors it saves.
 
     A reentrant checkpoint records no graph; any other replaces saved tensors through a hook.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = None if hooks is None else hooks[0]
+    pack = saving_hook()
     return torch.is_grad_enabled(), pack if getattr(pack, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def follow(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     forward: Followed,
     again: Callable[[int], AbstractContextManager[None]],
-    run: Callable[..., Any],
-    *args: Any,
-    **options: Any,
-) -> Any:
+    run: Callable[..., Result],
+    *args: object,
+    **options: object,
+) -> Result:
     """``function(run, ...)``, a checkpoint; its recomputation runs in ``again(calls)``, with the calls before ``run``."""
     calls = -1
 
-    def bound(*inputs: Any, **named: Any) -> Any:
+    def bound(*inputs: object, **named: object) -> Result:
         nonlocal calls
         if calls >= 0:
             with again(calls):
@@ -83,7 +81,7 @@ def follow(
     return function(bound, *args, **options)
 
 
-def settings_of(function: Callable[..., Any]) -> dict[str, Any] | None:
+def settings_of(function: Callable[..., object]) -> dict[str, Any] | None:
     """The settings of torch's checkpoint function; None if ``function`` is another."""
     if isinstance(function, partial) and not function.args:
         inner = settings_of(function.func)
@@ -103,7 +101,7 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
             _put(owner, name, value)
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
+def _put(owner: object, name: str, value: object) -> None:
     if isinstance(owner, nn.Module):
         owner.__dict__[name] = value  # a compiled module passes attributes on to the one inside
     else:

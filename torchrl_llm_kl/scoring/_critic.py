@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +42,7 @@ class TokenCritic(nn.Module):
         model = _without_peft(model)
         hidden_size = _width(model) if hidden_size is None else hidden_size
         check_range(1, tokens_per_batch=tokens_per_batch)
-        self.body: Any = getattr(model, "base_model", model)
+        self.body: nn.Module = getattr(model, "base_model", model)
         parameter = next(self.body.parameters(), torch.zeros(0))
         self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
         nn.init.zeros_(self.head.weight)
@@ -86,7 +84,9 @@ def _without_peft(model: nn.Module) -> nn.Module:
     if not callable(inner):
         return model
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(f"{type(model).__name__} learns a prompt, which is not in its body: train with LoRA adapters.")
+        raise ValueError(
+            f"{type(model).__name__} learns a prompt, which is not in its body: train LoRA adapters or all weights."
+        )
     return inner()
 
 

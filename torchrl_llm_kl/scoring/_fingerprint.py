@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import CodeType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +65,7 @@ class WeightWatch:
     """The fingerprint of a model, taken again when its weights or settings have changed; copies start empty."""
 
     def __init__(self) -> None:
-        self._state: Any = None
+        self._state: tuple[object, str] | None = None
         self._fingerprint = ""
 
     def fingerprint(self, model: nn.Module) -> str:
@@ -107,7 +106,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(name, tensor.detach())
 
 
-def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield name, tensor
@@ -117,7 +116,7 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{part} {about}", getattr(tensor, part))
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
 
 
@@ -154,7 +153,7 @@ def _config(model: nn.Module) -> str:
     return json.dumps(_lasting(found), sort_keys=True, default=lambda value: type(value).__qualname__)
 
 
-def _lasting(value: Any) -> Any:
+def _lasting(value: object) -> object:
     """Without the entries that say where a model came from and how it is run."""
     if not isinstance(value, dict):
         return value

@@ -10,15 +10,16 @@ see :func:`~torchrl_llm_kl.scoring._probe.find_variance`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, block_mask, key_index
-from torchrl_llm_kl.scoring._model import Setup, compiled_call, frequency_switches, send
+from torchrl_llm_kl.scoring._model import Setup, frequency_switches, send
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 #: Tokens of each forward by default: measured, 128 take a tenth more for answers of 64 tokens, and 512 mean more padding.
@@ -160,6 +161,6 @@ def _plan(
 # ---------------------------------------------------------------------- the proof
 
 
-def circumstances(setup: Setup, size: int) -> tuple[Any, ...]:
+def circumstances(setup: Setup, size: int) -> tuple[object, ...]:
     """What a proof of invariance holds for, besides the model's kind."""
     return torch.get_num_threads(), setup.device, setup.options.dtype, setup.options.adapters, size

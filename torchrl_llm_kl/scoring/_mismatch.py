@@ -6,8 +6,9 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.scoring._sampling import NEUTRAL, OTHERS, TRANSFORMERS, Sampling
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 
@@ -36,7 +37,7 @@ def sampler_of(model: object) -> Sampling | Literal["greedy"] | None:
         return None
 
 
-def _settings_of(model: object) -> dict[str, Any] | None:
+def _settings_of(model: object) -> Json | None:
     """What a wrapper generates with; None if it does not generate, as far as is known."""
     if not is_wrapper(model):
         return None

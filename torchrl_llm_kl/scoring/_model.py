@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
+from torchrl_llm_kl._private import ACTIVE_ADAPTER, ADAPTERS, compiled_inside
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
@@ -88,12 +89,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-_LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_LOCKS: weakref.WeakKeyDictionary[object, threading.RLock] = weakref.WeakKeyDictionary()
 _LOCKS_GUARD = threading.Lock()
 
 
 @contextmanager
-def locked(*models: Any) -> Iterator[None]:
+def locked(*models: object) -> Iterator[None]:
     """Hold the lock of each model's body: a call may change the model's mode, adapters and attention while it runs."""
     with ExitStack() as stack:
         # Models that share a body share its lock. A fixed order for all callers prevents deadlocks.
@@ -104,7 +105,7 @@ def locked(*models: Any) -> Iterator[None]:
         yield
 
 
-def _shared(model: Any) -> Any:
+def _shared(model: object) -> object:
     """What two models with the same body have in common: that body, compiled or not."""
     body = find_body(model) if isinstance(model, nn.Module) else None
     return model if body is None else unwrapped(body)
@@ -120,7 +121,7 @@ def call(module: nn.Module, input_ids: Tensor, **options: Any) -> Any:
     return module(input_ids=input_ids, **options)
 
 
-def read_output(output: Any, name: Literal["logits", "last_hidden_state"]) -> Tensor:
+def read_output(output: object, name: Literal["logits", "last_hidden_state"]) -> Tensor:
     """A model's ``logits [b, T, V]`` or a body's ``last_hidden_state [b, T, H]`` in what its forward returned."""
     found = getattr(output, name, None)
     if found is None and isinstance(output, Mapping):
@@ -151,7 +152,7 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
     """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
     layers = adapter_layers(model)
     if not layers and (isinstance(adapters, str) or not hasattr(model, "disable_adapter")):
-        raise ValueError(f"{type(model).__name__} has no PEFT adapters to switch off: call peft.get_peft_model.")
+        raise ValueError(f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference model.")
     if isinstance(adapters, str) and adapters not in (names := set[str]().union(*map(_adapter_names, layers))):
         raise ValueError(
             f"adapters={adapters!r}, but the adapters in the layers of {type(model).__name__} are "
@@ -161,11 +162,11 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
         raise ValueError(f"{type(model).__name__} has adapters merged into its weights: call unmerge_adapter() first.")
 
 
-def _adapter_names(layer: Any) -> set[str]:
+def _adapter_names(layer: object) -> set[str]:
     """The adapters that a layer of PEFT holds."""
     held = (getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ()))
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
-    return names | set(getattr(layer, "_adapters", ()))
+    return names | set(getattr(layer, ADAPTERS, ()))
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
     """Context: adapters disabled, or the named one active alone; restores each layer and every ``requires_grad``."""
     check_has_adapters(model, adapters)
     layers, on = adapter_layers(model), adapters is not False
-    before = [(layer, layer.disable_adapters, getattr(layer, "_active_adapter", None)) for layer in layers]
+    before = [(layer, layer.disable_adapters, getattr(layer, ACTIVE_ADAPTER, None)) for layer in layers]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         # A PeftModel also disables prompts and prefixes, which are not layers.
@@ -182,14 +183,14 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
                 if layer.disable_adapters == on:
                     layer.enable_adapters(on)
                 if isinstance(adapters, str):  # set_adapter would also make it trainable
-                    layer._active_adapter = [adapters] if adapters in _adapter_names(layer) else []
+                    setattr(layer, ACTIVE_ADAPTER, [adapters] if adapters in _adapter_names(layer) else [])
             yield
     finally:
         for layer, disabled, active in before:
             if layer.disable_adapters != disabled:
                 layer.enable_adapters(not disabled)
             if isinstance(adapters, str):
-                layer._active_adapter = active
+                setattr(layer, ACTIVE_ADAPTER, active)
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
 
@@ -217,7 +218,7 @@ def _as_compiled(model: nn.Module, body: nn.Module) -> nn.Module:
     waiting = [model]
     while waiting:
         for child in waiting.pop().children():
-            if child is body or getattr(child, "_orig_mod", None) is body:
+            if child is body or compiled_inside(child) is body:
                 return child
             if not isinstance(child, nn.ModuleList):
                 waiting.append(child)
@@ -230,15 +231,6 @@ def body_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     if body is None or head is None:
         raise TypeError(f"{type(model).__name__} has no separate body and head.")
     return body, head
-
-
-def compiled_call(module: nn.Module) -> tuple[str, Any] | None:
-    """The attribute that holds a module's compiled call, and that call; None if the module is not compiled."""
-    for name in ("_compiled_call_impl", "forward"):
-        function = module.__dict__.get(name)
-        if hasattr(function, "_torchdynamo_orig_callable"):
-            return name, function
-    return None
 
 
 def whole_logits(model: nn.Module, logits: Tensor) -> Tensor:
@@ -326,7 +318,7 @@ def _memory(parameter: Tensor) -> tuple[str, int]:
     return ("memory", address) if address else ("object", id(parameter))
 
 
-def _embedding_weight(model: nn.Module) -> Any:
+def _embedding_weight(model: nn.Module) -> Tensor | None:
     """The weight of the input embedding, empty if ZeRO-3 sharded it: to read the attribute may gather it."""
     embedding = _ask(model, "get_input_embeddings")
     return embedding._parameters.get("weight") if is_zero3(embedding) else getattr(embedding, "weight", None)
@@ -402,7 +394,7 @@ def _ask(model: nn.Module, method: str) -> Any:
         return None
 
 
-def placeholders(model: Any) -> dict[int, str]:
+def placeholders(model: object) -> dict[int, str]:
     """Token ids that stand for what is not text, each with its name in the configuration, or in a part of it."""
     found: dict[int, str] = {}
     configs = [getattr(unwrapped(model), "config", None)]
@@ -426,7 +418,7 @@ def text_config(model: nn.Module) -> Any:
 # ---------------------------------------------------------------------- what changes scores
 
 
-def fingerprint(model: nn.Module) -> tuple[Any, ...]:
+def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """Equal for the same weights in the same place with the same active adapters.
 
     Addresses and version counters reveal every change that autograd sees: an optimiser's step, ``load_state_dict``,
@@ -446,7 +438,7 @@ def fingerprint(model: nn.Module) -> tuple[Any, ...]:
     return where, values, adapter_state(model)
 
 
-def adapter_state(model: nn.Module) -> tuple[Any, ...]:
+def adapter_state(model: nn.Module) -> tuple[object, ...]:
     """Which PEFT adapters are active in each layer, and their factors."""
     return tuple(
         (

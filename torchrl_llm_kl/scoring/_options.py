@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypedDict, get_args
+from typing import TYPE_CHECKING, TypedDict, cast, get_args
 
 import torch
 
 from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Direction
 from torchrl_llm_kl.scoring._bytes import MAX_TEXT, is_text, short
 from torchrl_llm_kl.scoring._sampling import Sampling, as_sampling
@@ -109,8 +110,7 @@ class ScoreOptions:
     remember: bool = False
 
     def __post_init__(self) -> None:
-        given: Any = self.sampling
-        if given is None:  # of a configuration
+        if cast(Sampling | None, self.sampling) is None:  # of a configuration
             object.__setattr__(self, "sampling", Sampling())
         for each in fields(self):
             value = getattr(self, each.name)
@@ -143,7 +143,7 @@ class ScoreOptions:
         known = Changes.__annotations__
         for name in changes.keys() - known.keys():
             raise TypeError(f"unknown option {name!r}.{did_you_mean(name, known)}")
-        given: dict[str, Any] = {**changes}
+        given: Json = {**changes}
         temperature = given.pop("temperature", self.temperature)
         if given.get("sampling") is not None:
             given["sampling"] = as_sampling(changes.get("temperature"), given["sampling"])
@@ -159,11 +159,9 @@ class ScoreOptions:
 
     # ------------------------------------------------------------------ for another process
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The :data:`SHARED` options that differ from the defaults, as JSON has them."""
-        found: dict[str, Any] = {
-            name: value for name in SHARED if (value := getattr(self, name)) != getattr(_DEFAULTS, name)
-        }
+        found: Json = {name: value for name in SHARED if (value := getattr(self, name)) != getattr(_DEFAULTS, name)}
         if self.dtype is not None:
             found["dtype"] = str(self.dtype).removeprefix("torch.")
         if "sampling" in found:
@@ -172,7 +170,7 @@ class ScoreOptions:
         return found
 
     @classmethod
-    def from_dict(cls, given: Any) -> ScoreOptions:
+    def from_dict(cls, given: object) -> ScoreOptions:
         """The options of :meth:`to_dict`; a ValueError says what is wrong with them."""
         if not isinstance(given, Mapping) or not given.keys() <= set(SHARED):
             raise ValueError(f"options must be an object with some of {', '.join(SHARED)}, got {short(given)}.")

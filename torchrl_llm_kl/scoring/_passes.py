@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
@@ -26,7 +27,6 @@ from torchrl_llm_kl.scoring._model import (
     Setup,
     body_and_head,
     call,
-    compiled_call,
     drops_layers,
     frequency_switches,
     read_output,
@@ -387,7 +387,9 @@ class Run:
                 return self._attempt()
             except CheckpointError as error:
                 if self.options.deterministic:
-                    raise ValueError(f"deterministic=True with gradient needs packs. {error}") from error
+                    raise ValueError(
+                        f"deterministic=True with grad=True needs packs: leave one out. {error}"
+                    ) from error
                 self._part(str(error))
                 continue
             except (RuntimeError, MemoryError) as error:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from torchrl_llm_kl._private import STATEFUL, TorchDispatchMode, tree_leaves
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._invariant import BLOCK
 from torchrl_llm_kl.scoring._model import (
@@ -165,8 +163,8 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
     nothing in another.
     """
     model, limit = setup.model, position_limit(setup.model)
-    has_state = any(getattr(module, "_is_stateful", False) for module in model.modules())  # recurrence, convolution
-    if has_state or (limit is not None and limit < _TRUNK + _OTHER + 1):
+    too_short = limit is not None and limit < _TRUNK + _OTHER + 1
+    if too_short or any(getattr(module, STATEFUL, False) for module in model.modules()):
         return False
     # Two answers to one question and one to another; and these with other tokens at the end of the first two.
     generator = torch.Generator().manual_seed(1)
@@ -243,15 +241,21 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, list[Any]]] = []
+        self.found: list[tuple[str, list[tuple[int, ...]]]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self.found.append((str(func), shapes))
         return func(*args, **(kwargs or {}))
 
 
-def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[Any]]]:
+def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[tuple[int, ...]]]]:
     """The operators of the first pack, and the shapes of their inputs."""
     packs = _packs(setup, Ragged.from_list(rows), size)
     with _Operators() as operators:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
@@ -234,11 +234,30 @@ class Scorer(ABC):
         check_offers(self, options, request, reference=reference)
 
 
+class MakesScorer(Protocol):
+    """A model that makes its own scorers: it is in another process, or its scores are remembered."""
+
+    def make_scorer(self, *, options: ScoreOptions) -> Scorer:
+        """A scorer with these options."""
+
+
+#: What can be scored: a transformers model, a wrapper of TorchRL's, or a model that makes its own scorers.
+Model: TypeAlias = nn.Module | MakesScorer
+
+
+class Offers(Protocol):
+    """What answers requests: a scorer, or a service's engine."""
+
+    offers: frozenset[str]
+    place: str
+    instead: str
+
+
 def check_offers(
-    scorer: Any, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: Any = None
+    scorer: Offers, options: ScoreOptions, request: ScoreRequest | None = None, *, reference: object = None
 ) -> None:
     """Raise a ValueError for what is asked of a scorer, or of a service's engine, and not among its ``offers``."""
-    asked: dict[str, Any] = {} if request is None else dict.fromkeys(request.recorded, "...")
+    asked: dict[str, object] = {} if request is None else dict.fromkeys(request.recorded, "...")
     asked |= {"reference": "..."} if reference is not None else {}
     if options.sampling.truncates:
         asked["truncation"] = options.sampling
@@ -250,5 +269,5 @@ def check_offers(
         raise ValueError(f"{found} cannot be had from {scorer.place}: {scorer.instead}.")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return str(value) if isinstance(value, Sampling) or value == "..." else repr(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,12 @@ from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3, unwrapped
 _ALIGN = 256  # bytes; as CUDA's own allocations
 
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
 def prepare_reference(
-    model: Any, *, dtype: torch.dtype | None = None, offload_to: torch.device | str | None = None
-) -> Any:
+    model: ModuleT, *, dtype: torch.dtype | None = None, offload_to: torch.device | str | None = None
+) -> ModuleT:
     """Freeze a model, in place, and make it small, beside a policy of any dtype.
 
     Scores follow from the changed weights, in float32 from the head's logits on, whatever the policy's dtype. The
@@ -54,6 +57,7 @@ def prepare_reference(
     device = None if offload_to is None else read_device(offload_to, "offload_to")
     inner = unwrapped(model)
     body, head = body_and_head(inner)
+    embedding = inner.get_input_embeddings()
     if any(is_fsdp2(module) or is_zero3(module) for module in inner.modules()) or inner is not model:
         raise ValueError(f"{type(model).__name__} is wrapped or sharded: call prepare_reference before.")
     if is_on_meta(inner):
@@ -61,7 +65,6 @@ def prepare_reference(
     layers = max((list(m) for m in body.modules() if isinstance(m, nn.ModuleList)), key=len, default=[])
     if not layers:
         raise ValueError(f"{type(model).__name__} has no ModuleList of layers.")
-    embedding = inner.get_input_embeddings()
     if hasattr(embedding, OFFLOADED):
         raise ValueError(f"{type(model).__name__} is offloaded already: prepare a new copy.")
     if dtype == torch.int8:
@@ -120,7 +123,7 @@ def _to_int8(layers: list[nn.Module], name: str) -> None:
 
 
 def _keep_apart(
-    model: nn.Module, layers: list[nn.Module], embedding: Any, head: nn.Module, device: torch.device
+    model: nn.Module, layers: list[nn.Module], embedding: nn.Module, head: nn.Module, device: torch.device
 ) -> None:
     """Layers and an untied embedding to the host, all else to the device."""
     host, pin = torch.device("cpu"), device.type == "cuda"
@@ -161,7 +164,7 @@ class LayerStream:
             layer.register_forward_pre_hook(partial(self._begin, index))
             layer.register_forward_hook(partial(self._end, index), always_call=True)
 
-    def _begin(self, index: int, *_: Any) -> None:
+    def _begin(self, index: int, *_: object) -> None:
         slot = index % 2
         if index == 0:
             self._held = [None, None]  # from before an error; the weights may have changed since
@@ -174,7 +177,7 @@ class LayerStream:
         if index + 1 < len(self._weights):
             self._fetch(index + 1)
 
-    def _end(self, index: int, *_: Any) -> None:
+    def _end(self, index: int, *_: object) -> None:
         for module, name, weight in self._weights[index]:
             module._parameters[name] = weight
         slot = index % 2

@@ -20,7 +20,7 @@ from torchrl_llm_kl.scoring._fingerprint import WeightWatch, code_of, module_of
 from torchrl_llm_kl.scoring._invariant import PACK
 from torchrl_llm_kl.scoring._model import locked
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._protocol import Scorer
+from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scorer import LogProbScorer, ScorerSlot
 from torchrl_llm_kl.scoring._scores import Scores
@@ -79,15 +79,15 @@ class RememberedModel(nn.Module):
     place = "remembered on disk"
 
     def __init__(
-        self, model: Any, store: ScoreStore | str | os.PathLike[str], *, fingerprint: str | None = None
+        self, model: Model, store: ScoreStore | str | os.PathLike[str], *, fingerprint: str | None = None
     ) -> None:
         super().__init__()
         if isinstance(model, LogProbScorer):
             raise TypeError("model is a scorer: pass its model; settings come from where the scores are requested.")
         self.store = store if isinstance(store, ScoreStore) else ScoreStore(store)
         self._stated, self._watch = fingerprint, WeightWatch()
-        self._tokenizer: tuple[Any, str] = (None, "")
-        self.model = model
+        self._tokenizer: tuple[object, str] = (None, "")
+        self.model: Any = model
         if fingerprint is None and not hasattr(model, "make_scorer"):
             module_of(model)
 
@@ -143,7 +143,7 @@ class RememberedScorer(Scorer):
 
     model: RememberedModel
 
-    def __init__(self, model: RememberedModel, settings: dict[str, Any]) -> None:
+    def __init__(self, model: RememberedModel, settings: Mapping[str, Any]) -> None:
         self.model, self._settings, self._slot = model, settings, ScorerSlot()
         self.options = self.inner.options
 
@@ -217,7 +217,7 @@ class RememberedScorer(Scorer):
 
     def _contexts(self, inner: Scorer, weights: str, options: ScoreOptions) -> dict[str, bytes]:
         """For each column, the key of all that a score depends on besides the tokens."""
-        settings: dict[str, Any] = {"temperature": options.temperature, "adapters": options.adapters}
+        settings: dict[str, object] = {"temperature": options.temperature, "adapters": options.adapters}
         if options.sampling.truncates:
             settings["truncation"] = options.sampling.truncation
         dtype = options.dtype or (_autocast(inner.model) if self._here else None)
@@ -236,7 +236,7 @@ def _stored(request: ScoreRequest, options: ScoreOptions) -> bool:
     return not (request.recorded or options.grad or options.record_routing or set(options.beside) - {"entropy"})
 
 
-def _autocast(model: Any) -> torch.dtype | None:
+def _autocast(model: Model) -> torch.dtype | None:
     """The dtype of an autocast around the call, on the model's device."""
     weight = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     device = "cpu" if weight is None else weight.device.type

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -22,9 +22,20 @@ Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
 #: Tokens to score: one bool for each token, flat or in the form of the token ids.
 TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
 #: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
-RoutedExperts = Ragged | Tensor | Sequence[Any]
+RoutedExperts = Ragged | Tensor | Sequence[Tensor]
 #: An optional field of a request.
 Recorded = Kept | Tensor
+
+
+class RequestFields(TypedDict, total=False):
+    """The optional fields of a request, as :meth:`ScoreRequest.of` takes them."""
+
+    kept: Kept | None
+    top_ids: Tensor | None
+    routing: RoutedExperts | None
+    ref_routing: RoutedExperts | None
+
+
 #: What the error of :func:`not_text` contains, also where it comes from another process.
 NOT_TEXT = "stands for what is not text"
 
@@ -68,7 +79,7 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
     if ids.ndim < 2:
         raise ValueError(f"token ids must be a tensor [*B, T], got shape {shape}: pass a list of such rows.")
     if attention_mask is None:
-        raise ValueError(f"token ids of shape {shape} may be padded: pass attention_mask=, or a list.")
+        raise ValueError(f"token ids of shape {shape} may be padded: pass attention_mask=, or a list of rows.")
     if attention_mask.shape != ids.shape:
         raise ValueError(f"attention_mask: expected shape {shape} of the token ids, got {tuple(attention_mask.shape)}.")
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
@@ -80,13 +91,15 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
         padding = (mask & ~real).reshape(-1, ids.shape[-1]).nonzero().tolist()
         if padding:
             row, slot = padding[0]
-            raise ValueError(f"the mask selects padding: sequence {row}, slot {slot}. Pass mask & attention_mask.")
+            raise ValueError(
+                f"the mask selects padding: sequence {row}, slot {slot}. Pass mask & attention_mask.bool()."
+            )
         mask = mask[real]
     tokens = Ragged.from_padded(ids, mask=real, batch_dims=ids.ndim - 1)
     return tokens, mask if mask is None or isinstance(mask, Tensor) else _mask_of_rows(mask, tokens)
 
 
-def _mask_of_rows(mask: Sequence[Any], tokens: Ragged) -> Tensor:
+def _mask_of_rows(mask: Sequence[Tensor | Sequence[bool]], tokens: Ragged) -> Tensor:
     flat = Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
     found, expected = flat.lengths.tolist(), tokens.lengths.tolist()
     if found != expected:
@@ -94,7 +107,7 @@ def _mask_of_rows(mask: Sequence[Any], tokens: Ragged) -> Tensor:
     return flat.values
 
 
-def _row(i: int, row: Any, empty: torch.dtype) -> Tensor:
+def _row(i: int, row: Tensor | Sequence[int] | Sequence[bool], empty: torch.dtype) -> Tensor:
     """Row ``i`` as a tensor ``[T]``; ``empty`` is the dtype of a list without elements."""
     if isinstance(row, Tensor):
         return row
@@ -126,11 +139,12 @@ def _select(value: Recorded, elements: Tensor) -> Recorded:
     return value.take(elements) if isinstance(value, Kept) else value[elements]
 
 
-def _concat(values: Sequence[Any]) -> Recorded:
+def _concat(values: Sequence[Recorded]) -> Recorded:
     """The field of several requests."""
-    if not isinstance(values[0], Kept):
-        return torch.cat(list(values))
-    return Kept.of(torch.cat([x.ids for x in values]), torch.cat([x.offsets.diff() for x in values]))
+    kept = [x for x in values if isinstance(x, Kept)]
+    if not kept:
+        return torch.cat([x for x in values if isinstance(x, Tensor)])
+    return Kept.of(torch.cat([x.ids for x in kept]), torch.cat([x.offsets.diff() for x in kept]))
 
 
 def _form(value: Recorded) -> tuple[int, ...]:
@@ -394,7 +408,9 @@ class ScoreRequest:
             bad |= values >= vocab_size
             listed = values[:0] if self.top_ids is None else self.top_ids[self.mask]
             if bool((listed >= vocab_size).any()):
-                raise ValueError(f"top_ids holds token id {int(listed.max())}, outside the vocabulary of {vocab_size}.")
+                raise ValueError(
+                    f"top_ids holds token id {int(listed.max())}, outside the vocabulary of {vocab_size}, the student's."
+                )
         if bool(bad.any()):
             element = int(bad.nonzero()[0])
             allowed = "ids must not be negative"
@@ -412,7 +428,8 @@ class ScoreRequest:
             sequence = int(too_long.nonzero()[0])
             count = int(self.tokens.lengths[sequence])
             raise ValueError(
-                f"sequence {sequence} has {count} tokens but the model's configuration allows {limit} positions: truncate it."
+                f"sequence {sequence} has {count} tokens but the model's configuration allows {limit} positions: "
+                "truncate it, or use a model with a longer context."
             )
 
     def check_finite(self, elements: Tensor, log_probs: Tensor) -> None:
@@ -506,7 +523,8 @@ def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     first = (mask & (tokens.positions == 0)).nonzero()
     if first.numel():
         raise ValueError(
-            f"the mask selects the first token of sequence {int(tokens.sequence_ids[first[0]])}: set the mask to False."
+            f"the mask selects the first token of sequence {int(tokens.sequence_ids[first[0]])}: set the mask to False there, "
+            "a first token has no log-prob."
         )
     return mask
 
@@ -535,7 +553,7 @@ def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
     rows = [torch.as_tensor(row).detach().cpu() for row in routing]
     lengths = tokens.lengths.tolist()
     if len(rows) != len(lengths):
-        raise ValueError(f"the record has {len(rows)} sequences, the tokens have {len(lengths)}.")
+        raise ValueError(f"the record has {len(rows)} sequences, expected one for each of {len(lengths)}.")
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if row.ndim != 3 or row.shape[0] not in (length, length - 1):
             raise ValueError(

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -25,40 +25,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl.scoring._checkpoints import ADVICE, CHECKPOINTS, Followed, Swap, follow, saving, swapped
-from torchrl_llm_kl.scoring._model import compiled_call, locked, send, text_config
+from torchrl_llm_kl._private import CHECKPOINTS, DEEPSPEED_GROUPS, compiled_call
+from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
+from torchrl_llm_kl.scoring._model import locked, send, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 
 # ---------------------------------------------------------------------- the weights of chosen experts, by family
 
+if TYPE_CHECKING:
+
+    class Router(nn.Module):
+        """What routers of transformers have."""
+
+        top_k: int
+        num_experts: int
+        norm_topk_prob: bool
+        routed_scaling_factor: float
+
+
 #: ``(router, logits [n, E], ids [n, k]) -> weights [n, k]``, with the operators and dtypes of transformers' router.
-Weights = Callable[[Any, Tensor, Tensor], Tensor]
+Weights: TypeAlias = "Callable[[Router, Tensor, Tensor], Tensor]"
 
 
-def _mixtral(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+def _mixtral(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     top = F.softmax(logits.float(), dim=-1).gather(-1, ids)
     return top / top.sum(-1, keepdim=True)
 
 
-def _qwen3_moe(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+def _qwen3_moe(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     top = F.softmax(logits, dim=-1, dtype=torch.float).gather(-1, ids)
     if router.norm_topk_prob:
         top = top / top.sum(-1, keepdim=True)
     return top.to(logits.dtype)
 
 
-def _gpt_oss(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+def _gpt_oss(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     top = logits.gather(-1, ids)
     return F.softmax(top, dim=-1, dtype=top.dtype)
 
 
-def _deepseek_v3(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+def _deepseek_v3(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     # The bias of the scores, and the limit to a few groups, are for the choice alone.
     top = logits.sigmoid().gather(-1, ids)
     if router.norm_topk_prob:
         top = top / (top.sum(-1, keepdim=True) + 1e-20)
-    return cast(Tensor, top * router.routed_scaling_factor)
+    return top * router.routed_scaling_factor
 
 
 _FAMILIES: Mapping[str, Weights] = {
@@ -79,7 +91,7 @@ def _weights_of(module: nn.Module) -> Weights | None:
 def _gathers_weights(model: nn.Module) -> bool:
     """Whether each rank computes with whole weights: DDP, FSDP, and FSDP2 over one dimension of ranks."""
     meshes = [cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)]
-    deepspeed = any(hasattr(p, name) for p in model.parameters() for name in ("ds_process_group", "_dp_group"))
+    deepspeed = any(hasattr(p, name) for p in model.parameters() for name in DEEPSPEED_GROUPS)
     sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
     return sharded and not deepspeed and all(mesh.ndim == 1 for mesh in meshes)
 
@@ -92,7 +104,7 @@ class Routers:
     """The routers of a model, in the order of its layers."""
 
     model: nn.Module
-    modules: tuple[nn.Module, ...]
+    modules: tuple[Router, ...]
     weights: tuple[Weights, ...]
     layers: tuple[int, ...]  # the decoder layer of each
     num_layers: int  # decoder layers, with and without a router
@@ -109,13 +121,15 @@ class Routers:
                 {type(m).__name__ for m in model.modules() if re.search(r"Router|Experts|MoE", type(m).__name__)}
             )
             if kinds:
-                raise ValueError(f"how {', '.join(kinds)} weigh experts is not known here. Known are {_KNOWN}.")
+                raise ValueError(
+                    f"how {', '.join(kinds)} weigh experts is not known here. Known are {_KNOWN}: leave routing= out."
+                )
             raise ValueError(f"{name} is dense: it has no router. Leave out routing= and RoutedExperts().")
         if Ranks([model]).groups and not _gathers_weights(model):
             raise ValueError(f"{name} is tensor parallel or sharded otherwise: replay its routing with DDP or FSDP.")
         if any(compiled_call(module) for module in model.modules()):
             raise ValueError(f"{name} has compiled parts, which hold their own routing: replay before torch.compile.")
-        modules: list[Any] = list(named.values())
+        modules = [cast("Router", module) for module in named.values()]
         layers = [int(found[-1]) for found in (re.findall(r"(?:^|\.)layers\.(\d+)\.", each) for each in named)]
         sizes = {(module.top_k, module.num_experts) for module in modules}
         assert len(sizes) == 1, "one configuration for all layers"
@@ -254,7 +268,9 @@ class RoutedForward(Followed):
         with locked(self.routers.model), routed(replace(self, chosen=None, called=set())):
             yield
 
-    def route(self, place: int, router: nn.Module, output: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    def route(
+        self, place: int, router: Router, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """The output of a router with the recorded experts in place of its choice."""
         self.check_saving()
         logits, scores, ids = output
@@ -262,7 +278,9 @@ class RoutedForward(Followed):
         replaced = None
         if self.rows is not None:
             if self.rows.shape[0] != ids.shape[0]:
-                raise ValueError(f"{type(router).__name__} got {ids.shape[0]} tokens, expected {self.rows.shape[0]}.")
+                raise ValueError(
+                    f"{type(router).__name__} got {ids.shape[0]} tokens, expected {self.rows.shape[0]}: leave routing= out."
+                )
             weigh = self.routers.weights[place]
             _prove(router, weigh, logits, scores, ids)
             rows = self.rows[:, place].long()
@@ -273,11 +291,11 @@ class RoutedForward(Followed):
         return replaced
 
 
-_PROVEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_PROVEN: weakref.WeakSet[Router] = weakref.WeakSet()
 
 
 @torch.no_grad()
-def _prove(router: nn.Module, weigh: Weights, logits: Tensor, scores: Tensor, ids: Tensor) -> None:
+def _prove(router: Router, weigh: Weights, logits: Tensor, scores: Tensor, ids: Tensor) -> None:
     """Raise a ValueError, once for each router, if it weighs its own choice otherwise than its family here does."""
     if router in _PROVEN:
         return
@@ -309,6 +327,8 @@ def routed(forward: RoutedForward) -> Iterator[None]:
         yield
 
 
-def _hook(forward: RoutedForward, place: int, router: nn.Module, _: Any, output: Any) -> Any:
+def _hook(
+    forward: RoutedForward, place: int, router: Router, _: object, output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor] | None:
     # Another thread may run the model meanwhile.
     return forward.route(place, router, output) if _ACTIVE.get() is forward else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from torchrl_llm_kl._numerics import check_choice, widen
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.head import Truncation, floor_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # What transformers fills in where neither the call nor the model's configuration says (5.x), and the other engines.
 TRANSFORMERS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
@@ -60,7 +63,7 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, off in OTHERS.items():
             given = getattr(self, name)
-            value: Any = given.item() if getattr(given, "ndim", None) == 0 else given  # of numpy or torch
+            value = given.item() if getattr(given, "ndim", None) == 0 else given  # of numpy or torch
             if value is None or (name == "top_k" and value == -1):
                 value = off
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -88,7 +91,7 @@ class Sampling:
         """Whether any token may be left out."""
         return self.truncation.active
 
-    def generate_kwargs(self, model: Any, **others: Any) -> dict[str, Any]:
+    def generate_kwargs(self, model: PreTrainedModel, **others: Any) -> dict[str, Any]:
         """Arguments of transformers' ``generate`` with which ``model`` samples from this distribution.
 
         They override the model's ``generation_config`` and transformers' own defaults (a top-k of 50).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._passes import Run
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
-from torchrl_llm_kl.scoring._protocol import Scorer
+from torchrl_llm_kl.scoring._protocol import Model, Scorer
 from torchrl_llm_kl.scoring._request import RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
 from torchrl_llm_kl.scoring._routing import Routers, Routing
 from torchrl_llm_kl.scoring._sampling import Sampling
@@ -106,7 +106,7 @@ class LogProbScorer(Scorer):
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         options: ScoreOptions | None = None,
         *,
         tokens_per_batch: int | None = None,
@@ -135,11 +135,11 @@ class LogProbScorer(Scorer):
         self.tokens_per_batch, self.head_chunk = tokens_per_batch, head_chunk
         self.probe, self.share_prefixes = probe, share_prefixes
         self.forwards = 0
-        self._proof: tuple[Any, ...] = ()  # what `deterministic` was checked for
+        self._proof: tuple[object, ...] = ()  # what `deterministic` was checked for
         self._route: Route | None = None
         self._complaint: str | None = None  # why the model's own forward is taken
         self._warned_apart = self._warned_outside = False
-        self._wrapper: Any = None  # scores in place of the model
+        self._wrapper: nn.Module | None = None  # scores in place of the model
         if is_wrapper(self.model):
             self._wrapper = scoring_version(self.model)
             return
@@ -192,7 +192,9 @@ class LogProbScorer(Scorer):
             if reference is not None:
                 routings.append(scorers[1]._routing(request, request.ref_routing))
             elif request.ref_routing is not None:
-                raise ValueError("ref_routing= is the reference's routing, and no reference= is given.")
+                raise ValueError(
+                    "ref_routing= is the reference's routing, and no reference= is given: pass both or neither."
+                )
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
@@ -288,7 +290,9 @@ class LogProbScorer(Scorer):
         sampling, replayed, name = options.sampling, request.kept is not None, type(self.model).__name__
         restricted = replayed or sampling.truncates
         if options.top_k and restricted:
-            raise ValueError("top_k= is of all tokens, and sampling= or kept= leaves some out: score the two apart.")
+            raise ValueError(
+                "top_k= returns the most probable of all tokens, and sampling= or kept= leaves some out: score them apart."
+            )
         mixes = reference is not None and options.direction == "jensen_shannon"
         distils = "top_ids=" if request.top_ids is not None else "direction='jensen_shannon'" if mixes else ""
         if distils and restricted:
@@ -297,10 +301,14 @@ class LogProbScorer(Scorer):
                 "Score the whole distribution: without kept=, and with Sampling(temperature) or temperature= alone."
             )
         if options.return_kept and not restricted:
-            raise ValueError(f"return_kept=True with {sampling}, which leaves every token: there is nothing to return.")
+            raise ValueError(
+                f"return_kept=True with {sampling}, which leaves every token: there is nothing to return. Leave it out."
+            )
         if options.deterministic and (replayed or options.return_kept):
             found = "kept=" if replayed else "return_kept=True"
-            raise ValueError(f"deterministic=True with {found}: their sums may have other bits in another call.")
+            raise ValueError(
+                f"deterministic=True with {found}: sums over kept tokens may change their last bits. Leave one out."
+            )
         if options.grad and options.deterministic and drops(self.model):
             raise ValueError(f"deterministic=True, but {name} drops activations at random: call its eval().")
         if options.grad and isinstance(self.model, nn.Module) and is_offloaded(self.model):
@@ -308,7 +316,7 @@ class LogProbScorer(Scorer):
         if options.grad and options.adapters is not True:
             what = f"the adapter {options.adapters!r}" if options.adapters else "the base model"
             raise ValueError(
-                f"grad=True with adapters={options.adapters!r}: {what} is a reference: adapters=True is trained."
+                f"grad=True with adapters={options.adapters!r}: {what} is a reference: score it with grad=False."
             )
         if reference is not None:
             self._check_reference(options, reference)
@@ -321,16 +329,18 @@ class LogProbScorer(Scorer):
             )
         if reference.sampling.truncates:
             raise ValueError(
-                f"the reference is scored with {reference.sampling}: leave it out, a KL may be infinite. "
+                f"the reference is scored with {reference.sampling}, and the KL may be infinite: leave its sampling= out. "
                 'Sampling(reference="kept") of the policy compares over what it keeps.'
             )
         if options.temperature == self.temperature != reference.temperature:
             raise ValueError(
-                f"scored at temperature {self.temperature} and the reference at {reference.temperature}: set one."
+                f"scored at temperature {self.temperature} and the reference at {reference.temperature}: give both one."
             )
         ours, theirs = self._rounding(options), reference._rounding(reference.options)
         if ours != theirs:
-            raise ValueError(f"scored with {ours} and {theirs}: their difference in rounding would count as KL.")
+            raise ValueError(
+                f"scored with {ours} and {theirs}: their difference in rounding would count as KL. Give both the same."
+            )
 
     def _routing(self, request: ScoreRequest, record: Tensor | None, records: bool = False) -> Routing | None:
         """What to do with the routing of this model; None if nothing."""
@@ -405,6 +415,10 @@ class LogProbScorer(Scorer):
             )
 
 
+#: A model of this process, or its scorer.
+ModelOrScorer: TypeAlias = nn.Module | LogProbScorer
+
+
 class ScorerSlot:
     """The scorer of a model, built on first use and again when the model or its settings change.
 
@@ -412,17 +426,17 @@ class ScorerSlot:
     """
 
     def __init__(self) -> None:
-        self._sources: tuple[Any, Any] = (None, None)
-        self._settings: dict[str, Any] = {}
+        self._sources: tuple[object, object] = (None, None)
+        self._settings: dict[str, object] = {}
         self._scorer: Scorer | None = None
 
-    def get(self, model: Any, **settings: Any) -> Any:
+    def get(self, model: Model, **settings: Any) -> Scorer:
         """The scorer for these settings; a new one if the model, the weights in a wrapper or a setting changed."""
         sources = (model, getattr(model, "model", None))
         same = all(a is b for a, b in zip(self._sources, sources, strict=True))
         if self._scorer is None or not same or settings != self._settings:
             make = getattr(model, "make_scorer", None)  # a model in another process
-            self._scorer = LogProbScorer(model, **settings) if make is None else make(**settings)
+            self._scorer = LogProbScorer(cast(nn.Module, model), **settings) if make is None else make(**settings)
             self._sources, self._settings = sources, settings
         return self._scorer
 

@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from torchrl_llm_kl._numerics import is_dtensor, widen
 from torchrl_llm_kl.head import (
     WHOLE,
+    HeadOptions,
     Kept,
+    PairOptions,
     Truncation,
     dropped,
     linear_kept,
@@ -91,8 +93,8 @@ class Scores(NamedTuple):
                 out = out.index_copy(0, elements.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
-        placed: dict[str, Any] = {name: place(x) for name, x in others.items() if x is not None}
-        return cls(place(log_prob), **placed)
+        placed = {name: place(x) for name, x in others.items() if x is not None}
+        return cls(place(log_prob), **placed)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +124,9 @@ def head_states(setup: Setup, hidden: Tensor) -> States:
     head, mapped = body_and_head(setup.model)[1], logit_map(setup.model)
     weight, plain = getattr(head, "weight", None), _is_plain(head)
     if not plain and is_dtensor(weight):
-        raise ValueError(f"the head {type(head).__name__} is sharded over ranks and more than linear: leave it out.")
+        raise ValueError(
+            f"the head {type(head).__name__} is sharded over ranks and more than linear: leave it out of the plan."
+        )
     own = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
     narrow = setup.options.dtype if plain and own != torch.float64 else None
     if isinstance(weight, Tensor):
@@ -222,7 +226,7 @@ class Reading:
         hidden, device = states.source, states.source.device
         targets = self.targets.to(device)
         ids = None if self.ids is None else self.ids.to(device)
-        own: dict[str, Any] = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
+        own: HeadOptions = {"bias": head.bias, "scale": states.map.scale, "soft_cap": states.map.soft_cap}
         own |= {"temperature": states.temperature, "chunk": tile}
         own["product_dtype"] = states.dtype if ref is None or ref.dtype == states.dtype else torch.float32
         kept, truncation = states.kept, states.truncation
@@ -239,12 +243,11 @@ class Reading:
             return {"log_prob": cast(Tensor, log_prob)} | _top_columns(*top)
         if ref is not None and ref_head is not None:
             bias = None if ref_head.bias is None else ref_head.bias.detach().to(device)
-            own_ref: dict[str, Any] = {"ref_bias": bias, "ref_scale": ref.map.scale, "ref_soft_cap": ref.map.soft_cap}
-            own_ref |= {"direction": options.direction, "beta": options.beta}
-            own_ref["ref_kept"] = options.sampling.reference == "kept"
+            both: PairOptions = {**own, "ref_bias": bias, "ref_scale": ref.map.scale, "ref_soft_cap": ref.map.soft_cap}
+            both["ref_kept"] = options.sampling.reference == "kept"
             others = ref.source.to(device), ref_head.weight.detach().to(device)
-            scores = {**own, **own_ref, **limits, "entropy": options.entropy}
-            found = linear_pair(hidden, head.weight, *others, targets, **scores)._asdict()
+            pair = partial(linear_pair, direction=options.direction, beta=options.beta, entropy=options.entropy)
+            found = pair(hidden, head.weight, *others, targets, **both, **limits)._asdict()
             found["ref_log_prob"] = found["ref_log_prob"].detach()
             if ids is not None:
                 found["outcomes"] = linear_outcomes(hidden, head.weight, targets, ids, **own).outcomes
@@ -258,7 +261,8 @@ class Reading:
         if options.moments:
             if sampled and kept is None:
                 raise ValueError(
-                    f"moments=True: {truncation} leaves too many of {head.weight.shape[0]} tokens to keep at once."
+                    f"moments=True: {truncation} leaves too many of {head.weight.shape[0]} tokens to keep at once: "
+                    "score them without truncation."
                 )
             columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
         if states.kept is None and truncation.active:
@@ -294,7 +298,8 @@ class Reading:
                 ref_logits = self.ref.tempered(rows).to(logits.device)
             if ref_logits.shape != logits.shape:
                 raise ValueError(
-                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} and {ref_logits.shape[-1]}."
+                    f"an exact KL needs one vocabulary, got {logits.shape[-1]} and {ref_logits.shape[-1]} tokens: "
+                    "use an estimator of log-probs, such as 'k1'."
                 )
             if out is not None and options.sampling.reference == "kept":
                 ref_logits = ref_logits.masked_fill(out, -torch.inf)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
+from torchrl_llm_kl._private import WRAPPED
 from torchrl_llm_kl.scoring._model import adapter_layers, check_has_adapters, is_on_meta, locked
-from torchrl_llm_kl.scoring._scorer import LogProbScorer
+from torchrl_llm_kl.scoring._scorer import LogProbScorer, ModelOrScorer
 from torchrl_llm_kl.scoring._wrapper import is_wrapper, unwrap
 from torchrl_llm_kl.scoring._wrapping import is_zero3, reshard
 
 # What wrappers add to the names of parameters.
-_PREFIXES = ("module.", "_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@runtime_checkable
+class Service(Protocol):
+    """A model in other processes whose weights can be pushed, as a :class:`~torchrl_llm_kl.service.RemoteModel`."""
+
+    def update_weights(self, weights: Mapping[str, Tensor], /) -> object:
+        """Replace the weights."""
+
+
+class UpdaterState(TypedDict):
+    """The state of a :class:`ReferenceUpdater`."""
+
+    steps: int
+    weights: dict[str, Tensor]
+    rest: dict[str, Tensor]
 
 
 class ReferenceUpdater:
@@ -66,7 +82,13 @@ class ReferenceUpdater:
     """
 
     def __init__(
-        self, reference: Any, policy: Any, *, decay: float | None = None, every: int = 1, reset_every: int | None = None
+        self,
+        reference: ModelOrScorer | Service,
+        policy: ModelOrScorer,
+        *,
+        decay: float | None = None,
+        every: int = 1,
+        reset_every: int | None = None,
     ) -> None:
         check_range(1, every=every, reset_every=reset_every)
         if decay is None and reset_every is None:
@@ -78,7 +100,7 @@ class ReferenceUpdater:
         self.decay, self.every, self.reset_every, self.steps = decay, every, reset_every, 0
         adapter = reference.adapters if isinstance(reference, LogProbScorer) else True
         self._policy = _module(policy, "policy")
-        self._service = reference if hasattr(reference, "update_weights") else None
+        self._service = reference if isinstance(reference, Service) else None
         self._reference = self._policy if self._service is not None else _module(reference, "reference")
         self._check(adapter)
         self._adapter = adapter if isinstance(adapter, str) else None
@@ -124,7 +146,7 @@ class ReferenceUpdater:
 
     # ------------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> UpdaterState:
         """The count of steps, and the reference's weights with what rounding took from them: all that a resumed run needs.
 
         Tensors are references, not copies, and sharded ones stay sharded. The keys are the same at each step, as
@@ -139,7 +161,7 @@ class ReferenceUpdater:
         return {"steps": self.steps, "weights": weights, "rest": rest}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: UpdaterState) -> None:
         """Restore the reference, also behind a service, and the count.
 
         Raises:
@@ -149,7 +171,9 @@ class ReferenceUpdater:
         weights, rest = state["weights"], state["rest"]
         if weights.keys() != own.keys() or not rest.keys() <= own.keys():
             different = sorted((weights.keys() ^ own.keys()) | (rest.keys() - own.keys()))
-            raise KeyError(f"the state is of another reference: {', '.join(different[:3])} differ.")
+            raise KeyError(
+                f"the state is of another reference, {', '.join(different[:3])} differ: build this one alike."
+            )
         for name, value in own.items():
             for saved in (weights[name], rest.get(name, value)):
                 if saved.shape != value.shape:
@@ -191,7 +215,9 @@ class ReferenceUpdater:
                 )
             own, new = _local(name, own, sources.pop(name))
             if own.shape != new.shape:
-                raise ValueError(f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}.")
+                raise ValueError(
+                    f"{name}: the reference has shape {tuple(own.shape)}, the policy {tuple(new.shape)}: build both alike."
+                )
             if not own.is_floating_point():
                 raise ValueError(
                     f"{name} has dtype {own.dtype}, which cannot follow the policy: use bfloat16 or wider."
@@ -231,11 +257,16 @@ class ReferenceUpdater:
             factors = getattr(layer, "scaling", {})
             own, new = factors.get(adapter), factors.get(active)
             if own != new:
-                raise ValueError(f"{adapter!r} scales its weights by {own}, the policy's {active!r} by {new}.")
+                raise ValueError(
+                    f"{adapter!r} scales its weights by {own}, the policy's {active!r} by {new}: give both the same "
+                    "lora_alpha, r and use_rslora."
+                )
 
     def _check(self, adapter: bool | str) -> None:
         if adapter is False:
-            raise ValueError("the reference has adapters=False: the base model never changes. Name an adapter.")
+            raise ValueError(
+                "the reference has adapters=False: the base model never changes. Pass a scorer with an adapter's name."
+            )
         for model in (self._reference, self._policy):
             if is_on_meta(model):
                 raise ValueError(f"{type(model).__name__} has weights on the meta device: load them first.")
@@ -262,7 +293,7 @@ class ReferenceUpdater:
             self._service.update_weights(whole)
 
 
-def _module(model: Any, name: str) -> nn.Module:
+def _module(model: object, name: str) -> nn.Module:
     check_not_a_name(**{name: model})
     found = model.model if isinstance(model, LogProbScorer) else unwrap(model) if is_wrapper(model) else model
     if not isinstance(found, nn.Module):
@@ -275,7 +306,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         reshard(model)  # after a forward they may still be whole, in tensors of their own
     for name, value in nn.Module.named_parameters(model):
-        for prefix in _PREFIXES:
+        for prefix in WRAPPED:
             name = f".{name}".replace(f".{prefix}", ".").removeprefix(".")
         yield name, value
 
@@ -307,5 +338,5 @@ def _precise(value: Tensor) -> torch.dtype:
     return torch.promote_types(value.dtype, torch.float32)
 
 
-def _as_list(names: Any) -> list[str]:
+def _as_list(names: str | Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._private import REMOTE
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest
+
+if TYPE_CHECKING:
+    from torchrl.modules.llm import LLMWrapperBase
 
 _TOKENS_KEY = ("tokens", "full")
 Found = tuple[Tensor, Tensor, list[int]]
@@ -58,7 +63,7 @@ def check_replays(*models: object, what: str) -> None:
     check_distributions(*(model for model in models if getattr(model, "replays", False) is not True), what=what)
 
 
-def scoring_version(wrapper: Any) -> Any:
+def scoring_version(wrapper: LLMWrapperBase) -> LLMWrapperBase:
     """A version of ``wrapper`` that returns log-probs of token ids; ``wrapper`` itself is not changed.
 
     A remote wrapper is used directly, since a new version would copy its weights here. It must have been built with
@@ -66,7 +71,7 @@ def scoring_version(wrapper: Any) -> Any:
     """
     if _is_remote(wrapper):
         return wrapper
-    changes: dict[str, Any] = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
+    changes: Json = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
     # Some wrappers write the padding into the dict of the wrapper that they copy: pass them a copy.
     tokenizer_kwargs = getattr(wrapper, "tokenizer_kwargs", None)
     if isinstance(tokenizer_kwargs, dict):
@@ -80,7 +85,7 @@ def scoring_version(wrapper: Any) -> Any:
 
 
 def score_wrapper(
-    version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int, grad: bool
+    version: LLMWrapperBase, request: ScoreRequest, device: torch.device, tokens_per_batch: int, grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Flat elements ``[K]`` of the scored tokens, on the CPU, and their log-probs on ``device``.
 
@@ -95,11 +100,13 @@ def score_wrapper(
             with torch.no_grad():
                 _check_zeros(score, request, zeros, type(version).__name__)
     if grad and log_probs.numel() and not log_probs.requires_grad:
-        raise ValueError(f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph.")
+        raise ValueError(
+            f"grad=True, but the backend of {type(version).__name__} returns log-probs without a graph: pass grad=False."
+        )
     return elements, log_probs
 
 
-def _score(version: Any, request: ScoreRequest, device: torch.device, tokens_per_batch: int) -> Found:
+def _score(version: LLMWrapperBase, request: ScoreRequest, device: torch.device, tokens_per_batch: int) -> Found:
     """What :func:`score_wrapper` returns, and the flat elements that end a run of zeros from the start of a sequence."""
     batches = plan_micro_batches(request.forward_lengths, tokens_per_batch)
     parts = [_score_rows(version, request, rows, device) for rows in batches]
@@ -129,7 +136,7 @@ def _check_zeros(score: Callable[[ScoreRequest], Found], request: ScoreRequest, 
             )
 
 
-def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch.device) -> Found:
+def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, device: torch.device) -> Found:
     from tensordict import TensorDict, lazy_stack
     from tensordict.utils import unravel_key
 
@@ -162,4 +169,4 @@ def _score_rows(version: Any, request: ScoreRequest, rows: Tensor, device: torch
 
 
 def _is_remote(wrapper: object) -> bool:
-    return "_remote_wrapper" in getattr(wrapper, "__dict__", {})
+    return REMOTE in getattr(wrapper, "__dict__", {})

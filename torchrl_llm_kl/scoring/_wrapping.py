@@ -18,15 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchrl_llm_kl._private import DEEPSPEED_GROUPS, active_ddp, compiled_inside, reshard_fsdp1
+
 Result = TypeVar("Result")
 
 # ---------------------------------------------------------------------- what wraps a model
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: object) -> Any:
     """The model inside DDP, FSDP, DeepSpeed and ``torch.compile``."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
+        inner = compiled_inside(model)
         if inner is None and dist.is_available() and isinstance(model, _wrappers()):
             inner = model.module  # type: ignore[attr-defined]
         if not isinstance(inner, nn.Module):
@@ -56,15 +58,13 @@ def is_fsdp2(module: nn.Module) -> bool:
 
 def reshard(model: nn.Module) -> None:
     """Free weights that are whole since a forward: until the next one, parameters are this rank's shards."""
-    from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     for module in model.modules():
         if is_fsdp2(module):
             cast(Any, module).reshard()
         elif isinstance(module, FullyShardedDataParallel):
-            handle = module._handle
-            if handle is not None and hasattr(handle.flat_param, "_local_shard"):  # after the first forward
-                _runtime_utils._reshard(module, handle, free_unsharded_flat_param=True)
+            reshard_fsdp1(module)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -137,9 +137,7 @@ def _most(number: int, groups: Sequence[dist.ProcessGroup]) -> int:
 
 def _groups_of_ddp(models: Sequence[object]) -> dict[int, dist.ProcessGroup]:
     """The group of the DDP whose forward runs, if it holds a model and its backward synchronises gradients."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = active_ddp()
     if ddp is None or not (torch.is_grad_enabled() and ddp.require_backward_grad_sync):
         return {}
     inside = any(module is model for module in ddp.modules() for model in models)
@@ -159,7 +157,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             found |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
-        for name in ("ds_process_group", "_dp_group"):  # of ZeRO-3, and of ZeRO-1 and 2, whose backward is in step
+        for name in DEEPSPEED_GROUPS:
             if (group := getattr(parameter, name, None)) is not None:
                 found[id(group)] = group
     return list(found.values())
@@ -224,7 +222,7 @@ class ErrorGuard:
             if layer in self._layers and layer not in self._called:
                 layer(torch.zeros(1, 1, device=next(layer.parameters()).device))
 
-    def _call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def _call(self, layer: nn.Module, forward: Callable[..., object], *args: Any, **options: Any) -> Any:
         self._called.append(layer)
         if self.error is None:
             try:
@@ -286,7 +284,7 @@ def _call_with(module: nn.Module, work: Callable[[], Result]) -> Result:
         _put_forward(replaced, before)
 
 
-def _put_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+def _put_forward(module: nn.Module, forward: Callable[..., object] | None) -> None:
     """Set or, with None, remove an instance's own forward."""
     if forward is None:
         module.__dict__.pop("forward", None)

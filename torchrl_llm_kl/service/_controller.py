@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._actors import actor_of, detached, was_restarted
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, portable
 from torchrl_llm_kl.service._spec import MAX_CONCURRENCY, MAX_TRIALS, ServiceSpec
@@ -100,7 +101,7 @@ class Controller:
 
     async def join(
         self, config: Mapping[str, Any], service: str, *, new: bool = False, client: str = ""
-    ) -> dict[str, Any] | Exception:
+    ) -> Json | Exception:
         """The table, for a client; an error as a value.
 
         Args:
@@ -161,7 +162,7 @@ class Controller:
         if not self.clients and not self.spec.detached:
             self._end("its last client left")
 
-    async def table(self) -> dict[str, Any]:
+    async def table(self) -> Json:
         """State of the service, and the handles of its replicas."""
         return {
             "id": self.spec.id,
@@ -310,12 +311,12 @@ class Controller:
                 ray.kill(slot.handle, no_restart=False)
         return await asked
 
-    async def _ask(self, slot: Slot, method: str, *args: Any) -> dict[str, Any]:
-        facts: dict[str, Any] = await _answer(getattr(slot.handle, method).remote(*args))
+    async def _ask(self, slot: Slot, method: str, *args: Any) -> Json:
+        facts: Json = await _answer(getattr(slot.handle, method).remote(*args))
         slot.life = facts["life"]
         return facts
 
-    def _news(self) -> dict[str, Any]:
+    def _news(self) -> Json:
         return {"clients": len(self.clients), "refused": list(self._refused)}
 
     async def _given_model(self) -> list[Any]:

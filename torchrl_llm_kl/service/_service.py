@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._source import describe_source
 from torchrl_llm_kl.service._spec import HANG_AFTER, NAMESPACE, ServiceSpec
@@ -105,9 +106,9 @@ class ScoringService:
         check_range(1, tokens_per_batch=tokens_per_batch)
         if memory < 0:
             raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
-        settings: dict[str, Any] = {"tokens_per_batch": tokens_per_batch, "memory": memory}
+        settings: Json = {"tokens_per_batch": tokens_per_batch, "memory": memory}
         settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue, "hang_after": hang_after}
-        options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
+        options: Json = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
         given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
         options |= {key: value for key, value in given.items() if value is not None}
         name = name or f"scorer-{uuid.uuid4().hex[:8]}"
@@ -147,7 +148,7 @@ class ScoringService:
         found: str | None = self.model.connection.table(timeout=self.model.timeout)["fingerprint"]
         return found
 
-    def stats(self) -> list[dict[str, Any]]:
+    def stats(self) -> list[Json]:
         """Counters of each replica; for one that does not answer its name and the ``"error"``."""
         name, everyone = self.model.spec.replica_name, range(self.model.spec.num_replicas)
         found = self.model.connection.gather("stats", replicas=everyone, timeout=self.model.timeout)

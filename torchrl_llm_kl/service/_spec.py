@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import ServiceConfigError
 
 NAMESPACE = "torchrl_llm_kl"
@@ -37,10 +38,10 @@ class ServiceSpec:
 
     name: str
     source: str
-    settings: dict[str, Any]
+    settings: Json
     factory: bytes | None = None
     namespace: str = NAMESPACE
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Json = field(default_factory=dict)
     num_replicas: int = 1
     detached: bool = False
     expect: str | None = None
@@ -48,7 +49,7 @@ class ServiceSpec:
     address: str | None = None
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """What all clients of a name must share."""
         plain = {key: value for key, value in self.options.items() if isinstance(value, (int, float, str, dict))}
         own = {"model": self.source, "num_replicas": self.num_replicas, "detached": self.detached}

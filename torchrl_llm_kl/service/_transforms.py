@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchrl_llm_kl._numerics import read_device
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._service import ScoringService
 from torchrl_llm_kl.service.client._remote import RemoteModel
 from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RayVariant, RetrieveKL, RetrieveLogProb, find
@@ -151,7 +152,7 @@ class RayKLRewardTransform(KLRewardTransform, metaclass=Served):
 @contextmanager
 def _served(
     models: dict[str, tuple[Any, Callable[[], Any] | None, str | None]],
-    kwargs: dict[str, Any],
+    kwargs: Json,
     actor_name: str | None,
     device: torch.device | str | None,
     *,

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import (
     FEATURES,
@@ -95,7 +96,7 @@ class Request:
         """The request in ``packed``; a :class:`ProtocolError` says what is wrong with it."""
         head, arrays = unpack(packed, REQUEST)
         given, recorded, version = head.take("options"), head.take("recorded"), head.take("version")
-        rest: dict[str, Any] = {"caller": head.text("caller"), "newest": head.whole("newest")}
+        rest: Json = {"caller": head.text("caller"), "newest": head.whole("newest")}
         rest |= {name: head.flag(name) for name in ("half", "suspect")}
         if version is not None and not is_whole(version):
             raise head.wrong("version", version, "a whole number or null")

@@ -10,15 +10,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-#: A JSON object: a message, the other columns of a row, the arguments of a call.
-Json = dict[str, Any]
+from torchrl_llm_kl._typing import Json
+
 #: Seconds beyond the time-outs of its calls after which an event loop counts as blocked.
 _GRACE = 5.0
 
@@ -35,7 +35,7 @@ class Call:
     """A function and its arguments."""
 
     function: Callable[..., Any]
-    args: tuple[Any, ...] = ()
+    args: tuple[object, ...] = ()
     kwargs: Json = field(default_factory=dict)
 
 
@@ -65,7 +65,7 @@ class Caller:
     def __getstate__(self) -> Json:
         return {**self.__dict__, "_loop": None}  # the copy makes its own
 
-    def __call__(self, calls: Sequence[Call]) -> list[Any]:
+    def __call__(self, calls: Sequence[Call]) -> list[object]:
         """A result for each call."""
         later = [_is_async(call.function) for call in calls]
         begun = self._begin([call for call, waits in zip(calls, later, strict=True) if waits])
@@ -84,13 +84,13 @@ class Caller:
 
     # ------------------------------------------------------------------ sync functions
 
-    def _run_sync(self, calls: list[Call]) -> list[Any]:
+    def _run_sync(self, calls: list[Call]) -> list[object]:
         workers = self.workers or 1
         if self.timeout is None and workers == 1:
             return [_run(call, (Exception, SystemExit)) for call in calls]  # generated code may call sys.exit
-        results: list[Any] = [None] * len(calls)
+        results: list[object] = [None] * len(calls)
         todo = deque(enumerate(calls))
-        running: dict[Future[Any], tuple[int, float]] = {}  # place and time of its end at the latest
+        running: dict[Future[object], tuple[int, float]] = {}  # place and time of its end at the latest
         while todo or running:
             while todo and len(running) < workers:
                 place, call = todo.popleft()
@@ -108,15 +108,15 @@ class Caller:
 
     # ------------------------------------------------------------------ async functions
 
-    def _begin(self, calls: list[Call]) -> list[Future[Any]]:
+    def _begin(self, calls: list[Call]) -> list[Future[object]]:
         if calls and self._loop is None:
             self._loop = _start_loop(self)
-        places, futures = asyncio.Semaphore(self.workers or max(1, len(calls))), [Future[Any]() for _ in calls]
+        places, futures = asyncio.Semaphore(self.workers or max(1, len(calls))), [Future[object]() for _ in calls]
         for call, future in zip(calls, futures, strict=True):
             asyncio.run_coroutine_threadsafe(self._one(call, future, places), self._loop)  # type: ignore[arg-type]
         return futures
 
-    async def _one(self, call: Call, future: Future[Any], places: asyncio.Semaphore) -> None:
+    async def _one(self, call: Call, future: Future[object], places: asyncio.Semaphore) -> None:
         async with places:
             task = asyncio.ensure_future(_guarded(call, future))
             await asyncio.wait({task}, timeout=self.timeout)
@@ -124,7 +124,7 @@ class Caller:
                 future.set_result(self._too_long())
                 task.cancel()
 
-    def _end(self, futures: list[Future[Any]]) -> list[Any]:
+    def _end(self, futures: list[Future[object]]) -> list[object]:
         rounds = -(-len(futures) // (self.workers or max(1, len(futures))))
         if wait(futures, None if self.timeout is None else self.timeout * rounds + _GRACE).not_done:
             self._loop = None  # its thread is left behind
@@ -132,7 +132,7 @@ class Caller:
         return [future.result() if future.done() else blocked for future in futures]
 
 
-def _run(call: Call, catch: tuple[type[BaseException], ...]) -> Any:
+def _run(call: Call, catch: tuple[type[BaseException], ...]) -> object:
     # A reward never needs a gradient, and the caller's grad mode does not reach its threads.
     try:
         with torch.no_grad():
@@ -141,8 +141,8 @@ def _run(call: Call, catch: tuple[type[BaseException], ...]) -> Any:
         return Failure(error)
 
 
-def _in_thread(call: Call) -> Future[Any]:
-    future, context = Future[Any](), contextvars.copy_context()
+def _in_thread(call: Call) -> Future[object]:
+    future, context = Future[object](), contextvars.copy_context()
 
     def work() -> None:
         future.set_result(context.run(_run, call, (BaseException,)))  # whatever it is, the caller waits for an end
@@ -180,11 +180,11 @@ def _is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
 
-async def _awaited(value: Any) -> Any:
+async def _awaited(value: Awaitable[object]) -> object:
     return await value
 
 
-async def _guarded(call: Call, future: Future[Any]) -> None:
+async def _guarded(call: Call, future: Future[object]) -> None:
     try:
         result = await call.function(*call.args, **call.kwargs)
     except BaseException as error:  # a cancellation too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,15 +16,17 @@ from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.datasets import DataSource
 from torchrl_llm_kl.masks import MissingChatTemplateError, Tokenizer
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, Json, check_takes
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._prompts import Prompt, PromptOrder, Prompts
 from torchrl_llm_kl.tasks._rewards import FailureLog, FunctionReward, Reward
 from torchrl_llm_kl.tasks._rows import read_rows_of, stack_rows
 from torchrl_llm_kl.tasks._tools import Dialog, Parsed, ToolParser, Tools, as_unicode, strip_end
 
 #: ``(messages, metadata) -> str | None``: the user's next message, or None at the end; sync or async.
-Reply = Callable[[list[Json], Json], Any]
+Reply = Callable[[list[Json], Json], object]
 #: What the policy reads: rendered text, or torchrl's ``History``.
 InputMode = Literal["text", "history"]
 
@@ -53,7 +55,7 @@ class Turns:
     """
 
     max_turns: int
-    tools: Sequence[Callable[..., Any]] = ()
+    tools: Sequence[Callable[..., object]] = ()
     reply: Reply | None = None
     tool_parser: ToolParser | None = None
     workers: int | None = None
@@ -72,7 +74,7 @@ class Turns:
 
 
 def make_env(
-    prompts: Any,
+    prompts: DataSource | Prompts,
     reward: Reward | FunctionReward,
     tokenizer: Tokenizer,
     *,
@@ -84,7 +86,7 @@ def make_env(
     kl_transform: Transform | Sequence[Transform] | None = None,
     timeout: float | None = 30.0,
     input_mode: InputMode = "text",
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: Json | None = None,
 ) -> EnvBase:
     r"""An env that poses prompts in groups and rewards the answers by Python functions.
 
@@ -196,7 +198,7 @@ def _check_tokenizer(tokenizer: object) -> None:
         )
 
 
-def _transforms(given: Any) -> list[Transform]:
+def _transforms(given: Transform | Sequence[Transform] | None) -> list[Transform]:
     several = isinstance(given, Sequence) and not isinstance(given, Transform)
     transforms = [] if given is None else list(given) if several else [given]
     for transform in transforms:
@@ -226,7 +228,7 @@ class TaskEnv(ChatEnv):
         turns: Turns | None,
         timeout: float | None,
         input_mode: InputMode,
-        template_kwargs: Mapping[str, Any],
+        template_kwargs: Json,
     ) -> None:
         check_range(1, group_size=group_size, num_prompts=num_prompts)
         check_choice(get_args(InputMode), input_mode=input_mode)
@@ -290,7 +292,7 @@ class TaskEnv(ChatEnv):
         order = self.order
         return order.start + (self._finished * order.world_size + order.rank) * self.num_prompts + slots
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: object) -> TensorDictBase:
         rows = None if tensordict is None else tensordict.get("_reset", None)
         chosen = (
             torch.ones_like(self._answered) if rows is None else rows.reshape(len(self._answered), -1).any(-1).cpu()
@@ -311,11 +313,11 @@ class TaskEnv(ChatEnv):
             td.set("messages", stack_rows(self._conversation(prompt) for prompt in prompts))
         if self.input_mode == "text":
             texts = {p: self._render(prompt) for p, prompt in by_position.items()}
-            text = Text._from_tensordict(td.empty())
+            text = Text.from_tensordict(td.empty())
             text.prompt = [texts[p] for p in positions.tolist()]
             td.set("text", text)
         else:
-            history = ChatHistory._from_tensordict(td.empty())
+            history = ChatHistory.from_tensordict(td.empty())
             conversations = [self._conversation(prompt) for prompt in prompts]
             lengths = sorted({len(messages) for messages in conversations})
             if len(lengths) > 1:
@@ -380,7 +382,7 @@ class TaskEnv(ChatEnv):
                 replies[row] = None
                 found = f"{type(error).__name__}: {error}"
                 self._log.add(f"the template cannot continue row {row}, whose episode ends: {found}")
-        text = Text._from_tensordict(next_td.empty())
+        text = Text.from_tensordict(next_td.empty())
         text.prompt = texts
         next_td.set("text", text)
         next_td.set("messages", stack_rows(messages))
@@ -390,7 +392,7 @@ class TaskEnv(ChatEnv):
         return done, truncated
 
     def _replies(
-        self, parsed: list[Parsed], messages: list[Any], metadata: list[Any], last: list[bool]
+        self, parsed: list[Parsed], messages: list[list[Json]], metadata: list[Json], last: list[bool]
     ) -> list[list[Json] | None]:
         """What follows each answer: messages; empty at the end of the episode, None if only the limit of turns ends it."""
         assert self.dialog is not None
@@ -410,8 +412,9 @@ class TaskEnv(ChatEnv):
             if isinstance(text, str):
                 after[row] = None if last[row] else [{"role": "user", "content": as_unicode(text)}]
             elif text is not None:
-                failed = isinstance(text, Failure)
-                error = f"{type(text.error).__name__}: {text.error}" if failed else f"it returned {text!r:.60}"
+                error = f"it returned {text!r:.60}"
+                if isinstance(text, Failure):
+                    error = f"{type(text.error).__name__}: {text.error}"
                 self._log.add(f"reply= failed in row {row}, whose episode ends: {error}")
         return after
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets import DataError, DataSource, RowError, as_list, check_unicode, read_messages, read_rows
-from torchrl_llm_kl.tasks._calls import Json
 
 #: The columns that may hold a prompt, the first of them that a row has.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -76,7 +76,11 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._prompts if self._table is None else self._table)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         if self._table is None:
@@ -109,7 +113,7 @@ def parse_prompt(row: object, place: str) -> Prompt:
         raise PromptError(f"{place} {error}.") from None
 
 
-def _parsed(row: Mapping[Any, Any]) -> Prompt:
+def _parsed(row: Mapping[object, object]) -> Prompt:
     # Parquet fills missing columns with None.
     column = next((name for name in PROMPT_COLUMNS if row.get(name) is not None), None)
     if column is None:
@@ -130,7 +134,7 @@ def _parsed(row: Mapping[Any, Any]) -> Prompt:
     return Prompt(question, messages, {str(key): item for key, item in row.items() if key != column})
 
 
-def _question(messages: Sequence[Mapping[str, Any]], column: str) -> str:
+def _question(messages: Sequence[Json], column: str) -> str:
     """The text of the user's last message."""
     content = next((message.get("content", "") for message in reversed(messages) if message["role"] == "user"), "")
     content = as_list(content)

@@ -16,17 +16,18 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import Tokenizer
-from torchrl_llm_kl.ragged import read_column
+from torchrl_llm_kl.ragged import Node, read_column
 from torchrl_llm_kl.rollouts import MissingEntryError, describe_entries, read_conversations, sub_key
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, Json, check_takes
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
 from torchrl_llm_kl.tasks._rows import read_rows_of
 from torchrl_llm_kl.tasks._tools import special_tokens, strip_end
 
 logger = logging.getLogger("torchrl_llm_kl.tasks")
 
 #: ``(question, answer, metadata) -> number``, or a dict of numbers; sync or async.
-RewardFunction = Callable[[str, str, Json], Any]
+RewardFunction = Callable[[str, str, Json], object]
 #: One function, or named parts, each a function or a pair of its weight and the function.
 Reward = RewardFunction | Mapping[str, RewardFunction | tuple[float, RewardFunction]]
 
@@ -272,7 +273,7 @@ class FunctionReward(Transform):
             )
         return texts
 
-    def _column(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[Any] | None:
+    def _column(self, td: TensorDictBase, next_td: TensorDictBase, key: NestedKey) -> list[Node] | None:
         found = read_rows_of(td, key)
         return read_rows_of(next_td, key) if found is None else found
 
@@ -291,7 +292,7 @@ class FunctionReward(Transform):
         return special_tokens(tokenizer)
 
 
-def _parts(reward: Any, weights: Mapping[str, Any] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
+def _parts(reward: Reward, weights: Mapping[str, object] | None) -> tuple[dict[str, RewardFunction], dict[str, float]]:
     """The functions by name (``""`` for one alone), and the weights of the numbers they return."""
     functions: Json
     given: Json

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from tensordict import NestedKey, NonTensorData, NonTensorStack, TensorDictBase, is_non_tensor
 
-from torchrl_llm_kl.ragged import read_column
+from torchrl_llm_kl.ragged import Node, read_column
 
 
-def stack_rows(values: Iterable[Any]) -> NonTensorStack:
+def stack_rows(values: Iterable[object]) -> NonTensorStack:
     """One value of any type for each row, lists and dicts included.
 
     Example:
@@ -20,7 +19,7 @@ def stack_rows(values: Iterable[Any]) -> NonTensorStack:
     return NonTensorStack(*(NonTensorData(value) for value in values))
 
 
-def read_rows_of(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
+def read_rows_of(td: TensorDictBase, key: NestedKey) -> list[Node] | None:
     """The values of an entry, one for each row of a batch of any shape; None if there is none.
 
     Example:

@@ -12,12 +12,13 @@ from functools import lru_cache, partial
 from itertools import islice, starmap
 from typing import Any
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import Tokenizer, render_conversation
-from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, Json
+from torchrl_llm_kl.tasks._calls import Call, Caller, Failure
 
 #: Reads the calls of an answer: text -> calls, each a :class:`ToolCall` or a dict with ``name`` and ``arguments``; torchrl's
 #: parsers (``XMLBlockParser``, ``JSONCallParser``) are accepted too.
-ToolParser = Callable[[str], Any]
+ToolParser = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ _MOST_CALLS = 1000
 _LONGEST_RESPONSE = 1 << 16
 
 
-def _call(value: Any) -> ToolCall:
+def _call(value: object) -> ToolCall:
     """A call from any form of a parsed one."""
     if hasattr(value, "tool") and hasattr(value, "args"):  # torchrl's
         value = ToolCall(str(value.tool), dict(value.args))
@@ -75,7 +76,7 @@ def _call(value: Any) -> ToolCall:
 
 
 def _not_too_deep(call: ToolCall) -> ToolCall:
-    level: list[Any] = [call.arguments]
+    level: list[Mapping[str, object] | Sequence[object]] = [call.arguments]
     for _ in range(_DEEPEST):
         items = (item for each in level for item in (each.values() if isinstance(each, Mapping) else each))
         level = [item for item in items if isinstance(item, (Mapping, list, tuple))]
@@ -90,7 +91,7 @@ def _bounded(calls: Iterable[ToolCall]) -> list[ToolCall]:
     return found if len(found) <= _MOST_CALLS else [ToolCall("", error=f"an answer has at most {_MOST_CALLS} calls")]
 
 
-def _read_json(text: str) -> Any:
+def _read_json(text: str) -> object:
     """A ValueError for whatever cannot be read, also for text that is nested too deeply."""
     try:
         return json.loads(text)
@@ -174,7 +175,7 @@ _TAGGED = re.compile(r"\s*(?:<function=([^<>\n]+)>|([^<\n]+))")
 _TAG = re.compile(r"<parameter=([^<>\n]+)>|</parameter>|</?arg_(?:key|value)>")
 
 
-def parse_tagged(text: str, schemas: Sequence[Mapping[str, Any]] = ()) -> Parsed:
+def parse_tagged(text: str, schemas: Sequence[Json] = ()) -> Parsed:
     """Calls whose arguments have tags of their own, as Qwen 3.5, Nemotron 3 and GLM 4.5 write them.
 
     A value is text if the tool's schema says so, else what it reads as in JSON or Python.
@@ -221,7 +222,7 @@ def _tagged_arguments(body: str) -> Iterator[tuple[str, str]]:
             awaited = "</arg_key>"
 
 
-def _value(text: str, kind: object) -> Any:
+def _value(text: str, kind: object) -> object:
     if kind == "string":
         return text
     for written in (text, _json_of_python(text)):  # some templates write True, others true
@@ -246,7 +247,7 @@ def _json_of_python(text: str) -> str:
     return _PYTHON.sub(written, text)
 
 
-def read_calls(parser: Callable[[str], Any], text: str) -> Parsed:
+def read_calls(parser: ToolParser, text: str) -> Parsed:
     """The calls of an answer by any parser; those inside ``<think>``, closed or not, are none."""
     thought, tag, answer = text.rpartition("</think>")
     answer, *unfinished = answer.partition("<think>")
@@ -275,12 +276,12 @@ class Tools:
     """
 
     def __init__(
-        self, functions: Sequence[Callable[..., Any]], *, timeout: float | None, workers: int | None = None
+        self, functions: Sequence[Callable[..., object]], *, timeout: float | None, workers: int | None = None
     ) -> None:
         from transformers.utils import get_json_schema
 
-        self.functions: dict[str, Callable[..., Any]] = {}
-        self.schemas: list[Any] = []  # as transformers makes them
+        self.functions: dict[str, Callable[..., object]] = {}
+        self.schemas: list[Json] = []  # as transformers makes them
         for function in functions:
             if not callable(function):
                 raise TypeError(f"a tool must be a function, got {function!r:.60}.")
@@ -360,7 +361,7 @@ class Dialog:
         self,
         tokenizer: Tokenizer,
         tools: Tools | None,
-        template_kwargs: Mapping[str, Any],
+        template_kwargs: Json,
         parser: ToolParser | None = None,
     ) -> None:
         self.tokenizer, self.tools, self.template_kwargs = tokenizer, tools, dict(template_kwargs)
@@ -409,9 +410,7 @@ class Dialog:
             for i, (call, result) in enumerate(zip(parsed.calls, results, strict=True))
         ]
 
-    def next_prompt(
-        self, text: str, messages: Sequence[Mapping[str, Any]], replies: Sequence[Mapping[str, Any]]
-    ) -> str:
+    def next_prompt(self, text: str, messages: Sequence[Json], replies: Sequence[Json]) -> str:
         """The next prompt: ``text``, which ends with the policy's answer, and what the template writes after it.
 
         Args:
@@ -427,7 +426,7 @@ class Dialog:
         closing = own if self._closing else ""  # without an end token, a call may end with its own special token
         return text + ("" if text.endswith(self.special) else closing) + after
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    def _rendered(self, messages: Sequence[Json]) -> tuple[str, str]:
         """What the template writes for the last answer of a conversation, and after it."""
         rendered = render_conversation(
             self.tokenizer,
@@ -486,7 +485,7 @@ class Dialog:
             raise ValueError(f"the chat template does not render {what}: {advice}")
         return turn, after
 
-    def _format(self, messages: list[Json], call: ToolCall) -> Callable[[str], Any]:
+    def _format(self, messages: list[Json], call: ToolCall) -> ToolParser:
         """The format in which the template writes a call; Hermes' if it writes none."""
         assert self.tools is not None
         if self._json_arguments:
@@ -506,9 +505,9 @@ class Dialog:
         )
 
 
-def _example(schema: Mapping[str, Any]) -> ToolCall:
+def _example(schema: Json) -> ToolCall:
     """A call of a tool, with an argument of each of its types."""
-    values: dict[Any, Any] = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
+    values: Json = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}}
     function = schema["function"]
     properties = function.get("parameters", {}).get("properties", {})
     kinds = {name: each.get("type") for name, each in properties.items()}
@@ -549,7 +548,7 @@ def _reversed(tokens: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(f"(?:{'|'.join(re.escape(token[::-1]) for token in tokens)})*")
 
 
-def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = False) -> list[Json]:
+def _stand_ins(messages: Sequence[Json], *, json_arguments: bool = False) -> list[Json]:
     """Messages whose answers are a plain word: what follows an answer must not depend on what a policy wrote.
 
     Each result has its call, as templates demand, even if that could not be read.
@@ -560,7 +559,7 @@ def _stand_ins(messages: Sequence[Mapping[str, Any]], *, json_arguments: bool = 
         if message["role"] == "assistant":
             message = answer = {"role": "assistant", "content": "x"}
         elif message["role"] == "tool" and out and out[-1]["role"] in ("assistant", "tool"):
-            arguments: Any = "{}" if json_arguments else {}
+            arguments = "{}" if json_arguments else {}
             function = {"name": message.get("name", "unknown"), "arguments": arguments}
             call = {"id": message.get("tool_call_id", _call_id(0)), "type": "function", "function": function}
             answer.setdefault("tool_calls", []).append(call)

@@ -18,7 +18,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from torchrl_llm_kl.estimators import (
     as_coefficient,
     get_estimator,
 )
-from torchrl_llm_kl.scoring import Sampling, ScoreOptions, TokenCritic
+from torchrl_llm_kl.scoring import Model, Sampling, ScoreOptions, TokenCritic
 from torchrl_llm_kl.tasks import Prompts
 from torchrl_llm_kl.training._config import SETTINGS, ConfigError, TrainConfig, refuse
 from torchrl_llm_kl.training._models import load_model
@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from torchrl.record.loggers import Logger
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
+
 #: A function, or weights and functions by name.
-Reward = Callable[..., Any] | dict[str, tuple[float, Callable[..., Any]]]
+Reward = Callable[..., object] | dict[str, tuple[float, Callable[..., object]]]
 
 # ------------------------------------------------------------------ the reference, the KL and the algorithm
 
@@ -58,15 +59,14 @@ def sampling_of(config: TrainConfig) -> Sampling:
     return Sampling(sampler.temperature, top_k=sampler.top_k, top_p=sampler.top_p, min_p=sampler.min_p)
 
 
-def load_reference(config: TrainConfig, policy: Any) -> Any:
+def load_reference(config: TrainConfig) -> Model | Literal["base"] | None:
     """The reference of a run: a frozen model, ``"base"`` for the policy without its adapters, a service's, or None.
 
     Args:
         config: of the run.
-        policy: the model that is trained.
 
     Example:
-        >>> reference = load_reference(config, policy)  # doctest: +SKIP
+        >>> reference = load_reference(config)  # doctest: +SKIP
     """
     settings = config.reference
     name = config.model.name if settings.name == "start" else settings.name
@@ -108,7 +108,7 @@ class Training:
     charged: bool
 
 
-def build_training(config: TrainConfig, policy: Any, reference: Any) -> Training:
+def build_training(config: TrainConfig, policy: nn.Module, reference: Model | Literal["base"] | None) -> Training:
     """Bind the algorithm of a configuration to its models.
 
     Args:
@@ -159,7 +159,11 @@ def check_parts(config: TrainConfig, policy: nn.Module, reference: nn.Module) ->
 
 
 def _bind(
-    config: TrainConfig, policy: Any, reference: Any, critic: TokenCritic | None, coefficient: nn.Module | None
+    config: TrainConfig,
+    policy: nn.Module,
+    reference: Model | Literal["base"] | None,
+    critic: TokenCritic | None,
+    coefficient: nn.Module | None,
 ) -> AlgorithmParts:
     """The algorithm of a configuration with its models; ``reference`` may be a teacher."""
     preset, charged = get_algorithm(config.algorithm.name), _charged(config)  # type: ignore[arg-type]
@@ -177,7 +181,7 @@ def _bind(
     )
 
 
-def measured_kl(config: TrainConfig, policy: Any, reference: Any, **settings: Any) -> RetrieveKL:
+def measured_kl(config: TrainConfig, policy: nn.Module, reference: Model | str, **settings: Any) -> RetrieveKL:
     """A transform that measures the KL and charges nothing.
 
     Example:
@@ -264,7 +268,9 @@ def _coefficient(config: TrainConfig) -> nn.Module | None:
         return as_coefficient(getattr(preset, f"kl_{charged[0]}_coeff") if kl.coefficient is None else kl.coefficient)
     refuse(config, coefficient_of_0=kl.coefficient == 0)
     settings = {"init": 0.1 if kl.coefficient is None else kl.coefficient, "target": kl.target, **kl.controller_args}
-    kind: Any = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[kl.controller]
+    kind: type[nn.Module] = {"pi": PIKLCoefficient, "dual": DualKLCoefficient, "ziegler": AdaptiveKLCoefficient}[
+        kl.controller
+    ]
     if kl.controller == "ziegler":  # changes by at most 10 % per step: 0.2 * n / horizon
         settings = {"horizon": 2 * config.data.num_prompts * config.data.group_size, **settings}
     try:
@@ -282,7 +288,7 @@ def _coefficient(config: TrainConfig) -> nn.Module | None:
 # ------------------------------------------------------------------ rewards and prompts
 
 
-def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., Any]:
+def load_function(place: str, files: dict[Path, ModuleType] | None = None) -> Callable[..., object]:
     """The function of a text such as ``rewards.py:correct`` or ``package.rewards:correct``.
 
     Args:
@@ -356,7 +362,7 @@ def load_reward(config: TrainConfig) -> Reward:
     functions = config.reward.functions
     if isinstance(functions, str):
         return load_function(functions)
-    parts: dict[str, tuple[float, Callable[..., Any]]] = {}
+    parts: dict[str, tuple[float, Callable[..., object]]] = {}
     files: dict[Path, ModuleType] = {}  # each is run once: it may load a model
     for name, part in functions.items():
         key, given = f"reward.functions.{name}", {"function": part} if isinstance(part, str) else part

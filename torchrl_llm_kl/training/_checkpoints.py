@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
+
+from torchrl_llm_kl._typing import Json
 
 RECORD = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -34,7 +36,7 @@ class Checkpoint:
 
     folder: Path
     step: int
-    numbers: Mapping[str, Any]
+    numbers: Json
 
 
 class Checkpoints:
@@ -178,7 +180,7 @@ def _record_of(values: Mapping[str, object]) -> bytes:
     return (json.dumps(sealed, indent=1) + "\n").encode()
 
 
-def _read_record(file: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, int]]]:
+def _read_record(file: Path) -> tuple[int, Json, dict[str, tuple[int, int]]]:
     """Step, numbers and files of a record.
 
     Raises:
@@ -195,7 +197,6 @@ def _read_record(file: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, 
     del values["checksum"]
     if data != _record_of(values):  # the values, their checksum or the text around them
         raise ValueError("its checksum is of another content")
-    step: Any
     step, numbers, files = (values.get(name) for name in ("step", "numbers", "files"))
     if not (_is_count(step) and isinstance(numbers, dict) and isinstance(files, dict)):
         raise ValueError("expected a step, numbers and files")
@@ -205,7 +206,7 @@ def _read_record(file: Path) -> tuple[int, dict[str, Any], dict[str, tuple[int, 
     return step, numbers, files
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from torchrl_llm_kl._registry import did_you_mean, flatten, nearest, no_such
+from torchrl_llm_kl._typing import Json
 
 #: The value of a setting that has no default, as in OmegaConf.
 REQUIRED = "???"
@@ -86,7 +87,7 @@ class DataConfig:
 class RewardConfig:
     """What an answer is worth."""
 
-    functions: Any = REQUIRED
+    functions: Any = REQUIRED  # a text, or a mapping: OmegaConf knows no such union
     timeout: float = 30.0
 
 
@@ -95,7 +96,7 @@ class AlgorithmConfig:
     """How the policy is updated."""
 
     name: str = "grpo"
-    args: dict[str, Any] = field(default_factory=dict)
+    args: Json = field(default_factory=dict)
     teacher: str | None = None
     epochs: int = 1
     minibatches: int = 1
@@ -122,7 +123,7 @@ class KLConfig:
     coefficient: float | None = None
     target: float | None = None
     controller: str = "pi"
-    controller_args: dict[str, Any] = field(default_factory=dict)
+    controller_args: Json = field(default_factory=dict)
     stop_above: float | None = None
     stop_after: int = 3
 
@@ -222,11 +223,11 @@ class TrainConfig:
                 setattr(getattr(self, section), name, os.path.expanduser(str(value)))
         _check_together(self)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """The sections as plain dicts, lists, numbers and texts."""
         from omegaconf import OmegaConf
 
-        return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(self)))
+        return cast(Json, OmegaConf.to_container(OmegaConf.structured(self)))
 
     def to_yaml(self) -> str:
         """The whole configuration, which :func:`read_config` reads."""
@@ -260,7 +261,7 @@ class Setting:
     """
 
     key: str
-    kind: Any
+    kind: type | UnionType
     default: object
     meaning: str
     choices: list[str]
@@ -286,7 +287,7 @@ def _settings() -> Iterator[Setting]:
         for each in fields(kind):
             key = f"{section}.{each.name}"
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            row: dict[str, Any] = {**rows[key]}
+            row: Json = {**rows[key]}
             row |= {name: json.loads(row[name] or "null") for name in ("low", "above", "high")}
             row |= {name: row[name].split() for name in ("choices", "also", "args")}
             row |= {name: row[name] == "yes" for name in ("may_change", "path")}
@@ -308,7 +309,7 @@ SETTINGS = {each.key: each for each in _settings()}
 # ------------------------------------------------------------------ reading
 
 
-def read_config(source: str | Path | Mapping[str, Any] | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
+def read_config(source: str | Path | Mapping[str, object] | None = None, overrides: Iterable[str] = ()) -> TrainConfig:
     """Read a configuration: YAML, with changes.
 
     Args:
@@ -413,17 +414,17 @@ def differences(old: Mapping[str, object], new: TrainConfig) -> list[str]:
     return [f"{key}: {before.get(key)}, now {now.get(key)}" for key in keys if before.get(key) != now.get(key)]
 
 
-def _of_source(source: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+def _of_source(source: str | Path | Mapping[str, object] | None) -> Json:
     from omegaconf import OmegaConf
 
     if source is None:
         return {}
-    given: Any = dict(source) if isinstance(source, Mapping) else _text_of(Path(source))
+    given = dict(source) if isinstance(source, Mapping) else _text_of(Path(source))
     name = "the configuration" if isinstance(source, Mapping) else str(source)
     if isinstance(given, str):
         _check_aliases(name, given)
     try:
-        found: Any = OmegaConf.to_container(
+        found = OmegaConf.to_container(
             OmegaConf.load(StringIO(given)) if isinstance(given, str) else OmegaConf.create(given)
         )
     except Exception as error:  # of two parsers, which raise what they meet
@@ -470,11 +471,11 @@ def _reason(error: Exception) -> str:
     return str(text).rstrip(".") + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else "")
 
 
-def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+def _of_overrides(overrides: Iterable[str]) -> tuple[Json, list[str]]:
     """The changes as sections, and the settings whose earlier values ``{}`` drops."""
     from omegaconf import OmegaConf
 
-    layer: Any = OmegaConf.create({})
+    layer = OmegaConf.create({})
     emptied: list[str] = []
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -488,7 +489,7 @@ def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError(f"{_shown(text)} changes one item of a list: {whole}.")
         _check_aliases(_shown(text), value)
         try:
-            parsed = cast(Any, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
+            parsed = cast(Json, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"])))["value"]
         except Exception as error:  # of two parsers, which raise what they meet
             raise ConfigError(
                 f"{_shown(text)} has a value that cannot be read ({_reason(error)}): expected YAML, such as 1e-5, text, [a, b] "
@@ -501,11 +502,10 @@ def _of_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
         except Exception as error:  # a key within a number
             raise ConfigError(f"{_shown(text)} contradicts an earlier change: {_reason(error)}.") from error
         emptied += [key] if parsed == {} else []
-    found: Any = OmegaConf.to_container(layer)
-    return _long_reward(found), emptied
+    return _long_reward(cast(Json, OmegaConf.to_container(layer))), emptied
 
 
-def _long_reward(layer: dict[str, Any]) -> dict[str, Any]:
+def _long_reward(layer: Json) -> Json:
     """A reward that is given as its function alone, as a section."""
     reward = layer.get("reward")
     return {**layer, "reward": {"functions": reward}} if isinstance(reward, str) else layer
@@ -514,7 +514,7 @@ def _long_reward(layer: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ what is wrong
 
 
-def _check_keys(layer: Mapping[str, Any]) -> None:
+def _check_keys(layer: Mapping[str, object]) -> None:
     """Raise for keys that do not exist, all of them at once."""
     complaints = []
     for name, values in layer.items():
@@ -553,7 +553,7 @@ def _missing(key: str) -> str:
     return f"{key} is missing: set it in the file, or pass {key}=... ({SETTINGS[key].meaning})."
 
 
-def _wrong_type(error: Exception, layers: Sequence[Mapping[str, Any]]) -> str:
+def _wrong_type(error: Exception, layers: Sequence[Mapping[str, object]]) -> str:
     """What no setting of the layers can be: the setting that cannot be merged, or those that refer to others."""
     sections = [
         (section, values) for layer in layers for section, values in layer.items() if isinstance(values, Mapping)
@@ -567,10 +567,10 @@ def _wrong_type(error: Exception, layers: Sequence[Mapping[str, Any]]) -> str:
     return ": ".join([*([", ".join(refer)] if refer else []), f"{_reason(error)}."])
 
 
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def _expected(kind: Any) -> str:
+def _expected(kind: type | UnionType) -> str:
     """A type in words."""
     if get_origin(kind) in (Union, UnionType):
         parts = [_expected(each) for each in get_args(kind) if each is not type(None)]

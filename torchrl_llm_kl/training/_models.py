@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._registry import first_sentence, no_such
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.training._checkpoints import flush_folder
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def _load(settings: ModelConfig, name: str) -> PreTrainedModel:
     return load_model(name, dtype=settings.dtype, device=settings.device, attention=settings.attention)
 
 
-def _with_adapters(model: Any, lora: LoraConfig, folder: Path | None) -> Any:
+def _with_adapters(model: PreTrainedModel, lora: LoraConfig, folder: Path | None) -> Any:
     try:
         from peft import LoraConfig as Settings, PeftModel, get_peft_model
     except ImportError as error:
@@ -278,13 +279,13 @@ def check_policy(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrai
     return model
 
 
-def save_policy(policy: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_policy(policy: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Save a policy, or its adapters alone, and the tokenizer.
 
     Example:
         >>> save_policy(policy, tokenizer, Path("model"))  # doctest: +SKIP
     """
-    adapters = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
+    adapters: Json = {"save_embedding_layers": False} if hasattr(policy, "peft_config") else {}
     policy.save_pretrained(folder, **adapters)
     tokenizer.save_pretrained(folder)
 

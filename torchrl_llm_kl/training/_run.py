@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Literal
+from typing import Any, Literal
 
 import tensordict
 import torch
@@ -167,7 +167,7 @@ class Run:
         self.tokenizer = self.inputs.tokenizer
         seed_everything(config.run.seed)
         self.policy = load_policy(config, None if saved is None else saved.folder / "model")
-        self.reference = load_reference(config, self.policy)
+        self.reference: Any = load_reference(config)
         self.training = build_training(config, self.policy, self.reference)
         self.parts = self.training.parts
         self.updater = self._updater()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from tensordict import TensorDictBase
@@ -53,7 +53,7 @@ class _Sampler(TransformersWrapper):
     torchrl's leaves out what equals the padding token: where that ends answers too, as it often does, no end would be trained.
     """
 
-    def forward(self, tensordict: TensorDictBase, **kwargs: Any) -> TensorDictBase:
+    def forward(self, tensordict: TensorDictBase, **kwargs: object) -> TensorDictBase:
         """Write the answers."""
         out = super().forward(tensordict, **kwargs)
         full, width = out["tokens", "full"], out["tokens", "prompt"].shape[-1]
@@ -324,7 +324,16 @@ def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
 # ------------------------------------------------------------------ random numbers
 
 
-def random_state() -> dict[str, Any]:
+class RandomState(TypedDict):
+    """What :func:`random_state` returns."""
+
+    torch: Tensor
+    cuda: list[Tensor]
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+
+
+def random_state() -> RandomState:
     """The state of the generators of torch (CPU and GPUs), Python and NumPy, as tensors and plain values.
 
     Example:
@@ -345,7 +354,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: RandomState) -> None:
     """Restore what :func:`random_state` returned.
 
     Example:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import inspect
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
-from torchrl._utils import _RayServiceMetaClass
+from torch import nn
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
 import torchrl_llm_kl
 from torchrl_llm_kl._numerics import read_device
+from torchrl_llm_kl._private import container_of, service_metaclass
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope, with_a_row
+from torchrl_llm_kl.scoring import Model
 
+T = TypeVar("T")
 #: Setting -> a function that checks a new value and returns it in its stored form.
-Checks = Mapping[str, Callable[[Any], Any]]
+Checks = Mapping[str, Callable[[Any], object]]
 
 
 def check_scope(scope: str) -> str:
@@ -46,7 +49,7 @@ class StepMixin(ABC):
         def __call__(self, tensordict: TensorDictBase) -> TensorDictBase:
             """See :meth:`forward`."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self.fixed:
             owner = type(self).__name__
             raise AttributeError(f"{owner}.{name} is fixed at construction: build a new {owner}({name}=...).")
@@ -99,8 +102,7 @@ class StepMixin(ABC):
     def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         # A replay buffer calls this on `extend` when the transform was appended with `invert=True`. What torchrl's MCAdvantage
         # keeps until a group is whole arrives as None.
-        waiting: Any = next_tensordict
-        return waiting if waiting is None else self.forward(next_tensordict)
+        return None if next_tensordict is None else self.forward(next_tensordict)
 
 
 class StepTransform(StepMixin, Transform):
@@ -124,7 +126,7 @@ class StepTransform(StepMixin, Transform):
         """The dtype of a per-token entry."""
         return torch.float32
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         check = self.checks.get(name)
         super().__setattr__(name, value if check is None else check(value))
         if name[0] != "_" and name not in ("in_keys", "out_keys", "training") and "_out_keys" in self.__dict__:
@@ -156,7 +158,7 @@ def declare_entry(
     spec: Composite, key: NestedKey, features: tuple[int, ...], dtype: torch.dtype = torch.float32
 ) -> None:
     """Add an entry ``[*B, -1, *F]`` to a spec."""
-    path: Any = unravel_key(key)
+    path = unravel_key(key)
     path = (path,) if isinstance(path, str) else path
     for name in path[:-1]:
         if spec.get(name, None) is None:
@@ -168,24 +170,22 @@ def declare_entry(
 # ------------------------------------------------------------------ envs and collectors around a transform
 
 
-def containers(transform: Transform) -> Iterator[Any]:
+def containers(transform: Transform) -> Iterator[EnvBase]:
     """The env that holds the transform, at any depth, then the envs around it."""
     try:
-        container: Any = transform.container
+        container = transform.container
     except ValueError:  # inside a Compose that is in no env
         return
     while container is not None:
         yield container
-        outer = getattr(container, "_container", None)
-        container = outer() if callable(outer) else outer
+        container = container_of(container)
 
 
 def later_transforms(transform: Transform) -> Iterator[Transform]:
     """The transforms that run after ``transform`` in the same env or replay buffer, at any depth of composition."""
-    inner: Any = transform
+    inner = transform
     while inner is not None:
-        outer = getattr(inner, "_container", None)
-        outer = outer() if callable(outer) else outer
+        outer = container_of(inner)
         if isinstance(outer, Compose):
             siblings = list(outer.transforms)
             at = next(i for i, sibling in enumerate(siblings) if sibling is inner)
@@ -210,7 +210,7 @@ class NoCollectorError(ValueError):
     """No collector runs the env that holds the transform, or no env holds it."""
 
 
-def collector_policy(transform: Transform) -> Any:
+def collector_policy(transform: Transform) -> nn.Module:
     """The policy of the collector whose env holds ``transform``; a :class:`NoCollectorError` without one."""
     missing = "container"
     for container in containers(transform):
@@ -228,7 +228,9 @@ def collector_policy(transform: Transform) -> Any:
 # ------------------------------------------------------------------ models from factories and of a service
 
 
-def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *, default: Any) -> Any:
+def resolve_factory(
+    name: str, model: Model | str | None, factory: Callable[[], Model] | None, *, default: str | None
+) -> Any:
     """The model, built by the factory if there is one; ``default`` if neither is passed.
 
     Raises:
@@ -241,7 +243,7 @@ def resolve_factory(name: str, model: Any, factory: Callable[[], Any] | None, *,
     return factory()
 
 
-def to_device(model: Any, device: torch.device | str | None) -> Any:
+def to_device(model: T, device: torch.device | str | None) -> T:
     """Move a model; one that is not in this process raises a TypeError."""
     if device is None:
         return model
@@ -257,7 +259,7 @@ def to_device(model: Any, device: torch.device | str | None) -> Any:
 ServiceBackend = Literal["direct", "ray"]
 
 
-class RayVariant(_RayServiceMetaClass, ABCMeta):
+class RayVariant(service_metaclass(), ABCMeta):  # type: ignore[misc]
     """Torchrl's ``service_backend=`` and its scope, and the older ``use_ray_service=``: "ray" builds the Ray variant."""
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -21,6 +21,8 @@ from torchrl_llm_kl.rollouts import (
     Context,
     Located,
     MissingEntryError,
+    ModelInterface,
+    TokenisingOptions,
     check_context,
     describe_entries,
     find_key,
@@ -33,13 +35,35 @@ from torchrl_llm_kl.rollouts import (
     top_k_entries,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import Routers, Scores, check_distributions, is_wrapper, unwrap
+from torchrl_llm_kl.scoring import (
+    Changes,
+    LogProbScorer,
+    Model,
+    RequestFields,
+    Routers,
+    ScoreOptions,
+    Scores,
+    check_distributions,
+    is_wrapper,
+    unwrap,
+)
 from torchrl_llm_kl.transforms._base import in_env
 
 _E = TypeVar("_E", bound="Extra")
 _R = TypeVar("_R")
 #: Which model of a :class:`~torchrl_llm_kl.RetrieveKL`.
 Of = Literal["policy", "reference"]
+
+
+class Scoring(Protocol):
+    """What an extra may ask of its transform."""
+
+    options: ScoreOptions
+    extras: tuple[Extra, ...]
+    log_probs_full_key: NestedKey
+    _options: TokenisingOptions
+
+    def _interface(self) -> ModelInterface: ...
 
 
 class Extra:
@@ -58,35 +82,37 @@ class Extra:
 
     of: Of = "policy"
     #: Fields of :class:`~torchrl_llm_kl.scoring.ScoreOptions` that it sets.
-    asks: Mapping[str, Any] = {}
+    asks: Changes = {}  # noqa: RUF012
     #: Entry -> the field of :class:`~torchrl_llm_kl.Scores` that is written there.
     columns: Mapping[NestedKey, str] = {}
 
-    def check(self, transform: Any) -> None:
+    def check(self, transform: Scoring) -> None:
         """Raise an error if the transform cannot do this."""
 
     def in_keys(self) -> list[NestedKey]:
         """Entries that the data must have."""
         return []
 
-    def out_keys(self, transform: Any) -> list[NestedKey]:
+    def out_keys(self, transform: Scoring) -> list[NestedKey]:
         """Entries that are written."""
         return list(self.columns)
 
-    def features(self, transform: Any, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+    def features(self, transform: Scoring, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape of an entry after the token dimension, and dtype."""
         return (), torch.float32
 
-    def place(self, transform: Any, td: TensorDictBase, located: Located) -> Located:
+    def place(self, transform: Scoring, td: TensorDictBase, located: Located) -> Located:
         """The tokens to score in place of the data's."""
         return located
 
-    def fields(self, transform: Any, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
+    def fields(
+        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
+    ) -> RequestFields:
         """Fields of the :class:`~torchrl_llm_kl.scoring.ScoreRequest`, in the order of the tokens of the data."""
         return {}
 
     def outputs(
-        self, transform: Any, td: TensorDictBase, located: Located, scores: Scores
+        self, transform: Scoring, td: TensorDictBase, located: Located, scores: Scores
     ) -> dict[NestedKey, Ragged | None]:
         """The entries to write."""
         return {key: getattr(scores, name) for key, name in self.columns.items()}
@@ -130,7 +156,7 @@ class Entropy(_OfScores):
     """Write the entropy of the distribution that each token was drawn from; float32 nats ``[*B, T]``."""
 
     key: NestedKey = "entropy"
-    asks: ClassVar[Mapping[str, Any]] = {"entropy": True}  # type: ignore[misc]
+    asks: ClassVar[Changes] = {"entropy": True}  # type: ignore[misc]
     scores: ClassVar[tuple[str, ...]] = ("entropy",)
 
 
@@ -142,7 +168,7 @@ class Moments(_OfScores):
     """
 
     key: NestedKey = "moments"
-    asks: ClassVar[Mapping[str, Any]] = {"moments": True}  # type: ignore[misc]
+    asks: ClassVar[Changes] = {"moments": True}  # type: ignore[misc]
     scores: ClassVar[tuple[str, ...]] = ("collision", "discriminator")
 
 
@@ -165,7 +191,7 @@ class TopK(Extra):
         check_range(1, k=self.k)
 
     @property
-    def asks(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def asks(self) -> Changes:  # type: ignore[override]
         """The top k."""
         return {"top_k": self.k}
 
@@ -174,7 +200,7 @@ class TopK(Extra):
         """Ids, log-probs and the rest."""
         return dict(zip(top_k_entries(self.key), ("top_indices", "top_log_probs", "tail_log_prob"), strict=True))
 
-    def features(self, transform: Any, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+    def features(self, transform: Scoring, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
         """See :class:`Extra`."""
         name = self.columns[key]
         dtype = torch.int64 if name == "top_indices" else torch.float32
@@ -190,7 +216,7 @@ class ExactKL(_OfScores):
         key: where it goes.
     """
 
-    reference: Any
+    reference: Model | LogProbScorer
     key: NestedKey = ("exact_kl", "full")
     scores: ClassVar[tuple[str, ...]] = ("kl",)
 
@@ -223,7 +249,9 @@ class KeptTokens(Extra):
 
     key: NestedKey = "kept"
 
-    def fields(self, transform: Any, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
+    def fields(
+        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
+    ) -> RequestFields:
         """See :class:`Extra`."""
         if not transform.options.sampling.truncates:
             return {}
@@ -249,7 +277,7 @@ class RoutedExperts(Extra):
     of: Of = "policy"
 
     @property
-    def asks(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def asks(self) -> Changes:  # type: ignore[override]
         """The record."""
         return {"record_routing": True} if self.record else {}
 
@@ -260,17 +288,19 @@ class RoutedExperts(Extra):
             raise ValueError("RoutedExperts(None, record=True) needs a place for the record: pass 'routed_experts'.")
         return {self.key: "routing"} if self.record and self.key is not None else {}
 
-    def check(self, transform: Any) -> None:
+    def check(self, transform: Scoring) -> None:
         """A model that cannot be recorded raises an error."""
         if self.record:
             _routers(transform)
 
-    def features(self, transform: Any, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
+    def features(self, transform: Scoring, key: NestedKey) -> tuple[tuple[int, ...], torch.dtype]:
         """See :class:`Extra`."""
         routers = _routers(transform)
         return (len(routers.modules), routers.k), routers.dtype
 
-    def fields(self, transform: Any, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> dict[str, Any]:
+    def fields(
+        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
+    ) -> RequestFields:
         """See :class:`Extra`."""
         if self.key is None or (self.record and in_env(transform)):
             return {}
@@ -283,7 +313,7 @@ class RoutedExperts(Extra):
         return {} if found is None else {"routing": found}
 
 
-def _routers(transform: Any) -> Routers:
+def _routers(transform: Scoring) -> Routers:
     """The routers whose choices are recorded."""
     model = getattr(transform, "model", None)
     module = unwrap(model) if is_wrapper(model) else model
@@ -307,7 +337,7 @@ class SamplerLogProbs(Extra):
 
     key: NestedKey = ("sampler_log_probs", "full")
 
-    def check(self, transform: Any) -> None:
+    def check(self, transform: Scoring) -> None:
         """Two keys."""
         if self.key == transform.log_probs_full_key:
             raise ValueError(
@@ -315,12 +345,12 @@ class SamplerLogProbs(Extra):
                 "sampler's. Give them different keys."
             )
 
-    def out_keys(self, transform: Any) -> list[NestedKey]:
+    def out_keys(self, transform: Scoring) -> list[NestedKey]:
         """The entry."""
         return [self.key]
 
     def outputs(
-        self, transform: Any, td: TensorDictBase, located: Located, scores: Scores
+        self, transform: Scoring, td: TensorDictBase, located: Located, scores: Scores
     ) -> dict[NestedKey, Ragged | None]:
         """See :class:`Extra`."""
         if not in_env(transform) and find_key(td, self.key) is not None:
@@ -372,7 +402,7 @@ class AfterPrompt(Extra):
         """The entry with the prompts."""
         return [] if callable(self.prompt) else [self.prompt]
 
-    def place(self, transform: Any, td: TensorDictBase, located: Located) -> Located:
+    def place(self, transform: Scoring, td: TensorDictBase, located: Located) -> Located:
         """See :class:`Extra`."""
         return in_context(td, located, self.prompt, transform._interface(), transform._options)
 
@@ -389,7 +419,7 @@ class Adapters(Extra):
     of: Of = "reference"
 
     @property
-    def asks(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def asks(self) -> Changes:  # type: ignore[override]
         """The adapters."""
         return {"adapters": self.adapters}
 
@@ -402,6 +432,6 @@ class KLKeys(Extra):
     old_log_probs_key: NestedKey | None = None
     charged_key: NestedKey | None = None
 
-    def check(self, transform: Any) -> None:
+    def check(self, transform: Scoring) -> None:
         """It is for a transform that computes a KL."""
         raise ValueError(f"{type(transform).__name__} computes no KL: KLKeys are extras of a RetrieveKL.")

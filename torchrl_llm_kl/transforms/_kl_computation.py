@@ -112,7 +112,7 @@ class KLComputation(KLPenalty):
 
     # ------------------------------------------------------------------ settings
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in ("estimator", "old_log_probs_key"):
             estimator = value if name == "estimator" else self.estimator
             old_key = value if name == "old_log_probs_key" else getattr(self, "old_log_probs_key", None)

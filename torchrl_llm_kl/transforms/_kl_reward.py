@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrl.data import Composite
 
 from torchrl_llm_kl._numerics import check_finite, check_not_a_name
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
     Located,
@@ -27,7 +28,7 @@ from torchrl_llm_kl.rollouts import (
     response_mask,
     zeros_of_first_tokens,
 )
-from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, ScorerSlot, check_replays
+from torchrl_llm_kl.scoring import Model, ScoreOptions, ScoreRequest, ScorerSlot, check_replays
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, ServiceBackend, in_env, resolve_factory, to_device
 from torchrl_llm_kl.transforms._extras import Extra, KeptTokens, check_extras, find
 from torchrl_llm_kl.transforms._penalty import (
@@ -39,6 +40,8 @@ from torchrl_llm_kl.transforms._penalty import (
     resolve_estimator,
 )
 from torchrl_llm_kl.transforms._retrieve_log_prob import Job, ScoringTransform, check_options, over_kept
+
+T = TypeVar("T")
 
 
 def _check_estimator(estimator: Estimator) -> Estimator:
@@ -57,7 +60,7 @@ def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:
     return found
 
 
-def _check_reference(model: Any) -> Any:
+def _check_reference(model: T) -> T:
     check_not_a_name(ref_model=model)
     if getattr(model, "generate", False) is True:
         raise ValueError("The actor is configured to generate text, not compute the log-probs.")
@@ -127,21 +130,21 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
 
     def __init__(
         self,
-        ref_model: Any = None,
+        ref_model: Model | None = None,
         *,
-        ref_model_factory: Callable[[], Any] | None = None,
+        ref_model_factory: Callable[[], Model] | None = None,
         coef: float | Tensor | nn.Module = 1.0,
         in_keys: Sequence[NestedKey] | None = None,
         out_keys: Sequence[NestedKey] | None = None,
         log_prob_key: NestedKey = ("log_probs", "full"),
         device: torch.device | str | None = None,
         add_to_reward: bool = True,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         assistant_only: bool = True,
         padding_side: str = "left",
         use_ray_service: bool = False,
         service_backend: ServiceBackend | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
+        service_backend_options: Mapping[str, object] | None = None,
         estimator: Estimator = "k1",
         reward_placement: RewardPlacement = "last",
         scope: Scope = "turn",
@@ -165,7 +168,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         self.ref_model = to_device(_check_reference(ref_model), device)
         self.in_keys = read
         self.reward_key, self.log_prob_full_key, self.add_to_reward = self.in_keys[0], log_prob_key, add_to_reward
-        self.coef: Any = coef
+        self.coef = coef
         self._options = TokenisingOptions.make(tokenizer, None, padding_side)
         self._slot = ScorerSlot()
         self.out_keys = written
@@ -200,7 +203,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         return bool(self._interface().pad_output)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer given, else the reference's; an AttributeError if there is none."""
         tokenizer = self._options.tokenizer or self._interface().tokenizer
         if tokenizer is None:
@@ -283,7 +286,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         check_finite({name: values}, place=place_in(located.tokens), advice=LOG_PROB_ADVICE)
         return values, known
 
-    def _scored_model(self) -> Any:
+    def _scored_model(self) -> Model:
         return self.ref_model
 
 

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torchrl.envs import Compose, Transform
 
 from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import Located, MissingEntryError, RewardPlacement, Scope, first_difference
 from torchrl_llm_kl.scoring import (
     LogProbScorer,
+    Model,
     SamplerMismatchWarning,
     ScoreOptions,
     Scores,
@@ -119,17 +122,17 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
 
     def __init__(
         self,
-        gen_model: Any = "from_collector",
-        ref_model: Any = None,
+        gen_model: Model | str = "from_collector",
+        ref_model: Model | str | None = None,
         *,
-        gen_model_factory: Callable[[], Any] | None = None,
-        ref_model_factory: Callable[[], Any] | None = None,
+        gen_model_factory: Callable[[], Model] | None = None,
+        ref_model_factory: Callable[[], Model] | None = None,
         assistant_only: bool = True,
         history_key: NestedKey = "history",
-        tokenizer_kwargs: dict[str, Any] | None = None,
+        tokenizer_kwargs: Json | None = None,
         detach: bool = True,
         device: torch.device | str | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         padding_side: str = "left",
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
         ref_log_probs_full_key: NestedKey = ("ref_log_probs", "full"),
@@ -138,7 +141,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
         coeff: float | Tensor | nn.Module = 1.0,
         use_ray_service: bool = False,
         service_backend: ServiceBackend | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
+        service_backend_options: Mapping[str, object] | None = None,
         estimator: Estimator = "k1",
         reward_placement: RewardPlacement = "last",
         scope: Scope = "turn",
@@ -236,7 +239,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
             setattr(self[_KL], name, value)
         self._extras = found
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         refuse_option(self, name)
         if name not in _SETTINGS:
             super().__setattr__(name, value)
@@ -372,7 +375,7 @@ def _over_kept(gen: RetrieveLogProb, ref: RetrieveLogProb, job: Job, ref_job: Jo
 # ------------------------------------------------------------------ checks
 
 
-def _check_models(gen_model: Any, ref_model: Any) -> None:
+def _check_models(gen_model: Model | str | None, ref_model: Model | str | None) -> None:
     """Apply torchrl's checks, with its error texts, to the models known at construction."""
     check_not_a_name("from_collector", gen_model=gen_model)
     check_not_a_name("base", ref_model=ref_model)

@@ -6,14 +6,16 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.masks import Tokenizer
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
     InContext,
@@ -27,6 +29,8 @@ from torchrl_llm_kl.rollouts import (
 )
 from torchrl_llm_kl.scoring import (
     Changes,
+    Model,
+    RequestFields,
     ScoreOptions,
     Scorer,
     ScoreRequest,
@@ -48,6 +52,8 @@ from torchrl_llm_kl.transforms._base import (
 )
 from torchrl_llm_kl.transforms._extras import ExactKL, Extra, KeptTokens, check_extras, find
 
+T = TypeVar("T")
+
 
 def check_options(options: ScoreOptions | None) -> ScoreOptions:
     if options is None:
@@ -64,7 +70,7 @@ def check_options(options: ScoreOptions | None) -> ScoreOptions:
     return options
 
 
-def refuse_option(transform: Any, name: str) -> None:
+def refuse_option(transform: object, name: str) -> None:
     """Raise an AttributeError if an option is set as an attribute, which no call would read."""
     if name in Changes.__annotations__:
         raise AttributeError(
@@ -73,7 +79,7 @@ def refuse_option(transform: Any, name: str) -> None:
         )
 
 
-def check_scored_model(model: Any, name: str = "model", transform: str = "RetrieveLogProb") -> Any:
+def check_scored_model(model: T, name: str = "model", transform: str = "RetrieveLogProb") -> T:
     """Return ``model``; raise torchrl's errors if its settings show that it returns no log-probs of given tokens."""
     if not getattr(model, "return_log_probs", True):
         raise ValueError(f"The {name} must have `return_log_probs=True` to use the `{transform}` transform.")
@@ -122,7 +128,7 @@ class ScoringTransform(StepTransform):
         super().__init__()
         self.register_load_state_dict_post_hook(_forgive_models)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         refuse_option(self, name)
         super().__setattr__(name, value)
 
@@ -138,7 +144,7 @@ class ScoringTransform(StepTransform):
         own.__dict__["_modules"] = {name: part for name, part in self._modules.items() if name not in _MODELS}
         return super(ScoringTransform, own).state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, object], prefix: str, *args: Any) -> None:
         models = [f"{prefix}{name}." for name in _MODELS]
         self.__dict__["_without"] = tuple(
             name for name in models if not any(key.startswith(name) for key in state_dict)
@@ -148,7 +154,7 @@ class ScoringTransform(StepTransform):
     # ------------------------------------------------------------------ the model and its interface
 
     @abstractmethod
-    def _scored_model(self) -> Any:
+    def _scored_model(self) -> Model:
         """The current model."""
 
     def _interface(self) -> ModelInterface:
@@ -161,15 +167,14 @@ class ScoringTransform(StepTransform):
         return self._options.padding_side
 
     @property
-    def tokenizer_kwargs(self) -> dict[str, Any]:
+    def tokenizer_kwargs(self) -> Json:
         """A copy of the chat template's arguments."""
         return dict(self._options.template_kwargs)
 
     @property
     def scorer(self) -> Scorer:
         """The scorer; for ``"from_collector"``, of the policy of the collector that currently runs the env."""
-        found: Scorer = self._slot.get(self._scored_model(), options=self._of_scorer)
-        return found
+        return self._slot.get(self._scored_model(), options=self._of_scorer)
 
     @property
     def _of_scorer(self) -> ScoreOptions:
@@ -194,12 +199,12 @@ class ScoringTransform(StepTransform):
 
     def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
         """What is scored of the located tokens."""
-        placed, given = located, dict[str, Any]()
+        placed, given = located, RequestFields()
         for extra in self._every_extra:
             placed = extra.place(self, td, placed)
             given |= extra.fields(self, td, next_td, located)
-        if isinstance(placed, InContext) and given.get("kept") is not None:
-            given["kept"] = _moved(given["kept"], placed.origin.mask, placed.mask)
+        if isinstance(placed, InContext) and (kept := given.get("kept")) is not None:
+            given["kept"] = _moved(kept, placed.origin.mask, placed.mask)
         with self.scorer.together():
             return Job(placed, ScoreRequest.of(placed.tokens, placed.mask, **given))
 
@@ -292,18 +297,18 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
 
     def __init__(
         self,
-        model: Any,
+        model: Model | str,
         *,
         log_probs_full_key: NestedKey | None = None,
         assistant_only: bool = True,
-        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Json | None = None,
         detach: bool = True,
         device: torch.device | str | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         padding_side: str = "left",
         use_ray_service: bool = False,
         service_backend: ServiceBackend | None = None,
-        service_backend_options: Mapping[str, Any] | None = None,
+        service_backend_options: Mapping[str, object] | None = None,
         scope: Scope = "turn",
         options: ScoreOptions | None = None,
         extras: Sequence[Extra] = (),
@@ -363,7 +368,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         return owner.features(self, key)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """The tokenizer where text must be tokenised: the one given, else the model's."""
         return self._options.tokenizer or self._known_interface().tokenizer
 
@@ -419,8 +424,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
         if extra is None:
             return None
         options = self.options.but(sampling=self.options.sampling.of_reference, adapters=True)
-        found: Scorer = self._ref_slot.get(extra.reference, options=options)
-        return found
+        return self._ref_slot.get(extra.reference, options=options)
 
     def compare_sampler(self, stacklevel: int = 2) -> None:
         """Warn once if the model's wrapper samples otherwise than is scored."""
@@ -428,7 +432,7 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             self._compared = True
             warn_of_mismatch(self._scored_model(), self.options.sampling, stacklevel=stacklevel + 1)
 
-    def _scored_model(self) -> Any:
+    def _scored_model(self) -> Model:
         return self.model if hasattr(self, "model") else collector_policy(self)
 
     def _interface(self) -> ModelInterface:
@@ -482,14 +486,19 @@ class RetrieveValue(StepTransform):
     """
 
     def __init__(
-        self, critic: Any, *, value_key: NestedKey = "state_value", scope: Scope = "turn", assistant_only: bool = True
+        self,
+        critic: Callable[[Ragged, Tensor], Ragged],
+        *,
+        value_key: NestedKey = "state_value",
+        scope: Scope = "turn",
+        assistant_only: bool = True,
     ) -> None:
         super().__init__()
         self.critic = critic
         self.value_key, self.scope, self.assistant_only = value_key, scope, assistant_only
         self.declare()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name != "critic":
             super().__setattr__(name, value)
         elif callable(value):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_llm_kl._foreign import Foreign, Library, Place, find_row, read_table
 from torchrl_llm_kl._registry import did_you_mean, no_such
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.advantages import advantage_spec
 from torchrl_llm_kl.algorithms._algorithm import apply_overrides
 from torchrl_llm_kl.algorithms._make import make_algorithm
@@ -19,7 +20,7 @@ from torchrl_llm_kl.algorithms._parts import AlgorithmParts
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import Correction
-from torchrl_llm_kl.scoring import Sampling
+from torchrl_llm_kl.scoring import ModelOrScorer, Sampling
 
 if TYPE_CHECKING:
     from yaml import SafeLoader
@@ -67,7 +68,7 @@ class Translation:
 
     library: Library
     algorithm: AlgorithmName
-    recipe: Mapping[str, Any]
+    recipe: Mapping[str, object]
     sampling: Sampling = field(default_factory=Sampling)
     translated: tuple[Setting, ...] = ()
     sampled: tuple[Setting, ...] = ()
@@ -75,14 +76,14 @@ class Translation:
     refused: tuple[Setting, ...] = ()
 
     @property
-    def overrides(self) -> dict[str, Any]:
+    def overrides(self) -> Json:
         """Arguments of :func:`make_algorithm` that make it do what the library does, its defaults included.
 
         Coefficients and corrections, which hold state, are new ones each time.
         """
         return {name: _fresh(value) for name, value in self.recipe.items()}
 
-    def make(self, actor: Any, *, without_refused: bool = False, **more: Any) -> AlgorithmParts:
+    def make(self, actor: ModelOrScorer, *, without_refused: bool = False, **more: Any) -> AlgorithmParts:
         """Call :func:`make_algorithm` with the preset and the overrides.
 
         Args:
@@ -143,7 +144,7 @@ def _what(row: Setting) -> str:
     return "; ".join(filter(None, (here, row.note, default)))
 
 
-def _fresh(value: Any) -> Any:
+def _fresh(value: object) -> object:
     """A new coefficient or correction for each loss: they hold state."""
     if isinstance(value, New):
         return value()
@@ -204,9 +205,9 @@ class Reader:
     Whatever no rule took is placed by :meth:`finish` as its row says; a setting that another makes ineffective is outside.
     """
 
-    def __init__(self, library: Library, rows: Mapping[str, Foreign], given: Mapping[str, Any]) -> None:
+    def __init__(self, library: Library, rows: Mapping[str, Foreign], given: Mapping[str, object]) -> None:
         self.library, self.rows, self.given = library, rows, dict(given)
-        self.overrides: dict[str, Any] = {}
+        self.overrides: Json = {}
         self._placed: dict[str, tuple[Place, Setting]] = {}
 
     def __getitem__(self, name: str) -> Any:
@@ -258,7 +259,7 @@ class Reader:
             del self._placed[name]
         self.place("refused", name, note=note)
 
-    def correct(self, correction: Callable[..., Correction], **settings: Any) -> None:
+    def correct(self, correction: Callable[..., Correction], **settings: object) -> None:
         """Add a correction to the loss."""
         loss_args = self.overrides.setdefault("loss_args", {})
         loss_args.setdefault("corrections", []).append(New(correction, **settings))
@@ -339,7 +340,7 @@ _OF_MAKE = ("group_size", "temperature", "max_len", "loss_args")
 # ------------------------------------------------------------------ files
 
 
-def read_mapping(settings: object, what: str) -> Mapping[str, Any]:
+def read_mapping(settings: object, what: str) -> Mapping[str, object]:
     """A mapping from a YAML file, its text, or a mapping."""
     if isinstance(settings, Mapping):
         return settings
@@ -358,7 +359,7 @@ def read_mapping(settings: object, what: str) -> Mapping[str, Any]:
     return found
 
 
-def read_scalar(text: str) -> Any:
+def read_scalar(text: str) -> object:
     """The value of ``name=text``."""
     import yaml
 

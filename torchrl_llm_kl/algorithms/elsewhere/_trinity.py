@@ -102,7 +102,7 @@ def from_trinity(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
     return reader.finish(algorithm, reader.sample("model.temperature", "model.top_p", "model.top_k"))
 
 
-def _arguments(reader: Reader, prefix: str) -> dict[str, Any]:
+def _arguments(reader: Reader, prefix: str) -> dict[str, object]:
     """The arguments below a path, without those that the table places elsewhere."""
     names = [name for name in reader.given if name.startswith(prefix)]
     return {name.removeprefix(prefix): reader.given[name] for name in names if name not in reader.rows}

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchrl_llm_kl._foreign import TRAINING, TRL, Foreign, read_table
 from torchrl_llm_kl._registry import did_you_mean, no_such
@@ -16,6 +16,9 @@ from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Transl
 from torchrl_llm_kl.estimators import AdaptiveEntropyCoefficient, corrected_k3
 from torchrl_llm_kl.losses import ImportanceWeights, OffPolicySequenceMask, TopEntropyMask, spec_of
 from torchrl_llm_kl.scoring import Sampling
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 Trainer = Literal["grpo", "rloo", "dpo", "kto", "sft", "cpo", "orpo", "gkd", "distillation", "tpo", "a2po", "iw_opd"]
 #: A KL times the ratio to the sampler, without Trinity's clamp of the ratio.
@@ -93,10 +96,10 @@ def _training() -> dict[str, Foreign]:
     return {f.name: Foreign("TRL", f.name, None, "outside", "", note) for f in dataclasses.fields(TrainingArguments)}
 
 
-def _given(config: Any) -> dict[str, Any]:
+def _given(config: TrainingArguments) -> dict[str, object]:
     """The settings of a configuration that differ from one without arguments."""
     fields = [f for f in dataclasses.fields(config) if f.init]
-    default: Any = None
+    default: object = None
     # Without such an accelerator: compare with the plain defaults.
     with warnings.catch_warnings(), contextlib.suppress(TypeError, ValueError, RuntimeError):
         warnings.simplefilter("ignore")
@@ -271,7 +274,7 @@ def _rloo(reader: Reader) -> Translation:
     low, high = _bounds(reader)
     reader.overrides |= {"clip_low": low, "clip_high": high}
     steps = reader["steps_per_generation"] or 1
-    accumulated = reader.given.get("gradient_accumulation_steps", 1)
+    accumulated: Any = reader.given.get("gradient_accumulation_steps", 1)
     reused = "num_iterations" if reader["num_iterations"] > 1 else "steps_per_generation"
     if reader["num_iterations"] > 1 or steps > accumulated:
         reader.refuse(

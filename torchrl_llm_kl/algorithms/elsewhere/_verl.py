@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchrl_llm_kl._foreign import VERL
 from torchrl_llm_kl._registry import flatten
@@ -68,7 +68,7 @@ def from_verl(config: str | os.PathLike[str] | Mapping[str, object] | Sequence[s
     return reader.finish(algorithm, reader.sample(f"{_R}temperature", f"{_R}top_p", f"{_R}top_k"))
 
 
-def _read(config: Any) -> dict[str, Any]:
+def _read(config: object) -> dict[str, object]:
     """The settings by path. A value that refers to another setting is one that verl's own files give it: its default."""
     if isinstance(config, Sequence) and not isinstance(config, str):
         pairs = [each.partition("=") for each in config]

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
 from torchrl_llm_kl._registry import no_such, signature_of
@@ -195,6 +196,10 @@ def _is_aligned(weighting: object) -> bool:
     return weighting == "aligned"
 
 
+#: What a formula of pairs returns: a value for each pair ``[P, 1]``, or that and further terms.
+PerPair = Tensor | tuple[Tensor, Unpack[tuple[LossTerm, ...]]]
+
+
 def preference(
     name: str,
     options: tuple[str, ...],
@@ -203,7 +208,7 @@ def preference(
     once: Once | None = None,
     aliases: Mapping[str, str] | None = None,
     **settings: Any,
-) -> Callable[[Callable[..., Any]], Callable[..., Terms]]:
+) -> Callable[[Callable[..., PerPair]], Callable[..., Terms]]:
     """Register a formula of :class:`Pairs`, with its own hyper-parameters, as the objective ``name``.
 
     The formula returns one value per pair ``[P, 1]``, or a tuple of it and further terms. ``options`` are the parameters of
@@ -212,7 +217,7 @@ def preference(
     """
     taken = ("log_prob", "mask", "pair_id", "chosen", "beta", *options)
 
-    def decorate(formula: Callable[..., Any]) -> Callable[..., Terms]:
+    def decorate(formula: Callable[..., PerPair]) -> Callable[..., Terms]:
         if "ref_log_prob" in options:
             _SUMMANDS[name] = formula
         shared, own = signature_of(pair_up), signature_of(formula)
@@ -238,7 +243,7 @@ def preference(
     return decorate
 
 
-def finish(result: Any, pairs: Pairs) -> Terms:
+def finish(result: PerPair, pairs: Pairs) -> Terms:
     """One term with one value per pair ``[P, 1]``, 0 for pairs that are left out, and the metrics; then other terms."""
     value, *others = result if isinstance(result, tuple) else (result,)
     mask = pairs.mask

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._actors import actor_of
 from torchrl_llm_kl.service._controller import FAILED, READY, SILENT, controller_of
 from torchrl_llm_kl.service._errors import (
@@ -48,7 +49,7 @@ class Connection:
         self._session = self._place = self._closed = ""
         self._pid, self._told = 0, False
         self._down: dict[int, float] = {}  # replicas whose last call failed, and when
-        self._table: tuple[float, dict[str, Any]] = (0.0, {})  # the last one, and when it came
+        self._table: tuple[float, Json] = (0.0, {})  # the last one, and when it came
         self.retries = self.newest = 0
         self._weights = ""  # digest of the push that made the newest version; empty if it is not known
         self._lease: list[Any] = []
@@ -162,7 +163,7 @@ class Connection:
 
     # ------------------------------------------------------------------ which replicas
 
-    def table(self, *, timeout: float = _ANSWER) -> dict[str, Any]:
+    def table(self, *, timeout: float = _ANSWER) -> Json:
         """The controller's table, a fraction of a second old at most; an older one if it does not answer.
 
         Raises :class:`ServiceClosedError` if the service has ended.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
@@ -99,7 +100,7 @@ class RemoteModel:
         """The service."""
         return self.connection.spec
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         kept = ("timeout", "_version", "_top_k_dtype", "_interface")
         return {"spec": replace(self.spec, factory=None), **{name: getattr(self, name) for name in kept}}
 

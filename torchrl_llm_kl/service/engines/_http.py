@@ -42,6 +42,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, check_range
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
@@ -492,7 +493,7 @@ class _Http:
         except (ValueError, RecursionError):
             raise ServiceError(f"{self} answers with something that is not JSON: {text[:80]!r}.") from None
 
-    def _once(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def _once(self, pairs: list[tuple[str, Any]]) -> Json:
         """An object of JSON; Python's own takes the last of several entries with one name."""
         found = dict(pairs)
         if len(found) < len(pairs):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import is_wrapper, unwrap
 from torchrl_llm_kl.service._errors import portable
@@ -181,7 +182,7 @@ def _shard_by_layer(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _shard_by_plan(model: nn.Module, mesh: DeviceMesh) -> None:
     """Apply the tensor parallel plan that transformers has for the model; embeddings stay whole."""
-    styles: dict[str, Any] = {
+    styles: Json = {
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._actors import actor_of, was_restarted
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceError, portable
 from torchrl_llm_kl.service._spec import ServiceSpec
@@ -38,7 +39,7 @@ class Replica:
         self._loaded = asyncio.Event()
         self._loading, self._starts, self._pulsed = False, 0, 0.0
 
-    async def pulse(self, news: Mapping[str, Any]) -> dict[str, Any]:
+    async def pulse(self, news: Mapping[str, Any]) -> Json:
         """What the controller must know of this replica, in exchange for its news."""
         if self._pulsed == 0.0:
             self._watching = asyncio.get_running_loop().create_task(self._watch_controller())
@@ -47,7 +48,7 @@ class Replica:
         facts |= {"fingerprint": None, "replaced": False} if server is None else server.hear(news)
         return facts
 
-    async def start(self, model: Sequence[Any], starts: int) -> dict[str, Any]:
+    async def start(self, model: Sequence[Any], starts: int) -> Json:
         """Load the model: ``model`` holds the reference of a pickled factory, or nothing for the one in the spec."""
         if not self._loading:
             self._loading, self._starts = True, max(starts, 1 + was_restarted())  # a controller may have forgotten it

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service._actors import actor_of
@@ -273,7 +274,7 @@ class Server:
 
     # ------------------------------------------------------------------ state
 
-    def hear(self, news: Mapping[str, Any]) -> dict[str, Any]:
+    def hear(self, news: Mapping[str, Any]) -> Json:
         """Take the controller's news; what it must know: the weights that were loaded, and whether pushes replaced them."""
         self._clients = int(news.get("clients", self._clients))
         self._refused = frozenset(news.get("refused", self._refused))
@@ -283,7 +284,7 @@ class Server:
         """Keys and tokenizer of the model, for clients that tokenise; and whether it is a TorchRL wrapper."""
         return self._core.engine.interface()
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self) -> Json:
         """Counters, queue length, version of the weights, clients."""
         seen, recalled = self._core.engine.cached_tokens()
         return {

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from torchrl_llm_kl._typing import Json
+
 _LATENCIES = 2048  # requests over which quantiles are computed
 _LATENCY_BOUNDS = [0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0]
 
@@ -44,7 +46,7 @@ class ReplicaStats:
         self.largest_batch = max(self.largest_batch, record.requests)
         self._latencies.extend(record.latencies)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> Json:
         """All counters; times in seconds."""
         ordered = sorted(self._latencies) or [0.0]
 
