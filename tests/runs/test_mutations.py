@@ -1,7 +1,5 @@
 """The changes themselves, which tests run against them, and the record of those that fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Change one thing at a time in the source, and see whether a test fails: ``python -m mutants``."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

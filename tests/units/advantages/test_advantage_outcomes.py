@@ -1,7 +1,5 @@
 """Advantages of outcomes and of trajectories: by hand, in groups with shuffled rows, and properties of all of them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

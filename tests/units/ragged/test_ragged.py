@@ -1,7 +1,5 @@
 """Every form of variable-length data, read and rebuilt, against loops over plain Python rows; its gradients and errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import accumulate

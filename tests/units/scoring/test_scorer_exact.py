@@ -1,7 +1,5 @@
 """Scores and gradients equal the plain model's, one sequence at a time; defects of what the scorer replaces."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

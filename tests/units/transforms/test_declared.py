@@ -1,7 +1,5 @@
 """In an env and a buffer the transforms write what they declare, save their coefficient, and warn of later rewards."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

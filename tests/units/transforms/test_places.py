@@ -1,7 +1,5 @@
 """Every transform in every place that TorchRL runs one, padded and nested, against the plain model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
