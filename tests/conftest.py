@@ -1,7 +1,5 @@
 """Tiers: the folder of a test says what it may start, how long it may take, and when it runs (CONTRIBUTING.md)."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Chromium, the built site, and the inspector's page of one batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The inspector's page in a real browser: numbers, controls, keys, hostile text, no requests, contrast, a narrow window."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The site in a browser: it opens without another host, search finds names, a phone needs no sideways scrolling."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import re

@@ -1,7 +1,5 @@
 """The inspector's page opens in a browser, and shows the numbers of each token."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

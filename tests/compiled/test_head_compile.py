@@ -1,7 +1,5 @@
 """The head, and outputs of losses, in a compiled function: one graph and one operator per sweep, for any number of rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -1,7 +1,5 @@
 """Compiled layers and bodies: one graph for all packs, and the numbers of the same model without a graph."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A compiled head and compiled layers give the values and gradients that they have without a graph."""
 
-from __future__ import annotations
-
 import torch
 from torch.testing import assert_close
 

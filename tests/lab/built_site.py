@@ -1,7 +1,5 @@
 """The built site, and what its pages hold: links, anchors, text."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

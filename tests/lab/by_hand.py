@@ -1,7 +1,5 @@
 """Batches of a few tokens, given by their ratios, for tests with numbers that can be checked by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

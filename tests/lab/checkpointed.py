@@ -1,7 +1,5 @@
 """Models whose layers are checkpointed in each of the ways that users do it."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

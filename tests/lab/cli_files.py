@@ -1,7 +1,5 @@
 """Data files for the command line, and its output."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -4,8 +4,6 @@ Processors add in different orders, fuse products with sums and compute ``exp`` 
 results of one formula therefore differ, by an amount that follows from the dtype, the values and the formula.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The code blocks of the documentation: language, and whether they are marked as not run; the README's, on a tiny model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, NamedTuple

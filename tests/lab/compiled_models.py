@@ -1,7 +1,5 @@
 """Models with compiled parts, and the training of one step of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small batch of rollouts for losses of this package and of others, on one model."""
 
-from __future__ import annotations
-
 import collections
 import warnings
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ The wheels of Trinity-RFT, verl and TRL are unpacked, not installed: single modu
 own tests come from its repository, since no wheel holds them. What is there already is kept.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """Groups of answers with a reward that a tiny policy can earn, and the loss of a batch from plain forwards."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Shared by the tests of the head: random heads, and reference values computed in plain torch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close

@@ -1,7 +1,5 @@
 """A batch with random numbers for the inspector, and its page in a browser."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Sequences as torchrl's policies and engines lay them out: padded, nested, jagged, or rows of a lazy stack."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

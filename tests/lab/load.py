@@ -1,7 +1,5 @@
 """Callers that keep a service busy and check every answer."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """Run as a script: a cluster of four nodes in one machine, of which one is killed and one added while callers wait."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Random batches for objectives, and the hyper-parameters of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

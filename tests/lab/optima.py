@@ -1,7 +1,5 @@
 """Where training must end, from all answers listed: no sampling, no gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

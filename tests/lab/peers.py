@@ -1,7 +1,5 @@
 """Single modules of other libraries, to compare with: loaded by file, without the imports of their packages."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

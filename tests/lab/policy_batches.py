@@ -1,7 +1,5 @@
 """Batches for PolicyLoss on a tiny model, and the expected outputs, from one plain forward per sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

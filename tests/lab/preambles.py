@@ -3,8 +3,6 @@
 Names of the package are never given: a block imports them, or an earlier block of its page does.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the project is, and its files that are loaded by path: scripts that write pages, modules without their package."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import cache
 from pathlib import Path

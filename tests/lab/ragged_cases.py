@@ -1,7 +1,5 @@
 """Sources of every form with NaN in the padding, and their contents as read by plain Python loops."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import accumulate

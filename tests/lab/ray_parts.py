@@ -3,8 +3,6 @@
 Models of actors are float64: in no number does the shape of a batch show.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fixtures for the test folders that use rollouts; each `conftest.py` imports them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

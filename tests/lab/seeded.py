@@ -3,8 +3,6 @@
 ``python docs/build_doctor_table.py`` tabulates what is named; ``test_seeded_faults.py`` tests it.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import string

@@ -1,7 +1,5 @@
 """Batches on disk as torch and tensordict write them, and a pickle that runs code."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

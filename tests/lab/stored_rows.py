@@ -1,7 +1,5 @@
 """Rows of a store of scores that follow from their number, so that any process can check what it reads. Without torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from hashlib import blake2b

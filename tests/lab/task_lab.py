@@ -1,7 +1,5 @@
 """A policy with a script: a real wrapper around a toy model, whose sampler is told which tokens to take."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ Python file, or an entry of the table of ``@huggingface/ollama-utils``. A text t
 its first name. Set ``TORCHRL_LLM_KL_TEMPLATES`` to the folder to run the tests on the templates.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io

@@ -6,8 +6,6 @@ calls) is replaced in turn by a sentinel, which shows where it stands in the tex
 last of them whatever follows, is the end of the turn.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ TRL ships pairs ``X.jinja`` (as the model has it) and ``X_training.jinja`` (with
 read from the installed package.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import re

@@ -1,7 +1,5 @@
 """Tiny causal language models with random weights, one per family; each builds in milliseconds, without a download."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

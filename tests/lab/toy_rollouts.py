@@ -1,7 +1,5 @@
 """Rollouts of a tiny policy in TorchRL's chat env, and reference results for the transforms, computed the slow way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

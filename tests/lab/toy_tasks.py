@@ -1,7 +1,5 @@
 """Language tasks so small that every answer can be listed: exact policies, sampled batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

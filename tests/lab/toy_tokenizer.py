@@ -1,7 +1,5 @@
 """A byte-level tokenizer for tests: every byte is a token, so any text round-trips, without a model hub."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -1,7 +1,5 @@
 """A training loop as a user would write it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

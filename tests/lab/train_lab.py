@@ -1,7 +1,5 @@
 """A tiny model, prompts and rewards on disk, and runs on them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

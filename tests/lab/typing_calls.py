@@ -3,8 +3,6 @@
 Never run: ``test_typing.py`` has mypy read it.
 """
 
-from __future__ import annotations
-
 from tensordict import TensorDictBase
 from torch import nn
 

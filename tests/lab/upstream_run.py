@@ -3,8 +3,6 @@
 It is a plugin of that run: every hub name that the tests load is a tiny random model with a byte-level tokenizer.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Times that a test is *about* (a deadline that must pass, a pause that must stay short) are not from here.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

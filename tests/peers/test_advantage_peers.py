@@ -3,8 +3,6 @@
 The comparison runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels.
 """
 
-from __future__ import annotations
-
 import os
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The loss of a configuration of Trinity-RFT or verl equals its own functions', and our tables have its fields."""
 
-from __future__ import annotations
-
 import ast
 from types import SimpleNamespace
 from typing import Any

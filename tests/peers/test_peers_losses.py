@@ -4,8 +4,6 @@ Runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels; s
 by a configuration is compared in ``tests/units/algorithms/test_elsewhere_trl.py``.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

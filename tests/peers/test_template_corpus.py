@@ -1,7 +1,5 @@
 """The mask of every chat template that a package ships: right, or an error, never silently wrong."""
 
-from __future__ import annotations
-
 import tarfile
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """torchrl's own tests pass on this package's transforms, but for the differences that docs/differences.md lists."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

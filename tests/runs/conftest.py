@@ -1,7 +1,5 @@
 """Ctrl-C reaches the processes of runs; one lab and one whole run for all tests of `train`."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

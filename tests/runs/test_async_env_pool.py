@@ -1,7 +1,5 @@
 """torchrl's ``AsyncEnvPool`` of chat envs with ``RetrieveKL``: each child's KL is that of the env alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

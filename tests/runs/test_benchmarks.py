@@ -1,7 +1,5 @@
 """Every workload at its smallest, both libraries agreeing, and the report; verdicts and multiply-adds from known numbers."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

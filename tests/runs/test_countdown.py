@@ -1,7 +1,5 @@
 """The demo's task, its parts, and the settings of the tutorials."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing import assert_close

@@ -1,7 +1,5 @@
 """The study: its cells, results that survive an interruption, statistics by hand, the true KL by enumeration, a quick run."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The tutorial on real text: its folds, guesses and figures by hand, and a run from text to saved models."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

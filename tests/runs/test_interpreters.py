@@ -1,7 +1,5 @@
 """What takes a process of its own: what imports load, streams of the command line, writers that are killed or many."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Learning from given answers: imitation, the best of the policy's own, preferences, labels, experts beside rollouts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

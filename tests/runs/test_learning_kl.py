@@ -1,7 +1,5 @@
 """Where each estimator and each place of the KL lets training come to rest: and that they are different places."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every algorithm that learns from rewards, trained until it is where it must end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

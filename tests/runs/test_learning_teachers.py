@@ -1,7 +1,5 @@
 """Distillation: the student becomes the teacher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Trajectories of three steps, each a prompt and an answer of its own: states are prompts, answers are actions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The changes themselves, which tests run against them, and the record of those that fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mutants import record
+from mutants.__main__ import _few
 from mutants.mutations import dropped, mutants_of
 from project import PROJECT
 
@@ -244,11 +243,10 @@ def test_a_record_and_tests_of_each_file(tmp_path: Path) -> None:
     record.write(path, {new: "test_f.py::test_é", other: "test_f.py::test_f"}, {old, new, other})
     assert record.read(path) == {old: "test_f.py::test_f", new: "test_f.py::test_é", other: "test_f.py::test_f"}
     assert len(path.read_text().splitlines()) == 5
-    assert [record.noticed(test) for test in (record.SURVIVED, record.UNCALLED, "test_f.py::test_f")] == [
-        False,
-        False,
-        True,
-    ]
+    noticed = [record.noticed(test) for test in (record.SURVIVED, record.UNCALLED, "test_f.py::test_f")]
+    assert noticed == [False, False, True]
+    assert _few([old, old._replace(after="a * b"), new], 1, 0, {("old", "f"): 1}) == [new]
+    assert len(_few([old, old._replace(after="a * b"), new], 2, 0, {("old", "f"): 1})) == 2
     found = {target.file: target for target in record.targets()}
     assert {"losses/objectives/_clipped.py", "advantages/_token.py", "head/_tiles.py", "service/_wire.py"} <= set(found)
     for target in found.values():

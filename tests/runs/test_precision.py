@@ -1,7 +1,5 @@
 """The precision study at its smallest: float64 is a truth, float32 is near it, bfloat16 is not; and the page."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

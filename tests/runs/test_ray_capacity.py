@@ -1,7 +1,5 @@
 """How many replicas: the event model beside queues whose answers are known; the search, the fit and the commands."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """`train` from a configuration to a saved model, and on to the bit where it was killed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each kind of run: how it resumes and ends early, what is refused, and loops written out that give the same numbers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

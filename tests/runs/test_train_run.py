@@ -1,7 +1,5 @@
 """A run does what its configuration says, and goes on to the bit where it was ended; whole runs are in test_smoke_runs.py."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,3 +1,1 @@
-from __future__ import annotations
-
 from built_site import site  # noqa: F401

@@ -1,7 +1,5 @@
 """Every code block of the documentation: Python runs, page by page; commands, options and configurations exist."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Pages that scripts write are up to date, and their tables are what they say."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

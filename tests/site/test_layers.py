@@ -1,7 +1,5 @@
 """Imports go one way: down the layers, through each layer's package, and never in a circle."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path

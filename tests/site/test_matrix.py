@@ -1,7 +1,5 @@
 """``make matrix``: which tests it runs on which processor, and the page it writes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

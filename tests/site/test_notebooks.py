@@ -1,7 +1,5 @@
 """The notebooks have the cells of their sources, with outputs; executing them yields what they show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every public name has a docstring with an example that runs, and is in the docs; mypy knows wrong calls."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

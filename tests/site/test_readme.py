@@ -1,7 +1,5 @@
 """The loop of the README's example, and of all docs; test_smoke_site.py runs the example as it stands."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

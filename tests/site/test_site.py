@@ -1,7 +1,5 @@
 """The site builds without a warning; every link and anchor resolves, nothing is fetched, every public name has its place."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

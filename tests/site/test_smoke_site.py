@@ -1,7 +1,5 @@
 """The README's example runs as it stands, with a tiny checkpoint in place of the hub's; and the layers hold."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

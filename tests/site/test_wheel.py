@@ -1,7 +1,5 @@
 """What a user installs: the wheel holds the package alone, and the README's example runs from it, in another directory."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

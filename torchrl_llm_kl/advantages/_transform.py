@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key

@@ -1,14 +1,12 @@
 """Change one thing at a time in the source, and see whether a test fails: ``python -m mutants``."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +31,10 @@ def main(
     seed: Annotated[int, typer.Option(help="Of what is chosen at random.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="How many run at once.")] = os.cpu_count() or 1,
     equivalent: Annotated[bool, typer.Option(help="Run only those that are listed as equivalent.")] = False,
-    write: Annotated[Path | None, typer.Option("--record", help="Write which test fails for each mutant.")] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--record", help="Write which test fails for each mutant; --per-function counts what is there."),
+    ] = None,
     compare: Annotated[Path | None, typer.Option(help="Run what such a file says is noticed; is it still?")] = None,
     tests: Annotated[
         list[str] | None, typer.Option(help="Files or folders below tests, in place of the layers' own.")
@@ -53,7 +54,8 @@ def main(
     same = {key for key in mutants if (key.file, key.function, key.after) in record.equivalents()}
     keys = [key for key in mutants if (key in before if compare else (key in same) == equivalent)]
     if not compare:
-        keys = _few(keys, per_function, seed)
+        there = Counter(key[:2] for key in record.read(write) if key in mutants) if write and write.exists() else {}
+        keys = _few(keys, per_function, seed, there)
         chosen = set(random.Random(seed).sample(keys, min(len(keys), limit or len(keys))))
         keys = [key for key in keys if key in chosen]
     started = time.monotonic()
@@ -95,14 +97,15 @@ def main(
     raise typer.Exit(int(bool(unlisted or wrong)))
 
 
-def _few(keys: list[Key], count: int | None, seed: int) -> list[Key]:
-    """Some of each function; the same ones whatever happens to other functions."""
+def _few(keys: list[Key], count: int | None, seed: int, there: Mapping[tuple[str, str], int]) -> list[Key]:
+    """Some of each function, fewer by those that are there; the same ones whatever happens to other functions."""
+    if count is None:
+        return keys
     found: dict[tuple[str, str], list[Key]] = {}
     for key in keys:
         found.setdefault(key[:2], []).append(key)
-    some = (
-        random.Random(f"{seed} {place}").sample(own, min(count or len(own), len(own))) for place, own in found.items()
-    )
+    most = {place: min(max(count - there.get(place, 0), 0), len(own)) for place, own in found.items()}
+    some = (random.Random(f"{seed} {place}").sample(own, most[place]) for place, own in found.items())
     return [key for own in some for key in own]
 
 

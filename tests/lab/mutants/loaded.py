@@ -1,7 +1,5 @@
 """Put changed code into a package that is loaded already: its modules need not be imported again for each change."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import importlib

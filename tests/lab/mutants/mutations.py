@@ -1,7 +1,5 @@
 """Small wrong changes to the source of numerical code."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator

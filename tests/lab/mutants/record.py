@@ -1,7 +1,5 @@
 """Which files are changed, which test notices each change, and which changes no test can notice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

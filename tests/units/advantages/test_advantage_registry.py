@@ -1,7 +1,5 @@
 """The registry: names, required inputs, and hyper-parameters under every name."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

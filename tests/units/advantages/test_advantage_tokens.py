@@ -1,7 +1,5 @@
 """Advantages of tokens: by hand, against slow loops, by enumeration of a vocabulary, with holes in the mask."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

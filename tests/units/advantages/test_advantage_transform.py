@@ -1,7 +1,5 @@
 """The transform wherever TorchRL runs it: groups, rewards, moments and trajectories in every layout of the data."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

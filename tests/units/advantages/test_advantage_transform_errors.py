@@ -1,7 +1,5 @@
 """Errors of the transform: arguments, data that is missing or wrong, and rows that answer several prompts."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """What an algorithm saves: a run that is saved, rebuilt and continued equals one that never stopped, bit for bit."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field

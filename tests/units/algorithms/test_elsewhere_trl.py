@@ -1,7 +1,5 @@
 """TRL's configurations: the loss equals TRL's own trainer's, values and gradients, and no setting is dropped."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math

@@ -3,8 +3,6 @@
 Beside their own functions: ``tests/peers/test_peers_elsewhere.py``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``make_algorithm``: accepted settings under all their names, and refused ones."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

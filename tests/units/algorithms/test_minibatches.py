@@ -1,7 +1,5 @@
 """Minibatches are steps with their own mean, micro-batches add up to the batch; batches of two replay buffers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

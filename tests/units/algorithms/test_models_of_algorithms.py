@@ -1,7 +1,5 @@
 """Actors, references and critics in all their forms: one temperature, one precision, one set of tokens; what is refused."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

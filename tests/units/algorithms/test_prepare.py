@@ -1,8 +1,6 @@
 """``prepare``: its entries, that it runs once the models whose scores something reads, and its errors for data that does not
 fit; a loss logs no number that cannot change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

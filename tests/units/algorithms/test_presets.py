@@ -5,8 +5,6 @@ hyper-parameters of all objectives and advantages are enumerated and compared wi
 Trinity-RFT. A name that one of them has too is in ``SHARED``; a new one fails a test here until somebody has looked at it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Two tiny checkpoints on disk, and the command line in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Commands: exit codes, one-line errors, tables, colours, templates, batches; processes: tests/runs/test_interpreters.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

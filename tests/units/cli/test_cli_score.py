@@ -1,7 +1,5 @@
 """Scores of a file: equal to a plain forward in float64, counted exactly, and remembered."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

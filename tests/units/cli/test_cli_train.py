@@ -1,7 +1,5 @@
 """``train``: settings are printed, checked and followed; the exit codes of whole runs: tests/runs/test_train_run.py."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

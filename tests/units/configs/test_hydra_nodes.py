@@ -1,7 +1,5 @@
 """Hydra's nodes: composed with overrides, instantiated and run, they are what the constructors make."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

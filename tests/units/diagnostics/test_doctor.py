@@ -1,7 +1,5 @@
 """The doctor on plain columns and in a replay buffer: findings without a model, what is scored, reports."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """The inspector without a browser: token texts, summaries by hand, pairs, the data of the page, notebook and terminal."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io

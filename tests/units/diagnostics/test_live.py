@@ -1,7 +1,5 @@
 """The monitor of a run: what it logs to torchrl's own loggers, and when it looks at a batch."""
 
-from __future__ import annotations
-
 import csv
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Columns of a batch in every layout, their scores equal to a plain forward; measures by hand, in float64."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

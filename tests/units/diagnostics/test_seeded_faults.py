@@ -3,8 +3,6 @@
 Thresholds were chosen on seeds from 100 on; these tests and the table of ``docs/doctor.md`` use seeds below.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

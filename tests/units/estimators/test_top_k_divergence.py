@@ -1,7 +1,5 @@
 """Divergences over a teacher's top k and "any other token", by enumeration in probabilities, and against TRL."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Log-probs, entropies and top tokens of a head, computed in tiles: beside plain torch in float64; what is refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

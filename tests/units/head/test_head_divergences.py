@@ -1,7 +1,5 @@
 """KL in both directions and the Jensen-Shannon divergence, of two heads and of logits that exist already."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Truncated sampling over whole rows, and kept tokens found in one sweep and scored alone: beside transformers' warpers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

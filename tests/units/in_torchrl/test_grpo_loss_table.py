@@ -1,7 +1,5 @@
 """The table of ``docs/torchrl.md``: what each setting of ``GRPOLoss`` is here, values and gradients, off policy."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

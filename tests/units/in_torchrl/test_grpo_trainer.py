@@ -1,7 +1,5 @@
 """torchrl's ``GRPOTrainer`` with the transforms and ``PolicyLoss``: each update equals plain forwards'."""
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

@@ -4,8 +4,6 @@ What the recipe does around them is the same: a replay buffer that collectors fi
 ``MCAdvantage``, a loss that is reduced with ``mean(reduce=True)``, weights that are pushed to the sampler.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The bound of ``assert_near``: what passes, what does not, by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

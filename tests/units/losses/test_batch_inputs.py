@@ -1,7 +1,5 @@
 """What is computed once for a whole batch is stored with each row, so that any split of it adds up to the whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Corrections of a sampler that differs from the trainer, by hand: weights, rejection, masks, metrics, effect on terms."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """Clip-Cov and KL-Cov: which tokens are chosen, and what is done to them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Distillation from a teacher's top k or its whole distribution: against one plain forward per sequence."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

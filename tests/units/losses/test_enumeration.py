@@ -1,7 +1,5 @@
 """Statements about expectations, from every token of a small vocabulary instead of samples: no noise, only rounding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Properties that hold for every objective, whatever its formula: one test for each case runs all of them."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Hyper-parameters of objectives: names, defaults and ranges, each against its source."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re

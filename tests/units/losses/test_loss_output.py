@@ -1,7 +1,5 @@
 """The output of a loss: ``total_loss``, and reductions that cannot mix metrics with losses."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

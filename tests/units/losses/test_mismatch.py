@@ -1,7 +1,5 @@
 """A sampler that differs from the trainer, or did not score all, in a loss: corrections, metrics, verl's settings."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

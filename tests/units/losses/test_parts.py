@@ -1,7 +1,5 @@
 """Parts of a loss: what they need, on one device or two, and inputs that would give a wrong loss without a word."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """PolicyLoss on a tiny model: values and gradients of one plain forward for each sequence, in every layout."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """Objectives of the policy by hand: clipped surrogates, and those for data of another policy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

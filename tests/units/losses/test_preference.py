@@ -1,7 +1,5 @@
 """Preference losses by hand: one pair each in any order of rows, options, losses without a reference or of a whole batch."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

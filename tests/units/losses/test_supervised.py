@@ -1,7 +1,5 @@
 """Imitation, and mixtures of own attempts and experts, by hand; gradients show where the weights are detached."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from typing import Any

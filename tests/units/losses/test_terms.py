@@ -1,7 +1,5 @@
 """Penalties and bonuses by hand: which policies are compared, over which tokens, with whose gradient; and sums over tokens."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """The critic: values of prefixes, and their clipped loss."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """From characters to tokens, and from TorchRL's histories to messages; the number of renderings of a template."""
 
-from __future__ import annotations
-
 import jinja2
 import pytest
 import tensordict

@@ -3,8 +3,6 @@
 They write one of a few formats in the styles of real ones: the expected turn is its content as shown, and its end token.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Masked text of adversarial conversations on small templates; every expected text is written by hand."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """TRL's marked templates as the oracle for masks found on the models' own, unmarked templates."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The package as a whole: what it exports. What importing it costs: tests/runs/test_interpreters.py."""
 
-from __future__ import annotations
-
 import ast
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every form of variable-length data, read and rebuilt, against loops over plain Python rows; its gradients and errors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import accumulate
@@ -78,18 +76,6 @@ def test_restore(case, features, dtype):
         assert again.lengths.tolist() == x.lengths.tolist()
 
 
-def test_restore_by_hand():
-    """A left-padded prompt and a right-padded response: padding on both sides, and one hole."""
-    mask = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 0, 1, 0]])
-    x = Ragged.from_padded(torch.arange(10).reshape(2, 5), mask=mask)
-    assert x.values.tolist() == [1, 2, 5, 6, 8]
-    assert x.lengths.tolist() == [2, 3]
-    assert x.positions.tolist() == [0, 1, 0, 1, 2]
-    assert x.restore(-1).tolist() == [[-1, 1, 2, -1, -1], [5, 6, -1, 8, -1]]
-    assert x.to_padded(side="left", value=9).tolist() == [[9, 1, 2], [5, 6, 8]]
-    assert x.to_padded(side="right", value=9).tolist() == [[1, 2, 9], [5, 6, 8]]
-
-
 # ---------------------------------------------------------------------- conversion to another form
 
 
@@ -128,16 +114,9 @@ def test_to_nested(case, layout):
         assert [row.tolist() for row in nested.unbind()] == case.rows
 
 
-def test_no_sequences():
-    x = Ragged.from_padded(torch.ones(0, 4, 2), mask=torch.ones(0, 4, dtype=torch.bool))
-    assert x.restore().shape == (0, 4, 2)
-    assert x.to_padded().shape == (0, 0, 2)
-    assert x.sum().shape == (0, 2)
-    assert x.offsets.tolist() == [0]
+def test_a_jagged_tensor_without_rows():
     empty = Ragged.from_nested(jagged(torch.ones(0, 2), [0]))
     assert empty.restore().shape[0] == empty.num_sequences == 0
-    with pytest.raises(ValueError, match="at least one row"):
-        x.to_nested()
     gaps = Ragged.from_nested(jagged(torch.ones(3), [0], []))
     assert gaps.lengths.tolist() == []
     assert gaps.restore(4).values().tolist() == [4, 4, 4]

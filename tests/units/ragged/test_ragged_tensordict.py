@@ -3,8 +3,6 @@
 Rows of a lazy stack through attributes of their TensorDicts and through public methods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

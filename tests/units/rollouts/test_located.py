@@ -1,7 +1,5 @@
 """Which tokens are scored: by bookkeeping, by a given mask, by a template, by text."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Response tokens as dense tensors and back, and which of their zeros are not scores, against values by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack

@@ -1,7 +1,5 @@
 """Entries of a rollout: where they are found, and their values per token and per sequence."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

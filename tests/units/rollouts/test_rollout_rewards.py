@@ -1,7 +1,5 @@
 """The reward of each token, and denominators that travel with the rows of a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``deterministic=True``: a sequence's scores have the same bits alone and in any pack; else the model is refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

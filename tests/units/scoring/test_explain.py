@@ -1,7 +1,5 @@
 """Each number of an explained log-prob against a plain forward, and the numbers of its route, counted by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A forward that runs out of memory is retried with half the tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The fast path and packs prove themselves on each model; otherwise the scorer warns, or pads, and stays right."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """References: in less memory, following the policy (averages, resets), or the policy's own model with other adapters."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

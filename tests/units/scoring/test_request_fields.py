@@ -1,7 +1,5 @@
 """Every field of a request and of the options survives what is done with them; a new field is covered by its kind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace

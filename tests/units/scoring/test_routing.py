@@ -1,7 +1,5 @@
 """Routing of a mixture of experts: recorded and replayed, beside plain models whose routers are patched by hand."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Scores of a truncated sampler: beside masked softmaxes of the plain model's logits; and whether a sampler is known."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Several scores from one pass: log-prob, entropy, top-k and the exact KL."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Scores and gradients equal the plain model's, one sequence at a time; defects of what the scorer replaces."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -48,7 +46,7 @@ def assert_as_plain(model, sequences, mask=None, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_one_sequence_at_a_time(family):
+def test_defect_01_02_32_33_equals_one_sequence_at_a_time(family):
     model, sequences = tiny_model(family), random_sequences(20, 1, 0, 7, 33, 2, 12, 12)
     for tokens_per_batch, keep, temperature in [(1, 0.5, 0.7), (40, 0.1, 1.3), (8192, None, 1.0)]:
         mask = None if keep is None else random_mask(sequences, keep=keep)
@@ -160,24 +158,6 @@ def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_line
 # ------------------------------------------------------------------ defects, by their numbers
 
 
-@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_defect_01_no_token_sees_the_future(family):
-    """Change the last token of a sequence: no earlier log-prob of any sequence moves."""
-    scorer, sequences = LogProbScorer(tiny_model(family)), random_sequences(12, 9)
-    changed = sequences.values.clone()
-    changed[11] = (changed[11] + 1) % 97
-    a, b = scorer.score(sequences).values, scorer.score(sequences.like(changed)).values
-    assert ((a - b).abs() > 1e-3).nonzero().flatten().tolist() == [11]
-
-
-def test_defect_02_first_tokens_are_never_scored_from_the_sequence_before():
-    scorer, sequences = LogProbScorer(tiny_model()), random_sequences(5, 4, 6)
-    got = scorer.score(sequences)
-    assert [row[0].item() for row in got.to_list()] == [0.0, 0.0, 0.0]
-    alone = [scorer.score(Ragged.from_list([row])).values for row in sequences.to_list()]
-    assert_near(got.values, torch.cat(alone), **FORWARD)
-
-
 class Spy(nn.Module):
     """A model whose logits depend on the position alone: the logit of token ``p`` is high at position ``p``."""
 
@@ -216,24 +196,6 @@ def test_defect_03_models_with_learned_positions_and_defect_04_left_padded_data(
     with torch.no_grad():
         want = sequences.like(plain_log_probs(model, sequences)).to_padded(side="left")
     assert_near(got, want, **FORWARD)
-
-
-def test_defect_32_the_first_generated_token_has_a_log_prob():
-    """A prompt of three tokens, then the response: its first token is scored from the prompt."""
-    sequences, mask = random_sequences(8), torch.arange(8) >= 3
-    assert assert_as_plain(tiny_model(), sequences, mask).score(sequences, mask).values[3] < 0
-
-
-def test_defect_33_temperature_divides_the_logits():
-    """As in the sampler; after soft-capping, if the model has one."""
-    sequences = random_sequences(8)
-    for family in ("qwen2", "gemma2"):
-        model = tiny_model(family)
-        got = LogProbScorer(model, temperature=2.5).score(sequences).values
-        with torch.no_grad():
-            logits = model(input_ids=sequences.values[None]).logits[0, :-1] / 2.5
-        want = torch.distributions.Categorical(logits=logits).log_prob(sequences.values[1:])
-        assert_near(got[1:], want, **FORWARD)
 
 
 def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():

@@ -1,7 +1,5 @@
 """What a scorer takes: token ids, masks and settings of every form; TorchRL's wrappers; bad input, with its remedy."""
 
-from __future__ import annotations
-
 import copy
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Memory: the prefix cache, and layers that are recomputed in the backward."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """The store of scores: what comes back, what damage costs, how large it grows. Without torch."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """The prefix tree, packs and micro-batches, against loops over tuples of tokens."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Calls in an answer: what is read of them in each format, what is told to the policy, and their results in the next prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

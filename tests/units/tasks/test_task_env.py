@@ -1,7 +1,5 @@
 """The env: prompts, groups and their order, episodes of several turns, rewards under a collector, the KL after them."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

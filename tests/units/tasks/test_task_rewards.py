@@ -1,7 +1,5 @@
 """Prompts from every source, in an order that a resumed run continues; rewards from functions, their failures and time-outs."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

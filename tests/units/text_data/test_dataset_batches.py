@@ -1,7 +1,5 @@
 """SFT and preference data equal to hand-padded tensors, in values and gradients; what is kept and what is left out."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Rows of files, datasets, lists and columns; tokens and masks of each layout by hand, and what is wrong with a bad row."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches on disk: the same after a round trip, whole or not there, and read without running code."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints are there whole or not at all, and damage is found."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A configuration is read with its types; what is wrong is named before weights are loaded or an earlier run is moved."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import fields

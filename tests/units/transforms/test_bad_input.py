@@ -1,7 +1,5 @@
 """Input that cannot be used: the error names what was found and the change to make, and the data is left as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The same response tokens after another prompt: against sequences built by hand and the plain model, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

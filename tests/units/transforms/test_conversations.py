@@ -3,8 +3,6 @@
 A conversation without tokens is rendered once for both models.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

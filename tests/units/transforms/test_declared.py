@@ -1,7 +1,5 @@
 """In an env and a buffer the transforms write what they declare, save their coefficient, and warn of later rewards."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable
@@ -110,7 +108,7 @@ def declared(env: EnvBase) -> dict[Any, Any]:
     [(name, padded != (mode == "text"), mode) for name, padded in PAIRS for mode in ("history", "text")],
     indirect=["padded"],
 )
-def test_declared_is_produced(lab: Any, name: str, input_mode: str, padded: bool) -> None:
+def test_defect_06_declared_is_produced(lab: Any, name: str, input_mode: str, padded: bool) -> None:
     """By a policy; after a reset the entries exist and are empty."""
     parts = chain(lab, name, padded, input_mode)
     env, bare = (lab.env(*transforms, turns=2, input_mode=input_mode) for transforms in (parts, ()))
@@ -147,7 +145,7 @@ def test_the_column_of_an_extra_of_a_user(lab: Any) -> None:
     ids=["[B]", "[B, 1]", "[B, 1, 1]"],
     indirect=["padded"],
 )
-def test_defect_07a_07b_reward_of_any_outcome_shape(lab: Any, features: tuple[int, ...], padded: bool) -> None:
+def test_defect_07a_07b_07c_reward_of_any_outcome_shape(lab: Any, features: tuple[int, ...], padded: bool) -> None:
     env = lab.env(Outcome(features), *chain(lab, "RetrieveKL", padded, "history"))
     (step,) = steps(env.rollout(1, lab.policy(padded))[:1])
     reward, kl = step["next", "reward"], step["next", "kl_penalty"]

@@ -3,8 +3,6 @@
 Defects 5, 9 and 25 to 27 concern the places where a transform runs: test_places.py. 13 and 37: test_bad_input.py.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """A script written for torchrl changes only its import: same names, arguments, defaults, error texts, and numbers."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``KLComputation``: hand-computed numbers for each coefficient, reward form and layout, estimated and exact."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """torchrl's losses (recipes: docs/recipes.md) and ``PolicyLoss`` on entries of the transforms, beside plain forwards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Scores beside the log-prob of a token: the exact KL, the top k, and scores that are remembered on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A wrapper's ``pad_output`` decides the layout of what is written, as in torchrl, and every reader understands it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

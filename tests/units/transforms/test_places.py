@@ -1,7 +1,5 @@
 """Every transform in every place that TorchRL runs one, padded and nested, against the plain model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -121,7 +119,7 @@ def test_defect_27_a_direct_call_on_any_number_of_batch_dimensions(scored: Score
 
 
 @in_layouts(False)
-def test_chat_env(scored: Scored, name: str) -> None:
+def test_defect_07d_chat_env(scored: Scored, name: str) -> None:
     """Each turn is charged its own tokens alone."""
     torch.manual_seed(0)
     rollout = scored.env(name, envs=3, turns=3).rollout(3, scored.policy)

@@ -1,7 +1,5 @@
 """``PolicyLoss`` on what torchrl's generating wrappers store: log-probs of the response alone, in each of their layouts."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

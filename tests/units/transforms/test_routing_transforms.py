@@ -1,7 +1,5 @@
 """Recorded routing in transforms, losses and algorithms: which entries are read and written, and that all replay alike."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

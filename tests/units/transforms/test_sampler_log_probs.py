@@ -1,7 +1,5 @@
 """The sampler's log-probs and the trainer's, each in its own entry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Samplers in transforms, losses and algorithms: what they warn of, what they score, and the replay of a record."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

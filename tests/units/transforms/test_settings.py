@@ -1,7 +1,5 @@
 """Settings that change after construction: the next call follows, keys and specs stay true, and the rest is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
