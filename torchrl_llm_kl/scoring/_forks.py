@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_llm_kl.scoring._checkpoints import CHECKPOINTS
-from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, compiled_call, read_output, send, text_config
+from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, send, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
 from torchrl_llm_kl.scoring._scores import States, head_states
@@ -167,12 +167,12 @@ class ForkedPass:
         body = body_and_head(self.setup.model)[0]
         options: dict[str, Any] = {"position_ids": positions, "use_cache": False}
         state = None
-        if keep or past is not None:
-            state = _fork(_cache_of(self.setup.model) if past is None else past, len(ids), self.recurrence)
-            named = "cache_params" in inspect.signature(body.forward).parameters
-            options |= {"use_cache": True, "cache_params" if named else "past_key_values": state}
         routing = self.routing.forward(source, self.setup.device) if self.routing else nullcontext()
         with self.setup.active(), routing, _layers_in_one(body) if self._again else nullcontext():
+            if keep or past is not None:
+                state = _fork(_cache_of(self.setup.model) if past is None else past, len(ids), self.recurrence)
+                named = "cache_params" in inspect.signature(body.forward).parameters
+                options |= {"use_cache": True, "cache_params" if named else "past_key_values": state}
             # A causal model needs no mask for padding on the right.
             return read_output(call(body, ids, **options), "last_hidden_state"), state if keep else None
 
@@ -184,16 +184,32 @@ class ForkedPass:
 def _cache_type() -> type[DynamicCache]:
     from transformers import DynamicCache
 
-    class States(DynamicCache):
+    class ForkedCache(DynamicCache):
         """A cache whose recurrent states are never overwritten, since a graph may hold them."""
 
+        saving: tuple[bool, Any]
+
+        def update(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            self._check()
+            return super().update(*args, **options)
+
+        def update_conv_state(self, *args: Any, **options: Any) -> Tensor:
+            self._check()
+            return super().update_conv_state(*args, **options)
+
         def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
+            self._check()
             held = self.layers[layer_idx].recurrent_states
             if held[state_idx] is not None:
                 held[state_idx] = torch.empty_like(states)  # to be written
             return super().update_recurrent_state(states, layer_idx, state_idx, **options)
 
-    return States
+        def _check(self) -> None:
+            """Raise an error inside a checkpoint, which would advance the state once more in the backward."""
+            if saving() != self.saving:
+                raise CheckpointError
+
+    return ForkedCache
 
 
 def _cache_of(model: nn.Module) -> DynamicCache:
@@ -207,7 +223,7 @@ def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
     of other layers are in dictionaries, and are written to.
     """
     out = copy.copy(state)
-    out.layers = []
+    out.layers, out.saving = [], saving()  # type: ignore[attr-defined]
     for layer in state.layers:
         own = copy.copy(layer)
         for name, value in vars(layer).items():
@@ -226,21 +242,8 @@ def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
 
 
 def checkpoints_layers(model: nn.Module) -> bool:
-    """Whether transformers recomputes the model's layers in the backward."""
+    """Whether transformers recomputes the model's layers in the backward; it keeps no state then: a step is the checkpoint."""
     return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
-
-
-def cannot_fork(model: nn.Module) -> str | None:
-    """Why a model that can continue a state cannot do so with gradient; None if it can.
-
-    transformers' own checkpoints keep no state, so each step is one checkpoint instead. Others cannot be switched off.
-    """
-    modules = list(model.modules())
-    if any(CHECKPOINTS[1] in vars(module) for module in modules):
-        return "Layers run in a checkpoint of another library, which would advance their states twice."
-    if any(compiled_call(module) for module in modules):
-        return "Layers are compiled, and would be compiled again for each length of a state."
-    return None
 
 
 @contextmanager

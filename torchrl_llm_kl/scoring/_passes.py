@@ -21,7 +21,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
-from torchrl_llm_kl.scoring._forks import MIN_SHARED, ForkedPass, cannot_fork
+from torchrl_llm_kl.scoring._forks import MIN_SHARED, ForkedPass
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
@@ -388,8 +388,6 @@ class Run:
         """Flat elements ``[K]`` on the CPU, and their scores on the model's device."""
         if self.tree is not None and self.options.grad and drops_layers(self.setups[0].model):
             self._part("Layers are dropped at random: set layerdrop to 0, or call eval().")
-        if self.forks and self.options.grad and (reason := cannot_fork(self.setups[0].model)):
-            self._part(reason)
         while True:
             try:
                 return self._attempt()

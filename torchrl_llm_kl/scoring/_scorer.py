@@ -21,6 +21,7 @@ from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
     check_has_adapters,
+    compiled_call,
     frequency_switches,
     is_offloaded,
     is_on_meta,
@@ -364,6 +365,8 @@ class LogProbScorer(Scorer):
             self._route = self._choose_route()
         device = model_device(model, default)
         shared = self.shares_prefixes and not frequency_switches(model)
+        if self._route.sharing == "forks" and any(map(compiled_call, model.modules())):
+            shared = False  # each length of a state would be compiled
         route = self._route if shared else replace(self._route, sharing=None)
         outer = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         setup = Setup(model, route, device, replace(options, dtype=options.dtype or outer))
