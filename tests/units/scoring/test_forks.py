@@ -128,16 +128,17 @@ def test_families_whose_state_cannot_be_continued_say_so(family: str) -> None:
 def test_checkpoints(place: Any, shared: bool, reentrant: bool) -> None:
     """A step is a checkpoint in place of transformers'; others would advance a state twice, so sequences are apart."""
     model, batch = stateful_model("qwen3_5_text"), group()
-    expected = gradients(model, plain_log_probs(model, batch))
+    mask = batch.positions >= 30
+    expected = gradients(model, plain_log_probs(model, batch, mask))
     model.train()
     place(model, reentrant)
     scorer = LogProbScorer(model)
 
     def run() -> Tensor:
         if shared:
-            return scorer.evaluate(batch, grad=True).log_prob.values
+            return scorer.evaluate(batch, mask, grad=True).log_prob.values
         with pytest.warns(UserWarning, match="can share no prefixes"):
-            return scorer.evaluate(batch, grad=True).log_prob.values
+            return scorer.evaluate(batch, mask, grad=True).log_prob.values
 
     found, tokens = counted(model, run)
     assert (tokens < batch.lengths.sum()) == shared
@@ -161,4 +162,4 @@ def test_states_are_held_no_longer_than_needed() -> None:
     for i in range(len(forks.steps)):
         forks.run(i)
         held.append(len(forks._states))
-    assert max(held) == 1 and held[-1] == 0
+    assert (max(held), held[-1]) == (1, 0)
