@@ -43,6 +43,35 @@ _MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", {"head_dim": 8, "sliding_window": 5, "rope_parameters": _ROPE}),
     "deepseek_v3": ("DeepseekV3", {**_DEEPSEEK, "num_key_value_heads": 4}),
 }
+_GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "head_dim": 8}
+_GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}  # the last one is attention
+_SCAN = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_QWEN3_NEXT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_QWEN3_NEXT |= {"shared_expert_intermediate_size": 16}
+_MAMBA2 = {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 8}
+_NEMOTRON = {"hybrid_override_pattern": "M*-M", "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1, "expand": 2}
+_NEMOTRON |= {"ssm_state_size": 8, "chunk_size": 8, "head_dim": 8}
+_GRANITE = {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3, "shared_intermediate_size": 32}
+_ZAMBA = {"mamba_d_state": 8, "n_mamba_heads": 2, "chunk_size": 8, "num_mem_blocks": 1, "mamba_ngroups": 1}
+_ZAMBA |= {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_hidden_layers": 3}
+#: Model type -> its own settings. Layers carry a state or the inputs of a convolution from token to token.
+_STATEFUL: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": _GATED,
+    "qwen3_next": _GATED | _QWEN3_NEXT,
+    "olmo_hybrid": _GATED,
+    "falcon_h1": _SCAN | {"mamba_d_ssm": 64, "head_dim": 8},
+    "bamba": _SCAN | {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "granitemoehybrid": _SCAN | _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron_h": _NEMOTRON,
+    "mamba2": _MAMBA2,
+    "zamba2": _ZAMBA,
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 8},
+    # These do not continue a state of several tokens in transformers 5.23.
+    "jamba": {"mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+    | {"num_experts_per_tok": 1, "use_mamba_kernels": False},
+    "mamba": {"state_size": 8, "time_step_rank": 4},
+    "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"], "head_dim": 8},
+}
 #: Names of settings that differ from most families', by family; None for those that it has not.
 _RENAMED: dict[str, dict[str, str | None]] = {
     "gpt2": {"intermediate_size": "n_inner", "num_key_value_heads": None},
@@ -51,6 +80,8 @@ _RENAMED: dict[str, dict[str, str | None]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts"},
 }
 FAMILIES = tuple(_DENSE)
+#: Recurrent and convolutional models: those whose state can be continued, and the others.
+FORKED_FAMILIES, UNFORKED_FAMILIES = tuple(_STATEFUL)[:10], tuple(_STATEFUL)[10:]
 #: Mixtures of experts, of three layers: in Qwen3-MoE the last and in DeepSeek-V3 the first one is dense.
 EXPERT_FAMILIES = tuple(_MIXTURES)
 
@@ -82,6 +113,18 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
             elif name.endswith("e_score_correction_bias"):  # part of the choice of experts, not of their weights
                 nn.init.normal_(values, std=0.3)
     return model.eval()
+
+
+def stateful_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of :data:`FORKED_FAMILIES` or :data:`UNFORKED_FAMILIES`, whose weights are large enough for states to matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family, **{"vocab_size": VOCAB_SIZE, **_SIZES, **_COMMON, "initializer_range": 0.1, **_STATEFUL[family]}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def altered(family: str, change: Callable[[Any], Any], **overrides: Any) -> nn.Module:

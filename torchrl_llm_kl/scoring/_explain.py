@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torchrl_llm_kl.scoring._model import (
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import PackedPass, Run
+from torchrl_llm_kl.scoring._passes import Run
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._wrapping import Ranks
@@ -37,7 +37,7 @@ class Explanation:
         token: its place there.
         token_id: its id.
         path: ``"head"``, body and then head at scored positions; or ``"full"``, the model's own forward.
-        packed: whether the sequences are in packs, where a shared prefix is forwarded once, or in padded micro-batches.
+        kind: ``"pack"`` or ``"step"``, in which a shared prefix is forwarded once, or ``"micro-batch"``, with padding.
         why: the reason for both.
         batch: the number of its pack or micro-batch, from 0, and ``batches``, how many there are.
         attended: positions before the token that its distribution depends on, all in all.
@@ -65,7 +65,7 @@ class Explanation:
     token: int
     token_id: int
     path: str
-    packed: bool
+    kind: Literal["pack", "step", "micro-batch"]
     why: str
     batch: int
     batches: int
@@ -86,11 +86,12 @@ class Explanation:
         return self.log_prob - self.plain
 
     def __str__(self) -> str:
-        kind, apart = ("pack", f", {self.elsewhere} in earlier packs") if self.packed else ("micro-batch", "")
+        shared = self.kind != "micro-batch"
+        apart = f", {self.elsewhere} in earlier {self.kind}s" if shared else ""
         rows = {
             "token": f"{self.token_id}, token {self.token} of sequence {self.row}",
-            "route": f"{self.path}, {'packed' if self.packed else 'padded'}: {self.why}",
-            kind: f"{self.batch + 1} of {self.batches}",
+            "route": f"{self.path}, {'shared prefixes' if shared else 'padded'}: {self.why}",
+            self.kind: f"{self.batch + 1} of {self.batches}",
             "positions attended": f"{self.attended}{apart}",
             "in the mask": "yes" if self.in_mask else "no: its score is 0, the log-prob is what it would be",
             "sampling": str(self.sampling),
@@ -141,7 +142,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         token=token,
         token_id=target,
         path=setup.route.path,
-        packed=isinstance(found, PackedPass),
+        kind=found.kind,
         why=_why(scorer, setup),
         batch=batch,
         batches=len(found.elements),
@@ -184,12 +185,12 @@ def _why(scorer: Any, setup: Setup) -> str:
     name = type(setup.model).__name__
     if setup.route.path == "full":
         why = scorer._complaint or f"{name} does not expose its body and head"
-    elif setup.route.packed:
+    elif setup.route.sharing is not None:
         why = f"the body and head of {name} reproduce its own log-probs, and a shared prefix is forwarded once"
     elif not scorer.share_prefixes:
         why = "share_prefixes=False"
     elif frequency_switches(setup.model):
         why = f"the positions of {name} depend on the length of its sequences (longrope)"
     else:
-        why = f"the body of {name} cannot attend within a pack"
+        why = f"the body of {name} can neither attend within a pack nor continue a state"
     return why + (", some layers see a sliding window of the past alone" if has_window(setup.model) else "")

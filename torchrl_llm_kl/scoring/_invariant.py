@@ -52,7 +52,7 @@ def obstacle(setup: Setup, *, probe: bool, share_prefixes: bool) -> str | None:
         "is scored in padded batches: leave out share_prefixes=False": not share_prefixes,
         "is scored by its own forward, on padded batches": setup.route.path == "full",
         "has rotary frequencies that depend on the longest sequence": frequency_switches(model),
-        "cannot attend within a pack and is scored in padded batches": not setup.route.packed,
+        "cannot attend within a pack and is scored in padded batches": setup.route.sharing != "packs",
         "is wrapped or sharded over ranks": Ranks([model]).groups,
         "has compiled layers, whose kernels torch.compile chooses": any(map(compiled_call, model.modules())),
     }

@@ -43,7 +43,9 @@ class Route:
     # Pass attention_mask: a causal model never attends to padding on its right, but flash attention saves the work.
     mask: bool = True
     positions: bool = True  # pass position_ids
-    packed: bool = False  # the body can attend within a pack of several sequences
+    # How a shared prefix is forwarded once: the body can attend within a pack of several sequences, or several sequences can
+    # continue its state.
+    sharing: Literal["packs", "forks"] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """A call: the forwards of one model, or two side by side, and the head.
 
-Models run in packs, every distinct prefix once and without padding. Those that cannot attend within a pack run in padded
-micro-batches.
+Models run in packs, every distinct prefix once and without padding. Those with a recurrent state continue it after a shared
+prefix; any others run in padded micro-batches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
+from torchrl_llm_kl.scoring._forks import MIN_SHARED, ForkedPass
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
@@ -47,6 +48,8 @@ _SMALLEST_PACK = 16  # tokens
 
 class PackedPass:
     """One model over the prefix tree of a request, a pack at a time; with ``lookup``, over the part that is not cached."""
+
+    kind: Final = "pack"
 
     def __init__(
         self,
@@ -105,12 +108,7 @@ class PackedPass:
     def chosen(self) -> Tensor:
         """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
         assert self.routing is not None
-        tokens, tree = self._request.tokens, self._tree
-        out = self.routing.result(tokens.values.shape[0])
-        element = (tokens.positions < tree.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)
-        node, offset = tree.locate(tokens.sequence_ids[element], tokens.positions[element])
-        out[element] = out[tree.element[node] + offset]  # a shared token was forwarded in one sequence
-        return out
+        return self._tree.spread(self.routing.result(self._request.tokens.values.shape[0]), self._request.tokens)
 
     def attended(self, element: int) -> tuple[int, int]:
         """Positions that the token at a flat element attends to, itself included, and how many of them are in earlier packs."""
@@ -255,6 +253,8 @@ def _row(plan: PackPlan, tree: PrefixTree) -> tuple[Tensor, Tensor, Tensor]:
 class PaddedPass:
     """One model over a request, a micro-batch at a time, each of sequences with at least one token to forward."""
 
+    kind: Final = "micro-batch"
+
     def __init__(
         self, setup: Setup, request: ScoreRequest, batches: list[Tensor], routing: Routing | None = None
     ) -> None:
@@ -353,6 +353,8 @@ def padded_batches(lengths: Tensor, tokens_per_batch: int, *models: nn.Module) -
 
 # ---------------------------------------------------------------------- a call
 
+Pass = PackedPass | ForkedPass | PaddedPass
+
 
 @dataclass(eq=False)
 class Run:
@@ -372,11 +374,15 @@ class Run:
             self.request = replace(self.request, whole=True)
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
-        if all(setup.route.packed for setup in self.setups):
+        self.forks = False
+        sharing = {setup.route.sharing for setup in self.setups}
+        if len(sharing) == 1 and None not in sharing:
             # A prefix is shared among sequences that route it alike.
             records = (each.record for each in self.routings if each is not None)
             tokens = self.request.tokens.like(tell_apart(self.request.tokens.values, *records))
-            self.tree = PrefixTree.build(tokens, self.request.forward_lengths)
+            self.forks = "forks" in sharing
+            lengths = self.request.forward_lengths
+            self.tree = PrefixTree.build(tokens, lengths, min_shared=MIN_SHARED if self.forks else 16)
 
     def __call__(self) -> tuple[Tensor, Columns]:
         """Flat elements ``[K]`` on the CPU, and their scores on the model's device."""
@@ -412,12 +418,12 @@ class Run:
 
     def _part(self, reason: str) -> None:
         """Share no prefixes in this call."""
-        self.tree = None
+        self.tree, self.forks = None, False
         self.scorers[0]._warn_apart(reason)
 
     def _attempt(self) -> tuple[Tensor, Columns]:
         """Forward and read the whole request, ``budget`` tokens at a time."""
-        lookups = [] if self.tree is None else self._lookups(self.tree)
+        lookups = [] if self.tree is None or self.forks else self._lookups(self.tree)
         passes = self.passes(lookups)
         models = [(setup.model, *body_and_head(setup.model)) for setup in self.setups if setup.route.path == "head"]
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
@@ -444,19 +450,22 @@ class Run:
             lookup.cached = cached
         return lookups
 
-    def passes(self, lookups: Sequence[CacheLookup] = ()) -> Sequence[PackedPass | PaddedPass]:
-        """The forwards of each model: packs of the tree, or padded micro-batches without one."""
+    def passes(self, lookups: Sequence[CacheLookup] = ()) -> Sequence[Pass]:
+        """The forwards of each model: packs or steps of the tree, or padded micro-batches without one."""
         if self.tree is None:
             models = (setup.model for setup in self.setups)
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
             pairs = zip(self.setups, self.routings, strict=True)
             return [PaddedPass(setup, self.request, batches, routing) for setup, routing in pairs]
+        if self.forks:
+            pairs = zip(self.setups, self.routings, strict=True)
+            return [ForkedPass(setup, self.request, self.tree, self.budget, routing) for setup, routing in pairs]
         parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
         each = zip(self.setups, parts, self.routings, strict=True)
         return [PackedPass(setup, self.request, self.tree, self.budget, part, routing) for setup, part, routing in each]
 
     def _forward_all(
-        self, guard: ErrorGuard, passes: Sequence[PackedPass | PaddedPass], lookups: list[CacheLookup]
+        self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]
     ) -> tuple[Tensor, Columns]:
         """Run all packs or micro-batches, and the head."""
         request, ranks, grad, device = self.request, self.ranks, self.options.grad, self.setups[0].device

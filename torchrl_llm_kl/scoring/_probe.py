@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._private import STATEFUL, TorchDispatchMode, tree_leaves
+from torchrl_llm_kl._private import TorchDispatchMode, tree_leaves
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._forks import ForkedPass, has_state, is_recurrent
 from torchrl_llm_kl.scoring._invariant import BLOCK
 from torchrl_llm_kl.scoring._model import (
     Route,
@@ -29,7 +31,7 @@ from torchrl_llm_kl.scoring._model import (
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
+from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, Pass
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scores import Reading, log_prob_at
 from torchrl_llm_kl.scoring._tree import PrefixTree
@@ -117,8 +119,9 @@ def _first_equal(
         except Exception as error:
             difference, found = math.inf, f"{type(error).__name__}: {error}"
         if ranks.all(difference <= tolerance):
-            packed = route.path == "head" and route.positions and ranks.all(_can_pack(setup, vocab))
-            return replace(route, packed=packed), ""
+            way: Literal["packs", "forks"] = "forks" if has_state(setup.model) else "packs"
+            shared = route.path == "head" and route.positions and ranks.all(_can_share(setup, vocab, way))
+            return replace(route, sharing=way if shared else None), ""
         complaint = complaint or found
     return None, complaint
 
@@ -152,19 +155,18 @@ def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
     return 1e-2 if dtype == torch.float16 or tf32 else 1e-4
 
 
-# ---------------------------------------------------------------------- packs
+# ---------------------------------------------------------------------- shared prefixes
 
 
-def _can_pack(setup: Setup, vocab: int) -> bool:
-    """Whether packs reproduce the hidden states of one sequence at a time, and no sequence sees another.
+def _can_share(setup: Setup, vocab: int, way: Literal["packs", "forks"]) -> bool:
+    """Whether packs or forks reproduce the hidden states of one sequence at a time, and no sequence sees another.
 
     Compares hidden states, not log-probs, since a head of zeros would hide any difference. A state that leaks from one
     sequence into the next may be smaller than half precision resolves, so other tokens in one sequence must change
     nothing in another.
     """
     model, limit = setup.model, position_limit(setup.model)
-    too_short = limit is not None and limit < _TRUNK + _OTHER + 1
-    if too_short or any(getattr(module, STATEFUL, False) for module in model.modules()):
+    if limit is not None and limit < _TRUNK + _OTHER + 1:
         return False
     # Two answers to one question and one to another; and these with other tokens at the end of the first two.
     generator = torch.Generator().manual_seed(1)
@@ -176,9 +178,9 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
     ends = ~untouched & (rows.positions >= _TRUNK + _BRANCH)
     others = rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
     try:
-        packs = _packs(setup, rows, _TOKENS_PER_BATCH, min_shared=0)
+        packs = _shared(setup, rows, _TOKENS_PER_BATCH, way, min_shared=0)
         found = _hidden(packs, rows)
-        if has_window(model) and not packs.has_window:
+        if isinstance(packs, PackedPass) and has_window(model) and not packs.has_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
         one_by_one = list(torch.arange(rows.num_sequences).split(1))
         apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows), one_by_one), rows)
@@ -186,7 +188,11 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         largest = float(apart.abs().max())
         if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
             return False  # a comparison of zeros shows nothing
-        moved = _hidden(_packs(setup, others, _TOKENS_PER_BATCH, min_shared=0), others) - found
+        if isinstance(packs, ForkedPass) and is_recurrent(model):
+            packs.recurrence = 10.0
+            if torch.equal(_hidden(packs, rows), found):
+                return False  # its kernel begins at zero, and differs by less than rounding in these sequences
+        moved = _hidden(_shared(setup, others, _TOKENS_PER_BATCH, way, min_shared=0), others) - found
     except Exception:  # for instance an attention that cannot be exchanged
         return False
     half = precision >= 1e-2  # half precision: any change comes from another sequence
@@ -226,7 +232,7 @@ def find_variance(setup: Setup, size: int) -> str | None:
 def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     """Hidden states, log-probs and entropies of each row; ``[T - 1, H + 2]``."""
     tokens = Ragged.from_list(rows)
-    packs, found = _packs(setup, tokens, size), []
+    packs, found = _shared(setup, tokens, size), []
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
@@ -257,23 +263,25 @@ class _Operators(TorchDispatchMode):
 
 def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[tuple[int, ...]]]]:
     """The operators of the first pack, and the shapes of their inputs."""
-    packs = _packs(setup, Ragged.from_list(rows), size)
+    packs = _shared(setup, Ragged.from_list(rows), size)
     with _Operators() as operators:
         packs.run(0)
     return operators.found
 
 
-def _packs(setup: Setup, rows: Ragged, size: int, min_shared: int = 16) -> PackedPass:
+def _shared(
+    setup: Setup, rows: Ragged, size: int, way: Literal["packs", "forks"] = "packs", min_shared: int = 16
+) -> PackedPass | ForkedPass:
     request = ScoreRequest.of(rows)
     tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=min_shared)
-    return PackedPass(setup, request, tree, size)
+    return PackedPass(setup, request, tree, size) if way == "packs" else ForkedPass(setup, request, tree, size)
 
 
-def _hidden(forwards: PackedPass | PaddedPass, rows: Ragged) -> Tensor:
+def _hidden(forwards: Pass, rows: Ragged) -> Tensor:
     """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
     return _in_order(rows, forwards, [forwards.run(i).source.cpu() for i in range(len(forwards.elements))])
 
 
-def _in_order(rows: Ragged, forwards: PackedPass | PaddedPass, found: list[Tensor]) -> Tensor:
+def _in_order(rows: Ragged, forwards: Pass, found: list[Tensor]) -> Tensor:
     out = found[0].new_zeros(rows.values.shape[0], found[0].shape[-1])
     return out.index_copy(0, torch.cat(forwards.elements), torch.cat(found))

@@ -14,12 +14,14 @@ from torchrl_llm_kl._numerics import check_not_a_name, check_range
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
+from torchrl_llm_kl.scoring._forks import has_state
 from torchrl_llm_kl.scoring._invariant import PACK, check_pack, circumstances, drops, obstacle
 from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
 from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
     check_has_adapters,
+    compiled_call,
     frequency_switches,
     is_offloaded,
     is_on_meta,
@@ -165,8 +167,8 @@ class LogProbScorer(Scorer):
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether shared prefixes are forwarded once; False for a model that cannot attend within a pack."""
-        return self.share_prefixes and self._route is not None and self._route.packed
+        """Whether shared prefixes are forwarded once; False for a model that can neither run packs nor continue a state."""
+        return self.share_prefixes and self._route is not None and self._route.sharing is not None
 
     @property
     def path(self) -> Literal["head", "full", "wrapper"] | None:  # type: ignore[override]
@@ -371,9 +373,11 @@ class LogProbScorer(Scorer):
         model = self.model
         if self._route is None:
             self._route = self._choose_route()
-        packed = self.shares_prefixes and not frequency_switches(model)
         device = model_device(model, default)
-        route = replace(self._route, packed=packed)
+        shared = self.shares_prefixes and not frequency_switches(model)
+        if self._route.sharing == "forks" and any(map(compiled_call, model.modules())):
+            shared = False  # each length of a state would be compiled
+        route = self._route if shared else replace(self._route, sharing=None)
         outer = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         setup = Setup(model, route, device, replace(options, dtype=options.dtype or outer))
         if options.deterministic:
@@ -400,6 +404,13 @@ class LogProbScorer(Scorer):
         if complaint:
             warnings.warn(
                 f"LogProbScorer takes the model's full forward, which needs more time and memory: {complaint}.",
+                stacklevel=3,
+            )
+        elif route.sharing is None and self.share_prefixes and has_state(self.model):
+            warnings.warn(
+                f"LogProbScorer forwards a prompt again with each answer to it: the state of {type(self.model).__name__} after "
+                "a prefix cannot be continued (transformers' cache of the model does not reproduce its own log-probs). "
+                "share_prefixes=False silences this warning.",
                 stacklevel=3,
             )
         return route

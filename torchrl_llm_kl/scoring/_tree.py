@@ -107,6 +107,13 @@ class PrefixTree:
         node = nodes[step]
         return node, position - self.start[node]
 
+    def spread(self, found: Tensor, tokens: Ragged) -> Tensor:
+        """``found [N, ...]`` with what was written for a forwarded token at all tokens that share it; changes ``found``."""
+        element = (tokens.positions < self.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)
+        node, offset = self.locate(tokens.sequence_ids[element], tokens.positions[element])
+        found[element] = found[self.element[node] + offset]
+        return found
+
     @cached_property
     def _paths(self) -> tuple[Tensor, Tensor]:
         """The nodes of each sequence in order, sequence after sequence: sequences ``[P]`` and nodes ``[P]``."""

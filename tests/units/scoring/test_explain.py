@@ -46,7 +46,11 @@ def test_against_a_plain_forward(settings: Any, batch: Any, attended: Any, sampl
     normaliser = scaled[kept + [41] * added].logsumexp(-1)
     with torch.random.fork_rng():
         found = scorer.explain(ROWS, row, token, sampling=sampling)
-    assert (found.path, found.packed, found.token_id) == ("head", settings.get("share_prefixes", True), 41)
+    assert (found.path, found.kind, found.token_id) == (
+        "head",
+        "pack" if settings.get("share_prefixes", True) else "micro-batch",
+        41,
+    )
     assert ((found.batch, found.batches), (found.attended, found.elsewhere)) == (batch, attended)
     assert (found.kept, found.is_kept, found.in_mask, found.sampling) == (len(kept), not added, True, sampling)
     for got, want in (
@@ -77,7 +81,7 @@ def test_a_difference_shows() -> None:
         scorer = LogProbScorer(Odd(inner))
     found = scorer.explain(ROWS, 0, 24)
     logits = plain(inner, 0, 24)
-    assert (found.path, found.packed) == ("full", False)
+    assert (found.path, found.kind) == ("full", "micro-batch")
     assert "Odd does not expose its body and head" in found.why
     assert_near(torch.tensor(found.logit), 2 * logits[32], **FORWARD)
     assert_near(torch.tensor(found.plain), logits.log_softmax(-1)[32], **FORWARD)

@@ -1,0 +1,165 @@
+"""Recurrent and convolutional models: each answer continues from the state after its prompt."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkpointed import enable, in_own_code, wrap
+from closeness import assert_near
+from scoring_reference import plain_log_probs, random_sequences
+from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring import ScoreRequest
+from torchrl_llm_kl.scoring._forks import ForkedPass, plan_steps
+from torchrl_llm_kl.scoring._options import ScoreOptions
+from torchrl_llm_kl.scoring._tree import PrefixTree
+from toy_models import BACKWARD, FORKED_FAMILIES, FORWARD, UNFORKED_FAMILIES, VOCAB_SIZE, stateful_model
+
+MIXTURES = ("qwen3_next", "granitemoehybrid")
+ANSWERS = (9, 1, 4, 7)
+WHOLE: dict[str, Any] = {"terms": BACKWARD["terms"], "size": 256.0}  # the largest gradients of these losses
+
+
+def answers(*lengths: int, prompt: int = 40, seed: int = 0) -> list[Tensor]:
+    first, *rest = random_sequences(prompt, *lengths, seed=seed).to_list()
+    return [torch.cat([first, each]) for each in rest]
+
+
+def group(seed: int = 0) -> Ragged:
+    """Answers to two prompts, two of which part late, and a sequence without a prompt."""
+    one, two = answers(*ANSWERS, seed=seed), answers(3, 2, prompt=35, seed=seed + 1)
+    late = [torch.cat([one[0], each]) for each in random_sequences(2, 3, seed=seed + 2).to_list()]
+    return Ragged.from_list(
+        [one[1], two[0], *late, one[2], random_sequences(6, seed=seed + 3).to_list()[0], two[1], one[3]]
+    )
+
+
+def counted(model: Any, run: Callable[[], Any]) -> tuple[Any, int]:
+    """The result, and how many tokens were embedded."""
+    seen: list[int] = []
+    with model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: seen.append(inputs[0].numel())):
+        return run(), sum(seen)
+
+
+def gradients(model: nn.Module, log_probs: Tensor) -> Tensor:
+    """Of all parameters that have one: gates add up those of all later tokens, in float32."""
+    model.zero_grad()
+    log_probs.square().sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("family", FORKED_FAMILIES)
+def test_against_plain_forwards_of_one_row(family: str) -> None:
+    model, batch = stateful_model(family), group()
+    scorer = LogProbScorer(model)
+    assert scorer.shares_prefixes
+    request = ScoreRequest.of(batch, batch.positions >= 30)
+    found, tokens = counted(model, lambda: scorer.run(request, ScoreOptions(grad=True)).log_prob.values)
+    tree = PrefixTree.build(batch, request.forward_lengths, min_shared=32)
+    padding = sum(len(step.nodes) * step.width for step in plan_steps(tree, 1024)) - tree.num_tokens
+    assert tokens == tree.num_tokens + padding < batch.lengths.sum() // 2 + padding
+    want = plain_log_probs(model, batch, batch.positions >= 30)
+    assert_near(found, want, **FORWARD)
+    assert_near(gradients(model, found), gradients(model, want), **WHOLE)
+
+
+@pytest.mark.parametrize("family", [x for x in FORKED_FAMILIES if x not in MIXTURES])
+def test_no_state_goes_from_a_sequence_to_another(family: str) -> None:
+    """With other tokens in the other sequences, a sequence has the same bits: the shapes are the same."""
+    scorer, rows = LogProbScorer(stateful_model(family)), answers(*ANSWERS)
+    want = scorer.score(rows).to_list()[2]
+    others = [torch.cat([row[:40], (row[40:] + 1) % VOCAB_SIZE]) for row in rows]
+    assert torch.equal(scorer.score([*others[:2], rows[2], others[3]]).to_list()[2], want)
+
+
+@pytest.mark.parametrize("family", FORKED_FAMILIES)
+def test_a_state_that_is_not_carried_on_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of state set to 0 where sequences part: the probe refuses to fork."""
+    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+    kinds = ["conv_states"] + ["recurrent_states"] * (family != "lfm2")
+    for kind in kinds:
+        fork = LinearAttentionCacheLayerMixin
+
+        def dropped(self: Any, index: int, state_idx: int = 0, kind: str = kind) -> Tensor | None:
+            layer = self.layers[index]
+            held = getattr(layer, kind)[state_idx]
+            return torch.zeros_like(held) if layer.has_previous_state[state_idx] else None
+
+        with monkeypatch.context() as patch:
+            name = {"conv_states": "update_conv_state", "recurrent_states": "get_recurrent_state"}[kind]
+            if kind == "recurrent_states":
+                patch.setattr("transformers.DynamicCache.get_recurrent_state", dropped)
+            else:
+                plain = fork.__subclasses__()[0].update_conv_state  # type: ignore[attr-defined]
+
+                def forgets(self: Any, states: Tensor, state_idx: int = 0, plain: Any = plain, **options: Any) -> Any:
+                    if self.has_previous_state[state_idx]:
+                        self.conv_states[state_idx].zero_()
+                    return plain(self, states, state_idx, **options)
+
+                patch.setattr(fork.__subclasses__()[0], name, forgets)
+            with pytest.warns(UserWarning, match="state"):
+                assert not LogProbScorer(stateful_model(family)).shares_prefixes
+
+
+@pytest.mark.parametrize("family", UNFORKED_FAMILIES)
+def test_families_whose_state_cannot_be_continued_say_so(family: str) -> None:
+    model, rows = stateful_model(family), answers(*ANSWERS)
+    with pytest.warns(UserWarning, match="forwards a prompt again with each answer"):
+        scorer = LogProbScorer(model)
+    batch = Ragged.from_list(rows)
+    with torch.no_grad():
+        assert_near(scorer.score(batch).values, plain_log_probs(model, batch), **FORWARD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LogProbScorer(model, share_prefixes=False)
+
+
+@pytest.mark.parametrize(("place", "shared"), [(enable, True), (wrap, False), (in_own_code, False)])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*None of the inputs have requires_grad")
+def test_checkpoints(place: Any, shared: bool, reentrant: bool) -> None:
+    """A step is a checkpoint in place of transformers'; others would advance a state twice, so sequences are apart."""
+    model, batch = stateful_model("qwen3_5_text"), group()
+    mask = batch.positions >= 30
+    expected = gradients(model, plain_log_probs(model, batch, mask))
+    model.train()
+    place(model, reentrant)
+    scorer = LogProbScorer(model)
+
+    def run() -> Tensor:
+        if shared:
+            return scorer.evaluate(batch, mask, grad=True).log_prob.values
+        with pytest.warns(UserWarning, match="can share no prefixes"):
+            return scorer.evaluate(batch, mask, grad=True).log_prob.values
+
+    found, tokens = counted(model, run)
+    assert (tokens < batch.lengths.sum()) == shared
+    assert_near(gradients(model, found), expected, **WHOLE)
+
+
+def test_nodes_longer_than_the_budget_and_batches_of_answers() -> None:
+    model, batch = stateful_model("lfm2"), group()
+    scorer = LogProbScorer(model, tokens_per_batch=10)
+    with torch.no_grad():
+        assert_near(scorer.score(batch).values, plain_log_probs(model, batch), **FORWARD)
+
+
+def test_states_are_held_no_longer_than_needed() -> None:
+    model, batch = stateful_model("lfm2"), group()
+    scorer = LogProbScorer(model)
+    request = ScoreRequest.of(batch)
+    tree = PrefixTree.build(batch, request.forward_lengths, min_shared=32)
+    forks = ForkedPass(scorer._setup(torch.device("cpu"), ScoreOptions()), request, tree, 1024)
+    held = []
+    for i in range(len(forks.steps)):
+        forks.run(i)
+        held.append(len(forks._states))
+    assert (max(held), held[-1]) == (1, 0)

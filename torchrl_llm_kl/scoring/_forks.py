@@ -1,0 +1,260 @@
+"""Models with a recurrent state or convolutions: a shared prefix is forwarded once, and each answer continues from its state.
+
+Such layers cannot run over a pack of several sequences, where a state would leak from one into the next. Their state after a
+prefix is small, and transformers' cache holds it beside the keys and values of attention: it is forked where sequences part.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchrl_llm_kl._private import STATEFUL
+from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, send, text_config
+from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring._routing import Routing
+from torchrl_llm_kl.scoring._scores import States, head_states
+from torchrl_llm_kl.scoring._tree import PrefixTree
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+#: A shared prefix costs a forward that does nothing else, and chunks of such layers are filled up: share longer ones alone.
+MIN_SHARED = 32
+
+
+def has_state(model: nn.Module) -> bool:
+    """Whether layers carry a state from token to token: a recurrence, or the last inputs of a convolution."""
+    kinds = getattr(text_config(model), "layer_types", None) or ()
+    return is_recurrent(model) or any("attention" not in kind or "linear" in kind for kind in kinds)
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Whether layers have a recurrent state, not the inputs of a convolution alone."""
+    return any(getattr(module, STATEFUL, False) for module in model.modules())
+
+
+@dataclass(frozen=True)
+class Step:
+    """A forward: nodes of a prefix tree that follow the same node, right-padded to the longest."""
+
+    nodes: list[int]  # several only if no sequence continues them
+    past: int  # the step before, -1 at the start of sequences
+    width: int  # tokens of the longest node
+
+
+def plan_steps(tree: PrefixTree, tokens_per_batch: int) -> list[Step]:
+    """Every node of a tree in a step, after the step that it continues; depth first, which holds the fewest states.
+
+    A step has at most ``tokens_per_batch`` tokens, padding included, or a single node.
+
+    Example:
+        >>> from torchrl_llm_kl.ragged import Ragged
+        >>> answers = [[1, 2, 3, 4, 5], [1, 2, 3, 6], [7, 8]]
+        >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
+        >>> for step in plan_steps(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 8):
+        ...     print(step)
+        Step(nodes=[1], past=-1, width=2)
+        Step(nodes=[0], past=-1, width=3)
+        Step(nodes=[2, 3], past=1, width=2)
+    """
+    lengths = tree.length.tolist()
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parent.tolist()):
+        children.setdefault(parent, []).append(node)
+    steps: list[Step] = []
+    waiting = [(-1, -1)]  # nodes, and the steps that end with them
+    while waiting:
+        node, past = waiting.pop()
+        if node >= 0:
+            steps.append(Step([node], past, lengths[node]))
+            past = len(steps) - 1
+        leaves = sorted((x for x in children[node] if x not in children), key=lambda x: -lengths[x])
+        while leaves:
+            rows = max(1, tokens_per_batch // lengths[leaves[0]])
+            steps.append(Step(leaves[:rows], past, lengths[leaves[0]]))
+            leaves = leaves[rows:]
+        waiting += [(x, past) for x in reversed(children[node]) if x in children]
+    return steps
+
+
+class ForkedPass:
+    """One model over the prefix tree of a request, a step at a time."""
+
+    kind: Final = "step"
+
+    def __init__(
+        self,
+        setup: Setup,
+        request: ScoreRequest,
+        tree: PrefixTree,
+        tokens_per_batch: int,
+        routing: Routing | None = None,
+    ) -> None:
+        self.setup, self.routing = setup, routing
+        self.recurrence = (
+            1.0  # a factor of recurrent states where they are forked: a probe sees whether it changes anything
+        )
+        self._request, self._tree = request, tree
+        self.steps = plan_steps(tree, tokens_per_batch)
+        number, first, width = torch.zeros(3, tree.num_nodes, dtype=torch.long)
+        for i, step in enumerate(self.steps):
+            nodes = torch.tensor(step.nodes)
+            number[nodes], first[nodes], width[nodes] = i, torch.arange(len(nodes)) * step.width, step.width
+        scored = request.mask.nonzero().squeeze(-1)
+        node, offset = tree.locate(*request.before(scored))
+        number, order = number[node].sort(stable=True)
+        counts = torch.bincount(number, minlength=len(self.steps)).tolist()
+        self.elements = list(scored[order].split(counts))  # flat indices of the tokens that each step predicts
+        self._slots = list((first[node] + offset)[order].split(counts))
+        self._last_use = {step.past: i for i, step in enumerate(self.steps)}
+        self._states: dict[int, DynamicCache] = {}  # after each step that others continue
+        self._again = setup.options.grad and checkpoints_layers(setup.model)
+
+    def run(self, index: int) -> States:
+        """States at the positions that predict ``elements[index]``. Steps must be run in order."""
+        step = self.steps[index]
+        nodes, column = torch.tensor(step.nodes)[:, None], torch.arange(step.width)
+        real = column < self._tree.length[nodes]
+        source = torch.where(real, self._tree.element[nodes] + column, -1)
+        ids = send(torch.where(real, self._request.tokens.values[source], 0), self.setup.device)
+        positions = send((self._tree.start[nodes] + column).expand(source.shape).contiguous(), self.setup.device)
+        past, keep = self._states.get(step.past), index in self._last_use
+        # A checkpoint's backward calls this again, so all that it needs is set inside.
+        args = ids, positions, past, keep, source.flatten()
+        if self._again:
+            hidden, state = checkpoint(self._forward, *args, use_reentrant=False)
+        else:
+            hidden, state = self._forward(*args)
+        if keep:
+            self._states[index] = state
+        if self._last_use[step.past] == index:
+            self._states.pop(step.past, None)
+        with self.setup.active():
+            return head_states(self.setup, hidden.flatten(0, 1)[send(self._slots[index], self.setup.device)])
+
+    def run_dummy(self) -> States:
+        """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
+        ids = torch.zeros(1, 1, dtype=torch.long, device=self.setup.device)
+        hidden, _ = self._forward(ids, ids, None, False, torch.full((1,), -1))
+        with self.setup.active():
+            return head_states(self.setup, hidden.flatten(0, 1)[:0])
+
+    def chosen(self) -> Tensor:
+        """The experts that the routers chose for each token, -1 where none was forwarded; ``[N, L, k]``, on the CPU."""
+        assert self.routing is not None
+        return self._tree.spread(self.routing.result(self._request.tokens.values.shape[0]), self._request.tokens)
+
+    def attended(self, element: int) -> tuple[int, int]:
+        """Positions that the token at a flat element depends on, itself included, and how many of them are in earlier steps."""
+        sequence, position = self._request.tokens.sequence_ids[element], self._request.tokens.positions[element]
+        (node,), _ = self._tree.locate(sequence[None], position[None])
+        return int(position) + 1, int(self._tree.start[node])
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, past: DynamicCache | None, keep: bool, source: Tensor
+    ) -> tuple[Tensor, DynamicCache | None]:
+        """The hidden states ``[b, T, H]`` of tokens that continue ``past``, and the state after them."""
+        body = body_and_head(self.setup.model)[0]
+        options: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+        state = None
+        routing = self.routing.forward(source, self.setup.device) if self.routing else nullcontext()
+        with self.setup.active(), routing, _layers_in_one(body) if self._again else nullcontext():
+            if keep or past is not None:
+                state = _fork(_cache_of(self.setup.model) if past is None else past, len(ids), self.recurrence)
+                named = "cache_params" in inspect.signature(body.forward).parameters
+                options |= {"use_cache": True, "cache_params" if named else "past_key_values": state}
+            # A causal model needs no mask for padding on the right.
+            return read_output(call(body, ids, **options), "last_hidden_state"), state if keep else None
+
+
+# ---------------------------------------------------------------------- states
+
+
+@cache
+def _cache_type() -> type[DynamicCache]:
+    from transformers import DynamicCache
+
+    class ForkedCache(DynamicCache):
+        """A cache whose recurrent states are never overwritten, since a graph may hold them."""
+
+        saving: tuple[bool, Any]
+
+        def update(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            self._check()
+            return super().update(*args, **options)
+
+        def update_conv_state(self, *args: Any, **options: Any) -> Tensor:
+            self._check()
+            return super().update_conv_state(*args, **options)
+
+        def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
+            self._check()
+            held = self.layers[layer_idx].recurrent_states
+            if held[state_idx] is not None:
+                held[state_idx] = torch.empty_like(states)  # to be written
+            return super().update_recurrent_state(states, layer_idx, state_idx, **options)
+
+        def _check(self) -> None:
+            """Raise an error inside a checkpoint, which would advance the state once more in the backward."""
+            if saving() != self.saving:
+                raise CheckpointError
+
+    return ForkedCache
+
+
+def _cache_of(model: nn.Module) -> DynamicCache:
+    return _cache_type()(config=text_config(model))
+
+
+def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
+    """A state for ``count`` sequences that continue the one of ``state``, which does not change with it.
+
+    Attributes as in transformers 5.23: keys and values of attention are tensors, which later tokens are appended to; the states
+    of other layers are in dictionaries, and are written to.
+    """
+    out = copy.copy(state)
+    out.layers, out.saving = [], saving()  # type: ignore[attr-defined]
+    for layer in state.layers:
+        own = copy.copy(layer)
+        for name, value in vars(layer).items():
+            if isinstance(value, Tensor):
+                setattr(own, name, value.expand(count, *value.shape[1:]) if value.ndim else value)
+            elif isinstance(value, dict):
+                each = {k: v.repeat_interleave(count, 0) if isinstance(v, Tensor) else v for k, v in value.items()}
+                if name == "recurrent_states" and recurrence != 1.0:
+                    each = {k: v if v is None else v * recurrence for k, v in each.items()}
+                setattr(own, name, each)
+        out.layers.append(own)
+    return out
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def checkpoints_layers(model: nn.Module) -> bool:
+    """Whether transformers recomputes the model's layers in the backward; it keeps no state then: a step is the checkpoint."""
+    return any(getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules())
+
+
+@contextmanager
+def _layers_in_one(body: nn.Module) -> Iterator[None]:
+    """Context: transformers checkpoints no layer; restores each layer's setting."""
+    layers = [module for module in body.modules() if getattr(module, "gradient_checkpointing", False)]
+    try:
+        for layer in layers:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True  # type: ignore[assignment]
