@@ -337,6 +337,10 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
       else TORCH_CHECK(!generator.defined() || !any, "Expected a '", *device, "' device type for generator but found 'cpu'");
     }
   }
+  if (name == "aten::histc") {  // CUDA counts integers too
+    auto x = arguments[0].toTensor();
+    if (!x.is_floating_point()) arguments[0] = x.to(at::kFloat);
+  }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
 
   for (size_t i = 0; i < aliases.size(); i++)  // an empty output that the kernel has resized

@@ -89,7 +89,7 @@ def _device_module(core: Any) -> types.ModuleType:
         for i in range(core.device_count()):
             generator(i).manual_seed(seed)
 
-    functions = {
+    members = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
@@ -105,13 +105,14 @@ def _device_module(core: Any) -> types.ModuleType:
         "manual_seed_all": manual_seed_all,
         "get_rng_state": lambda device=None: generator(device).get_state(),
         "set_rng_state": lambda state, device=None: generator(device).set_state(state),
+        "default_generators": tuple(core.default_generator(i) for i in range(core.device_count())),
         "get_device_name": lambda device=None: "simulated accelerator",
         "get_device_properties": lambda device=None: types.SimpleNamespace(
             name="simulated accelerator", total_memory=torch.accelerator.get_memory_info(device)[1]
         ),
     }
-    for name, function in functions.items():
-        setattr(module, name, function)
+    for name, member in members.items():
+        setattr(module, name, member)
     return module
 
 
