@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensordict
 import torch
-from tensordict import TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from layouts import LAYOUTS, PROMPTS, RESPONSES, joined, tokens
 from parity import CPU, assert_same, gradients, to
@@ -30,6 +30,7 @@ from torchrl_llm_kl import (
     TopK,
     losses,
 )
+from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, available_estimators
 from torchrl_llm_kl.losses import ValueLoss
@@ -133,6 +134,42 @@ def test_values_and_their_loss(device, layout):
         data = RetrieveValue(critic)(rollout(layout, at, value_target=target))
         loss = ValueLoss(critic)(data)
         return data, loss, gradients(loss, critic)
+
+    assert_same(run, device)
+
+
+# ---------------------------------------------------------------------- advantages
+
+PROMPTS_OF_GROUPS = [[5, 6, 7], [5, 6, 8], [5, 6, 7], [6, 7], [5, 6, 8], [5, 6, 7]]
+_ROWS = [torch.tensor(row) for row in PROMPTS_OF_GROUPS]
+GROUPS: dict[str, Any] = {
+    "strings": NonTensorStack(*map(str, PROMPTS_OF_GROUPS)),
+    "integers": torch.tensor([7, -1, 7, 30, -1, 7]),
+    "padded": torch.tensor([[0, *row][-3:] for row in PROMPTS_OF_GROUPS]),
+    "nested": torch.nested.as_nested_tensor(_ROWS),
+    "jagged": torch.nested.as_nested_tensor(_ROWS, layout=torch.jagged),
+}
+ADVANTAGES: dict[str, dict[str, Any]] = {
+    **{f"group by {form}": {"group_key": "group"} for form in GROUPS},
+    "consecutive": {"group_size": 3},
+    "of whole trajectories": {"advantage": "gigpo", "group_key": "group"},
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_the_advantage_transform(device, name):
+    settings = dict(ADVANTAGES[name])
+
+    def run(_, at):
+        data = TensorDict(batch_size=[6])
+        data["next", "reward"] = torch.tensor([[1.0], [4.0], [2.0], [5.0], [0.0], [6.0]])
+        data["group"] = GROUPS[name.split()[-1] if "by" in name else "integers"]
+        data["run"], data["step"] = torch.arange(6) // 2, torch.arange(6) % 2
+        data["state"], data["done"] = data["step"].clone(), data["step"].bool()
+        data["next", "done"] = data["step"].bool()
+        return Advantage(settings.get("advantage", "grpo"), **{k: v for k, v in settings.items() if k != "advantage"})(
+            data.to(at)
+        )["advantage"]
 
     assert_same(run, device)
 
