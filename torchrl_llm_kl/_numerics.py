@@ -170,6 +170,33 @@ def check_finite(
             raise ValueError(f"{name} is {found} at {place(at)}: {NOT_FINITE}. {advice}")
 
 
+# ------------------------------------------------------------------ between the host and an accelerator
+
+
+def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors on the CPU, without graph; all that are elsewhere come in one copy, a single host synchronisation.
+
+    Example:
+        >>> import torch
+        >>> to_host(torch.tensor([1, 2]), torch.tensor([True]))
+        (tensor([1, 2]), tensor([True]))
+    """
+    out = [tensor.detach() for tensor in tensors]
+    # The widest first: each then begins at a multiple of its width.
+    away = sorted((i for i, x in enumerate(out) if x.device.type != "cpu"), key=lambda i: -out[i].element_size())
+    if len(away) < 2 or len({out[i].device for i in away}) > 1:
+        return tuple(x.cpu() for x in out)
+    raw = torch.cat([out[i].reshape(-1).view(torch.uint8) for i in away]).cpu()
+    for i, some in zip(away, raw.split([out[i].nbytes for i in away]), strict=True):
+        out[i] = some.view(out[i].dtype).view(out[i].shape)
+    return tuple(out)
+
+
+def send(data: Tensor, device: torch.device) -> Tensor:
+    """Asynchronous host-to-device copy."""
+    return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data.to(device)
+
+
 # ------------------------------------------------------------------ arithmetic
 
 

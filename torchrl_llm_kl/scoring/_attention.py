@@ -27,7 +27,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl.scoring._checkpoints import (
     CHECKPOINTS,
     CheckpointError,
@@ -38,7 +38,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import body_and_head, compiled_call, locked, send
+from torchrl_llm_kl.scoring._model import body_and_head, compiled_call, locked
 
 #: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
 KeysValues = list[tuple[Tensor, Tensor]]

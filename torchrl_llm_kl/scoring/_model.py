@@ -134,11 +134,6 @@ def read_output(output: Any, name: Literal["logits", "last_hidden_state"]) -> Te
     return found
 
 
-def send(data: Tensor, device: torch.device) -> Tensor:
-    """Asynchronous host-to-device copy."""
-    return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data.to(device)
-
-
 # ---------------------------------------------------------------------- PEFT adapters
 
 
