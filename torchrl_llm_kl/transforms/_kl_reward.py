@@ -232,7 +232,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
         """What is scored: over the tokens that the policy's sampler recorded, if the reference is compared over these."""
         if not over_kept(self.options):
-            return Job(located, ScoreRequest.of(located.tokens, located.mask))
+            return Job(located, ScoreRequest.of(located.tokens, located.host_mask))
         job = super().job(td, next_td, located)
         if job.request.kept is None:
             raise MissingEntryError(
