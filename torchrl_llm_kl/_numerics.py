@@ -128,9 +128,13 @@ def check_clip_range(clip_low: Any, clip_high: Any) -> None:
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether every number is finite; one host synchronisation for all tensors if so."""
-    # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
-    total = functools.reduce(torch.add, (x.sum(dtype=torch.float32) for x in tensors))
-    return math.isfinite(total) or all(bool(x.isfinite().all()) for x in tensors)
+    return math.isfinite(finite_total(*tensors)) or all(bool(x.isfinite().all()) for x in tensors)
+
+
+def finite_total(*tensors: Tensor) -> Tensor:
+    """A sum in float32, which is finite unless a number is not, or it overflows: one cheap pass; 0-dim."""
+    sums = [x.sum(dtype=torch.float32) for x in tensors]
+    return functools.reduce(torch.add, sums) if sums else torch.zeros(())
 
 
 #: What the message of :func:`check_finite` contains, also where it comes from another process.

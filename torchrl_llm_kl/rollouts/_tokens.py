@@ -19,6 +19,7 @@ from torchrl_llm_kl.ragged import Ragged, has_entry, on_host, read_column, read_
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros, sequence_ids_of
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
+from torchrl_llm_kl.rollouts._response import ResponseTokens
 
 #: torchrl's names. ``sft``: the response of each step; ``rlhf``: all assistant turns; ``generic``: all tokens with a prefix.
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
@@ -46,6 +47,16 @@ class Located:
     def host_mask(self) -> Tensor:
         """The mask on the CPU."""
         return self.mask.cpu() if self.on_host is None else self.on_host
+
+    @property
+    def response(self) -> ResponseTokens:
+        """The scored tokens."""
+        return ResponseTokens(self.tokens, self.mask, self.on_host)
+
+    def within(self, mask: Tensor) -> Located:
+        """Only the scored tokens that are also in a mask of the CPU."""
+        mask = self.host_mask & mask
+        return replace(self, mask=send(mask, self.mask.device), on_host=mask)
 
 
 def locate(

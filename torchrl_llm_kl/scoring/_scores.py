@@ -84,7 +84,6 @@ class Scores(NamedTuple):
             >>> Scores.spread(tokens, torch.tensor([1, 2]), torch.tensor([-0.5, -1.5])).log_prob.to_list()
             [tensor([ 0.0000, -0.5000, -1.5000])]
         """
-
         index = send(elements, log_prob.device)
 
         def place(values: Tensor) -> Ragged:
