@@ -199,9 +199,23 @@ class Ragged:
         return self._cached("host_lengths", lambda: to_host(self.lengths)[0]).tolist()
 
     @property
+    def host_keep(self) -> Tensor | None:
+        """The slots that hold values, on the CPU."""
+        keep = self.keep
+        return None if keep is None else self._cached("host_keep", lambda: to_host(keep)[0])
+
+    @property
     def host(self) -> Ragged:
         """These sequences on the CPU; copied once."""
         return self.to_host()[0]
+
+    @property
+    def outline(self) -> Ragged:
+        """Sequences of these lengths on the CPU, without their values."""
+        if self.values.device.type == "cpu" or self._host is not None:
+            return self.host
+        lengths = torch.tensor(self.sizes, dtype=torch.long)
+        return Ragged(torch.zeros(()).expand(self.values.shape[0]), lengths, self.container)
 
     def to_host(self, *others: Tensor) -> tuple[Any, ...]:
         """:attr:`host`, then other tensors on the CPU; one copy for all that is not there yet."""

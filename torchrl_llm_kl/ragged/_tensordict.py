@@ -159,21 +159,21 @@ def _from_column(value: object, batch_size: torch.Size, key: object) -> Ragged:
     return Ragged.from_padded(value, batch_dims=len(batch_size))
 
 
-def on_host(td: TensorDictBase, *keys: NestedKey) -> TensorDictBase:
-    """``td`` with the entries ``keys`` on the CPU: ``td`` itself if they are there, else a shallow copy of it.
+def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
+    """``td`` with the entries ``keys`` on the CPU, itself if they are there and else a shallow copy; then ``others``.
 
     All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are.
 
     Example:
         >>> td = TensorDict(x=torch.ones(2))
-        >>> on_host(td, "x", "y") is td
+        >>> on_host(td, ["x", "y"])[0] is td
         True
     """
     columns = {_path(key): value for key in keys if _is_away(value := read_column(td, key))}
     if not columns:
-        return td
+        return (td, *to_host(*others))
     parts = {path: _buffers(value) for path, value in columns.items()}
-    found = iter(to_host(*(x for buffers in parts.values() for x in buffers)))
+    found = iter(to_host(*(x for buffers in parts.values() for x in buffers), *others))
     out = td.copy().clear_device_()
     for path, value in columns.items():
         buffers = [next(found) for _ in parts[path]]
@@ -181,7 +181,7 @@ def on_host(td: TensorDictBase, *keys: NestedKey) -> TensorDictBase:
             out = _write_rows(out, path, buffers)
         else:
             out.set(path, _rebuilt(value, *buffers))
-    return out
+    return (out, *found)
 
 
 def _is_away(value: Any) -> bool:

@@ -93,8 +93,8 @@ def locate(
     key = interface.tokens_full
     attention = sub_key(interface.masks_key, "all_attention_mask")
     attention = attention if has_entry(td, attention) else interface.attention_mask_key
-    entries = (key, attention, interface.assistant_mask, interface.prompt_tokens)
-    if (host := on_host(td, *(entry for entry in entries if entry is not None))) is not td:
+    (host,) = on_host(td, [key, attention, interface.assistant_mask, interface.prompt_tokens])
+    if host is not td:
         found = locate(host, interface, assistant_only=assistant_only, scope=scope, options=options)
         data = read_ragged(td, found.source) if found.sampled else None
         if data is None or data.values.device.type == "cpu":

@@ -221,7 +221,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         reward_key, kl_key, ref_key = self.out_keys
         outputs = {key: x.like(x.values.unsqueeze(-1)) for key, x in ((kl_key, kl), (ref_key, ref))}
         if self.add_to_reward:
-            outputs[reward_key] = self.penalised(next_td, kl, located.mask, self.coef)
+            outputs[reward_key] = self.penalised(next_td, kl, located.host_mask, self.coef)
         return outputs
 
     @property
