@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-numeric test-slow test-peers durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-device test-numeric test-slow test-peers durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -36,14 +36,23 @@ study-target: $(READY)  ## Run the demo with two controllers on ten seeds (an ho
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py target $(ARGS)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Tests on an accelerator have a process of their own: the simulated one is there for all that runs beside it.
+DEVICE ?= sim
+ON_DEVICE := TORCHRL_LLM_KL_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/device
 test: $(READY)  ## Run all units and a smoke test of every other tier (6 minutes)
-	$(PYTEST) -m "smoke and not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "smoke and not slow and not gpu and not device" $(ARGS)
+	$(ON_DEVICE) -m "smoke and not slow"
 
 test-all: $(READY)  ## Run every test that is not slow (14 minutes)
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not device" $(ARGS)
+	$(ON_DEVICE) -m "not slow"
 
 test-rest: $(READY)  ## Run what `make test-all` has and `make test` has not
-	$(PYTEST) -m "not smoke and not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not smoke and not slow and not gpu and not device" $(ARGS)
+	$(ON_DEVICE) -m "not smoke and not slow"
+
+test-device: $(READY)  ## Run the package on an accelerator: the simulated one, or DEVICE=cuda; writes docs/device.md's figures
+	$(ON_DEVICE) -m "not slow" $(ARGS)
 
 # Without what needs memory to run out. Two minutes.
 NUMERIC := tests/units/estimators tests/units/head tests/units/losses tests/units/advantages tests/units/algorithms tests/units/ragged tests/units/rollouts tests/units/scoring tests/units/transforms
@@ -53,7 +62,7 @@ test-numeric: $(READY)  ## Run the units of numbers with the instructions of an 
 	ATEN_CPU_CAPABILITY=$(CPU) $(PYTEST) -m "not slow and not gpu" $(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
-	$(BIN)/python -m pytest -q -m slow $(ARGS)
+	$(BIN)/python -m pytest -q -m "slow and not device" $(ARGS)
 
 PEERS := .peers
 test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL and torchrl's own tests into .peers, and compare with them
@@ -61,7 +70,7 @@ test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL and torchrl's own tests in
 	TORCHRL_LLM_KL_PEERS=$(CURDIR)/$(PEERS) TORCHRL_LLM_KL_TORCHRL=$(CURDIR)/$(PEERS)/torchrl $(PYTEST) -m "not slow and not gpu" tests/peers $(ARGS)
 
 durations: $(READY)  ## Run `make test-all` and write its slowest hundred tests and fixtures to tests/durations.txt
-	$(PYTEST) -m "not slow and not gpu" --durations-file tests/durations.txt $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not device" --durations-file tests/durations.txt $(ARGS)
 
 # ARGS="--compare tests/lab/mutants/killed.json": is every mutant still noticed that was? --all --per-function 1 --record FILE writes such a file.
 mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (an hour; --all --per-function 1: one of each function, 15 minutes)

@@ -27,6 +27,7 @@ BUDGETS = {
     "runs": 30.0,  # whole runs: learning, training, tutorials, benchmarks; in processes where users start some
     "site": 30.0,  # documentation, its examples and its site; what is installed
     "browser": 30.0,
+    "device": 30.0,  # an accelerator, simulated or real; in a process of its own: `make test-device`
     "peers": 120.0,  # other libraries beside ours: `make test-peers`
 }
 #: Tiers whose tests share what is expensive to start: all of one runs in one worker.
@@ -150,6 +151,7 @@ def ray_cluster() -> Iterator[None]:
 NOT_RUN = {
     "make test-peers": "comparisons with other libraries (make test-peers)",
     "template_corpus.py": "chat templates of other packages (python tests/lab/template_corpus.py FOLDER)",
+    "process of its own": "on an accelerator, simulated or real (make test-device)",
     "CUDA device": "on a GPU (make test-slow on a machine with one)",
     "no chromium": "of the pages in a browser (apt-get install chromium)",
     "is not installed": "with packages that are not installed",

@@ -197,8 +197,10 @@ def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def send(data: Tensor, device: torch.device) -> Tensor:
-    """Asynchronous host-to-device copy."""
-    return data.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else data.to(device)
+    """Asynchronous host-to-device copy; a tensor that is on a device already is moved if it is on another one."""
+    if data.device.type != "cpu" or device.type == "cpu":
+        return data.to(device)
+    return data.pin_memory().to(device, non_blocking=True)
 
 
 # ------------------------------------------------------------------ arithmetic

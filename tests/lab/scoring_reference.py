@@ -34,7 +34,7 @@ def plain_log_probs(
     """``[N]``, 0 where nothing is scored."""
     rows = []
     for ids in sequences.to_list():
-        rows.append(torch.zeros(min(len(ids), 1)))
+        rows.append(torch.zeros(min(len(ids), 1), device=ids.device))
         if len(ids) > 1:
             output = model(input_ids=ids[None])
             logits = (output.logits if hasattr(output, "logits") else output[0])[0].float() / temperature
@@ -158,6 +158,7 @@ def engine(module: nn.Module) -> SimpleNamespace:
     """Scores token ids, and is not a module."""
 
     def score(ids: Tensor) -> Tensor:
-        return plain_log_probs(module, Ragged.from_list([ids])).double()
+        device = next(module.parameters()).device
+        return plain_log_probs(module, Ragged.from_list([ids.to(device)])).double()
 
     return SimpleNamespace(score=score, requests=[])

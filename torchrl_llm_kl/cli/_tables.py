@@ -146,7 +146,7 @@ def show_version(everything: bool, as_json: bool) -> None:
     if everything:
         here = versions(_PACKAGES)
         found |= {name: here.get(name, "not installed") for name in _PACKAGES}
-        found |= {"python": platform.python_version(), "platform": platform.platform(), "CUDA": _cuda()}
+        found |= {"python": platform.python_version(), "platform": platform.platform(), "accelerator": _accelerator()}
     if as_json:
         print_json(found)
     elif everything:
@@ -155,12 +155,13 @@ def show_version(everything: bool, as_json: bool) -> None:
         print(f"torchrl-llm-kl {__version__}")
 
 
-def _cuda() -> str:
+def _accelerator() -> str:
     import torch
 
-    if torch.version.cuda is None:
+    found = torch.accelerator.current_accelerator()
+    if found is None:
         return "none (torch is built without)"
-    if not torch.cuda.is_available():
-        return f"{torch.version.cuda}, no device"
-    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return f"{torch.version.cuda}, {', '.join(devices)}"
+    versions = (getattr(torch.version, kind, None) for kind in ("cuda", "hip", "xpu"))
+    kind = " ".join([found.type, *filter(None, versions)])
+    name = getattr(torch.get_device_module(found), "get_device_name", lambda i: found.type)
+    return ", ".join([kind, *(name(i) for i in range(torch.accelerator.device_count()))])

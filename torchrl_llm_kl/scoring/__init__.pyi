@@ -105,5 +105,6 @@ from torchrl_llm_kl.scoring._wrapper import (
 )
 from torchrl_llm_kl.scoring._wrapping import (
     Ranks as Ranks,
+    collective_device as collective_device,
     is_zero3 as is_zero3,
 )

@@ -66,7 +66,7 @@ class TokenCritic(nn.Module):
                 names the sequence.
         """
         after_first = tokens.positions > 0
-        mask = after_first if mask is None else mask & after_first
+        mask = after_first if mask is None else mask.to(after_first.device) & after_first
         out = torch.zeros(tokens.values.shape[0], device=self.head.weight.device)
         if tokens.num_sequences:
             request = ScoreRequest.of(tokens, mask)

@@ -404,8 +404,7 @@ class Run:
                 "retry.",
                 stacklevel=4,
             )
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
 
     def _part(self, reason: str) -> None:
         """Share no prefixes in this call."""

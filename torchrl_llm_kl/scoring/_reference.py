@@ -13,7 +13,7 @@ from torchrl_llm_kl._numerics import check_not_a_name, read_device
 from torchrl_llm_kl.scoring._model import OFFLOADED, body_and_head, is_on_meta
 from torchrl_llm_kl.scoring._wrapping import is_fsdp2, is_zero3, unwrapped
 
-_ALIGN = 256  # bytes; as CUDA's own allocations
+_ALIGN = 256  # bytes; no dtype needs more
 
 
 def prepare_reference(
@@ -31,7 +31,7 @@ def prepare_reference(
         dtype: a floating-point type for all parameters, such as ``torch.bfloat16`` (buffers, as rotary frequencies, keep
             theirs); or ``torch.int8`` for the linear layers between embedding and head: rows rounded to 127 steps on either
             side of 0, a scale for each, products in the dtype of the activations. Default None: as they are.
-        offload_to: the device that scores. The layers stay in the host's memory (page-locked for a GPU), and each is copied
+        offload_to: the device that scores. The layers stay in the host's memory (page-locked for an accelerator), and each is copied
             to the device while the one before it runs: two layers, the norm and the head are there, and the embedding if it is
             the head. Default None: the model stays where it is.
 
@@ -123,7 +123,7 @@ def _keep_apart(
     model: nn.Module, layers: list[nn.Module], embedding: Any, head: nn.Module, device: torch.device
 ) -> None:
     """Layers and an untied embedding to the host, all else to the device."""
-    host, pin = torch.device("cpu"), device.type == "cuda"
+    host, pin = torch.device("cpu"), device.type != "cpu"
     tied = getattr(head, "weight", None) is embedding.weight
     streamed = {module for layer in layers for module in layer.modules()}
     away = set() if tied else set(embedding.modules())
@@ -154,9 +154,9 @@ class LayerStream:
         size = max(sum(_room(weight) for _, _, weight in weights) for weights in self._weights)
         self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._held: list[int | None] = [None, None]  # the layer in each slot
-        gpu = device.type == "cuda"
-        self._copies = torch.cuda.Stream(device) if gpu else None
-        self._copied, self._used = ([torch.cuda.Event() for _ in range(2)] if gpu else [] for _ in range(2))
+        apart = device.type != "cpu"
+        self._copies = torch.Stream(device) if apart else None
+        self._copied, self._used = ([torch.Event(device) for _ in range(2)] if apart else [] for _ in range(2))
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(partial(self._begin, index))
             layer.register_forward_hook(partial(self._end, index), always_call=True)
@@ -168,7 +168,7 @@ class LayerStream:
         if self._held[slot] != index:
             self._fetch(index)
         if self._copies is not None:
-            torch.cuda.current_stream(self._slots[slot].device).wait_event(self._copied[slot])
+            torch.accelerator.current_stream(self._slots[slot].device).wait_event(self._copied[slot])
         for (module, name, _weight), copy in zip(self._weights[index], self._views(index), strict=True):
             module._parameters[name] = nn.Parameter(copy, requires_grad=False)
         if index + 1 < len(self._weights):
@@ -180,7 +180,7 @@ class LayerStream:
         slot = index % 2
         self._held[slot] = None
         if self._copies is not None:
-            self._used[slot].record(torch.cuda.current_stream(self._slots[slot].device))
+            self._used[slot].record(torch.accelerator.current_stream(self._slots[slot].device))
 
     def _fetch(self, index: int) -> None:
         slot = index % 2
@@ -190,7 +190,7 @@ class LayerStream:
             for copy, weight in pairs:
                 copy.copy_(weight)
             return
-        with torch.cuda.stream(self._copies):
+        with self._copies:
             self._copies.wait_event(self._used[slot])
             for copy, weight in pairs:
                 copy.copy_(weight, non_blocking=True)

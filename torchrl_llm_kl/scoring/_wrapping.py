@@ -125,11 +125,19 @@ class Ranks:
 _ELSEWHERE = "another rank refused its share of the data: see that rank's error. Nothing was computed on this one."
 
 
+def collective_device(backend: str) -> torch.device:
+    """Where a backend of torch.distributed reduces tensors: the CPU for gloo, this process's accelerator for nccl or xccl."""
+    kinds = dist.Backend.backend_capability
+    parts = [part.rpartition(":")[2] for part in backend.split(",")]  # cpu:gloo,cuda:nccl
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or all("cpu" in kinds.get(part, ["cpu"]) for part in parts):
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def _most(number: int, groups: Sequence[dist.ProcessGroup]) -> int:
     for group in groups:
-        on_gpu = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        most = torch.tensor(number, device=device)
+        most = torch.tensor(number, device=collective_device(dist.get_backend(group)))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         number = int(most)
     return number

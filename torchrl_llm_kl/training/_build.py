@@ -82,7 +82,13 @@ def load_reference(config: TrainConfig, policy: Any) -> Any:
     check_ray()
     from torchrl_llm_kl.service import ScoringService
 
-    return ScoringService(factory=load, name=settings.service, num_gpus=float(torch.cuda.is_available())).model
+    return ScoringService(factory=load, name=settings.service, num_gpus=float(_has_gpu())).model
+
+
+def _has_gpu() -> bool:
+    """Whether Ray finds what it calls a GPU here."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type in ("cuda", "xpu")
 
 
 def check_ray() -> None:

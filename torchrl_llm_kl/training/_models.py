@@ -69,7 +69,7 @@ def load_model(
 
 
 def check_device(device: str | None, *, name: str = "device") -> torch.device:
-    """The device of a setting, checked before anything is loaded for it; None is a GPU if there is one.
+    """The device of a setting, checked before anything is loaded for it; None is the accelerator if there is one.
 
     Raises:
         ModelError: if this machine does not have it; names the setting.
@@ -83,7 +83,7 @@ def check_device(device: str | None, *, name: str = "device") -> torch.device:
     from torchrl_llm_kl._numerics import read_device
 
     try:
-        return read_device(device or ("cuda" if torch.cuda.is_available() else "cpu"), name)
+        return read_device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu", name)
     except ValueError as error:
         raise ModelError(str(error)) from None
 

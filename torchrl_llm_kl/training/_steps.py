@@ -94,7 +94,7 @@ def make_sampler(
         return_log_probs=False,  # they would be of temperature 1, and their logits take [B, T, V] of memory
         generate_kwargs={**drawn, "max_new_tokens": max_new_tokens, "pad_token_id": tokenizer.pad_token_id},
         pad_output=True,  # plain tensors: prompts padded on the left, answers on the right
-        device=model.device if model.device.type == "cuda" else None,
+        device=model.device if model.device.type != "cpu" else None,
     )
 
 
@@ -325,7 +325,7 @@ def _equal_share(rewards: Tensor, rounding: Tensor, group: Tensor) -> float:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of the generators of torch (CPU and GPUs), Python and NumPy, as tensors and plain values.
+    """The state of the generators of torch (CPU and accelerators), Python and NumPy, as tensors and plain values.
 
     Example:
         >>> state = random_state()
@@ -339,10 +339,17 @@ def random_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)  # what reward functions may draw from
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "accelerators": [each.get_state() for each in _generators()],
         "python": random.getstate(),
         "numpy": (str(name), np.asarray(keys).tolist(), *rest),
     }
+
+
+def _generators() -> Sequence[torch.Generator]:
+    """Of the accelerator's devices; none before the process uses it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    return getattr(module, "default_generators", ())
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
@@ -354,8 +361,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     import numpy as np
 
     torch.set_rng_state(state["torch"].cpu())
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([each.cpu() for each in state["cuda"]])
+    generators = _generators()
+    if len(state["accelerators"]) == len(generators):
+        for generator, saved in zip(generators, state["accelerators"], strict=True):
+            generator.set_state(saved.cpu())
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import is_wrapper, unwrap
+from torchrl_llm_kl.scoring import collective_device, is_wrapper, unwrap
 from torchrl_llm_kl.service._errors import portable
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
@@ -100,7 +100,7 @@ class GangRank:
         limit = timedelta(seconds=timeout)
         server = dist.TCPStore(*store, self._ranks, is_master=False, timeout=limit)
         dist.init_process_group(backend, store=server, rank=self._rank, world_size=self._ranks, timeout=limit)
-        mesh = init_device_mesh("cuda" if "nccl" in backend else "cpu", (self._ranks,))
+        mesh = init_device_mesh(collective_device(backend).type, (self._ranks,))
         made = shard_model(factory(), shard, mesh)
         engine = RankEngine(made, **settings)
         _meet()
@@ -142,7 +142,7 @@ class GangRank:
 
 
 def _meet() -> None:
-    dist.all_reduce(torch.ones(1, device="cuda" if dist.get_backend() == "nccl" else "cpu"))
+    dist.all_reduce(torch.ones(1, device=collective_device(dist.get_backend())))
 
 
 # ------------------------------------------------------------------ sharding

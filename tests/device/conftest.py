@@ -1,0 +1,49 @@
+"""The accelerator that these tests run on: the simulated one, or a real one (``make test-device DEVICE=cuda``)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import simulated
+
+HERE = Path(__file__).parent
+#: Of the tests that cannot run; conftest.py of all tests reports it.
+NOT_BUILT = "the simulated accelerator cannot be built"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The first device of the accelerator. The simulated one changes the process for good, so it needs its own."""
+    kind = os.environ.get("TORCHRL_LLM_KL_DEVICE", "sim")
+    if any(HERE not in Path(item.path).parents for item in request.session.items):
+        pytest.skip("needs a process of its own: make test-device")
+    if kind == "sim":
+        try:
+            simulated.load()
+        except simulated.NoCompiler as error:
+            pytest.skip(f"{NOT_BUILT}: {error}")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != kind:
+        pytest.exit(f"DEVICE={kind}, but the accelerator of this machine is {found}.", returncode=2)
+    return torch.device(kind, 0)
+
+
+@pytest.fixture(scope="session")
+def sim(device: torch.device) -> torch.device:
+    """The device of a test of what only the simulated accelerator reports."""
+    if device.type != "sim":
+        pytest.skip("counted on the simulated accelerator alone")
+    return device
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if any(NOT_BUILT in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())):
+        terminalreporter.section("NOTHING was tested on an accelerator", red=True, bold=True)
+        terminalreporter.line(
+            "tests/device needs a compiler of C++ and Python's headers (apt-get install g++).", red=True
+        )

@@ -1,0 +1,214 @@
+"""The scorer: every layout of the tokens, every score, every way to run a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from layouts import tokens
+from parity import CPU, assert_same, gradients, to
+from scoring_reference import FakeBackend, FullLogits, conversation, engine, random_mask
+from torchrl_llm_kl import LogProbScorer, Ragged, RememberedModel, Sampling, prepare_reference
+from torchrl_llm_kl.scoring import ReferenceUpdater, TokenCritic
+from toy_models import EXPERT_FAMILIES, FAMILIES, VOCAB_SIZE, tiny_model, with_lora
+
+pytestmark = pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
+BATCH = Ragged.from_list(conversation())
+MASK = random_mask(BATCH)
+TOP_IDS = (7 * torch.arange(len(BATCH.values)).unsqueeze(-1) + torch.tensor([0, 13, 26])) % VOCAB_SIZE
+EVERYTHING: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
+TRUNCATED = Sampling(0.9, top_k=20, top_p=0.9, min_p=0.02)
+#: How the scorer is built, and what is asked of it.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "packs": ({"tokens_per_batch": 17}, EVERYTHING),
+    "padded": ({"share_prefixes": False, "tokens_per_batch": 40}, EVERYTHING),
+    "hot": ({"temperature": 0.7, "head_chunk": 5}, EVERYTHING),
+    "top-k": ({"sampling": Sampling(0.7, top_k=5)}, {"entropy": True, "return_kept": True}),
+    "top-p": ({"sampling": Sampling(1.3, top_p=0.8)}, {"entropy": True}),
+    "top-p-whole": ({"sampling": Sampling(2.0, top_p=0.999)}, {"entropy": True}),
+    "all-kinds": ({"sampling": TRUNCATED}, {"entropy": True, "moments": True}),
+    "remember": ({"remember": True}, {}),
+    "autocast": ({"dtype": torch.bfloat16}, {}),
+}
+
+
+def wide(family: str = "qwen2", seed: int = 0) -> nn.Module:
+    """In float64, where other orders of summation do not show."""
+    return tiny_model(family, seed=seed).double()
+
+
+def everything(scorer: LogProbScorer, at: torch.device, **options: Any) -> Any:
+    tokens_, mask, ids = to((BATCH, MASK, TOP_IDS), at)
+    return scorer.evaluate(tokens_, mask, **({"top_ids": ids} if "top_k" in options else {}), **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores(device, case):
+    settings, asked = CASES[case]
+
+    def run(model_at, at):
+        scorer = LogProbScorer(tiny_model("llama").to(model_at), **settings)
+        return [everything(scorer, at, **asked) for _ in range(2 if case == "remember" else 1)]
+
+    assert_same(run, device, size=2e-2 if case == "autocast" else 1e-5)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("remember", "autocast")])
+def test_gradients(device, case):
+    settings, asked = CASES[case]
+
+    def run(model_at, at):
+        model = wide("gemma2").to(model_at)
+        keep = {name: x for name, x in asked.items() if name == "entropy"}
+        return gradients(everything(LogProbScorer(model, **settings), at, grad=True, **keep), model)
+
+    assert_same(run, device, size=1e-5)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES])
+def test_families(device, family):
+    def run(model_at, at):
+        scorer = LogProbScorer((tiny_model if family in EXPERT_FAMILIES else wide)(family).to(model_at))
+        return scorer.path, scorer.shares_prefixes, everything(scorer, at, **EVERYTHING)
+
+    assert_same(run, device, size=2e-4 if family in EXPERT_FAMILIES else 1e-5)  # experts have no float64 everywhere
+
+
+@pytest.mark.parametrize("layout", ["padded", "nested", "jagged", "list", "ragged"])
+def test_layouts_of_the_tokens(device, layout):
+    def run(model_at, at):
+        scorer = LogProbScorer(tiny_model().to(model_at))
+        if layout in ("list", "ragged"):
+            rows = to(conversation(), at)
+            return scorer.score(rows if layout == "list" else Ragged.from_list(rows))
+        data = tokens(layout).to(at)
+        if layout == "padded":
+            return scorer.score(data["tokens", "full"], attention_mask=data["masks", "all_attention_mask"])
+        return scorer.score(data["tokens", "full"])
+
+    assert_same(run, device)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
+def test_the_exact_kl(device, direction):
+    def run(model_at, at):
+        model, reference = (wide(seed=seed).to(model_at) for seed in range(2))
+        found = everything(LogProbScorer(model), at, reference=LogProbScorer(reference), direction=direction, grad=True)
+        return found, gradients(found.kl, model)
+
+    assert_same(run, device)
+
+
+def test_other_modules_and_wrappers(device):
+    def run(model_at, at):
+        scorer = LogProbScorer(FullLogits(wide()).to(model_at))
+        backend = LogProbScorer(FakeBackend(engine(tiny_model())))  # an engine whose log-probs are of the CPU
+        return everything(scorer, at, entropy=True), everything(backend, at)
+
+    assert_same(run, device)
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "int8", "offloaded", "offloaded-int8"])
+def test_references(device, how):
+    dtype = {"bfloat16": torch.bfloat16, "offloaded": None}.get(how, torch.int8)
+
+    def run(model_at, at):
+        offload = {"offload_to": model_at} if "offloaded" in how else {}
+        model = prepare_reference(tiny_model("llama"), dtype=dtype, **offload)
+        scorer = LogProbScorer(model if offload else model.to(model_at))
+        return [everything(scorer, at, **EVERYTHING) for _ in range(2)][-1].log_prob
+
+    assert_same(run, device, size=2e-2 if how == "bfloat16" else 1e-5)
+
+
+def test_adapters(device):
+    def run(model_at, at):
+        torch.manual_seed(0)
+        model = with_lora(wide("llama")).to(model_at)
+        policy, base = LogProbScorer(model), LogProbScorer(model, adapters=False)
+        found = everything(policy, at, reference=base, grad=True)
+        return found, gradients(found.kl, model)
+
+    assert_same(run, device)
+
+
+def test_checkpointing(device):
+    def run(model_at, at):
+        model: Any = wide("llama").to(model_at).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return gradients(everything(LogProbScorer(model), at, grad=True), model)
+
+    assert_same(run, device)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_routing_is_recorded_and_replayed(device, family):
+    def run(model_at, at):
+        model = tiny_model(family).to(model_at)
+        recorded = everything(LogProbScorer(model), at, record_routing=True)
+        replayed = LogProbScorer(model).score(to(BATCH, at), to(MASK, at), routing=recorded.routing)
+        return recorded, replayed
+
+    assert_same(run, device, size=2e-4)
+
+
+def test_kept_tokens_are_replayed(device):
+    def run(model_at, at):
+        policy, reference = (LogProbScorer(tiny_model(seed=seed).to(model_at), sampling=TRUNCATED) for seed in range(2))
+        found = everything(policy, at, return_kept=True)
+        return reference.evaluate(to(BATCH, at), to(MASK, at), kept=found.kept, entropy=True)
+
+    assert_same(run, device)
+
+
+def test_scores_are_remembered_on_disk(device, tmp_path):
+    def run(model_at, at):
+        folder = tmp_path / f"{model_at}-{at}".replace(":", "")
+        model = RememberedModel(tiny_model().to(model_at), folder)
+        return [everything(model.make_scorer(), at) for _ in range(2)]
+
+    assert_same(run, device)
+
+
+def test_explanations(device):
+    def run(model_at, at):
+        return vars(LogProbScorer(tiny_model().to(model_at)).explain(to(conversation(), at), row=2, token=30))
+
+    assert_same(run, device)
+
+
+def test_critics(device):
+    def run(model_at, at):
+        critic = TokenCritic(wide()).to(model_at)
+        nn.init.ones_(critic.head.weight)
+        values = critic(to(BATCH, at), to(MASK, at))
+        return values, gradients(values, critic)
+
+    assert_same(run, device, size=1e-5)
+
+
+def test_a_reference_follows_the_policy(device):
+    def run(model_at, at):
+        policy, reference = (tiny_model(seed=seed).to(model_at) for seed in range(2))
+        scorer = LogProbScorer(reference)
+        before, updater = everything(scorer, at), ReferenceUpdater(reference, policy, decay=0.3, reset_every=2)
+        averaged = (updater.step(), everything(scorer, at))
+        return before, averaged, (updater.step(), everything(scorer, at))
+
+    assert_same(run, device)
+
+
+def test_a_reference_on_the_second_device(device):
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two accelerators")
+    second = torch.device(device.type, 1)
+
+    def run(model_at, at):
+        model, reference = tiny_model().to(model_at), tiny_model(seed=1).to(second if model_at != CPU else CPU)
+        scores = [everything(LogProbScorer(each), at) for each in (model, reference)]
+        return scores
+
+    assert_same(run, device)

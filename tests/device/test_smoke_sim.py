@@ -1,0 +1,102 @@
+"""The simulated accelerator does what a test on it relies on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing import assert_close
+
+from simulated import memory_limit, watch
+
+
+def test_tensors_of_two_devices_do_not_mix(device):
+    x = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="same device"):
+        x + torch.ones(3)
+    assert (x + torch.tensor(2.0)).tolist() == [3.0] * 3  # a number may be of the CPU
+    assert x[torch.tensor([0, 2])].tolist() == [1.0] * 2  # and indices
+    if torch.accelerator.device_count() > 1:
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(3, device=torch.device(device.type, 1))
+
+
+def test_a_module_keeps_its_parameters_when_it_moves(device):
+    module = nn.Linear(2, 2)
+    weight = module.weight
+    assert module.to(device).weight is weight
+    weight.data = torch.zeros(2, 2)
+    assert weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_attention_is_one_kernel_with_the_gradients_of_the_cpu(sim, causal, masked, heads):
+    rng = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8)]
+    given = [torch.randn(shape, generator=rng) for shape in shapes]
+    mask = torch.randn(2, 1, 5, 7, generator=rng) if masked else None
+
+    def run(where):
+        inputs = [x.to(where).requires_grad_() for x in (*given, *([] if mask is None else [mask]))]
+        with watch() as record:
+            out = scaled_dot_product_attention(*inputs[:3], *inputs[3:], is_causal=causal, enable_gqa=heads < 4)
+        return [out, *torch.autograd.grad(out.sin().sum(), inputs)], record.kinds["kernel"]
+
+    (expected, _), (found, kernels) = run("cpu"), run(sim)
+    assert kernels == 1
+    for x, y in zip(found, expected, strict=True):
+        assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_copies_and_waits_are_reported(sim):
+    x = torch.arange(4.0, device=sim)
+    mask = x > 1
+    for do, kind in [
+        (lambda: x.tolist(), "sync"),
+        (lambda: bool(mask.any()), "sync"),
+        (lambda: x[mask], "sync"),
+        (lambda: x.index_put_((mask,), x[:2]), "sync"),
+        (lambda: torch.ones(2).to(sim, non_blocking=True), "h2d"),
+        (lambda: torch.ones(2).pin_memory().to(sim, non_blocking=True), "h2d_async"),
+        (lambda: torch.accelerator.synchronize(), "sync"),
+    ]:
+        with watch() as record:
+            do()
+        assert {k: n for k, n in record.kinds.items() if k != "kernel"} == {kind: 1}
+    with watch() as record:
+        x[mask] = 0.0
+        torch.where(mask, x, 1.0)
+    assert "sync" not in record.kinds
+
+
+def test_a_place_is_the_line_of_the_package(sim):
+    from torchrl_llm_kl.losses import aggregate
+
+    with watch() as record:
+        aggregate(torch.ones(2, 3, device=sim), torch.ones(2, 3, dtype=torch.bool, device=sim), "token-mean")
+    assert any(place.startswith("losses/") for _, _, place in record.places)
+
+
+def test_memory_has_a_peak_and_a_limit(device):
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    x = torch.empty(1 << 20, device=device)
+    assert torch.accelerator.memory_allocated() - before == 4 << 20
+    del x
+    assert torch.accelerator.memory_allocated() == before
+    assert torch.accelerator.max_memory_allocated() - before == 4 << 20
+    if device.type == "sim":
+        with memory_limit(1 << 20), pytest.raises(torch.OutOfMemoryError, match="4194304 bytes"):
+            torch.empty(1 << 20, device=device)
+
+
+def test_streams_and_events_work(device):
+    stream, event = torch.Stream(device), torch.Event(device)
+    with stream:
+        assert torch.accelerator.current_stream() == stream
+        event.record()
+    event.synchronize()
+    assert torch.accelerator.current_stream() != stream
+    assert event.query()
