@@ -93,7 +93,7 @@ def locate(
     key = interface.tokens_full
     attention = sub_key(interface.masks_key, "all_attention_mask")
     attention = attention if has_entry(td, attention) else interface.attention_mask_key
-    (host,) = on_host(td, [key, attention, interface.assistant_mask, interface.prompt_tokens])
+    (host,) = on_host(td, interface.token_keys)
     if host is not td:
         found = locate(host, interface, assistant_only=assistant_only, scope=scope, options=options)
         data = read_ragged(td, found.source) if found.sampled else None

@@ -148,8 +148,7 @@ class KLComputation(KLPenalty):
         found = [read_result(td, next_td, key) for key in keys]
         # Masks and prompts come to the host with the answer whether all numbers are finite.
         total = finite_total(*_used(found[1:] if exact else found, read_ragged(td, ATTENTION_MASK)))
-        masks = [ATTENTION_MASK, TOKENS_FULL, _DEFAULTS.prompt_tokens, _DEFAULTS.assistant_mask]
-        host, total = on_host(td, masks, total)
+        host, total = on_host(td, _DEFAULTS.token_keys, total)
         finite, attention = math.isfinite(total), read_ragged(host, ATTENTION_MASK)
         gen, other, *old = (None if x is None else _without_padding(x, attention) for x in found)
         for i, key in enumerate(keys):
