@@ -127,9 +127,13 @@ def check_clip_range(clip_low: float | Tensor | None, clip_high: float | Tensor 
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether every number is finite; one host synchronisation for all tensors if so."""
-    # A sum is finite unless a term is not, or it overflows: one cheap pass in the usual case.
-    total = functools.reduce(torch.add, (x.sum(dtype=torch.float32) for x in tensors))
-    return math.isfinite(total) or all(bool(x.isfinite().all()) for x in tensors)
+    return math.isfinite(finite_total(*tensors)) or all(bool(x.isfinite().all()) for x in tensors)
+
+
+def finite_total(*tensors: Tensor) -> Tensor:
+    """A sum in float32, which is finite unless a number is not, or it overflows: one cheap pass; 0-dim."""
+    sums = [x.sum(dtype=torch.float32) for x in tensors]
+    return functools.reduce(torch.add, sums) if sums else torch.zeros(())
 
 
 #: What the message of :func:`check_finite` contains, also where it comes from another process.
@@ -167,6 +171,35 @@ def check_finite(
             at = int(bad.nonzero()[0])
             found = float(value.reshape(-1)[at])
             raise ValueError(f"{name} is {found} at {place(at)}: {NOT_FINITE}. {advice}")
+
+
+# ------------------------------------------------------------------ between the host and an accelerator
+
+
+def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors on the CPU, without graph; all that are elsewhere come in one copy, a single host synchronisation.
+
+    Example:
+        >>> import torch
+        >>> to_host(torch.tensor([1, 2]), torch.tensor([True]))
+        (tensor([1, 2]), tensor([True]))
+    """
+    out = [tensor.detach() for tensor in tensors]
+    # The widest first: each then begins at a multiple of its width.
+    away = sorted((i for i, x in enumerate(out) if x.device.type != "cpu"), key=lambda i: -out[i].element_size())
+    if len(away) < 2 or len({out[i].device for i in away}) > 1:
+        return tuple(x.cpu() for x in out)
+    raw = torch.cat([out[i].reshape(-1).view(torch.uint8) for i in away]).cpu()
+    for i, some in zip(away, raw.split([out[i].nbytes for i in away]), strict=True):
+        out[i] = some.view(out[i].dtype).view(out[i].shape)
+    return tuple(out)
+
+
+def send(data: Tensor, device: torch.device) -> Tensor:
+    """Asynchronous host-to-device copy; a tensor that is on a device already is moved if it is on another one."""
+    if data.device.type != "cpu" or device.type == "cpu":
+        return data.to(device)
+    return data.pin_memory().to(device, non_blocking=True)
 
 
 # ------------------------------------------------------------------ arithmetic

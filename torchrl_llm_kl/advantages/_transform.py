@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 import torch
@@ -13,12 +14,14 @@ from torchrl.envs import Transform
 from typing_extensions import Unpack
 
 from torchrl_llm_kl._foreign import read_table
-from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, widen
+from torchrl_llm_kl._numerics import check_choice, check_finite, check_range, send, widen
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.advantages._registry import advantage_spec, check_hyperparameters, get_advantage
-from torchrl_llm_kl.ragged import own_leaves, read_column, read_ragged, same_rows
+from torchrl_llm_kl.ragged import Ragged, on_host, own_leaves, read_column, read_ragged, same_rows, write_ragged
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
+    TOKENS_FULL,
+    ModelInterface,
     ResponseTokens,
     find_key,
     leaves,
@@ -170,16 +173,43 @@ class Advantage(Transform):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
         self.check_writable(tensordict)
-        response = self._locate(tensordict) if self._reads_tokens else None
+        # One number per sequence is computed on the host, which every input reaches in one copy.
+        data = tensordict if self.spec.kind == "token" else self._on_host(tensordict)
+        response = self._locate(data) if self._reads_tokens else None
         compute = self._of_tokens if self.spec.kind == "token" else self._of_rows
-        results = compute(tensordict, response)
+        results = compute(data, response)
         own_leaves(tensordict, *self.out_keys)
         for key, values in zip(self.out_keys, results, strict=True):
             if response is not None and self.layout == "token":
-                tensordict = response.write(tensordict, key, values)
+                rows = response.tokens.like(values.unsqueeze(-1))
+                tensordict = self._write(tensordict, key, rows, data is tensordict)
             else:
-                tensordict.set(unravel_key(key), values)
+                tensordict.set(unravel_key(key), send(values, self._device(tensordict)))
         return tensordict
+
+    def _write(self, td: TensorDictBase, key: NestedKey, rows: Ragged, here: bool) -> TensorDictBase:
+        """Store ``[N, 1]`` as ``[*B, T, 1]`` in the layout of the tokens; ``here``: they were read from ``td`` itself."""
+        tokens = None if here else read_ragged(td, self._tokens_key(td))
+        if tokens is None:
+            return write_ragged(td, key, rows.slots(), rows.container)
+        return write_ragged(td, key, send(rows.slots(), tokens.values.device), tokens.container)
+
+    def _tokens_key(self, td: TensorDictBase) -> NestedKey:
+        """The entry whose layout the tokens have."""
+        key = self.keys.get("mask")
+        return TOKENS_FULL if key is None else find_key(td, key) or key
+
+    def _device(self, td: TensorDictBase) -> torch.device:
+        """Where the rewards are, and so the result."""
+        key = find_key(td, self._keys_of("rewards" if "rewards" in self.inputs else "reward")[0])
+        column = None if key is None else read_column(td, key)
+        return (column[0] if isinstance(column, list) else column).device if column is not None else torch.device("cpu")
+
+    def _on_host(self, td: TensorDictBase) -> TensorDictBase:
+        """The batch with all inputs on the CPU."""
+        interface = ModelInterface()
+        read = [*self.in_keys, DEFAULT_KEYS["group"], ("next", "done"), *interface.token_keys]
+        return on_host(td, [key for key in map(partial(find_key, td), read) if key is not None])[0]
 
     def check_writable(self, td: TensorDictBase) -> None:
         """Raise a ValueError if the batch is empty, a RuntimeError if it is locked."""
@@ -195,7 +225,10 @@ class Advantage(Transform):
 
         Also raises a ValueError if each group has one answer alone, which would be compared with nothing.
         """
-        names = [name for name in ("group", "run", "step", "state", "baseline") if name in self.inputs]
+        names, td = (
+            [name for name in ("group", "run", "step", "state", "baseline") if name in self.inputs],
+            self._on_host(td),
+        )
         found = {name: self._row_input(td, name, None) for name in names}
         if "group" not in found:
             return
@@ -236,8 +269,7 @@ class Advantage(Transform):
         """The tokens of the given mask; by default the response of each step, as for losses and critics."""
         key = self.keys.get("mask")
         if key is None:
-            located = locate(td)
-            response = ResponseTokens(located.tokens, located.mask)
+            response = locate(td).response
         else:
             key = require_key(td, key, "the mask is missing", _ADVICE["mask"])
             slots, attention = read_ragged(td, key), read_ragged(td, ATTENTION_MASK)
@@ -271,22 +303,21 @@ class Advantage(Transform):
         """One number per token; ``[N]``."""
         key = require_key(td, self.keys[name], f"the {name} is missing", _ADVICE[name])
         if name == "reward":
-            return token_reward(read_column(td, key), response.tokens, response.flat_mask, "last").values.squeeze(-1)
+            return token_reward(read_column(td, key), response.tokens, response.host_mask, "last").values.squeeze(-1)
         # A loss may repeat a sequence's number on its tokens, but one value or log-prob for a whole sequence is a mistake.
         if per_sequence(td, key) is not None and response.mask.shape[1] > 1:
             raise ValueError(
                 f"the {name} must hold one number per token, found one per sequence under {key!r}. Pass the entry of the "
                 f"tokens with keys={{{name!r}: ...}}."
             )
-        return per_token(td, key, response.tokens, response.flat_mask)
+        return per_token(td, key, response.tokens, response.host_mask)
 
     # ------------------------------------------------------------------ one number per sequence
 
     def _of_rows(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
         """The result in its layout: one number per sequence, or at every token ``[N]``."""
         given = {name: self._row_input(td, name, response) for name in self.inputs}
-        device = given["rewards" if "rewards" in given else "reward"].device
-        result = self._function(**{name: x.to(device) for name, x in given.items()}, **self.hyper)
+        result = self._function(**given, **self.hyper)
         if self.kept is not None:
             result, after = result
             self.kept.update(self._roles(td), after)

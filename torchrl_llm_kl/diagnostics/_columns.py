@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from torchrl_llm_kl._numerics import NOT_FINITE
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl.ragged import Ragged, read_column
+from torchrl_llm_kl.ragged import Ragged, on_host, read_column
 from torchrl_llm_kl.rollouts import (
     Located,
     ModelInterface,
@@ -122,7 +122,7 @@ def read_columns(
     options: TokenisingOptions | None = None,
     strict: bool = True,
 ) -> TokenColumns:
-    """Read a batch into columns, and score it with the models that are given.
+    """Read a batch into columns on the CPU, and score it with the models that are given.
 
     Args:
         tensordict: rollouts, padded or nested, of any batch size.
@@ -154,10 +154,14 @@ def read_columns(
     if unknown:
         raise KeyError(f"no column {sorted(unknown)}: expected some of {sorted(KEYS)}.")
     interface = ModelInterface.of(policy.model if isinstance(policy, LogProbScorer) else policy)
+    wanted = {**KEYS, **(keys or {})}
+    # What a person reads is measured on the host: all that it takes comes there in one copy.
+    entries = [find_key(tensordict, key) for key in interface.token_keys]
+    entries += [_find(tensordict, name, key) for name, key in wanted.items()]
+    (tensordict,) = on_host(tensordict, [key for key in entries if key is not None])
     located = _locate(tensordict, interface, scope, options)
     tokens, mask = located.tokens, located.mask
     responses = response_mask(tensordict, tokens, interface) if located.sampled else None
-    wanted = {**KEYS, **(keys or {})}
     at_reward = wanted.pop("reward")
     columns: dict[str, Tensor] = {}
     unread: dict[str, str] = {}

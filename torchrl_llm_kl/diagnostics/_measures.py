@@ -152,7 +152,7 @@ class Table:
     def dense(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Values ``[n]`` as ``[S, T]``, and where they are numbers; bool ``[S, T]``."""
         known = ~values.isnan()
-        columns = self.response.columns.cpu()
+        columns = self.response.columns
         shape = tuple(self.response.mask.shape)
         out = values.new_zeros(shape).index_put((self.sequences, columns), values.nan_to_num(nan=0.0))
         return out, torch.zeros(shape, dtype=torch.bool).index_put((self.sequences, columns), known)

@@ -181,8 +181,11 @@ def sequence_mean(value: Tensor, mask: Tensor) -> Tensor:
 def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) -> Tensor:
     """``value.clamp(low, high)``, where each bound may be a number or a 0-dim tensor, also of the CPU.
 
-    ``Tensor.clamp`` takes no tensor of the CPU for a value on another device; these two do, as arithmetic does.
+    The kernels of clamping, unlike those of arithmetic, take no tensor of the CPU for a value on another device.
     """
+    low, high = (
+        x.item() if isinstance(x, Tensor) and x.device.type == "cpu" != value.device.type else x for x in (low, high)
+    )
     if low is not None:
         value = value.clamp_min(low)
     return value if high is None else value.clamp_max(high)

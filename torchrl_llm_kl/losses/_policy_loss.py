@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import make_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import check_finite, check_not_a_name, masked_mean
+from torchrl_llm_kl._numerics import check_finite, check_not_a_name, finite_total, masked_mean, to_host
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
@@ -86,6 +86,8 @@ _LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
 _MASS_TOLERANCE = 0.02
 # Below this share of a teacher's probability a top k gives a warning.
 _LITTLE_MASS = 0.9
+# Of the scorer, which has checked the log-probs itself.
+_COMPUTED = ("entropy", "kl", "teacher_divergence")
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
 
 
@@ -412,9 +414,9 @@ class PolicyLoss(TokenLoss):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch, a micro-batch or a single trajectory, which is not changed; see the class."""
-        td, response, inputs, top_ids = self._read(tensordict)
+        td, response, inputs, top_ids = self._read(tensordict, check=True)
         inputs = self._score(response, inputs, top_ids, **self._replayed(td, response.tokens))
-        self._check_finite(response, inputs)
+        response.check_finite(self._named(inputs.given, _COMPUTED))
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
         return self._output(td, response, terms, {**common_metrics(inputs), **metrics})
@@ -448,7 +450,7 @@ class PolicyLoss(TokenLoss):
         once = self.once
         if once is None:
             return tensordict
-        td, response, inputs, _ = self._read(tensordict, without=once.name)
+        td, response, inputs, _ = self._read(tensordict, without=once.name, check=not once.mismatched)
         replayed = {} if once.mismatched else self._replayed(td, response.tokens)
         if once.mismatched:
             if self._reference_scorer is None:
@@ -460,7 +462,7 @@ class PolicyLoss(TokenLoss):
             inputs = _unscored(response.mask)
         with torch.no_grad():
             inputs = self._score(response, inputs, **replayed)
-        self._check_finite(response, inputs)
+        response.check_finite(self._named(inputs.given, _COMPUTED))
         taken = inspect.signature(once.function).parameters
         value = once.function(**{name: x for name, x in inputs.given.items() if name in taken})
         key = getattr(self.tensor_keys, once.name)
@@ -468,13 +470,14 @@ class PolicyLoss(TokenLoss):
         return tensordict.set(key, value.reshape(td.batch_size).to(td.device or value.device))
 
     def _read(
-        self, tensordict: TensorDictBase, *, without: str | None = None
+        self, tensordict: TensorDictBase, *, without: str | None = None, check: bool = False
     ) -> tuple[TensorDictBase, ResponseTokens, LossInputs, Tensor | None]:
         """The data with its batch dimensions, its trained tokens, and the inputs that it holds for them but one.
 
-        With a distillation also the ids of the outcomes at all tokens, ``[N, M, k]``.
+        With a distillation also the ids of the outcomes at all tokens, ``[N, M, k]``. ``check`` that numbers are finite.
         """
-        td, tokens, mask, responses = self._read_tokens(tensordict)
+        td, located, responses = self._read_tokens(tensordict)
+        tokens, within = located.tokens, None if responses is None else responses.host_mask
         needs, who = self._data_needs - {without}, name_of(self.objective.function)
         taken = {name for part in self._parts for name in part.inputs} | set(_LOG_PROBS)
         flat: dict[str, Tensor] = {}
@@ -496,45 +499,58 @@ class PolicyLoss(TokenLoss):
                     raise ValueError(f"{found!r} must hold one value for each sequence: it is read as {name}.")
                 rows[name] = value
                 continue
-            flat[name] = per_token(td, found, tokens, responses, fill=0.0 if name in MASKS else math.nan).detach()
+            flat[name] = per_token(td, found, tokens, within, fill=0.0 if name in MASKS else math.nan).detach()
             places[name] = found
-        teachers = read_top_k(td, self._teachers, tokens, responses) if "teacher_outcomes" in needs else None
+        teachers = read_top_k(td, self._teachers, tokens, within) if "teacher_outcomes" in needs else None
         flat |= {name: as_mask(flat[name], getattr(self.tensor_keys, name)) for name in MASKS if name in flat}
+        mask, old = located.mask, None
         for name in [name for name in OF_SAMPLER if name in flat]:
             value, key = flat[name], places[name]
-            unscored = self._reader.unscored(value, tokens, responses, key)
+            unscored = self._reader.unscored(value, tokens, None if responses is None else responses.mask, key)
             if "expert_mask" in flat:  # no policy sampled those tokens
                 unscored = unscored & ~flat["expert_mask"]
             flat[name] = torch.where(unscored, math.nan, value)
             if name == "old_log_prob" and any(name in part.reads(flat) for part in self._parts):
-                self._reader.warn_of_unscored(value, mask & unscored, tokens, key)
-                mask = mask & ~unscored
-        response = ResponseTokens(tokens, mask)
+                old, mask = (value, mask & unscored), mask & ~unscored
+        # One copy shows which tokens are left out, and that the numbers of the others are finite.
+        named = self._named(flat, flat) if check else {}
+        total = finite_total(*(torch.where(mask, x, 0) for x in named.values())).reshape(1)
+        host_mask, total = to_host(mask, total) if old is not None else (located.host_mask, to_host(total)[0])
+        if old is not None and host_mask.sum() < located.host_mask.sum():
+            self._reader.warn_of_unscored(*old, tokens, places["old_log_prob"])
+        response = ResponseTokens(tokens, mask, host_mask)
         inputs = _unscored(response.mask).replace(
             **{name: response.gather(value) for name, value in flat.items()}, **rows
         )
+        if check:
+            if not math.isfinite(total):
+                response.check_finite({name: response.gather(x) for name, x in named.items()})
+            self._check_rows(inputs)
         if teachers is None:
             return td, response, inputs, None
         return td, response, inputs.replace(teacher_outcomes=response.gather(teachers.log_probs)), teachers.ids
 
-    def _check_finite(self, response: ResponseTokens, inputs: LossInputs) -> None:
-        """Reject NaN and infinite inputs of a part; a NaN ``sampler_log_prob`` is one that was not computed.
+    def _named(self, given: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """Those of ``names`` that a part reads and that must be finite; a NaN ``sampler_log_prob`` was not computed.
 
         At experts' tokens, a part that separates experts from the policy reads only the current log-probs.
         """
-        experts, given, named = inputs.expert_mask, inputs.given, dict[str, Tensor]()
-        for name in PER_TOKEN:
-            readers = [part for part in self._parts if name == "log_prob" or name in part.reads(given)]
-            if name not in given or name in MASKS or not readers:
+        experts, named = given.get("expert_mask"), dict[str, Tensor]()
+        for name in [name for name in PER_TOKEN if name in names and name in given and name not in MASKS]:
+            readers, value = [part for part in self._parts if name in part.reads(given)], given[name]
+            if not readers or not value.is_floating_point():
                 continue
-            value = given[name]
-            if experts is not None and name != "log_prob" and all(part.leaves_out_experts for part in readers):
+            if experts is not None and all(part.leaves_out_experts for part in readers):
                 value = value.masked_fill(experts, 0)
             if name == "sampler_log_prob":
                 value = value.masked_fill(value.isnan(), 0)
             key = getattr(self.tensor_keys, name, None)
             named[name if key is None else f"{name} ({key!r})"] = value
-        response.check_finite(named)
+        return named
+
+    def _check_rows(self, inputs: LossInputs) -> None:
+        """Reject NaN and infinite numbers of sequences."""
+        given = inputs.given
         for name in PER_ROW:
             if name in given and given[name].is_floating_point():
                 check_finite(
@@ -609,7 +625,7 @@ class PolicyLoss(TokenLoss):
         with contextlib.nullcontext() if own is None else own.to_module(self.actor_network):
             scores = self.scorer.evaluate(
                 response.tokens,
-                response.flat_mask,
+                response.host_mask,
                 entropy=self.log_entropy or "entropy" in needs,
                 top_ids=top_ids,
                 grad=torch.is_grad_enabled(),
@@ -619,10 +635,10 @@ class PolicyLoss(TokenLoss):
             ref = scores.ref_log_prob
             if ref is None and reference is not None and ref_here:
                 kept = replayed.get("kept", scores.kept) if apart else None
-                ref = reference.score(response.tokens, response.flat_mask, kept=kept)
+                ref = reference.score(response.tokens, response.host_mask, kept=kept)
             sharp = None
             if "sharp_log_prob" in needs:
-                sharp = self._sharp_scorer.score(response.tokens, response.flat_mask, **replayed)
+                sharp = self._sharp_scorer.score(response.tokens, response.host_mask, **replayed)
         found = {
             "log_prob": scores.log_prob,
             "entropy": scores.entropy,

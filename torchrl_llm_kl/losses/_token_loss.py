@@ -13,15 +13,16 @@ from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
-from torchrl_llm_kl._numerics import check_choice
+from torchrl_llm_kl._numerics import check_choice, to_host
 from torchrl_llm_kl._private import register_pytree_node
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._ranks import check_ranks
-from torchrl_llm_kl.ragged import Ragged, own_leaves
+from torchrl_llm_kl.ragged import own_leaves
 from torchrl_llm_kl.rollouts import (
+    Located,
     MaskingStrategy,
     ResponseTokens,
     TokenReader,
@@ -206,11 +207,11 @@ class TokenLoss(LossModule):
 
     # ------------------------------------------------------------------ tokens in, terms out
 
-    def _read_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Ragged, Tensor, Tensor | None]:
-        """The data with its batch dimensions, its tokens, a mask of those that are trained, and one of responses.
+    def _read_tokens(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Located, Located | None]:
+        """The data with its batch dimensions, its tokens with those that are trained, and with those of responses.
 
         The masking strategy chooses the trained tokens, restricted to ``loss_mask``, which does not move the start of
-        responses. The mask of responses is None for a strategy without responses.
+        responses. None for a strategy without responses.
         """
         if is_zero3(self):
             name = type(self).__name__
@@ -221,14 +222,15 @@ class TokenLoss(LossModule):
         reader = self._reader
         td = reader.with_batch_dims(with_a_row(tensordict))
         located = reader.locate(td)
-        mask, key = located.mask, find_key(td, self.tensor_keys.loss_mask)
+        key = find_key(td, self.tensor_keys.loss_mask)
         if key is None and self._is_set("loss_mask"):
             advice = "Add the entry, or say where it is with set_keys(loss_mask=...)."
             require_key(td, self.tensor_keys.loss_mask, "loss_mask was set to another key", advice)
-        responses = None if self.masking_strategy == "generic" else mask
+        responses = None if self.masking_strategy == "generic" else located
         if key is not None:
-            mask = mask & as_mask(per_token(td, key, located.tokens, responses, fill=0), key)
-        return td, located.tokens, mask, responses
+            value = per_token(td, key, located.tokens, None if responses is None else responses.host_mask, fill=0)
+            located = located.within(as_mask(to_host(value)[0], key))
+        return td, located, responses
 
     def _output(
         self, td: TensorDictBase, response: ResponseTokens, terms: Sequence[LossTerm], metrics: Mapping[str, Tensor]

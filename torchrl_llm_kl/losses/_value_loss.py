@@ -23,7 +23,7 @@ from torchrl_llm_kl.losses._arithmetic import Aggregation, checked, clamp
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._token_loss import LossOutput, TokenLoss, with_graph
-from torchrl_llm_kl.rollouts import TOKENS_FULL, MaskingStrategy, ResponseTokens, find_key, per_token, require_key
+from torchrl_llm_kl.rollouts import TOKENS_FULL, MaskingStrategy, find_key, per_token, require_key
 
 _INPUTS = ("value", "mask", "value_target", "old_value")
 
@@ -152,21 +152,20 @@ class ValueLoss(TokenLoss):
         return [self.tensor_keys.value_target]
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
-        _, tokens, mask, _ = self._read_tokens(td)
-        mask = ResponseTokens(tokens, mask).mask
+        mask = self._read_tokens(td)[1].response.mask
         return [LossTerm("critic", mask.float(), mask)]
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> LossOutput:
         """The loss of a batch or a micro-batch; see the class."""
-        td, tokens, mask, responses = self._read_tokens(tensordict)
-        response = ResponseTokens(tokens, mask)
+        td, located, responses = self._read_tokens(tensordict)
+        response, tokens, within = located.response, located.tokens, None if responses is None else responses.host_mask
         advice = "Add the entry, or say where it is with set_keys(value_target=...)."
         target = require_key(td, self.tensor_keys.value_target, "ValueLoss needs value_target", advice)
         keys = {"value_target": target, "old_value": find_key(td, self.tensor_keys.value)}
         found = {name: key for name, key in keys.items() if key is not None}
-        inputs = {name: response.gather(per_token(td, key, tokens, responses).detach()) for name, key in found.items()}
+        inputs = {name: response.gather(per_token(td, key, tokens, within).detach()) for name, key in found.items()}
         response.check_finite({f"{name} ({found[name]!r})": value for name, value in inputs.items()})
-        value = response.gather(self.critic_network(tokens, mask).values)
+        value = response.gather(self.critic_network(tokens, located.mask).values)
         value = with_graph(value, self.critic_network.parameters())
         return self._output(td, response, self.error.run({**inputs, "value": value, "mask": response.mask}), {})

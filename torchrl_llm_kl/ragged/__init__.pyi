@@ -16,6 +16,7 @@ from torchrl_llm_kl.ragged._ragged import (
 )
 from torchrl_llm_kl.ragged._tensordict import (
     has_entry as has_entry,
+    on_host as on_host,
     own_leaves as own_leaves,
     read_column as read_column,
     read_node as read_node,

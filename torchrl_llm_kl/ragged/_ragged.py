@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import send, to_host
 from torchrl_llm_kl._private import jagged_facts, nested_sizes
 from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, split_rows
 
@@ -48,8 +49,9 @@ class Ragged:
             if total != count:
                 raise ValueError(f"the lengths must add up to the number of values: found {total}, expected {count}.")
         self.values, self.container, self.keep = values, container, keep
-        # Shared by all results of `like`.
+        # Shared by all results of `like`. Lengths, mask and slots are also there on the host once they were read.
         self._index: dict[str, Tensor] = {} if lengths is None else {"lengths": lengths}
+        self._host: Ragged | None = None
 
     # ------------------------------------------------------------------ reading
 
@@ -102,9 +104,10 @@ class Ragged:
                 raise ValueError(f"lengths must have the batch shape {tuple(batch)}, got {tuple(lengths.shape)}.")
             if lengths.dtype == torch.bool or lengths.is_floating_point():
                 raise ValueError(f"lengths must be of an integer dtype, found {lengths.dtype}.")
+            (lengths,) = to_host(lengths)
             if bool((lengths > width).any() | (lengths < 0).any()):
                 raise ValueError(f"lengths must lie in [0, {width}] (the width of the values), got {lengths.tolist()}.")
-            mask = _padding_mask(lengths, width, side, values.device)
+            mask = _padding_mask(lengths, width, side)
         if mask is not None and mask.shape != values.shape[: batch_dims + 1]:
             raise ValueError(f"the mask must have the shape {(*batch, width)} of the values, got {tuple(mask.shape)}.")
         return cls.from_slots(slots, container, None if mask is None else mask.reshape(-1))
@@ -149,10 +152,26 @@ class Ragged:
         keep = keep.to(torch.bool)
         if keep.shape[0] != slots.shape[0]:
             raise ValueError(f"the mask has {keep.shape[0]} positions but the values have {slots.shape[0]}.")
-        if bool(keep.all()):  # the common case of rollouts without padding: skip the indexing
+        (on_host,), device = to_host(keep), slots.device
+        if bool(on_host.all()):  # the common case of rollouts without padding: skip the indexing
             return cls(slots, None, container)
-        kept_before = _from_zero(keep.cumsum(0))
-        return cls(slots[keep], kept_before[_from_zero(container.row_lengths.cumsum(0))].diff(), container, keep)
+        kept_before = _from_zero(on_host.cumsum(0))
+        edges = torch.tensor(container.row_sizes) if device.type != "cpu" else container.row_lengths
+        lengths = kept_before[_from_zero(edges.cumsum(0))].diff()
+        if device.type == "cpu":
+            return cls(slots[keep], lengths, container, keep)
+        index = send(on_host.nonzero().squeeze(-1), device)
+        keep = keep if keep.device == device else send(keep, device)
+        found = cls(slots.index_select(0, index), send(lengths, device), container, keep)
+        found._index |= {"host_lengths": lengths, "host_keep": on_host, "slots": index}
+        return found
+
+    @classmethod
+    def on_device_of(cls, host: Ragged, slots: Tensor, container: Container) -> Ragged:
+        """The sequences of ``host``, which were read on the CPU, from the same slots ``[M, *F]`` on an accelerator."""
+        found = cls.from_slots(slots, container, host.keep)
+        found._host = host
+        return found
 
     # ------------------------------------------------------------------ indices and arithmetic
 
@@ -170,6 +189,47 @@ class Ragged:
     def lengths(self) -> Tensor:
         """Elements per sequence; ``[S]``, int64."""
         return self._cached("lengths", lambda: self.container.row_lengths)
+
+    @property
+    def sizes(self) -> list[int]:
+        """:attr:`lengths` as Python numbers."""
+        if self.keep is None and "lengths" not in self._index:
+            return self.container.row_sizes
+        return self._cached("host_lengths", lambda: to_host(self.lengths)[0]).tolist()
+
+    @property
+    def host_keep(self) -> Tensor | None:
+        """The slots that hold values, on the CPU."""
+        keep = self.keep
+        return None if keep is None else self._cached("host_keep", lambda: to_host(keep)[0])
+
+    @property
+    def host(self) -> Ragged:
+        """These sequences on the CPU; copied once."""
+        return self.to_host()[0]
+
+    @property
+    def outline(self) -> Ragged:
+        """Sequences of these lengths on the CPU, without their values."""
+        if self.values.device.type == "cpu" or self._host is not None:
+            return self.host
+        lengths = torch.tensor(self.sizes, dtype=torch.long)
+        return Ragged(torch.zeros(()).expand(self.values.shape[0]), lengths, self.container)
+
+    def to_host(self, *others: Tensor) -> tuple[Any, ...]:
+        """:attr:`host`, then other tensors on the CPU; one copy for all that is not there yet."""
+        if self.values.device.type == "cpu" or self._host is not None:
+            return (self if self._host is None else self._host, *to_host(*others))
+        known = {name: self._index.get(f"host_{name}") for name in ("lengths", "keep")}
+        if known["lengths"] is None and self.keep is None and not isinstance(self.container, Jagged):
+            known["lengths"] = torch.tensor(self.container.row_sizes, dtype=torch.long)
+        wanted = {"lengths": self.lengths, "keep": self.keep}
+        missing = {name: x for name, x in wanted.items() if x is not None and known[name] is None}
+        values, *rest = to_host(self.values, *missing.values(), *others)
+        known |= dict(zip(missing, rest, strict=False))
+        self._index |= {f"host_{name}": x for name, x in known.items() if x is not None}
+        self._host = Ragged(values, known["lengths"], self.container, known["keep"])
+        return (self._host, *rest[len(missing) :])
 
     @property
     def offsets(self) -> Tensor:
@@ -212,7 +272,7 @@ class Ragged:
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"expected {self.values.shape[0]} values, one for each element, got {values.shape[0]}.")
         other = copy(self)
-        other.values = values
+        other.values, other._host = values, None
         return other
 
     def sum(self) -> Tensor:
@@ -221,9 +281,21 @@ class Ragged:
 
     # ------------------------------------------------------------------ writing
 
+    def at_slots(self, slots: Tensor) -> Tensor:
+        """Of a number for each slot ``[M, *G]``, those of the slots that hold a value; ``[N, *G]``."""
+        if self.keep is None:
+            return slots
+        if (index := self._index.get("slots")) is None or index.device != slots.device:
+            return slots[self.keep]
+        return slots.index_select(0, index)
+
     def slots(self, fill: float = 0) -> Tensor:
         """All slots of the container, with ``fill`` in those without a value; ``[M, *F]``."""
-        return self.values if self.keep is None else _scatter(self.values, self.keep, fill)
+        if self.keep is None:
+            return self.values
+        if (index := self._index.get("slots")) is None or index.device != self.values.device:
+            return _scatter(self.values, self.keep, fill)
+        return _filled(self.values, self.keep.shape, fill).index_copy_(0, index, self.values)
 
     def restore(self, fill: float = 0) -> Tensor | list[Tensor]:
         """The data in its original form, with ``fill`` at padding."""
@@ -231,7 +303,7 @@ class Ragged:
 
     def to_list(self) -> list[Tensor]:
         """One tensor ``[T_i, *F]`` for each sequence."""
-        return split_rows(self.values, self.lengths.tolist())
+        return split_rows(self.values, self.sizes)
 
     def to_nested(self, layout: torch.layout = torch.strided) -> Tensor:
         """A nested tensor ``[S, (T_i), *F]``."""
@@ -243,13 +315,18 @@ class Ragged:
 
     def to_padded(self, *, side: PaddingSide = "right", value: float = 0) -> Tensor:
         """A dense tensor ``[S, T_max, *F]``; :meth:`padding_mask` marks its elements."""
-        return _scatter(self.values, self.padding_mask(side=side), value)
+        if self.values.device.type == "cpu":
+            return _scatter(self.values, self.padding_mask(side=side), value)
+        width, column = max(self.sizes, default=0), self.positions
+        if check_padding_side(side) == "left":
+            column = column + (width - self.lengths)[self.sequence_ids]
+        out = _filled(self.values, torch.Size([self.num_sequences, width]), value)
+        return out.index_put_((self.sequence_ids, column), self.values)
 
     def padding_mask(self, *, side: PaddingSide = "right") -> Tensor:
         """True where :meth:`to_padded` holds an element; ``[S, T_max]`` bool."""
         check_padding_side(side)
-        width = int(self.lengths.max()) if self.num_sequences else 0
-        return _padding_mask(self.lengths, width, side, self.lengths.device)
+        return _padding_mask(self.lengths, max(self.sizes, default=0), side)
 
 
 def check_padding_side(side: str) -> PaddingSide:
@@ -303,11 +380,15 @@ def _check_rows(rows: Sequence[Tensor]) -> None:
 
 def _scatter(values: Tensor, mask: Tensor, fill: float) -> Tensor:
     """``[*mask.shape, *F]``: ``values [N, *F]`` where the mask is True, ``fill`` elsewhere."""
+    return _filled(values, mask.shape, fill).index_put((mask,), values)
+
+
+def _filled(values: Tensor, shape: torch.Size, fill: float) -> Tensor:
     if not (values.is_floating_point() or values.is_complex() or float(fill).is_integer()):
         raise ValueError(f"values of {values.dtype} cannot hold the fill {fill}: expected an integer.")
-    return values.new_full((*mask.shape, *values.shape[1:]), fill).index_put((mask,), values)
+    return values.new_full((*shape, *values.shape[1:]), fill)
 
 
-def _padding_mask(lengths: Tensor, width: int, side: PaddingSide, device: torch.device) -> Tensor:
-    position, lengths = torch.arange(width, device=device), lengths.unsqueeze(-1)
+def _padding_mask(lengths: Tensor, width: int, side: PaddingSide) -> Tensor:
+    position, lengths = torch.arange(width, device=lengths.device), lengths.unsqueeze(-1)
     return position < lengths if side == "right" else position >= width - lengths

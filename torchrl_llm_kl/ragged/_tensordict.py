@@ -25,6 +25,7 @@ from tensordict import (
 )
 from torch import Tensor
 
+from torchrl_llm_kl._numerics import to_host
 from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
 
@@ -159,6 +160,59 @@ def _from_column(value: object, batch_size: torch.Size, key: object) -> Ragged:
     if batch_size.numel() == 0:
         raise ValueError(f"the batch is empty: {key!r} has shape {tuple(value.shape)}; nothing to score, drop it.")
     return Ragged.from_padded(value, batch_dims=len(batch_size))
+
+
+def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
+    """``td`` with the entries ``keys`` on the CPU, itself if they are there and else a shallow copy; then ``others``.
+
+    All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are.
+
+    Example:
+        >>> td = TensorDict(x=torch.ones(2))
+        >>> on_host(td, ["x", "y"])[0] is td
+        True
+    """
+    columns = {_path(key): value for key in keys if _is_away(value := read_column(td, key))}
+    if not columns:
+        return (td, *to_host(*others))
+    parts = {path: _buffers(value) for path, value in columns.items()}
+    found = iter(to_host(*(x for buffers in parts.values() for x in buffers), *others))
+    out = td.copy().clear_device_()
+    for path, value in columns.items():
+        buffers = [next(found) for _ in parts[path]]
+        if isinstance(value, list):
+            out = _write_rows(out, path, buffers)
+        else:
+            out.set(path, _rebuilt(value, *buffers))
+    return (out, *found)
+
+
+def _is_away(value: Any) -> bool:
+    """Whether a column holds tensors on an accelerator."""
+    rows = value if isinstance(value, list) else [value]
+    return all(isinstance(row, Tensor) for row in rows) and any(row.device.type != "cpu" for row in rows)
+
+
+def _buffers(value: Any) -> list[Tensor]:
+    """The dense tensors that a column consists of."""
+    if isinstance(value, list):
+        return value
+    if not value.is_nested:
+        return [value]
+    if value.layout == torch.strided:
+        return [value.contiguous().values()]
+    return [x for x in (value.values(), value.offsets(), value.lengths()) if x is not None]
+
+
+def _rebuilt(value: Any, *buffers: Tensor) -> Tensor:
+    """The form of ``value`` with other buffers."""
+    if not value.is_nested:
+        return buffers[0]
+    if value.layout != torch.strided:
+        return torch.nested.nested_tensor_from_jagged(*buffers)
+    shapes = value._nested_tensor_size().tolist()
+    rows = buffers[0].split([torch.Size(shape).numel() for shape in shapes])
+    return torch.nested.as_nested_tensor([row.view(shape) for row, shape in zip(rows, shapes, strict=True)])
 
 
 # ------------------------------------------------------------------ writing

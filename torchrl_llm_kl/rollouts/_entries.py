@@ -17,7 +17,7 @@ import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_non_tensor, unravel_key
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl.ragged import Dense, Node, Ragged, read_column, read_node, read_ragged, same_rows, segment_sum
 from torchrl_llm_kl.rollouts._keys import ATTENTION_MASK, TOKENS_FULL
 
@@ -163,14 +163,14 @@ def per_token(
             raise ValueError(f"{key!r} must hold one number per token, found rows of {tuple(values.shape[1:])} each.")
         values = values.reshape(values.shape[0])
     if same_rows(data.container, tokens.container):
-        return values if tokens.keep is None else values[tokens.keep]
-    widths = data.container.row_lengths
-    if torch.equal(widths, tokens.lengths):
+        return tokens.at_slots(values)
+    widths = data.container.row_sizes
+    if widths == tokens.sizes:
         return values
     if not values.is_floating_point() and values.dtype != torch.bool and not features:
         values = values.float()
     both_dense = isinstance(data.container, Dense) and isinstance(tokens.container, Dense)
-    return _at_responses(values, widths, key, tokens, responses, fill, slots_first=both_dense)
+    return _at_responses(values, torch.tensor(widths), key, tokens, responses, fill, slots_first=both_dense)
 
 
 def _at_responses(
@@ -184,8 +184,11 @@ def _at_responses(
     slots_first: bool,
 ) -> Tensor:
     """Align rows with the end of their sequence: its last token, or the last slot of a padded block."""
-    slots = Ragged(tokens.slots(), tokens.container.row_lengths, tokens.container)
-    ends = [(tokens, None), (slots, tokens.keep)]
+    host, *marked = tokens.to_host(*([] if responses is None else [responses]))
+    responses = marked[0] if marked else None
+    row_lengths = torch.tensor(tokens.container.row_sizes)
+    slots = Ragged(host.slots(), row_lengths, tokens.container)
+    ends = [(host, None), (slots, host.keep)]
     for every, keep in ends[::-1] if slots_first else ends:
         start = every.lengths - widths
         if bool((start < 0).any()):
@@ -203,13 +206,13 @@ def _at_responses(
                 continue
         after = ~every.first(start)
         out = values.new_full((*after.shape, *values.shape[1:]), fill)
-        out = out.masked_scatter(after.view(-1, *[1] * (values.ndim - 1)).expand_as(out), values)
-        return out if keep is None else out[keep]
-    too_long = widths > tokens.container.row_lengths
+        out = out.index_copy_(0, send(after.nonzero().squeeze(-1), values.device), values)
+        return out if keep is None else tokens.at_slots(out)
+    too_long = widths > row_lengths
     row = int(too_long.nonzero()[0]) if bool(too_long.any()) else 0
     raise ValueError(
         f"{key!r} must have the length of the tokens: sequence {row} has {int(widths[row])} values and "
-        f"{int(tokens.container.row_lengths[row])} tokens. Rows of the response alone must begin with its first token: pass "
+        f"{int(row_lengths[row])} tokens. Rows of the response alone must begin with its first token: pass "
         "nested rows of exactly its length, or one value per token of the sequence."
     )
 

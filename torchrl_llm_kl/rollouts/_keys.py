@@ -101,6 +101,12 @@ class ModelInterface:
         """True at every token that the assistant produced."""
         return sub_key(self.masks_key, "all_assistant_mask")
 
+    @property
+    def token_keys(self) -> list[NestedKey]:
+        """The entries that show which tokens are scored: tokens, prompt and masks."""
+        masks = [sub_key(self.masks_key, "all_attention_mask"), self.attention_mask_key, self.assistant_mask]
+        return [self.tokens_full, self.prompt_tokens, *masks]
+
     def with_history_key(self, key: NestedKey) -> ModelInterface:
         """This interface with conversations under ``(key, "full")``, unless the model has its own input key."""
         if key == self.history_key:

@@ -8,7 +8,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_finite, widen
+from torchrl_llm_kl._numerics import check_finite, send, widen
 from torchrl_llm_kl.ragged import Ragged, segment_sum, write_ragged
 
 
@@ -20,6 +20,7 @@ class ResponseTokens:
     Args:
         tokens: the sequences; their layout is the one that :meth:`restore` and :meth:`write` produce.
         mask: True at masked-in tokens; bool ``[N]``.
+        host_mask: the mask on the CPU, if it was read there.
 
     Attributes:
         tokens: as given.
@@ -35,15 +36,16 @@ class ResponseTokens:
         [0, 8, 9, 0, 6]
     """
 
-    def __init__(self, tokens: Ragged, mask: Tensor) -> None:
-        self.tokens, self.flat_mask = tokens, mask
-        self.elements = mask.nonzero().squeeze(-1)
-        self.rows = tokens.sequence_ids[self.elements]
-        lengths = segment_sum(mask.long(), tokens.lengths)
-        first = lengths.cumsum(0) - lengths
-        self.columns = torch.arange(self.elements.numel(), device=mask.device) - first[self.rows]
+    def __init__(self, tokens: Ragged, mask: Tensor, host_mask: Tensor | None = None) -> None:
+        self.tokens, self.flat_mask, device = tokens, mask, mask.device
+        host, self.host_mask = tokens.to_host(mask) if host_mask is None else (tokens.host, host_mask)
+        elements = self.host_mask.nonzero().squeeze(-1)
+        rows, lengths = host.sequence_ids[elements], segment_sum(self.host_mask.long(), host.lengths)
         width = int(lengths.max().clamp(min=1))
-        self.mask = torch.arange(width, device=mask.device) < lengths.unsqueeze(-1)
+        places = rows * width + torch.arange(elements.numel()) - (lengths.cumsum(0) - lengths)[rows]
+        filled = torch.arange(width) < lengths.unsqueeze(-1)
+        self.columns = places - rows * width  # on the CPU
+        self.elements, self._places, self.mask = (send(x, device) for x in (elements, places, filled))
 
     @property
     def is_empty(self) -> bool:
@@ -52,13 +54,14 @@ class ResponseTokens:
 
     def gather(self, values: Tensor) -> Tensor:
         """Values per token ``[N, *F]`` at the masked-in tokens; ``[S, T, *F]``, 0 elsewhere."""
-        shape = (*self.mask.shape, *values.shape[1:])
-        return values.new_zeros(shape).index_put((self.rows, self.columns), values[self.elements])
+        out = values.new_zeros(self.mask.numel(), *values.shape[1:])
+        out = out.index_copy_(0, self._places, values.index_select(0, self.elements))
+        return out.view(*self.mask.shape, *values.shape[1:])
 
     def scatter(self, values: Tensor) -> Tensor:
         """The inverse of :meth:`gather`: ``[S, T]`` to ``[N]``, 0 at all other tokens."""
         flat = values.new_zeros(self.tokens.values.shape[0])
-        return flat.index_put((self.elements,), values[self.rows, self.columns])
+        return flat.index_copy_(0, self.elements, values.flatten().index_select(0, self._places))
 
     def broadcast(self, per_sequence: Tensor) -> Tensor:
         """A number per sequence ``[S]`` at each of its masked-in tokens; ``[N]``, 0 at all others."""
@@ -95,8 +98,9 @@ class ResponseTokens:
     def place(self, at: int) -> str:
         """Sequence and position of a flat index of :attr:`mask`, for errors."""
         row, column = divmod(at, self.mask.shape[1])
-        element = self.elements[(self.rows == row) & (self.columns == column)][0]
-        return f"sequence {row}, position {int(self.tokens.positions[element])}"
+        host = self.tokens.host
+        element = (self.host_mask & (host.sequence_ids == row)).nonzero()[column]
+        return f"sequence {row}, position {int(host.positions[element])}"
 
 
 def mismatch(tokens: Ragged, mask: Tensor) -> tuple[Ragged, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl._numerics import send, wide_dtype
 from torchrl_llm_kl.ragged import Ragged, read_column, read_node
 from torchrl_llm_kl.rollouts._entries import row_numbers
 from torchrl_llm_kl.rollouts._keys import sub_key
@@ -27,7 +27,7 @@ def token_reward(reward: object, like: Ragged, mask: Tensor | None, placement: R
         reward: None (0), an outcome per sequence (``[*B]``, ``[*B, 1]``, ``[*B, 1, 1]``), or a reward per token
             (``[*B, T, 1]``, dense or nested, or a list of rows).
         like: the sequences, with any value per token.
-        mask: the response tokens; ``[N]``, None for all.
+        mask: the response tokens; ``[N]``, None for all; on the CPU for no synchronisation with an accelerator.
         placement: ``"last"``: an outcome goes to the last response token of its sequence (the last token of a sequence that
             has none), so that token rewards sum to it; ``"broadcast"``: to every token, as torchrl does.
 
@@ -50,8 +50,8 @@ def token_reward(reward: object, like: Ragged, mask: Tensor | None, placement: R
     if counts == [1] * len(sizes):
         values = _place(flat, like, mask, placement)
     elif counts == sizes:
-        values = flat if like.keep is None else flat[like.keep]
-    elif like.keep is not None and counts == like.lengths.tolist():  # rows without the padding of the tokens
+        values = like.at_slots(flat)
+    elif like.keep is not None and counts == like.sizes:  # rows without the padding of the tokens
         values = flat
     else:
         found = tuple(reward.shape) if isinstance(reward, Tensor) and not reward.is_nested else counts
@@ -65,20 +65,20 @@ def token_reward(reward: object, like: Ragged, mask: Tensor | None, placement: R
 def _place(outcome: Tensor, like: Ragged, mask: Tensor | None, placement: RewardPlacement) -> Tensor:
     if placement == "broadcast":
         return outcome[like.sequence_ids]
-    empty = (like.lengths == 0) & (outcome != 0)
-    if bool(empty.any()):
-        row = int(empty.nonzero()[0])
-        raise ValueError(
-            f"sequence {row} has no token to hold its reward of {float(outcome[row]):g}: drop empty sequences first."
-        )
-    last = like.offsets[1:] - 1
+    host = like.outline
+    for row in [row for row, size in enumerate(host.sizes) if size == 0]:
+        if value := float(outcome[row]):
+            raise ValueError(
+                f"sequence {row} has no token to hold its reward of {value:g}: drop empty sequences first."
+            )
+    last = host.offsets[1:] - 1
     if mask is not None:  # the last response token, if there is one
-        found = torch.where(mask, like.positions, -1)
-        found = torch.full_like(last, -1).scatter_reduce(0, like.sequence_ids, found, "amax")
-        last = torch.where(found < 0, last, like.offsets[:-1] + found)
+        found = torch.where(mask.cpu(), host.positions, -1)
+        found = torch.full_like(last, -1).scatter_reduce(0, host.sequence_ids, found, "amax")
+        last = torch.where(found < 0, last, host.offsets[:-1] + found)
     placed = outcome.new_zeros(like.values.shape[0])
     # An empty sequence adds its outcome, 0, to a token of another sequence.
-    return placed.index_add(0, last.clamp(min=0), outcome) if placed.numel() else placed
+    return placed.index_add_(0, send(last.clamp(min=0), outcome.device), outcome) if placed.numel() else placed
 
 
 # ------------------------------------------------------------------ denominators

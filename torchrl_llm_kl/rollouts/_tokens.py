@@ -7,18 +7,19 @@ template. Text and conversations are rendered only when the data holds no tokens
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice
-from torchrl_llm_kl.ragged import Ragged, has_entry, read_column, read_ragged, same_rows
+from torchrl_llm_kl._numerics import check_choice, send
+from torchrl_llm_kl.ragged import Ragged, has_entry, on_host, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros, sequence_ids_of
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
+from torchrl_llm_kl.rollouts._response import ResponseTokens
 
 #: torchrl's names. ``sft``: the response of each step; ``rlhf``: all assistant turns; ``generic``: all tokens with a prefix.
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
@@ -33,12 +34,29 @@ class Located:
         mask: True at tokens to score; ``[N]``. Never the first token of a sequence.
         source: the entry that holds the tokens.
         sampled: False if the tokens were rendered from text.
+        on_host: the mask on the CPU, if it was read there.
     """
 
     tokens: Ragged
     mask: Tensor
     source: NestedKey
     sampled: bool
+    on_host: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def host_mask(self) -> Tensor:
+        """The mask on the CPU."""
+        return self.mask.cpu() if self.on_host is None else self.on_host
+
+    @property
+    def response(self) -> ResponseTokens:
+        """The scored tokens."""
+        return ResponseTokens(self.tokens, self.mask, self.on_host)
+
+    def within(self, mask: Tensor) -> Located:
+        """Only the scored tokens that are also in a mask of the CPU."""
+        mask = self.host_mask & mask
+        return replace(self, mask=send(mask, self.mask.device), on_host=mask)
 
 
 def locate(
@@ -74,7 +92,16 @@ def locate(
     options = TokenisingOptions() if options is None else options
     key = interface.tokens_full
     attention = sub_key(interface.masks_key, "all_attention_mask")
-    tokens = read_ragged(td, key, attention if has_entry(td, attention) else interface.attention_mask_key)
+    attention = attention if has_entry(td, attention) else interface.attention_mask_key
+    (host,) = on_host(td, interface.token_keys)
+    if host is not td:
+        found = locate(host, interface, assistant_only=assistant_only, scope=scope, options=options)
+        data = read_ragged(td, found.source) if found.sampled else None
+        if data is None or data.values.device.type == "cpu":
+            return found
+        tokens = Ragged.on_device_of(found.tokens, data.slots(), data.container)
+        return replace(found, tokens=tokens, mask=send(found.mask, data.values.device), on_host=found.mask)
+    tokens = read_ragged(td, key, attention)
     if tokens is not None:
         if tokens.values.is_floating_point():
             raise TypeError(f"expected integer token ids under {key!r}, found {tokens.values.dtype}.")

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl._private import (
     ATTENTION,
     CHECKPOINTS,
@@ -48,7 +48,7 @@ from torchrl_llm_kl.scoring._checkpoints import (
     settings_of,
     swapped,
 )
-from torchrl_llm_kl.scoring._model import body_and_head, locked, send
+from torchrl_llm_kl.scoring._model import body_and_head, locked
 
 #: Keys and values of some tokens, one pair for each attention call of a forward: ``[1, heads, tokens, size]``.
 KeysValues = list[tuple[Tensor, Tensor]]
@@ -56,6 +56,9 @@ KeysValues = list[tuple[Tensor, Tensor]]
 NAME = "torchrl_llm_kl_pack"
 # Queries at a time where keys come from other packs or a window limits them: bounds the size of the mask.
 _ROWS = 512
+# Pairs of a query and a key in a pack that an accelerator attends to in one call, under a mask of them all: up to here that
+# costs less than several kernels for each piece. A guess.
+_AT_ONCE = 2**22
 
 _ACTIVE = threading.local()
 
@@ -135,6 +138,17 @@ class PackLayout(Followed):
     def outside(self) -> list[KeysValues]:
         """The keys and values of other packs, each once."""
         return list({id(kept): kept for piece in self.pieces for kept in piece.outside}.values())
+
+    @property
+    def parts(self) -> int:
+        """Pieces of the pack, and stretches of other packs."""
+        return len(self.pieces) + len(self.outside())
+
+    @property
+    def mask_size(self) -> int:
+        """Pairs of a query and a key of the whole pack."""
+        queries = self.pieces[-1].last
+        return queries * (queries + sum(kept[0][0].shape[2] for kept in self.outside()))
 
     def begin(self, key: Tensor, value: Tensor, window: int | None) -> int:
         """The number of an attention call; keeps the keys and values that later packs need."""
@@ -273,6 +287,8 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
         return layout.attend(layout, past, inputs)
     if not inputs.has_own_scores and inputs.dropout == 0.0 and takes_varlen(inputs.query):
         return _attend_varlen(layout, past, inputs)
+    if inputs.query.device.type != "cpu" and layout.parts > 1 and layout.mask_size <= _AT_ONCE:
+        return _attend_at_once(layout, past, inputs)
     before = {id(kept): pair for kept, pair in zip(layout.outside(), past, strict=True)}
     followed = {piece.past for piece in layout.pieces}
     seen: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values up to the end of each piece that others follow
@@ -288,6 +304,36 @@ def _attend(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Input
             block = inputs._replace(query=q[:, :, rows], key=k[:, :, cols], value=v[:, :, cols])
             out.append(attend_block(block, mask))
     return torch.cat(out, 2).transpose(1, 2).contiguous()
+
+
+def _attend_at_once(layout: PackLayout, past: list[tuple[Tensor, Tensor]], inputs: Inputs) -> Tensor:
+    """One call for all pieces, under a mask of all pairs."""
+    query, key, value = inputs[:3]
+    at = ("pairs", inputs.window, query.dtype)
+    if at not in layout.shared:
+        hidden = send(hidden_pairs(layout, inputs.window), query.device)
+        layout.shared[at] = torch.zeros(hidden.shape, device=query.device, dtype=query.dtype).masked_fill_(
+            hidden, -torch.inf
+        )
+    if past:
+        key, value = torch.cat([*(k for k, _ in past), key], 2), torch.cat([*(v for _, v in past), value], 2)
+    return attend_block(inputs._replace(key=key, value=value), layout.shared[at]).transpose(1, 2).contiguous()
+
+
+def hidden_pairs(layout: PackLayout, window: int | None) -> Tensor:
+    """True where a query of the pack must not see a key of the row of all keys; ``[N, K]`` bool, on the CPU."""
+    seen = key_index(layout)
+    queries = layout.pieces[-1].last
+    hidden = torch.ones(queries, int(seen[-1][-1]) + 1, dtype=torch.bool)
+    for piece, keys in zip(layout.pieces, seen, strict=True):
+        length = piece.last - piece.first
+        hidden[piece.first : piece.last, keys] = _hidden(length, len(keys) - length, len(keys), window)
+    return hidden
+
+
+def _hidden(rows: int, past: int, width: int, window: int | None, device: torch.device | None = None) -> Tensor:
+    distance = torch.arange(rows, device=device).unsqueeze(-1) + past - torch.arange(width, device=device)
+    return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
 def _blocks(
@@ -312,10 +358,7 @@ def block_mask(
     rows: int, past: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``."""
-    distance = torch.arange(rows, device=device).unsqueeze(-1) + past - torch.arange(width, device=device)
-    hidden = distance < 0
-    if window is not None:
-        hidden |= distance >= window
+    hidden = _hidden(rows, past, width, window, device)
     return torch.zeros(rows, width, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_not_a_name, check_range
+from torchrl_llm_kl._numerics import check_not_a_name, check_range, send
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import find_head, position_limit, send, text_config, vocab_size
+from torchrl_llm_kl.scoring._model import find_head, position_limit, text_config, vocab_size
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
 from torchrl_llm_kl.scoring._request import ScoreRequest
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import widen
+from torchrl_llm_kl._numerics import send, widen
 from torchrl_llm_kl.head import dropped
 from torchrl_llm_kl.scoring._model import (
     Setup,
@@ -18,7 +18,6 @@ from torchrl_llm_kl.scoring._model import (
     has_window,
     locked,
     read_output,
-    send,
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._private import STATEFUL
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving
-from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, send, text_config
+from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing
 from torchrl_llm_kl.scoring._scores import States, head_states
@@ -198,12 +199,14 @@ def _cache_type() -> type[DynamicCache]:
             self._check()
             return super().update_conv_state(*args, **options)
 
-        def update_recurrent_state(self, states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
+        def update_recurrent_state(
+            self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+        ) -> Tensor:
             self._check()
-            held = self.layers[layer_idx].recurrent_states
+            held = cast(Any, self.layers[layer_idx]).recurrent_states
             if held[state_idx] is not None:
-                held[state_idx] = torch.empty_like(states)  # to be written
-            return super().update_recurrent_state(states, layer_idx, state_idx, **options)
+                held[state_idx] = torch.empty_like(recurrent_states)  # to be written
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **options)
 
         def _check(self) -> None:
             """Raise an error inside a checkpoint, which would advance the state once more in the backward."""

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.scoring._attention import Inputs, PackLayout, attend_block, block_mask, key_index
-from torchrl_llm_kl.scoring._model import Setup, frequency_switches, send
+from torchrl_llm_kl.scoring._model import Setup, frequency_switches
 from torchrl_llm_kl.scoring._wrapping import Ranks
 
 #: Tokens of each forward by default: measured, 128 take a tenth more for answers of 64 tokens, and 512 mean more padding.

@@ -137,13 +137,6 @@ def read_output(output: object, name: Literal["logits", "last_hidden_state"]) ->
     return found
 
 
-def send(data: Tensor, device: torch.device) -> Tensor:
-    """Asynchronous host-to-device copy; a tensor that is on a device already is moved if it is on another one."""
-    if data.device.type != "cpu" or device.type == "cpu":
-        return data.to(device)
-    return data.pin_memory().to(device, non_blocking=True)
-
-
 # ---------------------------------------------------------------------- PEFT adapters
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
@@ -31,7 +31,6 @@ from torchrl_llm_kl.scoring._model import (
     drops_layers,
     frequency_switches,
     read_output,
-    send,
     shards_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_finite, check_is_mask
+from torchrl_llm_kl._numerics import check_finite, check_is_mask, to_host
 from torchrl_llm_kl.head import Kept
-from torchrl_llm_kl.ragged import Ragged, Rows
+from torchrl_llm_kl.ragged import Dense, Ragged, Rows
 from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
 
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
@@ -44,6 +44,8 @@ def read_sequences(
     sequences: Sequences, mask: TokenMask | None, attention_mask: Tensor | None
 ) -> tuple[Ragged, Tensor | None]:
     """Convert token ids of any accepted form, and the mask of those to score, to their flat form.
+
+    Padded ids of an accelerator are read on the host, where their mask stays.
 
     Raises:
         TypeError: if ``sequences`` is none of the forms.
@@ -82,6 +84,12 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
         raise ValueError(f"token ids of shape {shape} may be padded: pass attention_mask=, or a list of rows.")
     if attention_mask.shape != ids.shape:
         raise ValueError(f"attention_mask: expected shape {shape} of the token ids, got {tuple(attention_mask.shape)}.")
+    if ids.device.type != "cpu":
+        dense = [mask] if isinstance(mask, Tensor) else []
+        host, attention_mask, *dense = to_host(ids, attention_mask, *dense)
+        tokens, mask = _read_padded(host, dense[0] if dense else mask, attention_mask)
+        container = Dense(ids.shape[:-1], ids.shape[-1], ids.device)
+        return Ragged.on_device_of(tokens, ids.reshape(-1), container), mask
     if bool(((attention_mask != 0) & (attention_mask != 1)).any()):
         raise ValueError("attention_mask must hold 1 at tokens and 0 at padding, found other numbers.")
     real = attention_mask.to(ids.device).bool()
@@ -101,7 +109,7 @@ def _read_padded(ids: Tensor, mask: TokenMask | None, attention_mask: Tensor | N
 
 def _mask_of_rows(mask: Sequence[Tensor | Sequence[bool]], tokens: Ragged) -> Tensor:
     flat = Ragged.from_list([_row(i, row, torch.bool) for i, row in enumerate(mask)])
-    found, expected = flat.lengths.tolist(), tokens.lengths.tolist()
+    found, expected = flat.sizes, tokens.sizes
     if found != expected:
         raise ValueError(f"the mask must have one bool for each token, rows of {expected}, got rows of {found}.")
     return flat.values
@@ -273,8 +281,9 @@ class ScoreRequest:
             raise ValueError(
                 f"token ids must be a flat integer tensor, got shape {tuple(values.shape)}, {values.dtype}."
             )
-        keep = None if layout.keep is None else layout.keep.cpu()
-        tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
+        host, *masks = layout.to_host(*([] if flat is None else [flat]))
+        tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
+        flat = masks[0] if masks else None
         scored = tokens.positions > 0 if flat is None else _checked_mask(tokens, flat)
         experts = (None if record is None else flat_record(record, tokens) for record in (routing, ref_routing))
         kept = None if kept is None else check_kept(kept, tokens, scored)
@@ -519,7 +528,6 @@ def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     values = tokens.values
     if mask.shape != values.shape:
         raise ValueError(f"the mask needs one entry for each token, {tuple(values.shape)}, got {tuple(mask.shape)}.")
-    mask = mask.cpu()
     first = (mask & (tokens.positions == 0)).nonzero()
     if first.numel():
         raise ValueError(

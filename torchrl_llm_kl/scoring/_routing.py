@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import is_dtensor
+from torchrl_llm_kl._numerics import is_dtensor, send
 from torchrl_llm_kl._private import CHECKPOINTS, DEEPSPEED_GROUPS, compiled_call
 from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
-from torchrl_llm_kl.scoring._model import locked, send, text_config
+from torchrl_llm_kl.scoring._model import locked, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._wrapping import Ranks, is_fsdp2, unwrapped
 

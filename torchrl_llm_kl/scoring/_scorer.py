@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_not_a_name, check_range
+from torchrl_llm_kl._numerics import check_not_a_name, check_range, to_host
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
@@ -21,7 +21,6 @@ from torchrl_llm_kl.scoring._model import (
     Route,
     Setup,
     check_has_adapters,
-    compiled_call,
     frequency_switches,
     is_offloaded,
     is_on_meta,
@@ -205,6 +204,8 @@ class LogProbScorer(Scorer):
                 device, budget = tokens.values.device, self.tokens_per_batch or 8192
                 elements, log_probs = score_wrapper(self._wrapper, request, device, budget, options.grad)
                 columns = {"log_prob": log_probs}
+            if tokens.values.device.type == "cpu" and not options.grad:
+                columns = dict(zip(columns, to_host(*columns.values()), strict=True))
             with ranks.together():
                 request.check_finite(elements, columns["log_prob"])
             self._warn_outside(columns.pop("added", None), options.sampling)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_llm_kl._numerics import is_dtensor, widen
+from torchrl_llm_kl._numerics import is_dtensor, send, widen
 from torchrl_llm_kl.head import (
     WHOLE,
     HeadOptions,
@@ -86,11 +86,12 @@ class Scores(NamedTuple):
             >>> Scores.spread(tokens, torch.tensor([1, 2]), torch.tensor([-0.5, -1.5])).log_prob.to_list()
             [tensor([ 0.0000, -0.5000, -1.5000])]
         """
+        index = send(elements, log_prob.device)
 
         def place(values: Tensor) -> Ragged:
             out = values.new_zeros((sequences.values.shape[0], *values.shape[1:]))
             if elements.numel() or values.requires_grad:  # a rank without tokens takes part in the backward
-                out = out.index_copy(0, elements.to(out.device), values)
+                out = out.index_copy_(0, index.to(out.device), values)
             return sequences.like(out.to(sequences.values.device))
 
         placed = {name: place(x) for name, x in others.items() if x is not None}

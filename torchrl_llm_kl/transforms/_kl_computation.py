@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import wide_dtype
-from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, read_ragged, same_rows
+from torchrl_llm_kl._numerics import finite_total, send, wide_dtype
+from torchrl_llm_kl.ragged import PaddingSide, Ragged, check_padding_side, on_host, read_ragged, same_rows
 from torchrl_llm_kl.rollouts import (
     ATTENTION_MASK,
     TOKENS_FULL,
@@ -141,27 +142,33 @@ class KLComputation(KLPenalty):
 
     def outputs(self, td: TensorDictBase, next_td: TensorDictBase) -> dict[NestedKey, Ragged]:
         """Read the log-probs, or the exact KL, and charge the KL to the reward."""
-        attention = read_ragged(td, ATTENTION_MASK)
-        gen = _read(td, next_td, self.gen_log_probs_full_key, attention)
-        if self.estimator == "exact":
-            exact = _read(td, next_td, self.exact_kl_key, attention)
-            if exact is None:
-                self._missing(td, next_td, self.exact_kl_key)
+        exact = self.estimator == "exact"
+        keys = [self.gen_log_probs_full_key, self.exact_kl_key if exact else self.ref_log_probs_full_key]
+        keys += [] if self.old_log_probs_key is None else [self.old_log_probs_key]
+        found = [read_result(td, next_td, key) for key in keys]
+        # Masks and prompts come to the host with the answer whether all numbers are finite.
+        total = finite_total(*_used(found[1:] if exact else found, read_ragged(td, ATTENTION_MASK)))
+        host, total = on_host(td, _DEFAULTS.token_keys, total)
+        finite, attention = math.isfinite(total), read_ragged(host, ATTENTION_MASK)
+        gen, other, *old = (None if x is None else _without_padding(x, attention) for x in found)
+        for i, key in enumerate(keys):
+            if found[i] is None and (i > 0 or not exact):
+                self._missing(td, next_td, key)
+        assert other is not None
+        if exact:
             if gen is not None:
-                gen, exact = check_pair(gen, exact, "exact_kl", padding_side=self.padding_side, advice=_OTHER_TOKENS)
-            kl = self.checked_exact(exact, exact if gen is None else gen)
+                gen, other = check_pair(gen, other, "exact_kl", padding_side=self.padding_side, advice=_OTHER_TOKENS)
+            kl = self.checked_exact(other, other if gen is None else gen, finite=finite)
         else:
-            ref = _read(td, next_td, self.ref_log_probs_full_key, attention)
-            if gen is None or ref is None:
-                self._missing(td, next_td, self.gen_log_probs_full_key if gen is None else self.ref_log_probs_full_key)
-            gen, ref = check_pair(gen, ref, padding_side=self.padding_side)
+            assert gen is not None
+            gen, other = check_pair(gen, other, padding_side=self.padding_side)
             read = [
                 ("the log-prob of the policy", self.gen_log_probs_full_key, gen),
-                ("the log-prob of the reference", self.ref_log_probs_full_key, ref),
+                ("the log-prob of the reference", self.ref_log_probs_full_key, other),
             ]
-            kl = self.estimate(gen, ref, self.read_old(td, next_td, gen), read)
+            kl = self.estimate(gen, other, self._matching(gen, old[0]) if old else None, None if finite else read)
         # The assistant's tokens only matter for placing an outcome.
-        return self.charged(next_td, kl, _response(td, kl) if self.add_to_reward else None)
+        return self.charged(next_td, kl, _response(host, kl) if self.add_to_reward else None)
 
     def charged(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None) -> dict[NestedKey, Ragged]:
         """The entries to write for a KL; see :meth:`KLPenalty.penalised`."""
@@ -170,31 +177,35 @@ class KLComputation(KLPenalty):
         coeff: Any = self.coeff
         outputs = {self.kl_key: kl, self.reward_key: self.penalised(next_td, kl, mask, coeff)}
         if self.charged_key is not None:
-            outputs[self.charged_key] = kl.like(coeff().to(kl.values.device) * kl.values)
+            outputs[self.charged_key] = kl.like(send(coeff(), kl.values.device) * kl.values)
         return outputs
 
     def read_old(self, td: TensorDictBase, next_td: TensorDictBase, gen: Ragged) -> Ragged | None:
         """Log-probs at sampling time, in the layout of ``gen``; None without a key."""
         if self.old_log_probs_key is None:
             return None
-        old = _read(td, next_td, self.old_log_probs_key, read_ragged(td, ATTENTION_MASK))
+        old = read_result(td, next_td, self.old_log_probs_key)
         if old is None:
             self._missing(td, next_td, self.old_log_probs_key)
+        return self._matching(gen, _without_padding(old, read_ragged(td, ATTENTION_MASK)))
+
+    def _matching(self, gen: Ragged, old: Ragged) -> Ragged:
         return match(gen, old, repr(self.old_log_probs_key), padding_side=self.padding_side)
 
-    def estimate(self, gen: Ragged, ref: Ragged, old: Ragged | None, read: Sequence[_Entry] = ()) -> Ragged:
+    def estimate(self, gen: Ragged, ref: Ragged, old: Ragged | None, read: Sequence[_Entry] | None = ()) -> Ragged:
         """The KL of matching log-probs of the policy, the reference and, if given, the policy at sampling time.
 
-        ``read`` lists those that come from the data, which may hold NaN; a scorer returns none.
+        ``read`` lists those that come from the data, which may hold NaN; a scorer returns none. None: all are finite.
         """
-        if old is not None:
+        if old is not None and read is not None:
             read = [*read, ("the log-prob of the policy at sampling time", self.old_log_probs_key, old)]
         scored = where_scored(read, LOG_PROB_ADVICE) if read else None
         return gen.like(self.kl(gen.values, ref.values, gen.values.detach() if old is None else old.values, scored))
 
-    def checked_exact(self, exact: Ragged, like: Ragged) -> Ragged:
-        """A copy of the exact KL, in float32 or wider, in the layout of ``like``."""
-        scored = where_scored([("the exact KL", self.exact_kl_key, exact)], _EXACT_KL_ADVICE)
+    def checked_exact(self, exact: Ragged, like: Ragged, *, finite: bool = False) -> Ragged:
+        """A copy of the exact KL, in float32 or wider, in the layout of ``like``; ``finite`` if that is known of it."""
+        entries: list[_Entry] = [("the exact KL", self.exact_kl_key, exact)]
+        scored = None if finite else where_scored(entries, _EXACT_KL_ADVICE)
         values = exact.values.to(wide_dtype(exact.values.dtype), copy=True)
         return like.like(values if scored is None else torch.where(scored, values, 0))
 
@@ -211,22 +222,29 @@ class KLComputation(KLPenalty):
         )
 
 
-def _read(td: TensorDictBase, next_td: TensorDictBase, key: NestedKey, attention: Ragged | None) -> Ragged | None:
-    """An entry of the step's result, else of the step, without its padding; ``[N]``."""
-    value = read_result(td, next_td, key)
-    if value is None or attention is None or not same_rows(attention.container, value.container):
+def _without_padding(value: Ragged, attention: Ragged | None) -> Ragged:
+    """Values of all slots without those of padding; ``[N]``."""
+    if attention is None or not same_rows(attention.container, value.container):
         return value
     return Ragged.from_slots(value.slots(), value.container, attention.slots().bool())
 
 
+def _used(entries: Sequence[Ragged | None], attention: Ragged | None) -> Iterator[Tensor]:
+    """The values of entries, 0 at padding."""
+    for value in entries:
+        if value is not None and attention is not None and same_rows(attention.container, value.container):
+            yield torch.where(attention.slots().bool(), value.slots().detach(), 0)
+        elif value is not None:
+            yield value.values.detach()
+
+
 def _response(td: TensorDictBase, kl: Ragged) -> Tensor | None:
-    """The assistant's tokens; ``[N]``, or None if the data does not hold these tokens."""
+    """The assistant's tokens by the masks on the host; ``[N]``, or None if the data does not hold these tokens."""
     tokens = read_ragged(td, TOKENS_FULL)
     if tokens is None:
         return None
     if same_rows(tokens.container, kl.container):
-        return assistant_mask(td, Ragged.from_slots(tokens.slots(), kl.container, kl.keep), _DEFAULTS)
+        return assistant_mask(td, Ragged.from_slots(tokens.slots(), tokens.container, kl.host_keep), _DEFAULTS)
     tokens = read_ragged(td, TOKENS_FULL, ATTENTION_MASK)  # the KL may lack their padding
     assert tokens is not None
-    same = tokens.num_sequences == kl.num_sequences and torch.equal(tokens.lengths, kl.lengths)
-    return assistant_mask(td, tokens, _DEFAULTS) if same else None
+    return assistant_mask(td, tokens, _DEFAULTS) if tokens.sizes == kl.sizes else None

@@ -224,7 +224,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
         reward_key, kl_key, ref_key = self.out_keys
         outputs = {key: x.like(x.values.unsqueeze(-1)) for key, x in ((kl_key, kl), (ref_key, ref))}
         if self.add_to_reward:
-            outputs[reward_key] = self.penalised(next_td, kl, located.mask, self.coef)
+            outputs[reward_key] = self.penalised(next_td, kl, located.host_mask, self.coef)
         return outputs
 
     @property
@@ -235,7 +235,7 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
         """What is scored: over the tokens that the policy's sampler recorded, if the reference is compared over these."""
         if not over_kept(self.options):
-            return Job(located, ScoreRequest.of(located.tokens, located.mask))
+            return Job(located, ScoreRequest.of(located.tokens, located.host_mask))
         job = super().job(td, next_td, located)
         if job.request.kept is None:
             raise MissingEntryError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl.data import Composite
 from torchrl.envs import DeviceCastTransform, DTypeCastTransform, RewardScaling, Transform
 
-from torchrl_llm_kl._numerics import all_finite, check_choice, check_finite
+from torchrl_llm_kl._numerics import all_finite, check_choice, check_finite, send
 from torchrl_llm_kl.estimators import EstimatorName, as_coefficient, get_estimator
 from torchrl_llm_kl.ragged import Dense, PaddingSide, Ragged, read_column, same_rows
 from torchrl_llm_kl.rollouts import RewardPlacement, token_reward
@@ -62,15 +62,14 @@ class KLPenalty(StepTransform):
         Log-probs that are not scored never enter the estimator.
         """
         assert not isinstance(self.estimator, str)
-        if scored is None or bool(scored.all()):
+        if scored is None:
             return self.estimator(gen, ref, old)
-        values = self.estimator(gen[scored], ref[scored], old[scored])
-        return values.new_zeros(scored.shape).index_put((scored,), values)
+        return torch.where(scored, self.estimator(*(torch.where(scored, x, 0) for x in (gen, ref, old))), 0)
 
     def penalised(self, next_td: TensorDictBase, kl: Ragged, mask: Tensor | None, coefficient: Any) -> Ragged:
         """``reward - coefficient * KL`` per token, ``[N, 1]``; a missing reward is 0; ``mask`` places an outcome."""
         placed = token_reward(read_column(next_td, self.reward_key), kl, mask, self.reward_placement)
-        weight = coefficient().to(kl.values.device)
+        weight = send(coefficient(), kl.values.device)
         return kl.like(torch.addcmul(placed.values, weight, kl.values.unsqueeze(-1), value=-1))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -141,12 +140,11 @@ def match(gen: Ragged, other: Ragged, name: str, *, padding_side: PaddingSide, a
         other = Ragged.from_slots(other.slots(), b, gen.keep)
     if same_widths and gen.keep is other.keep:
         return other
-    if bool((gen.lengths != other.lengths).any()):
+    if gen.sizes != other.sizes:
         # A mask that fits only one of the two means that the widths differ.
         padded = both_padded and not same_widths
-        ours, theirs = (a.row_lengths, b.row_lengths) if padded else (gen.lengths, other.lengths)
-        i = int((ours != theirs).nonzero()[0])
-        m, n = int(ours[i]), int(theirs[i])
+        ours, theirs = (a.row_sizes, b.row_sizes) if padded else (gen.sizes, other.sizes)
+        i, (m, n) = next((i, pair) for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
         raise ValueError(
             f"Sample {i} has different shapes: gen_log_probs[{i}].shape={torch.Size([m])}, {name}[{i}].shape="
             f"{torch.Size([n])}. From position {min(m, n)} on, {advice}."
@@ -158,11 +156,10 @@ def _without_padding(a: Ragged, b: Ragged, side: PaddingSide) -> Ragged:
     """Drop the padding of ``a`` if it is padded and ``b`` holds rows of their own lengths."""
     if not isinstance(a.container, Dense) or isinstance(b.container, Dense) or a.keep is not None:
         return a
-    widths = b.container.row_lengths
-    if bool((widths > a.container.width).any()):
+    widths = b.container.row_sizes
+    if max(widths) > a.container.width:
         return a
-    position = torch.arange(a.container.width, device=a.values.device)
-    limit = widths.unsqueeze(-1)
+    position, limit = torch.arange(a.container.width), torch.tensor(widths).unsqueeze(-1)
     keep = position < limit if side == "right" else position >= a.container.width - limit
     return Ragged.from_slots(a.slots(), a.container, keep.reshape(-1))
 

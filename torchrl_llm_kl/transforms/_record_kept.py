@@ -69,7 +69,7 @@ class RecordKept:
             ValueError: if a generated token is not among those that were kept for it: another ``generate`` ran since.
         """
         located = locate(td)
-        tokens, mask = located.tokens, located.mask.cpu()
+        tokens, mask = located.tokens, located.host_mask
         rows, batch = tokens.sequence_ids.cpu()[mask], len(self.steps[0][1]) if self.steps else 0
         if batch != tokens.num_sequences:
             raise ValueError(

@@ -303,7 +303,7 @@ class RetrieveKL(StepMixin, Compose, metaclass=RayVariant):
                 ref_log_prob, outputs = ref_scores.log_prob, ref.written(td, located, ref_scores)
             penalty = kl.estimate(scores.log_prob, ref_log_prob, kl.read_old(td, next_td, scores.log_prob))
         outputs |= {gen.log_probs_full_key: scores.log_prob, ref.log_probs_full_key: ref_log_prob}
-        return outputs | kl.charged(next_td, penalty, located.mask) | gen.written(td, located, scores)
+        return outputs | kl.charged(next_td, penalty, located.host_mask) | gen.written(td, located, scores)
 
     def _check_side_by_side(self) -> None:
         """Raise a ValueError for what one pass over both models cannot do."""

@@ -206,7 +206,7 @@ class ScoringTransform(StepTransform):
         if isinstance(placed, InContext) and (kept := given.get("kept")) is not None:
             given["kept"] = _moved(kept, placed.origin.mask, placed.mask)
         with self.scorer.together():
-            return Job(placed, ScoreRequest.of(placed.tokens, placed.mask, **given))
+            return Job(placed, ScoreRequest.of(placed.tokens, placed.host_mask, **given))
 
 
 class Job(NamedTuple):
