@@ -51,10 +51,11 @@ class _Connection:
     def check_not_forked(self) -> None:
         """This process is not."""
 
-    def handle(self, replica: int) -> Any:
-        return SimpleNamespace(call=SimpleNamespace(remote=self._answer))
+    @property
+    def handles(self) -> list[Any]:
+        return [SimpleNamespace(score=SimpleNamespace(remote=self._answer))] * self._count
 
-    def _answer(self, method: str, packed: bytes, timeout: float) -> Any:
+    def _answer(self, packed: bytes) -> Any:
         start = time.perf_counter()
         scored = int(Request.unpack(packed).scored.mask.sum())
         answer = Reply({"log_prob": torch.zeros(scored)}, 0).pack()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 #: Version of the format, and of the fields of requests and replies. A change that the other side would misread gets the next.
-PROTOCOL = 6
+PROTOCOL = 7
 #: Characters of a name.
 MAX_TEXT = 256
 #: Dimensions of an array.

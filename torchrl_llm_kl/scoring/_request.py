@@ -503,11 +503,10 @@ def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     if mask.shape != values.shape:
         raise ValueError(f"the mask needs one entry for each token, {tuple(values.shape)}, got {tuple(mask.shape)}.")
     mask = mask.cpu()
-    first = (mask & (tokens.positions == 0)).nonzero()
-    if first.numel():
-        raise ValueError(
-            f"the mask selects the first token of sequence {int(tokens.sequence_ids[first[0]])}: set the mask to False."
-        )
+    first = tokens.offsets[:-1][tokens.lengths > 0]
+    if bool(mask[first].any()):
+        row = int(tokens.sequence_ids[first[mask[first]][0]])
+        raise ValueError(f"the mask selects the first token of sequence {row}: set the mask to False.")
     return mask
 
 

@@ -29,6 +29,8 @@ from torchrl_llm_kl.scoring import (
 
 #: The most tokens of ``top_k``.
 MAX_TOP_K = 1024
+#: The most seconds of a timeout: no limit.
+MAX_TIMEOUT = 1e9
 #: What a request can ask for and a reply holds.
 ANSWERED = FEATURES - {"grad", "reference", "ref_routing", "return_kept", "record_routing"}
 # Scores of a reply: numpy's letter of their dtypes.
@@ -55,6 +57,7 @@ class Request:
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
     suspect: bool = False  # whether a process died while it held it: it shares no batch with others
     half: bool = False  # whether log-probs of the top k return in float16
+    timeout: float = MAX_TIMEOUT  # seconds until nobody waits for the answer
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +90,7 @@ class Request:
             "newest": self.newest,
             "suspect": self.suspect,
             "half": self.half,
+            "timeout": self.timeout,
         }
         return pack(REQUEST, head, self.scored.to_arrays())
 
@@ -99,6 +103,9 @@ class Request:
         rest |= {name: head.flag(name) for name in ("half", "suspect")}
         if version is not None and not is_whole(version):
             raise head.wrong("version", version, "a whole number or null")
+        timeout = rest["timeout"] = head.take("timeout")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout <= MAX_TIMEOUT:
+            raise head.wrong("timeout", timeout, f"a number of seconds from 0 to {MAX_TIMEOUT:g}")
         head.end()
         known = [name for name in ScoreRequest.optional() if isinstance(recorded, list) and name in recorded]
         if recorded != known:

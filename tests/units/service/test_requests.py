@@ -72,13 +72,16 @@ class Replicas(Connection):
         answer.arrived.set_result(self.table())
         return answer
 
-    def handle(self, replica):
-        self.connect()
-        return SimpleNamespace(call=SimpleNamespace(remote=lambda *call: self.send(replica, *call)))
+    @property
+    def handles(self):
+        return [self.handle(replica) for replica in range(self.spec.num_replicas)]
 
-    def send(self, replica, method, packed, left):
-        assert (method, left > 0) == ("score", True)
+    def handle(self, replica):
+        return SimpleNamespace(score=SimpleNamespace(remote=lambda packed: self.send(replica, packed)))
+
+    def send(self, replica, packed):
         answer = Reference(replica, Request.unpack(packed))
+        assert answer.request.timeout > 0
         self.sent.append(answer)
         fate = self.fates[replica].pop(0) if self.fates.get(replica) else ""
         if isinstance(fate, ray.exceptions.RayError):

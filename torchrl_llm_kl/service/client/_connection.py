@@ -220,10 +220,11 @@ class Connection:
         states = self.table()["states"]
         return states[replica] == FAILED or (states[replica] == SILENT and len(states) > 1)
 
-    def handle(self, replica: int) -> Any:
-        """The actor of a replica."""
-        self.connect()
-        return self._table[1]["replicas"][replica]
+    @property
+    def handles(self) -> list[Any]:
+        """The actors of the replicas."""
+        found: list[Any] = self._table[1]["replicas"]
+        return found
 
     def lose(self, replica: int) -> None:
         """Avoid a replica whose call failed until the controller says that it is ready."""
@@ -283,8 +284,9 @@ class Connection:
         """
         import ray
 
+        self.connect()
         name, end = self.spec.replica_name, time.monotonic() + timeout
-        asked = {self.handle(i).call.remote(method, *args): i for i in replicas}
+        asked = {self.handles[i].call.remote(method, *args): i for i in replicas}
         found: dict[int, Any] = {}
         last: dict[int, Exception] = {}
         missing = set(replicas if needed is None else needed)
@@ -299,7 +301,7 @@ class Connection:
                 if isinstance(answer, failures()) and not give_up:
                     last[i] = answer
                     time.sleep(_FIRST_PAUSE)
-                    asked[self.handle(i).call.remote(method, *args)] = i
+                    asked[self.handles[i].call.remote(method, *args)] = i
                     continue
                 found[i] = answer
                 if wait is not None and not isinstance(answer, Exception):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service._wire import MAX_TIMEOUT, Reply, Request
 from torchrl_llm_kl.service.client._connection import Connection, Patience, failures
 from torchrl_llm_kl.service.client._router import Router
 
@@ -104,7 +104,7 @@ class Exchange:
     def _send(self) -> None:
         """Request all missing replies at once."""
         self._error, self._sent = None, {}
-        usable = self._connection.usable()
+        usable, handles = self._connection.usable(), self._connection.handles
         for i in [i for i, part in enumerate(self.parts) if i not in self._replies and part.replica not in usable]:
             self.parts[i], *others = self.parts[i].divided(self._router, usable)
             self.parts += others
@@ -114,8 +114,8 @@ class Exchange:
             # Slightly less than the remaining time: the replica must report a full queue before the client times out.
             left = self._patience.left
             left = max(left - 0.5, 0.8 * left)
-            packed = replace(part.request, newest=self._connection.newest).pack()
-            self._sent[self._connection.handle(part.replica).call.remote("score", packed, left)] = i
+            request = replace(part.request, newest=self._connection.newest, timeout=min(left, MAX_TIMEOUT))
+            self._sent[handles[part.replica].score.remote(request.pack())] = i
 
     def _collect(self) -> None:
         """Wait for the answers; store replies and the last failure of a replica, and raise the error of a request."""
@@ -149,15 +149,15 @@ class Exchange:
                 break
             else:
                 break
-        if isinstance(found, failures()):
+        if not isinstance(found, Exception):
+            self._replies[i] = Reply.unpack(found)
+        elif isinstance(found, failures()):
             self._connection.lose(part.replica)
             self._error = found
         elif isinstance(found, (ServiceBusy, ServiceTimeout)):
             self._error = found  # dropped there, while this caller's timeout began again
-        elif isinstance(found, Exception):
-            raise found
         else:
-            self._replies[i] = Reply.unpack(found)
+            raise found
 
     async def arrival(self) -> None:
         """Wait until every request that was sent has an answer or failed, or may have to be sent elsewhere.

@@ -17,7 +17,6 @@ import torch
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
-    DEFAULT_MEMORY,
     Changes,
     ScoreOptions,
     Scorer,
@@ -197,7 +196,7 @@ class RemoteScorer(Scorer):
     ) -> Scores:
         """See :meth:`Scorer.run`."""
         self.check(self.options if options is None else options, request, reference=reference)
-        return self.begin(request, options)()
+        return self._begun(request, options)()
 
     async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **changes: Unpack[Changes]) -> Ragged:
         """:meth:`score` without blocking an event loop; see :meth:`arun`."""
@@ -224,10 +223,14 @@ class RemoteScorer(Scorer):
 
     def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Pending:
         """Send the requests; the result is a function that waits for the scores of :meth:`run`."""
+        self.check(self.options if options is None else options, request)
+        return self._begun(request, options)
+
+    def _begun(self, request: ScoreRequest, options: ScoreOptions | None) -> Pending:
         self.model.connection.check_not_forked()  # before any tensor: torch's own threads do not survive a fork either
         options = self.options if options is None else options
-        self.check(options, request)
-        options = options.but(remember=options.remember and options.memory > 0, memory=DEFAULT_MEMORY)
+        if options.remember and not options.memory:
+            options = options.but(remember=False)
         caller = f"{_PROCESS}-{os.getpid()}/{threading.get_ident()}"
         whole = Request(request, options, self.model.version, caller, half=self.model.top_k_dtype == torch.float16)
         exchange = Exchange(self.model.connection, self.model.router, Part(whole), timeout=self.model.timeout)

@@ -68,10 +68,13 @@ class ScoringCore:
         return [answer for request in requests for answer in self._score_alike([request])]
 
     def _score_together(self, requests: Sequence[Request]) -> list[Reply]:
-        options, whole = requests[0].options, ScoreRequest.concat([request.scored for request in requests])
+        options, scored = requests[0].options, [request.scored for request in requests]
+        whole = scored[0] if len(scored) == 1 else ScoreRequest.concat(scored)
         check_offers(self.engine, options, whole)
         reply = Reply.of(self.engine.run(whole, options), whole.mask, *self.held)
         reply.check_answers(replace(requests[0], scored=whole))
+        if len(requests) == 1:
+            return [reply]
         counts = [int(request.scored.mask.sum()) for request in requests]
         parts = zip(*(values.split(counts) for values in reply.columns.values()), strict=True)
         return [replace(reply, columns=dict(zip(reply.columns, part, strict=True))) for part in parts]

@@ -68,6 +68,7 @@ class Server:
         engine = self._core.engine
         self._fingerprint = _fingerprint(engine, spec.name)
         self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
+        self._records: list[BatchRecord] = []  # of the last second: telling Ray of each would delay its answers
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
         queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait")}
         self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
@@ -81,9 +82,9 @@ class Server:
 
     # ------------------------------------------------------------------ scores
 
-    async def score(self, packed: bytes, timeout: float) -> bytes:
-        """A packed reply, within ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
+    async def score(self, packed: bytes) -> bytes:
+        """A packed reply, within the timeout of the request."""
+        arrived = time.monotonic()
         self._inside += 1
         try:
             self._check_life()
@@ -95,8 +96,8 @@ class Server:
             request = Request.unpack(packed)
             if self._refused and request.digest() in self._refused:
                 raise PoisonedRequest("replicas died of this request before: it is not tried again.")
-            await self._catch_up(request, timeout)
-            left = max(deadline - time.monotonic(), 0.0)
+            await self._catch_up(request, request.timeout)
+            left = max(arrived + request.timeout - time.monotonic(), 0.0)
             reply = await self._batcher.submit(request, timeout=left, trial=self._trial(request))
             return reply.pack(half=request.half)
         finally:
@@ -138,7 +139,7 @@ class Server:
 
     def _record(self, record: BatchRecord) -> None:
         self._stats.add(record)
-        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
+        self._records.append(record)
 
     # ------------------------------------------------------------------ the end of the process
 
@@ -277,6 +278,8 @@ class Server:
         """Take the controller's news; what it must know: the weights that were loaded, and whether pushes replaced them."""
         self._clients = int(news.get("clients", self._clients))
         self._refused = frozenset(news.get("refused", self._refused))
+        self._metrics.update(self._records, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
+        self._records = []
         return {"fingerprint": self._fingerprint, "replaced": self._pushes.whole}
 
     async def interface(self) -> tuple[ModelInterface, bool]:
