@@ -261,7 +261,7 @@ class ScoreRequest:
             )
         keep = None if layout.keep is None else layout.keep.cpu()
         tokens = Ragged(values.detach().cpu().long(), layout.lengths.cpu(), layout.container, keep)
-        scored = tokens.positions > 0 if flat is None else _checked_mask(tokens, flat)
+        scored = _all_but_first(tokens) if flat is None else _checked_mask(tokens, flat)
         experts = (None if record is None else flat_record(record, tokens) for record in (routing, ref_routing))
         kept = None if kept is None else check_kept(kept, tokens, scored)
         top_ids = None if top_ids is None else _checked_top_ids(top_ids, tokens)
@@ -497,13 +497,22 @@ def _checked_top_ids(top_ids: Tensor, tokens: Ragged) -> Tensor:
     return top_ids.detach().cpu().long()
 
 
+def _first_tokens(tokens: Ragged) -> Tensor:
+    """Flat indices of the first token of each sequence that has one."""
+    return tokens.offsets[:-1][tokens.lengths > 0]
+
+
+def _all_but_first(tokens: Ragged) -> Tensor:
+    return torch.ones_like(tokens.values, dtype=torch.bool).index_fill_(0, _first_tokens(tokens), False)
+
+
 def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     check_is_mask(mask=mask)
     values = tokens.values
     if mask.shape != values.shape:
         raise ValueError(f"the mask needs one entry for each token, {tuple(values.shape)}, got {tuple(mask.shape)}.")
     mask = mask.cpu()
-    first = tokens.offsets[:-1][tokens.lengths > 0]
+    first = _first_tokens(tokens)
     if bool(mask[first].any()):
         row = int(tokens.sequence_ids[first[mask[first]][0]])
         raise ValueError(f"the mask selects the first token of sequence {row}: set the mask to False.")
