@@ -42,7 +42,7 @@ class Connection:
     """
 
     def __init__(self, spec: ServiceSpec, make: Callable[[], Any] | None = None) -> None:
-        self.spec, self._make = spec, make  # a factory that only the process which passed it has
+        self.spec, self.make = spec, make  # a factory that only the process which passed it has
         self._lock = threading.RLock()
         self._controller: Any = None
         self._session = self._place = self._closed = ""
@@ -83,7 +83,7 @@ class Connection:
             place = f"{context.gcs_address} {context.get_node_id()}"
             if self._place not in ("", place):  # another cluster: the service is made again there
                 self.newest, self._weights, self.spec = 0, "", replace(self.spec, id="")
-                new = self.spec.factory is not None or self._make is not None
+                new = self.spec.factory is not None or self.make is not None
             self.spec = replace(self.spec, address=context.gcs_address)
             self._enter(new=new, timeout=timeout)
             self._place, self._session, self._pid = place, _session(), os.getpid()
@@ -131,10 +131,10 @@ class Connection:
 
     def _hand_in(self) -> None:
         """Give the controller the factory that is not part of the spec, so that replicas can start from it."""
-        if self._make is not None:
+        if self.make is not None:
             import ray
 
-            ray.get(self._controller.deposit.remote(ray.cloudpickle.dumps(self._make)), timeout=600.0)
+            ray.get(self._controller.deposit.remote(ray.cloudpickle.dumps(self.make)), timeout=600.0)
 
     def close(self, why: str) -> None:
         """Stop using the service; later calls raise :class:`ServiceClosedError` with this text."""

@@ -103,8 +103,14 @@ class RemoteModel:
         return {"spec": replace(self.spec, factory=None), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update({name: value for name, value in state.items() if name != "spec"})
-        self._connect(state["spec"])
+        self.__dict__.update({name: value for name, value in state.items() if name not in ("spec", "make")})
+        self._connect(state["spec"], state.get("make"))
+
+    def __deepcopy__(self, memo: object) -> RemoteModel:
+        """A copy in this process, which can hand in the model too."""
+        copy = object.__new__(type(self))
+        copy.__setstate__({**self.__getstate__(), "spec": self.spec, "make": self.connection.make})
+        return copy
 
     @property
     def interface(self) -> ModelInterface:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
@@ -31,7 +31,7 @@ from torchrl_llm_kl.service._spec import MAX_CONCURRENCY, MAX_TRIALS, ServiceSpe
 from torchrl_llm_kl.service._weights import Missing, Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import engine_of
-from torchrl_llm_kl.service.replica._batcher import Batcher
+from torchrl_llm_kl.service.replica._batcher import Batcher, Trial
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
 
@@ -103,22 +103,24 @@ class Server:
         finally:
             self._inside -= 1
 
-    def _trial(self, request: Request) -> Callable[[bool], Awaitable[None]] | None:
+    def _trial(self, request: Request) -> Trial | None:
         """What to do before and after a request is scored of which other processes may have died; None if none did."""
         controller = actor_of(self._spec, "control") if request.suspect else None
         if controller is None:
             return None
         digest = request.digest()
 
-        async def announce(over: bool) -> None:
-            call = controller.end_trial if over else controller.begin_trial
+        async def announce(over: bool | None) -> None:
+            if over is False:
+                call = controller.begin_trial.remote(digest, self._replica, self._life)
+            else:
+                call = controller.end_trial.remote(digest, "" if over else self._life)
             try:
-                given = (digest,) if over else (digest, self._replica, self._life)
-                may = await asyncio.wait_for(asyncio.wrap_future(call.remote(*given).future()), _ANSWER)
+                may = await asyncio.wait_for(asyncio.wrap_future(call.future()), _ANSWER)
             except Exception as error:
                 _LOG.warning("the controller of %s does not answer: this trial does not count (%s)", self._name, error)
                 return
-            if not may and not over:
+            if over is False and not may:
                 raise PoisonedRequest(
                     f"{MAX_TRIALS} processes died while they scored a request of {request.num_sequences} sequences and "
                     f"{request.num_tokens} tokens, and nothing else: it is not tried again. Look for the cause in the logs of "
