@@ -43,6 +43,10 @@ loses at most {lost:.0%} more of its time than with a dedicated service.
 ![Replicas for up to 10,000 collectors, and predictions beside real runs](../docs/ray_capacity.png)
 """
 
+_FAULTS = """Eight callers in one process score 4 x 32 tokens without a pause, each row on a new service. Every answer is
+compared with a local scorer's of the version that it names. Busy processes run at the niceness of Ray's workers (15).
+"""
+
 _LINES = (
     "served",
     "callers",
@@ -63,6 +67,8 @@ def print_tables(run: RayRun, console: Console) -> None:
         _print(console, title, _LINES, _lines(run))
     if run.bytes:
         _print(console, "Bytes of a call", *_bytes(run))
+    if run.faults:
+        _print(console, "Faults", *_faults(run))
     if run.checks:
         _print(console, "Predictions beside real runs", *_checks(run.checks))
     if run.answers:
@@ -115,6 +121,8 @@ def markdown(run: RayRun) -> str:
         parts.append(_table(["", *(f"{o.length} tokens" for o in run.overheads)], stages))
     if run.scale is not None:
         parts += _scale(run.scale)
+    if run.faults:
+        parts += ["## Faults\n", _FAULTS, _table(*_faults(run))]
     if run.bytes:
         header, rows = _bytes(run)
         parts += ["## Bytes of a call\n\nPickled as Ray does.\n", _table(list(header), rows)]
@@ -223,6 +231,12 @@ def _answers(answers: Sequence[Answer]) -> tuple[tuple[str, ...], list[list[str]
         ]
         for a in answers
     ]
+    return header, rows
+
+
+def _faults(run: RayRun) -> tuple[list[str], list[list[str]]]:
+    header = ["fault", "answers", "lost", "wrong", "slowest s", ""]
+    rows = [[f.what, f"{f.answers:,}", str(f.lost), str(f.wrong), f"{f.slowest:.1f}", f.note] for f in run.faults]
     return header, rows
 
 
