@@ -411,7 +411,10 @@ def test_what_a_replica_asks_before_it_scores_a_suspect(monkeypatch, caplog):
     trial = replica._trial(request)
     for over in (False, True):
         asyncio.run(trial(over))
-    assert calls == [("begin", request.digest(), 1, "life"), ("end", request.digest())]
+    assert calls == [("begin", request.digest(), 1, "life"), ("end", request.digest(), "")]
+    answers.append(None)
+    asyncio.run(trial(None))
+    assert calls[-1] == ("end", request.digest(), "life"), "it was dropped: this process did not die of it"
     asyncio.run(trial(False))
     assert "the controller of s:1 does not answer: this trial does not count" in caplog.text
     answers.append(False)

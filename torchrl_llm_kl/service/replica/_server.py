@@ -175,9 +175,10 @@ class Server:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> None:
-        """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`."""
+    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> int:
+        """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`. The version of the model."""
         await self._off_loop(lambda: self._pushes.stage(token, version, seen))
+        return self._core.version
 
     async def drop_weights(self) -> None:
         """Free a staged push that was given up."""
@@ -209,7 +210,7 @@ class Server:
             await self._batcher.in_thread(lambda: self._copy(found))
         except EngineLost as error:
             self._end(error)
-        await self._off_loop(lambda: self._pushes.take(found.token))
+        await self._off_loop(lambda: self._pushes.take(found))
         self._lost = None
         for version, arrived in self._awaited:
             if version <= self._core.version and not arrived.done():
@@ -225,7 +226,7 @@ class Server:
             found = self._pushes.missing()
             if found is not None:
                 self._copy(found)
-                self._pushes.take(found.token)
+                self._pushes.take(found)
                 _LOG.info("replica %s took version %d of the weights again", self._name, found.version)
         except EngineLost as error:
             self._end(error)
