@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import random
 import time
 import tracemalloc
@@ -27,45 +28,44 @@ from torchrl_llm_kl.service.replica._core import ScoringCore
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b"KLRL\x06\x00\x01\x00\x14\x01\x00\x00"
-    b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16",'
-    b'"entropy":true,"remember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,'
-    b'"half":false,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}'
-    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
-    b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
-    b"d"
+    b"KLRL\x07\x00\x01\x00$\x01\x00\x00"
+    b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16","entropy":true,"r'
+    b'emember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,"half":false,"timeout"'
+    b':2.5,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}  '
+    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00"
+    b"\x00\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00"
+    b"\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b"KLRL\x06\x00\x01\x00\xac\x00\x00\x00"
-    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"half":false,'
-    b'"arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}    '
+    b"KLRL\x07\x00\x01\x00\xc4\x00\x00\x00"
+    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"half":false,"timeout":1'
+    b'000000000.0,"arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}     '
     b"\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00"
 )
 PACKED_RECORDS = (
-    b"KLRL\x06\x00\x01\x00$\x01\x00\x00"
-    b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,'
-    b'"suspect":false,"half":true,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",'
-    b'[3]],"kept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,'
-    b"1]]}}"
-    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
-    b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
-    b"\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00\x00"
-    b"\x03\x00\x00\x00\x03\x00\x00\x00\xff\xff\xff\xff\x00\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x03\x00\x00\x00"
-    b"\x04\x00\x00\x00\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00\x08\x00\x00\x00`\x00\x00\x00d\xff\x00\x01"
-    b"\x02\x03\x04"
+    b"KLRL\x07\x00\x01\x00<\x01\x00\x00"
+    b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,"suspect":fals'
+    b'e,"half":true,"timeout":1000000000.0,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["'
+    b'<i4",[3]],"kept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,1]]}} '
+    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00"
+    b"\x00\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00"
+    b"\x00\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00"
+    b"\x00\x03\x00\x00\x00\x03\x00\x00\x00\xff\xff\xff\xff\x00\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x03\x00"
+    b"\x00\x00\x04\x00\x00\x00\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00\x08\x00\x00\x00`\x00\x00\x00d\xff"
+    b"\x00\x01\x02\x03\x04"
 )
 PACKED_REPLY = (
-    b"KLRL\x06\x00\x02\x00T\x00\x00\x00"
+    b"KLRL\x07\x00\x02\x00T\x00\x00\x00"
     b'{"version":4,"weights":"","arrays":{"log_prob":["<f4",[2]],"entropy":["<f4",[2]]}}  '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b"KLRL\x06\x00\x02\x00D\x00\x00\x00"
+    b"KLRL\x07\x00\x02\x00D\x00\x00\x00"
     b'{"version":0,"weights":"push","arrays":{"log_prob":["<f8",[1]]}}    '
     b"\x00\x00\x00\xa0\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b"KLRL\x06\x00\x02\x00\x94\x00\x00\x00"
+    b"KLRL\x07\x00\x02\x00\x94\x00\x00\x00"
     b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],'
     b'"tail_log_prob":["<f4",[1]],"top_log_probs":["<f2",[1,2]]}}  '
     b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00@\xc0\x00\xb8\x00\xbc"
@@ -94,7 +94,7 @@ MIXED = {
     "remember": True,
 }
 MESSAGES = {
-    PACKED_REQUEST: request_of(ROWS, MASK, **MIXED, version=3, caller="me/7", newest=2),
+    PACKED_REQUEST: request_of(ROWS, MASK, **MIXED, version=3, caller="me/7", newest=2, timeout=2.5),
     PACKED_WIDE_REQUEST: request_of([[2**40]]),
     PACKED_RECORDS: request_of(ROWS, MASK, records={"kept": KEPT, "top_ids": TOP_IDS, "routing": ROUTING}, half=True),
     PACKED_REPLY: Reply({"log_prob": torch.tensor([-0.5, -2.25]), "entropy": torch.tensor([1.5, 0.0])}, 4),
@@ -172,6 +172,8 @@ EDITED = [  # a part of the packed request, what is in its place, and the error
     (b'"me/7"', b"123456", "caller of a request is 123456, expected a string"),
     (b'"suspect":false', b'"suspect":0    ', "suspect of a request is 0, expected true or false"),
     (b'"half":false', b'"half":0    ', "half of a request is 0, expected true or false"),
+    (b'"timeout":2.5', b'"timeout":-25', r"timeout of a request is -25, expected a number of seconds from 0 to 1e\+09"),
+    (b'"timeout":2.5', b'"timeout":"x"', "timeout of a request is 'x', expected a number of seconds"),
     (b'"recorded":[]', b'"recorded":{}', "recorded of a request is {}, expected some of kept, top_ids, routing"),
     (b'["<i8",[4]]', b'["<i8",[2]]', "a request has 57 bytes of arrays, expected 41"),
     (b'["<i8",[4]]', b'["<O8",[4]]', r"arrays of a request is \['<O8', \[4\]\], expected an object of entries"),
@@ -206,10 +208,10 @@ CHANGED = [  # a request, an array of it, what is in its place, and the error
 ]
 HUGE_HEAD = PACKED_REQUEST[:8] + b"\xff" * 4 + PACKED_REQUEST[12:]
 UNREADABLE = [
-    (Request, speaks(Request, 5), "client speaks version 5 .* replica version 6: .* side of the client"),
-    (Request, speaks(Request, 7), "client speaks version 7 .* replica version 6: .* side of the replica"),
-    (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 6: .* side of the replica"),
-    (Reply, speaks(Reply, 7), "replica speaks version 7 .* client version 6: .* side of the client"),
+    (Request, speaks(Request, 6), "client speaks version 6 .* replica version 7: .* side of the client"),
+    (Request, speaks(Request, 8), "client speaks version 8 .* replica version 7: .* side of the replica"),
+    (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 7: .* side of the replica"),
+    (Reply, speaks(Reply, 8), "replica speaks version 8 .* client version 7: .* side of the client"),
     (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
     (Request, b"", "a request of 0 bytes"),
     (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
@@ -339,7 +341,7 @@ def test_errors_that_cannot_be_pickled_keep_their_message():
     assert (type(found), str(found)) == (ServiceError, "Unpicklable: too long")
 
 
-NUMBER = 2_000
+NUMBER = int(os.environ.get("TORCHRL_LLM_KL_DAMAGED", "2000"))  # messages; docs/ray.md names the number of a long run
 HEAD = 12  # bytes before the JSON
 #: JSON that belongs into no field, as text: some of it cannot be written by Python.
 WORDS = """
