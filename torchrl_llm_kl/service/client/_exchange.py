@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._wire import MAX_TIMEOUT, Reply, Request
 from torchrl_llm_kl.service.client._connection import Connection, Patience, failures
@@ -61,12 +62,11 @@ class Part:
 
 
 class Exchange:
-    """Sends a call to the replicas, one request to each; :meth:`replies` waits for them.
+    """Sends a call to the replicas, one request to each; calling it waits for the scores.
 
     If a replica dies or does not answer, its sequences are divided among the others. A request whose replica died while it
     held it may be the cause: from then on it shares no batch, and the controller counts its trials. During a weight update,
-    requests are repeated to replicas that do not hold the new weights yet. The timeout starts with the call of
-    :meth:`replies`.
+    requests are repeated to replicas that do not hold the new weights yet. The timeout starts when the scores are awaited.
 
     Attributes:
         parts: the requests so far; one of a replica that died may be replaced by several.
@@ -75,6 +75,7 @@ class Exchange:
     def __init__(self, connection: Connection, router: Router, whole: Part, *, timeout: float) -> None:
         self.parts = [whole]
         self._connection, self._router, self._timeout = connection, router, timeout
+        self._layout = whole.request.scored.layout
         self._replies: dict[int, Reply] = {}
         self._error: Exception | None = None
         self._sent: dict[Any, int] = {}  # reference to an answer -> part
@@ -85,8 +86,17 @@ class Exchange:
     def _start_clock(self) -> None:
         self._patience = Patience(self._timeout, f"scoring on {self._connection.spec.name!r}")
 
-    def replies(self) -> list[Reply]:
-        """Wait for the replies, in the order of the parts and all from the same weights; raises the error of a request."""
+    def __call__(self) -> Scores:
+        """Wait for the scores, all from the same weights; raises the error of a request."""
+        replies = self._all_replies()
+        for part, reply in zip(self.parts, replies, strict=True):
+            reply.check_answers(part.request)
+        columns = {name: torch.cat([reply.columns[name] for reply in replies]) for name in replies[0].columns}
+        elements = torch.cat([part.elements for part in self.parts])
+        return replace(replies[0], columns=columns).scores(self._layout, elements)
+
+    def _all_replies(self) -> list[Reply]:
+        """In the order of the parts."""
         if not self._arrived:
             self._start_clock()
         while True:
@@ -160,7 +170,7 @@ class Exchange:
             raise found
 
     async def arrival(self) -> None:
-        """Wait until every request that was sent has an answer or failed, or may have to be sent elsewhere.
+        """Wait until a call of this object would hardly block: each request has an answer or failed, or may be sent elsewhere.
 
         Raises :class:`ServiceTimeout` after the timeout.
         """
@@ -183,7 +193,7 @@ class Exchange:
                 each.cancel()
 
     def cancel(self) -> None:
-        """Withdraw the requests that have no reply; :meth:`replies` raises :class:`ServiceError` then."""
+        """Withdraw the requests that have no reply: no replica scores those that wait there, and a call of this object ends."""
         self._withdrawn = True
         with contextlib.suppress(Exception):
             import ray
@@ -207,6 +217,6 @@ class Exchange:
 
 
 def _seen(answer: asyncio.Future[Any]) -> None:
-    """Read an error, which :meth:`Exchange.replies` meets again, so that asyncio does not report it as never retrieved."""
+    """Read an error, which :class:`Exchange` meets again, so that asyncio does not report it as never retrieved."""
     if not answer.cancelled():
         answer.exception()

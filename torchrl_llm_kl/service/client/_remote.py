@@ -227,43 +227,19 @@ class RemoteScorer(Scorer):
             begun.add_done_callback(_withdraw)
             raise
 
-    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Pending:
+    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Exchange:
         """Send the requests; the result is a function that waits for the scores of :meth:`run`."""
         self.check(self.options if options is None else options, request)
         return self._begun(request, options)
 
-    def _begun(self, request: ScoreRequest, options: ScoreOptions | None) -> Pending:
+    def _begun(self, request: ScoreRequest, options: ScoreOptions | None) -> Exchange:
         self.model.connection.check_not_forked()  # before any tensor: torch's own threads do not survive a fork either
         options = self.options if options is None else options
         if options.remember and not options.memory:
             options = options.but(remember=False)
         caller = f"{_PROCESS}-{os.getpid()}/{threading.get_ident()}"
         whole = Request(request, options, self.model.version, caller, half=self.model.top_k_dtype == torch.float16)
-        exchange = Exchange(self.model.connection, self.model.router, Part(whole), timeout=self.model.timeout)
-        return Pending(request, exchange)
-
-
-class Pending:
-    """A call whose requests were sent; calling it waits for the scores."""
-
-    def __init__(self, request: ScoreRequest, exchange: Exchange) -> None:
-        self._request, self._exchange = request, exchange
-
-    def __call__(self) -> Scores:
-        parts, replies = self._exchange.parts, self._exchange.replies()
-        for part, reply in zip(parts, replies, strict=True):
-            reply.check_answers(part.request)
-        columns = {name: torch.cat([reply.columns[name] for reply in replies]) for name in replies[0].columns}
-        elements = torch.cat([part.elements for part in parts])
-        return replace(replies[0], columns=columns).scores(self._request.layout, elements)
-
-    async def arrival(self) -> None:
-        """Wait until a call of this object would hardly block: the answers, or errors, of the requests are here."""
-        await self._exchange.arrival()
-
-    def cancel(self) -> None:
-        """Withdraw the requests: no replica scores those that still wait there, and a call of this object ends."""
-        self._exchange.cancel()
+        return Exchange(self.model.connection, self.model.router, Part(whole), timeout=self.model.timeout)
 
 
 @lru_cache(1)
@@ -272,7 +248,7 @@ def _threads(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(32, thread_name_prefix="scores")
 
 
-def _withdraw(begun: Future[Pending]) -> None:
+def _withdraw(begun: Future[Exchange]) -> None:
     """Cancel what was begun, in a thread: nobody waits for it."""
     if not begun.cancelled() and begun.exception() is None:
         _threads(os.getpid()).submit(begun.result().cancel)

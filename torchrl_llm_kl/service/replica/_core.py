@@ -112,10 +112,10 @@ class ScoringCore:
         (version, digest), (updates, found) = self.held, self._fingerprint
         return (version, found, digest) if updates == self.updates else None
 
-    def read_fingerprint(self) -> None:
+    def read_fingerprint(self) -> str:
         """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""
         if self.fingerprint is not None:
-            return
+            return self.fingerprint[1]
         read = getattr(self.engine, "fingerprint", None)
         if read is None:
             raise TypeError(
@@ -123,3 +123,4 @@ class ScoringCore:
                 "fingerprint=), as a text that changes with them."
             )
         self._fingerprint = (self.updates, read())
+        return self._fingerprint[1]

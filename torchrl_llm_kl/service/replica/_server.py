@@ -14,10 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
-from torch import nn
-
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service._actors import actor_of
 from torchrl_llm_kl.service._errors import (
     EngineLost,
@@ -66,7 +63,12 @@ class Server:
         self._refused: frozenset[str] = frozenset()  # digests of requests that end the process
         self._core = ScoringCore(engine_of(made, **{key: spec.settings[key] for key in ("tokens_per_batch", "memory")}))
         engine = self._core.engine
-        self._fingerprint = _fingerprint(engine, spec.name)
+        self._fingerprint: str | None = (
+            None  # of the factory's model; none for an engine without weights in this process
+        )
+        with contextlib.suppress(Exception):
+            self._core.read_fingerprint()
+            self._fingerprint = self._core.fingerprint[1]
         self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
         self._records: list[BatchRecord] = []  # of the last second: telling Ray of each would delay its answers
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
@@ -338,17 +340,6 @@ class Watchdog:
             return self._core.engine.progress()
         except Exception:  # it cannot tell: no progress
             return -1
-
-
-def _fingerprint(engine: Any, service: str) -> str | None:
-    """The fingerprint of the model that a factory made; None for an engine without weights in this process."""
-    inner = getattr(engine, "model", None)
-    if isinstance(getattr(inner, "model", inner), nn.Module):
-        try:
-            return fingerprint_of(inner)
-        except Exception as error:  # a model with weights of an exotic kind can be scored
-            _LOG.warning("the model of %s has no fingerprint: %s", service, error)
-    return None
 
 
 def _keep_freed_memory(mebibytes: int = 256) -> None:
