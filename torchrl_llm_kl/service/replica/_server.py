@@ -63,12 +63,11 @@ class Server:
         self._refused: frozenset[str] = frozenset()  # digests of requests that end the process
         self._core = ScoringCore(engine_of(made, **{key: spec.settings[key] for key in ("tokens_per_batch", "memory")}))
         engine = self._core.engine
-        self._fingerprint: str | None = (
-            None  # of the factory's model; none for an engine without weights in this process
-        )
-        with contextlib.suppress(Exception):
-            self._core.read_fingerprint()
-            self._fingerprint = self._core.fingerprint[1]
+        self._fingerprint: str | None = None  # of the factory's model
+        try:
+            self._fingerprint = self._core.read_fingerprint()
+        except Exception as error:  # weights elsewhere, or of an exotic kind: it can be scored all the same
+            _LOG.info("the model of %s has no fingerprint: %s", spec.name, error)
         self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
         self._records: list[BatchRecord] = []  # of the last second: telling Ray of each would delay its answers
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
