@@ -88,14 +88,14 @@ class Exchange:
 
     def __call__(self) -> Scores:
         """Wait for the scores, all from the same weights; raises the error of a request."""
-        replies = self._all_replies()
+        replies = self.replies()
         for part, reply in zip(self.parts, replies, strict=True):
             reply.check_answers(part.request)
         columns = {name: torch.cat([reply.columns[name] for reply in replies]) for name in replies[0].columns}
         elements = torch.cat([part.elements for part in self.parts])
         return replace(replies[0], columns=columns).scores(self._layout, elements)
 
-    def _all_replies(self) -> list[Reply]:
+    def replies(self) -> list[Reply]:
         """In the order of the parts."""
         if not self._arrived:
             self._start_clock()
