@@ -103,7 +103,7 @@ def markdown(run: RayRun) -> str:
     if run.lines:
         parts.append("## Throughput and latency\n\n`faster` is the median over rounds of the ratio of both windows.\n")
         parts.append(_table(list(_LINES), _lines(run)))
-        parts += [_bound(o) for o in run.overheads]
+        parts += [_bound(run, o) for o in run.overheads]
     if run.overheads:
         rows = [
             [str(o.length), *(f"{1e3 * value:.2f}" for value in (o.local, o.bare, o.remote, o.seconds))]
@@ -150,10 +150,14 @@ def _lines(run: RayRun) -> list[list[str]]:
     ]
 
 
-def _bound(overhead: Overhead) -> str:
+def _bound(run: RayRun, overhead: Overhead) -> str:
+    most = 1 / overhead.local
+    alone = [x for x in run.lines if x.case.served == "reference" and x.case.length == overhead.length]
+    busiest = max(alone, key=lambda line: line.case.callers, default=None)
+    limit = "" if busiest is None else f": {most / busiest.theirs.throughput:.1f} times torchrl's reference"
     return (
         f"Alone, in one thread, the model takes {1e3 * overhead.local:.1f} ms for {SEQUENCES} x {overhead.length} tokens: an "
-        f"actor answers {1 / overhead.local:.0f} such calls per second at most, unless scoring them together is cheaper.\n"
+        f"actor answers {most:.0f} such calls per second at most{limit}, unless scoring them together is cheaper.\n"
     )
 
 
