@@ -26,7 +26,7 @@ from torchrl_llm_kl.service import ScoringService
 
 CALLERS, BUSY, KILLS, PUSHES, STOPPED = 8, 8, 30, 20, 20.0
 STEPS = 6
-_LENGTH, _TIMEOUT, _NICE = 32, 240.0, 15  # niceness of Ray's workers
+_LENGTH, _TIMEOUT = 32, 240.0
 _OUTLIVES = 35.0  # seconds after which a client that ended no longer counts
 _DRIVER = "import sys; from benchmarks.ray.faults import driver; driver(*sys.argv[1:])"
 
@@ -93,8 +93,7 @@ def faults(size: ModelSize, *, quick: bool, on_step: Callable[[str], None]) -> t
 
 def _start(size: ModelSize, busy: int = 0) -> Fault:
     """The time to the first answer."""
-    burn = f"import os; os.nice({_NICE})\nwhile True: pass"
-    others = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(busy)]
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
     try:
         begin = time.monotonic()
         with _service(size) as service, load(service, size, callers=1) as calls:
@@ -104,7 +103,7 @@ def _start(size: ModelSize, busy: int = 0) -> Fault:
         for other in others:
             other.kill()
             other.wait()
-    beside = f", {busy} busy processes of the same niceness" if busy else ""
+    beside = f", {busy} busy processes" if busy else ""
     return calls.fault(f"start{beside}", f"first answer after {took:.1f} s")
 
 

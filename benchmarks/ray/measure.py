@@ -13,7 +13,7 @@ from benchmarks import environment
 from benchmarks.ray.calibration import QUICK_PLAN, Plan, calibrate
 from benchmarks.ray.callers import Callers
 from benchmarks.ray.capacity import COLLECTORS, SPEEDS, Limits, answers_for
-from benchmarks.ray.cluster import cluster
+from benchmarks.ray.cluster import NICENESS, cluster
 from benchmarks.ray.comparison import Case, bytes_on_wire, check_agreement, compare
 from benchmarks.ray.faults import STEPS as FAULT_STEPS, faults
 from benchmarks.ray.overhead import Overhead, overhead
@@ -29,7 +29,7 @@ _QUIET = 10.0  # seconds after which the service no longer counts a caller as re
 
 def whole(command: str, *, quick: bool) -> RayRun:
     """An empty run."""
-    settings = {"quick": "yes" if quick else "no", "threads of an actor": "1"}
+    settings = {"quick": "yes" if quick else "no", "threads of an actor": "1", "niceness of actors": NICENESS}
     versions = {**environment.versions(), "ray": version("ray")}
     return RayRun(command, settings, environment.machine(torch.device("cpu")), versions, str(size_of(quick)))
 

@@ -44,7 +44,7 @@ loses at most {lost:.0%} more of its time than with a dedicated service.
 """
 
 _FAULTS = """Eight callers in one process score 4 x 32 tokens without a pause, each row on a new service. Every answer is
-compared with a local scorer's of the version that it names. Busy processes run at the niceness of Ray's workers (15).
+compared with a local scorer's of the version that it names.
 """
 
 _LINES = (
