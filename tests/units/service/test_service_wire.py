@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import math
-import os
 import random
 import time
 import tracemalloc
@@ -341,7 +340,7 @@ def test_errors_that_cannot_be_pickled_keep_their_message():
     assert (type(found), str(found)) == (ServiceError, "Unpicklable: too long")
 
 
-NUMBER = int(os.environ.get("TORCHRL_LLM_KL_DAMAGED", "2000"))  # messages; docs/ray.md names the number of a long run
+numbers_of_messages = pytest.mark.parametrize("number", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
 HEAD = 12  # bytes before the JSON
 #: JSON that belongs into no field, as text: some of it cannot be written by Python.
 WORDS = """
@@ -467,7 +466,7 @@ def splice(packed, rng):
     return packed[: rng.randrange(len(packed) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
-def payloads(kind, number=NUMBER):
+def payloads(kind, number):
     rng = random.Random(7)
     for _ in range(number):
         yield damaged((request(rng) if kind == "request" else reply(rng)).pack(), rng)
@@ -485,12 +484,13 @@ def peak_of(reader, packed):
     return min(peaks)
 
 
+@numbers_of_messages
 @pytest.mark.parametrize("kind", ["request", "reply"])
-def test_damaged_messages_are_read_or_refused(kind):
+def test_damaged_messages_are_read_or_refused(kind, number):
     """What is read is consistent and survives another trip; the reader's memory is bounded by the bytes."""
     reader = Request if kind == "request" else Reply
     read, longest, slowest = 0, 0, 0.0
-    messages = list(payloads(kind))
+    messages = list(payloads(kind, number))
     tracemalloc.start()
     try:
         for packed in messages:
@@ -522,7 +522,7 @@ def test_damaged_messages_are_read_or_refused(kind):
     assert slowest < 1.0, "seconds of this process for a message of some hundred bytes"
     assert longest < 400
     # Some of the damages do not show: another token, another version.
-    assert 0.02 * NUMBER < read < 0.5 * NUMBER
+    assert 0.02 * number < read < 0.5 * number
 
 
 def check_answers(core, messages, size):
@@ -559,8 +559,9 @@ def assert_same(found, expected):
 
 
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
-def test_damaged_requests_hurt_nobody_else():
+@numbers_of_messages
+def test_damaged_requests_hurt_nobody_else(number):
     torch.manual_seed(0)
-    answered, refused = check_answers(ScoringCore(TransformersEngine(Pairs())), payloads("request"), size=6)
+    answered, refused = check_answers(ScoringCore(TransformersEngine(Pairs())), payloads("request", number), size=6)
     assert answered > 20
-    assert refused > NUMBER / 2
+    assert refused > number / 2
