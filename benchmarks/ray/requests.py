@@ -81,7 +81,6 @@ def call(replicas: int, *, prompts: int = 256, responses: int = 8, length: int =
         "connection": fakes,
         "router": Router(),
         "version": None,
-        "top_k_dtype": torch.float32,
         "timeout": 10.0,
     }
     scorer = RemoteScorer(SimpleNamespace(**there), ScoreOptions())  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ def request_of(
 ) -> Request:
     """A request of a client; ``given`` holds options, and other fields of :class:`Request`."""
     envelope = {
-        name: given.pop(name) for name in ("version", "caller", "newest", "suspect", "half", "timeout") if name in given
+        name: given.pop(name) for name in ("version", "caller", "newest", "suspect", "timeout") if name in given
     }
     scored = ScoreRequest.of(rows, mask, **(records or {}))
     return Request(scored, ScoreOptions().but(**given), **envelope)

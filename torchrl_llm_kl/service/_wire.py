@@ -56,7 +56,6 @@ class Request:
     caller: str = ""  # the sender; batches are fair between callers
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
     suspect: bool = False  # whether a process died while it held it: it shares no batch with others
-    half: bool = False  # whether log-probs of the top k return in float16
     timeout: float = MAX_TIMEOUT  # seconds until nobody waits for the answer
 
     @property
@@ -89,7 +88,6 @@ class Request:
             "caller": self.caller,
             "newest": self.newest,
             "suspect": self.suspect,
-            "half": self.half,
             "timeout": self.timeout,
         }
         return pack(REQUEST, head, self.scored.to_arrays())
@@ -100,7 +98,7 @@ class Request:
         head, arrays = unpack(packed, REQUEST)
         given, recorded, version = head.take("options"), head.take("recorded"), head.take("version")
         rest: dict[str, Any] = {"caller": head.text("caller"), "newest": head.whole("newest")}
-        rest |= {name: head.flag(name) for name in ("half", "suspect")}
+        rest["suspect"] = head.flag("suspect")
         if version is not None and not is_whole(version):
             raise head.wrong("version", version, "a whole number or null")
         timeout = rest["timeout"] = head.take("timeout")
@@ -138,9 +136,9 @@ class Reply:
         found = {name: value.values.detach() for name, value in scores.per_token.items() if name in _COLUMNS}
         return cls({name: value[mask.to(value.device)].cpu() for name, value in found.items()}, version, weights)
 
-    def pack(self, *, half: bool = False) -> bytes:
-        """The reply as bytes; for the top ``k`` ``8k + 4`` a token, or ``6k + 4`` with log-probs in ``half`` precision."""
-        arrays = {name: _narrow(name, values, half).numpy() for name, values in self.columns.items()}
+    def pack(self) -> bytes:
+        """The reply as bytes; for the top ``k`` ``8k + 4`` a token."""
+        arrays = {name: _narrow(name, values).numpy() for name, values in self.columns.items()}
         return pack(REPLY, {"version": self.version, "weights": self.weights}, arrays)
 
     @classmethod
@@ -180,14 +178,10 @@ class Reply:
         return Scores.spread(layout, elements, **self.columns)._replace(version=self.version)
 
 
-def _narrow(name: str, values: Tensor, half: bool) -> Tensor:
+def _narrow(name: str, values: Tensor) -> Tensor:
     """Scores in the type that a reply has for them."""
     if name == "top_indices":
         return values.int()
-    if name == "top_log_probs" and half:
-        # Finite log-probs stay finite; -inf is a token that the model forbids.
-        lowest = torch.finfo(torch.float16).min
-        return torch.where(values.isneginf(), values, values.clamp(min=lowest)).half()
     return values if values.dtype == torch.float64 and name in ("log_prob", "entropy") else values.float()
 
 

@@ -27,25 +27,25 @@ from torchrl_llm_kl.service.replica._core import ScoringCore
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b"KLRL\x07\x00\x01\x00$\x01\x00\x00"
+    b"KLRL\x07\x00\x01\x00\x1c\x01\x00\x00"
     b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16","entropy":true,"r'
-    b'emember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,"half":false,"timeout"'
-    b':2.5,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}  '
+    b'emember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,"timeout":2.5,"arrays"'
+    b':{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}       '
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00"
     b"\x00\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00"
     b"\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b"KLRL\x07\x00\x01\x00\xc4\x00\x00\x00"
-    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"half":false,"timeout":1'
-    b'000000000.0,"arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}     '
+    b"KLRL\x07\x00\x01\x00\xb4\x00\x00\x00"
+    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"timeout":1000000000.0,"'
+    b'arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}  '
     b"\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00"
 )
 PACKED_RECORDS = (
-    b"KLRL\x07\x00\x01\x00<\x01\x00\x00"
+    b"KLRL\x07\x00\x01\x004\x01\x00\x00"
     b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,"suspect":fals'
-    b'e,"half":true,"timeout":1000000000.0,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["'
-    b'<i4",[3]],"kept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,1]]}} '
+    b'e,"timeout":1000000000.0,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",[3]],"k'
+    b'ept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,1]]}}     '
     b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00"
     b"\x00\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00"
     b"\x00\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00"
@@ -65,9 +65,9 @@ PACKED_WIDE_REPLY = (
 )
 PACKED_TOP_K = (
     b"KLRL\x07\x00\x02\x00\x94\x00\x00\x00"
-    b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],'
-    b'"tail_log_prob":["<f4",[1]],"top_log_probs":["<f2",[1,2]]}}  '
-    b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00@\xc0\x00\xb8\x00\xbc"
+    b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],"top_log_probs":["<'
+    b'f4",[1,2]],"tail_log_prob":["<f4",[1]]}}  '
+    b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00\x00\xbf\x00\x00\x80\xbf\x00\x00@\xc0"
 )
 # Before there were versions.
 UNVERSIONED = b"\x10\x00\x00\x00[[4, 4], [8, 8]]\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
@@ -95,7 +95,7 @@ MIXED = {
 MESSAGES = {
     PACKED_REQUEST: request_of(ROWS, MASK, **MIXED, version=3, caller="me/7", newest=2, timeout=2.5),
     PACKED_WIDE_REQUEST: request_of([[2**40]]),
-    PACKED_RECORDS: request_of(ROWS, MASK, records={"kept": KEPT, "top_ids": TOP_IDS, "routing": ROUTING}, half=True),
+    PACKED_RECORDS: request_of(ROWS, MASK, records={"kept": KEPT, "top_ids": TOP_IDS, "routing": ROUTING}),
     PACKED_REPLY: Reply({"log_prob": torch.tensor([-0.5, -2.25]), "entropy": torch.tensor([1.5, 0.0])}, 4),
     PACKED_WIDE_REPLY: Reply({"log_prob": torch.tensor([-0.1]).double()}, 0, "push"),
     PACKED_TOP_K: TOP_K,
@@ -103,7 +103,7 @@ MESSAGES = {
 
 
 def pack(message):
-    return message.pack(half=message is TOP_K) if isinstance(message, Reply) else message.pack()
+    return message.pack()
 
 
 def plain(message):
@@ -170,7 +170,6 @@ EDITED = [  # a part of the packed request, what is in its place, and the error
     (b'"newest":2', b'"newest":-', "not valid JSON"),
     (b'"me/7"', b"123456", "caller of a request is 123456, expected a string"),
     (b'"suspect":false', b'"suspect":0    ', "suspect of a request is 0, expected true or false"),
-    (b'"half":false', b'"half":0    ', "half of a request is 0, expected true or false"),
     (b'"timeout":2.5', b'"timeout":-25', r"timeout of a request is -25, expected a number of seconds from 0 to 1e\+09"),
     (b'"timeout":2.5', b'"timeout":"x"', "timeout of a request is 'x', expected a number of seconds"),
     (b'"recorded":[]', b'"recorded":{}', "recorded of a request is {}, expected some of kept, top_ids, routing"),
@@ -299,7 +298,7 @@ def test_a_reply_to_another_request():
 
 
 def test_messages_are_hardly_larger_than_what_they_hold():
-    """4 bytes and a bit a token, 8 a sequence; ``8k + 4`` a token beside its log-prob, ``6k + 4`` in float16; 4 an id."""
+    """4 bytes and a bit a token, 8 a sequence; ``8k + 4`` a token beside its log-prob; 4 an id."""
     rows = (torch.arange(4096) % 97).split(512)
     mask = [(row > 3) & (torch.arange(512) > 0) for row in rows]
     size = len(request_of(rows, mask, caller="me").pack())
@@ -310,9 +309,8 @@ def test_messages_are_hardly_larger_than_what_they_hold():
     )
     n, k = 500, 64
     top = {"top_indices": torch.zeros(n, k).long(), "top_log_probs": torch.zeros(n, k), "tail_log_prob": torch.zeros(n)}
-    for half, per_token in ((False, 8), (True, 6)):
-        packed = Reply({"log_prob": torch.zeros(n), **top}, 0).pack(half=half)
-        assert len(packed) - n * (4 + per_token * k + 4) in range(240)
+    packed = Reply({"log_prob": torch.zeros(n), **top}, 0).pack()
+    assert len(packed) - n * (4 + 8 * k + 4) in range(240)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +363,7 @@ class Pairs(nn.Module):
 def request(rng):
     rows = [[rng.randrange(97) for _ in range(n)] for n in [*(rng.randrange(5) for _ in range(rng.randrange(1, 4))), 2]]
     mask = [[i > 0 and rng.random() < 0.5 for i in range(len(row))] for row in rows] if rng.random() < 0.5 else None
-    options = rng.choice([{}, {"entropy": True}, {"temperature": 0.5}, {"top_k": 3, "half": True}, {"moments": True}])
+    options = rng.choice([{}, {"entropy": True}, {"temperature": 0.5}, {"top_k": 3}, {"moments": True}])
     tokens, records = [token for row in rows for token in row], {}
     if "top_k" not in options and rng.random() < 0.4:
         ids = [[*rng.sample(range(97), rng.randrange(4)), token] for token in tokens]

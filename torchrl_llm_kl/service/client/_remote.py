@@ -12,8 +12,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
@@ -59,7 +57,6 @@ class RemoteModel:
             raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")
         self.timeout = timeout
         self._version: int | None = None
-        self._top_k_dtype = torch.float32
         self._interface: tuple[ModelInterface, bool] | None = None
         self._connect(spec, make)
 
@@ -79,27 +76,12 @@ class RemoteModel:
         self._version = None if version is None else check_version(version)
 
     @property
-    def top_k_dtype(self) -> torch.dtype:
-        """How log-probs of the top k travel: float32, or float16 with 2 bytes less for each.
-
-        float16 has a relative error of at most 2^-11 (and at most 2^-25 nats below 2^-14 nats): -2.0 is exact to 0.001, -20.0
-        to 0.01. Log-probs below -65504 become -65504.
-        """
-        return self._top_k_dtype
-
-    @top_k_dtype.setter
-    def top_k_dtype(self, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.float16):
-            raise ValueError(f"top_k_dtype must be torch.float32 or torch.float16, got {dtype}.")
-        self._top_k_dtype = dtype
-
-    @property
     def spec(self) -> ServiceSpec:
         """The service."""
         return self.connection.spec
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("timeout", "_version", "_top_k_dtype", "_interface")
+        kept = ("timeout", "_version", "_interface")
         return {"spec": replace(self.spec, factory=None), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -170,9 +152,9 @@ class RemoteModel:
 class RemoteScorer(Scorer):
     """Scores on a service.
 
-    Each of the ``top_k`` tokens, of which there are at most 1024, takes 8 bytes of the reply, or 6 if
-    :attr:`RemoteModel.top_k_dtype` is float16. Their log-probs and the rest's are float32 for any model. Each of the recorded
-    tokens that were ``kept`` takes 4 bytes of the request. Calls raise a :class:`ServiceError` if the service does not answer.
+    Each of the ``top_k`` tokens, of which there are at most 1024, takes 8 bytes of the reply; their log-probs and the rest's
+    are float32 for any model. Each of the recorded tokens that were ``kept`` takes 4 bytes of the request. Calls raise a
+    :class:`ServiceError` if the service does not answer.
 
     Args:
         model: the service.
@@ -238,7 +220,7 @@ class RemoteScorer(Scorer):
         if options.remember and not options.memory:
             options = options.but(remember=False)
         caller = f"{_PROCESS}-{os.getpid()}/{threading.get_ident()}"
-        whole = Request(request, options, self.model.version, caller, half=self.model.top_k_dtype == torch.float16)
+        whole = Request(request, options, self.model.version, caller)
         return Exchange(self.model.connection, self.model.router, Part(whole), timeout=self.model.timeout)
 
 

@@ -100,7 +100,7 @@ class Server:
             await self._catch_up(request, request.timeout)
             left = max(arrived + request.timeout - time.monotonic(), 0.0)
             reply = await self._batcher.submit(request, timeout=left, trial=self._trial(request))
-            return reply.pack(half=request.half)
+            return reply.pack()
         finally:
             self._inside -= 1
 
