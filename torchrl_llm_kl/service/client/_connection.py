@@ -47,7 +47,7 @@ class Connection:
         self._controller: Any = None
         self._session = self._place = self._closed = ""
         self._pid, self._told = 0, False
-        self._down: dict[int, float] = {}  # replicas whose last call failed, and when
+        self._down: dict[int, float] = {}  # replicas that did not answer, or were not ready, and when
         self._table: tuple[float, dict[str, Any]] = (0.0, {})  # the last one, and when it came
         self.retries = self.newest = 0
         self._weights = ""  # digest of the push that made the newest version; empty if it is not known
@@ -105,7 +105,8 @@ class Connection:
         held = controller.hold.remote(key)
         self._lease = [held, controller.watch.remote(key, [held])]
         weakref.finalize(self, _forget, self._lease).atexit = False  # Ray tells of the end of a process
-        self._controller, self._down = controller, {}
+        self._controller = controller
+        self._down = {i: 0.0 for i, state in enumerate(found["states"]) if state != READY}
         self._table = (time.monotonic(), found)
         self.spec = replace(self.spec, id=found["id"])
         self.spec.check_expected(found["fingerprint"] or self.spec.expect)
