@@ -43,6 +43,7 @@ class Fault:
         wrong: answers that differ from a local scorer's, of the version that they name.
         slowest: seconds of the slowest call.
         note: other figures.
+        load: processes that wanted a core at the end, mean of a minute.
     """
 
     what: str
@@ -51,6 +52,7 @@ class Fault:
     wrong: int
     slowest: float
     note: str = ""
+    load: float = 0.0
 
 
 @dataclass
@@ -71,7 +73,8 @@ class Load:
     def fault(self, what: str, note: str = "") -> Fault:
         """The figures."""
         note = "; ".join(filter(None, (note, *sorted(set(self.errors))[:2])))
-        return Fault(what, len(self.seconds), len(self.errors), self.wrong, max(self.seconds, default=0.0), note)
+        slowest, processes = max(self.seconds, default=0.0), os.getloadavg()[0]
+        return Fault(what, len(self.seconds), len(self.errors), self.wrong, slowest, note, processes)
 
 
 def faults(size: ModelSize, *, quick: bool, on_step: Callable[[str], None]) -> tuple[Fault, ...]:

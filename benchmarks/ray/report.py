@@ -44,7 +44,8 @@ loses at most {lost:.0%} more of its time than with a dedicated service.
 """
 
 _FAULTS = """Eight callers in one process score 4 x 32 tokens without a pause, each row on a new service. Every answer is
-compared with a local scorer's of the version that it names.
+compared with a local scorer's of the version that it names. `load` is the number of processes that wanted one of {cores} cores,
+other programs among them; the actors have their niceness (0).
 """
 
 _LINES = (
@@ -122,7 +123,7 @@ def markdown(run: RayRun) -> str:
     if run.scale is not None:
         parts += _scale(run.scale)
     if run.faults:
-        parts += ["## Faults\n", _FAULTS, _table(*_faults(run))]
+        parts += ["## Faults\n", _FAULTS.format(cores=run.machine["cores"]), _table(*_faults(run))]
     if run.bytes:
         header, rows = _bytes(run)
         parts += ["## Bytes of a call\n\nPickled as Ray does.\n", _table(list(header), rows)]
@@ -239,8 +240,11 @@ def _answers(answers: Sequence[Answer]) -> tuple[tuple[str, ...], list[list[str]
 
 
 def _faults(run: RayRun) -> tuple[list[str], list[list[str]]]:
-    header = ["fault", "answers", "lost", "wrong", "slowest s", ""]
-    rows = [[f.what, f"{f.answers:,}", str(f.lost), str(f.wrong), f"{f.slowest:.1f}", f.note] for f in run.faults]
+    header = ["fault", "answers", "lost", "wrong", "slowest s", "load", ""]
+    rows = [
+        [f.what, f"{f.answers:,}", str(f.lost), str(f.wrong), f"{f.slowest:.1f}", f"{f.load:.0f}", f.note]
+        for f in run.faults
+    ]
     return header, rows
 
 
