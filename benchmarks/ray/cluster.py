@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+#: Of the actors. With Ray's own default of 15, whatever else runs on the machine would decide the figures.
+NICENESS = "0"
 
 
 @contextmanager
@@ -15,6 +17,7 @@ def cluster() -> Iterator[None]:
     """Starts a cluster and stops it, independent of others on the machine. One thread per model."""
     import ray
 
+    os.environ.setdefault("RAY_worker_niceness", NICENESS)
     ray.init(
         address="local",
         num_cpus=8,  # slots for actors, not cores

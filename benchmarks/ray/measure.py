@@ -13,22 +13,23 @@ from benchmarks import environment
 from benchmarks.ray.calibration import QUICK_PLAN, Plan, calibrate
 from benchmarks.ray.callers import Callers
 from benchmarks.ray.capacity import COLLECTORS, SPEEDS, Limits, answers_for
-from benchmarks.ray.cluster import cluster
+from benchmarks.ray.cluster import NICENESS, cluster
 from benchmarks.ray.comparison import Case, bytes_on_wire, check_agreement, compare
+from benchmarks.ray.faults import STEPS as FAULT_STEPS, faults
 from benchmarks.ray.overhead import Overhead, overhead
 from benchmarks.ray.results import MANY, RayRun
 from benchmarks.ray.scale import STEPS, scale
 from benchmarks.ray.sides import SERVED, Sides, size_of
 from benchmarks.workloads.base import OURS
 
-PARTS = ("calls", "overhead", "scale", "capacity")
+PARTS = ("calls", "overhead", "scale", "capacity", "faults")
 LENGTHS, QUICK_LENGTHS = (32, 512), (16,)
 _QUIET = 10.0  # seconds after which the service no longer counts a caller as recent
 
 
 def whole(command: str, *, quick: bool) -> RayRun:
     """An empty run."""
-    settings = {"quick": "yes" if quick else "no", "threads of an actor": "1"}
+    settings = {"quick": "yes" if quick else "no", "threads of an actor": "1", "niceness of actors": NICENESS}
     versions = {**environment.versions(), "ray": version("ray")}
     return RayRun(command, settings, environment.machine(torch.device("cpu")), versions, str(size_of(quick)))
 
@@ -52,9 +53,9 @@ def measure(
     counts = (1, 2) if quick else (1, MANY)
     plan = QUICK_PLAN if quick else Plan()
     collectors, speeds = ((1, 10, 100), SPEEDS[:1]) if quick else (COLLECTORS, SPEEDS)
-    calls, idle, many, capacity = (part in parts for part in PARTS)
+    calls, idle, many, capacity, failing = (part in parts for part in PARTS)
     windows = 2 * len(SERVED) * len(lengths) * len(counts) * (rounds + 1)
-    total = 4 + calls * (windows + 1) + idle * len(lengths) + many * STEPS
+    total = 4 + calls * (windows + 1) + idle * len(lengths) + many * STEPS + failing * FAULT_STEPS
     total += capacity * (plan.windows + len(collectors) * len(speeds))
 
     def step(what: str) -> None:
@@ -62,8 +63,9 @@ def measure(
 
     sides, found = Sides(size), empty
     with cluster():
-        step("starting actors; do both agree?")
-        found = replace(found, difference=max(check_agreement(sides, length) for length in lengths))
+        if calls or idle:
+            step("starting actors; do both agree?")
+            found = replace(found, difference=max(check_agreement(sides, length) for length in lengths))
         if calls:
             step("bytes on the wire")
             found = replace(found, bytes=tuple(bytes_on_wire(sides, lengths)))
@@ -77,6 +79,8 @@ def measure(
             found = replace(found, overheads=tuple(overheads))
         if many:
             found = replace(found, scale=scale(size, quick=quick, seconds=8 * seconds, repeats=rounds, on_step=step))
+        if failing:
+            found = replace(found, faults=faults(size, quick=quick, on_step=step))
         if calls or capacity:
             last_call = time.monotonic()
             step("starting callers")

@@ -43,6 +43,11 @@ loses at most {lost:.0%} more of its time than with a dedicated service.
 ![Replicas for up to 10,000 collectors, and predictions beside real runs](../docs/ray_capacity.png)
 """
 
+_FAULTS = """Eight callers in one process score 4 x 32 tokens without a pause, each row on a new service. Every answer is
+compared with a local scorer's of the version that it names. `load` is the number of processes that wanted one of {cores} cores,
+other programs among them; the actors have their niceness (0).
+"""
+
 _LINES = (
     "served",
     "callers",
@@ -63,6 +68,8 @@ def print_tables(run: RayRun, console: Console) -> None:
         _print(console, title, _LINES, _lines(run))
     if run.bytes:
         _print(console, "Bytes of a call", *_bytes(run))
+    if run.faults:
+        _print(console, "Faults", *_faults(run))
     if run.checks:
         _print(console, "Predictions beside real runs", *_checks(run.checks))
     if run.answers:
@@ -97,7 +104,7 @@ def markdown(run: RayRun) -> str:
     if run.lines:
         parts.append("## Throughput and latency\n\n`faster` is the median over rounds of the ratio of both windows.\n")
         parts.append(_table(list(_LINES), _lines(run)))
-        parts += [_bound(o) for o in run.overheads]
+        parts += [_bound(run, o) for o in run.overheads]
     if run.overheads:
         rows = [
             [str(o.length), *(f"{1e3 * value:.2f}" for value in (o.local, o.bare, o.remote, o.seconds))]
@@ -115,6 +122,8 @@ def markdown(run: RayRun) -> str:
         parts.append(_table(["", *(f"{o.length} tokens" for o in run.overheads)], stages))
     if run.scale is not None:
         parts += _scale(run.scale)
+    if run.faults:
+        parts += ["## Faults\n", _FAULTS.format(cores=run.machine["cores"]), _table(*_faults(run))]
     if run.bytes:
         header, rows = _bytes(run)
         parts += ["## Bytes of a call\n\nPickled as Ray does.\n", _table(list(header), rows)]
@@ -142,10 +151,14 @@ def _lines(run: RayRun) -> list[list[str]]:
     ]
 
 
-def _bound(overhead: Overhead) -> str:
+def _bound(run: RayRun, overhead: Overhead) -> str:
+    most = 1 / overhead.local
+    alone = [x for x in run.lines if x.case.served == "reference" and x.case.length == overhead.length]
+    busiest = max(alone, key=lambda line: line.case.callers, default=None)
+    limit = "" if busiest is None else f": {most / busiest.theirs.throughput:.1f} times torchrl's reference"
     return (
         f"Alone, in one thread, the model takes {1e3 * overhead.local:.1f} ms for {SEQUENCES} x {overhead.length} tokens: an "
-        f"actor answers {1 / overhead.local:.0f} such calls per second at most, unless scoring them together is cheaper.\n"
+        f"actor answers {most:.0f} such calls per second at most{limit}, unless scoring them together is cheaper.\n"
     )
 
 
@@ -222,6 +235,15 @@ def _answers(answers: Sequence[Answer]) -> tuple[tuple[str, ...], list[list[str]
             f"{a.requests_per_batch:.2f}",
         ]
         for a in answers
+    ]
+    return header, rows
+
+
+def _faults(run: RayRun) -> tuple[list[str], list[list[str]]]:
+    header = ["fault", "answers", "lost", "wrong", "slowest s", "load", ""]
+    rows = [
+        [f.what, f"{f.answers:,}", str(f.lost), str(f.wrong), f"{f.slowest:.1f}", f"{f.load:.0f}", f.note]
+        for f in run.faults
     ]
     return header, rows
 

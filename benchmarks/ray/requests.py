@@ -51,10 +51,11 @@ class _Connection:
     def check_not_forked(self) -> None:
         """This process is not."""
 
-    def handle(self, replica: int) -> Any:
-        return SimpleNamespace(call=SimpleNamespace(remote=self._answer))
+    @property
+    def handles(self) -> list[Any]:
+        return [SimpleNamespace(score=SimpleNamespace(remote=self._answer))] * self._count
 
-    def _answer(self, method: str, packed: bytes, timeout: float) -> Any:
+    def _answer(self, packed: bytes) -> Any:
         start = time.perf_counter()
         scored = int(Request.unpack(packed).scored.mask.sum())
         answer = Reply({"log_prob": torch.zeros(scored)}, 0).pack()
@@ -80,7 +81,6 @@ def call(replicas: int, *, prompts: int = 256, responses: int = 8, length: int =
         "connection": fakes,
         "router": Router(),
         "version": None,
-        "top_k_dtype": torch.float32,
         "timeout": 10.0,
     }
     scorer = RemoteScorer(SimpleNamespace(**there), ScoreOptions())  # type: ignore[arg-type]

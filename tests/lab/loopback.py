@@ -3,7 +3,7 @@
 from torchrl_llm_kl.service import RemoteModel
 from torchrl_llm_kl.service._spec import ServiceSpec
 from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.service.client import _remote
+from torchrl_llm_kl.service.client import _exchange, _remote
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
 
@@ -15,9 +15,10 @@ class Loopback:
         self.cores = {}
         loop = self
 
-        class Exchange:
+        class Exchange(_exchange.Exchange):
             def __init__(self, connection, router, whole, *, timeout):
                 self.parts = whole.divided(router, [0, 1])
+                self._layout = whole.request.scored.layout
                 self._core = loop.cores[connection.spec.name]
 
             async def arrival(self):
@@ -28,8 +29,7 @@ class Loopback:
                 for one in found:
                     if isinstance(one, Exception):
                         raise one
-                pairs = zip(found, self.parts, strict=True)
-                return [Reply.unpack(one.pack(half=part.request.half)) for one, part in pairs]
+                return [Reply.unpack(one.pack()) for one in found]
 
         monkeypatch.setattr(_remote, "Exchange", Exchange)
 

@@ -18,7 +18,7 @@ import numpy as np
 from torchrl_llm_kl._typing import Json
 
 #: Version of the format, and of the fields of requests and replies. A change that the other side would misread gets the next.
-PROTOCOL = 6
+PROTOCOL = 7
 #: Characters of a name.
 MAX_TEXT = 256
 #: Dimensions of an array.
@@ -40,8 +40,8 @@ class ProtocolError(ValueError):
 def pack(kind: int, head: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> bytes:
     """One object, which Ray sends faster than several. The head is padded to 8 bytes."""
     widest_first = sorted(arrays.items(), key=lambda entry: -entry[1].dtype.itemsize)  # so that each is aligned
-    little = {name: np.ascontiguousarray(x).astype(x.dtype.newbyteorder("<"), copy=False) for name, x in widest_first}
-    listed = {name: [x.dtype.newbyteorder("<").str.replace("|", "<"), list(x.shape)] for name, x in little.items()}
+    little = {name: np.ascontiguousarray(x, x.dtype.newbyteorder("<")) for name, x in widest_first}
+    listed = {name: [x.dtype.str.replace("|", "<"), x.shape] for name, x in little.items()}
     text = json.dumps({**head, "arrays": listed}, separators=(",", ":")).encode()
     text += b" " * (-(_PREFIX.size + len(text)) % 8)
     return b"".join(

@@ -174,6 +174,8 @@ class ScoreOptions:
         """The options of :meth:`to_dict`; a ValueError says what is wrong with them."""
         if not isinstance(given, Mapping) or not given.keys() <= set(SHARED):
             raise ValueError(f"options must be an object with some of {', '.join(SHARED)}, got {short(given)}.")
+        if not given:  # the common case
+            return _DEFAULTS
         found = dict(given)
         if "dtype" in found:
             if not isinstance(name := found["dtype"], str) or name not in _FLOAT_TYPES:

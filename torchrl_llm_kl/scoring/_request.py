@@ -283,8 +283,7 @@ class ScoreRequest:
             )
         host, *masks = layout.to_host(*([] if flat is None else [flat]))
         tokens = Ragged(host.values.detach().long(), host.lengths, layout.container, host.keep)
-        flat = masks[0] if masks else None
-        scored = tokens.positions > 0 if flat is None else _checked_mask(tokens, flat)
+        scored = _checked_mask(tokens, masks[0]) if masks else _all_but_first(tokens)
         experts = (None if record is None else flat_record(record, tokens) for record in (routing, ref_routing))
         kept = None if kept is None else check_kept(kept, tokens, scored)
         top_ids = None if top_ids is None else _checked_top_ids(top_ids, tokens)
@@ -523,16 +522,25 @@ def _checked_top_ids(top_ids: Tensor, tokens: Ragged) -> Tensor:
     return top_ids.detach().cpu().long()
 
 
+def _first_tokens(tokens: Ragged) -> Tensor:
+    """Flat indices of the first token of each sequence that has one."""
+    return tokens.offsets[:-1][tokens.lengths > 0]
+
+
+def _all_but_first(tokens: Ragged) -> Tensor:
+    return torch.ones_like(tokens.values, dtype=torch.bool).index_fill_(0, _first_tokens(tokens), False)
+
+
 def _checked_mask(tokens: Ragged, mask: Tensor) -> Tensor:
     check_is_mask(mask=mask)
     values = tokens.values
     if mask.shape != values.shape:
         raise ValueError(f"the mask needs one entry for each token, {tuple(values.shape)}, got {tuple(mask.shape)}.")
-    first = (mask & (tokens.positions == 0)).nonzero()
-    if first.numel():
+    first = _first_tokens(tokens)
+    if bool(mask[first].any()):
+        row = int(tokens.sequence_ids[first[mask[first]][0]])
         raise ValueError(
-            f"the mask selects the first token of sequence {int(tokens.sequence_ids[first[0]])}: set the mask to False there, "
-            "a first token has no log-prob."
+            f"the mask selects the first token of sequence {row}: set the mask to False there, a first token has no log-prob."
         )
     return mask
 

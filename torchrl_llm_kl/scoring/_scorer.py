@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, to_host
+from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain

@@ -7,6 +7,7 @@ the replicas they tell it. Imports no torch, so that it starts fast.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -31,6 +32,7 @@ PENDING, STARTING, READY, SILENT, FAILED = (
 GRACE = 30.0
 _UNUSED = 60.0  # seconds without a client, at the start, until the service ends
 _PULSE, _SILENT = 1.0, 10.0  # seconds between two pulses, and until one that is not answered is noticed
+_SILENT_START = 60.0  # seconds that a process may stand still while it makes its model
 _LEAST = 3.0  # seconds that a process has to answer, whatever hang_after is
 _MAX_STARTS, _START_WINDOW = 3, 600.0  # starts of a process that died before it was ready, within seconds
 _PAUSE = 1.0  # seconds before a second start, doubled for each later one
@@ -200,9 +202,12 @@ class Controller:
     def _is_over(self, life: str, replica: int, asking: int) -> bool:
         return replica == asking or self.slots[replica].life != life or self.slots[replica].state in (PENDING, STARTING)
 
-    async def end_trial(self, digest: str) -> None:
-        """A process survived a request."""
-        self._trials.pop(digest, None)
+    async def end_trial(self, digest: str, life: str = "") -> None:
+        """A process survived a request; or the process ``life`` dropped it, which says nothing about the others."""
+        if life:
+            self._trials.get(digest, {}).pop(life, None)
+        else:
+            self._trials.pop(digest, None)
 
     # ------------------------------------------------------------------ replicas
 
@@ -258,11 +263,11 @@ class Controller:
             try:
                 slot.state = PENDING
                 # A new process answers once there are resources; one that was there before this controller does at once.
-                facts = await (self._heard(slot) if known else self._ask(slot, "pulse", self._news()))
+                facts = await (self._heard(slot, self.hang_after) if known else self._ask(slot, "pulse", self._news()))
                 known = False
                 if not facts["ready"]:
                     slot.state, slot.starts = STARTING, slot.starts + 1
-                    facts = await self._ask(slot, "start", await self._given_model(), slot.starts)
+                    facts = await self._started(slot, await self._given_model())
                 slot.starts = max(slot.starts, facts["starts"])
                 error = facts["failure"] or self._unlike_the_first(name, facts)
                 if error is not None:
@@ -292,19 +297,29 @@ class Controller:
             except Exception as error:
                 self._fail(slot, portable(error))
 
+    async def _started(self, slot: Slot, model: Sequence[Any]) -> dict[str, Any]:
+        """The facts of a replica that has made its model, which may take hours: its event loop must answer meanwhile."""
+        from ray.exceptions import RayActorError
+
+        asked = asyncio.ensure_future(self._ask(slot, "start", model, slot.starts))
+        while not await _either(asked, _PULSE):
+            with contextlib.suppress(RayActorError):  # the start raises it too
+                await self._heard(slot, _SILENT_START)
+        return await asked
+
     async def _keep(self, slot: Slot) -> None:
         """Exchange news with a replica each second."""
         while not self.ended:
             slot.state = READY
             await asyncio.sleep(_PULSE)
-            await self._heard(slot)
+            await self._heard(slot, self.hang_after)
 
-    async def _heard(self, slot: Slot) -> dict[str, Any]:
-        """The answer to a pulse; ends the process of a replica that does not answer, and raises the error of Ray then."""
-        asked, silent = asyncio.ensure_future(self._ask(slot, "pulse", self._news())), min(_SILENT, self.hang_after)
+    async def _heard(self, slot: Slot, limit: float) -> dict[str, Any]:
+        """The answer to a pulse; after ``limit`` seconds without one ends the process, and raises the error of Ray."""
+        asked, silent = asyncio.ensure_future(self._ask(slot, "pulse", self._news())), min(_SILENT, limit)
         if not await _either(asked, silent):
-            slot.state = SILENT
-            if not await _either(asked, self.hang_after - silent + 0.1):
+            slot.state = STARTING if slot.state == STARTING else SILENT
+            if not await _either(asked, limit - silent + 0.1):
                 import ray
 
                 _LOG.warning("a replica of %s does not answer: its process is replaced", self.spec.name)

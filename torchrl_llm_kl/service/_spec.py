@@ -59,11 +59,6 @@ class ServiceSpec:
         """The name of an actor."""
         return f"{self.name}:{replica}"
 
-    @property
-    def replica_names(self) -> list[str]:
-        """The names of all replicas."""
-        return [self.replica_name(i) for i in range(self.num_replicas)]
-
     def check_config(self, wanted: Mapping[str, Any]) -> None:
         """A :class:`ServiceConfigError` with the differences if a client wants another configuration."""
         found = self.config

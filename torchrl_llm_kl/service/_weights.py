@@ -120,12 +120,11 @@ class WeightKeeper:
     A push is staged in chunks, which changes nothing, and then committed as a whole. The keeper ends with the service.
     """
 
-    def __init__(self, replicas: Sequence[str], namespace: str, service: str) -> None:
-        self._version = 0
+    def __init__(self, service: str) -> None:
+        self._service, self._version = service, 0
         self._pushed: list[Push] = []  # oldest first, without those that later ones replace
         self._staged: dict[str, Push] = {}
         self._lost: Exception | None = None
-        self._replicas, self._namespace, self._service = list(replicas), namespace, service
         if was_restarted():
             self._lost = WeightVersionError(
                 "the weights that were pushed are lost, with the actor that kept them: push them again."
@@ -137,9 +136,12 @@ class WeightKeeper:
         self._staged = {name: push for name, push in self._staged.items() if push.seen > since}
         self._staged.setdefault(token, Push(token)).add(chunk)
 
-    def check(self, version: int | None) -> Exception | None:
-        """The error if ``version`` is earlier than the last one; for None, if there is none after it."""
-        last = self._last()
+    def check(self, version: int | None, seen: int = 0) -> Exception | None:
+        """The error if ``version`` is earlier than the last one; for None, if there is none after it.
+
+        ``seen`` is the last version that the pusher and the replicas know: this actor may have lost it.
+        """
+        last = max(self._version, seen)
         try:
             version = check_version(last + 1 if version is None else version)
         except WeightVersionError as error:
@@ -161,7 +163,7 @@ class WeightKeeper:
         push = self._staged.pop(token, Push(token))
         if len(push.chunks) != chunks:
             return ServiceError(f"{len(push.chunks)} of {chunks} chunks of a push are there: push the weights again.")
-        error = self.check(version)
+        error = self.check(version, seen)
         if error is not None:
             return error
         before = next((old for old in self._pushed if old.version == version), None)
@@ -169,7 +171,7 @@ class WeightKeeper:
             return _pushed_before(before.version, _differing(before.digests, push.digests))
         if before is not None and self._lost is None:
             return before.version
-        push.version = check_version(max(self._last(), seen) + 1) if version is None else version
+        push.version = max(self._version, seen) + 1 if version is None else version
         earlier = [] if self._lost else [old for old in self._pushed if not old.digests.keys() <= push.digests.keys()]
         self._pushed = [*earlier, push]
         self._version, self._lost = push.version, None
@@ -186,26 +188,11 @@ class WeightKeeper:
         found = [*self._pushed, *([self._staged[staged]] if staged in self._staged else [])]
         return self._version, [(push.token, list(push.chunks), push.digest) for push in found], self._lost
 
-    def _last(self) -> int:
-        """The latest version; the replicas' if it was lost here."""
-        if self._lost is not None:
-            self._version = max([self._version, *map(self._version_of, self._replicas)])
-        return self._version
-
-    def _version_of(self, replica: str) -> int:
-        import ray
-
-        try:
-            stats = ray.get(ray.get_actor(replica, namespace=self._namespace).call.remote("stats"), timeout=5.0)
-            return int(stats["version"])
-        except Exception:  # it is down: what it held is in no other place
-            return 0
-
 
 def keeper_of(spec: ServiceSpec) -> Any:
     """The keeper of a service, created if there is none."""
     options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
-    return detached(WeightKeeper, spec, "weights", spec.replica_names, spec.namespace, spec.id, **options)
+    return detached(WeightKeeper, spec, "weights", spec.id, **options)
 
 
 # ------------------------------------------------------------------ the replica's side
@@ -240,8 +227,6 @@ class Pushes:
         self._version = -1  # of that push; 0 before the first one, -1 until the keeper said that there is none
         self._digest = ""  # of that push
         self._names: frozenset[str] = frozenset()  # of all pushed weights that are in the model
-        self._found = Missing(0, "", {}, "")  # what missing() returned, without the weights
-        self._found_names: frozenset[str] = frozenset()
         self._staged: tuple[str, Mapping[str, Tensor]] = ("", {})
 
     def stage(self, token: str, wanted: int | None = None, seen: int = 0) -> None:
@@ -293,14 +278,12 @@ class Pushes:
         weights: dict[str, Tensor] = {}
         for token, references, _ in new:
             weights.update(self._staged[1] if token == self._staged[0] else self._fetch(references))
-        found = Missing(version, tokens[-1], weights, pushes[-1][2])
-        self._found, self._found_names = found._replace(weights={}), frozenset(weights)
-        return found
+        return Missing(version, tokens[-1], weights, pushes[-1][2])
 
-    def take(self, token: str) -> None:
-        """Note that the model has all pushes up to this one."""
-        self._taken, self._version, self._digest = token, self._found.version, self._found.digest
-        self._names |= self._found_names
+    def take(self, found: Missing) -> None:
+        """Note that the model has what :meth:`missing` returned."""
+        self._taken, self._version, self._digest = found.token, found.version, found.digest
+        self._names |= found.weights.keys()
         self.drop()
 
     @property

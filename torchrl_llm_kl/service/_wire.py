@@ -30,6 +30,8 @@ from torchrl_llm_kl.scoring import (
 
 #: The most tokens of ``top_k``.
 MAX_TOP_K = 1024
+#: The most seconds of a timeout: no limit.
+MAX_TIMEOUT = 1e9
 #: What a request can ask for and a reply holds.
 ANSWERED = FEATURES - {"grad", "reference", "ref_routing", "return_kept", "record_routing"}
 # Scores of a reply: numpy's letter of their dtypes.
@@ -55,7 +57,7 @@ class Request:
     caller: str = ""  # the sender; batches are fair between callers
     newest: int = 0  # latest version that the caller has seen: a replica with an older one missed an update or lost it
     suspect: bool = False  # whether a process died while it held it: it shares no batch with others
-    half: bool = False  # whether log-probs of the top k return in float16
+    timeout: float = MAX_TIMEOUT  # seconds until nobody waits for the answer
 
     @property
     def num_tokens(self) -> int:
@@ -87,7 +89,7 @@ class Request:
             "caller": self.caller,
             "newest": self.newest,
             "suspect": self.suspect,
-            "half": self.half,
+            "timeout": self.timeout,
         }
         return pack(REQUEST, head, self.scored.to_arrays())
 
@@ -97,9 +99,12 @@ class Request:
         head, arrays = unpack(packed, REQUEST)
         given, recorded, version = head.take("options"), head.take("recorded"), head.take("version")
         rest: Json = {"caller": head.text("caller"), "newest": head.whole("newest")}
-        rest |= {name: head.flag(name) for name in ("half", "suspect")}
+        rest["suspect"] = head.flag("suspect")
         if version is not None and not is_whole(version):
             raise head.wrong("version", version, "a whole number or null")
+        timeout = rest["timeout"] = head.take("timeout")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout <= MAX_TIMEOUT:
+            raise head.wrong("timeout", timeout, f"a number of seconds from 0 to {MAX_TIMEOUT:g}")
         head.end()
         known = [name for name in ScoreRequest.optional() if isinstance(recorded, list) and name in recorded]
         if recorded != known:
@@ -132,9 +137,9 @@ class Reply:
         found = {name: value.values.detach() for name, value in scores.per_token.items() if name in _COLUMNS}
         return cls({name: value[mask.to(value.device)].cpu() for name, value in found.items()}, version, weights)
 
-    def pack(self, *, half: bool = False) -> bytes:
-        """The reply as bytes; for the top ``k`` ``8k + 4`` a token, or ``6k + 4`` with log-probs in ``half`` precision."""
-        arrays = {name: _narrow(name, values, half).numpy() for name, values in self.columns.items()}
+    def pack(self) -> bytes:
+        """The reply as bytes; for the top ``k`` ``8k + 4`` a token."""
+        arrays = {name: _narrow(name, values).numpy() for name, values in self.columns.items()}
         return pack(REPLY, {"version": self.version, "weights": self.weights}, arrays)
 
     @classmethod
@@ -174,14 +179,10 @@ class Reply:
         return Scores.spread(layout, elements, **self.columns)._replace(version=self.version)
 
 
-def _narrow(name: str, values: Tensor, half: bool) -> Tensor:
+def _narrow(name: str, values: Tensor) -> Tensor:
     """Scores in the type that a reply has for them."""
     if name == "top_indices":
         return values.int()
-    if name == "top_log_probs" and half:
-        # Finite log-probs stay finite; -inf is a token that the model forbids.
-        lowest = torch.finfo(torch.float16).min
-        return torch.where(values.isneginf(), values, values.clamp(min=lowest)).half()
     return values if values.dtype == torch.float64 and name in ("log_prob", "entropy") else values.float()
 
 

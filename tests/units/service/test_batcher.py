@@ -406,7 +406,10 @@ def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(call
 @pytest.mark.parametrize("how", ["deadline", "cancelled"])
 def test_what_no_caller_waits_for_is_not_scored(how):
     """The first batch of a large request runs; then its caller is gone, and none of its other 99 pieces is scored."""
-    running, batches = threading.Event(), []
+    running, batches, trials = threading.Event(), [], []
+
+    async def trial(over):
+        trials.append(over)
 
     def slow(requests):
         running.set()
@@ -417,7 +420,7 @@ def test_what_no_caller_waits_for_is_not_scored(how):
     async def main():
         batcher = Batcher(slow, max_wait=0.0, max_tokens=160)
         timeout = 0.05 if how == "deadline" else 60.0
-        large = asyncio.ensure_future(batcher.submit(sent([[1] * 40] * 400), timeout=timeout))
+        large = asyncio.ensure_future(batcher.submit(sent([[1] * 40] * 400), timeout=timeout, trial=trial))
         while not running.is_set():
             await asyncio.sleep(0.01)
         if how == "cancelled":
@@ -431,6 +434,7 @@ def test_what_no_caller_waits_for_is_not_scored(how):
     small, gone = asyncio.run(main())
     assert isinstance(small, Reply)
     assert batches == [[160], [2]]
+    assert trials == ([False, None] if how == "deadline" else [False, True])
     if how == "deadline":
         assert "a request was not scored within 0.05 s" in str(gone)
     else:

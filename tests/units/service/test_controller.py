@@ -113,8 +113,12 @@ class Actor:
 
     async def _start(self, model, starts):
         self.given.append(model)
-        life = {"fingerprint": "f", **(self.lives.pop(0) if self.lives else {})}
+        life, mark = {"fingerprint": "f", **(self.lives.pop(0) if self.lives else {})}, self.facts["life"]
         await asyncio.sleep(life.pop("seconds", 0.0))
+        while self.stopped:
+            await asyncio.sleep(0.1)
+        if self.facts["life"] != mark:
+            raise DIES
         self.error = life.pop("error", None)
         self.facts |= {"ready": True, "starts": starts, **life}
         return await self._pulse({})
@@ -315,6 +319,21 @@ async def test_a_process_that_does_not_answer_is_avoided_then_replaced(hang_afte
 
 
 @on_clock
+async def test_a_process_that_stands_still_while_it_starts_is_replaced():
+    """Its factory may take long, but its event loop answers meanwhile."""
+    lab = Lab(({"seconds": 400.0}, {"seconds": 90.0}), hang_after=5.0)
+    await lab.client()
+    await asyncio.sleep(100.0)
+    lab.actors[0].stopped = True
+    await asyncio.sleep(60.0)
+    assert (lab.states(), lab.actors[0].ends) == ([STARTING], [])
+    await asyncio.sleep(3.0)
+    assert (lab.states(), lab.actors[0].ends) == ([STARTING], ["to start again"])
+    await asyncio.sleep(400.0)
+    assert (lab.states(), lab.it.slots[0].starts) == ([READY], 2)
+
+
+@on_clock
 async def test_a_client_that_joins_keeps_the_service_until_it_holds_it():
     """The last other client may leave between the two calls."""
     lab = Lab(())
@@ -452,6 +471,18 @@ async def test_a_request_is_refused_after_three_processes_died_of_it():
     assert lab.actors[0].news["refused"] == lab.actors[1].news["refused"] == ["bad"]
     await lab.it.end_trial("bad")  # of a process that was thought dead
     assert [await trial(0, digest) for digest in ("bad", "other")] == [False, True]
+
+
+@on_clock
+async def test_a_process_that_dropped_a_request_did_not_die_of_it():
+    lab = Lab(())
+    await lab.client()
+    for _ in range(MAX_TRIALS + 2):
+        await asyncio.sleep(3)
+        life = lab.it.slots[0].life
+        assert await lab.it.begin_trial("late", 0, life)
+        await lab.it.end_trial("late", life)  # its deadline was over
+        lab.actors[0].error = DIES
 
 
 @on_clock

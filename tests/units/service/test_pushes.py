@@ -40,8 +40,8 @@ def context(monkeypatch):
     return found
 
 
-def keeper(*, source="model", replicas=()):
-    return WeightKeeper(list(replicas), "namespace", source)
+def keeper(*, source="model"):
+    return WeightKeeper(source)
 
 
 def weights(value, *names):
@@ -186,15 +186,15 @@ def test_pushes_are_kept_until_later_ones_replace_them():
 
 
 def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monkeypatch, context):
-    """The versions of the replicas are all that is left of earlier pushes."""
+    """The versions of the replicas are all that is left of earlier pushes: they are asked with each push."""
     context.was_current_actor_reconstructed = True
-    alive = SimpleNamespace(call=SimpleNamespace(remote=lambda method: {"stats": {"version": 7}}[method]))
-    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: {"s:1": alive}[name])
-    one = keeper(replicas=["s:0", "s:1"])
-    assert isinstance(one.get("model")[2], WeightVersionError)
-    assert refused(one, weights(1.0), 6)
-    assert commit(one, weights(1.0)) == 8
-    assert one.get("model")[2] is None
+    service = Service(monkeypatch)
+    service.replicas[1].held = (7, "")
+    assert isinstance(service.keeper.get("model")[2], WeightVersionError)
+    with pytest.raises(WeightVersionError, match="version 6 of the weights was pushed after version 7"):
+        service.push(weights(1.0), 6)
+    assert service.push(weights(1.0)) == 8
+    assert service.keeper.get("model")[2] is None
 
 
 # ------------------------------------------------------------------ the replica's side
@@ -236,8 +236,12 @@ class Replica:
             return None
         self.model.update(found.weights)
         self.held = found.version, found.digest
-        self.pushes.take(found.token)
+        self.pushes.take(found)
         return found.version
+
+    def stage(self, *given):
+        self.pushes.stage(*given)
+        return self.held[0]
 
 
 def test_a_staged_push_is_fetched_and_checked_once(kept):
@@ -291,13 +295,12 @@ def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkey
     commit(first, weights(1.0, "a", "b"))
     assert knows.load() == 1
     context.was_current_actor_reconstructed = True
-    monkeypatch.setattr(WeightKeeper, "_version_of", lambda self, replica: 1)
-    second = found(keeper(replicas=["service:0"]))
+    second = found(keeper())
     assert second.check(None) is None, "each push asks first"
     stage(second, "some", weights(2.0, "b"))
     for replica, message in ((knows, f"without 'a', does not replace them all: {ALL}"), (missed, PART), (late, PART)):
         with pytest.raises(WeightVersionError, match=message):
-            replica.pushes.stage("some")
+            replica.pushes.stage("some", None, 1)  # the pusher has seen what was lost
     nameless.pushes.stage("some")
     stage(second, "same", weights(2.0, "a", "b"))
     knows.pushes.stage("same")
@@ -306,7 +309,7 @@ def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkey
     chunks, whole = stage(second, "all", weights(3.0, "tied", "b", "c")), (knows, missed, late)
     for replica in whole:
         replica.pushes.stage("all")
-    assert second.commit("all", chunks, None) == 2
+    assert second.commit("all", chunks, None, 1) == 2
     stage(second, "later", weights(4.0, "b"))
     for replica in whole:
         assert replica.load() == 2
@@ -396,13 +399,17 @@ class Service(Connection):
             time.sleep(min(timeout, 0.01))
         return done[:1]
 
-    def handle(self, replica):
-        return SimpleNamespace(call=SimpleNamespace(remote=lambda *call: self.call_of(replica, *call)))
+    @property
+    def handles(self):
+        def handle(replica):
+            return SimpleNamespace(call=SimpleNamespace(remote=lambda *call: self.call_of(replica, *call)))
+
+        return [handle(replica) for replica in range(len(self.replicas))]
 
     def call_of(self, replica, method, *args):
         self.called.append((replica, method))
         one, found = self.replicas[replica], Future()
-        calls = {"stage_weights": one.pushes.stage, "drop_weights": one.pushes.drop, "refresh_weights": one.load}
+        calls = {"stage_weights": one.stage, "drop_weights": one.pushes.drop, "refresh_weights": one.load}
         down = self.down.get(replica, "up")
         if isinstance(down, list):
             down = down.pop(0) if down else "up"
@@ -412,8 +419,8 @@ class Service(Connection):
             found.set_result(down)
         elif down is not None:
             try:
-                calls[method](*args)
-                found.set_result(None)
+                answer = calls[method](*args)
+                found.set_result(None if method == "refresh_weights" else answer)
             except Exception as error:
                 found.set_result(error)
         return found
@@ -517,12 +524,16 @@ class InProcess(Connection):
 
     def connect(self, **_): ...
 
-    def handle(self, replica):
-        def call(method, packed, timeout):
-            found = self.cores[replica].score([Request.unpack(packed)])[0]
-            return found if isinstance(found, Exception) else found.pack()
+    @property
+    def handles(self):
+        def handle(core):
+            def score(packed):
+                found = core.score([Request.unpack(packed)])[0]
+                return found if isinstance(found, Exception) else found.pack()
 
-        return SimpleNamespace(call=SimpleNamespace(remote=call))
+            return SimpleNamespace(score=SimpleNamespace(remote=score))
+
+        return [handle(core) for core in self.cores]
 
     def call(self, method, *args, timeout):
         core = self.cores[self.first]

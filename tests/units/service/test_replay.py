@@ -65,38 +65,6 @@ def test_the_top_k_equals_that_of_the_local_scorer(loop, k, dtype):
     assert (empty.shape, empty.dtype) == ((1, 4), torch.int64)
 
 
-def test_log_probs_in_float16(loop):
-    """A relative error of at most 2^-11, 2^-25 nats for the smallest; finite ones stay finite, -inf stays -inf."""
-    remote = loop.serve(model())
-    exact = remote.make_scorer().evaluate(ROWS, top_k=97)
-    remote.top_k_dtype = torch.float16
-    rounded = remote.make_scorer().evaluate(ROWS, top_k=97)
-    for name in ("top_indices", "tail_log_prob", "log_prob"):
-        assert torch.equal(getattr(exact, name).values, getattr(rounded, name).values)
-    a, b = exact.top_log_probs.values, rounded.top_log_probs.values
-    assert not torch.equal(a, b)
-    assert ((a - b).abs() <= torch.maximum(a.abs() * 2.0**-11, torch.tensor(2.0**-25))).all()
-
-    class Far(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.logits = torch.nn.Parameter(torch.tensor([0.0, -1e-6, -70000.0, -20.0, -torch.inf]))
-
-        def forward(self, input_ids, **_):
-            return (self.logits.expand(*input_ids.shape, 5),)
-
-    with pytest.warns(UserWarning, match="full forward"):
-        far = loop.serve(Far())
-    far.top_k_dtype = torch.float16
-    found = far.make_scorer().evaluate([[0, 1]], top_k=5)
-    assert found.top_indices.values[1].tolist() == [0, 1, 3, 2, 4]
-    assert found.top_log_probs.values[1, 3:].tolist() == [-65504.0, -torch.inf]
-    by_hand = torch.tensor([-0.693147, -0.693148, -20.693148])
-    assert_close(found.top_log_probs.values[1, :3], by_hand, rtol=2.0**-11, atol=0)
-    with pytest.raises(ValueError, match=r"top_k_dtype must be torch.float32 or torch.float16, got torch.int8"):
-        far.top_k_dtype = torch.int8
-
-
 def moe():
     return tiny_model("mixtral")
 

@@ -14,11 +14,11 @@ from load import request_of, sequences
 from torchrl_llm_kl import Ragged, Sampling
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service import PoisonedRequest, RemoteModel, ServiceOverloaded, WeightVersionError
-from torchrl_llm_kl.service._controller import FAILED, READY, SILENT
+from torchrl_llm_kl.service._controller import FAILED, READY, SILENT, STARTING
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._spec import ServiceSpec
 from torchrl_llm_kl.service._wire import Reply, Request
-from torchrl_llm_kl.service.client import _exchange
+from torchrl_llm_kl.service.client import _connection, _exchange
 from torchrl_llm_kl.service.client._connection import Connection
 from torchrl_llm_kl.service.replica import _server
 from torchrl_llm_kl.service.replica._server import Server
@@ -72,13 +72,16 @@ class Replicas(Connection):
         answer.arrived.set_result(self.table())
         return answer
 
-    def handle(self, replica):
-        self.connect()
-        return SimpleNamespace(call=SimpleNamespace(remote=lambda *call: self.send(replica, *call)))
+    @property
+    def handles(self):
+        return [self.handle(replica) for replica in range(self.spec.num_replicas)]
 
-    def send(self, replica, method, packed, left):
-        assert (method, left > 0) == ("score", True)
+    def handle(self, replica):
+        return SimpleNamespace(score=SimpleNamespace(remote=lambda packed: self.send(replica, packed)))
+
+    def send(self, replica, packed):
         answer = Reference(replica, Request.unpack(packed))
+        assert answer.request.timeout > 0
         self.sent.append(answer)
         fate = self.fates[replica].pop(0) if self.fates.get(replica) else ""
         if isinstance(fate, ray.exceptions.RayError):
@@ -381,6 +384,26 @@ def test_errors_and_lost_replicas_of_awaited_calls():
         asyncio.run(Replicas(1, fates={0: [ValueError("outside the vocabulary")]}).scorer().ascore([[3, 97]]))
 
 
+# ------------------------------------------------------------------ joining
+
+
+def test_a_client_that_joins_avoids_replicas_that_are_not_ready(monkeypatch):
+    """Its first call would wait for their model."""
+    states = [STARTING, READY, READY]
+    table = {"id": "mine", "ended": "", "states": states, "errors": [None] * 3, "fingerprint": None, "has_model": True}
+    calls = {name: SimpleNamespace(remote=lambda *_, **__: table) for name in ("join", "hold", "watch", "table")}
+    context = SimpleNamespace(gcs_address="here", get_node_id=str, get_job_id=str, get_worker_id=str)
+    monkeypatch.setattr(_connection, "actor_of", lambda *_: SimpleNamespace(**calls))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get", lambda found, *, timeout: found)
+    connection = Connection(ServiceSpec("name", "source", {}, num_replicas=3))
+    assert connection.usable() == [1, 2]
+    states[0] = READY
+    assert connection.usable() == [0, 1, 2]
+    connection._lease.clear()  # there is no call to cancel
+
+
 # ------------------------------------------------------------------ trials
 
 
@@ -408,7 +431,10 @@ def test_what_a_replica_asks_before_it_scores_a_suspect(monkeypatch, caplog):
     trial = replica._trial(request)
     for over in (False, True):
         asyncio.run(trial(over))
-    assert calls == [("begin", request.digest(), 1, "life"), ("end", request.digest())]
+    assert calls == [("begin", request.digest(), 1, "life"), ("end", request.digest(), "")]
+    answers.append(None)
+    asyncio.run(trial(None))
+    assert calls[-1] == ("end", request.digest(), "life"), "it was dropped: this process did not die of it"
     asyncio.run(trial(False))
     assert "the controller of s:1 does not answer: this trial does not count" in caplog.text
     answers.append(False)

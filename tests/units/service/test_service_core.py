@@ -307,17 +307,17 @@ def test_metrics_of_a_batch(monkeypatch):
         monkeypatch.setattr(f"ray.util.metrics.{name}", Metric)
     monkeypatch.setattr(Metric, "told", {})
     metrics = RayMetrics("x:0", again=True)
-    metrics.update(BatchRecord(2, 300, 0.5, (0.6, 0.7)), waiting=3, recalled=40)
-    metrics.update(BatchRecord(1, 100, 0.25, (0.3,)), waiting=0, recalled=100)
+    metrics.update([BatchRecord(2, 300, 0.5, (0.6, 0.7)), BatchRecord(1, 50, 0.5, (0.2,))], waiting=3, recalled=40)
+    metrics.update([BatchRecord(1, 100, 0.25, (0.3,))], waiting=0, recalled=100)
     assert Metric.told == {
         "queue_length": [0, 3, 0],
         "restarts": [1],
-        "batch_requests": [2, 1],
-        "batch_tokens": [300, 100],
-        "tokens": [300, 100],
+        "batch_requests": [2, 1, 1],
+        "batch_tokens": [300, 50, 100],
+        "tokens": [350, 100],
         "tokens_recalled": [40, 60],
-        "busy_seconds": [0.5, 0.25],
-        "latency_seconds": [0.6, 0.7, 0.3],
+        "busy_seconds": [1.0, 0.25],
+        "latency_seconds": [0.6, 0.7, 0.2, 0.3],
     }
 
 

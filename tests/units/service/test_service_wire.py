@@ -27,48 +27,47 @@ from torchrl_llm_kl.service.replica._core import ScoringCore
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b"KLRL\x06\x00\x01\x00\x14\x01\x00\x00"
-    b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16",'
-    b'"entropy":true,"remember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,'
-    b'"half":false,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}'
-    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
-    b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
-    b"d"
+    b"KLRL\x07\x00\x01\x00\x1c\x01\x00\x00"
+    b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16","entropy":true,"r'
+    b'emember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,"timeout":2.5,"arrays"'
+    b':{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}       '
+    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00"
+    b"\x00\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00"
+    b"\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b"KLRL\x06\x00\x01\x00\xac\x00\x00\x00"
-    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"half":false,'
-    b'"arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}    '
+    b"KLRL\x07\x00\x01\x00\xb4\x00\x00\x00"
+    b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"timeout":1000000000.0,"'
+    b'arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}  '
     b"\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00"
 )
 PACKED_RECORDS = (
-    b"KLRL\x06\x00\x01\x00$\x01\x00\x00"
-    b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,'
-    b'"suspect":false,"half":true,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",'
-    b'[3]],"kept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,'
-    b"1]]}}"
-    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"
-    b"\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00"
-    b"\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00\x00"
-    b"\x03\x00\x00\x00\x03\x00\x00\x00\xff\xff\xff\xff\x00\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x03\x00\x00\x00"
-    b"\x04\x00\x00\x00\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00\x08\x00\x00\x00`\x00\x00\x00d\xff\x00\x01"
-    b"\x02\x03\x04"
+    b"KLRL\x07\x00\x01\x004\x01\x00\x00"
+    b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,"suspect":fals'
+    b'e,"timeout":1000000000.0,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",[3]],"k'
+    b'ept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,1]]}}     '
+    b"\x03\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00"
+    b"\x00\x00\x00\x00\x00\x05\x00\x00\x00\x00\x00\x00\x00`\x00\x00\x00\x07\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00"
+    b"\x00\x02\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\t\x00\x00\x00`\x00\x00\x00\x02\x00\x00"
+    b"\x00\x03\x00\x00\x00\x03\x00\x00\x00\xff\xff\xff\xff\x00\x00\x00\x00\x01\x00\x00\x00\x02\x00\x00\x00\x03\x00"
+    b"\x00\x00\x04\x00\x00\x00\x05\x00\x00\x00\x06\x00\x00\x00\x07\x00\x00\x00\x08\x00\x00\x00`\x00\x00\x00d\xff"
+    b"\x00\x01\x02\x03\x04"
 )
 PACKED_REPLY = (
-    b"KLRL\x06\x00\x02\x00T\x00\x00\x00"
+    b"KLRL\x07\x00\x02\x00T\x00\x00\x00"
     b'{"version":4,"weights":"","arrays":{"log_prob":["<f4",[2]],"entropy":["<f4",[2]]}}  '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b"KLRL\x06\x00\x02\x00D\x00\x00\x00"
+    b"KLRL\x07\x00\x02\x00D\x00\x00\x00"
     b'{"version":0,"weights":"push","arrays":{"log_prob":["<f8",[1]]}}    '
     b"\x00\x00\x00\xa0\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b"KLRL\x06\x00\x02\x00\x94\x00\x00\x00"
-    b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],'
-    b'"tail_log_prob":["<f4",[1]],"top_log_probs":["<f2",[1,2]]}}  '
-    b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00@\xc0\x00\xb8\x00\xbc"
+    b"KLRL\x07\x00\x02\x00\x94\x00\x00\x00"
+    b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],"top_log_probs":["<'
+    b'f4",[1,2]],"tail_log_prob":["<f4",[1]]}}  '
+    b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00\x00\xbf\x00\x00\x80\xbf\x00\x00@\xc0"
 )
 # Before there were versions.
 UNVERSIONED = b"\x10\x00\x00\x00[[4, 4], [8, 8]]\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
@@ -94,9 +93,9 @@ MIXED = {
     "remember": True,
 }
 MESSAGES = {
-    PACKED_REQUEST: request_of(ROWS, MASK, **MIXED, version=3, caller="me/7", newest=2),
+    PACKED_REQUEST: request_of(ROWS, MASK, **MIXED, version=3, caller="me/7", newest=2, timeout=2.5),
     PACKED_WIDE_REQUEST: request_of([[2**40]]),
-    PACKED_RECORDS: request_of(ROWS, MASK, records={"kept": KEPT, "top_ids": TOP_IDS, "routing": ROUTING}, half=True),
+    PACKED_RECORDS: request_of(ROWS, MASK, records={"kept": KEPT, "top_ids": TOP_IDS, "routing": ROUTING}),
     PACKED_REPLY: Reply({"log_prob": torch.tensor([-0.5, -2.25]), "entropy": torch.tensor([1.5, 0.0])}, 4),
     PACKED_WIDE_REPLY: Reply({"log_prob": torch.tensor([-0.1]).double()}, 0, "push"),
     PACKED_TOP_K: TOP_K,
@@ -104,7 +103,7 @@ MESSAGES = {
 
 
 def pack(message):
-    return message.pack(half=message is TOP_K) if isinstance(message, Reply) else message.pack()
+    return message.pack()
 
 
 def plain(message):
@@ -171,7 +170,8 @@ EDITED = [  # a part of the packed request, what is in its place, and the error
     (b'"newest":2', b'"newest":-', "not valid JSON"),
     (b'"me/7"', b"123456", "caller of a request is 123456, expected a string"),
     (b'"suspect":false', b'"suspect":0    ', "suspect of a request is 0, expected true or false"),
-    (b'"half":false', b'"half":0    ', "half of a request is 0, expected true or false"),
+    (b'"timeout":2.5', b'"timeout":-25', r"timeout of a request is -25, expected a number of seconds from 0 to 1e\+09"),
+    (b'"timeout":2.5', b'"timeout":"x"', "timeout of a request is 'x', expected a number of seconds"),
     (b'"recorded":[]', b'"recorded":{}', "recorded of a request is {}, expected some of kept, top_ids, routing"),
     (b'["<i8",[4]]', b'["<i8",[2]]', "a request has 57 bytes of arrays, expected 41"),
     (b'["<i8",[4]]', b'["<O8",[4]]', r"arrays of a request is \['<O8', \[4\]\], expected an object of entries"),
@@ -206,10 +206,10 @@ CHANGED = [  # a request, an array of it, what is in its place, and the error
 ]
 HUGE_HEAD = PACKED_REQUEST[:8] + b"\xff" * 4 + PACKED_REQUEST[12:]
 UNREADABLE = [
-    (Request, speaks(Request, 5), "client speaks version 5 .* replica version 6: .* side of the client"),
-    (Request, speaks(Request, 7), "client speaks version 7 .* replica version 6: .* side of the replica"),
-    (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 6: .* side of the replica"),
-    (Reply, speaks(Reply, 7), "replica speaks version 7 .* client version 6: .* side of the client"),
+    (Request, speaks(Request, 6), "client speaks version 6 .* replica version 7: .* side of the client"),
+    (Request, speaks(Request, 8), "client speaks version 8 .* replica version 7: .* side of the replica"),
+    (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 7: .* side of the replica"),
+    (Reply, speaks(Reply, 8), "replica speaks version 8 .* client version 7: .* side of the client"),
     (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
     (Request, b"", "a request of 0 bytes"),
     (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),
@@ -298,7 +298,7 @@ def test_a_reply_to_another_request():
 
 
 def test_messages_are_hardly_larger_than_what_they_hold():
-    """4 bytes and a bit a token, 8 a sequence; ``8k + 4`` a token beside its log-prob, ``6k + 4`` in float16; 4 an id."""
+    """4 bytes and a bit a token, 8 a sequence; ``8k + 4`` a token beside its log-prob; 4 an id."""
     rows = (torch.arange(4096) % 97).split(512)
     mask = [(row > 3) & (torch.arange(512) > 0) for row in rows]
     size = len(request_of(rows, mask, caller="me").pack())
@@ -309,9 +309,8 @@ def test_messages_are_hardly_larger_than_what_they_hold():
     )
     n, k = 500, 64
     top = {"top_indices": torch.zeros(n, k).long(), "top_log_probs": torch.zeros(n, k), "tail_log_prob": torch.zeros(n)}
-    for half, per_token in ((False, 8), (True, 6)):
-        packed = Reply({"log_prob": torch.zeros(n), **top}, 0).pack(half=half)
-        assert len(packed) - n * (4 + per_token * k + 4) in range(240)
+    packed = Reply({"log_prob": torch.zeros(n), **top}, 0).pack()
+    assert len(packed) - n * (4 + 8 * k + 4) in range(240)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +338,7 @@ def test_errors_that_cannot_be_pickled_keep_their_message():
     assert (type(found), str(found)) == (ServiceError, "Unpicklable: too long")
 
 
-NUMBER = 2_000
+numbers_of_messages = pytest.mark.parametrize("number", [2_000, pytest.param(20_000, marks=pytest.mark.slow)])
 HEAD = 12  # bytes before the JSON
 #: JSON that belongs into no field, as text: some of it cannot be written by Python.
 WORDS = """
@@ -364,7 +363,7 @@ class Pairs(nn.Module):
 def request(rng):
     rows = [[rng.randrange(97) for _ in range(n)] for n in [*(rng.randrange(5) for _ in range(rng.randrange(1, 4))), 2]]
     mask = [[i > 0 and rng.random() < 0.5 for i in range(len(row))] for row in rows] if rng.random() < 0.5 else None
-    options = rng.choice([{}, {"entropy": True}, {"temperature": 0.5}, {"top_k": 3, "half": True}, {"moments": True}])
+    options = rng.choice([{}, {"entropy": True}, {"temperature": 0.5}, {"top_k": 3}, {"moments": True}])
     tokens, records = [token for row in rows for token in row], {}
     if "top_k" not in options and rng.random() < 0.4:
         ids = [[*rng.sample(range(97), rng.randrange(4)), token] for token in tokens]
@@ -465,7 +464,7 @@ def splice(packed, rng):
     return packed[: rng.randrange(len(packed) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
-def payloads(kind, number=NUMBER):
+def payloads(kind, number):
     rng = random.Random(7)
     for _ in range(number):
         yield damaged((request(rng) if kind == "request" else reply(rng)).pack(), rng)
@@ -483,12 +482,13 @@ def peak_of(reader, packed):
     return min(peaks)
 
 
+@numbers_of_messages
 @pytest.mark.parametrize("kind", ["request", "reply"])
-def test_damaged_messages_are_read_or_refused(kind):
+def test_damaged_messages_are_read_or_refused(kind, number):
     """What is read is consistent and survives another trip; the reader's memory is bounded by the bytes."""
     reader = Request if kind == "request" else Reply
     read, longest, slowest = 0, 0, 0.0
-    messages = list(payloads(kind))
+    messages = list(payloads(kind, number))
     tracemalloc.start()
     try:
         for packed in messages:
@@ -520,7 +520,7 @@ def test_damaged_messages_are_read_or_refused(kind):
     assert slowest < 1.0, "seconds of this process for a message of some hundred bytes"
     assert longest < 400
     # Some of the damages do not show: another token, another version.
-    assert 0.02 * NUMBER < read < 0.5 * NUMBER
+    assert 0.02 * number < read < 0.5 * number
 
 
 def check_answers(core, messages, size):
@@ -557,8 +557,9 @@ def assert_same(found, expected):
 
 
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
-def test_damaged_requests_hurt_nobody_else():
+@numbers_of_messages
+def test_damaged_requests_hurt_nobody_else(number):
     torch.manual_seed(0)
-    answered, refused = check_answers(ScoringCore(TransformersEngine(Pairs())), payloads("request"), size=6)
+    answered, refused = check_answers(ScoringCore(TransformersEngine(Pairs())), payloads("request", number), size=6)
     assert answered > 20
-    assert refused > NUMBER / 2
+    assert refused > number / 2

@@ -73,9 +73,10 @@ def test_a_model_given_by_value_is_not_sent_to_other_clients():
     """Nor is the code of a factory: they only find the service."""
     for remote in (RemoteModel(spec(), make=model), RemoteModel(spec(factory=b"its code"))):
         assert len(pickle.dumps(remote)) < 2000 < len(pickle.dumps(model()))
-        for copied in (pickle.loads(pickle.dumps(remote)), copy.deepcopy(remote)):
-            assert (copied.connection._make, copied.spec.factory) == (None, None)
-            assert copied.spec.config == remote.spec.config
+        sent, near = pickle.loads(pickle.dumps(remote)), copy.deepcopy(remote)
+        assert (sent.connection.make, sent.spec.factory) == (None, None)
+        assert sent.spec.config == remote.spec.config
+        assert (near.connection.make, near.spec) == (remote.connection.make, remote.spec), "it may hand the model in"
 
 
 def test_what_clients_of_one_name_must_share():

@@ -43,12 +43,12 @@ class Connection:
     """
 
     def __init__(self, spec: ServiceSpec, make: Callable[[], Any] | None = None) -> None:
-        self.spec, self._make = spec, make  # a factory that only the process which passed it has
+        self.spec, self.make = spec, make  # a factory that only the process which passed it has
         self._lock = threading.RLock()
         self._controller: Any = None
         self._session = self._place = self._closed = ""
         self._pid, self._told = 0, False
-        self._down: dict[int, float] = {}  # replicas whose last call failed, and when
+        self._down: dict[int, float] = {}  # replicas that did not answer, or were not ready, and when
         self._table: tuple[float, Json] = (0.0, {})  # the last one, and when it came
         self.retries = self.newest = 0
         self._weights = ""  # digest of the push that made the newest version; empty if it is not known
@@ -84,7 +84,7 @@ class Connection:
             place = f"{context.gcs_address} {context.get_node_id()}"
             if self._place not in ("", place):  # another cluster: the service is made again there
                 self.newest, self._weights, self.spec = 0, "", replace(self.spec, id="")
-                new = self.spec.factory is not None or self._make is not None
+                new = self.spec.factory is not None or self.make is not None
             self.spec = replace(self.spec, address=context.gcs_address)
             self._enter(new=new, timeout=timeout)
             self._place, self._session, self._pid = place, _session(), os.getpid()
@@ -106,7 +106,8 @@ class Connection:
         held = controller.hold.remote(key)
         self._lease = [held, controller.watch.remote(key, [held])]
         weakref.finalize(self, _forget, self._lease).atexit = False  # Ray tells of the end of a process
-        self._controller, self._down = controller, {}
+        self._controller = controller
+        self._down = {i: 0.0 for i, state in enumerate(found["states"]) if state != READY}
         self._table = (time.monotonic(), found)
         self.spec = replace(self.spec, id=found["id"])
         self.spec.check_expected(found["fingerprint"] or self.spec.expect)
@@ -132,10 +133,10 @@ class Connection:
 
     def _hand_in(self) -> None:
         """Give the controller the factory that is not part of the spec, so that replicas can start from it."""
-        if self._make is not None:
+        if self.make is not None:
             import ray
 
-            ray.get(self._controller.deposit.remote(ray.cloudpickle.dumps(self._make)), timeout=600.0)
+            ray.get(self._controller.deposit.remote(ray.cloudpickle.dumps(self.make)), timeout=600.0)
 
     def close(self, why: str) -> None:
         """Stop using the service; later calls raise :class:`ServiceClosedError` with this text."""
@@ -221,10 +222,11 @@ class Connection:
         states = self.table()["states"]
         return states[replica] == FAILED or (states[replica] == SILENT and len(states) > 1)
 
-    def handle(self, replica: int) -> Any:
-        """The actor of a replica."""
-        self.connect()
-        return self._table[1]["replicas"][replica]
+    @property
+    def handles(self) -> list[Any]:
+        """The actors of the replicas."""
+        found: list[Any] = self._table[1]["replicas"]
+        return found
 
     def lose(self, replica: int) -> None:
         """Avoid a replica whose call failed until the controller says that it is ready."""
@@ -284,8 +286,9 @@ class Connection:
         """
         import ray
 
+        self.connect()
         name, end = self.spec.replica_name, time.monotonic() + timeout
-        asked = {self.handle(i).call.remote(method, *args): i for i in replicas}
+        asked = {self.handles[i].call.remote(method, *args): i for i in replicas}
         found: dict[int, Any] = {}
         last: dict[int, Exception] = {}
         missing = set(replicas if needed is None else needed)
@@ -300,7 +303,7 @@ class Connection:
                 if isinstance(answer, failures()) and not give_up:
                     last[i] = answer
                     time.sleep(_FIRST_PAUSE)
-                    asked[self.handle(i).call.remote(method, *args)] = i
+                    asked[self.handles[i].call.remote(method, *args)] = i
                     continue
                 found[i] = answer
                 if wait is not None and not isinstance(answer, Exception):

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm_kl.scoring import Scores
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._wire import Reply, Request
+from torchrl_llm_kl.service._wire import MAX_TIMEOUT, Reply, Request
 from torchrl_llm_kl.service.client._connection import Connection, Patience, failures
 from torchrl_llm_kl.service.client._router import Router
 
@@ -61,12 +62,11 @@ class Part:
 
 
 class Exchange:
-    """Sends a call to the replicas, one request to each; :meth:`replies` waits for them.
+    """Sends a call to the replicas, one request to each; calling it waits for the scores.
 
     If a replica dies or does not answer, its sequences are divided among the others. A request whose replica died while it
     held it may be the cause: from then on it shares no batch, and the controller counts its trials. During a weight update,
-    requests are repeated to replicas that do not hold the new weights yet. The timeout starts with the call of
-    :meth:`replies`.
+    requests are repeated to replicas that do not hold the new weights yet. The timeout starts when the scores are awaited.
 
     Attributes:
         parts: the requests so far; one of a replica that died may be replaced by several.
@@ -75,6 +75,7 @@ class Exchange:
     def __init__(self, connection: Connection, router: Router, whole: Part, *, timeout: float) -> None:
         self.parts = [whole]
         self._connection, self._router, self._timeout = connection, router, timeout
+        self._layout = whole.request.scored.layout
         self._replies: dict[int, Reply] = {}
         self._error: Exception | None = None
         self._sent: dict[Any, int] = {}  # reference to an answer -> part
@@ -85,8 +86,17 @@ class Exchange:
     def _start_clock(self) -> None:
         self._patience = Patience(self._timeout, f"scoring on {self._connection.spec.name!r}")
 
+    def __call__(self) -> Scores:
+        """Wait for the scores, all from the same weights; raises the error of a request."""
+        replies = self.replies()
+        for part, reply in zip(self.parts, replies, strict=True):
+            reply.check_answers(part.request)
+        columns = {name: torch.cat([reply.columns[name] for reply in replies]) for name in replies[0].columns}
+        elements = torch.cat([part.elements for part in self.parts])
+        return replace(replies[0], columns=columns).scores(self._layout, elements)
+
     def replies(self) -> list[Reply]:
-        """Wait for the replies, in the order of the parts and all from the same weights; raises the error of a request."""
+        """In the order of the parts."""
         if not self._arrived:
             self._start_clock()
         while True:
@@ -104,7 +114,7 @@ class Exchange:
     def _send(self) -> None:
         """Request all missing replies at once."""
         self._error, self._sent = None, {}
-        usable = self._connection.usable()
+        usable, handles = self._connection.usable(), self._connection.handles
         for i in [i for i, part in enumerate(self.parts) if i not in self._replies and part.replica not in usable]:
             self.parts[i], *others = self.parts[i].divided(self._router, usable)
             self.parts += others
@@ -113,9 +123,11 @@ class Exchange:
                 continue
             # Slightly less than the remaining time: the replica must report a full queue before the client times out.
             left = self._patience.left
-            left = max(left - 0.5, 0.8 * left)
-            packed = replace(part.request, newest=self._connection.newest).pack()
-            self._sent[self._connection.handle(part.replica).call.remote("score", packed, left)] = i
+            timeout = float(
+                f"{min(max(left - 0.5, 0.8 * left), MAX_TIMEOUT):.3g}"
+            )  # short: equal calls have equal bytes
+            request = replace(part.request, newest=self._connection.newest, timeout=timeout)
+            self._sent[handles[part.replica].score.remote(request.pack())] = i
 
     def _collect(self) -> None:
         """Wait for the answers; store replies and the last failure of a replica, and raise the error of a request."""
@@ -149,18 +161,18 @@ class Exchange:
                 break
             else:
                 break
-        if isinstance(found, failures()):
+        if not isinstance(found, Exception):
+            self._replies[i] = Reply.unpack(found)
+        elif isinstance(found, failures()):
             self._connection.lose(part.replica)
             self._error = found
         elif isinstance(found, (ServiceBusy, ServiceTimeout)):
             self._error = found  # dropped there, while this caller's timeout began again
-        elif isinstance(found, Exception):
-            raise found
         else:
-            self._replies[i] = Reply.unpack(found)
+            raise found
 
     async def arrival(self) -> None:
-        """Wait until every request that was sent has an answer or failed, or may have to be sent elsewhere.
+        """Wait until a call of this object would hardly block: each request has an answer or failed, or may be sent elsewhere.
 
         Raises :class:`ServiceTimeout` after the timeout.
         """
@@ -183,7 +195,7 @@ class Exchange:
                 each.cancel()
 
     def cancel(self) -> None:
-        """Withdraw the requests that have no reply; :meth:`replies` raises :class:`ServiceError` then."""
+        """Withdraw the requests that have no reply: no replica scores those that wait there, and a call of this object ends."""
         self._withdrawn = True
         with contextlib.suppress(Exception):
             import ray
@@ -207,6 +219,6 @@ class Exchange:
 
 
 def _seen(answer: asyncio.Future[Any]) -> None:
-    """Read an error, which :meth:`Exchange.replies` meets again, so that asyncio does not report it as never retrieved."""
+    """Read an error, which :class:`Exchange` meets again, so that asyncio does not report it as never retrieved."""
     if not answer.cancelled():
         answer.exception()

@@ -56,7 +56,7 @@ def push_weights(
             raise found
         return found
 
-    kept(keeper.check.remote(version))
+    kept(keeper.check.remote(version, connection.newest))
     try:
         given = state_dict_of(kept(weights) if isinstance(weights, ray.ObjectRef) else weights)
         if not given:
@@ -68,7 +68,8 @@ def push_weights(
         about = (token, version, connection.newest)
         staged = connection.gather("stage_weights", *about, replicas=everyone, timeout=left(), wait=wait)
         ready = _ready(staged, spec.name, timeout)
-        pushed = PushedVersion(kept(keeper.commit.remote(token, count, version, connection.newest)))
+        seen = max(connection.newest, *(staged[replica] for replica in ready))
+        pushed = PushedVersion(kept(keeper.commit.remote(token, count, version, seen)))
     except BaseException:
         with contextlib.suppress(Exception):
             keeper.drop.remote(token)
@@ -92,13 +93,13 @@ def push_weights(
 
 
 def _ready(staged: dict[int, Any], name: str, timeout: float) -> list[int]:
-    """Replicas that hold a push; raises the error of weights that one must not take, or of all replicas."""
-    failed = [answer for answer in staged.values() if answer is not None]
+    """Replicas that hold a push: those that returned a version. Raises the error of unfit weights, or of all replicas."""
+    failed = [answer for answer in staged.values() if isinstance(answer, Exception)]
     for error in failed:
         unfit = isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, ServiceError)
-        if unfit or isinstance(error, (ServiceClosedError, WeightVersionError)) or not isinstance(error, Exception):
+        if unfit or isinstance(error, (ServiceClosedError, WeightVersionError)):
             raise error
-    ready = [replica for replica, answer in staged.items() if answer is None]
+    ready = [replica for replica, answer in staged.items() if not isinstance(answer, Exception)]
     if not ready:
         if failed:
             raise failed[0]

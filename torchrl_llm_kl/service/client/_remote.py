@@ -12,13 +12,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import (
-    DEFAULT_MEMORY,
     Changes,
     ScoreOptions,
     Scorer,
@@ -61,7 +58,6 @@ class RemoteModel:
             raise ValueError(f"timeout must be a number of seconds greater than 0, got {timeout}.")
         self.timeout = timeout
         self._version: int | None = None
-        self._top_k_dtype = torch.float32
         self._interface: tuple[ModelInterface, bool] | None = None
         self._connect(spec, make)
 
@@ -81,32 +77,23 @@ class RemoteModel:
         self._version = None if version is None else check_version(version)
 
     @property
-    def top_k_dtype(self) -> torch.dtype:
-        """How log-probs of the top k travel: float32, or float16 with 2 bytes less for each.
-
-        float16 has a relative error of at most 2^-11 (and at most 2^-25 nats below 2^-14 nats): -2.0 is exact to 0.001, -20.0
-        to 0.01. Log-probs below -65504 become -65504.
-        """
-        return self._top_k_dtype
-
-    @top_k_dtype.setter
-    def top_k_dtype(self, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.float16):
-            raise ValueError(f"top_k_dtype must be torch.float32 or torch.float16, got {dtype}.")
-        self._top_k_dtype = dtype
-
-    @property
     def spec(self) -> ServiceSpec:
         """The service."""
         return self.connection.spec
 
     def __getstate__(self) -> Json:
-        kept = ("timeout", "_version", "_top_k_dtype", "_interface")
+        kept = ("timeout", "_version", "_interface")
         return {"spec": replace(self.spec, factory=None), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update({name: value for name, value in state.items() if name != "spec"})
-        self._connect(state["spec"])
+        self.__dict__.update({name: value for name, value in state.items() if name not in ("spec", "make")})
+        self._connect(state["spec"], state.get("make"))
+
+    def __deepcopy__(self, memo: object) -> RemoteModel:
+        """A copy in this process, which can hand in the model too."""
+        copy = object.__new__(type(self))
+        copy.__setstate__({**self.__getstate__(), "spec": self.spec, "make": self.connection.make})
+        return copy
 
     @property
     def interface(self) -> ModelInterface:
@@ -166,9 +153,9 @@ class RemoteModel:
 class RemoteScorer(Scorer):
     """Scores on a service.
 
-    Each of the ``top_k`` tokens, of which there are at most 1024, takes 8 bytes of the reply, or 6 if
-    :attr:`RemoteModel.top_k_dtype` is float16. Their log-probs and the rest's are float32 for any model. Each of the recorded
-    tokens that were ``kept`` takes 4 bytes of the request. Calls raise a :class:`ServiceError` if the service does not answer.
+    Each of the ``top_k`` tokens, of which there are at most 1024, takes 8 bytes of the reply; their log-probs and the rest's
+    are float32 for any model. Each of the recorded tokens that were ``kept`` takes 4 bytes of the request. Calls raise a
+    :class:`ServiceError` if the service does not answer.
 
     Args:
         model: the service.
@@ -198,7 +185,7 @@ class RemoteScorer(Scorer):
     ) -> Scores:
         """See :meth:`Scorer.run`."""
         self.check(self.options if options is None else options, request, reference=reference)
-        return self.begin(request, options)()
+        return self._begun(request, options)()
 
     async def ascore(self, sequences: Sequences, mask: TokenMask | None = None, **changes: Unpack[Changes]) -> Ragged:
         """:meth:`score` without blocking an event loop; see :meth:`arun`."""
@@ -223,39 +210,19 @@ class RemoteScorer(Scorer):
             begun.add_done_callback(_withdraw)
             raise
 
-    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Pending:
+    def begin(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Exchange:
         """Send the requests; the result is a function that waits for the scores of :meth:`run`."""
+        self.check(self.options if options is None else options, request)
+        return self._begun(request, options)
+
+    def _begun(self, request: ScoreRequest, options: ScoreOptions | None) -> Exchange:
         self.model.connection.check_not_forked()  # before any tensor: torch's own threads do not survive a fork either
         options = self.options if options is None else options
-        self.check(options, request)
-        options = options.but(remember=options.remember and options.memory > 0, memory=DEFAULT_MEMORY)
+        if options.remember and not options.memory:
+            options = options.but(remember=False)
         caller = f"{_PROCESS}-{os.getpid()}/{threading.get_ident()}"
-        whole = Request(request, options, self.model.version, caller, half=self.model.top_k_dtype == torch.float16)
-        exchange = Exchange(self.model.connection, self.model.router, Part(whole), timeout=self.model.timeout)
-        return Pending(request, exchange)
-
-
-class Pending:
-    """A call whose requests were sent; calling it waits for the scores."""
-
-    def __init__(self, request: ScoreRequest, exchange: Exchange) -> None:
-        self._request, self._exchange = request, exchange
-
-    def __call__(self) -> Scores:
-        parts, replies = self._exchange.parts, self._exchange.replies()
-        for part, reply in zip(parts, replies, strict=True):
-            reply.check_answers(part.request)
-        columns = {name: torch.cat([reply.columns[name] for reply in replies]) for name in replies[0].columns}
-        elements = torch.cat([part.elements for part in parts])
-        return replace(replies[0], columns=columns).scores(self._request.layout, elements)
-
-    async def arrival(self) -> None:
-        """Wait until a call of this object would hardly block: the answers, or errors, of the requests are here."""
-        await self._exchange.arrival()
-
-    def cancel(self) -> None:
-        """Withdraw the requests: no replica scores those that still wait there, and a call of this object ends."""
-        self._exchange.cancel()
+        whole = Request(request, options, self.model.version, caller)
+        return Exchange(self.model.connection, self.model.router, Part(whole), timeout=self.model.timeout)
 
 
 @lru_cache(1)
@@ -264,7 +231,7 @@ def _threads(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(32, thread_name_prefix="scores")
 
 
-def _withdraw(begun: Future[Pending]) -> None:
+def _withdraw(begun: Future[Exchange]) -> None:
     """Cancel what was begun, in a thread: nobody waits for it."""
     if not begun.cancelled() and begun.exception() is None:
         _threads(os.getpid()).submit(begun.result().cancel)

@@ -73,7 +73,7 @@ class TransformersEngine:
     def __init__(self, model: Any, *, tokens_per_batch: int | None = None, memory: int = DEFAULT_MEMORY) -> None:
         self.model = model
         self._tokens_per_batch, self._memory = tokens_per_batch, memory
-        self._scorers: OrderedDict[ScoreOptions, LogProbScorer] = OrderedDict()
+        self._scorers: OrderedDict[tuple[Any, ...], LogProbScorer] = OrderedDict()
         self._steps = 0  # calls and weights copied so far
         self._dropped = Counter[str]()  # of dropped scorers
         scorer = self._scorer(ScoreOptions())  # refuses a model that cannot be scored
@@ -81,10 +81,10 @@ class TransformersEngine:
 
     def _scorer(self, options: ScoreOptions) -> LogProbScorer:
         """The scorer of what a cache serves: it follows any temperature, and what else is asked."""
-        sampling = Sampling(1.0, *options.sampling.truncation)
-        key = ScoreOptions(sampling, options.adapters, options.dtype, options.deterministic, self._memory)
+        key = (options.sampling.truncation, options.adapters, options.dtype, options.deterministic)
         if key not in self._scorers:
-            self._scorers[key] = LogProbScorer(self.model, key, tokens_per_batch=self._tokens_per_batch)
+            own = ScoreOptions(Sampling(1.0, *key[0]), *key[1:], memory=self._memory)
+            self._scorers[key] = LogProbScorer(self.model, own, tokens_per_batch=self._tokens_per_batch)
         self._scorers.move_to_end(key)
         while len(self._scorers) > _SCORERS:
             self._dropped += _counts(self._scorers[next(iter(self._scorers))])

@@ -77,6 +77,10 @@ class Replica:
         factory = ray.cloudpickle.loads(packed)
         return Server(self._spec, self._replica, self._life, factory(), starts=self._starts)
 
+    async def score(self, packed: bytes) -> Any:
+        """The packed reply to a packed request; a method of its own with one argument, which Ray calls fastest."""
+        return await self.call("score", packed)
+
     async def call(self, method: str, *args: Any) -> Any:
         """What a method of the :class:`Server` returns, once there is one; or its error."""
         try:

@@ -27,8 +27,9 @@ _TURN, _UNIT = 64, 16
 _LARGE = 2**18
 
 
-#: Called with False before a request is scored of which other processes may have died, with True once it was scored.
-Trial = Callable[[bool], Awaitable[None]]
+#: Called with False before a request is scored of which other processes may have died, with True once it was scored, and
+#: with None if it is dropped.
+Trial = Callable[[bool | None], Awaitable[None]]
 
 
 class _Waiting(Job):
@@ -193,7 +194,7 @@ class Batcher:
                 await self._changed.wait()
                 continue
             await self._wait_for_callers()
-            self._drop()
+            await self._drop()
             batch = self._waiting.take(self.max_tokens)
             try:
                 if batch:
@@ -224,7 +225,7 @@ class Batcher:
         self._callers = {caller: seen for caller, seen in self._callers.items() if seen > since}
         return self._callers.keys() <= self._waiting.callers
 
-    def _drop(self) -> None:
+    async def _drop(self) -> None:
         """Drop requests that no caller waits for any more."""
         now = time.monotonic()
         for waiting in self._waiting.remove(lambda w: w.answer.done() or now > w.arrived + w.timeout):
@@ -235,6 +236,8 @@ class Batcher:
                         "wait: raise timeout=, or add replicas."
                     )
                 )
+            if waiting.trial is not None:
+                await waiting.trial(None)
 
     async def _answer(self, batch: dict[_Waiting, list[int]]) -> None:
         first = next(iter(batch))
@@ -259,6 +262,7 @@ class Batcher:
                 latencies.append(end - waiting.arrived)
         if first.trial is not None and first.answer.done():
             await first.trial(True)
+            first.trial = None  # its other pieces are dropped if one failed
         try:
             self._on_batch(BatchRecord(len(batch), tokens, end - start, tuple(latencies)))
         except Exception:  # a metrics error must not block replies

@@ -68,10 +68,13 @@ class ScoringCore:
         return [answer for request in requests for answer in self._score_alike([request])]
 
     def _score_together(self, requests: Sequence[Request]) -> list[Reply]:
-        options, whole = requests[0].options, ScoreRequest.concat([request.scored for request in requests])
+        options, scored = requests[0].options, [request.scored for request in requests]
+        whole = scored[0] if len(scored) == 1 else ScoreRequest.concat(scored)
         check_offers(self.engine, options, whole)
         reply = Reply.of(self.engine.run(whole, options), whole.mask, *self.held)
         reply.check_answers(replace(requests[0], scored=whole))
+        if len(requests) == 1:
+            return [reply]
         counts = [int(request.scored.mask.sum()) for request in requests]
         parts = zip(*(values.split(counts) for values in reply.columns.values()), strict=True)
         return [replace(reply, columns=dict(zip(reply.columns, part, strict=True))) for part in parts]
@@ -109,10 +112,10 @@ class ScoringCore:
         (version, digest), (updates, found) = self.held, self._fingerprint
         return (version, found, digest) if updates == self.updates else None
 
-    def read_fingerprint(self) -> None:
+    def read_fingerprint(self) -> str:
         """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""
         if self.fingerprint is not None:
-            return
+            return self.fingerprint[1]
         read = getattr(self.engine, "fingerprint", None)
         if read is None:
             raise TypeError(
@@ -120,3 +123,4 @@ class ScoringCore:
                 "fingerprint=), as a text that changes with them."
             )
         self._fingerprint = (self.updates, read())
+        return self._fingerprint[1]

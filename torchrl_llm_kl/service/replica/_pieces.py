@@ -25,10 +25,11 @@ class Pieces:
     def __init__(self, request: Request, limit: int) -> None:
         """Units of at most ``limit`` tokens, or of one longer sequence."""
         self.request = request
+        if request.num_tokens <= limit or request.num_sequences < 2:
+            self._rows, self.sizes = [np.arange(request.num_sequences)], [request.num_tokens]
+            return
         lengths = request.scored.tokens.lengths.numpy()
-        whole = request.num_tokens <= limit or lengths.size < 2
-        values = request.scored.tokens.values.numpy()
-        self._rows = [np.arange(lengths.size)] if whole else _cut(values, lengths, limit)
+        self._rows = _cut(request.scored.tokens.values.numpy(), lengths, limit)
         self.sizes = [int(lengths[rows].sum()) for rows in self._rows]
 
     def part(self, units: Sequence[int]) -> Request:

@@ -10,15 +10,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
-from torch import nn
-
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import fingerprint_of
 from torchrl_llm_kl.service._actors import actor_of
 from torchrl_llm_kl.service._errors import (
     EngineLost,
@@ -32,7 +29,7 @@ from torchrl_llm_kl.service._spec import MAX_CONCURRENCY, MAX_TRIALS, ServiceSpe
 from torchrl_llm_kl.service._weights import Missing, Pushes
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import engine_of
-from torchrl_llm_kl.service.replica._batcher import Batcher
+from torchrl_llm_kl.service.replica._batcher import Batcher, Trial
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
 
@@ -67,8 +64,13 @@ class Server:
         self._refused: frozenset[str] = frozenset()  # digests of requests that end the process
         self._core = ScoringCore(engine_of(made, **{key: spec.settings[key] for key in ("tokens_per_batch", "memory")}))
         engine = self._core.engine
-        self._fingerprint = _fingerprint(engine, spec.name)
+        self._fingerprint: str | None = None  # of the factory's model
+        try:
+            self._fingerprint = self._core.read_fingerprint()
+        except Exception as error:  # weights elsewhere, or of an exotic kind: it can be scored all the same
+            _LOG.info("the model of %s has no fingerprint: %s", spec.name, error)
         self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
+        self._records: list[BatchRecord] = []  # of the last second: telling Ray of each would delay its answers
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
         queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait")}
         self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
@@ -82,9 +84,9 @@ class Server:
 
     # ------------------------------------------------------------------ scores
 
-    async def score(self, packed: bytes, timeout: float) -> bytes:
-        """A packed reply, within ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
+    async def score(self, packed: bytes) -> bytes:
+        """A packed reply, within the timeout of the request."""
+        arrived = time.monotonic()
         self._inside += 1
         try:
             self._check_life()
@@ -96,29 +98,31 @@ class Server:
             request = Request.unpack(packed)
             if self._refused and request.digest() in self._refused:
                 raise PoisonedRequest("replicas died of this request before: it is not tried again.")
-            await self._catch_up(request, timeout)
-            left = max(deadline - time.monotonic(), 0.0)
+            await self._catch_up(request, request.timeout)
+            left = max(arrived + request.timeout - time.monotonic(), 0.0)
             reply = await self._batcher.submit(request, timeout=left, trial=self._trial(request))
-            return reply.pack(half=request.half)
+            return reply.pack()
         finally:
             self._inside -= 1
 
-    def _trial(self, request: Request) -> Callable[[bool], Awaitable[None]] | None:
+    def _trial(self, request: Request) -> Trial | None:
         """What to do before and after a request is scored of which other processes may have died; None if none did."""
         controller = actor_of(self._spec, "control") if request.suspect else None
         if controller is None:
             return None
         digest = request.digest()
 
-        async def announce(over: bool) -> None:
-            call = controller.end_trial if over else controller.begin_trial
+        async def announce(over: bool | None) -> None:
+            if over is False:
+                call = controller.begin_trial.remote(digest, self._replica, self._life)
+            else:
+                call = controller.end_trial.remote(digest, "" if over else self._life)
             try:
-                given = (digest,) if over else (digest, self._replica, self._life)
-                may = await asyncio.wait_for(asyncio.wrap_future(call.remote(*given).future()), _ANSWER)
+                may = await asyncio.wait_for(asyncio.wrap_future(call.future()), _ANSWER)
             except Exception as error:
                 _LOG.warning("the controller of %s does not answer: this trial does not count (%s)", self._name, error)
                 return
-            if not may and not over:
+            if over is False and not may:
                 raise PoisonedRequest(
                     f"{MAX_TRIALS} processes died while they scored a request of {request.num_sequences} sequences and "
                     f"{request.num_tokens} tokens, and nothing else: it is not tried again. Look for the cause in the logs of "
@@ -139,7 +143,7 @@ class Server:
 
     def _record(self, record: BatchRecord) -> None:
         self._stats.add(record)
-        self._metrics.update(record, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
+        self._records.append(record)
 
     # ------------------------------------------------------------------ the end of the process
 
@@ -173,9 +177,10 @@ class Server:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> None:
-        """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`."""
+    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> int:
+        """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`. The version of the model."""
         await self._off_loop(lambda: self._pushes.stage(token, version, seen))
+        return self._core.version
 
     async def drop_weights(self) -> None:
         """Free a staged push that was given up."""
@@ -207,7 +212,7 @@ class Server:
             await self._batcher.in_thread(lambda: self._copy(found))
         except EngineLost as error:
             self._end(error)
-        await self._off_loop(lambda: self._pushes.take(found.token))
+        await self._off_loop(lambda: self._pushes.take(found))
         self._lost = None
         for version, arrived in self._awaited:
             if version <= self._core.version and not arrived.done():
@@ -223,7 +228,7 @@ class Server:
             found = self._pushes.missing()
             if found is not None:
                 self._copy(found)
-                self._pushes.take(found.token)
+                self._pushes.take(found)
                 _LOG.info("replica %s took version %d of the weights again", self._name, found.version)
         except EngineLost as error:
             self._end(error)
@@ -278,6 +283,8 @@ class Server:
         """Take the controller's news; what it must know: the weights that were loaded, and whether pushes replaced them."""
         self._clients = int(news.get("clients", self._clients))
         self._refused = frozenset(news.get("refused", self._refused))
+        self._metrics.update(self._records, waiting=len(self._batcher), recalled=self._core.engine.cached_tokens()[1])
+        self._records = []
         return {"fingerprint": self._fingerprint, "replaced": self._pushes.whole}
 
     async def interface(self) -> tuple[ModelInterface, bool]:
@@ -333,17 +340,6 @@ class Watchdog:
             return self._core.engine.progress()
         except Exception:  # it cannot tell: no progress
             return -1
-
-
-def _fingerprint(engine: Any, service: str) -> str | None:
-    """The fingerprint of the model that a factory made; None for an engine without weights in this process."""
-    inner = getattr(engine, "model", None)
-    if isinstance(getattr(inner, "model", inner), nn.Module):
-        try:
-            return fingerprint_of(inner)
-        except Exception as error:  # a model with weights of an exotic kind can be scored
-            _LOG.warning("the model of %s has no fingerprint: %s", service, error)
-    return None
 
 
 def _keep_freed_memory(mebibytes: int = 256) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +92,16 @@ class RayMetrics:
         if again:
             restarts.inc(1, self._tag)
 
-    def update(self, record: BatchRecord, *, waiting: int, recalled: int) -> None:
-        """Record a batch, the requests still in the queue, and the tokens found in the cache since the start."""
+    def update(self, records: Sequence[BatchRecord], *, waiting: int, recalled: int) -> None:
+        """Record batches, the requests still in the queue, and the tokens found in the cache since the start."""
         self._queue.set(waiting, self._tag)
-        self._requests.observe(record.requests, self._tag)
-        self._batch_tokens.observe(record.tokens, self._tag)
-        for latency in record.latencies:
-            self._latency.observe(latency, self._tag)
+        for record in records:
+            self._requests.observe(record.requests, self._tag)
+            self._batch_tokens.observe(record.tokens, self._tag)
+            for latency in record.latencies:
+                self._latency.observe(latency, self._tag)
         found, self._recalled_before = recalled - self._recalled_before, recalled
-        for counter, amount in ((self._tokens, record.tokens), (self._busy, record.seconds), (self._recalled, found)):
+        tokens, busy = sum(record.tokens for record in records), sum(record.seconds for record in records)
+        for counter, amount in ((self._tokens, tokens), (self._busy, busy), (self._recalled, found)):
             if amount > 0:
                 counter.inc(amount, self._tag)

@@ -1,0 +1,310 @@
+"""What callers notice of faults: eight of them score without a pause, and each answer is compared with a local scorer's."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import ModelSize
+from benchmarks.ray.comparison import TOLERANCE
+from benchmarks.ray.sides import SEQUENCES, reference
+from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.service import ScoringService
+
+CALLERS, BUSY, KILLS, PUSHES, STOPPED = 8, 8, 30, 20, 20.0
+STEPS = 6
+_LENGTH, _TIMEOUT = 32, 240.0
+_OUTLIVES = 35.0  # seconds after which a client that ended no longer counts
+_DRIVER = "import sys; from benchmarks.ray.faults import driver; driver(*sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What callers saw of a fault.
+
+    Args:
+        what: happened.
+        answers: that callers got.
+        lost: calls that raised an error.
+        wrong: answers that differ from a local scorer's, of the version that they name.
+        slowest: seconds of the slowest call.
+        note: other figures.
+        load: processes that wanted a core at the end, mean of a minute.
+    """
+
+    what: str
+    answers: int
+    lost: int
+    wrong: int
+    slowest: float
+    note: str = ""
+    load: float = 0.0
+
+
+@dataclass
+class Load:
+    """Callers in threads of this process, until the end of the block that :func:`load` opens."""
+
+    seconds: list[float] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
+    errors: list[str] = field(default_factory=list)
+    wrong: int = 0
+
+    def wait(self, answers: int) -> None:
+        """Wait for so many more answers."""
+        goal, end = len(self.seconds) + answers, time.monotonic() + _TIMEOUT
+        while len(self.seconds) < goal and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def fault(self, what: str, note: str = "") -> Fault:
+        """The figures."""
+        note = "; ".join(filter(None, (note, *sorted(set(self.errors))[:2])))
+        slowest, processes = max(self.seconds, default=0.0), os.getloadavg()[0]
+        return Fault(what, len(self.seconds), len(self.errors), self.wrong, slowest, note, processes)
+
+
+def faults(size: ModelSize, *, quick: bool, on_step: Callable[[str], None]) -> tuple[Fault, ...]:
+    """Measure everything, each on a separate service."""
+    kills, pushes, stopped = (2, 2, 2.0) if quick else (KILLS, PUSHES, STOPPED)
+    on_step("starts")
+    found = [_start(size), *([] if quick else [_start(size, busy=BUSY)])]
+    on_step("replicas are killed")
+    found.append(_kills(size, kills))
+    on_step("a replica is stopped")
+    found.append(_stop(size, stopped))
+    on_step("pushes")
+    found.append(_pushes(size, pushes))
+    on_step("a request that kills")
+    found.append(_killer(size))
+    on_step("two drivers")
+    found.append(_drivers(size, 1.0 if quick else _OUTLIVES))
+    return tuple(found)
+
+
+def _start(size: ModelSize, busy: int = 0) -> Fault:
+    """The time to the first answer."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(busy)]
+    try:
+        begin = time.monotonic()
+        with _service(size) as service, load(service, size, callers=1) as calls:
+            calls.wait(1)
+            took = time.monotonic() - begin
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    beside = f", {busy} busy processes" if busy else ""
+    return calls.fault(f"start{beside}", f"first answer after {took:.1f} s")
+
+
+def _kills(size: ModelSize, count: int) -> Fault:
+    chance = random.Random(0)
+    with _service(size, num_replicas=2) as service:
+        with load(service, size) as calls:
+            calls.wait(20)
+            for _ in range(count):
+                time.sleep(chance.uniform(0.2, 2.0))
+                _signal(_pid(service), signal.SIGKILL)
+            calls.wait(200)
+        restarts = sum(stats.get("restarts", 0) for stats in service.stats())
+    return calls.fault(f"{count} SIGKILLs of one of two replicas at random moments", f"{restarts} restarts")
+
+
+def _stop(size: ModelSize, seconds: float) -> Fault:
+    with _service(size, num_replicas=2) as service, load(service, size) as calls:
+        calls.wait(20)
+        pid = _pid(service)
+        _signal(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        meanwhile = len(calls.seconds)
+        _signal(pid, signal.SIGCONT)
+        calls.wait(200)
+    return calls.fault(f"one of two replicas stopped for {seconds:g} s", f"{meanwhile} answers until it goes on")
+
+
+def _pushes(size: ModelSize, count: int) -> Fault:
+    """Each answer must be that of the weights whose version it names."""
+    expected, weights = [_answers(reference(size), size)], []
+    for version in range(1, count + 1):
+        model = reference(size)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.02 * version)
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+        expected.append(_answers(model, size))
+    took = []
+    with _service(size, num_replicas=2) as service, load(service, size, expected) as calls:
+        calls.wait(20)
+        for each in weights:
+            begin = time.monotonic()
+            service.update_weights(each)
+            took.append(time.monotonic() - begin)
+            calls.wait(10)
+    first, *later = took
+    note = f"the first, which starts their keeper, took {first:.1f} s, later ones {1e3 * median(later):.0f} ms"
+    note += f"; answers of {len(calls.versions)} versions"
+    return calls.fault(f"{count} pushes of all weights to two replicas", note)
+
+
+def _killer(size: ModelSize) -> Fault:
+    """A process that scores this request ends."""
+    with _service(size, factory=deadly, num_replicas=2) as service:
+        scorer, outcome = service.model.make_scorer(), "answered"
+        with load(service, size) as calls:
+            calls.wait(20)
+            begin = time.monotonic()
+            try:
+                scorer.score([[1, 2, *_killing(size), 3]])  # the last token is not forwarded
+            except Exception as error:
+                outcome = type(error).__name__
+            took = time.monotonic() - begin
+            calls.wait(200)
+        restarts = sum(stats.get("restarts", 0) for stats in service.stats())
+    return calls.fault(
+        "a request that ends the process which scores it", f"{outcome} after {took:.0f} s, {restarts} restarts"
+    )
+
+
+def _drivers(size: ModelSize, seconds: float) -> Fault:
+    """The driver that made the service ends; this one goes on."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    first = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER, address, *map(str, (size.vocab, size.hidden, size.layers))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert first.stdin is not None
+    assert first.stdout is not None
+    while "up" not in (line := first.stdout.readline()):
+        if not line:
+            raise RuntimeError("the first driver did not start the service.")
+    with _service(size, name="two-drivers") as service:
+        with load(service, size) as calls:
+            calls.wait(20)
+            before = _pid(service)
+            first.stdin.close()
+            first.wait()
+            time.sleep(seconds)
+            calls.wait(20)
+        same = "the same process" if _pid(service) == before else "another process"
+    return calls.fault("two drivers, of which the one that made the service ends", f"{same} {seconds:g} s later")
+
+
+def driver(address: str, *numbers: str) -> None:
+    """Create the service, and end with it when the standard input ends."""
+    import ray
+
+    ray.init(address=address, log_to_driver=False)
+    size = ModelSize(*map(int, numbers))
+    service = ScoringService(factory=partial(reference, size), name="two-drivers", timeout=_TIMEOUT, memory=0)
+    service.model.make_scorer().score([[1, 2, 3]])
+    print("up", flush=True)
+    sys.stdin.read()
+
+
+# ------------------------------------------------------------------ services and callers
+
+
+def deadly(size: ModelSize) -> Any:
+    """A model whose process ends when it meets the tokens of :func:`_killing` in a row."""
+    made, (first, second) = reference(size), _killing(size)
+
+    def look(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        ids = inputs[0].flatten()
+        if bool(((ids[:-1] == first) & (ids[1:] == second)).any()):
+            os._exit(1)
+
+    inner: Any = made.model
+    inner.get_input_embeddings().register_forward_pre_hook(look)
+    return made
+
+
+def _killing(size: ModelSize) -> tuple[int, int]:
+    return size.vocab - 2, size.vocab - 1
+
+
+@contextmanager
+def _service(
+    size: ModelSize, *, factory: Callable[[ModelSize], Any] = reference, **options: Any
+) -> Iterator[ScoringService]:
+    service = ScoringService(factory=partial(factory, size), memory=0, timeout=_TIMEOUT, **options)
+    try:
+        yield service
+    finally:
+        service.shutdown()
+
+
+@contextmanager
+def load(
+    service: ScoringService, size: ModelSize, expected: Sequence[list[Tensor]] = (), callers: int = CALLERS
+) -> Iterator[Load]:
+    """Let callers score all the time; ``expected`` holds for each version of the weights the answer to each caller."""
+    found, over, lock = Load(), threading.Event(), threading.Lock()
+    right = [*expected] or [_answers(reference(size), size)]
+
+    def call(index: int) -> None:
+        scorer, rows = service.model.make_scorer(), _tokens(size, index)
+        while not over.is_set():
+            begin, error, version, values = time.monotonic(), "", 0, torch.zeros(0)
+            try:
+                scores = scorer.evaluate(rows)
+                version, values = scores.version or 0, scores.log_prob.values
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {str(raised)[:100]}"
+            wrong = not error and not (
+                version < len(right) and torch.allclose(values, right[version][index], rtol=0, atol=TOLERANCE)
+            )
+            with lock:
+                found.seconds.append(time.monotonic() - begin)
+                found.versions.add(version)
+                found.errors += [error] if error else []
+                found.wrong += wrong
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(callers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _tokens(size: ModelSize, index: int) -> Ragged:
+    generator = torch.Generator().manual_seed(index)
+    return Ragged.from_list(list(torch.randint(size.vocab - 2, (SEQUENCES, _LENGTH), generator=generator)))
+
+
+def _answers(model: Any, size: ModelSize) -> list[Tensor]:
+    scorer = LogProbScorer(model)
+    return [scorer.score(_tokens(size, index)).values for index in range(CALLERS)]
+
+
+def _pid(service: ScoringService) -> int:
+    """The process of a replica that answers."""
+    found: int = service.model.call("stats")["pid"]
+    return found
+
+
+def _signal(pid: int, what: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it ended by itself
+        os.kill(pid, what)
