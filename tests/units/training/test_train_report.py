@@ -35,9 +35,10 @@ def test_equal_values_other_than_0_and_1_have_no_interval() -> None:
 
 def test_the_progress_shows_the_time_of_the_clock() -> None:
     """Of a resumed run, whose earlier processes took an hour; the last step is shown however short it was."""
-    out, seconds = io.StringIO(), 3600.0
-    with progress("grpo", 3, done=1, stream=out, clock=lambda: seconds) as advance:
-        for seconds in (3605.0, 3607.0):
+    out, seconds = io.StringIO(), [3600.0]
+    with progress("grpo", 3, done=1, stream=out, clock=lambda: seconds[-1]) as advance:
+        for now in (3605.0, 3607.0):
+            seconds.append(now)
             advance("KL 0.1")
     assert out.getvalue() == "grpo: 3 of 3, 1 h 0 min  KL 0.1\n"
 
