@@ -34,6 +34,14 @@ def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkey
     assert [[x.cause for x in each.faults] for each in found] == [["few_tokens"] * differs for differs in differ]
 
 
+def test_the_readme_shows_before_it_claims_and_ends_with_six_links() -> None:
+    text = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert text.index("```diff") < text.index("drop-in")
+    _, _, rest = text.partition("## Read on")
+    links = re.findall(r"\]\(([^)]+)\)", rest)
+    assert len(links) == len(set(links)) == 6
+
+
 def loops() -> dict[str, str]:
     """Every example with an optimiser step: code blocks of the docs, scripts of the tutorials, docstrings."""
     found = {}

@@ -56,6 +56,7 @@ def test_the_wheel_has_the_version_and_a_readme_without_relative_links(wheel: Pa
     assert "https://github.com/pytorch/rl" in links
     assert [link for link in links if not link.startswith("https://")] == []
     assert "known defect" in readme  # the text of a link stays
+    assert "Reward, KL and coefficient over the steps" not in readme  # a picture is not there
 
 
 def test_relative_links_become_absolute() -> None:
@@ -66,7 +67,7 @@ def test_relative_links_become_absolute() -> None:
         "![a picture](https://example.org/x/raw/v1.2/docs/a.png), [there](https://example.org) and [here](#here)."
     )
     assert functions["absolute"](text, None, "v1.2") == (
-        "See `a` [b], a picture, [there](https://example.org) and [here](#here)."
+        "See `a` [b], , [there](https://example.org) and [here](#here)."
     )
 
 
