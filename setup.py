@@ -1,7 +1,7 @@
 """The long description of wheel and sdist: the README, with links that work outside the repository.
 
 Everything else is in pyproject.toml. A relative link becomes one to the ``Repository`` of ``[project.urls]``, at the tag of
-this version; as long as that address is not set, it becomes its text, and a picture its description.
+this version; as long as that address is not set, there is no page: a link becomes its text, a picture is left out.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ RELATIVE = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\((?![a-z][a-z0-9+.-]*:|#)
 
 
 def absolute(text: str, repository: str | None, tag: str) -> str:
-    """``text`` with each relative link made absolute, or replaced by its text without a ``repository``."""
+    """``text`` with each relative link made absolute; without a ``repository`` replaced by its text, and pictures left out."""
 
     def link(found: re.Match[str]) -> str:
         mark, label, target = found.groups()
         if repository is None:
-            return label
+            return "" if mark else label
         kind = "raw" if mark else "blob"
         return f"{mark}[{label}]({repository.rstrip('/')}/{kind}/{tag}/{target})"
 

@@ -1,5 +1,7 @@
 """The inspector's page in a real browser: numbers, controls, keys, hostile text, no requests, contrast, a narrow window."""
 
+import csv
+import json
 import math
 import re
 from collections.abc import Callable
@@ -7,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -403,7 +406,12 @@ def test_text_on_every_colour_is_readable(show: Show, path: Path, scheme: str, s
 def test_a_narrow_window_shows_all(show: Show, path: Path) -> None:
     tab = show(path, width=390)
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert tab.token(0).bounding_box()["y"] < 600, "the tokens are on the first screen"
+    assert not tab.page.locator("#list").is_visible()
+    tab.page.click("#menu")
     tab.open(4)
+    assert not tab.page.locator("#list").is_visible()
+    tab.page.click("#menu")
     tab.page.keyboard.press("n")
     box = tab.page.locator("#card").bounding_box()
     assert 0 <= box["x"] <= 390 - box["width"]
@@ -413,6 +421,144 @@ def test_a_narrow_window_shows_all(show: Show, path: Path) -> None:
              node.getBoundingClientRect().right > innerWidth + 1).map((node) => node.id || node.className)"""
     )
     assert outside == []
+
+
+def test_answers_to_one_prompt_are_a_group(tab: Tab, columns: TokenColumns) -> None:
+    """Mean and deviation of their rewards, sorted by it; the chips lead to the answers."""
+    rewards = columns.rows["reward"].reshape(3, 4)
+    tab.page.click("#tab-prompts")
+    tab.page.click("#prompt-columns [data-sort=deviation]")
+    order = rewards.std(1).argsort(descending=True).tolist()
+    assert [text.split()[1] for text in tab.texts("#prompts b")] == [str(prompt) for prompt in order]
+    mean, deviation = (f"{float(f(rewards[order[0]])):.3g}" for f in (torch.mean, torch.std))
+    assert f"mean {mean} · deviation {deviation} ·" in tab.texts("#prompts button")[0]
+    tab.page.click("#prompts button >> nth=0")
+    tab.wait_for_rollout(4 * order[0])
+    assert [float(text) for text in tab.texts("#group .chip")] == pytest.approx(rewards[order[0]].tolist(), rel=5e-3)
+    tab.page.click("#group button >> nth=2")
+    tab.wait_for_rollout(4 * order[0] + 2)
+    assert tab.page.get_attribute("#group button >> nth=2", "aria-current") == "true"
+
+
+def test_prompts_that_the_batch_does_not_name_are_compared(show: Show) -> None:
+    mask = torch.tensor([False, True] * 3)
+    tab = show(letters([0, 1], [2, 1], [0, 2], mask=mask, rewards=[0.0, 0.5, 1.0]), Words("a", "b", "c"))
+    assert tab.page.locator("#group button").count() == 2
+    assert "mean 0.5 · deviation 0.707 · 0 to 1" in tab.page.inner_text("#group")
+    tab.open(1)
+    assert not tab.page.locator("#group").is_visible()
+
+
+def test_named_rewards_are_columns_and_rewards_a_histogram(show: Show) -> None:
+    columns = letters(*[[1, 2]] * 6, rewards=[0.0, 0.0, 1.0, 1.0, 1.0, NAN])
+    columns.rows["reward/format"] = torch.tensor([0.5, 0.25, 0.0, 0.125, 1.0, 0.75])
+    tab = show(columns, Words("a", "b", "c"))
+    tab.page.click("[data-sort='reward/format']")
+    assert tab.rows() == [4, 5, 0, 1, 3, 2]
+    tab.open(4)
+    assert "format 1" in tab.page.inner_text("#facts")
+    assert tab.texts("#rewards rect title") == ["2 rollouts with 0", "3 rollouts with 1"]
+    heights = tab.page.eval_on_selector_all(
+        "#rewards rect", "bars => bars.map(bar => Number(bar.getAttribute('height')))"
+    )
+    assert heights[0] / heights[1] == pytest.approx(2 / 3)
+
+
+def test_a_worst_token_is_listed_with_its_neighbours(show: Show) -> None:
+    values = [0.0, 0.1, 0.2, 3.0, 0.1]
+    tab = show(letters([0, 1, 2, 3, 4], entropy=values), Words("Why?", " It", " is", " half", " past"))
+    tab.page.click("#tab-worst")
+    assert tab.texts("#worst li:first-child .near > *") == ["Why? It is", " half", " past"]
+    box, shown = (tab.page.locator(f"#worst .near >> nth=0{part}").bounding_box() for part in ("", " >> b"))
+    assert box["x"] <= shown["x"] < shown["x"] + shown["width"] <= box["x"] + box["width"]
+
+
+def test_the_address_chooses_quantity_order_and_token(show: Show, path: Path, columns: TokenColumns) -> None:
+    tab = show(path)
+    largest = [float(part.nan_to_num().max()) for part in parts_of(columns, "entropy")]
+    order = sorted(range(12), key=lambda row: -largest[row])
+    for address, row in (
+        ("#quantity=entropy&sort=worst", order[0]),
+        ("#row=7&token=9", 7),
+        ("#row=99&token=x", order[0]),
+    ):
+        tab.page.evaluate("address => { location.hash = address; }", address)
+        tab.wait_for_rollout(row)
+    assert tab.rows() == order
+    assert tab.page.input_value("#quantity") == "entropy"
+
+
+def test_the_select_shows_its_longest_name(tab: Tab) -> None:
+    """Beside a select without a limit to its width."""
+    wide, free = tab.page.evaluate(
+        """() => {
+             const select = document.querySelector("#quantity"), copy = select.cloneNode(true), width = select.offsetWidth;
+             copy.id = "";
+             copy.style.width = "max-content";
+             select.after(copy);
+             return [width, copy.offsetWidth];
+           }"""
+    )
+    assert wide >= free
+
+
+def saved(tab: Tab, kind: str, folder: Path) -> Path:
+    with tab.page.expect_download() as download:
+        tab.page.click(f"#{kind}")
+    download.value.save_as(folder / download.value.suggested_filename)
+    return folder / f"rollouts.{kind}"
+
+
+def test_the_listed_rollouts_are_saved(tab: Tab, columns: TokenColumns, tmp_path: Path) -> None:
+    tab.page.fill("#search", "the ducks")
+    tab.wait_for("#count", "4 of 12 rollouts")
+    tab.page.click("[data-sort=reward]")
+    order = sorted([4, 5, 6, 7], key=lambda row: -float(columns.rows["reward"][row]))
+    rows = [json.loads(line) for line in saved(tab, "jsonl", tmp_path).read_text(encoding="utf-8").splitlines()]
+    assert [row["row"] for row in rows] == order
+    for row in rows:
+        part = span(columns, row["row"])
+        assert row["ids"] == columns.tokens.values[part].tolist()
+        assert row["text"] == TOKENIZER.decode(row["ids"])
+        assert row["scored"] == columns.mask[part].tolist()
+        assert row["reward"] == float(str(np.float32(columns.rows["reward"][row["row"]])))
+        numbers = torch.tensor([math.nan if x is None else x for x in row["kl"]])
+        assert torch.equal(numbers.nan_to_num(-1), columns.columns["kl"][part].nan_to_num(-1))
+    with saved(tab, "csv", tmp_path).open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [(int(row["row"]), row["text"]) for row in table] == [(row["row"], row["text"]) for row in rows]
+    assert [float(row["kl_mean"]) for row in table] == [row["kl_mean"] for row in rows]
+
+
+def test_saved_files_hold_no_formulas_and_no_numbers_that_json_lacks(show: Show, tmp_path: Path) -> None:
+    columns = letters([0, 1, 2], mask=torch.tensor([False, True, True]), advantage=[NAN, INF, 1.0])
+    tab = show(columns, Words('=HYPERLINK("x")', "\n", ","))
+    (row,) = [json.loads(line, parse_constant=pytest.fail) for line in saved(tab, "jsonl", tmp_path).open()]
+    assert row["advantage"] == [None, "Infinity", 1.0]
+    with saved(tab, "csv", tmp_path).open(newline="") as file:
+        assert next(csv.DictReader(file))["text"] == '\'=HYPERLINK("x")\n,'
+
+
+def test_64_rollouts_of_2000_tokens(show: Show, tmp_path: Path) -> None:
+    """Opened, searched, sorted, jumped in and saved."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 200, (64, 2000), generator=generator)
+    entropy = torch.rand(64 * 2000, generator=generator)
+    entropy[40 * 2000 + 1990] = 9.0
+    columns = letters(*ids.tolist(), entropy=entropy, rewards=torch.rand(64, generator=generator).tolist())
+    tab = show(columns, Words(*(f" word{i}" for i in range(200))))
+    assert tab.page.locator(".tokens [data-i]").count() == 2000
+    tab.page.click("[data-sort=worst]")
+    assert tab.rows()[0] == 40
+    tab.page.click("#tab-worst")
+    tab.page.click("#worst button >> nth=0")
+    tab.wait_for_rollout(40)
+    assert tab.focused() == 1990
+    words = "".join(f" word{i}" for i in ids[33, 1000:1003].tolist())
+    tab.page.fill("#search", words)
+    tab.wait_for("#count", "1 of 64 rollouts")
+    (row,) = [json.loads(line) for line in saved(tab, "jsonl", tmp_path).open()]
+    assert row["ids"] == ids[33].tolist()
 
 
 def test_a_print_shows_the_open_rollout_in_light_colours(show: Show, path: Path) -> None:

@@ -42,7 +42,7 @@ def address(site: Site) -> Iterator[str]:
 
 
 @pytest.fixture
-def visit(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+def visit(browser: Any, address: str, site: Site) -> Iterator[Callable[..., Any]]:
     """Open a page, in a window of its own; afterwards no other host was asked and no script has failed."""
     contexts: list[Any] = []
     asked: list[str] = []
@@ -52,26 +52,28 @@ def visit(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
         if response.status >= 400:
             errors.append(f"{response.status} {response.url}")
 
-    def opened(path: str, **settings: Any) -> Any:
+    root = site.folder.as_uri()
+
+    def opened(path: str, disk: bool = False, **settings: Any) -> Any:
         contexts.append(context := browser.new_context(**settings))
         page = context.new_page()
         page.set_default_timeout(120_000)
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("response", answered)
-        page.goto(f"{address}/{path}")
+        page.goto(f"{root if disk else address}/{path}")
         return page
 
     yield opened
     for context in contexts:
         context.close()
-    assert [url for url in asked if not url.startswith((address, "data:", "blob:"))] == []
+    assert [url for url in asked if not url.startswith((address, root, "data:", "blob:", "about:"))] == []
     assert errors == []
 
 
 @pytest.mark.parametrize("path", PAGES)
 def test_a_phone_needs_no_sideways_scrolling(visit: Callable[..., Any], path: str) -> None:
-    page = visit(f"{path}/".lstrip("/"), viewport=PHONE, is_mobile=True, device_scale_factor=2)
+    page = visit(f"{path or 'index'}.html", viewport=PHONE, is_mobile=True, device_scale_factor=2)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     wide = page.evaluate(
         "[...document.querySelectorAll('.md-content img, .md-content p, .md-content h1')]"
@@ -81,15 +83,16 @@ def test_a_phone_needs_no_sideways_scrolling(visit: Callable[..., Any], path: st
 
 
 FOUND = {
-    "RetrieveKL": "reference/transforms/#torchrl_llm_kl.transforms.RetrieveKL",
-    "PIKLCoefficient": "reference/estimators/#torchrl_llm_kl.estimators.PIKLCoefficient",
-    "distillation": "distillation/",
+    "RetrieveKL": "reference/transforms.html#torchrl_llm_kl.transforms.RetrieveKL",
+    "PIKLCoefficient": "reference/estimators.html#torchrl_llm_kl.estimators.PIKLCoefficient",
+    "distillation": "distillation.html",
 }
 
 
 @pytest.mark.parametrize(("query", "target"), FOUND.items(), ids=FOUND)
-def test_search_finds(visit: Callable[..., Any], query: str, target: str) -> None:
-    page = visit("")
+@pytest.mark.parametrize("disk", [False, True], ids=["served", "disk"])
+def test_search_finds(visit: Callable[..., Any], query: str, target: str, disk: bool) -> None:
+    page = visit("index.html", disk=disk)
     page.locator(".md-search__input").click()
     page.locator(".md-search__input").fill(query)
     page.locator(".md-search-result__link").first.wait_for()
@@ -98,7 +101,7 @@ def test_search_finds(visit: Callable[..., Any], query: str, target: str) -> Non
 
 
 def test_a_result_leads_to_the_name(visit: Callable[..., Any]) -> None:
-    page = visit("reference/transforms/#torchrl_llm_kl.transforms.RetrieveKL")
+    page = visit("reference/transforms.html#torchrl_llm_kl.transforms.RetrieveKL")
     heading = page.locator('[id="torchrl_llm_kl.transforms.RetrieveKL"]')
     assert "RetrieveKL" in heading.inner_text()
     playwright.expect(heading).to_be_in_viewport()
@@ -107,7 +110,7 @@ def test_a_result_leads_to_the_name(visit: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_dark_and_light(visit: Callable[..., Any], scheme: str) -> None:
     """The system's choice at first, then the reader's."""
-    page = visit("concepts/", color_scheme=scheme)
+    page = visit("concepts.html", color_scheme=scheme)
     first, other = ("default", "slate") if scheme == "light" else ("slate", "default")
     assert page.get_attribute("body", "data-md-color-scheme") == first
     page.locator("label.md-header__button:not([hidden])[for^=__palette]").first.click()
@@ -115,15 +118,15 @@ def test_dark_and_light(visit: Callable[..., Any], scheme: str) -> None:
 
 
 def test_formulas_pictures_and_outputs_are_shown(visit: Callable[..., Any], site: Site) -> None:
-    box = visit("reference/losses/").locator("math").first.bounding_box()
+    box = visit("reference/losses.html").locator("math").first.bounding_box()
     assert box["width"] > 10
     assert box["height"] > 8
-    page = visit("concepts/")
+    page = visit("concepts.html")
     page.wait_for_load_state("networkidle")
     widths = page.eval_on_selector_all(".md-content img", "images => images.map(image => image.naturalWidth)")
     assert len(widths) == 5
     assert min(widths) > 500
-    page = visit("notebooks/start/")
+    page = visit("notebooks/start.html")
     assert page.locator(".md-content img").count() >= 1
     assert "top_k" in page.inner_text(".md-content")
     assert sum(path.stat().st_size for path in Path(site.folder).rglob("*") if path.is_file()) < 60_000_000

@@ -73,8 +73,8 @@ class Site:
         return {path: Page(path) for path in sorted(self.folder.rglob("*.html"))}
 
     def page(self, name: str) -> Page:
-        """``"concepts"`` -> ``concepts/index.html``."""
-        return self.pages[self.folder / name / "index.html"]
+        """``"concepts"`` -> ``concepts.html``."""
+        return self.pages[self.folder / f"{name}.html"]
 
     def resolve(self, page: Page, target: str) -> tuple[Path, str]:
         """The file and the anchor that a relative link leads to."""

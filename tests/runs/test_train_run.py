@@ -62,7 +62,7 @@ def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
     shares = [row["equal_rewards"] for row in figures(whole / "metrics.jsonl")]
     assert min(shares) < 1
     for text in (
-        f"| 4 | {last['reward']:.4g} | {last['reward_error']:.2g} | {last['kl']:.3g} |",
+        f"| 4 | {last['reward']:.4g} | {last['low/reward']:.2g} to {last['high/reward']:.2g} | {last['kl']:.3g} |",
         "trained for 4 steps with grpo",
         "\n# whole\n",
         f'AutoTokenizer.from_pretrained("{whole / "final"}")',

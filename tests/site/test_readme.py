@@ -27,9 +27,17 @@ def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkey
         torch.manual_seed(seed)
         run_example(tmp_path)
     differ = [each.measures["mismatch/rms"] > 0.002 for each in found]
-    assert any(differ), "no pad token was sampled in 1,500 tokens"
-    assert ["stale_weights" in {finding.cause for finding in each.findings} for each in found] == [False] * 3
+    assert any(differ), "no pad token was sampled in 3,000 tokens"
+    assert ["stale_weights" in {finding.cause for finding in each.findings} for each in found] == [False] * 6
     assert [[x.cause for x in each.faults] for each in found] == [["few_tokens"] * differs for differs in differ]
+
+
+def test_the_readme_shows_before_it_claims_and_ends_with_six_links() -> None:
+    text = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert text.index("```diff") < text.index("drop-in")
+    _, _, rest = text.partition("## Read on")
+    links = re.findall(r"\]\(([^)]+)\)", rest)
+    assert len(links) == len(set(links)) == 6
 
 
 def loops() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """The site builds without a warning; every link and anchor resolves, nothing is fetched, every public name has its place."""
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -18,10 +19,19 @@ hooks = script("docs/site_hooks.py")
 NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer)]
 
 
+def navigation(site: Site) -> Counter[str]:
+    """The pages in the list of all pages, and how often."""
+    source = (site.folder / "index.html").read_text(encoding="utf-8")
+    lists = re.findall(r'<nav class="md-nav md-nav--primary.*?</nav>\s*</div>', source, re.DOTALL)
+    return Counter(re.findall(r'<a href="([^"#]+)"[^>]*class="md-nav__link', "".join(lists)))
+
+
 def test_every_page_of_the_docs_is_in_the_site(site: Site) -> None:
     pages = {path.stem for path in PROJECT.glob("docs/*.md")} - {"index"}
     pages |= {"CHANGELOG", "CONTRIBUTING", "benchmarks/RESULTS", "benchmarks/RAY", "benchmarks/profile"}
-    assert [page for page in sorted(pages) if not (site.folder / page / "index.html").is_file()] == []
+    assert [page for page in sorted(pages) if not (site.folder / f"{page}.html").is_file()] == []
+    assert sum(navigation(site).values()) > 50
+    assert [place for place, count in navigation(site).items() if count > 1] == []
     assert "Start" in "".join(site.pages[site.folder / "index.html"].text)
     assert "WARNING" not in site.printed
 
@@ -63,7 +73,7 @@ def test_no_markup_of_docstrings_is_left(site: Site) -> None:
     for layer in api.ORDER:
         page = site.page(f"reference/{layer}")
         assert [found[0] for text in page.text if (found := raw.search(text))] == [], layer
-    assert "<math" in (site.folder / "reference" / "losses" / "index.html").read_text(encoding="utf-8")
+    assert "<math" in (site.folder / "reference" / "losses.html").read_text(encoding="utf-8")
 
 
 def text_of(site: Site, page: str, after: str = "") -> str:
@@ -85,7 +95,7 @@ def test_the_reference_has_the_texts_of_the_running_program(site: Site) -> None:
 
 def test_names_in_the_text_link_to_the_reference_and_files_are_pages(site: Site) -> None:
     targets = site.page("losses").links
-    assert any(target.endswith("reference/losses/#torchrl_llm_kl.losses.PolicyLoss") for target in targets)
+    assert any(target.endswith("reference/losses.html#torchrl_llm_kl.losses.PolicyLoss") for target in targets)
     assert "schedule.step()" in text_of(site, "source/tutorials/train_grpo.py")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import TypedDict
@@ -46,6 +46,8 @@ KEYS: Mapping[str, NestedKey] = {
 }
 #: What an engine's wrapper itself stores: log-probs of the sampler, at the root.
 _OF_WRAPPER: NestedKey = ("log_probs", "full")
+#: Where :class:`~torchrl_llm_kl.tasks.FunctionReward` stores the rewards of its functions, by name.
+_PARTS = ("next", "rewards")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class TokenColumns:
         columns: numbers per token by name, float32 or wider ``[N]``; NaN where a token has none. ``log_prob``, ``entropy``
             and ``kl`` (exact) come from the given models; ``old_log_prob``, ``sampler_log_prob``, ``ref_log_prob``,
             ``kl_penalty`` and ``advantage`` from the data. All but the advantage are in nats.
-        rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome.
+        rows: numbers per sequence by name, ``[S]``: ``reward``, the outcome, and ``reward/<name>``, its named parts.
         prompts: equal numbers for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
         sampled: False if the tokens were rendered from text.
         unread: with ``strict=False``, why an entry fits no token, by column; under ``log_prob``, that a model's are not finite.
@@ -188,6 +190,9 @@ def read_columns(
     rows: dict[str, Tensor] = {}
     if (reward := find_key(tensordict, at_reward)) is not None:
         rows["reward"] = outcomes(tensordict, read_column(tensordict, reward), f"{reward!r}")
+    parts = tensordict.get(_PARTS, None)
+    for name in sorted(parts.keys()) if is_tensor_collection(parts) else ():
+        rows[f"reward/{name}"] = outcomes(tensordict, read_column(tensordict, (*_PARTS, name)), name)
     return TokenColumns(tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled, unread)
 
 

@@ -1,4 +1,5 @@
-(() => {
+// The page: decoding, the list, the open rollout, charts. _page.py joins _parts.js, this file and _controls.js.
+
 const $ = (id) => document.getElementById(id);
 const meta = JSON.parse($("meta").textContent);
 const { quantities, sides, pairs, names } = meta;
@@ -13,7 +14,7 @@ for (const side of sides) {
   side.stats = floats(side.stats);
   side.offsets = [0];
   for (const length of side.lengths) side.offsets.push(side.offsets[side.offsets.length - 1] + length);
-  for (const part of ["positions", "turns", "worstValues"]) for (const name in side[part]) side[part][name] = floats(side[part][name]);
+  for (const part of ["positions", "turns", "worstValues", "parts"]) for (const name in side[part]) side[part][name] = floats(side[part][name]);
   side.texts = new Map();
 }
 const idsReady = Promise.all(sides.map(async (side, s) => {
@@ -27,6 +28,17 @@ const reward = (side, row) => stat(side, 0, row);
 const scoredTokens = (side, row) => stat(side, 1, row);
 const meanOf = (side, quantity, row) => stat(side, 2 + 2 * numeric.indexOf(quantity), row);
 const largestOf = (side, quantity, row) => stat(side, 3 + 2 * numeric.indexOf(quantity), row);
+
+/** The rollouts of each prompt. */
+const groups = sides.map((side) => {
+  const found = new Map();
+  side.prompts.forEach((prompt, row) => found.has(prompt) ? found.get(prompt).push(row) : found.set(prompt, [row]));
+  return found;
+});
+const groupOf = (side, row) => groups[side].get(sides[side].prompts[row]);
+const grouped = [...groups[0].values()].some((rows) => rows.length > 1);
+const partNames = [...new Set(sides.flatMap((side) => Object.keys(side.parts)))];
+const partOf = (side, name, row) => sides[side].parts[name]?.[row] ?? NaN;
 
 const hasReward = sides[0].stats.subarray(0, sides[0].count).some((value) => !Number.isNaN(value));
 
@@ -91,7 +103,7 @@ const stepClass = (step) => (step > 0 ? `w${step}` : step < 0 ? `c${-step}` : ""
 // ------------------------------------------------------------------ state
 
 const state = {
-  quantity: quantities[0], threshold: null, query: "", sort: "row", down: false,
+  prompts: ["prompt", false], quantity: quantities[0], threshold: null, query: "", sort: "row", down: false,
   order: [], row: -1, panes: [], worst: null, rank: -1, token: null, difference: false, same: 0, hit: -1,
 };
 let opening = 0;
@@ -103,6 +115,7 @@ function listColumns() {
   const own = numeric.includes(state.quantity) ? state.quantity : null;
   const columns = [["row", "Row", "", (row) => row]];
   if (hasReward) columns.push(["reward", "Reward", "", (row) => reward(0, row)]);
+  for (const name of partNames) columns.push([`reward/${name}`, name, "reward", (row) => partOf(0, name, row)]);
   if (kl) columns.push(["kl", "KL", "nats/token", (row) => meanOf(0, kl, row)]);
   columns.push(["length", "Length", "tokens", (row) => scoredTokens(0, row)]);
   if (mismatch) columns.push(["mismatch", "Mismatch", "nats/token", (row) => meanOf(0, mismatch, row)]);
@@ -136,18 +149,73 @@ function refilter() {
   $("spacer").style.height = `${rows.length * ROW}px`;
   renderColumns();
   redrawList();
+  if (!$("panel-prompts").hidden) renderPrompts();
 }
 
 // ------------------------------------------------------------------ the list
 
 function renderColumns() {
-  $("columns").replaceChildren(...listColumns().map(([key, label, unit]) => {
-    const on = state.sort === key, arrow = on ? (state.down ? " ↓" : " ↑") : "";
-    const order = on ? (state.down ? ", descending" : ", ascending") : "";
-    const button = el("button", { type: "button", "aria-pressed": on, "aria-label": `Sort by ${label}${order}` }, label + arrow, el("small", {}, unit || "\u00a0"));
-    button.dataset.sort = key;
-    return button;
+  const columns = listColumns();
+  $("columns").replaceChildren(...columns.map(([key, label, unit]) => sortButton(key, label, unit, state.sort === key, state.down)));
+  $("panel-rollouts").style.setProperty("--columns", columns.length);
+}
+function sortButton(key, label, unit, on, down) {
+  const arrow = on ? (down ? " ↓" : " ↑") : "", order = on ? (down ? ", descending" : ", ascending") : "";
+  const button = el("button", { type: "button", title: label, "aria-pressed": on, "aria-label": `Sort by ${label}${order}` }, el("span", {}, label + arrow), el("small", {}, unit || "\u00a0"));
+  button.dataset.sort = key;
+  return button;
+}
+
+/** What the prompts are sorted by: [key, label, number of a prompt and its rollouts]. */
+const PROMPT_COLUMNS = [
+  ["prompt", "Prompt", (prompt) => prompt],
+  ["answers", "Answers", (_, rows) => rows.length],
+  ["mean", "Mean reward", (_, rows) => rewardsOf(0, rows).mean],
+  ["deviation", "Deviation", (_, rows) => rewardsOf(0, rows).deviation],
+];
+const rewardsOf = (side, rows) => spread(rows.map((row) => reward(side, row)));
+/** The rewards of answers to one prompt, coloured by their distance from the mean. */
+function rewardChips(side, rows, most = Infinity) {
+  const { mean, low, high } = rewardsOf(side, rows), scale = Math.max(high - mean, mean - low) || 1;
+  const chips = rows.slice(0, most).map((row) => {
+    const value = reward(side, row);
+    const chip = el("span", { className: `chip ${Number.isFinite(value) ? stepClass(stepOf(value - mean, scale)) : ""}` }, short(value));
+    chip.dataset.row = row;
+    return chip;
+  });
+  return rows.length > most ? [...chips, `and ${rows.length - most} more`] : chips;
+}
+function spreadText(side, rows) {
+  const { n, mean, deviation, low, high } = rewardsOf(side, rows);
+  return n ? `mean ${short(mean)}${n > 1 ? ` · deviation ${short(deviation)} · ${short(low)} to ${short(high)}` : ""}` : "no reward";
+}
+
+/** The prompts with listed rollouts. */
+function renderPrompts() {
+  const [key, down] = state.prompts, number = PROMPT_COLUMNS.find(([name]) => name === key)[2], sign = down ? -1 : 1;
+  $("prompt-columns").replaceChildren(...PROMPT_COLUMNS.map(([name, label]) => sortButton(name, label, "", name === key, down)));
+  const listed = [...new Set(state.order.map((row) => sides[0].prompts[row]))].map((prompt) => [prompt, number(prompt, groups[0].get(prompt))]);
+  listed.sort(([a, x], [b, y]) => (Number.isNaN(x) || Number.isNaN(y) ? Number.isNaN(x) - Number.isNaN(y) || a - b : sign * (x - y) || a - b));
+  $("prompts").replaceChildren(...listed.map(([prompt]) => {
+    const rows = groups[0].get(prompt), button = el("button", { type: "button" }, el("b", {}, `Prompt ${prompt}`), ` ${rows.length} answers${hasReward ? ` · ${spreadText(0, rows)}` : ""}`, el("p", {}, preview(rows[0])), ...(hasReward ? [el("div", { className: "chips" }, ...rewardChips(0, rows, 16))] : []));
+    button.dataset.row = rows[0];
+    return el("li", {}, button);
   }));
+}
+
+/** The answers to the prompt of the open rollout. */
+function renderGroup() {
+  const rows = groupOf(0, state.row), shown = rows.length > 1;
+  $("group").hidden = !shown;
+  if (!shown) return;
+  const chips = hasReward ? rewardChips(0, rows) : rows.map((row) => el("span", { className: "chip" }));
+  const buttons = rows.map((row, i) => {
+    const button = el("button", { type: "button", "aria-label": `Rollout ${row}${hasReward ? `, reward ${short(reward(0, row))}` : ""}` }, el("small", {}, `#${row}`), chips[i]);
+    if (row === state.row) button.setAttribute("aria-current", "true");
+    button.dataset.row = row;
+    return button;
+  });
+  $("group").replaceChildren(el("span", {}, `${rows.length} answers to this prompt${hasReward ? `: ${spreadText(0, rows)}` : ""}`), el("div", { className: "chips" }, ...buttons));
 }
 
 const drawn = new Map(); // row -> its entry
@@ -202,8 +270,11 @@ function scrollToRow(row) {
 function renderWorst() {
   const { name } = state.quantity, found = sides[0].worst[name] ?? [];
   const entries = found.map(([row, at], k) => {
-    const id = sides[0].ids[sides[0].offsets[row] + at];
-    const button = el("button", { type: "button" }, el("span", {}, short(sides[0].worstValues[name][k])), el("span", {}, `#${row}`), el("span", { className: stepClass(stepOf(sides[0].worstValues[name][k], state.quantity.scale)) }, shownOf(id).trimEnd().slice(0, 60) || "␣"));
+    const start = sides[0].offsets[row], token = (i) => shownOf(sides[0].ids[start + i]), length = sides[0].lengths[row];
+    const near = (from, to) => Array.from({ length: Math.max(0, Math.min(length, to) - Math.max(0, from)) }, (_, i) => token(Math.max(0, from) + i)).join("").replace(/[↵\s]+/g, " ");
+    const colour = stepClass(stepOf(sides[0].worstValues[name][k], state.quantity.scale));
+    const words = el("span", { className: "near" }, el("span", {}, near(at - 16, at).slice(-40)), el("b", { className: colour }, token(at).trimEnd().slice(0, 40) || "␣"), el("span", {}, near(at + 1, at + 17).slice(0, 40)));
+    const button = el("button", { type: "button" }, el("span", {}, short(sides[0].worstValues[name][k])), el("span", {}, `#${row}`), words);
     button.dataset.row = row;
     button.dataset.at = at;
     return el("li", {}, button);
@@ -230,6 +301,7 @@ async function open(row, token = null, focus = false) {
   if (two && !b) $("panes").append(el("p", { className: "pane" }, `No rollout of ${names[1]} has this prompt.`));
   $("heading").textContent = `Rollout ${row}`;
   renderFacts();
+  renderGroup();
   scrollToRow(row);
   renderList();
   paint();
@@ -246,8 +318,9 @@ function renderFacts() {
 function facts(side, row) {
   const out = [];
   const add = (label, value, unit = "") => { if (!Number.isNaN(value)) out.push(el("span", {}, `${label} `, el("b", {}, short(value)), unit && ` ${unit}`)); };
-  if (sides[side].prompts) out.push(el("span", {}, "prompt ", el("b", {}, String(sides[side].prompts[row]))));
+  out.push(el("span", {}, "prompt ", el("b", {}, String(sides[side].prompts[row]))));
   add("reward", reward(side, row));
+  for (const name of partNames) add(name, partOf(side, name, row));
   for (const quantity of numeric) if (["kl", "mismatch"].includes(quantity.name)) add(quantity.name === "kl" ? "KL" : "mismatch", meanOf(side, quantity, row), "nats/token");
   add("answer", scoredTokens(side, row), "tokens");
   if (!["kl", "mismatch"].includes(state.quantity.name) && numeric.includes(state.quantity)) add(`mean ${state.quantity.name.replace("_", " ")}`, meanOf(side, state.quantity, row), state.quantity.unit);
@@ -351,7 +424,12 @@ function renderCharts() {
   $("overview").querySelector("summary").textContent = `All rollouts: mean of ${title}${key}`;
   lineChart($("by-position"), `Mean of ${title} by position in the answer`, positions, `token ${last}`, unit);
   lineChart($("by-turn"), `Mean of ${title} by turn`, turns, `turn ${Math.max(...turns.map((values) => values.length))}`, unit);
-  $("overview").hidden = !numeric.includes(state.quantity);
+  const known = numeric.includes(state.quantity);
+  for (const id of ["by-position", "by-turn"]) $(id).parentElement.hidden = !known;
+  if (!known) $("overview").querySelector("summary").textContent = `All rollouts${key}`;
+  $("rewards-figure").hidden = !hasReward;
+  if (hasReward) histogram($("rewards"), "Number of rollouts by reward", sides.map((side) => side.stats.subarray(0, side.count)));
+  $("overview").hidden = !known && !hasReward;
 }
 
 /** The open rollout, token by token. */
@@ -464,133 +542,3 @@ function goHit() {
   const pane = state.panes[0], hits = pane ? [...hitsOf(pane.rollout)].sort((a, b) => a - b) : [];
   if (hits.length) { state.hit = (state.hit + 1) % hits.length; focusToken(0, hits[state.hit], false); }
 }
-
-// ------------------------------------------------------------------ controls
-
-function choose(quantity) {
-  state.quantity = quantity;
-  Object.assign(state, { rank: -1, worst: null });
-  $("quantity").value = quantity.name;
-  $("threshold-unit").textContent = quantity.unit;
-  $("threshold").disabled = quantity.kind === "category";
-  if (!listColumns().some(([key]) => key === state.sort)) state.sort = "row";
-  hideCard();
-  refilter();
-  renderCharts();
-  idsReady.then(renderWorst);
-  if (state.panes.length) { renderFacts(); paint(); }
-}
-const isDark = () => (document.documentElement.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-function toggleDark() {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  $("dark").setAttribute("aria-pressed", isDark());
-}
-/** The first token in a direction that is not hidden. */
-function shownFrom(spans, i, step) {
-  while (spans[i] && !spans[i].getClientRects().length) i += step;
-  return i;
-}
-function togglePlain() {
-  const token = tokenFrom(document.activeElement);
-  $("plain").setAttribute("aria-pressed", document.body.classList.toggle("plain"));
-  const next = token && shownFrom(token.pane.spans, token.i, 1); // the focus would be lost with a hidden token
-  if (token && next !== token.i) focusToken(state.panes.indexOf(token.pane), next);
-}
-function showTab(name) {
-  for (const tab of ["rollouts", "worst"]) {
-    $(`tab-${tab}`).setAttribute("aria-selected", tab === name);
-    $(`tab-${tab}`).tabIndex = tab === name ? 0 : -1;
-    $(`panel-${tab}`).hidden = tab !== name;
-  }
-  renderList();
-}
-function search(text) {
-  state.query = text;
-  state.hit = -1;
-  idsReady.then(() => { refilter(); if (state.panes.length) paint(); });
-}
-
-const KEYS = {
-  j: () => goRollout(1), k: () => goRollout(-1), n: () => goWorst(1), p: () => goWorst(-1), d: toggleDark, u: togglePlain,
-  c: () => choose(quantities[(quantities.indexOf(state.quantity) + 1) % quantities.length]),
-  "/": () => { $("search").focus(); $("search").select(); }, "?": () => $("keys").showModal(),
-};
-document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || $("keys").open) return;
-  if (event.target.closest("input:not([type=checkbox])")) {
-    if (event.key === "Escape") event.target.blur();
-    if (event.key === "Enter" && event.target === $("search")) goHit();
-    return;
-  }
-  if (KEYS[event.key]) { event.preventDefault(); KEYS[event.key](); return; }
-  const token = tokenFrom(event.target), steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
-  if (token && event.key in steps) {
-    event.preventDefault();
-    const { spans } = token.pane, on = { Home: 1, End: -1 }[event.key] ?? steps[event.key];
-    const i = shownFrom(spans, Math.max(0, Math.min(spans.length - 1, token.i + steps[event.key])), on);
-    if (spans[i]) focusToken(state.panes.indexOf(token.pane), i);
-  } else if (event.target === $("list") && ["ArrowDown", "ArrowUp"].includes(event.key)) {
-    event.preventDefault();
-    goRollout(event.key === "ArrowDown" ? 1 : -1);
-  } else if (event.key === "Escape") hideCard();
-});
-
-$("list").addEventListener("scroll", () => requestAnimationFrame(renderList), { passive: true });
-$("list").addEventListener("click", (event) => { const entry = event.target.closest("[data-row]"); if (entry) open(Number(entry.dataset.row)); });
-$("columns").addEventListener("click", (event) => {
-  const key = event.target.closest("[data-sort]")?.dataset.sort;
-  if (!key) return;
-  state.down = key === state.sort ? !state.down : key !== "row"; // the largest first
-  state.sort = key;
-  $("list").scrollTop = 0;
-  refilter();
-  $("columns").querySelector(`[data-sort="${key}"]`).focus();
-});
-$("worst").addEventListener("click", (event) => { const entry = event.target.closest("[data-row]"); if (entry) open(Number(entry.dataset.row), Number(entry.dataset.at), true); });
-$("quantity").addEventListener("change", (event) => choose(quantities.find((quantity) => quantity.name === event.target.value)));
-$("threshold").addEventListener("input", (event) => { state.threshold = event.target.value === "" ? null : Number(event.target.value); refilter(); if (state.panes.length) paint(); });
-$("search").addEventListener("input", (event) => search(event.target.value));
-$("difference").addEventListener("change", (event) => { state.difference = event.target.checked; Object.assign(state, { rank: -1, worst: null }); paint(); });
-$("track").addEventListener("click", (event) => {
-  const box = $("track").getBoundingClientRect(), { rollout } = state.panes[0];
-  focusToken(0, Math.min(rollout.n - 1, Math.floor(((event.clientX - box.left) / box.width) * rollout.n)));
-});
-const panes = $("panes");
-panes.addEventListener("mouseover", (event) => { const token = tokenFrom(event.target); token ? showCard(token) : hideCard(); });
-panes.addEventListener("mouseleave", hideCard);
-panes.addEventListener("focusin", (event) => {
-  const token = tokenFrom(event.target);
-  if (!token) return;
-  for (const span of token.pane.tokens.querySelectorAll('[tabindex="0"]')) span.tabIndex = -1;
-  token.span.tabIndex = 0;
-  state.token = token;
-  token.span.setAttribute("aria-label", showCard(token));
-  if (token.pane === state.panes[0]) renderTrack(colourScale());
-});
-panes.addEventListener("focusout", hideCard);
-for (const [id, act] of [["dark", toggleDark], ["plain", togglePlain], ["help", KEYS["?"]], ["previous", KEYS.k], ["next", KEYS.j], ["worst-next", KEYS.n], ["worst-previous", KEYS.p]]) $(id).addEventListener("click", act);
-for (const tab of ["rollouts", "worst"]) {
-  $(`tab-${tab}`).addEventListener("click", () => showTab(tab));
-  $(`tab-${tab}`).addEventListener("keydown", (event) => {
-    if (!["ArrowLeft", "ArrowRight"].includes(event.key)) return;
-    const other = tab === "worst" ? "rollouts" : "worst";
-    showTab(other);
-    $(`tab-${other}`).focus();
-  });
-}
-new ResizeObserver(() => { renderList(); renderCharts(); if (state.panes.length) renderTrack(colourScale()); }).observe(document.body);
-
-// ------------------------------------------------------------------ start
-
-const total = sides[0].lengths.reduce((sum, length) => sum + length, 0);
-$("about").textContent = `${sides[0].count} rollouts, ${total.toLocaleString("en")} tokens` + (two ? `; ${names[0]} beside ${names[1]}${meta.unpaired ? ` (${meta.unpaired} of ${names[1]} without counterpart)` : ""}` : "");
-$("quantity").append(...quantities.map((quantity) => el("option", { value: quantity.name }, quantity.label)));
-$("dark").setAttribute("aria-pressed", isDark());
-choose(quantities[0]);
-idsReady.then(redrawList); // with the previews
-// The numbers of the rollouts follow the script.
-document.addEventListener("DOMContentLoaded", async () => {
-  if (sides[0].count) await open(state.order[0]);
-  document.documentElement.dataset.ready = "";
-});
-})();

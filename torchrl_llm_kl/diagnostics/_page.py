@@ -62,9 +62,10 @@ class View:
 
 def write_page(view: View, path: Path) -> None:
     """Write the page, and then put it in the place of an earlier one. The numbers are streamed: it is never in memory."""
-    script, style = _resource("_parts.js") + _resource("_inspector.js"), _resource("_inspector.css")
+    page, style = _resource("_inspector.js") + _resource("_controls.js"), _resource("_inspector.css")
+    script = f"{_resource('_parts.js')}(() => {{\n{page}}})();\n"
     index = {token: i for i, token in enumerate(view.texts)}
-    page = _template("_inspector.html.jinja").stream(
+    document = _template("_inspector.html.jinja").stream(
         title=visible(view.title),
         policy=_policy(style, script),
         style=Markup(style),
@@ -75,7 +76,7 @@ def write_page(view: View, path: Path) -> None:
     )
     replaced = path.is_file() or not path.exists()  # a device or a folder is not replaced
     with replacing(path) if replaced else nullcontext(path) as part:
-        page.dump(str(part), encoding="utf-8")
+        document.dump(str(part), encoding="utf-8")
 
 
 def _policy(style: str, script: str | None = None) -> str:
@@ -141,7 +142,8 @@ def _side(side: Side, quantities: Sequence[Quantity], width: int, bins: int) -> 
     worst = {quantity.name: side.worst(quantity, _WORST) for quantity in numeric}
     return {
         "lengths": [int(n) for n in side.source.tokens.lengths.tolist()],
-        "prompts": None if side.source.prompts is None else [int(p) for p in side.source.prompts.tolist()],
+        "prompts": side.prompts,
+        "parts": {visible(name): _floats(values) for name, values in side.parts.items()},
         "sampled": side.source.sampled,
         "stats": _floats(torch.stack([nothing if side.reward is None else side.reward, scored, *summaries])),
         "positions": {q.name: _floats(side.profile(q, place_bins, bins)) for q in numeric},

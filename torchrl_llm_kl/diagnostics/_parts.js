@@ -81,3 +81,47 @@ function lineChart(svg, label, series, xLabel, unit) {
     draw(svg, "path", { class: k ? "series b" : "series", d: path });
   });
 }
+
+/** Mean, standard deviation (of a sample), smallest and largest of the numbers that are known. */
+function spread(values) {
+  const known = values.filter((value) => !Number.isNaN(value)), n = known.length;
+  const mean = known.reduce((sum, value) => sum + value, 0) / n;
+  const deviation = n > 1 ? Math.sqrt(known.reduce((sum, value) => sum + (value - mean) ** 2, 0) / (n - 1)) : NaN;
+  return { n, mean, deviation, low: Math.min(...known), high: Math.max(...known) };
+}
+
+/** How many numbers of each batch are in each of 20 bins, or at each value if there are few. */
+function histogram(svg, label, series) {
+  const { width, height } = clear(svg, label), left = 32, right = 8, top = 12, bottom = 18;
+  const all = series.flatMap((values) => Array.from(values).filter(Number.isFinite));
+  if (!all.length) return void draw(svg, "text", { x: left, y: height / 2 }, "no numbers");
+  const { low, high } = spread(all), values = [...new Set(all)].sort((a, b) => a - b), few = values.length < 12;
+  const bins = few ? values.length : 20, at = (value) => (few ? values.indexOf(value) : Math.min(bins - 1, Math.floor(((value - low) / (high - low)) * bins)));
+  const counts = series.map((numbers) => {
+    const found = new Array(bins).fill(0);
+    for (const value of numbers) if (Number.isFinite(value)) found[at(value)]++;
+    return found;
+  });
+  const most = Math.max(...counts.flat()), step = (width - left - right) / bins, thick = Math.min(40, step * 0.8) / series.length;
+  const y = (count) => height - bottom - (count / most) * (height - top - bottom);
+  counts.forEach((found, k) => found.forEach((count, i) => {
+    if (count) draw(draw(svg, "rect", { class: k ? "bar-b" : "bar-a", x: left + step * (i + 0.5) + thick * (k - series.length / 2), y: y(count), width: thick, height: height - bottom - y(count) }), "title", {}, `${count} rollouts${few ? ` with ${short(values[i])}` : ""}`);
+  }));
+  draw(svg, "line", { class: "axis", x1: left, x2: width - right, y1: y(0), y2: y(0) });
+  draw(svg, "text", { x: left - 6, y: y(most) + 4, "text-anchor": "end" }, String(most));
+  const ticks = few && bins * 40 < width ? values.map((value, i) => [left + step * (i + 0.5), value, "middle"]) : [[left, low, "start"], [width - right, high, "end"]];
+  for (const [x, value, anchor] of ticks) draw(svg, "text", { x, y: height - 4, "text-anchor": anchor }, short(value));
+}
+
+/** A number for JSON, which has neither NaN nor infinity. */
+const plainNumber = (value) => (Number.isFinite(value) ? Number(exact(value)) : Number.isNaN(value) ? null : value > 0 ? "Infinity" : "-Infinity");
+/** A field of a CSV file. A spreadsheet would run text that begins like a formula. */
+function csvField(value) {
+  if (typeof value === "number") return Number.isNaN(value) ? "" : exact(value).replace("∞", "inf");
+  return `"${(/^[=+\-@\t\r]/.test(value) ? "'" + value : value).replaceAll('"', '""')}"`;
+}
+function saveAs(name, type, parts) {
+  const url = URL.createObjectURL(new Blob(parts, { type }));
+  el("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}

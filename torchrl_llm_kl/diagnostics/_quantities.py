@@ -127,6 +127,20 @@ class Side:
         return None if found is None else found.cpu().float().reshape(self.count, -1).sum(-1)
 
     @cached_property
+    def parts(self) -> dict[str, Tensor]:
+        """The named rewards; float32 ``[S]``."""
+        named = {name.partition("/")[2]: values for name, values in self.source.rows.items() if "/" in name}
+        return {name: values.cpu().float().reshape(self.count, -1).sum(-1) for name, values in named.items()}
+
+    @cached_property
+    def prompts(self) -> list[int]:
+        """Equal numbers for equal prompts, which are compared token by token if the batch does not name them; ``S``."""
+        if self.source.prompts is not None:
+            return [int(prompt) for prompt in self.source.prompts.tolist()]
+        seen: dict[bytes, int] = {}
+        return [seen.setdefault(key, len(seen)) for key in _keys(self, whole=False)]
+
+    @cached_property
     def clipped(self) -> Tensor | None:
         """2 where PPO's clipping removes the gradient, 1 at other ratios beyond the bounds, else 0; uint8 ``[N]``."""
         now, old = self.columns.get("log_prob"), self.columns.get("old_log_prob", self.columns.get("sampler_log_prob"))

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
 from torchrl_llm_kl.training._steps import apart, mean_and_error
+
+_Z95 = NormalDist().inv_cdf(0.975)
+#: Two-sided 95 % quantiles of Student's t with 1 to 10 degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @torch.no_grad()
@@ -26,8 +34,9 @@ def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, s
 
     Returns:
         ``reward`` and, of several prompts, its standard error ``reward_error``, the mean of each named part
-        ``reward/<name>``, ``kl`` in nats per answer if there is an entry ``("next", "kl_penalty")``, ``answer_tokens``, the
-        mean length, and ``num_prompts``.
+        ``reward/<name>``, the ends of the 95 % interval of these means where there is one (:func:`interval`), ``low/reward``,
+        ``high/reward`` and so on, ``kl`` in nats per answer if there is an entry ``("next", "kl_penalty")``,
+        ``answer_tokens``, the mean length, and ``num_prompts``.
 
     Example:
         >>> env = make_env(held_out, reward, tokenizer, group_size=1, order=PromptOrder(seed=None))  # doctest: +SKIP
@@ -41,10 +50,40 @@ def evaluate(env: EnvBase, sampler: TensorDictModuleBase, num_prompts: int, *, s
             done += len(batch)
             for name, values in _columns(batch).items():
                 columns.setdefault(name, []).extend(values.flatten().tolist())
-    reward, error = mean_and_error(columns.pop("reward"))
-    others = {name: mean_and_error(values)[0] for name, values in columns.items()}
-    errors = {"reward_error": error} if num_prompts > 1 else {}
-    return {"reward": reward, **errors, **others, "num_prompts": num_prompts}
+    found = {name: mean_and_error(values)[0] for name, values in columns.items()}
+    if num_prompts > 1:
+        found["reward_error"] = mean_and_error(columns["reward"])[1]
+    for name in [name for name in columns if name.startswith("reward")]:
+        if ends := interval(columns[name]):
+            found[f"low/{name}"], found[f"high/{name}"] = ends
+    return {**found, "num_prompts": num_prompts}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the mean of independent values: Wilson's score interval if all are 0 or 1, else Student's t.
+
+    Returns:
+        Its ends; None for one value, or equal ones, other than 0 and 1: they do not show how much others differ.
+
+    Example:
+        >>> [round(end, 2) for end in interval([1.0, 1.0])]
+        [0.34, 1.0]
+        >>> [round(end, 2) for end in interval([0.2, 0.4, 0.6])]
+        [-0.1, 0.9]
+        >>> interval([0.5, 0.5])
+
+    Source: E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (1927).
+    """
+    n, (mean, error) = len(values), mean_and_error(values)
+    if set(values) <= {0.0, 1.0}:
+        shrunk = 1 + _Z95**2 / n
+        centre = (mean + _Z95**2 / (2 * n)) / shrunk
+        half = _Z95 / shrunk * math.sqrt(mean * (1 - mean) / n + (_Z95 / (2 * n)) ** 2)
+        return max(0.0, centre - half), min(1.0, centre + half)
+    if n < 2 or min(values) == max(values):
+        return None
+    half = (_T95[n - 2] if n - 2 < len(_T95) else _Z95 + 2.5 / (n - 1)) * error  # to 1 % of the quantile
+    return mean - half, mean + half
 
 
 def _columns(batch: TensorDictBase) -> dict[str, torch.Tensor]:

@@ -104,12 +104,19 @@ def keep_earlier(folder: Path, names: Sequence[str]) -> Path | None:
 
 @contextmanager
 def progress(
-    name: str, total: int, *, done: int = 0, shown: bool = True, stream: TextIO | None = None
+    name: str,
+    total: int,
+    *,
+    done: int = 0,
+    shown: bool = True,
+    stream: TextIO | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> Iterator[Callable[..., None]]:
     """Show the progress of ``total`` steps; yields a function of a status text, to call after a step (or ``n`` steps).
 
-    A bar on a terminal, elsewhere a line every ten seconds; nothing with ``shown=False``, for all but one of several ranks.
-    It goes to ``stream``, by default stdout.
+    A bar on a terminal, elsewhere a line every ten seconds and after the last step; nothing with ``shown=False``, for all but
+    one of several ranks. It goes to ``stream``, by default stdout. The shown time is that of ``clock``, in seconds; by
+    default it begins now.
 
     Example:
         >>> with progress("GRPO", 2, shown=False) as advance:
@@ -118,7 +125,8 @@ def progress(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    terminal = Console(file=stream)
+    start, terminal = time.monotonic(), Console(file=stream)
+    clock = clock or (lambda: time.monotonic() - start)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
@@ -127,20 +135,22 @@ def progress(
         TextColumn("{task.fields[status]}", markup=False),
         console=terminal,
         disable=not (shown and terminal.is_terminal),
+        get_time=clock,
     )
-    start = printed = time.monotonic()
+    printed = clock()
 
     def advance(status: str, n: int = 1) -> None:
         nonlocal done, printed
-        done, now = done + n, time.monotonic()
+        done, now = done + n, clock()
         bar.update(task, advance=n, status=status)
-        if bar.disable and shown and now - printed >= _SECONDS_BETWEEN_LINES:
+        if bar.disable and shown and (now - printed >= _SECONDS_BETWEEN_LINES or done >= total):
             printed = now
             with suppress(BrokenPipeError):  # the work continues without a reader of its progress
-                print(f"{name}: {done:,} of {total:,}, {now - start:.0f} s  {status}", flush=True, file=stream)
+                print(f"{name}: {done:,} of {total:,}, {lasting(now)}  {status}", flush=True, file=stream)
 
     with bar:
         task = bar.add_task(name, total=total, completed=done, status="")
+        bar.tasks[task].start_time = 0.0  # the time in the end is the clock's
         yield advance
 
 
@@ -164,7 +174,7 @@ def plot_curves(
     path: Path,
     *,
     kl_target: float | None = None,
-    held_out: Sequence[tuple[float, float]] = (),
+    held_out: Sequence[tuple[float, ...]] = (),
     title: str = "",
     reward_label: str = "reward of sampled answers",
     held_out_label: str = "held-out prompts",
@@ -176,12 +186,12 @@ def plot_curves(
 
     Args:
         rows: figures of each step: ``step``, ``reward``, and ``kl``, ``penalised_reward`` and ``coefficient`` where there are
-            any.
+            any. Without ``penalised_reward`` the coefficient weighs a KL in the loss.
         path: of the image.
 
     Keyword Args:
         kl_target: nats per answer, if there is one.
-        held_out: (step, mean reward) of each evaluation.
+        held_out: (step, mean reward) of each evaluation, or (step, mean, low, high) with the ends of its interval.
         title: above the picture.
         reward_label: what the rewards are.
         held_out_label: what the evaluations are.
@@ -199,41 +209,54 @@ def plot_curves(
 
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
+    window = min(window, max(1, len(rows)))
     names = ["reward", *(name for name in ("kl", "coefficient") if all(name in row for row in rows))]
     heights = [2 if name == "coefficient" else 3 for name in names]
     size, mosaic = (8, 8.5 * sum(heights) / 8), cast(Any, [[name] for name in names])
     figure, axes = plt.subplot_mosaic(mosaic, figsize=size, sharex=True, layout="constrained", height_ratios=heights)
-    steps = [row["step"] for row in rows]
+    steps, dot = [row["step"] for row in rows], "o" if len(rows) == 1 else None  # a line of one step is invisible
 
     def draw(axis: Axes, key: str, label: str, color: str) -> None:
         values = [row[key] for row in rows]
         axis.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-        axis.plot(steps, smooth(values, window), color=color, linewidth=2, label=label)
+        axis.plot(steps, smooth(values, window), color=color, linewidth=2, label=label, marker=dot)
 
     reward, kl, coefficient = axes["reward"], axes.get("kl"), axes.get("coefficient")
     draw(reward, "reward", reward_label, "tab:blue")
     if all("penalised_reward" in row for row in rows):
         draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
     if held_out:
-        reward.plot(*zip(*held_out, strict=True), "o", color="black", label=held_out_label, clip_on=False)
-    for at, value in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
+        at, means = ([each[i] for each in held_out] for i in (0, 1))
+        reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
+    if intervals := [each for each in held_out if len(each) == 4]:
+        at, _, low, high = zip(*intervals, strict=True)
+        reward.vlines(at, low, high, color="black", linewidth=1, label="its 95 % interval", clip_on=False)
+    for at, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
         text = held_out_format.format(value)
         reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
-    reward.set(ylabel="mean per answer (dimensionless)", title=title)
+    figure.suptitle(title)
+    reward.set(ylabel="mean per answer (dimensionless)")
+    reward.margins(y=0.12)
     if reward_range is not None:
         reward.set_ylim(*reward_range)
-    reward.legend(loc="best")
+    reward.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above: it would hide points
     if kl is not None:
         draw(kl, "kl", "KL(policy ‖ reference)", "tab:red")
         if kl_target is not None:
             kl.axhline(kl_target, color="black", linestyle="--", linewidth=1.2, label=f"target: {kl_target:g} nats")
-        kl.set(ylabel="KL (nats per answer)", ylim=(min(0.0, *(row["kl"] for row in rows)), None))
+        values = [0.0, *(row["kl"] for row in rows), kl_target or 0.0]
+        kl.set(ylabel="KL (nats per answer)", ylim=(min(values), 1.1 * max(values) or None))
         kl.legend(loc="lower right")
     if coefficient is not None:
-        coefficient.plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2)
-        coefficient.set(ylabel="KL coefficient\n(reward per nat)", ylim=(0, None))
-    axes[names[-1]].set(xlabel=f"RL step (thick lines: mean of {window} steps)")
+        coefficient.plot(steps, [row["coefficient"] for row in rows], color="tab:purple", linewidth=2, marker=dot)
+        of = "in the reward\n(reward per nat)" if "penalised_reward" in rows[0] else "in the loss\n(weight)"
+        coefficient.set(ylabel=f"KL coefficient\n{of}", ylim=(0, None))
+    axes[names[-1]].set(xlabel="RL step" + f" (thick lines: mean of {window} steps)" * (window > 1))
+    reward.xaxis.set_major_locator(
+        MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+    )  # of all: they share it
     for axis in axes.values():
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -267,9 +290,8 @@ def summary(
         if step in by_step:
             row = by_step[step]
             held_out = counted(int(row["num_prompts"]), "held-out prompt")
-            found[f"reward on {held_out}, {label}"] = with_error(row)
-            parts = {name.partition("/")[2]: value for name, value in row.items() if name.startswith("reward/")}
-            found |= {f"{name} on {held_out}, {label}": f"{value:.4g}" for name, value in parts.items()}
+            names = ["reward", *(name for name in row if name.startswith("reward/"))]
+            found |= {f"{x.removeprefix('reward/')} on {held_out}, {label}": with_interval(row, x) for x in names}
     kls = [row.get("kl", math.nan) for row in rows[len(rows) // 2 :]]
     if kls and not math.isnan(mean := sum(kls) / len(kls)):
         target = "" if config.kl.target is None else f", target {config.kl.target:g}"
@@ -284,15 +306,15 @@ def summary(
     return found
 
 
-def with_error(row: Figures) -> str:
-    """The reward of an evaluation with its standard error, which one prompt alone does not have.
+def with_interval(row: Figures, name: str = "reward") -> str:
+    """A mean of an evaluation with its 95 % interval, if it has one.
 
     Example:
-        >>> with_error({"reward": 0.74512, "reward_error": 0.0312}), with_error({"reward": 1.0})
-        ('0.7451 ± 0.031', '1')
+        >>> with_interval({"reward": 0.74512, "low/reward": 0.68, "high/reward": 0.812}), with_interval({"reward": 0.5})
+        ('0.7451 (95 %: 0.68 to 0.81)', '0.5')
     """
-    error = f" ± {row['reward_error']:.2g}" if "reward_error" in row else ""
-    return f"{row['reward']:.4g}{error}"
+    ends = f" (95 %: {row[f'low/{name}']:.2g} to {row[f'high/{name}']:.2g})" if f"low/{name}" in row else ""
+    return f"{row[name]:.4g}{ends}"
 
 
 def counted(number: int, what: str) -> str:

@@ -47,7 +47,7 @@ from torchrl_llm_kl.training._report import (
     read_figures,
     summary,
     versions,
-    with_error,
+    with_interval,
     write_card,
 )
 from torchrl_llm_kl.training._steps import (
@@ -455,7 +455,8 @@ def _train(config: TrainConfig, out: Path, *, fresh: bool, say: Say, build: Call
             before = saved.numbers.get("files", run.inputs.files)
             for name in (name for name, digest in run.inputs.files.items() if before.get(name) != digest):
                 say(f"{name} has changed since: what follows is not what it would have been without a stop.")
-        bar = progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr)
+        clock = partial(getattr, run, "elapsed")
+        bar = progress(config.algorithm.name, config.run.steps, done=run.step, stream=sys.stderr, clock=clock)
         with closing(run), stop_on_signals(say) as stop, bar as advance:
             outcome, why = _steps(run, checkpoints, stop, advance, saved=None if saved is None else saved.step)
     result = TrainResult(outcome, why, run.step, out, run.rows.rows, run.evaluations.rows)
@@ -496,7 +497,7 @@ def _steps(
         ending = stop.is_set()
         if not ending and run.evaluation_is_due():
             row = run.evaluate()
-            run.say(f"step {run.step}: reward on held-out prompts {with_error(row)}")
+            run.say(f"step {run.step}: reward on held-out prompts {with_interval(row)}")
         why, last = run.blow_up(), run.step >= settings.run.steps  # a resumed run may have fewer steps than are done
         due = run.step > 0 and run.step % settings.checkpoints.every == 0
         if saved != run.step and (due or last or ending or why or run.best == run.step):
@@ -522,7 +523,8 @@ def _finish(run: Run, checkpoints: Checkpoints, result: TrainResult) -> TrainRes
     curves = out / "curves.png"
     try:
         if rows:
-            held_out = [(row["step"], row["reward"]) for row in evaluations]
+            names = ("step", "reward", "low/reward", "high/reward")
+            held_out = [tuple(row[name] for name in names if name in row) for row in evaluations]
             plot_curves(rows, curves, kl_target=config.kl.target, held_out=held_out, title=config.algorithm.name)
     except ImportError:
         run.say("curves.png is left out: it needs matplotlib (pip install 'torchrl-llm-kl[train]').")

@@ -1,0 +1,66 @@
+"""What a run writes for people: intervals of small evaluations, times of progress, the axes of the curves."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrl_llm_kl.training import plot_curves, progress
+from torchrl_llm_kl.training._evaluation import interval
+from torchrl_llm_kl.training._report import with_interval
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        ([1.0, 1.0], 0.342, 1.0),  # Wilson: n / (n + 1.96 ** 2) = 2 / 5.84
+        ([0.0], 0.0, 0.793),
+        ([0.0, 1.0], 0.095, 0.905),
+        ([1.0] * 81 + [0.0] * 182, 0.255, 0.366),  # 81 of 263: Newcombe 1998, table I, method 3
+        ([0.2, 0.4, 0.6], 0.4 - 4.303 * 0.2 / 3**0.5, 0.4 + 4.303 * 0.2 / 3**0.5),
+        ([0.1, 0.3] * 8, 0.145, 0.255),  # t of 15 degrees is 2.131; the standard error 0.1 / 15 ** 0.5
+    ],
+)
+def test_intervals_of_a_mean(values: list[float], low: float, high: float) -> None:
+    assert interval(values) == pytest.approx((low, high), abs=6e-4)
+
+
+def test_equal_values_other_than_0_and_1_have_no_interval() -> None:
+    assert interval([0.25]) is interval([0.25, 0.25]) is None
+    assert with_interval({"reward": 0.25}) == "0.25"
+
+
+def test_the_progress_shows_the_time_of_the_clock() -> None:
+    """Of a resumed run, whose earlier processes took an hour; the last step is shown however short it was."""
+    out, seconds = io.StringIO(), [3600.0]
+    with progress("grpo", 3, done=1, stream=out, clock=lambda: seconds[-1]) as advance:
+        for now in (3605.0, 3607.0):
+            seconds.append(now)
+            advance("KL 0.1")
+    assert out.getvalue() == "grpo: 3 of 3, 1 h 0 min  KL 0.1\n"
+
+
+def test_the_curves_name_what_the_coefficient_weighs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
+    rows = [{"step": i, "reward": 0.5, "kl": 0.1, "coefficient": 0.2} for i in range(3)]
+    held_out = [(0, 0.5, 0.1, 0.9), (3, 0.75)]
+    plot_curves(rows, tmp_path / "x.png", held_out=held_out)
+    plot_curves([row | {"penalised_reward": 0.4} for row in rows], tmp_path / "x.png")
+    plot_curves(rows[:1], tmp_path / "x.png")
+    labels = [figure.axes[-1].get_ylabel().replace("\n", " ") for figure in drawn]
+    assert labels[0] == labels[2] == "KL coefficient in the loss (weight)"
+    assert labels[1] == "KL coefficient in the reward (reward per nat)"
+    for figure in drawn:
+        figure.canvas.draw()
+        ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
+        assert ticks
+        assert all(text.replace("\N{MINUS SIGN}", "").isdigit() for text in ticks), ticks
+    (bars,) = drawn[0].axes[0].collections
+    assert bars.get_segments()[0].tolist() == [[0.0, 0.1], [0.0, 0.9]]
+    assert drawn[2].axes[0].lines[-1].get_marker() == "o"
