@@ -28,6 +28,7 @@ BUDGETS = {
     "site": 30.0,  # documentation, its examples and its site; what is installed
     "browser": 30.0,
     "peers": 120.0,  # other libraries beside ours: `make test-peers`
+    "engines": 900.0,  # real servers: `make engines`
 }
 #: Tiers whose tests share what is expensive to start: all of one runs in one worker.
 SHARED = ("ray", "ranks", "site", "browser")
