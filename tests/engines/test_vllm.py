@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
 from engine_contract import EngineContract, Served, evaluated
 from seeded import PROMPTS, ZEPHYR, Rollout, make_prompts, make_tokenizer, sample, trained
 from torchrl_llm_kl import LogProbScorer, Ragged, diagnose, make_algorithm
 from torchrl_llm_kl.service import HTTPEngine, ScoringService, ServiceError, ServiceTimeout
-from vllm_server import CONTEXT, MAX_LOGPROBS, MODEL, VllmServer, make, save, serving
+from vllm_server import CONTEXT, MAX_LOGPROBS, MODEL, VllmServer, make, sampled, save, serving
 from waits import LONG
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -38,13 +38,6 @@ def policy() -> nn.Module:
 @pytest.fixture(scope="module")
 def rollout(server: VllmServer) -> Rollout:
     return server.sample(make_prompts(PROMPTS, 0))
-
-
-def sampled(rollout: Rollout) -> tuple[Ragged, Tensor, Tensor]:
-    """Sequences, which tokens are answers, and the sampler's log-probs of these."""
-    pairs = list(zip(rollout.prompts, rollout.answers, strict=True))
-    mask = torch.cat([torch.arange(len(p) + len(a)) >= len(p) for p, a in pairs])
-    return Ragged.from_list([torch.cat(pair) for pair in pairs]), mask, torch.cat(rollout.log_probs).double()
 
 
 # ------------------------------------------------------------------ a reference
@@ -139,12 +132,14 @@ def test_a_fault_is_named(cause: str, server: VllmServer, policy: nn.Module, rol
     assert diagnosis.worst.cause == cause, diagnosis
 
 
-def grpo(begin: nn.Module, sampling: Any, push: Any, steps: int = 10) -> tuple[list[float], list[float]]:
+def grpo(
+    begin: nn.Module, sampling: Any, push: Any, steps: int = 10, lr: float = 3e-4
+) -> tuple[list[float], list[float]]:
     """``kl_to_ref`` and the largest mismatch of each step; the policy goes back to the reference, since no answer is better."""
     torch.manual_seed(0)
     actor, reference = copy.deepcopy(begin), make("dense")
-    parts = make_algorithm("grpo", actor, reference=reference, kl_coeff=1.0, group_size=8)
-    optimizer = torch.optim.Adam(actor.parameters(), lr=3e-3)
+    parts = make_algorithm("grpo", actor, reference=reference, kl_loss_coeff=1.0, group_size=8)
+    optimizer = torch.optim.Adam(actor.parameters(), lr=lr)
     kl, mismatch = [], []
     for step in range(steps):
         found = sampling(actor, step)
@@ -163,13 +158,13 @@ def test_grpo_with_weights_pushed_after_each_step(
     server: VllmServer, policy: nn.Module, rollout: Rollout, tmp_path: Path, checkpoints: Path, measured: dict[str, Any]
 ) -> None:
     """By a checkpoint and a reload: transfers of weights need NCCL or CUDA IPC."""
-    begin, prompts = trained(policy, rollout, 8, 1, lr=3e-3).requires_grad_(True), make_prompts(4, 5)
+    begin, prompts = trained(policy, rollout, 8, 1).requires_grad_(True), make_prompts(4, 5)
 
     def push(actor: nn.Module) -> None:
         server.load(save(actor, tmp_path))
 
-    push(begin)
     try:
+        push(begin)
         served, mismatch = grpo(begin, lambda _, step: server.sample(prompts, step), push)
     finally:
         server.load(checkpoints / "dense")
@@ -203,12 +198,12 @@ def test_distillation_from_a_service_of_it(
 
 def distil(teacher: Any, rollout: Rollout) -> list[float]:
     student = make("other")
-    parts = make_algorithm("gkd", student, reference=teacher, top_k=16)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    parts = make_algorithm("gkd", student, reference=teacher, top_k=MAX_LOGPROBS)
+    optimizer = torch.optim.SGD(student.parameters(), lr=5.0)
     losses = []
     for step in range(20):
         out = parts.loss(parts.prepare(rollout.batch(slice(4 * step, 4 * step + 4))))
-        losses.append(float(out.total_loss))
+        losses.append(float(out.total_loss.detach()))
         out.total_loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from seeded import ANSWERS, LENGTH, Rollout, make_tokenizer
+from torchrl_llm_kl import Ragged
 from toy_models import tiny_model
 
 ENGINES = "TORCHRL_LLM_KL_ENGINES"  # the folder of `make engines`
@@ -40,7 +41,7 @@ _HEADS = {
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dense": ("qwen2", 0, {}),
     "other": ("qwen2", 1, {}),
-    "mixture": ("qwen3_moe", 0, {"head_dim": 32, "moe_intermediate_size": 64, "mlp_only_layers": []}),
+    "mixture": ("qwen3_moe", 0, {"head_dim": 32, "moe_intermediate_size": 64, "intermediate_size": 64}),
 }
 _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
@@ -95,7 +96,7 @@ class VllmServer:
                 stdout=log,
                 stderr=log,
                 cwd=self.log.parent,
-                env={**os.environ, **_ENVIRONMENT, **environment, "PYTHONPATH": ""},
+                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": "", **environment},
                 start_new_session=True,
             )
         try:
@@ -111,7 +112,7 @@ class VllmServer:
                 tail = self.log.read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"vLLM did not start; the end of its log:\n{tail}")
             try:
-                urllib.request.urlopen(f"{self.url}/v1/models", timeout=5).read()
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).read()
             except OSError:
                 time.sleep(0.5)
             else:
@@ -158,7 +159,7 @@ class VllmServer:
     def load(self, folder: Path) -> None:
         """Take the weights of a checkpoint; nothing that was computed with the old ones stays."""
         assert self.post("/collective_rpc", method="reload_weights", kwargs={"weights_path": str(folder)})
-        assert self.post("/reset_prefix_cache") in (None, "")
+        assert self.post("/reset_prefix_cache") == {"success": True}
 
     def close(self) -> None:
         """End all of its processes, without warning."""
@@ -174,3 +175,10 @@ def serving(folder: Path, *arguments: str, **options: Any) -> Iterator[VllmServe
         yield server
     finally:
         server.close()
+
+
+def sampled(rollout: Rollout) -> tuple[Ragged, Tensor, Tensor]:
+    """Sequences, which tokens are answers, and the sampler's log-probs of these."""
+    pairs = list(zip(rollout.prompts, rollout.answers, strict=True))
+    mask = torch.cat([torch.arange(len(p) + len(a)) >= len(p) for p, a in pairs])
+    return Ragged.from_list([torch.cat(pair) for pair in pairs]), mask, torch.cat(rollout.log_probs).double()
