@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-device test-numeric test-slow test-peers durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines durations mutants matrix nightly bench bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -69,6 +69,11 @@ test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL and torchrl's own tests in
 	PYTHONPATH=tests/lab $(BIN)/python tests/lab/fetch_peers.py $(PEERS)
 	TORCHRL_LLM_KL_PEERS=$(CURDIR)/$(PEERS) TORCHRL_LLM_KL_TORCHRL=$(CURDIR)/$(PEERS)/torchrl $(PYTEST) -m "not slow and not gpu" tests/peers $(ARGS)
 
+ENGINES := .engines
+engines: $(READY)  ## Install vLLM for processors into .engines (3.5 GB) and run tests/engines against its server (20 minutes)
+	$(BIN)/python tests/engines/environment.py $(ENGINES)
+	TORCHRL_LLM_KL_ENGINES=$(CURDIR)/$(ENGINES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/engines $(ARGS)
+
 durations: $(READY)  ## Run `make test-all` and write its slowest hundred tests and fixtures to tests/durations.txt
 	$(PYTEST) -m "not slow and not gpu and not device" --durations-file tests/durations.txt $(ARGS)
 
@@ -125,4 +130,4 @@ site: $(READY)  ## Build the site from docs/ as they are, and serve it on this m
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:  ## Remove .venv, runs and caches
-	rm -rf $(VENV) .matrix $(PEERS) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix $(PEERS) $(ENGINES) runs site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,6 +27,7 @@ BUDGETS = {
     "browser": 30.0,
     "device": 30.0,  # an accelerator, simulated or real; in a process of its own: `make test-device`
     "peers": 120.0,  # other libraries beside ours: `make test-peers`
+    "engines": 900.0,  # real servers: `make engines`
 }
 #: Tiers whose tests share what is expensive to start: all of one runs in one worker.
 SHARED = ("ray", "ranks", "site", "browser")

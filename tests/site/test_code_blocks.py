@@ -31,6 +31,9 @@ NOT_RUN = {
     ("docs/ray.md", "needs a server of vLLM"): 1,
     ("docs/torchrl.md", "tests/units/configs composes it"): 1,
     ("docs/torchrl.md", "tests/ray and tests/runs run it in actors or processes"): 3,
+    ("docs/routing.md", "needs a server of vLLM"): 1,
+    ("docs/sampling.md", "needs a server of vLLM"): 1,
+    ("docs/vllm.md", "needs a server of vLLM"): 2,
     ("docs/vllm.md", "needs vLLM and a GPU"): 2,
 }
 LANGUAGES = {"", "python", "bash", "console", "text", "yaml", "json", "diff", "toml"}

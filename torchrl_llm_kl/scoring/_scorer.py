@@ -127,10 +127,8 @@ class LogProbScorer(Scorer):
         if is_wrapper(self.model):
             self.offers = frozenset({"grad"})
             self.place = f"{type(self.model).__name__}, whose backend returns log-probs, not logits"
-            self.instead = (
-                "score the transformers model, or set it in the backend (vLLM returns log-probs of what it samples from with "
-                "logprobs_mode='processed_logprobs')"
-            )
+            # vLLM's logprobs_mode is of sampled tokens: those of a prompt are of the model itself.
+            self.instead = "score the transformers model"
         options = (options or ScoreOptions()).but(**changes)
         self.memory = PrefixKVCache(options.memory)
         self.options = options

@@ -1,6 +1,5 @@
 """Routing of a mixture of experts: recorded and replayed, beside plain models whose routers are patched by hand."""
 
-import copy
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import Gemma3Config, OlmoeConfig, OlmoeForCausalLM
 
 from checkpointed import enable, enable_and_wrap, in_own_code, wrap
 from closeness import assert_near
+from routed_by_hand import by_hand, perturbed, routers
 from scoring_reference import SHARED, FakeBackend, FullLogits, assert_scores, body_tokens, conversation, engine, ids
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import RememberedModel
@@ -46,53 +46,6 @@ def in_float64(family: str) -> nn.Module:
     model: Any = tiny_model(family).double()
     model.set_experts_implementation("eager")  # the default has no float64
     return model
-
-
-def routers(model: Any) -> list[nn.Module]:
-    blocks = [layer.mlp for layer in model.model.layers]
-    found = [getattr(block, "router", None) or getattr(block, "gate", None) for block in blocks]
-    return [router for router in found if router is not None]
-
-
-def perturbed(model: nn.Module, seed: int = 1, std: float = 0.5) -> nn.Module:
-    """A copy whose routers choose other experts."""
-    other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    for router in routers(other):
-        noise = torch.randn(router.weight.shape, generator=generator, dtype=router.weight.dtype)
-        router.weight.data += std * noise
-    return other
-
-
-def weigh(family: str, model: Any, logits: Tensor, chosen: Tensor) -> Tensor:
-    """The weights of chosen experts by the papers' formulas, not by transformers' operators."""
-    at = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, chosen, True)
-    if family in ("mixtral", "gpt_oss"):  # a softmax over the chosen ones alone
-        return logits.masked_fill(~at, -torch.inf).softmax(-1).gather(-1, chosen)
-    if family == "qwen3_moe":  # shares of the softmax over all, not normalised
-        return (logits - logits.logsumexp(-1, keepdim=True)).exp().gather(-1, chosen)
-    share = torch.where(at, logits.sigmoid(), 0)
-    return (model.config.routed_scaling_factor * share / share.sum(-1, keepdim=True)).gather(-1, chosen)
-
-
-def by_hand(family: str, model: nn.Module, rows: list[Tensor], records: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy ``[N]`` of a model whose routers use the experts ``[T, L, k]``, one sequence at a time."""
-    found: list[Tensor] = []
-    for row, record in zip(rows, records, strict=True):
-        for place, router in enumerate(routers(model)):
-
-            def forward(hidden: Tensor, router: Any = router, experts: Tensor = record, place: int = place) -> Any:
-                chosen = experts[:, place].long()
-                hidden = hidden.reshape(-1, router.hidden_dim)
-                logits = F.linear(hidden, router.weight, getattr(router, "bias", None))
-                return logits, weigh(family, model, logits, chosen), chosen
-
-            router.forward = forward
-        log_p = model(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
-        both = torch.stack([log_p.gather(-1, row[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], -1)
-        found.append(F.pad(both, (0, 0, 1, 0)))
-    for router in routers(model):
-        del router.__dict__["forward"]
-    return tuple(torch.cat(found).unbind(-1))  # type: ignore[return-value]
 
 
 def own_experts(model: nn.Module, rows: list[Tensor]) -> list[Tensor]:

@@ -14,16 +14,14 @@ import httpcore
 import pytest
 import torch
 
+from engine_contract import EngineContract, Served
 from load import assert_same, request_of, sequences
 from prompt_server import MODEL, Handler, PromptServer
 from remote_models import model
-from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
-from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
-from torchrl_llm_kl.service._wire import Reply
 from torchrl_llm_kl.service.engines import _http
-from torchrl_llm_kl.service.engines._engine import Engine
 from torchrl_llm_kl.service.engines._http import rounding
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from waits import LONG, until
@@ -84,17 +82,20 @@ def some_mask(rows):
     return mask
 
 
-@both
-def test_values_are_those_of_the_model(server, dialect):
-    found = engine(server, dialect)
-    assert isinstance(found, Engine)
-    assert (found.temperatures, found.precision, found.cached_tokens()) == ("raw", 0.0, (0, 0))
-    assert not found.interface()[1]
-    rows, before = sequences(4, 9), found.progress()
-    for mask in (rows.positions > 0, some_mask(rows), torch.zeros_like(rows.positions, dtype=torch.bool)):
-        assert_right(found, rows, mask)
-    assert found.progress() > before
-    found.close()
+class TestVllm(EngineContract):
+    @pytest.fixture
+    def served(self, server):
+        return Served(server.url, MODEL, scorer(), 97, 64, 20, tolerance=1e-6)
+
+
+class TestSglang(EngineContract):
+    @pytest.fixture
+    def served(self, server):
+        return Served(server.url, MODEL, scorer(), 97, 64, 20, dialect="sglang", tolerance=1e-6)
+
+    def test_a_model_that_it_does_not_have(self, served):
+        with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
+            served.engine(model="other")
 
 
 @both
@@ -117,9 +118,7 @@ def test_only_what_is_needed_is_requested(server, dialect):
 
 @both
 def test_temperatures(server, dialect):
-    """Log-probs at the request's temperature are used; raw ones are refused at another than 1; others are an error."""
-    with pytest.raises(ValueError, match=r"temperature=0.7, but the server's log-probs are at temperature 1"):
-        scored(engine(server, dialect), temperature=0.7)
+    """Log-probs at the request's temperature are used; others than those and raw ones are an error."""
     with server.set(tempered=True):
         found = engine(server, dialect)
         assert found.temperatures == "tempered"
@@ -189,19 +188,6 @@ def test_a_forbidden_token_is_no_number(server, dialect):
             scored(found, rows, mask)
         mask[5] = False  # not asked for
         assert scored(found, rows, mask).isfinite().all()
-
-
-@both
-def test_top_k(server, dialect):
-    found, rows = engine(server, dialect), sequences(4, 6)
-    mask = some_mask(rows)
-    scores, want = evaluated(found, rows, mask, top_k=5), scorer().evaluate(rows, mask, top_k=5)
-    assert scores.top_indices.values.equal(want.top_indices.values)
-    for name in ("log_prob", "top_log_probs", "tail_log_prob"):
-        assert_same(getattr(scores, name).values, getattr(want, name).values)
-    if dialect == "vllm":
-        with pytest.raises(ValueError, match="greater than max allowed"):
-            evaluated(found, rows, mask, top_k=21)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -290,11 +276,7 @@ def test_a_server_that_is_killed_and_started_again():
     assert len(asked) == 40
 
 
-def test_names_and_addresses(server):
-    with pytest.raises(ServiceError, match=r"HTTP 404: .*The model `other` does not exist"):
-        engine(server, model="other")
-    with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
-        engine(server, "sglang", model="other")
+def test_addresses():
     hidden = ("http://user:hush@host/", "http://:hush@host/")
     for url in ("host:8000", "ftp://host", "http://", "http://höst", *hidden, "http://host/?x=1", 3):
         with pytest.raises(ValueError, match="url must be http") as caught:
@@ -314,27 +296,6 @@ def test_keys(server, monkeypatch):
         monkeypatch.setenv("TOY_KEY", key)
         with pytest.raises(ValueError, match=refused):
             engine(server, api_key_env="TOY_KEY")
-
-
-def test_what_the_server_owns_is_refused_alone(server):
-    """Options and weights; and requests that it refuses leave their neighbours."""
-    core = ScoringCore(engine(server))
-    bad = {"entropy": True, "dtype": torch.bfloat16, "adapters": False, "deterministic": True, "moments": True}
-    bad |= {"sampling": Sampling(top_k=3), "records": {"kept": Kept(torch.tensor([1, 2, 3]), torch.arange(4))}}
-    requests = [request(1, 2, 3, **{name: value}) for name, value in bad.items()]
-    first, *refused, last = core.score([request(1, 2, 3), *requests, request(1, 2, remember=True)])
-    assert [type(answer) for answer in (first, last)] == [Reply, Reply]
-    for name, answer in zip(bad, refused, strict=True):
-        assert isinstance(answer, ValueError)
-        assert str(answer).startswith("kept=" if name == "records" else f"{name}=")
-        assert f" cannot be had from the server at {server.url}: its log-probs are of all tokens, under" in str(answer)
-    for call in (core.engine.check_weights, core.engine.update_weights):
-        with pytest.raises(TypeError, match="update them at the server"):
-            call({"lm_head.weight": torch.zeros(2)})
-    good, wrong, long, other = core.score([request(1, 2, 3), request(1, 97), request(*[1] * 70), request(4, 5)])
-    assert [type(answer) for answer in (good, wrong, long, other)] == [Reply, ValueError, ValueError, Reply]
-    assert re.search("refuses sequence 0: HTTP 400: .*Token id is out of vocabulary", str(wrong))
-    assert "maximum context length is 64 tokens" in str(long)
 
 
 ENDLESS = b"x" * 2**16

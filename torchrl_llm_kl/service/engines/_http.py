@@ -6,7 +6,8 @@ What the servers do, and where that is written (looked up in 2026-11):
   ``entrypoints/openai/completion/protocol``): ``choices[0].prompt_logprobs`` is a list with one entry per token, null for
   the first; each maps ids (as strings) to ``{"logprob", "rank", "decoded_token"}``: the token and the most probable ones.
   ``-inf`` is sent as -9999.0 (``clamp_prompt_logprobs``). ``max_logprobs`` (20 by default) limits the top k.
-- vLLM's ``logprobs_mode`` (``vllm/config/model.py``): raw log-probs by default, before temperature and other processing.
+- vLLM's ``logprobs_mode`` (``vllm/config/model.py``) is of *sampled* tokens: log-probs of prompts are raw in both modes, since
+  they skip the sampler's processors (``_get_prompt_logprobs_dict`` of 0.32.0).
 - vLLM does not cache log-probs and skips its prefix cache for such requests (``usage/v1_guide``, since pull request 13949);
   before, the combination was refused or crashed (issues 3251, 8268, 13409), and values of other requests at cached positions
   are reported (issue 42019, open). ``cache_salt`` gives a request its own prefix cache.
@@ -153,7 +154,7 @@ class HTTPEngine:
         if options.temperature != 1.0 and self.temperatures == "raw":
             raise ValueError(
                 f"temperature={options.temperature:g}, but the server's log-probs are at temperature 1 whatever is requested. "
-                "Score at temperature 1, or start vLLM with --logprobs-mode processed_logprobs."
+                "Score at temperature 1, or serve the transformers model."
             )
         top_k, deadline, renewed = options.top_k, time.monotonic() + self._timeout, self._http.renewed
         masks = request.mask.split(request.tokens.lengths.tolist())

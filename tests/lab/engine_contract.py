@@ -1,0 +1,132 @@
+"""What :class:`HTTPEngine` promises of a server: one class of tests, for the server of the tests and for a real one."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from load import request_of
+from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
+from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
+from torchrl_llm_kl.service import HTTPEngine, ServiceError
+from torchrl_llm_kl.service._wire import Reply
+from torchrl_llm_kl.service.engines._engine import Engine
+from torchrl_llm_kl.service.replica._core import ScoringCore
+from waits import LONG
+
+
+@dataclass
+class Served:
+    """A server, and the model that it has."""
+
+    url: str
+    model: str
+    scorer: LogProbScorer  # of the same weights, here
+    vocab: int
+    context: int  # tokens
+    max_logprobs: int
+    dialect: str = "vllm"
+    tolerance: float = 1e-5
+
+    def engine(self, **options: Any) -> HTTPEngine:
+        return HTTPEngine(self.url, **{"model": self.model, "dialect": self.dialect, "timeout": LONG, **options})
+
+    def rows(self, seed: int, count: int, longest: int = 12) -> Ragged:
+        rng = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, longest, (count,), generator=rng).tolist()
+        return Ragged.from_list([torch.randint(self.vocab, (n,), generator=rng) for n in lengths])
+
+    def assert_right(self, engine: HTTPEngine, rows: Ragged, mask: Any = None, **options: Any) -> Scores:
+        """The engine's scores are those of the model here; returns them."""
+        found = evaluated(engine, rows, mask, **options)
+        want = self.scorer.evaluate(rows, mask, **options)
+        for name in ("log_prob", "top_log_probs", "tail_log_prob"):
+            if (expected := getattr(want, name)) is not None:
+                got = getattr(found, name).values
+                torch.testing.assert_close(got.double(), expected.values.double(), rtol=0, atol=self.tolerance)
+        return found
+
+
+def evaluated(engine: HTTPEngine, rows: Ragged, mask: Any = None, **options: Any) -> Scores:
+    return engine.run(ScoreRequest.of(rows, mask), ScoreOptions().but(**options))
+
+
+class EngineContract:
+    """Tests for a subclass with a fixture ``served``."""
+
+    def test_values_are_those_of_the_model(self, served: Served) -> None:
+        found = served.engine()
+        assert isinstance(found, Engine)
+        assert (found.temperatures, found.precision, found.cached_tokens()) == ("raw", 0.0, (0, 0))
+        assert not found.interface()[1]
+        rows, before = served.rows(4, 9), found.progress()
+        some = (rows.positions >= 4) & (rows.sequence_ids % 3 != 1)
+        some[some.nonzero()[1]] = False  # a gap
+        for mask in (rows.positions > 0, some, torch.zeros_like(some), None):
+            served.assert_right(found, rows, mask)
+        assert found.progress() > before
+        found.close()
+
+    def test_top_k(self, served: Served) -> None:
+        found, rows = served.engine(), served.rows(4, 6)
+        for k in (5, served.max_logprobs):
+            scores = served.assert_right(found, rows, rows.positions > 2, top_k=k)
+            want = served.scorer.evaluate(rows, rows.positions > 2, top_k=k)
+            assert scores.top_indices is not None
+            assert want.top_indices is not None
+            assert scores.top_indices.values.equal(want.top_indices.values)
+        if served.dialect == "vllm":
+            with pytest.raises(ValueError, match="greater than max allowed"):
+                evaluated(found, rows, top_k=served.max_logprobs + 1)
+
+    def test_raw_log_probs_are_of_temperature_1(self, served: Served) -> None:
+        with pytest.raises(ValueError, match=r"temperature=0.7, but the server's log-probs are at temperature 1"):
+            evaluated(served.engine(), served.rows(4, 2), temperature=0.7)
+
+    def test_what_the_server_owns_is_refused_alone(self, served: Served) -> None:
+        """Options and weights; and requests that it refuses leave their neighbours."""
+        core = ScoringCore(served.engine())
+        bad = {"entropy": True, "dtype": torch.bfloat16, "adapters": False, "deterministic": True, "moments": True}
+        bad |= {"sampling": Sampling(top_k=3), "records": {"kept": Kept(torch.tensor([1, 2, 3]), torch.arange(4))}}
+        requests = [request_of([(1, 2, 3)], **{name: value}) for name, value in bad.items()]
+        first, *refused, last = core.score(
+            [request_of([(1, 2, 3)]), *requests, request_of([(1, 2)], remember=True)]  # it has its own cache
+        )
+        assert [type(answer) for answer in (first, last)] == [Reply, Reply]
+        for name, answer in zip(bad, refused, strict=True):
+            assert isinstance(answer, ValueError)
+            assert str(answer).startswith("kept=" if name == "records" else f"{name}=")
+            assert f" cannot be had from the server at {served.url}: its log-probs are of all tokens, under" in str(
+                answer
+            )
+        for call in (core.engine.check_weights, core.engine.update_weights):
+            with pytest.raises(TypeError, match="update them at the server"):
+                call({"lm_head.weight": torch.zeros(2)})
+        sent = [(1, 2, 3), (1, served.vocab + 9), [1] * (served.context + 6), (4, 5)]
+        good, wrong, long, other = core.score([request_of([row]) for row in sent])
+        assert [type(answer) for answer in (good, wrong, long, other)] == [Reply, ValueError, ValueError, Reply]
+        assert re.search("refuses sequence 0: HTTP 400: .*out of vocabulary", str(wrong))
+        assert f"maximum context length is {served.context} tokens" in str(long)
+
+    def test_a_model_that_it_does_not_have(self, served: Served) -> None:
+        with pytest.raises(ServiceError, match=r"HTTP 404: .*The model `other` does not exist"):
+            served.engine(model="other")
+
+    def test_concurrent_callers(self, served: Served) -> None:
+        """64 callers at once, of sequences with common prefixes: each gets its own scores."""
+        found = served.engine(concurrency=64)
+        whole = served.rows(7, 1, 48).values.tolist() + list(range(1, 40))
+        rows = [Ragged.from_list([torch.tensor([*whole[: 16 + i % 24], i % served.vocab, i % 7])]) for i in range(64)]
+        with ThreadPoolExecutor(64) as pool:
+            answers = list(
+                pool.map(lambda row: evaluated(found, row, top_k=i if (i := len(row.values) % 3) else 0), rows)
+            )
+        for row, answer in zip(rows, answers, strict=True):
+            want = served.scorer.score(row).values.double()
+            torch.testing.assert_close(answer.log_prob.values.double(), want, rtol=0, atol=served.tolerance)
