@@ -18,8 +18,10 @@ class ModelSize:
     hidden: int
     layers: int
 
+    family: str = "Qwen2"
+
     def __str__(self) -> str:
-        return f"Qwen2 of {self.layers} layers, hidden {self.hidden}, vocabulary {self.vocab:,}"
+        return f"{self.family} of {self.layers} layers, hidden {self.hidden}, vocabulary {self.vocab:,}"
 
 
 QUICK = ModelSize(vocab=97, hidden=32, layers=2)
@@ -41,6 +43,31 @@ def qwen2(
         tie_word_embeddings=False,
     )
     return Qwen2ForCausalLM(config).eval().to(device=device, dtype=dtype)
+
+
+def qwen3_5(
+    size: ModelSize, *, seed: int = 0, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A random-weight Qwen3.5 in evaluation mode: three layers of four are gated delta rules, which carry a state."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(seed)
+    heads = {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
+    config = Qwen3_5TextConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        intermediate_size=4 * size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=size.hidden // 8,
+        linear_key_head_dim=size.hidden // 8,
+        linear_value_head_dim=size.hidden // 8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        **heads,
+    )
+    return Qwen3_5ForCausalLM(config).eval().to(device=device, dtype=dtype)
 
 
 def tokenizer() -> Any:

@@ -13,7 +13,7 @@ from torchrl.envs.llm.transforms.kl import RetrieveKL as TorchRLRetrieveKL
 from benchmarks.agreement import largest_difference, tolerance_of
 from benchmarks.data import Batch, grouped, independent
 from benchmarks.measure import Contender
-from benchmarks.models import ModelSize, qwen2, wrapper
+from benchmarks.models import ModelSize, qwen2, qwen3_5, wrapper
 from benchmarks.results import Goal, Outcome, Targets
 from benchmarks.roofline import BodyShape, Roofline, matrix_product, needed_multiply_adds
 from benchmarks.workloads.base import OURS, THEIRS, Settings, Workload
@@ -24,14 +24,18 @@ SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
 MakeBatch = Callable[[int], Batch]
 
 
-def measure(full: MakeBatch, quick: MakeBatch, settings: Settings, *, deterministic: bool = False) -> Outcome:
+def measure(
+    full: MakeBatch, quick: MakeBatch, settings: Settings, *, deterministic: bool = False, recurrent: bool = False
+) -> Outcome:
     """Score under two models and compute the KL, with the transforms of both libraries.
 
-    With ``deterministic`` the mode in which scores do not depend on the batch, also beside the normal one.
+    With ``deterministic`` the mode in which scores do not depend on the batch, also beside the normal one; ``recurrent``
+    models carry a state.
     """
-    size = settings.size(SIZE)
+    size, make = settings.size(SIZE), qwen3_5 if recurrent else qwen2
+    size = replace(size, family="Qwen3.5", layers=max(4, size.layers)) if recurrent else size
     batch = (quick if settings.quick else full)(size.vocab)
-    policy, reference = (qwen2(size, seed=seed, device=settings.device, dtype=settings.dtype) for seed in (0, 1))
+    policy, reference = (make(size, seed=seed, device=settings.device, dtype=settings.dtype) for seed in (0, 1))
     gen, ref = wrapper(policy, "log_probs"), wrapper(reference, "ref_log_probs")
     # Without no_grad, torchrl keeps the graphs of both models (it ignores `detach`) and needs twice the memory.
     theirs = torch.no_grad()(TorchRLRetrieveKL(gen, ref, assistant_only=False, add_to_reward=False))
@@ -48,7 +52,7 @@ def measure(full: MakeBatch, quick: MakeBatch, settings: Settings, *, determinis
     }
     if deterministic:
         contenders[NORMAL] = Contender(lambda _: normal(data.copy()))
-    elif settings.device.type == "cpu":
+    elif settings.device.type == "cpu" and not recurrent:
         width = 256 if settings.quick else 2048
         product = matrix_product(width)
         contenders = {"product before": product, **contenders, "product after": product}
@@ -59,7 +63,7 @@ def measure(full: MakeBatch, quick: MakeBatch, settings: Settings, *, determinis
         return replace(
             outcome, further=(Goal("time beside the normal mode", "beside normal", ratio, 2, at_least=False),)
         )
-    if settings.device.type != "cpu":
+    if settings.device.type != "cpu" or recurrent:
         return outcome
     best = min(found["product before"].all_seconds + found["product after"].all_seconds)
     sequences, mask = batch.ragged()
@@ -108,6 +112,13 @@ WORKLOADS = (
         partial(independent, 16),
         partial(independent, 4, shortest=8, longest=40),
         Targets(faster=2.5, smaller=30),
+    ),
+    Workload(
+        "a4-recurrent",
+        "RetrieveKL, 4 prompts x 4 answers, recurrent layers",
+        partial(measure, partial(grouped, 4, 4), partial(grouped, 2, 2), recurrent=True),
+        Targets(faster=2.5),
+        half=False,
     ),
     Workload(
         "a4-bits",
