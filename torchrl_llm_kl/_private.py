@@ -1,7 +1,7 @@
 """Private names of other libraries, which a new release may change.
 
 Read in torch 2.13, transformers 5.23, PEFT 0.21 and torchrl 0.14.1. Those of tensordict, in 0.14.3, are in
-``ragged/_tensordict.py``.
+``ragged/_tensordict.py``; torchrl's metaclass is in ``transforms/_base.py``, since type checkers follow a base by its import.
 """
 
 from __future__ import annotations
@@ -115,10 +115,3 @@ def chat_templates() -> Mapping[str, str]:
     from torchrl.data.llm import history
 
     return history._CHAT_TEMPLATES
-
-
-def service_metaclass() -> Any:
-    """The metaclass of torchrl's classes with ``service_backend=``."""
-    from torchrl._utils import _RayServiceMetaClass
-
-    return _RayServiceMetaClass

@@ -30,8 +30,8 @@ MANY = {
     "make_algorithm": 14,
     "GangEngine.__init__": 13,
 }
-#: The files with private names of other libraries; the sync scheme overrides a hook of torchrl's.
-PRIVATE = {"_private.py", "ragged/_tensordict.py", "service/_weight_sync.py"}
+#: The files with private names of other libraries; two derive from classes of torchrl.
+PRIVATE = {"_private.py", "ragged/_tensordict.py", "transforms/_base.py", "service/_weight_sync.py"}
 LIBRARIES = {"torch", "torchrl", "tensordict", "transformers", "peft", "ray"}
 #: Of named tuples, of Python, and the tables of a torch module, which are as old as torch.
 COMMON = {"_replace", "_asdict", "_make", "_fields", "_exit"}

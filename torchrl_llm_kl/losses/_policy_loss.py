@@ -194,7 +194,7 @@ class PolicyLoss(TokenLoss):
         aggregation: Aggregation | None = None,
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
-        reference: Model | Scorer | None = None,
+        reference: Model | LogProbScorer | None = None,
         top_k_key: NestedKey | list[NestedKey] = "top_k",
         temperature: float = 1.0,
         sampling: Sampling | None = None,
@@ -238,7 +238,7 @@ class PolicyLoss(TokenLoss):
         if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
             warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
-    def _set_models(self, actor: ModelOrScorer, reference: Model | Scorer | None) -> None:
+    def _set_models(self, actor: ModelOrScorer, reference: Model | LogProbScorer | None) -> None:
         self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
         self._given_scorer = None
         if isinstance(actor, LogProbScorer):
@@ -279,7 +279,7 @@ class PolicyLoss(TokenLoss):
         return self._options.sampling if self._given_scorer is None else self._given_scorer.sampling
 
     @property
-    def reference(self) -> Model | Scorer | None:
+    def reference(self) -> Model | LogProbScorer | None:
         """The reference model or scorer, None if there is none."""
         return self.__dict__["_reference"]
 
@@ -295,7 +295,7 @@ class PolicyLoss(TokenLoss):
     @property
     def _reference_scorer(self) -> Scorer | None:
         reference = self.reference
-        if reference is None or isinstance(reference, Scorer):
+        if reference is None or isinstance(reference, LogProbScorer):
             return reference
         return self._like_the_actor(self._reference_slot, reference, adapters=True)
 

@@ -149,7 +149,9 @@ def check_has_adapters(model: nn.Module, adapters: bool | str = False) -> None:
     """Raise a ValueError if disabling the adapters, or switching to a named one, has no effect or changes merged weights."""
     layers = adapter_layers(model)
     if not layers and (isinstance(adapters, str) or not hasattr(model, "disable_adapter")):
-        raise ValueError(f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference model.")
+        raise ValueError(
+            f"{type(model).__name__} has no PEFT adapters to switch off: pass a reference, or call get_peft_model."
+        )
     if isinstance(adapters, str) and adapters not in (names := set[str]().union(*map(_adapter_names, layers))):
         raise ValueError(
             f"adapters={adapters!r}, but the adapters in the layers of {type(model).__name__} are "

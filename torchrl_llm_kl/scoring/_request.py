@@ -569,7 +569,9 @@ def flat_record(routing: RoutedExperts, tokens: Ragged) -> Tensor:
     rows = [torch.as_tensor(row).detach().cpu() for row in routing]
     lengths = tokens.lengths.tolist()
     if len(rows) != len(lengths):
-        raise ValueError(f"the record has {len(rows)} sequences, expected one for each of {len(lengths)}.")
+        raise ValueError(
+            f"the record has {len(rows)} sequences, the tokens have {len(lengths)}: expected one for each."
+        )
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         if row.ndim != 3 or row.shape[0] not in (length, length - 1):
             raise ValueError(

@@ -292,9 +292,7 @@ class LogProbScorer(Scorer):
         sampling, replayed, name = options.sampling, request.kept is not None, type(self.model).__name__
         restricted = replayed or sampling.truncates
         if options.top_k and restricted:
-            raise ValueError(
-                "top_k= returns the most probable of all tokens, and sampling= or kept= leaves some out: score them apart."
-            )
+            raise ValueError("top_k= is of all tokens, and sampling= or kept= leaves some out: score the two apart.")
         mixes = reference is not None and options.direction == "jensen_shannon"
         distils = "top_ids=" if request.top_ids is not None else "direction='jensen_shannon'" if mixes else ""
         if distils and restricted:
@@ -318,7 +316,7 @@ class LogProbScorer(Scorer):
         if options.grad and options.adapters is not True:
             what = f"the adapter {options.adapters!r}" if options.adapters else "the base model"
             raise ValueError(
-                f"grad=True with adapters={options.adapters!r}: {what} is a reference: score it with grad=False."
+                f"grad=True with adapters={options.adapters!r}: {what} is a reference: pass grad=False, or adapters=True."
             )
         if reference is not None:
             self._check_reference(options, reference)

@@ -172,7 +172,7 @@ class ReferenceUpdater:
         if weights.keys() != own.keys() or not rest.keys() <= own.keys():
             different = sorted((weights.keys() ^ own.keys()) | (rest.keys() - own.keys()))
             raise KeyError(
-                f"the state is of another reference, {', '.join(different[:3])} differ: build this one alike."
+                f"the state is of another reference: {', '.join(different[:3])} differ. Build this one alike."
             )
         for name, value in own.items():
             for saved in (weights[name], rest.get(name, value)):

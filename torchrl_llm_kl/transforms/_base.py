@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
 from torch import nn
+from torchrl._utils import _RayServiceMetaClass
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, Transform
 
 import torchrl_llm_kl
 from torchrl_llm_kl._numerics import read_device
-from torchrl_llm_kl._private import container_of, service_metaclass
+from torchrl_llm_kl._private import container_of
 from torchrl_llm_kl.ragged import Ragged, Rows, own_leaves, read_node, write_ragged
 from torchrl_llm_kl.rollouts import Scope, with_a_row
 from torchrl_llm_kl.scoring import Model
@@ -259,7 +260,7 @@ def to_device(model: T, device: torch.device | str | None) -> T:
 ServiceBackend = Literal["direct", "ray"]
 
 
-class RayVariant(service_metaclass(), ABCMeta):  # type: ignore[misc]
+class RayVariant(_RayServiceMetaClass, ABCMeta):
     """Torchrl's ``service_backend=`` and its scope, and the older ``use_ray_service=``: "ray" builds the Ray variant."""
 
     @property
