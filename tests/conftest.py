@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for tier in BUDGETS:
         config.addinivalue_line("markers", f"{tier}: in tests/{tier}; set by conftest.py")
-    config.addinivalue_line("markers", "smoke: the tests of a tier that run with `make test`, in test_smoke_*.py")
+    config.addinivalue_line("markers", "smoke: runs with `make test`; units have it from conftest.py")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(config.getoption("--durations-file")), "durations")
 
@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = tier_of(item.path)
         item.add_marker(tier)
-        if tier == "units" or item.path.name.startswith("test_smoke_"):
+        if tier == "units":
             item.add_marker("smoke")
 
 

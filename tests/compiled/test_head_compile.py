@@ -79,7 +79,7 @@ def assert_alike(compiled, run, args):
     assert_close(*found)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [pytest.param("log_prob", marks=pytest.mark.smoke), *[*FUNCTIONS][1:]])
 def test_same_values_and_gradients_in_one_graph_for_any_number_of_positions(name):
     """The first number is compiled as a constant, the second as a dynamic size."""
     counter = CompileCounterWithBackend("aot_eager")

@@ -52,6 +52,7 @@ def total_of(compiled: Any) -> Tensor:
 # ------------------------------------------------------------------ with the graphs of one model
 
 
+@pytest.mark.smoke
 def test_a_kept_graph_and_freed_memory(shared: list[Any], want: list[Tensor | None]) -> None:
     """A second backward gives the same gradient; nothing is left once the graph is gone."""
     gc.collect()

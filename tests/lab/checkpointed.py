@@ -28,12 +28,12 @@ def wrap(model: Any, reentrant: bool) -> None:
         layers(model)[i] = checkpoint_wrapper(layer, implementation)
 
 
-def in_own_code(model: Any, reentrant: bool) -> None:
-    """Layers that call torch's checkpoint in their forward."""
+def in_own_code(model: Any, reentrant: bool, run: Callable[..., Any] = checkpoint) -> None:
+    """Layers that call torch's checkpoint, or another, in their forward."""
     for layer in layers(model):
 
         def forward(hidden: Tensor, *args: Any, plain: Callable[..., Any] = layer.forward, **options: Any) -> Any:
-            return checkpoint(lambda x: plain(x, *args, **options), hidden, use_reentrant=reentrant)
+            return run(lambda x: plain(x, *args, **options), hidden, use_reentrant=reentrant)
 
         layer.forward = forward
 

@@ -139,5 +139,6 @@ def with_lora(model: nn.Module, **config: Any) -> Any:
     import pytest
 
     peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
     own = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False, **config}
     return peft.get_peft_model(model, peft.LoraConfig(**own)).eval()

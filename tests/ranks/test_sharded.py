@@ -128,6 +128,7 @@ def test_clipped_gradient(pool, wrap):
     assert max(pool.run(TRAIN, wrap=wrap, clip=0.01, dtype=dtype)) < close
 
 
+@pytest.mark.smoke
 def test_a_model_scored_before_it_is_sharded(pool):
     assert max(pool.run("distributed.features:scored_before")) < 1e-12
 

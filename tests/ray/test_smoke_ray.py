@@ -16,6 +16,8 @@ from torchrl_llm_kl import RetrieveKL
 from torchrl_llm_kl.service import RayRetrieveLogProb
 from waits import until
 
+pytestmark = pytest.mark.smoke
+
 
 def data():
     full = torch.randint(97, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 from project import script
 
 layers = script("docs/build_architecture.py")
@@ -44,6 +46,7 @@ def wrong_imports() -> list[str]:
     return wrong
 
 
+@pytest.mark.smoke
 def test_imports_go_down_and_through_the_package() -> None:
     assert {layers.layer_of(module) for module in IMPORTS} - {""} == set(ROW)
     assert wrong_imports() == []

@@ -1,4 +1,4 @@
-"""The loop of the README's example, and of all docs; test_smoke_site.py runs the example as it stands."""
+"""The README's example, with a tiny checkpoint in place of the hub's; loops of all docs, and tests that they name."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,28 @@ from code_blocks import run_example
 from project import PROJECT
 from torchrl_llm_kl import Diagnosis, PolicyLoss, diagnose
 from toy_rollouts import make_tokenizer
+
+
+@pytest.mark.smoke
+def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: Any) -> None:
+    run_example(tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward")]
+    (_, entropy, kl), (*_, moved) = ([float(x) for x in re.findall(r"[\d.]+(?:e-\d+)?", line)] for line in lines)
+    assert entropy > 1, "the first batch shows something"
+    assert kl == 0, "policy and reference are the same checkpoint"
+    assert 0 < moved < 1e-3
+
+
+@pytest.mark.smoke
+def test_the_tests_that_the_docs_name_exist() -> None:
+    files = list((PROJECT / "tests").rglob("*.py"))
+    known = {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
+    known |= {name for path in files for name in (path.name, path.stem)}
+    pages = [*(PROJECT / "docs").glob("*.md"), *PROJECT.glob("*.md"), *(PROJECT / ".ci").glob("*.py")]
+    named = {(page.name, name) for page in pages for name in re.findall(r"\btest_\w+(?:\.py)?", page.read_text())}
+    assert len(named) > 80
+    gone = {each for each in named if not any(name.startswith(each[1]) for name in known)}
+    assert gone == set()
 
 
 def test_the_doctor_finds_no_older_weights_in_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

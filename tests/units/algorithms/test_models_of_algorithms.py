@@ -15,7 +15,7 @@ from torchrl_llm_kl import LogProbScorer, RetrieveLogProb
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference, ValueLoss
 from torchrl_llm_kl.scoring import RememberedModel, TokenCritic
-from toy_models import VOCAB_SIZE, tiny_model
+from toy_models import VOCAB_SIZE, tiny_model, with_lora
 from toy_rollouts import make_tokenizer
 
 PROMPT = 3
@@ -27,13 +27,6 @@ def batch() -> TensorDict:
     tokens = TensorDict(full=full, prompt=full[:, :PROMPT], batch_size=[4])
     reward = torch.tensor([[1.0], [0.0], [3.0], [-1.0]])
     return TensorDict(tokens=tokens, next=TensorDict(reward=reward, batch_size=[4]), batch_size=[4])
-
-
-def with_lora() -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    return peft.get_peft_model(tiny_model(seed=0), config).eval()
 
 
 def outcome(actor: Any, **settings: Any) -> TensorDict:
@@ -49,7 +42,7 @@ def gradient(out: TensorDict, actor: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("kl_loss", ["k2", "exact"])
 def test_the_base_model_under_all_its_names(kl_loss: str) -> None:
-    actor = with_lora()
+    actor = with_lora(tiny_model(seed=0))
     expected = outcome(actor, reference=tiny_model(seed=0), kl_loss=kl_loss)
     assert expected["kl_to_ref"].abs() > 0.01
     wanted = gradient(expected, actor)
@@ -67,7 +60,7 @@ def test_the_base_model_under_all_its_names(kl_loss: str) -> None:
 
 
 def test_the_actor_is_no_reference_of_its_own() -> None:
-    actor, lora = tiny_model(seed=0), with_lora()
+    actor, lora = tiny_model(seed=0), with_lora(tiny_model(seed=0))
     sharing = tiny_model(seed=1)
     sharing.load_state_dict(actor.state_dict(), assign=True)  # other parameters in the same memory
     wrapper = TransformersWrapper(actor, tokenizer=make_tokenizer(), generate=False, input_mode="tokens")
@@ -88,7 +81,7 @@ def test_the_actor_is_no_reference_of_its_own() -> None:
     ):
         make_algorithm("grpo", model, reference=reference)
     # A copy with the same frozen weights and other adapters is another model; so is the actor after another prompt.
-    other = with_lora()
+    other = with_lora(tiny_model(seed=0))
     for name, parameter in lora.named_parameters():
         if not parameter.requires_grad:
             other.get_parameter(name).data = parameter.data

@@ -28,6 +28,7 @@ from seeded import (
 )
 from torchrl_llm_kl import Doctor, Entropy, LogProbScorer, RetrieveLogProb, SamplerLogProbs, diagnose
 from torchrl_llm_kl.diagnostics import DiagnosisWarning, RunMonitor, read_columns
+from toy_models import with_lora
 
 FULL = torch.arange(3, 63).reshape(6, 10)
 
@@ -218,11 +219,8 @@ def test_a_copy_of_the_policy_is_a_fair_reference_before_the_first_step() -> Non
 
 
 def test_adapters_off_are_a_reference_of_their_own() -> None:
-    import peft
-
     _, rollout = clean("llama", 0)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    policy = peft.get_peft_model(make_model("llama", 0), config).eval()
+    policy = with_lora(make_model("llama", 0))
     td = sample(policy, rollout.prompts[:8], 0, answers=1).batch()
     given: dict[str, Any] = {"policy": policy, "reference": LogProbScorer(policy, adapters=False)}
     assert diagnose(td, **given).faults == ()

@@ -14,7 +14,7 @@ from torchrl_llm_kl.losses import LossOutput, ValueLoss, value_error
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import TokenCritic
 from torchrl_llm_kl.transforms import RetrieveValue
-from toy_models import tiny_model
+from toy_models import tiny_model, with_lora
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 NAN = float("nan")
@@ -56,9 +56,7 @@ def test_values_are_those_of_prefixes(family: str) -> None:
 
 
 def test_a_critic_with_adapters_trains_them() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    critic = TokenCritic(peft.get_peft_model(tiny_model(seed=2), config))
+    critic = TokenCritic(with_lora(tiny_model(seed=2)))
     nn.init.normal_(critic.head.weight)
     values = critic(ragged(range(1, 8))).values
     assert_close(values[1:], value_of(critic, torch.arange(1, 8)), **CLOSE)

@@ -253,12 +253,7 @@ class Recomputed(torch.autograd.Function):
 
 
 def of_another_library(model: Any, reentrant: bool) -> None:
-    for layer in layers(model):
-
-        def forward(hidden: Tensor, *args: Any, plain: Callable[..., Any] = layer.forward, **options: Any) -> Any:
-            return Recomputed.apply(lambda x: plain(x, *args, **options), hidden)
-
-        layer.forward = forward
+    in_own_code(model, reentrant, lambda run, hidden, **_: Recomputed.apply(run, hidden))
 
 
 def backward(model: Any, **settings: Any) -> tuple[list[Tensor | None], int]:

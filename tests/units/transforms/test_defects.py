@@ -1,6 +1,7 @@
 """What fails in torchrl 0.14.1's KL transforms, row by row of the list of defects, works here, and other silent errors.
 
-Defects 5, 9 and 25 to 27 concern the places where a transform runs: test_places.py. 13 and 37: test_bad_input.py.
+Those of the places where a transform runs (5, 7d, 9, 25 to 27): test_places.py. 6 and 7a to 7c: test_declared.py.
+13 and 37: test_bad_input.py.
 """
 
 import copy
@@ -17,7 +18,7 @@ from torchrl.modules.llm.policies import ChatHistory
 from closeness import assert_near
 from group_rollouts import scored
 from torchrl_llm_kl import KLRewardTransform, LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb
-from toy_models import BACKWARD, FORWARD, tiny_model
+from toy_models import BACKWARD, FORWARD, tiny_model, with_lora
 from toy_rollouts import (
     collect,
     flat,
@@ -36,33 +37,6 @@ FULL = ("log_probs", "full")
 
 def assert_response(found: torch.Tensor, model: Any, step: TensorDictBase) -> None:
     assert_near(found, response_log_probs(model, step), **FORWARD)
-
-
-def lora(base: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
-    return peft.get_peft_model(base, config).eval()
-
-
-def test_defect_06_sits_in_an_env_and_declares_its_log_probs(tokenizer: Any, ref: Any, policy: Any) -> None:
-    env = make_env(tokenizer, RetrieveLogProb(ref))
-    assert env.full_observation_spec["ref_log_probs", "full"].shape == (2, -1)
-    assert env.full_observation_spec.get("kl_penalty", None) is None
-    assert env.rollout(1, policy).shape == (2, 1)
-
-
-def test_defect_07c_an_outcome_of_one_sums_to_one(tokenizer: Any, gen: Any, policy: Any) -> None:
-    transform = RetrieveKL(gen, make_scoring_wrapper(gen.model, tokenizer, pad_output=False, log_probs_key="ref"))
-    for step in collect(tokenizer, policy, transform)[0].unbind(0):
-        assert step["next", "reward"].sum() == step["next", "reward"][-1] == 1.0
-
-
-def test_defect_07d_turn_two_does_not_charge_turn_one(tokenizer: Any, gen: Any, ref: Any, policy: Any) -> None:
-    _, second = collect(tokenizer, policy, RetrieveKL(gen, ref), turns=2)[0].unbind(0)
-    kl, prompt = second["next", "kl_penalty"], len(second["tokens", "prompt"])
-    assert (kl[:prompt] == 0).all()
-    assert (kl[prompt:] != 0).all()
 
 
 def test_defect_07e_results_are_detached_and_num_samples_works(lab: Any, gen: Any, ref: Any) -> None:
@@ -170,7 +144,7 @@ def test_defect_30_every_argument_has_an_effect(tokenizer: Any, ref_model: Any) 
 
 def test_defect_31_a_lora_policy_is_its_own_reference(tokenizer: Any) -> None:
     base = make_model(tokenizer, seed=3)
-    before, model = copy.deepcopy(base), lora(base)
+    before, model = copy.deepcopy(base), with_lora(base)
     env = make_env(tokenizer, RetrieveKL("from_collector", "base"))
     policy = make_policy(model, tokenizer, pad_output=False)
     collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
@@ -180,12 +154,6 @@ def test_defect_31_a_lora_policy_is_its_own_reference(tokenizer: Any) -> None:
         want = response_log_probs(model, step) - response_log_probs(before, step)
         assert want.abs().max() > 0.05
         assert_near(step["next", "kl_penalty"], want, **FORWARD)
-
-
-def test_defect_32_the_first_generated_token_has_a_log_prob(tokenizer: Any, gen: Any, policy: Any) -> None:
-    for step in steps(collect(tokenizer, policy, RetrieveLogProb(gen))):
-        assert step["log_probs", "response"][0] == 0, "as torchrl stores it"
-        assert step["next", "log_probs", "full"][len(step["tokens", "prompt"])] < 0
 
 
 def test_defect_32_a_stored_zero_is_not_charged(tokenizer: Any, ref: Any, policy: Any) -> None:
@@ -234,7 +202,7 @@ ROWS = Ragged.from_list([torch.cat([torch.arange(30), torch.tensor(row)]) for ro
 
 def test_threads_with_adapters_on_and_off_take_turns() -> None:
     base = tiny_model("qwen2")
-    models = {False: copy.deepcopy(base), True: lora(base)}
+    models = {False: copy.deepcopy(base), True: with_lora(base)}
     wanted = {on: torch.cat([plain_log_probs(model, row) for row in ROWS.to_list()]) for on, model in models.items()}
     worst = {True: 0.0, False: 0.0}
 

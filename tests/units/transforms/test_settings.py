@@ -24,6 +24,7 @@ from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
 from torchrl_llm_kl.scoring import prepare_reference
 from torchrl_llm_kl.training._models import load_model
+from toy_models import with_lora
 from toy_rollouts import flat, make_model, steps
 
 GEN, REF, OLD, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("old", "full"), ("exact_kl", "full")
@@ -204,9 +205,7 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 def test_switching_adapters_leaves_a_base_reference_off(tokenizer: Any) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
-    transform = RetrieveKL(peft.get_peft_model(make_model(tokenizer, seed=0), config).eval(), "base")
+    transform = RetrieveKL(with_lora(make_model(tokenizer, seed=0)), "base")
     for on in (False, True):
         transform.options = transform.options.but(adapters=on)
         assert [part.options.adapters for part in transform.transforms[:2]] == [on, False]
