@@ -240,7 +240,7 @@ class ObjectiveArgs(TypedDict, total=False):
     distillation_is_clip: Tensor | float | None
     distribution: Literal["top_k", "exact"]
     divergence: Literal["tv", "kl"]
-    dppo_mask_high: Tensor | float
+    dppo_mask_high: Tensor | float | None
     dppo_mask_low: Tensor | float
     dro_beta: Tensor | float
     enable_mask_clip: bool
