@@ -112,7 +112,8 @@ def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
                 said.append(f" {library}'s {name!r} {what}: {rows[0].note}.")
             continue
         places: dict[str, list[Foreign]] = {}
-        for row in sorted(rows, key=lambda row: (row.here == name, row.here not in accepted)):
+        named = [row for row in rows if row.here]
+        for row in sorted(named, key=lambda row: (row.here == name, row.here not in accepted)):
             places.setdefault(row.here, []).append(row)
         (here, (first, *_)), *others = places.items()
         if here == name:  # under its own name everywhere: not for this algorithm

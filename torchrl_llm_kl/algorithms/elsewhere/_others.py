@@ -44,7 +44,7 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
     if not isinstance(config, Mapping):
         import tomllib
 
-        config = tomllib.loads(Path(config).read_text(encoding="utf-8"))
+        config = cast("Mapping[str, object]", tomllib.loads(Path(config).read_text(encoding="utf-8")))
     reader = Reader("prime-rl", PRIME, flatten(config))
     algorithm = cast("Any", reader.choose(f"{_ALGO}type").here)
     reader.overrides["aggregation"] = "token-mean"
@@ -149,9 +149,9 @@ def _nemo_advantage(reader: Reader) -> None:
 def _nemo_corrections(reader: Reader) -> None:
     prefix = f"{_F}truncated_importance_sampling_"
     kind = reader.take(f"{prefix}type")
-    reader.known("truncated_importance_sampling_type", kind, (None, "tis", "icepop", "seq-mask-tis"))
+    reader.known("truncated_importance_sampling_type", kind or "tis", ("tis", "icepop", "seq-mask-tis"))
     low, high = (reader.take(f"{prefix}{name}") or None if kind else None for name in ("ratio_min", "ratio"))
-    if kind == "seq-mask-tis":
+    if kind == "seq-mask-tis" and low and high:  # NeMo-RL demands both
         reader.correct(RejectionMask, divergence="seq_mean_k1", low=-math.log(high), high=-math.log(low))
         low = high = None
     level = "sequence" if reader[f"{_F}sequence_level_importance_ratios"] else "token"

@@ -70,7 +70,7 @@ _CLASSES = {"distillation": "Distillation", "iw_opd": "IWOPD"}
 def _removed(name: str) -> str:
     """The end of a message about a trainer that TRL had, or that has a loss of its own."""
     note = _REMOVED.get(name)
-    return f" No translation of TRL's {name.upper()}: {note}." if note else ""
+    return f" TRL's {name.upper()} is not translated: {note}." if note else ""
 
 
 def _trainer_of(config: object) -> Trainer:

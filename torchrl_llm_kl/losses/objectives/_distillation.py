@@ -105,6 +105,7 @@ def distill(
         value = (weight * top_k_divergence(outcomes, teacher, beta=beta)).sum(-1)
     value = clamp(value, high=value_max)
     if ratio_max is not None:
+        assert old_log_prob is not None  # needs_if
         value = value * clamp(bounded_exp(log_prob - old_log_prob), high=ratio_max).detach()
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
