@@ -318,7 +318,8 @@ class Controller:
         """The answer to a pulse; after ``limit`` seconds without one ends the process, and raises the error of Ray."""
         asked, silent = asyncio.ensure_future(self._ask(slot, "pulse", self._news())), min(_SILENT, limit)
         if not await _either(asked, silent):
-            slot.state = STARTING if slot.state == STARTING else SILENT
+            if slot.state != STARTING:
+                slot.state = SILENT
             if not await _either(asked, limit - silent + 0.1):
                 import ray
 

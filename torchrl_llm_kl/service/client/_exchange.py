@@ -123,9 +123,8 @@ class Exchange:
                 continue
             # Slightly less than the remaining time: the replica must report a full queue before the client times out.
             left = self._patience.left
-            timeout = float(
-                f"{min(max(left - 0.5, 0.8 * left), MAX_TIMEOUT):.3g}"
-            )  # short: equal calls have equal bytes
+            left = min(max(left - 0.5, 0.8 * left), MAX_TIMEOUT)
+            timeout = float(f"{left:.3g}")  # equal calls have equal bytes
             request = replace(part.request, newest=self._connection.newest, timeout=timeout)
             self._sent[handles[part.replica].score.remote(request.pack())] = i
 
