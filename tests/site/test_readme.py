@@ -17,7 +17,7 @@ from toy_rollouts import make_tokenizer
 def test_the_example_of_the_readme_runs(tmp_path: Path, capsys: Any) -> None:
     run_example(tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("reward")]
-    (_, entropy, kl), (*_, moved) = ([float(x) for x in re.findall(r"[\d.]+(?:e-\d+)?", line)] for line in lines)
+    (_, entropy, kl), (*_, moved) = ([float(x) for x in re.findall(r"[\d.]+(?:e[-+]\d+)?", line)] for line in lines)
     assert entropy > 1, "the first batch shows something"
     assert kl == 0, "policy and reference are the same checkpoint"
     assert 0 < moved < 1e-3
