@@ -50,7 +50,9 @@ class Scoring:
     )
     tokenizer: Annotated[str | None, typer.Option(help="Another tokenizer than the model's.")] = None
     dtype: Annotated[str, typer.Option(help="Of the weights: auto (as saved), float32, bfloat16 or float16.")] = "auto"
-    device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: the accelerator, if there is one.")] = None
+    device: Annotated[str | None, typer.Option(help="Such as cuda:1. Default: the accelerator, if there is one.")] = (
+        None
+    )
     as_json: Json = False
 
     @property
