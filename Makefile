@@ -51,8 +51,8 @@ test-rest: $(READY)  ## Run what `make test-all` has and `make test` has not
 	$(PYTEST) -m "not smoke and not slow and not device" $(ARGS)
 	$(ON_DEVICE) -m "not smoke and not slow"
 
-test-device: $(READY)  ## Run the package on an accelerator: the simulated one, or DEVICE=cuda; writes docs/device.md's figures
-	$(ON_DEVICE) -m "not slow" $(ARGS)
+test-device: $(READY)  ## Run the package on an accelerator, simulated or real (DEVICE=cuda; then also bench-gpu); writes runs/device-*.json
+	TORCHRL_LLM_KL_FIGURES=runs/device-$(DEVICE).json $(ON_DEVICE) -m "not slow" $(ARGS)
 
 # Without what needs memory to run out. Two minutes.
 NUMERIC := tests/units/estimators tests/units/head tests/units/losses tests/units/advantages tests/units/algorithms tests/units/ragged tests/units/rollouts tests/units/scoring tests/units/transforms
