@@ -16,6 +16,7 @@ from seeded import clean, make_tokenizer
 from torchrl_llm_kl import RecordKept, RetrieveLogProb, Sampling, ScoreOptions, diagnose, make_algorithm
 from torchrl_llm_kl.datasets import from_completions
 from torchrl_llm_kl.diagnostics import inspect_tokens
+from torchrl_llm_kl.training import random_state, set_random_state
 from toy_models import tiny_model
 from toy_rollouts import make_env, make_model, make_policy, make_tokenizer as chat_tokenizer
 from train_lab import ANSWERS, assert_same_run, build_lab, go, steps_in
@@ -28,7 +29,7 @@ def _lists_become_stacks():
 
 
 def test_a_run_and_its_continuation(device, tmp_path, monkeypatch):
-    """Equal to the last bit: the state of the accelerator's random numbers is saved with all else."""
+    """Equal to the last bit."""
     monkeypatch.setattr("torchrl_llm_kl.training._run.plot_curves", lambda *_, **__: None, raising=False)
     lab = build_lab(tmp_path)
     three = ("run.steps=3", "evaluation.every=0", "optimizer.warmup_steps=0")
@@ -39,6 +40,15 @@ def test_a_run_and_its_continuation(device, tmp_path, monkeypatch):
     monkeypatch.delenv("INTERRUPT_AT")
     go(lab, tmp_path / "run", *three)
     assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_random_numbers_of_each_device_are_saved_and_restored(device):
+    devices = [torch.device(device.type, i) for i in range(torch.accelerator.device_count())]
+    torch.rand(1, device=device)  # the process uses the device
+    state = random_state()
+    first = [torch.rand(3, device=each).tolist() for each in devices]
+    set_random_state(state)
+    assert [torch.rand(3, device=each).tolist() for each in devices] == first
 
 
 def test_the_doctor_and_the_inspector(device, tmp_path):
