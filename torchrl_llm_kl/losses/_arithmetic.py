@@ -18,7 +18,7 @@ from torchrl_llm_kl._numerics import (
     check_is_number,
     check_is_scalar,
     check_same_shape,
-    masked_mean,
+    masked_means,
     widen,
 )
 from torchrl_llm_kl._registry import no_such
@@ -191,7 +191,6 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
     return value if high is None else value.clamp_max(high)
 
 
-def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Metrics of tokens clipped on either side: ``clip_fraction``, ``clip_fraction_low`` and ``clip_fraction_high``."""
-    sides = {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
-    return {name: masked_mean(clipped.float(), mask) for name, clipped in sides.items()}
+def clip_fractions(low: Tensor, high: Tensor, mask: Tensor, **others: Tensor) -> dict[str, Tensor]:
+    """Metrics of tokens clipped on either side: ``clip_fraction`` and its ``_low`` and ``_high`` parts; and others."""
+    return masked_means(mask, clip_fraction=low | high, clip_fraction_low=low, clip_fraction_high=high, **others)
