@@ -40,15 +40,15 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 DEVICE ?= sim
 ON_DEVICE := TORCHRL_LLM_KL_DEVICE=$(DEVICE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/device
 test: $(READY)  ## Run all units and a smoke test of every other tier (6 minutes)
-	$(PYTEST) -m "smoke and not slow and not gpu and not device" $(ARGS)
+	$(PYTEST) -m "smoke and not slow and not device" $(ARGS)
 	$(ON_DEVICE) -m "smoke and not slow"
 
 test-all: $(READY)  ## Run every test that is not slow (14 minutes)
-	$(PYTEST) -m "not slow and not gpu and not device" $(ARGS)
+	$(PYTEST) -m "not slow and not device" $(ARGS)
 	$(ON_DEVICE) -m "not slow"
 
 test-rest: $(READY)  ## Run what `make test-all` has and `make test` has not
-	$(PYTEST) -m "not smoke and not slow and not gpu and not device" $(ARGS)
+	$(PYTEST) -m "not smoke and not slow and not device" $(ARGS)
 	$(ON_DEVICE) -m "not smoke and not slow"
 
 test-device: $(READY)  ## Run the package on an accelerator: the simulated one, or DEVICE=cuda; writes docs/device.md's figures
@@ -59,7 +59,7 @@ NUMERIC := tests/units/estimators tests/units/head tests/units/losses tests/unit
 NOT_NUMERIC := *_out_of_memory.py
 CPU ?= default
 test-numeric: $(READY)  ## Run the units of numbers with the instructions of an older processor (CPU=avx2; default: none)
-	ATEN_CPU_CAPABILITY=$(CPU) $(PYTEST) -m "not slow and not gpu" $(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
+	ATEN_CPU_CAPABILITY=$(CPU) $(PYTEST) -m "not slow" $(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m "slow and not device" $(ARGS)
@@ -67,10 +67,10 @@ test-slow: $(READY)  ## Run the slow tests (minutes)
 PEERS := .peers
 test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL and torchrl's own tests into .peers, and compare with them
 	PYTHONPATH=tests/lab $(BIN)/python tests/lab/fetch_peers.py $(PEERS)
-	TORCHRL_LLM_KL_PEERS=$(CURDIR)/$(PEERS) TORCHRL_LLM_KL_TORCHRL=$(CURDIR)/$(PEERS)/torchrl $(PYTEST) -m "not slow and not gpu" tests/peers $(ARGS)
+	TORCHRL_LLM_KL_PEERS=$(CURDIR)/$(PEERS) TORCHRL_LLM_KL_TORCHRL=$(CURDIR)/$(PEERS)/torchrl $(PYTEST) -m "not slow" tests/peers $(ARGS)
 
 durations: $(READY)  ## Run `make test-all` and write its slowest hundred tests and fixtures to tests/durations.txt
-	$(PYTEST) -m "not slow and not gpu and not device" --durations-file tests/durations.txt $(ARGS)
+	$(PYTEST) -m "not slow and not device" --durations-file tests/durations.txt $(ARGS)
 
 # ARGS="--compare tests/lab/mutants/killed.json": is every mutant still noticed that was? --all --per-function 1 --record FILE writes such a file.
 mutants: $(READY)  ## Mutate the maths and check that a test fails for each mutant (an hour; --all --per-function 1: one of each function, 15 minutes)

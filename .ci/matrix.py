@@ -139,7 +139,7 @@ def test(
     )
     report.unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", "-p", "no:cacheprovider"]
-    command += ["-m", "not slow and not gpu", f"--junit-xml={report}", *tests]
+    command += ["-m", "not slow and not device", f"--junit-xml={report}", *tests]
     start = time.perf_counter()
     with log.open("w") as file:
         environment = os.environ | {"OMP_NUM_THREADS": "1", **processor}

@@ -152,7 +152,7 @@ NOT_RUN = {
     "make test-peers": "comparisons with other libraries (make test-peers)",
     "template_corpus.py": "chat templates of other packages (python tests/lab/template_corpus.py FOLDER)",
     "process of its own": "on an accelerator, simulated or real (make test-device)",
-    "CUDA device": "on a GPU (make test-slow on a machine with one)",
+    "kernel of CUDA": "of CUDA's own kernels (make test-device DEVICE=cuda on a machine with a GPU)",
     "no chromium": "of the pages in a browser (apt-get install chromium)",
     "is not installed": "with packages that are not installed",
 }

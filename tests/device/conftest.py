@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import simulated
 
 HERE = Path(__file__).parent
+FIGURES = pytest.StashKey[dict[str, dict[str, tuple[str, ...]]]]()
 #: Of the tests that cannot run; conftest.py of all tests reports it.
 NOT_BUILT = "the simulated accelerator cannot be built"
 
@@ -39,6 +42,27 @@ def sim(device: torch.device) -> torch.device:
     if device.type != "sim":
         pytest.skip("counted on the simulated accelerator alone")
     return device
+
+
+@pytest.fixture
+def figures(device: torch.device, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Note a measured number: ``figures(table, row, *cells)``. ``TORCHRL_LLM_KL_FIGURES`` names the file for them all."""
+    tables = request.config.stash.setdefault(FIGURES, {})
+
+    def note(table: str, row: str, *cells: str) -> None:
+        tables.setdefault(table, {})[row] = cells
+
+    return note
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path, tables = os.environ.get("TORCHRL_LLM_KL_FIGURES"), session.config.stash.get(FIGURES, {})
+    if path and tables:
+        found: Any = torch.accelerator.current_accelerator()
+        name = torch.get_device_module(found).get_device_name(0)
+        out = {"device": name, "torch": torch.__version__, **tables}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from simulated import watch
 from torchrl_llm_kl import Ragged
 
 T = TypeVar("T")
@@ -76,6 +78,21 @@ def assert_same(
                 atol=size,
                 msg=lambda text, m=message: f"{m}: {text}",
             )
+
+
+@contextmanager
+def no_sync(device: torch.device) -> Iterator[None]:
+    """Fail if the body makes the host wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return
+    with watch() if device.type == "sim" else nullcontext() as record:
+        yield
+    assert record is None or not record.kinds["sync"], record.text(("sync",))
 
 
 def gradients(value: Any, *modules: nn.Module) -> dict[str, Tensor]:

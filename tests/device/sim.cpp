@@ -285,6 +285,15 @@ bool takes_cpu_indices(const string& name) {
   return name == "aten::index" || name.rfind("aten::index_put", 0) == 0 || name == "aten::_index_put_impl_" || name.rfind("aten::_unsafe_index", 0) == 0;
 }
 
+// Elementwise operators take a number that is a tensor of the CPU; these do not.
+const std::unordered_set<string> ALL_ON_DEVICE = {
+    "aten::cat", "aten::gather", "aten::scatter", "aten::scatter_", "aten::scatter_add", "aten::scatter_add_", "aten::scatter_reduce",
+    "aten::index_select", "aten::index_add", "aten::index_copy", "aten::index_fill_", "aten::embedding", "aten::mm", "aten::bmm",
+    "aten::addmm", "aten::baddbmm", "aten::searchsorted", "aten::bucketize", "aten::take", "aten::nll_loss_forward", "aten::native_layer_norm",
+    "aten::masked_select", "aten::masked_scatter_", "aten::repeat_interleave", "aten::isin", "aten::multinomial", "aten::cross"};
+// cuBLAS has no products of integers.
+const std::unordered_set<string> PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::dot", "aten::mv", "aten::addmv"};
+
 // x[mask] = values waits for the positions, x[mask] = 0.0 does not; x[mask] itself has called nonzero before it comes here.
 bool waits(const string& name, const string& overload, const c10::IValue* arguments) {
   if (name == "aten::repeat_interleave" && overload == "Tensor") return arguments[1].isNone();
@@ -308,7 +317,8 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
         TORCH_CHECK(!any || *device == x.device(), "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ", x.device(), "! (in ", name, ")");
         device = x.device();
         any = true;
-      } else if (x.defined() && x.device().is_cpu() && (x.dim() > 0 || written)) cpu = true;  // a number may be of the CPU
+        TORCH_CHECK(!PRODUCTS.count(name) || x.is_floating_point() || x.is_complex(), name, " has no kernel for ", x.scalar_type(), " on an accelerator");
+      } else if (x.defined() && x.device().is_cpu() && (x.dim() > 0 || written || ALL_ON_DEVICE.count(name))) cpu = true;
       return x;
     };
     if (!each_tensor(arguments[i], check) && arguments[i].isDevice() && arguments[i].toDevice().type() == SIM && !device) device = arguments[i].toDevice();

@@ -104,7 +104,7 @@ def sample(
     tokenizer = make_tokenizer()
     rows = [p for p in prompts for _ in range(answers)]
     padded = torch.nn.utils.rnn.pad_sequence([p.flip(0) for p in rows], True, -1).flip(1)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         out: Any = model.generate(
             padded.clamp(min=0),
@@ -206,7 +206,7 @@ def _encoded_again(rollout: Rollout) -> dict[str, Any]:
 def _with_adapter(model: nn.Module, _: Rollout, seed: int) -> dict[str, Any]:
     import peft
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         return {"policy": peft.get_peft_model(copy.deepcopy(model), config).eval()}

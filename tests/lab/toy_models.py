@@ -75,7 +75,7 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
     ):  # no norm before the head: with the other families' range its logits would be ten times as large
         config["init_std"] *= 0.5
     head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         model = getattr(transformers, classes + head)(getattr(transformers, f"{classes}Config")(**config))
         for name, values in (*model.named_parameters(), *model.named_buffers()):

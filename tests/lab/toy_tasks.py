@@ -146,9 +146,10 @@ class TabularCritic(nn.Module):
         self.values = TabularPolicy(task.vocab, task.longest)
 
     def forward(self, tokens: Ragged, mask: Tensor) -> Ragged:
-        padded = self.values(tokens.to_padded())[0][..., 0]
-        before = nn.functional.pad(padded[:, :-1], (1, 0))[tokens.padding_mask()]
-        return tokens.like(torch.where(mask, before, 0))
+        device = self.values.table.device
+        padded = self.values(tokens.to_padded().to(device))[0][..., 0]
+        before = nn.functional.pad(padded[:, :-1], (1, 0))[tokens.padding_mask().to(device)]
+        return tokens.like(torch.where(mask.to(device), before, 0).to(tokens.values.device))
 
     @torch.no_grad()
     def of(self, *prefix: int) -> float:

@@ -11,9 +11,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, make_algorithm
-from toy_tasks import Task
+from toy_tasks import TabularCritic, Task, chain
 
-__all__ = ["ADAM", "GROUP", "best_probability", "learned", "total", "train"]
+__all__ = ["ADAM", "GROUP", "best_probability", "learned", "made", "rows_of_all", "total", "train"]
 
 #: Of :func:`train`: quick and steady on all tasks.
 ADAM: dict[str, Any] = {"optimiser": partial(torch.optim.Adam, betas=(0.8, 0.98)), "lr": 0.2}
@@ -93,3 +93,34 @@ def learned(
 def best_probability(task: Task, log_probs: Tensor) -> float:
     """Of the best answer, for the prompt where it is lowest."""
     return float(log_probs.exp().gather(-1, task.reward.argmax(-1, keepdim=True)).min())
+
+
+# ---------------------------------------------------------------------- a batch for any algorithm
+
+_TASK = chain()
+#: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
+#: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.
+FORWARDS_OF_THE_BATCH = {"kto": (1, 1), "bco": (1, 0)}
+
+
+def rows_of_all(rows: int = 16, seed: int = 0, *, labels: bool = False) -> TensorDictBase:
+    """Rollouts for any schema: groups, pairs, experts, trajectories of one step."""
+    found = _TASK.sample(_TASK.policy(), rows, torch.Generator().manual_seed(seed), 4)
+    found["next", "reward"] += torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed))
+    found["expert_mask"] = torch.arange(rows) % 4 == seed % 4
+    found["run"], found["step"] = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
+    found["state"] = found["query"].clone()
+    if labels:
+        found["chosen"] = torch.arange(rows) % 3 == seed % 3
+    return found
+
+
+def made(name: str, actor: Any, reference: Any, **settings: Any) -> AlgorithmParts:
+    """An algorithm with what it needs for these rows."""
+    preset = ALGORITHMS[name]
+    given: dict[str, Any] = {"reference": reference} if preset.needs_reference else {}
+    given |= {"critic": TabularCritic(_TASK)} if preset.use_critic else {}
+    given |= {"max_len": 2} if name == "dr_grpo" else {}
+    if preset.schema == "trajectory":
+        given["advantage_args"] = {"keys": {"run": "run", "step": "step"}}
+    return make_algorithm(name, actor, **given | settings)

@@ -152,7 +152,8 @@ def _true_gradient(
     parameters = [p for p in loss.parameters() if p.requires_grad]
     before = [p.grad for p in parameters]
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng())
+        # By default it would start a context on each accelerator of the machine.
+        stack.enter_context(torch.random.fork_rng({p.device.index for p in parameters if p.device.type != "cpu"}))
         for module in loss.modules():
             if isinstance(module, DistributedDataParallel):
                 stack.enter_context(module.no_sync())

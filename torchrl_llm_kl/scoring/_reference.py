@@ -31,9 +31,9 @@ def prepare_reference(
         dtype: a floating-point type for all parameters, such as ``torch.bfloat16`` (buffers, as rotary frequencies, keep
             theirs); or ``torch.int8`` for the linear layers between embedding and head: rows rounded to 127 steps on either
             side of 0, a scale for each, products in the dtype of the activations. Default None: as they are.
-        offload_to: the device that scores. The layers stay in the host's memory (page-locked for an accelerator), and each is copied
-            to the device while the one before it runs: two layers, the norm and the head are there, and the embedding if it is
-            the head. Default None: the model stays where it is.
+        offload_to: the device that scores. The layers stay in the host's memory (page-locked for an accelerator), and each is
+            copied to the device while the one before it runs: two layers, the norm and the head are there, and the embedding
+            if it is the head. Default None: the model stays where it is.
 
     Returns:
         ``model``, in evaluation mode, without gradients.

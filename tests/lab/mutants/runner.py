@@ -75,7 +75,7 @@ def with_tests(
     _few_examples()
     loop = _Loop(project / package, files, then)
     options = ["-qq", "-s", "--assert=plain", "--tb=native", "-p", "no:cacheprovider", f"--rootdir={project}"]
-    options += ["--continue-on-collection-errors", "-m", "not slow and not gpu"]
+    options += ["--continue-on-collection-errors", "-m", "not slow and not device"]
     paths = [str(path) for pattern in tests for path in sorted((project / "tests").glob(pattern))]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
         warnings.simplefilter("ignore")

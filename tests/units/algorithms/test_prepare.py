@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl_llm_kl import Moments, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
 from toy_tasks import TabularCritic, TabularPolicy, chain
-from toy_training import total
+from toy_training import FORWARDS_OF_THE_BATCH, made, rows_of_all, total
 
 TASK = chain()
 
@@ -405,31 +405,6 @@ BOTH_OR_NONE = [(True, True), (True, False), (False, True), (False, False)]
 READ = {
     name: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, strict=True) for name in names.split()
 }
-#: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
-#: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.
-FORWARDS_OF_THE_BATCH = {"kto": (1, 1), "bco": (1, 0)}
-
-
-def rows_of_all(rows: int = 16, seed: int = 0, *, labels: bool = False) -> TensorDictBase:
-    """Rollouts for any schema: groups, pairs, experts, trajectories of one step."""
-    found = TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(seed), 4)
-    found["next", "reward"] += torch.rand(rows, 1, generator=torch.Generator().manual_seed(seed))
-    found["expert_mask"] = torch.arange(rows) % 4 == seed % 4
-    found["run"], found["step"] = torch.arange(rows), torch.zeros(rows, dtype=torch.long)
-    found["state"] = found["query"].clone()
-    if labels:
-        found["chosen"] = torch.arange(rows) % 3 == seed % 3
-    return found
-
-
-def made(name: str, actor: Any, reference: Any, **settings: Any) -> AlgorithmParts:
-    preset = ALGORITHMS[name]
-    given: dict[str, Any] = {"reference": reference} if preset.needs_reference else {}
-    given |= {"critic": TabularCritic(TASK)} if preset.use_critic else {}
-    given |= {"max_len": 2} if name == "dr_grpo" else {}
-    if preset.schema == "trajectory":
-        given["advantage_args"] = {"keys": {"run": "run", "step": "step"}}
-    return make_algorithm(name, actor, **given | settings)
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])

@@ -102,14 +102,6 @@ def test_masks_from_lengths_of_prompts():
         mask_from_prompt_lengths(torch.tensor([1]), torch.tensor([2.0]))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_mask_from_lengths_stays_on_the_device():
-    mask = mask_from_prompt_lengths(torch.tensor([1]), torch.tensor([2], device="cuda"))
-    assert mask.device.type == "cuda"
-    assert mask.tolist() == [False, True]
-
-
 @pytest.fixture
 def _lists_are_stacks():
     with tensordict.set_list_to_stack(True):

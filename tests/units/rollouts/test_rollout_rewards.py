@@ -102,18 +102,6 @@ def test_rows_that_were_counted_apart() -> None:
         read_denominators(data, "n", TERMS)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_rows_that_were_counted_apart_on_a_device() -> None:
-    data = TensorDict(batch_size=[2], device="cuda")
-    write_denominators(data, "n", {key: x.double().cuda() for key, x in COUNTS.items()}, ID.cuda())
-    assert read_denominators(data, "n", TERMS) == {"policy": 7, "kl": 3}
-    data["n", "batch"] = torch.tensor([5.0, 6.0])
-    found = read_denominators(data, "n", TERMS)
-    assert found is not None
-    assert all(x.isnan() for x in found.values())
-
-
 def test_denominators_of_another_loss() -> None:
     data = TensorDict(batch_size=[2])
     write_denominators(data, "n", COUNTS, ID)

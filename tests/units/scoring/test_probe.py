@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from closeness import assert_near
 from scoring_reference import (
@@ -190,22 +189,6 @@ def test_the_probe_misses_no_logit_processing(family, name, dtype, monkeypatch):
     monkeypatch.setattr(_model, "_SOFT_CAPS", tuple(cap for cap in _model._SOFT_CAPS if cap != name))
     with pytest.warns(UserWarning, match="does not reproduce the model's own log-probs"):
         assert LogProbScorer(tiny_model(family).to(dtype)).path == "full"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2", "opt"])
-def test_on_the_gpu(family):
-    model, sequences = tiny_model(family), random_sequences(20, 1, 0, 7)
-    mask = random_mask(sequences)
-    want = LogProbScorer(model).score(sequences, mask).values
-    scorer = LogProbScorer(model.cuda())
-    assert scorer.path == "head"
-    assert_close(scorer.score(sequences, mask).values, want, rtol=0, atol=1e-4)
-    on_gpu = type(sequences).from_list([row.cuda() for row in sequences.to_list()])
-    got = scorer.score(on_gpu, mask.cuda()).values
-    assert got.is_cuda
-    assert_close(got.cpu(), want, rtol=0, atol=1e-4)
 
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -168,19 +168,6 @@ def test_what_cannot_be_prepared_is_refused() -> None:
             call()
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_two_layers_and_the_head_are_resident() -> None:
-    sizes: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 512, "intermediate_size": 2048}
-    policy = tiny_model("llama", tie_word_embeddings=False, **sizes)
-    before = torch.cuda.memory_allocated()
-    scorer = LogProbScorer(reference_of(policy, offload_to="cuda"))
-    for _ in range(3):
-        found = scorer.score(BATCH)
-    assert torch.cuda.max_memory_allocated() - before < 4 * num_bytes(layers_of(policy)[0])
-    for row, ours in zip(ROWS, found.to_list(), strict=True):
-        assert_close(ours, plain_log_probs(policy, row), atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize(("decay", "dtype"), [(0.9, torch.float32), (0.999, torch.bfloat16), (0.999, torch.float64)])
 def test_averages_of_a_drifting_policy(decay: float, dtype: torch.dtype) -> None:
     """A policy at ``a + b t`` after ``t`` steps: the average is ``a + b (t - (1 - d^t) d / (1 - d))``; a bfloat16 reference is

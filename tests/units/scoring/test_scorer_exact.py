@@ -26,12 +26,7 @@ from scoring_reference import (
 )
 from torchrl_llm_kl.head import _operators
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import LogProbScorer, ScoreOptions, _attention
-from torchrl_llm_kl.scoring._model import Route, Setup
-from torchrl_llm_kl.scoring._passes import PackedPass
-from torchrl_llm_kl.scoring._request import ScoreRequest
-from torchrl_llm_kl.scoring._scores import Reading
-from torchrl_llm_kl.scoring._tree import PrefixTree
+from torchrl_llm_kl.scoring import LogProbScorer, _attention
 from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, tiny_model
 
 ROWS = conversation()
@@ -383,48 +378,3 @@ def test_every_query_sees_its_own_keys(family: str, monkeypatch: pytest.MonkeyPa
         assert scorer.shares_prefixes
         for turn in (rows, [torch.cat([row, ids(4, 11)]) for row in rows]):
             assert_scores(scorer, model, turn, remember=True)
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"])  # no soft-capping
-def test_the_kernel_on_a_gpu(family: str, dtype: torch.dtype) -> None:
-    sizes: dict[str, Any] = {"hidden_size": 64, "initializer_range": 0.1}  # heads of 16
-    model = tiny_model(family, **sizes).to("cuda", dtype)
-    scorer = LogProbScorer(model, tokens_per_batch=30)
-    assert scorer.shares_prefixes
-    batch = Ragged.from_list([row.cuda() for row in conversation()])
-    packed = scorer.score(batch, remember=True).values
-    padded = LogProbScorer(model, share_prefixes=False)
-    apart = padded.score(batch).values
-    exact = LogProbScorer(tiny_model(family, **sizes).cuda()).score(batch).values
-    assert (packed - exact).abs().max() < 2 * (apart - exact).abs().max() + 1e-3
-    totals = (each.score(batch, grad=True).values.sum() for each in (scorer, padded))
-    found = (torch.autograd.grad(total, list(model.parameters())) for total in totals)
-    a, b = (torch.cat([g.float().flatten() for g in gradients]) for gradients in found)
-    assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_forward_synchronises(dtype: torch.dtype) -> None:
-    model = tiny_model("llama", hidden_size=64).to("cuda", dtype)
-    scorer = LogProbScorer(model)
-    batch = Ragged.from_list(conversation())
-    scorer.score(batch)  # builds everything that is built once
-    request = ScoreRequest.of(batch, None)
-    tree = PrefixTree.build(request.tokens, request.forward_lengths)
-    packed = PackedPass(Setup(model, Route("head"), torch.device("cuda")), request, tree, 40)
-    targets = [request.tokens.values[some].cuda() for some in packed.elements]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.no_grad():
-            for index, wanted in enumerate(targets):
-                Reading(packed.run(index), wanted, ScoreOptions(entropy=True)).columns()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

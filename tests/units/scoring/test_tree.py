@@ -209,15 +209,6 @@ def test_bad_lengths_and_ids(lengths, min_shared, message):
         PrefixTree.build(tokens.like(tokens.values.int()), tokens.lengths)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_ids_on_an_accelerator_give_the_same_tree():
-    tokens = ragged(ANSWERS)
-    there = Ragged(tokens.values.cuda(), tokens.lengths.cuda(), tokens.container)
-    tree = PrefixTree.build(there, there.lengths, min_shared=2)
-    assert arrays(tree) == arrays(build(ANSWERS, min_shared=2))
-
-
 def as_tuples(plan):
     return [[(p.node, p.first, p.length, p.past) for p in map(plan.pieces.__getitem__, pack)] for pack in plan.packs]
 

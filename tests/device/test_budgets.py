@@ -1,0 +1,112 @@
+"""Host syncs and kernels of each operation stay within ``budgets.py``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from budgets import BUDGETS, PACKED
+from parity import to
+from policy_batches import batch
+from scoring_reference import conversation
+from seeded import clean, make_tokenizer
+from simulated import watch
+from torchrl_llm_kl import KLComputation, LogProbScorer, PolicyLoss, Ragged, Sampling, diagnose
+from torchrl_llm_kl.advantages import Advantage
+from torchrl_llm_kl.losses import KLToReference
+from toy_models import tiny_model
+
+Setup = Callable[[torch.device], Callable[[], Any]]
+
+
+def scoring(on_device: bool, **settings: Any) -> Setup:
+    def make(device: torch.device) -> Callable[[], Any]:
+        tokens = Ragged.from_list(conversation())
+        mask = tokens.positions > 0
+        tokens, mask = to((tokens, mask), device) if on_device else (tokens, mask)
+        scorer = LogProbScorer(tiny_model("llama").to(device), **settings)
+        return lambda: scorer.score(tokens, mask)
+
+    return make
+
+
+def policy_loss(device: torch.device) -> Callable[[], Any]:
+    loss, data = PolicyLoss(tiny_model("llama").to(device), terms=[KLToReference(0.1)]), batch().to(device)
+    return lambda: loss(data)
+
+
+def backward(device: torch.device) -> Callable[[], Any]:
+    forward = policy_loss(device)
+    total = [forward().total_loss for _ in range(2)]
+    return lambda: total.pop().backward()
+
+
+def kl(device: torch.device) -> Callable[[], Any]:
+    transform, data = KLComputation(coeff=0.1), batch().to(device)["next"]
+    data["reward"] = torch.ones(6, 1, device=device)
+    return lambda: transform(data.clone())
+
+
+def advantage(device: torch.device) -> Callable[[], Any]:
+    data = batch().to(device)
+    data["next", "reward"] = torch.arange(6.0, device=device).unsqueeze(-1)
+    data["group"] = torch.arange(6, device=device) // 3
+    transform = Advantage("grpo", group_key="group")
+    return lambda: transform(data.clone())
+
+
+def doctor(device: torch.device) -> Callable[[], Any]:
+    model, rollout = clean("qwen2", 0)
+    model, data = to(model, device), rollout.batch().to(device)
+    return lambda: diagnose(data, policy=model, tokenizer=make_tokenizer())
+
+
+OPERATIONS: dict[str, Setup] = {
+    "score, ids on the device": scoring(True),
+    "score, ids on the CPU": scoring(False),
+    "score of top-k and top-p": scoring(True, sampling=Sampling(0.9, top_k=20, top_p=0.9)),
+    "PolicyLoss forward": policy_loss,
+    "PolicyLoss backward": backward,
+    "KLComputation": kl,
+    "GRPO advantage": advantage,
+    "diagnose": doctor,
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_budget(sim, name, figures):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        operation = OPERATIONS[name](sim)
+        operation()
+        with watch() as record:
+            operation()
+    budget, kernels = BUDGETS[name], record.kinds["kernel"] - record.inside["model", "kernel"]
+    figures("budgets", name, str(record.kinds["sync"]), str(kernels))
+    assert record.kinds["sync"] <= budget.syncs, f"{record.kinds['sync']} syncs:\n{record.text(('sync',))}"
+    assert kernels <= (budget.kernels or kernels), f"{kernels} kernels:\n{record.text(('kernel',))}"
+
+
+def test_packs_with_shared_prefixes_cost_hardly_more_kernels_than_a_padded_forward(sim, figures):
+    model: Any = tiny_model("llama").to(sim)
+    rows = conversation()
+    ids = pad_sequence(rows, True).to(sim)
+    real = pad_sequence([torch.ones_like(row) for row in rows], True).to(sim)
+    scorer, tokens = LogProbScorer(model), Ragged.from_list(rows)
+
+    def kernels(run: Callable[[], Any]) -> int:
+        with torch.no_grad():
+            run()
+            with watch() as record:
+                run()
+        return record.kinds["kernel"]
+
+    packed = kernels(lambda: scorer.score(tokens))
+    padded = kernels(lambda: model(input_ids=ids, attention_mask=real).logits.log_softmax(-1))
+    figures("budgets", "packs by a padded forward", "", f"{packed} / {padded}")
+    assert packed <= PACKED * padded, f"{packed} kernels, {packed / padded:.2f} times those of a padded forward"
