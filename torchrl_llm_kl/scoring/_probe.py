@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchrl_llm_kl._numerics import send, to_host
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._invariant import BLOCK
 from torchrl_llm_kl.scoring._model import (
@@ -44,9 +44,9 @@ _PROBE_LENGTHS = (12, 7, 3)
 _HEAD_ROUTES = (Route("head"), Route("head", mask=False), Route("head", positions=False))
 _FULL_ROUTES = (Route("full"), Route("full", mask=False), Route("full", positions=False))
 
-# The packed probe has two levels, a cut inside a node, and a past from an earlier pack.
-_TRUNK, _BRANCH, _TAILS, _OTHER = 5, 4, (2, 3), 6
-_TOKENS_PER_BATCH = 8
+# The packed probe has two levels, a cut inside a node, and a past from an earlier pack; its sequences are equally long.
+_TRUNK, _BRANCH, _TAIL, _OTHER = 5, 4, 3, 7
+_TOKENS_PER_BATCH = 10
 
 # ---------------------------------------------------------------------- log-probs
 
@@ -54,7 +54,7 @@ _TOKENS_PER_BATCH = 8
 def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> tuple[Route, str | None]:
     """The first route that reproduces the model's own forward, and the reason if it is not the fast one.
 
-    The model's own forward here takes one sequence at a time, without padding.
+    The model's own forward here takes sequences of one length, without padding; the others are their first tokens.
     """
     check_whole_sequence(model)
     head = find_head(model)
@@ -71,18 +71,16 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     with torch.compiler.set_stance("force_eager"), setup.active():
         limit, generator = position_limit(model), torch.Generator().manual_seed(0)
         lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
-        request = ScoreRequest.of([torch.randint(vocab, (length,), generator=generator) for length in lengths])
-        plain, tolerance = _plain(model, request)
-        first_equal = partial(
-            _first_equal, setup=setup, ranks=ranks, request=request, plain=plain, tolerance=tolerance, vocab=vocab
-        )
+        rows = torch.randint(vocab, (len(lengths), max(lengths)), generator=generator)
+        request = ScoreRequest.of([row[:length] for row, length in zip(rows, lengths, strict=True)])
+        plain = _plain(model, rows, request)
+        first_equal = partial(_first_equal, setup=setup, ranks=ranks, request=request, plain=plain, vocab=vocab)
         if has_parts:
             route, found = inside([(model, *body_and_head(model))], partial(first_equal, _HEAD_ROUTES))
             if route is not None:
                 return route, None
             complaint = (
-                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}, "
-                f"tolerance {tolerance:.1g}"
+                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}"
             )
         # Outside, since these call the model itself.
         route, found = first_equal(_FULL_ROUTES)
@@ -105,45 +103,46 @@ def _first_equal(
     setup: Setup,
     ranks: Ranks,
     request: ScoreRequest,
-    plain: Tensor,
-    tolerance: float,
+    plain: tuple[Tensor, Tensor, float],
     vocab: int,
 ) -> tuple[Route | None, str]:
     """The first route that reproduces the plain log-probs, on all ranks; what the first one gave instead."""
     complaint = ""
     for route in routes:
-        setup = replace(setup, route=route)
+        setup, equal = replace(setup, route=route), False
         try:
-            difference = _difference(setup, request, plain)
-            found = f"largest difference {difference:.3g}"
+            difference, tolerance = _difference(setup, request, *plain)
+            equal, found = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
         except Exception as error:
-            difference, found = math.inf, f"{type(error).__name__}: {error}"
-        if ranks.all(difference <= tolerance):
+            found = f"{type(error).__name__}: {error}"
+        if ranks.all(equal):
             packed = route.path == "head" and route.positions and ranks.all(_can_pack(setup, vocab))
             return replace(route, packed=packed), ""
         complaint = complaint or found
     return None, complaint
 
 
-def _plain(model: nn.Module, request: ScoreRequest) -> tuple[Tensor, float]:
-    """The model's own log-probs, and the largest difference that rounding can explain."""
-    parts, spread, precision = [], 0.0, 0.0
-    for ids in request.tokens.to_list():
-        ids = ids.to(model_device(model, ids.device))
-        logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits"))
-        logits = logits.squeeze(0)[-(len(ids) - 1) :]
-        precision = _relative_precision(logits.dtype, logits.device)
-        spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
-        parts.append(log_prob_at(logits, ids[1:].to(logits.device)))
-    return torch.cat(parts), precision * spread + 1e-6
+def _plain(model: nn.Module, rows: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
+    """The model's own log-probs of the request, the beginnings of ``rows [S, T]``; the spread of its logits; its precision."""
+    ids, last = send(rows, model_device(model, rows.device)), rows.shape[1] - 1
+    logits = whole_logits(model, read_output(call(model, ids[:, :-1]), "logits"))[:, -last:].flatten(0, 1)
+    spread = (logits - logits.mean(-1, keepdim=True)).abs().max()
+    tokens = request.tokens
+    scored = tokens.positions > 0
+    places = send((tokens.sequence_ids * last + tokens.positions - 1)[scored], logits.device)
+    targets = send(tokens.values[scored], logits.device)
+    return log_prob_at(logits[places], targets), spread, _relative_precision(logits.dtype, logits.device)
 
 
-def _difference(setup: Setup, request: ScoreRequest, plain: Tensor) -> float:
-    """The largest difference from the plain forward."""
+def _difference(
+    setup: Setup, request: ScoreRequest, plain: Tensor, spread: Tensor, precision: float
+) -> tuple[float, float]:
+    """The largest difference from the plain forward, and the largest that rounding can explain."""
     padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
-    targets = request.tokens.values[padded.elements[0]].to(setup.device)
+    targets = send(request.tokens.values[padded.elements[0]], setup.device)
     found = Reading(padded.run(0), targets, ScoreOptions()).columns()["log_prob"]
-    return float((found.to(plain.device) - plain).abs().max())
+    difference, largest = to_host((found.to(plain.device) - plain).abs().max(), spread)
+    return float(difference), precision * float(largest) + 1e-6
 
 
 def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
@@ -162,7 +161,7 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
 
     Compares hidden states, not log-probs, since a head of zeros would hide any difference. A state that leaks from one
     sequence into the next may be smaller than half precision resolves, so other tokens in one sequence must change
-    nothing in another.
+    nothing in another: the last pack is forwarded twice.
     """
     model, limit = setup.model, position_limit(setup.model)
     has_state = any(getattr(module, "_is_stateful", False) for module in model.modules())  # recurrence, convolution
@@ -170,29 +169,36 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
         return False
     # Two answers to one question and one to another; and these with other tokens at the end of the first two.
     generator = torch.Generator().manual_seed(1)
-    lengths = (_TRUNK, _BRANCH, *_TAILS, _OTHER)
+    lengths = (_TRUNK, _BRANCH, _TAIL, _TAIL, _OTHER)
     trunk, branch, one, two, other = (torch.randint(vocab, (n,), generator=generator) for n in lengths)
     parts = ((trunk, branch, one), (trunk, branch, two), (trunk, other))
     rows = Ragged.from_list([torch.cat(row) for row in parts])
     untouched = rows.sequence_ids == 2
     ends = ~untouched & (rows.positions >= _TRUNK + _BRANCH)
-    others = rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
+    others = torch.where(ends, (rows.values + 1) % vocab, rows.values)
     try:
         packs = _packs(setup, rows, _TOKENS_PER_BATCH, min_shared=0)
-        found = _hidden(packs, rows)
+        *states, last, again = packs.run_last_twice(others)
         if has_window(model) and not packs.has_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
-        one_by_one = list(torch.arange(rows.num_sequences).split(1))
-        apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows), one_by_one), rows)
-        precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
-        largest = float(apart.abs().max())
-        if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
-            return False  # a comparison of zeros shows nothing
-        moved = _hidden(_packs(setup, others, _TOKENS_PER_BATCH, min_shared=0), others) - found
+        side = PaddedPass(  # equally long sequences have no padding
+            replace(setup, route=replace(setup.route, mask=False)),
+            ScoreRequest.of(rows),
+            [torch.arange(rows.num_sequences)],
+        )
+        found = [torch.cat([*states, last]), side.run(0).source, again - last]
+        packed, apart, moved = to_host(*found)
     except Exception:  # for instance an attention that cannot be exchanged
         return False
+    precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
+    largest = float(apart.abs().max())
+    if largest == 0.0:
+        return False  # a comparison of zeros shows nothing
+    difference = _in_order(rows, packs, [packed]) - _in_order(rows, side, [apart])
+    if float(difference.abs().max()) > precision * largest:
+        return False
     half = precision >= 1e-2  # half precision: any change comes from another sequence
-    return float(moved[untouched].abs().max()) <= (0.0 if half else 1e-5 * largest)
+    return float(moved[untouched[packs.elements[-1]]].abs().max()) <= (0.0 if half else 1e-5 * largest)
 
 
 # ---------------------------------------------------------------------- invariance
@@ -263,11 +269,6 @@ def _packs(setup: Setup, rows: Ragged, size: int, min_shared: int = 16) -> Packe
     request = ScoreRequest.of(rows)
     tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=min_shared)
     return PackedPass(setup, request, tree, size)
-
-
-def _hidden(forwards: PackedPass | PaddedPass, rows: Ragged) -> Tensor:
-    """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
-    return _in_order(rows, forwards, [forwards.run(i).source.cpu() for i in range(len(forwards.elements))])
 
 
 def _in_order(rows: Ragged, forwards: PackedPass | PaddedPass, found: list[Tensor]) -> Tensor:
