@@ -673,7 +673,7 @@ class PolicyLoss(TokenLoss):
 
 def _unscored(mask: Tensor) -> LossInputs:
     """Inputs before a model has run: the log-probs are 0."""
-    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask)
+    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask, gathered=mask)
 
 
 @torch.no_grad()
@@ -713,9 +713,9 @@ def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
 
 def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
     log_ratio = (log_prob - old).clamp(max=LARGEST_LOG_RATIO)
-    weight = torch.where(mask, log_ratio, -torch.inf)
-    count = mask.sum()
-    size = (2 * weight.logsumexp((-2, -1)) - (2 * weight).logsumexp((-2, -1))).exp() / count
+    count, weight = mask.sum(), torch.where(mask, log_ratio, -torch.inf)
+    weight = (weight - weight.amax()).exp()  # the scale cancels
+    size = weight.sum().square() / weight.square().sum() / count
     metrics = {"ESS": torch.where(count == 0, 0, size).clamp(max=1)}
     ordered = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
     shares = send(torch.tensor(list(_RATIO_QUANTILES.values())), count.device)

@@ -54,7 +54,7 @@ _TOKENS_PER_BATCH = 10
 def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> tuple[Route, str | None]:
     """The first route that reproduces the model's own forward, and the reason if it is not the fast one.
 
-    The model's own forward here takes sequences of one length, without padding; the others are their first tokens.
+    The model's own forward here takes one sequence, without padding; the others are its first tokens.
     """
     check_whole_sequence(model)
     head = find_head(model)
@@ -71,9 +71,9 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     with torch.compiler.set_stance("force_eager"), setup.active():
         limit, generator = position_limit(model), torch.Generator().manual_seed(0)
         lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
-        rows = torch.randint(vocab, (len(lengths), max(lengths)), generator=generator)
-        request = ScoreRequest.of([row[:length] for row, length in zip(rows, lengths, strict=True)])
-        plain = _plain(model, rows, request)
+        row = torch.randint(vocab, (max(lengths),), generator=generator)
+        request = ScoreRequest.of([row[:length] for length in lengths])
+        plain = _plain(model, row, request)
         first_equal = partial(_first_equal, setup=setup, ranks=ranks, request=request, plain=plain, vocab=vocab)
         if has_parts:
             route, found = inside([(model, *body_and_head(model))], partial(first_equal, _HEAD_ROUTES))
@@ -122,16 +122,14 @@ def _first_equal(
     return None, complaint
 
 
-def _plain(model: nn.Module, rows: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
-    """The model's own log-probs of the request, the beginnings of ``rows [S, T]``; the spread of its logits; its precision."""
-    ids, last = send(rows, model_device(model, rows.device)), rows.shape[1] - 1
-    logits = whole_logits(model, read_output(call(model, ids[:, :-1]), "logits"))[:, -last:].flatten(0, 1)
+def _plain(model: nn.Module, row: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
+    """The model's own log-probs of the request, beginnings of ``row [T]``; the spread of its logits; their precision."""
+    ids = send(row, model_device(model, row.device))
+    logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits")).squeeze(0)[1 - len(row) :]
     spread = (logits - logits.mean(-1, keepdim=True)).abs().max()
-    tokens = request.tokens
-    scored = tokens.positions > 0
-    places = send((tokens.sequence_ids * last + tokens.positions - 1)[scored], logits.device)
-    targets = send(tokens.values[scored], logits.device)
-    return log_prob_at(logits[places], targets), spread, _relative_precision(logits.dtype, logits.device)
+    log_probs = log_prob_at(logits, ids[1:].to(logits.device))
+    places = request.tokens.positions[request.mask] - 1
+    return log_probs[send(places, logits.device)], spread, _relative_precision(logits.dtype, logits.device)
 
 
 def _difference(
