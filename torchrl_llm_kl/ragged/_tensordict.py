@@ -162,14 +162,21 @@ def _from_column(value: object, batch_size: torch.Size, key: object) -> Ragged:
 def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
     """``td`` with the entries ``keys`` on the CPU, itself if they are there and else a shallow copy; then ``others``.
 
-    All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are.
+    All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are. Where the
+    first tensors are on the CPU, all are taken to be.
 
     Example:
         >>> td = TensorDict(x=torch.ones(2))
         >>> on_host(td, ["x", "y"])[0] is td
         True
     """
-    columns = {_path(key): value for key in keys if _is_away(value := read_column(td, key))}
+    columns: dict[tuple[str, ...], Any] = {}
+    for key in keys:
+        value = read_column(td, key)
+        if _is_away(value):
+            columns[_path(key)] = value
+        elif not columns and isinstance(value[0] if isinstance(value, list) else value, Tensor):
+            break
     if not columns:
         return (td, *to_host(*others))
     parts = {path: _buffers(value) for path, value in columns.items()}
