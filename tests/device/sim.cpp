@@ -290,7 +290,8 @@ const std::unordered_set<string> ALL_ON_DEVICE = {
     "aten::cat", "aten::gather", "aten::scatter", "aten::scatter_", "aten::scatter_add", "aten::scatter_add_", "aten::scatter_reduce",
     "aten::index_select", "aten::index_add", "aten::index_copy", "aten::index_fill_", "aten::embedding", "aten::mm", "aten::bmm",
     "aten::addmm", "aten::baddbmm", "aten::searchsorted", "aten::bucketize", "aten::take", "aten::nll_loss_forward", "aten::native_layer_norm",
-    "aten::masked_select", "aten::masked_scatter_", "aten::repeat_interleave", "aten::isin", "aten::multinomial", "aten::cross"};
+    "aten::masked_select", "aten::masked_scatter_", "aten::repeat_interleave", "aten::isin", "aten::multinomial", "aten::cross",
+    "aten::clamp", "aten::clamp_", "aten::clamp_min", "aten::clamp_min_", "aten::clamp_max", "aten::clamp_max_", "aten::logaddexp"};
 // cuBLAS has no products of integers.
 const std::unordered_set<string> PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::dot", "aten::mv", "aten::addmv"};
 

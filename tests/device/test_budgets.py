@@ -35,6 +35,18 @@ def scoring(on_device: bool, **settings: Any) -> Setup:
     return make
 
 
+def padded(device: torch.device) -> Callable[[], Any]:
+    data = batch().to(device)
+    scorer, masks = LogProbScorer(tiny_model("llama").to(device)), data["masks"]
+    mask, attention = masks["all_assistant_mask"], masks["all_attention_mask"]
+    return lambda: scorer.score(data["tokens", "full"], mask & attention, attention_mask=attention)
+
+
+def construction(device: torch.device) -> Callable[[], Any]:
+    model = tiny_model("llama").to(device)
+    return lambda: LogProbScorer(model)
+
+
 def policy_loss(device: torch.device) -> Callable[[], Any]:
     loss, data = PolicyLoss(tiny_model("llama").to(device), terms=[KLToReference(0.1)]), batch().to(device)
     return lambda: loss(data)
@@ -67,7 +79,9 @@ def doctor(device: torch.device) -> Callable[[], Any]:
 
 
 OPERATIONS: dict[str, Setup] = {
+    "construction of a scorer": construction,
     "score, ids on the device": scoring(True),
+    "score, padded ids on the device": padded,
     "score, ids on the CPU": scoring(False),
     "score of top-k and top-p": scoring(True, sampling=Sampling(0.9, top_k=20, top_p=0.9)),
     "PolicyLoss forward": policy_loss,
@@ -107,6 +121,7 @@ def test_budget(device, name, figures):
     figures("budgets", name, str(record.kinds["sync"]), str(kernels))
     assert record.kinds["sync"] <= budget.syncs, f"{record.kinds['sync']} syncs:\n{record.text(('sync',))}"
     assert kernels <= (budget.kernels or kernels), f"{kernels} kernels:\n{record.text(('kernel',))}"
+    assert not record.inside["library", "h2d"], f"copies that the host waits for:\n{record.text(('h2d',))}"
 
 
 def test_packs_with_shared_prefixes_cost_hardly_more_kernels_than_a_padded_forward(sim, figures):
@@ -127,3 +142,12 @@ def test_packs_with_shared_prefixes_cost_hardly_more_kernels_than_a_padded_forwa
     padded = kernels(lambda: model(input_ids=ids, attention_mask=real).logits.log_softmax(-1))
     figures("budgets", "packs by a padded forward", "", f"{packed} / {padded}")
     assert packed <= PACKED * padded, f"{packed} kernels, {packed / padded:.2f} times those of a padded forward"
+
+
+def test_the_default_loss_has_its_bounds_on_the_cpu(device):
+    """The clamp of a GPU takes no tensor of the CPU, also not of 0 dimensions, as hyper-parameters are."""
+    loss, data = PolicyLoss(tiny_model("llama").to(device)), batch().to(device)
+    assert loss.clip_low.device.type == "cpu"
+    with pytest.raises(RuntimeError, match="same device"):
+        data["advantage"].clamp_min(loss.clip_low)
+    loss(data).total_loss.backward()

@@ -174,7 +174,8 @@ class Advantage(Transform):
         """Apply to a batch: on a direct call, or when a replay buffer is sampled."""
         self.check_writable(tensordict)
         # One number per sequence is computed on the host, which every input reaches in one copy.
-        data = tensordict if self.spec.kind == "token" else self._on_host(tensordict)
+        device = self._device(tensordict)
+        data = tensordict if self.spec.kind == "token" else self._on_host(tensordict, device)
         response = self._locate(data) if self._reads_tokens else None
         compute = self._of_tokens if self.spec.kind == "token" else self._of_rows
         results = compute(data, response)
@@ -184,7 +185,7 @@ class Advantage(Transform):
                 rows = response.tokens.like(values.unsqueeze(-1))
                 tensordict = self._write(tensordict, key, rows, data is tensordict)
             else:
-                tensordict.set(unravel_key(key), send(values, self._device(tensordict)))
+                tensordict.set(unravel_key(key), send(values, device))
         return tensordict
 
     def _write(self, td: TensorDictBase, key: NestedKey, rows: Ragged, here: bool) -> TensorDictBase:
@@ -205,8 +206,10 @@ class Advantage(Transform):
         column = None if key is None else read_column(td, key)
         return (column[0] if isinstance(column, list) else column).device if column is not None else torch.device("cpu")
 
-    def _on_host(self, td: TensorDictBase) -> TensorDictBase:
-        """The batch with all inputs on the CPU."""
+    def _on_host(self, td: TensorDictBase, device: torch.device) -> TensorDictBase:
+        """The batch with all inputs on the CPU; itself if its rewards are there."""
+        if device.type == "cpu":
+            return td
         interface = ModelInterface()
         read = [*self.in_keys, DEFAULT_KEYS["group"], ("next", "done"), *interface.token_keys]
         return on_host(td, [key for key in map(partial(find_key, td), read) if key is not None])[0]
@@ -225,10 +228,8 @@ class Advantage(Transform):
 
         Also raises a ValueError if each group has one answer alone, which would be compared with nothing.
         """
-        names, td = (
-            [name for name in ("group", "run", "step", "state", "baseline") if name in self.inputs],
-            self._on_host(td),
-        )
+        td = self._on_host(td, self._device(td))
+        names = [name for name in ("group", "run", "step", "state", "baseline") if name in self.inputs]
         found = {name: self._row_input(td, name, None) for name in names}
         if "group" not in found:
             return
@@ -317,7 +318,8 @@ class Advantage(Transform):
     def _of_rows(self, td: TensorDictBase, response: ResponseTokens | None) -> list[Tensor]:
         """The result in its layout: one number per sequence, or at every token ``[N]``."""
         given = {name: self._row_input(td, name, response) for name in self.inputs}
-        result = self._function(**given, **self.hyper)
+        device = given["rewards" if "rewards" in given else "reward"].device
+        result = self._function(**{name: x.to(device) for name, x in given.items()}, **self.hyper)
         if self.kept is not None:
             result, after = result
             self.kept.update(self._roles(td), after)

@@ -54,6 +54,7 @@ def linear_log_prob(
     truncation: Truncation | None = None,
     kept: Kept | None = None,
     keep_targets: bool = False,
+    added: list[Tensor] | None = None,
     **options: Unpack[HeadOptions],
 ) -> HeadOutput:
     """Log-probs of given tokens, and the entropy, under ``softcap(scale * (hidden @ weight.T + bias)) / temperature``.
@@ -90,6 +91,7 @@ def linear_log_prob(
         kept: instead, the tokens that a sampler recorded or :func:`linear_kept` found. If they are few, nothing else of the
             head is read.
         keep_targets: a target that the truncation leaves out is kept beside the others.
+        added: gets a tensor that is True where that happened; ``[N]``. Without it nothing tells.
         product_dtype: of the matrix products, see above.
         chunk: positions and tokens of a tile, or positions alone; changes memory and speed only. Default: by device.
 
@@ -111,7 +113,7 @@ def linear_log_prob(
     """
     head, part, tile = _prepare(hidden, weight, **options)
     plan = Plan(tile, entropy, truncation=_check_truncation(truncation, kept, head, part), keep_targets=keep_targets)
-    out = _run(plan, _check_targets(targets, head, part), head, None, part, kept)
+    out = _run(plan, _check_targets(targets, head, part), head, None, part, kept, added)
     assert out.log_prob is not None
     return HeadOutput(out.log_prob, out.entropy)
 
@@ -170,6 +172,7 @@ def linear_pair(
     truncation: Truncation | None = None,
     kept: Kept | None = None,
     keep_targets: bool = False,
+    added: list[Tensor] | None = None,
     **options: Unpack[PairOptions],
 ) -> PairOutput:
     r"""Exact KL of policy and reference, log-probs of given tokens under both, and the policy's entropy, in one sweep.
@@ -236,7 +239,7 @@ def linear_pair(
     if part is not None or ref_part is not None:
         ref = _same_slice(plan, part, ref, ref_part)
     checked = None if targets is None else _check_targets(targets, policy, part)
-    return PairOutput._make(_run(plan, checked, policy, ref, part or ref_part, kept)[:4])
+    return PairOutput._make(_run(plan, checked, policy, ref, part or ref_part, kept, added)[:4])
 
 
 def logits_kl(
@@ -348,11 +351,25 @@ def linear_kept(
 
 
 def _run(
-    plan: Plan, targets: Tensor | None, policy: Head, ref: Head | None, part: Slice | None, kept: Kept | None
+    plan: Plan,
+    targets: Tensor | None,
+    policy: Head,
+    ref: Head | None,
+    part: Slice | None,
+    kept: Kept | None,
+    added: list[Tensor] | None,
 ) -> Result:
     if kept is not None and _few(kept, policy, ref, plan, part):
         return kept_scores(plan, targets, policy, ref, kept)
-    return sweep(plan, targets, policy, ref, part, kept)
+    if added is None or not plan.truncation.active:
+        return sweep(plan, targets, policy, ref, part, kept)
+    statistics: list[Tensor] = []
+    out = sweep(plan, targets, policy, ref, part, kept, statistics=statistics)
+    (top, log_total, *_), floor = statistics, statistics[plan.statistics(1 if ref is None else 2) - 1]
+    assert out.log_prob is not None
+    # The target's logit, rounded anew: one that is equal to the floor is kept.
+    added.append(out.log_prob.detach() + top + log_total < floor - 1e-5 * floor.abs().clamp(min=1.0))
+    return out
 
 
 def _few(kept: Kept, policy: Head, ref: Head | None, plan: Plan, part: Slice | None) -> bool:

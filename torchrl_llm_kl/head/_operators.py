@@ -39,11 +39,12 @@ def sweep(
     part: Slice | None = None,
     recorded: Kept | None = None,
     ids: Tensor | None = None,
+    statistics: list[Any] | None = None,
 ) -> Result:
     """The results that ``plan`` requests for one or two heads, differentiable once; for one head ``kl`` is None.
 
     With ``part`` the heads are this rank's slice of the vocabulary, the results are of the whole. ``ids [N, M, k]`` request
-    the policy's outcomes.
+    the policy's outcomes. ``statistics`` gets those of :func:`forward_sweep`.
     """
     if part is not None and targets is not None:
         targets = targets - part.first
@@ -60,8 +61,11 @@ def sweep(
     ]
     settings = _flatten(plan, policy, ref)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return Result._make(_Sweep.apply(part, settings, *tensors))
-    return Result._make(_forward(part, tensors, settings)[:_RESULTS])
+        return Result._make(_Sweep.apply(part, settings, statistics, *tensors))
+    found = _forward(part, tensors, settings)
+    if statistics is not None:
+        statistics += found[_RESULTS:]
+    return Result._make(found[:_RESULTS])
 
 
 def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = None, part: Slice | None = None) -> TopK:
@@ -76,11 +80,16 @@ def top_k(head: Head, k: int, chunk: tuple[int, int], targets: Tensor | None = N
 
 class _Sweep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Slice | None, settings: Settings, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, part: Slice | None, settings: Settings, statistics: list[Any] | None, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         ctx.part, ctx.settings = part, settings
         ctx.set_materialize_grads(False)
         found = _forward(part, tensors, settings, keep=_KEPT_BYTES)
         ctx.save_for_backward(*tensors, *found)
+        if statistics is not None:
+            plan, heads, _ = _build(tensors, settings)
+            statistics += found[_RESULTS : _RESULTS + plan.statistics(len(heads))]
         return tuple(found[:_RESULTS])
 
     @staticmethod
@@ -89,12 +98,12 @@ class _Sweep(torch.autograd.Function):
         saved = list(ctx.saved_tensors)  # once: under checkpointing each access unpacks, and a second one is an error
         first = _TENSORS + _RESULTS
         tensors, result, rest = saved[:_TENSORS], saved[_TENSORS:first], saved[first:]
-        needed = list(ctx.needs_input_grad[3:9])  # after part, settings and targets
+        needed = list(ctx.needs_input_grad[4:10])  # after part, settings, statistics and targets
         found = _call("head_backward", _backward_op, tensors, result, rest, list(grads), needed, *ctx.settings)
         gradients = _spread(found, needed)
         if ctx.part is not None:
             ctx.part.add(gradients[0]), ctx.part.add(gradients[3])  # of the hidden states
-        return None, None, None, *gradients, None, None, None
+        return None, None, None, None, *gradients, None, None, None
 
 
 def _forward(part: Slice | None, tensors: Tensors, settings: Settings, keep: int = 0) -> Tensors:

@@ -152,7 +152,8 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
     if 0 < top_k < logits.shape[1]:
         best = logits.topk(top_k + 1, -1).values
         floor = _between(best[:, -2], best[:, -1])
-        tied = bool((best[:, -2] == best[:, -1]).any())  # top-k leaves all that are equal to its last
+        # Top-k leaves all that are equal to its last; to see whether some are would be a host sync.
+        tied = logits.device.type != "cpu" or bool((best[:, -2] == best[:, -1]).any())
         left = logits.masked_fill(logits < floor.unsqueeze(-1), -math.inf) if tied else best[:, :-1]
     if top_p < 1:
         floor = torch.maximum(floor, _nucleus_floor(left, top_p))
@@ -163,6 +164,8 @@ def floor_of(logits: Tensor, truncation: Truncation) -> Tensor:
 
 def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
     """The floor of top-p alone; ``[n]``."""
+    if logits.device.type != "cpu":
+        return _floor_of_sorted(logits, top_p)
     probs = logits.softmax(-1)
     # Tokens less probable than this add up to less than 1 - p, whatever their number: top-p keeps none of them.
     least = (1 - top_p) / logits.shape[1]
@@ -183,6 +186,14 @@ def _nucleus_floor(logits: Tensor, top_p: float) -> Tensor:
     # Without another candidate the largest that is left out is below what makes one.
     border = logits.logsumexp(-1) + math.log(least)
     return _between(lowest, torch.where(last + 1 < counts, highest, border))
+
+
+def _floor_of_sorted(logits: Tensor, top_p: float) -> Tensor:
+    """:func:`_nucleus_floor` from a sort of all logits: the number of candidates would be a host sync."""
+    ordered = F.pad(logits.sort(-1, descending=True).values, (0, 1), value=-math.inf)
+    below = (ordered.softmax(-1).cumsum(-1) < top_p).sum(-1)
+    last = torch.minimum(below, (ordered > -math.inf).sum(-1) - 1).clamp(min=0)
+    return _between(*(ordered.gather(1, at.unsqueeze(1)).squeeze(1) for at in (last, last + 1)))
 
 
 def _between(kept: Tensor, left_out: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torchrl_llm_kl._numerics import (
     check_is_number,
     check_is_scalar,
     check_same_shape,
-    masked_mean,
+    masked_means,
     widen,
 )
 from torchrl_llm_kl._registry import no_such
@@ -153,11 +153,11 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def clean(value: Tensor, mask: Tensor) -> Tensor:
-    """0 or False where the mask is False; numbers in float32 or wider."""
+def clean(value: Tensor, mask: Tensor | None) -> Tensor:
+    """0 or False where the mask is False (None: there already); numbers in float32 or wider."""
     if value.dtype == torch.bool:
-        return value & mask
-    return torch.where(mask, widen(value)[0], 0)
+        return value if mask is None else value & mask
+    return widen(value)[0] if mask is None else torch.where(mask, widen(value)[0], 0)
 
 
 def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
@@ -191,7 +191,6 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
     return value if high is None else value.clamp_max(high)
 
 
-def clip_fractions(low: Tensor, high: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Metrics of tokens clipped on either side: ``clip_fraction``, ``clip_fraction_low`` and ``clip_fraction_high``."""
-    sides = {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
-    return {name: masked_mean(clipped.float(), mask) for name, clipped in sides.items()}
+def clip_fractions(low: Tensor, high: Tensor, mask: Tensor, **others: Tensor) -> dict[str, Tensor]:
+    """Metrics of tokens clipped on either side: ``clip_fraction`` and its ``_low`` and ``_high`` parts; and others."""
+    return masked_means(mask, clip_fraction=low | high, clip_fraction_low=low, clip_fraction_high=high, **others)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import check_finite, check_not_a_name, finite_total, masked_mean, to_host
+from torchrl_llm_kl._numerics import check_finite, check_not_a_name, finite_total, masked_mean, send, to_host
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
@@ -506,7 +506,7 @@ class PolicyLoss(TokenLoss):
         mask, old = located.mask, None
         for name in [name for name in OF_SAMPLER if name in flat]:
             value, key = flat[name], places[name]
-            unscored = self._reader.unscored(value, tokens, None if responses is None else responses.mask, key)
+            unscored = self._reader.unscored(value, tokens, responses, key)
             if "expert_mask" in flat:  # no policy sampled those tokens
                 unscored = unscored & ~flat["expert_mask"]
             flat[name] = torch.where(unscored, math.nan, value)
@@ -677,7 +677,7 @@ class PolicyLoss(TokenLoss):
 
 def _unscored(mask: Tensor) -> LossInputs:
     """Inputs before a model has run: the log-probs are 0."""
-    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask)
+    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask, gathered=mask)
 
 
 @torch.no_grad()
@@ -690,11 +690,10 @@ def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """
     mask, experts = inputs.mask, inputs.expert_mask
     sampled = mask if experts is None else mask & ~experts
-    log_prob, old, own, ref = (
-        None if x is None else torch.where(mask, x, 0)
-        for x in (inputs.log_prob, inputs.old_log_prob, inputs.sampler_log_prob, inputs.ref_log_prob)
-    )
-    assert log_prob is not None
+    names = ("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob")
+    given = {name: x for name in names if (x := getattr(inputs, name)) is not None}
+    found = dict(zip(given, torch.where(mask, torch.stack(list(given.values())), 0).unbind(), strict=True))
+    log_prob, old, own, ref = found["log_prob"], *(found.get(name) for name in names[1:])
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
     if old is not None:
         metrics |= _ratio_metrics(log_prob, old, sampled & old.isfinite())
@@ -718,13 +717,12 @@ def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
 
 def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
     log_ratio = (log_prob - old).clamp(max=LARGEST_LOG_RATIO)
-    weight = torch.where(mask, log_ratio, -torch.inf)
-    count = mask.sum()
-    size = (2 * weight.logsumexp((-2, -1)) - (2 * weight).logsumexp((-2, -1))).exp() / count
+    count, weight = mask.sum(), torch.where(mask, log_ratio, -torch.inf)
+    weight = (weight - weight.amax()).exp()  # the scale cancels
+    size = weight.sum().square() / weight.square().sum() / count
     metrics = {"ESS": torch.where(count == 0, 0, size).clamp(max=1)}
     ordered = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
-    last = (count - 1).clamp(min=0)
-    for name, share in _RATIO_QUANTILES.items():
-        value = ordered.gather(0, (last * share).round().long().reshape(1)).reshape(())
-        metrics[name] = torch.where(count == 0, torch.ones_like(value), value.exp())
-    return metrics
+    shares = send(torch.tensor(list(_RATIO_QUANTILES.values())), count.device)
+    values = ordered[((count - 1).clamp(min=0) * shares).round().long()].exp()
+    found = torch.where(count == 0, 1, values).unbind()
+    return metrics | dict(zip(_RATIO_QUANTILES, found, strict=True))

@@ -23,6 +23,7 @@ from torchrl_llm_kl._numerics import (
     check_range,
     check_same_shape,
     masked_mean,
+    masked_means,
 )
 from torchrl_llm_kl.estimators import get_estimator
 from torchrl_llm_kl.losses._arithmetic import (
@@ -332,25 +333,37 @@ def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
     scored = mask & ~(old.isnan() | sampler.isnan())
     rows = scored.any(-1, keepdim=True)
     log_ratio = _log_ratio(old, sampler)
-    trainer_log_ppl, sampler_log_ppl = -sequence_mean(old, scored), -sequence_mean(sampler, scored)
-    difference = -sequence_mean(log_ratio, scored)
+    sums = sequence_sum(torch.stack([old, sampler, log_ratio]), scored)
+    total = sums[2]
+    trainer_log_ppl, sampler_log_ppl, difference = (-sums / scored.sum(-1, keepdim=True).clamp(min=1)).unbind()
     none = difference.new_zeros(())
     largest, smallest = (torch.where(rows, sign * difference, -torch.inf) for sign in (1, -1))
     some = rows.any()
+    of_tokens = masked_means(
+        scored,
+        mismatch_k1=-log_ratio,
+        mismatch_k3=torch.expm1(log_ratio) - log_ratio,
+        chi2_token=torch.expm1((2 * log_ratio).clamp(max=LARGEST_LOG_RATIO)),
+    )
+    trainer_ppl, sampler_ppl, ppl_ratio = bounded_exp(
+        torch.stack([trainer_log_ppl, sampler_log_ppl, difference])
+    ).unbind()
+    of_rows = masked_means(
+        rows,
+        trainer_log_ppl=trainer_log_ppl,
+        sampler_log_ppl=sampler_log_ppl,
+        trainer_ppl=trainer_ppl,
+        sampler_ppl=sampler_ppl,
+        log_ppl_diff=difference,
+        log_ppl_abs_diff=difference.abs(),
+        ppl_ratio=ppl_ratio,
+        chi2_seq=torch.expm1((2 * total).clamp(max=LARGEST_LOG_RATIO)),
+    )
     return {
-        "trainer_log_ppl": masked_mean(trainer_log_ppl, rows),
-        "sampler_log_ppl": masked_mean(sampler_log_ppl, rows),
-        "trainer_ppl": masked_mean(bounded_exp(trainer_log_ppl), rows),
-        "sampler_ppl": masked_mean(bounded_exp(sampler_log_ppl), rows),
-        "log_ppl_diff": masked_mean(difference, rows),
-        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
+        **of_rows,
         "log_ppl_diff_max": torch.where(some, largest.max(), 0) if rows.numel() else none,
         "log_ppl_diff_min": torch.where(some, -smallest.max(), 0) if rows.numel() else none,
-        "ppl_ratio": masked_mean(bounded_exp(difference), rows),
-        "mismatch_k1": masked_mean(-log_ratio, scored),
-        "mismatch_k3": masked_mean(torch.expm1(log_ratio) - log_ratio, scored),
-        "chi2_token": masked_mean(torch.expm1((2 * log_ratio).clamp(max=LARGEST_LOG_RATIO)), scored),
-        "chi2_seq": masked_mean(torch.expm1((2 * sequence_sum(log_ratio, scored)).clamp(max=LARGEST_LOG_RATIO)), rows),
+        **of_tokens,
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from tensordict import (
@@ -165,14 +165,21 @@ def _from_column(value: object, batch_size: torch.Size, key: object) -> Ragged:
 def on_host(td: TensorDictBase, keys: Sequence[NestedKey], *others: Tensor) -> tuple[Any, ...]:
     """``td`` with the entries ``keys`` on the CPU, itself if they are there and else a shallow copy; then ``others``.
 
-    All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are.
+    All come in one copy, a single host synchronisation. Entries that are missing or no tensors are left as they are. Where the
+    first tensors are on the CPU, all are taken to be.
 
     Example:
         >>> td = TensorDict(x=torch.ones(2))
         >>> on_host(td, ["x", "y"])[0] is td
         True
     """
-    columns = {_path(key): value for key in keys if _is_away(value := read_column(td, key))}
+    columns: dict[tuple[str, ...], Any] = {}
+    for key in keys:
+        value = read_column(td, key)
+        if _is_away(value):
+            columns[_path(key)] = value
+        elif not columns and isinstance(value[0] if isinstance(value, list) else value, Tensor):
+            break
     if not columns:
         return (td, *to_host(*others))
     parts = {path: _buffers(value) for path, value in columns.items()}
@@ -209,7 +216,8 @@ def _rebuilt(value: Any, *buffers: Tensor) -> Tensor:
     if not value.is_nested:
         return buffers[0]
     if value.layout != torch.strided:
-        return torch.nested.nested_tensor_from_jagged(*buffers)
+        values, offsets, lengths = (*buffers, None)[:3]
+        return torch.nested.nested_tensor_from_jagged(cast(Tensor, values), offsets, lengths)
     shapes = value._nested_tensor_size().tolist()
     rows = buffers[0].split([torch.Size(shape).numel() for shape in shapes])
     return torch.nested.as_nested_tensor([row.view(shape) for row, shape in zip(rows, shapes, strict=True)])

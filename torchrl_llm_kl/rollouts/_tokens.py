@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -47,6 +48,11 @@ class Located:
     def host_mask(self) -> Tensor:
         """The mask on the CPU."""
         return self.mask.cpu() if self.on_host is None else self.on_host
+
+    @cached_property
+    def first_of_runs(self) -> Tensor:
+        """The first token of each run of scored ones; bool ``[N]``."""
+        return send(_first_of_runs(self.host_mask, self.tokens.host), self.mask.device)
 
     @property
     def response(self) -> ResponseTokens:
@@ -101,14 +107,14 @@ def locate(
             return found
         tokens = Ragged.on_device_of(found.tokens, data.slots(), data.container)
         return replace(found, tokens=tokens, mask=send(found.mask, data.values.device), on_host=found.mask)
-    tokens = read_ragged(td, key, attention)
-    if tokens is not None:
-        if tokens.values.is_floating_point():
-            raise TypeError(f"expected integer token ids under {key!r}, found {tokens.values.dtype}.")
-        mask = tokens.positions > 0
+    sampled = read_ragged(td, key, attention)
+    if sampled is not None:
+        if sampled.values.is_floating_point():
+            raise TypeError(f"expected integer token ids under {key!r}, found {sampled.values.dtype}.")
+        mask = sampled.positions > 0
         if assistant_only:
-            mask = mask & _mask_of_sampled(td, tokens, interface, scope, options)
-        return Located(tokens, mask, key, sampled=True)
+            mask = mask & _mask_of_sampled(td, sampled, interface, scope, options)
+        return Located(sampled, mask, key, sampled=True)
     # The model's own input if it is text or a history; with a tokenizer, any such entry of the data.
     sources = [(interface.input_mode, interface.input_key)]
     if options.can_tokenise(interface):
@@ -375,15 +381,16 @@ class TokenReader:
         scope: Scope = "full" if self.strategy == "rlhf" else "turn"
         return locate(td, self.interface, assistant_only=self.strategy != "generic", scope=scope)
 
-    def unscored(self, log_prob: Tensor, tokens: Ragged, responses: Tensor | None, key: NestedKey) -> Tensor:
+    def unscored(self, log_prob: Tensor, tokens: Ragged, responses: Located | None, key: NestedKey) -> Tensor:
         """Tokens whose log-prob under ``key`` the sampler never computed, each row judged alone; ``[N]``.
 
         NaN at the first token of a response; and, unless a transform wrote the entry, exactly 0 there
         (torchrl's wrappers; see :func:`zeros_of_first_tokens`) or in a whole prompt (SGLang's), which ``"rlhf"`` and
         ``"generic"`` train on too.
         """
-        every = tokens.positions > 0 if responses is None else responses
-        unscored = _first_of_runs(every, tokens) & log_prob.isnan()
+        every = tokens.positions > 0 if responses is None else responses.mask
+        first = _first_of_runs(every, tokens) if responses is None else responses.first_of_runs
+        unscored = first & log_prob.isnan()
         if _of_transform(key):
             return unscored
         if self.strategy != "sft":

@@ -98,6 +98,15 @@ class PackedPass:
             self._pasts = {i: past for i, past in self._pasts.items() if i < 0 or self._last_use[i] > index}
             return head_states(self.setup, hidden[0][self._slots[index]])
 
+    def run_last_twice(self, others: Tensor) -> list[Tensor]:
+        """Hidden states of all packs, and of the last one again with other token ids ``[N]``."""
+        number = len(self.elements)
+        found = [self.run(i).source for i in range(number - 1)]
+        pasts, last = dict(self._pasts), number - 1
+        found.append(self.run(last).source)
+        self._pasts, self._ids = pasts, send(others[self._element], self.setup.device)
+        return [*found, self.run(last).source]
+
     def run_dummy(self) -> States:
         """Forward a token of no sequence, for layers that all ranks call together; states at no position."""
         ids = torch.zeros(1, dtype=torch.long, device=self.setup.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._numerics import send, to_host
 from torchrl_llm_kl._private import TorchDispatchMode, tree_leaves
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._forks import ForkedPass, has_state, is_recurrent
@@ -44,9 +44,9 @@ _PROBE_LENGTHS = (12, 7, 3)
 _HEAD_ROUTES = (Route("head"), Route("head", mask=False), Route("head", positions=False))
 _FULL_ROUTES = (Route("full"), Route("full", mask=False), Route("full", positions=False))
 
-# The packed probe has two levels, a cut inside a node, and a past from an earlier pack.
-_TRUNK, _BRANCH, _TAILS, _OTHER = 5, 4, (2, 3), 6
-_TOKENS_PER_BATCH = 8
+# The packed probe has two levels, a cut inside a node, and a past from an earlier pack; its sequences are equally long.
+_TRUNK, _BRANCH, _TAIL, _OTHER = 5, 4, 3, 7
+_TOKENS_PER_BATCH = 10
 
 # ---------------------------------------------------------------------- log-probs
 
@@ -54,7 +54,7 @@ _TOKENS_PER_BATCH = 8
 def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = None) -> tuple[Route, str | None]:
     """The first route that reproduces the model's own forward, and the reason if it is not the fast one.
 
-    The model's own forward here takes one sequence at a time, without padding.
+    The model's own forward here takes one sequence, without padding; the others are its first tokens.
     """
     check_whole_sequence(model)
     head = find_head(model)
@@ -71,18 +71,16 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     with torch.compiler.set_stance("force_eager"), setup.active():
         limit, generator = position_limit(model), torch.Generator().manual_seed(0)
         lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
-        request = ScoreRequest.of([torch.randint(vocab, (length,), generator=generator) for length in lengths])
-        plain, tolerance = _plain(model, request)
-        first_equal = partial(
-            _first_equal, setup=setup, ranks=ranks, request=request, plain=plain, tolerance=tolerance, vocab=vocab
-        )
+        row = torch.randint(vocab, (max(lengths),), generator=generator)
+        request = ScoreRequest.of([row[:length] for length in lengths])
+        plain = _plain(model, row, request)
+        first_equal = partial(_first_equal, setup=setup, ranks=ranks, request=request, plain=plain, vocab=vocab)
         if has_parts:
             route, found = inside([(model, *body_and_head(model))], partial(first_equal, _HEAD_ROUTES))
             if route is not None:
                 return route, None
             complaint = (
-                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}, "
-                f"tolerance {tolerance:.1g}"
+                f"the head of {name}, applied to its body, does not reproduce the model's own log-probs: {found}"
             )
         # Outside, since these call the model itself.
         route, found = first_equal(_FULL_ROUTES)
@@ -105,46 +103,46 @@ def _first_equal(
     setup: Setup,
     ranks: Ranks,
     request: ScoreRequest,
-    plain: Tensor,
-    tolerance: float,
+    plain: tuple[Tensor, Tensor, float],
     vocab: int,
 ) -> tuple[Route | None, str]:
     """The first route that reproduces the plain log-probs, on all ranks; what the first one gave instead."""
     complaint = ""
     for route in routes:
-        setup = replace(setup, route=route)
+        setup, equal = replace(setup, route=route), False
         try:
-            difference = _difference(setup, request, plain)
-            found = f"largest difference {difference:.3g}"
+            difference, tolerance = _difference(setup, request, *plain)
+            equal, found = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
         except Exception as error:
-            difference, found = math.inf, f"{type(error).__name__}: {error}"
-        if ranks.all(difference <= tolerance):
-            way: Literal["packs", "forks"] = "forks" if has_state(setup.model) else "packs"
-            shared = route.path == "head" and route.positions and ranks.all(_can_share(setup, vocab, way))
-            return replace(route, sharing=way if shared else None), ""
+            found = f"{type(error).__name__}: {error}"
+        if ranks.all(equal):
+            sharing: Literal["packs", "forks"] = "forks" if has_state(setup.model) else "packs"
+            can_share = _can_fork if sharing == "forks" else _can_pack
+            shared = route.path == "head" and route.positions and ranks.all(can_share(setup, vocab))
+            return replace(route, sharing=sharing if shared else None), ""
         complaint = complaint or found
     return None, complaint
 
 
-def _plain(model: nn.Module, request: ScoreRequest) -> tuple[Tensor, float]:
-    """The model's own log-probs, and the largest difference that rounding can explain."""
-    parts, spread, precision = [], 0.0, 0.0
-    for ids in request.tokens.to_list():
-        ids = ids.to(model_device(model, ids.device))
-        logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits"))
-        logits = logits.squeeze(0)[-(len(ids) - 1) :]
-        precision = _relative_precision(logits.dtype, logits.device)
-        spread = max(spread, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
-        parts.append(log_prob_at(logits, ids[1:].to(logits.device)))
-    return torch.cat(parts), precision * spread + 1e-6
+def _plain(model: nn.Module, row: Tensor, request: ScoreRequest) -> tuple[Tensor, Tensor, float]:
+    """The model's own log-probs of the request, beginnings of ``row [T]``; the spread of its logits; their precision."""
+    ids = send(row, model_device(model, row.device))
+    logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits")).squeeze(0)[1 - len(row) :]
+    spread = (logits - logits.mean(-1, keepdim=True)).abs().max()
+    log_probs = log_prob_at(logits, ids[1:].to(logits.device))
+    places = request.tokens.positions[request.mask] - 1
+    return log_probs[send(places, logits.device)], spread, _relative_precision(logits.dtype, logits.device)
 
 
-def _difference(setup: Setup, request: ScoreRequest, plain: Tensor) -> float:
-    """The largest difference from the plain forward."""
+def _difference(
+    setup: Setup, request: ScoreRequest, plain: Tensor, spread: Tensor, precision: float
+) -> tuple[float, float]:
+    """The largest difference from the plain forward, and the largest that rounding can explain."""
     padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
-    targets = request.tokens.values[padded.elements[0]].to(setup.device)
+    targets = send(request.tokens.values[padded.elements[0]], setup.device)
     found = Reading(padded.run(0), targets, ScoreOptions()).columns()["log_prob"]
-    return float((found.to(plain.device) - plain).abs().max())
+    difference, largest = to_host((found.to(plain.device) - plain).abs().max(), spread)
+    return float(difference), precision * float(largest) + 1e-6
 
 
 def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
@@ -158,45 +156,76 @@ def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
 # ---------------------------------------------------------------------- shared prefixes
 
 
-def _can_share(setup: Setup, vocab: int, way: Literal["packs", "forks"]) -> bool:
-    """Whether packs or forks reproduce the hidden states of one sequence at a time, and no sequence sees another.
+def _can_pack(setup: Setup, vocab: int) -> bool:
+    """Whether packs reproduce the hidden states of one sequence at a time, and no sequence sees another.
 
     Compares hidden states, not log-probs, since a head of zeros would hide any difference. A state that leaks from one
     sequence into the next may be smaller than half precision resolves, so other tokens in one sequence must change
-    nothing in another.
+    nothing in another: the last pack is forwarded twice.
     """
-    model, limit = setup.model, position_limit(setup.model)
-    if limit is not None and limit < _TRUNK + _OTHER + 1:
+    model, rows, others = setup.model, *_answers(vocab)
+    if _too_long(model):
         return False
-    # Two answers to one question and one to another; and these with other tokens at the end of the first two.
+    request = ScoreRequest.of(rows)
+    try:
+        packs = _packs(setup, rows, _TOKENS_PER_BATCH, min_shared=0)
+        *states, last, again = packs.run_last_twice(others.values)
+        if has_window(model) and not packs.has_window:
+            return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
+        # Equally long sequences have no padding.
+        side = PaddedPass(replace(setup, route=replace(setup.route, mask=False)), request, [torch.arange(3)])
+        packed, apart, moved = to_host(torch.cat([*states, last]), side.run(0).source, again - last)
+    except Exception:  # for instance an attention that cannot be exchanged
+        return False
+    untouched = (rows.sequence_ids == 2)[packs.elements[-1]]
+    return _equal(setup, _in_order(rows, packs, [packed]), _in_order(rows, side, [apart]), moved[untouched])
+
+
+def _can_fork(setup: Setup, vocab: int) -> bool:
+    """Whether answers that continue a forked state have the hidden states of one sequence at a time; see :func:`_can_pack`.
+
+    Some kernels begin at an empty state, which may differ by less than rounding in these sequences: an altered state must
+    make a difference.
+    """
+    rows, others = _answers(vocab)
+    if _too_long(setup.model):
+        return False
+    try:
+        forks, again = (_forks(setup, each) for each in (rows, others))
+        found, moved = _hidden(forks, rows), _hidden(again, others)
+        apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows), [torch.tensor([row]) for row in range(3)]), rows)
+        forks.recurrence = 10.0
+        if is_recurrent(setup.model) and torch.equal(_hidden(forks, rows), found):
+            return False
+    except Exception:  # for instance a cache of the model's own
+        return False
+    return _equal(setup, found, apart, (moved - found)[rows.sequence_ids == 2])
+
+
+def _answers(vocab: int) -> tuple[Ragged, Ragged]:
+    """Two answers to one question and one to another; and these with other tokens at the end of the first two."""
     generator = torch.Generator().manual_seed(1)
-    lengths = (_TRUNK, _BRANCH, *_TAILS, _OTHER)
+    lengths = (_TRUNK, _BRANCH, _TAIL, _TAIL, _OTHER)
     trunk, branch, one, two, other = (torch.randint(vocab, (n,), generator=generator) for n in lengths)
     parts = ((trunk, branch, one), (trunk, branch, two), (trunk, other))
     rows = Ragged.from_list([torch.cat(row) for row in parts])
-    untouched = rows.sequence_ids == 2
-    ends = ~untouched & (rows.positions >= _TRUNK + _BRANCH)
-    others = rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
-    try:
-        packs = _shared(setup, rows, _TOKENS_PER_BATCH, way, min_shared=0)
-        found = _hidden(packs, rows)
-        if isinstance(packs, PackedPass) and has_window(model) and not packs.has_window:
-            return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
-        one_by_one = list(torch.arange(rows.num_sequences).split(1))
-        apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows), one_by_one), rows)
-        precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
-        largest = float(apart.abs().max())
-        if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
-            return False  # a comparison of zeros shows nothing
-        if isinstance(packs, ForkedPass) and is_recurrent(model):
-            packs.recurrence = 10.0
-            if torch.equal(_hidden(packs, rows), found):
-                return False  # its kernel begins at zero, and differs by less than rounding in these sequences
-        moved = _hidden(_shared(setup, others, _TOKENS_PER_BATCH, way, min_shared=0), others) - found
-    except Exception:  # for instance an attention that cannot be exchanged
-        return False
+    ends = (rows.sequence_ids < 2) & (rows.positions >= _TRUNK + _BRANCH)
+    return rows, rows.like(torch.where(ends, (rows.values + 1) % vocab, rows.values))
+
+
+def _too_long(model: nn.Module) -> bool:
+    limit = position_limit(model)
+    return limit is not None and limit < _TRUNK + _OTHER + 1
+
+
+def _equal(setup: Setup, found: Tensor, apart: Tensor, moved: Tensor) -> bool:
+    """Whether hidden states agree, and those of a sequence did not move with other tokens in another one."""
+    precision = _relative_precision(setup.options.dtype or apart.dtype, setup.device)
+    largest = float(apart.abs().max())
+    if largest == 0.0 or float((found - apart).abs().max()) > precision * largest:
+        return False  # a comparison of zeros shows nothing
     half = precision >= 1e-2  # half precision: any change comes from another sequence
-    return float(moved[untouched].abs().max()) <= (0.0 if half else 1e-5 * largest)
+    return float(moved.abs().max()) <= (0.0 if half else 1e-5 * largest)
 
 
 # ---------------------------------------------------------------------- invariance
@@ -232,7 +261,7 @@ def find_variance(setup: Setup, size: int) -> str | None:
 def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     """Hidden states, log-probs and entropies of each row; ``[T - 1, H + 2]``."""
     tokens = Ragged.from_list(rows)
-    packs, found = _shared(setup, tokens, size), []
+    packs, found = _packs(setup, tokens, size), []
     for i, elements in enumerate(packs.elements):
         states = packs.run(i)
         targets = tokens.values[elements].to(setup.device)
@@ -263,21 +292,25 @@ class _Operators(TorchDispatchMode):
 
 def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[tuple[int, ...]]]]:
     """The operators of the first pack, and the shapes of their inputs."""
-    packs = _shared(setup, Ragged.from_list(rows), size)
+    packs = _packs(setup, Ragged.from_list(rows), size)
     with _Operators() as operators:
         packs.run(0)
     return operators.found
 
 
-def _shared(
-    setup: Setup, rows: Ragged, size: int, way: Literal["packs", "forks"] = "packs", min_shared: int = 16
-) -> PackedPass | ForkedPass:
+def _packs(setup: Setup, rows: Ragged, size: int, min_shared: int = 16) -> PackedPass:
     request = ScoreRequest.of(rows)
     tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=min_shared)
-    return PackedPass(setup, request, tree, size) if way == "packs" else ForkedPass(setup, request, tree, size)
+    return PackedPass(setup, request, tree, size)
 
 
-def _hidden(forwards: Pass, rows: Ragged) -> Tensor:
+def _forks(setup: Setup, rows: Ragged) -> ForkedPass:
+    request = ScoreRequest.of(rows)
+    tree = PrefixTree.build(request.tokens, request.forward_lengths, min_shared=0)
+    return ForkedPass(setup, request, tree, _TOKENS_PER_BATCH)
+
+
+def _hidden(forwards: ForkedPass | PaddedPass, rows: Ragged) -> Tensor:
     """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
     return _in_order(rows, forwards, [forwards.run(i).source.cpu() for i in range(len(forwards.elements))])
 

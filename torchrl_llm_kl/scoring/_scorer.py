@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._numerics import check_not_a_name, check_range, to_host
+from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._private import compiled_call
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
@@ -205,9 +206,13 @@ class LogProbScorer(Scorer):
                 columns = {"log_prob": log_probs}
             if tokens.values.device.type == "cpu" and not options.grad:
                 columns = dict(zip(columns, to_host(*columns.values()), strict=True))
+            added, log_prob = columns.pop("added", None), columns["log_prob"]
+            share = log_prob.new_zeros(()) if added is None or not added.numel() else added.float().mean()
+            total, share = to_host(finite_total(log_prob.detach()), share)
             with ranks.together():
-                request.check_finite(elements, columns["log_prob"])
-            self._warn_outside(columns.pop("added", None), options.sampling)
+                if not math.isfinite(total):
+                    request.check_finite(elements, log_prob)
+            self._warn_outside(float(share), len(elements), options.sampling)
         chosen = columns.pop("routing", None)
         if finds_kept:
             kept = kept_of(columns, elements, tokens.values.shape[0])
@@ -271,15 +276,12 @@ class LogProbScorer(Scorer):
         """See :meth:`Scorer.together`."""
         return self._ranks(reference).together()
 
-    def _warn_outside(self, added: Tensor | None, sampling: Sampling) -> None:
+    def _warn_outside(self, share: float, count: int, sampling: Sampling) -> None:
         """Warn once if many tokens are not among those that the sampler leaves."""
-        if added is None or self._warned_outside or not added.numel():
-            return
-        share = float(added.float().mean())
-        if share > 0.01:
+        if share > 0.01 and not self._warned_outside:
             self._warned_outside = True
             warnings.warn(
-                f"{share:.1%} of the {added.numel()} tokens are not among those that {sampling} leaves: they were sampled "
+                f"{share:.1%} of the {count} tokens are not among those that {sampling} leaves: they were sampled "
                 "otherwise, or by a policy that has changed since. Score with the sampler's own settings, and replay what it "
                 "kept (kept=, RecordKept) where several updates use one batch.",
                 SamplerMismatchWarning,

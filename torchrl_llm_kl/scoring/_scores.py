@@ -232,12 +232,15 @@ class Reading:
         own["product_dtype"] = states.dtype if ref is None or ref.dtype == states.dtype else torch.float32
         kept, truncation = states.kept, states.truncation
         sampled = kept is not None or truncation.active
-        if kept is None and truncation.active and tile is None and not torch.compiler.is_compiling():
+        # To find the kept tokens first means less work, and on an accelerator to wait for their number.
+        finds = hidden.device.type == "cpu" or options.return_kept or options.moments
+        if kept is None and truncation.active and tile is None and finds and not torch.compiler.is_compiling():
             most = head.weight.shape[0] if options.return_kept else None
             kept = linear_kept(hidden.detach(), head.weight.detach(), truncation, targets, most=most, **own)
         limits: dict[str, Any] = {"kept": kept} if kept is not None else {}
+        compiling, outside = torch.compiler.is_compiling(), list[Tensor]()
         if kept is None and truncation.active:
-            limits = {"truncation": truncation, "keep_targets": True}
+            limits = {"truncation": truncation, "keep_targets": True, "added": None if compiling else outside}
         alone = ref is None and ids is None and tile is None and not torch.is_grad_enabled()
         if options.beside == ("top_k",) and alone:
             *top, log_prob = linear_top_k(hidden, head.weight, options.top_k, targets, **own)
@@ -267,8 +270,8 @@ class Reading:
                 )
             columns |= _moments(hidden, head.weight, targets, kept=kept, **own)
         if states.kept is None and truncation.active:
-            added = None if kept is None else kept.added
-            columns["added"] = torch.zeros_like(targets, dtype=torch.bool) if added is None else added
+            outside += [torch.zeros_like(targets, dtype=torch.bool) if kept is None else cast(Tensor, kept.added)]
+            columns["added"] = outside[0]
         if options.return_kept and kept is not None:
             columns |= {"kept_ids": kept.ids.long(), "kept_counts": kept.offsets.diff()}
         return columns

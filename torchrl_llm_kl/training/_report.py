@@ -231,11 +231,11 @@ def plot_curves(
         at, means = ([each[i] for each in held_out] for i in (0, 1))
         reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
     if intervals := [each for each in held_out if len(each) == 4]:
-        at, _, low, high = zip(*intervals, strict=True)
-        reward.vlines(at, low, high, color="black", linewidth=1, label="its 95 % interval", clip_on=False)
-    for at, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
+        measured, _, low, high = zip(*intervals, strict=True)
+        reward.vlines(measured, low, high, color="black", linewidth=1, label="its 95 % interval", clip_on=False)
+    for step, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
         text = held_out_format.format(value)
-        reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
+        reward.annotate(text, (step, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
     figure.suptitle(title)
     reward.set(ylabel="mean per answer (dimensionless)")
     reward.margins(y=0.12)

@@ -166,7 +166,12 @@ class KLComputation(KLPenalty):
                 ("the log-prob of the policy", self.gen_log_probs_full_key, gen),
                 ("the log-prob of the reference", self.ref_log_probs_full_key, other),
             ]
-            kl = self.estimate(gen, other, self._matching(gen, old[0]) if old else None, None if finite else read)
+            kl = self.estimate(
+                gen,
+                other,
+                self._matching(gen, old[0]) if old and old[0] is not None else None,
+                None if finite else read,
+            )
         # The assistant's tokens only matter for placing an outcome.
         return self.charged(next_td, kl, _response(host, kl) if self.add_to_reward else None)
 

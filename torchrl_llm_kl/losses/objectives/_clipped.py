@@ -38,12 +38,12 @@ def clipped_surrogate(
     bound = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high)
     value = torch.maximum(free, bound)
     clipped = bound > free
-    metrics = clip_fractions(clipped & (advantage < 0), clipped & (advantage > 0), mask)
+    bad, dual = advantage < 0, dict[str, Tensor]()
     if clip_ratio_c is not None:
         ceiling = -advantage * clip_ratio_c
-        metrics["clip_fraction_dual"] = masked_mean(((value > ceiling) & (advantage < 0)).float(), mask)
-        value = torch.where(advantage < 0, torch.minimum(value, ceiling), value)
-    return value, metrics
+        dual["clip_fraction_dual"] = (value > ceiling) & bad
+        value = torch.where(bad, torch.minimum(value, ceiling), value)
+    return value, clip_fractions(clipped & bad, clipped & (advantage > 0), mask, **dual)
 
 
 @objective(

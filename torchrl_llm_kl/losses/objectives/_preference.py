@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -219,7 +219,7 @@ def preference(
 
     def decorate(formula: Callable[..., PerPair]) -> Callable[..., Terms]:
         if "ref_log_prob" in options:
-            _SUMMANDS[name] = formula
+            _SUMMANDS[name] = cast(Callable[..., Tensor], formula)  # of these, none has further terms
         shared, own = signature_of(pair_up), signature_of(formula)
         values = {"ref_log_prob": inspect.Parameter.empty, **settings}
         parameters = [shared[key].replace(default=values.get(key, shared[key].default)) for key in taken]
