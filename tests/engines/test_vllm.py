@@ -133,16 +133,14 @@ def test_a_fault_is_named(cause: str, server: VllmServer, policy: nn.Module, rol
     assert diagnosis.worst.cause == cause, diagnosis
 
 
-def grpo(
-    begin: nn.Module, sampling: Any, push: Any, steps: int = 10, lr: float = 3e-4
-) -> tuple[list[float], list[float]]:
+def grpo(begin: nn.Module, sampling: Any, push: Any) -> tuple[list[float], list[float]]:
     """``kl_to_ref`` and the rms mismatch of each step; the policy goes back to the reference, since no answer is better."""
     torch.manual_seed(0)
     actor, reference = copy.deepcopy(begin), make("dense")
     parts = make_algorithm("grpo", actor, reference=reference, kl_loss_coeff=1.0, group_size=8)
-    optimizer = torch.optim.Adam(actor.parameters(), lr=lr)
+    optimizer = torch.optim.Adam(actor.parameters(), lr=3e-4)
     kl, mismatch = [], []
-    for step in range(steps):
+    for step in range(10):
         found = sampling(actor, step)
         rows, mask, theirs = sampled(found)
         off = LogProbScorer(actor).score(rows, mask).values[mask] - theirs
