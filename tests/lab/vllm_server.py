@@ -88,7 +88,7 @@ class VllmServer:
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", dtype, "--enforce-eager"]
         command += ["--max-model-len", str(CONTEXT), "--max-logprobs", str(MAX_LOGPROBS), "--enable-scale-out"]
-        command += ["--distributed-executor-backend", "uni", *arguments]
+        command += arguments
         self.log = Path(tempfile.mkdtemp(prefix="vllm-")) / "log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
