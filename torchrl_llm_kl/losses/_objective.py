@@ -302,7 +302,7 @@ def available_objectives() -> tuple[str, ...]:
     Example:
         >>> import torchrl_llm_kl.losses
         >>> available_objectives()[:3]
-        ('aot', 'aot_unpaired', 'apo_down')
+        ('a2po', 'aot', 'aot_unpaired')
     """
     return tuple(sorted(_REGISTRY))
 

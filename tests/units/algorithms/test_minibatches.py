@@ -162,6 +162,21 @@ def test_the_answers_of_a_pair_stay_together() -> None:
     assert torch.equal(shuffled[1::2], shuffled[::2] + 1)  # chosen before rejected
 
 
+def test_the_answers_of_a_triple_stay_together() -> None:
+    parts = make_algorithm("tpo", TASK.policy(), beta=0.5)
+    data = TASK.sample(TASK.policy(), 24, torch.Generator().manual_seed(0))
+    data["number"] = torch.arange(24)
+    batch = parts.prepare(data)
+    for split in (parts.minibatches, parts.micro_batches):
+        pieces = list(split(batch, size=7))
+        assert [len(piece) for piece in pieces] == [6, 6, 6, 6]
+        for piece in pieces:
+            assert (piece["number"].view(-1, 3) // 3).diff().abs().max() == 0
+    assert_same(gradient(parts, *parts.micro_batches(batch, 3)), gradient(parts, batch))
+    with pytest.raises(ValueError, match="found 8 groups of rows, which cannot be split into 9 parts"):
+        list(parts.minibatches(batch, 9))
+
+
 @pytest.mark.parametrize("layout", ["lazy", "nested", "stacks inside", "two dimensions", "lazy, two dimensions"])
 def test_layouts(layout: str) -> None:
     parts = algorithm("sft")

@@ -216,7 +216,8 @@ SHARED: dict[tuple[str, str], tuple[str, bool]] = {
     ("objective", "temp"): ("trinity", OTHER),  # and read by everyone as the sampler's
 }
 PREFERENCES = "cpo_alpha desirable_weight discopop_tau f_divergence_type ld_alpha simpo_gamma undesirable_weight"
-SHARED |= {("objective", name): ("trl", SAME) for name in PREFERENCES.split()}
+SHARED |= {("objective", name): ("trl", SAME) for name in (*PREFERENCES.split(), "tpo_alpha", "tpo_l_gamma", "beta2")}
+SHARED["advantage", "iw_opd_gamma"] = ("trl", SAME)
 
 
 def accepted(part: str) -> set[str]:
