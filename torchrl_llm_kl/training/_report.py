@@ -232,7 +232,7 @@ def plot_curves(
         reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
     if intervals := [each for each in held_out if len(each) == 4]:
         at, _, low, high = zip(*intervals, strict=True)
-        reward.vlines(at, low, high, color="black", linewidth=1, label="its 95 % interval", clip_on=False)
+        reward.vlines(at, low, high, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
     for at, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
         text = held_out_format.format(value)
         reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
