@@ -228,11 +228,12 @@ def plot_curves(
     if all("penalised_reward" in row for row in rows):
         draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
     if held_out:
-        at, means = ([each[i] for each in held_out] for i in (0, 1))
-        reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
+        reward.plot(
+            *zip(*(each[:2] for each in held_out), strict=True), "o", color="black", label=held_out_label, clip_on=False
+        )
     if intervals := [each for each in held_out if len(each) == 4]:
-        at, _, low, high = zip(*intervals, strict=True)
-        reward.vlines(at, low, high, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
+        places, _, lows, highs = zip(*intervals, strict=True)
+        reward.vlines(places, lows, highs, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
     for at, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
         text = held_out_format.format(value)
         reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
