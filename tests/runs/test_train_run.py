@@ -107,7 +107,7 @@ def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
 
 
 def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
-    """One held-out prompt has no standard error; a prompt with a code block does not end that of the settings."""
+    """One held-out prompt has no standard error and no interval; a code block in a prompt does not end that of the settings."""
     changes = ("run.steps=1", SHORT[0], "evaluation.num_prompts=1", "data.system_prompt='```\\n# not a title'")
     result, said = go(lab, tmp_path / "mine", *changes)
     lines = (tmp_path / "mine" / "evaluations.jsonl").read_text().splitlines()

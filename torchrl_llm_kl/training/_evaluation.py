@@ -63,7 +63,7 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % interval of the mean of independent values: Wilson's score interval if all are 0 or 1, else Student's t.
 
     Returns:
-        Its ends; None for one value, or equal ones, other than 0 and 1: they do not show how much others differ.
+        Its ends; None for one value, and for equal ones other than 0 and 1: they do not show how much others differ.
 
     Example:
         >>> [round(end, 2) for end in interval([1.0, 1.0])]
@@ -75,12 +75,14 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
     Source: E. B. Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (1927).
     """
     n, (mean, error) = len(values), mean_and_error(values)
+    if n < 2:
+        return None
     if set(values) <= {0.0, 1.0}:
         shrunk = 1 + _Z95**2 / n
         centre = (mean + _Z95**2 / (2 * n)) / shrunk
         half = _Z95 / shrunk * math.sqrt(mean * (1 - mean) / n + (_Z95 / (2 * n)) ** 2)
         return max(0.0, centre - half), min(1.0, centre + half)
-    if n < 2 or min(values) == max(values):
+    if min(values) == max(values):
         return None
     half = (_T95[n - 2] if n - 2 < len(_T95) else _Z95 + 2.5 / (n - 1)) * error  # to 1 % of the quantile
     return mean - half, mean + half

@@ -228,14 +228,15 @@ def plot_curves(
     if all("penalised_reward" in row for row in rows):
         draw(reward, "penalised_reward", "the same − coefficient × KL: what is maximised", "tab:orange")
     if held_out:
-        at, means = ([each[i] for each in held_out] for i in (0, 1))
-        reward.plot(at, means, "o", color="black", label=held_out_label, clip_on=False)
+        reward.plot(
+            *zip(*(each[:2] for each in held_out), strict=True), "o", color="black", label=held_out_label, clip_on=False
+        )
     if intervals := [each for each in held_out if len(each) == 4]:
-        measured, _, low, high = zip(*intervals, strict=True)
-        reward.vlines(measured, low, high, color="black", linewidth=1, label="its 95 % interval", clip_on=False)
-    for step, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
+        places, _, lows, highs = zip(*intervals, strict=True)
+        reward.vlines(places, lows, highs, color="black", linewidth=1, label="their 95 % interval", clip_on=False)
+    for at, value, *_ in dict.fromkeys((held_out[0], held_out[-1])) if held_out else ():
         text = held_out_format.format(value)
-        reward.annotate(text, (step, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
+        reward.annotate(text, (at, value), (0, 9), textcoords="offset points", ha="center", bbox=LABEL_BOX)
     figure.suptitle(title)
     reward.set(ylabel="mean per answer (dimensionless)")
     reward.margins(y=0.12)

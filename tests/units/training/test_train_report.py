@@ -17,7 +17,7 @@ from torchrl_llm_kl.training._report import with_interval
     ("values", "low", "high"),
     [
         ([1.0, 1.0], 0.342, 1.0),  # Wilson: n / (n + 1.96 ** 2) = 2 / 5.84
-        ([0.0], 0.0, 0.793),
+        ([0.0, 0.0, 0.0], 0.0, 0.562),  # 3.84 / 6.84
         ([0.0, 1.0], 0.095, 0.905),
         ([1.0] * 81 + [0.0] * 182, 0.255, 0.366),  # 81 of 263: Newcombe 1998, table I, method 3
         ([0.2, 0.4, 0.6], 0.4 - 4.303 * 0.2 / 3**0.5, 0.4 + 4.303 * 0.2 / 3**0.5),
@@ -28,8 +28,8 @@ def test_intervals_of_a_mean(values: list[float], low: float, high: float) -> No
     assert interval(values) == pytest.approx((low, high), abs=6e-4)
 
 
-def test_equal_values_other_than_0_and_1_have_no_interval() -> None:
-    assert interval([0.25]) is interval([0.25, 0.25]) is None
+def test_one_value_and_equal_ones_other_than_0_and_1_have_no_interval() -> None:
+    assert interval([0.25]) is interval([1.0]) is interval([0.25, 0.25]) is None
     assert with_interval({"reward": 0.25}) == "0.25"
 
 
