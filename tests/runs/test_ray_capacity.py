@@ -18,6 +18,7 @@ from benchmarks.ray.callers import Window  # noqa: E402
 from benchmarks.ray.capacity import Answer, Limits, Work, answers_for, replicas_needed, with_model  # noqa: E402
 from benchmarks.ray.comparison import Bytes, Calls, Case, Line  # noqa: E402
 from benchmarks.ray.events import Draw, Observed, Replica, World, quantile, simulate  # noqa: E402
+from benchmarks.ray.faults import Fault  # noqa: E402
 from benchmarks.ray.overhead import Overhead  # noqa: E402
 from benchmarks.ray.results import RayRun  # noqa: E402
 from torchrl_llm_kl.service import ScoringService  # noqa: E402
@@ -291,6 +292,7 @@ def run() -> RayRun:
         calibration=Calibration(asdict(REPLICA), [0.001, 0.002], 0.1),
         checks=(Check(2, 0.02, 50.0, 60.0, 0.02, 0.015, 0.04, 0.03),),
         answers=tuple(answers_for([1000.0, 2000.0], [1, 10], REPLICA, no_link, Limits())),
+        faults=(Fault("a kill", 1200, 1, 0, 2.34, "2 restarts", 3.2),),
     )
 
 
@@ -300,8 +302,10 @@ def test_targets_saved_loaded_and_merged(tmp_path: Path) -> None:
     assert [(goal.short, goal.found, goal.target, goal.met) for goal in before.goals] == [
         ("ms", pytest.approx(2.5), 3.0, True),
         ("ms", pytest.approx(4.0), 3.0, False),
-        ("faster", 5.0, 4.0, True),
+        ("faster", 5.0, 8.0, False),
         ("bytes", 1.0, 0.0, False),
+        ("lost", 1.0, 0.0, False),
+        ("wrong", 0.0, 0.0, True),
     ]
     assert before.checks[0].errors == pytest.approx((0.2, -0.25))
     before.save(tmp_path)
@@ -324,6 +328,7 @@ def test_render_and_ask(tmp_path: Path) -> None:
     assert "| both | 8 | 4 x 32 | 4.0 | 14.0 | 1,792 | 5.0x | 500/900 | 100/200 |" in page
     assert "| ms of a call over a local scorer, 512 tokens | 4 | at most 3 | missed |" in page
     assert "| back | 1.50 | 2.00 |" in page
+    assert "| a kill | 1,200 | 1 | 0 | 2.3 | 3 | 2 restarts |" in page
     assert "| 2 | 20 | 50.0 | 60.0 | +20% | 20.0 | 15.0 | -25% | 40.0 | 30.0 |" in page
     assert (tmp_path / "ray_capacity.png").stat().st_size > 10_000
 
@@ -365,6 +370,7 @@ def test_the_smallest_run(tmp_path: Path) -> None:
     assert len(found.overheads[0].stages) == 5
     assert all(seconds > 0 for seconds in found.overheads[0].stages.values())
     assert [check.clients for check in found.checks] == [1, 2]
+    assert [(fault.lost, fault.wrong) for fault in found.faults] == [(0, 0)] * 6
     assert {path.name for path in tmp_path.iterdir()} == {"ray.json", "RAY.md", "ray_capacity.png"}
 
     again = invoke("run", "--quick", "--only", "overhead", "--out", str(tmp_path))
