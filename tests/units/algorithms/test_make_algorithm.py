@@ -256,7 +256,7 @@ def test_estimators_in_their_place_do_not() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KLPlacementWarning)
         for name in ALGORITHMS:
-            given = {"critic": TabularCritic(TASK)} if name == "ppo" else {}
+            given = {"critic": TabularCritic(TASK)} if ALGORITHMS[name].use_critic else {}
             made(name, reference=TASK.policy() if ALGORITHMS[name].needs_reference else None, max_len=2, **given)
         made(kl_loss="none", kl_reward="k1")
         made(kl_loss="exact")
