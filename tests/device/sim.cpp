@@ -263,6 +263,13 @@ const std::unordered_set<string> WAITING = {
     "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::unique_dim_consecutive", "aten::equal", "aten::bincount", "aten::histc", "aten::is_nonzero"};
 
+bool is_generator(const c10::Argument& argument) {
+  const auto* optional_type = argument.type()->castRaw<c10::OptionalType>();
+  return optional_type && optional_type->getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+at::Generator cpu_generator(c10::DeviceIndex i) {  // of a device's own random numbers
+  return static_cast<Generator*>(Hooks().getDefaultGenerator(i).unsafeGetGeneratorImpl())->cpu;
+}
 bool writes(const c10::Argument& argument) { return argument.alias_info() && argument.alias_info()->isWrite(); }
 
 // The tensors of an argument, in place; false if it holds none.
@@ -342,6 +349,7 @@ void on_cpu(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stac
     };
     if (each_tensor(value, alias)) continue;
     if (value.isDevice() && value.toDevice().type() == SIM) value = c10::Device(c10::kCPU);
+    else if (value.isNone() && device && is_generator(schema.arguments()[i])) value = cpu_generator(device->index());
     else if (value.isGenerator()) {
       auto generator = value.toGenerator();
       if (auto* own = dynamic_cast<Generator*>(generator.unsafeGetGeneratorImpl())) value = own->cpu;

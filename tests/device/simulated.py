@@ -40,7 +40,8 @@ def build() -> Path:
     """
     from torch.utils.cpp_extension import get_default_build_root
 
-    root, torch_at = Path(get_default_build_root()), Path(torch.__file__).parent
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    torch_at = Path(torch.__file__).parent
     key = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     folder = root / f"torchrl_llm_kl_sim-{torch.__version__}-{sys.implementation.cache_tag}-{key}"
     library = folder / "_sim.so"

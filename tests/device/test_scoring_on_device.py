@@ -56,7 +56,7 @@ def test_scores(device, case):
     assert_same(run, device, size=2e-2 if case == "autocast" else 1e-5)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("remember", "autocast")])
+@pytest.mark.parametrize("case", ["packs", "padded", "top-p", "all-kinds"])
 def test_gradients(device, case):
     settings, asked = CASES[case]
 
