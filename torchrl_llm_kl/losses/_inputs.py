@@ -48,6 +48,7 @@ class LossInputs:
         chosen: True for a preferred sequence, of its pair or by itself; bool ``[*B]``.
         reference_point: nats, what log-ratios are compared with, from a whole batch; ``[*B]``.
         match_id: equal for two sequences matched over a whole batch; integers ``[*B]``.
+        gathered: the mask outside of which all inputs of tokens are 0 already: while it is ``mask`` itself, nothing is cleaned.
 
     Example:
         >>> inputs = LossInputs(torch.tensor([[-1.0]]), torch.tensor([[True]]), advantage=torch.tensor([[2.0]]))
@@ -73,7 +74,7 @@ class LossInputs:
     chosen: Tensor | None = _optional(_ROW, key="chosen", boolean=True)
     reference_point: Tensor | None = _optional(_ROW, key="reference_point")
     match_id: Tensor | None = _optional(_ROW, key="match_id")
-    gathered: Tensor | None = None  # the mask outside of which all inputs of tokens are 0 already
+    gathered: Tensor | None = None
 
     @property
     def given(self) -> dict[str, Tensor]:
