@@ -158,7 +158,7 @@ def engine(module: nn.Module) -> SimpleNamespace:
     """Scores token ids, and is not a module."""
 
     def score(ids: Tensor) -> Tensor:
-        device = next(module.parameters()).device
+        device = next(module.parameters(), ids).device
         return plain_log_probs(module, Ragged.from_list([ids.to(device)])).double()
 
     return SimpleNamespace(score=score, requests=[])

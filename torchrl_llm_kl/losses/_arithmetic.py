@@ -153,11 +153,11 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
-def clean(value: Tensor, mask: Tensor | None) -> Tensor:
-    """0 or False where the mask is False (None: there already); numbers in float32 or wider."""
+def clean(value: Tensor, mask: Tensor) -> Tensor:
+    """0 or False where the mask is False; numbers in float32 or wider."""
     if value.dtype == torch.bool:
-        return value if mask is None else value & mask
-    return widen(value)[0] if mask is None else torch.where(mask, widen(value)[0], 0)
+        return value & mask
+    return torch.where(mask, widen(value)[0], 0)
 
 
 def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:

@@ -73,7 +73,6 @@ class LossInputs:
     chosen: Tensor | None = _optional(_ROW, key="chosen", boolean=True)
     reference_point: Tensor | None = _optional(_ROW, key="reference_point")
     match_id: Tensor | None = _optional(_ROW, key="match_id")
-    gathered: Tensor | None = None  # the mask outside of which all inputs of tokens are 0 already
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -109,15 +108,13 @@ class LossInputs:
             if key in names and key in PER_ROW:
                 out[key] = clean(x, self.mask.any(-1)) if x.is_floating_point() else x
             elif key in names and key != "mask":
-                x = x if key in _WITH_GRAPH else x.detach()
                 mask = self.mask.reshape(*self.mask.shape, *[1] * (x.ndim - self.mask.ndim))
-                out[key] = clean(x, None if self.gathered is self.mask else mask)
+                out[key] = clean(x if key in _WITH_GRAPH else x.detach(), mask)
         return out
 
 
 def _with(**facts: object) -> tuple[str, ...]:
-    declared = [f for f in fields(LossInputs) if f.metadata]
-    return tuple(f.name for f in declared if all(f.metadata.get(key) == x for key, x in facts.items()))
+    return tuple(f.name for f in fields(LossInputs) if all(f.metadata.get(key) == x for key, x in facts.items()))
 
 
 #: Every input. All other arguments of an objective are hyper-parameters.

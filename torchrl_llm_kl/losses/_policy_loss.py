@@ -677,7 +677,7 @@ class PolicyLoss(TokenLoss):
 
 def _unscored(mask: Tensor) -> LossInputs:
     """Inputs before a model has run: the log-probs are 0."""
-    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask, gathered=mask)
+    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask)
 
 
 @torch.no_grad()

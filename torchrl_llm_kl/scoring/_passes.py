@@ -421,7 +421,8 @@ class Run:
                 "retry.",
                 stacklevel=4,
             )
-            torch.accelerator.empty_cache()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
 
     def _part(self, reason: str) -> None:
         """Share no prefixes in this call."""
