@@ -77,13 +77,13 @@ class VllmServer:
     """The process, and requests to it."""
 
     def __init__(
-        self, folder: Path, *arguments: str, port: int = 0, dtype: str = "float32", **environment: str
+        self, folder: Path, *arguments: str, port: int = 0, key: str = "", dtype: str = "float32", **environment: str
     ) -> None:
         if not port:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
         self.port, self.url = port, f"http://127.0.0.1:{port}"
-        self.folder = folder
+        self.folder, self.key = folder, key
         python = Path(os.environ[ENGINES]) / "vllm" / "bin" / "python"
         command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--dtype", dtype, "--enforce-eager"]
@@ -121,7 +121,7 @@ class VllmServer:
 
     def post(self, path: str, **body: Any) -> Any:
         """The JSON of the answer; ``(status, text)`` of an error."""
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         try:
             text = urllib.request.urlopen(request, timeout=900).read()
