@@ -203,7 +203,8 @@ class Advantage(Transform):
 
     def _device(self, td: TensorDictBase) -> torch.device:
         """Where the rewards are, and so the result."""
-        key = find_key(td, self._keys_of("rewards" if "rewards" in self.inputs else "reward")[0])
+        keys = [key for name in ("rewards", "reward") if name in self.keys for key in self._keys_of(name)]
+        key = find_key(td, keys[0]) if keys else None
         column = None if key is None else read_column(td, key)
         return (column[0] if isinstance(column, list) else column).device if column is not None else torch.device("cpu")
 
