@@ -201,9 +201,9 @@ class Advantage(Transform):
         return TOKENS_FULL if key is None else find_key(td, key) or key
 
     def _device(self, td: TensorDictBase) -> torch.device:
-        """Where the rewards are, and so the result; without rewards, what is read first."""
-        name = next((name for name in ("rewards", "reward") if name in self.inputs), None)
-        key = find_key(td, self.in_keys[0] if name is None else self._keys_of(name)[0])
+        """Where the rewards are, and so the result."""
+        keys = [key for name in ("rewards", "reward") if name in self.keys for key in self._keys_of(name)]
+        key = find_key(td, keys[0]) if keys else None
         column = None if key is None else read_column(td, key)
         return (column[0] if isinstance(column, list) else column).device if column is not None else torch.device("cpu")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import (
@@ -216,8 +216,8 @@ def _rebuilt(value: Any, *buffers: Tensor) -> Tensor:
     if not value.is_nested:
         return buffers[0]
     if value.layout != torch.strided:
-        values, offsets, lengths = (*buffers, None)[:3]
-        return torch.nested.nested_tensor_from_jagged(cast(Tensor, values), offsets, lengths)
+        values, offsets, *lengths = buffers
+        return torch.nested.nested_tensor_from_jagged(values, offsets, lengths[0] if lengths else None)
     shapes = value._nested_tensor_size().tolist()
     rows = buffers[0].split([torch.Size(shape).numel() for shape in shapes])
     return torch.nested.as_nested_tensor([row.view(shape) for row, shape in zip(rows, shapes, strict=True)])

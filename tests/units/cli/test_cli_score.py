@@ -288,7 +288,7 @@ def test_what_is_skipped_is_counted_with_its_reason(
     cli("score", model, data, "--limit", 3, "--out", tmp_path / "three")
     assert [record["index"] for record in read_jsonl(tmp_path / "three")] == [0, 1, 2]
     nothing = write_jsonl(tmp_path / "nothing.jsonl", [{"messages": []}])
-    assert "nothing in" in error_of(cli("score", model, nothing, code=1))
+    assert "nothing in" in cli("score", model, nothing, code=1).stderr.splitlines()[-1]  # after the progress
 
 
 def test_errors_in_one_sentence(cli: Cli, tmp_path: Path, data: Path, model: str, reference: str) -> None:
