@@ -70,7 +70,7 @@ test-peers: $(READY)  ## Fetch Trinity-RFT, verl, TRL and torchrl's own tests in
 	TORCHRL_LLM_KL_PEERS=$(CURDIR)/$(PEERS) TORCHRL_LLM_KL_TORCHRL=$(CURDIR)/$(PEERS)/torchrl $(PYTEST) -m "not slow" tests/peers $(ARGS)
 
 ENGINES := .engines
-engines: $(READY)  ## Install vLLM for processors into .engines (3.5 GB) and run tests/engines against its server (20 minutes)
+engines: $(READY)  ## Install vLLM for processors into .engines (3.5 GB) and run tests/engines against its server (15 minutes)
 	$(BIN)/python tests/engines/environment.py $(ENGINES)
 	TORCHRL_LLM_KL_ENGINES=$(CURDIR)/$(ENGINES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -p no:cacheprovider tests/engines $(ARGS)
 
