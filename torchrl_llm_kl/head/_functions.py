@@ -43,6 +43,7 @@ class PairOptions(HeadOptions, total=False):
     ref_scale: float
     ref_soft_cap: float | None
     ref_kept: bool
+    added: list[Tensor] | None
 
 
 def linear_log_prob(
@@ -172,7 +173,6 @@ def linear_pair(
     truncation: Truncation | None = None,
     kept: Kept | None = None,
     keep_targets: bool = False,
-    added: list[Tensor] | None = None,
     **options: Unpack[PairOptions],
 ) -> PairOutput:
     r"""Exact KL of policy and reference, log-probs of given tokens under both, and the policy's entropy, in one sweep.
@@ -208,7 +208,7 @@ def linear_pair(
     teacher as first distribution.
     """
     bias, scale, cap = options.pop("ref_bias", None), options.pop("ref_scale", 1.0), options.pop("ref_soft_cap", None)
-    ref_kept = options.pop("ref_kept", False)
+    ref_kept, added = options.pop("ref_kept", False), options.pop("added", None)
     own: HeadOptions = options
     policy, part, tile = _prepare(hidden, weight, **own)
     of_ref: HeadOptions = {**own, "bias": bias, "scale": scale, "soft_cap": cap}
