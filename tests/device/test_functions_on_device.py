@@ -167,6 +167,7 @@ INPUTS: dict[str, Any] = {
     "baseline": torch.full((ROWS,), 0.5, dtype=torch.float64),
     "length": BATCH["mask"].sum(-1),
     "mask": BATCH["mask"],
+    "role": torch.arange(len(BATCH["mask"])) % 2,
     "value": BATCH["advantage"],
     "old_log_prob": BATCH["old_log_prob"],
     "teacher_log_prob": BATCH["ref_log_prob"],
