@@ -232,7 +232,8 @@ def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
 def masked_means(mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
     """:func:`masked_mean` of several values over one mask, from one pass over all of them; by name."""
     stacked = torch.stack(list(values.values()))
-    sums = torch.where(mask, stacked, 0).sum(tuple(range(1, stacked.ndim)))
+    kept = stacked & mask if stacked.dtype == torch.bool else torch.where(mask, stacked, 0)
+    sums = kept.sum(tuple(range(1, stacked.ndim)))
     return dict(zip(values, (sums / mask.sum().clamp(min=1)).unbind(), strict=True))
 
 

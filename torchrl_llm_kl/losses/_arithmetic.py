@@ -160,11 +160,16 @@ def clean(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, widen(value)[0], 0)
 
 
-def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-    """:func:`clean` inputs, after checking their shapes, that they are numbers, and the mask."""
+def check_inputs(mask: Tensor, **named: Tensor) -> None:
+    """Check the shapes of inputs, that they are numbers, and the mask."""
     check_same_shape(mask=mask, **named)
     check_is_mask(mask=mask)
     check_is_number(**named)
+
+
+def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+    """:func:`clean` inputs, after :func:`check_inputs`."""
+    check_inputs(mask, **named)
     return tuple(clean(x, mask) for x in named.values())
 
 
@@ -186,6 +191,8 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
     low, high = (
         x.item() if isinstance(x, Tensor) and x.device.type == "cpu" != value.device.type else x for x in (low, high)
     )
+    if isinstance(low, Tensor) == isinstance(high, Tensor):
+        return value if low is None is high else value.clamp(low, high)
     if low is not None:
         value = value.clamp_min(low)
     return value if high is None else value.clamp_max(high)

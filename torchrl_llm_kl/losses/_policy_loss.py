@@ -19,7 +19,6 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, check_not_a_name, finite_total, masked_mean, send, to_host
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._inputs import (
@@ -690,39 +689,35 @@ def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """
     mask, experts = inputs.mask, inputs.expert_mask
     sampled = mask if experts is None else mask & ~experts
-    names = ("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob")
-    given = {name: x for name in names if (x := getattr(inputs, name)) is not None}
-    found = dict(zip(given, torch.where(mask, torch.stack(list(given.values())), 0).unbind(), strict=True))
-    log_prob, old, own, ref = found["log_prob"], *(found.get(name) for name in names[1:])
+    log_prob, old, own, ref = inputs.log_prob, inputs.old_log_prob, inputs.sampler_log_prob, inputs.ref_log_prob
     metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
-    if old is not None:
-        metrics |= _ratio_metrics(log_prob, old, sampled & old.isfinite())
-    sampler = old if own is None else own
-    if sampler is not None:
-        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative. NaN: not scored.
-        metrics["kl_to_sampler"] = _k3(sampler, log_prob, sampled & sampler.isfinite())
+    # The sampler produced the tokens, so that k3 of KL(sampler || policy) is never negative.
+    pairs = {"old": (log_prob, old), "sampler": (log_prob, old if own is None else own), "ref": (ref, log_prob)}
+    pairs = {name: pair for name, pair in pairs.items() if not any(x is None for x in pair)}
+    if pairs:
+        above, below = (torch.stack(each) for each in zip(*pairs.values(), strict=True))
+        # One token cannot make a mean infinite.
+        log_ratio, used = (
+            (above - below).clamp(max=LARGEST_LOG_RATIO),
+            sampled & (below.abs() < torch.inf),
+        )  # NaN: not scored
+        counts = used.flatten(1).sum(1)
+        k3 = torch.where(used, torch.expm1(log_ratio) - log_ratio, 0).flatten(1).sum(1) / counts.clamp(min=1)
+        metrics |= {f"kl_to_{name}": mean for name, mean in zip(pairs, k3.unbind(), strict=True) if name != "old"}
+        if "old" in pairs:
+            metrics |= _ratio_metrics(log_ratio[0], used[0], counts[0])
     if own is not None:
         metrics |= mismatch_metrics(log_prob if old is None else old, own, sampled)
-    if ref is not None:
-        metrics["kl_to_ref"] = _k3(log_prob, ref, sampled)
     if inputs.entropy is not None:
         metrics["entropy"] = masked_mean(inputs.entropy, mask)
     return metrics
 
 
-def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Mean k3, with log-ratios capped at 80 nats so that one token cannot make it infinite."""
-    return masked_mean(k3(torch.zeros_like(ref), (ref - log_prob).clamp(max=LARGEST_LOG_RATIO)), mask)
-
-
-def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    log_ratio = (log_prob - old).clamp(max=LARGEST_LOG_RATIO)
-    count, weight = mask.sum(), torch.where(mask, log_ratio, -torch.inf)
-    weight = (weight - weight.amax()).exp()  # the scale cancels
-    size = weight.sum().square() / weight.square().sum() / count
-    metrics = {"ESS": torch.where(count == 0, 0, size).clamp(max=1)}
-    ordered = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
+def _ratio_metrics(log_ratio: Tensor, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
+    ordered = torch.where(mask, log_ratio, -torch.inf).flatten().sort().values
+    weight = (ordered - ordered[-1]).exp()  # the scale cancels; NaN without tokens
+    size = (weight.sum() / torch.linalg.vector_norm(weight)).square() / count
     shares = send(torch.tensor(list(_RATIO_QUANTILES.values())), count.device)
-    values = ordered[((count - 1).clamp(min=0) * shares).round().long()].exp()
-    found = torch.where(count == 0, 1, values).unbind()
-    return metrics | dict(zip(_RATIO_QUANTILES, found, strict=True))
+    places = ((count - 1) * shares).round().long() - count  # from the end
+    values = ordered[places].nan_to_num(neginf=0.0).exp()
+    return {"ESS": size.nan_to_num(0.0).clamp(max=1), **dict(zip(_RATIO_QUANTILES, values.unbind(), strict=True))}
