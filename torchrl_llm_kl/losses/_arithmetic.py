@@ -101,10 +101,11 @@ def aggregate(
     if not isinstance(denominator, Tensor):
         if not 0 <= denominator < math.inf:
             raise ValueError(f"denominator must be a count of tokens or sequences, got {denominator}.")
-        denominator = torch.tensor(denominator, dtype=value.dtype, device=value.device)
-    denominator = denominator.to(value.dtype)
+        return value.sum() / (denominator or 1)
+    if denominator.is_floating_point():
+        denominator = denominator.to(value.dtype)
     # Where the count is 0 the sum is 0 too.
-    return value.sum() / torch.where(denominator == 0, 1, denominator)
+    return value.sum() / (denominator + (denominator == 0))
 
 
 def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -510,17 +510,17 @@ class PolicyLoss(TokenLoss):
                 unscored = unscored & ~flat["expert_mask"]
             flat[name] = torch.where(unscored, math.nan, value)
             if name == "old_log_prob" and any(name in part.reads(flat) for part in self._parts):
-                old, mask = (value, mask & unscored), mask & ~unscored
+                old, mask = (value, unscored), mask & ~unscored
         # One copy shows which tokens are left out, and that the numbers of the others are finite.
         named = self._named(flat, flat) if check else {}
-        total = finite_total(*(torch.where(mask, x, 0) for x in named.values())).reshape(1)
+        checked = [torch.where(mask, torch.stack(list(named.values())), 0)] if named else []
+        total = finite_total(*checked).reshape(1)
         host_mask, total = to_host(mask, total) if old is not None else (located.host_mask, to_host(total)[0])
         if old is not None and host_mask.sum() < located.host_mask.sum():
-            self._reader.warn_of_unscored(*old, tokens, places["old_log_prob"])
+            value, unscored = old
+            self._reader.warn_of_unscored(value, located.mask & unscored, tokens, places["old_log_prob"])
         response = ResponseTokens(tokens, mask, host_mask)
-        inputs = _unscored(response.mask).replace(
-            **{name: response.gather(value) for name, value in flat.items()}, **rows
-        )
+        inputs = _unscored(response.mask).replace(**response.gather_each(flat), **rows)
         if check:
             if not math.isfinite(total):
                 response.check_finite({name: response.gather(x) for name, x in named.items()})
@@ -650,14 +650,15 @@ class PolicyLoss(TokenLoss):
         trained = list(self.actor_network.parameters() if own is None else own.values(True, True))
         # An objective may read any one of these alone.
         read = [name for name in ("log_prob", "outcomes", "teacher_divergence") if name in out]
-        return inputs.replace(**(out | {name: with_graph(out[name], trained) for name in read}))
+        inputs = inputs.replace(**(out | {name: with_graph(out[name], trained) for name in read}))
+        return replace(inputs, is_clean=True)  # all are gathered
 
     def _terms(self, inputs: LossInputs) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
         mask, experts = inputs.mask, inputs.expert_mask
-        product = torch.ones_like(inputs.log_prob).detach()
+        product = torch.ones_like(inputs.log_prob).detach() if self.corrections else inputs.log_prob
         correction: Correction
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
             if experts is None or not correction.leaves_out_experts:

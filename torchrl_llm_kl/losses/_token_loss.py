@@ -245,7 +245,9 @@ class TokenLoss(LossModule):
             mode, denominator = self._mode(term), None
             if mode != "none":
                 denominator = self._denominator(term) if denominators is None else denominators[term.name]
-            value = term.weight * aggregate(term.value, term.mask, mode, denominator=denominator)
+            value = aggregate(term.value, term.mask, mode, denominator=denominator)
+            if isinstance(term.weight, Tensor) or term.weight != 1:
+                value = term.weight * value
             out[f"loss_{term.name}"] = response.restore(value) if mode == "none" else value
         return LossOutput(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 

@@ -58,6 +58,17 @@ class ResponseTokens:
         out = out.index_copy_(0, self._places, values.index_select(0, self.elements))
         return out.view(*self.mask.shape, *values.shape[1:])
 
+    def gather_each(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """:meth:`gather` of several columns ``[N]``, those of one dtype in one pass."""
+        out: dict[str, Tensor] = {}
+        for dtype in {x.dtype: None for x in named.values()}:
+            columns = {name: x for name, x in named.items() if x.dtype == dtype}
+            found = torch.stack(list(columns.values()))[:, self.elements]
+            dense = found.new_zeros(len(columns), *self.mask.shape)
+            dense.flatten(1)[:, self._places] = found
+            out |= dict(zip(columns, dense.unbind(), strict=True))
+        return out
+
     def scatter(self, values: Tensor) -> Tensor:
         """The inverse of :meth:`gather`: ``[S, T]`` to ``[N]``, 0 at all other tokens."""
         flat = values.new_zeros(self.tokens.values.shape[0])
