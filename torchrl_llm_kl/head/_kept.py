@@ -75,7 +75,7 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
         if targets is not None:
             state.choose(logits, targets, rows, cols)
         if whole:
-            state.absorb(logits, scratch, rows)
+            state.absorb(logits, scratch, rows, first=cols.start == 0)
             # Tokens less probable than this add up to less than 1 - p, whatever their number.
             floor = state.top + state.total.log() + (math.log((1 - top_p) / vocab) - _SLACK)
         else:

@@ -505,10 +505,13 @@ class PolicyLoss(TokenLoss):
         mask, old = located.mask, None
         for name in [name for name in OF_SAMPLER if name in flat]:
             value, key = flat[name], places[name]
+            zeros = self._reader.marks_zeros(key)
+            if name != "old_log_prob" and not zeros:
+                continue  # NaN already, which changes no mask
             unscored = self._reader.unscored(value, tokens, responses, key)
             if "expert_mask" in flat:  # no policy sampled those tokens
                 unscored = unscored & ~flat["expert_mask"]
-            flat[name] = torch.where(unscored, math.nan, value)
+            flat[name] = torch.where(unscored, math.nan, value) if zeros else value
             if name == "old_log_prob" and any(name in part.reads(flat) for part in self._parts):
                 old, mask = (value, unscored), mask & ~unscored
         # One copy shows which tokens are left out, and that the numbers of the others are finite.

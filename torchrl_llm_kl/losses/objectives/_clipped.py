@@ -42,7 +42,8 @@ def clipped_surrogate(
         ceiling = loss.abs() * clip_ratio_c  # only values of a negative advantage are above 0
         dual["clip_fraction_dual"] = value > ceiling
         value = torch.minimum(value, ceiling)
-    return value, clip_fractions(clipped & bad, clipped & (advantage > 0), mask, **dual)
+    low = clipped & bad
+    return value, clip_fractions(low, clipped ^ low, mask, **dual)
 
 
 @objective(
