@@ -23,7 +23,7 @@ BUDGETS: dict[str, Budget] = {
     "score, padded ids on the device": Budget(2, 54),
     "score, ids on the CPU": Budget(1, 47),
     "score of top-k and top-p": Budget(2, 115),
-    "PolicyLoss forward": Budget(3, 199, goal_kernels=150),
+    "PolicyLoss forward": Budget(3, 162, goal_kernels=150),
     "PolicyLoss backward": Budget(0, 275),
     "KLComputation": Budget(1, 18),
     "GRPO advantage": Budget(1, 11),

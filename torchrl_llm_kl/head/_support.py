@@ -84,7 +84,7 @@ def from_zero(sums: Tensor) -> Tensor:
 
 def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
     """Positions of the targets among some tokens, any of them for others, and whether they are; same shape as ``targets``."""
-    index = targets - cols.start
+    index = targets - cols.start if cols.start else targets
     nearest = index.clamp(0, cols.stop - cols.start - 1)
     return nearest, nearest == index
 

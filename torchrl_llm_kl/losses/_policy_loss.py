@@ -513,7 +513,7 @@ class PolicyLoss(TokenLoss):
                 unscored = unscored & ~flat["expert_mask"]
             flat[name] = torch.where(unscored, math.nan, value) if zeros else value
             if name == "old_log_prob" and any(name in part.reads(flat) for part in self._parts):
-                old, mask = (value, unscored), mask & ~unscored
+                old, mask = (value, unscored), mask > unscored  # and not
         # One copy shows which tokens are left out, and that the numbers of the others are finite.
         named = self._named(flat, flat) if check else {}
         checked = [torch.where(mask, torch.stack(list(named.values())), 0)] if named else []
@@ -703,7 +703,7 @@ def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
         # One token cannot make a mean infinite.
         log_ratio, used = (
             (above - below).clamp(max=LARGEST_LOG_RATIO),
-            sampled & (below.abs() < torch.inf),
+            sampled & (below > -torch.inf),
         )  # NaN: not scored
         counts = used.flatten(1).sum(1)
         k3 = torch.where(used, torch.expm1(log_ratio) - log_ratio, 0).flatten(1).sum(1) / counts.clamp(min=1)
