@@ -66,6 +66,7 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
     top_k, top_p, min_p = truncation
     whole = top_p < 1 and not top_k  # top-p is of all tokens
     state, floor = Softmax(head), head.per_position(-math.inf)
+    state.top.fill_(state.lowest)
     found = _Candidates(count)
     most *= count
     room = 4 * top_k * count or 8 * most

@@ -105,9 +105,8 @@ class Softmax:
 
     def __init__(self, head: Head) -> None:
         self.lowest = torch.finfo(head.wide).min
-        self.top = head.per_position(self.lowest)
-        self.total = torch.empty_like(self.top)
         self.chosen = head.per_position(float("nan"))
+        self.top, self.total = torch.empty_like(self.chosen), torch.empty_like(self.chosen)
 
     def choose(self, logits: Tensor, targets: Tensor, rows: slice, cols: slice) -> None:
         """Pick the targets' logits from a tile, where they are rounded as those in the sum are."""

@@ -107,10 +107,13 @@ def aggregate_each(values: Sequence[Tensor], mask: Tensor, mode: str, denominato
     value = torch.where(mask, value, 0)
     if mode == "seq-mean-token-mean":
         value = value / mask.sum(-1, keepdim=True).clamp(min=1)
-    if denominator.is_floating_point():
-        denominator = denominator.to(value.dtype)
     # Where the count is 0 the sum is 0 too.
-    return (value.flatten(1).sum(1) / (denominator + (denominator == 0))).unbind()
+    if denominator.is_floating_point():  # of a batch, may be a share of a count
+        denominator = denominator.to(value.dtype)
+        divisor = denominator + (denominator == 0)
+    else:
+        divisor = denominator.clamp(min=1)
+    return (value.flatten(1).sum(1) / divisor).unbind()
 
 
 def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None = None) -> Tensor:

@@ -418,11 +418,11 @@ class PolicyLoss(TokenLoss):
         response.check_finite(self._named(inputs.given, _COMPUTED))
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
-        return self._output(td, response, terms, {**common_metrics(inputs), **metrics})
+        return self._output(td, response, terms, {**common_metrics(inputs, response.counts), **metrics})
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         inputs = self._read(td)[2]
-        zeros = inputs.log_prob
+        zeros = inputs.log_prob.to(inputs.mask.device)
         filled = {name: zeros for name in PER_TOKEN if name not in (*MASKS, *OF_SAMPLER)}
         filled |= dict.fromkeys(PER_OUTCOME, zeros.new_zeros(*zeros.shape, len(self._teachers), 1))
         if inputs.old_log_prob is None:  # the place of the sampler's own may be taken by it
@@ -679,12 +679,12 @@ class PolicyLoss(TokenLoss):
 
 
 def _unscored(mask: Tensor) -> LossInputs:
-    """Inputs before a model has run: the log-probs are 0."""
-    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask)
+    """Inputs before a model has run: the log-probs are 0, and on the CPU."""
+    return LossInputs(torch.zeros(()).expand(mask.shape), mask)
 
 
 @torch.no_grad()
-def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
     """Metrics independent of the objective, and except the first two and the entropy of the tokens that are not experts'.
 
     ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
@@ -694,22 +694,20 @@ def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     mask, experts = inputs.mask, inputs.expert_mask
     sampled = mask if experts is None else mask & ~experts
     log_prob, old, own, ref = inputs.log_prob, inputs.old_log_prob, inputs.sampler_log_prob, inputs.ref_log_prob
-    metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
+    num_tokens, num_sequences = (mask.sum(), mask.any(-1).sum()) if counts is None else counts
+    metrics = {"num_tokens": num_tokens, "num_sequences": num_sequences}
     # The sampler produced the tokens, so that k3 of KL(sampler || policy) is never negative.
     pairs = {"old": (log_prob, old), "sampler": (log_prob, old if own is None else own), "ref": (ref, log_prob)}
     pairs = {name: pair for name, pair in pairs.items() if not any(x is None for x in pair)}
     if pairs:
         above, below = (torch.stack(each) for each in zip(*pairs.values(), strict=True))
-        # One token cannot make a mean infinite.
-        log_ratio, used = (
-            (above - below).clamp(max=LARGEST_LOG_RATIO),
-            sampled & (below > -torch.inf),
-        )  # NaN: not scored
-        counts = used.flatten(1).sum(1)
-        k3 = torch.where(used, torch.expm1(log_ratio) - log_ratio, 0).flatten(1).sum(1) / counts.clamp(min=1)
+        used = sampled & (below > -torch.inf)  # NaN: not scored
+        unused, used_tokens = ~used, used.flatten(1).sum(1)
+        log_ratio = (above - below).clamp(max=LARGEST_LOG_RATIO)  # one token cannot make a mean infinite
+        k3 = (torch.expm1(log_ratio) - log_ratio).masked_fill_(unused, 0).flatten(1).sum(1) / used_tokens.clamp(min=1)
         metrics |= {f"kl_to_{name}": mean for name, mean in zip(pairs, k3.unbind(), strict=True) if name != "old"}
         if "old" in pairs:
-            metrics |= _ratio_metrics(log_ratio[0], used[0], counts[0])
+            metrics |= _ratio_metrics(log_ratio[0].masked_fill_(unused[0], -torch.inf), used_tokens[0])
     if own is not None:
         metrics |= mismatch_metrics(log_prob if old is None else old, own, sampled)
     if inputs.entropy is not None:
@@ -717,8 +715,9 @@ def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     return metrics
 
 
-def _ratio_metrics(log_ratio: Tensor, mask: Tensor, count: Tensor) -> dict[str, Tensor]:
-    ordered = torch.where(mask, log_ratio, -torch.inf).flatten().sort().values
+def _ratio_metrics(log_ratio: Tensor, count: Tensor) -> dict[str, Tensor]:
+    """Of ``count`` log-ratios; all others are ``-inf``."""
+    ordered = log_ratio.flatten().sort().values
     weight = (ordered - ordered[-1]).exp()  # the scale cancels; NaN without tokens
     size = (weight.sum() / torch.linalg.vector_norm(weight)).square() / count
     shares = send(torch.tensor(list(_RATIO_QUANTILES.values())), count.device)

@@ -336,9 +336,10 @@ def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
     scored = mask & (log_ratio == log_ratio)  # not NaN
     k3 = torch.expm1(log_ratio) - log_ratio
     # All sums over tokens at once, then all over sequences.
-    columns = torch.stack([old, sampler, log_ratio, k3, _square_less_1(log_ratio)])
-    sums, lengths = torch.where(scored, columns, 0).sum(-1, keepdim=True), scored.sum(-1, keepdim=True)
-    k1, *of_tokens = (sums[2:].flatten(1).sum(1) / lengths.sum().clamp(min=1)).unbind()
+    columns = torch.stack([old, sampler, log_ratio, k3, _square_less_1(log_ratio), torch.ones_like(old)])
+    sums = torch.where(scored, columns, 0).sum(-1, keepdim=True)
+    lengths, totals = sums[5], sums[2:].flatten(1).sum(1)
+    k1, *of_tokens = (totals[:-1] / totals[-1].clamp(min=1)).unbind()
     log_ppl, rows = sums[:3] / -lengths.clamp(min=1), lengths > 0
     difference = log_ppl[2]
     of_rows = torch.cat([log_ppl, bounded_exp(log_ppl), difference.abs().unsqueeze(0), _square_less_1(sums[2:3])])

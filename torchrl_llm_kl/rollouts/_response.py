@@ -44,8 +44,15 @@ class ResponseTokens:
         width = int(lengths.max().clamp(min=1))
         places = rows * width + torch.arange(elements.numel()) - (lengths.cumsum(0) - lengths)[rows]
         filled = torch.arange(width) < lengths.unsqueeze(-1)
+        self._lengths = lengths
         self.columns = places - rows * width  # on the CPU
         self.elements, self._places, self.mask = (send(x, device) for x in (elements, places, filled))
+
+    @property
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Masked-in tokens, and sequences with any: counted on the CPU, 0-dim on the device of :attr:`mask`."""
+        tokens, sequences = send(torch.stack([self._lengths.sum(), self._lengths.count_nonzero()]), self.mask.device)
+        return tokens, sequences
 
     @property
     def is_empty(self) -> bool:
