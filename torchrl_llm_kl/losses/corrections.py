@@ -340,13 +340,14 @@ def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
     sums = torch.where(scored, columns, 0).sum(-1, keepdim=True)
     lengths, totals = sums[5], sums[2:].flatten(1).sum(1)
     k1, *of_tokens = (totals[:-1] / totals[-1].clamp(min=1)).unbind()
-    log_ppl, rows = sums[:3] / -lengths.clamp(min=1), lengths > 0
+    log_ppl, rows = sums[:3] / -lengths.clamp(min=1), lengths.clamp(max=1)
     difference = log_ppl[2]
-    of_rows = torch.cat([log_ppl, bounded_exp(log_ppl), difference.abs().unsqueeze(0), _square_less_1(sums[2:3])])
+    of_rows = [log_ppl, bounded_exp(log_ppl), difference.abs().unsqueeze(0), _square_less_1(sums[2:3])]
     # Nothing is infinite in a sequence without tokens.
-    means = (of_rows * rows).flatten(1).sum(1) / rows.sum().clamp(min=1)
+    totals = (torch.cat([*of_rows, rows.unsqueeze(0)]) * rows).flatten(1).sum(1)
+    means = totals[:-1] / totals[-1].clamp(min=1)
     # The mean, in place of such a sequence, changes neither end.
-    ends = torch.where(rows, difference, means[2]).aminmax() if rows.numel() else (means[2], means[2])
+    ends = torch.lerp(means[2], difference, rows).aminmax() if rows.numel() else (means[2], means[2])
     return {
         **dict(zip(_OF_SEQUENCES, means.unbind(), strict=True)),
         **dict(zip(("log_ppl_diff_min", "log_ppl_diff_max"), ends, strict=True)),
