@@ -229,13 +229,6 @@ def masked_mean(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, value, 0).sum() / mask.sum().clamp(min=1)
 
 
-def masked_means(mask: Tensor, **values: Tensor) -> dict[str, Tensor]:
-    """:func:`masked_mean` of several values over one mask, from one pass over all of them; by name."""
-    stacked = torch.stack(list(values.values()))
-    sums = torch.where(mask, stacked, 0).sum(tuple(range(1, stacked.ndim)))
-    return dict(zip(values, (sums / mask.sum().clamp(min=1)).unbind(), strict=True))
-
-
 def is_dtensor(tensor: Tensor | None) -> bool:
     """Whether a tensor is sharded or replicated over ranks; torch imports the class late, and none exists before."""
     module = sys.modules.get("torch.distributed.tensor")

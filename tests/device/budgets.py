@@ -10,22 +10,21 @@ from typing import NamedTuple
 
 
 class Budget(NamedTuple):
-    """The ceilings, and the goals that are not reached."""
+    """The ceilings."""
 
     syncs: int
     kernels: int | None = None
-    goal_kernels: int | None = None
 
 
 BUDGETS: dict[str, Budget] = {
-    "construction of a scorer": Budget(5, 100),
-    "score, ids on the device": Budget(2, 50),
-    "score, padded ids on the device": Budget(2, 54),
-    "score, ids on the CPU": Budget(1, 47),
-    "score of top-k and top-p": Budget(2, 115),
-    "PolicyLoss forward": Budget(3, 305, goal_kernels=150),
-    "PolicyLoss backward": Budget(0, 275),
-    "KLComputation": Budget(1, 18),
+    "construction of a scorer": Budget(5, 80),
+    "score, ids on the device": Budget(2, 28),
+    "score, padded ids on the device": Budget(2, 31),
+    "score, ids on the CPU": Budget(1, 25),
+    "score of top-k and top-p": Budget(2, 84),
+    "PolicyLoss forward": Budget(3, 150),
+    "PolicyLoss backward": Budget(0, 255),
+    "KLComputation": Budget(1, 12),
     "GRPO advantage": Budget(1, 11),
     "diagnose": Budget(8, None),
 }

@@ -66,6 +66,7 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
     top_k, top_p, min_p = truncation
     whole = top_p < 1 and not top_k  # top-p is of all tokens
     state, floor = Softmax(head), head.per_position(-math.inf)
+    state.top.fill_(state.lowest)
     found = _Candidates(count)
     most *= count
     room = 4 * top_k * count or 8 * most
@@ -75,7 +76,7 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
         if targets is not None:
             state.choose(logits, targets, rows, cols)
         if whole:
-            state.absorb(logits, scratch, rows)
+            state.absorb(logits, scratch, rows, first=cols.start == 0)
             # Tokens less probable than this add up to less than 1 - p, whatever their number.
             floor = state.top + state.total.log() + (math.log((1 - top_p) / vocab) - _SLACK)
         else:

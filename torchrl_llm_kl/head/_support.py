@@ -83,10 +83,10 @@ def from_zero(sums: Tensor) -> Tensor:
 
 
 def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the targets among some tokens, and whether they are among them; same shape as ``targets``."""
-    index = targets - cols.start
-    inside = (index >= 0) & (index < cols.stop - cols.start)
-    return index.masked_fill(~inside, 0), inside
+    """Positions of the targets among some tokens, any of them for others, and whether they are; same shape as ``targets``."""
+    index = targets - cols.start if cols.start else targets
+    nearest = index.clamp(0, cols.stop - cols.start - 1)
+    return nearest, nearest == index
 
 
 class Support:

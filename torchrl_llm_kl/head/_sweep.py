@@ -42,7 +42,8 @@ def forward_sweep(
     count, pair = len(heads), len(heads) == 2
     states = [Softmax(head) for head in heads]
     support = support_of(plan, recorded, targets, heads[0].per_position(0.0), find=True)
-    moment, kls = heads[0].per_position(0.0), [head.per_position(0.0) for head in heads]
+    moment = heads[0].per_position(0.0) if plan.entropy else heads[0].hidden.new_empty(0)
+    kls = [head.per_position(0.0) for head in heads if pair]
     listed, kept = None if ids is None else _Listed(heads[0], ids), list[Tensor]()
     with torch.autocast(heads[0].hidden.device.type, enabled=False):
         for rows, cols, _, logits, (*probs, scratch) in tiles(
@@ -54,7 +55,7 @@ def forward_sweep(
             for state, tile, prob in zip(states, logits, probs, strict=True):
                 if targets is not None:
                     state.choose(tile, targets[rows], rows, cols)
-                joints.append(state.absorb(tile, prob, rows))
+                joints.append(state.absorb(tile, prob, rows, first=cols.start == 0))
             if listed is not None:
                 listed.absorb(logits[0], rows, cols, scratch)
             if plan.entropy or pair:
@@ -104,27 +105,30 @@ class Softmax:
 
     def __init__(self, head: Head) -> None:
         self.lowest = torch.finfo(head.wide).min
-        self.top, self.total = head.per_position(self.lowest), head.per_position(0.0)
         self.chosen = head.per_position(float("nan"))
+        self.top, self.total = torch.empty_like(self.chosen), torch.empty_like(self.chosen)
 
     def choose(self, logits: Tensor, targets: Tensor, rows: slice, cols: slice) -> None:
         """Pick the targets' logits from a tile, where they are rounded as those in the sum are."""
         index, inside = local_index(targets, cols)
         found = logits.gather(1, index.unsqueeze(1)).squeeze(1)
-        self.chosen[rows] = torch.where(inside, found, self.chosen[rows])
+        torch.where(inside, found, self.chosen[rows], out=self.chosen[rows])
 
-    def absorb(self, logits: Tensor, prob: Tensor, rows: slice) -> _Joint:
-        """Add a tile, and fill ``prob`` with its own softmax: NaN in a row without a possible token."""
+    def absorb(self, logits: Tensor, prob: Tensor, rows: slice, *, first: bool) -> _Joint:
+        """Add a tile, the ``first`` of its rows or not, and fill ``prob`` with its softmax: NaN without a possible token."""
         torch.softmax(logits, -1, out=prob)
         top = logits.amax(-1)
         # The largest probability is exp(0) / sum. One fused kernel beats maximum, difference, exp and sum.
         new = prob.amax(-1).reciprocal().masked_fill_(top.isneginf(), 0.0)
         top = top.clamp(min=self.lowest)
+        if first:
+            self.top[rows], self.total[rows] = top, new
+            return _Joint(top, new)
         common = torch.maximum(self.top[rows], top)
-        joint = _Joint(top, self.total[rows].clone(), new, self.top[rows] - common, top - common)
-        self.total[rows] = joint.old * joint.old_shift.exp() + new * joint.new_shift.exp()
+        old, old_shift, new_shift = self.total[rows].clone(), self.top[rows] - common, top - common
+        self.total[rows] = old * old_shift.exp() + new * new_shift.exp()
         self.top[rows] = common
-        return joint
+        return _Joint(top, new, old, (old_shift, new_shift))
 
 
 class _Listed:
@@ -158,19 +162,19 @@ class _Joint(NamedTuple):
     """Joins sums over earlier tiles (old) and this one (new), each relative to its own maximum; ``[n]`` each."""
 
     top: Tensor  # this tile's maximum
-    old: Tensor  # sums of exponentials
-    new: Tensor
-    old_shift: Tensor  # maximum minus the common one
-    new_shift: Tensor
+    new: Tensor  # sums of exponentials
+    old: Tensor | None = None  # without earlier tiles
+    shifts: tuple[Tensor, ...] = ()  # maxima, old and new, minus the common one
 
     def merge(self, old: Tensor, new_mean: Tensor, other: _Joint | None = None) -> Tensor:
         """Join sums of ``exp(x - top) d``: ``d`` is ``x - top``, minus the ``other`` head's if that is given."""
-        new = new_mean * self.new
-        shifts = (self.old_shift, self.new_shift)
+        new, shifts = new_mean * self.new, self.shifts
+        if self.old is None:
+            return new
         if other is not None:
-            shifts = (shifts[0] - other.old_shift, shifts[1] - other.new_shift)
+            shifts = tuple(own - its for own, its in zip(shifts, other.shifts, strict=True))
         old, new = old + shifts[0] * self.old, new + shifts[1] * self.new
-        return _decayed(old, self.old_shift) + _decayed(new, self.new_shift)
+        return _decayed(old, self.shifts[0]) + _decayed(new, self.shifts[1])
 
 
 def _decayed(value: Tensor, shift: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -18,7 +19,7 @@ from torchrl_llm_kl._numerics import (
     check_is_number,
     check_is_scalar,
     check_same_shape,
-    masked_means,
+    wide_dtype,
     widen,
 )
 from torchrl_llm_kl._registry import no_such
@@ -82,15 +83,10 @@ def aggregate(
     check_aggregation(mode)
     check_same_shape(value=value, mask=mask)
     check_is_mask(mask=mask)
-    if value.dtype in (torch.float16, torch.bfloat16):
-        value = value.float()
-    value = torch.where(mask, value, 0)
     if mode == "none":
         if denominator is not None:
             raise ValueError(f"aggregation 'none' has no denominator, got denominator={denominator}: leave it out.")
-        return value
-    if mode == "seq-mean-token-mean":
-        value = value / mask.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(mask, widen(value)[0], 0)
     if denominator is None:
         if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any()):
             warnings.warn("the mask is empty: the loss is 0.", stacklevel=2)
@@ -101,10 +97,23 @@ def aggregate(
     if not isinstance(denominator, Tensor):
         if not 0 <= denominator < math.inf:
             raise ValueError(f"denominator must be a count of tokens or sequences, got {denominator}.")
-        denominator = torch.tensor(denominator, dtype=value.dtype, device=value.device)
-    denominator = denominator.to(value.dtype)
+        denominator = torch.tensor(denominator, dtype=wide_dtype(value.dtype), device=value.device)
+    return aggregate_each([value], mask, mode, denominator)[0]
+
+
+def aggregate_each(values: Sequence[Tensor], mask: Tensor, mode: str, denominator: Tensor) -> tuple[Tensor, ...]:
+    """:func:`aggregate` of several values of the shape of one mask; ``denominator``: for all, 0-dim, or of each, ``[K]``."""
+    (value,) = widen(torch.stack(list(values)))
+    value = torch.where(mask, value, 0)
+    if mode == "seq-mean-token-mean":
+        value = value / mask.sum(-1, keepdim=True).clamp(min=1)
     # Where the count is 0 the sum is 0 too.
-    return value.sum() / torch.where(denominator == 0, 1, denominator)
+    if denominator.is_floating_point():  # of a batch, may be a share of a count
+        denominator = denominator.to(value.dtype)
+        divisor = denominator + (denominator == 0)
+    else:
+        divisor = denominator.clamp(min=1)
+    return (value.flatten(1).sum(1) / divisor).unbind()
 
 
 def count(mask: Tensor, mode: Aggregation = "token-mean", *, max_len: int | None = None) -> Tensor:
@@ -160,11 +169,16 @@ def clean(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, widen(value)[0], 0)
 
 
-def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
-    """:func:`clean` inputs, after checking their shapes, that they are numbers, and the mask."""
+def check_inputs(mask: Tensor, **named: Tensor) -> None:
+    """Check the shapes of inputs, that they are numbers, and the mask."""
     check_same_shape(mask=mask, **named)
     check_is_mask(mask=mask)
     check_is_number(**named)
+
+
+def checked(mask: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+    """:func:`clean` inputs, after :func:`check_inputs`."""
+    check_inputs(mask, **named)
     return tuple(clean(x, mask) for x in named.values())
 
 
@@ -186,6 +200,8 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
     low, high = (
         x.item() if isinstance(x, Tensor) and x.device.type == "cpu" != value.device.type else x for x in (low, high)
     )
+    if isinstance(low, Tensor) == isinstance(high, Tensor):
+        return value if low is None is high else value.clamp(low, high)
     if low is not None:
         value = value.clamp_min(low)
     return value if high is None else value.clamp_max(high)
@@ -193,4 +209,6 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
 
 def clip_fractions(low: Tensor, high: Tensor, mask: Tensor, **others: Tensor) -> dict[str, Tensor]:
     """Metrics of tokens clipped on either side: ``clip_fraction`` and its ``_low`` and ``_high`` parts; and others."""
-    return masked_means(mask, clip_fraction=low | high, clip_fraction_low=low, clip_fraction_high=high, **others)
+    flags = {"clip_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high, **others}
+    counts = (torch.stack([*flags.values(), mask]) & mask).flatten(1).sum(1)
+    return dict(zip(flags, (counts[:-1] / counts[-1].clamp(min=1)).unbind(), strict=True))

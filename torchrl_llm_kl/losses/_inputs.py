@@ -10,7 +10,7 @@ import torch
 from tensordict import NestedKey
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_is_mask, check_is_number, check_same_shape
+from torchrl_llm_kl._numerics import check_is_mask, check_is_number, check_same_shape, widen
 from torchrl_llm_kl.losses._arithmetic import clean
 
 _TOKEN, _OUTCOME, _ROW = "[*B, T]", "[*B, T, k + 1]", "[*B]"
@@ -73,6 +73,8 @@ class LossInputs:
     chosen: Tensor | None = _optional(_ROW, key="chosen", boolean=True)
     reference_point: Tensor | None = _optional(_ROW, key="reference_point")
     match_id: Tensor | None = _optional(_ROW, key="match_id")
+    #: Whether all per-token inputs are 0 or False where the mask is False, as those of a loss module are.
+    is_clean: bool = field(default=False, metadata={"shape": None})
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -80,8 +82,8 @@ class LossInputs:
         return {name: value for name in INPUTS if (value := getattr(self, name)) is not None}
 
     def replace(self, **changes: Tensor | None) -> LossInputs:
-        """A copy with some inputs changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        """A copy with some inputs changed, which need not be clean."""
+        return replace(self, is_clean=False, **changes)  # type: ignore[arg-type]
 
     def check(self, owner: str) -> None:
         """Raise a ValueError for unequal shapes, a TypeError for a mask that is not boolean or a number that is."""
@@ -109,7 +111,8 @@ class LossInputs:
                 out[key] = clean(x, self.mask.any(-1)) if x.is_floating_point() else x
             elif key in names and key != "mask":
                 mask = self.mask.reshape(*self.mask.shape, *[1] * (x.ndim - self.mask.ndim))
-                out[key] = clean(x if key in _WITH_GRAPH else x.detach(), mask)
+                x = x if key in _WITH_GRAPH else x.detach()
+                out[key] = clean(x, mask) if not self.is_clean else x if x.dtype == torch.bool else widen(x)[0]
         return out
 
 
@@ -118,7 +121,7 @@ def _with(**facts: object) -> tuple[str, ...]:
 
 
 #: Every input. All other arguments of an objective are hyper-parameters.
-INPUTS = _with()
+INPUTS = tuple(name for name in _with() if name != "is_clean")
 #: Inputs of one value per token, beside the mask.
 PER_TOKEN = tuple(name for name in _with(shape=_TOKEN) if name != "mask")
 #: Inputs of several values per token, of one teacher or of each.

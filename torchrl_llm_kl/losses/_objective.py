@@ -254,11 +254,12 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
     spec = replace(spec, needs=spec.needs[2:], per_row=tuple(key for key in PER_ROW if key in own))
 
     @wraps(formula)
-    def call(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:
+    def call(log_prob: Tensor, mask: Tensor, *, is_clean: bool = False, **given: Any) -> Terms:
         hyper = {key: value for key, value in given.items() if key not in INPUTS}
         spec.check(hyper)
         check_is_scalar(**hyper)
-        inputs = LossInputs(log_prob, mask, **{key: value for key, value in given.items() if key in INPUTS})
+        found = {key: value for key, value in given.items() if key in INPUTS}
+        inputs = LossInputs(log_prob, mask, **found, is_clean=is_clean)
         inputs.check(spec.name)
         for key in inputs.given.keys() - {*SHARED, *own}:
             raise TypeError(no_such(f"{spec.name} has no input", key, own))

@@ -67,8 +67,8 @@ class Part(WideBuffers):
             self._store(name, value)
         self._check(hyper)
 
-    def run(self, given: Mapping[str, Tensor]) -> Any:
-        """Call the function with whatever of ``given`` it accepts."""
+    def run(self, given: Mapping[str, Tensor], **settings: Any) -> Any:
+        """Call the function with whatever of ``given`` it accepts, and with ``settings``."""
         taken = {name: given[name] for name in self.inputs if name in given}
         # Kernels of every device take a number of the CPU as it is; one of another device must come to the inputs.
         device = next((x.device for x in taken.values()), None)
@@ -76,7 +76,7 @@ class Part(WideBuffers):
             name: x.to(device) if isinstance(x, Tensor) and x.device.type != "cpu" else x
             for name, x in self.hyper.items()
         }
-        return self.function(**taken, **hyper)
+        return self.function(**taken, **hyper, **settings)
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -217,7 +217,8 @@ class TermPart(Part):
 
     def forward(self, inputs: LossInputs) -> tuple[LossTerm, ...]:
         """The terms for these inputs."""
-        return self.run(inputs.given)
+        clean = inputs.is_clean and spec_of(self.function) is not None
+        return self.run(inputs.given, **({"is_clean": True} if clean else {}))
 
 
 class KLToReference(TermPart):

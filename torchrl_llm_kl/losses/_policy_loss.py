@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,6 @@ from typing_extensions import Unpack
 
 from torchrl_llm_kl._numerics import check_finite, check_not_a_name, finite_total, masked_mean, send, to_host
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.estimators import k3
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses._arithmetic import LARGEST_LOG_RATIO, Aggregation
 from torchrl_llm_kl.losses._inputs import (
@@ -419,11 +418,11 @@ class PolicyLoss(TokenLoss):
         response.check_finite(self._named(inputs.given, _COMPUTED))
         self._check_teachers(response, inputs)
         terms, metrics = self._terms(inputs)
-        return self._output(td, response, terms, {**common_metrics(inputs), **metrics})
+        return self._output(td, response, terms, {**common_metrics(inputs, response.counts), **metrics})
 
     def _mask_terms(self, td: TensorDictBase) -> Sequence[LossTerm]:
         inputs = self._read(td)[2]
-        zeros = inputs.log_prob
+        zeros = inputs.log_prob.to(inputs.mask.device)
         filled = {name: zeros for name in PER_TOKEN if name not in (*MASKS, *OF_SAMPLER)}
         filled |= dict.fromkeys(PER_OUTCOME, zeros.new_zeros(*zeros.shape, len(self._teachers), 1))
         if inputs.old_log_prob is None:  # the place of the sampler's own may be taken by it
@@ -506,22 +505,25 @@ class PolicyLoss(TokenLoss):
         mask, old = located.mask, None
         for name in [name for name in OF_SAMPLER if name in flat]:
             value, key = flat[name], places[name]
+            zeros = self._reader.marks_zeros(key)
+            if name != "old_log_prob" and not zeros:
+                continue  # NaN already, which changes no mask
             unscored = self._reader.unscored(value, tokens, responses, key)
             if "expert_mask" in flat:  # no policy sampled those tokens
                 unscored = unscored & ~flat["expert_mask"]
-            flat[name] = torch.where(unscored, math.nan, value)
+            flat[name] = torch.where(unscored, math.nan, value) if zeros else value
             if name == "old_log_prob" and any(name in part.reads(flat) for part in self._parts):
-                old, mask = (value, mask & unscored), mask & ~unscored
+                old, mask = (value, unscored), mask > unscored  # and not
         # One copy shows which tokens are left out, and that the numbers of the others are finite.
         named = self._named(flat, flat) if check else {}
-        total = finite_total(*(torch.where(mask, x, 0) for x in named.values())).reshape(1)
+        checked = [torch.where(mask, torch.stack(list(named.values())), 0)] if named else []
+        total = finite_total(*checked).reshape(1)
         host_mask, total = to_host(mask, total) if old is not None else (located.host_mask, to_host(total)[0])
         if old is not None and host_mask.sum() < located.host_mask.sum():
-            self._reader.warn_of_unscored(*old, tokens, places["old_log_prob"])
+            value, unscored = old
+            self._reader.warn_of_unscored(value, located.mask & unscored, tokens, places["old_log_prob"])
         response = ResponseTokens(tokens, mask, host_mask)
-        inputs = _unscored(response.mask).replace(
-            **{name: response.gather(value) for name, value in flat.items()}, **rows
-        )
+        inputs = _unscored(response.mask).replace(**response.gather_each(flat), **rows)
         if check:
             if not math.isfinite(total):
                 response.check_finite({name: response.gather(x) for name, x in named.items()})
@@ -651,14 +653,15 @@ class PolicyLoss(TokenLoss):
         trained = list(self.actor_network.parameters() if own is None else own.values(True, True))
         # An objective may read any one of these alone.
         read = [name for name in ("log_prob", "outcomes", "teacher_divergence") if name in out]
-        return inputs.replace(**(out | {name: with_graph(out[name], trained) for name in read}))
+        inputs = inputs.replace(**(out | {name: with_graph(out[name], trained) for name in read}))
+        return replace(inputs, is_clean=True)  # all are gathered
 
     def _terms(self, inputs: LossInputs) -> tuple[list[LossTerm], dict[str, Tensor]]:
         """The corrected objective and all other terms; metrics of the corrections."""
         terms: Sequence[LossTerm] = self.objective(inputs)
         metrics: dict[str, Tensor] = {}
         mask, experts = inputs.mask, inputs.expert_mask
-        product = torch.ones_like(inputs.log_prob).detach()
+        product = torch.ones_like(inputs.log_prob).detach() if self.corrections else inputs.log_prob
         correction: Correction
         for number, correction in enumerate(self.corrections, start=1):  # type: ignore[assignment]
             if experts is None or not correction.leaves_out_experts:
@@ -676,12 +679,12 @@ class PolicyLoss(TokenLoss):
 
 
 def _unscored(mask: Tensor) -> LossInputs:
-    """Inputs before a model has run: the log-probs are 0."""
-    return LossInputs(torch.zeros_like(mask, dtype=torch.float32), mask)
+    """Inputs before a model has run: the log-probs are 0, and on the CPU."""
+    return LossInputs(torch.zeros(()).expand(mask.shape), mask)
 
 
 @torch.no_grad()
-def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
+def common_metrics(inputs: LossInputs, counts: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
     """Metrics independent of the objective, and except the first two and the entropy of the tokens that are not experts'.
 
     ``num_tokens``, ``num_sequences`` (those with a masked-in token); with old log-probs ``ESS``, quantiles of the ratio to
@@ -690,39 +693,34 @@ def common_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     """
     mask, experts = inputs.mask, inputs.expert_mask
     sampled = mask if experts is None else mask & ~experts
-    names = ("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob")
-    given = {name: x for name in names if (x := getattr(inputs, name)) is not None}
-    found = dict(zip(given, torch.where(mask, torch.stack(list(given.values())), 0).unbind(), strict=True))
-    log_prob, old, own, ref = found["log_prob"], *(found.get(name) for name in names[1:])
-    metrics = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum()}
-    if old is not None:
-        metrics |= _ratio_metrics(log_prob, old, sampled & old.isfinite())
-    sampler = old if own is None else own
-    if sampler is not None:
-        # The sampler produced the tokens, so this is k3 of KL(sampler || policy), which is never negative. NaN: not scored.
-        metrics["kl_to_sampler"] = _k3(sampler, log_prob, sampled & sampler.isfinite())
+    log_prob, old, own, ref = inputs.log_prob, inputs.old_log_prob, inputs.sampler_log_prob, inputs.ref_log_prob
+    num_tokens, num_sequences = (mask.sum(), mask.any(-1).sum()) if counts is None else counts
+    metrics = {"num_tokens": num_tokens, "num_sequences": num_sequences}
+    # The sampler produced the tokens, so that k3 of KL(sampler || policy) is never negative.
+    pairs = {"old": (log_prob, old), "sampler": (log_prob, old if own is None else own), "ref": (ref, log_prob)}
+    pairs = {name: pair for name, pair in pairs.items() if not any(x is None for x in pair)}
+    if pairs:
+        above, below = (torch.stack(each) for each in zip(*pairs.values(), strict=True))
+        used = sampled & (below > -torch.inf)  # NaN: not scored
+        unused, used_tokens = ~used, used.flatten(1).sum(1)
+        log_ratio = (above - below).clamp(max=LARGEST_LOG_RATIO)  # one token cannot make a mean infinite
+        k3 = (torch.expm1(log_ratio) - log_ratio).masked_fill_(unused, 0).flatten(1).sum(1) / used_tokens.clamp(min=1)
+        metrics |= {f"kl_to_{name}": mean for name, mean in zip(pairs, k3.unbind(), strict=True) if name != "old"}
+        if "old" in pairs:
+            metrics |= _ratio_metrics(log_ratio[0].masked_fill_(unused[0], -torch.inf), used_tokens[0])
     if own is not None:
         metrics |= mismatch_metrics(log_prob if old is None else old, own, sampled)
-    if ref is not None:
-        metrics["kl_to_ref"] = _k3(log_prob, ref, sampled)
     if inputs.entropy is not None:
         metrics["entropy"] = masked_mean(inputs.entropy, mask)
     return metrics
 
 
-def _k3(log_prob: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    """Mean k3, with log-ratios capped at 80 nats so that one token cannot make it infinite."""
-    return masked_mean(k3(torch.zeros_like(ref), (ref - log_prob).clamp(max=LARGEST_LOG_RATIO)), mask)
-
-
-def _ratio_metrics(log_prob: Tensor, old: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    log_ratio = (log_prob - old).clamp(max=LARGEST_LOG_RATIO)
-    count, weight = mask.sum(), torch.where(mask, log_ratio, -torch.inf)
-    weight = (weight - weight.amax()).exp()  # the scale cancels
-    size = weight.sum().square() / weight.square().sum() / count
-    metrics = {"ESS": torch.where(count == 0, 0, size).clamp(max=1)}
-    ordered = torch.where(mask, log_ratio, torch.inf).flatten().sort().values
+def _ratio_metrics(log_ratio: Tensor, count: Tensor) -> dict[str, Tensor]:
+    """Of ``count`` log-ratios; all others are ``-inf``."""
+    ordered = log_ratio.flatten().sort().values
+    weight = (ordered - ordered[-1]).exp()  # the scale cancels; NaN without tokens
+    size = (weight.sum() / torch.linalg.vector_norm(weight)).square() / count
     shares = send(torch.tensor(list(_RATIO_QUANTILES.values())), count.device)
-    values = ordered[((count - 1).clamp(min=0) * shares).round().long()].exp()
-    found = torch.where(count == 0, 1, values).unbind()
-    return metrics | dict(zip(_RATIO_QUANTILES, found, strict=True))
+    places = ((count - 1) * shares).round().long() - count  # from the end
+    values = ordered[places].nan_to_num(neginf=0.0).exp()
+    return {"ESS": size.nan_to_num(0.0).clamp(max=1), **dict(zip(_RATIO_QUANTILES, values.unbind(), strict=True))}

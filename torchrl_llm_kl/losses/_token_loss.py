@@ -16,7 +16,7 @@ from torchrl.objectives.common import LossModule
 from torchrl_llm_kl._numerics import check_choice, to_host
 from torchrl_llm_kl._private import register_pytree_node
 from torchrl_llm_kl._registry import did_you_mean
-from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, check_aggregation, count
+from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, aggregate_each, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm
 from torchrl_llm_kl.losses._parts import Part
 from torchrl_llm_kl.losses._ranks import check_ranks
@@ -240,13 +240,25 @@ class TokenLoss(LossModule):
         denominators = read_denominators(td, self.tensor_keys.denominators, summed)
         if response.is_empty and denominators is None:
             warnings.warn("the mask is empty: no token is trained and the loss is 0.", stacklevel=3)
+        groups: dict[tuple[int, Aggregation], list[LossTerm]] = {}
+        for term in terms:
+            groups.setdefault((id(term.mask), self._mode(term)), []).append(term)
+        values: dict[str, Tensor] = {}
+        for (_, mode), group in groups.items():
+            mask, names, each = group[0].mask, [term.name for term in group], [term.value for term in group]
+            if mode == "none":
+                found: Iterable[Tensor] = (aggregate(value, mask, mode) for value in each)
+            elif denominators is None:
+                found = aggregate_each(each, mask, mode, self._denominator(group[0]))
+            else:
+                found = aggregate_each(each, mask, mode, torch.stack([denominators[name] for name in names]))
+            values |= dict(zip(names, found, strict=True))
         out: dict[str, object] = {}
         for term in terms:
-            mode, denominator = self._mode(term), None
-            if mode != "none":
-                denominator = self._denominator(term) if denominators is None else denominators[term.name]
-            value = term.weight * aggregate(term.value, term.mask, mode, denominator=denominator)
-            out[f"loss_{term.name}"] = response.restore(value) if mode == "none" else value
+            value = values[term.name]
+            if isinstance(term.weight, Tensor) or term.weight != 1:
+                value = term.weight * value
+            out[f"loss_{term.name}"] = response.restore(value) if self._mode(term) == "none" else value
         return LossOutput(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 
     def _mode(self, term: LossTerm) -> Aggregation:

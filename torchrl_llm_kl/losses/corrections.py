@@ -23,12 +23,13 @@ from torchrl_llm_kl._numerics import (
     check_range,
     check_same_shape,
     masked_mean,
-    masked_means,
+    widen,
 )
 from torchrl_llm_kl.estimators import get_estimator
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
     bounded_exp,
+    check_inputs,
     checked,
     clamp,
     sequence_mean,
@@ -329,42 +330,41 @@ def mismatch_metrics(old_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tenso
 
     Source: Liu et al. 2025, "When Speed Kills Stability"; verl 0.9.1 has the same numbers as ``rollout_corr/*``.
     """
-    old, sampler = checked(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
-    scored = mask & ~(old.isnan() | sampler.isnan())
-    rows = scored.any(-1, keepdim=True)
-    log_ratio = _log_ratio(old, sampler)
-    sums = sequence_sum(torch.stack([old, sampler, log_ratio]), scored)
-    total = sums[2]
-    trainer_log_ppl, sampler_log_ppl, difference = (-sums / scored.sum(-1, keepdim=True).clamp(min=1)).unbind()
-    none = difference.new_zeros(())
-    largest, smallest = (torch.where(rows, sign * difference, -torch.inf) for sign in (1, -1))
-    some = rows.any()
-    of_tokens = masked_means(
-        scored,
-        mismatch_k1=-log_ratio,
-        mismatch_k3=torch.expm1(log_ratio) - log_ratio,
-        chi2_token=torch.expm1((2 * log_ratio).clamp(max=LARGEST_LOG_RATIO)),
-    )
-    trainer_ppl, sampler_ppl, ppl_ratio = bounded_exp(
-        torch.stack([trainer_log_ppl, sampler_log_ppl, difference])
-    ).unbind()
-    of_rows = masked_means(
-        rows,
-        trainer_log_ppl=trainer_log_ppl,
-        sampler_log_ppl=sampler_log_ppl,
-        trainer_ppl=trainer_ppl,
-        sampler_ppl=sampler_ppl,
-        log_ppl_diff=difference,
-        log_ppl_abs_diff=difference.abs(),
-        ppl_ratio=ppl_ratio,
-        chi2_seq=torch.expm1((2 * total).clamp(max=LARGEST_LOG_RATIO)),
-    )
+    check_inputs(mask, old_log_prob=old_log_prob, sampler_log_prob=sampler_log_prob)
+    old, sampler = widen(old_log_prob, sampler_log_prob)
+    log_ratio = (old - sampler).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    scored = mask & (log_ratio == log_ratio)  # not NaN
+    k3 = torch.expm1(log_ratio) - log_ratio
+    # All sums over tokens at once, then all over sequences.
+    columns = torch.stack([old, sampler, log_ratio, k3, _square_less_1(log_ratio), torch.ones_like(old)])
+    sums = torch.where(scored, columns, 0).sum(-1, keepdim=True)
+    lengths, totals = sums[5], sums[2:].flatten(1).sum(1)
+    k1, *of_tokens = (totals[:-1] / totals[-1].clamp(min=1)).unbind()
+    log_ppl, rows = sums[:3] / -lengths.clamp(min=1), lengths.clamp(max=1)
+    difference = log_ppl[2]
+    of_rows = [log_ppl, bounded_exp(log_ppl), difference.abs().unsqueeze(0), _square_less_1(sums[2:3])]
+    # Nothing is infinite in a sequence without tokens.
+    totals = (torch.cat([*of_rows, rows.unsqueeze(0)]) * rows).flatten(1).sum(1)
+    means = totals[:-1] / totals[-1].clamp(min=1)
+    # The mean, in place of such a sequence, changes neither end.
+    ends = torch.lerp(means[2], difference, rows).aminmax() if rows.numel() else (means[2], means[2])
     return {
-        **of_rows,
-        "log_ppl_diff_max": torch.where(some, largest.max(), 0) if rows.numel() else none,
-        "log_ppl_diff_min": torch.where(some, -smallest.max(), 0) if rows.numel() else none,
-        **of_tokens,
+        **dict(zip(_OF_SEQUENCES, means.unbind(), strict=True)),
+        **dict(zip(("log_ppl_diff_min", "log_ppl_diff_max"), ends, strict=True)),
+        "mismatch_k1": -k1,
+        **dict(zip(("mismatch_k3", "chi2_token"), of_tokens, strict=True)),
     }
+
+
+_OF_SEQUENCES = (
+    "trainer_log_ppl", "sampler_log_ppl", "log_ppl_diff", "trainer_ppl", "sampler_ppl", "ppl_ratio", "log_ppl_abs_diff",
+    "chi2_seq",
+)  # fmt: skip
+
+
+def _square_less_1(log_ratio: Tensor) -> Tensor:
+    """``ratio**2 - 1``, with the exponent capped at 80."""
+    return torch.expm1((2 * log_ratio).clamp(max=LARGEST_LOG_RATIO))
 
 
 @torch.no_grad()

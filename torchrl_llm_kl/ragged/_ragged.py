@@ -248,6 +248,9 @@ class Ragged:
     @property
     def sequence_ids(self) -> Tensor:
         """The sequence of each element; ``[N]``."""
+        host, device = self._host, self.values.device
+        if host is not None and device.type != "cpu":  # no kernels, and needed there anyway
+            return self._cached("sequence_ids", lambda: send(host.sequence_ids, device))
         return self._cached("sequence_ids", lambda: _segment_ids(self.lengths, self.values.shape[0]))
 
     @property

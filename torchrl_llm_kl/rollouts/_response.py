@@ -44,8 +44,15 @@ class ResponseTokens:
         width = int(lengths.max().clamp(min=1))
         places = rows * width + torch.arange(elements.numel()) - (lengths.cumsum(0) - lengths)[rows]
         filled = torch.arange(width) < lengths.unsqueeze(-1)
+        self._lengths = lengths
         self.columns = places - rows * width  # on the CPU
         self.elements, self._places, self.mask = (send(x, device) for x in (elements, places, filled))
+
+    @property
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Masked-in tokens, and sequences with any: counted on the CPU, 0-dim on the device of :attr:`mask`."""
+        tokens, sequences = send(torch.stack([self._lengths.sum(), self._lengths.count_nonzero()]), self.mask.device)
+        return tokens, sequences
 
     @property
     def is_empty(self) -> bool:
@@ -57,6 +64,17 @@ class ResponseTokens:
         out = values.new_zeros(self.mask.numel(), *values.shape[1:])
         out = out.index_copy_(0, self._places, values.index_select(0, self.elements))
         return out.view(*self.mask.shape, *values.shape[1:])
+
+    def gather_each(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """:meth:`gather` of several columns ``[N]``, those of one dtype in one pass."""
+        out: dict[str, Tensor] = {}
+        for dtype in {x.dtype: None for x in named.values()}:
+            columns = {name: x for name, x in named.items() if x.dtype == dtype}
+            found = torch.stack(list(columns.values()))[:, self.elements]
+            dense = found.new_zeros(len(columns), *self.mask.shape)
+            dense.flatten(1)[:, self._places] = found
+            out |= dict(zip(columns, dense.unbind(), strict=True))
+        return out
 
     def scatter(self, values: Tensor) -> Tensor:
         """The inverse of :meth:`gather`: ``[S, T]`` to ``[N]``, 0 at all other tokens."""

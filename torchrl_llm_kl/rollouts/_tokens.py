@@ -398,6 +398,11 @@ class TokenReader:
             unscored, every = unscored | prompts, every & ~prompts
         return unscored | zeros_of_first_tokens(log_prob, every, tokens)
 
+    @staticmethod
+    def marks_zeros(key: NestedKey) -> bool:
+        """Whether :meth:`unscored` also holds of numbers: of the zeros in an entry that no transform wrote."""
+        return not _of_transform(key)
+
     def warn_of_unscored(self, log_prob: Tensor, unscored: Tensor, tokens: Ragged, key: NestedKey) -> None:
         """Say which trained tokens leave the loss because they are :meth:`unscored`.
 

@@ -36,7 +36,7 @@ from torchrl_llm_kl.scoring._model import (
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing, tell_apart
-from torchrl_llm_kl.scoring._scores import Columns, Reading, States, columns_of_nothing, head_states, join_columns
+from torchrl_llm_kl.scoring._scores import Columns, Reading, States, columns_of_nothing, head_states, join, join_columns
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory
 
@@ -502,9 +502,9 @@ class Run:
             else:
                 parts += self._read(guard, some, targets, states)
         if held:
-            some, targets = (torch.cat(each) for each in list(zip(*held, strict=True))[:2])
+            some, targets = (join(each) for each in list(zip(*held, strict=True))[:2])
             of_each_model = zip(*(states for *_, states in held), strict=True)
-            states = [replace(each[0], source=torch.cat([part.source for part in each])) for each in of_each_model]
+            states = [replace(each[0], source=join([part.source for part in each])) for each in of_each_model]
             parts += self._read(guard, some, targets, states)
         reference = len(self.setups) > 1
         columns = join_columns(parts) if parts else columns_of_nothing(request, self.options, reference, device)

@@ -207,12 +207,12 @@ class LogProbScorer(Scorer):
             if tokens.values.device.type == "cpu" and not options.grad:
                 columns = dict(zip(columns, to_host(*columns.values()), strict=True))
             added, log_prob = columns.pop("added", None), columns["log_prob"]
-            share = log_prob.new_zeros(()) if added is None or not added.numel() else added.float().mean()
-            total, share = to_host(finite_total(log_prob.detach()), share)
+            share = [] if added is None or not added.numel() else [added.float().mean()]
+            total, *share = to_host(finite_total(log_prob.detach()), *share)
             with ranks.together():
                 if not math.isfinite(total):
                     request.check_finite(elements, log_prob)
-            self._warn_outside(float(share), len(elements), options.sampling)
+            self._warn_outside(float(sum(share)), len(elements), options.sampling)
         chosen = columns.pop("routing", None)
         if finds_kept:
             kept = kept_of(columns, elements, tokens.values.shape[0])

@@ -166,7 +166,12 @@ def kept_of(columns: Columns, elements: Tensor, count: int) -> Kept:
 
 def join_columns(parts: Sequence[Columns]) -> Columns:
     """Concatenate columns."""
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: join([part[name] for part in parts]) for name in parts[0]}
+
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors; a single one is not copied."""
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 def columns_of_nothing(request: ScoreRequest, options: ScoreOptions, reference: bool, device: torch.device) -> Columns:

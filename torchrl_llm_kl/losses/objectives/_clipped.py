@@ -34,16 +34,16 @@ def clipped_surrogate(
     clip_ratio_c: Scalar | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's value per token, and the fractions of tokens whose gradient each bound removes; see :func:`ppo`."""
-    free = -advantage * ratio
-    bound = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high)
+    loss, bad = -advantage, advantage < 0
+    free, bound = loss * ratio, loss * clamp(ratio, 1 - clip_low, 1 + clip_high)
     value = torch.maximum(free, bound)
-    clipped = bound > free
-    bad, dual = advantage < 0, dict[str, Tensor]()
+    clipped, dual = bound > free, dict[str, Tensor]()
     if clip_ratio_c is not None:
-        ceiling = -advantage * clip_ratio_c
-        dual["clip_fraction_dual"] = (value > ceiling) & bad
-        value = torch.where(bad, torch.minimum(value, ceiling), value)
-    return value, clip_fractions(clipped & bad, clipped & (advantage > 0), mask, **dual)
+        ceiling = loss.abs() * clip_ratio_c  # only values of a negative advantage are above 0
+        dual["clip_fraction_dual"] = value > ceiling
+        value = torch.minimum(value, ceiling)
+    low = clipped & bad
+    return value, clip_fractions(low, clipped ^ low, mask, **dual)
 
 
 @objective(
