@@ -80,12 +80,13 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int) -> list[Step]:
         if node >= 0:
             steps.append(Step([node], past, lengths[node]))
             past = len(steps) - 1
-        leaves = sorted((x for x in children[node] if x not in children), key=lambda x: -lengths[x])
+        nodes = children.get(node, [])  # no node at all if there is nothing to forward
+        leaves = sorted((x for x in nodes if x not in children), key=lambda x: -lengths[x])
         while leaves:
             rows = max(1, tokens_per_batch // lengths[leaves[0]])
             steps.append(Step(leaves[:rows], past, lengths[leaves[0]]))
             leaves = leaves[rows:]
-        waiting += [(x, past) for x in reversed(children[node]) if x in children]
+        waiting += [(x, past) for x in reversed(nodes) if x in children]
     return steps
 
 
