@@ -152,6 +152,13 @@ def test_nodes_longer_than_the_budget_and_batches_of_answers() -> None:
         assert_near(scorer.score(batch).values, plain_log_probs(model, batch), **FORWARD)
 
 
+def test_single_tokens_after_a_prompt_have_gradients() -> None:
+    """The kernels that generate would write to a state that the graph holds."""
+    model, batch = stateful_model("falcon_h1"), Ragged.from_list(answers(2, 1, 2))
+    expected = gradients(model, plain_log_probs(model, batch))
+    assert_near(gradients(model, LogProbScorer(model).score(batch, grad=True).values), expected, **WHOLE)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_nothing_to_forward(grad: bool) -> None:
     """All masked out, or one token a sequence."""
