@@ -547,6 +547,7 @@ def length_penalty(
     r"""``-mu sum_k w_k n_k / max(n_k)``: a penalty of long answers, to add to the reward.
 
     ``mu`` is the mean reward of the group, and the maxima are the group's: a prompt that is rarely solved is not penalised.
+    Rewards must not be negative: a mean below 0 would reward length.
 
     Args:
         reward: outcome of each sequence; ``[B]``.
@@ -569,9 +570,11 @@ def length_penalty(
 
     Source: prime-rl, the linear ``length_penalty`` of ``grpo``.
     """
+    if counts.ndim != 2 or len(weights) != counts.shape[1]:
+        raise ValueError(
+            f"counts must be [B, {len(weights)}], one for each of the weights {weights}, got shape {tuple(counts.shape)}."
+        )
     clean = clean_rows({"reward": reward, "group": group, "rewards": counts})  # counts: several numbers of each
-    if len(weights) != counts.shape[1]:
-        raise ValueError(f"weights has {len(weights)} numbers for {counts.shape[1]} counts: pass one for each.")
     groups = Groups(clean["group"])
     shares = [w * n / groups.max(n).clamp(min=1) for w, n in zip(weights, clean["rewards"].unbind(1), strict=True)]
     return -groups.mean(clean["reward"]) * torch.stack(shares).sum(0)

@@ -371,7 +371,10 @@ class Advantage(Transform):
             leaves(read_column(td, require_key(td, self.keys["role"], "the role is missing", _ADVICE["role"])))
         )
         names = [name for x in found for name in (x.reshape(-1).tolist() if isinstance(x, Tensor) else [x])]
-        return names * td.batch_size.numel() if len(names) == 1 else names
+        rows = td.batch_size.numel()
+        if len(names) not in (1, rows):
+            raise ValueError(f"the role must have one value for each of {rows} rows, found {len(names)}.")
+        return names * rows if len(names) == 1 else names
 
     def _several_rewards(self, td: TensorDictBase) -> Tensor:
         """From an entry for each, or from one entry with all of them; ``[S, R]``."""

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: A shared prefix costs a forward that does nothing else, and chunks of such layers are filled up: share longer ones alone.
 MIN_SHARED = 32
+#: A single token that continues a state would run in the kernels of generation, which write to the state and have no backward.
+MIN_LENGTH = 2
 
 
 def has_state(model: nn.Module) -> bool:
@@ -51,7 +53,7 @@ class Step:
 
     nodes: list[int]  # several only if no sequence continues them
     past: int  # the step before, -1 at the start of sequences
-    width: int  # tokens of the longest node
+    width: int  # tokens of the longest node; at least MIN_LENGTH after another step
 
 
 def plan_steps(tree: PrefixTree, tokens_per_batch: int) -> list[Step]:
@@ -80,12 +82,14 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int) -> list[Step]:
         if node >= 0:
             steps.append(Step([node], past, lengths[node]))
             past = len(steps) - 1
-        leaves = sorted((x for x in children[node] if x not in children), key=lambda x: -lengths[x])
+        nodes = children.get(node, [])  # no node at all if there is nothing to forward
+        leaves = sorted((x for x in nodes if x not in children), key=lambda x: -lengths[x])
         while leaves:
-            rows = max(1, tokens_per_batch // lengths[leaves[0]])
-            steps.append(Step(leaves[:rows], past, lengths[leaves[0]]))
+            width = max(lengths[leaves[0]], 1 if past < 0 else MIN_LENGTH)
+            rows = max(1, tokens_per_batch // width)
+            steps.append(Step(leaves[:rows], past, width))
             leaves = leaves[rows:]
-        waiting += [(x, past) for x in reversed(children[node]) if x in children]
+        waiting += [(x, past) for x in reversed(nodes) if x in children]
     return steps
 
 

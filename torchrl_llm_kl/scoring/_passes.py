@@ -22,7 +22,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
-from torchrl_llm_kl.scoring._forks import MIN_SHARED, ForkedPass
+from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
@@ -390,7 +390,8 @@ class Run:
             tokens = self.request.tokens.like(tell_apart(self.request.tokens.values, *records))
             self.forks = "forks" in sharing
             lengths = self.request.forward_lengths
-            self.tree = PrefixTree.build(tokens, lengths, min_shared=MIN_SHARED if self.forks else 16)
+            least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
+            self.tree = PrefixTree.build(tokens, lengths, **least)
 
     def __call__(self) -> tuple[Tensor, Columns]:
         """Flat elements ``[K]`` on the CPU, and their scores on the model's device."""

@@ -44,19 +44,19 @@ class PrefixTree:
     forward_lengths: Tensor  # number of its leading tokens in the tree
 
     @classmethod
-    def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16) -> PrefixTree:
+    def build(cls, tokens: Ragged, forward_lengths: Tensor, *, min_shared: int = 16, min_length: int = 1) -> PrefixTree:
         """The tree of the first ``forward_lengths [S]`` tokens of each sequence; ids and lengths are int64.
 
         Splitting a pack has a cost, so a short common prefix is not worth sharing. A node with children is charged
         ``min_shared`` tokens, and the tree minimises forwarded tokens plus charges; a tie goes to the tree that shares
         more. Hence each node with children saves at least ``min_shared`` tokens: its length times the number of its
         children minus one. Sequences that part elsewhere are separate after the last such node. Equal sequences and
-        prefixes of others are shared at any ``min_shared``.
+        prefixes of others are shared at any ``min_shared``. No node with children has less than ``min_length`` tokens.
         """
         values, lengths = tokens.values.detach().cpu(), tokens.lengths.cpu()
         forward_lengths = forward_lengths.detach().cpu()
         _check(values, lengths, forward_lengths)
-        check_range(0, min_shared=min_shared)
+        check_range(0, min_shared=min_shared, min_length=min_length)
         offsets = lengths.cumsum(0) - lengths
         order, ends = _sorted_sequences(values, offsets, forward_lengths)
         shared = _common_prefixes(values, offsets[order], ends)
@@ -68,7 +68,7 @@ class PrefixTree:
         sources, source_ends = order[longest].tolist(), ends[longest].tolist()
 
         branches = _branches(shared[longest[:-1]].tolist())
-        _choose(branches, min_shared)
+        _choose(branches, min_shared, min_length)
         nodes, leaf_of = _nodes(branches, sources, source_ends)
         parent, level, start, end, source = torch.tensor(nodes, dtype=torch.long).reshape(-1, 5).unbind(-1)
         deepest = torch.tensor(leaf_of, dtype=torch.long)[held]
@@ -216,7 +216,7 @@ def _branches(shared: list[int]) -> list[_Branch]:
     return [*done, stack[0]]
 
 
-def _choose(branches: list[_Branch], min_shared: int) -> None:
+def _choose(branches: list[_Branch], min_shared: int, min_length: int) -> None:
     """Set ``latest_start`` to minimise forwarded tokens plus ``min_shared`` for each node with children.
 
     A later start costs a branch more savings than all branches below it can gain together: a branch is worth a node at
@@ -231,7 +231,7 @@ def _choose(branches: list[_Branch], min_shared: int) -> None:
         below = below or [0] * (len(branch.starts) + 1)
         for start, apart in zip(branch.starts, below[:-1], strict=True):
             tokens = (branch.depth - start) * (branch.last - branch.first) - min_shared
-            together = tokens * token + 1 + below[-1]
+            together = tokens * token + 1 + below[-1] if branch.depth - start >= min_length else -1
             branch.savings.append(max(together, apart))
             if together >= apart:
                 branch.latest_start = start

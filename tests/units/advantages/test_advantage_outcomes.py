@@ -263,6 +263,12 @@ def test_the_averages_of_rae_go_from_batch_to_batch_and_into_a_checkpoint(names:
     assert not list(Advantage("grpo").state_dict())
 
 
+def test_two_roles_for_a_row_are_refused() -> None:
+    data = TensorDict(reward=torch.zeros(3, 1), role=torch.zeros(3, 2).long(), batch_size=[3])
+    with pytest.raises(ValueError, match="the role must have one value for each of 3 rows, found 6"):
+        Advantage("rae")(data)
+
+
 @pytest.mark.parametrize("how", [{"group_size": 4}, {"group_key": "query"}], ids=["size", "key"])
 def test_roles_of_a_group_may_have_other_prompts(how: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
     tokens = TensorDict(full=torch.tensor([[1, 5], [1, 5], [2, 5], [2, 5]]), batch_size=[4])
@@ -453,7 +459,8 @@ def test_neither_a_constant_nor_order_nor_other_groups_matter(
         (lambda: gdpo(R[:, None], G, epsilon=-1.0), "epsilon must be at least 0"),
         (lambda: gdpo(R[:, None], G, reward_weights=[1.0, 2.0]), "2 weights for 1 rewards: pass one for each"),
         (lambda: rae(R, G, R, decay=1.5), "decay must be at least 0 and at most 1, got 1.5"),
-        (lambda: length_penalty(R, G, R[:, None]), "weights has 3 numbers for 1 counts"),
+        (lambda: length_penalty(R, G, R[:, None]), r"counts must be \[B, 3\], .* got shape \(9, 1\)"),
+        (lambda: length_penalty(R, G, R), r"counts must be \[B, 3\], .* got shape \(9,\)"),
         (lambda: truncation_penalty(R, R > 1, factor=-0.5), "factor must be at least 0 and at most 1"),
         (lambda: soft_value(R, G, beta=0.0), "beta must be greater than 0"),
         (lambda: overlong_penalty(G, 100, 0), "cache_len must be at least 1 and at most 100, got 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -238,6 +239,24 @@ def test_files_and_values_that_they_do_not_know(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             call()
     assert from_prime_rl({"orchestrator.algo.typo": 1}).outside  # below a path that stands for all
+    for function, given in ((from_prime_rl, None), (from_nemo_rl, None), (from_slime, argparse.Namespace())):
+        with pytest.raises(TypeError, match=f"expected .* a mapping.*, got {type(given).__name__}"):
+            function(given)  # type: ignore[operator]
+
+
+def test_references_of_nemo_are_not_left_out_silently() -> None:
+    found = from_nemo_rl(
+        {
+            "grpo": {"adv_estimator": {"normalize_rewards": "${grpo.normalize_rewards}"}, "normalize_rewards": False},
+            "loss_fn": {"ratio_clip_min": 0.3, "ratio_clip_max": "${loss_fn.ratio_clip_min}"},
+            "policy": {"tokenizer": {"name": "${policy.model_name}"}},
+        }
+    )
+    assert found.overrides["advantage"] == "rloo"
+    assert {row.name for row in found.outside} >= {f"{GRPO}adv_estimator.normalize_rewards", "policy.tokenizer.name"}
+    (refused,) = found.refused
+    assert (refused.name, refused.value) == (f"{LOSS_FN}ratio_clip_max", "${loss_fn.ratio_clip_min}")
+    assert "resolve it first" in refused.note
 
 
 @pytest.mark.parametrize(("function", "table"), [(from_prime_rl, PRIME), (from_nemo_rl, NEMO)])

@@ -349,7 +349,10 @@ def test_a_sum_of_preference_losses_and_the_likelihood() -> None:
     for bad, message in (
         ({"losses": ["dpoo"]}, "preference_sum has no loss 'dpoo'. Did you mean 'dpo'"),
         ({"losses": ["aot"]}, "preference_sum has no loss 'aot'"),
+        ({"losses": "dpo"}, "losses must be a list of at least one name, got 'dpo'"),
+        ({"losses": []}, "losses must be a list of at least one name"),
         ({"weights": [1.0]}, "weights has 1 numbers for 2 losses"),
+        ({"weights": [1.0, math.nan]}, "weights must be a number, got nan"),
     ):
         with pytest.raises(ValueError, match=message):
             losses.preference_sum(**data, **bad)

@@ -152,6 +152,23 @@ def test_nodes_longer_than_the_budget_and_batches_of_answers() -> None:
         assert_near(scorer.score(batch).values, plain_log_probs(model, batch), **FORWARD)
 
 
+def test_single_tokens_after_a_prompt_have_gradients() -> None:
+    """The kernels that generate would write to a state that the graph holds."""
+    model, batch = stateful_model("falcon_h1"), Ragged.from_list(answers(2, 1, 2))
+    expected = gradients(model, plain_log_probs(model, batch))
+    assert_near(gradients(model, LogProbScorer(model).score(batch, grad=True).values), expected, **WHOLE)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_to_forward(grad: bool) -> None:
+    """All masked out, or one token a sequence."""
+    model, batch = stateful_model("lfm2"), group()
+    scorer = LogProbScorer(model)
+    for rows, mask in ((batch, torch.zeros_like(batch.values, dtype=torch.bool)), ([[3], [3], [4]], None)):
+        found = scorer.evaluate(rows, mask, reference=scorer, entropy=True, grad=grad)
+        assert all(not each.values.any() for each in found.per_token.values())
+
+
 def test_states_are_held_no_longer_than_needed() -> None:
     model, batch = stateful_model("lfm2"), group()
     scorer = LogProbScorer(model)

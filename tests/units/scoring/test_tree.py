@@ -97,6 +97,13 @@ def test_a_branch_that_saves_too_little_is_not_shared():
     assert build(ANSWERS, min_shared=5).num_tokens == 29 - 2 * 4
 
 
+def test_a_short_branch_is_not_shared():
+    """Longer than prompt A is the common beginning of the two answers to it that begin with 1."""
+    for min_length, lengths in [(1, [4, 2, 1]), (2, [4, 2]), (4, [4]), (5, [5]), (6, [])]:
+        tree = PrefixTree.build(ragged(ANSWERS), ragged(ANSWERS).lengths, min_shared=0, min_length=min_length)
+        assert tree.length[parents(tree)].tolist() == lengths
+
+
 ALIKE = [[0] * 5 + [i, j] for i in (1, 2) for j in (3, 4)]
 
 

@@ -44,6 +44,10 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
     if not isinstance(config, Mapping):
         import tomllib
 
+        if not isinstance(config, (str, os.PathLike)):
+            raise TypeError(
+                f"expected a configuration of prime-rl: the path of a TOML file or a mapping, got {type(config).__name__}."
+            )
         config = cast("Mapping[str, object]", tomllib.loads(Path(config).read_text(encoding="utf-8")))
     reader = Reader("prime-rl", PRIME, flatten(config))
     algorithm = cast("Any", reader.choose(f"{_ALGO}type").here)
@@ -105,7 +109,12 @@ def from_nemo_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Trans
         ('grpo', 'rloo', 0.28, ())
     """
     given = flatten(read_mapping(config, "a configuration of NeMo-RL"))
-    reader = Reader("NeMo-RL", NEMO, {name: value for name, value in given.items() if "${" not in str(value)})
+    references = {name: value for name, value in given.items() if "${" in str(value)}
+    reader = Reader("NeMo-RL", NEMO, {name: value for name, value in given.items() if name not in references})
+    for name, value in references.items():
+        reader.refer(
+            name, value, repeats=value == f"${{{name.replace(_E, _G)}}}"
+        )  # the advantage's, by default the same
     algorithm = cast("Any", reader.choose(f"{_E}name").here)
     _nemo_advantage(reader)
     flags = {"sequence_level_importance_ratios": "gspo", "use_cispo": "cispo", "force_on_policy_ratio": "gpg"}
@@ -181,6 +190,8 @@ def from_slime(arguments: Mapping[str, object]) -> Translation:
         >>> found.algorithm, found.overrides["advantage"], found.overrides["clip_high"], found.overrides["aggregation"]
         ('grpo', 'dr_grpo', 0.28, 'seq-mean-token-mean')
     """
+    if not isinstance(arguments, Mapping):
+        raise TypeError(f"expected arguments of slime as a mapping, got {type(arguments).__name__}: pass vars(args).")
     reader = Reader("slime", SLIME, arguments)
     reader.place("outside", *(name for name in arguments if name not in SLIME), note="of Megatron, SGLang or the run")
     loss = reader.take("loss_type")

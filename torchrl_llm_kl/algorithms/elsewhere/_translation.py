@@ -253,6 +253,15 @@ class Reader:
         if name in self.given:
             self.place("outside", name, note=note)
 
+    def refer(self, name: str, value: object, *, repeats: bool) -> None:
+        """A setting that refers to another one, whose value is not known here; ``repeats``: it is that of its default."""
+        row = find_row(self.rows, name)
+        place: Place = "outside" if repeats or (row is not None and row.place == "outside") else "refused"
+        note = "refers to another setting" + (
+            "" if place == "outside" else ": resolve it first (`OmegaConf.to_container`)"
+        )
+        self._placed[name] = (place, Setting(name, value, note=note))
+
     def refuse(self, name: str, note: str) -> None:
         """A setting without a counterpart, given or default."""
         if name in self._placed and self._placed[name][0] == "override":

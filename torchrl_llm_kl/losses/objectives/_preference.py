@@ -553,7 +553,11 @@ def preference_sum(
         >>> preference_sum(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, **given)[0].value  # 0.3133 + 0.5 * 0
         tensor([[0.3133]])
     """
+    if not losses or isinstance(losses, str):
+        raise ValueError(f"losses must be a list of at least one name, got {losses!r}.")
     given = [1.0] * len(losses) if weights is None else list(weights)
+    for weight in given:
+        check_range(weights=weight)  # not NaN
     if len(given) != len(losses):
         raise ValueError(f"weights has {len(given)} numbers for {len(losses)} losses: pass one for each.")
     total, likelihood = torch.zeros_like(pairs.chosen), []
