@@ -201,7 +201,7 @@ def clamp(value: Tensor, low: Scalar | None = None, high: Scalar | None = None) 
         x.item() if isinstance(x, Tensor) and x.device.type == "cpu" != value.device.type else x for x in (low, high)
     )
     if isinstance(low, Tensor) == isinstance(high, Tensor):
-        return value if low is None is high else value.clamp(low, high)
+        return value if low is None is high else value.clamp(low, high)  # type: ignore[arg-type]
     if low is not None:
         value = value.clamp_min(low)
     return value if high is None else value.clamp_max(high)

@@ -48,6 +48,7 @@ class LossInputs:
         chosen: True for a preferred sequence, of its pair or by itself; bool ``[*B]``.
         reference_point: nats, what log-ratios are compared with, from a whole batch; ``[*B]``.
         match_id: equal for two sequences matched over a whole batch; integers ``[*B]``.
+        is_clean: whether inputs per token are 0 or False where the mask is False; objectives then need not make them so.
 
     Example:
         >>> inputs = LossInputs(torch.tensor([[-1.0]]), torch.tensor([[True]]), advantage=torch.tensor([[2.0]]))
@@ -73,7 +74,6 @@ class LossInputs:
     chosen: Tensor | None = _optional(_ROW, key="chosen", boolean=True)
     reference_point: Tensor | None = _optional(_ROW, key="reference_point")
     match_id: Tensor | None = _optional(_ROW, key="match_id")
-    #: Whether all per-token inputs are 0 or False where the mask is False, as those of a loss module are.
     is_clean: bool = field(default=False, metadata={"shape": None})
 
     @property
@@ -144,11 +144,9 @@ def dummy_inputs(*, teachers: int = 1, device: torch.device | None = None) -> Lo
     zeros = torch.zeros(6, 1, device=device)
     row, place = zeros.squeeze(-1), torch.arange(6, device=device)
     first = place % 2 == 0
-    return LossInputs(
-        mask=zeros == 0,
-        **dict.fromkeys(PER_TOKEN, zeros),
-        **dict.fromkeys(PER_OUTCOME, zeros.new_full((6, 1, teachers, 2), 0.5).log()),
-        **dict.fromkeys(("pair_id", "match_id"), place // 2),
-        reference_point=row,
-        chosen=first,
-    ).replace(selected=zeros == 1, expert_mask=~first.unsqueeze(-1))
+    given: dict[str, Any] = dict.fromkeys(PER_TOKEN, zeros)
+    given |= dict.fromkeys(PER_OUTCOME, zeros.new_full((6, 1, teachers, 2), 0.5).log())
+    given |= dict.fromkeys(("pair_id", "match_id"), place // 2)
+    return LossInputs(mask=zeros == 0, **given, reference_point=row, chosen=first).replace(
+        selected=zeros == 1, expert_mask=~first.unsqueeze(-1)
+    )

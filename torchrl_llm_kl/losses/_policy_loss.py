@@ -407,7 +407,8 @@ class PolicyLoss(TokenLoss):
             known.add("entropy")
         if known & {"kl", "teacher_divergence"}:
             known.add("ref_log_prob")  # scored along with an exact KL
-        common = common_metrics(LossInputs(**{name: value for name, value in inputs.given.items() if name in known}))
+        given: dict[str, Any] = {name: value for name, value in inputs.given.items() if name in known}
+        common = common_metrics(LossInputs(**given))
         return [*(f"loss_{name}" for name in names), *merge_metrics(terms, {**common, **metrics})]
 
     @dispatch

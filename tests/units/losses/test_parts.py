@@ -338,3 +338,12 @@ def test_tokens_and_numbers_on_two_devices(name: str) -> None:
             part.to("meta")
             found = leaves(part.run(given))
         assert_close(found, expected)
+
+
+def test_clean_inputs_are_taken_as_they_are() -> None:
+    """But not under another mask, nor beside another tensor."""
+    clean = losses.LossInputs(-ONES, MASK, ref_log_prob=-2 * ONES, is_clean=True)
+    assert clean.cleaned(["ref_log_prob"])["ref_log_prob"].data_ptr() == clean.ref_log_prob.data_ptr()
+    narrower = clean.replace(mask=MASK.triu())
+    assert narrower.cleaned(["ref_log_prob"])["ref_log_prob"].tolist() == [[-2, -2], [0, -2]]
+    assert losses.KLToReference(1.0)(narrower)[0].value.tolist() == [[0.5, 0.5], [0, 0.5]]
