@@ -45,6 +45,11 @@ def test_a_rank_without_data_takes_part(pool, wrap, split):
     assert max(pool.run(TRAIN, wrap=wrap, split=split)) < 1e-12
 
 
+def test_a_recurrent_model_with_checkpointed_layers(pool):
+    """In float32. Weights were gathered out of order where a whole step was one checkpoint: wrong gradients, or a hang."""
+    assert max(pool.run("distributed.features:recurrent")) < 1e-3
+
+
 @wraps("fsdp2", of=("loss(DDP)", "fsdp2", "fsdp1, flat parameters"))
 def test_single_precision(pool, wrap):
     assert max(pool.run(TRAIN, wrap=wrap, dtype=torch.float32)) < 2e-6

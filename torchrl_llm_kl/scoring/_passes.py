@@ -22,7 +22,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
-from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass
+from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
@@ -38,7 +38,7 @@ from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._routing import Routing, tell_apart
 from torchrl_llm_kl.scoring._scores import Columns, Reading, States, columns_of_nothing, head_states, join, join_columns
 from torchrl_llm_kl.scoring._tree import PrefixTree
-from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory
+from torchrl_llm_kl.scoring._wrapping import ErrorGuard, Ranks, inside, is_out_of_memory, is_sharded
 
 _SMALLEST_PACK = 16  # tokens
 
@@ -397,6 +397,10 @@ class Run:
         """Flat elements ``[K]`` on the CPU, and their scores on the model's device."""
         if self.tree is not None and self.options.grad and drops_layers(self.setups[0].model):
             self._part("Layers are dropped at random: set layerdrop to 0, or call eval().")
+        model = self.setups[0].model
+        if self.forks and self.options.grad and self.ranks.groups and is_sharded(model) and checkpoints_layers(model):
+            # Recomputed whole, a step would gather weights out of order, and not as often on each rank.
+            self._part("Sharded layers are checkpointed one by one.")
         while True:
             try:
                 return self._attempt()

@@ -71,6 +71,13 @@ def _has_hooks(module: nn.Module) -> bool:
     return is_fsdp2(module) or is_zero3(module) or isinstance(module, _wrappers())
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether hooks around forwards of its parts gather their weights; DDP's do not."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return any(_has_hooks(module) and not isinstance(module, DistributedDataParallel) for module in model.modules())
+
+
 # ---------------------------------------------------------------------- what ranks agree on
 
 

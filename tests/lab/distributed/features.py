@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from distributed import cases
 from distributed.cases import RATE, STEPS, batch, build, difference, make_loss, shard, step, total, wrapped
-from torchrl_llm_kl import RetrieveKL
-from toy_models import tiny_model
+from scoring_reference import plain_log_probs, random_sequences
+from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
+from toy_models import stateful_model, tiny_model
 
 
 def _mine(split="uneven"):
@@ -59,6 +60,21 @@ def replayed_routing(wrap, checkpoint="", split="uneven"):
 
 
 SMALL = 0.01  # with larger steps rounding grows from step to step
+
+
+def recurrent():
+    """The largest difference of a gradient from one process, beside its parameter's largest: a recurrent model, FSDP2."""
+    prompts, ends = random_sequences(40, 35).to_list(), random_sequences(5, 3, 7, 4, 6, 9, seed=1).to_list()
+    rows = [torch.cat([prompts[i // 3], end]) for i, end in enumerate(ends)]
+    plain, model = stateful_model("qwen3_5_text"), stateful_model("qwen3_5_text").train()
+    plain_log_probs(plain, Ragged.from_list(rows)).square().sum().div(2).backward()
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    scorer = LogProbScorer(shard(model))
+    mine = rows[:5] if dist.get_rank() == 0 else rows[5:]
+    scorer.score(mine, grad=True).values.square().sum().backward()
+    found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return max(float((found[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
 
 
 def _in_bfloat16():
