@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrl_llm_kl._private import DEEPSPEED_GROUPS, active_ddp, compiled_inside, reshard_fsdp1
+from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 
 Result = TypeVar("Result")
 
@@ -224,12 +225,15 @@ class ErrorGuard:
 
     def check(self) -> None:
         """After the last forward: an error on one rank is an error on all."""
-        own = 0 if self.error is None else 1 if is_out_of_memory(self.error) else 2
+        own = 0
+        if self.error is not None:  # ranks try again together after the first two kinds
+            own = 1 if isinstance(self.error, CheckpointError) else 2 if is_out_of_memory(self.error) else 3
         worst = self._ranks.most(own)
         if self.error is not None and own == worst:
             raise self.error
         if worst:
-            raise torch.OutOfMemoryError("another rank is out of memory.") if worst == 1 else RankError(_ELSEWHERE)
+            others = {1: CheckpointError(), 2: torch.OutOfMemoryError("another rank is out of memory.")}
+            raise others.get(worst) or RankError(_ELSEWHERE)
 
     def _call_rest(self, module: nn.Module) -> None:
         """Call the layers in ``module`` that were not called yet, which compute nothing after an error."""
