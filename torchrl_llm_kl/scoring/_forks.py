@@ -171,7 +171,7 @@ class ForkedPass:
     ) -> tuple[Tensor, DynamicCache | None]:
         """The hidden states ``[b, T, H]`` of tokens that continue ``past``, and the state after them."""
         body = body_and_head(self.setup.model)[0]
-        options: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+        options: dict[str, object] = {"position_ids": positions, "use_cache": False}
         state = None
         routing = self.routing.forward(source, self.setup.device) if self.routing else nullcontext()
         with self.setup.active(), routing, _layers_in_one(body) if self._again else nullcontext():
