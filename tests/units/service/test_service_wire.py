@@ -338,7 +338,7 @@ def test_errors_that_cannot_be_pickled_keep_their_message():
     assert (type(found), str(found)) == (ServiceError, "Unpicklable: too long")
 
 
-numbers_of_messages = pytest.mark.parametrize("number", [1_500, pytest.param(20_000, marks=pytest.mark.slow)])
+numbers_of_messages = pytest.mark.parametrize("number", [800, pytest.param(20_000, marks=pytest.mark.slow)])
 HEAD = 12  # bytes before the JSON
 #: JSON that belongs into no field, as text: some of it cannot be written by Python.
 WORDS = """
