@@ -11,6 +11,8 @@ from torchrl_llm_kl import PolicyLoss, RetrieveKL
 from torchrl_llm_kl.losses import KLToReference
 from toy_models import tiny_model
 
+pytestmark = pytest.mark.smoke
+
 
 def test_a_step_of_grpo(device):
     def run(model_at, at):

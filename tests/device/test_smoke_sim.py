@@ -10,6 +10,8 @@ from torch.testing import assert_close
 
 from simulated import memory_limit, watch
 
+pytestmark = pytest.mark.smoke
+
 
 def test_tensors_of_two_devices_do_not_mix(device):
     x = torch.ones(3, device=device)
