@@ -111,11 +111,15 @@ def vapo(
         >>> policy.value.flatten(), nll.value[nll.mask], nll.weight
         (tensor([-1., -1.]), tensor([1.]), 0.1)
     """
-    check_range(low=0.0, mu=mu)
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    (likelihood,) = sft(log_prob, mask & chosen.unsqueeze(-1))
     policy = ppo(log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    return *policy, likelihood.replace(name="nll", weight=mu, aggregation=nll_aggregation)
+    return *policy, _likelihood("nll", log_prob, mask & chosen.unsqueeze(-1), mu, nll_aggregation)
+
+
+def _likelihood(name: str, log_prob: Tensor, mask: Tensor, mu: Scalar, aggregation: Aggregation | None) -> LossTerm:
+    """:func:`sft` on the tokens of ``mask``, as a term beside another objective."""
+    check_range(low=0.0, mu=mu)
+    return sft(log_prob, mask)[0].replace(name=name, weight=mu, aggregation=aggregation)
 
 
 @objective(
@@ -157,11 +161,9 @@ def echo(
         >>> policy.value[policy.mask], seen.value[seen.mask], seen.weight
         (tensor([-1.]), tensor([3.]), 0.1)
     """
-    check_range(low=0.0, mu=mu)
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
-    (likelihood,) = sft(log_prob, mask & expert_mask)
     policy = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    return *policy, likelihood.replace(name="observation", weight=mu, aggregation=nll_aggregation)
+    return *policy, _likelihood("observation", log_prob, mask & expert_mask, mu, nll_aggregation)
 
 
 # ------------------------------------------------------------------ mixed with PPO
