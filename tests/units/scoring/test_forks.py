@@ -204,16 +204,13 @@ def test_the_turns_of_a_conversation_continue_from_the_last_state(family: str, k
     assert seen == [40 + 4 + 4 + 8, 7 + 7 + 2 + 3, 2 + 4 + (1 + 6) + 2]
 
 
-def test_a_state_of_a_conversation_that_was_regenerated_is_not_used() -> None:
-    """Tokens that are cached in the middle of a stretch: no state is there."""
+@pytest.mark.parametrize("first", [1, 46])
+def test_a_turn_that_was_written_anew_does_not_continue_from_its_state(first: int) -> None:
+    """The cached tokens end in the middle of a stretch, where no state is; the first others need not be scored."""
     model = stateful_model("lfm2")
     scorer, (row, other) = LogProbScorer(model), answers(9, 6)
-    for rows in (
-        [row],
-        [row[:44]],
-        [torch.cat([row[:44], other[40:]])],
-        [row, other],
-        [torch.cat([other, row[:3]]), row],
-    ):
+    anew = torch.cat([row[:44], other[40:]])
+    for rows in ([row], [row[:44]], [anew], [row, other], [torch.cat([other, row[:3]]), row]):
         batch = Ragged.from_list(rows)
-        assert_near(scorer.score(batch, remember=True).values, plain_log_probs(model, batch), **FORWARD)
+        mask = batch.positions >= first
+        assert_near(scorer.score(batch, mask, remember=True).values, plain_log_probs(model, batch, mask), **FORWARD)
