@@ -224,10 +224,10 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(8))
 def test_renderings_of_the_templates_that_trl_ships(renderings, part):
     pytest.importorskip("trl", reason="its templates are counted")
-    templates = template_pairs.all_templates()[part::4]
+    templates = template_pairs.all_templates()[part::8]
     counts = {}
     for template in templates:
         messages = talk(4)

@@ -322,13 +322,16 @@ def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> No
     turn = iter(range(1000))
 
     def answer(prompt: str) -> str:  # of 1 to 3 turns
-        return "It is 4." if next(turn) % 3 == 0 else adds(prompt)
+        return "It is 4." if next(turn) % 3 == 0 else "?"
+
+    def reply(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> str | None:
+        return None if messages[-1]["content"] == "It is 4." else "So?"
 
     args = {"keys": {"run": "run", "step": "step"}}
     parts = make_algorithm("multi_step_grpo", model, reference=ref, group_key="group", advantage_args=args)
-    env = tool_env(tokenizer, right, group_size=2, kl_transform=parts.kl_transform)
+    env = tool_env(tokenizer, right, group_size=2, tools=None, reply=reply, kl_transform=parts.kl_transform)
     policy = scripted_policy(tokenizer, answer, model=model)
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=24)
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=16)
     seen: list[int] = []
     for batch in whole_groups(collector, group_size=2, num_groups=2):
         runs = episodes(list(batch.unbind(0)))

@@ -377,7 +377,7 @@ def test_async_calls_run_together_up_to_a_limit_and_to_a_time_out_in_one_loop() 
     FunctionReward(every)(batch(["a"] * 6))
     FunctionReward(two, workers=2)(batch(["a"] * 6))
     assert (every.most, two.most) == (6, 2)
-    td = FunctionReward(Judge(), timeout=1.0)(batch(["a", "a", "long", "a"]))
+    td = FunctionReward(Judge(), timeout=0.5)(batch(["a", "a", "long", "a"]))
     assert values(td) == [0, 1, 0, 3]
     assert values(td, "reward_failures") == [0, 0, 1, 0]
 
