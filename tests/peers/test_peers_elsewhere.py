@@ -15,14 +15,7 @@ from torchrl_llm_kl._foreign import VERL, find_row
 from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES, read_mapping
 
-KLS = {
-    "k1": "K1Fn",
-    "k2": "K2Fn",
-    "k3": "K3Fn",
-    "low_var_kl": "LowVarKLFn",
-    "corrected_k3": "CorrectedK3Fn",
-    "abs": "AbsFn",
-}
+KLS = dict(k1="K1Fn", k2="K2Fn", k3="K3Fn", low_var_kl="LowVarKLFn", corrected_k3="CorrectedK3Fn", abs="AbsFn")
 GSPO = {"algorithm_type": "gspo", "policy_loss_fn": "gspo"}
 RING = {"clip_mode": "ring", "weight": "importance_sampling", "epsilon_low": 0.1}
 #: What is not there is Trinity's default: of ``algorithm_type`` grpo, the loss ppo and the KL k2. That each of its algorithms
@@ -63,9 +56,7 @@ def trinitys(monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str,
 
 
 @pytest.mark.parametrize("name", OF_TRINITY)
-def test_the_loss_is_trinitys(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
-) -> None:
+def test_the_loss_is_trinitys(monkeypatch: Any, model: nn.Module, batch: Any, name: str) -> None:
     settings = OF_TRINITY[name]
     found = from_trinity({"algorithm": {"algorithm_type": "grpo", **settings}})
     assert not found.refused
@@ -153,9 +144,7 @@ def verls(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str]) 
 
 
 @pytest.mark.parametrize("name", OF_VERL)
-def test_the_loss_is_verls(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
-) -> None:
+def test_the_loss_is_verls(monkeypatch: Any, model: nn.Module, batch: Any, name: str) -> None:
     """And without one of the settings the gradients are others."""
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     settings = settings_of(name)

@@ -173,9 +173,7 @@ def test_trinitys_sapo_has_our_gate_but_not_its_gradient(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("dynamic", "experts"), [(False, "some"), (True, "some"), (True, "none"), (False, "all")])
-def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(
-    monkeypatch: pytest.MonkeyPatch, dynamic: bool, experts: str
-) -> None:
+def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(monkeypatch: Any, dynamic: bool, experts: str) -> None:
     batch = random_batch(22)
     if experts != "some":
         batch["expert_mask"] = torch.full_like(batch["mask"], experts == "all")
@@ -234,15 +232,10 @@ VERL: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "theirs", "hyper", "config"), VERL)
-def test_verl(
-    monkeypatch: pytest.MonkeyPatch, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]
-) -> None:
+def test_verl(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "global_batch_info": {}, **config}
-    values |= {
-        "policy_loss": type("PolicyLoss", (), config),
-        "get": lambda self, key, default: getattr(self, key, default),
-    }
+    values |= {"policy_loss": type("PolicyLoss", (), config), "get": getattr}
     settings, mode = type("Settings", (core.ActorConfig,), values)(), spec_of(get_objective(name)).aggregation
     for batch in map(batch_of, range(5)):
         log_prob = leaf(batch)
@@ -265,10 +258,10 @@ def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> t
     return weights, metrics
 
 
-@pytest.mark.parametrize(
-    ("options", "threshold"),
-    [*BOUND.items(), ("token_k1,seq_max_k2", "0.6_1.5,0.2"), ("seq_mean_k3,token_k3,seq_sum_k1", "0.1,0.2,3")],
-)
+SEVERAL = {"token_k1,seq_max_k2": "0.6_1.5,0.2", "seq_mean_k3,token_k3,seq_sum_k1": "0.1,0.2,3"}
+
+
+@pytest.mark.parametrize(("options", "threshold"), [*BOUND.items(), *SEVERAL.items()])
 def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
     """Masks, the share that each criterion rejects, and all criteria together reject."""
     helper, rejected = corrections_of_verl(monkeypatch), 0
@@ -444,13 +437,7 @@ def test_preferences_are_trls(name: str, kind: str, hyper: dict[str, Any], own: 
     tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     tensors |= {"sharp_log_prob": sharp_of(batch)} if "weighting" in own else {}
     names = {key: value for key, value in {**hyper, **own}.items() if key not in (*tensors, "use_weighting")}
-    state = {
-        "ld_alpha": None,
-        "f_divergence_type": "reverse_kl",
-        "use_weighting": False,
-        "label_smoothing": 0.0,
-        **hyper,
-    }
+    state = dict(ld_alpha=None, f_divergence_type="reverse_kl", use_weighting=False, label_smoothing=0.0) | hyper
     order = torch.cat([torch.arange(0, 6, 2), torch.arange(1, 6, 2)])  # all chosen ones, then all rejected ones
     theirs = trls("dpo", order, batch, {}, loss_types=[kind], loss_weights=[1.0], **state)
     agree(ours(name, {**batch, **tensors}, "seq-mean-token-sum", **names), theirs, atol=1e-7)

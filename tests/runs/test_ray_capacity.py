@@ -158,9 +158,8 @@ def test_a_small_request_beside_a_large_one() -> None:
     assert found.batches == [(1, 20.0), (2, 15.0), (1, 20.0)]
     assert found.latencies == pytest.approx([1.0 + 2.5 + 1.0, 5.5])
     # the oldest goes first: all wait behind the first, and are served in the order in which they came
-    world = World(
-        4, in_turn([0.0] * 4 + [1e6] * 4), in_turn([5.0, 2.0, 4.0, 3.0]), 1, Replica(0.0, 0.0, 1.0, max_tokens=ALONE)
-    )
+    one_by_one = Replica(0.0, 0.0, 1.0, max_tokens=ALONE)
+    world = World(4, in_turn([0.0] * 4 + [1e6] * 4), in_turn([5.0, 2.0, 4.0, 3.0]), 1, one_by_one)
     found = simulate(world, requests=4)
     assert [tokens for _, tokens in found.batches] == [5.0, 2.0, 4.0, 3.0]
     assert found.latencies == pytest.approx([5.0, 7.0, 11.0, 14.0])
@@ -359,9 +358,8 @@ def test_the_smallest_run(tmp_path: Path) -> None:
     found = RayRun.load(tmp_path)
     assert found.difference is not None
     assert found.difference < 1e-4
-    assert {(line.case.served, line.case.callers) for line in found.lines} == {
-        (served, callers) for served in ("both", "reference") for callers in (1, 2)
-    }
+    cases = {(line.case.served, line.case.callers) for line in found.lines}
+    assert cases == {(served, callers) for served in ("both", "reference") for callers in (1, 2)}
     assert all(line.ours.count > 0 and line.theirs.count > 0 for line in found.lines)
     for row in found.bytes:
         more = row.sent_unrelated + row.received_unrelated - row.sent - row.received

@@ -123,9 +123,7 @@ def test_adapters_alone_in_the_final_folder(lab: Path, tmp_path: Path) -> None:
 
 def test_the_best_weights_are_kept_and_exported(lab: Path, tmp_path: Path) -> None:
     """Answers are worth most before training: every step makes them worse."""
-    (tmp_path / "falls.py").write_text(
-        "n = 0\ndef f(q, a, m):\n    global n\n    n += 1\n    return 1 / (1 + n) + len(a) % 2\n"
-    )
+    (tmp_path / "falls.py").write_text("n = [1]\ndef f(q, a, m):\n n.append(1)\n return 1 / len(n) + len(a) % 2\n")
     changes = ("checkpoints.keep=1", "checkpoints.final=best", "evaluation.every=1", "run.steps=2", "optimizer.lr=1e-9")
     result, _ = go(lab, tmp_path / "out", f"reward={tmp_path / 'falls.py'}:f", *changes)
     assert result.chosen == 0

@@ -47,9 +47,7 @@ ONES = bools([[1, 1, 1], [1, 1, 1]])
 OUTCOME = f64([1.0, 0.0])
 
 
-def slow_gae(
-    reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[list[list[float]], list[list[float]]]:
+def slow_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Sums of discounted temporal differences, each from its definition: no recursion."""
     advantage, target = torch.zeros_like(reward), torch.zeros_like(reward)
     for i, row in enumerate(mask):

@@ -171,10 +171,8 @@ def conversations(form: str) -> TensorDictBase:
     at = [torch.arange(1.0, 1 + len(prompt + response)) for prompt, response in zip(*SAID, strict=True)]
     numbers = {"next__reward": torch.tensor([[1.0], [2.0], [4.0]]), "query": torch.tensor([7, 9, 7])}
     numbers["next__state_value"] = [x * (i + 1) for i, x in enumerate(at)]
-    numbers |= {
-        "next__log_probs__full": [-0.5 * x for x in at],
-        "next__ref_log_probs__full": [-0.25 * x**2 for x in at],
-    }
+    numbers["next__log_probs__full"] = [-0.5 * x for x in at]
+    numbers["next__ref_log_probs__full"] = [-0.25 * x**2 for x in at]
     return tokens(form, *SAID, **numbers)
 
 
@@ -226,9 +224,8 @@ def with_moments(form: str) -> TensorDictBase:
     for key, function in MOMENTS.items():
         rows = [function(row[LOG_PROBS]) for row in log_probs.unbind(0)]
         laid_out = lay_out(form, {"x": rows}, *SAID)
-        for row, other in (
-            zip(data.unbind(0), laid_out.unbind(0), strict=True) if form == "lazy" else [(data, laid_out)]
-        ):
+        pairs = zip(data.unbind(0), laid_out.unbind(0), strict=True) if form == "lazy" else [(data, laid_out)]
+        for row, other in pairs:
             row[("next", *key)] = other["x"]
     return data
 

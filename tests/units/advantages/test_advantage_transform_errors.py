@@ -48,12 +48,7 @@ def test_arguments(name: Any, settings: dict[str, Any], message: str) -> None:
     [
         ("grpo", {}, "query", r"the group is missing: expected 'query' in the TensorDict, found: .*Pass group_key="),
         ("grpo", {}, REWARD, r"the reward is missing: expected \('next', 'reward'\) .*query.*; in 'next': "),
-        (
-            "gdpo",
-            {"keys": {"rewards": [REWARD, "b"]}},
-            "none",
-            r"the rewards are missing: expected 'b'.*an entry for each",
-        ),
+        ("gdpo", {"keys": {"rewards": [REWARD, "b"]}}, "none", r"rewards are missing: expected 'b'.*an entry for each"),
         ("remax", {}, "none", r"the baseline is missing: expected 'reward_baseline'.*Answer each prompt greedily"),
         ("gae", {}, ("next", "state_value"), r"the value is missing: .*Put RetrieveValue before"),
         ("jsd", {}, ("next", "ref_log_probs"), r"the teacher_log_prob is missing.*RetrieveKL\(policy, teacher\)"),
@@ -215,9 +210,8 @@ def test_answers_to_one_prompt_are_compared_whatever_their_padding(layout: str) 
 
 @pytest.mark.parametrize("query", [torch.tensor([3, 3, 4, 4]), ["a", "a", "b", "b"]], ids=str)
 def test_the_query_is_compared_too(query: Any) -> None:
-    data = TensorDict(
-        next=TensorDict(reward=torch.tensor([[0.0], [2.0], [0.0], [4.0]]), batch_size=[4]), batch_size=[4]
-    )
+    reward = torch.tensor([[0.0], [2.0], [0.0], [4.0]])
+    data = TensorDict(next=TensorDict(reward=reward, batch_size=[4]), batch_size=[4])
     data["query"] = query if isinstance(query, torch.Tensor) else NonTensorStack(*query)
     assert Advantage("dr_grpo", group_size=2)(data.clone())["advantage"].flatten().tolist() == [-1, 1, -2, 2]
     with pytest.raises(ValueError, match=r"sequences 0 and 2 would be compared .* their entry 'query' differs"):

@@ -128,9 +128,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_is_that_of_trls_trainer(
-    trl: Any, model: nn.Module, batch: dict[str, Tensor], configured: Any, name: str
-) -> None:
+def test_the_loss_is_that_of_trls_trainer(trl: Any, model: Any, batch: Any, configured: Any, name: str) -> None:
     config = configured("grpo", **CASES[name])
     agree(evaluated(model, batch, from_trl(config)), theirs(trl, model, batch, config))
     # A mapping with the same settings is the same algorithm.
@@ -151,9 +149,7 @@ def test_the_batch_shows_each_setting(model: nn.Module, batch: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_corrections_of_vllms_log_probs(
-    trl: Any, model: nn.Module, batch: dict[str, Tensor], configured: Any, mode: str
-) -> None:
+def test_corrections_of_vllms_log_probs(trl: Any, model: nn.Module, batch: Any, configured: Any, mode: str) -> None:
     of_vllm = {"mode": mode, "clip_max": 1.3, "clip_min": 0.7}
     settings = {"beta": 0.1} | {f"vllm_importance_sampling_{name}": value for name, value in of_vllm.items()}
     expected = theirs(trl, model, batch, configured("grpo", **settings), use_vllm=True)
@@ -247,12 +243,8 @@ def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) ->
 
     names = ("beta", "label_smoothing", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting")
     kinds = [config.loss_type] if isinstance(config.loss_type, str) else config.loss_type
-    state = {
-        "loss_types": kinds,
-        "loss_weights": config.loss_weights or [1.0] * len(kinds),
-        "precompute_ref_logps": True,
-        "args": config,
-    }
+    state = {"precompute_ref_logps": True, "loss_types": kinds, "args": config}
+    state["loss_weights"] = config.loss_weights or [1.0] * len(kinds)
     own = OneDevice(_total_train_tokens=0, _tp_size=1, **state, **{name: getattr(config, name) for name in names})
     chosen, rejected = (ref.float() if config.f_divergence_type == "alpha_divergence" else ref).chunk(2)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": whole.long()}
@@ -398,11 +390,8 @@ def test_tpo(model: nn.Module, batch: dict[str, Tensor], configured: Any, settin
     three = {key: x[:rows] for key, x in batch.items()}
     order = [*range(0, rows, 3), *range(1, rows, 3), *range(2, rows, 3)]
     mask = torch.cat([torch.zeros(rows, PROMPT, dtype=torch.bool), three["mask"]], 1)[order]
-    inputs = {
-        "input_ids": three["ids"][order],
-        "attention_mask": torch.ones_like(mask).long(),
-        "completion_mask": mask.long(),
-    }
+    inputs = {"input_ids": three["ids"][order], "completion_mask": mask.long()}
+    inputs["attention_mask"] = torch.ones_like(mask).long()
     read = ("loss_type", "beta", "label_smoothing", "tpo_alpha", "tpo_l_gamma")
     state = {"_total_train_tokens": 0, "_tp_size": 1, "aux_loss_enabled": False}
     made = bare_trainer("tpo", **state, **{key: getattr(config, key) for key in read})

@@ -74,11 +74,8 @@ def test_the_actor_is_no_reference_of_its_own() -> None:
         message = f"^reference {how}, so that their KL is 0 at every step: pass a frozen copy"
         with pytest.raises(ValueError, match=message):
             make_algorithm("grpo", model, reference=reference)
-    for model, reference in (
-        (actor, copy.deepcopy(actor)),
-        (lora, "base"),
-        (lora, LogProbScorer(lora, adapters=False)),
-    ):
+    scorer = LogProbScorer(lora, adapters=False)
+    for model, reference in ((actor, copy.deepcopy(actor)), (lora, "base"), (lora, scorer)):
         make_algorithm("grpo", model, reference=reference)
     # A copy with the same frozen weights and other adapters is another model; so is the actor after another prompt.
     other = with_lora(tiny_model(seed=0))

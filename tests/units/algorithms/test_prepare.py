@@ -306,11 +306,7 @@ def changed(key: Any, value: Any) -> TensorDictBase:
         ("sft", rollouts().exclude(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: prompt"),
         ("mix", rollouts(), r"'expert_mask' \[\*B\] is missing: True for the answers of experts"),
         ("mix", changed("expert_mask", torch.zeros(16)), r"'expert_mask': expected booleans, found torch.float32"),
-        (
-            "mix",
-            changed("expert_mask", torch.zeros(16, 3) > 0),
-            r"'expert_mask': expected one value for each of the 16",
-        ),
+        ("mix", changed("expert_mask", torch.zeros(16, 3) > 0), r"'expert_mask': .* one value for each of the 16"),
         ("dpo", rollouts()[:7], r"found 7 sequences, expected pairs: chosen, rejected"),
         ("dpo", changed("chosen", torch.ones(16)), r"'chosen': expected booleans, found torch.float32"),
         ("experience", changed(("next", "reward"), torch.ones(16, 1) > 0), r"expected numbers, found torch.bool"),
@@ -400,9 +396,7 @@ opmd rec dpo kto bco a2po
 asymre sft raft gkd opo simpo cpo orpo tpo
 """
 BOTH_OR_NONE = [(True, True), (True, False), (False, True), (False, False)]
-READ = {
-    name: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, strict=True) for name in names.split()
-}
+READ = {x: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, strict=True) for x in names.split()}
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])

@@ -145,10 +145,8 @@ def test_separate_transforms_and_a_kl_reward_with_the_models_that_were_passed(la
     assert isinstance(instantiate(cfg.theirs, ref_model=lab.ref).log_prob_full_key, ListConfig)
 
 
-NODES_OF_TERMS = (
-    "{_target_: torchrl_llm_kl.losses.KLToReference, coeff: 0.2}",
-    "{_target_: torchrl_llm_kl.losses.EntropyBonus, coeff: 0.01}",
-)
+_NODES = "KLToReference, coeff: 0.2", "EntropyBonus, coeff: 0.01"
+NODES_OF_TERMS = [f"{{_target_: torchrl_llm_kl.losses.{node}}}" for node in _NODES]
 TERMS = {
     "group": [
         *("+term@loss.terms.kl=kl_to_reference", "loss.terms.kl.coeff=0.2"),
@@ -179,13 +177,8 @@ def test_policy_loss(lab: Lab, given: str) -> None:
 
 def test_sampling_is_shared_and_partial_nodes_advantages_and_algorithms(lab: Lab) -> None:
     cfg = compose(
-        *(
-            "+sampling=base",
-            "sampling.temperature=0.7",
-            "sampling.top_p=0.9",
-            "+loss=policy",
-            "loss.sampling=${sampling}",
-        ),
+        "+sampling=base",
+        *("sampling.temperature=0.7", "sampling.top_p=0.9", "+loss=policy", "loss.sampling=${sampling}"),
         *(
             "+loss@partial=policy",
             "partial._partial_=true",
@@ -237,6 +230,9 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
     collector.shutdown()
 
 
+TWICE = r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once"
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
@@ -244,11 +240,7 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
         ("kl.detach=warm", ConfigCompositionException, "not a valid bool"),
         ("kl.add_to_reward=7.5", ConfigCompositionException, "is not a valid bool"),
         ("loss.hyper={clip_hihg: 0.3}", InstantiationException, "Did you mean 'clip_high'"),
-        (
-            "loss.hyper={temperature: 0.3}",
-            InstantiationException,
-            r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once",
-        ),
+        ("loss.hyper={temperature: 0.3}", InstantiationException, TWICE),
         ("loss.dtype=float31", InstantiationException, "dtype='float31' is not one of torch's"),
         ("+coefficient@kl.coeff=adaptive", MissingMandatoryValue, r"Missing mandatory value: .*coeff\.init"),
     ],

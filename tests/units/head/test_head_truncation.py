@@ -69,9 +69,8 @@ def test_by_hand():
     for truncation in (Truncation(top_k=2), Truncation(top_k=2, top_p=0.6)):  # the share of all three counts
         out = linear_log_prob(torch.ones(1, 1), weight, torch.tensor([2]), truncation=truncation)
         assert_close(out.log_prob.exp(), torch.tensor([0.25]))
-    kept = linear_kept(
-        torch.ones(1, 1), torch.tensor([[4.0], [4.0], [1.0]]).log(), Truncation(min_p=1.0), torch.tensor([0])
-    )
+    weight = torch.tensor([[4.0, 4.0, 1.0]]).T.log()
+    kept = linear_kept(torch.ones(1, 1), weight, Truncation(min_p=1.0), torch.tensor([0]))
     assert kept.ids.tolist() == [0, 1]
     # ``keep_targets``: the target beside the two of 1/2 and 1/4, values and gradient.
     weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log().requires_grad_()

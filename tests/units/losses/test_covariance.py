@@ -95,9 +95,7 @@ def test_what_is_done_to_the_chosen_tokens() -> None:
     tokens = {"ratio": [[2.0, 0.5, 2.0, 1.0]], "advantage": [[3.0, 3.0, 3.0, 3.0]]}
     result = evaluate(kl_cov, **tokens, selected=torch.tensor([[True, True, False, True]]), coeff=0.25)
     penalty, metrics = 0.25 * math.log(2), {"selected_fraction": 0.75, "ratio_mean": 5.5 / 4}
-    assert_result(
-        result, value=[[-6 + penalty, -1.5 + penalty, -6, -3]], gradient=[[-5.75, -1.75, -6.0, -3.0]], **metrics
-    )
+    assert_result(result, value=[[-6 + penalty, -1.5 + penalty, -6, -3]], gradient=[[-5.75, -1.75, -6, -3]], **metrics)
 
 
 @pytest.mark.parametrize(

@@ -152,11 +152,8 @@ RANGES: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
     ("at least 0", (-0.1,), {"clip_high": "ppo dapo dr_grpo gspo cispo gmpo mask_ipo", "mask_clip_high": "cispo"}),
     ("at least 0", (-0.1,), {"epsilon": "sppo", "clip_low": "dppo", "k_neg": "vespo", "regularizer_coef": "rec"}),
     ("at least 0", (-0.1,), {"tau": "opmd", "kl_tau": "mask_ipo ref_kl", "mu": "vapo echo"}),
-    (
-        "at least 0",
-        (-0.1,),
-        {"coeff": "kl_cov", "nll_coeff": "cpo tpo", "margin": "simpo tpo", "desirable_weight": "kto"},
-    ),
+    ("at least 0", (-0.1,), {"coeff": "kl_cov", "nll_coeff": "cpo tpo", "margin": "simpo tpo"}),
+    ("at least 0", (-0.1,), {"desirable_weight": "kto"}),
     ("greater than 1", (1.0,), {"clip_ratio_c": "ppo dapo dr_grpo dppo"}),
     ("greater than 0", (0.0, -0.1), {"tau_pos": "sapo", "tau_neg": "sapo", "lambda_pos": "vespo", "tau": "discopop"}),
     ("greater than 0", (0.0, -1.0), dict.fromkeys(("epsilon_high", "epsilon_high_prime", "temp"), "rec")),

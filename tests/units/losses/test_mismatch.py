@@ -46,8 +46,8 @@ def near() -> TensorDictBase:
         (ImportanceWeights(level="geometric", mode="mask", low=1e6, high=None), "token-mean", -2.0),
     ],
 )
-def test_a_batch_without_an_accepted_token_is_a_zero_with_graph(
-    model: nn.Module, correction: Correction, aggregation: Any, lead: float
+def test_a_batch_without_an_accepted_token_is_0_with_graph(
+    model: Any, correction: Any, aggregation: Any, lead: Any
 ) -> None:
     """The sampler is far from the trainer at every token, and on one side of it. Other terms are not corrected."""
     data = batch()
@@ -317,9 +317,10 @@ def test_any_other_is_an_error(model: nn.Module, parts: dict[str, Any], bad: flo
         loss(data)
 
 
-@pytest.mark.parametrize(
-    "parts", [{"terms": [KLToSampler(0.1)]}, {"corrections": [RejectionMask("seq_max_k2", high=0.5)]}]
-)
+REJECTS = RejectionMask("seq_max_k2", high=0.5)
+
+
+@pytest.mark.parametrize("parts", [{"terms": [KLToSampler(0.1)]}, {"corrections": [REJECTS]}])
 def test_the_sampler_may_skip_a_token_but_not_store_an_infinite_number(model: nn.Module, parts: dict[str, Any]) -> None:
     data, loss = batch(), PolicyLoss(model, "gpg", **parts)
     data[SAMPLER][3, PROMPT + 2] = torch.nan

@@ -34,13 +34,8 @@ def needed(part: Any) -> set[str]:
     return raises_without(part.run, data)
 
 
-ESTIMATORS = [
-    *(name for name in available_estimators() if name != "exact"),
-    k2,
-    corrected_k3,
-    functools.partial(corrected_k3, ratio_max=3.0),
-    get_estimator("corrected_k3+"),
-]
+CORRECTED = (functools.partial(corrected_k3, ratio_max=3.0), get_estimator("corrected_k3+"))
+ESTIMATORS = [*(name for name in available_estimators() if name != "exact"), k2, corrected_k3, *CORRECTED]
 
 
 @pytest.mark.filterwarnings("ignore:KL estimator")
@@ -63,9 +58,7 @@ def test_corrections_need_what_they_state_and_functions_their_inputs_without_a_d
     }.items():
         assert set(part.needs) == needed(part) == needs
 
-    def mine(
-        log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float, ref_log_prob: Tensor | None = None, **_: Any
-    ) -> tuple[losses.LossTerm, ...]:
+    def mine(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float, ref_log_prob: Any = None, **_) -> Any:
         return (losses.LossTerm("mine", scale * advantage * log_prob, mask),)
 
     parts = losses.TermPart(mine, scale=1.0), losses.TermPart(functools.partial(mine, scale=1.0))
@@ -89,10 +82,8 @@ def test_keys_follow_later_settings(model: nn.Module) -> None:
         assert_close(out["loss_objective"], fresh(bare)["loss_objective"])
         assert set(loss.out_keys) == set(fresh.out_keys) == set(out.keys())
         loss.fallback_to_policy_gradient = False
-    for name, value, metric in (
-        ("enable_sequence_masking", True, "sequence_masked_fraction"),
-        ("clip_ratio_c", None, "clip_fraction_dual"),
-    ):
+    masking = ("enable_sequence_masking", True, "sequence_masked_fraction")
+    for name, value, metric in (masking, ("clip_ratio_c", None, "clip_fraction_dual")):
         before = metric in loss.out_keys
         setattr(loss, name, value)
         assert (metric in loss.out_keys) != before

@@ -85,10 +85,8 @@ def test_terms_and_metrics(model: nn.Module) -> None:
     for name, value in by_hand.items():
         assert_loss(out[name], token_mean(model, data, value), model)
     rows = responses(model, data)
-    now, old, ref, sampler, entropy = (
-        torch.cat([row[key].detach() for row in rows])
-        for key in ("log_prob", "log_probs", "ref_log_probs", "sampler_log_probs", "entropy")
-    )
+    keys = ("log_prob", "log_probs", "ref_log_probs", "sampler_log_probs", "entropy")
+    now, old, ref, sampler, entropy = (torch.cat([row[key].detach() for row in rows]) for key in keys)
     ratio = (now - old).exp()
     metrics = {
         "ESS": ratio.sum() ** 2 / (20 * (ratio**2).sum()),

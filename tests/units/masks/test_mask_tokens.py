@@ -179,9 +179,7 @@ def renderings(monkeypatch):
     """A list that grows by one with each rendering of a template."""
     made: list[object] = []
     render = jinja2.Template.render
-    monkeypatch.setattr(
-        jinja2.Template, "render", lambda *args, **kwargs: made.append(args[0]) or render(*args, **kwargs)
-    )
+    monkeypatch.setattr(jinja2.Template, "render", lambda *args, **how: made.append(args[0]) or render(*args, **how))
     return made
 
 
@@ -312,9 +310,8 @@ def test_without_a_generation_prompt_the_header_is_the_text_before_any_content()
         ("<answer>{{ m.content }}</s>", "<answer>", "<answer></s>"),
         ("<answer>{{ m.content }}</s>", "answer", "answer</s>"),
     ):
-        template = (
-            "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}" + shown + "{% endif %}{% endfor %}"
-        )
+        template = "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}SHOWN{% endif %}{% endfor %}"
+        template = template.replace("SHOWN", shown)
         found = masked_by(build_tokenizer(template), [user("x"), assistant(content)])
         assert found == [expected], (shown, content)
     for closes in ("", "{% else %}{{ eos_token }}"):  # an end token that only the prompt adds belongs to no answer

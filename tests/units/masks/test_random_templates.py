@@ -35,9 +35,8 @@ class Format(NamedTuple):
         body = HEADERS[self.header] + CONTENTS[self.content] + PLACES[self.place]
         header = HEADERS[self.header].replace("{{ m.role }}", "assistant")
         template = WALKS[self.walk] + PROMPTS[self.prompt].replace("HEADER", header)
-        parts = (
-            body.replace("m.reasoning_content", "reasoning").replace("m.role", "role").replace("m.content", "content")
-        )
+        parts = body.replace("m.reasoning_content", "reasoning")
+        parts = parts.replace("m.role", "role").replace("m.content", "content")
         template = template.replace("BODY_OF_PARTS", parts).replace("BODY", body)
         return self.scan + template.replace("END", ENDS[self.end])
 
@@ -106,9 +105,8 @@ def test_typical_formats_are_right(walk):
 def shifted(left: int, right: int, last: int | None = None):
     def mask(*args, **kwargs):
         rendered = render_conversation(*args, **kwargs)
-        return replace(
-            rendered, assistant_spans=tuple((a + left, b + right) for a, b in rendered.assistant_spans[:last])
-        )
+        spans = rendered.assistant_spans[:last]
+        return replace(rendered, assistant_spans=tuple((a + left, b + right) for a, b in spans))
 
     return mask
 

@@ -54,9 +54,7 @@ def histories(**chats: list[Any]) -> TensorDictBase:
     return TensorDict(history=ChatHistory(**fields, batch_size=size), batch_size=[size])
 
 
-def run(
-    data: TensorDictBase, model: Any, tokenizer: Any, *, padded: bool, mode: str = "history", **kwargs: Any
-) -> list[Any]:
+def run(data: TensorDictBase, model: Any, tokenizer: Any, padded: bool, mode: str = "history", **kwargs: Any) -> Any:
     wrapper = make_scoring_wrapper(model, tokenizer, pad_output=padded, input_mode=mode)
     return list(RetrieveLogProb(wrapper, **kwargs)(data).get(("log_probs", "full"), as_list=True))
 

@@ -63,9 +63,8 @@ def test_a_missing_entry_is_named_with_what_there_is() -> None:
     assert require_key(data, "reward", "no reward", "Add one.") == ("next", "reward")
     with pytest.raises(MissingEntryError) as error:
         require_key(data, "value", "no value", "Add one.")
-    assert str(error.value) == (
-        "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
-    )
+    want = "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
+    assert str(error.value) == want
 
 
 def test_entries_of_a_step_and_its_result_apart() -> None:
@@ -164,10 +163,8 @@ def test_one_number_per_sequence() -> None:
 
 
 def test_integers_and_booleans_of_a_response_take_the_fill() -> None:
-    for values, fill, want in (
-        ([[1, 2], [5]], -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]),
-        ([[True, True], [True]], 0, [0, 1, 1, 0, 0, 1]),
-    ):
+    numbers, flags = [[1, 2], [5]], [[True, True], [True]]
+    for values, fill, want in ((numbers, -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]), (flags, 0, [0, 1, 1, 0, 0, 1])):
         assert per_token(under_x(values), "x", unpadded(), RESPONSES, fill=fill).tolist() == want
     top = per_token(under_x([[[1, 2], [3, 4]], [[5, 6]]]), "x", unpadded(), RESPONSES, fill=0, features=1)
     assert top.tolist() == [[0, 0], [1, 2], [3, 4], [0, 0], [0, 0], [5, 6]]
@@ -181,9 +178,7 @@ def test_sums_of_rows_have_no_graph() -> None:
 
 
 def test_a_rank_without_rows_has_one_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = TensorDict(
-        {"ids": torch.ones(0, 3, 2, dtype=torch.long), ("next", "reward"): torch.ones(0, 1)}, batch_size=[0]
-    )
+    data = TensorDict({"ids": torch.ones(0, 3, 2).long(), ("next", "reward"): torch.ones(0, 1)}, batch_size=[0])
     assert with_a_row(data) is data  # one process
     monkeypatch.setattr(_entries, "is_distributed", lambda: True)
     row = with_a_row(data)
@@ -201,10 +196,8 @@ def test_a_token_dimension_is_not_of_the_batch() -> None:
 
 
 def test_histories_lose_placeholders_alone() -> None:
-    chats = [
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        [{"role": "user", "content": "c"}],
-    ]
+    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    chats = [said[:2], said[2:]]
     padded = [chats[0], [*chats[1], {"role": "<none>", "content": ""}]]
     found = row_histories(TensorDict(history=History.from_chats(padded), batch_size=[2]), "history")
     assert [history_to_messages(row) for row in found] == chats
