@@ -122,11 +122,8 @@ def result(targets: Targets) -> Result:
 
 
 def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
-    for targets, met in (
-        (Targets(faster=3, smaller=16, growth=1.5), [True, True, True]),
-        (Targets(faster=3.1, smaller=16.1, growth=1.4), [False, False, False]),
-        (Targets(), []),
-    ):
+    near, far = Targets(faster=3, smaller=16, growth=1.5), Targets(faster=3.1, smaller=16.1, growth=1.4)
+    for targets, met in ((near, [True] * 3), (far, [False] * 3), (Targets(), [])):
         goals = result(targets).goals
         assert [goal.met for goal in goals] == met
         assert [goal.found for goal in goals] == [3.0, 16.0, 1.5][: len(met)]

@@ -56,12 +56,9 @@ def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> Non
     assert task.split(questions, 3)[1] == task.split(questions, 0)[1]
     assert task.split(questions, 101)[1] == task.split(questions, 100)[1]
     rows = pairs([question(5, "0000"), question(7, "0110")])
-    assert [(r["question"], r["chosen_by"], r["rejected_by"]) for r in rows] == [
-        (1, WRITERS[1], WRITERS[0]),
-        (1, WRITERS[1], WRITERS[3]),
-        (1, WRITERS[2], WRITERS[0]),
-        (1, WRITERS[2], WRITERS[3]),
-    ]
+    writers = [tuple(WRITERS.index(r[f"{which}_by"]) for which in ("chosen", "rejected")) for r in rows]
+    assert writers == [(1, 0), (1, 3), (2, 0), (2, 3)]
+    assert {r["question"] for r in rows} == {1}
     assert rows[0]["prompt"] == [{"role": "user", "content": "What is 7 plus 14?"}]
     assert rows[0]["chosen"][0]["content"].endswith("A: 21")
     assert rows[0]["rejected"][0]["content"].endswith("A: 22")

@@ -31,7 +31,6 @@ REVERSE = pi_star, forward_kl_optimum
 @pytest.mark.parametrize(
     ("estimator", "warns", "optimum", "other"),
     [("k2", None, *REVERSE), ("k3", "k3.*forward KL", *REVERSE[::-1]), ("k3+", None, *REVERSE)],
-    ids=["k2: reverse", "k3: forward", "k3 with the gradient of k2: reverse"],
 )
 def test_which_kl_an_estimator_in_the_loss_is(estimator: str, warns: str | None, optimum: Any, other: Any) -> None:
     task, beta = bandit(3), 0.5

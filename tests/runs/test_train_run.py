@@ -192,12 +192,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, 
 
 
 def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whole: Path, tmp_path: Path) -> None:
-    often = (
-        "evaluation.every=1",
-        "evaluation.greedy=false",
-        "logging.doctor_every=1",
-        "logging.loggers=[csv,tensorboard]",
-    )
+    often = ("evaluation.every=1", "evaluation.greedy=false", "logging.doctor_every=1")
+    often += ("logging.loggers=[csv,tensorboard]",)
     for name, changes in (("often", often), ("never", ("evaluation.every=0", "checkpoints.every=4"))):
         go(lab, tmp_path / name, *changes)
         assert same(weights(tmp_path / name / "final"), weights(whole / "final")), name

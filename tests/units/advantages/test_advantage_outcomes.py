@@ -293,10 +293,8 @@ ROWS = [
     (0, 0, 0, 8.0, 1),
     (1, 0, 5, 0.0, 2),
     (0, 0, 1, 2.0, 3),
-    (1, 0, 1, 3.0, 1),
-    (2, 0, 0, 7.0, 1),
-    (0, 2, 0, 1.0, 3),
 ]
+ROWS += [(1, 0, 1, 3.0, 1), (2, 0, 0, 7.0, 1), (0, 2, 0, 1.0, 3)]
 TASK, RUN, STEP, _, STATE = (torch.tensor(column) for column in zip(*ROWS, strict=True))
 STEPS = (torch.tensor([row[3] for row in ROWS], **F64), TASK, RUN, STEP)
 

@@ -85,11 +85,8 @@ def test_steps_by_hand(make, measured, expected, as_input):
 def test_the_softplus_of_the_dual_coefficient_by_hand():
     """log(e^x - 1) moves: relative steps far below 1, absolute ones far above."""
     step = math.exp(0.025)
-    for init, want, rel in (
-        (0.2, math.log1p(math.expm1(0.2) * step), 1e-6),
-        (1e-3, 1e-3 * step, 1e-4),
-        (90.0, 90.025, 1e-6),
-    ):
+    middle = math.log1p(math.expm1(0.2) * step)
+    for init, want, rel in ((0.2, middle, 1e-6), (1e-3, 1e-3 * step, 1e-4), (90.0, 90.025, 1e-6)):
         assert values(dual(parametrisation="softplus", init=init), [0.75]) == pytest.approx([want], rel=rel)
 
 

@@ -95,10 +95,7 @@ NAMES = ("kl", "log_prob", "ref_log_prob", "entropy", "d hidden", "d weight", "d
     ("dtype", "product_dtype", "rounded_parts"),
     [
         (torch.float32, None, 1.0),
-        (torch.bfloat16, None, 2**0.5),
-        (torch.float16, None, 2**0.5),
-        (torch.bfloat16, torch.float32, 1.0),
-        (torch.float16, torch.float32, 1.0),
+        *((dtype, *how) for dtype in (torch.bfloat16, torch.float16) for how in ((None, 2**0.5), (torch.float32, 1.0))),
     ],
     ids=str,
 )

@@ -67,12 +67,8 @@ def test_by_hand(options, expected):
 
 # ---------------------------------------------------------------------- against plain torch in float64: any shape, any tile
 
-SHAPES = {
-    "n": st.integers(1, 9),
-    "v": st.integers(1, 23),
-    "tile": st.tuples(st.integers(1, 10), st.integers(1, 25)),
-    "seed": st.integers(0, 2**31),
-}
+SHAPES = {"n": st.integers(1, 9), "v": st.integers(1, 23), "seed": st.integers(0, 2**31)}
+SHAPES["tile"] = st.tuples(st.integers(1, 10), st.integers(1, 25))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -113,13 +113,10 @@ def test_clip_cov_chooses_with_its_own_bounds(bounds: Any, value: Any, gradient:
     assert_result(result, value=[value], gradient=[gradient], selected_fraction=selected)
 
 
-@pytest.mark.parametrize(
-    ("function", "hyper"),
-    [
-        (clip_cov, {"fraction": 0.5, "cov_low": 0.3, "cov_high": 2.0, "clip_low": 0.1, "clip_high": 0.3}),
-        (kl_cov, {"fraction": 0.2}),
-    ],
-)
+CLIP_COV = {"fraction": 0.5, "cov_low": 0.3, "cov_high": 2.0, "clip_low": 0.1, "clip_high": 0.3}
+
+
+@pytest.mark.parametrize(("function", "hyper"), [(clip_cov, CLIP_COV), (kl_cov, {"fraction": 0.2})])
 def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, hyper: dict[str, float]) -> None:
     batch = random_batch(1, rows=8)
     batch["advantage"][:4] += 2.0

@@ -100,8 +100,7 @@ def mixed(old: float, sampler: float) -> TensorDictBase:
 @pytest.mark.parametrize(
     ("correction", "old", "sampler"),
     [
-        (ImportanceWeights(mode="mask", low=0.5, high=2.0), 0.0, -9.0),
-        (ImportanceWeights(mode="mask", low=0.5, high=2.0), NAN, NAN),
+        *((ImportanceWeights(mode="mask", low=0.5, high=2.0), *values) for values in ((0.0, -9.0), (NAN, NAN))),
         (RejectionMask("seq_max_k2", high=5.0), -9.0, 0.0),
     ],
 )

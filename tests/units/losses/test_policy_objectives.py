@@ -115,12 +115,8 @@ WHOLE = {**EPSILON, "clip_mode": "gspo-one-side", "low": 0.25, "high": 0.25}
 ONE_SIDE = {"clip_mode": "one-side"}
 PENALTY = {**ONE_SIDE, "regularizer_coef": 0.1}
 SECOND_AND_THIRD = [[0, 0], [-3, -3], [3, 3], [0, 0]], [[0, 0], [3, 3], [-3, -3], [0, 0]]
-WEIGHTS = (
-    ("none", 1, 1),
-    ("importance_sampling", 4, 0.25),
-    ("gspo_importance_sampling", 1, 1),
-    ("advantage", E(2), E(-1.5)),
-)
+WEIGHTS = [("none", 1, 1), ("importance_sampling", 4, 0.25), ("advantage", E(2), E(-1.5))]
+WEIGHTS.append(("gspo_importance_sampling", 1, 1))
 SQUARED, SLOPE = 0.1 * LN2**2, 0.2 * LN2
 PENALTY_K2 = {**PENALTY, "regularizer": "k2"}
 # With log-probs of 0 the ratios are exact.

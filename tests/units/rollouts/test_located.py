@@ -10,6 +10,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 from closeness import assert_near
+from template_pairs import assistant, user
 from torchrl_llm_kl import RetrieveLogProb
 from toy_models import FORWARD
 from toy_rollouts import make_scoring_wrapper, plain_log_probs
@@ -22,13 +23,8 @@ MARKED = CHATML.replace(
     "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}",
 )
 CHATS = [
-    [
-        {"role": "user", "content": "Answer yes or no"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "no"},
-    ],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+    [user("Answer yes or no"), assistant("yes"), user("sure?"), assistant("no")],
+    [user("a"), assistant("b")],
 ]
 SAID = [["yes<|im_end|>", "no<|im_end|>"], ["b<|im_end|>"]]
 TWO_MARKS = MARKED.replace(

@@ -8,6 +8,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 
+from template_pairs import assistant, user
 from torchrl_llm_kl.masks import history_to_messages
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
@@ -196,8 +197,7 @@ def test_a_token_dimension_is_not_of_the_batch() -> None:
 
 
 def test_histories_lose_placeholders_alone() -> None:
-    said = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-    chats = [said[:2], said[2:]]
+    chats = [[user("a"), assistant("b")], [user("c")]]
     padded = [chats[0], [*chats[1], {"role": "<none>", "content": ""}]]
     found = row_histories(TensorDict(history=History.from_chats(padded), batch_size=[2]), "history")
     assert [history_to_messages(row) for row in found] == chats
