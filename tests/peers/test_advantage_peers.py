@@ -195,8 +195,6 @@ def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
 
 
 # ------------------------------------------------------------------ verl
-
-
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))

@@ -64,7 +64,6 @@ def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> Result
 
 
 # ------------------------------------------------------------------ Trinity-RFT
-
 # our name -> (Trinity's module, its class); the arguments of its call beside the log-probs come from the batch.
 TRINITY = {
     "ppo": ("ppo_policy_loss", "PPOPolicyLossFn"),
@@ -212,7 +211,6 @@ def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ------------------------------------------------------------------ verl
-
 DUAL, COV = {"clip_ratio_c": 1.4}, {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.7}
 TAUS = {"tau_pos": 1.2, "tau_neg": 1.7}
 #: Our name, verl's, our hyper-parameters, its settings.
@@ -345,8 +343,6 @@ def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------ TRL
-
-
 def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bonus that its trainer adds in each of seven steps, and its coefficient after each."""
     trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer

@@ -61,10 +61,8 @@ def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
         largest = 1e-2 if result.name == "bf16" else 1e-4
         assert result.outcome.difference is None or result.outcome.difference < largest
     assert {r.name for r in run.results if r.outcome.roofline} == {"a4", "a16", "b"}
-
     assert invoke("render", "--out", str(tmp_path)).exit_code == 0
     assert files(tmp_path)["RESULTS.md"] == first["RESULTS.md"]
-
     # One workload again: the others stay, in their order.
     one = invoke("run", "--only", "e", "--quick", "--repeats", "2", "--threads", "1", "--out", str(tmp_path))
     assert one.exit_code == 0, one.output
@@ -72,7 +70,6 @@ def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
     assert [result.name for result in again.results] == list(WORKLOADS)
     changed = {new.name for old, new in zip(run.results, again.results, strict=True) if old != new}
     assert changed == {"e"}
-
     # Not beside figures of another place.
     data = json.loads(first["results.json"])
     data["machine"]["cores"] = "1000"

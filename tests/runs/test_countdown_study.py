@@ -203,12 +203,10 @@ def test_a_quick_study_resumes(tmp_path, monkeypatch):
     assert rows[0]["true_kl"] > 0
     assert "coefficient_end" in rows[1]
     assert "coefficient_end" not in rows[2]
-
     path.write_text("\n".join(path.read_text().splitlines()[:3]) + "\n")  # as if it had been killed in the last run
     assert "3 of 4 runs" in invoke("placement", *arguments, "seeds=[20]")
     again = json.loads(path.read_text().splitlines()[3])
     assert {**again, "seconds": 0} == {**rows[3], "seconds": 0}, "a run depends on its cell and seed alone"
-
     monkeypatch.setattr(countdown_study, "target_cells", lambda: target_cells()[:1])
     invoke("target", *arguments, "seeds=[10]")
     text = page.read_text(encoding="utf-8")

@@ -34,8 +34,6 @@ def test_raft_learns_the_best_answer() -> None:
 
 
 # ------------------------------------------------------------------ preferences
-
-
 def worths(task: Task) -> Tensor:
     """Whole numbers, so that the data holds each pair exactly as often as it is preferred."""
     return torch.randint(1, 5, task.reward.shape, generator=torch.Generator().manual_seed(1))
@@ -122,8 +120,6 @@ def test_orpo_learns_between_the_likelihood_and_the_odds() -> None:
 
 
 # ------------------------------------------------------------------ labels
-
-
 def test_bco_learns_pi_star_of_the_odds_of_the_labels() -> None:
     """Good as often as another is bad: the shift is the log of the normaliser, and the classifier can be exact."""
     task, beta = bandit(0), 0.6
@@ -156,8 +152,6 @@ def test_kto_learns_the_desirable_answer() -> None:
 
 
 # ------------------------------------------------------------------ experts
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "succeeds"),
     [
@@ -184,8 +178,6 @@ def test_the_answer_of_experts_is_learned(name: str, settings: dict[str, float],
 
 
 # ------------------------------------------------------------------ teachers
-
-
 def teacher_of(task: Task) -> Tensor:
     """Log-probs of answers, far from those of the student at first."""
     return (2.5 * task.reference.flip(-1)).log_softmax(-1)

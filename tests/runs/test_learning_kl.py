@@ -52,7 +52,6 @@ def test_k1_in_the_loss_holds_nothing() -> None:
 
 
 # ------------------------------------------------------------------ mean advantages, from all answers or all pairs
-
 Advantage = Callable[[Tensor, Tensor], Tensor]
 LENGTHS = torch.tensor([len(answer) for answer in chain().answers])
 

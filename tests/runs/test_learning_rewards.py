@@ -84,8 +84,6 @@ def test_kl_in_the_loss_leads_to_pi_star_where_tokens_are_independent(name: str)
 
 
 # ------------------------------------------------------------------ a critic
-
-
 def test_ppo_finds_the_best_answer_and_its_value() -> None:
     task = chain()
     critic = TabularCritic(task)
@@ -138,8 +136,6 @@ def test_vapo_finds_the_best_answer_and_imitates_right_ones() -> None:
 
 
 # ------------------------------------------------------------------ other baselines
-
-
 def test_maxrl_finds_the_only_right_answer() -> None:
     task = chain()
     task = replace(task, reward=(task.reward == task.reward.amax(-1, keepdim=True)).double())
@@ -183,8 +179,6 @@ def test_a2po_is_a_regression_on_pi_star_whoever_sampled(own: bool) -> None:
 
 
 # ------------------------------------------------------------------ the best of several, several rewards, the entropy
-
-
 def test_pass_at_k_finds_the_best_answer_and_leaves_room_for_others() -> None:
     """One of four is nearly always the best, while answers alone are so less often than grpo's."""
     task = chain()
@@ -229,7 +223,6 @@ def test_less_entropy_is_lost_while_failures_are_left_out() -> None:
 
 
 # ---------------------------------------- trajectories of three steps: states are prompts, answers are actions
-
 STEPS, LOST = 3, 3
 RIGHT = torch.tensor([2, 0, 3])
 Rewards = tuple[float, float, float]

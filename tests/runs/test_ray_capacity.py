@@ -330,7 +330,6 @@ def test_render_and_ask(tmp_path: Path) -> None:
     assert "| a kill | 1,200 | 1 | 0 | 2.3 | 3 | 2 restarts |" in page
     assert "| 2 | 20 | 50.0 | 60.0 | +20% | 20.0 | 15.0 | -25% | 40.0 | 30.0 |" in page
     assert (tmp_path / "ray_capacity.png").stat().st_size > 10_000
-
     question = ("capacity", "--collectors", "20", "--tokens-per-second", "1000", "--out", str(tmp_path))
     asked = invoke(*question)
     assert asked.exit_code == 0, asked.output
@@ -370,7 +369,6 @@ def test_the_smallest_run(tmp_path: Path) -> None:
     assert [check.clients for check in found.checks] == [1, 2]
     assert [(fault.lost, fault.wrong) for fault in found.faults] == [(0, 0)] * 6
     assert {path.name for path in tmp_path.iterdir()} == {"ray.json", "RAY.md", "ray_capacity.png"}
-
     again = invoke("run", "--quick", "--only", "overhead", "--out", str(tmp_path))
     assert again.exit_code == 0, again.output
     newer = RayRun.load(tmp_path)

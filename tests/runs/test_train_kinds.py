@@ -289,13 +289,11 @@ def test_three_steps_of_the_demo_are_those_of_the_study(tmp_path: Path, monkeypa
     order = list(DataLoader(range(len(some)), batch_size=None, shuffle=True, generator=generator))
     posed = [some[i] for i in order[scale.num_prompts :]]
     countdown_demo.write_files(tmp_path, policy, tokenizer, posed, held_out[:4])
-
     torch.manual_seed(0)
     (cell, _) = target_cells()
     coefficient = make_coefficient("pi", target=0.5, batch_size=256)
     reference = copy.deepcopy(policy).requires_grad_(False)
     expected = countdown_study.train(cell, policy, reference, tokenizer, some, coefficient, scale, seed=0)
-
     monkeypatch.chdir(ROOT)  # where the paths of the rewards begin
     changes = {
         "model.name": tmp_path / "model",

@@ -284,7 +284,6 @@ def test_pass_at_k_has_the_gradient_of_the_expected_best(k: int) -> None:
 
 
 # ------------------------------------------------------------------ trajectories
-
 # task, run, step, reward, state. Runs count from 0 in each task; steps need not be consecutive.
 ROWS = [
     (0, 0, 2, 4.0, 1),
@@ -362,7 +361,6 @@ def test_trinitys_names_of_entries_are_no_hyper_parameters() -> None:
 
 
 # ------------------------------------------------------------------ properties
-
 GROUPED: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo,
     "grpo-batch": lambda r, g: grpo(r, g, std="batch"),
@@ -460,8 +458,6 @@ def test_hyper_parameters_out_of_range(call: Callable[[], Tensor], message: str)
 
 
 # ------------------------------------------------------------------ beside advantages
-
-
 def test_best_of_group_with_ties_negative_rewards_and_a_group_of_one() -> None:
     reward = torch.tensor([-3.0, 0.5, -1.0, 0.5, -7.0, -1.0, -2.0])
     assert best_of_group(reward, torch.tensor([9, 2, 9, 2, 4, 9, 2])).tolist() == [0, 1, 1, 1, 1, 1, 0]

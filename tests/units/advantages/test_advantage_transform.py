@@ -36,7 +36,6 @@ def assert_values(td: TensorDictBase, want: list[float], shape: tuple[int, ...] 
 
 
 # ------------------------------------------------------------------ groups and rewards
-
 NUMBERS = torch.tensor([7, -1, 7, 30, -1, 7])
 PROMPTS = [{7: [5, 6, 7], -1: [5, 6, 8], 30: [6, 7]}[int(n)] for n in NUMBERS]
 ROWS = [torch.tensor(prompt) for prompt in PROMPTS]
@@ -162,7 +161,6 @@ def test_several_rewards_in_one_entry_or_in_one_each(form: str) -> None:
 
 
 # ------------------------------------------------------------------ layouts of tokens
-
 SAID = [[3, 4], [9], [3, 4]], [[5], [8, 9, 2], [6, 6]]
 
 
@@ -294,8 +292,6 @@ def test_rows_of_the_response_alone_are_placed_as_in_a_loss(form: str, policy_mo
 
 
 # ------------------------------------------------------------------ trajectories
-
-
 def rollout() -> TensorDict:
     """Three envs, three steps; the last two envs make a group; env 1 ends early and starts again."""
     reward = torch.tensor([[0.0, 0.0, 2.0], [0.0, 6.0, 4.0], [0.0, 0.0, 0.0]]).unsqueeze(-1)
@@ -344,8 +340,6 @@ def test_gigpo_reads_states() -> None:
 
 
 # ------------------------------------------------------------------ replay buffers, envs, rollouts
-
-
 @pytest.mark.parametrize("lazy", [True, False])
 def test_in_a_replay_buffer(lazy: bool) -> None:
     """On extend the caller's data stays as it was; what sampling writes does not reach the storage."""

@@ -197,7 +197,6 @@ def test_rloos_gradient_is_that_of_trls_trainer(trl: Any, model: nn.Module, batc
 
 
 # ------------------------------------------------------------------ preferences
-
 PAIRED: dict[str, dict[str, Any]] = {
     "sigmoid": {},
     "sigmoid, other beta": {"beta": 0.3},
@@ -291,7 +290,6 @@ def test_sft(model: nn.Module, batch: dict[str, Tensor], kind: str) -> None:
 
 
 # ------------------------------------------------------------------ experimental trainers
-
 PAD = 0
 
 
@@ -441,8 +439,6 @@ def test_a_derived_configuration_of_trls_own_is_not_its_base(trl: Any, configure
 
 
 # ------------------------------------------------------------------ every setting has a place
-
-
 @pytest.mark.parametrize("trainer", TRL)
 def test_the_table_has_every_field_and_its_default(trl: Any, trainer: str) -> None:
     from transformers import TrainingArguments
@@ -478,7 +474,6 @@ def test_a_configuration_lists_what_differs_from_its_defaults(configured: Any) -
 
 
 # ------------------------------------------------------------------ what is refused
-
 REFUSED = [
     ({"loss_type": "cispo"}, "grpo", "epsilon", r"caps|lowers every weight to 0.2"),
     ({"loss_type": "cispo", "epsilon_high": 0.5}, "grpo", "epsilon_high", "bound is 1 \\+ clip_high"),

@@ -176,8 +176,6 @@ def test_old_values_are_kept() -> None:
 
 
 # ---------------------------------------------------------------------- log-probs of the policy that sampled
-
-
 def sampled(reward: str = "outcome") -> tuple[TensorDict, torch.Tensor]:
     """Rollouts with log-probs that a buffer's transform scored when they were written, and those log-probs."""
     batch = RetrieveLogProb(TASK.policy(), log_probs_full_key=("log_probs", "full"))(rollouts())
@@ -271,8 +269,6 @@ def test_token_rewards_beside_a_kl_of_another_transform() -> None:
 
 
 # ---------------------------------------------------------------------- schemas
-
-
 def test_all_problems_are_reported_at_once() -> None:
     data = rollouts()
     data["tokens", "full"] = data["tokens", "full"].float()
@@ -384,7 +380,6 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
 
 
 # ---------------------------------------------------------------------- which models run
-
 #: Which scores a preset reads beside the current log-probs: of the policy that sampled, of the reference or teacher. The
 #: objectives of opmd, and of rec without clipping, weights and regulariser, have no ratio; the loss of gkd scores the teacher.
 #: Lines of presets: those that read both, the policy, the reference, none of them.

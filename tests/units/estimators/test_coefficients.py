@@ -52,7 +52,6 @@ def values(coefficient, measured, n=8):
 
 
 # ------------------------------------------------------------------ steps by hand
-
 PI_STEPS = [0.1 * math.log(2), -0.1, 0.0, 0.6 * math.log(1.1)]
 DUAL_STEPS = [0.025, -0.05, -0.06, 0.1]
 
@@ -135,7 +134,6 @@ def test_bounds_and_clipped_steps_wind_nothing_up():
 
 
 # ------------------------------------------------------------------ step responses
-
 TARGET = 0.5
 
 
@@ -219,7 +217,6 @@ def test_the_mean_of_a_noisy_kl_is_on_target():
 
 
 # ------------------------------------------------------------------ state, dtypes, devices
-
 AVERAGING = ["value", "average", "mass", "warmup_left"]
 STATE = {ziegler: ["value"], pi: AVERAGING, dual: AVERAGING, entropy: ["value", "entropy"]}
 

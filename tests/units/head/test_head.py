@@ -77,8 +77,6 @@ def test_top_k_against_sorted_log_probs(k):
 
 
 # ---------------------------------------------------------------------- precision: no more error than plain torch
-
-
 def worst(got, truth):
     return (got.double() - truth).abs().max().item()
 
@@ -176,8 +174,6 @@ def test_autocast_multiplies_as_the_model_does_but_product_dtype_wins():
 
 
 # ---------------------------------------------------------------------- extremes
-
-
 EXTREME = {
     "equal": torch.zeros(1, 40),
     "equal and large": torch.full((1, 40), 1e4),
@@ -277,8 +273,6 @@ def test_targets_of_any_integer_dtype_and_hidden_states_that_are_not_contiguous(
 
 
 # ---------------------------------------------------------------------- memory, graphs
-
-
 def head_of(n, h, v, dtype=torch.float32, seed=1):
     return make_head(seed, n=n, h=h, v=v, dtype=dtype, grad=True)
 
@@ -351,7 +345,6 @@ def test_no_graph_without_gradient_nothing_is_mutated_and_second_derivatives_are
 
 
 # ---------------------------------------------------------------------- errors
-
 HIDDEN, WEIGHT, BIAS = (t.float() for t in make_head())
 TARGETS = make_targets()
 HEAD, IDS = (HIDDEN, WEIGHT, TARGETS), torch.zeros(N, 2, dtype=torch.long)
@@ -413,8 +406,6 @@ def test_error_messages(function, arguments, options, message):
 
 
 # ------------------------------------------------------------------ log-probs of ids and of all other tokens together
-
-
 ORDER = torch.Generator().manual_seed(3)
 
 

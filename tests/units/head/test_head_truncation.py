@@ -52,8 +52,6 @@ def recorded(log_p):
 
 
 # ---------------------------------------------------------------------- whole rows
-
-
 def test_by_hand():
     """Probabilities 1/2, 1/4, 1/8, 1/8: the top two of them are 2/3 and 1/3."""
     weight = torch.tensor([[4.0], [2.0], [1.0], [1.0]]).log().requires_grad_()
@@ -149,7 +147,6 @@ def test_backward_with_other_rounding():
 
 
 # ---------------------------------------------------------------------- kept tokens: the search
-
 SIZES = {"n": 9, "h": 13, "v": 1000}
 FEW = [
     *(Truncation(top_k=k) for k in (1, 20)),
@@ -209,8 +206,6 @@ def test_kept_tokens_by_hand():
 
 
 # ---------------------------------------------------------------------- kept tokens: scores
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("direction", "ref_kept"), [("reverse", False), ("reverse", True), ("forward", True)])
 def test_kl(direction, ref_kept, whole):

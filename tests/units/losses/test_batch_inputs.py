@@ -253,8 +253,6 @@ def test_aligned_weights_are_of_the_policys_own_distribution(kind: str) -> None:
 
 
 # ---------------------------------------------------------------------- mismatched answers
-
-
 @pytest.mark.parametrize(
     ("prompts", "answers", "expected"),
     [

@@ -168,8 +168,6 @@ def test_no_tensor_over_the_vocabulary() -> None:
 
 
 # ---------------------------------------------------------------------- several teachers
-
-
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_several_teachers_are_a_weighted_sum(student: nn.Module, teacher: nn.Module, beta: float) -> None:
     """Different k, keys and weights, in one sweep of the head."""
@@ -298,8 +296,6 @@ def test_exact_distillations_with_two_betas(model: nn.Module, reference: nn.Modu
 
 
 # ---------------------------------------------------------------------- errors
-
-
 def respelt(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase], TensorDictBase]:
     """With what ``change`` makes of each row's ids, which then have several widths."""
     return lambda td: lazy_stack([row.set(("top_k", "ids"), change(row["top_k", "ids"])) for row in td.unbind(0)])

@@ -201,8 +201,6 @@ def test_verls_settings_that_make_no_sense() -> None:
 
 
 # ------------------------------------------------------------------ NaN, or torchrl's 0, at the first token of a response
-
-
 def at_root(data: TensorDictBase, key: Any = OLD) -> TensorDictBase:
     """The log-probs where torchrl's policy writes them, with its 0 for each first token."""
     stored = data.pop(key).clone()

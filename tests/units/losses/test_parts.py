@@ -25,9 +25,8 @@ OLD = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], dtype=torch.float64)
 ONES = torch.ones(2, 2, dtype=torch.float64)
 PAIR = torch.tensor([0.1, 0.5])
 
+
 # ---------------------------------------------------------------------- what a part claims to need is what it raises without
-
-
 def needed(part: Any) -> set[str]:
     data = random_batch(0)
     data |= {**dict.fromkeys(("entropy", "kl"), -data["log_prob"]), "sampler_log_prob": data["old_log_prob"]}
@@ -253,7 +252,6 @@ def test_terms_and_corrections_are_not_mixed_up(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------- two devices
-
 aten = torch.ops.aten
 # Arithmetic and comparisons take a 0-dim tensor of the CPU beside one of an accelerator; these do not.
 STRICT = (aten.clamp.Tensor, aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default)

@@ -207,8 +207,6 @@ def test_rows_that_are_no_pairs() -> None:
 
 
 # ---------------------------------------------------------------------- options of the family
-
-
 def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
     """The rejected answer's third token has the log-ratio -1: with 1/4 of it, delta is 1 + 1.25."""
     data = pair()
@@ -453,8 +451,6 @@ def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
 
 
 # ---------------------------------------------------------------------- optimal transport
-
-
 def test_aot_compares_leads_of_equal_rank() -> None:
     """Leads of the policy 3, 1, 2 and of the reference 0.5, 4, 1: sorted, 1 - 0.5, 2 - 1, 3 - 4."""
     ref, log_prob = column([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0]), column([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0])

@@ -158,7 +158,6 @@ def test_missing_inputs_are_named() -> None:
 
 
 # ---------------------------------------------------------------------- sums over tokens and sequences
-
 # Two tokens, one token, none.
 ROWS = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]) == 1
 VALUE = tensor([[1.0, 2.0, NAN, NAN], [6.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN]])

@@ -25,9 +25,8 @@ from torchrl_llm_kl.rollouts import (
 )
 from torchrl_llm_kl.rollouts._rendered import row_histories
 
+
 # ------------------------------------------------------------------ lookup
-
-
 def holding(*keys: Any, lazy: bool = False) -> TensorDictBase:
     entries = {key: torch.ones(1) if lazy else torch.ones(2, 1) for key in keys}
     return lazy_stack([TensorDict(entries), TensorDict(entries)]) if lazy else TensorDict(entries, batch_size=[2])
@@ -77,7 +76,6 @@ def test_entries_of_a_step_and_its_result_apart() -> None:
 
 
 # ------------------------------------------------------------------ per token
-
 # Two sequences, prompts of 1 and 2 tokens, responses of 2 and 1; padded on both sides to 4 slots.
 ROWS = [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0]]
 RESPONSES = torch.tensor([False, True, True, False, False, True])
@@ -161,8 +159,6 @@ def test_one_number_per_sequence() -> None:
 
 
 # ------------------------------------------------------------------ parts of a batch
-
-
 def test_integers_and_booleans_of_a_response_take_the_fill() -> None:
     numbers, flags = [[1, 2], [5]], [[True, True], [True]]
     for values, fill, want in ((numbers, -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]), (flags, 0, [0, 1, 1, 0, 0, 1])):
