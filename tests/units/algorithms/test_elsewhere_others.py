@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch.testing import assert_close
 
 from by_hand import tensor
+from project import tables
 from torchrl_llm_kl import from_nemo_rl, from_prime_rl, from_slime
 from torchrl_llm_kl._foreign import NEMO, PRIME, SLIME
 from torchrl_llm_kl.algorithms.elsewhere._others import nemo_kl
@@ -26,7 +26,7 @@ LOSS_FN = "loss_fn."
 TRUNCATED = f"{LOSS_FN}truncated_importance_sampling_"
 LEFT_OUT = {"grpo.use_leave_one_out_baseline": False}
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {"prime-rl": from_prime_rl, "NeMo-RL": from_nemo_rl, "slime": from_slime}
-CASES = yaml.safe_load(Path(__file__).with_name("elsewhere_others.yaml").read_text(encoding="utf-8"))
+CASES = tables(__file__)
 del CASES["bases"]
 
 

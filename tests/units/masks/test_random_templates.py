@@ -5,20 +5,18 @@ They write one of a few formats in the styles of real ones: the expected turn is
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 from hypothesis import assume, given, settings, strategies as st
 
+from project import tables
 from template_pairs import assistant, user
 from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
 from toy_tokenizer import build_tokenizer
 
 SCAN = "{% for m in messages %}{% endfor %}"
-PARTS = yaml.safe_load(Path(__file__).with_name("random_templates.yaml").read_text(encoding="utf-8"))
-WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS = PARTS.values()
+WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS = tables(__file__).values()
 CHOICES = (["", SCAN], WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS)
 
 

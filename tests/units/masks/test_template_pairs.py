@@ -1,15 +1,13 @@
 """TRL's marked templates as the oracle for masks found on the models' own, unmarked templates."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
-import yaml
 
 pytest.importorskip("trl", reason="TRL's chat templates are the oracle")
 
 import template_pairs
-from project import PROJECT
+from project import PROJECT, tables
 from template_pairs import CALL, CONVERSATIONS, assistant, conversation, masked_by, read, tokenizer_for, user
 from torchrl_llm_kl.masks import render_conversation
 
@@ -104,7 +102,7 @@ def test_mask_agrees_with_the_generation_blocks(template):
 
 
 GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
-EXPECTED = yaml.safe_load(Path(__file__).with_name("masked_text.yaml").read_text(encoding="utf-8"))
+EXPECTED = tables(__file__, "masked_text")
 
 
 def test_masked_text():
