@@ -20,6 +20,7 @@ from by_hand import own_names
 from elsewhere_batches import OneDevice
 from objective_cases import random_batch
 from peers import load, sampled, verl as corrections_of_verl
+from project import tables
 from seeded import columns_of
 from torchrl_llm_kl.diagnostics import measure
 from torchrl_llm_kl.losses import (
@@ -37,7 +38,8 @@ from torchrl_llm_kl.losses import (
 
 Result = tuple[Tensor, Tensor]
 CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
-BOUNDS = {"clip_low": 0.15, "clip_high": 0.3}
+#: Our name of an objective and Trinity's hyper-parameters; our name, verl's, our hyper-parameters and its settings.
+CASES, VERL = (tables(__file__)[peer] for peer in ("trinity", "verl"))
 
 
 def leaf(batch: dict[str, Tensor]) -> Tensor:
@@ -82,45 +84,6 @@ TRINITY = {
     "mix_chord": ("chord_policy_loss", "MIXCHORDPolicyLossFn"),
     "dpo": ("dpo_loss", "DPOLossFn"),
 }
-REC = {"epsilon_low": 0.15, "epsilon_high": 0.25, "epsilon_low_prime": 0.35, "epsilon_high_prime": 0.45, "temp": 1.5}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("ppo", CLIP),
-    ("ppo", {"clip_range": 0.2, "clip_ratio_c": 1.4}),
-    ("ppo", {**CLIP, "enable_sequence_masking": True, "delta_sequence_masking": 0.05}),
-    ("ppo", {**CLIP, "fallback_to_policy_gradient": True}),
-    ("gspo", CLIP),
-    ("gspo", {"clip_range_low": 3e-4, "clip_range_high": 4e-4}),
-    ("cispo", {}),
-    ("cispo", CLIP),
-    ("cispo", {**CLIP, "enable_mask_clip": True, "mask_clip_range_low": 0.4, "mask_clip_range_high": 0.5}),
-    ("topr", {}),
-    ("topr", {"advantage_threshold": 0.3}),
-    ("opmd", {}),
-    ("opmd", {"tau": 0.3}),
-    ("sppo", {}),
-    ("sppo", {"epsilon": 0.5}),
-    ("importance_sampling", {}),
-    *[
-        ("rec", {**REC, "clip_mode": mode, "weight": weight, "regularizer": regularizer, "regularizer_coef": 0.3})
-        for mode, weight, regularizer in (
-            # Trinity has the sequence weight with the sequence clip only: UnboundLocalError.
-            ("none", "importance_sampling", "forward-kl"),
-            ("none", "advantage", "none"),
-            ("one-side", "none", "k2"),
-            ("one-side", "importance_sampling", "none"),
-            ("two-side", "advantage", "forward-kl"),
-            ("two-side", "none", "none"),
-            ("ring", "importance_sampling", "k2"),
-            ("ring", "none", "forward-kl"),
-            ("gspo-one-side", "gspo_importance_sampling", "none"),
-            ("gspo-one-side", "advantage", "k2"),
-        )
-    ],
-    ("sft", {}),
-    ("sft_is", {}),
-    ("sft_phi", {}),
-    ("sft_phi", {"cutoff_prob": 0.35}),
-]
 MEANS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 #: REC has no choice; another than its paper's GSPO announces through a logger that is not there.
 MODES = {"rec": MEANS[:1], "gspo": MEANS[1:2]}
@@ -211,24 +174,6 @@ def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ------------------------------------------------------------------ verl
-DUAL, COV = {"clip_ratio_c": 1.4}, {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.7}
-TAUS = {"tau_pos": 1.2, "tau_neg": 1.7}
-#: Our name, verl's, our hyper-parameters, its settings.
-VERL: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("ppo", "vanilla", {**BOUNDS, **DUAL}, DUAL),
-    ("gspo", "gspo", BOUNDS, {}),
-    ("sapo", "sapo", TAUS, TAUS),
-    ("gpg", "gpg", {}, {}),
-    ("dro", "dro", {"beta": 0.6}, {"dro_beta": 0.6}),
-    ("cispo", "cispo", BOUNDS, {}),
-    ("dppo", "dppo_tv", {**BOUNDS, **DUAL}, DUAL),
-    ("dppo", "dppo_kl", {**BOUNDS, "divergence": "kl"}, {}),
-    # Everything that may be chosen is chosen: no random numbers.
-    ("clip_cov", "clip_cov", {**BOUNDS, "fraction": 1.0, "cov_low": 0.1, "cov_high": 0.7}, COV),
-    ("kl_cov", "kl_cov", {"fraction": 0.2, "coeff": 0.6}, {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.6}),
-]
-
-
 @pytest.mark.parametrize(("name", "theirs", "hyper", "config"), VERL)
 def test_verl(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
