@@ -73,7 +73,7 @@ def outcome(form: Format, messages: list[dict], prompt: bool, mask=render_conver
     return "right" if turns == form.turns(messages) else f"{turns}, not {form.turns(messages)}, in {rendered.text!r}"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(form=formats, roles=roles, data=st.data(), prompt=st.booleans())
 def test_each_turn_is_right_or_an_error(form, roles, data, prompt):
     assume("assistant" in roles)

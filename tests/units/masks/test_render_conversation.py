@@ -211,7 +211,7 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=5).map("".join)
 conversations = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), texts), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     variant=st.sampled_from(["one string", "index loop", "prompt in the loop", "marked turn"]),
     chat=conversations,
