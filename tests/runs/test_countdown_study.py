@@ -173,12 +173,8 @@ def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estima
 
 
 #: One cell of each kind that runs its own way.
-FEW = [
-    Cell("placement", coefficient=0.0),
-    Cell("placement", kl_reward="k1", temperature=0.7, scored_at=0.7),
-    Cell("placement", kl_loss="k2", coefficient=0.1, top_k=3),
-    Cell("placement", kl_loss="exact"),
-]
+FEW = [{"coefficient": 0.0}, {"kl_reward": "k1", "temperature": 0.7, "scored_at": 0.7}, {"kl_loss": "exact"}]
+FEW = [Cell("placement", **each) for each in (*FEW[:2], {"kl_loss": "k2", "coefficient": 0.1, "top_k": 3}, FEW[2])]
 
 
 def invoke(study: str, *changes: str) -> str:

@@ -94,9 +94,7 @@ F_DPO, BT = {"beta": 0.5, "f_divergence": "forward_kl"}, bradley_terry(0.5)
         ("tpo", product(), {"beta": 1.0}, SLOW, odds(1.0), {start: 0.3}),  # the same two terms; the rows are triples
     ],
 )
-def test_preferences_lead_to_an_optimum(
-    name: str, task: Task, settings: Any, how: Any, target: Any, others: Any
-) -> None:
+def test_optima_of_preferences(name: str, task: Task, settings: Any, how: Any, target: Any, others: Any) -> None:
     data = with_a_third(task) if name == "tpo" else preferred(task, worths(task))
     found = learned(task, name, data=data, how=how, **settings)
     assert total_variation(found, target(task)) < 0.01

@@ -108,9 +108,7 @@ def whitened_pairs(p: Tensor, reward: Tensor) -> Tensor:
         ("optimal_token_baseline", bandit(3), by_gradient, 0.3, 0.035),
     ],
 )
-def test_temperatures_of_scaled_advantages(
-    name: str, task: Task, advantage: Any, beta: float, from_plain: float
-) -> None:
+def test_temperatures_of_scaled_advantages(name: str, task: Task, advantage: Any, beta: float, from_plain: Any) -> None:
     """Not pi*: dividing by a deviation changes the reward. The fixed point, from the mean advantage of every answer.
 
     Other baselines than the mean of the group lead elsewhere than that one.

@@ -216,10 +216,8 @@ def test_a_teacher_takes_the_place_of_the_reference(lab: Path) -> None:
 def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path) -> None:
     """Also in a call, when the file was run long ago."""
     (tmp_path / "beside_it.py").write_text("def length(answer):\n    return float(len(answer))\n")
-    (tmp_path / "mine.py").write_text(
-        "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
-        "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n"
-    )
+    text = "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
+    (tmp_path / "mine.py").write_text(text + "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n")
     functions = f"{{f: {tmp_path / 'mine.py'}:f, g: {tmp_path / '.' / 'mine.py'}:g}}"
     before = list(sys.path)
     try:

@@ -53,6 +53,7 @@ BEST = [0.0, 4.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0, 0.0]
 ROOT_2, ROOT_3, ROOT_7, ROOT_8, ROOT_14_3 = map(math.sqrt, (2.0, 3.0, 7.0, 8.0, 14 / 3))
 STD = statistics.stdev(R.tolist())
 PAIRS, OF_PAIRS = torch.tensor([0.0, 2.0, 0.0, 4.0], **F64), torch.tensor([0, 0, 1, 1])
+SIX = torch.tensor([0, 1, 0, 0, 1, 5])
 SEVERAL = torch.tensor([[1.0, 300.0], [4.0, 7.0], [2.0, 100.0], [3.0, 200.0], [6.0, 7.0], [9.0, 9.0]], **F64)
 
 
@@ -93,11 +94,11 @@ THREE = torch.tensor([0.0, 2.0, 4.0], **F64)
 SOFTLY: dict[str, Any] = {"opmd_baseline": "logavgexp"}
 SOFT = [2 * math.log((math.exp(0.5) + math.exp(1.0) + math.exp(3.0)) / 3), 2 * math.log((math.exp(2.0) + 1) / 2)]
 NORMALISED: dict[str, Any] = {"std_normalize": True, "epsilon": 0.5}
-(S, T), A = SOFT, 2 / ROOT_8
+(S, T), A, H = SOFT, 2 / ROOT_8, 1 / ROOT_2
 HALF, THIRD = 0.7 / (0.7 * ROOT_2 + 1), 1 / 15 / (0.2 / ROOT_3 + 1)
 LESS = 0.1 * math.log(2)
 #: opo of group 7: (1 + 2 * 2 + 5 * 6) / 8, of -3: (3 * 4 + 1 * 0) / 4 = 3. gdpo: deviations 1 and 100 in group 0.
-BASE, APART, PAIR = 35 / 8, [1 / 1.25, 100 / 100.25], 1 / (ROOT_2 + 0.25)
+BASE, P, Q, PAIR = 35 / 8, 1 / 1.25, 100 / 100.25, 1 / (ROOT_2 + 0.25)
 BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     "grpo": (lambda: grpo(R, G, epsilon=0.5), scaled(CENTRED, ROOT_7 + 0.5, ROOT_8 + 0.5)),
     "grpo, a millionth by default": (lambda: grpo(R, G), scaled(CENTRED, ROOT_7 + 1e-6, ROOT_8 + 1e-6)),
@@ -139,14 +140,8 @@ BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     "pass_at_k, normalised": (lambda: pass_at_k(R, G, **NORMALISED), scaled(BEST, ROOT_7 + 0.5, ROOT_8 + 0.5)),
     "pass_at_k of two best": (lambda: pass_at_k(R[[5, 5, 0]], one_group(3)), [0, 0, 0]),
     # Each reward by itself; equal second rewards in group 1; 5 is alone.
-    "gdpo, weighted": (
-        lambda: gdpo(SEVERAL, torch.tensor([0, 1, 0, 0, 1, 5]), reward_weights=[1.0, 0.5], epsilon=0.0),
-        over([-1.0 + 0.5, -1 / ROOT_2, -0.5, 1.0, 1 / ROOT_2, 0.0]),
-    ),
-    "gdpo": (
-        lambda: gdpo(SEVERAL, torch.tensor([0, 1, 0, 0, 1, 5]), epsilon=0.25),
-        over([-APART[0] + APART[1], -PAIR, -APART[1], APART[0], PAIR, 0.0], 0.25),
-    ),
+    "gdpo, weighted": (lambda: gdpo(SEVERAL, SIX, reward_weights=[1, 0.5], epsilon=0), over([-0.5, -H, -0.5, 1, H, 0])),
+    "gdpo": (lambda: gdpo(SEVERAL, SIX, epsilon=0.25), over([Q - P, -PAIR, -Q, P, PAIR, 0.0], 0.25)),
 }
 
 
@@ -285,15 +280,8 @@ def test_pass_at_k_has_the_gradient_of_the_expected_best(k: int) -> None:
 
 # ------------------------------------------------------------------ trajectories
 # task, run, step, reward, state. Runs count from 0 in each task; steps need not be consecutive.
-ROWS = [
-    (0, 0, 2, 4.0, 1),
-    (1, 1, 0, 6.0, 1),
-    (0, 1, 0, 1.0, 1),
-    (0, 0, 0, 8.0, 1),
-    (1, 0, 5, 0.0, 2),
-    (0, 0, 1, 2.0, 3),
-]
-ROWS += [(1, 0, 1, 3.0, 1), (2, 0, 0, 7.0, 1), (0, 2, 0, 1.0, 3)]
+ROWS = [(0, 0, 2, 4.0, 1), (1, 1, 0, 6.0, 1), (0, 1, 0, 1.0, 1), (0, 0, 0, 8.0, 1), (1, 0, 5, 0.0, 2)]
+ROWS += [(0, 0, 1, 2.0, 3), (1, 0, 1, 3.0, 1), (2, 0, 0, 7.0, 1), (0, 2, 0, 1.0, 3)]
 TASK, RUN, STEP, _, STATE = (torch.tensor(column) for column in zip(*ROWS, strict=True))
 STEPS = (torch.tensor([row[3] for row in ROWS], **F64), TASK, RUN, STEP)
 

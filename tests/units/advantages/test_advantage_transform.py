@@ -331,9 +331,8 @@ def test_trajectories_of_consecutive_envs() -> None:
 def test_gigpo_reads_states() -> None:
     """Two runs of one task: rewards 0, 1 and 0, 0 from states s, t and s, u."""
     after = TensorDict(reward=torch.tensor([[[0.0], [1.0]], [[0.0], [0.0]]]), batch_size=[2, 2])
-    data = TensorDict(
-        state=torch.tensor([[5, 6], [5, 7]]), query=torch.zeros(2, 2).long(), next=after, batch_size=[2, 2]
-    )
+    states = torch.tensor([[5, 6], [5, 7]])
+    data = TensorDict(state=states, query=torch.zeros(2, 2).long(), next=after, batch_size=[2, 2])
     assert_values(Advantage("gigpo", gamma=0.8, omega=0.5)(data.clone()), [0.7, 0.5, -0.7, -0.5])
     data["seen"] = NonTensorStack(NonTensorStack("s", "t"), NonTensorStack("s", "u"))
     assert_values(Advantage("gigpo", gamma=0.8, omega=0.5, keys={"state": "seen"})(data), [0.7, 0.5, -0.7, -0.5])

@@ -105,10 +105,9 @@ def test_a_reference_of_another_vocabulary(tmp_path: Path) -> None:
 
 def test_a_reference_with_other_settings_is_refused() -> None:
     half = {"temperature": 0.5, "dtype": torch.bfloat16}
-    for settings, message in (
-        ({"temperature": 2.0}, "reference is a scorer with temperature 2, and the actor is scored at 0.5"),
-        (half, "scorer with dtype=torch.bfloat16, and the actor has dtype=None"),
-    ):
+    warm = "reference is a scorer with temperature 2, and the actor is scored at 0.5"
+    narrow = "scorer with dtype=torch.bfloat16, and the actor has dtype=None"
+    for settings, message in (({"temperature": 2.0}, warm), (half, narrow)):
         reference = LogProbScorer(tiny_model(seed=1), **settings)
         for kl_loss in ("k2", "exact"):
             with pytest.raises(ValueError, match=message):

@@ -86,15 +86,13 @@ def typical(got, truth):
     return (got.double() - truth).square().mean().sqrt().item()
 
 
+HALF = torch.bfloat16, torch.float16
 NAMES = ("kl", "log_prob", "ref_log_prob", "entropy", "d hidden", "d weight", "d ref_hidden", "d ref_weight")
 
 
 @pytest.mark.parametrize(
     ("dtype", "product_dtype", "rounded_parts"),
-    [
-        (torch.float32, None, 1.0),
-        *((dtype, *how) for dtype in (torch.bfloat16, torch.float16) for how in ((None, 2**0.5), (torch.float32, 1.0))),
-    ],
+    [(torch.float32, None, 1.0), *((x, *how) for x in HALF for how in ((None, 2**0.5), (torch.float32, 1.0)))],
     ids=str,
 )
 def test_no_more_error_than_plain_torch(dtype, product_dtype, rounded_parts):

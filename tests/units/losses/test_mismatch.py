@@ -46,9 +46,7 @@ def near() -> TensorDictBase:
         (ImportanceWeights(level="geometric", mode="mask", low=1e6, high=None), "token-mean", -2.0),
     ],
 )
-def test_a_batch_without_an_accepted_token_is_0_with_graph(
-    model: Any, correction: Any, aggregation: Any, lead: Any
-) -> None:
+def test_a_batch_that_is_all_rejected_is_0_with_graph(model: Any, correction: Any, aggregation: Any, lead: Any) -> None:
     """The sampler is far from the trainer at every token, and on one side of it. Other terms are not corrected."""
     data = batch()
     data[SAMPLER] = data[OLD] + lead

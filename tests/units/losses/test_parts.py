@@ -313,10 +313,8 @@ def leaves(result: Any) -> list[Tensor]:
 def test_tokens_and_numbers_on_two_devices(name: str) -> None:
     """A loss keeps its numbers on the CPU unless it is moved: no copy for each call; or it was moved, and a batch was not."""
     part, rng = MAKE[name](), torch.Generator().manual_seed(0)
-    given = {
-        key: x - torch.rand(x.shape, generator=rng) if x.dtype.is_floating_point else x
-        for key, x in (dict.fromkeys(part.inputs, torch.zeros(6, 1)) | dummy_inputs().given).items()
-    }
+    inputs = dict.fromkeys(part.inputs, torch.zeros(6, 1)) | dummy_inputs().given
+    given = {key: x - torch.rand(x.shape, generator=rng) if x.is_floating_point() else x for key, x in inputs.items()}
     expected = leaves(part.run(given))
     with Accelerator():
         found = leaves(part.run({key: x.to("meta") for key, x in given.items()}))

@@ -63,8 +63,10 @@ DROPS_10, DROPS_15 = ({**DROPS, "delta_sequence_masking": x} for x in (0.1, 0.15
 DROPS_15["mask"] = TWO_OF_THREE
 OF_FOUR = {**BOUNDS, "mask": TWO_OF_THREE.expand(4, 3)}
 # Ratios on both sides of 0.7 and 1.2, with advantages of both signs.
+AT_THE_BOUND = [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0]
 LARGE_IS_FREE = [-0.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0]
 BOTH_SIGNS = [2, 2, 0.5, 0.5, 1.1, 4, 9], [0.5, -3, 3, -3, 5, -1, 7]
+OF_A2PO = {"ref_log_prob": tensor([[-2.0, -1.5, 5.0]]), "beta": 2.0, "mask": TWO_OF_THREE}
 OTHER_BOUNDS = {"clip_low": 0.1, "clip_high": 0.3, "clip_ratio_c": 3.0}
 FOUR = [1.5, 1.25, 0.75, 4], [2, 2, -1, -1]
 # Geometric means 2, 2, 1/2, 1/2 of the two masked-in tokens; the third is masked out.
@@ -104,6 +106,7 @@ PARTS = {"log_prob": [[-2, -1, -9], [-0.5, -1, -1]], "mask": torch.tensor([[True
 PRODUCTS = [[4, 0.5, 9], [0.25, 2, 9]], [[1, -3, 9], [1, -3, 9]]
 GOOD, BAD = [4 * E(-3.0), 0.25 * E(1.5)], [8 * E(-2.0), 0.125 * E(1.0)]
 WEIGHED, PULLED = ([[s * g, -3 * s * b, 0] for g, b in zip(GOOD, BAD, strict=True)] for s in (1, -1))
+U, V = 2 * E(-0.5), 16 * E(-0.25)
 TWO_ROWS = {"mask": TWO_OF_THREE.expand(2, 3)}
 GAMMA = {"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 4.0, "lambda_neg": 0.25}
 # For rec, in range: 0.7 to 1.2; of the ring also up to 0.4 and from 2.5.
@@ -165,12 +168,8 @@ ROWS_OF_CASES: dict[str, Row] = {
         high=0.0,
         reverse=-LN2,
     ),
-    "a2po: the squared distance of 2 (1 + 0.5) from the mean advantage 1.5": show(
-        [1, 1, 1], [2, 1, 9], [2.25], [6, 6, 0], ref_log_prob=tensor([[-2.0, -1.5, 5.0]]), beta=2.0, mask=TWO_OF_THREE
-    ),
-    "ppo: clipped, free, free, clipped, free, at the dual bound": show(
-        *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0], **DUAL, **SIXTHS, dual=1 / 6
-    ),
+    "a2po: (2 (1 + 0.5) - 1.5)^2": show([1, 1, 1], [2, 1, 9], [2.25], [6, 6, 0], **OF_A2PO),
+    "ppo: the dual bound": show(*BOTH_SIGNS, *AT_THE_BOUND, **DUAL, **SIXTHS, dual=1 / 6),
     "ppo: without the dual bound": show(*BOTH_SIGNS, *LARGE_IS_FREE, **UNBOUNDED, **SIXTHS),
     "ppo: masking drops bad tokens of sequences 0.2 nats below, but not of sequences 0.05 below": show(
         [[E(-0.3), E(-0.1)], BELOW[1]], [[-1, 2], [-1, -1]], BELOW, BELOW, **DROPS_10, dropped=0.25
@@ -245,9 +244,7 @@ ROWS_OF_CASES: dict[str, Row] = {
     "dro: tokens": show(*THREE, beta=0.4, log_prob=[-2, -1, -0.5]),
     "dro: whole answers": show(*ANSWERS, *OF_ANSWERS, **PARTS, beta=0.3, level="sequence"),
     "vespo: weighs the product": show(*PRODUCTS, WEIGHED, PULLED, **TWO_ROWS, mean=(sum(GOOD) + sum(BAD)) / 4),
-    "vespo: exponents and rates of each sign": show(
-        [[2], [2]], [[1], [-1]], [[2 * E(-0.5)], [-16 * E(-0.25)]], [[-2 * E(-0.5)], [16 * E(-0.25)]], **GAMMA
-    ),
+    "vespo: each sign": show([[2], [2]], [[1], [-1]], [[U], [-V]], [[-U], [V]], **GAMMA),
     "vespo: far sequences have no weight rather than NaN; exp(900) is infinite in float64": show(
         [[E(300)] * 3, [E(-300)] * 3], [[1, -1, 1]] * 2, [[0] * 3] * 2, [[0] * 3] * 2
     ),
@@ -267,16 +264,12 @@ ROWS_OF_CASES: dict[str, Row] = {
     "rec: two sides keep ratios at a bound": show([2, 0.5], [1, -1], [0, 0], [-1, 1], **SIDES, clipped=0.0),
     "rec: the ring keeps ratios at its outer bounds": show([2, 0.5], [-1, 1], [0, 0], [1, -1], **RING, clipped=0.0),
     "rec: and drops them where they have moved away": show([2, 0.5], [1, -1], [0, 0], [0, 0], **RING, clipped=1.0),
-    "rec: one side": show(
-        [3, 0.1, 3, 0.1], [0, 0, 0.5, 0.5], [0, 0, 0, 0.5], [0, 0, 0, -0.5], **ONE_SIDE, low=0.0, high=0.25
-    ),
+    "rec: 1 side": show([3, 0.1] * 2, [0, 0, 0.5, 0.5], [0, 0, 0, 0.5], [0, 0, 0, -0.5], **ONE_SIDE, low=0, high=0.25),
     "dppo: dropped 0.15 > 0.1 upwards, 0.25 > 0.2 downwards; kept 0.05, 0.15, and both that go back": bounded(
         *BOTH_WAYS, [0, -1.2, 0.625, 0, 3.2, -1], clip_low=0.2, clip_high=0.1, low=1 / 6, high=1 / 6, cut=0.0
     ),
     # KL(q || p) = 0.1438 and KL(p || q) = 0.1308 for q = 0.5, p = 0.25
-    "dppo: KL(old || new)": bounded(
-        *BACK_AND_FORTH, [0, -0.5, -1.5, 1.5], **KL, clip_low=0.137, clip_high=0.15, low=0.25
-    ),
+    "dppo: KL": bounded(*BACK_AND_FORTH, [0, -0.5, -1.5, 1.5], **KL, clip_low=0.137, clip_high=0.15, low=0.25),
     "dppo: its mirror": bounded(*BACK_AND_FORTH, [0.5, -0.5, 0, 1.5], **KL, clip_low=0.15, clip_high=0.137, high=0.25),
     "dppo: weights are truncated at 20": bounded(*FAR, [20, 0], cut=1.0),
     "dppo: or not": bounded(*FAR, [50, -50], clip_ratio_c=None, clip_high=1.0, cut=0.0),

@@ -22,15 +22,10 @@ MARKED = CHATML.replace(
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}",
 )
-CHATS = [
-    [user("Answer yes or no"), assistant("yes"), user("sure?"), assistant("no")],
-    [user("a"), assistant("b")],
-]
+CHATS = [[user("Answer yes or no"), assistant("yes"), user("sure?"), assistant("no")], [user("a"), assistant("b")]]
 SAID = [["yes<|im_end|>", "no<|im_end|>"], ["b<|im_end|>"]]
-TWO_MARKS = MARKED.replace(
-    "{{ message['content'] + '",
-    "{{ message['content'][:1] }}{% endgeneration %}{% generation %}{{ message['content'][1:] + '",
-)
+BETWEEN = "{% endgeneration %}{% generation %}{{ message['content'][1:] + '"
+TWO_MARKS = MARKED.replace("{{ message['content'] + '", "{{ message['content'][:1] }}" + BETWEEN)
 
 
 def rendered(tokenizer: Any, chat: list[Any]) -> list[int]:

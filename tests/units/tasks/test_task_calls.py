@@ -314,11 +314,8 @@ def test_too_many_calls_are_told() -> None:
     dialog = Dialog.__new__(Dialog)
     dialog.tools, dialog._parser, dialog.tokenizer = SimpleNamespace(schemas=[]), None, Template()
     assert len(dialog.parse("", "<" * 10).calls) == 10
-    for found in (
-        read_calls(parse_hermes, one * 1001),
-        read_calls(parse_hermes, f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>"),
-        dialog.parse("", "<" * 1001),
-    ):
+    listed = f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>"
+    for found in (read_calls(parse_hermes, one * 1001), read_calls(parse_hermes, listed), dialog.parse("", "<" * 1001)):
         assert [call.error for call in found.calls] == ["an answer has at most 1000 calls"]
     # The tokenizer's own parser would take minutes: it does not get such an answer.
     (call,) = dialog.parse("", "<tool_call></tool_call>" * 50_000).calls
