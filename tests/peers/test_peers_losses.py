@@ -178,7 +178,10 @@ def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_verl(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "global_batch_info": {}, **config}
-    values |= {"policy_loss": type("PolicyLoss", (), config), "get": getattr}
+    values["policy_loss"], values["get"] = (
+        type("PolicyLoss", (), config),
+        lambda self, key, more: getattr(self, key, more),
+    )
     settings, mode = type("Settings", (core.ActorConfig,), values)(), spec_of(get_objective(name)).aggregation
     for batch in map(batch_of, range(5)):
         log_prob = leaf(batch)
@@ -196,7 +199,7 @@ def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> t
     """The product of all weights, and the metrics of each."""
     weights, metrics = torch.ones_like(inputs[0]), {}
     for part in rollout_corrections(**settings):
-        each, seen = part(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
+        each, seen = part.run(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
         weights, metrics = weights * each, {**metrics, **seen}
     return weights, metrics
 
