@@ -207,11 +207,6 @@ def test_a_reward_a_thousand_times_smaller_than_a_noisy_one_is_learned(name: str
     assert (best_probability(task, task.log_probs(actor)) > 0.9) == succeeds
 
 
-def test_a_kl_in_one_of_several_rewards_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kl_reward='k1' adds the KL to one reward.*pass kl_reward='none'"):
-        learned(bandit(3), "gdpo", kl_reward="k1")
-
-
 def test_less_entropy_is_lost_while_failures_are_left_out() -> None:
     """After as many steps, clip_v's policy has more entropy than grpo's, which clip_v without a limit is otherwise."""
     task = chain()

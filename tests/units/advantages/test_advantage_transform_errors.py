@@ -97,6 +97,13 @@ def test_a_value_that_is_not_finite_names_its_token_and_padding_is_ignored() -> 
         ("grpo", "query", torch.rand(6), TypeError, r"the group must be integers or strings, found torch\.float32"),
         ("grpo", "query", NonTensorStack(*[1.5] * 6), TypeError, "must be integers or strings, found float"),
         ("remax", "reward_baseline", NonTensorStack(*"abcdef"), TypeError, "the baseline must be a tensor, found"),
+        (
+            "rae",
+            "role",
+            torch.zeros(6, 2).long(),
+            ValueError,
+            "the role must have one value for each of 6 rows, found 12",
+        ),
         ("step_wise_grpo", "step", torch.rand(6), TypeError, r"the step must be of an integer dtype, found torch\.fl"),
         ("step_wise_grpo", "step", torch.zeros(6, 2).long(), ValueError, "number for each of 6 rows, found 12"),
         ("step_wise_grpo", "x", torch.zeros(6), ValueError, r"cannot tell trajectories apart: found batch size \(6,\)"),
@@ -220,14 +227,11 @@ def test_the_query_is_compared_too(query: Any) -> None:
     assert Advantage("dr_grpo", group_size=4)(data)["advantage"].sum() == 0
 
 
-def test_prompts_as_text_are_compared() -> None:
+def test_prompts_as_text_are_compared_and_data_without_a_prompt_is_taken_at_its_word() -> None:
     data = TensorDict(next=TensorDict(reward=torch.zeros(2, 1), batch_size=[2]), batch_size=[2])
     data["text"] = TensorDict(prompt=NonTensorStack("two?", "three?"), batch_size=[2])
     with pytest.raises(ValueError, match="sequences 0 and 1 would be compared as answers to one prompt"):
         Advantage("grpo", group_size=2)(data)
-
-
-def test_data_that_shows_no_prompt_is_taken_at_its_word() -> None:
     data = turns().exclude(("tokens", "prompt"))
     found = Advantage("dr_grpo", group_size=4)(data)["advantage"].flatten().tolist()
     assert found == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]  # rewards 1, 0, 0, 1

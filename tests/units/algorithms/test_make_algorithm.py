@@ -180,8 +180,14 @@ def test_fields_and_arguments_of_both_parts() -> None:
         ("grop", {}, r"unknown algorithm 'grop'.*Did you mean 'grpo'\?"),
         ("topr", {"group_size": 2}, "topr does not compare within groups: leave out group_key and group_size"),
         ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
+        (
+            "grpo",
+            {"kl_loss_coeff": torch.tensor(-1.0)},
+            r"kl_loss_coeff must be a finite number of at least 0, got -1.0",
+        ),
         ("grpo", {"kl_reward_coeff": float("nan")}, r"kl_reward_coeff must be a finite number of at least 0, got nan"),
         ("grpo", {"entropy_coeff": float("inf")}, r"entropy_coeff must be a finite number, got inf"),
+        ("gdpo", {"kl_reward": "k1"}, r"kl_reward='k1' adds the KL to one reward.*pass kl_reward='none'"),
         ("dr_grpo", {"reference": None}, r"divides by the longest response that is sampled: pass max_len="),
     ],
 )

@@ -52,22 +52,17 @@ def test_a_key_falls_back_to_the_other_side_of_next(lazy: bool) -> None:
         assert find_key(holding(*held, lazy=lazy), key) == found, (held, key)
 
 
-def test_an_entry_that_one_row_misses_is_not_found() -> None:
+def test_a_missing_entry_is_named_with_what_there_is() -> None:
     data = lazy_stack([TensorDict(reward=torch.ones(1), query=torch.ones(1)), TensorDict(reward=torch.ones(1))])
     assert find_key(data, ("next", "query")) is None
     assert find_key(data, ("next", "reward")) == "reward"
-
-
-def test_a_missing_entry_is_named_with_what_there_is() -> None:
     data = holding(("tokens", "full"), ("next", "reward"))
     assert require_key(data, "reward", "no reward", "Add one.") == ("next", "reward")
     with pytest.raises(MissingEntryError) as error:
         require_key(data, "value", "no value", "Add one.")
     want = "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
     assert str(error.value) == want
-
-
-def test_entries_of_a_step_and_its_result_apart() -> None:
+    # Entries of a step and its result are told apart.
     step, result = holding(("tokens", "full")), holding("reward")
     assert describe_entries(step) == "tokens.full"
     assert describe_entries(step, step) == "tokens.full"
@@ -128,15 +123,12 @@ def test_a_pad_token_that_was_sampled_first_leaves_the_response_where_it_is() ->
     assert per_token(under_x(values), "x", tokens, responses, fill=-9).tolist() == [-9, 2, 3, -9, -9, 4, 5, 6]
 
 
-def test_a_response_whose_beginning_has_no_values_fits_nowhere() -> None:
-    """Sequences padded to the right: the rows of the response have no place in common."""
+def test_rows_that_fit_nowhere() -> None:
+    # Sequences padded to the right: the rows of the response, whose beginning has no values, have no place in common.
     tokens = Ragged.from_padded(torch.zeros(2, 6), mask=torch.tensor([[True] * 6, [True] * 5 + [False]]))
     responses = torch.tensor([False, False, True, True, True, True, False, False, False, True, True])
     with pytest.raises(ValueError, match="must begin with its first token"):
         per_token(under_x(torch.zeros(2, 4)), "x", tokens, responses)
-
-
-def test_rows_that_fit_nowhere() -> None:
     for value, message in (
         ([[1.0] * 4, [1.0] * 3], "sequence 0 has 4 values and 3 tokens"),
         ([[1.0], [1.0, 2.0, 3.0]], "must have the length of the tokens"),
