@@ -5,6 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 PROJECT = Path(__file__).resolve().parents[2]
 
 
@@ -18,3 +20,9 @@ def script(name: str) -> Any:
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+def tables(test: str, name: str = "") -> Any:
+    """The tables of cases in a YAML file beside a test: the one of its name without ``test_``, or another."""
+    file = Path(test).with_name(f"{name or Path(test).stem.removeprefix('test_')}.yaml")
+    return yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage, 
 FOLDER = "trinity.algorithm.advantage_fn"
 GROUP = [4, 4, 9, 4, 9, 2, 2, 2, 2]
 REWARD = torch.tensor([1.0, 0.5, 0.0, 3.0, 1.0, 0.25, -1.0, 0.75, 2.0])
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+CLOSE, ONE = {"rtol": 1e-5, "atol": 1e-6}, torch.ones(1)
 
 
 @pytest.fixture
@@ -53,9 +53,7 @@ def own(name: str, hyper: dict[str, Any]) -> dict[str, Any]:
 
 def experiences(task: list[int], run: list[int], step: list[int], reward: Tensor) -> list[Any]:
     return [
-        SimpleNamespace(
-            eid=SimpleNamespace(task=t, rid=(t, r), step=s), reward=x, action_mask=torch.ones(1), row=i, info=None
-        )
+        SimpleNamespace(eid=SimpleNamespace(task=t, rid=(t, r), step=s), reward=x, action_mask=ONE, row=i, info=None)
         for i, (t, r, s, x) in enumerate(zip(task, run, step, reward.tolist(), strict=True))
     ]
 
@@ -117,10 +115,8 @@ def test_gigpo(trinity: Any, fnorm: str) -> None:
 def token_batch() -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
     mask = torch.arange(6) < torch.tensor([6, 3, 5, 1]).unsqueeze(-1)
-    numbers = {
-        name: torch.randn(4, 6, generator=rng) * mask
-        for name in ("token_level_rewards", "values", "old_log_probs", "teacher_logprobs")
-    }
+    names = ("token_level_rewards", "values", "old_log_probs", "teacher_logprobs")
+    numbers = {name: torch.randn(4, 6, generator=rng) * mask for name in names}
     return {**numbers, "response_mask": mask, "reward_baselines": torch.randn(4, generator=rng)}
 
 
@@ -186,11 +182,8 @@ def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
     rng = torch.Generator().manual_seed(1)
     reward = torch.randn(6, 1, 1, generator=rng)
     query = torch.tensor([8, 3, 8, 8, 3, 3])
-    data = TensorDict(
-        query=query[:, None],
-        next=TensorDict(reward=reward, done=torch.ones(6, 1, 1, dtype=torch.bool), batch_size=[6, 1]),
-        batch_size=[6, 1],
-    )
+    after = TensorDict(reward=reward, done=torch.ones(6, 1, 1).bool(), batch_size=[6, 1])
+    data = TensorDict(query=query[:, None], next=after, batch_size=[6, 1])
     theirs = MCAdvantage(grpo_size=3, trajectory_return=trajectory_return).inv(data.clone())
     ours = Advantage("grpo", epsilon=0.0)(data.clone())
     want = theirs["advantage"].reshape(6)[theirs["query"].flatten().argsort(stable=True)]
@@ -202,8 +195,6 @@ def test_torchrls_mc_advantage(trajectory_return: str | None) -> None:
 
 
 # ------------------------------------------------------------------ verl
-
-
 @pytest.fixture
 def verl(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
@@ -255,10 +246,8 @@ def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
     rewards, hyper = torch.stack([REWARD.double(), second], 1), own("gdpo", {"gdpo_reward_weights": [0.7, 0.4]})
     got = get_advantage("gdpo")(rewards, torch.tensor(GROUP), **hyper, epsilon=0.3)
     # verl's epsilon is not in the deviation of the batch.
-    total = sum(
-        w * get_advantage("grpo")(r, torch.tensor(GROUP), epsilon=0.3)
-        for w, r in zip((0.7, 0.4), rewards.unbind(1), strict=True)
-    )
+    plain = get_advantage("grpo")
+    total = sum(w * plain(r, torch.tensor(GROUP), epsilon=0.3) for w, r in zip((0.7, 0.4), rewards.T, strict=True))
     assert_close(got * (total.std() + 0.3) / total.std(), want.squeeze(1), rtol=1e-5, atol=1e-6)
 
 
@@ -304,13 +293,11 @@ def test_optimal_token_baseline(verl: Any, handle_zero_tail: bool, turns: bool) 
     assert_close(got[some], want[some], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("name", "hyper"),
-    [
-        *(("clipb", {"mu": mu}) for mu in (0.7, 0.3)),
-        *(("clipv", {"mu": mu, "max_frac": share}) for mu, share in ((0.8, 1.0), (0.2, 0.1), (0.2, 0.01))),
-    ],
-)
+CLIPPED = [("clipb", {"mu": mu}) for mu in (0.7, 0.3)]
+CLIPPED += [("clipv", {"mu": mu, "max_frac": share}) for mu, share in ((0.8, 1.0), (0.2, 0.1), (0.2, 0.01))]
+
+
+@pytest.mark.parametrize(("name", "hyper"), CLIPPED)
 def test_clip_b_and_clip_v(trinity: Any, name: str, hyper: dict[str, float]) -> None:
     """Trinity takes the tokens out of the mask; here their advantage is 0."""
     hyper, rng = {**hyper, "epsilon": 0.3}, torch.Generator().manual_seed(5)

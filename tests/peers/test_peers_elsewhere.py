@@ -10,36 +10,16 @@ from torch import Tensor, nn
 
 from elsewhere_batches import agree, differ, evaluated, ours, scored, with_gradients
 from peers import folder, load
+from project import tables
 from torchrl_llm_kl import from_trinity, from_verl
 from torchrl_llm_kl._foreign import VERL, find_row
 from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.algorithms.elsewhere._translation import CHOICES, read_mapping
 
-KLS = {
-    "k1": "K1Fn",
-    "k2": "K2Fn",
-    "k3": "K3Fn",
-    "low_var_kl": "LowVarKLFn",
-    "corrected_k3": "CorrectedK3Fn",
-    "abs": "AbsFn",
-}
-GSPO = {"algorithm_type": "gspo", "policy_loss_fn": "gspo"}
-RING = {"clip_mode": "ring", "weight": "importance_sampling", "epsilon_low": 0.1}
-#: What is not there is Trinity's default: of ``algorithm_type`` grpo, the loss ppo and the KL k2. That each of its algorithms
-#: has its functions is shown below, and what these compute with in ``test_peers_losses.py``.
-OF_TRINITY: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "clip": {"policy_loss_fn_args": {"clip_range_low": 0.1, "clip_range_high": 0.28}},
-    "clip both": {"policy_loss_fn_args": {"clip_range": 0.1, "clip_ratio_c": 1.4}},
-    "mean of sequences": {"loss_agg_mode": "seq-mean-token-mean"},
-    "gspo": GSPO,
-    "gspo, its own mean": {**GSPO, "policy_loss_fn_args": {"clip_range": 0.05}, "kl_loss_fn": "none"},
-    "opmd": {"algorithm_type": "opmd", "policy_loss_fn": "opmd"},
-    "rec, some arguments": {"algorithm_type": "rec", "policy_loss_fn": "rec", "policy_loss_fn_args": RING},
-    "importance sampling": {"policy_loss_fn": "importance_sampling"},
-    "entropy": {"entropy_loss_fn_args": {"entropy_coef": 0.05}},
-    **{f"KL {name}": {"kl_loss_fn": name, "kl_loss_fn_args": {"kl_coef": 0.1}} for name in KLS},
-}
+KLS = dict(k1="K1Fn", k2="K2Fn", k3="K3Fn", low_var_kl="LowVarKLFn", corrected_k3="CorrectedK3Fn", abs="AbsFn")
+#: Of ``elsewhere.yaml``. That each of Trinity's algorithms has its functions is shown below, and what these compute with in
+#: ``test_peers_losses.py``.
+OF_TRINITY, OF_VERL = tables(__file__, "elsewhere").values()
 
 
 def trinitys(monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], **settings: Any) -> Tensor:
@@ -63,9 +43,7 @@ def trinitys(monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str,
 
 
 @pytest.mark.parametrize("name", OF_TRINITY)
-def test_the_loss_is_trinitys(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
-) -> None:
+def test_the_loss_is_trinitys(monkeypatch: Any, model: nn.Module, batch: Any, name: str) -> None:
     settings = OF_TRINITY[name]
     found = from_trinity({"algorithm": {"algorithm_type": "grpo", **settings}})
     assert not found.refused
@@ -95,30 +73,6 @@ def test_trinitys_algorithms_and_their_functions() -> None:
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 #: An advantage that needs no critic.
 GRPO = "algorithm.adv_estimator=grpo"
-#: Settings of ``A`` beside it; ``loss_mode``, ``kl_cov_ratio``, ``ppo_kl_coef`` and ``dro_beta`` are of its policy_loss.
-OF_VERL: dict[str, str] = {
-    "defaults": "",
-    "clip": "clip_ratio_low=0.1 clip_ratio_high=0.28 clip_ratio_c=1.4",
-    "clip_ratio alone, which changes nothing": "clip_ratio=0.01",
-    "clip_ratio with null": "clip_ratio=0.1 clip_ratio_low=null clip_ratio_high=null",
-    "KL in the loss": "use_kl_loss=True kl_loss_coef=0.1",
-    "KL in the loss, k3+": "use_kl_loss=True kl_loss_coef=0.1 kl_loss_type=k3+",
-    "KL in the loss, mse": "use_kl_loss=True kl_loss_coef=0.1 kl_loss_type=mse",
-    "entropy": "entropy_coeff=0.05 loss_agg_mode=seq-mean-token-mean",
-    "sum": "loss_agg_mode=seq-mean-token-sum",
-    "Dr. GRPO": "loss_agg_mode=seq-mean-token-sum-norm loss_scale_factor=17",
-    "gspo": "loss_mode=gspo clip_ratio_low=0.05 clip_ratio_high=0.1 loss_agg_mode=seq-mean-token-mean",
-    "gspo by tokens": "loss_mode=gspo use_kl_loss=true",
-    "sapo": "loss_mode=sapo tau_pos=1.2 tau_neg=1.6",
-    "sapo, KL": "loss_mode=sapo use_kl_loss=true loss_agg_mode=seq-mean-token-mean",
-    "gpg": "loss_mode=gpg",
-    "dppo_tv": "loss_mode=dppo_tv clip_ratio_low=0.01 clip_ratio_high=0.02",
-    "dppo_kl": "loss_mode=dppo_kl clip_ratio_low=0.001 clip_ratio_high=0.002",
-    "kl_cov": "loss_mode=kl_cov kl_cov_ratio=0.2 ppo_kl_coef=0.6",
-    "geo_mean": "loss_mode=geo_mean clip_ratio_low=0.1 use_kl_loss=True",
-    "dro": "loss_mode=dro dro_beta=0.6",
-    "cispo": "loss_mode=cispo clip_ratio_high=0.3",
-}
 INNER = ("loss_mode", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
 
 
@@ -153,9 +107,7 @@ def verls(core: Any, model: Any, batch: dict[str, Tensor], settings: list[str]) 
 
 
 @pytest.mark.parametrize("name", OF_VERL)
-def test_the_loss_is_verls(
-    monkeypatch: pytest.MonkeyPatch, model: nn.Module, batch: dict[str, Tensor], name: str
-) -> None:
+def test_the_loss_is_verls(monkeypatch: Any, model: nn.Module, batch: Any, name: str) -> None:
     """And without one of the settings the gradients are others."""
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     settings = settings_of(name)

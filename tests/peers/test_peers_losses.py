@@ -20,6 +20,7 @@ from by_hand import own_names
 from elsewhere_batches import OneDevice
 from objective_cases import random_batch
 from peers import load, sampled, verl as corrections_of_verl
+from project import tables
 from seeded import columns_of
 from torchrl_llm_kl.diagnostics import measure
 from torchrl_llm_kl.losses import (
@@ -37,7 +38,8 @@ from torchrl_llm_kl.losses import (
 
 Result = tuple[Tensor, Tensor]
 CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
-BOUNDS = {"clip_low": 0.15, "clip_high": 0.3}
+#: Our name of an objective and Trinity's hyper-parameters; our name, verl's, our hyper-parameters and its settings.
+CASES, VERL = (tables(__file__)[peer] for peer in ("trinity", "verl"))
 
 
 def leaf(batch: dict[str, Tensor]) -> Tensor:
@@ -64,7 +66,6 @@ def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> Result
 
 
 # ------------------------------------------------------------------ Trinity-RFT
-
 # our name -> (Trinity's module, its class); the arguments of its call beside the log-probs come from the batch.
 TRINITY = {
     "ppo": ("ppo_policy_loss", "PPOPolicyLossFn"),
@@ -83,45 +84,6 @@ TRINITY = {
     "mix_chord": ("chord_policy_loss", "MIXCHORDPolicyLossFn"),
     "dpo": ("dpo_loss", "DPOLossFn"),
 }
-REC = {"epsilon_low": 0.15, "epsilon_high": 0.25, "epsilon_low_prime": 0.35, "epsilon_high_prime": 0.45, "temp": 1.5}
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("ppo", CLIP),
-    ("ppo", {"clip_range": 0.2, "clip_ratio_c": 1.4}),
-    ("ppo", {**CLIP, "enable_sequence_masking": True, "delta_sequence_masking": 0.05}),
-    ("ppo", {**CLIP, "fallback_to_policy_gradient": True}),
-    ("gspo", CLIP),
-    ("gspo", {"clip_range_low": 3e-4, "clip_range_high": 4e-4}),
-    ("cispo", {}),
-    ("cispo", CLIP),
-    ("cispo", {**CLIP, "enable_mask_clip": True, "mask_clip_range_low": 0.4, "mask_clip_range_high": 0.5}),
-    ("topr", {}),
-    ("topr", {"advantage_threshold": 0.3}),
-    ("opmd", {}),
-    ("opmd", {"tau": 0.3}),
-    ("sppo", {}),
-    ("sppo", {"epsilon": 0.5}),
-    ("importance_sampling", {}),
-    *[
-        ("rec", {**REC, "clip_mode": mode, "weight": weight, "regularizer": regularizer, "regularizer_coef": 0.3})
-        for mode, weight, regularizer in (
-            # Trinity has the sequence weight with the sequence clip only: UnboundLocalError.
-            ("none", "importance_sampling", "forward-kl"),
-            ("none", "advantage", "none"),
-            ("one-side", "none", "k2"),
-            ("one-side", "importance_sampling", "none"),
-            ("two-side", "advantage", "forward-kl"),
-            ("two-side", "none", "none"),
-            ("ring", "importance_sampling", "k2"),
-            ("ring", "none", "forward-kl"),
-            ("gspo-one-side", "gspo_importance_sampling", "none"),
-            ("gspo-one-side", "advantage", "k2"),
-        )
-    ],
-    ("sft", {}),
-    ("sft_is", {}),
-    ("sft_phi", {}),
-    ("sft_phi", {"cutoff_prob": 0.35}),
-]
 MEANS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 #: REC has no choice; another than its paper's GSPO announces through a logger that is not there.
 MODES = {"rec": MEANS[:1], "gspo": MEANS[1:2]}
@@ -173,9 +135,7 @@ def test_trinitys_sapo_has_our_gate_but_not_its_gradient(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("dynamic", "experts"), [(False, "some"), (True, "some"), (True, "none"), (False, "all")])
-def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(
-    monkeypatch: pytest.MonkeyPatch, dynamic: bool, experts: str
-) -> None:
+def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(monkeypatch: Any, dynamic: bool, experts: str) -> None:
     batch = random_batch(22)
     if experts != "some":
         batch["expert_mask"] = torch.full_like(batch["mask"], experts == "all")
@@ -214,35 +174,14 @@ def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ------------------------------------------------------------------ verl
-
-DUAL, COV = {"clip_ratio_c": 1.4}, {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 0.7}
-TAUS = {"tau_pos": 1.2, "tau_neg": 1.7}
-#: Our name, verl's, our hyper-parameters, its settings.
-VERL: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("ppo", "vanilla", {**BOUNDS, **DUAL}, DUAL),
-    ("gspo", "gspo", BOUNDS, {}),
-    ("sapo", "sapo", TAUS, TAUS),
-    ("gpg", "gpg", {}, {}),
-    ("dro", "dro", {"beta": 0.6}, {"dro_beta": 0.6}),
-    ("cispo", "cispo", BOUNDS, {}),
-    ("dppo", "dppo_tv", {**BOUNDS, **DUAL}, DUAL),
-    ("dppo", "dppo_kl", {**BOUNDS, "divergence": "kl"}, {}),
-    # Everything that may be chosen is chosen: no random numbers.
-    ("clip_cov", "clip_cov", {**BOUNDS, "fraction": 1.0, "cov_low": 0.1, "cov_high": 0.7}, COV),
-    ("kl_cov", "kl_cov", {"fraction": 0.2, "coeff": 0.6}, {"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.6}),
-]
-
-
 @pytest.mark.parametrize(("name", "theirs", "hyper", "config"), VERL)
-def test_verl(
-    monkeypatch: pytest.MonkeyPatch, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]
-) -> None:
+def test_verl(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "global_batch_info": {}, **config}
-    values |= {
-        "policy_loss": type("PolicyLoss", (), config),
-        "get": lambda self, key, default: getattr(self, key, default),
-    }
+    values["policy_loss"], values["get"] = (
+        type("PolicyLoss", (), config),
+        lambda self, key, more: getattr(self, key, more),
+    )
     settings, mode = type("Settings", (core.ActorConfig,), values)(), spec_of(get_objective(name)).aggregation
     for batch in map(batch_of, range(5)):
         log_prob = leaf(batch)
@@ -260,15 +199,15 @@ def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> t
     """The product of all weights, and the metrics of each."""
     weights, metrics = torch.ones_like(inputs[0]), {}
     for part in rollout_corrections(**settings):
-        each, seen = part(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
+        each, seen = part.run(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
         weights, metrics = weights * each, {**metrics, **seen}
     return weights, metrics
 
 
-@pytest.mark.parametrize(
-    ("options", "threshold"),
-    [*BOUND.items(), ("token_k1,seq_max_k2", "0.6_1.5,0.2"), ("seq_mean_k3,token_k3,seq_sum_k1", "0.1,0.2,3")],
-)
+SEVERAL = {"token_k1,seq_max_k2": "0.6_1.5,0.2", "seq_mean_k3,token_k3,seq_sum_k1": "0.1,0.2,3"}
+
+
+@pytest.mark.parametrize(("options", "threshold"), [*BOUND.items(), *SEVERAL.items()])
 def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshold: Any) -> None:
     """Masks, the share that each criterion rejects, and all criteria together reject."""
     helper, rejected = corrections_of_verl(monkeypatch), 0
@@ -306,14 +245,9 @@ def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: A
 
 
 #: verl's metric -> a loss's, and the doctor's.
-NAMES = {
-    "training_log_ppl": ("trainer_log_ppl",) * 2,
-    "rollout_log_ppl": ("sampler_log_ppl",) * 2,
-    "training_ppl": ("trainer_ppl",) * 2,
-    "rollout_ppl": ("sampler_ppl",) * 2,
-    "kl": ("mismatch_k1", "k1"),
-    "k3_kl": ("mismatch_k3", "k3"),
-}
+NAMES = {"kl": ("mismatch_k1", "k1"), "k3_kl": ("mismatch_k3", "k3")}
+NAMES |= {f"training_{x}": (f"trainer_{x}",) * 2 for x in ("log_ppl", "ppl")}
+NAMES |= {f"rollout_{x}": (f"sampler_{x}",) * 2 for x in ("log_ppl", "ppl")}
 
 
 def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,8 +291,6 @@ def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ------------------------------------------------------------------ TRL
-
-
 def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bonus that its trainer adds in each of seven steps, and its coefficient after each."""
     trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
@@ -444,13 +376,7 @@ def test_preferences_are_trls(name: str, kind: str, hyper: dict[str, Any], own: 
     tensors = {key: value for key, value in own.items() if isinstance(value, Tensor)}
     tensors |= {"sharp_log_prob": sharp_of(batch)} if "weighting" in own else {}
     names = {key: value for key, value in {**hyper, **own}.items() if key not in (*tensors, "use_weighting")}
-    state = {
-        "ld_alpha": None,
-        "f_divergence_type": "reverse_kl",
-        "use_weighting": False,
-        "label_smoothing": 0.0,
-        **hyper,
-    }
+    state = dict(ld_alpha=None, f_divergence_type="reverse_kl", use_weighting=False, label_smoothing=0.0) | hyper
     order = torch.cat([torch.arange(0, 6, 2), torch.arange(1, 6, 2)])  # all chosen ones, then all rejected ones
     theirs = trls("dpo", order, batch, {}, loss_types=[kind], loss_weights=[1.0], **state)
     agree(ours(name, {**batch, **tensors}, "seq-mean-token-sum", **names), theirs, atol=1e-7)

@@ -111,9 +111,7 @@ WRONG |= {fault: fault for fault in ("last turn", "last token", "crash")}
 def test_a_wrong_mask_is_reported_as_silent(source):
     tested = Template("toy", source)
     assert check(tested, "multi").status == "right"
-    assert {name: check(tested, "multi", wrong_mask(fault)).status for name, fault in WRONG.items()} == {
-        name: "silent" for name in WRONG
-    }
+    assert {check(tested, "multi", wrong_mask(fault)).status for fault in WRONG.values()} == {"silent"}
 
 
 def test_a_refusal_of_one_of_the_24_conversations_is_no_error_of_the_mask():
@@ -143,14 +141,8 @@ def test_templates_of_an_archive(tmp_path):
         (tmp_path / path).write_text(content)
     with tarfile.open(tmp_path / "p.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "p", "p")
-    assert dict(template_corpus.extract(tmp_path / "p.tar.gz")) == {
-        "chat": loop,
-        "Model-1B": loop + "1",
-        "two.tool_use": loop + "2",
-        "lines": loop + "3",
-        "code.chat": loop + "45",
-        "x:1b": loop + "7",
-    }
+    ends = {"chat": "", "Model-1B": "1", "two.tool_use": "2", "lines": "3", "code.chat": "45", "x:1b": "7"}
+    assert dict(template_corpus.extract(tmp_path / "p.tar.gz")) == {name: loop + end for name, end in ends.items()}
 
 
 @pytest.mark.parametrize(

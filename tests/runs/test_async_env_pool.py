@@ -48,10 +48,8 @@ def collected(pool: AsyncEnvPool, turns: int) -> list[TensorDictBase]:
 
 def check(batches: list[TensorDictBase], turns: int) -> None:
     """Each conversation of the pool is that of an env of its own, tokens and scores."""
-    alone = {
-        query: list(steps(child_env(query, turns=turns).rollout(turns, greedy_policy())))
-        for query in QUERIES[:CHILDREN]
-    }
+    rollouts = {x: child_env(x, turns=turns).rollout(turns, greedy_policy()) for x in QUERIES[:CHILDREN]}
+    alone = {query: list(steps(rollout)) for query, rollout in rollouts.items()}
     seen = set()
     for batch in batches:
         rows = list(steps(batch))

@@ -61,10 +61,8 @@ def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
         largest = 1e-2 if result.name == "bf16" else 1e-4
         assert result.outcome.difference is None or result.outcome.difference < largest
     assert {r.name for r in run.results if r.outcome.roofline} == {"a4", "a16", "b"}
-
     assert invoke("render", "--out", str(tmp_path)).exit_code == 0
     assert files(tmp_path)["RESULTS.md"] == first["RESULTS.md"]
-
     # One workload again: the others stay, in their order.
     one = invoke("run", "--only", "e", "--quick", "--repeats", "2", "--threads", "1", "--out", str(tmp_path))
     assert one.exit_code == 0, one.output
@@ -72,7 +70,6 @@ def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
     assert [result.name for result in again.results] == list(WORKLOADS)
     changed = {new.name for old, new in zip(run.results, again.results, strict=True) if old != new}
     assert changed == {"e"}
-
     # Not beside figures of another place.
     data = json.loads(first["results.json"])
     data["machine"]["cores"] = "1000"
@@ -122,11 +119,8 @@ def result(targets: Targets) -> Result:
 
 
 def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
-    for targets, met in (
-        (Targets(faster=3, smaller=16, growth=1.5), [True, True, True]),
-        (Targets(faster=3.1, smaller=16.1, growth=1.4), [False, False, False]),
-        (Targets(), []),
-    ):
+    near, far = Targets(faster=3, smaller=16, growth=1.5), Targets(faster=3.1, smaller=16.1, growth=1.4)
+    for targets, met in ((near, [True] * 3), (far, [False] * 3), (Targets(), [])):
         goals = result(targets).goals
         assert [goal.met for goal in goals] == met
         assert [goal.found for goal in goals] == [3.0, 16.0, 1.5][: len(met)]

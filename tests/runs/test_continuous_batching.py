@@ -24,12 +24,8 @@ def continuous(model: Any, **sampling: Any) -> Rollout:
     found = model.generate_batch([p.tolist() for p in prompts], how, cache, warmup=False)
     answers = [found[f"req_{i}"] for i in range(len(prompts))]
     assert not any(answer.error for answer in answers)
-    return Rollout(
-        prompts,
-        [torch.tensor(answer.generated_tokens) for answer in answers],
-        [torch.tensor(answer.logprobs) for answer in answers],
-        torch.arange(len(prompts)).float(),
-    )
+    tokens, log_probs = ([torch.tensor(getattr(x, name)) for x in answers] for name in ("generated_tokens", "logprobs"))
+    return Rollout(prompts, tokens, log_probs, torch.arange(len(prompts)).float())
 
 
 @pytest.fixture(scope="module")

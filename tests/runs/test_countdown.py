@@ -95,9 +95,8 @@ def parts(tokenizer, model):
 def batch(tokenizer, model, parts):
     """Answers of a policy that has moved away from its reference, as the collector delivers them, prepared."""
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
-    env = env.append_transform(
-        RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, extras=[KLKeys(charged_key="kl_charged")])
-    )
+    charged = [KLKeys(charged_key="kl_charged")]
+    env = env.append_transform(RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, extras=charged))
     torch.manual_seed(1)
     batch = env.rollout(1, as_policy(model, tokenizer)).reshape(-1)
     return parts.prepare(label(batch, 4))

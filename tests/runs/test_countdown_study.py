@@ -161,13 +161,11 @@ def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estima
     ids = torch.tensor([tokenizer(render_prompt(problems[0], tokenizer))["input_ids"]] * 400)
     width = ids.shape[1]
     with torch.no_grad():
-        tokens = policy.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=4, pad_token_id=0
-        )
+        padding = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        tokens = policy.generate(ids, do_sample=True, top_k=0, max_new_tokens=4, **padding)
         chosen = tokens[:, width:, None]
-        log_p, log_q = (
-            m(tokens).logits[:, width - 1 : -1].log_softmax(-1).gather(-1, chosen) for m in (policy, reference)
-        )
+        models = policy, reference
+        log_p, log_q = (m(tokens).logits[:, width - 1 : -1].log_softmax(-1).gather(-1, chosen) for m in models)
     estimates = (log_p - log_q).sum((1, 2))
     error = float(estimates.std()) / 20
     assert 3 * error < kl
@@ -175,12 +173,8 @@ def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estima
 
 
 #: One cell of each kind that runs its own way.
-FEW = [
-    Cell("placement", coefficient=0.0),
-    Cell("placement", kl_reward="k1", temperature=0.7, scored_at=0.7),
-    Cell("placement", kl_loss="k2", coefficient=0.1, top_k=3),
-    Cell("placement", kl_loss="exact"),
-]
+FEW = [{"coefficient": 0.0}, {"kl_reward": "k1", "temperature": 0.7, "scored_at": 0.7}, {"kl_loss": "exact"}]
+FEW = [Cell("placement", **each) for each in (*FEW[:2], {"kl_loss": "k2", "coefficient": 0.1, "top_k": 3}, FEW[2])]
 
 
 def invoke(study: str, *changes: str) -> str:
@@ -205,12 +199,10 @@ def test_a_quick_study_resumes(tmp_path, monkeypatch):
     assert rows[0]["true_kl"] > 0
     assert "coefficient_end" in rows[1]
     assert "coefficient_end" not in rows[2]
-
     path.write_text("\n".join(path.read_text().splitlines()[:3]) + "\n")  # as if it had been killed in the last run
     assert "3 of 4 runs" in invoke("placement", *arguments, "seeds=[20]")
     again = json.loads(path.read_text().splitlines()[3])
     assert {**again, "seconds": 0} == {**rows[3], "seconds": 0}, "a run depends on its cell and seed alone"
-
     monkeypatch.setattr(countdown_study, "target_cells", lambda: target_cells()[:1])
     invoke("target", *arguments, "seeds=[10]")
     text = page.read_text(encoding="utf-8")
@@ -237,9 +229,8 @@ def test_direct_batches_are_those_of_the_collector():
         pass  # the form of an answer, so that some have a reward
     task = {"num_prompts": 3, "group_size": 2, "seed": 5}
     env = make_env(problems, tokenizer, **task).append_transform(RetrieveKL("from_collector", reference, coeff=0.1))
-    collector = LLMCollector(
-        env, policy=as_policy(policy, tokenizer), dialog_turns_per_batch=6, total_dialog_turns=18, flatten_data=True
-    )
+    turns = {"dialog_turns_per_batch": 6, "total_dialog_turns": 18}
+    collector = LLMCollector(env, policy=as_policy(policy, tokenizer), **turns, flatten_data=True)
     torch.manual_seed(3)
     expected = list(collector)
     collector.shutdown()

@@ -56,12 +56,9 @@ def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> Non
     assert task.split(questions, 3)[1] == task.split(questions, 0)[1]
     assert task.split(questions, 101)[1] == task.split(questions, 100)[1]
     rows = pairs([question(5, "0000"), question(7, "0110")])
-    assert [(r["question"], r["chosen_by"], r["rejected_by"]) for r in rows] == [
-        (1, WRITERS[1], WRITERS[0]),
-        (1, WRITERS[1], WRITERS[3]),
-        (1, WRITERS[2], WRITERS[0]),
-        (1, WRITERS[2], WRITERS[3]),
-    ]
+    writers = [tuple(WRITERS.index(r[f"{which}_by"]) for which in ("chosen", "rejected")) for r in rows]
+    assert writers == [(1, 0), (1, 3), (2, 0), (2, 3)]
+    assert {r["question"] for r in rows} == {1}
     assert rows[0]["prompt"] == [{"role": "user", "content": "What is 7 plus 14?"}]
     assert rows[0]["chosen"][0]["content"].endswith("A: 21")
     assert rows[0]["rejected"][0]["content"].endswith("A: 22")
@@ -123,6 +120,10 @@ def test_figures_of_pairs() -> None:
     assert (found["pairs"], found["questions"]) == (3, 2)
 
 
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 QUICK: dict[str, Any] = {"vocab_size": 300, "hidden": 16, "layers": 1, "questions": 80}
 
 
@@ -144,7 +145,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
     out, printed = finished
-    results = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    results = rows_of(out / "results.jsonl")
     assert [result["seed"] for result in results] == [0, 2]
     for result in results:
         assert result["perplexity_after"] < 0.9 * result["perplexity_before"]
@@ -155,7 +156,7 @@ def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
             assert (folder / name / "model.safetensors").exists()
         assert "tokens of" in (folder / "diagnosis.txt").read_text()
         assert (folder / "rollouts.html").read_text().startswith("<!")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(out / "metrics.jsonl")
     assert {(row["seed"], row["stage"]) for row in rows} == {(s, stage) for s in (0, 2) for stage in ("SFT", "DPO")}
     first = next(row for row in rows if row["stage"] == "DPO")
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
@@ -170,7 +171,7 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
 
     out, _ = finished
     folder = out / "seed-0"
-    result = json.loads((out / "results.jsonl").read_text().splitlines()[0])
+    result = rows_of(out / "results.jsonl")[0]
     models = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("dpo", "sft")]
     tokenizer = AutoTokenizer.from_pretrained(folder / "dpo")
 
@@ -182,8 +183,7 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
         return float(each[head.shape[1] - 1 :].sum())
 
     margins = []
-    for line in (folder / "held_out_pairs.jsonl").read_text().splitlines():
-        held = json.loads(line)
+    for held in rows_of(folder / "held_out_pairs.jsonl"):
         prompt = f"<|im_start|>user\n{held['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
         answers = [held[part][0]["content"] + "<|im_end|>" for part in ("chosen", "rejected")]
         (a, b), (c, d) = ([log_prob(model, prompt, answer) for answer in answers] for model in models)
@@ -203,10 +203,7 @@ def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str]
     command = [sys.executable, str(TUTORIALS / "gsm8k_text.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found, expected = (
-        [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-        for folder in (tmp_path / "out", out)
-    )
+    found, expected = (rows_of(folder / "results.jsonl") for folder in (tmp_path / "out", out))
     varying = {"seconds", "cpu_seconds", "commands"}
     plain = [{key: x for key, x in result.items() if key not in varying} for result in (*found, *expected)]
     assert sorted(plain[:2], key=lambda result: result["seed"]) == plain[2:]
@@ -214,9 +211,7 @@ def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str]
     assert "seed 2: DPO" in done.stdout
 
 
-def test_a_second_run_keeps_the_first(
-    finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_keeps_the_first(finished: tuple[Path, str], monkeypatch: Any, capsys: Any) -> None:
     out, _ = finished
     earlier = (out / "results.jsonl").read_text()
     monkeypatch.setattr(gsm8k_text, "run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

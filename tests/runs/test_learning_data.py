@@ -1,5 +1,6 @@
 """Learning from given answers and from teachers: imitation, preferences, labels, experts beside rollouts, distillation."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +34,6 @@ def test_raft_learns_the_best_answer() -> None:
 
 
 # ------------------------------------------------------------------ preferences
-
-
 def worths(task: Task) -> Tensor:
     """Whole numbers, so that the data holds each pair exactly as often as it is preferred."""
     return torch.randint(1, 5, task.reward.shape, generator=torch.Generator().manual_seed(1))
@@ -59,67 +58,43 @@ def with_a_third(task: Task) -> TensorDict:
     return pairs[torch.cat([rows, rows[:, :1]], 1).flatten()]
 
 
-def scaled(task: Task, factor: float) -> Tensor:
+Optimum = Callable[[Task], Tensor]
+
+
+def odds(factor: float) -> Optimum:
     """Odds of the preferences to a power."""
-    return (factor * worths(task).double().log()).log_softmax(-1)
+    return lambda task: (factor * worths(task).double().log()).log_softmax(-1)
+
+
+def bradley_terry(beta: float) -> Optimum:
+    return lambda task: pi_star(task, beta, worths(task).double().log())
 
 
 def forward(task: Task) -> Tensor:
     return forward_kl_optimum(replace(task, reward=worths(task).double().log()), 0.5)
 
 
+def start(task: Task) -> Tensor:
+    return task.reference
+
+
+SLOW, QUICK = {"steps": 40, "lr": 30.0}, {"steps": 30, "lr": 30.0}
+F_DPO, BT = {"beta": 0.5, "f_divergence": "forward_kl"}, bradley_terry(0.5)
+
+
 @pytest.mark.parametrize(
     ("name", "task", "settings", "how", "target", "others"),
     [
-        (
-            "dpo",
-            product(),
-            {"beta": 0.5},
-            {"steps": 30, "lr": 100.0},
-            lambda task: pi_star(task, 0.5, worths(task).double().log()),
-            {lambda task: task.reference: 0.3, lambda task: pi_star(task, 1.0, worths(task).double().log()): 0.1},
-        ),
-        (
-            "dpo",
-            bandit(0),
-            {"beta": 0.5, "f_divergence": "forward_kl"},
-            {"steps": 60},
-            forward,
-            {lambda task: pi_star(task, 0.5, worths(task).double().log()): 0.05},
-        ),
+        ("dpo", product(), {"beta": 0.5}, {**QUICK, "lr": 100.0}, BT, {start: 0.3, bradley_terry(1.0): 0.1}),
+        ("dpo", bandit(0), F_DPO, {"steps": 60}, forward, {BT: 0.05}),
         # Answers of two tokens: beta / 2 times the difference of log-probs is the log of the odds, whatever the reference.
-        (
-            "simpo",
-            product(),
-            {"margin": 0.0, "beta": 3.0},
-            {"steps": 30, "lr": 30.0},
-            lambda task: scaled(task, 2 / 3),
-            {lambda task: task.reference: 0.2, lambda task: scaled(task, 1 / 3): 0.05},
-        ),
+        ("simpo", product(), {"margin": 0.0, "beta": 3.0}, QUICK, odds(2 / 3), {start: 0.2, odds(1 / 3): 0.05}),
         # With beta 1 both terms have their optimum at the worths: answers are chosen as often as they are worth.
-        (
-            "cpo",
-            product(),
-            {"beta": 1.0},
-            {"steps": 40, "lr": 30.0},
-            lambda task: scaled(task, 1.0),
-            {lambda task: task.reference: 0.3},
-        ),
-        # The same two terms; the rows are triples.
-        (
-            "tpo",
-            product(),
-            {"beta": 1.0},
-            {"steps": 40, "lr": 30.0},
-            lambda task: scaled(task, 1.0),
-            {lambda task: task.reference: 0.3},
-        ),
+        ("cpo", product(), {"beta": 1.0}, SLOW, odds(1.0), {start: 0.3}),
+        ("tpo", product(), {"beta": 1.0}, SLOW, odds(1.0), {start: 0.3}),  # the same two terms; the rows are triples
     ],
-    ids=["dpo", "dpo, forward KL", "simpo", "cpo", "tpo"],
 )
-def test_preferences_lead_to_a_known_optimum(
-    name: str, task: Task, settings: dict[str, Any], how: dict[str, Any], target: Any, others: dict[Any, float]
-) -> None:
+def test_optima_of_preferences(name: str, task: Task, settings: Any, how: Any, target: Any, others: Any) -> None:
     data = with_a_third(task) if name == "tpo" else preferred(task, worths(task))
     found = learned(task, name, data=data, how=how, **settings)
     assert total_variation(found, target(task)) < 0.01
@@ -143,8 +118,6 @@ def test_orpo_learns_between_the_likelihood_and_the_odds() -> None:
 
 
 # ------------------------------------------------------------------ labels
-
-
 def test_bco_learns_pi_star_of_the_odds_of_the_labels() -> None:
     """Good as often as another is bad: the shift is the log of the normaliser, and the classifier can be exact."""
     task, beta = bandit(0), 0.6
@@ -177,8 +150,6 @@ def test_kto_learns_the_desirable_answer() -> None:
 
 
 # ------------------------------------------------------------------ experts
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "succeeds"),
     [
@@ -205,8 +176,6 @@ def test_the_answer_of_experts_is_learned(name: str, settings: dict[str, float],
 
 
 # ------------------------------------------------------------------ teachers
-
-
 def teacher_of(task: Task) -> Tensor:
     """Log-probs of answers, far from those of the student at first."""
     return (2.5 * task.reference.flip(-1)).log_softmax(-1)

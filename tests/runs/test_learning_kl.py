@@ -25,14 +25,12 @@ def test_a_kl_per_token_in_the_loss_ignores_later_kl(estimator: str) -> None:
     assert total_variation(found, pi_star(task, beta)) > 0.15
 
 
+REVERSE = pi_star, forward_kl_optimum
+
+
 @pytest.mark.parametrize(
     ("estimator", "warns", "optimum", "other"),
-    [
-        ("k2", None, pi_star, forward_kl_optimum),
-        ("k3", "k3.*forward KL", forward_kl_optimum, pi_star),
-        ("k3+", None, pi_star, forward_kl_optimum),
-    ],
-    ids=["k2: reverse", "k3: forward", "k3 with the gradient of k2: reverse"],
+    [("k2", None, *REVERSE), ("k3", "k3.*forward KL", *REVERSE[::-1]), ("k3+", None, *REVERSE)],
 )
 def test_which_kl_an_estimator_in_the_loss_is(estimator: str, warns: str | None, optimum: Any, other: Any) -> None:
     task, beta = bandit(3), 0.5
@@ -54,7 +52,6 @@ def test_k1_in_the_loss_holds_nothing() -> None:
 
 
 # ------------------------------------------------------------------ mean advantages, from all answers or all pairs
-
 Advantage = Callable[[Tensor, Tensor], Tensor]
 LENGTHS = torch.tensor([len(answer) for answer in chain().answers])
 
@@ -111,9 +108,7 @@ def whitened_pairs(p: Tensor, reward: Tensor) -> Tensor:
         ("optimal_token_baseline", bandit(3), by_gradient, 0.3, 0.035),
     ],
 )
-def test_scaled_advantages_have_a_temperature_of_their_own(
-    name: str, task: Task, advantage: Advantage, beta: float, from_plain: float
-) -> None:
+def test_temperatures_of_scaled_advantages(name: str, task: Task, advantage: Any, beta: float, from_plain: Any) -> None:
     """Not pi*: dividing by a deviation changes the reward. The fixed point, from the mean advantage of every answer.
 
     Other baselines than the mean of the group lead elsewhere than that one.

@@ -111,70 +111,43 @@ TOY = {
     "pyproject.toml": "",
     "toy/__init__.py": "",
     "toy/maths.py": """from functools import wraps
-
 FACTOR = 3
-
-
 def loud(function):
     @wraps(function)
     def call(*args):
         return function(*args)
-
     return call
-
-
 def larger(a, b):
     return a if a > b else b
-
-
 @loud
 def double(n):
     return n + n
-
-
 class Times:
     by: int = 2
-
     def scale(self, n):
         while n > 99:
             pass
         return n * FACTOR
-
-
 def unused(n):
     return -n
 """,
-    "toy/use.py": """from toy.maths import FACTOR
-""",
+    "toy/use.py": "from toy.maths import FACTOR\n",
     "tests/units/toys/test_toy.py": """import pytest
-
 from toy import use
 from toy.maths import Times, double, larger
-
-
 @pytest.fixture(scope="module")
 def scaled():
     return Times().scale(2)
-
-
 def test_larger():
     assert larger(1, 2) == 2
     assert larger(2, 1) == 2
-
-
 @pytest.mark.parametrize("n", [3, 4])
 def test_double(n):
     assert double(n) == 2 * n
-
-
 def test_larger_of_double():
     assert larger(double(1), 1) == 2
-
-
 def test_scale(scaled):
     assert scaled == 2 * use.FACTOR == 6
-
-
 def test_by():
     assert larger(Times().by, 0) == 2
 """,
@@ -184,16 +157,13 @@ import json, sys
 from pathlib import Path
 from mutants.mutations import mutants_of
 from mutants.runner import Job, with_tests
-
 project, first = Path(sys.argv[1]), sys.argv[2]
 text = (project / "toy/maths.py").read_text()
 jobs = [Job("maths.py", m, "units/toys", first) for m in mutants_of(text)]
-
 def then(tests):
     failed = list(tests.measure(2))
     found = {job.mutant.after: outcome for job, outcome in tests.run(jobs, 2)}
     return failed, {after: (outcome.killer, outcome.tests) for after, outcome in found.items() if outcome.known}
-
 print(json.dumps(with_tests(project, "toy", ["units/toys"], ["maths.py"], then)))
 """
 

@@ -158,9 +158,8 @@ def test_a_small_request_beside_a_large_one() -> None:
     assert found.batches == [(1, 20.0), (2, 15.0), (1, 20.0)]
     assert found.latencies == pytest.approx([1.0 + 2.5 + 1.0, 5.5])
     # the oldest goes first: all wait behind the first, and are served in the order in which they came
-    world = World(
-        4, in_turn([0.0] * 4 + [1e6] * 4), in_turn([5.0, 2.0, 4.0, 3.0]), 1, Replica(0.0, 0.0, 1.0, max_tokens=ALONE)
-    )
+    one_by_one = Replica(0.0, 0.0, 1.0, max_tokens=ALONE)
+    world = World(4, in_turn([0.0] * 4 + [1e6] * 4), in_turn([5.0, 2.0, 4.0, 3.0]), 1, one_by_one)
     found = simulate(world, requests=4)
     assert [tokens for _, tokens in found.batches] == [5.0, 2.0, 4.0, 3.0]
     assert found.latencies == pytest.approx([5.0, 7.0, 11.0, 14.0])
@@ -331,7 +330,6 @@ def test_render_and_ask(tmp_path: Path) -> None:
     assert "| a kill | 1,200 | 1 | 0 | 2.3 | 3 | 2 restarts |" in page
     assert "| 2 | 20 | 50.0 | 60.0 | +20% | 20.0 | 15.0 | -25% | 40.0 | 30.0 |" in page
     assert (tmp_path / "ray_capacity.png").stat().st_size > 10_000
-
     question = ("capacity", "--collectors", "20", "--tokens-per-second", "1000", "--out", str(tmp_path))
     asked = invoke(*question)
     assert asked.exit_code == 0, asked.output
@@ -359,9 +357,8 @@ def test_the_smallest_run(tmp_path: Path) -> None:
     found = RayRun.load(tmp_path)
     assert found.difference is not None
     assert found.difference < 1e-4
-    assert {(line.case.served, line.case.callers) for line in found.lines} == {
-        (served, callers) for served in ("both", "reference") for callers in (1, 2)
-    }
+    cases = {(line.case.served, line.case.callers) for line in found.lines}
+    assert cases == {(served, callers) for served in ("both", "reference") for callers in (1, 2)}
     assert all(line.ours.count > 0 and line.theirs.count > 0 for line in found.lines)
     for row in found.bytes:
         more = row.sent_unrelated + row.received_unrelated - row.sent - row.received
@@ -372,7 +369,6 @@ def test_the_smallest_run(tmp_path: Path) -> None:
     assert [check.clients for check in found.checks] == [1, 2]
     assert [(fault.lost, fault.wrong) for fault in found.faults] == [(0, 0)] * 6
     assert {path.name for path in tmp_path.iterdir()} == {"ray.json", "RAY.md", "ray_capacity.png"}
-
     again = invoke("run", "--quick", "--only", "overhead", "--out", str(tmp_path))
     assert again.exit_code == 0, again.output
     newer = RayRun.load(tmp_path)

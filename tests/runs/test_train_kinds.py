@@ -123,9 +123,7 @@ def test_adapters_alone_in_the_final_folder(lab: Path, tmp_path: Path) -> None:
 
 def test_the_best_weights_are_kept_and_exported(lab: Path, tmp_path: Path) -> None:
     """Answers are worth most before training: every step makes them worse."""
-    (tmp_path / "falls.py").write_text(
-        "n = 0\ndef f(q, a, m):\n    global n\n    n += 1\n    return 1 / (1 + n) + len(a) % 2\n"
-    )
+    (tmp_path / "falls.py").write_text("n = [1]\ndef f(q, a, m):\n n.append(1)\n return 1 / len(n) + len(a) % 2\n")
     changes = ("checkpoints.keep=1", "checkpoints.final=best", "evaluation.every=1", "run.steps=2", "optimizer.lr=1e-9")
     result, _ = go(lab, tmp_path / "out", f"reward={tmp_path / 'falls.py'}:f", *changes)
     assert result.chosen == 0
@@ -218,10 +216,8 @@ def test_a_teacher_takes_the_place_of_the_reference(lab: Path) -> None:
 def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path) -> None:
     """Also in a call, when the file was run long ago."""
     (tmp_path / "beside_it.py").write_text("def length(answer):\n    return float(len(answer))\n")
-    (tmp_path / "mine.py").write_text(
-        "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
-        "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n"
-    )
+    text = "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
+    (tmp_path / "mine.py").write_text(text + "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n")
     functions = f"{{f: {tmp_path / 'mine.py'}:f, g: {tmp_path / '.' / 'mine.py'}:g}}"
     before = list(sys.path)
     try:
@@ -291,13 +287,11 @@ def test_three_steps_of_the_demo_are_those_of_the_study(tmp_path: Path, monkeypa
     order = list(DataLoader(range(len(some)), batch_size=None, shuffle=True, generator=generator))
     posed = [some[i] for i in order[scale.num_prompts :]]
     countdown_demo.write_files(tmp_path, policy, tokenizer, posed, held_out[:4])
-
     torch.manual_seed(0)
     (cell, _) = target_cells()
     coefficient = make_coefficient("pi", target=0.5, batch_size=256)
     reference = copy.deepcopy(policy).requires_grad_(False)
     expected = countdown_study.train(cell, policy, reference, tokenizer, some, coefficient, scale, seed=0)
-
     monkeypatch.chdir(ROOT)  # where the paths of the rewards begin
     changes = {
         "model.name": tmp_path / "model",

@@ -124,9 +124,8 @@ def test_figures_for_people(lab: Path, tmp_path: Path) -> None:
 
 def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, tmp_path: Path) -> None:
     """Constant rewards, and those of the prompt alone for algorithms with and without groups."""
-    (tmp_path / "r.py").write_text(
-        "def same(q, a, m):\n    return 0.25\ndef of_prompt(q, a, m):\n    return float(len(m['answer'] + q) + ord(q[-1]))\n"
-    )
+    text = "same = lambda q, a, m: 0.25\nof_prompt = lambda q, a, m: float(len(m['answer'] + q) + ord(q[-1]))\n"
+    (tmp_path / "r.py").write_text(text)
 
     def run(name: str, function: str, *changes: str) -> tuple[list[float], list[str], str, str]:
         result, said = go(lab, tmp_path / name, *SHORT, f"reward={tmp_path / 'r.py'}:{function}", *changes)
@@ -173,9 +172,7 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
     assert "equal_rewards" not in training.step_figures(without)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_only_reports(
-    lab: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
     """The run goes on from the one before; a finished one, with fewer steps too, writes what is missing."""
     out = tmp_path / "out"
     shutil.copytree(whole, out)
@@ -196,10 +193,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_only_reports(
 
 def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whole: Path, tmp_path: Path) -> None:
     often = ("evaluation.every=1", "evaluation.greedy=false", "logging.doctor_every=1")
-    for name, changes in {
-        "often": (*often, "logging.loggers=[csv,tensorboard]"),
-        "never": ("evaluation.every=0", "checkpoints.every=4"),
-    }.items():
+    often += ("logging.loggers=[csv,tensorboard]",)
+    for name, changes in (("often", often), ("never", ("evaluation.every=0", "checkpoints.every=4"))):
         go(lab, tmp_path / name, *changes)
         assert same(weights(tmp_path / name / "final"), weights(whole / "final")), name
     assert (tmp_path / "often" / "rollouts.html").exists()
@@ -235,15 +230,10 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
 
 
-NO_BEGIN = {
-    "reward=nowhere.py:f": "there is no file nowhere.py",
-    "model.dtype=bfloat16": "weights cannot be read",
-}
+NO_BEGIN = {"reward=nowhere.py:f": "there is no file nowhere.py", "model.dtype=bfloat16": "weights cannot be read"}
 
 
-def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(
-    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Also if it fails while it loads the weights."""
     (tmp_path / "checkpoints").mkdir(parents=True)
     for name in ("config.yaml", "metrics.jsonl"):
@@ -308,9 +298,7 @@ def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytes
     assert file_digests(config) == {name: sha256(content).hexdigest() for name, content in want.items()}
 
 
-def test_mlflow_has_one_run_of_the_project_whose_process_changes(
-    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_one_run_of_the_project_whose_process_changes(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     for steps in (2, 4):
@@ -338,9 +326,7 @@ def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Pat
     assert not (tmp_path / "earlier-2").exists()
 
 
-def test_the_command_and_its_exit_codes(
-    lab: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Interrupted, finished by the same command, refused with other settings, and ended by its KL.
 
     SIGTERM comes while the answers of the second step are rewarded: the step is finished, and nothing else.
@@ -413,9 +399,7 @@ def finish(lab: Path, out: Path, *overrides: str) -> str:
     return output
 
 
-def test_a_killed_run_is_finished_by_a_second_command_with_the_same_bits(
-    lab: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_run_is_finished_by_a_second_one_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
     """Nothing is left of the first process but its files."""
     assert killed(lab, tmp_path / "out", pause=0.1) >= 1
     assert not (tmp_path / "out" / "final").exists(), "killed before its end"

@@ -47,9 +47,7 @@ ONES = bools([[1, 1, 1], [1, 1, 1]])
 OUTCOME = f64([1.0, 0.0])
 
 
-def slow_gae(
-    reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[list[list[float]], list[list[float]]]:
+def slow_gae(reward: Tensor, value: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Sums of discounted temporal differences, each from its definition: no recursion."""
     advantage, target = torch.zeros_like(reward), torch.zeros_like(reward)
     for i, row in enumerate(mask):
@@ -132,7 +130,6 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
 
 
 # ------------------------------------------------------------------ all of them
-
 TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "gae": lambda x, y, mask: gae(x, y, mask, gamma=0.9, lam=0.8),
     "gae-whiten": lambda x, y, mask: gae(x, y, mask, gamma=0.9, lam=0.8, whiten=True),
@@ -215,8 +212,6 @@ def test_hyper_parameters_out_of_range(call: Any, message: str) -> None:
 
 
 # ------------------------------------------------------------------ distillation
-
-
 def divergence(name: str, log_pi: Tensor, log_teacher: Tensor, beta: float) -> Tensor:
     """From its definition, with the graph through the mixture."""
     pi, teacher = log_pi.exp(), log_teacher.exp()
@@ -278,8 +273,6 @@ def test_distillation_by_hand() -> None:
 
 
 # ------------------------------------------------------------------ optimal token baseline
-
-
 def otb(group: list[int], rows: Any = slice(None), **hyper: Any) -> Tensor:
     """Answers of 3, 2 and 1 response tokens; holes hold NaN. Squared norms 0.5, 0.5, 1 and 1, 0.25 and 0.5."""
     probability = f64([[0.5, NAN, 0.5, 0.25], [NAN, 0.25, 0.75, NAN], [0.5, NAN, NAN, NAN]])
@@ -334,8 +327,6 @@ def test_the_weight_of_a_token_is_the_squared_norm_of_its_gradient() -> None:
 
 
 # ------------------------------------------------------------------ Clip_B, Clip_V
-
-
 def distributions() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Logits of 2 answers of 4 tokens, log-probs of sampled tokens, entropies, mean discriminators."""
     logits = 2 * torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1), **F64)

@@ -36,7 +36,6 @@ def assert_values(td: TensorDictBase, want: list[float], shape: tuple[int, ...] 
 
 
 # ------------------------------------------------------------------ groups and rewards
-
 NUMBERS = torch.tensor([7, -1, 7, 30, -1, 7])
 PROMPTS = [{7: [5, 6, 7], -1: [5, 6, 8], 30: [6, 7]}[int(n)] for n in NUMBERS]
 ROWS = [torch.tensor(prompt) for prompt in PROMPTS]
@@ -162,7 +161,6 @@ def test_several_rewards_in_one_entry_or_in_one_each(form: str) -> None:
 
 
 # ------------------------------------------------------------------ layouts of tokens
-
 SAID = [[3, 4], [9], [3, 4]], [[5], [8, 9, 2], [6, 6]]
 
 
@@ -171,10 +169,8 @@ def conversations(form: str) -> TensorDictBase:
     at = [torch.arange(1.0, 1 + len(prompt + response)) for prompt, response in zip(*SAID, strict=True)]
     numbers = {"next__reward": torch.tensor([[1.0], [2.0], [4.0]]), "query": torch.tensor([7, 9, 7])}
     numbers["next__state_value"] = [x * (i + 1) for i, x in enumerate(at)]
-    numbers |= {
-        "next__log_probs__full": [-0.5 * x for x in at],
-        "next__ref_log_probs__full": [-0.25 * x**2 for x in at],
-    }
+    numbers["next__log_probs__full"] = [-0.5 * x for x in at]
+    numbers["next__ref_log_probs__full"] = [-0.25 * x**2 for x in at]
     return tokens(form, *SAID, **numbers)
 
 
@@ -226,9 +222,8 @@ def with_moments(form: str) -> TensorDictBase:
     for key, function in MOMENTS.items():
         rows = [function(row[LOG_PROBS]) for row in log_probs.unbind(0)]
         laid_out = lay_out(form, {"x": rows}, *SAID)
-        for row, other in (
-            zip(data.unbind(0), laid_out.unbind(0), strict=True) if form == "lazy" else [(data, laid_out)]
-        ):
+        pairs = zip(data.unbind(0), laid_out.unbind(0), strict=True) if form == "lazy" else [(data, laid_out)]
+        for row, other in pairs:
             row[("next", *key)] = other["x"]
     return data
 
@@ -297,8 +292,6 @@ def test_rows_of_the_response_alone_are_placed_as_in_a_loss(form: str, policy_mo
 
 
 # ------------------------------------------------------------------ trajectories
-
-
 def rollout() -> TensorDict:
     """Three envs, three steps; the last two envs make a group; env 1 ends early and starts again."""
     reward = torch.tensor([[0.0, 0.0, 2.0], [0.0, 6.0, 4.0], [0.0, 0.0, 0.0]]).unsqueeze(-1)
@@ -337,20 +330,15 @@ def test_trajectories_of_consecutive_envs() -> None:
 
 def test_gigpo_reads_states() -> None:
     """Two runs of one task: rewards 0, 1 and 0, 0 from states s, t and s, u."""
-    data = TensorDict(
-        query=torch.zeros(2, 2, dtype=torch.long),
-        state=torch.tensor([[5, 6], [5, 7]]),
-        next=TensorDict(reward=torch.tensor([[[0.0], [1.0]], [[0.0], [0.0]]]), batch_size=[2, 2]),
-        batch_size=[2, 2],
-    )
+    after = TensorDict(reward=torch.tensor([[[0.0], [1.0]], [[0.0], [0.0]]]), batch_size=[2, 2])
+    states = torch.tensor([[5, 6], [5, 7]])
+    data = TensorDict(state=states, query=torch.zeros(2, 2).long(), next=after, batch_size=[2, 2])
     assert_values(Advantage("gigpo", gamma=0.8, omega=0.5)(data.clone()), [0.7, 0.5, -0.7, -0.5])
     data["seen"] = NonTensorStack(NonTensorStack("s", "t"), NonTensorStack("s", "u"))
     assert_values(Advantage("gigpo", gamma=0.8, omega=0.5, keys={"state": "seen"})(data), [0.7, 0.5, -0.7, -0.5])
 
 
 # ------------------------------------------------------------------ replay buffers, envs, rollouts
-
-
 @pytest.mark.parametrize("lazy", [True, False])
 def test_in_a_replay_buffer(lazy: bool) -> None:
     """On extend the caller's data stays as it was; what sampling writes does not reach the storage."""

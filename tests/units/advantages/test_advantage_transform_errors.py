@@ -48,12 +48,7 @@ def test_arguments(name: Any, settings: dict[str, Any], message: str) -> None:
     [
         ("grpo", {}, "query", r"the group is missing: expected 'query' in the TensorDict, found: .*Pass group_key="),
         ("grpo", {}, REWARD, r"the reward is missing: expected \('next', 'reward'\) .*query.*; in 'next': "),
-        (
-            "gdpo",
-            {"keys": {"rewards": [REWARD, "b"]}},
-            "none",
-            r"the rewards are missing: expected 'b'.*an entry for each",
-        ),
+        ("gdpo", {"keys": {"rewards": [REWARD, "b"]}}, "none", r"rewards are missing: expected 'b'.*an entry for each"),
         ("remax", {}, "none", r"the baseline is missing: expected 'reward_baseline'.*Answer each prompt greedily"),
         ("gae", {}, ("next", "state_value"), r"the value is missing: .*Put RetrieveValue before"),
         ("jsd", {}, ("next", "ref_log_probs"), r"the teacher_log_prob is missing.*RetrieveKL\(policy, teacher\)"),
@@ -102,6 +97,13 @@ def test_a_value_that_is_not_finite_names_its_token_and_padding_is_ignored() -> 
         ("grpo", "query", torch.rand(6), TypeError, r"the group must be integers or strings, found torch\.float32"),
         ("grpo", "query", NonTensorStack(*[1.5] * 6), TypeError, "must be integers or strings, found float"),
         ("remax", "reward_baseline", NonTensorStack(*"abcdef"), TypeError, "the baseline must be a tensor, found"),
+        (
+            "rae",
+            "role",
+            torch.zeros(6, 2).long(),
+            ValueError,
+            "the role must have one value for each of 6 rows, found 12",
+        ),
         ("step_wise_grpo", "step", torch.rand(6), TypeError, r"the step must be of an integer dtype, found torch\.fl"),
         ("step_wise_grpo", "step", torch.zeros(6, 2).long(), ValueError, "number for each of 6 rows, found 12"),
         ("step_wise_grpo", "x", torch.zeros(6), ValueError, r"cannot tell trajectories apart: found batch size \(6,\)"),
@@ -215,9 +217,8 @@ def test_answers_to_one_prompt_are_compared_whatever_their_padding(layout: str) 
 
 @pytest.mark.parametrize("query", [torch.tensor([3, 3, 4, 4]), ["a", "a", "b", "b"]], ids=str)
 def test_the_query_is_compared_too(query: Any) -> None:
-    data = TensorDict(
-        next=TensorDict(reward=torch.tensor([[0.0], [2.0], [0.0], [4.0]]), batch_size=[4]), batch_size=[4]
-    )
+    reward = torch.tensor([[0.0], [2.0], [0.0], [4.0]])
+    data = TensorDict(next=TensorDict(reward=reward, batch_size=[4]), batch_size=[4])
     data["query"] = query if isinstance(query, torch.Tensor) else NonTensorStack(*query)
     assert Advantage("dr_grpo", group_size=2)(data.clone())["advantage"].flatten().tolist() == [-1, 1, -2, 2]
     with pytest.raises(ValueError, match=r"sequences 0 and 2 would be compared .* their entry 'query' differs"):
@@ -226,14 +227,11 @@ def test_the_query_is_compared_too(query: Any) -> None:
     assert Advantage("dr_grpo", group_size=4)(data)["advantage"].sum() == 0
 
 
-def test_prompts_as_text_are_compared() -> None:
+def test_prompts_as_text_are_compared_and_data_without_a_prompt_is_taken_at_its_word() -> None:
     data = TensorDict(next=TensorDict(reward=torch.zeros(2, 1), batch_size=[2]), batch_size=[2])
     data["text"] = TensorDict(prompt=NonTensorStack("two?", "three?"), batch_size=[2])
     with pytest.raises(ValueError, match="sequences 0 and 1 would be compared as answers to one prompt"):
         Advantage("grpo", group_size=2)(data)
-
-
-def test_data_that_shows_no_prompt_is_taken_at_its_word() -> None:
     data = turns().exclude(("tokens", "prompt"))
     found = Advantage("dr_grpo", group_size=4)(data)["advantage"].flatten().tolist()
     assert found == [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0]  # rewards 1, 0, 0, 1

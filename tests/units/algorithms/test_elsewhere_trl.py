@@ -31,12 +31,15 @@ from elsewhere_batches import (
     scored,
     with_gradients,
 )
+from project import tables
 from torchrl_llm_kl import PolicyLoss, from_trl, make_algorithm
 from torchrl_llm_kl._foreign import TRL
 from torchrl_llm_kl.losses import ImportanceWeights
 from toy_tokenizer import build_tokenizer
 
 #: Of every configuration, so that it can be made without an accelerator.
+#: Settings that are compared, of three trainers; settings that are refused, and why; what foreign names are told.
+CASES, PAIRED, CONTRASTIVE, REFUSED, HINTS = tables(__file__).values()
 CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
 
 
@@ -102,35 +105,8 @@ def _vllm_weights(trainer: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.where((ratio < (low or 0)) | (ratio > (high or math.inf)), 0, ratio)
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "grpo": {"loss_type": "grpo", "epsilon": 0.15},
-    "dr_grpo": {"loss_type": "dr_grpo", "max_completion_length": 40, "scale_rewards": False},
-    "dapo": {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28},
-    "bnpo": {"loss_type": "bnpo", "epsilon_high": 0.3},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.3},
-    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.2, "sapo_temperature_neg": 1.4},
-    "vespo": {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "luspo by token": {"loss_type": "luspo"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.1, "epsilon_high": 0.12},
-    "gspo, dapo's mean": {"loss_type": "dapo", "importance_sampling_level": "sequence", "epsilon": 0.1},
-    "delta": {"loss_type": "grpo", "delta": 1.25, "epsilon": 0.2},
-    "delta, dapo": {"delta": 1.35, "epsilon_high": 0.28},
-    "beta": {"beta": 0.1},
-    "beta, k3": {"beta": 0.1, "use_bias_correction_kl": False, "loss_type": "grpo"},
-    "beta, gspo": {"beta": 0.2, "use_bias_correction_kl": False, "importance_sampling_level": "sequence"},
-    "entropy": {"entropy_coef": 0.05},
-    "top entropy": {"top_entropy_quantile": 0.4},
-    "off-policy mask": {"off_policy_mask_threshold": 0.05},
-    "temperature": {"temperature": 0.7},
-}
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_the_loss_is_that_of_trls_trainer(
-    trl: Any, model: nn.Module, batch: dict[str, Tensor], configured: Any, name: str
-) -> None:
+def test_the_loss_is_that_of_trls_trainer(trl: Any, model: Any, batch: Any, configured: Any, name: str) -> None:
     config = configured("grpo", **CASES[name])
     agree(evaluated(model, batch, from_trl(config)), theirs(trl, model, batch, config))
     # A mapping with the same settings is the same algorithm.
@@ -151,9 +127,7 @@ def test_the_batch_shows_each_setting(model: nn.Module, batch: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_corrections_of_vllms_log_probs(
-    trl: Any, model: nn.Module, batch: dict[str, Tensor], configured: Any, mode: str
-) -> None:
+def test_corrections_of_vllms_log_probs(trl: Any, model: nn.Module, batch: Any, configured: Any, mode: str) -> None:
     of_vllm = {"mode": mode, "clip_max": 1.3, "clip_min": 0.7}
     settings = {"beta": 0.1} | {f"vllm_importance_sampling_{name}": value for name, value in of_vllm.items()}
     expected = theirs(trl, model, batch, configured("grpo", **settings), use_vllm=True)
@@ -201,31 +175,6 @@ def test_rloos_gradient_is_that_of_trls_trainer(trl: Any, model: nn.Module, batc
 
 
 # ------------------------------------------------------------------ preferences
-
-PAIRED: dict[str, dict[str, Any]] = {
-    "sigmoid": {},
-    "sigmoid, other beta": {"beta": 0.3},
-    "sigmoid_norm": {"loss_type": "sigmoid_norm", "beta": 2.0},
-    "ipo": {"loss_type": "ipo", "beta": 0.4},
-    "hinge": {"loss_type": "hinge", "beta": 0.5},
-    "robust": {"loss_type": "robust", "label_smoothing": 0.1},
-    "exo_pair": {"loss_type": "exo_pair", "label_smoothing": 0.01},
-    "nca_pair": {"loss_type": "nca_pair"},
-    "sppo_hard": {"loss_type": "sppo_hard", "beta": 0.5},
-    "apo_zero": {"loss_type": "apo_zero"},
-    "apo_down": {"loss_type": "apo_down"},
-    "discopop": {"loss_type": "discopop", "discopop_tau": 0.1},
-    "ld_alpha": {"ld_alpha": 0.4},
-    "forward KL": {"f_divergence_type": "forward_kl"},
-    "js": {"f_divergence_type": "js_divergence", "beta": 0.3},
-    "alpha": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7},
-    "label smoothing of sigmoid, which TRL ignores": {"label_smoothing": 0.2},
-    "mpo": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
-    "several": {"loss_type": ["sigmoid_norm", "ipo", "exo_pair"], "label_smoothing": 0.1, "beta": 0.4, "ld_alpha": 0.4},
-    "sft": {"loss_type": "sft"},
-}
-
-
 def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) -> Found:
     """Of TRL's DPOTrainer; its rows are all chosen, then all rejected."""
     order = [*range(0, ROWS, 2), *range(1, ROWS, 2)]
@@ -247,12 +196,8 @@ def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) ->
 
     names = ("beta", "label_smoothing", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "use_weighting")
     kinds = [config.loss_type] if isinstance(config.loss_type, str) else config.loss_type
-    state = {
-        "loss_types": kinds,
-        "loss_weights": config.loss_weights or [1.0] * len(kinds),
-        "precompute_ref_logps": True,
-        "args": config,
-    }
+    state = {"precompute_ref_logps": True, "loss_types": kinds, "args": config}
+    state["loss_weights"] = config.loss_weights or [1.0] * len(kinds)
     own = OneDevice(_total_train_tokens=0, _tp_size=1, **state, **{name: getattr(config, name) for name in names})
     chosen, rejected = (ref.float() if config.f_divergence_type == "alpha_divergence" else ref).chunk(2)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "completion_mask": whole.long()}
@@ -299,7 +244,6 @@ def test_sft(model: nn.Module, batch: dict[str, Tensor], kind: str) -> None:
 
 
 # ------------------------------------------------------------------ experimental trainers
-
 PAD = 0
 
 
@@ -323,18 +267,6 @@ def columns(batch: dict[str, Tensor], prompt: int) -> dict[str, Tensor]:
         found |= {f"{name}_input_ids": ids.masked_fill(~attention, PAD), f"{name}_labels": labels}
         found[f"{name}_attention_mask"] = attention.long()
     return found
-
-
-CONTRASTIVE: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "sigmoid": {"beta": 0.3, "cpo_alpha": 0.6, "label_smoothing": 0.1},
-    "simpo": {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 1.7, "simpo_gamma": 0.4, "label_smoothing": 0.2},
-    "alphapo without its shape": {"loss_type": "alphapo", "beta": 2.1, "simpo_gamma": 0.3},
-    "alphapo": {"loss_type": "alphapo", "beta": 2.0, "simpo_gamma": 0.25, "alpha": 0.25},
-    "hinge": {"loss_type": "hinge", "beta": 0.6, "cpo_alpha": 0.3},
-    "ipo": {"loss_type": "ipo", "beta": 0.4},
-    "a shape of sums": {"beta": 0.3, "alpha": -0.05},
-}
 
 
 @pytest.mark.parametrize("name", CONTRASTIVE)
@@ -398,11 +330,8 @@ def test_tpo(model: nn.Module, batch: dict[str, Tensor], configured: Any, settin
     three = {key: x[:rows] for key, x in batch.items()}
     order = [*range(0, rows, 3), *range(1, rows, 3), *range(2, rows, 3)]
     mask = torch.cat([torch.zeros(rows, PROMPT, dtype=torch.bool), three["mask"]], 1)[order]
-    inputs = {
-        "input_ids": three["ids"][order],
-        "attention_mask": torch.ones_like(mask).long(),
-        "completion_mask": mask.long(),
-    }
+    inputs = {"input_ids": three["ids"][order], "completion_mask": mask.long()}
+    inputs["attention_mask"] = torch.ones_like(mask).long()
     read = ("loss_type", "beta", "label_smoothing", "tpo_alpha", "tpo_l_gamma")
     state = {"_total_train_tokens": 0, "_tp_size": 1, "aux_loss_enabled": False}
     made = bare_trainer("tpo", **state, **{key: getattr(config, key) for key in read})
@@ -452,8 +381,6 @@ def test_a_derived_configuration_of_trls_own_is_not_its_base(trl: Any, configure
 
 
 # ------------------------------------------------------------------ every setting has a place
-
-
 @pytest.mark.parametrize("trainer", TRL)
 def test_the_table_has_every_field_and_its_default(trl: Any, trainer: str) -> None:
     from transformers import TrainingArguments
@@ -489,25 +416,6 @@ def test_a_configuration_lists_what_differs_from_its_defaults(configured: Any) -
 
 
 # ------------------------------------------------------------------ what is refused
-
-REFUSED = [
-    ({"loss_type": "cispo"}, "grpo", "epsilon", r"caps|lowers every weight to 0.2"),
-    ({"loss_type": "cispo", "epsilon_high": 0.5}, "grpo", "epsilon_high", "bound is 1 \\+ clip_high"),
-    ({"delta": 1.1}, "grpo", "delta", r"below 1 \+ epsilon_high = 1.2"),
-    ({"importance_sampling_level": "sequence", "beta": 0.1}, "grpo", "use_bias_correction_kl", "times the sequence's"),
-    ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, "grpo", "importance_sampling_level", "each token"),
-    ({"loss_type": "grpo", "entropy_coef": 0.1}, "grpo", "entropy_coef", "averages the entropy over tokens"),
-    ({"loss_type": "vespo", "use_vllm": True}, "grpo", "vllm_importance_sampling_correction", "weight of the sequence"),
-    ({"normalize_advantages": True}, "rloo", "normalize_advantages", "leave-one-out"),
-    ({"loss_type": ["sigmoid", "aot"]}, "dpo", "loss_type", "aot compares whole batches"),
-    ({"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "dpo", "use_weighting", "weighs the likelihood too"),
-    ({"loss_type": "sft", "f_divergence_type": "forward_kl"}, "dpo", "f_divergence_type", "has the reverse KL here"),
-    ({"distillation_objective": "jsd"}, "iw_opd", "distillation_objective", "trainer='distillation'"),
-    ({"loss_type": "simpo"}, "cpo", "cpo_alpha", "simpo has no likelihood beside it"),
-    ({"epsilom": 0.1}, "grpo", "epsilom", "Did you mean 'epsilon'"),
-]
-
-
 @pytest.mark.parametrize(("settings", "trainer", "name", "reason"), REFUSED)
 def test_refused(settings: dict[str, Any], trainer: Any, name: str, reason: str) -> None:
     found = from_trl(settings, trainer=trainer)
@@ -565,18 +473,7 @@ def test_the_table_of_a_translation() -> None:
     assert "router_aux_loss_coef = 0.1  the balance of experts" in refused
 
 
-HINTS = [
-    ("beta", "TRL's 'beta' is 'kl_loss_coeff'.*DPO, KTO, CPO, ORPO, GKD, DISTILLATION, TPO: 'beta'"),
-    ("num_generations", "TRL's 'num_generations' is 'group_size' of make_algorithm"),
-    ("epsilon_high", "TRL's 'epsilon_high' is 'clip_high' here"),
-    ("kl_loss_coef", "verl's 'kl_loss_coef' is 'kl_loss_coeff'"),
-    ("learning_rate", "TRL's 'learning_rate' belongs to the loop"),
-    ("router_aux_loss_coef", "has no counterpart: the balance of experts"),
-    ("kl_coef", "Trinity-RFT's 'kl_coef' is 'kl_loss_coeff'.*verl's 'kl_coef' is 'kl_reward_coeff'"),
-]
-
-
-@pytest.mark.parametrize(("name", "hint"), HINTS)
+@pytest.mark.parametrize(("name", "hint"), HINTS.items())
 def test_a_foreign_name_gets_a_hint(name: str, hint: str) -> None:
     actor = nn.Linear(1, 1)
     with pytest.raises(TypeError, match=f"(?s)has no setting '{name}'.*{hint}"):

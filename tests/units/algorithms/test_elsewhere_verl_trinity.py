@@ -73,13 +73,8 @@ def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor], library: s
 def test_verls_defaults() -> None:
     found = from_verl({})
     assert found.algorithm == "ppo"
-    objective = {
-        "objective": "ppo",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "clip_ratio_c": 3.0,
-        "aggregation": "token-mean",
-    }
+    objective = {"objective": "ppo", **dict.fromkeys(("clip_low", "clip_high"), 0.2), "clip_ratio_c": 3.0}
+    objective["aggregation"] = "token-mean"
     advantage = {"advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True}
     others = {"kl_loss": "none", "kl_reward": "none", "entropy_coeff": 0, "repeat_times": 1, "temperature": 1.0}
     assert found.overrides == objective | advantage | others
@@ -126,14 +121,10 @@ def test_every_algorithm_of_trinity(kind: str) -> None:
 def test_adaptive_coefficients() -> None:
     control = [f"{G}.use_kl_in_reward=True", f"{G}.kl_ctrl.type=adaptive", f"{G}.kl_ctrl.target_kl=0.3"]
     args = {"adaptive": True, "kl_coef": 0.01, "target_kl": 0.2, "horizon": 100}
-    for coefficient, expected in (
-        (from_verl([GRPO, *control]).overrides["kl_reward_coeff"], (pytest.approx(1e-3), 0.3, 10000)),
-        (
-            from_trinity(of_type("grpo", kl_loss_fn_args=args)).overrides["kl_loss_coeff"],
-            (pytest.approx(0.01), 0.2, 100),
-        ),
-    ):
-        assert (float(coefficient()), coefficient.target, coefficient.horizon) == expected
+    verls, trinitys = from_verl([GRPO, *control]), from_trinity(of_type("grpo", kl_loss_fn_args=args))
+    coefficients = verls.overrides["kl_reward_coeff"], trinitys.overrides["kl_loss_coeff"]
+    found = [(pytest.approx(float(x())), x.target, x.horizon) for x in coefficients]
+    assert found == [(1e-3, 0.3, 10000), (0.01, 0.2, 100)]
 
 
 def test_verls_sampling_and_advantages_of_a_group(model: nn.Module) -> None:
@@ -147,9 +138,7 @@ def test_verls_sampling_and_advantages_of_a_group(model: nn.Module) -> None:
 
 
 def test_the_same_of_verl_from_a_file_yaml_a_mapping_and_overrides(tmp_path: Path) -> None:
-    text = (
-        f"{G}: {{adv_estimator: grpo}}\nactor_rollout_ref:\n  actor: {{optim: {{lr: 1e-6}}, clip_ratio_high: 0.28}}\n"
-    )
+    text = f"{G}: {{adv_estimator: grpo}}\nactor_rollout_ref:\n actor: {{optim: {{lr: 1e-6}}, clip_ratio_high: 0.28}}\n"
     file = tmp_path / "grpo.yaml"
     file.write_text(text)
     actor = {"optim": {"lr": 1e-6}, "clip_ratio_high": 0.28}

@@ -176,8 +176,6 @@ def test_old_values_are_kept() -> None:
 
 
 # ---------------------------------------------------------------------- log-probs of the policy that sampled
-
-
 def sampled(reward: str = "outcome") -> tuple[TensorDict, torch.Tensor]:
     """Rollouts with log-probs that a buffer's transform scored when they were written, and those log-probs."""
     batch = RetrieveLogProb(TASK.policy(), log_probs_full_key=("log_probs", "full"))(rollouts())
@@ -271,8 +269,6 @@ def test_token_rewards_beside_a_kl_of_another_transform() -> None:
 
 
 # ---------------------------------------------------------------------- schemas
-
-
 def test_all_problems_are_reported_at_once() -> None:
     data = rollouts()
     data["tokens", "full"] = data["tokens", "full"].float()
@@ -306,11 +302,7 @@ def changed(key: Any, value: Any) -> TensorDictBase:
         ("sft", rollouts().exclude(("tokens", "full")), r"\('tokens', 'full'\) \[\*B, T\] is missing: prompt"),
         ("mix", rollouts(), r"'expert_mask' \[\*B\] is missing: True for the answers of experts"),
         ("mix", changed("expert_mask", torch.zeros(16)), r"'expert_mask': expected booleans, found torch.float32"),
-        (
-            "mix",
-            changed("expert_mask", torch.zeros(16, 3) > 0),
-            r"'expert_mask': expected one value for each of the 16",
-        ),
+        ("mix", changed("expert_mask", torch.zeros(16, 3) > 0), r"'expert_mask': .* one value for each of the 16"),
         ("dpo", rollouts()[:7], r"found 7 sequences, expected pairs: chosen, rejected"),
         ("dpo", changed("chosen", torch.ones(16)), r"'chosen': expected booleans, found torch.float32"),
         ("experience", changed(("next", "reward"), torch.ones(16, 1) > 0), r"expected numbers, found torch.bool"),
@@ -388,7 +380,6 @@ def test_a_reference_in_the_data_cannot_score_mismatched_answers() -> None:
 
 
 # ---------------------------------------------------------------------- which models run
-
 #: Which scores a preset reads beside the current log-probs: of the policy that sampled, of the reference or teacher. The
 #: objectives of opmd, and of rec without clipping, weights and regulariser, have no ratio; the loss of gkd scores the teacher.
 #: Lines of presets: those that read both, the policy, the reference, none of them.
@@ -400,9 +391,7 @@ opmd rec dpo kto bco a2po
 asymre sft raft gkd opo simpo cpo orpo tpo
 """
 BOTH_OR_NONE = [(True, True), (True, False), (False, True), (False, False)]
-READ = {
-    name: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, strict=True) for name in names.split()
-}
+READ = {x: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, strict=True) for x in names.split()}
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])

@@ -129,26 +129,24 @@ def test_separate_transforms_and_a_kl_reward_with_the_models_that_were_passed(la
     """Two scorers, a KL and a reward, from one configuration: a list of transforms as torchrl's ``transform=compose`` has."""
     scorers = "+transform@policy=retrieve_log_prob", "+transform@reference=retrieve_log_prob"
     key = "reference.log_probs_full_key=[ref_log_probs, full]"
-    cfg = compose(*scorers, key, "+transform@kl=kl_computation", "kl.coeff=0.3")
+    reward = "+transform@reward=llm_kl_reward", "reward.coef=0.3", "reward.out_keys=[reward, my_kl, my_ref]"
+    plain = "+transform@plain=llm_kl_reward", "+transform@theirs=kl_reward"
+    cfg = compose(*scorers, key, "+transform@kl=kl_computation", "kl.coeff=0.3", *reward, *plain)
     transform = instantiate(cfg.policy, model=lab.gen)
     assert transform.model is lab.gen, "a copy would be scored in its place"
     found = instantiate(cfg.kl)(instantiate(cfg.reference, model=lab.ref)(transform(lab.data)))
     same(found, RetrieveKL(lab.gen, lab.ref, coeff=0.3)(lab.data), *WRITTEN)
     scored = RetrieveLogProb(lab.gen)(lab.data)
-    cfg = compose("+transform@kl=llm_kl_reward", "kl.coef=0.3", "kl.out_keys=[reward, my_kl, my_ref]")
-    found = instantiate(cfg.kl, ref_model=lab.ref)(scored.clone())
+    found = instantiate(cfg.reward, ref_model=lab.ref)(scored.clone())
     expected = KLRewardTransform(lab.ref, coef=0.3, out_keys=["reward", "my_kl", "my_ref"])(scored.clone())
     same(found, expected, ("next", "reward"), ("next", "my_kl"), ("next", "my_ref"))
-    assert instantiate(compose("+transform@kl=llm_kl_reward").kl, ref_model=lab.ref).log_prob_full_key == WRITTEN[0][1:]
+    assert instantiate(cfg.plain, ref_model=lab.ref).log_prob_full_key == WRITTEN[0][1:]
     # torchrl's transform takes keys as lists, and then finds no entry: the reason for `build` as the target here
-    theirs_own = instantiate(compose("+transform@kl=kl_reward").kl, ref_model=lab.ref)
-    assert isinstance(theirs_own.log_prob_full_key, ListConfig)
+    assert isinstance(instantiate(cfg.theirs, ref_model=lab.ref).log_prob_full_key, ListConfig)
 
 
-NODES_OF_TERMS = (
-    "{_target_: torchrl_llm_kl.losses.KLToReference, coeff: 0.2}",
-    "{_target_: torchrl_llm_kl.losses.EntropyBonus, coeff: 0.01}",
-)
+_NODES = "KLToReference, coeff: 0.2", "EntropyBonus, coeff: 0.01"
+NODES_OF_TERMS = [f"{{_target_: torchrl_llm_kl.losses.{node}}}" for node in _NODES]
 TERMS = {
     "group": [
         *("+term@loss.terms.kl=kl_to_reference", "loss.terms.kl.coeff=0.2"),
@@ -178,17 +176,23 @@ def test_policy_loss(lab: Lab, given: str) -> None:
 
 
 def test_sampling_is_shared_and_partial_nodes_advantages_and_algorithms(lab: Lab) -> None:
-    values = "sampling.temperature=0.7", "sampling.top_p=0.9"
-    cfg = compose("+sampling=base", *values, "+loss=policy", "loss.sampling=${sampling}")
+    cfg = compose(
+        "+sampling=base",
+        *("sampling.temperature=0.7", "sampling.top_p=0.9", "+loss=policy", "loss.sampling=${sampling}"),
+        *(
+            "+loss@partial=policy",
+            "partial._partial_=true",
+            "partial.objective=gpg",
+        ),  # as torchrl's trainers take losses
+        *("+transform@advantage=advantage", "advantage.name=grpo", "advantage.group_size=2"),
+        *("advantage.hyper={std: batch}", "+algorithm=base", "algorithm.algorithm=dapo", "algorithm.group_size=2"),
+        "algorithm.overrides={clip_high: 0.3}",
+    )
     assert instantiate(cfg.sampling) == Sampling(0.7, top_p=0.9)
     assert instantiate(cfg.loss, actor=nn.Linear(1, 1)).sampling == Sampling(0.7, top_p=0.9)
-    cfg = compose("+loss=policy", "loss._partial_=true", "loss.objective=gpg")  # as torchrl's trainer nodes take losses
-    assert instantiate(cfg.loss)(actor=nn.Linear(1, 1)).objective.function.__name__ == "gpg"
-    values = "advantage.name=grpo", "advantage.group_size=2", "advantage.hyper={std: batch}"
-    cfg = compose("+transform@advantage=advantage", *values)
+    assert instantiate(cfg.partial)(actor=nn.Linear(1, 1)).objective.function.__name__ == "gpg"
     assert repr(instantiate(cfg.advantage)) == repr(Advantage("grpo", group_size=2, std="batch"))
-    values = "algorithm.algorithm=dapo", "algorithm.group_size=2", "algorithm.overrides={clip_high: 0.3}"
-    parts = instantiate(compose("+algorithm=base", *values).algorithm, actor=lab.policy_model)
+    parts = instantiate(cfg.algorithm, actor=lab.policy_model)
     assert parts.loss.actor_network is lab.policy_model
     assert float(parts.loss.clip_high) == pytest.approx(0.3)
 
@@ -226,6 +230,9 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
     collector.shutdown()
 
 
+TWICE = r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once"
+
+
 @pytest.mark.parametrize(
     ("overrides", "error", "message"),
     [
@@ -233,11 +240,7 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
         ("kl.detach=warm", ConfigCompositionException, "not a valid bool"),
         ("kl.add_to_reward=7.5", ConfigCompositionException, "is not a valid bool"),
         ("loss.hyper={clip_hihg: 0.3}", InstantiationException, "Did you mean 'clip_high'"),
-        (
-            "loss.hyper={temperature: 0.3}",
-            InstantiationException,
-            r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once",
-        ),
+        ("loss.hyper={temperature: 0.3}", InstantiationException, TWICE),
         ("loss.dtype=float31", InstantiationException, "dtype='float31' is not one of torch's"),
         ("+coefficient@kl.coeff=adaptive", MissingMandatoryValue, r"Missing mandatory value: .*coeff\.init"),
     ],

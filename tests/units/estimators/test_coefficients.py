@@ -52,7 +52,6 @@ def values(coefficient, measured, n=8):
 
 
 # ------------------------------------------------------------------ steps by hand
-
 PI_STEPS = [0.1 * math.log(2), -0.1, 0.0, 0.6 * math.log(1.1)]
 DUAL_STEPS = [0.025, -0.05, -0.06, 0.1]
 
@@ -84,11 +83,9 @@ def test_steps_by_hand(make, measured, expected, as_input):
 
 def test_the_softplus_of_the_dual_coefficient_by_hand():
     """log(e^x - 1) moves: relative steps far below 1, absolute ones far above."""
-    for init, want, rel in (
-        (0.2, math.log1p(math.expm1(0.2) * math.exp(0.025)), 1e-6),
-        (1e-3, 1e-3 * math.exp(0.025), 1e-4),
-        (90.0, 90.025, 1e-6),
-    ):
+    step = math.exp(0.025)
+    middle = math.log1p(math.expm1(0.2) * step)
+    for init, want, rel in ((0.2, middle, 1e-6), (1e-3, 1e-3 * step, 1e-4), (90.0, 90.025, 1e-6)):
         assert values(dual(parametrisation="softplus", init=init), [0.75]) == pytest.approx([want], rel=rel)
 
 
@@ -137,7 +134,6 @@ def test_bounds_and_clipped_steps_wind_nothing_up():
 
 
 # ------------------------------------------------------------------ step responses
-
 TARGET = 0.5
 
 
@@ -221,7 +217,6 @@ def test_the_mean_of_a_noisy_kl_is_on_target():
 
 
 # ------------------------------------------------------------------ state, dtypes, devices
-
 AVERAGING = ["value", "average", "mass", "warmup_left"]
 STATE = {ziegler: ["value"], pi: AVERAGING, dual: AVERAGING, entropy: ["value", "entropy"]}
 

@@ -77,8 +77,6 @@ def test_top_k_against_sorted_log_probs(k):
 
 
 # ---------------------------------------------------------------------- precision: no more error than plain torch
-
-
 def worst(got, truth):
     return (got.double() - truth).abs().max().item()
 
@@ -88,18 +86,13 @@ def typical(got, truth):
     return (got.double() - truth).square().mean().sqrt().item()
 
 
+HALF = torch.bfloat16, torch.float16
 NAMES = ("kl", "log_prob", "ref_log_prob", "entropy", "d hidden", "d weight", "d ref_hidden", "d ref_weight")
 
 
 @pytest.mark.parametrize(
     ("dtype", "product_dtype", "rounded_parts"),
-    [
-        (torch.float32, None, 1.0),
-        (torch.bfloat16, None, 2**0.5),
-        (torch.float16, None, 2**0.5),
-        (torch.bfloat16, torch.float32, 1.0),
-        (torch.float16, torch.float32, 1.0),
-    ],
+    [(torch.float32, None, 1.0), *((x, *how) for x in HALF for how in ((None, 2**0.5), (torch.float32, 1.0)))],
     ids=str,
 )
 def test_no_more_error_than_plain_torch(dtype, product_dtype, rounded_parts):
@@ -179,8 +172,6 @@ def test_autocast_multiplies_as_the_model_does_but_product_dtype_wins():
 
 
 # ---------------------------------------------------------------------- extremes
-
-
 EXTREME = {
     "equal": torch.zeros(1, 40),
     "equal and large": torch.full((1, 40), 1e4),
@@ -280,8 +271,6 @@ def test_targets_of_any_integer_dtype_and_hidden_states_that_are_not_contiguous(
 
 
 # ---------------------------------------------------------------------- memory, graphs
-
-
 def head_of(n, h, v, dtype=torch.float32, seed=1):
     return make_head(seed, n=n, h=h, v=v, dtype=dtype, grad=True)
 
@@ -354,7 +343,6 @@ def test_no_graph_without_gradient_nothing_is_mutated_and_second_derivatives_are
 
 
 # ---------------------------------------------------------------------- errors
-
 HIDDEN, WEIGHT, BIAS = (t.float() for t in make_head())
 TARGETS = make_targets()
 HEAD, IDS = (HIDDEN, WEIGHT, TARGETS), torch.zeros(N, 2, dtype=torch.long)
@@ -416,8 +404,6 @@ def test_error_messages(function, arguments, options, message):
 
 
 # ------------------------------------------------------------------ log-probs of ids and of all other tokens together
-
-
 ORDER = torch.Generator().manual_seed(3)
 
 

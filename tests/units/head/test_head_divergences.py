@@ -42,8 +42,6 @@ def kl(policy, ref, **options):
 
 
 # ---------------------------------------------------------------------- by hand
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -66,13 +64,8 @@ def test_by_hand(options, expected):
 
 
 # ---------------------------------------------------------------------- against plain torch in float64: any shape, any tile
-
-SHAPES = {
-    "n": st.integers(1, 9),
-    "v": st.integers(1, 23),
-    "tile": st.tuples(st.integers(1, 10), st.integers(1, 25)),
-    "seed": st.integers(0, 2**31),
-}
+SHAPES = {"n": st.integers(1, 9), "v": st.integers(1, 23), "seed": st.integers(0, 2**31)}
+SHAPES["tile"] = st.tuples(st.integers(1, 10), st.integers(1, 25))
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -126,8 +119,6 @@ def test_gradient_of_each_output_to_each_input_alone(only, direction):
 
 
 # ---------------------------------------------------------------------- precision and extremes
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("distance", [1e-3, 1e-2])
 def test_small_divergences_keep_their_digits(distance, seed):
@@ -192,8 +183,6 @@ def test_half_precision_adds_no_error_to_that_of_the_logits(dtype):
 
 
 # ---------------------------------------------------------------------- of logits
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_dtypes_of_logits(direction):
     """No rounding beyond the given logits'; each gradient has the dtype of its logits."""

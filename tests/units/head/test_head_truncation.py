@@ -52,8 +52,6 @@ def recorded(log_p):
 
 
 # ---------------------------------------------------------------------- whole rows
-
-
 def test_by_hand():
     """Probabilities 1/2, 1/4, 1/8, 1/8: the top two of them are 2/3 and 1/3."""
     weight = torch.tensor([[4.0], [2.0], [1.0], [1.0]]).log().requires_grad_()
@@ -69,9 +67,8 @@ def test_by_hand():
     for truncation in (Truncation(top_k=2), Truncation(top_k=2, top_p=0.6)):  # the share of all three counts
         out = linear_log_prob(torch.ones(1, 1), weight, torch.tensor([2]), truncation=truncation)
         assert_close(out.log_prob.exp(), torch.tensor([0.25]))
-    kept = linear_kept(
-        torch.ones(1, 1), torch.tensor([[4.0], [4.0], [1.0]]).log(), Truncation(min_p=1.0), torch.tensor([0])
-    )
+    weight = torch.tensor([[4.0, 4.0, 1.0]]).T.log()
+    kept = linear_kept(torch.ones(1, 1), weight, Truncation(min_p=1.0), torch.tensor([0]))
     assert kept.ids.tolist() == [0, 1]
     # ``keep_targets``: the target beside the two of 1/2 and 1/4, values and gradient.
     weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log().requires_grad_()
@@ -150,7 +147,6 @@ def test_backward_with_other_rounding():
 
 
 # ---------------------------------------------------------------------- kept tokens: the search
-
 SIZES = {"n": 9, "h": 13, "v": 1000}
 FEW = [
     *(Truncation(top_k=k) for k in (1, 20)),
@@ -210,8 +206,6 @@ def test_kept_tokens_by_hand():
 
 
 # ---------------------------------------------------------------------- kept tokens: scores
-
-
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("direction", "ref_kept"), [("reverse", False), ("reverse", True), ("forward", True)])
 def test_kl(direction, ref_kept, whole):

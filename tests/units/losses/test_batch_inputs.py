@@ -57,9 +57,7 @@ def sum_of_parts(loss: Any, data: TensorDictBase, split: Any) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("layout", ["padded", "nested"])
-def test_ktos_reference_point_is_of_answers_after_other_prompts(
-    model: nn.Module, reference: nn.Module, layout: str
-) -> None:
+def test_ktos_reference_point_is_of_answers_to_other_prompts(model: Any, reference: Any, layout: str) -> None:
     """Rows share their prompts by twos, so that answers move on by two rows. One of the two means is negative."""
     full, found = batch()["tokens", "full"], []
     mixed = [torch.cat([full[i, :PROMPT], full[i - 2, PROMPT : LENGTHS[i - 2]]]) for i in range(6)]
@@ -128,9 +126,7 @@ WEIGHED = {"f_divergence": "js_divergence", "ld_alpha": 0.4, "weighting": "proba
         ("dpo", WEIGHED, "padded", TWO),
     ],
 )
-def test_parts_of_preferences_add_up(
-    model: nn.Module, reference: nn.Module, name: str, hyper: dict[str, Any], layout: str, split: list[list[int]]
-) -> None:
+def test_parts_of_pairs_add_up(model: Any, reference: Any, name: str, hyper: Any, layout: Any, split: Any) -> None:
     """Without the inputs of the batch they do not."""
     loss = PolicyLoss(model, name, reference=reference, **hyper)
     data = loss.count(loss.batch_inputs(data_for(name, layout)))
@@ -257,8 +253,6 @@ def test_aligned_weights_are_of_the_policys_own_distribution(kind: str) -> None:
 
 
 # ---------------------------------------------------------------------- mismatched answers
-
-
 @pytest.mark.parametrize(
     ("prompts", "answers", "expected"),
     [

@@ -42,8 +42,6 @@ def everywhere(*shape: int) -> Tensor:
 
 
 # ------------------------------------------------------------------ importance weights
-
-
 # Ratios 4, 1/8, 1 and 2, 3/2; the masked-out token would be e**800.
 RATIO = f64([[4.0, 0.125, 1.0], [2.0, 1.5, 1.0]])
 MASK = bools([1, 1, 1], [1, 1, 0])
@@ -170,8 +168,6 @@ def test_without_bounds_the_sequence_weight_gives_the_trainers_policy_gradient()
 
 
 # ------------------------------------------------------------------ rejection and metrics
-
-
 # Trainer over sampler: 2, 1/4, 1 | 1, 1/2 | 4. Masked out: anything.
 D = f64([[2.0, 0.25, 1.0], [1.0, 0.5, 1.0], [4.0, 1.0, 1.0]]).log()
 TOKENS = bools([1, 1, 1], [1, 1, 0], [1, 0, 0])
@@ -316,8 +312,6 @@ def test_metrics_of_the_product_by_hand() -> None:
 
 
 # ------------------------------------------------------------------ tokens of some sequences, or of most entropy
-
-
 def test_off_policy_sequences_by_hand() -> None:
     """Good tokens and sequences at the bound are kept."""
     old = f64([[-1.0, -1.0, NAN], [-1.0, -1.0, -1.0], [-1.0, -1.0, -9.0]])

@@ -95,9 +95,7 @@ def test_what_is_done_to_the_chosen_tokens() -> None:
     tokens = {"ratio": [[2.0, 0.5, 2.0, 1.0]], "advantage": [[3.0, 3.0, 3.0, 3.0]]}
     result = evaluate(kl_cov, **tokens, selected=torch.tensor([[True, True, False, True]]), coeff=0.25)
     penalty, metrics = 0.25 * math.log(2), {"selected_fraction": 0.75, "ratio_mean": 5.5 / 4}
-    assert_result(
-        result, value=[[-6 + penalty, -1.5 + penalty, -6, -3]], gradient=[[-5.75, -1.75, -6.0, -3.0]], **metrics
-    )
+    assert_result(result, value=[[-6 + penalty, -1.5 + penalty, -6, -3]], gradient=[[-5.75, -1.75, -6, -3]], **metrics)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +113,10 @@ def test_clip_cov_chooses_with_its_own_bounds(bounds: Any, value: Any, gradient:
     assert_result(result, value=[value], gradient=[gradient], selected_fraction=selected)
 
 
-@pytest.mark.parametrize(
-    ("function", "hyper"),
-    [
-        (clip_cov, {"fraction": 0.5, "cov_low": 0.3, "cov_high": 2.0, "clip_low": 0.1, "clip_high": 0.3}),
-        (kl_cov, {"fraction": 0.2}),
-    ],
-)
+CLIP_COV = {"fraction": 0.5, "cov_low": 0.3, "cov_high": 2.0, "clip_low": 0.1, "clip_high": 0.3}
+
+
+@pytest.mark.parametrize(("function", "hyper"), [(clip_cov, CLIP_COV), (kl_cov, {"fraction": 0.2})])
 def test_without_selected_the_selection_is_of_the_batch_at_hand(function: Any, hyper: dict[str, float]) -> None:
     batch = random_batch(1, rows=8)
     batch["advantage"][:4] += 2.0

@@ -20,6 +20,7 @@ from toy_models import VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:the top k below")
 V = VOCAB_SIZE
+EXACT: dict[str, Any] = {"distribution": "exact"}
 TIGHT, LOOSE = {"atol": 1e-11, "rtol": 1e-10}, {"atol": 1e-6, "rtol": 1e-6}
 
 
@@ -89,13 +90,9 @@ def test_bounds_by_hand() -> None:
         (found,) = torch.autograd.grad(term.value.sum(), student)
         assert_close(found, torch.tensor([gradient], dtype=torch.float64))
         assert_close(term.metrics["captured_mass"].item(), 0.9)  # of the teacher as it is
-    (term,) = distill(
-        -old, mask, teacher_divergence=mask.double(), old_log_prob=0 * old, distribution="exact", ratio_max=2.0
-    )
+    (term,) = distill(-old, mask, teacher_divergence=mask.double(), old_log_prob=0 * old, **EXACT, ratio_max=2.0)
     assert_close(term.value, torch.tensor([[2.0, 0.5]], dtype=torch.float64))
-    with pytest.raises(
-        ValueError, match="distribution='exact' has one teacher and all its tokens: leave out log_prob_min"
-    ):
+    with pytest.raises(ValueError, match="'exact' has one teacher and all its tokens: leave out log_prob_min"):
         distill(old, mask, teacher_divergence=mask.double(), distribution="exact", log_prob_min=-1.0)
     with pytest.raises(ValueError, match=r"distill needs old_log_prob: .* or change ratio_max=2.0"):
         distill(old, mask, outcomes=teacher, teacher_outcomes=teacher, ratio_max=2.0)
@@ -131,12 +128,8 @@ def test_what_the_transform_wrote(model: nn.Module, reference: nn.Module, layout
 
 @pytest.mark.parametrize("given", [{"temperature": 0.6}, {"sampling": Sampling(0.6)}], ids=["temperature", "sampling"])
 def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.Module, given: dict[str, Any]) -> None:
-    out = distilled(
-        student,
-        RetrieveLogProb(teacher, options=ScoreOptions(Sampling(0.6)), extras=[TopK(V)])(data()),
-        beta=0.3,
-        **given,
-    )
+    scored = RetrieveLogProb(teacher, options=ScoreOptions(Sampling(0.6)), extras=[TopK(V)])(data())
+    out = distilled(student, scored, beta=0.3, **given)
     want = gkd_of(distributions(student, 0.6), distributions(teacher, 0.6).detach(), 0.3).mean()
     assert_close(out, want, **LOOSE)  # entries are float32
 
@@ -175,8 +168,6 @@ def test_no_tensor_over_the_vocabulary() -> None:
 
 
 # ---------------------------------------------------------------------- several teachers
-
-
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_several_teachers_are_a_weighted_sum(student: nn.Module, teacher: nn.Module, beta: float) -> None:
     """Different k, keys and weights, in one sweep of the head."""
@@ -202,10 +193,8 @@ def test_several_teachers_are_a_weighted_sum(student: nn.Module, teacher: nn.Mod
 
 def test_one_teacher_without_its_dimension() -> None:
     outcomes, teacher = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    one, other = (
-        distill(torch.zeros(3, 4), torch.ones(3, 4) == 1, outcomes=a, teacher_outcomes=b)[0]
-        for a, b in ((outcomes, teacher), (outcomes.unsqueeze(2), teacher.unsqueeze(2)))
-    )
+    zeros, both = torch.zeros(3, 4), ((outcomes, teacher), (outcomes.unsqueeze(2), teacher.unsqueeze(2)))
+    one, other = (distill(zeros, zeros == 0, outcomes=a, teacher_outcomes=b)[0] for a, b in both)
     assert torch.equal(one.value, other.value)
     assert torch.equal(one.metrics["captured_mass"], other.metrics["captured_mass"])
 
@@ -273,9 +262,7 @@ def test_keys_and_outputs(model: nn.Module, reference: nn.Module) -> None:
 def test_a_divergence_of_ones_own(student: nn.Module, teacher: nn.Module) -> None:
     """A function that takes outcomes gets them: here the total variation."""
 
-    def variation(
-        log_prob: Tensor, mask: Tensor, *, outcomes: Tensor, teacher_outcomes: Tensor
-    ) -> tuple[LossTerm, ...]:
+    def variation(log_prob: Tensor, mask: Tensor, *, outcomes: Tensor, teacher_outcomes: Tensor) -> Any:
         return (LossTerm("variation", (outcomes.exp() - teacher_outcomes.exp()).abs().sum((-2, -1)) / 2, mask),)
 
     out = PolicyLoss(student, variation)(with_teacher(data(), teacher, V))
@@ -307,8 +294,6 @@ def test_exact_distillations_with_two_betas(model: nn.Module, reference: nn.Modu
 
 
 # ---------------------------------------------------------------------- errors
-
-
 def respelt(change: Callable[[Tensor], Tensor]) -> Callable[[TensorDictBase], TensorDictBase]:
     """With what ``change`` makes of each row's ids, which then have several widths."""
     return lambda td: lazy_stack([row.set(("top_k", "ids"), change(row["top_k", "ids"])) for row in td.unbind(0)])
@@ -350,7 +335,6 @@ def test_data_that_is_no_teacher(model: nn.Module, reference: nn.Module, spoil: 
 ONE = torch.ones(1, 1)
 PAIR = torch.full((1, 1, 2), 0.5).log()
 BOTH = {"outcomes": PAIR, "teacher_outcomes": PAIR}
-EXACT: dict[str, Any] = {"distribution": "exact"}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"outcomes": PAIR}, r"distill needs teacher_outcomes: pass teacher_outcomes=, \[\*B, T, k \+ 1\]"),
     (EXACT, r"distill needs teacher_divergence.*or change distribution='exact'"),

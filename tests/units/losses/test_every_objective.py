@@ -30,9 +30,7 @@ def terms_of(case: str, batch: dict[str, Tensor], **changes: Any) -> tuple[losse
     return losses.get_objective(name)(**{**inputs_of(name, batch), **hyper, **changes})
 
 
-def gradient_of(
-    case: str, batch: dict[str, Tensor], mode: str = "token-mean", denominators: dict[str, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def gradient_of(case: str, batch: Any, mode: str = "token-mean", denominators: Any = None) -> tuple[Tensor, Tensor]:
     """The loss, and its gradient of the log-probs."""
     log_prob, total = batch["log_prob"].clone().requires_grad_(), torch.zeros(())
     for term in terms_of(case, {**batch, "log_prob": log_prob}):

@@ -11,6 +11,7 @@ import torch
 
 from by_hand import own_names
 from objective_cases import PAIRS, refusal
+from project import tables
 from torchrl_llm_kl import losses
 from torchrl_llm_kl.losses import ObjectiveArgs, ObjectiveName, available_objectives, get_objective, ppo, spec_of
 
@@ -31,38 +32,7 @@ def test_names_and_arguments_are_typed_and_in_the_specs() -> None:
 
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
-GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
-COVARIANCE = {"fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0, **CLIP}
-CISPO = {"clip_low": 1.0, "clip_high": 0.28, "mask_clip_low": 1.0, "mask_clip_high": 0.28}
-REC: dict[str, Any] = {"epsilon_low": 0.2, "epsilon_high": 0.2, "epsilon_low_prime": 0.6, "epsilon_high_prime": 2.0}
-REC |= {"clip_mode": "none", "weight": "none", "regularizer": "none", "regularizer_coef": 0.0, "temp": 1.0}
-BESIDE = {**CLIP, "clip_ratio_c": None, "nll_aggregation": "token-mean"}
-# name -> (aggregation, defaults): the papers', and where they leave it open Trinity's or, for the last five, verl's and TRL's.
-TABLE: dict[str, tuple[str, dict[str, Any]]] = {
-    "dapo": ("token-mean", {"clip_low": 0.2, "clip_high": 0.28, "clip_ratio_c": None}),
-    "dr_grpo": ("seq-mean-token-sum-norm", {**CLIP, "clip_ratio_c": None}),
-    "gspo": ("seq-mean-token-mean", {**GSPO, "level": "token"}),
-    "luspo": ("seq-mean-token-sum", GSPO),
-    "dro": ("token-mean", {"beta": 0.05, "level": "token"}),
-    "gmpo": ("seq-mean-token-mean", {"clip_low": 0.4, "clip_high": 0.4}),
-    "cispo": ("token-mean", {**CISPO, "enable_mask_clip": False}),
-    "topr": ("token-mean", {"advantage_threshold": 0.0, "level": "token"}),
-    "opmd": ("token-mean", {"tau": 1.0}),
-    "sppo": ("token-mean", {"epsilon": 0.3}),
-    "sapo": ("seq-mean-token-mean", {"tau_pos": 1.0, "tau_neg": 1.05}),
-    "importance_sampling": ("token-mean", {}),
-    "rec": ("token-mean", REC),
-    "gpg": ("token-mean", {}),
-    "clip_cov": ("token-mean", {"selected": None, **COVARIANCE}),
-    "kl_cov": ("token-mean", {"selected": None, "fraction": 2e-4, "coeff": 1.0}),
-    "dppo": ("token-mean", {"divergence": "tv", "clip_low": None, "clip_high": None, "clip_ratio_c": 20.0}),
-    "vespo": ("token-mean", {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}),
-    "mask_ipo": ("token-mean", {"clip_low": 0.1, "clip_high": 0.1, "one_sided": False, "kl_tau": 1e-3}),
-    "ref_kl": ("token-mean", {"clip_low": 0.2, "kl_tau": 1e-3}),
-    "a2po": ("seq-mean-token-sum", {"beta": 1e-3}),
-    "vapo": ("token-mean", {"mu": 0.1, **BESIDE, "clip_high": 0.28}),
-    "echo": ("token-mean", {"mu": 0.1, "roles": None, "message_role": None, **BESIDE}),
-}
+DEFAULTS, NAMES, RANGES = tables(__file__).values()
 #: Trinity's.
 MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True, "step": 0, "mu_warmup_steps": 0}
 MIXTURES |= {"mu_decay_steps": 0, "mu_peak": 0.1, "mu_valley": 0.1}
@@ -83,10 +53,11 @@ def defaults_of(function: Any) -> dict[str, Any]:
 
 
 def test_defaults_and_aggregations_are_those_of_the_sources() -> None:
-    for name, (aggregation, defaults) in TABLE.items():
+    for name, (aggregation, defaults) in DEFAULTS.items():
         assert defaults_of(get_objective(name)) == defaults, name
         assert spec_of(get_objective(name)).aggregation == aggregation, name
-    assert defaults_of(losses.select_clip_cov) == {**COVARIANCE, "generator": None}
+    covariance = {key: value for key, value in DEFAULTS["clip_cov"][1].items() if key != "selected"}
+    assert defaults_of(losses.select_clip_cov) == {**covariance, "generator": None}
     assert defaults_of(losses.select_kl_cov) == {"fraction": 2e-4}
     for name in PAIRS:
         spec, own = spec_of(get_objective(name)), ("reference_point",) if name in ("bco_pair", "aot") else ()
@@ -97,27 +68,6 @@ def test_defaults_and_aggregations_are_those_of_the_sources() -> None:
         defaults = spec_of(get_objective(name)).defaults
         assert defaults == {key: MIXTURES[key] for key in defaults}, name
     assert {"mu"} < set(spec_of(get_objective("mix")).defaults)
-
-
-#: Of Trinity, torchrl, verl and TRL -> our own.
-NAMES: dict[str, dict[str, str]] = {
-    "cispo": {"mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"},
-    "sapo": {"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
-    "dro": {"dro_beta": "beta"},
-    "vespo": {f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-    "clip_cov": {"clip_cov_ratio": "fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
-    "kl_cov": {"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"},
-    "mix": {"grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"},
-    "mix_chord": {"grpo_loss_agg_mode": "usual_aggregation", "sft_loss_agg_mode": "expert_aggregation"},
-    "mask_ipo": {"dppo_mask_low": "clip_low", "dppo_mask_high": "clip_high"},
-    "ref_kl": {"dppo_mask_low": "clip_low"},
-    "a2po": {"beta2": "beta"},
-    "cpo": {"cpo_alpha": "nll_coeff"},
-    "simpo": {"simpo_gamma": "margin"},
-    "tpo": {"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"},
-    "preference_sum": {"loss_weights": "weights", "discopop_tau": "tau"},
-    "discopop": {"discopop_tau": "tau"},
-}
 
 
 def test_names_of_other_libraries() -> None:
@@ -143,38 +93,6 @@ def test_batch_sizes_have_no_effect_and_a_warning_says_so() -> None:
             assert f"{name} has no hyper-parameter '{key}': leave it out, each part" in refusal(name, **{key: 7})
 
 
-SHARE, FRACTION = "greater than 0 and at most 1", "at least 0 and at most 1"
-#: What hyper-parameters must be, values that are refused, and for each name the objectives that have it.
-RANGES: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
-    (FRACTION, (-0.1, 1.5, NAN), {"clip_low": "ppo dapo dr_grpo gspo cispo clip_cov mix", "mask_clip_low": "cispo"}),
-    (FRACTION, (-0.1, 1.1), {"mu": "mix", "ld_alpha": "dpo", "mu_peak": "mix_chord", "mu_valley": "mix_chord"}),
-    ("at least 0", (-1,), dict.fromkeys(("step", "mu_warmup_steps", "mu_decay_steps"), "mix_chord")),
-    ("at least 0", (-0.1,), {"clip_high": "ppo dapo dr_grpo gspo cispo gmpo mask_ipo", "mask_clip_high": "cispo"}),
-    ("at least 0", (-0.1,), {"epsilon": "sppo", "clip_low": "dppo", "k_neg": "vespo", "regularizer_coef": "rec"}),
-    ("at least 0", (-0.1,), {"tau": "opmd", "kl_tau": "mask_ipo ref_kl", "mu": "vapo echo"}),
-    (
-        "at least 0",
-        (-0.1,),
-        {"coeff": "kl_cov", "nll_coeff": "cpo tpo", "margin": "simpo tpo", "desirable_weight": "kto"},
-    ),
-    ("greater than 1", (1.0,), {"clip_ratio_c": "ppo dapo dr_grpo dppo"}),
-    ("greater than 0", (0.0, -0.1), {"tau_pos": "sapo", "tau_neg": "sapo", "lambda_pos": "vespo", "tau": "discopop"}),
-    ("greater than 0", (0.0, -1.0), dict.fromkeys(("epsilon_high", "epsilon_high_prime", "temp"), "rec")),
-    ("greater than 0", (0.0, -0.1, NAN), {"beta": f"{' '.join(PAIRS)} dro kto bco a2po tpo preference_sum"}),
-    (SHARE, (0.0, 1.5), {"epsilon_low": "rec", "epsilon_low_prime": "rec", "fraction": "clip_cov"}),
-    (f".*{SHARE}", (0.0, 1.5, -0.1, NAN), {"cutoff_prob": "sft_phi"}),
-    ("at least 0 and at most 0.5", (-0.1, 0.6), {"label_smoothing": "dpo robust aot"}),
-    ("greater than 0 .* at most 0.5", (0.0, 0.6), {"label_smoothing": "exo_pair"}),
-    ("one of 'token', 'sequence'", ("word",), {"level": "gspo topr dro"}),
-    ("one of 'tv', 'kl'", ("js",), {"divergence": "dppo"}),
-    ("one of 'none', 'one-side', .*", ("both",), {"clip_mode": "rec"}),
-    ("one of 'none', .*", ("gspo",), {"weight": "rec"}),
-    ("one of 'none', 'k2', 'forward-kl'", ("k3",), {"regularizer": "rec"}),
-    ("one of 'reverse_kl', 'forward_kl', .*", ("kl",), {"f_divergence": "dpo"}),
-    ("one of 'logistic', 'hinge', 'ipo'", ("dpo",), {"loss": "cpo tpo"}),
-    (".*a finite number other than 0", (0.0, NAN), {"alpha": "cpo simpo"}),
-    ("one of 'none', 'probability', 'aligned'", (True,), {"weighting": "dpo"}),
-]
 #: Other things that are refused.
 ALL = torch.ones(6, dtype=torch.bool)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -212,7 +130,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_values_out_of_range_are_refused() -> None:
     for must, values, table in RANGES:
         for key, names in table.items():
-            for name, value in itertools.product(names.split(), values):
+            for name, value in itertools.product(names.replace("PAIRS", " ".join(PAIRS)).split(), values):
                 said = refusal(name, **{key: value})
                 assert re.match(f"ValueError: .*{key} must be {must},? got {value!r}", said), f"{name}: {said}"
     for name, given, message in REFUSED:

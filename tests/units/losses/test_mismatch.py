@@ -46,9 +46,7 @@ def near() -> TensorDictBase:
         (ImportanceWeights(level="geometric", mode="mask", low=1e6, high=None), "token-mean", -2.0),
     ],
 )
-def test_a_batch_without_an_accepted_token_is_a_zero_with_graph(
-    model: nn.Module, correction: Correction, aggregation: Any, lead: float
-) -> None:
+def test_a_batch_that_is_all_rejected_is_0_with_graph(model: Any, correction: Any, aggregation: Any, lead: Any) -> None:
     """The sampler is far from the trainer at every token, and on one side of it. Other terms are not corrected."""
     data = batch()
     data[SAMPLER] = data[OLD] + lead
@@ -100,8 +98,7 @@ def mixed(old: float, sampler: float) -> TensorDictBase:
 @pytest.mark.parametrize(
     ("correction", "old", "sampler"),
     [
-        (ImportanceWeights(mode="mask", low=0.5, high=2.0), 0.0, -9.0),
-        (ImportanceWeights(mode="mask", low=0.5, high=2.0), NAN, NAN),
+        *((ImportanceWeights(mode="mask", low=0.5, high=2.0), *values) for values in ((0.0, -9.0), (NAN, NAN))),
         (RejectionMask("seq_max_k2", high=5.0), -9.0, 0.0),
     ],
 )
@@ -202,8 +199,6 @@ def test_verls_settings_that_make_no_sense() -> None:
 
 
 # ------------------------------------------------------------------ NaN, or torchrl's 0, at the first token of a response
-
-
 def at_root(data: TensorDictBase, key: Any = OLD) -> TensorDictBase:
     """The log-probs where torchrl's policy writes them, with its 0 for each first token."""
     stored = data.pop(key).clone()
@@ -317,9 +312,10 @@ def test_any_other_is_an_error(model: nn.Module, parts: dict[str, Any], bad: flo
         loss(data)
 
 
-@pytest.mark.parametrize(
-    "parts", [{"terms": [KLToSampler(0.1)]}, {"corrections": [RejectionMask("seq_max_k2", high=0.5)]}]
-)
+REJECTS = RejectionMask("seq_max_k2", high=0.5)
+
+
+@pytest.mark.parametrize("parts", [{"terms": [KLToSampler(0.1)]}, {"corrections": [REJECTS]}])
 def test_the_sampler_may_skip_a_token_but_not_store_an_infinite_number(model: nn.Module, parts: dict[str, Any]) -> None:
     data, loss = batch(), PolicyLoss(model, "gpg", **parts)
     data[SAMPLER][3, PROMPT + 2] = torch.nan

@@ -25,22 +25,16 @@ OLD = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], dtype=torch.float64)
 ONES = torch.ones(2, 2, dtype=torch.float64)
 PAIR = torch.tensor([0.1, 0.5])
 
+
 # ---------------------------------------------------------------------- what a part claims to need is what it raises without
-
-
 def needed(part: Any) -> set[str]:
     data = random_batch(0)
     data |= {**dict.fromkeys(("entropy", "kl"), -data["log_prob"]), "sampler_log_prob": data["old_log_prob"]}
     return raises_without(part.run, data)
 
 
-ESTIMATORS = [
-    *(name for name in available_estimators() if name != "exact"),
-    k2,
-    corrected_k3,
-    functools.partial(corrected_k3, ratio_max=3.0),
-    get_estimator("corrected_k3+"),
-]
+CORRECTED = (functools.partial(corrected_k3, ratio_max=3.0), get_estimator("corrected_k3+"))
+ESTIMATORS = [*(name for name in available_estimators() if name != "exact"), k2, corrected_k3, *CORRECTED]
 
 
 @pytest.mark.filterwarnings("ignore:KL estimator")
@@ -63,9 +57,7 @@ def test_corrections_need_what_they_state_and_functions_their_inputs_without_a_d
     }.items():
         assert set(part.needs) == needed(part) == needs
 
-    def mine(
-        log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float, ref_log_prob: Tensor | None = None, **_: Any
-    ) -> tuple[losses.LossTerm, ...]:
+    def mine(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, scale: float, ref_log_prob: Any = None, **_) -> Any:
         return (losses.LossTerm("mine", scale * advantage * log_prob, mask),)
 
     parts = losses.TermPart(mine, scale=1.0), losses.TermPart(functools.partial(mine, scale=1.0))
@@ -89,10 +81,8 @@ def test_keys_follow_later_settings(model: nn.Module) -> None:
         assert_close(out["loss_objective"], fresh(bare)["loss_objective"])
         assert set(loss.out_keys) == set(fresh.out_keys) == set(out.keys())
         loss.fallback_to_policy_gradient = False
-    for name, value, metric in (
-        ("enable_sequence_masking", True, "sequence_masked_fraction"),
-        ("clip_ratio_c", None, "clip_fraction_dual"),
-    ):
+    masking = ("enable_sequence_masking", True, "sequence_masked_fraction")
+    for name, value, metric in (masking, ("clip_ratio_c", None, "clip_fraction_dual")):
         before = metric in loss.out_keys
         setattr(loss, name, value)
         assert (metric in loss.out_keys) != before
@@ -262,7 +252,6 @@ def test_terms_and_corrections_are_not_mixed_up(model: nn.Module) -> None:
 
 
 # ---------------------------------------------------------------------- two devices
-
 aten = torch.ops.aten
 # Arithmetic and comparisons take a 0-dim tensor of the CPU beside one of an accelerator; these do not.
 STRICT = (aten.clamp.Tensor, aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default)
@@ -324,10 +313,8 @@ def leaves(result: Any) -> list[Tensor]:
 def test_tokens_and_numbers_on_two_devices(name: str) -> None:
     """A loss keeps its numbers on the CPU unless it is moved: no copy for each call; or it was moved, and a batch was not."""
     part, rng = MAKE[name](), torch.Generator().manual_seed(0)
-    given = {
-        key: x - torch.rand(x.shape, generator=rng) if x.dtype.is_floating_point else x
-        for key, x in (dict.fromkeys(part.inputs, torch.zeros(6, 1)) | dummy_inputs().given).items()
-    }
+    inputs = dict.fromkeys(part.inputs, torch.zeros(6, 1)) | dummy_inputs().given
+    given = {key: x - torch.rand(x.shape, generator=rng) if x.is_floating_point() else x for key, x in inputs.items()}
     expected = leaves(part.run(given))
     with Accelerator():
         found = leaves(part.run({key: x.to("meta") for key, x in given.items()}))

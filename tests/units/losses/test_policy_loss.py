@@ -85,10 +85,8 @@ def test_terms_and_metrics(model: nn.Module) -> None:
     for name, value in by_hand.items():
         assert_loss(out[name], token_mean(model, data, value), model)
     rows = responses(model, data)
-    now, old, ref, sampler, entropy = (
-        torch.cat([row[key].detach() for row in rows])
-        for key in ("log_prob", "log_probs", "ref_log_probs", "sampler_log_probs", "entropy")
-    )
+    keys = ("log_prob", "log_probs", "ref_log_probs", "sampler_log_probs", "entropy")
+    now, old, ref, sampler, entropy = (torch.cat([row[key].detach() for row in rows]) for key in keys)
     ratio = (now - old).exp()
     metrics = {
         "ESS": ratio.sum() ** 2 / (20 * (ratio**2).sum()),
@@ -366,12 +364,9 @@ def test_defect_44_aggregations_are_honoured(model: nn.Module) -> None:
     data, rows = batch(), responses(model, batch())
     sums = torch.stack([(-row["advantage"] * row["log_prob"]).sum() for row in rows]).detach()
     lengths = torch.tensor([5.0, 3, 1, 5, 2, 4])
-    for mode, expected in {
-        "token-mean": sums.sum() / 20,
-        "seq-mean-token-sum": sums.mean(),
-        "seq-mean-token-mean": (sums / lengths).mean(),
-        "seq-mean-token-sum-norm": sums.sum() / (6 * 12),
-    }.items():
+    by_sequence = {"sum": sums.mean(), "mean": (sums / lengths).mean(), "sum-norm": sums.sum() / (6 * 12)}
+    modes = {"token-mean": sums.sum() / 20} | {f"seq-mean-token-{key}": x for key, x in by_sequence.items()}
+    for mode, expected in modes.items():
         assert_close(objective(model, data, "gpg", aggregation=mode, max_len=12), expected, **CLOSE)
     assert_close(objective(model, data, "gpg", aggregation="seq-mean-token-sum"), sums.mean(), **CLOSE)
     pairs = objective(model, data, "dpo", aggregation="none")

@@ -53,6 +53,8 @@ def bounded(now: list[float], old: list[float], advantage: list[float], gradient
 BOUNDS = {"clip_low": 0.3, "clip_high": 0.2}
 DUAL, UNBOUNDED = ({**BOUNDS, "clip_ratio_c": x} for x in (3.0, None))
 NARROW = {"clip_low": 0.2, "clip_high": 0.3}
+NO_SIDE, KL, RINGED = {"low": 0.0, "high": 0.0}, {"divergence": "kl"}, {"clip_mode": "ring"}
+TENTH, QUARTER = ({"clip_low": x, "clip_high": x} for x in (0.1, 0.25))
 NO_BOUND = dict.fromkeys(("clip_low", "clip_high", "mask_clip_low", "mask_clip_high"), 0.0)
 TWO_OF_THREE, SIX_OF_SEVEN = (torch.tensor([[True] * n + [False]]) for n in (2, 6))
 SIXTHS = {"mask": SIX_OF_SEVEN, "low": 1 / 6, "high": 1 / 6}
@@ -61,7 +63,11 @@ DROPS_10, DROPS_15 = ({**DROPS, "delta_sequence_masking": x} for x in (0.1, 0.15
 DROPS_15["mask"] = TWO_OF_THREE
 OF_FOUR = {**BOUNDS, "mask": TWO_OF_THREE.expand(4, 3)}
 # Ratios on both sides of 0.7 and 1.2, with advantages of both signs.
+AT_THE_BOUND = [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0]
+LARGE_IS_FREE = [-0.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0]
 BOTH_SIGNS = [2, 2, 0.5, 0.5, 1.1, 4, 9], [0.5, -3, 3, -3, 5, -1, 7]
+OF_A2PO = {"ref_log_prob": tensor([[-2.0, -1.5, 5.0]]), "beta": 2.0, "mask": TWO_OF_THREE}
+OTHER_BOUNDS = {"clip_low": 0.1, "clip_high": 0.3, "clip_ratio_c": 3.0}
 FOUR = [1.5, 1.25, 0.75, 4], [2, 2, -1, -1]
 # Geometric means 2, 2, 1/2, 1/2 of the two masked-in tokens; the third is masked out.
 SEQUENCES = [[4, 1, 100], [1, 4, 100], [0.25, 1, 100], [0.5, 0.5, 100]], [[3, 3, 9], [-3, -3, 9]] * 2
@@ -81,6 +87,7 @@ WIDER = {**MASKS, **BOUNDS, "mask_clip_low": 0.4, "mask_clip_high": 0.5}
 # sigmoid and its slope at 1 and 2
 P1, SLOPE1 = 0.7310585786300049, 0.19661193324148185
 P2, SLOPE2 = 0.8807970779778823, 0.10499358540350662
+GATED = [-12 * P1, 10 * P2], [-24 * SLOPE1, 40 * SLOPE2]
 TAUS = {"tau_pos": 1.0, "tau_neg": 2.0}
 
 LOG_PROBS = {"log_prob": [-1, -2]}
@@ -99,6 +106,8 @@ PARTS = {"log_prob": [[-2, -1, -9], [-0.5, -1, -1]], "mask": torch.tensor([[True
 PRODUCTS = [[4, 0.5, 9], [0.25, 2, 9]], [[1, -3, 9], [1, -3, 9]]
 GOOD, BAD = [4 * E(-3.0), 0.25 * E(1.5)], [8 * E(-2.0), 0.125 * E(1.0)]
 WEIGHED, PULLED = ([[s * g, -3 * s * b, 0] for g, b in zip(GOOD, BAD, strict=True)] for s in (1, -1))
+U, V = 2 * E(-0.5), 16 * E(-0.25)
+TWO_ROWS = {"mask": TWO_OF_THREE.expand(2, 3)}
 GAMMA = {"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 4.0, "lambda_neg": 0.25}
 # For rec, in range: 0.7 to 1.2; of the ring also up to 0.4 and from 2.5.
 RATIO = [2, 0.5, 2, 0.5, 1.1, 1.1, 0.3, 3, 0.3, 3, 1.25, 0.75]
@@ -108,6 +117,10 @@ JUDGED = [[4, 1], [4, 1], [0.25, 1], [0.25, 1]], [[3, 3], [-3, -3]] * 2
 WHOLE = {**EPSILON, "clip_mode": "gspo-one-side", "low": 0.25, "high": 0.25}
 ONE_SIDE = {"clip_mode": "one-side"}
 PENALTY = {**ONE_SIDE, "regularizer_coef": 0.1}
+SECOND_AND_THIRD = [[0, 0], [-3, -3], [3, 3], [0, 0]], [[0, 0], [3, 3], [-3, -3], [0, 0]]
+WEIGHTS = [("none", 1, 1), ("importance_sampling", 4, 0.25), ("advantage", E(2), E(-1.5))]
+WEIGHTS.append(("gspo_importance_sampling", 1, 1))
+SQUARED, SLOPE = 0.1 * LN2**2, 0.2 * LN2
 PENALTY_K2 = {**PENALTY, "regularizer": "k2"}
 # With log-probs of 0 the ratios are exact.
 RING = {"epsilon_low": 0.25, "epsilon_high": 0.25, "epsilon_low_prime": 0.5, "epsilon_high_prime": 1.0}
@@ -132,14 +145,14 @@ def pulled(ratio: list[float], free: list[float], tau: float) -> tuple[list[floa
     return value, [x + 2 * tau * log for x, log in zip(first, logs, strict=True)]
 
 
+BY_DEFAULT = MOVES, [1, -2, -3, -1, 4], *pulled(MOVES, [0, 2, 0, 1, -4], 1e-3)
+
 ROWS_OF_CASES: dict[str, Row] = {
     "mask_ipo: leaves out 0.25 > 0.2 and -0.2 < -0.1, whatever the advantage": show(
         *(MOVES, [1, -2, 3, -1, 4], *pulled(MOVES, [0, 2, 0, 1, -4], 0.3)),
         **{**MOVED, "clip_low": 0.1, "clip_high": 0.2, "kl_tau": 0.3, "low": 0.2, "high": 0.2},
     ),
-    "mask_ipo: by default 0.1 on both sides and 1e-3": show(
-        *(MOVES, [1, -2, -3, -1, 4], *pulled(MOVES, [0, 2, 0, 1, -4], 1e-3)), **MOVED, low=0.2, high=0.2
-    ),
+    "mask_ipo: by default 0.1, and 1e-3": show(*BY_DEFAULT, **MOVED, low=0.2, high=0.2),
     "mask_ipo: one-sided, leaves out what moved along its advantage; 0 counts as bad": show(
         *([2, 2, 0.6, 0.6, 0.6], [1, -1, 1, -1, 0], *pulled([2, 2, 0.6, 0.6, 0.6], [0, 1, -1, 0, 0], 0.3)),
         **{"log_prob": [LOG(p) for p in (0.5, 0.5, 0.3, 0.3, 0.3)], "one_sided": True, "kl_tau": 0.3},
@@ -155,42 +168,28 @@ ROWS_OF_CASES: dict[str, Row] = {
         high=0.0,
         reverse=-LN2,
     ),
-    "a2po: the squared distance of 2 (1 + 0.5) from the mean advantage 1.5": show(
-        [1, 1, 1], [2, 1, 9], [2.25], [6, 6, 0], ref_log_prob=tensor([[-2.0, -1.5, 5.0]]), beta=2.0, mask=TWO_OF_THREE
-    ),
-    "ppo: clipped, free, free, clipped, free, at the dual bound": show(
-        *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 3, 0], [0, 6, -1.5, 0, -5.5, 0, 0], **DUAL, **SIXTHS, dual=1 / 6
-    ),
-    "ppo: without the dual bound a large ratio is free": show(
-        *BOTH_SIGNS, [-0.6, 6, -1.5, 2.1, -5.5, 4, 0], [0, 6, -1.5, 0, -5.5, 4, 0], **UNBOUNDED, **SIXTHS
-    ),
+    "a2po: (2 (1 + 0.5) - 1.5)^2": show([1, 1, 1], [2, 1, 9], [2.25], [6, 6, 0], **OF_A2PO),
+    "ppo: the dual bound": show(*BOTH_SIGNS, *AT_THE_BOUND, **DUAL, **SIXTHS, dual=1 / 6),
+    "ppo: without the dual bound": show(*BOTH_SIGNS, *LARGE_IS_FREE, **UNBOUNDED, **SIXTHS),
     "ppo: masking drops bad tokens of sequences 0.2 nats below, but not of sequences 0.05 below": show(
         [[E(-0.3), E(-0.1)], BELOW[1]], [[-1, 2], [-1, -1]], BELOW, BELOW, **DROPS_10, dropped=0.25
     ),
     "ppo: the distance of a sequence is over masked-in tokens, 0.2 nats over two and 0.13 over three": show(
         [E(-0.3), E(-0.1), 1], [-1, 2, 1], [*BELOW[0], 0], [*BELOW[0], 0], **DROPS_15, dropped=0.5
     ),
-    "dapo: clips higher above than below, without a dual bound": show(
-        *FOUR, [-2.56, -2.5, 0.8, 4], [0, -2.5, 0, 4], low=0.25, high=0.25
-    ),
+    "dapo: higher above than below": show(*FOUR, [-2.56, -2.5, 0.8, 4], [0, -2.5, 0, 4], low=0.25, high=0.25),
     "dr_grpo: clips alike": show(*FOUR, [-2.4, -2.4, 0.8, 4], [0, 0, 0, 4]),
     **{
-        f"{name}: with other bounds": show(
-            *FOUR, [-2.6, -2.5, 0.9, 3], [0, -2.5, 0, 0], clip_low=0.1, clip_high=0.3, clip_ratio_c=3.0, dual=0.25
-        )
+        f"{name}: with other bounds": show(*FOUR, [-2.6, -2.5, 0.9, 3], [0, -2.5, 0, 0], **OTHER_BOUNDS, dual=0.25)
         for name in ("dapo", "dr_grpo")
     },
     "gspo: each token has the ratio of its sequence": show(*SEQUENCES, *BY_TOKEN, **OF_FOUR, low=0.25, high=0.25),
     "gspo: one value for each sequence": show(*SEQUENCES, *BY_ROW, **OF_FOUR, level="sequence", low=0.25, high=0.25),
     "gspo: advantages may differ within a sequence": show([4, 1], [3, -1], [-3.6, 2], [0, 2], **BOUNDS),
-    "gspo: one value for each sequence is of its mean advantage, 1": show(
-        [0.25, 1], [3, -1], [-0.5], [-0.25, -0.25], **BOUNDS, level="sequence"
-    ),
+    "gspo: of the mean advantage, 1": show([0.25, 1], [3, -1], [-0.5], [-0.25, -0.25], **BOUNDS, level="sequence"),
     "gspo: by default clips from 3e-4 below": show([E(-0.00035)] * 2, [-1, -1], [1 - 0.0003] * 2, [0, 0]),
     "gspo: and from 4e-4 above": show([E(0.00035)] * 2, [1, 1], [-E(0.00035)] * 2, [-E(0.00035)] * 2),
-    "luspo: as gspo, of lengths 3 and 1": show(
-        *LONG_AND_SHORT, [[6] * 3, [-2.5, 0, 0]], [[6] * 3, [-2.5, 0, 0]], **BOUNDS, mask=LENGTHS
-    ),
+    "luspo: of lengths 3 and 1": show(*LONG_AND_SHORT, *[[[6] * 3, [-2.5, 0, 0]]] * 2, **BOUNDS, mask=LENGTHS),
     "gmpo: the mean of clipped log-ratios: of (0.3, 0.1), (-1, 0.1), (1, 0.1) and (-0.2, 0.1)": show(
         [UP, DOWN, UP, DOWN],
         [[2, 2, 9], [2, 2, 9], [-2, -2, 9], [-2, -2, 9]],
@@ -198,9 +197,7 @@ ROWS_OF_CASES: dict[str, Row] = {
         OF_MEANS,
         **{**OF_FOUR, **NARROW, "low": 1 / 8, "high": 1 / 8},
     ),
-    "gmpo: the default bounds are the paper's": show(
-        [[E(0.5)], [E(-0.5)]], [[1], [-1]], [[-E(0.4)], [E(-0.4)]], [[0], [0]]
-    ),
+    "gmpo: the paper's bounds": show([[E(0.5)], [E(-0.5)]], [[1], [-1]], [[-E(0.4)], [E(-0.4)]], [[0], [0]]),
     "gmpo: the mean advantage of a sequence": show([E(1), E(0.1)], [3, -1], [-E(0.2)], [0, -0.5 * E(0.2)], **NARROW),
     "gmpo: counts each side, and an advantage of 0 as a bad one": show(
         [[4, 1], [0.25, 0.25], [0.25, 4]],
@@ -219,31 +216,19 @@ ROWS_OF_CASES: dict[str, Row] = {
     "cispo: the token mask drops 2 > 1.5 with A > 0, and 0.55 < 0.6 with A < 0": show(
         *AWAY, [0, 1.2, -1.2, 0, -0.7, 0.7, 0, 0], [0, -1.2, 1.2, 0, 0.7, -0.7, 0, 0], **WIDER, masked=2 / 8
     ),
-    "cispo: neither counts nor drops ratios at a bound": show(
-        [1, 1], [1, -1], [1, -1], [-1, 1], **NO_BOUND, **MASKS, low=0.0, high=0.0, masked=0.0
-    ),
-    "sapo: the gate is part of what is differentiated": show(
-        [2, 2], [3, -5], [-12 * P1, 10 * P2], [-24 * SLOPE1, 40 * SLOPE2], **TAUS, gate=2 * (SLOPE1 + SLOPE2)
-    ),
-    "sapo: at ratio 1 it is the policy gradient whatever the temperature": show(
-        [1, 1], [3, -5], [-12, 2.5], [-3, 5], tau_pos=0.5, tau_neg=4.0, gate=1.0
-    ),
+    "cispo: ratios at a bound": show([1, 1], [1, -1], [1, -1], [-1, 1], **NO_BOUND, **MASKS, **NO_SIDE, masked=0.0),
+    "sapo: the gate is differentiated": show([2, 2], [3, -5], *GATED, **TAUS, gate=2 * (SLOPE1 + SLOPE2)),
+    "sapo: at ratio 1, any temperature": show([1, 1], [3, -5], [-12, 2.5], [-3, 5], tau_pos=0.5, tau_neg=4.0, gate=1.0),
     "sapo: default temperatures": show([1, 1], [1, -1], [-2, 2 / 1.05], [-1, 1]),
     "sapo: an advantage of 0 is gated as a bad one": show([2], [0], [0], [0], **TAUS, gate=4 * P2 * (1 - P2)),
     "gpg: the policy gradient": show(*PLAIN, [3, -10], [-3, 5], **LOG_PROBS),
     "opmd: divided by 1 + tau": show(*PLAIN, [2.4, -8], [-2.4, 4], **LOG_PROBS, tau=0.25),
     "opmd: tau is 1 by default": show(*PLAIN, [1.5, -5], [-1.5, 2.5], **LOG_PROBS),
     "importance_sampling: the ratio is differentiated": show(*PLAIN, [-6, 1.25], [-6, 1.25], **LOG_PROBS, ratios=1.125),
-    "importance_sampling: is not clamped at 20 nats": show(
-        [E(30), E(-30)], [1, 1], [-E30, -1 / E30], [-E30, -1 / E30], log_prob=[-1, -40]
-    ),
+    "importance_sampling: no clamp at 20": show([E(30), E(-30)], [1, 1], *[[-E30, -1 / E30]] * 2, log_prob=[-1, -40]),
     "importance_sampling: ends at 80 nats without gradient": show([E(100)], [1], [-E(80)], [0]),
-    "topr: only what is bad is tapered, and no gradient goes through the weight": show(
-        *TAPERED, [6, 6, -6, -3], [-3, -3, 3, 1.5], **TWICE, mean=3.5 / 4, tapered=1 / 4
-    ),
-    "topr: the threshold belongs to the bad": show(
-        *TAPERED, [6, 3, -6, -3], [-3, -1.5, 3, 1.5], **TWICE, advantage_threshold=3.0, mean=0.75
-    ),
+    "topr: tapers the bad": show(*TAPERED, [6, 6, -6, -3], [-3, -3, 3, 1.5], **TWICE, mean=3.5 / 4, tapered=1 / 4),
+    "topr: threshold": show(*TAPERED, [6, 3, -6, -3], [-3, -1.5, 3, 1.5], **TWICE, advantage_threshold=3.0, mean=0.75),
     "topr: a sequence has the product of its ratios, 1/4 and 2; the good one has weight 1": show(
         *ROWS, [[-0.25, -0.5], [-1, -2], [1, 2]], [[0.25, 0.5], [1, 2], [-1, -2]], **WHOLE_ROWS
     ),
@@ -254,67 +239,38 @@ ROWS_OF_CASES: dict[str, Row] = {
         [-2, 0, 1, 0, 3, 0],
         **{"epsilon": 0.25, "low": 2 / 6, "high": 1 / 6},
     ),
-    "sppo: the default interval": show(
-        [1.29, 1.31, 0.78, 0.76], [1] * 4, [-LOG(1.29), 0, -LOG(0.78), 0], [-1, 0, -1, 0]
-    ),
+    "sppo: by default": show([1.29, 1.31, 0.78, 0.76], [1] * 4, [-LOG(1.29), 0, -LOG(0.78), 0], [-1, 0, -1, 0]),
     "sppo: keeps ratios at a bound": show([1, 1], [3, -5], [0, 0], [-3, 5], epsilon=0.0, low=0.0, high=0.0),
     "dro: tokens": show(*THREE, beta=0.4, log_prob=[-2, -1, -0.5]),
-    "dro: whole answers of log-probs -3 and -0.5, log-ratios ln 4 and ln 3, mean advantages 2 and -1": show(
-        *ANSWERS, *OF_ANSWERS, **PARTS, beta=0.3, level="sequence"
-    ),
-    "vespo: the weight is of the product of ratios": show(
-        *PRODUCTS, WEIGHED, PULLED, mask=TWO_OF_THREE.expand(2, 3), mean=(sum(GOOD) + sum(BAD)) / 4
-    ),
-    "vespo: exponents and rates of each sign": show(
-        [[2], [2]], [[1], [-1]], [[2 * E(-0.5)], [-16 * E(-0.25)]], [[-2 * E(-0.5)], [16 * E(-0.25)]], **GAMMA
-    ),
+    "dro: whole answers": show(*ANSWERS, *OF_ANSWERS, **PARTS, beta=0.3, level="sequence"),
+    "vespo: weighs the product": show(*PRODUCTS, WEIGHED, PULLED, **TWO_ROWS, mean=(sum(GOOD) + sum(BAD)) / 4),
+    "vespo: each sign": show([[2], [2]], [[1], [-1]], [[U], [-V]], [[-U], [V]], **GAMMA),
     "vespo: far sequences have no weight rather than NaN; exp(900) is infinite in float64": show(
         [[E(300)] * 3, [E(-300)] * 3], [[1, -1, 1]] * 2, [[0] * 3] * 2, [[0] * 3] * 2
     ),
     "vespo: an advantage of 0 is weighed as a good one": show([2], [0], [0], [0], mean=4 * E(-3.0)),
-    "rec: gspo-one-side judges whole sequences": show(
-        *JUDGED, [[0, 0], [-3, -3], [3, 3], [0, 0]], [[0, 0], [3, 3], [-3, -3], [0, 0]], **WHOLE
-    ),
+    "rec: gspo-one-side": show(*JUDGED, *SECOND_AND_THIRD, **WHOLE),
     **{
-        f"rec: weight {weight}": show(
-            [4, 0.25], [4, -3], [4 * up, -3 * down], [-4 * up, 3 * down], weight=weight, temp=2.0
-        )
-        for weight, up, down in (
-            ("none", 1.0, 1.0),
-            ("importance_sampling", 4.0, 0.25),
-            ("gspo_importance_sampling", 1.0, 1.0),
-            ("advantage", E(2.0), E(-1.5)),
-        )
+        f"rec: {weight}": show([4, 0.25], [4, -3], [4 * up, -3 * down], [-4 * up, 3 * down], weight=weight, temp=2)
+        for weight, up, down in WEIGHTS
     },
     "rec: the sequence weight is the geometric mean over masked-in tokens": show(
         [4, 1, 9], [1, 3, 3], [2, 6, 0], [-2, -6, 0], mask=TWO_OF_THREE, weight="gspo_importance_sampling"
     ),
     "rec: no regularizer": show([2, 0.5], [3, 3], [0, 3], [0, -3], **PENALTY),
-    "rec: k2 is 0.1 (log 2)^2, on the clipped token too": show(
-        [2, 0.5], [3, 3], [0.1 * LN2**2, 3 + 0.1 * LN2**2], [0.2 * LN2, -3 - 0.2 * LN2], **PENALTY_K2
-    ),
-    "rec: forward-kl is the negative log-likelihood": show(
-        [2, 0.5], [3, 3], [0.1, 3.1], [-0.1, -3.1], **PENALTY, regularizer="forward-kl"
-    ),
-    "rec: the default ring is Trinity's": show(
-        [0.39, 0.41, 3.01, 2.99], [1, 1, -1, -1], [1, 0, -1, 0], [-1, 0, 1, 0], clip_mode="ring"
-    ),
+    "rec: k2, also where clipped": show([2, 0.5], [3, 3], [SQUARED, 3 + SQUARED], [SLOPE, -3 - SLOPE], **PENALTY_K2),
+    "rec: forward-kl": show([2, 0.5], [3, 3], [0.1, 3.1], [-0.1, -3.1], **PENALTY, regularizer="forward-kl"),
+    "rec: Trinity's ring": show([0.39, 0.41, 3.01, 2.99], [1, 1, -1, -1], [1, 0, -1, 0], [-1, 0, 1, 0], **RINGED),
     "rec: two sides keep ratios at a bound": show([2, 0.5], [1, -1], [0, 0], [-1, 1], **SIDES, clipped=0.0),
     "rec: the ring keeps ratios at its outer bounds": show([2, 0.5], [-1, 1], [0, 0], [1, -1], **RING, clipped=0.0),
     "rec: and drops them where they have moved away": show([2, 0.5], [1, -1], [0, 0], [0, 0], **RING, clipped=1.0),
-    "rec: the advantage decides on one side": show(
-        [3, 0.1, 3, 0.1], [0, 0, 0.5, 0.5], [0, 0, 0, 0.5], [0, 0, 0, -0.5], **ONE_SIDE, low=0.0, high=0.25
-    ),
+    "rec: 1 side": show([3, 0.1] * 2, [0, 0, 0.5, 0.5], [0, 0, 0, 0.5], [0, 0, 0, -0.5], **ONE_SIDE, low=0, high=0.25),
     "dppo: dropped 0.15 > 0.1 upwards, 0.25 > 0.2 downwards; kept 0.05, 0.15, and both that go back": bounded(
         *BOTH_WAYS, [0, -1.2, 0.625, 0, 3.2, -1], clip_low=0.2, clip_high=0.1, low=1 / 6, high=1 / 6, cut=0.0
     ),
     # KL(q || p) = 0.1438 and KL(p || q) = 0.1308 for q = 0.5, p = 0.25
-    "dppo: the KL is of the old policy to the new": bounded(
-        *BACK_AND_FORTH, [0, -0.5, -1.5, 1.5], divergence="kl", clip_low=0.137, clip_high=0.15, low=0.25
-    ),
-    "dppo: and its mirror image": bounded(
-        *BACK_AND_FORTH, [0.5, -0.5, 0, 1.5], divergence="kl", clip_low=0.15, clip_high=0.137, high=0.25
-    ),
+    "dppo: KL": bounded(*BACK_AND_FORTH, [0, -0.5, -1.5, 1.5], **KL, clip_low=0.137, clip_high=0.15, low=0.25),
+    "dppo: its mirror": bounded(*BACK_AND_FORTH, [0.5, -0.5, 0, 1.5], **KL, clip_low=0.15, clip_high=0.137, high=0.25),
     "dppo: weights are truncated at 20": bounded(*FAR, [20, 0], cut=1.0),
     "dppo: or not": bounded(*FAR, [50, -50], clip_ratio_c=None, clip_high=1.0, cut=0.0),
     "dppo: default bounds of the total variation": bounded([0.64, 0.66, 0.36, 0.34], *OLD_HALF, [-1.28, 0, 0.72, 0]),
@@ -324,12 +280,8 @@ ROWS_OF_CASES: dict[str, Row] = {
     "dppo: no room for another token: the KL is infinite, and there is none if there was no room before": bounded(
         [1, 1, 0.5, 0.5], [0.5, 1, 1, 1], [1, 1, -1, 1], [0, -1, 0, -0.5], divergence="kl"
     ),
-    "dppo: distances at a bound are kept": bounded(
-        [0.5, 0.25], [0.25, 0.5], [1, -1], [-2, 0.5], clip_low=0.25, clip_high=0.25, low=0.0, high=0.0, cut=0.0
-    ),
-    "dppo: an advantage of 0 is a bad one": bounded(
-        [0.5, 0.25], [0.25, 0.5], [0, 0], [0, 0], clip_low=0.1, clip_high=0.1, low=0.5, high=0.0
-    ),
+    "dppo: at a bound": bounded([0.5, 0.25], [0.25, 0.5], [1, -1], [-2, 0.5], **QUARTER, **NO_SIDE, cut=0.0),
+    "dppo: 0 is a bad one": bounded([0.5, 0.25], [0.25, 0.5], [0, 0], [0, 0], **TENTH, low=0.5, high=0.0),
     # KL(1 || 1/2) = log 2 = 0.69
     "dppo: the old policy left no other token, dropped": bounded(*ONE, [0], divergence="kl", clip_low=0.6, clipped=1.0),
     "dppo: the old policy left no other token, kept": bounded(*ONE, [0.5], divergence="kl", clip_low=0.8, clipped=0.0),

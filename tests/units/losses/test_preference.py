@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from by_hand import tensor as f64
 from objective_cases import PAIRS
+from project import tables
 from torchrl_llm_kl import losses
 
 CLOSE = {"rtol": 2e-6, "atol": 1e-7}
@@ -63,9 +64,7 @@ def numbers(term: losses.LossTerm) -> dict[str, float]:
     return {name: round(metric.item(), 9) for name, metric in term.metrics.items()}
 
 
-def assert_pair(
-    term: losses.LossTerm, data: dict[str, Tensor], value: list[float], *slopes: float, **close: float
-) -> None:
+def assert_pair(term: losses.LossTerm, data: Any, value: list[float], *slopes: float, **close: float) -> None:
     """Values, and gradients of both answers' tokens."""
     close = close or CLOSE
     assert_close(term.value.detach(), column(value), **close)
@@ -76,47 +75,13 @@ def assert_pair(
 JS, ALPHA = {"f_divergence": "js_divergence"}, {"f_divergence": "alpha_divergence"}
 FORWARD = {"f_divergence": "forward_kl"}
 NORMALISED = {"length_normalised": True}
+BY_HAND, WITHOUT_A_REFERENCE = tables(__file__).values()
 
 
-@pytest.mark.parametrize(
-    ("name", "hyper", "value", "on_chosen", "on_rejected"),
-    [
-        ("dpo", {"beta": 0.5}, 0.2014133, -0.0912128, 0.0912128),
-        ("dpo", {"beta": 0.5, "label_smoothing": 0.1}, 0.3514133, -0.0412128, 0.0412128),
-        ("dpo", {"beta": 0.6, **NORMALISED}, 0.4031860, -0.0995437, 0.0663624),
-        ("robust", {"beta": 0.5, "label_smoothing": 0.1}, 0.0139133, -0.1537128, 0.1537128),
-        ("robust", {"beta": 0.5}, 0.2014133, -0.0912128, 0.0912128),
-        ("hinge", {"beta": 0.2}, 0.4, -0.2, 0.2),
-        ("hinge", {"beta": 0.4}, 0.0, 0.0, 0.0),
-        ("ipo", {"beta": 0.1}, 4.0, -4.0, 4.0),
-        ("ipo", {"beta": 0.25}, 1.0, 2.0, -2.0),
-        ("ipo", {"beta": 0.5, **NORMALISED}, 1 / 36, 1 / 6, -1 / 9),
-        ("apo_zero", {"beta": 0.5}, 0.6464821, -0.1175019, 0.0983060),
-        ("sppo_hard", {"beta": 0.1}, 25.0, -8.0, 6.0),
-        ("exo_pair", {"beta": 0.5, "label_smoothing": 0.1}, 0.0311388, -0.0519943, 0.0519943),
-        ("exo_pair", {"beta": 0.5}, 0.7859173, -0.4031991, 0.4031991),
-        ("discopop", {"beta": 0.2, "tau": 0.5}, 0.5230430, -0.0928379, 0.0928379),
-        ("discopop", {"beta": 0.2}, 0.5488110, -0.1097594, 0.1097594),
-        ("apo_down", {"beta": 0.5}, 0.8048849, 0.0429286, 0.0745732),
-        ("nca_pair", {"beta": 0.5}, 1.1177463, -0.0331555, 0.0672354),
-        ("bco_pair", {"beta": 0.5}, 0.7737420, -0.1604107, 0.1604107),
-        ("bco_pair", {"beta": 0.5, "reference_point": torch.full((2,), 0.4)}, 0.8176377, -0.2127787, 0.1157376),
-        ("aot", {"beta": 0.5, "label_smoothing": 0.1}, 0.3514133, -0.0412128, 0.0412128),
-        ("aot", {"beta": 0.5, "reference_point": torch.full((2,), 0.75)}, 0.2811501, -0.1225425, 0.1225425),
-        ("dpo", {"beta": 0.5, **FORWARD}, 0.0294416, -0.0053365, 0.1071873),
-        ("dpo", {"beta": 0.5, **JS}, 0.3391835, -0.0386803, 0.1266799),
-        ("dpo", {"beta": 0.5, **ALPHA, "f_alpha": 0.3}, 0.1526704, -0.0524453, 0.1289945),
-        ("dpo", {"beta": 0.5, **ALPHA}, 0.1142442, -0.0327405, 0.1467327),
-        ("hinge", {"beta": 0.3, **JS}, 0.4559001, -0.0806824, 0.2642391),
-        ("ipo", {"beta": 0.25, **FORWARD, **NORMALISED}, 0.1986892, 0.1639807, -2.1957597),
-        ("dpo", {"beta": 0.5, "weighting": "probability"}, 0.0026433, -0.0011971, 0.0011971),
-        ("simpo", {}, 0.0252403, -0.0249244, 0.0166163),
-        ("simpo", {"beta": 0.6, "margin": 0.4, "label_smoothing": 0.1}, 0.4132617, -0.0506824, 0.0337883),
-    ],
-)
+@pytest.mark.parametrize(("name", "hyper", "value", "on_chosen", "on_rejected"), BY_HAND)
 def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: float, on_rejected: float) -> None:
-    data = pair()
-    (term,) = losses.get_objective(name)(**data, **hyper)
+    data, point = pair(), hyper.get("reference_point")
+    (term,) = losses.get_objective(name)(**data, **hyper | ({"reference_point": torch.tensor(point)} if point else {}))
     assert term.name == "objective"
     assert term.mask.tolist() == [[True]]
     assert_close(term.value.detach(), column([value]), rtol=1e-6, atol=1e-7)
@@ -209,8 +174,6 @@ def test_rows_that_are_no_pairs() -> None:
 
 
 # ---------------------------------------------------------------------- options of the family
-
-
 def test_ld_alpha_counts_the_tokens_beyond_the_shorter_answer_less() -> None:
     """The rejected answer's third token has the log-ratio -1: with 1/4 of it, delta is 1 + 1.25."""
     data = pair()
@@ -285,22 +248,8 @@ def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> No
     assert_close(losses.cpo(**free(data), beta=0.5)[0].value, without)
 
 
-@pytest.mark.parametrize(
-    ("name", "hyper", "value", "on_chosen", "on_rejected"),
-    [
-        # Leads of 8 nats, and of -1 + 10/3 per token.
-        ("cpo", {"beta": 0.1, "loss": "hinge"}, 0.2, -0.1, 0.1),
-        ("cpo", {"beta": 0.1, "loss": "ipo"}, 9.0, 6.0, -6.0),
-        ("cpo", {"beta": 0.5, "loss": "ipo", **NORMALISED}, 16 / 9, 4 / 3, -8 / 9),
-        # (1 - exp(0.5)) / 0.5 and (1 - exp(5 / 3)) / 0.5: a lead of 7.2915383, whose slopes are exp(0.5) and exp(5 / 3).
-        ("cpo", {"beta": 0.1, "loss": "hinge", "alpha": 0.5, **NORMALISED}, 0.2708462, -0.0824361, 0.1764830),
-        ("simpo", {"beta": 0.2, "margin": 0.4, "alpha": 0.5}, 0.2979116, -0.0424765, 0.0909357),
-        ("cpo", {"beta": 0.5, "alpha": 1e-7, **NORMALISED}, 0.2710977, -0.0593645, 0.0395763),
-    ],
-)
-def test_other_losses_and_shapes_without_a_reference(
-    name: str, hyper: dict[str, Any], value: float, on_chosen: float, on_rejected: float
-) -> None:
+@pytest.mark.parametrize(("name", "hyper", "value", "on_chosen", "on_rejected"), WITHOUT_A_REFERENCE)
+def test_others_without_a_reference(name: str, hyper: Any, value: float, on_chosen: float, on_rejected: float) -> None:
     data = pair()
     term, *_ = losses.get_objective(name)(**free(data), **hyper)
     assert_pair(term, data, [value], on_chosen, on_rejected, rtol=1e-6, atol=2e-7)
@@ -416,11 +365,8 @@ def test_bco_by_hand() -> None:
 @pytest.mark.parametrize("name", ["kto", "bco"])
 def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None:
     objective = losses.get_objective(name)
-    data = {
-        **rows(0.5, -0.25, 1.5, 0.75, 3.0),
-        "chosen": flags(0, 1, 1, 0, 1),
-        "reference_point": torch.full((5,), 0.2),
-    }
+    data = {**rows(0.5, -0.25, 1.5, 0.75, 3.0), "chosen": flags(0, 1, 1, 0, 1)}
+    data["reference_point"] = torch.full((5,), 0.2)
     data["mask"][4], data["reference_point"][4] = False, torch.nan
     (term,) = objective(**data, beta=0.3)
     assert term.mask.flatten().tolist() == [True, True, True, True, False]
@@ -460,8 +406,6 @@ def test_the_shift_of_bco_is_half_way_between_the_kinds() -> None:
 
 
 # ---------------------------------------------------------------------- optimal transport
-
-
 def test_aot_compares_leads_of_equal_rank() -> None:
     """Leads of the policy 3, 1, 2 and of the reference 0.5, 4, 1: sorted, 1 - 0.5, 2 - 1, 3 - 4."""
     ref, log_prob = column([-1.0, -1.5, -1.0, -5.0, -2.0, -3.0]), column([-1.0, -4.0, -1.0, -2.0, -1.0, -3.0])

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from by_hand import tensor as f64
 from objective_cases import random_batch
 from torchrl_llm_kl.losses import (
+    LossTerm,
     aggregate,
     count,
     echo,
@@ -49,9 +50,7 @@ CUTOFF = {"cutoff_prob": f64(0.4)}
         ("sft_phi", [0.999, 0.5], {}, [9.995e-07, 0.1732868], [-0.000999, -0.25], None),  # without it all are
     ],
 )
-def test_imitation_by_hand(
-    name: str, probability: list[float], hyper: Any, value: list[float], gradient: list[float], weight: float | None
-) -> None:
+def test_imitation_by_hand(name: str, probability: Any, hyper: Any, value: Any, gradient: Any, weight: Any) -> None:
     """With a token that does not count."""
     log_prob = f64([[*probability, 0.01]]).log().requires_grad_()
     mask = torch.tensor([[True] * len(probability) + [False]])
@@ -89,6 +88,10 @@ def total(terms: Any) -> Tensor:
     return sum(t.weight * aggregate(t.value, t.mask, mode, denominator=count(t.mask)) for t, mode in how)
 
 
+def described(*terms: LossTerm) -> list[tuple[Any, ...]]:
+    return [(term.name, term.weight, term.aggregation) for term in terms]
+
+
 def test_mix_by_hand() -> None:
     data = mixture()
     usual, expert = mix(**data, mu=0.25, **HYPER)
@@ -113,10 +116,7 @@ def test_vapo_imitates_right_answers_beside_ppo() -> None:
     data["old_log_prob"][1] = data["log_prob"].detach()[1]
     del data["expert_mask"]
     policy, nll = get_objective("vapo")(**data, chosen=torch.tensor([False, True, False]), mu=0.25, **HYPER)
-    assert [(term.name, term.weight, term.aggregation) for term in (policy, nll)] == [
-        ("objective", 1.0, None),
-        ("nll", 0.25, "token-mean"),
-    ]
+    assert described(policy, nll) == [("objective", 1.0, None), ("nll", 0.25, "token-mean")]
     close(policy.value[policy.mask], [-3.6, 2.1, -5.5, 1.0, 1.0, 2.5])
     assert torch.equal(policy.mask, data["mask"])
     close(nll.value[nll.mask], [0.6931472, 1.6094379])
@@ -128,10 +128,7 @@ def test_vapo_imitates_right_answers_beside_ppo() -> None:
 def test_echo_predicts_what_others_said_over_their_own_tokens() -> None:
     data = mixture()
     policy, seen = get_objective("echo")(**data, mu=0.25, **HYPER)
-    assert [(term.name, term.weight, term.aggregation) for term in (policy, seen)] == [
-        ("objective", 1.0, None),
-        ("observation", 0.25, "token-mean"),
-    ]
+    assert described(policy, seen) == [("objective", 1.0, None), ("observation", 0.25, "token-mean")]
     close(policy.value[policy.mask], [-3.6, 2.1, -5.5, 2.5])
     close(seen.value[seen.mask], [0.6931472, 1.6094379])
     (gradient,) = torch.autograd.grad(total((policy, seen)), data["log_prob"])

@@ -124,13 +124,13 @@ def test_terms_keep_the_promises_of_objectives_and_can_leave_experts_out(functio
 
 @pytest.mark.parametrize("part", [KLToReference, KLToSampler, DivergenceToTeacher])
 def test_a_penalty_has_no_negative_weight(part: Any) -> None:
-    for wrong in (-0.1, math.nan, math.inf):
-        with pytest.raises(ValueError, match=rf"coeff must be a finite number of at least 0, got {wrong}"):
+    for wrong in (-0.1, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan)):  # also in a tensor of the CPU
+        with pytest.raises(ValueError, match=rf"coeff must be a finite number of at least 0, got {float(wrong)}"):
             part(wrong)
     made = part(0.1)
     with pytest.raises(ValueError, match=r"got -1.0: .* Pass FixedKLCoefficient\(-1.0\) if that is meant"):
         made.coeff = -1
-    assert float(made.coeff) == float(torch.tensor(0.1))
+    assert float(made.coeff) == float(torch.tensor(0.1)) == float(part(torch.tensor(0.1)).coeff)
     assert float(part(FixedKLCoefficient(-0.5)).coeff()) == -0.5  # on purpose
 
 
@@ -158,7 +158,6 @@ def test_missing_inputs_are_named() -> None:
 
 
 # ---------------------------------------------------------------------- sums over tokens and sequences
-
 # Two tokens, one token, none.
 ROWS = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]) == 1
 VALUE = tensor([[1.0, 2.0, NAN, NAN], [6.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN]])

@@ -78,6 +78,9 @@ def test_an_untrained_critic_expects_nothing_and_none_reads_every_token() -> Non
         critic(ragged([1, 2], [1, 2, 97]))
     with pytest.raises(ValueError, match=r"sequence 0 has 65 tokens but .* allows 64 positions"):
         critic(ragged([1] * 65))
+    for kind, name in ((ValueLoss, "critic"), (TokenCritic, "model")):
+        with pytest.raises(TypeError, match=rf"{name} must be a model, got 'q': load it first"):
+            kind("q")  # type: ignore[arg-type]
 
 
 def test_values_are_read_without_dropout() -> None:

@@ -179,9 +179,7 @@ def renderings(monkeypatch):
     """A list that grows by one with each rendering of a template."""
     made: list[object] = []
     render = jinja2.Template.render
-    monkeypatch.setattr(
-        jinja2.Template, "render", lambda *args, **kwargs: made.append(args[0]) or render(*args, **kwargs)
-    )
+    monkeypatch.setattr(jinja2.Template, "render", lambda *args, **how: made.append(args[0]) or render(*args, **how))
     return made
 
 
@@ -224,10 +222,15 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_renderings_of_the_templates_that_trl_ships(renderings, part):
+@pytest.fixture(scope="module")
+def shipped():
     pytest.importorskip("trl", reason="its templates are counted")
-    templates = template_pairs.all_templates()[part::4]
+    return template_pairs.all_templates()
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_renderings_of_the_templates_that_trl_ships(renderings, shipped, part):
+    templates = shipped[part::12]
     counts = {}
     for template in templates:
         messages = talk(4)
@@ -238,9 +241,7 @@ def test_renderings_of_the_templates_that_trl_ships(renderings, part):
         renderings.clear()
         render_conversation(tokenizer, messages)
         counts[template] = len(renderings)
-    assert {template: count for template, count in counts.items() if count != 2} == {
-        template: count for template, count in MORE.items() if template in templates
-    }
+    assert counts == {template: MORE.get(template, 2) for template in templates}
 
 
 def no_thinking(condition: str) -> str:
@@ -312,9 +313,8 @@ def test_without_a_generation_prompt_the_header_is_the_text_before_any_content()
         ("<answer>{{ m.content }}</s>", "<answer>", "<answer></s>"),
         ("<answer>{{ m.content }}</s>", "answer", "answer</s>"),
     ):
-        template = (
-            "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}" + shown + "{% endif %}{% endfor %}"
-        )
+        template = "{% for m in messages %}{% if m.role == 'user' %}[INST]{% else %}SHOWN{% endif %}{% endfor %}"
+        template = template.replace("SHOWN", shown)
         found = masked_by(build_tokenizer(template), [user("x"), assistant(content)])
         assert found == [expected], (shown, content)
     for closes in ("", "{% else %}{{ eos_token }}"):  # an end token that only the prompt adds belongs to no answer

@@ -5,20 +5,18 @@ They write one of a few formats in the styles of real ones: the expected turn is
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import yaml
 from hypothesis import assume, given, settings, strategies as st
 
+from project import tables
 from template_pairs import assistant, user
 from torchrl_llm_kl.masks import AssistantMaskError, render_conversation
 from toy_tokenizer import build_tokenizer
 
 SCAN = "{% for m in messages %}{% endfor %}"
-PARTS = yaml.safe_load(Path(__file__).with_name("random_templates.yaml").read_text(encoding="utf-8"))
-WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS = PARTS.values()
+WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS = tables(__file__).values()
 CHOICES = (["", SCAN], WALKS, HEADERS, ENDS, PLACES, PROMPTS, CONTENTS)
 
 
@@ -35,9 +33,8 @@ class Format(NamedTuple):
         body = HEADERS[self.header] + CONTENTS[self.content] + PLACES[self.place]
         header = HEADERS[self.header].replace("{{ m.role }}", "assistant")
         template = WALKS[self.walk] + PROMPTS[self.prompt].replace("HEADER", header)
-        parts = (
-            body.replace("m.reasoning_content", "reasoning").replace("m.role", "role").replace("m.content", "content")
-        )
+        parts = body.replace("m.reasoning_content", "reasoning")
+        parts = parts.replace("m.role", "role").replace("m.content", "content")
         template = template.replace("BODY_OF_PARTS", parts).replace("BODY", body)
         return self.scan + template.replace("END", ENDS[self.end])
 
@@ -76,7 +73,7 @@ def outcome(form: Format, messages: list[dict], prompt: bool, mask=render_conver
     return "right" if turns == form.turns(messages) else f"{turns}, not {form.turns(messages)}, in {rendered.text!r}"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(form=formats, roles=roles, data=st.data(), prompt=st.booleans())
 def test_each_turn_is_right_or_an_error(form, roles, data, prompt):
     assume("assistant" in roles)
@@ -106,9 +103,8 @@ def test_typical_formats_are_right(walk):
 def shifted(left: int, right: int, last: int | None = None):
     def mask(*args, **kwargs):
         rendered = render_conversation(*args, **kwargs)
-        return replace(
-            rendered, assistant_spans=tuple((a + left, b + right) for a, b in rendered.assistant_spans[:last])
-        )
+        spans = rendered.assistant_spans[:last]
+        return replace(rendered, assistant_spans=tuple((a + left, b + right) for a, b in spans))
 
     return mask
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from template_pairs import CALL, END, LOOP, PROMPT, TURN, assistant, user
 from torchrl_llm_kl import masks
-from torchrl_llm_kl.masks import TurnNotFoundError, render_conversation, render_conversations
+from torchrl_llm_kl.masks import EmptyAssistantMaskError, TurnNotFoundError, render_conversation, render_conversations
 from torchrl_llm_kl.masks._template import _unused_nonce, core_of
 from toy_tokenizer import CHATML, build_tokenizer
 
@@ -83,9 +83,7 @@ def test_adversarial_conversations(case):
 def test_content_that_the_template_changes_and_thinking_tags_of_a_prompt():
     trims = LOOP.replace("m.content", "m.content | trim") + PROMPT
     assert masked_turns([user(" a "), assistant("\n a b \n")], trims) == ["a b" + END]
-    strips = (
-        "{% if m.role == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    )
+    strips = "{% if m.role == 'assistant' and not loop.last %}{% set c = c.split('</think>')[-1].lstrip() %}{% endif %}"
     strips = LOOP.replace("{{ m.content }}", "{% set c = m.content %}" + strips + "{{ c }}") + PROMPT
     thought = "<think>\n1\n</think>\n\n1"
     assert masked_turns([user("1"), assistant(thought)] * 2, strips) == ["1" + END, thought + END]
@@ -153,11 +151,8 @@ def test_text_and_tokens_equal_those_of_transformers_and_of_single_conversations
     assert rendered.token_ids.tolist() == plain["input_ids"]
     shout = CHATML.replace("message['content']", "(message.content|upper)")
     tokenizer = build_tokenizer({"default": CHATML, "shout": shout})
-    for expected, named in (
-        ("b", {}),
-        ("B", {"chat_template": "shout"}),
-        ("b", {"chat_template": "{{ x }}" + CHATML, "x": 1}),
-    ):
+    with_x = {"chat_template": "{{ x }}" + CHATML, "x": 1}
+    for expected, named in (("b", {}), ("B", {"chat_template": "shout"}), ("b", with_x)):
         assert masked_turns([user("a"), assistant("b")], tokenizer=tokenizer, **named) == [expected + END]
 
 
@@ -173,20 +168,8 @@ ASKED = [user("x"), assistant("a"), assistant("b")]
         (None, ASKED, {}, masks.MissingChatTemplateError, r"no chat template.*Pass `chat_template=`"),
         ({"a": CHATML, "b": CHATML}, ASKED, {}, masks.MissingChatTemplateError, r"\['a', 'b'\] and no default"),
         ({"a": CHATML}, ASKED, {"chat_template": "c"}, masks.MissingChatTemplateError, "is not a template"),
-        (
-            SILENT,
-            ASKED,
-            {},
-            masks.EmptyAssistantMaskError,
-            r"2 assistant turns.*sha256.*for m in messages.*own template",
-        ),
-        (
-            COUNTS,
-            [*ASKED[:2], user("y")],
-            {},
-            TurnNotFoundError,
-            r"message 1 \(assistant\) of 3.*sha256.*Pass a template",
-        ),
+        (SILENT, ASKED, {}, EmptyAssistantMaskError, r"2 assistant turns.*sha256.*for m in messages.*own template"),
+        (COUNTS, [*ASKED[:2], user("y")], {}, TurnNotFoundError, r"message 1 \(assistant\) of 3.*sha256.*Pass a temp"),
         (CHATML, ASKED, {"tokenize": True}, TypeError, "tokenize: not a template variable"),
         (CHATML, ASKED, {"truncation": True}, TypeError, "truncation: not a template variable"),
         (CHATML, ASKED, {"continue_final_message": True}, TypeError, "continue_final_message: not a template variable"),
@@ -195,13 +178,7 @@ ASKED = [user("x"), assistant("a"), assistant("b")]
             for wrong in ("x", {"role": "u"}, ["x"], [{"content": ""}], 3)
         ),
         (CHATML, [], {}, ValueError, "conversation 0 has no messages"),
-        (
-            UNMARKED,
-            ASKED[:2],
-            {},
-            masks.EmptyAssistantMaskError,
-            r"conversation 0 has 1 assistant turn,.*blocks mark nothing",
-        ),
+        (UNMARKED, ASKED[:2], {}, EmptyAssistantMaskError, r"conversation 0 has 1 assistant turn,.*blocks mark not"),
     ],
 )
 def test_what_has_no_mask_is_an_error(template, messages, kwargs, error, message):
@@ -228,17 +205,13 @@ def test_defect_34_padding_with_the_end_token_changes_nothing():
     assert masked_turns(messages, tokenizer=plain) == masked_turns(messages, tokenizer=shared) == ["a" + END, END + END]
 
 
-FRAGMENTS = [
-    END,
-    "\n",
-    " ",
-    *["<|im_start|>", "assistant", "user", "yes", "<think>", "{%", "é", "😀", "<", "|>", "\U0010ff00"],
-]
+WORDS = "<|im_start|> assistant user yes <think> {% é 😀 < |> \U0010ff00"
+FRAGMENTS = [END, "\n", " ", *WORDS.split()]
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=5).map("".join)
 conversations = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), texts), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     variant=st.sampled_from(["one string", "index loop", "prompt in the loop", "marked turn"]),
     chat=conversations,

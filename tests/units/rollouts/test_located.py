@@ -10,6 +10,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text
 
 from closeness import assert_near
+from template_pairs import assistant, user
 from torchrl_llm_kl import RetrieveLogProb
 from toy_models import FORWARD
 from toy_rollouts import make_scoring_wrapper, plain_log_probs
@@ -21,20 +22,10 @@ MARKED = CHATML.replace(
     "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
     "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}",
 )
-CHATS = [
-    [
-        {"role": "user", "content": "Answer yes or no"},
-        {"role": "assistant", "content": "yes"},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "no"},
-    ],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-]
+CHATS = [[user("Answer yes or no"), assistant("yes"), user("sure?"), assistant("no")], [user("a"), assistant("b")]]
 SAID = [["yes<|im_end|>", "no<|im_end|>"], ["b<|im_end|>"]]
-TWO_MARKS = MARKED.replace(
-    "{{ message['content'] + '",
-    "{{ message['content'][:1] }}{% endgeneration %}{% generation %}{{ message['content'][1:] + '",
-)
+BETWEEN = "{% endgeneration %}{% generation %}{{ message['content'][1:] + '"
+TWO_MARKS = MARKED.replace("{{ message['content'] + '", "{{ message['content'][:1] }}" + BETWEEN)
 
 
 def rendered(tokenizer: Any, chat: list[Any]) -> list[int]:
@@ -54,9 +45,7 @@ def histories(**chats: list[Any]) -> TensorDictBase:
     return TensorDict(history=ChatHistory(**fields, batch_size=size), batch_size=[size])
 
 
-def run(
-    data: TensorDictBase, model: Any, tokenizer: Any, *, padded: bool, mode: str = "history", **kwargs: Any
-) -> list[Any]:
+def run(data: TensorDictBase, model: Any, tokenizer: Any, padded: bool, mode: str = "history", **kwargs: Any) -> Any:
     wrapper = make_scoring_wrapper(model, tokenizer, pad_output=padded, input_mode=mode)
     return list(RetrieveLogProb(wrapper, **kwargs)(data).get(("log_probs", "full"), as_list=True))
 

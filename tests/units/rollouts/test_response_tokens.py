@@ -109,7 +109,6 @@ def test_a_sequence_without_masked_in_tokens_lends_no_prompt_and_no_answer() -> 
 
 
 # ------------------------------------------------------------------ zeros of an engine's log-probs that were never computed
-
 FIRST_ZEROS = {
     "torchrl's habit": ([0, -1], [True, False]),
     "the first token is scored": ([-2, 0], [False, False]),

@@ -8,6 +8,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torchrl.data.llm import History
 
+from template_pairs import assistant, user
 from torchrl_llm_kl.masks import history_to_messages
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import (
@@ -24,9 +25,8 @@ from torchrl_llm_kl.rollouts import (
 )
 from torchrl_llm_kl.rollouts._rendered import row_histories
 
+
 # ------------------------------------------------------------------ lookup
-
-
 def holding(*keys: Any, lazy: bool = False) -> TensorDictBase:
     entries = {key: torch.ones(1) if lazy else torch.ones(2, 1) for key in keys}
     return lazy_stack([TensorDict(entries), TensorDict(entries)]) if lazy else TensorDict(entries, batch_size=[2])
@@ -52,23 +52,17 @@ def test_a_key_falls_back_to_the_other_side_of_next(lazy: bool) -> None:
         assert find_key(holding(*held, lazy=lazy), key) == found, (held, key)
 
 
-def test_an_entry_that_one_row_misses_is_not_found() -> None:
+def test_a_missing_entry_is_named_with_what_there_is() -> None:
     data = lazy_stack([TensorDict(reward=torch.ones(1), query=torch.ones(1)), TensorDict(reward=torch.ones(1))])
     assert find_key(data, ("next", "query")) is None
     assert find_key(data, ("next", "reward")) == "reward"
-
-
-def test_a_missing_entry_is_named_with_what_there_is() -> None:
     data = holding(("tokens", "full"), ("next", "reward"))
     assert require_key(data, "reward", "no reward", "Add one.") == ("next", "reward")
     with pytest.raises(MissingEntryError) as error:
         require_key(data, "value", "no value", "Add one.")
-    assert str(error.value) == (
-        "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
-    )
-
-
-def test_entries_of_a_step_and_its_result_apart() -> None:
+    want = "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
+    assert str(error.value) == want
+    # Entries of a step and its result are told apart.
     step, result = holding(("tokens", "full")), holding("reward")
     assert describe_entries(step) == "tokens.full"
     assert describe_entries(step, step) == "tokens.full"
@@ -77,7 +71,6 @@ def test_entries_of_a_step_and_its_result_apart() -> None:
 
 
 # ------------------------------------------------------------------ per token
-
 # Two sequences, prompts of 1 and 2 tokens, responses of 2 and 1; padded on both sides to 4 slots.
 ROWS = [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0]]
 RESPONSES = torch.tensor([False, True, True, False, False, True])
@@ -130,15 +123,12 @@ def test_a_pad_token_that_was_sampled_first_leaves_the_response_where_it_is() ->
     assert per_token(under_x(values), "x", tokens, responses, fill=-9).tolist() == [-9, 2, 3, -9, -9, 4, 5, 6]
 
 
-def test_a_response_whose_beginning_has_no_values_fits_nowhere() -> None:
-    """Sequences padded to the right: the rows of the response have no place in common."""
+def test_rows_that_fit_nowhere() -> None:
+    # Sequences padded to the right: the rows of the response, whose beginning has no values, have no place in common.
     tokens = Ragged.from_padded(torch.zeros(2, 6), mask=torch.tensor([[True] * 6, [True] * 5 + [False]]))
     responses = torch.tensor([False, False, True, True, True, True, False, False, False, True, True])
     with pytest.raises(ValueError, match="must begin with its first token"):
         per_token(under_x(torch.zeros(2, 4)), "x", tokens, responses)
-
-
-def test_rows_that_fit_nowhere() -> None:
     for value, message in (
         ([[1.0] * 4, [1.0] * 3], "sequence 0 has 4 values and 3 tokens"),
         ([[1.0], [1.0, 2.0, 3.0]], "must have the length of the tokens"),
@@ -161,13 +151,9 @@ def test_one_number_per_sequence() -> None:
 
 
 # ------------------------------------------------------------------ parts of a batch
-
-
 def test_integers_and_booleans_of_a_response_take_the_fill() -> None:
-    for values, fill, want in (
-        ([[1, 2], [5]], -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]),
-        ([[True, True], [True]], 0, [0, 1, 1, 0, 0, 1]),
-    ):
+    numbers, flags = [[1, 2], [5]], [[True, True], [True]]
+    for values, fill, want in ((numbers, -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]), (flags, 0, [0, 1, 1, 0, 0, 1])):
         assert per_token(under_x(values), "x", unpadded(), RESPONSES, fill=fill).tolist() == want
     top = per_token(under_x([[[1, 2], [3, 4]], [[5, 6]]]), "x", unpadded(), RESPONSES, fill=0, features=1)
     assert top.tolist() == [[0, 0], [1, 2], [3, 4], [0, 0], [0, 0], [5, 6]]
@@ -181,9 +167,7 @@ def test_sums_of_rows_have_no_graph() -> None:
 
 
 def test_a_rank_without_rows_has_one_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = TensorDict(
-        {"ids": torch.ones(0, 3, 2, dtype=torch.long), ("next", "reward"): torch.ones(0, 1)}, batch_size=[0]
-    )
+    data = TensorDict({"ids": torch.ones(0, 3, 2).long(), ("next", "reward"): torch.ones(0, 1)}, batch_size=[0])
     assert with_a_row(data) is data  # one process
     monkeypatch.setattr(_entries, "is_distributed", lambda: True)
     row = with_a_row(data)
@@ -201,10 +185,7 @@ def test_a_token_dimension_is_not_of_the_batch() -> None:
 
 
 def test_histories_lose_placeholders_alone() -> None:
-    chats = [
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
-        [{"role": "user", "content": "c"}],
-    ]
+    chats = [[user("a"), assistant("b")], [user("c")]]
     padded = [chats[0], [*chats[1], {"role": "<none>", "content": ""}]]
     found = row_histories(TensorDict(history=History.from_chats(padded), batch_size=[2]), "history")
     assert [history_to_messages(row) for row in found] == chats

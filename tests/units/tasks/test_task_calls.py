@@ -17,6 +17,7 @@ from torchrl_llm_kl.tasks._tools import Dialog, Parsed, Tools, parse_hermes, rea
 from waits import LONG
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
+FG = [ToolCall("f"), ToolCall("g")]
 
 
 async def slow(seconds: float) -> str:
@@ -59,12 +60,7 @@ CALLS = [
     ("mistral", 'x[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]f{}', "x", [ADD, ToolCall("f")]),
     ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}', "", [ADD]),
     # a block without a head is text
-    (
-        "tagged",
-        "a <tool_call><x><tool_call>f</tool_call> b <tool_call>g",
-        "a <tool_call><x> b",
-        [ToolCall("f"), ToolCall("g")],
-    ),
+    ("tagged", "a <tool_call><x><tool_call>f</tool_call> b <tool_call>g", "a <tool_call><x> b", FG),
 ]
 #: Arguments with tags.
 BODIES = [
@@ -101,9 +97,7 @@ def test_calls_are_read() -> None:
         assert read_calls(parse, text).calls == [ADD]
     assert read_calls(lambda text: None, "x").calls == []
     # values in tags have the types of the schema
-    body = "".join(
-        f"<parameter={name}>\n{v}\n</parameter>" for name, v in (("city", 12), ("days", 12), ("exact", "maybe"))
-    )
+    body = "".join(f"<parameter={x}>\n{v}\n</parameter>" for x, v in {"city": 12, "days": 12, "exact": "maybe"}.items())
     (found,) = _tools.parse_tagged(f"<tool_call><function=describe>{body}</function>", tools_of(describe).schemas).calls
     assert found == ToolCall("describe", {"city": "12", "days": 12, "exact": "maybe"})
 
@@ -161,11 +155,8 @@ def test_results_and_errors_are_texts() -> None:
     calls = [ToolCall("describe", {"city": city, "days": 1, "exact": True}) for city in WEATHER]
     (found,) = tools_of(describe).run([calls])
     assert found[0].startswith("Error: the result cannot be written as JSON: TypeError: keys must be str")
-    assert found[1:] == [
-        "Error: the result cannot be written as JSON: ValueError: Circular reference detected",
-        "a?",
-        '{"a": NaN}',
-    ]
+    unwritable = "Error: the result cannot be written as JSON"
+    assert found[1:] == [f"{unwritable}: ValueError: Circular reference detected", "a?", '{"a": NaN}']
     for tools, error, message in (
         ([lambda x: x], ValueError, r"the tool '<lambda>' has no schema.*Args:"),
         ([add, add], ValueError, "two tools are called 'add'"),
@@ -323,11 +314,8 @@ def test_too_many_calls_are_told() -> None:
     dialog = Dialog.__new__(Dialog)
     dialog.tools, dialog._parser, dialog.tokenizer = SimpleNamespace(schemas=[]), None, Template()
     assert len(dialog.parse("", "<" * 10).calls) == 10
-    for found in (
-        read_calls(parse_hermes, one * 1001),
-        read_calls(parse_hermes, f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>"),
-        dialog.parse("", "<" * 1001),
-    ):
+    listed = f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>"
+    for found in (read_calls(parse_hermes, one * 1001), read_calls(parse_hermes, listed), dialog.parse("", "<" * 1001)):
         assert [call.error for call in found.calls] == ["an answer has at most 1000 calls"]
     # The tokenizer's own parser would take minutes: it does not get such an answer.
     (call,) = dialog.parse("", "<tool_call></tool_call>" * 50_000).calls

@@ -212,9 +212,8 @@ def test_a_copy_of_the_env_poses_the_same_prompts(tokenizer: Any, module: str) -
         kl = RetrieveKL("from_collector", make_model(tokenizer, seed=1))
         settings |= {"tools": [add], "max_turns": 2, "kl_transform": kl}
     env = task_env(ROWS, reward, tokenizer, **settings)
-    one, two = (
-        collected(each, scripted_policy(tokenizer, answers_questions), 4) for each in (env, pickle.loads(dumps(env)))
-    )
+    envs = env, pickle.loads(dumps(env))
+    one, two = (collected(each, scripted_policy(tokenizer, answers_questions), 4) for each in envs)
     assert queries(one) == queries(two)
     assert len(set(queries(one))) == 2
     for name in reward:
@@ -277,9 +276,7 @@ def test_an_episode_that_cannot_go_on_ends(tokenizer: Any, caplog: pytest.LogCap
     assert run[1]["next", "messages"][1] == {"role": "assistant", "content": damaged}
 
 
-def test_each_token_of_the_assistant_is_charged_once_after_the_reward_and_none_of_a_tool(
-    tokenizer: Any, padded: bool
-) -> None:
+def test_each_token_of_the_assistant_and_none_of_a_tool_is_charged_once(tokenizer: Any, padded: bool) -> None:
     model, ref = make_model(tokenizer, seed=0), make_model(tokenizer, seed=1)
     policy = scripted_policy(tokenizer, adds, pad_output=padded, model=model)
     kl = RetrieveKL("from_collector", ref, coeff=0.25, padding_side="left")
@@ -322,13 +319,16 @@ def test_whole_groups_of_episodes_of_several_lengths_train(tokenizer: Any) -> No
     turn = iter(range(1000))
 
     def answer(prompt: str) -> str:  # of 1 to 3 turns
-        return "It is 4." if next(turn) % 3 == 0 else adds(prompt)
+        return "It is 4." if next(turn) % 3 == 0 else "?"
+
+    def reply(messages: list[dict[str, Any]], metadata: dict[str, Any]) -> str | None:
+        return None if messages[-1]["content"] == "It is 4." else "So?"
 
     args = {"keys": {"run": "run", "step": "step"}}
     parts = make_algorithm("multi_step_grpo", model, reference=ref, group_key="group", advantage_args=args)
-    env = tool_env(tokenizer, right, group_size=2, kl_transform=parts.kl_transform)
+    env = tool_env(tokenizer, right, group_size=2, tools=None, reply=reply, kl_transform=parts.kl_transform)
     policy = scripted_policy(tokenizer, answer, model=model)
-    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=24)
+    collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=4, total_dialog_turns=16)
     seen: list[int] = []
     for batch in whole_groups(collector, group_size=2, num_groups=2):
         runs = episodes(list(batch.unbind(0)))
