@@ -119,9 +119,8 @@ def stateful_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.flo
     """A model of :data:`FORKED_FAMILIES` or :data:`UNFORKED_FAMILIES`, whose weights are large enough for states to matter."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        family, **{"vocab_size": VOCAB_SIZE, **_SIZES, **_COMMON, "initializer_range": 0.1, **_STATEFUL[family]}
-    )
+    own = {"initializer_range": 0.1, **_STATEFUL[family]}
+    config = AutoConfig.for_model(family, **{"vocab_size": VOCAB_SIZE, **_SIZES, **_COMMON, **own})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

@@ -386,7 +386,6 @@ def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: 
     assert cli("inspect", one, "--tokenizer", model, "--html", page, "--other", two).stdout == f"wrote {page}\n"
     assert seen["html"] == page
     assert torch.equal(seen["other"]["advantage"], torch.tensor([1.0, -1.0]))
-    assert "create it first" in error_of(
-        cli("inspect", one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html", code=2)
-    )
+    words = (one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html")
+    assert "create it first" in error_of(cli("inspect", *words, code=2))
     assert "Missing option" in error_of(cli("inspect", one, code=2))

@@ -75,7 +75,7 @@ def test_a_clean_batch_raises_no_alarm(family: str, seed: int, number: int) -> N
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_answers_of_another_model_are_of_no_temperature(family: str) -> None:
     """Without its log-probs, as data has none; answers of the policy itself at a temperature have one."""
-    policy, prompts = make_model(family, 0), make_prompts(12, 0)
+    policy, prompts = make_model(family, 0), make_prompts(6, 0)
     causes = []
     for model, temperature in ((make_model(family, 5), 1.0), (policy, 1.3)):
         batch = sample(model, prompts, 0, temperature=temperature).batch().exclude("log_probs")

@@ -380,6 +380,9 @@ def configured(**settings):
     return model
 
 
+NUCLEUS = GenerationConfig(top_p=0.8)
+
+
 @pytest.mark.parametrize(
     ("wrapper", "found"),
     [
@@ -396,10 +399,7 @@ def configured(**settings):
         (Wrapper(configured(top_k=20, top_p=0.8, do_sample=True), top_k=None, min_p=None), Sampling(top_p=0.8)),
         (Wrapper(configured(temperature=0.5), do_sample=True, temperature=None, top_k=0), Sampling()),
         (Wrapper(configured(), do_sample=None), "greedy"),
-        (
-            Wrapper(configured(top_k=20, do_sample=True), generation_config=GenerationConfig(top_p=0.8)),
-            Sampling(1, 20, 0.8),
-        ),
+        (Wrapper(configured(top_k=20, do_sample=True), generation_config=NUCLEUS), Sampling(1, 20, 0.8)),
         (tiny_model(), None),
     ],
 )

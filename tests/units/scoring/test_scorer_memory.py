@@ -101,13 +101,17 @@ REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8))
 CALL = st.tuples(st.lists(REQUEST, min_size=1, max_size=3), st.integers(0, 6))
 
 
+@cache
+def doubled(family: str) -> LogProbScorer:
+    return LogProbScorer(tiny_model(family).double(), memory=0)
+
+
 @settings(max_examples=9, deadline=None)
 @given(st.lists(CALL, min_size=2, max_size=6), st.integers(0, 60), st.integers(3, 40))
 def test_any_history_of_requests_and_temperatures_at_any_limit(history: Any, room: int, budget: int) -> None:
     """Whatever was cached, evicted or cut before, also for more temperatures than log-probs are kept for."""
-    model = tiny_model("mistral").double()
-    scorer = LogProbScorer(model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget)
-    plain = LogProbScorer(model, memory=0)
+    plain = doubled("mistral")
+    scorer = LogProbScorer(plain.model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget, probe=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request, i in history:
@@ -228,8 +232,6 @@ def test_threads_share_one_cache(model: Any, scorer: LogProbScorer) -> None:
 
 
 # ------------------------------------------------------------------ checkpoints: recomputed when the pack is gone
-
-
 ROWS = conversation()
 BATCH = Ragged.from_list(ROWS)
 APART = sum(len(row) - 1 for row in ROWS)

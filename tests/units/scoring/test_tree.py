@@ -287,9 +287,7 @@ def test_micro_batches_hold_every_sequence_once_and_as_many_as_fit(lengths, budg
     given_lengths = torch.tensor(lengths, dtype=torch.long)
     planned = [batch.tolist() for batch in plan_micro_batches(given_lengths, budget)]
     assert given_lengths.tolist() == lengths, "nothing is mutated"
-    assert sorted(index for batch in planned for index in batch) == [
-        index for index, length in enumerate(lengths) if length > 0
-    ]
+    assert sorted(i for batch in planned for i in batch) == [i for i, length in enumerate(lengths) if length > 0]
     for number, batch in enumerate(planned):
         longest = max(lengths[index] for index in batch)
         assert len(batch) * longest <= budget or len(batch) == 1

@@ -212,10 +212,8 @@ def test_the_last_turn_alone_pairs_of_histories_and_tools() -> None:
     better = History.from_chats([[user("hi"), said("hello")], [user("why?"), said("because")]])
     worse = History.from_chats([[user("hi"), said("go")], [user("why?"), said("no")]])
     data = from_pairs({"chosen": better, "rejected": worse}, TOKENIZER)
-    assert [[trained(row) for row in pair] for pair in data] == [
-        [f"hello{END}", f"go{END}"],
-        [f"because{END}", f"no{END}"],
-    ]
+    found = [[trained(row) for row in pair] for pair in data]
+    assert found == [[f"hello{END}", f"go{END}"], [f"because{END}", f"no{END}"]]
     template = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + str(TOKENIZER.chat_template)
     tool = {"type": "function", "function": {"name": "own", "parameters": {}}}
     other = {"type": "function", "function": {"name": "all", "parameters": {}}}

@@ -125,8 +125,6 @@ def test_the_reward_transform(wrapped: Any, pad_output: bool, policy_model: nn.M
 
 
 # ------------------------------------------------------------------ readers
-
-
 def test_losses_and_advantages_read_rows_without_padding(wrapped: Any, policy_model: nn.Module) -> None:
     """The tokens are padded: the same numbers as from padded rows."""
     found = []
@@ -166,8 +164,6 @@ def test_an_algorithm_keeps_the_layout_of_the_batch(lab: Any) -> None:
 
 
 # ------------------------------------------------------------------ its sisters
-
-
 def test_padding_of_the_tokenizer_against_pad_output(wrapped: Any, ref_model: nn.Module) -> None:
     message = r"tokenizer_kwargs\['padding'\]=True, .*build the wrapper with pad_output=True"
     for model in (wrapped(False)[1], ref_model):

@@ -50,9 +50,8 @@ def test_every_layout_of_a_transformers_wrapper(
     """On policy every ratio is 1; the first token of each response, which the wrapper never scores, is left out."""
     torch.manual_seed(1)
     options = {} if num_samples is None else {"num_samples": num_samples}
-    data = lab.policy(padded, input_mode=input_mode, return_log_probs=True, **options)(
-        prompts(lab.tokenizer, input_mode)
-    )
+    wrapper = lab.policy(padded, input_mode=input_mode, return_log_probs=True, **options)
+    data = wrapper(prompts(lab.tokenizer, input_mode))
     assert data.get(("log_probs", "full"), None) is None
     count = 0  # response tokens but the first of each
     for row in steps(data):
@@ -68,7 +67,6 @@ def test_every_layout_of_a_transformers_wrapper(
 
 
 # ------------------------------------------------------------------ engines' layouts, by hand
-
 PROMPTS, RESPONSES = [[7, 8, 9], [5]], [[11, 12], [13, 14, 15]]
 WHOLE = [torch.tensor(row) for row in joined(PROMPTS, RESPONSES)]
 
@@ -114,14 +112,11 @@ def test_the_kl_in_the_reward_reads_either_side_of_next(policy_model: nn.Module,
 
 
 # ------------------------------------------------------------------ prompts without scores
-
-
 def without_prompt_scores(model: nn.Module, layout: str) -> TensorDictBase:
     """As SGLang's wrapper stores it: 0 for the whole prompt, whose last token but one the assistant wrote."""
     masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    rows = [
-        plain_log_probs(model, row) * (torch.arange(len(row)) >= len(p)) for row, p in zip(WHOLE, PROMPTS, strict=True)
-    ]
+    pairs = zip(WHOLE, PROMPTS, strict=True)
+    rows = [plain_log_probs(model, row) * (torch.arange(len(row)) >= len(p)) for row, p in pairs]
     entries = {"advantage": torch.tensor([[1.0], [-2.0]]), "masks__all_assistant_mask": masks, "log_probs__full": rows}
     return tokens(layout, PROMPTS, RESPONSES, **entries)
 

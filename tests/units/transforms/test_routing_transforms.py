@@ -86,8 +86,6 @@ def assert_ones(out: TensorDictBase) -> None:
 
 
 # ------------------------------------------------------------------ transforms
-
-
 @pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
 def test_a_record_is_replayed(layout: str, model: nn.Module) -> None:
     transform = RetrieveLogProb(model, extras=[RoutedExperts(KEY)])
@@ -150,8 +148,6 @@ def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------ layouts of a record
-
-
 def forms() -> dict[str, TensorDictBase]:
     """Data with the same record in forms of engines and of hand."""
     response = [row[mask] for row, mask in zip(RECORD, SCORED, strict=True)]
@@ -205,8 +201,6 @@ def test_records_of_other_shapes(entry: Tensor, message: str, model: nn.Module) 
 
 
 # ------------------------------------------------------------------ losses
-
-
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None:
     """The first ratio is 1; log-probs and gradients of a later policy are over the recorded experts."""
@@ -236,9 +230,8 @@ def test_half_the_temperature_is_replayed_too(later: nn.Module) -> None:
     """WPO's weights take the policy's log-probs at half the temperature."""
     record, response = torch.cat(RECORD), ResponseTokens(TOKENS, MASK)
     loss = PolicyLoss(later, "dpo", weighting="aligned")
-    found = loss._score(
-        response, LossInputs(torch.zeros(response.mask.shape), response.mask), routing=record
-    ).sharp_log_prob
+    inputs = LossInputs(torch.zeros(response.mask.shape), response.mask)
+    found = loss._score(response, inputs, routing=record).sharp_log_prob
     want = LogProbScorer(later, temperature=0.5).score(TOKENS, MASK, routing=record)
     assert_near(found, response.gather(want.values), **FORWARD)
 
@@ -264,8 +257,6 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------ settings
-
-
 def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> None:
     transform = RetrieveKL(later, model)
     assert [part.extras for part in transform.transforms[:2]] == [(RoutedExperts(KEY),), ()]

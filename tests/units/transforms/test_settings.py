@@ -45,9 +45,8 @@ def kl_and_reward(transform: Any, data: TensorDictBase) -> tuple[list[float], li
 
 K1, K2, READ = ([0.0, 0.5, -1.0], [0.0, -0.5, 4.0]), ([0.0, 0.125, 0.5], [0.0, -0.625, 0.5]), [0.0, 7.0, 5.0]
 
+
 # ------------------------------------------------------------------ KLComputation
-
-
 def test_estimators_by_name_the_exact_kl_and_copies() -> None:
     transform = KLComputation()
     transform.estimator = "exact"
@@ -105,8 +104,6 @@ def test_keys_follow() -> None:
 
 
 # ------------------------------------------------------------------ with models
-
-
 @pytest.fixture
 def data(lab: Any) -> TensorDictBase:
     return flat(lab.collect(pad_output=True))
@@ -241,8 +238,6 @@ def test_a_critic_set_later_is_used_and_stays_outside_the_state(data: TensorDict
 
 
 # ------------------------------------------------------------------ KLRewardTransform
-
-
 def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model: Any, ref_model: Any) -> None:
     data = RetrieveLogProb(policy_model)(data)
     changed = KLRewardTransform(ref_model)
@@ -257,8 +252,6 @@ def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model
 
 
 # ------------------------------------------------------------------ devices
-
-
 def test_a_device_that_does_not_exist(ref_model: Any, tmp_path: Any) -> None:
     before = [parameter.device for parameter in ref_model.parameters()]
     ref_model.save_pretrained(tmp_path)
@@ -283,8 +276,6 @@ def test_a_device_that_does_not_exist(ref_model: Any, tmp_path: Any) -> None:
 
 
 # ------------------------------------------------------------------ in an env
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["RetrieveKL", "KLComputation"])
 def test_the_specs_of_an_env_follow(whole: bool, make: Any, lab: Any) -> None:
     transform = make()
