@@ -160,7 +160,7 @@ WRONG = [
     (a_step, {"critic": True, "whole": True, "counted": ADDED}, ["is 0.5 times", "averaged", "average=True)"]),
     # The mean of the ranks' means: 11 and 9 tokens weigh the same.
     *((a_step, {"critic": critic, "counted": None, "scale": 1 / 2}, NOT_WHOLE) for critic in (False, True)),
-    (a_step, {"counted": {"all_ranks": False}}, ["divided by [0.45, 0.55] times the count of all parts of 2 rank"]),
+    (a_step, {"counted": {"all_ranks": False}}, ["divided by [0.45, 0.55] times the count", "over all ranks"]),
     (a_step, {"forget": 1}, ["divided by [1.111111] times the count", "pass all parts of the share"]),
     (a_step, {"twice": True}, ["the gradient does not belong to the 2 parts of this rank"]),
     (other_coefficient, {}, ["buffers of ranks 0 and 1 of 2 differ in 1 of", "update adaptive ones, alike on all"]),

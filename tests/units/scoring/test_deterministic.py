@@ -92,9 +92,7 @@ def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_bits_in_random_packs_and_the_normal_mode_as_a_control(
-    fixed: LogProbScorer, fixed_other: LogProbScorer, number: int
-) -> None:
+def test_bits_in_random_packs_and_the_normal_mode_as_a_control(fixed, fixed_other, number):
     rows, vocab = rows_of(*LENGTHS), WIDE["vocab_size"]
     options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
     assert differing(fixed, rows, number, vocab, reference=fixed_other, **options) == 0
@@ -265,9 +263,7 @@ def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     ],
     ids=["packs", "attention", "head"],
 )
-def test_the_check_finds_other_bits(
-    module: Any, name: str, broken: Any, model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_finds_other_bits(module, name, broken, model, monkeypatch):
     """Without one of the three parts scores vary, and the check of the model says so."""
     monkeypatch.setattr(module, name, broken)
     with pytest.raises(ValueError, match="other bits for a sequence alone than in a pack: they differ by up to"):
@@ -290,9 +286,7 @@ def test_dropout_with_gradient(family: str, config: dict[str, Any]) -> None:
         scorer.score(ROW, grad=True)
 
 
-def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(
-    fixed: LogProbScorer, other: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_other_budget_after_out_of_memory_and_an_exact_kl_needs_both_alike(fixed, other, monkeypatch):
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 

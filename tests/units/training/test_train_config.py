@@ -22,9 +22,7 @@ from train_lab import build_lab, settings
 LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f"}
 
 
-def test_defaults_and_overrides_which_survive_yaml_and_the_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, monkeypatch):
     changes = [
         "optimizer.lr=1e-5",
         "algorithm.args.clip_high=0.28",
@@ -279,9 +277,7 @@ def test_each_sampled_token_is_in_the_mask(pad_is_end: bool, monkeypatch: pytest
     assert mask[:, :width].sum(-1).tolist() == [short, short, long, long]
 
 
-def test_the_doctor_finds_no_fault_in_a_truncated_sampler(
-    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeypatch):
     """torchrl's wrapper would record log-probs of temperature 1, over all tokens, and none of an answer's first token."""
     monkeypatch.setattr(training._run, "plot_curves", lambda *_, **__: None)
     changes = [

@@ -273,8 +273,8 @@ MARKED = (
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ENDED = "+ '<|im_end|>'}}{% endgeneration %}{{'\n'}}"
-MARKED_CONTENT = MARKED.replace(ENDED, "}}{% endgeneration %}{{'<|im_end|>\n'}}")
+ENDED = "+ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+MARKED_CONTENT = MARKED.replace(ENDED, "}}{% endgeneration %}{{ '<|im_end|>\n' }}")
 FIRST = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes!"}]
 SECOND = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "no no"}]
 CHATS = [FIRST, [*SECOND, {"role": "user", "content": "no?"}, {"role": "assistant", "content": "ok"}]]
