@@ -15,14 +15,8 @@ from head_reference import make_head, make_targets, pair
 from parity import no_sync, to
 from scoring_reference import conversation
 from simulated import memory_limit
-from torchrl_llm_kl import (
-    AdaptiveKLCoefficient,
-    DualKLCoefficient,
-    LogProbScorer,
-    PIKLCoefficient,
-    Ragged,
-    prepare_reference,
-)
+from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, LogProbScorer, Ragged, prepare_reference
+from torchrl_llm_kl.estimators import PIKLCoefficient
 from torchrl_llm_kl.head import linear_top_k
 from torchrl_llm_kl.masks import mask_from_prompt_lengths
 from torchrl_llm_kl.rollouts import read_denominators, write_denominators

@@ -11,19 +11,9 @@ import torch
 
 from objective_cases import CASES, inputs_of, random_batch
 from parity import same_on_both, to
-from torchrl_llm_kl import losses
+from torchrl_llm_kl import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient, estimators, get_estimator, losses
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage
-from torchrl_llm_kl.estimators import (
-    AdaptiveEntropyCoefficient,
-    AdaptiveKLCoefficient,
-    DualKLCoefficient,
-    FixedKLCoefficient,
-    PIKLCoefficient,
-    available_estimators,
-    exact_kl_from_logits,
-    get_estimator,
-    top_k_divergence,
-)
+from torchrl_llm_kl.estimators import available_estimators, exact_kl_from_logits, top_k_divergence
 
 ROWS, WIDTH = 6, 5
 BATCH = random_batch(0, ROWS, WIDTH)
@@ -110,8 +100,13 @@ def test_corrections(model_at, at, name):
 
 @same_on_both()
 def test_coefficients(model_at, at):
-    found, of_target = [], [kind(0.2, 0.5, warmup=0) for kind in (PIKLCoefficient, DualKLCoefficient)]
-    for coefficient in to([AdaptiveKLCoefficient(0.2, 6.0, 100), FixedKLCoefficient(0.3), *of_target], model_at):
+    found, of_target = (
+        [],
+        [kind(0.2, 0.5, warmup=0) for kind in (estimators.PIKLCoefficient, estimators.DualKLCoefficient)],
+    )
+    for coefficient in to(
+        [AdaptiveKLCoefficient(0.2, 6.0, 100), estimators.FixedKLCoefficient(0.3), *of_target], model_at
+    ):
         for kl in (12.0, 0.1):
             coefficient.update(torch.tensor(kl, device=at), 10)
             found.append(coefficient())

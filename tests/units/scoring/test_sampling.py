@@ -13,17 +13,10 @@ from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, T
 
 from closeness import assert_near, needs_equal_rows
 from scoring_reference import FullLogits, ids, random_mask, random_sequences
-from torchrl_llm_kl import RetrieveLogProb, ScoreOptions
+from torchrl_llm_kl import LogProbScorer, RememberedModel, RetrieveLogProb, Sampling, ScoreOptions
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import (
-    LogProbScorer,
-    RememberedModel,
-    SamplerMismatchWarning,
-    Sampling,
-    as_sampling,
-    warn_of_mismatch,
-)
+from torchrl_llm_kl.scoring import SamplerMismatchWarning, as_sampling, warn_of_mismatch
 from torchrl_llm_kl.scoring._mismatch import mismatch_of, sampler_of
 from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 

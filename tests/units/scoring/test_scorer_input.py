@@ -13,18 +13,11 @@ from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
-from torchrl_llm_kl import ExactKL, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, make_algorithm, prepare_reference
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
-from torchrl_llm_kl.scoring import (
-    LogProbScorer,
-    ReferenceUpdater,
-    RememberedModel,
-    Sampling,
-    fingerprint_of,
-    placeholders,
-    prepare_reference,
-)
+from torchrl_llm_kl.scoring import ReferenceUpdater, RememberedModel, Sampling, fingerprint_of, placeholders
+from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import FORWARD, tiny_model
 from toy_tokenizer import build_tokenizer
 

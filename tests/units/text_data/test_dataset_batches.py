@@ -15,15 +15,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
 from template_pairs import assistant as said, user
-from torchrl_llm_kl import RetrieveLogProb, make_algorithm
-from torchrl_llm_kl.datasets import (
-    DataError,
-    Skipped,
-    SkippedRowsWarning,
-    from_completions,
-    from_conversations,
-    from_pairs,
-)
+from torchrl_llm_kl import RetrieveLogProb, from_completions, from_conversations, from_pairs, make_algorithm
+from torchrl_llm_kl.datasets import DataError, Skipped, SkippedRowsWarning
 from toy_tokenizer import build_tokenizer
 
 tensordict.set_list_to_stack(True).set()

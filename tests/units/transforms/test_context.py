@@ -16,19 +16,10 @@ from torchrl.modules.llm.policies import ChatHistory
 
 from closeness import assert_near
 from layouts import LAYOUTS, PROMPTS, RESPONSES, at_responses, tokens
-from torchrl_llm_kl import (
-    AfterPrompt,
-    Entropy,
-    RetrieveKL,
-    RetrieveLogProb,
-    RoutedExperts,
-    Sampling,
-    ScoreOptions,
-    TopK,
-    make_algorithm,
-)
+from torchrl_llm_kl import AfterPrompt, Entropy, RetrieveKL, RetrieveLogProb, RoutedExperts, TopK, make_algorithm
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.masks import history_to_messages, render_conversation
+from torchrl_llm_kl.scoring import Sampling, ScoreOptions
 from toy_models import BACKWARD, tiny_model
 from toy_rollouts import make_model, make_scoring_wrapper, steps
 

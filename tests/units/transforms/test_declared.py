@@ -26,18 +26,8 @@ from torchrl.envs.llm.transforms import RetrieveLogProb as TorchRLRetrieveLogPro
 
 from closeness import assert_near
 from layouts import tokens
-from torchrl_llm_kl import (
-    AdaptiveKLCoefficient,
-    ExactKL,
-    Extra,
-    KLComputation,
-    KLKeys,
-    KLRewardTransform,
-    RetrieveKL,
-    RetrieveLogProb,
-    RoutedExperts,
-    TopK,
-)
+from torchrl_llm_kl import AdaptiveKLCoefficient, ExactKL, Extra, KLComputation, KLKeys, KLRewardTransform, RetrieveKL
+from torchrl_llm_kl.transforms import RetrieveLogProb, RoutedExperts, TopK
 from toy_models import FORWARD
 from toy_rollouts import Outcome, make_model, make_scoring_wrapper, steps
 

@@ -14,12 +14,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from layouts import lay_out
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL
-from torchrl_llm_kl.estimators import (
-    AdaptiveKLCoefficient,
-    FixedKLCoefficient,
-    available_estimators,
-    get_estimator,
-)
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, available_estimators, get_estimator
 from toy_rollouts import steps
 
 GEN, REF, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("exact_kl", "full")

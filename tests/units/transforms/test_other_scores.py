@@ -16,15 +16,8 @@ from torchrl.modules.llm.policies.common import LogProbs
 
 from closeness import assert_near
 from layouts import tokens
-from torchrl_llm_kl import (
-    Entropy,
-    ExactKL,
-    KLComputation,
-    RememberedModel,
-    RetrieveKL,
-    RetrieveLogProb,
-    TopK,
-)
+from torchrl_llm_kl.scoring import RememberedModel
+from torchrl_llm_kl.transforms import Entropy, ExactKL, KLComputation, RetrieveKL, RetrieveLogProb, TopK
 from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import OUTCOMES, collect, flat, make_model, steps
 

@@ -11,15 +11,8 @@ from torchrl.envs.llm.transforms import kl as torchrl_kl
 
 from closeness import assert_near
 from layouts import lay_out
-from torchrl_llm_kl import (
-    Advantage,
-    KLComputation,
-    KLRewardTransform,
-    PolicyLoss,
-    RetrieveKL,
-    RetrieveLogProb,
-    make_algorithm,
-)
+from torchrl_llm_kl import KLComputation, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.service import RemoteModel

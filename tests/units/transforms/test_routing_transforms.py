@@ -11,16 +11,8 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from layouts import at_responses, joined, tokens
-from torchrl_llm_kl import (
-    AfterPrompt,
-    LogProbScorer,
-    PolicyLoss,
-    Ragged,
-    RetrieveKL,
-    RetrieveLogProb,
-    RoutedExperts,
-    make_algorithm,
-)
+from torchrl_llm_kl import AfterPrompt, LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, RoutedExperts
+from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference, LossInputs
 from torchrl_llm_kl.ragged import read_ragged
 from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing

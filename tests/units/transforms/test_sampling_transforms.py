@@ -17,19 +17,10 @@ from torchrl.collectors.llm import LLMCollector
 from transformers import LogitsProcessorList
 
 from closeness import assert_near
-from torchrl_llm_kl import (
-    LogProbScorer,
-    PolicyLoss,
-    RecordKept,
-    RetrieveKL,
-    RetrieveLogProb,
-    SamplerMismatchWarning,
-    Sampling,
-    ScoreOptions,
-    make_algorithm,
-)
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, SamplerMismatchWarning, Sampling, ScoreOptions, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import truncate
+from torchrl_llm_kl.transforms import RecordKept, RetrieveKL, RetrieveLogProb
 from toy_models import tiny_model
 from toy_rollouts import steps
 

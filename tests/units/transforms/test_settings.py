@@ -7,23 +7,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.testing import assert_close
 
-from torchrl_llm_kl import (
-    Entropy,
-    KeptTokens,
-    KLComputation,
-    KLKeys,
-    KLRewardTransform,
-    Moments,
-    RetrieveKL,
-    RetrieveLogProb,
-    RetrieveValue,
-    Sampling,
-    ScoreOptions,
-)
+from torchrl_llm_kl import Entropy, KeptTokens, KLComputation, KLKeys, KLRewardTransform, Sampling, ScoreOptions
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
 from torchrl_llm_kl.scoring import prepare_reference
 from torchrl_llm_kl.training._models import load_model
+from torchrl_llm_kl.transforms import Moments, RetrieveKL, RetrieveLogProb, RetrieveValue
 from toy_models import with_lora
 from toy_rollouts import flat, make_model, steps
 
