@@ -64,11 +64,8 @@ def test_the_numbers_of_every_token_equal_the_tensors(tab: Tab, columns: TokenCo
     )
     given, at = columns.columns, span(columns, row)
     assert len(read) == at.stop - at.start
-    expected = {
-        **given,
-        "mismatch": given["old_log_prob"] - given["sampler_log_prob"],
-        "drift": given["log_prob"] - given["old_log_prob"],
-    }
+    old = given["old_log_prob"]
+    expected = {**given, "mismatch": old - given["sampler_log_prob"], "drift": given["log_prob"] - old}
     for i, (where, shown) in enumerate(read, at.start):
         assert f"id {columns.tokens.values[i]} ·" in where
         assert f"token {i - at.start + 1} of {len(read)}" in where
@@ -208,13 +205,8 @@ def test_keys(tab: Tab, columns: TokenColumns) -> None:
     assert not page.locator("#card").is_hidden()
     scored = columns.mask[span(columns, 1)].nonzero().flatten().tolist()
     # u hides what is not scored; the focus is not lost with a hidden token.
-    for key, place in (
-        ("ArrowRight", focused + 1),
-        ("Home", 0),
-        ("u", scored[0]),
-        ("End", scored[-1]),
-        ("Home", scored[0]),
-    ):
+    first, last = scored[0], scored[-1]
+    for key, place in (("ArrowRight", focused + 1), ("Home", 0), ("u", first), ("End", last), ("Home", first)):
         press(key)
         assert tab.focused() == place
     assert not tab.token(0).is_visible()

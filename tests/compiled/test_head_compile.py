@@ -6,14 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from head_reference import PAIR, N, V, make_head, make_targets
-from torchrl_llm_kl.head import (
-    Truncation,
-    linear_log_prob,
-    linear_outcomes,
-    linear_pair,
-    linear_top_k,
-    logits_kl,
-)
+from torchrl_llm_kl.head import Truncation, linear_log_prob, linear_outcomes, linear_pair, linear_top_k, logits_kl
 from torchrl_llm_kl.losses import LossOutput
 
 CHUNK = {"chunk": (3, 40)}

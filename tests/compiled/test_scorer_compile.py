@@ -50,8 +50,6 @@ def total_of(compiled: Any) -> Tensor:
 
 
 # ------------------------------------------------------------------ with the graphs of one model
-
-
 @pytest.mark.smoke
 def test_a_kept_graph_and_freed_memory(shared: list[Any], want: list[Tensor | None]) -> None:
     """A second backward gives the same gradient; nothing is left once the graph is gone."""
@@ -124,8 +122,6 @@ def test_frozen_layers_have_no_backward(shared: list[Any]) -> None:
 
 
 # ------------------------------------------------------------------ how many graphs
-
-
 def replace_layers(model: Any, backend: str) -> None:
     layers = model.get_decoder().layers
     for i, layer in enumerate(layers):

@@ -68,6 +68,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     if any(NOT_BUILT in str(report.longrepr) for report in terminalreporter.stats.get("skipped", ())):
         terminalreporter.section("NOTHING was tested on an accelerator", red=True, bold=True)
-        terminalreporter.line(
-            "tests/device needs a compiler of C++ and Python's headers (apt-get install g++).", red=True
-        )
+        line = "tests/device needs a compiler of C++ and Python's headers (apt-get install g++)."
+        terminalreporter.line(line, red=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -57,12 +58,7 @@ def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from ((f"{name}.values", value.values), (f"{name}.lengths", value.lengths))
 
 
-def assert_same(
-    run: Callable[[torch.device, torch.device], Any],
-    device: torch.device,
-    *,
-    size: float = 1e-5,
-) -> None:
+def assert_same(run: Callable[[torch.device, torch.device], Any], device: torch.device, *, size: float = 1e-5) -> None:
     """``run(device of models, device of data)`` gives the CPU's numbers on the accelerator, with the data there or here."""
     expected = dict(tensors_of(run(CPU, CPU)))
     assert expected, "there is nothing to compare"
@@ -70,14 +66,28 @@ def assert_same(
         found = dict(tensors_of(run(device, place)))
         assert found.keys() == expected.keys()
         for name, want in expected.items():
-            message = f"{name}, with the data on {place}"
-            assert_close(
-                found[name].detach().cpu(),
-                want.detach(),
-                rtol=size,
-                atol=size,
-                msg=lambda text, m=message: f"{m}: {text}",
-            )
+            pair, message = (found[name].detach().cpu(), want.detach()), f"{name}, with the data on {place}"
+            assert_close(*pair, rtol=size, atol=size, msg=lambda text, m=message: f"{m}: {text}")
+
+
+def same_on_both(size: float | Callable[..., float] = 1e-5) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Of ``run(device of models, device of data, *what pytest passes)`` a test with :func:`assert_same`.
+
+    ``size`` may be a function of some of what pytest passes.
+    """
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., None]:
+        def test(device: torch.device, **given: Any) -> None:
+            bound = size(**{n: given[n] for n in inspect.signature(size).parameters}) if callable(size) else size
+            assert_same(lambda model_at, at: run(model_at, at, **given), device, size=bound)
+
+        parameters = list(inspect.signature(test).parameters.values())[:1]
+        parameters += list(inspect.signature(run).parameters.values())[2:]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        test.__name__, test.__doc__, test.__module__ = run.__name__, run.__doc__, run.__module__
+        return test
+
+    return decorate
 
 
 @contextmanager

@@ -50,9 +50,8 @@ def build() -> Path:
     headers = sysconfig.get_path("include")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None or not Path(headers, "Python.h").exists():
-        raise NoCompiler(
-            "no compiler of C++ (apt-get install g++)" if compiler is None else f"no Python.h in {headers}"
-        )
+        needed = f"no Python.h in {headers}" if compiler else "no compiler of C++ (apt-get install g++)"
+        raise NoCompiler(needed)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
         if not library.exists():

@@ -15,14 +15,8 @@ from head_reference import make_head, make_targets, pair
 from parity import no_sync, to
 from scoring_reference import conversation
 from simulated import memory_limit
-from torchrl_llm_kl import (
-    AdaptiveKLCoefficient,
-    DualKLCoefficient,
-    LogProbScorer,
-    PIKLCoefficient,
-    Ragged,
-    prepare_reference,
-)
+from torchrl_llm_kl import AdaptiveKLCoefficient, DualKLCoefficient, LogProbScorer, Ragged, prepare_reference
+from torchrl_llm_kl.estimators import PIKLCoefficient
 from torchrl_llm_kl.head import linear_top_k
 from torchrl_llm_kl.masks import mask_from_prompt_lengths
 from torchrl_llm_kl.rollouts import read_denominators, write_denominators
@@ -37,9 +31,8 @@ from toy_models import tiny_model
 ROWS = conversation()
 HALF = (torch.bfloat16, torch.float16)
 
+
 # ---------------------------------------------------------------------- nothing waits
-
-
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_head(device, dtype, direction):
@@ -90,9 +83,8 @@ def test_rows_that_were_counted_apart(device):
     """On the CPU they raise an error. Here nothing waits for the comparison, and the denominators become NaN."""
     counts = {("policy", "token-mean"): 7.0, ("kl", "seq-mean-token-sum"): 3.0}
     data = TensorDict(batch_size=[2], device=device)
-    write_denominators(
-        data, "n", to({k: torch.tensor(x) for k, x in counts.items()}, device), torch.tensor(5.0, device=device)
-    )
+    numbers = {key: torch.tensor(count) for key, count in counts.items()}
+    write_denominators(data, "n", *to((numbers, torch.tensor(5.0)), device))
     assert read_denominators(data, "n", list(counts)) == {"policy": 7, "kl": 3}
     data["n", "batch"] = torch.tensor([5.0, 6.0])
     found = read_denominators(data, "n", list(counts))
@@ -101,8 +93,6 @@ def test_rows_that_were_counted_apart(device):
 
 
 # ---------------------------------------------------------------------- memory
-
-
 def test_of_an_offloaded_reference_two_layers_and_the_head_are_resident(device):
     sizes: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 256, "intermediate_size": 1024}
     policy: Any = tiny_model("llama", tie_word_embeddings=False, **sizes)
@@ -129,8 +119,6 @@ def test_less_memory_than_a_batch_takes(sim):
 
 
 # ---------------------------------------------------------------------- the kernel for packs in half precision
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("family", ["qwen2", "llama", "mistral", "gpt2", "opt", "cohere"])  # no soft-capping
 def test_variable_length_attention(device, family, dtype):

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from objective_cases import CASES, inputs_of, random_batch
-from parity import assert_same, to
-from torchrl_llm_kl import losses
+from parity import same_on_both, to
+from torchrl_llm_kl import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient, estimators, get_estimator, losses
 from torchrl_llm_kl.advantages import advantage_spec, available_advantages, get_advantage
-from torchrl_llm_kl.estimators import (
-    AdaptiveEntropyCoefficient,
-    AdaptiveKLCoefficient,
-    DualKLCoefficient,
-    FixedKLCoefficient,
-    PIKLCoefficient,
-    available_estimators,
-    exact_kl_from_logits,
-    get_estimator,
-    top_k_divergence,
-)
+from torchrl_llm_kl.estimators import available_estimators, exact_kl_from_logits, top_k_divergence
 
 ROWS, WIDTH = 6, 5
 BATCH = random_batch(0, ROWS, WIDTH)
@@ -41,39 +32,31 @@ def values_and_gradients(function: Any, given: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_objectives(device, case):
+@same_on_both()
+def test_objectives(model_at, at, case):
     name, hyper = CASES[case]
     function, given = losses.get_objective(name), inputs_of(name, BATCH)
     if "selected" in inspect.signature(function).parameters:
         given["selected"] = BATCH["expert_mask"]
-    assert_same(
-        lambda _, at: values_and_gradients(
-            lambda **x: function(**x, **hyper), {name: x.to(at, copy=True) for name, x in given.items()}
-        ),
-        device,
-    )
+    return values_and_gradients(partial(function, **hyper), {key: x.to(at, copy=True) for key, x in given.items()})
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)
-def test_aggregations(device, mode):
-    def run(_, at):
-        value, mask = to((BATCH["log_prob"], BATCH["mask"]), at)
-        out = losses.aggregate(value, mask, mode, **({"max_len": 7} if mode.endswith("norm") else {}))
-        return out, losses.count(mask, mode, **({"max_len": 7} if mode.endswith("norm") else {}))
-
-    assert_same(run, device)
+@same_on_both()
+def test_aggregations(model_at, at, mode):
+    value, mask = to((BATCH["log_prob"], BATCH["mask"]), at)
+    options = {"max_len": 7} if mode.endswith("norm") else {}
+    return losses.aggregate(value, mask, mode, **options), losses.count(mask, mode, **options)
 
 
 ESTIMATORS = [name for name in available_estimators() if name != "exact"]
 
 
-def test_estimators(device):
-    def run(_, at):
-        given = to(BATCH, at)
-        names = ("log_prob", "ref_log_prob", "old_log_prob")
-        return {name: get_estimator(name)(*(given[key] for key in names)) for name in ESTIMATORS}
-
-    assert_same(run, device)
+@same_on_both()
+def test_estimators(model_at, at):
+    given = to(BATCH, at)
+    names = ("log_prob", "ref_log_prob", "old_log_prob")
+    return {name: get_estimator(name)(*(given[key] for key in names)) for name in ESTIMATORS}
 
 
 TERMS: dict[str, Any] = {
@@ -87,23 +70,13 @@ TERMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.filterwarnings("ignore:KL estimator")
-def test_terms(device, name):
-    given = {
-        **BATCH,
-        "entropy": -BATCH["log_prob"],
-        "kl": BATCH["log_prob"] ** 2,
-        "sampler_log_prob": BATCH["old_log_prob"],
-    }
-
-    def run(model_at, at):
-        term = to(TERMS[name], model_at)
-        inputs = {**to(given, at), "log_prob": to(given["log_prob"], at).requires_grad_()}
-        inputs["kl"], inputs["entropy"] = inputs["log_prob"] ** 2, -inputs["log_prob"]
-        (found,) = term(losses.LossInputs(**inputs))
-        value = losses.aggregate(found.value, found.mask, "token-mean") * found.weight
-        return value, torch.autograd.grad(value, inputs["log_prob"])
-
-    assert_same(run, device)
+@same_on_both()
+def test_terms(model_at, at, name):
+    term, given = to(TERMS[name], model_at), to({**BATCH, "sampler_log_prob": BATCH["old_log_prob"]}, at)
+    log_prob = given["log_prob"].requires_grad_()
+    (found,) = term(losses.LossInputs(**given, kl=log_prob**2, entropy=-log_prob))
+    value = losses.aggregate(found.value, found.mask, "token-mean") * found.weight
+    return value, torch.autograd.grad(value, log_prob)
 
 
 CORRECTIONS: dict[str, Any] = {
@@ -119,40 +92,35 @@ CORRECTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
-def test_corrections(device, name):
+@same_on_both()
+def test_corrections(model_at, at, name):
     given = {**BATCH, "entropy": -BATCH["log_prob"], "sampler_log_prob": BATCH["ref_log_prob"]}
-    assert_same(lambda _, at: CORRECTIONS[name](losses.LossInputs(**to(given, at))), device)
+    return CORRECTIONS[name](losses.LossInputs(**to(given, at)))
 
 
-def coefficients() -> list[Any]:
-    of_kl = [AdaptiveKLCoefficient(0.2, 6.0, 100), FixedKLCoefficient(0.3)]
-    of_kl += [PIKLCoefficient(0.2, 0.5, warmup=0), DualKLCoefficient(0.2, 0.5, warmup=0)]
-    return of_kl
+@same_on_both()
+def test_coefficients(model_at, at):
+    found, of_target = (
+        [],
+        [kind(0.2, 0.5, warmup=0) for kind in (estimators.PIKLCoefficient, estimators.DualKLCoefficient)],
+    )
+    for coefficient in to(
+        [AdaptiveKLCoefficient(0.2, 6.0, 100), estimators.FixedKLCoefficient(0.3), *of_target], model_at
+    ):
+        for kl in (12.0, 0.1):
+            coefficient.update(torch.tensor(kl, device=at), 10)
+            found.append(coefficient())
+    entropy = AdaptiveEntropyCoefficient(0.18, 0.5, delta=0.02, high=0.6).to(model_at)
+    entropy.update(torch.tensor(0.4, device=at))
+    return [*found, entropy()]
 
 
-def test_coefficients(device):
-    def run(model_at, at):
-        found = []
-        for coefficient in to(coefficients(), model_at):
-            for kl in (12.0, 0.1):
-                coefficient.update(torch.tensor(kl, device=at), 10)
-                found.append(coefficient())
-        entropy = AdaptiveEntropyCoefficient(0.18, 0.5, delta=0.02, high=0.6).to(model_at)
-        entropy.update(torch.tensor(0.4, device=at))
-        return [*found, entropy()]
-
-    assert_same(run, device)
-
-
-def test_divergences_of_logits(device):
+@same_on_both()
+def test_divergences_of_logits(model_at, at):
     student, teacher = torch.randn(2, 4, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-    def run(_, at):
-        p, q = (x.to(at).log_softmax(-1) for x in (student, teacher))
-        exact = [exact_kl_from_logits(*to((student, teacher), at), direction=d) for d in ("reverse", "forward")]
-        return exact, [top_k_divergence(p, q, beta=beta) for beta in (0.0, 0.3, 1.0)]
-
-    assert_same(run, device)
+    p, q = (x.to(at).log_softmax(-1) for x in (student, teacher))
+    exact = [exact_kl_from_logits(*to((student, teacher), at), direction=d) for d in ("reverse", "forward")]
+    return exact, [top_k_divergence(p, q, beta=beta) for beta in (0.0, 0.3, 1.0)]
 
 
 GROUPS = torch.tensor([3, 5, 3, 5, 3, 3])
@@ -178,10 +146,10 @@ INPUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", available_advantages())
-def test_advantages(device, name):
+@same_on_both()
+def test_advantages(model_at, at, name):
     function = get_advantage(name)
-    spec = advantage_spec(function)
-    given = {key: INPUTS[key] for key in spec.needs}
+    given = {key: INPUTS[key] for key in advantage_spec(function).needs}
     if name in ("gae", "reinforce_plus_plus", "optimal_token_baseline"):
         given["reward"] = BATCH["advantage"]
-    assert_same(lambda _, at: function(**to(given, at)), device)
+    return function(**to(given, at))

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 from transformers import LogitsProcessorList
 
-from parity import assert_same, gradients, to
+from parity import gradients, same_on_both, to
 from seeded import clean, make_tokenizer
 from torchrl_llm_kl import RecordKept, RetrieveLogProb, Sampling, ScoreOptions, diagnose, make_algorithm
 from torchrl_llm_kl.datasets import from_completions
@@ -51,32 +51,27 @@ def test_random_numbers_of_each_device_are_saved_and_restored(device):
     assert [torch.rand(3, device=each).tolist() for each in devices] == first
 
 
-def test_the_doctor_and_the_inspector(device, tmp_path):
-    def run(model_at, at):
-        model, rollout = clean("qwen2", 0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = diagnose(rollout.batch().to(at), policy=to(model, model_at), tokenizer=make_tokenizer())
-        page = tmp_path / "page.html"
-        inspect_tokens(rollout.batch(slice(4)).to(at), make_tokenizer(), page, policy=to(model, model_at))
-        assert "<html" in page.read_text()
-        return found.measures, len(found.findings)
-
-    assert_same(run, device, size=1e-3)  # float32, and quotients of small differences
+@same_on_both(size=0.001)  # float32, and quotients of small differences
+def test_the_doctor_and_the_inspector(model_at, at, tmp_path):
+    model, rollout = clean("qwen2", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = diagnose(rollout.batch().to(at), policy=to(model, model_at), tokenizer=make_tokenizer())
+    page = tmp_path / "page.html"
+    inspect_tokens(rollout.batch(slice(4)).to(at), make_tokenizer(), page, policy=to(model, model_at))
+    assert "<html" in page.read_text()
+    return found.measures, len(found.findings)
 
 
-def test_rows_of_a_dataset(device):
+@same_on_both()
+def test_rows_of_a_dataset(model_at, at):
     rows = [{"prompt": f"say {i}", "completion": "yes" * (i + 1)} for i in range(3)]
-
-    def run(model_at, at):
-        tokenizer = chat_tokenizer()
-        model = make_model(tokenizer, seed=0).double().to(model_at)
-        parts = make_algorithm("sft", model)
-        data = parts.prepare(from_completions(rows, tokenizer).to(at))
-        out = parts.loss(data)
-        return out, gradients(out.total_loss, model)
-
-    assert_same(run, device)
+    tokenizer = chat_tokenizer()
+    model = make_model(tokenizer, seed=0).double().to(model_at)
+    parts = make_algorithm("sft", model)
+    data = parts.prepare(from_completions(rows, tokenizer).to(at))
+    out = parts.loss(data)
+    return out, gradients(out.total_loss, model)
 
 
 def test_kept_tokens_of_a_sampler_are_recorded_and_replayed(device):

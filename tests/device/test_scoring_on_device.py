@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from layouts import tokens
-from parity import CPU, assert_same, gradients, to
+from parity import CPU, gradients, same_on_both, to
 from scoring_reference import FakeBackend, FullLogits, conversation, engine, random_mask
 from torchrl_llm_kl import LogProbScorer, Ragged, RememberedModel, Sampling, prepare_reference
 from torchrl_llm_kl.scoring import ReferenceUpdater, TokenCritic
@@ -46,169 +46,131 @@ def everything(scorer: LogProbScorer, at: torch.device, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_scores(device, case):
+@same_on_both(size=lambda case: 2e-2 if case == "autocast" else 1e-5)
+def test_scores(model_at, at, case):
     settings, asked = CASES[case]
-
-    def run(model_at, at):
-        scorer = LogProbScorer(tiny_model("llama").to(model_at), **settings)
-        return [everything(scorer, at, **asked) for _ in range(2 if case == "remember" else 1)]
-
-    assert_same(run, device, size=2e-2 if case == "autocast" else 1e-5)
+    scorer = LogProbScorer(tiny_model("llama").to(model_at), **settings)
+    return [everything(scorer, at, **asked) for _ in range(2 if case == "remember" else 1)]
 
 
 @pytest.mark.parametrize("case", ["packs", "padded", "top-p", "all-kinds"])
-def test_gradients(device, case):
+@same_on_both(size=1e-5)
+def test_gradients(model_at, at, case):
     settings, asked = CASES[case]
-
-    def run(model_at, at):
-        model = wide("gemma2").to(model_at)
-        keep = {name: x for name, x in asked.items() if name == "entropy"}
-        return gradients(everything(LogProbScorer(model, **settings), at, grad=True, **keep), model)
-
-    assert_same(run, device, size=1e-5)
+    model = wide("gemma2").to(model_at)
+    keep = {name: x for name, x in asked.items() if name == "entropy"}
+    return gradients(everything(LogProbScorer(model, **settings), at, grad=True, **keep), model)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES])
-def test_families(device, family):
-    def run(model_at, at):
-        scorer = LogProbScorer((tiny_model if family in EXPERT_FAMILIES else wide)(family).to(model_at))
-        return scorer.path, scorer.shares_prefixes, everything(scorer, at, **EVERYTHING)
-
-    assert_same(run, device, size=2e-4 if family in EXPERT_FAMILIES else 1e-5)  # experts have no float64 everywhere
+@same_on_both(size=lambda family: 2e-4 if family in EXPERT_FAMILIES else 1e-5)  # experts have no float64 everywhere
+def test_families(model_at, at, family):
+    scorer = LogProbScorer((tiny_model if family in EXPERT_FAMILIES else wide)(family).to(model_at))
+    return scorer.path, scorer.shares_prefixes, everything(scorer, at, **EVERYTHING)
 
 
 @pytest.mark.parametrize("layout", ["padded", "nested", "jagged", "list", "ragged"])
-def test_layouts_of_the_tokens(device, layout):
-    def run(model_at, at):
-        scorer = LogProbScorer(tiny_model().to(model_at))
-        if layout in ("list", "ragged"):
-            rows = to(conversation(), at)
-            return scorer.score(rows if layout == "list" else Ragged.from_list(rows))
-        data = tokens(layout).to(at)
-        if layout == "padded":
-            return scorer.score(data["tokens", "full"], attention_mask=data["masks", "all_attention_mask"])
-        return scorer.score(data["tokens", "full"])
-
-    assert_same(run, device)
+@same_on_both()
+def test_layouts_of_the_tokens(model_at, at, layout):
+    scorer = LogProbScorer(tiny_model().to(model_at))
+    if layout in ("list", "ragged"):
+        rows = to(conversation(), at)
+        return scorer.score(rows if layout == "list" else Ragged.from_list(rows))
+    data = tokens(layout).to(at)
+    if layout == "padded":
+        return scorer.score(data["tokens", "full"], attention_mask=data["masks", "all_attention_mask"])
+    return scorer.score(data["tokens", "full"])
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "jensen_shannon"])
-def test_the_exact_kl(device, direction):
-    def run(model_at, at):
-        model, reference = (wide(seed=seed).to(model_at) for seed in range(2))
-        found = everything(LogProbScorer(model), at, reference=LogProbScorer(reference), direction=direction, grad=True)
-        return found, gradients(found.kl, model)
-
-    assert_same(run, device)
+@same_on_both()
+def test_the_exact_kl(model_at, at, direction):
+    model, reference = (wide(seed=seed).to(model_at) for seed in range(2))
+    found = everything(LogProbScorer(model), at, reference=LogProbScorer(reference), direction=direction, grad=True)
+    return found, gradients(found.kl, model)
 
 
-def test_other_modules_and_wrappers(device):
-    def run(model_at, at):
-        scorer = LogProbScorer(FullLogits(wide()).to(model_at))
-        backend = LogProbScorer(FakeBackend(engine(tiny_model())))  # an engine whose log-probs are of the CPU
-        return everything(scorer, at, entropy=True), everything(backend, at)
-
-    assert_same(run, device)
+@same_on_both()
+def test_other_modules_and_wrappers(model_at, at):
+    scorer = LogProbScorer(FullLogits(wide()).to(model_at))
+    backend = LogProbScorer(FakeBackend(engine(tiny_model())))  # an engine whose log-probs are of the CPU
+    return everything(scorer, at, entropy=True), everything(backend, at)
 
 
 @pytest.mark.parametrize("how", ["bfloat16", "int8", "offloaded", "offloaded-int8"])
-def test_references(device, how):
+@same_on_both(size=lambda how: 2e-2 if how == "bfloat16" else 1e-5)
+def test_references(model_at, at, how):
     dtype = {"bfloat16": torch.bfloat16, "offloaded": None}.get(how, torch.int8)
-
-    def run(model_at, at):
-        offload = {"offload_to": model_at} if "offloaded" in how else {}
-        model = prepare_reference(tiny_model("llama"), dtype=dtype, **offload)
-        scorer = LogProbScorer(model if offload else model.to(model_at))
-        return [everything(scorer, at, **EVERYTHING) for _ in range(2)][-1].log_prob
-
-    assert_same(run, device, size=2e-2 if how == "bfloat16" else 1e-5)
+    offload = {"offload_to": model_at} if "offloaded" in how else {}
+    model = prepare_reference(tiny_model("llama"), dtype=dtype, **offload)
+    scorer = LogProbScorer(model if offload else model.to(model_at))
+    return [everything(scorer, at, **EVERYTHING) for _ in range(2)][-1].log_prob
 
 
-def test_adapters(device):
-    def run(model_at, at):
-        torch.manual_seed(0)
-        model = with_lora(wide("llama")).to(model_at)
-        policy, base = LogProbScorer(model), LogProbScorer(model, adapters=False)
-        found = everything(policy, at, reference=base, grad=True)
-        return found, gradients(found.kl, model)
-
-    assert_same(run, device)
+@same_on_both()
+def test_adapters(model_at, at):
+    torch.manual_seed(0)
+    model = with_lora(wide("llama")).to(model_at)
+    policy, base = LogProbScorer(model), LogProbScorer(model, adapters=False)
+    found = everything(policy, at, reference=base, grad=True)
+    return found, gradients(found.kl, model)
 
 
-def test_checkpointing(device):
-    def run(model_at, at):
-        model: Any = wide("llama").to(model_at).train()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        return gradients(everything(LogProbScorer(model), at, grad=True), model)
-
-    assert_same(run, device)
+@same_on_both()
+def test_checkpointing(model_at, at):
+    model: Any = wide("llama").to(model_at).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return gradients(everything(LogProbScorer(model), at, grad=True), model)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_routing_is_recorded_and_replayed(device, family):
-    def run(model_at, at):
-        model = tiny_model(family).to(model_at)
-        recorded = everything(LogProbScorer(model), at, record_routing=True)
-        replayed = LogProbScorer(model).score(to(BATCH, at), to(MASK, at), routing=recorded.routing)
-        return recorded, replayed
-
-    assert_same(run, device, size=2e-4)
+@same_on_both(size=2e-4)
+def test_routing_is_recorded_and_replayed(model_at, at, family):
+    model = tiny_model(family).to(model_at)
+    recorded = everything(LogProbScorer(model), at, record_routing=True)
+    replayed = LogProbScorer(model).score(to(BATCH, at), to(MASK, at), routing=recorded.routing)
+    return recorded, replayed
 
 
-def test_kept_tokens_are_replayed(device):
-    def run(model_at, at):
-        policy, reference = (LogProbScorer(tiny_model(seed=seed).to(model_at), sampling=TRUNCATED) for seed in range(2))
-        found = everything(policy, at, return_kept=True)
-        return reference.evaluate(to(BATCH, at), to(MASK, at), kept=found.kept, entropy=True)
-
-    assert_same(run, device)
+@same_on_both()
+def test_kept_tokens_are_replayed(model_at, at):
+    policy, reference = (LogProbScorer(tiny_model(seed=seed).to(model_at), sampling=TRUNCATED) for seed in range(2))
+    found = everything(policy, at, return_kept=True)
+    return reference.evaluate(to(BATCH, at), to(MASK, at), kept=found.kept, entropy=True)
 
 
-def test_scores_are_remembered_on_disk(device, tmp_path):
-    def run(model_at, at):
-        folder = tmp_path / f"{model_at}-{at}".replace(":", "")
-        model = RememberedModel(tiny_model().to(model_at), folder)
-        return [everything(model.make_scorer(), at) for _ in range(2)]
-
-    assert_same(run, device)
+@same_on_both()
+def test_scores_are_remembered_on_disk(model_at, at, tmp_path):
+    folder = tmp_path / f"{model_at}-{at}".replace(":", "")
+    model = RememberedModel(tiny_model().to(model_at), folder)
+    return [everything(model.make_scorer(), at) for _ in range(2)]
 
 
-def test_explanations(device):
-    def run(model_at, at):
-        return vars(LogProbScorer(tiny_model().to(model_at)).explain(to(conversation(), at), row=2, token=30))
-
-    assert_same(run, device)
+@same_on_both()
+def test_explanations(model_at, at):
+    return vars(LogProbScorer(tiny_model().to(model_at)).explain(to(conversation(), at), row=2, token=30))
 
 
-def test_critics(device):
-    def run(model_at, at):
-        critic = TokenCritic(wide()).to(model_at)
-        nn.init.ones_(critic.head.weight)
-        values = critic(to(BATCH, at), to(MASK, at))
-        return values, gradients(values, critic)
-
-    assert_same(run, device, size=1e-5)
+@same_on_both(size=1e-5)
+def test_critics(model_at, at):
+    critic = TokenCritic(wide()).to(model_at)
+    nn.init.ones_(critic.head.weight)
+    values = critic(to(BATCH, at), to(MASK, at))
+    return values, gradients(values, critic)
 
 
-def test_a_reference_follows_the_policy(device):
-    def run(model_at, at):
-        policy, reference = (tiny_model(seed=seed).to(model_at) for seed in range(2))
-        scorer = LogProbScorer(reference)
-        before, updater = everything(scorer, at), ReferenceUpdater(reference, policy, decay=0.3, reset_every=2)
-        averaged = (updater.step(), everything(scorer, at))
-        return before, averaged, (updater.step(), everything(scorer, at))
-
-    assert_same(run, device)
+@same_on_both()
+def test_a_reference_follows_the_policy(model_at, at):
+    policy, reference = (tiny_model(seed=seed).to(model_at) for seed in range(2))
+    scorer = LogProbScorer(reference)
+    before, updater = everything(scorer, at), ReferenceUpdater(reference, policy, decay=0.3, reset_every=2)
+    averaged = (updater.step(), everything(scorer, at))
+    return before, averaged, (updater.step(), everything(scorer, at))
 
 
-def test_a_reference_on_the_second_device(device):
+@same_on_both()
+def test_a_reference_on_the_second_device(model_at, at):
     if torch.accelerator.device_count() < 2:
         pytest.skip("needs two accelerators")
-    second = torch.device(device.type, 1)
-
-    def run(model_at, at):
-        model, reference = tiny_model().to(model_at), tiny_model(seed=1).to(second if model_at != CPU else CPU)
-        scores = [everything(LogProbScorer(each), at) for each in (model, reference)]
-        return scores
-
-    assert_same(run, device)
+    reference = tiny_model(seed=1).to(CPU if model_at == CPU else torch.device(model_at.type, 1))
+    return [everything(LogProbScorer(each), at) for each in (tiny_model().to(model_at), reference)]

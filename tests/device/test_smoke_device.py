@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parity import CPU, assert_same, gradients
+from parity import CPU, gradients, same_on_both
 from policy_batches import batch
 from torchrl_llm_kl import PolicyLoss, RetrieveKL
 from torchrl_llm_kl.losses import KLToReference
@@ -14,16 +14,14 @@ from toy_models import tiny_model
 pytestmark = pytest.mark.smoke
 
 
-def test_a_step_of_grpo(device):
-    def run(model_at, at):
-        model = tiny_model().double().to(model_at)
-        second = torch.device(model_at.type, torch.accelerator.device_count() - 1) if model_at != CPU else CPU
-        reference = tiny_model(seed=1).double().to(second)
-        data = RetrieveKL(model, reference, coeff=0.1)(batch().exclude("next").to(at))
-        out = PolicyLoss(model, terms=[KLToReference(0.1)])(data)
-        return data, out, gradients(out.total_loss, model)
-
-    assert_same(run, device)
+@same_on_both()
+def test_a_step_of_grpo(model_at, at):
+    model = tiny_model().double().to(model_at)
+    second = torch.device(model_at.type, torch.accelerator.device_count() - 1) if model_at != CPU else CPU
+    reference = tiny_model(seed=1).double().to(second)
+    data = RetrieveKL(model, reference, coeff=0.1)(batch().exclude("next").to(at))
+    out = PolicyLoss(model, terms=[KLToReference(0.1)])(data)
+    return data, out, gradients(out.total_loss, model)
 
 
 def test_the_package_names_no_accelerator_that_is_absent(sim):

@@ -10,7 +10,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from layouts import LAYOUTS, PROMPTS, RESPONSES, joined, tokens
-from parity import CPU, assert_same, gradients, to
+from parity import CPU, gradients, same_on_both, to
 from policy_batches import batch
 from torchrl_llm_kl import (
     AfterPrompt,
@@ -80,12 +80,10 @@ TRANSFORMS: dict[str, Any] = {
         *((n, x) for n in TRANSFORMS for x in ("padded", "lazy") if n != "RetrieveKL"),
     ],
 )
-def test_transforms(device, name, layout):
-    def run(model_at, at):
-        transform = TRANSFORMS[name](wide().to(model_at), wide(1).to(model_at)).to(model_at)
-        return transform(rollout(layout, at))
-
-    assert_same(run, device)
+@same_on_both()
+def test_transforms(model_at, at, name, layout):
+    transform = TRANSFORMS[name](wide().to(model_at), wide(1).to(model_at)).to(model_at)
+    return transform(rollout(layout, at))
 
 
 EXTRAS: dict[str, Any] = {
@@ -98,53 +96,42 @@ EXTRAS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", EXTRAS)
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
-def test_extras(device, name, layout):
-    def run(model_at, at):
-        more = (
-            {"log_probs__full": [[-1.0] * len(row) for row in joined(PROMPTS, RESPONSES)]} if name == "sampler" else {}
-        )
-        transform = RetrieveLogProb(wide().to(model_at), extras=EXTRAS[name](wide(1).to(model_at)))
-        return transform(rollout(layout, at, **more))
-
-    assert_same(run, device)
+@same_on_both()
+def test_extras(model_at, at, name, layout):
+    more = {"log_probs__full": [[-1.0] * len(row) for row in joined(PROMPTS, RESPONSES)]} if name == "sampler" else {}
+    transform = RetrieveLogProb(wide().to(model_at), extras=EXTRAS[name](wide(1).to(model_at)))
+    return transform(rollout(layout, at, **more))
 
 
 @pytest.mark.parametrize("estimator", ["k3", "corrected_k3", "exact"])
-def test_estimators_of_the_penalty(device, estimator):
-    def run(model_at, at):
-        transform = RetrieveKL(wide().to(model_at), wide(1).to(model_at), estimator=estimator, coeff=0.3, detach=False)
-        return transform(rollout("padded", at))
-
-    assert_same(run, device)
+@same_on_both()
+def test_estimators_of_the_penalty(model_at, at, estimator):
+    transform = RetrieveKL(wide().to(model_at), wide(1).to(model_at), estimator=estimator, coeff=0.3, detach=False)
+    return transform(rollout("padded", at))
 
 
-def test_a_truncated_sampler_and_recorded_routing(device):
-    def run(model_at, at):
-        options = ScoreOptions(Sampling(0.8, top_k=20, top_p=0.9))
-        kept = RetrieveKL(wide().to(model_at), wide(1).to(model_at), options=options)(rollout("padded", at))
-        experts = tiny_model("mixtral").to(model_at)
-        routed = RetrieveLogProb(experts, extras=[RoutedExperts()])
-        return kept, routed(routed(rollout("padded", at)))
-
-    assert_same(run, device, size=1e-4)  # experts are float32
+@same_on_both(size=1e-4)  # experts are float32
+def test_a_truncated_sampler_and_recorded_routing(model_at, at):
+    options = ScoreOptions(Sampling(0.8, top_k=20, top_p=0.9))
+    kept = RetrieveKL(wide().to(model_at), wide(1).to(model_at), options=options)(rollout("padded", at))
+    experts = tiny_model("mixtral").to(model_at)
+    routed = RetrieveLogProb(experts, extras=[RoutedExperts()])
+    return kept, routed(routed(rollout("padded", at)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_their_loss(device, layout):
-    def run(model_at, at):
-        torch.manual_seed(0)
-        critic = TokenCritic(wide(2)).to(model_at)
-        torch.nn.init.ones_(critic.head.weight)
-        target = [[0.5 * len(row)] * len(row) for row in joined(PROMPTS, RESPONSES)]
-        data = RetrieveValue(critic)(rollout(layout, at, value_target=target))
-        loss = ValueLoss(critic)(data)
-        return data, loss, gradients(loss, critic)
-
-    assert_same(run, device)
+@same_on_both()
+def test_values_and_their_loss(model_at, at, layout):
+    torch.manual_seed(0)
+    critic = TokenCritic(wide(2)).to(model_at)
+    torch.nn.init.ones_(critic.head.weight)
+    target = [[0.5 * len(row)] * len(row) for row in joined(PROMPTS, RESPONSES)]
+    data = RetrieveValue(critic)(rollout(layout, at, value_target=target))
+    loss = ValueLoss(critic)(data)
+    return data, loss, gradients(loss, critic)
 
 
 # ---------------------------------------------------------------------- advantages
-
 PROMPTS_OF_GROUPS = [[5, 6, 7], [5, 6, 8], [5, 6, 7], [6, 7], [5, 6, 8], [5, 6, 7]]
 _ROWS = [torch.tensor(row) for row in PROMPTS_OF_GROUPS]
 GROUPS: dict[str, Any] = {
@@ -157,40 +144,30 @@ GROUPS: dict[str, Any] = {
 ADVANTAGES: dict[str, dict[str, Any]] = {
     **{f"group by {form}": {"group_key": "group"} for form in GROUPS},
     "consecutive": {"group_size": 3},
-    "of whole trajectories": {"advantage": "gigpo", "group_key": "group"},
+    "of whole trajectories": {"name": "gigpo", "group_key": "group"},
 }
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_the_advantage_transform(device, name):
-    settings = dict(ADVANTAGES[name])
-
-    def run(_, at):
-        data = TensorDict(batch_size=[6])
-        data["next", "reward"] = torch.tensor([[1.0], [4.0], [2.0], [5.0], [0.0], [6.0]])
-        data["group"] = GROUPS[name.split()[-1] if "by" in name else "integers"]
-        data["run"], data["step"] = torch.arange(6) // 2, torch.arange(6) % 2
-        data["state"], data["done"] = data["step"].clone(), data["step"].bool()
-        data["next", "done"] = data["step"].bool()
-        return Advantage(settings.get("advantage", "grpo"), **{k: v for k, v in settings.items() if k != "advantage"})(
-            data.to(at)
-        )["advantage"]
-
-    assert_same(run, device)
+@same_on_both()
+def test_the_advantage_transform(model_at, at, name):
+    data = TensorDict(batch_size=[6])
+    data["next", "reward"] = torch.tensor([[1.0], [4.0], [2.0], [5.0], [0.0], [6.0]])
+    data["group"] = GROUPS[name.split()[-1] if "by" in name else "integers"]
+    data["run"], data["step"] = torch.arange(6) // 2, torch.arange(6) % 2
+    data["state"], data["done"] = data["step"].clone(), data["step"].bool()
+    data["next", "done"] = data["step"].bool()
+    return Advantage(**{"name": "grpo", **ADVANTAGES[name]})(data.to(at))["advantage"]
 
 
 # ---------------------------------------------------------------------- PolicyLoss
-
-
 @pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
-def test_policy_loss_in_every_layout(device, layout):
-    def run(model_at, at):
-        model = wide().to(model_at)
-        loss = PolicyLoss(model, terms=[losses.KLToReference(0.3), losses.EntropyBonus(0.1)])
-        out = loss(batch(layout=layout).to(at))
-        return out, gradients(total(out), model)
-
-    assert_same(run, device)
+@same_on_both()
+def test_policy_loss_in_every_layout(model_at, at, layout):
+    model = wide().to(model_at)
+    loss = PolicyLoss(model, terms=[losses.KLToReference(0.3), losses.EntropyBonus(0.1)])
+    out = loss(batch(layout=layout).to(at))
+    return out, gradients(total(out), model)
 
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -204,52 +181,43 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_parts_of_policy_loss(device, name):
-    def run(model_at, at):
-        model = wide().to(model_at)
-        loss = PolicyLoss(model, **{key: to(value, model_at) for key, value in PARTS[name].items()})
-        out = loss(batch().to(at))
-        return out, gradients(total(out), model)
-
-    assert_same(run, device)
+@same_on_both()
+def test_parts_of_policy_loss(model_at, at, name):
+    model = wide().to(model_at)
+    loss = PolicyLoss(model, **{key: to(value, model_at) for key, value in PARTS[name].items()})
+    out = loss(batch().to(at))
+    return out, gradients(total(out), model)
 
 
 @pytest.mark.parametrize("second", [False, True])
-def test_the_exact_kl_to_a_reference_beside_the_policy_or_on_another_device(device, second):
+@same_on_both()
+def test_the_exact_kl_to_a_reference_beside_the_policy_or_on_another_device(model_at, at, second):
     if second and torch.accelerator.device_count() < 2:
         pytest.skip("needs two accelerators")
-
-    def run(model_at, at):
-        model = wide().to(model_at)
-        reference = wide(1).to(torch.device(model_at.type, 1) if second and model_at != CPU else model_at)
-        term = losses.KLToReference(0.3, "k2" if second else "exact")
-        data = batch().to(at)
-        if second:
-            data = RetrieveKL(model, reference, add_to_reward=False)(data.exclude("next"))
-        loss = PolicyLoss(model, terms=[term], **({} if second else {"reference": reference}))
-        out = loss(data)
-        return data, out, gradients(total(out), model)
-
-    assert_same(run, device)
+    model = wide().to(model_at)
+    reference = wide(1).to(torch.device(model_at.type, 1) if second and model_at != CPU else model_at)
+    term = losses.KLToReference(0.3, "k2" if second else "exact")
+    data = batch().to(at)
+    if second:
+        data = RetrieveKL(model, reference, add_to_reward=False)(data.exclude("next"))
+    loss = PolicyLoss(model, terms=[term], **({} if second else {"reference": reference}))
+    out = loss(data)
+    return data, out, gradients(total(out), model)
 
 
 # ---------------------------------------------------------------------- algorithms
-
 TASK = chain()
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_algorithms(device, name):
+@same_on_both()
+def test_algorithms(model_at, at, name):
     """Prepare a batch, and the gradients of all its losses, whole and in micro-batches."""
-
-    def run(model_at, at):
-        uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
-        actor, reference = TASK.policy().to(model_at), uniform.to(model_at)
-        critic = {"critic": TabularCritic(TASK).to(model_at)} if ALGORITHMS[name].use_critic else {}
-        parts = made(name, actor, reference, **critic)
-        data = parts.prepare(rows_of_all(name=name).to(at))
-        out = [loss(data) for loss in parts.losses]
-        split = [loss(piece) for piece in parts.micro_batches(data, 2) for loss in parts.losses]
-        return data, out, gradients(out, actor, *critic.values()), gradients(split, actor)
-
-    assert_same(run, device)
+    uniform = TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
+    actor, reference = TASK.policy().to(model_at), uniform.to(model_at)
+    critic = {"critic": TabularCritic(TASK).to(model_at)} if ALGORITHMS[name].use_critic else {}
+    parts = made(name, actor, reference, **critic)
+    data = parts.prepare(rows_of_all(name=name).to(at))
+    out = [loss(data) for loss in parts.losses]
+    split = [loss(piece) for piece in parts.micro_batches(data, 2) for loss in parts.losses]
+    return data, out, gradients(out, actor, *critic.values()), gradients(split, actor)

@@ -33,9 +33,8 @@ def main(top: Path) -> None:
         return
     top.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(top).free) < NEEDED:
-        raise SystemExit(
-            f"The engines are not tested: {top} has {free / 2**30:.1f} GiB free, vLLM needs {NEEDED / 2**30:.0f}."
-        )
+        free = f"{free / 2**30:.1f} GiB"
+        raise SystemExit(f"The engines are not tested: {top} has {free} free, vLLM needs {NEEDED / 2**30:.0f}.")
     venv.create(folder, with_pip=True, clear=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
     if subprocess.run([*pip, "--requirement", str(requirements(top))], check=False).returncode:

@@ -41,8 +41,6 @@ def rollout(server: VllmServer) -> Rollout:
 
 
 # ------------------------------------------------------------------ a reference
-
-
 class TestContract(EngineContract):
     @pytest.fixture
     def served(self, server: VllmServer, policy: nn.Module) -> Served:
@@ -93,8 +91,6 @@ def test_switches_of_the_tests_own_server(server: VllmServer) -> None:
 
 
 # ------------------------------------------------------------------ a sampler
-
-
 def test_log_probs_of_its_samples(rollout: Rollout, policy: nn.Module, measured: dict[str, Any]) -> None:
     rows, mask, theirs = sampled(rollout)
     off = LogProbScorer(policy).score(rows, mask).values[mask].double() - theirs
@@ -154,9 +150,7 @@ def grpo(begin: nn.Module, sampling: Any, push: Any) -> tuple[list[float], list[
     return kl, mismatch
 
 
-def test_grpo_with_weights_pushed_after_each_step(
-    server: VllmServer, policy: nn.Module, rollout: Rollout, tmp_path: Path, checkpoints: Path, measured: dict[str, Any]
-) -> None:
+def test_grpo_with_weights_pushed_after_each_step(server, policy, rollout, tmp_path, checkpoints, measured):
     """By a checkpoint and a reload: transfers of weights need NCCL or CUDA IPC."""
     begin, prompts = trained(policy, rollout, 8, 1).requires_grad_(True), make_prompts(4, 5)
 
@@ -178,20 +172,15 @@ def test_grpo_with_weights_pushed_after_each_step(
 
 
 # ------------------------------------------------------------------ a teacher
-
-
-def test_distillation_from_a_service_of_it(
-    ray_cluster: None, server: VllmServer, rollout: Rollout, measured: dict[str, Any]
-) -> None:
+def test_distillation_from_a_service_of_it(ray_cluster, server, rollout, measured):
     """Twenty steps of ``gkd`` are those with the same teacher here."""
     factory = partial(HTTPEngine, server.url, model=MODEL, timeout=LONG)
     with ScoringService(factory=factory, name="teacher", num_cpus=0.1, timeout=LONG) as service:
         losses = [distil(teacher, rollout) for teacher in (make("dense"), service.model)]
         service.shutdown()
     off = max(abs(a - b) for a, b in zip(*losses, strict=True))
-    measured["gkd, 20 steps: largest difference of the losses"] = (
-        f"{off:.2g}, first {losses[0][0]:.3g}, last {losses[0][-1]:.3g}"
-    )
+    first, last = losses[0][0], losses[0][-1]
+    measured["gkd, 20 steps: largest difference of the losses"] = f"{off:.2g}, first {first:.3g}, last {last:.3g}"
     assert off < 1e-5
     assert losses[0][-1] < 0.8 * losses[0][0]
 
@@ -211,11 +200,7 @@ def distil(teacher: Any, rollout: Rollout) -> list[float]:
 
 
 # ------------------------------------------------------------------ the last test: this server ends
-
-
-def test_it_is_killed_and_comes_back_as_another(
-    server: VllmServer, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, measured: dict[str, Any]
-) -> None:
+def test_it_is_killed_and_comes_back_as_another(server, checkpoints, monkeypatch, measured):
     """With another model in bfloat16, processed log-probs, a key, and without a prefix cache."""
     rows = Ragged.from_list([torch.arange(1, 30)])
     first = HTTPEngine(server.url, model=MODEL, timeout=LONG)

@@ -45,11 +45,8 @@ def choices(server: VllmServer) -> list[tuple[Tensor, dict[str, Any]]]:
     """Prompts and what came back, two answers each; the last prompt has more than a block of the prefix cache."""
     prompts = [*make_prompts(3, 0), torch.arange(150)]
     settings = {"temperature": SAMPLING.temperature, "top_k": SAMPLING.top_k, "max_tokens": 12}
-    return [
-        (p, choice)
-        for i, p in enumerate(prompts)
-        for choice in server.generate(p.tolist(), n=2, seed=10 * i, **settings)
-    ]
+    answers = [server.generate(p.tolist(), n=2, seed=10 * i, **settings) for i, p in enumerate(prompts)]
+    return [(p, choice) for p, choices in zip(prompts, answers, strict=True) for choice in choices]
 
 
 def whole(choices: list[tuple[Tensor, dict[str, Any]]]) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -23,9 +23,8 @@ def error_of(result: Any) -> str:
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     """Rows as JSON lines; text as it is."""
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
-    )
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path
 
 

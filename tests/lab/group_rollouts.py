@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torchrl.envs import EnvBase, Transform
 
-from toy_rollouts import Rewarded, make_env, plain_log_probs, steps
+from toy_rollouts import Rewarded, make_env, steps
 
 GROUP = 4
 ROWS = 2 * GROUP
@@ -40,21 +41,18 @@ def group_env(tokenizer: Any, *transforms: Transform, rows: int = ROWS, group: i
     return make_env(tokenizer, *transforms, envs=rows, group=group, reward=Rewarded(_even_shares), **options)
 
 
-def scored(model: nn.Module, step: TensorDictBase) -> Tensor:
-    """Log-probs of the sampled tokens by one plain forward, with graph."""
-    ids = _ids(step)
-    count = len(response(step))
-    log_probs = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    return log_probs[:-1].gather(-1, ids[1:, None])[-count:, 0]
+def scored(model: nn.Module, batch: TensorDictBase) -> list[Tensor]:
+    """Log-probs of the sampled tokens of each row by a plain forward, padded on the right; with graph."""
+    rows = [step["tokens", "full"][step["masks", "all_attention_mask"]] for step in steps(batch)]
+    logits = model(input_ids=pad_sequence(rows, True)).logits.log_softmax(-1)
+    all_ = [x[: len(ids) - 1].gather(-1, ids[1:, None])[:, 0] for x, ids in zip(logits, rows, strict=True)]
+    return [values[-len(response(step)) :] for values, step in zip(all_, steps(batch), strict=True)]
 
 
 def without_graph(model: nn.Module, batch: TensorDictBase) -> list[Tensor]:
-    """Log-probs of the sampled tokens of each row."""
-    return [plain_log_probs(model, _ids(step))[-len(response(step)) :] for step in steps(batch)]
-
-
-def _ids(step: TensorDictBase) -> Tensor:
-    return step["tokens", "full"][step["masks", "all_attention_mask"]]
+    """:func:`scored` without a graph."""
+    with torch.no_grad():
+        return scored(model, batch)
 
 
 def grpo_advantages(rewards: Sequence[float], group: int = GROUP) -> list[float]:
@@ -77,9 +75,9 @@ def plain_loss(
 ) -> Tensor:
     """PPO's dual-clipped surrogate plus ``kl_coeff`` times k2 to the reference: means over the sampled tokens of a batch."""
     objective, kl = [], []
-    for step, old_row, ref_row in zip(steps(batch), old, ref, strict=True):
+    for step, new_row, old_row, ref_row in zip(steps(batch), scored(model, batch), old, ref, strict=True):
         advantage = float(step["advantage"].flatten()[0])
-        for now, was, base in zip(scored(model, step), old_row, ref_row, strict=True):
+        for now, was, base in zip(new_row, old_row, ref_row, strict=True):
             ratio = (now - was).exp()
             clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
             value = torch.max(-advantage * ratio, -advantage * clipped)

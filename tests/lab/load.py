@@ -32,9 +32,8 @@ def request_of(
     rows: Sequence[Sequence[int]], mask: Any = None, *, records: Mapping[str, Any] | None = None, **given: Any
 ) -> Request:
     """A request of a client; ``given`` holds options, and other fields of :class:`Request`."""
-    envelope = {
-        name: given.pop(name) for name in ("version", "caller", "newest", "suspect", "timeout") if name in given
-    }
+    names = ("version", "caller", "newest", "suspect", "timeout")
+    envelope = {name: given.pop(name) for name in names if name in given}
     scored = ScoreRequest.of(rows, mask, **(records or {}))
     return Request(scored, ScoreOptions().but(**given), **envelope)
 

@@ -70,8 +70,6 @@ def load(monkeypatch: pytest.MonkeyPatch, package: str, module: str, stubs: Sequ
 
 
 # ------------------------------------------------------------------ verl's corrections
-
-
 def verl(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Its module of rollout corrections."""
     return load(monkeypatch, "verl", "verl.trainer.ppo.rollout_corr_helper", stubs=("omegaconf", "verl.protocol"))

@@ -2,12 +2,24 @@
 
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import pytest
 import tensordict
 
+from toy_models import tiny_model
 from toy_rollouts import make_model, make_tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _imported_before_the_first_test() -> None:
+    """What transformers, tensordict and ``with_lora`` import at their first use takes more than a test may."""
+    tiny_model()
+    for name in ("pandas", "peft"):
+        with suppress(ImportError):
+            import_module(name)
 
 
 @pytest.fixture(autouse=True)

@@ -52,8 +52,6 @@ def make_model(family: str, seed: int, **config: Any) -> nn.Module:
 
 
 # ------------------------------------------------------------------ rollouts
-
-
 @dataclass
 class Rollout:
     """Prompts, answers and the sampler's log-probs, a row each."""
@@ -144,11 +142,11 @@ def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int, lr: float
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     rng = torch.Generator().manual_seed(seed)
     for step in range(steps):
+        pairs = list(zip(rollout.prompts, rollout.answers, strict=True))[step % 4 :: 8]
+        ids = torch.nn.utils.rnn.pad_sequence([torch.cat(pair) for pair in pairs], True)
         loss = torch.zeros(())
-        for row in range(step % 4, len(rollout.prompts), 8):
-            prompt, answer = rollout.prompts[row], rollout.answers[row]
-            ids = torch.cat([prompt, answer])[None]
-            log_probs = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        for (prompt, answer), logits in zip(pairs, model(input_ids=ids).logits, strict=True):
+            log_probs = logits[len(prompt) - 1 :][: len(answer)].float().log_softmax(-1)
             advantage = torch.randn((), generator=rng)
             loss = loss - advantage * log_probs.gather(-1, answer[:, None]).sum()
         optimizer.zero_grad()
@@ -158,7 +156,6 @@ def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int, lr: float
 
 
 # ------------------------------------------------------------------ faults
-
 Seeded = tuple[TensorDictBase, dict[str, Any]]
 Fault = Callable[[str, int], Seeded]
 
@@ -214,10 +211,8 @@ off_by_one = fault(
     "Log-probs are one position late.",
     stored=lambda rollout: {"log_probs": [torch.cat([x[:1] * 0, x[:-1]]) for x in rollout.log_probs]},
 )
-retokenised = fault(
-    "Answers are decoded and encoded again; the log-probs of the sampled tokens stay beside them.",
-    stored=_encoded_again,
-)
+BESIDE = "Answers are decoded and encoded again; the log-probs of the sampled tokens stay beside them."
+retokenised = fault(BESIDE, stored=_encoded_again)
 chat_template = fault("The engine renders with another template; the trainer keeps its own.", template=ZEPHYR)
 zeros = fault(
     "A cache of prefixes returns 0 for the first tokens of half the answers.",
@@ -279,8 +274,6 @@ def columns_of(
     """A batch with these columns; a first masked-out token, the prompt, is added to each sequence."""
     tokens = Ragged.from_list([torch.arange(len(row) + 1) for row in mask])
     flat = torch.cat([torch.tensor([0, *row]) for row in mask]).bool()
-    columns = {
-        name: torch.tensor([x for row in values for x in (math.nan, *row)], dtype=torch.float64)
-        for name, values in named.items()
-    }
+    padded = {name: [x for row in values for x in (math.nan, *row)] for name, values in named.items()}
+    columns = {name: torch.tensor(values, dtype=torch.float64) for name, values in padded.items()}
     return TokenColumns(tokens, flat, columns, rows or {})

@@ -131,9 +131,8 @@ def _templates_of(path: PurePosixPath, text: str) -> Iterator[tuple[str, str]]:
     elif path.suffix == ".py" and "{%" in text and "messages" in text:
         module = path.stem if path.stem != "__init__" else path.parent.name
         with suppress(SyntaxError):
-            yield from (
-                (f"{module}.{name}".rstrip("."), template) for name, template in _in_python(ast.parse(text), "")
-            )
+            found = _in_python(ast.parse(text), "")
+            yield from ((f"{module}.{name}".rstrip("."), template) for name, template in found)
 
 
 def _in_json(value: Any) -> Iterator[tuple[str, str]]:

@@ -145,8 +145,6 @@ def _positions(spans: Sequence[Span]) -> set[int]:
 
 
 # ------------------------------------------------------------------ the oracle
-
-
 def expected_spans(template: Template, messages: Sequence[Message], prompt: bool, tools: Any = None) -> list[Turn]:
     """Where the assistant's turns are in the rendered text."""
     oracle = Oracle(template, list(messages), prompt, tools)

@@ -94,7 +94,6 @@ def best_probability(task: Task, log_probs: Tensor) -> float:
 
 
 # ---------------------------------------------------------------------- a batch for any algorithm
-
 _TASK = chain()
 #: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
 #: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.

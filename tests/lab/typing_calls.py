@@ -6,22 +6,11 @@ Never run: ``test_typing.py`` has mypy read it.
 from tensordict import TensorDictBase
 from torch import nn
 
-from torchrl_llm_kl import (
-    Advantage,
-    KLComputation,
-    KLRewardTransform,
-    PolicyLoss,
-    RetrieveKL,
-    RetrieveLogProb,
-    Sampling,
-    ScoreOptions,
-    get_estimator,
-    get_objective,
-    make_algorithm,
-)
+from torchrl_llm_kl import Advantage, PolicyLoss, Sampling, ScoreOptions, get_estimator, get_objective, make_algorithm
 from torchrl_llm_kl.advantages import get_advantage
 from torchrl_llm_kl.algorithms import Algorithm, get_algorithm
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
+from torchrl_llm_kl.transforms import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
 
 
 def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:

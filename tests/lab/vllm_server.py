@@ -30,13 +30,8 @@ MODEL = "toy"
 CONTEXT = 256
 MAX_LOGPROBS = 64
 #: Attention on processors needs heads of 32 or more.
-_HEADS = {
-    "hidden_size": 64,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": CONTEXT,
-    "initializer_range": 0.2,
-}
+_HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+_HEADS |= {"max_position_embeddings": CONTEXT, "initializer_range": 0.2}
 #: Name -> family, seed and what else its configuration holds.
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dense": ("qwen2", 0, {}),

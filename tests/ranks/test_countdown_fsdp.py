@@ -154,9 +154,8 @@ def torchrun(ranks, *arguments, log):
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as file:
-        return subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, text=True, start_new_session=True
-        )
+        how = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment, "text": True}
+        return subprocess.Popen(command, start_new_session=True, **how)
 
 
 @pytest.mark.slow

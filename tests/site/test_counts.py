@@ -11,9 +11,8 @@ import pytest
 from project import script
 
 ROOT = script("docs/build_architecture.py").ROOT
-TREES = {
-    path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py*")) if path.suffix != ".pyc"
-}
+PATHS = [path for path in sorted(ROOT.rglob("*.py*")) if path.suffix != ".pyc"]
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}
 NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
 
 #: Parameters of functions with more than twelve. The first three have torchrl's, and five of ours. What an objective computes

@@ -23,9 +23,7 @@ def test_the_tests_of_numbers_are_those_of_the_makefile() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "default", "avx2"])
-def test_each_processor_has_its_environment_and_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_each_processor_has_its_environment_and_report(tmp_path, monkeypatch, name):
     seen: dict[str, Any] = {}
     cases = '<testcase classname="a" name="b"/><testcase classname="a" name="c"><failure/></testcase>'
 

@@ -62,9 +62,8 @@ def examples(module: str) -> dict[str, doctest.DocTest]:
 def test_examples_run() -> None:
     tests = {f"{module}.{name}": test for module in MODULES for name, test in examples(module).items()}
     assert len(tests) > 250
-    runs = {
-        name: doctest.DocTestRunner(optionflags=FLAGS).run(test, out=sys.stderr.write) for name, test in tests.items()
-    }
+    runner = partial(doctest.DocTestRunner, optionflags=FLAGS)
+    runs = {name: runner().run(test, out=sys.stderr.write) for name, test in tests.items()}
     assert [name for name, run in runs.items() if run.failed] == []
 
 

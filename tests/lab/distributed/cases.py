@@ -183,10 +183,8 @@ def parameters_of(model):
     with contextlib.ExitStack() as stack:
         if any(isinstance(module, FSDP) for module in model.modules()):
             stack.enter_context(FSDP.summon_full_params(model))
-        return {
-            _PREFIXES.sub("", name): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-            for name, p in model.named_parameters()
-        }
+        named = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+        return {_PREFIXES.sub("", name): p.detach().clone() for name, p in named.items()}
 
 
 def held_back(run, loss):

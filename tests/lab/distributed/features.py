@@ -76,9 +76,8 @@ def recurrent(checkpoint):
     scorer = LogProbScorer(shard(model))
     mine = rows if dist.get_rank() == 0 else [rows[0][:1]]
     scorer.score(mine, grad=True).values.square().sum().backward()
-    found = {
-        name.replace("_checkpoint_wrapped_module.", ""): p.grad.full_tensor() for name, p in model.named_parameters()
-    }
+    named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    found = {name: p.grad.full_tensor() for name, p in named.items()}
     return max(float((found[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
 
 

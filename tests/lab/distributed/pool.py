@@ -14,14 +14,8 @@ from waits import slowdown
 #: pool with it.
 LIMIT = 60.0
 #: Imported once, before the ranks are forked.
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "transformers",
-]
-PRELOAD += ["torchrl_llm_kl.losses", "torchrl_llm_kl.transforms"]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+PRELOAD += ["transformers", "torchrl_llm_kl.losses", "torchrl_llm_kl.transforms"]
 
 
 class RankPool:

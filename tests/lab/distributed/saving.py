@@ -20,9 +20,8 @@ TUTORIALS = str(PROJECT / "tutorials")
 def whole_tensors(model):
     """All weights, gathered; a collective."""
     state = get_model_state_dict(model)
-    return {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone() for name, value in state.items()
-    }
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in state.items()}
+    return {name: value.clone() for name, value in whole.items()}
 
 
 def recipe(settings, out, *, until=None, resume=False):
@@ -54,11 +53,8 @@ def other_algorithms():
     from torchrl_llm_kl.algorithms import ALGORITHMS
 
     left_out = ("mix", "distill", "rewards")  # as the recipe says; test_countdown_fsdp.py checks that it says so
-    return sorted(
-        name
-        for name, preset in ALGORITHMS.items()
-        if preset.on_policy and preset.schema not in left_out and name != "grpo"
-    )
+    run = [name for name, preset in ALGORITHMS.items() if preset.on_policy and preset.schema not in left_out]
+    return sorted({*run} - {"grpo"})
 
 
 def follow(folder, *, first, last):

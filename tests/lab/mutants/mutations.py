@@ -33,8 +33,6 @@ _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.Tu
 
 
 # ------------------------------------------------------------------ the text
-
-
 class Edit(tuple[int, int, str]):
     """Bytes from the first to the second number become the text."""
 
@@ -141,8 +139,6 @@ def dropped(text: str, functions: Collection[str]) -> list[Mutant]:
 
 
 # ------------------------------------------------------------------ what is known at a place: names, which carry a gradient
-
-
 @dataclass(frozen=True)
 class Scope:
     """Of a function."""
@@ -254,8 +250,6 @@ def _number(node: ast.AST) -> int | float | None:
 
 
 # ------------------------------------------------------------------ the changes
-
-
 def _signs(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         yield from source.operator(node.left, node.right, *_ARITHMETIC[type(node.op)])

@@ -253,7 +253,6 @@ class _Loop:
 
 
 # ------------------------------------------------------------------ forks
-
 #: What it is about, a function that is called with one that sends a message to this process, and seconds of the processor.
 Work = tuple[Any, Callable[[Send], None], float]
 

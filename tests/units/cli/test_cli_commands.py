@@ -54,17 +54,13 @@ def raising(error: BaseException) -> Any:
         (typer.Exit(7), 7, None),
     ],
 )
-def test_exit_codes(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str | None
-) -> None:
+def test_exit_codes(cli, monkeypatch, error, code, text):
     monkeypatch.setattr("torchrl_llm_kl.cli._tables.show_version", raising(error))
     result = cli("version", code=code)
     assert text in error_of(result) if text else not result.stderr
 
 
-def test_a_warning_is_one_line_and_so_are_no_command_a_wrong_one_and_a_missing_extra(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_warning_is_one_line_and_so_are_no_command_a_wrong_one_and_a_missing_extra(cli, monkeypatch, capsys):
     show = "torchrl_llm_kl.cli._tables.show_version"
     with monkeypatch.context() as patch:
         patch.setattr(show, lambda *_: warnings.warn("take\ncare", stacklevel=1))
@@ -109,9 +105,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_tables_and_numbers_in_a_pipe_and_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_and_numbers_in_a_pipe_and_on_a_terminal(monkeypatch, capsys):
     """Lines are never cut in a pipe; what is not finite is null."""
     _console.print_table(["name", "number"], [["a", "1"], ["b" * 300, "23"]], right=1)
     lines = ["name" + " " * 296 + "  number", "a" + " " * 299 + "       1", "b" * 300 + "      23"]
@@ -128,9 +122,7 @@ def test_tables_and_numbers_in_a_pipe_and_on_a_terminal(
     assert text.count("word") == 30
 
 
-def test_colours_and_progress_follow_the_stream(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_colours_and_progress_follow_the_stream(monkeypatch, capsys):
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -270,9 +262,7 @@ def test_generation_blocks_are_named_and_what_a_template_lacks(cli: Cli, tmp_pat
     assert "2 of 2 turns end in no special token" in lines[-1]
 
 
-def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_terminal(
-    cli: Cli, tmp_path: Path, model: str
-) -> None:
+def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_terminal(cli, tmp_path, model):
     """A list, an object, or the first line of several; what is wrong with one, or with the tokenizer, is said."""
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
     path, whole = tmp_path / "chat.json", json.dumps({"messages": messages})
@@ -333,9 +323,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, *causes: str) -> dict[str, Any]:
     return seen
 
 
-def test_exit_codes_of_findings_and_what_the_doctor_gets(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
-) -> None:
+def test_exit_codes_of_findings_and_what_the_doctor_gets(cli, tmp_path, monkeypatch, model, reference):
     """0 for a clean batch and for notes alone, 1 for faults."""
     path = save("dict", tmp_path / "batch.pt", batch())
     result = cli("check", path, "--policy", model, "--reference", reference, "--json", code=1)
@@ -386,7 +374,6 @@ def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: 
     assert cli("inspect", one, "--tokenizer", model, "--html", page, "--other", two).stdout == f"wrote {page}\n"
     assert seen["html"] == page
     assert torch.equal(seen["other"]["advantage"], torch.tensor([1.0, -1.0]))
-    assert "create it first" in error_of(
-        cli("inspect", one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html", code=2)
-    )
+    words = (one, "--tokenizer", model, "--html", tmp_path / "no" / "page.html")
+    assert "create it first" in error_of(cli("inspect", *words, code=2))
     assert "Missing option" in error_of(cli("inspect", one, code=2))

@@ -60,9 +60,7 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_are_those_of_a_plain_forward(
-    cli: Cli, data: Path, out: Path, model: str, reference: str, temperature: float
-) -> None:
+def test_scores_are_those_of_a_plain_forward(cli, data, out, model, reference, temperature):
     """And the summary adds them up."""
     names = ["k1", "k2", "k3", "abs", "exact"]
     words = ["score", model, data, "--reference", reference, "--temperature", temperature, "--out", out, "--json"]
@@ -107,9 +105,7 @@ def test_scores_of_each_token(cli: Cli, tmp_path: Path, out: Path, model: str, r
     assert_near(read_jsonl(again)[0]["kl"], record["kl"], **FORWARD, dtype=torch.float32)
 
 
-def test_the_summary_by_hand_and_what_is_left_out_of_it(
-    cli: Cli, tmp_path: Path, data: Path, out: Path, model: str
-) -> None:
+def test_the_summary_by_hand_and_what_is_left_out_of_it(cli, tmp_path, data, out, model):
     """No standard error of one answer, no KL without a reference, no exact KL of two vocabularies."""
     one = write_jsonl(tmp_path / "one.jsonl", CHATS[:1])
     found = json.loads(cli("score", model, one, "--json").stdout)["answers"]["all"]
@@ -136,9 +132,7 @@ def test_the_summary_by_hand_and_what_is_left_out_of_it(
     assert means([1, 2, 3], {"KL k1": [2.0, 2.0, 5.0]})["KL k1"] == pytest.approx(expected)
 
 
-def test_pairs_are_summed_apart_and_token_ids_need_no_tokenizer(
-    cli: Cli, tmp_path: Path, out: Path, model: str
-) -> None:
+def test_pairs_are_summed_apart_and_token_ids_need_no_tokenizer(cli, tmp_path, out, model):
     pairs = [{"prompt": "a", "chosen": "bcd", "rejected": "ef"}, {"prompt": "g", "chosen": "h", "rejected": ""}]
     result = cli("score", model, write_jsonl(tmp_path / "pairs.jsonl", pairs), "--out", out)
     found = [(r["index"], r["answer"], r.get("num_scored")) for r in read_jsonl(out)]
@@ -172,9 +166,7 @@ ROWS = [*CHATS, "not json", *CHATS, {"messages": []}, *CHATS]
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_an_interrupted_run_continues_byte_for_byte(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str, at: int
-) -> None:
+def test_an_interrupted_run_continues_byte_for_byte(cli, tmp_path, monkeypatch, model, reference, at):
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
 
@@ -261,9 +253,7 @@ def test_what_was_scored_is_found_and_nothing_else(
             assert_near(one["kl"][estimator], value, **(FORWARD | {"size": 16, "exponent": 15.0}), dtype=torch.float32)
 
 
-def test_what_is_skipped_is_counted_with_its_reason(
-    cli: Cli, tmp_path: Path, out: Path, model: str, data: Path
-) -> None:
+def test_what_is_skipped_is_counted_with_its_reason(cli, tmp_path, out, model, data):
     long = {"messages": [HI, {"role": "assistant", "content": "x" * 600}]}
     bad: list[Any] = [{"messages": "hi"}, {"messages": [{"content": "no role"}]}, {"text": "no layout"}, "[1, 2]"]
     # the text "" is no row
@@ -336,9 +326,7 @@ def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, data: Path, che
         assert re.search(r"cannot be scored by \S*broken: .*is nan", found)
 
 
-def test_the_page_gets_the_scores_of_the_first_answers(
-    cli: Cli, tmp_path: Path, data: Path, out: Path, monkeypatch: pytest.MonkeyPatch, model: str, reference: str
-) -> None:
+def test_the_page_gets_the_scores_of_the_first_answers(cli, tmp_path, data, out, monkeypatch, model, reference):
     seen: dict[str, Any] = {}
 
     def inspect_tokens(columns: Any, tokenizer: Any, *, html: Path, title: str) -> None:
@@ -369,9 +357,7 @@ def test_the_page_gets_the_scores_of_the_first_answers(
         ("--out {0}/notes", "{0}/notes.store holds no scores of an earlier run: it would be replaced"),
     ],
 )
-def test_no_file_is_written_over_another(
-    cli: Cli, tmp_path: Path, data: Path, model: str, options: str, message: str
-) -> None:
+def test_no_file_is_written_over_another(cli, tmp_path, data, model, options, message):
     (tmp_path / "folder").mkdir()
     (tmp_path / "notes").write_text("mine")
     before = data.read_bytes()

@@ -93,9 +93,7 @@ def odd(lab: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", NOT_THERE)
-def test_what_is_not_there_is_found_before_a_run_begins(
-    cli: Cli, file: Path, lab: Path, odd: Path, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_there_is_found_before_a_run_begins(cli, file, lab, odd, change, monkeypatch):
     """By a dry run, which loads no weights; a run makes the same checks first."""
 
     def load(*args: Any, **kwargs: Any) -> None:

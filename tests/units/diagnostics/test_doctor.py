@@ -31,6 +31,7 @@ from torchrl_llm_kl.diagnostics import DiagnosisWarning, RunMonitor, read_column
 from toy_models import with_lora
 
 FULL = torch.arange(3, 63).reshape(6, 10)
+approx = pytest.approx
 
 
 def batch(**entries: Any) -> TensorDictBase:
@@ -52,8 +53,6 @@ def worst_of(td: TensorDictBase, **given: Any) -> Any:
 
 
 # ------------------------------------------------------------------ findings without a model
-
-
 def put(places: Any, value: float, add: bool = False) -> torch.Tensor:
     """The log-probs with another value at some places."""
     out = log_probs()
@@ -63,7 +62,6 @@ def put(places: Any, value: float, add: bool = False) -> torch.Tensor:
 
 FAR, MASS = log_probs() - 60, 0.7 + 0.2 * torch.rand(6, 10, generator=torch.Generator().manual_seed(1))
 CACHED, STORED = (slice(3), slice(2, 6)), (slice(3), slice(4, 7))
-AROUND = {"mean_ratio": pytest.approx(0.8, abs=0.1)}
 SPREAD = 0.1 * torch.randn(6, 10, generator=torch.Generator().manual_seed(2))
 FEW = log_probs()
 FEW[1, 4] -= 2.5
@@ -80,12 +78,7 @@ FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, 
         for shift in (1, -1, 2)
     },
     # The first zero of each answer is torchrl's own, for a token that was never scored: 9 of 45 are left.
-    "zeros of a cache": (
-        log_probs(),
-        put(CACHED, 0),
-        "zeros",
-        {"column": "sampler_log_prob", "share": pytest.approx(9 / 45)},
-    ),
+    "zeros of a cache": (log_probs(), put(CACHED, 0), "zeros", {"column": "sampler_log_prob", "share": approx(0.2)}),
     "zeros beside others": (put(STORED, 0), log_probs(), "zeros", {"column": "old_log_prob", "share": 9 / 48}),
     "zeros alone": (put(slice(3), 0), None, "zeros", {"share": 0.5}),
     # Rounding below the floor of an unknown precision is no fault.
@@ -95,7 +88,7 @@ FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, 
         log_probs(),
         log_probs() - MASS.log(),
         "other_sampling",
-        {"mean_ratio": pytest.approx(0.8, abs=0.1)},
+        {"mean_ratio": approx(0.8, abs=0.1)},
     ),
     "another model": (log_probs(), log_probs(7), "mismatch", {}),
     "two findings": (put((0, 3), math.nan), log_probs().roll(1, -1), "off_by_one", {"shift": 1}),
@@ -108,7 +101,7 @@ FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, 
     ),
     "all tokens": (log_probs(), log_probs() + SPREAD, "mismatch", {}),
     **{
-        f"{value}": (put((2, 5), value), None, "nan", {"column": "old_log_prob", "share": pytest.approx(1 / 48)})
+        f"{value}": (put((2, 5), value), None, "nan", {"column": "old_log_prob", "share": approx(1 / 48)})
         for value in (math.nan, math.inf)
     },
 }
@@ -117,9 +110,8 @@ FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, 
 @pytest.mark.parametrize("name", FOUND)
 def test_findings_without_a_model(name: str) -> None:
     stored, sampler, cause, evidence = FOUND[name]
-    diagnosis = diagnose(
-        batch(log_probs=stored) if sampler is None else batch(log_probs=stored, sampler_log_probs=sampler)
-    )
+    given = {} if sampler is None else {"sampler_log_probs": sampler}
+    diagnosis = diagnose(batch(log_probs=stored, **given))
     causes = [each.cause for each in diagnosis.findings]
     worst = next((each for each in diagnosis.findings if each.cause == cause), None)
     assert (cause is None) == (diagnosis.worst is None) == (worst is None)
@@ -253,13 +245,12 @@ def test_layouts_agree() -> None:
     """Nested rows, and a lazy stack of them."""
     td, given = off_by_one("llama", 0)
     keys = (("tokens", "prompt"), ("tokens", "full"), ("log_probs", "full"))
-    rows = [
-        TensorDict(dict(zip(keys, row, strict=True))) for row in zip(*(td[key].unbind(0) for key in keys), strict=True)
-    ]
+    columns = [td[key].unbind(0) for key in keys]
+    rows = [TensorDict(dict(zip(keys, row, strict=True))) for row in zip(*columns, strict=True)]
     nested, lazy = diagnose(td, **given), diagnose(lazy_stack(rows), **given)
     assert [None if each.worst is None else each.worst.cause for each in (nested, lazy)] == ["off_by_one"] * 2
     shared = {name for name in nested.measures if not name.startswith(("reward", "groups"))}
-    assert {n: lazy.measures[n] for n in shared} == pytest.approx({n: nested.measures[n] for n in shared}, rel=1e-5)
+    assert {n: lazy.measures[n] for n in shared} == approx({n: nested.measures[n] for n in shared}, rel=1e-5)
 
 
 def test_prompts_from_the_history() -> None:

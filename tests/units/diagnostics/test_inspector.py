@@ -182,9 +182,8 @@ def test_a_thousand_rollouts_of_a_thousand_tokens_fit_in_50_megabytes(tmp_path: 
     names = ("log_prob", "old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy", "kl", "kl_penalty", "advantage")
     tokens = Ragged.from_list(list(torch.randint(0, 256, (1000, 1000))))
     columns = {name: torch.randn(1_000_000) for name in names}
-    inspect_tokens(
-        TokenColumns(tokens, tokens.positions >= 200, columns), build_tokenizer(), path := tmp_path / "x.html"
-    )
+    held, path = TokenColumns(tokens, tokens.positions >= 200, columns), tmp_path / "x.html"
+    inspect_tokens(held, build_tokenizer(), path)
     assert path.stat().st_size <= 50e6
 
 

@@ -73,9 +73,8 @@ def test_models_give_log_prob_entropy_and_the_exact_kl() -> None:
     columns = read_columns(batch(), policy=policy, reference=reference, temperature=0.7)
     expected: dict[str, list[torch.Tensor]] = {"log_prob": [], "entropy": [], "ref_log_prob": [], "kl": []}
     for ids in (FULL[0], FULL[1, :4]):
-        p, q = (
-            (model(input_ids=ids[None]).logits[0, :-1].detach() / 0.7).log_softmax(-1) for model in (policy, reference)
-        )
+        logits = [model(input_ids=ids[None]).logits[0, :-1].detach() for model in (policy, reference)]
+        p, q = ((each / 0.7).log_softmax(-1) for each in logits)
         expected["log_prob"].append(p.gather(-1, ids[1:, None]).squeeze(-1))
         expected["ref_log_prob"].append(q.gather(-1, ids[1:, None]).squeeze(-1))
         expected["entropy"].append(-(p.exp() * p).sum(-1))
@@ -202,10 +201,8 @@ def test_measures_by_hand(name: str) -> None:
 
 def test_worst_tokens() -> None:
     columns = columns_of([[1, 1], [1, 0]], kl=[[0.1, 3.0], [2.0, 9.0]])
-    worst = [
-        {"sequence": 0, "position": 2, "token": 2, "kl": 3.0},
-        {"sequence": 1, "position": 1, "token": 1, "kl": 2.0},
-    ]
+    first = {"sequence": 0, "position": 2, "token": 2, "kl": 3.0}
+    worst = [first, {"sequence": 1, "position": 1, "token": 1, "kl": 2.0}]
     assert worst_tokens(columns, most=2) == worst
     assert worst_tokens(columns_of([[1]])) == []
 

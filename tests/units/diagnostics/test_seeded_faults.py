@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from seeded import FAMILIES, FAULTS, clean_batches, make_model, make_prompts, make_tokenizer, sample
+from seeded import FAMILIES, FAULTS, clean, clean_batches, make_model, make_prompts, make_tokenizer, sample, trained
 from torchrl_llm_kl import Sampling, diagnose
 from torchrl_llm_kl.diagnostics._rescored import Top
 from torchrl_llm_kl.scoring import truncate
@@ -73,15 +73,13 @@ def test_a_clean_batch_raises_no_alarm(family: str, seed: int, number: int) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_answers_of_another_model_are_of_no_temperature(family: str) -> None:
+@pytest.mark.parametrize(("seed", "temperature", "cause"), [(5, 1.0, "other_sampling"), (0, 1.3, "wrong_temperature")])
+def test_answers_of_another_model_are_of_no_temperature(family: str, seed: int, temperature: float, cause: str) -> None:
     """Without its log-probs, as data has none; answers of the policy itself at a temperature have one."""
-    policy, prompts = make_model(family, 0), make_prompts(12, 0)
-    causes = []
-    for model, temperature in ((make_model(family, 5), 1.0), (policy, 1.3)):
-        batch = sample(model, prompts, 0, temperature=temperature).batch().exclude("log_probs")
-        (found,) = diagnose(batch, policy=policy, tokenizer=make_tokenizer()).faults
-        causes.append(found.cause)
-    assert causes == ["other_sampling", "wrong_temperature"]
+    answers = sample(make_model(family, seed), make_prompts(6, 0), 0, temperature=temperature)
+    batch = answers.batch().exclude("log_probs")
+    (found,) = diagnose(batch, policy=make_model(family, 0), tokenizer=make_tokenizer()).faults
+    assert found.cause == cause
 
 
 #: How an engine samples, and what is found if its tokens are scored alike: its log-probs are raw, as vLLM's are.
@@ -212,10 +210,10 @@ def test_a_difference_is_a_fault_if_two_causes_are_as_likely() -> None:
 
 
 def test_older_weights_are_further_away() -> None:
-    sizes = []
-    for fault in ("5 weights of 1 step ago", "6 weights of 10 steps ago"):
-        batch, given = FAULTS[fault][0]("gpt2", 0)
-        worst = diagnose(batch, **given).worst
+    (model, rollout), sizes = clean("gpt2", 0), []
+    for steps in (1, 10):
+        worst = diagnose(rollout.batch(slice(32)), policy=trained(model, rollout, steps, 0)).worst
         assert worst is not None
+        assert worst.cause == "stale_weights"
         sizes.append(worst.evidence["kl_of_weights"])
     assert sizes[1] > 4 * sizes[0] > 0  # type: ignore[operator]

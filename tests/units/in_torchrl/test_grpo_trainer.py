@@ -45,11 +45,8 @@ class Lab:
             total_dialog_turns=batches * ROWS,
             flatten_data=True,
         )
-        buffer = ReplayBuffer(
-            storage=LazyStackStorage(ROWS),
-            sampler=SamplerWithoutReplacement(),
-            batch_size=settings.pop("batch_size", MINIBATCH),
-        )
+        how = {"sampler": SamplerWithoutReplacement(), "batch_size": settings.pop("batch_size", MINIBATCH)}
+        buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), **how)
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
         if where == "buffer":  # the last one appended runs first on extend
             buffer.append_transform(transforms[0], invert=True)
@@ -92,11 +89,7 @@ def lab(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> Lab:
     return Lab(tokenizer, policy_model, ref_model, padded)
 
 
-@pytest.mark.parametrize(
-    ("padded", "where"),
-    [(True, "env"), (False, "parts"), (False, "buffer")],
-    indirect=["padded"],
-)
+@pytest.mark.parametrize(("padded", "where"), [(True, "env"), (False, "parts"), (False, "buffer")], indirect=["padded"])
 def test_every_update_is_that_of_plain_forwards(lab: Lab, where: str) -> None:
     trainer = lab.trainer(where)
     shadow = copy.deepcopy(lab.model)
@@ -151,8 +144,6 @@ def check_log(trainer: GRPOTrainer) -> None:
 
 
 # ------------------------------------------------------------------ what GRPOTrainer itself cannot do
-
-
 class GradNormAlways(MixedPrecisionOptimizationStepper):
     """The stepper whose metrics always have a gradient norm: 0 for micro-batches without an optimiser step."""
 

@@ -21,7 +21,6 @@ from torchrl_llm_kl.losses import EntropyBonus, KLToReference, KLToSampler
 from toy_rollouts import flat, make_policy, make_scoring_wrapper, steps
 
 # ------------------------------------------------------------------ ``MCAdvantage``, which waits for whole groups
-
 COEFF = 0.2
 
 
@@ -92,7 +91,6 @@ def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
 
 
 # ------------------------------------------------------------------ the loops
-
 ANSWERS, NEW_TOKENS = 32, 6
 
 

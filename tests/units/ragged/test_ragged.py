@@ -16,9 +16,8 @@ from torchrl_llm_kl.ragged import Dense, Jagged, Ragged, Rows, same_rows, segmen
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 quick = settings(max_examples=100, deadline=None)
 
+
 # ---------------------------------------------------------------------- reading
-
-
 @quick
 @given(case=cases())
 def test_flat_form_and_index_helpers(case):
@@ -47,8 +46,6 @@ def test_sum(case):
 
 
 # ---------------------------------------------------------------------- restoring the form
-
-
 @quick
 @given(case=cases(), features=st.sampled_from(FEATURES), dtype=st.sampled_from(DTYPES))
 def test_restore(case, features, dtype):
@@ -77,8 +74,6 @@ def test_restore(case, features, dtype):
 
 
 # ---------------------------------------------------------------------- conversion to another form
-
-
 @quick
 @given(case=cases(), side=st.sampled_from(["left", "right"]))
 def test_to_padded(case, side):
@@ -130,8 +125,6 @@ def test_features_of_size_zero():
 
 
 # ---------------------------------------------------------------------- nested tensors of torch
-
-
 def test_feature_views():
     a, b = torch.arange(24).reshape(3, 4, 2), torch.arange(16).reshape(2, 4, 2)
     flipped = [a.transpose(1, 2).tolist(), b.transpose(1, 2).tolist()]
@@ -218,8 +211,6 @@ def test_like_keeps_the_index_helpers():
 
 
 # ---------------------------------------------------------------------- sums
-
-
 def test_half_precision_is_summed_in_float32_and_integers_in_int64():
     """1000 ones: bfloat16 cannot count past 256 one by one, nor float16 past 2048."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -266,8 +257,6 @@ def test_lengths_as_numbers_and_as_a_tensor():
 
 
 # ---------------------------------------------------------------------- gradients
-
-
 def rows_of(data: Any) -> list[torch.Tensor]:
     if isinstance(data, list):
         return data
@@ -335,7 +324,6 @@ def test_no_gradient_to_a_fill_and_no_argument_is_modified():
 
 
 # ---------------------------------------------------------------------- errors
-
 PADDED = torch.zeros(2, 3)
 FLAT = Ragged.from_list([torch.tensor([1, 2]), torch.tensor([3])])
 

@@ -54,6 +54,10 @@ def nested(layout: torch.layout, rows: list[list[int]] = ROWS) -> Tensor:
     return torch.nested.as_nested_tensor(tensors(rows), layout=layout)
 
 
+def batch_of(tokens: Any) -> TensorDictBase:
+    return TensorDict(tokens=tokens, batch_size=[4])
+
+
 def of_row_lengths(*batch: int) -> Rows:
     return Rows(torch.tensor(LENGTHS), torch.Size(batch))
 
@@ -65,8 +69,8 @@ def square(make: Callable[[int], TensorDictBase], outer: int = 0) -> TensorDictB
 
 
 LAYOUTS: dict[str, Callable[[], TensorDictBase]] = {
-    "strided": lambda: TensorDict({KEY: nested(torch.strided)}, batch_size=[4]),
-    "jagged": lambda: TensorDict({KEY: nested(torch.jagged)}, batch_size=[4]),
+    "strided": lambda: batch_of({"full": nested(torch.strided)}),
+    "jagged": lambda: batch_of({"full": nested(torch.jagged)}),
     "lazy": lambda: lazy_stack(leaves()),
     "lazy [2, 2]": lambda: square(leaf),
     "lazy [2, 2] along dimension 1": lambda: square(leaf, outer=1),
@@ -77,15 +81,11 @@ LAYOUTS: dict[str, Callable[[], TensorDictBase]] = {
             for kind, part in ((torch.strided, ROWS[:2]), (torch.jagged, ROWS[2:]))
         ]
     ),
-    "dense with a lazy part": lambda: TensorDict(tokens=lazy_stack([x["tokens"] for x in leaves()]), batch_size=[4]),
+    "dense with a lazy part": lambda: batch_of(lazy_stack([x["tokens"] for x in leaves()])),
     "dense [2, 2] with a lazy part": lambda: TensorDict(tokens=square(lambda i: leaf(i)["tokens"]), batch_size=[2, 2]),
-    "tensorclass of nested": lambda: TensorDict(
-        tokens=Tokens(full=nested(torch.strided), batch_size=[4]), batch_size=[4]
-    ),
+    "tensorclass of nested": lambda: batch_of(Tokens(full=nested(torch.strided), batch_size=[4])),
     "tensorclass in a lazy stack": lambda: lazy_stack([tokens_leaf(i) for i in range(4)]),
-    "tensorclass of a lazy stack": lambda: TensorDict(
-        tokens=lazy_stack([Tokens(full=row) for row in tensors()]), batch_size=[4]
-    ),
+    "tensorclass of a lazy stack": lambda: batch_of(lazy_stack([Tokens(full=row) for row in tensors()])),
     "tensorclass in a lazy stack [2, 2]": lambda: square(tokens_leaf),
 }
 
@@ -108,8 +108,6 @@ def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 
 # ------------------------------------------------------------------ reading
-
-
 def test_read_with_a_mask() -> None:
     padded = torch.tensor([[1, 2, 3], [0, 4, 0]])
     mask = torch.tensor([[True, True, True], [False, True, False]])
@@ -205,8 +203,6 @@ def test_text_is_read_as_the_public_method_returns_it(known: bool) -> None:
 
 
 # ------------------------------------------------------------------ writing
-
-
 def row_values(td: TensorDictBase, key: Any) -> list[list[float]]:
     """Row by row, with plain indexing."""
     if td.batch_dims == 0:
@@ -329,8 +325,6 @@ def test_tensorclasses_among_the_rows(known: bool) -> None:
 
 
 # ------------------------------------------------------------------ other owners
-
-
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"lock": True}], ids=["plain", "device", "locked"])
 def test_a_copy_equals_that_of_the_public_method(known: bool, options: dict[str, Any]) -> None:
     """Parents of the entry alone are copied."""
@@ -377,7 +371,7 @@ def test_writes_after_own_leaves_do_not_reach_the_elements(known: bool, form: st
     if "stack" in form:
         td: TensorDictBase = lazy_stack(list(nodes)) if form == "stack" else square(lambda i: nodes[i])
     else:
-        td = TensorDict(tokens=lazy_stack(list(inner)), batch_size=[4])
+        td = batch_of(lazy_stack(list(inner)))
     if form == "dense in dense":
         td, key, keys = TensorDict(a=td, batch_size=[4]), ("a", *key), tuple(("a", *x) for x in keys if x != "row")
     own_leaves(td, *keys)

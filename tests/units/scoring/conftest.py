@@ -1,9 +1,1 @@
-import pytest
-
-from toy_models import tiny_model
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _transformers_is_imported() -> None:
-    """Outside the time of the first test."""
-    tiny_model()
+from rollout_fixtures import _imported_before_the_first_test  # noqa: F401

@@ -46,11 +46,8 @@ def test_against_a_plain_forward(settings: Any, batch: Any, attended: Any, sampl
     normaliser = scaled[kept + [41] * added].logsumexp(-1)
     with torch.random.fork_rng():
         found = scorer.explain(ROWS, row, token, sampling=sampling)
-    assert (found.path, found.kind, found.token_id) == (
-        "head",
-        "pack" if settings.get("share_prefixes", True) else "micro-batch",
-        41,
-    )
+    kind = "pack" if settings.get("share_prefixes", True) else "micro-batch"
+    assert (found.path, found.kind, found.token_id) == ("head", kind, 41)
     assert ((found.batch, found.batches), (found.attended, found.elsewhere)) == (batch, attended)
     assert (found.kept, found.is_kept, found.in_mask, found.sampling) == (len(kept), not added, True, sampling)
     for got, want in (

@@ -36,9 +36,8 @@ def group(seed: int = 0) -> Ragged:
     """Answers to two prompts, two of which part late, and a sequence without a prompt."""
     one, two = answers(*ANSWERS, seed=seed), answers(3, 2, prompt=35, seed=seed + 1)
     late = [torch.cat([one[0], each]) for each in random_sequences(2, 3, seed=seed + 2).to_list()]
-    return Ragged.from_list(
-        [one[1], two[0], *late, one[2], random_sequences(6, seed=seed + 3).to_list()[0], two[1], one[3]]
-    )
+    (last,) = random_sequences(6, seed=seed + 3).to_list()
+    return Ragged.from_list([one[1], two[0], *late, one[2], last, two[1], one[3]])
 
 
 def counted(model: Any, run: Callable[[], Any]) -> tuple[Any, int]:

@@ -78,9 +78,7 @@ def test_an_offloaded_reference_scores_the_same_with_two_layers_resident(family:
             here = {w.untyped_storage().data_ptr() for w in layers[index].parameters()}
             slots.setdefault(index, set()).update(here)
             assert not {w.untyped_storage().data_ptr() for w in at_rest[index]} & here
-            assert all(at_home(i) for i in range(5) if i != index), (
-                "others than the one that runs hold their own weights"
-            )
+            assert all(at_home(i) for i in range(5) if i != index), "others hold their own weights"
 
         return hook
 

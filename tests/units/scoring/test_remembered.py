@@ -19,24 +19,13 @@ from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near, rows_keep_their_bits
 from scoring_reference import FakeBackend, body_tokens, engine, plain_log_probs, random_mask, random_sequences
-from torchrl_llm_kl import KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, Sampling, ScoreOptions, ScoreStore, prepare_reference
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import (
-    LogProbScorer,
-    ReferenceUpdater,
-    RememberedModel,
-    Sampling,
-    ScoreOptions,
-    Scorer,
-    ScoreRequest,
-    Scores,
-    ScoreStore,
-    fingerprint_of,
-    prepare_reference,
-)
+from torchrl_llm_kl.scoring import ReferenceUpdater, RememberedModel, Scorer, ScoreRequest, Scores, fingerprint_of
 from torchrl_llm_kl.scoring._store import _encode
+from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import FORWARD, tiny_model, with_lora
 from toy_tokenizer import build_tokenizer
 
@@ -435,13 +424,8 @@ def test_any_change_of_a_tensor_changes_the_fingerprint() -> None:
         flat[-1] = before
     assert fingerprint_of(model) in seen
     int8 = prepare_reference(copy.deepcopy(model), dtype=torch.int8)
-    others = [
-        copy.deepcopy(model).bfloat16(),
-        int8,
-        tiny_model(rms_norm_eps=1e-3),
-        tiny_model("llama"),
-        nn.Sequential(model),
-    ]
+    others = [copy.deepcopy(model).bfloat16(), int8, tiny_model(rms_norm_eps=1e-3), tiny_model("llama")]
+    others.append(nn.Sequential(model))
     seen |= {fingerprint_of(other) for other in others}
     assert len(seen) == 1 + len(list(model.parameters())) + len(others)
 

@@ -13,17 +13,10 @@ from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, T
 
 from closeness import assert_near, needs_equal_rows
 from scoring_reference import FullLogits, ids, random_mask, random_sequences
-from torchrl_llm_kl import RetrieveLogProb, ScoreOptions
+from torchrl_llm_kl import LogProbScorer, RememberedModel, RetrieveLogProb, Sampling, ScoreOptions
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring import (
-    LogProbScorer,
-    RememberedModel,
-    SamplerMismatchWarning,
-    Sampling,
-    as_sampling,
-    warn_of_mismatch,
-)
+from torchrl_llm_kl.scoring import SamplerMismatchWarning, as_sampling, warn_of_mismatch
 from torchrl_llm_kl.scoring._mismatch import mismatch_of, sampler_of
 from toy_models import FORWARD, VOCAB_SIZE, tiny_model
 
@@ -380,6 +373,9 @@ def configured(**settings):
     return model
 
 
+NUCLEUS = GenerationConfig(top_p=0.8)
+
+
 @pytest.mark.parametrize(
     ("wrapper", "found"),
     [
@@ -396,10 +392,7 @@ def configured(**settings):
         (Wrapper(configured(top_k=20, top_p=0.8, do_sample=True), top_k=None, min_p=None), Sampling(top_p=0.8)),
         (Wrapper(configured(temperature=0.5), do_sample=True, temperature=None, top_k=0), Sampling()),
         (Wrapper(configured(), do_sample=None), "greedy"),
-        (
-            Wrapper(configured(top_k=20, do_sample=True), generation_config=GenerationConfig(top_p=0.8)),
-            Sampling(1, 20, 0.8),
-        ),
+        (Wrapper(configured(top_k=20, do_sample=True), generation_config=NUCLEUS), Sampling(1, 20, 0.8)),
         (tiny_model(), None),
     ],
 )

@@ -150,10 +150,8 @@ def test_a_temperature_of_one_call() -> None:
     found = scorer.evaluate(BATCH, reference=reference, temperature=1.6, **EVERYTHING)
     hot = [LogProbScorer(model, temperature=1.6) for model in models]
     expected = hot[0].evaluate(BATCH, reference=hot[1], **EVERYTHING)
-    assert all(
-        torch.equal(a.values, b.values)
-        for a, b in zip(found.per_token.values(), expected.per_token.values(), strict=True)
-    )
+    pairs = zip(found.per_token.values(), expected.per_token.values(), strict=True)
+    assert all(torch.equal(a.values, b.values) for a, b in pairs)
     assert_near(scorer.score(BATCH, temperature=1.6).values, expected.log_prob.values, **FORWARD)
     own = LogProbScorer(models[0], temperature=0.7).score(BATCH).values
     assert torch.equal(scorer.score(BATCH).values, own), "the scorer keeps its own"

@@ -120,8 +120,6 @@ def test_with_grad_the_logits_are_not_held(monkeypatch):
 
 
 # ------------------------------------------------------------------ products in half precision on float32 weights
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_equals_the_plain_model_under_autocast(family):
     model = tiny_model(family, initializer_range=0.1)
@@ -151,8 +149,6 @@ def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_line
 
 
 # ------------------------------------------------------------------ defects, by their numbers
-
-
 class Spy(nn.Module):
     """A model whose logits depend on the position alone: the logit of token ``p`` is high at position ``p``."""
 
@@ -252,8 +248,6 @@ def test_defect_37_minus_infinity_is_masked_or_raises():
 
 
 # ------------------------------------------------------------------ shared prefixes
-
-
 def test_each_shared_stretch_goes_through_the_body_once() -> None:
     model, rows = tiny_model("llama"), conversation()
     batch = Ragged.from_list(rows)
@@ -306,8 +300,6 @@ def test_soft_capped_scores_short_windows_and_sinks(family: str, own: dict[str, 
 
 
 # ------------------------------------------------------------------ the varlen kernel of GPUs
-
-
 def slow_kernel(
     query: Tensor, key: Tensor, value: Tensor, query_ends: Tensor, key_ends: Tensor, *most: int, **options: Any
 ) -> Tensor:

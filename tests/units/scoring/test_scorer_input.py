@@ -13,18 +13,11 @@ from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
-from torchrl_llm_kl import ExactKL, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, make_algorithm, prepare_reference
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
-from torchrl_llm_kl.scoring import (
-    LogProbScorer,
-    ReferenceUpdater,
-    RememberedModel,
-    Sampling,
-    fingerprint_of,
-    placeholders,
-    prepare_reference,
-)
+from torchrl_llm_kl.scoring import ReferenceUpdater, RememberedModel, Sampling, fingerprint_of, placeholders
+from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import FORWARD, tiny_model
 from toy_tokenizer import build_tokenizer
 
@@ -159,8 +152,6 @@ def test_bad_input(scorer, ids, mask, attention, error, message):
 
 
 # ------------------------------------------------------------------ settings
-
-
 NAME = "Qwen/Qwen2-0.5B"
 
 
@@ -241,8 +232,6 @@ def test_settings_set_later_are_followed_and_others_fixed():
 
 
 # ------------------------------------------------------------------ tokens
-
-
 @pytest.mark.parametrize(("token", "share_prefixes"), [(0, True), (7, False)])
 def test_a_token_that_stands_for_an_image_is_refused(token, share_prefixes, tmp_path):
     model, rows = tiny_model(), [[3, 4, 5], [8, token, 9]]
@@ -288,8 +277,6 @@ def test_longer_than_the_models_positions(family):
 
 
 # ------------------------------------------------------------------ wrappers of TorchRL
-
-
 SETTINGS = {"tokenizer_kwargs": {"padding": True, "padding_side": "left"}}
 
 
@@ -335,9 +322,8 @@ def test_another_backend_is_scored_through_its_own_forward(module, backend, toke
 
 def test_defect_09_the_wrapper_is_never_mutated(backend):
     wrapper = FakeBackend(backend, **copy.deepcopy(SETTINGS))
-    before = {
-        name: copy.deepcopy(value) if name in FakeBackend.DEFAULTS else value for name, value in vars(wrapper).items()
-    }
+    own = FakeBackend.DEFAULTS
+    before = {name: copy.deepcopy(value) if name in own else value for name, value in vars(wrapper).items()}
     LogProbScorer(wrapper).score(random_sequences(6, 3))
     assert vars(wrapper) == before
 
@@ -347,13 +333,8 @@ def test_defect_34_tokens_equal_to_the_backends_padding_are_scored(module, remot
     assert_near(remote.score(sequences).values, plain_log_probs(module, sequences).detach(), **FORWARD)
 
 
-SETTINGS_OF_A_MODEL = {
-    "temperature": 0.7,
-    "sampling": Sampling(top_p=0.9),
-    "adapters": "other",
-    "deterministic": True,
-    "dtype": torch.bfloat16,
-}
+SETTINGS_OF_A_MODEL = {"temperature": 0.7, "sampling": Sampling(top_p=0.9), "adapters": "other"}
+SETTINGS_OF_A_MODEL |= {"deterministic": True, "dtype": torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", SETTINGS_OF_A_MODEL)
@@ -422,8 +403,6 @@ def test_a_remote_wrapper_is_used_as_it_is(module, backend):
 
 
 # ------------------------------------------------------------------ zeros that torchrl fills in
-
-
 def filled(module: nn.Module, cached: int) -> SimpleNamespace:
     """An engine that returns no scores of tokens whose block of ``cached`` tokens it has seen; torchrl fills in 0.
 

@@ -105,16 +105,20 @@ REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8))
 CALL = st.tuples(st.lists(REQUEST, min_size=1, max_size=3), st.integers(0, 6))
 
 
+@cache
+def doubled(family: str) -> LogProbScorer:
+    return LogProbScorer((tiny_model if family == "mistral" else stateful_model)(family).double(), memory=0)
+
+
 @pytest.mark.parametrize("family", ["mistral", "lfm2"])
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(CALL, min_size=2, max_size=6), st.integers(0, 60), st.integers(3, 40))
 def test_any_history_of_requests_and_temperatures_at_any_limit(
     family: str, history: Any, room: int, budget: int
 ) -> None:
     """Whatever was cached, evicted or cut before, also for more temperatures than log-probs are kept for."""
-    model = (tiny_model if family == "mistral" else stateful_model)(family).double()
-    scorer = LogProbScorer(model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget)
-    plain = LogProbScorer(model, memory=0)
+    plain = doubled(family)
+    scorer = LogProbScorer(plain.model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget, probe=family != "mistral")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request, i in history:
@@ -236,8 +240,6 @@ def test_threads_share_one_cache(model: Any, scorer: LogProbScorer) -> None:
 
 
 # ------------------------------------------------------------------ checkpoints: recomputed when the pack is gone
-
-
 ROWS = conversation()
 BATCH = Ragged.from_list(ROWS)
 APART = sum(len(row) - 1 for row in ROWS)

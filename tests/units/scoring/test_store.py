@@ -83,10 +83,7 @@ def test_threads_and_forks_share_a_store(store: Any) -> None:
 def test_wrong_arguments_and_scores_that_are_not_stored(tmp_path: Path, store: Any) -> None:
     for message, call in [
         ("max_bytes must be at least 65536, got 10", lambda: ScoreStore(tmp_path, max_bytes=10)),
-        (
-            "the scores of 3 tokens in float32 or float64, got float32 .2,",
-            lambda: store.add([b"k"], [3], np.ones(2, "f4")),
-        ),
+        ("scores of 3 tokens in float32 or float64, got float32 .2,", lambda: store.add([b"k"], [3], np.ones(2, "f4"))),
         (r"float32 or float64, got float16 \(3,", lambda: store.add([b"k"], [3], np.ones(3, np.float16))),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -162,9 +159,7 @@ def test_a_folder_that_was_removed_is_made_again_and_one_that_cannot_be_written_
         assert not has(store, 1)
 
 
-def test_a_writer_that_does_not_end_costs_the_scores_and_not_the_run(
-    tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_does_not_end_costs_the_scores_and_not_the_run(tmp_path, store, monkeypatch):
     monkeypatch.setattr(load(), "_BUSY", 0.05)
     put(store, 1)
     other = sqlite3.connect(tmp_path / FILE)
@@ -252,11 +247,12 @@ def test_a_record_of_another_key_or_kind(tmp_path: Path, store: Any, kind: str) 
     assert has(reader, 2)
 
 
-def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any) -> None:
+@pytest.mark.parametrize("flips", [50, pytest.param(1500, marks=pytest.mark.slow)])
+def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any, flips: int) -> None:
     put(store, *range(20))
     path, rng, lost = tmp_path / FILE, np.random.default_rng(0), 0
     good = path.read_bytes()
-    for at in rng.choice(len(good) * 8, 150, replace=False).tolist():
+    for at in rng.choice(len(good) * 8, flips, replace=False).tolist():
         bad = bytearray(good)
         bad[at // 8] ^= 1 << at % 8
         path.write_bytes(bad)
@@ -264,4 +260,4 @@ def test_no_flipped_bit_yields_a_wrong_score(tmp_path: Path, store: Any) -> None
             warnings.simplefilter("ignore")
             reader = ScoreStore(tmp_path)
             lost += not all([has(reader, number) for number in range(20)])  # `has` checks the scores
-    assert lost > 30
+    assert lost > flips / 5

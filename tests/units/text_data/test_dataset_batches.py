@@ -15,15 +15,8 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
 from template_pairs import assistant as said, user
-from torchrl_llm_kl import RetrieveLogProb, make_algorithm
-from torchrl_llm_kl.datasets import (
-    DataError,
-    Skipped,
-    SkippedRowsWarning,
-    from_completions,
-    from_conversations,
-    from_pairs,
-)
+from torchrl_llm_kl import RetrieveLogProb, from_completions, from_conversations, from_pairs, make_algorithm
+from torchrl_llm_kl.datasets import DataError, Skipped, SkippedRowsWarning
 from toy_tokenizer import build_tokenizer
 
 tensordict.set_list_to_stack(True).set()
@@ -212,10 +205,8 @@ def test_the_last_turn_alone_pairs_of_histories_and_tools() -> None:
     better = History.from_chats([[user("hi"), said("hello")], [user("why?"), said("because")]])
     worse = History.from_chats([[user("hi"), said("go")], [user("why?"), said("no")]])
     data = from_pairs({"chosen": better, "rejected": worse}, TOKENIZER)
-    assert [[trained(row) for row in pair] for pair in data] == [
-        [f"hello{END}", f"go{END}"],
-        [f"because{END}", f"no{END}"],
-    ]
+    found = [[trained(row) for row in pair] for pair in data]
+    assert found == [[f"hello{END}", f"go{END}"], [f"because{END}", f"no{END}"]]
     template = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + str(TOKENIZER.chat_template)
     tool = {"type": "function", "function": {"name": "own", "parameters": {}}}
     other = {"type": "function", "function": {"name": "all", "parameters": {}}}

@@ -68,7 +68,7 @@ def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "word " * 200,
             FileNotFoundError,
-            r"the file word word .*\.\.\. does not exist: pass the path .* or a list of rows",
+            r"the file word word .*\.\.\. does not exist: pass the path .* or a list of",
         ),
         (tmp_path / "nothing", FileNotFoundError, r"the file .*nothing does not exist"),
         (tmp_path, DataError, "is a folder, expected a JSONL or Parquet file"),

@@ -60,9 +60,8 @@ def padded() -> TensorDictBase:
 
 def nested(layout: torch.layout) -> TensorDictBase:
     rows = [FULL[0], FULL[1, :3]]
-    return TensorDict(
-        tokens=TensorDict(full=torch.nested.nested_tensor(rows, layout=layout), batch_size=[2]), batch_size=[2]
-    )
+    tokens = TensorDict(full=torch.nested.nested_tensor(rows, layout=layout), batch_size=[2])
+    return TensorDict(tokens=tokens, batch_size=[2])
 
 
 def of_python() -> TensorDictBase:

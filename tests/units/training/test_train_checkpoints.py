@@ -124,9 +124,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES)
-def test_whatever_is_wrong_the_one_before_is_taken(
-    tmp_path: Path, damage: Callable[[Path], object], message: str
-) -> None:
+def test_whatever_is_wrong_the_one_before_is_taken(tmp_path, damage, message):
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 1)
     write(checkpoints, 2)

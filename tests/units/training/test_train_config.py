@@ -22,9 +22,7 @@ from train_lab import build_lab, settings
 LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f"}
 
 
-def test_defaults_and_overrides_which_survive_yaml_and_the_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, monkeypatch):
     changes = [
         "optimizer.lr=1e-5",
         "algorithm.args.clip_high=0.28",
@@ -268,14 +266,8 @@ def test_each_sampled_token_is_in_the_mask(pad_is_end: bool, monkeypatch: pytest
 
     monkeypatch.setattr(model, "generate", generate)
     with tensordict.set_list_to_stack(True):
-        env = make_env(
-            ["hi", "a longer one"],
-            lambda q, a, m: 0.0,
-            tokenizer,
-            num_prompts=2,
-            group_size=2,
-            order=PromptOrder(seed=None),
-        )
+        two_of_two: Any = {"num_prompts": 2, "group_size": 2, "order": PromptOrder(seed=None)}
+        env = make_env(["hi", "a longer one"], lambda q, a, m: 0.0, tokenizer, **two_of_two)
         sampler = make_sampler(model, tokenizer, max_new_tokens=4, sampling=Sampling())
         batch = env.rollout(1, sampler).reshape(-1)
     width = batch["tokens", "prompt"].shape[-1]
@@ -285,15 +277,16 @@ def test_each_sampled_token_is_in_the_mask(pad_is_end: bool, monkeypatch: pytest
     assert mask[:, :width].sum(-1).tolist() == [short, short, long, long]
 
 
-def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab: Path, tmp_path: Path) -> None:
+def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeypatch):
     """torchrl's wrapper would record log-probs of temperature 1, over all tokens, and none of an answer's first token."""
-    changes = (
+    monkeypatch.setattr(training._run, "plot_curves", lambda *_, **__: None)
+    changes = [
         "sampler.temperature=0.7",
         "sampler.top_k=5",
         "logging.doctor_every=1",
         "evaluation.every=0",
         "run.steps=2",
-    )
+    ]
     for row in train(settings(lab, tmp_path, *changes), say=lambda line: None).rows:
         assert not [name for name in row if name.startswith("doctor/fault/")]
         assert row["doctor/surprisal/entropy"] < 1.7, "of five tokens at most"  # log 5 = 1.609

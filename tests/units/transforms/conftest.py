@@ -4,7 +4,14 @@ import pytest
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, Transform
 
-from rollout_fixtures import _lists_become_stacks, padded, policy_model, ref_model, tokenizer  # noqa: F401
+from rollout_fixtures import (  # noqa: F401
+    _imported_before_the_first_test,
+    _lists_become_stacks,
+    padded,
+    policy_model,
+    ref_model,
+    tokenizer,
+)
 from toy_rollouts import collect, make_env, make_policy, make_scoring_wrapper
 
 

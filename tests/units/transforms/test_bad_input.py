@@ -120,7 +120,6 @@ def test_the_data_of_these_tests_is_good(models: Models, name: str, form: str) -
 
 
 # ------------------------------------------------------------------ one entry is bad
-
 Change = Callable[[Columns], Any]
 
 
@@ -274,8 +273,6 @@ def test_defect_37_padding_may_hold_anything(models: Models, name: str, bad: flo
 
 
 # ------------------------------------------------------------------ the models do not fit
-
-
 SHOUTING = CHATML.replace("message['content']", "message['content'] | upper")
 
 

@@ -16,19 +16,10 @@ from torchrl.modules.llm.policies import ChatHistory
 
 from closeness import assert_near
 from layouts import LAYOUTS, PROMPTS, RESPONSES, at_responses, tokens
-from torchrl_llm_kl import (
-    AfterPrompt,
-    Entropy,
-    RetrieveKL,
-    RetrieveLogProb,
-    RoutedExperts,
-    Sampling,
-    ScoreOptions,
-    TopK,
-    make_algorithm,
-)
+from torchrl_llm_kl import AfterPrompt, Entropy, RetrieveKL, RetrieveLogProb, RoutedExperts, TopK, make_algorithm
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.masks import history_to_messages, render_conversation
+from torchrl_llm_kl.scoring import Sampling, ScoreOptions
 from toy_models import BACKWARD, tiny_model
 from toy_rollouts import make_model, make_scoring_wrapper, steps
 
@@ -68,8 +59,6 @@ def after(model: nn.Module, prompts: list[list[int]] = CONTEXTS) -> list[Tensor]
 
 
 # ------------------------------------------------------------------ ids of the prompts
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ids_of_other_prompts_in_every_layout(layout: str) -> None:
     model = wide()
@@ -120,7 +109,6 @@ def test_a_row_without_a_response() -> None:
 
 
 # ------------------------------------------------------------------ a function of the conversation
-
 HINT = "The answer is 42."
 
 
@@ -198,8 +186,6 @@ def test_conversations_without_tokens(tokenizer: Any) -> None:
 
 
 # ------------------------------------------------------------------ RetrieveKL
-
-
 REF = ("ref_log_probs", "full")
 BOTH = [AfterPrompt(HINT_IDS), AfterPrompt(HINT_IDS, of="reference")]
 
@@ -232,9 +218,8 @@ def test_a_context_of_the_policy_and_settings_that_change() -> None:
 def test_an_exact_kl_needs_one_context() -> None:
     model, reference = wide(), wide(1)
     found = RetrieveKL(model, reference, estimator="exact", extras=BOTH)(rollout("padded"))
-    rows = [
-        [distributions(m, *row).detach() for m in (model, reference)] for row in zip(CONTEXTS, RESPONSES, strict=True)
-    ]
+    both = (model, reference)
+    rows = [[distributions(m, *row).detach() for m in both] for row in zip(CONTEXTS, RESPONSES, strict=True)]
     kl = [(p.exp() * (p - q)).sum(-1) for p, q in rows]
     assert_close(at_responses(found, "kl_penalty"), kl, atol=1e-5, rtol=0)
     message = r"estimator='exact' runs both .* prompts differ: None of the policy, \('hint', 'ids'\) of the reference"
@@ -251,16 +236,13 @@ def test_an_exact_kl_needs_one_context() -> None:
 
 
 # ------------------------------------------------------------------ what a sampler kept
-
-
 def recorded(layout: str) -> tuple[TensorDictBase, list[list[list[int]]]]:
     """A rollout with three tokens that could have been drawn at each response token, and those."""
     kept = [[sorted({token, 30, 31 + i}) for i, token in enumerate(row)] for row in RESPONSES]
     before = [len(prompt) if layout == "padded" else 0 for prompt in PROMPTS]  # else of the response alone
     counts = [[0] * n + [3] * len(row) for n, row in zip(before, RESPONSES, strict=True)]
-    return rollout(
-        layout, kept__counts=counts, kept__ids=[[token for each in row for token in each] for row in kept]
-    ), kept
+    ids = [[token for each in row for token in each] for row in kept]
+    return rollout(layout, kept__counts=counts, kept__ids=ids), kept
 
 
 def log_probs_over(model: nn.Module, prompt: list[int], response: list[int], kept: list[list[int]]) -> Tensor:
@@ -287,8 +269,6 @@ def test_a_record_is_replayed_after_another_prompt(layout: str) -> None:
 
 
 # ------------------------------------------------------------------ errors
-
-
 def conversation(tokenizer: Any) -> TensorDictBase:
     prompt = render_conversation(tokenizer, CHAT[:1], add_generation_prompt=True).token_ids
     full = torch.cat([prompt, torch.tensor(tokenizer.encode("two<|im_end|>"))])
@@ -367,8 +347,6 @@ def test_a_prompt_is_a_function_or_a_key(prompt: Any) -> None:
 
 
 # ------------------------------------------------------------------ algorithms
-
-
 def test_the_advantage_of_self_distillation_is_the_teachers_log_prob_less_the_students() -> None:
     model = wide()
     batch = make_algorithm("on_policy_distill", model, reference=model, context=HINT_IDS).prepare(rollout("padded"))
@@ -416,7 +394,5 @@ def test_a_context_of_an_algorithm_without_a_scored_reference() -> None:
     with pytest.raises(ValueError, match=r"for gkd the loss scores it on the data's own prompts: .* or pass top_k="):
         make_algorithm("gkd", model, reference=tiny_model(seed=1), context="hint")
     parts = make_algorithm("on_policy_distill", model, reference=tiny_model(seed=1), context="hint")
-    assert [part.extras for part in parts.kl_transform.transforms[:2]] == [
-        (RoutedExperts(),),
-        (AfterPrompt("hint", of="reference"),),
-    ]
+    found = [part.extras for part in parts.kl_transform.transforms[:2]]
+    assert found == [(RoutedExperts(),), (AfterPrompt("hint", of="reference"),)]

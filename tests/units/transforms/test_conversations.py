@@ -82,9 +82,7 @@ CHATS = [[{"role": r, "content": c} for r, c in [*TURNS, ("assistant", f"because
 
 
 @pytest.mark.parametrize(("assistant_only", "renderings"), [(True, 2), (False, 1)])
-def test_each_conversation_is_rendered_once_for_both_models(
-    lab: Any, monkeypatch: pytest.MonkeyPatch, assistant_only: bool, renderings: int
-) -> None:
+def test_each_conversation_is_rendered_once_for_both_models(lab, monkeypatch, assistant_only, renderings):
     """Once as it is, and once more to see who spoke where; more for the first with such turns, which is checked."""
     wrappers = lab.wrapped(input_mode="history")
     transform = RetrieveKL(*wrappers, assistant_only=assistant_only, add_to_reward=False)

@@ -26,24 +26,12 @@ from torchrl.envs.llm.transforms import RetrieveLogProb as TorchRLRetrieveLogPro
 
 from closeness import assert_near
 from layouts import tokens
-from torchrl_llm_kl import (
-    AdaptiveKLCoefficient,
-    ExactKL,
-    Extra,
-    KLComputation,
-    KLKeys,
-    KLRewardTransform,
-    RetrieveKL,
-    RetrieveLogProb,
-    RoutedExperts,
-    TopK,
-)
+from torchrl_llm_kl import AdaptiveKLCoefficient, ExactKL, Extra, KLComputation, KLKeys, KLRewardTransform, RetrieveKL
+from torchrl_llm_kl.transforms import RetrieveLogProb, RoutedExperts, TopK
 from toy_models import FORWARD
 from toy_rollouts import Outcome, make_model, make_scoring_wrapper, steps
 
 # ------------------------------------------------------------------ what is declared is produced
-
-
 K = 3
 
 
@@ -114,9 +102,8 @@ def test_defect_06_declared_is_produced(lab: Any, name: str, input_mode: str, pa
     env, bare = (lab.env(*transforms, turns=2, input_mode=input_mode) for transforms in (parts, ()))
     before = declared(bare)
     added = {key: spec for key, spec in declared(env).items() if key not in before or spec != before[key]}
-    assert {key: tuple(spec.shape) for key, spec in added.items()} == {
-        key: (2, -1, *features) for key, features in WRITTEN[name].items()
-    }
+    shapes = {key: (2, -1, *features) for key, features in WRITTEN[name].items()}
+    assert {key: tuple(spec.shape) for key, spec in added.items()} == shapes
     assert {key: spec.dtype for key, spec in added.items()} == {key: DTYPES.get(key, torch.float32) for key in added}
     for step in steps(env.reset()):
         for key, spec in added.items():
@@ -154,7 +141,6 @@ def test_defect_07a_07b_07c_reward_of_any_outcome_shape(lab: Any, features: tupl
 
 
 # ------------------------------------------------------------------ what is saved
-
 KEYS = {
     "RetrieveKL": ["transforms.2.coeff.value"],
     "from_collector": ["transforms.2.coeff.value"],
@@ -253,8 +239,6 @@ def test_a_state_with_weights_loads_them(lab: Any) -> None:
 
 
 # ------------------------------------------------------------------ rewards written after the KL
-
-
 class Bonus(Transform):
     """Says that it changes the reward."""
 

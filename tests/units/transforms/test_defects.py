@@ -98,7 +98,7 @@ def test_defect_15_an_error_loses_nothing(tokenizer: Any, ref: Any, policy: Any)
 def test_defect_29_detach_decides_about_the_graph(lab: Any) -> None:
     """Attached, the policy has the gradient of a plain forward; the reference never has one."""
     data, policy_model = lab.collect(pad_output=True), lab.gen_model
-    want = sum(scored(policy_model, step).sum() for step in steps(data))
+    want = sum(row.sum() for row in scored(policy_model, data))
     attached = RetrieveKL(*lab.wrapped(True), detach=False)(data.copy())
     total = sum(step["next", "log_probs", "full"].sum() for step in steps(attached))
     weight = policy_model.get_output_embeddings().weight
@@ -183,8 +183,6 @@ def test_defect_34_a_padding_token_that_ends_turns_is_scored(tokenizer: Any, ref
 
 
 # ------------------------------------------------------------------ errors that nobody would notice
-
-
 @pytest.mark.parametrize("repetitive", [False, True])
 def test_a_prompt_without_padding_beside_a_padded_sequence(repetitive: bool, ref_model: Any) -> None:
     """The prompt's own three tokens, the sequence with six pads before them."""

@@ -34,8 +34,6 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 
 # ------------------------------------------------------------------ constructor arguments
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_argument_of_torchrl_has_its_kind_place_and_default(name: str) -> None:
     """Except ``**kwargs``, whose arguments are explicit here; new arguments are keyword-only.
@@ -65,8 +63,6 @@ def test_every_argument_of_torchrl_has_its_kind_place_and_default(name: str) -> 
 
 
 # ------------------------------------------------------------------ attributes
-
-
 @pytest.fixture(scope="module")
 def make_wrapper(tokenizer: Any, policy_model: Any) -> Callable[..., Any]:
     def make(key: str = "log_probs", **kwargs: Any) -> Any:
@@ -123,8 +119,6 @@ def test_attributes_follow_the_arguments(name: str, kwargs: Any, make_wrapper: C
 
 
 # ------------------------------------------------------------------ errors at construction
-
-
 def stub(**attributes: Any) -> Any:
     """As much of a wrapper as the checks of a constructor look at."""
     defaults = {"generate": False, "return_log_probs": True, "pad_output": True, "input_mode": "history"}
@@ -217,8 +211,6 @@ def test_from_collector_refuses_a_key_without_full_at_construction(make_wrapper:
 
 
 # ------------------------------------------------------------------ numbers: KLComputation
-
-
 GEN_ROWS = [torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-0.25, -4.0])]
 REF_ROWS = [torch.tensor([-1.5, -1.0, -0.75]), torch.tensor([-2.25, -3.0])]
 REWARDS = [torch.tensor([[0.1], [0.2], [3.0]]), torch.tensor([[-1.0], [0.7]])]
@@ -274,8 +266,6 @@ def test_nan_before_the_scored_tokens_counts_as_no_kl_in_both() -> None:
 
 
 # ------------------------------------------------------------------ numbers: scoring a history
-
-
 MARKED = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['role'] == 'assistant' %}"
@@ -283,9 +273,8 @@ MARKED = (
     "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-MARKED_CONTENT = MARKED.replace(
-    "+ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}"
-)
+ENDED = "+ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+MARKED_CONTENT = MARKED.replace(ENDED, "}}{% endgeneration %}{{ '<|im_end|>\n' }}")
 FIRST = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes!"}]
 SECOND = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "no no"}]
 CHATS = [FIRST, [*SECOND, {"role": "user", "content": "no?"}, {"role": "assistant", "content": "ok"}]]

@@ -14,12 +14,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
 from layouts import lay_out
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL
-from torchrl_llm_kl.estimators import (
-    AdaptiveKLCoefficient,
-    FixedKLCoefficient,
-    available_estimators,
-    get_estimator,
-)
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, available_estimators, get_estimator
 from toy_rollouts import steps
 
 GEN, REF, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("exact_kl", "full")
@@ -54,7 +49,6 @@ def close(found: list[list[float]], expected: list[list[float]]) -> None:
 
 
 # ------------------------------------------------------------------ estimators
-
 # d = log_prob - ref_log_prob = 0.5, -1, 0.25, -4
 LOG_PROBS, REF_LOG_PROBS, D = [-1.0, -2.0, -0.5, -5.0], [-1.5, -1.0, -0.75, -1.0], [0.5, -1.0, 0.25, -4.0]
 
@@ -125,8 +119,6 @@ def test_log_probs_of_the_sampler_in_another_layout(padded: str, side: Any) -> N
 
 
 # ------------------------------------------------------------------ coefficients
-
-
 def test_every_kind_of_coefficient() -> None:
     """A tensor that changes later is not followed; distance is rewarded on purpose alone, through the class."""
     changing = torch.tensor(0.3)
@@ -156,7 +148,6 @@ def test_a_negative_number_is_no_coefficient(policy_model: Any) -> None:
 
 
 # ------------------------------------------------------------------ layouts
-
 FOUR = [[0.5, -1.0, 0.25], [2.0], [-1.0, 3.0], [0.0, 1.0, -2.0, 4.0]]
 OUTCOMES = [1.0, -3.0, 0.0, 2.0]
 PENALTY = [[-0.5 * d for d in row] for row in FOUR]
@@ -223,7 +214,6 @@ def test_one_padded_and_one_nested(padded: Any, side: Any) -> None:
 
 
 # ------------------------------------------------------------------ rewards
-
 OUTCOME = torch.tensor(OUTCOMES)
 OUTCOME_FORMS = {
     "[B]": OUTCOME,
@@ -312,8 +302,6 @@ def test_the_outcome_sits_on_the_last_token_of_the_assistant() -> None:
 
 
 # ------------------------------------------------------------------ tokens that were not scored
-
-
 def test_a_leading_run_of_nan_is_not_scored() -> None:
     """Neither model's NaN becomes a KL, also where only one of them has it; the outcome stays on the last token."""
     gen = tensors([[NAN, NAN, -1.0, -2.0], [NAN, -1.0], [NAN, NAN]])
@@ -338,8 +326,6 @@ def test_gradients_through_kl_and_reward_reach_what_is_scored_alone() -> None:
 
 
 # ------------------------------------------------------------------ an exact KL
-
-
 def test_the_entry_of_the_step_itself_serves_too() -> None:
     """As the log-probs: ``"next"`` first, then the root; a tensorclass of log-probs may hold it."""
     data = TensorDict(exact_kl=LogProbs(full=pad(FOUR), batch_size=[4]), batch_size=[4])

@@ -147,8 +147,6 @@ def in_layout(padded: bool) -> pytest.MarkDecorator:
 
 
 # ------------------------------------------------------------------ GRPOLoss
-
-
 @pytest.mark.parametrize(
     ("padded", "strategy", "combined"), [(True, "sft", True), (False, "rlhf", False)], indirect=["padded"]
 )
@@ -196,8 +194,6 @@ def test_the_reward_of_each_token_as_its_advantage(on_policy: Lab, as_it_is: boo
 
 
 # ------------------------------------------------------------------ PolicyLoss
-
-
 def by_hand(lab: Lab, data: TensorDictBase) -> Tensor:
     """PPO with 0.1 / 0.3 and a dual clip of 3, plus 0.7 k2, a mean over all response tokens."""
     models = lab.model, lab.policy_model, lab.ref_model
@@ -228,8 +224,6 @@ def test_wrappers_as_actors(lab: Lab, strategy: Any, input_mode: str) -> None:
 
 
 # ------------------------------------------------------------------ SFTLoss and DistillationLoss
-
-
 def mean_of_means(rows: list[Tensor]) -> Tensor:
     """Over tokens, then over sequences."""
     return sum(row.sum() / len(row) for row in rows) / len(rows)

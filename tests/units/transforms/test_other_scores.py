@@ -16,21 +16,13 @@ from torchrl.modules.llm.policies.common import LogProbs
 
 from closeness import assert_near
 from layouts import tokens
-from torchrl_llm_kl import (
-    Entropy,
-    ExactKL,
-    KLComputation,
-    RememberedModel,
-    RetrieveKL,
-    RetrieveLogProb,
-    TopK,
-)
+from torchrl_llm_kl.scoring import RememberedModel
+from torchrl_llm_kl.transforms import Entropy, ExactKL, KLComputation, RetrieveKL, RetrieveLogProb, TopK
 from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import OUTCOMES, collect, flat, make_model, steps
 
+
 # ------------------------------------------------------------------ the exact KL
-
-
 def exact(model: Any, ref: Any, step: TensorDictBase) -> Tensor:
     """The sum over the vocabulary at each token of the response, 0 on prompt and padding; differentiable in the policy."""
     full, attention = step["tokens", "full"], step["masks", "all_attention_mask"]
@@ -96,7 +88,6 @@ def test_what_is_refused(policy: Any, policy_model: Any, ref_model: Any, tokeniz
 
 
 # ------------------------------------------------------------------ the top k: a teacher for distillation
-
 K = 5
 IDS, LOG_PROBS, REST = ("top_k", "ids"), ("top_k", "log_probs"), ("top_k", "rest_log_prob")
 
@@ -157,8 +148,6 @@ def test_a_top_k_that_is_refused() -> None:
 
 
 # ------------------------------------------------------------------ remembered on disk: no forward in the second epoch
-
-
 @contextmanager
 def counted(model: Any) -> Iterator[list[int]]:
     calls: list[int] = []
@@ -200,7 +189,5 @@ def test_an_extra_of_the_reference_is_written_or_refused() -> None:
     want = RetrieveLogProb(ref, log_probs_full_key=("x", "full"), extras=[Entropy()])(data.clone())["entropy"]
     assert torch.count_nonzero(want)
     assert_near(found, want, **FORWARD)
-    with pytest.raises(
-        ValueError, match=r"estimator='exact' runs both models side by side, .* an extra of the reference"
-    ):
+    with pytest.raises(ValueError, match=r"estimator='exact' runs both models side by side, .* of the reference"):
         RetrieveKL(gen, ref, estimator="exact", extras=[extra])

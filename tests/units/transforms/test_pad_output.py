@@ -11,15 +11,8 @@ from torchrl.envs.llm.transforms import kl as torchrl_kl
 
 from closeness import assert_near
 from layouts import lay_out
-from torchrl_llm_kl import (
-    Advantage,
-    KLComputation,
-    KLRewardTransform,
-    PolicyLoss,
-    RetrieveKL,
-    RetrieveLogProb,
-    make_algorithm,
-)
+from torchrl_llm_kl import KLComputation, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
+from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.ragged import read_column
 from torchrl_llm_kl.service import RemoteModel
@@ -125,8 +118,6 @@ def test_the_reward_transform(wrapped: Any, pad_output: bool, policy_model: nn.M
 
 
 # ------------------------------------------------------------------ readers
-
-
 def test_losses_and_advantages_read_rows_without_padding(wrapped: Any, policy_model: nn.Module) -> None:
     """The tokens are padded: the same numbers as from padded rows."""
     found = []
@@ -166,8 +157,6 @@ def test_an_algorithm_keeps_the_layout_of_the_batch(lab: Any) -> None:
 
 
 # ------------------------------------------------------------------ its sisters
-
-
 def test_padding_of_the_tokenizer_against_pad_output(wrapped: Any, ref_model: nn.Module) -> None:
     message = r"tokenizer_kwargs\['padding'\]=True, .*build the wrapper with pad_output=True"
     for model in (wrapped(False)[1], ref_model):

@@ -127,9 +127,8 @@ def test_defect_07d_chat_env(scored: Scored, name: str) -> None:
 
 
 def check_collected(scored: Scored, name: str, env: EnvBase, **policy: Any) -> None:
-    collector = LLMCollector(
-        env, **(policy or {"policy": scored.policy}), dialog_turns_per_batch=4, total_dialog_turns=8
-    )
+    given = policy or {"policy": scored.policy}
+    collector = LLMCollector(env, **given, dialog_turns_per_batch=4, total_dialog_turns=8)
     assert sum(scored.check_all(name, batch) for batch in collector) == 8
     collector.shutdown()
 

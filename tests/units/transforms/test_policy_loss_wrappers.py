@@ -44,15 +44,12 @@ def prompts(tokenizer: Any, input_mode: str) -> TensorDictBase:
     ],
     indirect=["padded"],
 )
-def test_every_layout_of_a_transformers_wrapper(
-    lab: Any, padded: bool, input_mode: str, num_samples: int | None, side: str
-) -> None:
+def test_every_layout_of_a_transformers_wrapper(lab, padded, input_mode, num_samples, side):
     """On policy every ratio is 1; the first token of each response, which the wrapper never scores, is left out."""
     torch.manual_seed(1)
     options = {} if num_samples is None else {"num_samples": num_samples}
-    data = lab.policy(padded, input_mode=input_mode, return_log_probs=True, **options)(
-        prompts(lab.tokenizer, input_mode)
-    )
+    wrapper = lab.policy(padded, input_mode=input_mode, return_log_probs=True, **options)
+    data = wrapper(prompts(lab.tokenizer, input_mode))
     assert data.get(("log_probs", "full"), None) is None
     count = 0  # response tokens but the first of each
     for row in steps(data):
@@ -68,7 +65,6 @@ def test_every_layout_of_a_transformers_wrapper(
 
 
 # ------------------------------------------------------------------ engines' layouts, by hand
-
 PROMPTS, RESPONSES = [[7, 8, 9], [5]], [[11, 12], [13, 14, 15]]
 WHOLE = [torch.tensor(row) for row in joined(PROMPTS, RESPONSES)]
 
@@ -114,14 +110,11 @@ def test_the_kl_in_the_reward_reads_either_side_of_next(policy_model: nn.Module,
 
 
 # ------------------------------------------------------------------ prompts without scores
-
-
 def without_prompt_scores(model: nn.Module, layout: str) -> TensorDictBase:
     """As SGLang's wrapper stores it: 0 for the whole prompt, whose last token but one the assistant wrote."""
     masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-    rows = [
-        plain_log_probs(model, row) * (torch.arange(len(row)) >= len(p)) for row, p in zip(WHOLE, PROMPTS, strict=True)
-    ]
+    pairs = zip(WHOLE, PROMPTS, strict=True)
+    rows = [plain_log_probs(model, row) * (torch.arange(len(row)) >= len(p)) for row, p in pairs]
     entries = {"advantage": torch.tensor([[1.0], [-2.0]]), "masks__all_assistant_mask": masks, "log_probs__full": rows}
     return tokens(layout, PROMPTS, RESPONSES, **entries)
 
@@ -136,9 +129,7 @@ def warned_of(run: Callable[[], Any]) -> tuple[Any, list[str]]:
 @pytest.mark.parametrize(
     ("layout", "strategy", "left_out"), [("padded", "rlhf", 2), ("lazy", "generic", 2), ("lazy", "sft", 0)]
 )
-def test_prompts_without_scores_are_left_out(
-    policy_model: nn.Module, layout: str, strategy: Any, left_out: int
-) -> None:
+def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, left_out):
     """Of the first prompt's tokens 1 and 2; the second prompt is a single token. A ratio of exp(log_prob) is below 1."""
     data, loss = without_prompt_scores(policy_model, layout), PolicyLoss(policy_model, masking_strategy=strategy)
     out, found = warned_of(lambda: loss(data))
@@ -150,9 +141,7 @@ def test_prompts_without_scores_are_left_out(
 @pytest.mark.parametrize(
     ("layout", "settings"), [("padded", {"scope": "full"}), ("lazy", {"assistant_only": False}), ("padded", {})]
 )
-def test_the_kl_of_prompts_without_scores_is_0(
-    policy_model: nn.Module, ref_model: nn.Module, layout: str, settings: dict[str, Any]
-) -> None:
+def test_the_kl_of_prompts_without_scores_is_0(policy_model, ref_model, layout, settings):
     data, transform = without_prompt_scores(policy_model, layout), KLRewardTransform(ref_model, **settings)
     own = [plain_log_probs(policy_model, row) for row in WHOLE]
     if layout == "lazy":  # a response may begin with a token that is certain

@@ -11,16 +11,8 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from layouts import at_responses, joined, tokens
-from torchrl_llm_kl import (
-    AfterPrompt,
-    LogProbScorer,
-    PolicyLoss,
-    Ragged,
-    RetrieveKL,
-    RetrieveLogProb,
-    RoutedExperts,
-    make_algorithm,
-)
+from torchrl_llm_kl import AfterPrompt, LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, RoutedExperts
+from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference, LossInputs
 from torchrl_llm_kl.ragged import read_ragged
 from torchrl_llm_kl.rollouts import MissingEntryError, ResponseTokens, read_routing
@@ -86,8 +78,6 @@ def assert_ones(out: TensorDictBase) -> None:
 
 
 # ------------------------------------------------------------------ transforms
-
-
 @pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
 def test_a_record_is_replayed(layout: str, model: nn.Module) -> None:
     transform = RetrieveLogProb(model, extras=[RoutedExperts(KEY)])
@@ -150,8 +140,6 @@ def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------ layouts of a record
-
-
 def forms() -> dict[str, TensorDictBase]:
     """Data with the same record in forms of engines and of hand."""
     response = [row[mask] for row, mask in zip(RECORD, SCORED, strict=True)]
@@ -205,8 +193,6 @@ def test_records_of_other_shapes(entry: Tensor, message: str, model: nn.Module) 
 
 
 # ------------------------------------------------------------------ losses
-
-
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None:
     """The first ratio is 1; log-probs and gradients of a later policy are over the recorded experts."""
@@ -236,9 +222,8 @@ def test_half_the_temperature_is_replayed_too(later: nn.Module) -> None:
     """WPO's weights take the policy's log-probs at half the temperature."""
     record, response = torch.cat(RECORD), ResponseTokens(TOKENS, MASK)
     loss = PolicyLoss(later, "dpo", weighting="aligned")
-    found = loss._score(
-        response, LossInputs(torch.zeros(response.mask.shape), response.mask), routing=record
-    ).sharp_log_prob
+    inputs = LossInputs(torch.zeros(response.mask.shape), response.mask)
+    found = loss._score(response, inputs, routing=record).sharp_log_prob
     want = LogProbScorer(later, temperature=0.5).score(TOKENS, MASK, routing=record)
     assert_near(found, response.gather(want.values), **FORWARD)
 
@@ -264,8 +249,6 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------ settings
-
-
 def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> None:
     transform = RetrieveKL(later, model)
     assert [part.extras for part in transform.transforms[:2]] == [(RoutedExperts(KEY),), ()]

@@ -17,19 +17,10 @@ from torchrl.collectors.llm import LLMCollector
 from transformers import LogitsProcessorList
 
 from closeness import assert_near
-from torchrl_llm_kl import (
-    LogProbScorer,
-    PolicyLoss,
-    RecordKept,
-    RetrieveKL,
-    RetrieveLogProb,
-    SamplerMismatchWarning,
-    Sampling,
-    ScoreOptions,
-    make_algorithm,
-)
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, SamplerMismatchWarning, Sampling, ScoreOptions, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import truncate
+from torchrl_llm_kl.transforms import RecordKept, RetrieveKL, RetrieveLogProb
 from toy_models import tiny_model
 from toy_rollouts import steps
 
@@ -73,8 +64,6 @@ def score(model: nn.Module, td: TensorDictBase, sampling: Sampling = SAMPLING) -
 
 
 # ------------------------------------------------------------------ record and replay
-
-
 def test_a_replay_is_what_was_sampled() -> None:
     """Generate with top-p, record, score by replay; and the ratio of whole distributions is off by the mass that is kept."""
     model = tiny_model().double()
@@ -180,8 +169,6 @@ def test_records_of_other_calls_are_refused() -> None:
 
 
 # ------------------------------------------------------------------ the sampler is known
-
-
 @pytest.fixture
 def plain(lab: Any) -> Any:
     """A wrapper without its own top-k: transformers' default of 50 applies."""
@@ -227,8 +214,6 @@ def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
 
 
 # ------------------------------------------------------------------ settings
-
-
 def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     transform = RetrieveKL(policy_model, ref_model, options=ScoreOptions(SAMPLING))
     given = Sampling(0.9, top_k=4)
@@ -241,9 +226,8 @@ def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
         transform.options = options
         for again in (transform, copy.deepcopy(transform), pickle.loads(pickle.dumps(transform))):
             found = [part.scorer.sampling for part in again.transforms[:2]]
-            assert (
-                found == [policy, Sampling(policy.temperature)] == [again.options.sampling, again[1].options.sampling]
-            )
+            own = [policy, Sampling(policy.temperature)]
+            assert found == own == [again.options.sampling, again[1].options.sampling]
     with pytest.raises(ValueError, match="two temperatures"):
         transform.options.but(temperature=0.5, sampling=SAMPLING)
 
@@ -251,9 +235,8 @@ def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
 def test_generate_kwargs_sample_from_what_is_scored(policy_model: nn.Module) -> None:
     """They override a configuration that would change the distribution."""
     policy = copy.deepcopy(policy_model)
-    policy.generation_config.update(
-        do_sample=True, top_k=7, top_p=0.5, min_p=0.2, repetition_penalty=1.3, typical_p=0.9
-    )
+    truncated: Any = {"top_k": 7, "top_p": 0.5, "min_p": 0.2, "repetition_penalty": 1.3, "typical_p": 0.9}
+    policy.generation_config.update(do_sample=True, **truncated)
     for scored in (Sampling(), Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01)):
         kwargs = scored.generate_kwargs(policy, max_new_tokens=3)
         assert kwargs["max_new_tokens"] == 3

@@ -7,23 +7,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.testing import assert_close
 
-from torchrl_llm_kl import (
-    Entropy,
-    KeptTokens,
-    KLComputation,
-    KLKeys,
-    KLRewardTransform,
-    Moments,
-    RetrieveKL,
-    RetrieveLogProb,
-    RetrieveValue,
-    Sampling,
-    ScoreOptions,
-)
+from torchrl_llm_kl import Entropy, KeptTokens, KLComputation, KLKeys, KLRewardTransform, Sampling, ScoreOptions
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k2
 from torchrl_llm_kl.scoring import prepare_reference
 from torchrl_llm_kl.training._models import load_model
+from torchrl_llm_kl.transforms import Moments, RetrieveKL, RetrieveLogProb, RetrieveValue
 from toy_models import with_lora
 from toy_rollouts import flat, make_model, steps
 
@@ -45,9 +34,8 @@ def kl_and_reward(transform: Any, data: TensorDictBase) -> tuple[list[float], li
 
 K1, K2, READ = ([0.0, 0.5, -1.0], [0.0, -0.5, 4.0]), ([0.0, 0.125, 0.5], [0.0, -0.625, 0.5]), [0.0, 7.0, 5.0]
 
+
 # ------------------------------------------------------------------ KLComputation
-
-
 def test_estimators_by_name_the_exact_kl_and_copies() -> None:
     transform = KLComputation()
     transform.estimator = "exact"
@@ -105,8 +93,6 @@ def test_keys_follow() -> None:
 
 
 # ------------------------------------------------------------------ with models
-
-
 @pytest.fixture
 def data(lab: Any) -> TensorDictBase:
     return flat(lab.collect(pad_output=True))
@@ -241,8 +227,6 @@ def test_a_critic_set_later_is_used_and_stays_outside_the_state(data: TensorDict
 
 
 # ------------------------------------------------------------------ KLRewardTransform
-
-
 def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model: Any, ref_model: Any) -> None:
     data = RetrieveLogProb(policy_model)(data)
     changed = KLRewardTransform(ref_model)
@@ -257,8 +241,6 @@ def test_the_estimator_of_kl_reward_transform(data: TensorDictBase, policy_model
 
 
 # ------------------------------------------------------------------ devices
-
-
 def test_a_device_that_does_not_exist(ref_model: Any, tmp_path: Any) -> None:
     before = [parameter.device for parameter in ref_model.parameters()]
     ref_model.save_pretrained(tmp_path)
@@ -283,8 +265,6 @@ def test_a_device_that_does_not_exist(ref_model: Any, tmp_path: Any) -> None:
 
 
 # ------------------------------------------------------------------ in an env
-
-
 @pytest.mark.parametrize("whole", [True, False], ids=["RetrieveKL", "KLComputation"])
 def test_the_specs_of_an_env_follow(whole: bool, make: Any, lab: Any) -> None:
     transform = make()
