@@ -22,9 +22,6 @@ from toy_models import tiny_model
 
 MODEL = "toy"
 FIXED = {
-    "tempered": False,  # log-probs at the temperature of the request
-    "scrambled": False,  # log-probs at a temperature that nobody requested
-    "decimals": None,  # of numbers in replies
     "cache": "",  # "null": tokens in the cache have no scores; "missing": no entries; "stale": numbers of other requests
     "salts": True,  # whether cache_salt keeps requests apart
     "recomputes": True,  # whether logprob_start_len recomputes what is in the cache
@@ -65,7 +62,7 @@ class Toy:
         self.cached = set()
         self.lock = threading.Lock()
 
-    def positions(self, ids, temperature, k):
+    def positions(self, ids, k):
         """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
         s = self.switches
         if not all(0 <= token < 97 for token in ids):
@@ -76,20 +73,12 @@ class Toy:
             logits = served(s["seed"])(torch.tensor([ids])).logits[0, :-1]
         if s["forbids"] is not None:
             logits[:, s["forbids"]] = -torch.inf
-        if s["scrambled"]:
-            logits = logits / temperature**2
-        elif s["tempered"]:
-            logits = logits / temperature
         log_probs = logits.log_softmax(-1)
         out = [None]
         for token, row in zip(ids[1:], log_probs, strict=True):
             chosen = [int(token), *row.topk(k).indices.tolist()]
-            out.append({i: self.rounded(float(row[i])) for i in chosen})
+            out.append({i: float(row[i]) for i in chosen})
         return out
-
-    def rounded(self, value):
-        decimals = self.switches["decimals"]
-        return value if decimals is None or math.isinf(value) else round(value, decimals)
 
     def in_cache(self, ids, salt):
         """Leading tokens that an earlier request had too; all but the last are kept."""
@@ -106,7 +95,7 @@ class Toy:
             raise Refused("Requested prompt logprobs is greater than max allowed")
         sent = body["prompt"]
         ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in sent]
-        found = self.positions(ids, body["temperature"], body["prompt_logprobs"])
+        found = self.positions(ids, body["prompt_logprobs"])
         cached = self.in_cache(ids, body.get("cache_salt") if s["salts"] else None)
         for t in range(1, cached):
             if s["cache"] == "null":
@@ -122,11 +111,11 @@ class Toy:
         return {"object": "text_completion", "model": MODEL, "choices": [choice]}
 
     def sglang(self, body):
-        s, sampling = self.switches, body["sampling_params"]
+        s = self.switches
         ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in body["input_ids"]]
         start, k = body.get("logprob_start_len", -1), body["top_logprobs_num"]
         assert body["return_logprob"]
-        found = self.positions(ids, sampling["temperature"], max(k, 1))
+        found = self.positions(ids, max(k, 1))
         cached = self.in_cache(ids, None)
         if s["recomputes"] and start == 0:
             cached = 0  # all of the input is computed again

@@ -6,7 +6,6 @@ The figures of ten minutes (`TORCHRL_LLM_KL_SOAK_SECONDS`, 600 by default) are i
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random

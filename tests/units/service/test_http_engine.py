@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import socket
 import threading
 import time
 from functools import cache, partial
 
-import httpcore
 import pytest
 import torch
 
@@ -22,7 +20,6 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
 from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service.engines import _http
-from torchrl_llm_kl.service.engines._http import rounding
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from waits import LONG, until
 
@@ -116,18 +113,6 @@ def test_only_what_is_needed_is_requested(server, dialect):
         assert body["logprob_start_len"] == 2  # whose own entry is null
 
 
-@both
-def test_temperatures(server, dialect):
-    """Log-probs at the request's temperature are used; others than those and raw ones are an error."""
-    with server.set(tempered=True):
-        found = engine(server, dialect)
-        assert found.temperatures == "tempered"
-        for temperature in (1.0, 0.7):
-            assert_right(found, temperature=temperature)
-    with server.set(scrambled=True), pytest.raises(ServiceError, match="neither those at 1 nor of halved logits"):
-        engine(server)
-
-
 @pytest.mark.parametrize(
     ("cache_", "message"),
     [
@@ -160,17 +145,6 @@ def test_sglang_with_a_prefix_cache(server, cache_):
         assert scored(found, alone, mask[:11]).isfinite().all()
         with pytest.raises(ServiceError, match="returned no log-prob for"):
             scored(found, alone, mask[:11])
-
-
-@pytest.mark.parametrize(("dialect", "decimals"), [("vllm", 2), ("sglang", 4)])
-def test_rounding_is_measured(server, dialect, decimals):
-    with server.set(decimals=decimals):
-        found = engine(server, dialect)
-        assert found.precision == pytest.approx(0.5 * 10.0**-decimals)
-        difference = (scored(found) - scorer().score(sequences(4, 6)).values).abs().max()
-        assert 0 < difference <= found.precision + 1e-6
-    values = torch.rand(20, generator=torch.Generator().manual_seed(0)).bfloat16().tolist()
-    assert [rounding(x) for x in ([-1.0, -2.0], [-1.25, -math.inf], values)] == [0.5, 0.005, 0.0]
 
 
 @both
@@ -298,10 +272,6 @@ def test_keys(server, monkeypatch):
             engine(server, api_key_env="TOY_KEY")
 
 
-ENDLESS = b"x" * 2**16
-GO_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
-
-
 class Hostile(Handler):
     """Answers as vLLM does, with -1.0 for each token, unless it is told to do something else."""
 
@@ -314,38 +284,8 @@ class Hostile(Handler):
         except OSError:  # the client has gone
             self.close_connection = True
 
-    def send(self, *parts):
-        for data in parts:
-            self.server.sent += len(data)
-            self.wfile.write(data)
-
-    def begin(self, header="", what=b"HTTP/1.1 200 OK\r\n"):
-        self.send(what + header.encode() + b"\r\n")
-
     def answer(self, reply):
-        self.begin(f"Content-Length: {len(reply)}\r\n")
-        self.send(reply.encode())
-
-    def forever(self, data, pause=0.0):
-        while True:
-            self.send(data)
-            time.sleep(pause)
-
-
-def drip(to, reply, before=b""):
-    to.send(before)
-    to.begin(f"Content-Length: {len(reply)}\r\n")
-    for byte in reply.encode():
-        to.send(bytes([byte]))
-        time.sleep(0.02)
-
-
-def endless(header="", data=ENDLESS):
-    def misdeed(to, reply):
-        to.begin(header)
-        to.forever(data)
-
-    return misdeed
+        self.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n{reply}".encode())
 
 
 @pytest.fixture(scope="module")
@@ -355,51 +295,16 @@ def hostile():
     found.close()
 
 
-def attacked(hostile, misdeed, timeout=5.0):
+def attacked(hostile, misdeed):
     """Score with an engine whose probe was answered well."""
-    hostile.misdeed, hostile.sent = Hostile.answer, 0
+    hostile.misdeed = Hostile.answer
     found = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)
     assert scored(found).tolist() == (sequences(4, 6).positions > 0).float().neg().tolist()
-    found._timeout, hostile.misdeed, hostile.sent = timeout, misdeed, 0
+    hostile.misdeed = misdeed
     try:
         scored(found, ONE_ROW)
     finally:
         found.close()
-
-
-MOST = 2**20 + 256 * 6 * 2
-#: The time-out of a read starts again with each byte.
-LATE = (0.3, ServiceTimeout, "did not answer in time: ReadTimeout")
-LARGE = (20.0, ServiceError, f"answers with more than {MOST} bytes")
-UNENDING = {
-    "drip": (drip, *LATE),
-    "drip header": (lambda to, reply: drip(to, "x" * 1000, b"HTTP/1.1 200 OK\r\nX: "), *LATE),
-    "slow interim responses": (lambda to, reply: to.forever(GO_ON, 0.02), *LATE),
-    "interim responses": (lambda to, reply: to.forever(GO_ON * 1000), *LARGE),
-    "announced": (endless(f"Content-Length: {2**30}\r\n"), *LARGE),
-    "stream": (endless(), *LARGE),
-    "chunks": (endless("Transfer-Encoding: chunked\r\n", b"%x\r\n%s\r\n" % (len(ENDLESS), ENDLESS)), *LARGE),
-    "compressed": (endless("Content-Encoding: gzip\r\n"), *LARGE),
-}
-
-
-@pytest.mark.parametrize("case", UNENDING)
-def test_an_answer_that_does_not_end(hostile, case):
-    """It ends at the deadline, and is not larger than what was asked."""
-    misdeed, timeout, error, message = UNENDING[case]
-    begin = time.monotonic()
-    with pytest.raises(error, match=message):
-        attacked(hostile, misdeed, timeout)
-    assert time.monotonic() - begin < timeout + 2.7
-    assert hostile.sent < MOST + 16 * 2**20  # what the system holds between the two is sent too
-
-
-def test_the_bounds_hold_over_tls():
-    server = _http._Http("https://host", None)
-    server._bounds.deadline = server._bounds.limit = server._bounds.bytes = time.monotonic() + 100
-    stream = _http._Bounded(httpcore.MockStream([b"x" * 200]), server).start_tls(None)
-    with pytest.raises(ServiceError, match="answers with more than"):
-        stream.read(200)
 
 
 def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile, monkeypatch):
@@ -415,39 +320,28 @@ def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile, monkeypatch)
     assert time.monotonic() - begin < 0.9
 
 
-ONE, TWICE = '"logprob": -1.0', '{"2": {"logprob": -1.0}'
+ONE = '"logprob": -1.0'
 BELIEVED = [
     (ONE, '"logprob": 3.7', "the server sent the log-prob 3.7, expected a number of at most 0"),
     (ONE, '"logprob": false', "the server sent the log-prob False, expected a number of at most 0"),
     (ONE, '"logprob": "-1.0"', "the server sent the log-prob -1.0, expected a number of at most 0"),
     (ONE, '"logprob": Infinity', "the server sent the log-prob inf, expected a number of at most 0"),
-    (ONE, '"logprob": -1.0, "logprob": -2.0', "sent two entries named 'logprob' in one object"),
-    (TWICE, TWICE + ', "2": {"logprob": -3.0}', "two entries named '2'"),
-    (TWICE, TWICE + ', "02": {"logprob": -3.0}', "two log-probs of token 2 at"),
 ]
 
 
-def test_a_log_prob_is_one_number_of_at_most_0(hostile):
+def test_a_log_prob_is_a_number_of_at_most_0(hostile):
     for right, wrong, message in BELIEVED:
         with pytest.raises(ServiceError, match=message):
             attacked(hostile, lambda to, reply, pair=(right, wrong): to.answer(reply.replace(*pair, 1)))
     attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")))  # it was rounded
-    many = ", ".join(f'"{i}": 0' for i in range(80_000))  # read in linear time
-    for answer, message in (
-        ("[" * 100_000, "something that is not JSON"),
-        (f'{{{many}, "7": 0}}', "two entries named '7'"),
-    ):
-        with pytest.raises(ServiceError, match=message):
-            attacked(hostile, lambda to, reply, answer=answer: to.answer(answer))
+    with pytest.raises(ServiceError, match="something that is not JSON"):
+        attacked(hostile, lambda to, reply: to.answer("[" * 100_000))
 
 
-def test_a_token_has_one_log_prob_at_sglang():
+def test_the_most_probable_tokens_at_sglang():
     reply = {
         "input_token_logprobs": [[None, 1, None], [-1.0, 2, None]],
         "input_top_logprobs": [None, [[-1.0, 2, None], [-1.5, 3, None]]],
     }
     read = partial(_http._Sglang().read, tokens=[1, 2], start=0)
     assert read({"meta_info": reply}) == ([{}, {2: -1.0, 3: -1.5}], [1, 2])
-    for top in ([[-1.0, 2, None], [-3.0, 2, None]], [[-1.0, 2, None], [3.7, 3, None]]):
-        with pytest.raises(ServiceError, match=r"two log-probs of token 2 at|the log-prob 3\.7, expected"):
-            read({"meta_info": {**reply, "input_top_logprobs": [None, top]}})
