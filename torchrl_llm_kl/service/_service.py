@@ -167,7 +167,7 @@ class ScoringService:
 
         Args:
             weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them.
-            version: a whole number, at least the last one; by default the next one, which no other push gets.
+            version: a whole number greater than the last one; by default the next one, which no other push gets.
 
         Keyword Args:
             wait: seconds to wait for other replicas once one has answered: more than they need to fetch the weights. The rest
@@ -178,7 +178,7 @@ class ScoringService:
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
-            WeightVersionError: if a later version was pushed before.
+            WeightVersionError: if this version or a later one was pushed before.
             ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored by then: push them again.
         """
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:

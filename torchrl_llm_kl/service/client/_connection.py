@@ -22,7 +22,6 @@ from torchrl_llm_kl.service._errors import (
     ServiceError,
     ServiceOverloaded,
     ServiceTimeout,
-    WeightVersionError,
 )
 from torchrl_llm_kl.service._spec import ServiceSpec
 
@@ -51,7 +50,6 @@ class Connection:
         self._down: dict[int, float] = {}  # replicas that did not answer, or were not ready, and when
         self._table: tuple[float, Json] = (0.0, {})  # the last one, and when it came
         self.retries = self.newest = 0
-        self._weights = ""  # digest of the push that made the newest version; empty if it is not known
         self._lease: list[Any] = []
 
     # ------------------------------------------------------------------ the lease
@@ -83,7 +81,7 @@ class Connection:
             context = ray.get_runtime_context()
             place = f"{context.gcs_address} {context.get_node_id()}"
             if self._place not in ("", place):  # another cluster: the service is made again there
-                self.newest, self._weights, self.spec = 0, "", replace(self.spec, id="")
+                self.newest, self.spec = 0, replace(self.spec, id="")
                 new = self.spec.factory is not None or self.make is not None
             self.spec = replace(self.spec, address=context.gcs_address)
             self._enter(new=new, timeout=timeout)
@@ -233,18 +231,10 @@ class Connection:
         self.retries += 1
         self._down[replica] = time.monotonic()
 
-    def saw(self, version: int, weights: str = "") -> None:
-        """Note a version of the weights, and the digest of its push; a WeightVersionError for two of one version."""
+    def saw(self, version: int) -> None:
+        """Note a version of the weights."""
         with self._lock:
-            if version > self.newest:
-                self.newest, self._weights = version, weights
-            elif version == self.newest and weights and weights != self._weights:
-                if self._weights:
-                    raise WeightVersionError(
-                        f"version {version} of the weights is {weights} in one replica of {self.spec.name!r}, and "
-                        f"{self._weights} was seen before, which are other ones: push all weights under a new version."
-                    )
-                self._weights = weights
+            self.newest = max(self.newest, version)
 
     # ------------------------------------------------------------------ calls
 

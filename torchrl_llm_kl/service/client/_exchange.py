@@ -204,13 +204,9 @@ class Exchange:
                     ray.cancel(answer)
 
     def _drop_stale(self) -> bool:
-        """Whether some replies came from older weights than others; drops the older ones.
-
-        A :class:`WeightVersionError` if two of one version came from different weights.
-        """
+        """Whether some replies came from older weights than others; drops the older ones."""
         newest = max((reply.version for reply in self._replies.values()), default=0)
-        for reply in self._replies.values():
-            self._connection.saw(reply.version, reply.weights)
+        self._connection.saw(newest)
         stale = [i for i, reply in self._replies.items() if reply.version < newest]
         for i in stale:
             del self._replies[i]

@@ -128,8 +128,8 @@ class RemoteModel:
         See :func:`~torchrl_llm_kl.scoring.fingerprint_of`. The replica reads all weights at the first call, and at the first
         one after each push.
         """
-        version, found, pushed = self.call("fingerprint")
-        self.connection.saw(version, pushed)
+        version, found = self.call("fingerprint")
+        self.connection.saw(version)
         old = version < self.connection.newest or self._version not in (None, version)
         return None if old else (version, found)
 

@@ -177,9 +177,9 @@ class Server:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> int:
+    async def stage_weights(self, token: str, seen: int = 0) -> int:
         """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`. The version of the model."""
-        await self._off_loop(lambda: self._pushes.stage(token, version, seen))
+        await self._off_loop(lambda: self._pushes.stage(token, seen))
         return self._core.version
 
     async def drop_weights(self) -> None:
@@ -220,7 +220,7 @@ class Server:
         _LOG.info("replica %s holds version %d of the weights", self._name, found.version)
 
     def _copy(self, found: Missing) -> None:
-        self._core.update_weights(found.weights, found.version, checked=True, digest=found.digest)
+        self._core.update_weights(found.weights, found.version, checked=True)
 
     def _restore(self) -> None:
         """Load all pushes before the first request."""
@@ -268,7 +268,7 @@ class Server:
         finally:
             self._awaited.remove(waiting)
 
-    async def fingerprint(self) -> tuple[int, str, str]:
+    async def fingerprint(self) -> tuple[int, str]:
         """See :attr:`ScoringCore.fingerprint`. Reads all weights once after each update."""
         self._check_life()
         if self._lost is not None:
