@@ -31,11 +31,10 @@ class Served:
     vocab: int
     context: int  # tokens
     max_logprobs: int
-    dialect: str = "vllm"
     tolerance: float = 1e-5
 
     def engine(self, **options: Any) -> HTTPEngine:
-        return HTTPEngine(self.url, **{"model": self.model, "dialect": self.dialect, "timeout": LONG, **options})
+        return HTTPEngine(self.url, **{"model": self.model, "timeout": LONG, **options})
 
     def rows(self, seed: int, count: int, longest: int = 12) -> Ragged:
         rng = torch.Generator().manual_seed(seed)
@@ -81,9 +80,8 @@ class EngineContract:
             assert scores.top_indices is not None
             assert want.top_indices is not None
             assert scores.top_indices.values.equal(want.top_indices.values)
-        if served.dialect == "vllm":
-            with pytest.raises(ValueError, match="greater than max allowed"):
-                evaluated(found, rows, top_k=served.max_logprobs + 1)
+        with pytest.raises(ValueError, match="greater than max allowed"):
+            evaluated(found, rows, top_k=served.max_logprobs + 1)
 
     def test_what_the_server_owns_is_refused_alone(self, served: Served) -> None:
         """Options and weights; and requests that it refuses leave their neighbours."""

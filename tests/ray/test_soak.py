@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ BEGAN = time.monotonic()
 
 
 def note(*what):
-    """A line of the log: seconds since the start, and what happened."""
+    """A line of the log at once: a process that ends in Ray's shutdown prints no failure."""
     print(f"{time.monotonic() - BEGAN:8.1f}", *what, flush=True)
 
 
@@ -171,6 +172,14 @@ def shut_down(service, remotes):
 
 
 def test_nothing_is_lost_and_memory_stays_flat(tmp_path):
+    try:
+        soak(tmp_path)
+    except BaseException:
+        note(traceback.format_exc())
+        raise
+
+
+def soak(tmp_path):
     local, outcomes = LogProbScorer(model()), []
     questions = [(seed, size) for size in SIZES for seed in range(SEEDS)]
     expected = {question: local.score(sequences(question[0], count=question[1])).values for question in questions}
@@ -194,13 +203,18 @@ def test_nothing_is_lost_and_memory_stays_flat(tmp_path):
             )
             passed = (time.monotonic() - begin) / SECONDS
             if passed > 1 / 3 and not steady and not any(thread.is_alive() for thread in faults.requests):
-                until(lambda: "pid" in service.stats()[0])
+                until(lambda: "pid" in service.stats()[0], seconds=LONG)
                 steady = service.stats()[0]["pid"]
             if steady:
-                memory.append((resident(steady), resident(os.getpid()), used / 2**20))
+                try:
+                    memory.append((resident(steady), resident(os.getpid()), used / 2**20))
+                except OSError:  # a slow machine: it did not answer in time, and was replaced
+                    note("replica 0 was replaced")
+                    steady = 0
+                    memory.clear()
             if time.monotonic() > next_line:
                 note(len(outcomes), "answers", dict(faults.done), [round(x) for x in memory[-1]] if memory else "")
-                next_line += 30
+                next_line = time.monotonic() + 30
             if time.monotonic() > next_kill:
                 faults.happen(rng, calm=passed > 1 / 4)
                 next_kill = time.monotonic() + rng.uniform(10, 30)
@@ -208,10 +222,11 @@ def test_nothing_is_lost_and_memory_stays_flat(tmp_path):
         for thread in threads:
             thread.join(timeout=LONG)
         hanging = sum(thread.is_alive() for thread in threads)
-        until(lambda: "restarts" in service.stats()[1])  # not while it is stopped
+        until(lambda: "restarts" in service.stats()[1], seconds=LONG)  # not while it is stopped
         stats = service.stats()
         note("shutdown during calls")
         ends = shut_down(service, [clone(service.model) for _ in range(8)])
+    assert len(memory) >= 20, "no replica was left alone long enough to watch its memory"
     half = len(memory) // 2
     growth = [max(m[i] for m in memory[half:]) - max(m[i] for m in memory[:half]) for i in range(3)]
     times = sorted(seconds for _, seconds in outcomes)
@@ -227,7 +242,7 @@ def test_nothing_is_lost_and_memory_stays_flat(tmp_path):
             name: round(x, 1) for name, x in zip(("replica", "client", "store"), growth, strict=True)
         },
     }
-    print(report)
+    note(report)
     if path := os.environ.get("TORCHRL_LLM_KL_SOAK_REPORT"):
         Path(path).write_text(json.dumps(report, indent=1))
     assert hanging == 0

@@ -20,7 +20,7 @@ from torchrl_llm_kl.scoring import fingerprint_of
 def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
     """Name and arguments of the factory, or class and weights of the model: equal texts for equal models.
 
-    Factories that differ in their code, or in globals that they read, alone are taken for one: ``expect=`` compares weights.
+    Factories that differ in their code, or in globals that they read, alone are taken for one.
     """
     return f"model {_described(model)}" if factory is None else f"factory {_described(factory)}"
 

@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from functools import cache, partial
+from functools import cache
 
 import pytest
 import torch
@@ -18,13 +18,12 @@ from prompt_server import MODEL, Handler, PromptServer
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
-from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service import HTTPEngine, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service.engines import _http
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from waits import LONG, until
 
 ONE_ROW = Ragged.from_list([torch.arange(1, 7)])
-both = pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +47,8 @@ def scorer(temperature=1.0):
     return Exact(model().double(), temperature=temperature)
 
 
-def engine(server, dialect="vllm", **options):
-    return HTTPEngine(server.url, **{"model": MODEL, "dialect": dialect, "timeout": LONG, **options})
+def engine(server, **options):
+    return HTTPEngine(server.url, **{"model": MODEL, "timeout": LONG, **options})
 
 
 def evaluated(found, rows=None, mask=None, **options):
@@ -85,19 +84,8 @@ class TestVllm(EngineContract):
         return Served(server.url, MODEL, scorer(), 97, 64, 20, tolerance=1e-6)
 
 
-class TestSglang(EngineContract):
-    @pytest.fixture
-    def served(self, server):
-        return Served(server.url, MODEL, scorer(), 97, 64, 20, dialect="sglang", tolerance=1e-6)
-
-    def test_a_model_that_it_does_not_have(self, served):
-        with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
-            served.engine(model="other")
-
-
-@both
-def test_only_what_is_needed_is_requested(server, dialect):
-    found = engine(server, dialect)
+def test_only_what_is_needed_is_requested(server):
+    found = engine(server)
     rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 5)])
     mask = torch.zeros(12, dtype=torch.bool)
     mask[[3, 5]] = True
@@ -105,12 +93,9 @@ def test_only_what_is_needed_is_requested(server, dialect):
     server.change()
     scored(found, rows, mask)
     (body,) = server.requests()  # a sequence without a scored token is not sent
-    assert body["prompt" if dialect == "vllm" else "input_ids"] == [1, 2, 3, 4, 5, 6]  # nor what follows the last one
-    sampling = body if dialect == "vllm" else body["sampling_params"]
+    assert body["prompt"] == [1, 2, 3, 4, 5, 6]  # nor what follows the last one
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert {name: sampling[name] for name in plain} == plain
-    if dialect == "sglang":
-        assert body["logprob_start_len"] == 2  # whose own entry is null
+    assert {name: body[name] for name in plain} == plain
 
 
 @pytest.mark.parametrize(
@@ -129,45 +114,21 @@ def test_vllm_with_a_prefix_cache(server, cache_, message):
         engine(server)
 
 
-@pytest.mark.parametrize("cache_", ["null", "missing"])
-def test_sglang_with_a_prefix_cache(server, cache_):
-    """Tokens without scores are requested again with ``logprob_start_len=0``."""
-    rows = Ragged.from_list([torch.arange(1, 12), torch.arange(1, 9)])
-    mask = (rows.positions > 2) & (rows.positions < 7)
-    with server.set(cache=cache_):
-        found = engine(server, "sglang")
-        server.change()
-        for _ in range(2):
-            assert_right(found, rows, mask)
-        assert {body["logprob_start_len"] for body in server.requests()} == {2, 0}
-        server.change(recomputes=False)
-        alone = Ragged.from_list([torch.arange(1, 12)])
-        assert scored(found, alone, mask[:11]).isfinite().all()
-        with pytest.raises(ServiceError, match="returned no log-prob for"):
-            scored(found, alone, mask[:11])
-
-
-@both
-def test_a_forbidden_token_is_no_number(server, dialect):
-    """vLLM sends -9999.0 for -inf, SGLang null."""
+def test_a_forbidden_token_is_no_number(server):
+    """The server sends -9999.0 for -inf."""
     rows = Ragged.from_list([torch.tensor([1, 2, 3]), torch.tensor([7, 8, 50, 9])])
     mask = rows.positions > 0
     with server.set(forbids=50):
-        found = engine(server, dialect)
-        message = {
-            "vllm": r"log-prob is -inf at sequence 1, position 2 \(token 50\)",
-            "sglang": r"no log-prob for 1 of 3 tokens of sequence 1, first at position 2: .*forbidden",
-        }
-        with pytest.raises((ValueError, ServiceError), match=message[dialect]):
+        found = engine(server)
+        with pytest.raises(ValueError, match=r"log-prob is -inf at sequence 1, position 2 \(token 50\)"):
             scored(found, rows, mask)
         mask[5] = False  # not asked for
         assert scored(found, rows, mask).isfinite().all()
 
 
 @pytest.mark.parametrize("old", [False, True])
-@both
-def test_other_tokens_than_were_sent(server, dialect, old):
-    found, rows = engine(server, dialect), Ragged.from_list([torch.tensor([1, 2, 5, 4])])
+def test_other_tokens_than_were_sent(server, old):
+    found, rows = engine(server), Ragged.from_list([torch.tensor([1, 2, 5, 4])])
     with server.set(old=old):
         assert scored(found, rows)[0] == 0, "the first token has no log-prob"
     with server.set(retokenises=True, old=old), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
@@ -176,9 +137,9 @@ def test_other_tokens_than_were_sent(server, dialect, old):
         scored(found, rows)
 
 
-@pytest.mark.parametrize(("dialect", "fails"), [("vllm", [503, 0, 429]), ("sglang", [500, 500])])
-def test_failures_that_pass_are_retried(server, dialect, fails):
-    found = engine(server, dialect)
+@pytest.mark.parametrize("fails", [[503, 0, 429], [500, 500]])
+def test_failures_that_pass_are_retried(server, fails):
+    found = engine(server)
     with server.set(fails=fails):
         assert_right(found)
 
@@ -190,7 +151,7 @@ def test_failures_that_pass_are_retried(server, dialect, fails):
         ({"fails": [299] * 1000}, "something that is not JSON", 1),
         ({"fails": [403] * 1000}, "answers with HTTP 403", 1),
         ({"fails": [302]}, "answers with HTTP 302", 1),
-        ({"odd": True}, "answers in another form, .*pass its dialect=", 1),
+        ({"odd": True}, "answers in another form than vLLM's", 1),
     ],
 )
 def test_failures_that_stay(server, switches, message, tries):
@@ -336,12 +297,3 @@ def test_a_log_prob_is_a_number_of_at_most_0(hostile):
     attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")))  # it was rounded
     with pytest.raises(ServiceError, match="something that is not JSON"):
         attacked(hostile, lambda to, reply: to.answer("[" * 100_000))
-
-
-def test_the_most_probable_tokens_at_sglang():
-    reply = {
-        "input_token_logprobs": [[None, 1, None], [-1.0, 2, None]],
-        "input_top_logprobs": [None, [[-1.0, 2, None], [-1.5, 3, None]]],
-    }
-    read = partial(_http._Sglang().read, tokens=[1, 2], start=0)
-    assert read({"meta_info": reply}) == ([{}, {2: -1.0, 3: -1.5}], [1, 2])
