@@ -119,6 +119,7 @@ def pool() -> Iterator[RankPool]:
 def ray_cluster() -> Iterator[None]:
     """A local Ray cluster with explicit resources, started once."""
     ray = pytest.importorskip("ray")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 a replica starves beside other programs
     settings: dict[str, Any] = {
         "address": "local",  # not another cluster of this machine
         "num_cpus": 4,

@@ -45,7 +45,7 @@ class _Connection:
     def usable(self) -> list[int]:
         return list(range(self._count))
 
-    def saw(self, version: int, weights: str) -> None:
+    def saw(self, version: int) -> None:
         """All replies have one version."""
 
     def check_not_forked(self) -> None:

@@ -33,7 +33,7 @@ def by_hand(model, mesh):
 
 def share_of(made, how, request):
     """This rank's sequences, and where its tokens are among all."""
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if may_split(made, how) else (1, 0)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if may_split(made) else (1, 0)
     shares = split(request, ranks)
     start = sum(len(each.mask) for each in shares[:rank])
     return shares[rank], slice(start, start + len(shares[rank].mask))

@@ -21,9 +21,6 @@ class Loopback:
                 self._layout = whole.request.scored.layout
                 self._core = loop.cores[connection.spec.name]
 
-            async def arrival(self):
-                pass
-
             def replies(self):
                 found = self._core.score([Request.unpack(part.request.pack()) for part in self.parts])
                 for one in found:

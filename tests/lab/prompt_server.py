@@ -1,4 +1,4 @@
-"""A small server that returns the log-probs of prompts as vLLM and SGLang document it, from a toy model.
+"""A small server that returns the log-probs of prompts as vLLM documents it, from a toy model.
 
 It runs in threads of this process (:class:`PromptServer`), computes with plain transformers, and has a switch for each of the
 servers' traps.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import random
 import socket
 import threading
@@ -22,12 +21,8 @@ from toy_models import tiny_model
 
 MODEL = "toy"
 FIXED = {
-    "tempered": False,  # log-probs at the temperature of the request
-    "scrambled": False,  # log-probs at a temperature that nobody requested
-    "decimals": None,  # of numbers in replies
     "cache": "",  # "null": tokens in the cache have no scores; "missing": no entries; "stale": numbers of other requests
     "salts": True,  # whether cache_salt keeps requests apart
-    "recomputes": True,  # whether logprob_start_len recomputes what is in the cache
     "retokenises": False,  # one token comes back as another
     "starts": False,  # adds a start token
     "forbids": None,  # a token whose logit is -inf
@@ -65,7 +60,7 @@ class Toy:
         self.cached = set()
         self.lock = threading.Lock()
 
-    def positions(self, ids, temperature, k):
+    def positions(self, ids, k):
         """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
         s = self.switches
         if not all(0 <= token < 97 for token in ids):
@@ -76,20 +71,12 @@ class Toy:
             logits = served(s["seed"])(torch.tensor([ids])).logits[0, :-1]
         if s["forbids"] is not None:
             logits[:, s["forbids"]] = -torch.inf
-        if s["scrambled"]:
-            logits = logits / temperature**2
-        elif s["tempered"]:
-            logits = logits / temperature
         log_probs = logits.log_softmax(-1)
         out = [None]
         for token, row in zip(ids[1:], log_probs, strict=True):
             chosen = [int(token), *row.topk(k).indices.tolist()]
-            out.append({i: self.rounded(float(row[i])) for i in chosen})
+            out.append({i: float(row[i]) for i in chosen})
         return out
-
-    def rounded(self, value):
-        decimals = self.switches["decimals"]
-        return value if decimals is None or math.isinf(value) else round(value, decimals)
 
     def in_cache(self, ids, salt):
         """Leading tokens that an earlier request had too; all but the last are kept."""
@@ -106,7 +93,7 @@ class Toy:
             raise Refused("Requested prompt logprobs is greater than max allowed")
         sent = body["prompt"]
         ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in sent]
-        found = self.positions(ids, body["temperature"], body["prompt_logprobs"])
+        found = self.positions(ids, body["prompt_logprobs"])
         cached = self.in_cache(ids, body.get("cache_salt") if s["salts"] else None)
         for t in range(1, cached):
             if s["cache"] == "null":
@@ -121,40 +108,10 @@ class Toy:
             choice["prompt_token_ids"] = ids
         return {"object": "text_completion", "model": MODEL, "choices": [choice]}
 
-    def sglang(self, body):
-        s, sampling = self.switches, body["sampling_params"]
-        ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in body["input_ids"]]
-        start, k = body.get("logprob_start_len", -1), body["top_logprobs_num"]
-        assert body["return_logprob"]
-        found = self.positions(ids, sampling["temperature"], max(k, 1))
-        cached = self.in_cache(ids, None)
-        if s["recomputes"] and start == 0:
-            cached = 0  # all of the input is computed again
-        first = len(ids) - 1 if start < 0 else max(start, cached if s["cache"] == "missing" else 0)
-        entries = [[None, ids[first], None]]
-        tops = [None]
-        for t in range(first + 1, len(ids)):
-            position = found[t] or {}
-            gone = s["cache"] == "null" and t < cached
-            value = None if gone or math.isinf(position[ids[t]]) else position[ids[t]]
-            entries.append([value, ids[t], None])
-            best = sorted(((x, i, None) for i, x in position.items() if x > -math.inf), reverse=True)[:k]
-            tops.append(None if gone else best)
-        info = {"prompt_tokens": len(ids), "cached_tokens": cached, "input_token_logprobs": entries}
-        if k:
-            info["input_top_logprobs"] = tops
-        return {"text": "", "meta_info": info}
-
 
 class Handler(BaseHTTPRequestHandler):
     server: PromptServer
     protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        if self.path == "/get_model_info":
-            self.reply(200, {"model_path": MODEL})
-        else:
-            self.reply(404, {"detail": "Not Found"})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -173,7 +130,8 @@ class Handler(BaseHTTPRequestHandler):
         if toy.switches["key"] and self.headers["Authorization"] != f"Bearer {toy.switches['key']}":
             return self.reply(401, {"error": "Unauthorized"})
         try:
-            answer = {"/v1/completions": toy.vllm, "/generate": toy.sglang}[self.path](body)
+            assert self.path == "/v1/completions"
+            answer = toy.vllm(body)
         except Refused as error:
             return self.reply(400, {"error": {"message": str(error)}})
         except FileNotFoundError as error:

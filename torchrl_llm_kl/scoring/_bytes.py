@@ -18,7 +18,7 @@ import numpy as np
 from torchrl_llm_kl._typing import Json
 
 #: Version of the format, and of the fields of requests and replies. A change that the other side would misread gets the next.
-PROTOCOL = 7
+PROTOCOL = 8
 #: Characters of a name.
 MAX_TEXT = 256
 #: Dimensions of an array.

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torchrl_llm_kl._numerics import check_not_a_name, check_range
+from torchrl_llm_kl._numerics import check_choice, check_not_a_name, check_range
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.scoring import DEFAULT_MEMORY
 from torchrl_llm_kl.service._source import describe_source
-from torchrl_llm_kl.service._spec import HANG_AFTER, NAMESPACE, ServiceSpec
+from torchrl_llm_kl.service._spec import HANG_AFTER, NAMESPACE, ActorOptions, ServiceSpec
 from torchrl_llm_kl.service._weights import check_version
 from torchrl_llm_kl.service.client._push import PushedVersion, push_weights
 from torchrl_llm_kl.service.client._remote import RemoteModel
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Bytes of a pickled factory that is an argument of the actors; Ray drops larger arguments after the first start.
 _SMALL = 2**16
@@ -33,10 +37,6 @@ class ScoringService:
         factory: returns the model, in the actor: better for large models.
         name: of the service; processes that pass the same name (and configuration) share it. Unique by default.
         num_replicas: copies of the model. Responses to one prompt go to the same replica, which caches conversations.
-        expect: the model's :func:`fingerprint_of`, if the service must not serve any other.
-        num_cpus: per replica, as are ``num_gpus``, ``resources``, ``scheduling_strategy``, ``runtime_env`` and
-            ``max_restarts`` (-1 for no limit); see ``ray.remote``.
-        lifetime: ``"detached"`` to outlive all clients, until :meth:`shutdown`; by default replicas end with their last client.
         tokens_per_batch: per forward; see :class:`~torchrl_llm_kl.LogProbScorer`.
         memory: bytes of keys and values that each replica caches for continued conversations, in all.
         max_tokens: per batch of requests. Larger requests are scored in pieces, which share batches with other callers.
@@ -46,10 +46,12 @@ class ScoringService:
         hang_after: seconds without progress (a forward, a copied weight) after which a replica that scores counts as hung: it
             is started again, and its requests go to others. Loading the model does not count. A replica that answers nothing
             is replaced after the same time, 3 seconds at least and a minute at most.
-        namespace: Ray namespace of the actors.
+        actor_options: of ``ray.remote``: ``num_cpus`` (1), ``num_gpus`` (0), ``resources``, ``scheduling_strategy``,
+            ``runtime_env`` and ``max_restarts`` (-1: no limit) of each replica; ``namespace`` of the actors; and ``lifetime``,
+            ``"detached"`` to outlive all clients, until :meth:`shutdown`: by default replicas end with their last client.
 
     Raises:
-        ServiceConfigError: if the name is in use with another configuration or other weights.
+        ServiceConfigError: if the name is in use with another configuration.
         ServiceTimeout: if no replica started; says which resource is missing.
         Exception: the error of the factory.
 
@@ -65,14 +67,6 @@ class ScoringService:
         factory: Callable[[], Any] | None = None,
         name: str | None = None,
         num_replicas: int = 1,
-        expect: str | None = None,
-        num_cpus: float = 1,
-        num_gpus: float = 0,
-        resources: Mapping[str, float] | None = None,
-        scheduling_strategy: Any = None,
-        runtime_env: Mapping[str, Any] | None = None,
-        max_restarts: int = -1,
-        lifetime: Literal["detached"] | None = None,
         tokens_per_batch: int | None = None,
         memory: int = DEFAULT_MEMORY,
         max_tokens: int = 65536,
@@ -80,37 +74,32 @@ class ScoringService:
         max_queue: int = 256,
         timeout: float = 120.0,
         hang_after: float = HANG_AFTER,
-        namespace: str = NAMESPACE,
+        **actor_options: Unpack[ActorOptions],
     ) -> None:
         check_not_a_name(model=model)
         # Check arguments here rather than in the actor, whose errors arrive late and wrapped.
         if (model is None) == (factory is None):
             raise ValueError("pass the model, or factory=, a function that returns it: exactly one of them.")
+        options: Json = {"num_cpus": 1, "num_gpus": 0, "max_restarts": -1}
+        options |= {key: value for key, value in actor_options.items() if value is not None}
+        lifetime, namespace = options.pop("lifetime", None), options.pop("namespace", NAMESPACE)
+        if unknown := options.keys() - ActorOptions.__annotations__:
+            raise TypeError(f"ScoringService has no argument {min(unknown)!r}.")
         for what, text in {"name": "default" if name is None else name, "namespace": namespace}.items():
             if not isinstance(text, str) or not text.strip() or any(c in text for c in ":\n"):
                 raise ValueError(f"{what} must be a string without ':' and line breaks, and not empty, got {text!r}.")
-        counts = {"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue}
-        for what, whole in counts.items():
+        for what, whole in {"num_replicas": num_replicas, "max_tokens": max_tokens, "max_queue": max_queue}.items():
             if isinstance(whole, bool) or not isinstance(whole, int) or whole < 1:
                 raise ValueError(f"{what} must be a whole number of at least 1, got {whole!r}.")
-        times = {"max_wait": max_wait, "timeout": timeout, "hang_after": hang_after}
-        for what, seconds in times.items():
+        for what, seconds in {"max_wait": max_wait, "timeout": timeout, "hang_after": hang_after}.items():
             if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < 1e9:
                 raise ValueError(f"{what} must be a number of seconds, got {seconds!r}.")
-        if hang_after <= 0:
-            raise ValueError(f"hang_after must be greater than 0 seconds, got {hang_after}.")
-        if expect is not None and not isinstance(expect, str):
-            raise ValueError(f"expect must be a fingerprint, as fingerprint_of() returns it, got {expect!r}.")
-        if lifetime not in (None, "detached"):
-            raise ValueError(f"lifetime must be 'detached' or None, got {lifetime!r}.")
+        check_choice((None, "detached"), lifetime=lifetime)
         check_range(1, tokens_per_batch=tokens_per_batch)
-        if memory < 0:
-            raise ValueError(f"memory must be a number of bytes, at least 0, got {memory}.")
-        settings: Json = {"tokens_per_batch": tokens_per_batch, "memory": memory}
-        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue, "hang_after": hang_after}
-        options: Json = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
-        given = {"resources": resources, "scheduling_strategy": scheduling_strategy, "runtime_env": runtime_env}
-        options |= {key: value for key, value in given.items() if value is not None}
+        check_range(0, memory=memory)
+        check_range(above=0, hang_after=hang_after, timeout=timeout)
+        settings: Json = {"tokens_per_batch": tokens_per_batch, "memory": memory, "hang_after": hang_after}
+        settings |= {"max_tokens": max_tokens, "max_wait": max_wait, "max_queue": max_queue}
         name = name or f"scorer-{uuid.uuid4().hex[:8]}"
         packed = None if factory is None else _pickled(factory)
         handed_in = packed is None or len(packed) > _SMALL
@@ -123,9 +112,8 @@ class ScoringService:
             options,
             num_replicas,
             detached=lifetime == "detached",
-            expect=expect,
         )
-        self.model = RemoteModel(spec, make=(factory or _Held(model)) if handed_in else None, timeout=timeout)
+        self.model = RemoteModel(spec, make=(factory or partial(_given, model)) if handed_in else None, timeout=timeout)
         try:
             self.model.connection.open(timeout=timeout)
         except BaseException:
@@ -167,7 +155,7 @@ class ScoringService:
 
         Args:
             weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them.
-            version: a whole number, at least the last one; by default the next one, which no other push gets.
+            version: a whole number greater than the last one; by default the next one, which no other push gets.
 
         Keyword Args:
             wait: seconds to wait for other replicas once one has answered: more than they need to fetch the weights. The rest
@@ -178,7 +166,7 @@ class ScoringService:
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
-            WeightVersionError: if a later version was pushed before.
+            WeightVersionError: if this version or a later one was pushed before.
             ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored by then: push them again.
         """
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:
@@ -204,14 +192,8 @@ class ScoringService:
         self.close()
 
 
-class _Held:
-    """A factory that returns a given model."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self) -> Any:
-        return self.model
+def _given(model: Any) -> Any:
+    return model
 
 
 def _pickled(factory: Callable[[], Any]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -20,7 +20,7 @@ from torchrl_llm_kl.scoring import fingerprint_of
 def describe_source(model: Any, factory: Callable[[], Any] | None) -> str:
     """Name and arguments of the factory, or class and weights of the model: equal texts for equal models.
 
-    Factories that differ in their code, or in globals that they read, alone are taken for one: ``expect=`` compares weights.
+    Factories that differ in their code, or in globals that they read, alone are taken for one.
     """
     return f"model {_described(model)}" if factory is None else f"factory {_described(factory)}"
 
@@ -40,18 +40,12 @@ def _described(value: Any) -> str:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         array = torch.as_tensor(value).detach().cpu().contiguous()
         return f"{array.dtype} {tuple(array.shape)} {_digest(array.flatten().view(torch.uint8).numpy().tobytes())}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(sorted(f"{_described(key)}: {_described(item)}" for key, item in value.items())) + "}"
-    if isinstance(value, (list, tuple, set, frozenset)):
-        parts = list(map(_described, value))
-        return f"[{', '.join(sorted(parts) if isinstance(value, (set, frozenset)) else parts)}]"
-    text = repr(value)
-    if " at 0x" not in text:
+    text, name = repr(value), type(value).__qualname__
+    if " at 0x" not in text and not isinstance(value, (list, tuple, dict, set, frozenset)):
         return text
-    try:  # addresses differ between processes
-        return f"{type(value).__qualname__} {_digest(pickle.dumps(value))}"
-    except Exception:
-        return f"{type(value).__qualname__} {_described(vars(value) if hasattr(value, '__dict__') else None)}"
+    with contextlib.suppress(Exception):  # addresses differ between processes, and a container may hold long arrays
+        return f"{name} {_digest(pickle.dumps(value))}"
+    return name
 
 
 def _digest(data: bytes) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._errors import ServiceConfigError
@@ -16,6 +16,19 @@ HANG_AFTER = 300.0
 MAX_CONCURRENCY = 1000
 #: Processes that may die while they score a request alone before it is refused.
 MAX_TRIALS = 3
+
+
+class ActorOptions(TypedDict, total=False):
+    """Options of Ray's actors that a service takes."""
+
+    num_cpus: float
+    num_gpus: float
+    resources: Mapping[str, float] | None
+    scheduling_strategy: Any
+    runtime_env: Mapping[str, Any] | None
+    max_restarts: int
+    lifetime: Literal["detached"] | None
+    namespace: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +44,6 @@ class ServiceSpec:
         options: arguments of ``ray.remote`` for a replica.
         num_replicas: number of replicas.
         detached: whether the service outlives its clients.
-        expect: fingerprint that the model must have; None for any.
         id: of the service that has the name; a later one has another. Empty before it is known.
         address: of the Ray cluster, for processes that have not joined one.
     """
@@ -44,7 +56,6 @@ class ServiceSpec:
     options: Json = field(default_factory=dict)
     num_replicas: int = 1
     detached: bool = False
-    expect: str | None = None
     id: str = ""
     address: str | None = None
 
@@ -71,13 +82,4 @@ class ServiceSpec:
             raise ServiceConfigError(
                 f"the name {self.name!r} is in use with another configuration: {'; '.join(differences)}. Choose another name, "
                 "or shut that service down first."
-            )
-
-    def check_expected(self, found: str | None) -> None:
-        """A :class:`ServiceConfigError` if the service has other weights than those that this client expects."""
-        if self.expect is not None and self.expect != found:
-            has = f"weights with the fingerprint {found}" if found else "a model without a fingerprint"
-            raise ServiceConfigError(
-                f"the service {self.name!r} has {has}, expected {self.expect}: pass the checkpoint's fingerprint_of(), or shut "
-                "the service down and start it from that checkpoint."
             )

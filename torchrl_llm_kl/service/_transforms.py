@@ -13,24 +13,15 @@ import torch
 from torchrl_llm_kl._numerics import read_device
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.service._service import ScoringService
+from torchrl_llm_kl.service._spec import ActorOptions
 from torchrl_llm_kl.service.client._remote import RemoteModel
 from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RayVariant, RetrieveKL, RetrieveLogProb, find
 
+#: Options of Ray's actors; ``memory`` is another thing there.
+ACTOR_OPTIONS = tuple(ActorOptions.__annotations__)
 #: Arguments of :class:`ScoringService` that the transforms pass on.
-SERVICE_ARGS = [
-    name for name in inspect.signature(ScoringService).parameters if name not in ("model", "factory", "name")
-]
-#: Of these, the options of Ray's actors; ``memory`` is another thing there.
-ACTOR_OPTIONS = (
-    "num_cpus",
-    "num_gpus",
-    "resources",
-    "scheduling_strategy",
-    "runtime_env",
-    "max_restarts",
-    "lifetime",
-    "namespace",
-)
+SERVICE_ARGS = [*inspect.signature(ScoringService).parameters, *ACTOR_OPTIONS]
+SERVICE_ARGS = [name for name in SERVICE_ARGS if name not in ("model", "factory", "name", "actor_options")]
 
 
 class Served(RayVariant):

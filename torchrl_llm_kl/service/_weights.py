@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import operator
-import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +24,8 @@ MAX_VERSION = 2**63 - 1
 _ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
 _FETCH = 300.0  # seconds to fetch weights
 
-#: What a keeper holds: version; token, references and digest of each push; and why earlier ones were lost, if they were.
-Held = tuple[int, list[tuple[str, list[Any], str]], Exception | None]
+#: What a keeper holds: version; token and references of each push, oldest first; and why earlier ones were lost, if they were.
+Held = tuple[int, list[tuple[str, list[Any]]], Exception | None]
 #: Type, shape and bytes of weights by name. Ray maps the bytes into memory where a copy would double them.
 Chunk = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 
@@ -61,17 +58,6 @@ def tensors_of(chunk: Chunk) -> dict[str, Tensor]:
     return found
 
 
-def digests_of(chunk: Chunk) -> dict[str, bytes]:
-    """A digest of each weight's type, shape and bytes; in several threads, 0.6 GB/s for each core."""
-
-    def digest(entry: tuple[str, tuple[int, ...], np.ndarray]) -> bytes:
-        dtype, shape, data = entry
-        return blake2b(data.data, digest_size=16, key=f"{dtype} {shape}".encode()[:64]).digest()
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(chunk, pool.map(digest, chunk.values()), strict=True))
-
-
 # ------------------------------------------------------------------ the keeper
 
 
@@ -81,7 +67,7 @@ class Push:
 
     token: str  # unique
     chunks: list[Any] = field(default_factory=list)  # references
-    digests: dict[str, bytes] = field(default_factory=dict)  # by name
+    names: set[str] = field(default_factory=set)  # of the weights
     version: int = 0  # once it is committed
     seen: float = field(default_factory=time.monotonic)  # the last call for it
 
@@ -90,28 +76,8 @@ class Push:
         import ray
 
         self.chunks.append(ray.put(chunk))
-        self.digests |= digests_of(chunk)
+        self.names |= chunk.keys()
         self.seen = time.monotonic()
-
-    @property
-    def digest(self) -> str:
-        """Equal for pushes of the same weights."""
-        found = blake2b(digest_size=16)
-        for name, digest in sorted(self.digests.items()):
-            found.update(f"{len(name)} {name} ".encode() + digest)
-        return found.hexdigest()
-
-
-def _pushed_before(version: int, detail: str = "") -> WeightVersionError:
-    return WeightVersionError(
-        f"version {version} of the weights was pushed before with others{detail}: replicas would mix the two. Push these under "
-        "a new version, or without version=."
-    )
-
-
-def _differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> str:
-    names = sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-    return f" ({names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''} of the tensors differ)"
 
 
 class WeightKeeper:
@@ -137,7 +103,7 @@ class WeightKeeper:
         self._staged.setdefault(token, Push(token)).add(chunk)
 
     def check(self, version: int | None, seen: int = 0) -> Exception | None:
-        """The error if ``version`` is earlier than the last one; for None, if there is none after it.
+        """The error unless ``version`` is later than the last one; for None, if there is none after it.
 
         ``seen`` is the last version that the pusher and the replicas know: this actor may have lost it.
         """
@@ -146,17 +112,14 @@ class WeightKeeper:
             version = check_version(last + 1 if version is None else version)
         except WeightVersionError as error:
             return error
-        if version >= last:
+        if version > last:
             return None
         return WeightVersionError(
-            f"version {version} of the weights was pushed after version {last}: versions must increase."
+            f"version {version} of the weights came after version {last}: versions must increase."
         )
 
     def commit(self, token: str, chunks: int, version: int | None, seen: int = 0) -> int | Exception:
-        """Make a staged push of so many chunks the latest one; its version (the next one for None) or an error.
-
-        A version that was pushed before is an error, unless its weights are the same: then nothing changes.
-        """
+        """Make a staged push of so many chunks the latest one; its version (the next one for None) or an error."""
         for push in self._pushed:
             if push.token == token:  # asked again
                 return push.version
@@ -166,13 +129,8 @@ class WeightKeeper:
         error = self.check(version, seen)
         if error is not None:
             return error
-        before = next((old for old in self._pushed if old.version == version), None)
-        if before is not None and before.digests != push.digests:
-            return _pushed_before(before.version, _differing(before.digests, push.digests))
-        if before is not None and self._lost is None:
-            return before.version
         push.version = max(self._version, seen) + 1 if version is None else version
-        earlier = [] if self._lost else [old for old in self._pushed if not old.digests.keys() <= push.digests.keys()]
+        earlier = [] if self._lost else [old for old in self._pushed if not old.names <= push.names]
         self._pushed = [*earlier, push]
         self._version, self._lost = push.version, None
         return push.version
@@ -182,11 +140,11 @@ class WeightKeeper:
         self._staged.pop(token, None)
 
     def get(self, service: str, staged: str | None = None) -> Held:
-        """Version; token, references and digest of each push, oldest first, ``staged`` last; why pushes were lost, if so."""
+        """What it holds, ``staged`` last."""
         if service != self._service:  # of an earlier service of that name
             return 0, [], None
         found = [*self._pushed, *([self._staged[staged]] if staged in self._staged else [])]
-        return self._version, [(push.token, list(push.chunks), push.digest) for push in found], self._lost
+        return self._version, [(push.token, list(push.chunks)) for push in found], self._lost
 
 
 def keeper_of(spec: ServiceSpec) -> Any:
@@ -204,7 +162,6 @@ class Missing(NamedTuple):
     version: int
     token: str  # of the last push
     weights: dict[str, Tensor]  # under the model's own names
-    digest: str  # of the last push
 
 
 class Pushes:
@@ -225,15 +182,13 @@ class Pushes:
         self._spec, self._check, self._tensors = spec, check, tensors
         self._taken = ""  # token of the last push that is in the model
         self._version = -1  # of that push; 0 before the first one, -1 until the keeper said that there is none
-        self._digest = ""  # of that push
         self._names: frozenset[str] = frozenset()  # of all pushed weights that are in the model
         self._staged: tuple[str, Mapping[str, Tensor]] = ("", {})
 
-    def stage(self, token: str, wanted: int | None = None, seen: int = 0) -> None:
+    def stage(self, token: str, seen: int = 0) -> None:
         """Fetch and check a push before it is committed. Its bytes stay in the object store, one copy for each node.
 
-        ``wanted`` is its version, if it was given one: other weights of this replica must not have it. ``seen`` is the
-        latest version that the pusher knows of: a keeper with an earlier one has lost something.
+        ``seen`` is the latest version that the pusher knows of: a keeper with an earlier one has lost something.
 
         If the keeper lost earlier pushes, this one must hold all tensors of theirs, or of the model if this replica does not
         know theirs: otherwise a replica that starts later would have the factory's in place of those.
@@ -242,13 +197,10 @@ class Pushes:
             return
         self._staged = ("", {})
         version, pushes, lost = self._ask(token)
-        found = {name: (references, digest) for name, references, digest in pushes}
+        found = dict(pushes)
         if token not in found:
             raise ServiceError("the push is not known to the actor that keeps the weights: push them again.")
-        references, digest = found[token]
-        if wanted is not None and wanted == self._version and self._digest not in ("", digest):
-            raise _pushed_before(wanted)
-        weights = self._fetch(references)
+        weights = self._fetch(found[token])
         if lost is not None or version < max(self._version, seen):  # restarted, or created again
             self._check_replaces(weights, max(version, seen))
         self._staged = (token, weights)
@@ -271,18 +223,18 @@ class Pushes:
         if lost is not None:
             raise lost
         self._version = max(self._version, 0)
-        tokens = [token for token, *_ in pushes]
+        tokens = [token for token, _ in pushes]
         new = pushes[tokens.index(self._taken) + 1 :] if self._taken in tokens else pushes
         if not new:
             return None
         weights: dict[str, Tensor] = {}
-        for token, references, _ in new:
+        for token, references in new:
             weights.update(self._staged[1] if token == self._staged[0] else self._fetch(references))
-        return Missing(version, tokens[-1], weights, pushes[-1][2])
+        return Missing(version, tokens[-1], weights)
 
     def take(self, found: Missing) -> None:
         """Note that the model has what :meth:`missing` returned."""
-        self._taken, self._version, self._digest = found.token, found.version, found.digest
+        self._taken, self._version = found.token, found.version
         self._names |= found.weights.keys()
         self.drop()
 

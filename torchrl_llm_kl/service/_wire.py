@@ -129,24 +129,23 @@ class Reply:
 
     columns: dict[str, Tensor]  # the fields of Scores that there are, by name: [K, ...]
     version: int  # of the weights that they come from
-    weights: str = ""  # digest of the push that made this version; empty before the first one
 
     @classmethod
-    def of(cls, scores: Scores, mask: Tensor, version: int, weights: str = "") -> Reply:
+    def of(cls, scores: Scores, mask: Tensor, version: int) -> Reply:
         """The scores at the tokens of ``mask [N]``, on the CPU."""
         found = {name: value.values.detach() for name, value in scores.per_token.items() if name in _COLUMNS}
-        return cls({name: value[mask.to(value.device)].cpu() for name, value in found.items()}, version, weights)
+        return cls({name: value[mask.to(value.device)].cpu() for name, value in found.items()}, version)
 
     def pack(self) -> bytes:
         """The reply as bytes; for the top ``k`` ``8k + 4`` a token."""
         arrays = {name: _narrow(name, values).numpy() for name, values in self.columns.items()}
-        return pack(REPLY, {"version": self.version, "weights": self.weights}, arrays)
+        return pack(REPLY, {"version": self.version}, arrays)
 
     @classmethod
     def unpack(cls, packed: bytes) -> Reply:
         """The reply in ``packed``; a :class:`ProtocolError` says what is wrong with it."""
         head, arrays = unpack(packed, REPLY)
-        version, weights = head.whole("version"), head.text("weights")
+        version = head.whole("version")
         head.end()
         columns = {}
         for name in [name for name in _COLUMNS if name in arrays]:
@@ -156,7 +155,7 @@ class Reply:
             wide = np.float64 if values.dtype == np.float64 else np.float32
             columns[name] = torch.from_numpy(values.astype(np.int64 if name == "top_indices" else wide))
         arrays.end()
-        return cls(columns, version, weights)
+        return cls(columns, version)
 
     def check_answers(self, request: Request) -> None:
         """Raise a :class:`ProtocolError` unless this replies to ``request``."""

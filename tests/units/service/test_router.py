@@ -144,16 +144,13 @@ def test_every_prefix_is_found_and_nothing_else():
         assert earlier.find(_prefix_sums(row, np.array([len(row)]))) is kept[max(starts, key=len)]
 
 
-def test_the_oldest_sequences_are_dropped(monkeypatch):
+def test_no_more_sequences_are_remembered_than_allowed(monkeypatch):
     monkeypatch.setattr("torchrl_llm_kl.service.client._router._REMEMBERED", 3)
-    router, talks = Router(), rows(4)
-    first = [assign(router, [talk[:20]], 12, 64, continues=True)[0] for talk in talks]
-    assert len(router._earlier) == 3
-    assert sum(sum(lengths.values()) for lengths in router._earlier._lengths.values()) == 3
-    assert [assign(router, [talk], 33, 64, continues=True)[0] for talk in talks[1:]] == first[1:]
+    router = Router()
     for n in range(1, 200):
         assign(router, [np.arange(n)], n, 64, continues=True)
-    assert len(router._earlier._lengths) <= 3, "nothing is kept of sequences that were dropped"
+        assert 0 < len(router._earlier) <= 3
+        assert len(router._earlier._lengths) <= 3
 
 
 def test_prefix_sums_tell_order_position_and_number_apart():

@@ -276,12 +276,12 @@ def test_weights_are_read_once_after_each_update(monkeypatch):
     assert core.fingerprint is None
     for _ in range(2):
         core.read_fingerprint()
-    assert core.fingerprint == (0, fingerprint_of(model()), "")
+    assert core.fingerprint == (0, fingerprint_of(model()))
     assert len(reads) == 1
     core.update_weights(model(seed=1).state_dict(), 0)  # under the same number
     assert core.fingerprint is None
     core.read_fingerprint()
-    assert core.fingerprint == (0, fingerprint_of(model(seed=1)), "")
+    assert core.fingerprint == (0, fingerprint_of(model(seed=1)))
     with pytest.raises(TypeError, match="object reports no fingerprint of its weights: state it"):
         ScoringCore(object()).read_fingerprint()
 

@@ -27,7 +27,7 @@ from torchrl_llm_kl.service.replica._core import ScoringCore
 
 # Clients and replicas of releases with this protocol must understand one another: a change needs a new version.
 PACKED_REQUEST = (
-    b"KLRL\x07\x00\x01\x00\x1c\x01\x00\x00"
+    b"KLRL\x08\x00\x01\x00\x1c\x01\x00\x00"
     b'{"options":{"sampling":{"temperature":0.5,"top_k":7},"adapters":false,"dtype":"bfloat16","entropy":true,"r'
     b'emember":true},"recorded":[],"version":3,"caller":"me/7","newest":2,"suspect":false,"timeout":2.5,"arrays"'
     b':{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"mask":["<u1",[1]]}}       '
@@ -36,13 +36,13 @@ PACKED_REQUEST = (
     b"\x00d"
 )
 PACKED_WIDE_REQUEST = (
-    b"KLRL\x07\x00\x01\x00\xb4\x00\x00\x00"
+    b"KLRL\x08\x00\x01\x00\xb4\x00\x00\x00"
     b'{"options":{},"recorded":[],"version":null,"caller":"","newest":0,"suspect":false,"timeout":1000000000.0,"'
     b'arrays":{"lengths":["<i8",[1]],"tokens":["<i8",[1]],"mask":["<u1",[1]]}}  '
     b"\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00"
 )
 PACKED_RECORDS = (
-    b"KLRL\x07\x00\x01\x004\x01\x00\x00"
+    b"KLRL\x08\x00\x01\x004\x01\x00\x00"
     b'{"options":{},"recorded":["kept","top_ids","routing"],"version":null,"caller":"","newest":0,"suspect":fals'
     b'e,"timeout":1000000000.0,"arrays":{"lengths":["<i8",[4]],"tokens":["<i4",[6]],"kept_counts":["<i4",[3]],"k'
     b'ept_ids":["<i4",[5]],"top_ids":["<i4",[6,2]],"mask":["<u1",[1]],"routing":["<i1",[6,1,1]]}}     '
@@ -54,19 +54,19 @@ PACKED_RECORDS = (
     b"\x00\x01\x02\x03\x04"
 )
 PACKED_REPLY = (
-    b"KLRL\x07\x00\x02\x00T\x00\x00\x00"
-    b'{"version":4,"weights":"","arrays":{"log_prob":["<f4",[2]],"entropy":["<f4",[2]]}}  '
+    b"KLRL\x08\x00\x02\x00L\x00\x00\x00"
+    b'{"version":4,"arrays":{"log_prob":["<f4",[2]],"entropy":["<f4",[2]]}}       '
     b"\x00\x00\x00\xbf\x00\x00\x10\xc0\x00\x00\xc0?\x00\x00\x00\x00"
 )
 PACKED_WIDE_REPLY = (
-    b"KLRL\x07\x00\x02\x00D\x00\x00\x00"
-    b'{"version":0,"weights":"push","arrays":{"log_prob":["<f8",[1]]}}    '
+    b"KLRL\x08\x00\x02\x004\x00\x00\x00"
+    b'{"version":0,"arrays":{"log_prob":["<f8",[1]]}}     '
     b"\x00\x00\x00\xa0\x99\x99\xb9\xbf"
 )
 PACKED_TOP_K = (
-    b"KLRL\x07\x00\x02\x00\x94\x00\x00\x00"
-    b'{"version":1,"weights":"","arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],"top_log_probs":["<'
-    b'f4",[1,2]],"tail_log_prob":["<f4",[1]]}}  '
+    b"KLRL\x08\x00\x02\x00\x8c\x00\x00\x00"
+    b'{"version":1,"arrays":{"log_prob":["<f4",[1]],"top_indices":["<i4",[1,2]],"top_log_probs":["<f4",[1,2]],'
+    b'"tail_log_prob":["<f4",[1]]}}       '
     b"\x00\x00\x00\xbf\x07\x00\x00\x00,\x01\x00\x00\x00\x00\x00\xbf\x00\x00\x80\xbf\x00\x00@\xc0"
 )
 # Before there were versions.
@@ -97,7 +97,7 @@ MESSAGES = {
     PACKED_WIDE_REQUEST: request_of([[2**40]]),
     PACKED_RECORDS: request_of(ROWS, MASK, records={"kept": KEPT, "top_ids": TOP_IDS, "routing": ROUTING}),
     PACKED_REPLY: Reply({"log_prob": torch.tensor([-0.5, -2.25]), "entropy": torch.tensor([1.5, 0.0])}, 4),
-    PACKED_WIDE_REPLY: Reply({"log_prob": torch.tensor([-0.1]).double()}, 0, "push"),
+    PACKED_WIDE_REPLY: Reply({"log_prob": torch.tensor([-0.1]).double()}, 0),
     PACKED_TOP_K: TOP_K,
 }
 
@@ -111,7 +111,7 @@ def plain(message):
     if isinstance(message, Reply):
         arrays, rest = (
             {name: values.numpy() for name, values in message.columns.items()},
-            (message.version, message.weights),
+            message.version,
         )
     else:
         arrays, rest = message.scored.to_arrays(), {**vars(message), "scored": None}
@@ -206,10 +206,10 @@ CHANGED = [  # a request, an array of it, what is in its place, and the error
 ]
 HUGE_HEAD = PACKED_REQUEST[:8] + b"\xff" * 4 + PACKED_REQUEST[12:]
 UNREADABLE = [
-    (Request, speaks(Request, 6), "client speaks version 6 .* replica version 7: .* side of the client"),
-    (Request, speaks(Request, 8), "client speaks version 8 .* replica version 7: .* side of the replica"),
-    (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 7: .* side of the replica"),
-    (Reply, speaks(Reply, 8), "replica speaks version 8 .* client version 7: .* side of the client"),
+    (Request, speaks(Request, 7), "client speaks version 7 .* replica version 8: .* side of the client"),
+    (Request, speaks(Request, 9), "client speaks version 9 .* replica version 8: .* side of the replica"),
+    (Reply, speaks(Reply, 1), "replica speaks version 1 .* client version 8: .* side of the replica"),
+    (Reply, speaks(Reply, 9), "replica speaks version 9 .* client version 8: .* side of the client"),
     (Reply, UNVERSIONED, "expected b'KLRL' and a protocol version .* the replica has a release without versions"),
     (Request, b"", "a request of 0 bytes"),
     (Request, PACKED_REPLY, r"expected a request \(kind 1\), got a message of kind 2"),

@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ from torchrl_llm_kl.service._errors import (
     ServiceError,
     ServiceOverloaded,
     ServiceTimeout,
-    WeightVersionError,
 )
 from torchrl_llm_kl.service._spec import ServiceSpec
 
@@ -46,12 +45,11 @@ class Connection:
         self.spec, self.make = spec, make  # a factory that only the process which passed it has
         self._lock = threading.RLock()
         self._controller: Any = None
-        self._session = self._place = self._closed = ""
-        self._pid, self._told = 0, False
+        self._session = self._closed = ""
+        self._pid = 0
         self._down: dict[int, float] = {}  # replicas that did not answer, or were not ready, and when
         self._table: tuple[float, Json] = (0.0, {})  # the last one, and when it came
         self.retries = self.newest = 0
-        self._weights = ""  # digest of the push that made the newest version; empty if it is not known
         self._lease: list[Any] = []
 
     # ------------------------------------------------------------------ the lease
@@ -81,13 +79,9 @@ class Connection:
             if not ray.is_initialized():
                 ray.init(self.spec.address, log_to_driver=False)
             context = ray.get_runtime_context()
-            place = f"{context.gcs_address} {context.get_node_id()}"
-            if self._place not in ("", place):  # another cluster: the service is made again there
-                self.newest, self._weights, self.spec = 0, "", replace(self.spec, id="")
-                new = self.spec.factory is not None or self.make is not None
             self.spec = replace(self.spec, address=context.gcs_address)
             self._enter(new=new, timeout=timeout)
-            self._place, self._session, self._pid = place, _session(), os.getpid()
+            self._session, self._pid = _session(), os.getpid()
 
     def _enter(self, *, new: bool, timeout: float) -> None:
         patience, key = Patience(timeout, f"joining the service {self.spec.name!r}"), uuid.uuid4().hex
@@ -110,7 +104,6 @@ class Connection:
         self._down = {i: 0.0 for i, state in enumerate(found["states"]) if state != READY}
         self._table = (time.monotonic(), found)
         self.spec = replace(self.spec, id=found["id"])
-        self.spec.check_expected(found["fingerprint"] or self.spec.expect)
         if not found["has_model"]:
             self._hand_in()
 
@@ -198,24 +191,14 @@ class Connection:
         if self._down:
             table, now = self.table(), time.monotonic()
             if all(state == FAILED for state in table["states"]):
-                if not self._told:
-                    self._told = True
-                    raise table["errors"][0]
-                self._start_again()
+                self._controller.join.remote(
+                    self.spec.config, self.spec.id, new=True
+                )  # later calls find them started again
+                raise table["errors"][0]
             for replica, since in list(self._down.items()):
                 if table["states"][replica] == READY and now - since > _LOOK:
                     self._down.pop(replica, None)
         return [replica for replica in everyone if replica not in self._down] or list(everyone)
-
-    def _start_again(self) -> None:
-        """Let the controller start failed replicas: the call before this one raised their error."""
-        import ray
-
-        self._told = False
-        found = ray.get(self._controller.join.remote(self.spec.config, self.spec.id, new=True), timeout=_JOIN)
-        if isinstance(found, Exception):
-            raise found
-        self._table = (time.monotonic(), found)
 
     def is_silent(self, replica: int) -> bool:
         """Whether the controller says that a replica does not answer, or failed, and others may."""
@@ -233,18 +216,10 @@ class Connection:
         self.retries += 1
         self._down[replica] = time.monotonic()
 
-    def saw(self, version: int, weights: str = "") -> None:
-        """Note a version of the weights, and the digest of its push; a WeightVersionError for two of one version."""
+    def saw(self, version: int) -> None:
+        """Note a version of the weights."""
         with self._lock:
-            if version > self.newest:
-                self.newest, self._weights = version, weights
-            elif version == self.newest and weights and weights != self._weights:
-                if self._weights:
-                    raise WeightVersionError(
-                        f"version {version} of the weights is {weights} in one replica of {self.spec.name!r}, and "
-                        f"{self._weights} was seen before, which are other ones: push all weights under a new version."
-                    )
-                self._weights = weights
+            self.newest = max(self.newest, version)
 
     # ------------------------------------------------------------------ calls
 
@@ -327,7 +302,7 @@ class Connection:
         """
         self.connect(new=True, timeout=max(timeout, _JOIN))
         patience = Patience(timeout, f"the start of {self.spec.name!r}")
-        in_use, missing = READY in self.table()["states"], _Resources(self.spec)
+        in_use, next_look = READY in self.table()["states"], time.monotonic() + 1.0
         while True:
             table = self.table()
             states: list[str] = table["states"]
@@ -337,13 +312,14 @@ class Connection:
             if ready + len(failed) == len(states) or (in_use and ready):
                 break
             if patience.left <= 0.001:
+                why = f"did not start within {timeout:.3g} s{_lacks(self.spec, states)}"
                 raise ServiceTimeout(
-                    f"the service {self.spec.name!r} did not start within {timeout:.3g} s{missing.why(states)}. If the model "
-                    "takes longer to load, raise timeout=."
+                    f"the service {self.spec.name!r} {why}. If the model takes longer to load, raise timeout=."
                 )
-            missing.look(states)
+            if time.monotonic() >= next_look and (why := _lacks(self.spec, states)):
+                _LOG.warning("the service %s%s", self.spec.name, why)
+                next_look = time.monotonic() + 30.0
             time.sleep(0.1)
-        self.spec.check_expected(table["fingerprint"])
 
 
 def _session() -> str:
@@ -373,40 +349,22 @@ def _forget(lease: list[Any]) -> None:
         threading.Thread(target=_release, args=(lease,), name="release", daemon=True).start()
 
 
-class _Resources:
-    """Says which resource replicas wait for."""
+def _lacks(spec: ServiceSpec, states: Sequence[str]) -> str:
+    """What a replica without a process waits for; empty if none does, or a node has what it needs."""
+    import ray
 
-    def __init__(self, spec: ServiceSpec) -> None:
-        given = {"CPU": spec.options.get("num_cpus", 0), "GPU": spec.options.get("num_gpus", 0)}
-        given |= spec.options.get("resources", {})
-        self._needed = {name: amount for name, amount in given.items() if amount}
-        self._spec, self._next_look = spec, time.monotonic() + 1.0
-
-    def why(self, states: Sequence[str]) -> str:
-        """What replicas without a process wait for; empty if all have one, or there are resources."""
-        import ray
-
-        waiting = [self._spec.replica_name(i) for i, state in enumerate(states) if state == "pending"]
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        total, free = ray.cluster_resources(), ray.available_resources()
-
-        def fits(has: Mapping[str, float]) -> bool:
-            return all(has.get(name, 0) >= amount for name, amount in self._needed.items())
-
-        if not waiting or (fits(free) and any(map(fits, nodes))):
-            return ""
-        has = ", ".join(
-            f"{name}: {amount:g} requested, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
-            for name, amount in self._needed.items()
-        )
-        which = "has free" if any(map(fits, nodes)) else "of the cluster has"
-        return f": replica {waiting[0]} waits: no node {which} {self._needed} ({has}); free some, or add a node"
-
-    def look(self, states: Sequence[str]) -> None:
-        """Log what is missing after a second, and again every 30 s."""
-        if time.monotonic() >= self._next_look and (why := self.why(states)):
-            _LOG.warning("the service %s%s", self._spec.name, why)
-            self._next_look = time.monotonic() + 30.0
+    options = spec.options
+    needed = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    waiting = [spec.replica_name(i) for i, state in enumerate(states) if state == "pending"]
+    total, free = ray.cluster_resources(), ray.available_resources()
+    if not waiting or all(free.get(name, 0) >= amount for name, amount in needed.items()):
+        return ""
+    has = ", ".join(
+        f"{name}: {amount:g} requested, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
+        for name, amount in needed.items()
+        if amount
+    )
+    return f": replica {waiting[0]} waits ({has}); free some, or add a node"
 
 
 # ------------------------------------------------------------------ failures and retries

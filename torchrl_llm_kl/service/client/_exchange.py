@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from torchrl_llm_kl.service.client._router import Router
 
 _MOST_TOKENS = 2**21  # of a request, about: 8 MiB
 _LOOK = 2.0  # seconds without an answer after which a client asks the controller about the replica
-_LOOK_AWAITED = 10.0  # the same for a call that is awaited, of which there may be many
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +77,7 @@ class Exchange:
         self._replies: dict[int, Reply] = {}
         self._error: Exception | None = None
         self._sent: dict[Any, int] = {}  # reference to an answer -> part
-        self._arrived = self._withdrawn = False
+        self._withdrawn = False
         self._start_clock()
         self._send()
 
@@ -97,8 +95,7 @@ class Exchange:
 
     def replies(self) -> list[Reply]:
         """In the order of the parts."""
-        if not self._arrived:
-            self._start_clock()
+        self._start_clock()
         while True:
             self._collect()
             if self._withdrawn:
@@ -170,29 +167,6 @@ class Exchange:
         else:
             raise found
 
-    async def arrival(self) -> None:
-        """Wait until a call of this object would hardly block: each request has an answer or failed, or may be sent elsewhere.
-
-        Raises :class:`ServiceTimeout` after the timeout.
-        """
-        self._start_clock()
-        self._arrived = True
-        parts = {asyncio.wrap_future(answer.future()): self.parts[i] for answer, i in self._sent.items()}
-        for each in parts:
-            each.add_done_callback(_seen)
-        left = set(parts)
-        try:
-            while left and (left := (await asyncio.wait(left, timeout=min(_LOOK_AWAITED, self._patience.left)))[1]):
-                if self._patience.left <= 0.001:
-                    self.cancel()
-                    raise self._patience.up()
-                for replica in {parts[each].replica for each in left}:
-                    if replica is not None and await asyncio.to_thread(self._connection.is_silent, replica):
-                        return
-        finally:
-            for each in parts:  # an answer may arrive after the loop was closed
-                each.cancel()
-
     def cancel(self) -> None:
         """Withdraw the requests that have no reply: no replica scores those that wait there, and a call of this object ends."""
         self._withdrawn = True
@@ -204,20 +178,10 @@ class Exchange:
                     ray.cancel(answer)
 
     def _drop_stale(self) -> bool:
-        """Whether some replies came from older weights than others; drops the older ones.
-
-        A :class:`WeightVersionError` if two of one version came from different weights.
-        """
+        """Whether some replies came from older weights than others; drops the older ones."""
         newest = max((reply.version for reply in self._replies.values()), default=0)
-        for reply in self._replies.values():
-            self._connection.saw(reply.version, reply.weights)
+        self._connection.saw(newest)
         stale = [i for i, reply in self._replies.items() if reply.version < newest]
         for i in stale:
             del self._replies[i]
         return bool(stale)
-
-
-def _seen(answer: asyncio.Future[Any]) -> None:
-    """Read an error, which :class:`Exchange` meets again, so that asyncio does not report it as never retrieved."""
-    if not answer.cancelled():
-        answer.exception()

@@ -128,8 +128,8 @@ class RemoteModel:
         See :func:`~torchrl_llm_kl.scoring.fingerprint_of`. The replica reads all weights at the first call, and at the first
         one after each push.
         """
-        version, found, pushed = self.call("fingerprint")
-        self.connection.saw(version, pushed)
+        version, found = self.call("fingerprint")
+        self.connection.saw(version)
         old = version < self.connection.newest or self._version not in (None, version)
         return None if old else (version, found)
 
@@ -194,7 +194,7 @@ class RemoteScorer(Scorer):
     async def arun(self, request: ScoreRequest, options: ScoreOptions | None = None) -> Scores:
         """:meth:`run` without blocking an event loop. Cancelling it withdraws the requests.
 
-        Requests are made, and replies read, in a few threads that all calls of this process share; waiting takes none.
+        It takes a thread, of up to 256 in this process.
 
         Example:
             >>> async def both(scorer, a, b):
@@ -203,9 +203,7 @@ class RemoteScorer(Scorer):
         threads = _threads(os.getpid())
         begun = threads.submit(self.begin, request, options)
         try:
-            finish = await asyncio.wrap_future(begun)
-            await finish.arrival()
-            return await asyncio.get_running_loop().run_in_executor(threads, finish)
+            return await asyncio.get_running_loop().run_in_executor(threads, lambda: begun.result()())
         except asyncio.CancelledError:
             begun.add_done_callback(_withdraw)
             raise
@@ -227,11 +225,11 @@ class RemoteScorer(Scorer):
 
 @lru_cache(1)
 def _threads(pid: int) -> ThreadPoolExecutor:
-    """Send and read for all asynchronous calls of process ``pid``."""
-    return ThreadPoolExecutor(32, thread_name_prefix="scores")
+    """For all asynchronous calls of process ``pid``."""
+    return ThreadPoolExecutor(256, thread_name_prefix="scores")
 
 
 def _withdraw(begun: Future[Exchange]) -> None:
-    """Cancel what was begun, in a thread: nobody waits for it."""
+    """Cancel what was begun: nobody waits for it."""
     if not begun.cancelled() and begun.exception() is None:
-        _threads(os.getpid()).submit(begun.result().cancel)
+        begun.result().cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -104,7 +104,7 @@ def _settle(sizes: Counter[_Home], replicas: Sequence[int]) -> None:
 
 
 class _Earlier:
-    """The homes of the last sequences, by the sums of :func:`_prefix_sums` at their ends.
+    """The homes of sequences, by their length and the sum of :func:`_prefix_sums` at their ends; all are forgotten if full.
 
     The lengths that are possible after each block of tokens are known, so that a search takes few steps for any number of
     sequences and lengths.
@@ -112,8 +112,8 @@ class _Earlier:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._homes: OrderedDict[tuple[int, int], tuple[int, _Home]] = OrderedDict()  # length and sum -> block, home
-        self._lengths: dict[int, Counter[int]] = {}  # sum at the start of the last block -> lengths
+        self._homes: dict[tuple[int, int], _Home] = {}
+        self._lengths: dict[int, set[int]] = {}  # sum at the start of the last block -> lengths
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -123,26 +123,19 @@ class _Earlier:
         for block in reversed(sequence[::_BLOCK].tolist()):
             for length in sorted(self._lengths.get(block, ()), reverse=True):
                 if length < len(sequence) and (found := self._homes.get((length, int(sequence[length])))):
-                    return found[1]
+                    return found
         return None
 
     def add(self, sequence: np.ndarray, home: _Home) -> None:
-        """Remember a sequence; drops the one that was added least recently if there are too many."""
+        """Remember a sequence."""
         length = len(sequence) - 1
         if length == 0:  # every sequence starts with it
             return
-        key, block = (length, int(sequence[length])), int(sequence[length - length % _BLOCK])
-        if key not in self._homes:
-            self._lengths.setdefault(block, Counter())[length] += 1
-        self._homes[key] = (block, home)
-        self._homes.move_to_end(key)
-        if len(self._homes) > self._limit:
-            (length, _), (block, _) = self._homes.popitem(last=False)
-            self._lengths[block][length] -= 1
-            if not self._lengths[block][length]:
-                del self._lengths[block][length]
-            if not self._lengths[block]:
-                del self._lengths[block]
+        if len(self._homes) >= self._limit:
+            self._homes.clear()
+            self._lengths.clear()
+        self._homes[length, int(sequence[length])] = home
+        self._lengths.setdefault(int(sequence[length - length % _BLOCK]), set()).add(length)
 
 
 def _prefix_sums(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:

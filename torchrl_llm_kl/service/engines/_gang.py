@@ -37,11 +37,10 @@ class GangEngine:
 
     Keyword Args:
         ranks: number of processes.
-        shard: ``"fsdp2"`` shards each layer (``fully_shard``); each rank scores a part of the sequences. ``"tp"`` applies
+        shard: ``"fsdp2"`` shards each layer (``fully_shard``). ``"tp"`` applies
             the tensor parallel plan of transformers, ``"none"`` nothing (the factory may have sharded the model). Or a
-            function of the model and the mesh ``[ranks]`` that returns the sharded model.
-        split_rows: whether each rank scores a part of the sequences instead of all of them. By default with
-            ``"fsdp2"``, and with ``"none"`` if no parameter is sharded.
+            function of the model and the mesh ``[ranks]`` that returns the sharded model. Each rank scores a part of the
+            sequences if FSDP shards the model, or nothing does; else all ranks score all of them.
         num_cpus: per rank, as are ``num_gpus`` and ``resources``; the service's own are for the replica's process, which
             only passes requests on: give it few.
         strategy: of the placement group; ``"STRICT_PACK"`` keeps all ranks on one node.
@@ -71,7 +70,6 @@ class GangEngine:
         *,
         ranks: int,
         shard: Shard = "fsdp2",
-        split_rows: bool | None = None,
         num_cpus: float = 1,
         num_gpus: float = 0,
         resources: Mapping[str, float] | None = None,
@@ -111,20 +109,18 @@ class GangEngine:
             raise
         self._interface: tuple[ModelInterface, bool] = made[0][0]
         self._tensors: list[list[str]] = made[0][2]
-        self._split = all(may for _, may, _ in made) if split_rows is None else split_rows
+        self._split = all(may for _, may, _ in made)
 
     def _place(self, ranks: int, options: Mapping[str, Any], strategy: str, timeout: float) -> None:
         """Place the ranks. The group and the ranks end with this process, which owns them."""
         bundle = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
         bundle = {name: amount for name, amount in bundle.items() if amount}
         self._group = ray.util.placement_group([bundle or {"CPU": 0.001}] * ranks, strategy=strategy)
-        end = time.monotonic() + timeout
-        while not self._group.wait(min(10.0, max(end - time.monotonic(), 0.01))):
-            free = ray.available_resources()
-            text = f"{ranks} ranks with {bundle} each ({strategy}) have no room; the cluster has {free} free"
-            if time.monotonic() >= end:
-                raise ServiceTimeout(f"{text}, for {timeout:g} s. Add nodes, ask for less, or raise start_timeout=.")
-            _LOG.warning("%s: waiting.", text)
+        if not self._group.wait(timeout):
+            raise ServiceTimeout(
+                f"{ranks} ranks with {bundle} each ({strategy}) have no room, for {timeout:g} s; the cluster has "
+                f"{ray.available_resources()} free. Add nodes, ask for less, or raise start_timeout=."
+            )
         make_remote: Any = ray.remote
         remote = make_remote(concurrency_groups=GangRank.GROUPS)(GangRank)
         for rank in range(ranks):

@@ -1,40 +1,32 @@
-""":class:`HTTPEngine`: log-probs from a vLLM or SGLang server.
+""":class:`HTTPEngine`: log-probs from a vLLM server.
 
-What the servers do, and where that is written (looked up in 2026-11):
+What it does, and where that is written (looked up in 2026-11):
 
-- vLLM, ``POST /v1/completions`` with ``prompt`` as token ids and ``prompt_logprobs`` (docs.vllm.ai,
+- ``POST /v1/completions`` with ``prompt`` as token ids and ``prompt_logprobs`` (docs.vllm.ai,
   ``entrypoints/openai/completion/protocol``): ``choices[0].prompt_logprobs`` is a list with one entry per token, null for
   the first; each maps ids (as strings) to ``{"logprob", "rank", "decoded_token"}``: the token and the most probable ones.
   ``-inf`` is sent as -9999.0 (``clamp_prompt_logprobs``). ``max_logprobs`` (20 by default) limits the top k.
-- vLLM's ``logprobs_mode`` (``vllm/config/model.py``) is of *sampled* tokens: log-probs of prompts are raw in both modes, since
+- ``logprobs_mode`` (``vllm/config/model.py``) is of *sampled* tokens: log-probs of prompts are raw in both modes, since
   they skip the sampler's processors (``_get_prompt_logprobs_dict`` of 0.32.0).
-- vLLM does not cache log-probs and skips its prefix cache for such requests (``usage/v1_guide``, since pull request 13949);
+- It does not cache log-probs and skips its prefix cache for such requests (``usage/v1_guide``, since pull request 13949);
   before, the combination was refused or crashed (issues 3251, 8268, 13409), and values of other requests at cached positions
   are reported (issue 42019, open). ``cache_salt`` gives a request its own prefix cache.
-- SGLang, ``POST /generate`` (docs.sglang.io, ``basic_usage/sampling_params``): ``input_ids``, ``return_logprob``,
-  ``logprob_start_len`` (-1, the default: none of the input), ``top_logprobs_num``. ``meta_info.input_token_logprobs`` is a list
-  of ``[log-prob, id, text]`` from position ``logprob_start_len`` on. The first log-prob is null, since the logits before it
-  are not cached; 0 computes the whole input again (strands-sglang issue 34). ``input_top_logprobs`` likewise. Log-probs of the
-  input are raw (sglang pull request 36213).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import itertools
 import json
 import logging
 import math
 import os
 import ssl
-import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpcore
@@ -42,11 +34,10 @@ import tenacity
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_choice, check_range
-from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
-from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._errors import ServiceError, ServiceTimeout
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 #: Log-probs of the same tokens that differ by more nats are not rounding: another model, or wrong numbers.
@@ -55,7 +46,7 @@ _CLAMPED = -9999.0
 _GRACE = 1.0  # seconds after the deadline for a thread to give up by itself, which names and TLS handshakes do not
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException)
 #: No temperature, penalty or truncation from the model's generation config may enter log-probs.
-_PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _PLAIN |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 #: Log-probs by token id at one position; empty without any.
@@ -63,23 +54,21 @@ Position = dict[int, float]
 
 
 class HTTPEngine:
-    """An engine for a model that a vLLM or SGLang server holds.
+    """An engine for a model that a vLLM server holds.
 
     Pass it as the factory of a service, which shares the server between collectors, batches nothing and retries. Each
     sequence is one HTTP request, sent up to its last scored token; token ids are sent and compared with those that come
     back, never text.
 
-    The first scores are of a short probe: twice at temperature 1 and once at 2. They show whether the server applies the
-    temperature, how it rounds, and whether its numbers are stable. After a call that opened a connection or repeated a
-    request, the probe is scored again: a server that came back with another model is an error. (A proxy that keeps its
-    own connections hides that.)
+    Log-probs are at temperature 1, as vLLM computes those of prompts. The first scores are of a short probe, twice:
+    the numbers must be stable. After a call that opened a connection or repeated a request, the probe is scored again: a
+    server that came back with another model is an error. (A proxy that keeps its own connections hides that.)
 
     Args:
         url: of the server, such as ``"http://10.0.0.7:8000"``.
 
     Keyword Args:
-        model: its name at the server; SGLang serves one model, whose path is compared.
-        dialect: ``"vllm"`` (``/v1/completions`` with ``prompt_logprobs``) or ``"sglang"`` (``/generate``).
+        model: its name at the server (``--served-model-name``).
         api_key_env: environment variable of the replica with the key. (An argument would be visible to all clients of the
             service, which compare factories.)
         timeout: seconds for all requests of a batch, from the first connection to the last byte, retries included; less than
@@ -88,85 +77,62 @@ class HTTPEngine:
         probe: token ids that every model of interest has.
         interface: keys and tokenizer for clients that tokenise.
 
-    Attributes:
-        temperatures: ``"tempered"`` if the server's log-probs are at the request's temperature; ``"raw"`` if they are always at
-            temperature 1: then other temperatures are refused, since the normaliser needs all logits.
-        precision: largest rounding error of the server's decimals, in nats; 0.0 if it sends full floats.
-
     Raises:
         ServiceError: if the server answers with errors or with numbers that cannot be right.
         ServiceTimeout: if it has not answered in full in time.
-        ServiceError: if its answer has more bytes than what was requested can have, a log-prob that is not a number of at most
-            0, or two of one token.
-        ServiceConfigError: if it has another model.
-        ValueError: for a request that it refuses, and for settings that it does not have: entropy, ``dtype``, ``adapters``,
-            ``deterministic``. ``remember`` has no effect: the server has its own cache.
+        ValueError: for a request that it refuses, and for settings that it does not have: temperatures, entropy, ``dtype``,
+            ``adapters``, ``deterministic``. ``remember`` has no effect: the server has its own cache.
 
     Example:
         >>> server = partial(HTTPEngine, "http://10.0.0.7:8000", model="qwen3-8b")  # doctest: +SKIP
         >>> service = ScoringService(factory=server, name="reference", num_cpus=0.1)  # doctest: +SKIP
     """
 
-    offers = frozenset({"temperature", "top_k"})
+    offers = frozenset({"top_k"})
     instead = (
-        "its log-probs are of all tokens, under its own --dtype and the adapter that model= names. Serve the transformers "
-        "model for what else is needed"
+        "its log-probs are of all tokens at temperature 1, under its own --dtype and the adapter that model= names. Serve "
+        "the transformers model for what else is needed"
     )
-
-    temperatures: Literal["raw", "tempered"] = "raw"
-    precision: float = 0.0
 
     def __init__(
         self,
         url: str,
         *,
-        model: str | None = None,
-        dialect: Literal["vllm", "sglang"] = "vllm",
+        model: str,
         api_key_env: str | None = None,
         timeout: float = 60.0,
         concurrency: int = 16,
         probe: Sequence[int] = range(1, 13),
         interface: ModelInterface | None = None,
     ) -> None:
-        check_choice(("vllm", "sglang"), dialect=dialect)
         check_range(1, concurrency=concurrency)
         check_range(above=0, timeout=timeout)
-        if dialect == "vllm" and not model:
-            raise ValueError("model must be the model's name at the server (its --served-model-name).")
         self._probe = [int(token) for token in probe]
         if len(self._probe) < 2:
             raise ValueError(f"probe must have at least two token ids, got {self._probe}.")
         self._http = _Http(url, api_key_env)
         self.place = str(self._http)
-        self._dialect = _Vllm(model or "") if dialect == "vllm" else _Sglang()
-        self._timeout, self._interface = timeout, interface or ModelInterface()
+        self._model, self._timeout, self._interface = model, timeout, interface or ModelInterface()
         self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="http")
-        if dialect == "sglang" and model is not None:
-            served = self._http.served_model(time.monotonic() + timeout)
-            if served not in (model, None):
-                raise ServiceConfigError(f"{self._http} serves {served!r}, expected model={model!r}.")
-        self._measure()
+        until = time.monotonic() + timeout
+        self._reference = self._score_probe(until)
+        self._compare(self._score_probe(until), "the log-probs of one sequence changed between two requests")
 
     # ------------------------------------------------------------------ scores
 
     def run(self, request: ScoreRequest, options: ScoreOptions) -> Scores:
         """See :class:`Engine`."""
-        if options.temperature != 1.0 and self.temperatures == "raw":
-            raise ValueError(
-                f"temperature={options.temperature:g}, but the server's log-probs are at temperature 1 whatever is requested. "
-                "Score at temperature 1, or serve the transformers model."
-            )
         top_k, deadline, renewed = options.top_k, time.monotonic() + self._timeout, self._http.renewed
         masks = request.mask.split(request.tokens.lengths.tolist())
         jobs = []
         for i, (row, chosen) in enumerate(zip(request.tokens.to_list(), masks, strict=True)):
             if where := chosen.nonzero().squeeze(-1).tolist():
                 tokens = row.tolist()[: where[-1] + 1]
-                jobs.append(_Job(f"sequence {i}", tokens, where, options.temperature, top_k, deadline))
+                jobs.append(_Job(f"sequence {i}", tokens, where, top_k, deadline))
         scored = zip(jobs, self._in_time(jobs, deadline), strict=True)
         found = [(job.tokens[t], positions[t]) for job, positions in scored for t in job.scored]
         if self._http.renewed != renewed:
-            self._compare(self._score_probe(1.0, deadline), "it came back with another model")
+            self._compare(self._score_probe(deadline), "it came back with another model")
         elements = request.mask.nonzero().squeeze(-1)
         log_prob = torch.tensor([position[token] for token, position in found])
         request.check_finite(elements, log_prob)
@@ -186,59 +152,31 @@ class HTTPEngine:
 
     def _positions(self, job: _Job) -> list[Position]:
         """Checked log-probs at each position of a sequence; empty where it is not scored."""
-        missing: list[int] = []
-        for start in dict.fromkeys(self._dialect.starts(job.scored[0])):
-            reply = self._http.post(self._dialect.path, self._dialect.body(job, start), job)
-            try:
-                found, ids = self._dialect.read(reply, job.tokens, start)
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-                raise ServiceError(
-                    f"{self._http} answers in another form, {str(reply)[:80]!r}: pass its dialect=."
-                ) from None
-            if ids != job.tokens[start:]:
-                pairs = itertools.zip_longest(job.tokens[start:], ids)
-                sent, scored = next((sent, scored) for sent, scored in pairs if sent != scored)
-                raise ServiceError(
-                    f"{self._http} scored other tokens than were sent for {job.name}: {sent} was sent, {scored} came back. "
-                    "Look for a proxy that sends text, or a start token that the server adds."
-                )
-            missing = [t for t in job.scored if job.tokens[t] not in found[t]]
-            if not missing:
-                return found
-        raise ServiceError(
-            f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, "
-            f"first at position {missing[0]}: {self._dialect.advice}"
-        )
+        reply = self._http.post("/v1/completions", _body(self._model, job), job)
+        try:
+            found, ids = _read(reply, job.tokens)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            raise ServiceError(f"{self._http} answers in another form than vLLM's: {str(reply)[:80]!r}.") from None
+        if ids != job.tokens:
+            pairs = itertools.zip_longest(job.tokens, ids)
+            sent, scored = next((sent, scored) for sent, scored in pairs if sent != scored)
+            raise ServiceError(
+                f"{self._http} scored other tokens than were sent for {job.name}: {sent} was sent, {scored} came back. "
+                "Look for a proxy that sends text, or a start token that the server adds."
+            )
+        if missing := [t for t in job.scored if job.tokens[t] not in found[t]]:
+            raise ServiceError(
+                f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, first at "
+                f"position {missing[0]}: start it with --no-enable-prefix-caching, or use a version that recomputes cached "
+                "prompts."
+            )
+        return found
 
     # ------------------------------------------------------------------ the probe
 
-    def _measure(self) -> None:
-        """Score the probe: how the server treats temperatures, how it rounds, and what this model's scores are."""
-        plain, again, hot = (self._score_probe(temperature) for temperature in (1.0, 1.0, 2.0))
-        self._reference = plain
-        self._compare(again, "the log-probs of one sequence changed between two requests")
-        # Two log-probs differ as their logits do, over the temperature.
-        ratios = [
-            (warm[i] - warm[j]) / (cold[i] - cold[j])
-            for cold, warm in zip(plain, hot, strict=True)
-            for i, j in itertools.combinations(cold.keys() & warm.keys(), 2)
-            if 10 * _TOLERANCE < abs(cold[i] - cold[j]) < -_CLAMPED / 2
-        ]
-        kinds = {round(2 * ratio) for ratio in ratios} or {2}
-        if kinds not in ({1}, {2}):
-            raise ServiceError(
-                f"{self._http}: log-probs at temperature 2 are neither those at 1 nor of halved logits (ratios "
-                f"{min(ratios):.3g} to {max(ratios):.3g}): another processor is active at the server."
-            )
-        self.temperatures = "raw" if kinds == {2} else "tempered"
-        self.precision = rounding([x for position in (*plain, *again, *hot) for x in position.values()])
-        if self.precision:
-            _LOG.warning("%s rounds log-probs: errors up to %g nats.", self._http, self.precision)
-
-    def _score_probe(self, temperature: float, deadline: float | None = None) -> list[Position]:
-        until = deadline or time.monotonic() + self._timeout
-        job = _Job("the probe", self._probe, [*range(1, len(self._probe))], temperature, 2, until)
-        return self._in_time([job], until)[0][1:]
+    def _score_probe(self, deadline: float) -> list[Position]:
+        job = _Job("the probe", self._probe, [*range(1, len(self._probe))], 2, deadline)
+        return self._in_time([job], deadline)[0][1:]
 
     def _compare(self, found: list[Position], what: str) -> None:
         """Compare the probe's log-probs with those at the start."""
@@ -275,19 +213,6 @@ class HTTPEngine:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def rounding(values: Sequence[float]) -> float:
-    """Largest error of numbers that all have at most six decimals: half the last one; 0.0 if they have more.
-
-    Example:
-        >>> rounding([-1.25, -0.5]), rounding([-1.2345678, -0.5])
-        (0.005, 0.0)
-    """
-    for decimals in range(7):
-        if all(abs(x - round(x, decimals)) <= 1e-9 * max(abs(x), 1.0) for x in values if math.isfinite(x)):
-            return 0.5 * 10.0**-decimals
-    return 0.0
-
-
 def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
     """The ``k`` most probable tokens, and the log of the others' total probability, from the server's rounded numbers."""
     best = [sorted(found.items(), key=lambda entry: (-entry[1], entry[0]))[:k] for found in positions]
@@ -299,7 +224,7 @@ def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
     return {"top_indices": ids, "top_log_probs": values.float(), "tail_log_prob": rest.float()}
 
 
-# ------------------------------------------------------------------ dialects
+# ------------------------------------------------------------------ the protocol
 
 
 @dataclass(frozen=True)
@@ -309,72 +234,33 @@ class _Job:
     name: str
     tokens: list[int]
     scored: list[int]  # positions of the scored tokens
-    temperature: float
     top_k: int
     deadline: float  # of time.monotonic()
 
 
-class _Vllm:
-    path = "/v1/completions"
-    advice = "start vLLM with --no-enable-prefix-caching, or a version that recomputes cached prompts."
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    def starts(self, first: int) -> tuple[int, ...]:
-        return (0,)
-
-    def body(self, job: _Job, start: int) -> dict[str, object]:
-        fixed = {"max_tokens": 1, "return_token_ids": True, "stream": False, **_PLAIN}  # 1 is the least
-        scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # no other request's prefix
-        return {"model": self._model, "prompt": job.tokens, "temperature": job.temperature, **scores, **fixed}
-
-    def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
-        """Log-probs at each position of the sequence, and the ids that the server scored from ``start`` on."""
-        choice = reply["choices"][0]
-        entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
-        if len(entries) < len(tokens):  # which ones are missing is unknown
-            return [{}] * len(tokens), tokens
-        found = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
-        # Earlier versions do not return the ids, but each entry holds the id of its token.
-        ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(found) - len(tokens))
-        pairs = zip(ids, found, strict=True)
-        return found, [token if token in position else next(iter(position), token) for token, position in pairs]
+def _body(model: str, job: _Job) -> dict[str, object]:
+    fixed = {"max_tokens": 1, "return_token_ids": True, "stream": False, **_PLAIN}  # 1 is the least
+    scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # no other request's prefix
+    return {"model": model, "prompt": job.tokens, **scores, **fixed}
 
 
-class _Sglang:
-    path = "/generate"
-    advice = "it did not recompute them with logprob_start_len=0 either, or the token is forbidden (log-prob -inf)."
-
-    def starts(self, first: int) -> tuple[int, ...]:
-        # The entry at the start is null: begin one token before. Tokens before it may come from the server's cache.
-        return max(first - 1, 0), 0
-
-    def body(self, job: _Job, start: int) -> dict[str, object]:
-        sampling = {"temperature": job.temperature, "max_new_tokens": 0, **_PLAIN}
-        scores = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": job.top_k}
-        fixed = {"return_text_in_logprobs": False, "stream": False}
-        return {"input_ids": job.tokens, "sampling_params": sampling, **scores, **fixed}
-
-    def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
-        info = reply["meta_info"]
-        entries: list[Any] = info["input_token_logprobs"] or []
-        tops: list[Any] = info.get("input_top_logprobs") or [None] * len(entries)
-        absent = len(tokens) - len(entries)  # not requested, or in the server's cache
-        found: list[Position] = [{}] * absent
-        for (value, token, *_), top in zip(entries, tops, strict=True):
-            found.append(_position((other, x) for x, other, *_ in top or ()) | _position([(token, value)]))
-        return found, tokens[start:absent] + [token for _, token, *_ in entries]
+def _read(reply: Any, tokens: list[int]) -> tuple[list[Position], list[int]]:
+    """Log-probs at each position of the sequence, and the ids that the server scored."""
+    choice = reply["choices"][0]
+    entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
+    if len(entries) < len(tokens):  # which ones are missing is unknown
+        return [{}] * len(tokens), tokens
+    found = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
+    # Earlier versions do not return the ids, but each entry holds the id of its token.
+    ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(found) - len(tokens))
+    pairs = zip(ids, found, strict=True)
+    return found, [token if token in position else next(iter(position), token) for token, position in pairs]
 
 
 def _position(entries: Iterable[tuple[int, Any]]) -> Position:
     """Log-probs by token: -inf where the server has clamped it, NaN where its weights are broken; null values are left out."""
     found: Position = {}
     for token, value in entries:
-        if token in found:
-            raise ServiceError(
-                f"the server sent two log-probs of token {token} at one position: look for a faulty proxy."
-            )
         if value is None:
             continue
         if type(value) not in (int, float) or value > 1e-3:  # rounding may lift it above 0
@@ -410,9 +296,7 @@ class _Http:
             if not key or not all("!" <= letter <= "~" for letter in key):
                 raise ValueError(f"api_key_env: the environment variable {api_key_env!r} is not set, or holds a blank.")
             self._headers["Authorization"] = f"Bearer {key}"
-        context = ssl.create_default_context()
-        self._pool = httpcore.ConnectionPool(context, max_connections=None, network_backend=_Network(self))
-        self._bounds = threading.local()
+        self._pool = httpcore.ConnectionPool(ssl.create_default_context(), max_connections=None)
         self.renewed = self.replied = 0
 
     def __str__(self) -> str:
@@ -424,15 +308,14 @@ class _Http:
         Raises:
             ValueError: if the server refuses the request.
             ServiceTimeout: without an answer until the deadline.
-            ServiceError: for any other answer, and for one of more bytes than what was requested can have.
+            ServiceError: for any other answer.
         """
         data = json.dumps(body).encode()
-        limit = 2**20 + 256 * len(job.tokens) * (job.top_k + 2)  # an entry of a token's scores usually has 100 bytes
         failures = itertools.count(1)
 
         def attempt() -> Any:
             try:
-                reply = self._exchange("POST", path, job.deadline, limit, data)
+                reply = self._exchange(path, job.deadline, data)
             except _FAILURES as error:
                 why = f"{type(error).__name__}: {error}"
             else:
@@ -455,33 +338,15 @@ class _Http:
             reraise=True,
         )(attempt)
 
-    def served_model(self, deadline: float) -> object:
-        """Path of SGLang's model, or None if the server has no such page or does not answer."""
-        with contextlib.suppress(AttributeError, *_FAILURES):
-            reply = self._exchange("GET", "/get_model_info", deadline, 2**20)
-            return self._parsed(reply.content).get("model_path") if reply.status == 200 else None
-        return None
+    def _exchange(self, path: str, deadline: float, data: bytes) -> httpcore.Response:
+        """The whole answer; a timeout of httpcore if the server is silent until the deadline."""
+        limits = dict.fromkeys(("connect", "read", "write", "pool"), max(deadline - time.monotonic(), 0.001))
+        about = {"timeout": limits, "trace": self._trace}
+        return self._pool.request("POST", self._url + path, headers=self._headers, content=data, extensions=about)
 
-    def _exchange(self, method: str, path: str, deadline: float, limit: int, data: bytes = b"") -> httpcore.Response:
-        """The whole answer; a timeout of httpcore at the deadline, a ServiceError for more than ``limit`` bytes."""
-        self._bounds.deadline, self._bounds.limit, self._bounds.bytes = deadline, limit, 0
-        return self._pool.request(method, self._url + path, headers=self._headers, content=data)
-
-    def left(self) -> float:
-        """Seconds until the deadline of this thread's request; a timeout after it."""
-        left: float = self._bounds.deadline - time.monotonic()
-        if left <= 0:
-            raise httpcore.ReadTimeout("the answer is not complete")
-        return left
-
-    def counted(self, data: bytes) -> bytes:
-        """A part of the answer to this thread's request; a ServiceError if it has too many."""
-        self._bounds.bytes += len(data)
-        if self._bounds.bytes > self._bounds.limit:
-            raise ServiceError(
-                f"{self} answers with more than {self._bounds.limit} bytes: check that it is the right server."
-            )
-        return data
+    def _trace(self, event: str, info: object) -> None:
+        if event == "connection.connect_tcp.started":
+            self.renew()
 
     def renew(self) -> None:
         """The next answer may come from another process."""
@@ -490,47 +355,6 @@ class _Http:
     def _parsed(self, text: bytes) -> Any:
         self.replied = time.monotonic_ns()
         try:
-            return json.loads(text, object_pairs_hook=self._once)
+            return json.loads(text)
         except (ValueError, RecursionError):
             raise ServiceError(f"{self} answers with something that is not JSON: {text[:80]!r}.") from None
-
-    def _once(self, pairs: list[tuple[str, Any]]) -> Json:
-        """An object of JSON; Python's own takes the last of several entries with one name."""
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise ServiceError(f"{self} sent two entries named {twice[:40]!r} in one object: look for a faulty proxy.")
-        return found
-
-
-class _Network(httpcore.SyncBackend):
-    """Opens the connections of a server."""
-
-    def __init__(self, server: _Http) -> None:
-        self._server = server
-
-    def connect_tcp(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
-        self._server.renew()
-        return _Bounded(super().connect_tcp(*args, **{**options, "timeout": self._server.left()}), self._server)
-
-
-class _Bounded(httpcore.NetworkStream):
-    """A connection within the bounds of the request that uses it: interim responses, headers and slow bytes included."""
-
-    def __init__(self, stream: httpcore.NetworkStream, server: _Http) -> None:
-        self._stream, self._server = stream, server
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        return self._server.counted(self._stream.read(max_bytes, self._server.left()))
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, self._server.left())
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def start_tls(self, *args: Any, **options: Any) -> httpcore.NetworkStream:
-        return _Bounded(self._stream.start_tls(*args, **{**options, "timeout": self._server.left()}), self._server)
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)

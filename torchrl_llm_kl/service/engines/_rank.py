@@ -106,7 +106,7 @@ class GangRank:
         engine = RankEngine(made, **settings)
         _meet()
         self._engine = engine
-        return engine.interface(), may_split(made, shard), engine.tensors()
+        return engine.interface(), may_split(made), engine.tensors()
 
     @_errors_as_values
     def run(self, packed: bytes) -> tuple[bytes, tuple[int, int]]:
@@ -163,13 +163,13 @@ def shard_model(made: Any, shard: Shard, mesh: DeviceMesh) -> Any:
     return made
 
 
-def may_split(made: Any, shard: Shard) -> bool:
-    """Whether ranks may score different sequences, which a tensor parallel model cannot."""
-    if shard == "fsdp2":
-        return True
+def may_split(made: Any) -> bool:
+    """Whether ranks may score different sequences: with FSDP or whole models, not with tensor parallel ones."""
     model = unwrap(made) if is_wrapper(made) else made
-    sharded = isinstance(model, nn.Module) and any(isinstance(p, DTensor) for p in model.parameters())
-    return shard == "none" and not sharded
+    parts = list(model.modules()) if isinstance(model, nn.Module) else []
+    return any(isinstance(part, FSDPModule) for part in parts) or not any(
+        isinstance(weight, DTensor) for part in parts for weight in part.parameters(recurse=False)
+    )
 
 
 def _shard_by_layer(model: nn.Module, mesh: DeviceMesh) -> None:

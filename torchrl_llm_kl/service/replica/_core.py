@@ -20,22 +20,17 @@ class ScoringCore:
     """Answers requests with one engine, those with equal settings in one call. Not thread-safe.
 
     Attributes:
-        held: version of the engine's weights, 0 before the first update, and digest of the push that made it, if one did.
+        version: of the engine's weights; 0 before the first update.
         updates: number of updates so far.
         running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.updates = engine, 0
-        self.held = (0, "")
+        self.version = 0
         self.running: int | None = None
         self._calls = itertools.count()
         self._fingerprint = (-1, "")  # after how many updates
-
-    @property
-    def version(self) -> int:
-        """Of the engine's weights."""
-        return self.held[0]
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
@@ -71,7 +66,7 @@ class ScoringCore:
         options, scored = requests[0].options, [request.scored for request in requests]
         whole = scored[0] if len(scored) == 1 else ScoreRequest.concat(scored)
         check_offers(self.engine, options, whole)
-        reply = Reply.of(self.engine.run(whole, options), whole.mask, *self.held)
+        reply = Reply.of(self.engine.run(whole, options), whole.mask, self.version)
         reply.check_answers(replace(requests[0], scored=whole))
         if len(requests) == 1:
             return [reply]
@@ -79,12 +74,10 @@ class ScoringCore:
         parts = zip(*(values.split(counts) for values in reply.columns.values()), strict=True)
         return [replace(reply, columns=dict(zip(reply.columns, part, strict=True))) for part in parts]
 
-    def update_weights(
-        self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False, digest: str = ""
-    ) -> None:
+    def update_weights(self, weights: Mapping[str, Tensor], version: int, *, checked: bool = False) -> None:
         """Pass ``weights`` to the engine under a new version. An error leaves the old ones.
 
-        ``checked`` weights are the engine's own result of ``check_weights``; ``digest`` identifies their push.
+        ``checked`` weights are the engine's own result of ``check_weights``.
         """
         if version < self.version:
             raise WeightVersionError(
@@ -93,7 +86,7 @@ class ScoringCore:
         self.updates += 1
         with self._call():
             self.engine.update_weights(weights, checked=checked)
-        self.held = (int(version), digest)
+        self.version = int(version)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -104,13 +97,10 @@ class ScoringCore:
             self.running = None
 
     @property
-    def fingerprint(self) -> tuple[int, str, str] | None:
-        """Version and fingerprint of the weights, and the digest of their push.
-
-        None until :meth:`read_fingerprint` after each update.
-        """
-        (version, digest), (updates, found) = self.held, self._fingerprint
-        return (version, found, digest) if updates == self.updates else None
+    def fingerprint(self) -> tuple[int, str] | None:
+        """Version and fingerprint of the weights; None until :meth:`read_fingerprint` after each update."""
+        updates, found = self._fingerprint
+        return (self.version, found) if updates == self.updates else None
 
     def read_fingerprint(self) -> str:
         """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""

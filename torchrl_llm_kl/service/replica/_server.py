@@ -71,7 +71,6 @@ class Server:
             _LOG.info("the model of %s has no fingerprint: %s", spec.name, error)
         self._stats, self._metrics = ReplicaStats(), RayMetrics(self._name, again=starts > 1)
         self._records: list[BatchRecord] = []  # of the last second: telling Ray of each would delay its answers
-        self._awaited: list[tuple[int, asyncio.Future[None]]] = []  # versions that requests wait for
         queue = {key: spec.settings[key] for key in ("max_tokens", "max_wait")}
         self._batcher = Batcher(self._answer, on_batch=self._record, **queue)
         self._pushes = Pushes(spec, engine.check_weights, getattr(engine, "tensors", list)())
@@ -177,9 +176,9 @@ class Server:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str, version: int | None = None, seen: int = 0) -> int:
+    async def stage_weights(self, token: str, seen: int = 0) -> int:
         """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`. The version of the model."""
-        await self._off_loop(lambda: self._pushes.stage(token, version, seen))
+        await self._off_loop(lambda: self._pushes.stage(token, seen))
         return self._core.version
 
     async def drop_weights(self) -> None:
@@ -214,13 +213,10 @@ class Server:
             self._end(error)
         await self._off_loop(lambda: self._pushes.take(found))
         self._lost = None
-        for version, arrived in self._awaited:
-            if version <= self._core.version and not arrived.done():
-                arrived.set_result(None)
         _LOG.info("replica %s holds version %d of the weights", self._name, found.version)
 
     def _copy(self, found: Missing) -> None:
-        self._core.update_weights(found.weights, found.version, checked=True, digest=found.digest)
+        self._core.update_weights(found.weights, found.version, checked=True)
 
     def _restore(self) -> None:
         """Load all pushes before the first request."""
@@ -254,21 +250,15 @@ class Server:
                 f"version {request.newest} of the weights was seen before, replica {self._name} holds {self._core.version} and "
                 f"finds no newer one: {failed or 'it is lost, push it again.'}"
             )
-        if wanted <= self._core.version:
-            return
-        waiting = (wanted, asyncio.get_running_loop().create_future())
-        self._awaited.append(waiting)
-        try:
-            await asyncio.wait_for(waiting[1], max(end - time.monotonic(), 0.0))
-        except asyncio.TimeoutError:
-            raise WeightVersionError(
-                f"version {wanted} of the weights was requested, replica {self._name} holds {self._core.version} and got "
-                f"no newer one within {timeout:.3g} s: push it with update_weights(), or request no version."
-            ) from None
-        finally:
-            self._awaited.remove(waiting)
+        while wanted > self._core.version:
+            if time.monotonic() > end:
+                raise WeightVersionError(
+                    f"version {wanted} of the weights was requested, replica {self._name} holds {self._core.version} and got "
+                    f"no newer one within {timeout:.3g} s: push it with update_weights(), or request no version."
+                )
+            await asyncio.sleep(0.05)
 
-    async def fingerprint(self) -> tuple[int, str, str]:
+    async def fingerprint(self) -> tuple[int, str]:
         """See :attr:`ScoringCore.fingerprint`. Reads all weights once after each update."""
         self._check_life()
         if self._lost is not None:
@@ -306,10 +296,6 @@ class Server:
             "cache_hit_rate": recalled / seen if seen else 0.0,
             **self._stats.snapshot(),
         }
-
-    async def health(self) -> bool:
-        """Whether it can score; responds while a batch runs."""
-        return self._lost is None and not self._hung
 
 
 class Watchdog:
