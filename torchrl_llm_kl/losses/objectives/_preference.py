@@ -94,10 +94,9 @@ def pair_up(
     log_prob: Tensor,
     mask: Tensor,
     *,
+    pairing: Pairing | None = None,
     ref_log_prob: Tensor | None = None,
     sharp_log_prob: Tensor | None = None,
-    pair_id: Tensor | None = None,
-    chosen: Tensor | None = None,
     reference_point: Tensor | None = None,
     beta: Scalar = 0.1,
     length_normalised: bool = False,
@@ -105,11 +104,10 @@ def pair_up(
     f_divergence: FDivergence = "reverse_kl",
     f_alpha: Scalar = 0.5,
     weighting: Weighting = "none",
-    pairing: Pairing | None = None,
 ) -> Pairs:
     """The pairs of a batch. A member of the family has the parameters that it is registered with."""
     check_range(above=0.0, beta=beta)
-    pairing = pairing or _pairing(mask.shape[:-1], pair_id, chosen)
+    pairing = pairing or pairing_of(mask.shape[:-1])
     ratio = log_prob if ref_log_prob is None else log_prob - ref_log_prob
     if ld_alpha is not None:
         ratio = _desensitised(ratio, mask, ld_alpha, pairing)
@@ -154,7 +152,8 @@ def _bend(x: Tensor, alpha: Scalar) -> Tensor:
     return -torch.expm1((-alpha * x).clamp(max=_LARGEST)) / alpha
 
 
-def _pairing(shape: torch.Size, pair_id: Tensor | None, chosen: Tensor | None) -> Pairing:
+def pairing_of(shape: torch.Size, *, pair_id: Tensor | None = None, chosen: Tensor | None = None) -> Pairing:
+    """The pairs that the ids name, or neighbouring rows."""
     if pair_id is not None and chosen is not None:
         return Pairing(interleaving(pair_id.reshape(-1), chosen.reshape(-1)))
     if pair_id is not None or chosen is not None:
@@ -220,14 +219,15 @@ def preference(
     def decorate(formula: Callable[..., PerPair]) -> Callable[..., Terms]:
         if "ref_log_prob" in options:
             _SUMMANDS[name] = cast(Callable[..., Tensor], formula)  # of these, none has further terms
-        shared, own = signature_of(pair_up), signature_of(formula)
+        shared, own = {**signature_of(pair_up), **signature_of(pairing_of)}, signature_of(formula)
         values = {"ref_log_prob": inspect.Parameter.empty, **settings}
         parameters = [shared[key].replace(default=values.get(key, shared[key].default)) for key in taken]
 
         @wraps(formula)
         def whole(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:
             hyper = {key: given.pop(key) for key in own if key in given}
-            pairs = pair_up(log_prob, mask, **{**settings, **given})
+            pairing = pairing_of(mask.shape[:-1], pair_id=given.pop("pair_id", None), chosen=given.pop("chosen", None))
+            pairs = pair_up(log_prob, mask, pairing=pairing, **{**settings, **given})
             return finish(formula(pairs, **hyper), pairs)
 
         whole.__signature__ = inspect.Signature([*parameters, *list(own.values())[1:]])  # type: ignore[attr-defined]

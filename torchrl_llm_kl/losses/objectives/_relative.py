@@ -21,6 +21,7 @@ from torchrl_llm_kl.losses.objectives._preference import (
     interleaving,
     logistic,
     pair_up,
+    pairing_of,
     preference,
 )
 
@@ -239,7 +240,8 @@ def aot_reference_point(
     Source: Melnyk et al. 2024 (arXiv 2406.05882), the paired variant: both distributions sorted.
     """
     log_prob, ref_log_prob = checked(mask, log_prob=log_prob, ref_log_prob=ref_log_prob)
-    pairs = pair_up(log_prob, mask, ref_log_prob=ref_log_prob, pair_id=pair_id, chosen=chosen)
+    pairing = pairing_of(mask.shape[:-1], pair_id=pair_id, chosen=chosen)
+    pairs = pair_up(log_prob, mask, ref_log_prob=ref_log_prob, pairing=pairing)
     return pairs.pairing.rows(_of_equal_rank(pairs).expand(-1, 2)).view(mask.shape[:-1])
 
 
