@@ -78,16 +78,16 @@ terms=[DivergenceToTeacher(0.1, beta=1.0)])`.
   with `beta=1`, without an advantage. With `k` equal to the vocabulary the mean gradient is the same, without the
   sampling noise.
 - **Temperature** divides the logits of both. Entries in the data have the temperature at which they were scored. A
-  [`sampling=`](sampling.md) with truncation is refused: truncated tokens of the teacher would have no probability and
+  [`Sampling`](sampling.md) with truncation is refused: truncated tokens of the teacher would have no probability and
   no gradient.
 - **A teacher with another prompt**, for example with the solution: `make_algorithm("gkd", actor, reference=teacher,
   top_k=64, context=...)`, and with `reference=actor` [self-distillation](contexts.md).
-- **Several teachers**: `PolicyLoss(student, "distill", top_k_key=["maths_top_k", "code_top_k"], teacher_weights=[0.7,
-  0.3])` is the weighted sum of the divergences, each over its own top k, from one sweep of the student's head. A
-  mixture of the *distributions* would need the probability of one teacher's tokens under the other, which a top k does
-  not contain. With `k` equal to the vocabulary, the weighted sum of forward KLs has the same gradient as the forward KL
-  to the weighted mean of the teachers, and the weighted sum of reverse KLs the same as the reverse KL to their
-  normalised geometric mean.
+- **Several teachers**: `loss = PolicyLoss(student, "distill", teacher_weights=[0.7, 0.3])` with
+  `loss.set_keys(top_k=["maths_top_k", "code_top_k"])` is the weighted sum of the divergences, each over its own top k,
+  from one sweep of the student's head. A mixture of the *distributions* would need the probability of one teacher's
+  tokens under the other, which a top k does not contain. With `k` equal to the vocabulary, the weighted sum of forward
+  KLs has the same gradient as the forward KL to the weighted mean of the teachers, and the weighted sum of reverse KLs
+  the same as the reverse KL to their normalised geometric mean.
 - **Memory.** The student's log-probs at the k ids and of the tail come from the same sweep as the log-prob of the
   sampled token; a tensor `[tokens, vocabulary]` is never built, and the gradient passes through the head. The tail is
   the sum of the other tokens' probabilities, accurate even if one minus the top k is 0 in float32.

@@ -45,8 +45,8 @@ settings, [differences](differences.md) has the reason.
 Each given setting is in one of four lists: `translated`, `sampled` (the distribution that tokens are drawn from),
 `outside` (settings of the loop, with what to do) and `refused` (no counterpart, or unknown). `make` raises an error if
 a setting is refused, unless `without_refused=True`. `found.sampling` describes how the library samples. Its log-probs,
-and those that `make` computes, are over the whole distribution at the temperature; pass `sampling=found.sampling` to
-score the truncated distribution ([why](sampling.md)).
+and those that `make` computes, are over the whole distribution at the temperature; pass
+`options=ScoreOptions(found.sampling)` to score the truncated distribution ([why](sampling.md)).
 
 The error messages use the same table: `make_algorithm("grpo", actor, num_generations=8)` raises:
 

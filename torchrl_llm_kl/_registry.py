@@ -188,7 +188,7 @@ class Spec:
         aliases: names in other libraries -> own names, one or several at once.
         obsolete: hyper-parameters of other libraries that have no effect here -> the reason.
         refused: unsupported ones -> (the one harmless value, the alternative).
-        source: where the formula comes from.
+        source: where the formula comes from: the paragraph "Source: ..." at the end of its docstring.
         needs: inputs that it always requires.
         types: hyper-parameter -> its type, as annotated.
         defaults: hyper-parameter -> default, for those that have one.
@@ -210,13 +210,14 @@ class Spec:
     defaults: Mapping[str, object] = field(default_factory=dict)
 
     def reading(self: S, function: Callable[..., object], inputs: Sequence[str]) -> S:
-        """A copy with what the signature says: parameters that are not among ``inputs`` are hyper-parameters."""
-        parameters = signature_of(function)
-        empty = inspect.Parameter.empty
+        """A copy with what signature and docstring say: parameters that are not among ``inputs`` are hyper-parameters."""
+        parameters, empty = signature_of(function), inspect.Parameter.empty
+        _, found, source = inspect.cleandoc(function.__doc__ or "").rpartition("\n\nSource: ")
         hyper = tuple(key for key in parameters if key not in inputs)
         return replace(
             self,
             hyper=hyper,
+            source=" ".join(source.split()).removesuffix(".") if found else "",
             needs=tuple(key for key in inputs if parameters[key].default is empty),
             types={key: parameters[key].annotation for key in hyper},
             defaults={key: parameters[key].default for key in hyper if parameters[key].default is not empty},

@@ -176,7 +176,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "masks": {"corrections": [losses.OffPolicySequenceMask(), losses.TopEntropyMask(0.5)]},
     "controlled": {"terms": [losses.KLToReference(AdaptiveKLCoefficient(0.2, 0.1, 100))]},
     "packs": {"tokens_per_batch": 16},
-    "hot": {"temperature": 0.7, "log_entropy": True},
+    "hot": {"options": ScoreOptions(Sampling(0.7), entropy=True)},
 }
 
 

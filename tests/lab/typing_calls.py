@@ -19,6 +19,8 @@ def right(model: nn.Module, batch: TensorDictBase) -> TensorDictBase:
     make_algorithm(Algorithm("mine", "cispo", {"clip_high": 0.3}, "rloo", kl_reward="k1"), model, reference=model)
     RetrieveKL(model, model, estimator="k3+", scope="full", options=ScoreOptions(Sampling(0.7)))(batch)
     RetrieveLogProb(model, detach=False, options=ScoreOptions(memory=0))
+    make_algorithm("dr_grpo", model, group_size=8, max_len=512, options=ScoreOptions(Sampling(0.7), deterministic=True))
+    PolicyLoss(model, "gpg", options=ScoreOptions(Sampling(0.7, top_k=50), entropy=True), tokens_per_batch=4096)
     KLRewardTransform(model, coef=0.1, reward_placement="broadcast")
     Advantage("grpo", group_size=4, std="batch")
     PolicyLoss(
@@ -36,6 +38,11 @@ def wrong(model: nn.Module) -> None:
     make_algorithm("grpo", model, reference=model, kl_loss="k9")  # reported
     make_algorithm("grpo", model, reference=model, masking_strategy="response")  # reported
     make_algorithm("grpo", model, reference=model, aggregation="mean")  # reported
+    make_algorithm("grpo", model, reference=model, temperature=0.7)  # reported
+    make_algorithm("grpo", model, reference=model, options=Sampling(0.7))  # reported
+    PolicyLoss(model, "ppo", sampling=Sampling(0.7))  # reported
+    PolicyLoss(model, "ppo", options=Sampling(0.7))  # reported
+    PolicyLoss(model, "ppo", top_k_key="top_k")  # reported
     RetrieveKL(model, model, estimatr="k1")  # reported
     RetrieveKL(model, model, estimator="k9")  # reported
     RetrieveKL(model, model, scope="turns")  # reported

@@ -16,17 +16,14 @@ TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PATHS}
 NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)]
 
 #: Parameters of functions with more than twelve. The first three have torchrl's, and five of ours. What an objective computes
-#: with is its signature. The others are the few places where everything is put together.
+#: with is its signature: the hyper-parameters of Trinity-RFT's formulas. Two of the service put everything together.
 MANY = {
     "RetrieveKL.__init__": 24,
     "KLRewardTransform.__init__": 19,
     "RetrieveLogProb.__init__": 14,
     "mix_chord": 16,
-    "pair_up": 14,
     "rec": 13,
     "ScoringService.__init__": 20,
-    "PolicyLoss.__init__": 17,
-    "make_algorithm": 14,
     "GangEngine.__init__": 13,
 }
 #: The files with private names of other libraries; two derive from classes of torchrl.

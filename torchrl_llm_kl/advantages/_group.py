@@ -47,8 +47,6 @@ _DUPLICATES = (
     optional={"mean_log_prob": "rank_penalty"},
     aliases={"std_cal_level": "std"},
     refused={"duplicate_experiences": _DUPLICATES},
-    source="Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; ``std='batch'``: Liu et al. 2025 "
-    "(arXiv 2508.08221); ``rank_penalty``: He et al. 2025 (arXiv 2506.02355), with ranks as in the authors' code",
 )
 def grpo(
     reward: Tensor,
@@ -77,6 +75,9 @@ def grpo(
     Example:
         >>> grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-0.5773, -0.5773,  1.1547,  0.0000])
+
+    Source: Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; ``std='batch'``: Liu et al. 2025 (arXiv
+    2508.08221); ``rank_penalty``: He et al. 2025 (arXiv 2506.02355), with ranks as in the authors' code.
     """
     check_range(0.0, epsilon=epsilon, std_threshold=std_threshold)
     check_range(0.0, 1.0, rank_penalty=rank_penalty)
@@ -91,7 +92,7 @@ def grpo(
     return result if std_threshold is None else result.masked_fill(spread <= std_threshold, 0)
 
 
-@advantage("dr_grpo", "outcome", source="Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), section 3.2")
+@advantage("dr_grpo", "outcome")
 def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
     r"""``r - mu``: GRPO without ``sigma``, which overweights prompts that are nearly always solved or nearly always failed.
 
@@ -103,13 +104,13 @@ def dr_grpo(reward: Tensor, group: Tensor) -> Tensor:
     Example:
         >>> dr_grpo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-1., -1.,  2.,  0.])
+
+    Source: Liu et al. 2025 (Dr. GRPO, arXiv 2503.20783), section 3.2.
     """
     return Groups(group).centred(reward)
 
 
-@advantage(
-    "rloo", "outcome", source="Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019 ('Buy 4 REINFORCE samples')"
-)
+@advantage("rloo", "outcome")
 def rloo(reward: Tensor, group: Tensor) -> Tensor:
     r"""``r`` minus the mean reward of the *other* sequences of the group, which is ``n / (n - 1) * (r - mu)``.
 
@@ -121,16 +122,14 @@ def rloo(reward: Tensor, group: Tensor) -> Tensor:
     Example:
         >>> rloo(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-1.5000, -1.5000,  3.0000,  0.0000])
+
+    Source: Ahmadian et al. 2024 (arXiv 2402.14740); Kool et al. 2019 ('Buy 4 REINFORCE samples').
     """
     groups = Groups(group)
     return groups.centred(reward) * groups.size / (groups.size - 1).clamp(min=1)
 
 
-@advantage(
-    "hierarchical_grpo",
-    "outcome",
-    source="prime-rl: ``hierarchical_grpo``, for envs of a proposer and solvers",
-)
+@advantage("hierarchical_grpo", "outcome")
 def hierarchical_grpo(reward: Tensor, group: Tensor, role: Tensor) -> Tensor:
     r"""``r - mu`` with the mean of the group's sequences of the same role: agents are compared with their own kind alone.
 
@@ -144,17 +143,13 @@ def hierarchical_grpo(reward: Tensor, group: Tensor, role: Tensor) -> Tensor:
         >>> reward, group = torch.tensor([1.0, 0.0, 5.0, 7.0]), torch.tensor([0, 0, 0, 0])
         >>> hierarchical_grpo(reward, group, torch.tensor([0, 0, 1, 1]))
         tensor([ 0.5000, -0.5000, -1.0000,  1.0000])
+
+    Source: prime-rl: ``hierarchical_grpo``, for envs of a proposer and solvers.
     """
     return Groups(joined(group, role)).centred(reward)
 
 
-@advantage(
-    "maxrl",
-    "outcome",
-    "max_rl",
-    source="'Maximum Likelihood Reinforcement Learning' 2026 (arXiv 2602.02710), the estimator with the mean as the baseline; "
-    "groups whose mean is not positive: prime-rl",
-)
+@advantage("maxrl", "outcome", "max_rl")
 def maxrl(reward: Tensor, group: Tensor) -> Tensor:
     r"""``(r - mu) / mu``: GRPO divided by the mean of the group in place of its deviation. prime-rl: ``max_rl``.
 
@@ -168,18 +163,16 @@ def maxrl(reward: Tensor, group: Tensor) -> Tensor:
     Example:
         >>> maxrl(torch.tensor([0.0, 0.0, 3.0, 0.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-1., -1.,  2.,  0.])
+
+    Source: 'Maximum Likelihood Reinforcement Learning' 2026 (arXiv 2602.02710), the estimator with the mean as the
+    baseline; groups whose mean is not positive: prime-rl.
     """
     groups = Groups(group)
     mean = groups.mean(reward)
     return torch.where(mean <= 0, 0, groups.centred(reward) / mean)
 
 
-@advantage(
-    "opo",
-    "outcome",
-    source="Hao et al. 2025 (OPO, arXiv 2505.23585): the optimal reward baseline, with the length of a response for the "
-    "squared norm of its gradient",
-)
+@advantage("opo", "outcome")
 def opo(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
     r"""``r - b`` with the mean reward ``b = sum(length * r) / sum(length)`` of the group's *tokens*.
 
@@ -192,13 +185,16 @@ def opo(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
     Example:
         >>> opo(torch.tensor([0.0, 0.0, 4.0, 5.0]), torch.tensor([0, 0, 0, 1]), torch.tensor([10, 20, 10, 30]))
         tensor([-1., -1.,  3.,  0.])
+
+    Source: Hao et al. 2025 (OPO, arXiv 2505.23585): the optimal reward baseline, with the length of a response for the
+    squared norm of its gradient.
     """
     groups = Groups(group)
     above = reward - groups.min(reward)  # as in Groups.centred
     return above - groups.sum(length * above) / groups.sum(length).clamp(min=1)
 
 
-@advantage("opmd", "outcome", source="Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826)")
+@advantage("opmd", "outcome")
 def opmd(
     reward: Tensor, group: Tensor, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0
 ) -> Tensor:
@@ -220,6 +216,8 @@ def opmd(
         tensor([-1., -1.,  2.,  0.])
         >>> opmd(reward, group, opmd_baseline="logavgexp", tau=0.5)
         tensor([-2.4532, -2.4532,  0.5468,  0.0000])
+
+    Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826).
     """
     check_range(above=0.0, tau=tau)
     groups = Groups(group)
@@ -238,7 +236,7 @@ def _above(groups: Groups, below: Tensor, beta: float) -> Tensor:
     return beta * groups.mean((below / beta).exp()).log()
 
 
-@advantage("asymre", "outcome", source="Arnal et al. 2025 (AsymRE, arXiv 2506.20520)")
+@advantage("asymre", "outcome")
 def asymre(reward: Tensor, group: Tensor, *, baseline_shift: float = -0.1) -> Tensor:
     r"""``r - (mu + baseline_shift)``: off-policy REINFORCE that weights successes more than failures.
 
@@ -253,17 +251,14 @@ def asymre(reward: Tensor, group: Tensor, *, baseline_shift: float = -0.1) -> Te
     Example:
         >>> asymre(torch.tensor([0.0, 0.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([-0.9000, -0.9000,  2.1000,  0.0000])
+
+    Source: Arnal et al. 2025 (AsymRE, arXiv 2506.20520).
     """
     groups = Groups(group)
     return torch.where(groups.size > 1, groups.centred(reward) - baseline_shift, 0)
 
 
-@advantage(
-    "rec",
-    "outcome",
-    source="Yao et al. 2025 ('Group-relative REINFORCE is secretly an off-policy algorithm', arXiv 2509.24203); "
-    "dropping is its RED-Drop",
-)
+@advantage("rec", "outcome")
 def rec(
     reward: Tensor,
     group: Tensor,
@@ -291,6 +286,9 @@ def rec(
         tensor([-1., -1.,  2.,  0.])
         >>> rec(reward, group, drop="balance").sort().values
         tensor([-1.5000,  0.0000,  0.0000,  1.5000])
+
+    Source: Yao et al. 2025 ('Group-relative REINFORCE is secretly an off-policy algorithm', arXiv 2509.24203); dropping
+    is its RED-Drop.
     """
     check_range(0.0, epsilon=epsilon)
     groups = Groups(group)
@@ -317,14 +315,7 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
 # ------------------------------------------------------------------ the best of a group, several rewards
 
 
-@advantage(
-    "pass_at_k",
-    "outcome",
-    "grpo_passk",
-    aliases={"norm_adv_by_std_in_grpo": "std_normalize"},
-    source="Tang et al. 2025 (arXiv 2503.19595): pass@k with the leave-one-out baseline; ``std_normalize``: the default of "
-    "verl 0.9.1",
-)
+@advantage("pass_at_k", "outcome", "grpo_passk", aliases={"norm_adv_by_std_in_grpo": "std_normalize"})
 def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, epsilon: float = 1e-6) -> Tensor:
     r"""What a sequence adds to the best reward of its group: ``max(r) - max(r of the others)``.
 
@@ -343,6 +334,9 @@ def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, eps
     Example:
         >>> pass_at_k(torch.tensor([0.0, 1.0, 3.0, 5.0]), torch.tensor([0, 0, 0, 1]))
         tensor([0., 0., 2., 0.])
+
+    Source: Tang et al. 2025 (arXiv 2503.19595): pass@k with the leave-one-out baseline; ``std_normalize``: the default
+    of verl 0.9.1.
     """
     check_range(0.0, epsilon=epsilon)
     groups = Groups(group)
@@ -365,7 +359,6 @@ def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, eps
             "without the division the rewards are not normalised apart: add them up and use dr_grpo",
         )
     },
-    source="Liu et al. 2026 (GDPO, arXiv 2601.05242), eqs. 4-7",
 )
 def gdpo(
     rewards: Tensor, group: Tensor, *, reward_weights: Sequence[float] | None = None, epsilon: float = 1e-6
@@ -391,6 +384,8 @@ def gdpo(
         >>> rewards = torch.tensor([[1.0, 10.0], [0.0, 20.0], [1.0, 20.0], [0.0, 10.0], [9.0, 9.0]])
         >>> gdpo(rewards, torch.tensor([0, 0, 0, 0, 1]), reward_weights=[1.0, 0.5])
         tensor([ 0.4472, -0.4472,  1.3416, -1.3416,  0.0000])
+
+    Source: Liu et al. 2026 (GDPO, arXiv 2601.05242), eqs. 4-7.
     """
     check_range(0.0, epsilon=epsilon)
     weights = [1.0] * rewards.shape[1] if reward_weights is None else list(reward_weights)
@@ -406,9 +401,7 @@ def gdpo(
 # ------------------------------------------------------------------ other baselines, or none
 
 
-@advantage(
-    "reinforce", "outcome", source="Williams 1992 ('Simple statistical gradient-following algorithms'), section 5"
-)
+@advantage("reinforce", "outcome")
 def reinforce(reward: Tensor) -> Tensor:
     """The reward itself: no baseline, unbiased, with the full variance of the rewards.
 
@@ -418,11 +411,13 @@ def reinforce(reward: Tensor) -> Tensor:
     Example:
         >>> reinforce(torch.tensor([1.0, -2.0]))
         tensor([ 1., -2.])
+
+    Source: Williams 1992 ('Simple statistical gradient-following algorithms'), section 5.
     """
     return reward.clone()
 
 
-@advantage("remax", "outcome", source="Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1")
+@advantage("remax", "outcome")
 def remax(reward: Tensor, baseline: Tensor) -> Tensor:
     """``r`` minus the reward of the greedy answer, which costs one more rollout per prompt.
 
@@ -432,17 +427,13 @@ def remax(reward: Tensor, baseline: Tensor) -> Tensor:
     Example:
         >>> remax(torch.tensor([1.0, -2.0]), torch.tensor([0.5, 0.5]))
         tensor([ 0.5000, -2.5000])
+
+    Source: Li et al. 2023 (ReMax, arXiv 2310.10505), algorithm 1.
     """
     return reward - baseline
 
 
-@advantage(
-    "rae",
-    "outcome",
-    kept="baseline",
-    source="Liu et al. 2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation; one reward after the other: "
-    "prime-rl",
-)
+@advantage("rae", "outcome", kept="baseline")
 def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: float = 0.95) -> tuple[Tensor, Tensor]:
     r"""``r - b`` with the exponential moving average ``b`` of the role's earlier rewards: for self-play between agents.
 
@@ -460,6 +451,9 @@ def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: float = 0.95) 
         >>> reward, role = torch.tensor([1.0, -1.0, 3.0]), torch.tensor([0, 1, 0])
         >>> rae(reward, role, torch.zeros(3), decay=0.5)
         (tensor([ 1.0000, -1.0000,  2.5000]), tensor([ 1.7500, -0.5000,  1.7500]))
+
+    Source: Liu et al. 2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation; one reward after the
+    other: prime-rl.
     """
     check_range(0.0, 1.0, decay=decay)
     groups = Groups(role)
@@ -475,7 +469,7 @@ def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: float = 0.95) 
 # ------------------------------------------------------------------ selection, and what rewards become before
 
 
-@advantage("best_of_group", "outcome", source="Dong et al. 2023 (RAFT, arXiv 2304.06767), algorithm 1")
+@advantage("best_of_group", "outcome")
 def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
     """Rejection sampling: 1 for the best answers of each group, 0 for all others.
 
@@ -488,6 +482,8 @@ def best_of_group(reward: Tensor, group: Tensor) -> Tensor:
     Example:
         >>> best_of_group(torch.tensor([1.0, 2.0, 2.0, -1.0]), torch.tensor([5, 5, 5, 8]))
         tensor([0., 1., 1., 1.])
+
+    Source: Dong et al. 2023 (RAFT, arXiv 2304.06767), algorithm 1.
     """
     return (reward == Groups(group).max(reward)).to(reward.dtype)
 

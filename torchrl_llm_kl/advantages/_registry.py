@@ -78,7 +78,6 @@ def advantage(
     aliases: Mapping[str, str] | None = None,
     obsolete: Mapping[str, str] | None = None,
     refused: Mapping[str, tuple[object, str]] | None = None,
-    source: str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Turn a pure function into a registered advantage; see :class:`AdvantageSpec` for the arguments.
 
@@ -86,14 +85,14 @@ def advantage(
 
     The decorated function receives clean inputs: all required ones, of equal shapes. Amounts are float32 or wider, without
     graph (an advantage is a weight and never differentiated), and for tokens exactly 0 where the mask is False. Identities
-    are int64. A hyper-parameter that is annotated with a ``Literal`` has one of its values. The source is appended to the
-    docstring.
+    are int64. A hyper-parameter that is annotated with a ``Literal`` has one of its values. The docstring ends
+    with a paragraph ``Source: ...``.
 
     A direct call accepts the function's own hyper-parameters only. :class:`~torchrl_llm_kl.advantages.Advantage` translates the
     names of other libraries.
 
     Example:
-        >>> @advantage("reinforce", "outcome", source="Williams 1992")
+        >>> @advantage("reinforce", "outcome")
         ... def reinforce(reward: Tensor) -> Tensor:
         ...     return reward.clone()
         Traceback (most recent call last):
@@ -111,7 +110,7 @@ def advantage(
             "kept": kept,
         }
         foreign = {"aliases": aliases_of(aliases), "obsolete": obsolete or {}, "refused": refused or {}}
-        spec = AdvantageSpec(name, source=source, **facts, **foreign).reading(function, inputs)  # type: ignore[arg-type]
+        spec = AdvantageSpec(name, **facts, **foreign).reading(function, inputs)  # type: ignore[arg-type]
         needs = spec.needs
 
         @wraps(function)
@@ -133,7 +132,6 @@ def advantage(
             return cast("Callable[..., R]", function)(**clean, **hyper)
 
         call.spec = spec  # type: ignore[attr-defined]
-        call.__doc__ = f"{inspect.cleandoc(call.__doc__ or '')}\n\nSource: {source}."
         return cast("Callable[P, R]", _REGISTRY.add(name, call, *elsewhere))
 
     return decorate

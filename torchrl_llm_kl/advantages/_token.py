@@ -38,14 +38,7 @@ from torchrl_llm_kl.advantages._registry import advantage
 # ------------------------------------------------------------------ returns
 
 
-@advantage(
-    "gae",
-    "token",
-    "ppo",
-    outputs=("advantage", "value_target"),
-    aliases={"lmbda": "lam"},
-    source="Schulman et al. 2015 (arXiv 1506.02438), eq. 16",
-)
+@advantage("gae", "token", "ppo", outputs=("advantage", "value_target"), aliases={"lmbda": "lam"})
 def gae(
     reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -67,13 +60,15 @@ def gae(
         >>> reward, value = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
         >>> gae(reward, value, torch.tensor([[True, False, True]]), gamma=0.5, lam=0.5)
         (tensor([[-0.1875,  0.0000,  0.7500]]), tensor([[0.3125, 0.0000, 1.0000]]))
+
+    Source: Schulman et al. 2015 (arXiv 1506.02438), eq. 16.
     """
     check_range(0.0, 1.0, gamma=gamma, lam=lam)
     result, target = estimate(reward, value, mask, gamma, lam)
     return whitened(result, mask) if whiten else result, target
 
 
-@advantage("reinforce_plus_plus", "token", "reinforceplusplus", source="Hu et al. 2025 (REINFORCE++, arXiv 2501.03262)")
+@advantage("reinforce_plus_plus", "token", "reinforceplusplus")
 def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
     r"""The discounted sum of the rewards from each token on, whitened over the whole batch: no critic, no groups.
 
@@ -90,18 +85,15 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
         >>> reinforce_plus_plus(torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), torch.tensor([[True, True], [True, False]]))
         tensor([[ 0.5774,  0.5774],
                 [-1.1547,  0.0000]])
+
+    Source: Hu et al. 2025 (REINFORCE++, arXiv 2501.03262).
     """
     check_range(0.0, 1.0, gamma=gamma)
     returns, _ = estimate(reward, torch.zeros_like(reward), mask, gamma, 1.0)
     return whitened(returns, mask)
 
 
-@advantage(
-    "reinforce_plus_plus_baseline",
-    "token",
-    per_sequence=("reward", "group"),
-    source="Hu et al. 2025 (REINFORCE++, arXiv 2501.03262): REINFORCE++-baseline",
-)
+@advantage("reinforce_plus_plus_baseline", "token", per_sequence=("reward", "group"))
 def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     r"""``r - mu`` with the mean ``mu`` of the group, on each token, then whitened over all tokens of the batch.
 
@@ -116,6 +108,8 @@ def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) ->
         tensor([[-0.5774, -0.5774],
                 [ 1.1547,  0.0000],
                 [ 0.0000,  0.0000]])
+
+    Source: Hu et al. 2025 (REINFORCE++, arXiv 2501.03262): REINFORCE++-baseline.
     """
     groups = Groups(group.flatten())
     several = mask & (groups.size > 1).reshape(group.shape).unsqueeze(-1)
@@ -123,14 +117,7 @@ def reinforce_plus_plus_baseline(reward: Tensor, group: Tensor, mask: Tensor) ->
     return whitened(torch.where(several, centred, 0), several)
 
 
-@advantage(
-    "optimal_token_baseline",
-    "token",
-    "tir_optimal_token_baseline",
-    per_sequence=("group",),
-    source="Li et al. 2026, 'The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL' (ICML), with its "
-    "logit-gradient proxy; ``handle_zero_tail``: verl 0.9.1",
-)
+@advantage("optimal_token_baseline", "token", "tir_optimal_token_baseline", per_sequence=("group",))
 def optimal_token_baseline(
     reward: Tensor,
     group: Tensor,
@@ -159,6 +146,9 @@ def optimal_token_baseline(
         >>> optimal_token_baseline(reward, torch.tensor([0, 0]), log_prob, collision, mask)
         tensor([[-1.3750,  1.0000],
                 [ 0.6250,  0.0000]])
+
+    Source: Li et al. 2026, 'The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL' (ICML), with its
+    logit-gradient proxy; ``handle_zero_tail``: verl 0.9.1.
     """
     (returns, _), groups = estimate(reward, torch.zeros_like(reward), mask, 1.0, 1.0), Groups(group.flatten())
     # The squared norm is not negative, but its rounding may be.
@@ -213,16 +203,8 @@ def _centred(value: Tensor, mask: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------ control of the entropy
 
-_ENTROPY_DYNAMICS = "Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392)"
 
-
-@advantage(
-    "clip_b",
-    "token",
-    "clipb",
-    per_sequence=("reward", "group"),
-    source=f"{_ENTROPY_DYNAMICS}, Clip_B; one-sided and ``mu``: its authors' code in Trinity-RFT 0.6.0",
-)
+@advantage("clip_b", "token", "clipb", per_sequence=("reward", "group"))
 def clip_b(
     reward: Tensor,
     group: Tensor,
@@ -251,19 +233,16 @@ def clip_b(
         >>> clip_b(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), log_prob, torch.full((2, 2), 0.7), mask, mu=1.0)
         tensor([[ 0.7071,  0.7071],
                 [-0.7071,  0.0000]])
+
+    Source: Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392), Clip_B;
+    one-sided and ``mu``: its authors' code in Trinity-RFT 0.6.0.
     """
     check_range(0.0, mu=mu)
     result, score = _grpo(reward, group, mask, epsilon), _centred(_score(old_log_prob, entropy), mask)
     return torch.where((result < 0) & (score < -mu * _deviation(score, mask)), 0, result)
 
 
-@advantage(
-    "clip_v",
-    "token",
-    "clipv",
-    per_sequence=("reward", "group"),
-    source=f"{_ENTROPY_DYNAMICS}, Clip_V; one-sided, ``mu`` and ``max_frac``: its authors' code in Trinity-RFT 0.6.0",
-)
+@advantage("clip_v", "token", "clipv", per_sequence=("reward", "group"))
 def clip_v(
     reward: Tensor,
     group: Tensor,
@@ -295,6 +274,9 @@ def clip_v(
         >>> clip_v(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), log_prob, entropy, mean, mask, mu=1.0)
         tensor([[ 0.7071,  0.7071],
                 [-0.7071,  0.0000]])
+
+    Source: Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392), Clip_V;
+    one-sided, ``mu`` and ``max_frac``: its authors' code in Trinity-RFT 0.6.0.
     """
     check_range(0.0, mu=mu)
     check_range(0.0, 1.0, max_frac=max_frac)
@@ -326,12 +308,7 @@ def _deviation(centred: Tensor, mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------ distillation
 
 
-@advantage(
-    "on_policy_distill",
-    "token",
-    source="Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 3, with the reverse KL; Thinking Machines, "
-    "'On-policy distillation' (2025)",
-)
+@advantage("on_policy_distill", "token")
 def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, kl_coef: float = 1.0) -> Tensor:
     r"""``kl_coef * (teacher_log_prob - old_log_prob)``.
 
@@ -348,6 +325,9 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
         >>> student, teacher = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -0.5]])
         >>> on_policy_distill(student, teacher, torch.tensor([[True, True]]))
         tensor([[-0.5000,  1.5000]])
+
+    Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 3, with the reverse KL; Thinking Machines, 'On-policy
+    distillation' (2025).
     """
     return kl_coef * (teacher_log_prob - old_log_prob)
 
@@ -357,7 +337,6 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
     "token",
     aliases={"iw_opd_gamma": "amplification"},
     obsolete={"iw_opd_epsilon": "a sequence that differs nowhere has an advantage of 0 as it is"},
-    source="Xie et al. 2026, 'On the Position Bias of On-Policy Distillation' (arXiv 2606.22600); 0.5: TRL 1.16",
 )
 def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, amplification: float = 0.5) -> Tensor:
     r"""``(1 + amplification (1 - s)) d`` with ``d = teacher_log_prob - old_log_prob``: more weight before the two part.
@@ -375,6 +354,8 @@ def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, ampl
         >>> student, teacher = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -0.5]])
         >>> iw_opd(student, teacher, torch.tensor([[True, True]]), amplification=1.0)
         tensor([[-1.0000,  2.6250]])
+
+    Source: Xie et al. 2026, 'On the Position Bias of On-Policy Distillation' (arXiv 2606.22600); 0.5: TRL 1.16.
     """
     check_range(0.0, amplification=amplification)
     difference = teacher_log_prob - old_log_prob
@@ -397,7 +378,6 @@ _TEMPERATURE = (
     aliases={"lambda_coef": "beta"},
     obsolete={"chunk_size": "there is one number per token, and nothing to split into chunks"},
     refused={"temperature": _TEMPERATURE},
-    source="Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 2; the advantage is its exact policy gradient",
 )
 def jsd(
     old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, beta: float = 0.5, kl_coef: float = 1.0
@@ -425,6 +405,8 @@ def jsd(
         >>> student, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
         >>> jsd(student, teacher, torch.tensor([[True, True]]))
         tensor([[ 0.1682, -0.2554]])
+
+    Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), section 2; the advantage is its exact policy gradient.
     """
     if not 0 < beta < 1:
         raise ValueError(

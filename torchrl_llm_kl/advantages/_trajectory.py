@@ -31,13 +31,7 @@ from torchrl_llm_kl.advantages._registry import advantage
 from torchrl_llm_kl.advantages._token import estimate
 
 
-@advantage(
-    "step_wise_grpo",
-    "trajectory",
-    "multi_step_grpo",
-    aliases={"std_cal_level": "std"},
-    source="Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826), multi-step GRPO; after rLLM",
-)
+@advantage("step_wise_grpo", "trajectory", "multi_step_grpo", aliases={"std_cal_level": "std"})
 def step_wise_grpo(
     reward: Tensor,
     group: Tensor,
@@ -67,6 +61,8 @@ def step_wise_grpo(
         >>> run, step = torch.tensor([0, 0, 0, 1]), torch.tensor([0, 1, 2, 0])
         >>> step_wise_grpo(reward, torch.zeros_like(run), run, step, enable_step_norm=True)
         tensor([-0.2357, -0.2357, -0.2357,  0.7071])
+
+    Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826), multi-step GRPO; after rLLM.
     """
     runs = Trajectories(group, run, step)
     result = runs.broadcast(
@@ -82,7 +78,6 @@ def step_wise_grpo(
         "step_reward_key": "rewards are passed, not looked up; a transform reads keys={'reward': ...}",
         "env_state_hash_key": "states are passed, not looked up; a transform reads keys={'state': ...}",
     },
-    source="Feng et al. 2025 (GiGPO, arXiv 2505.10978), section 4",
 )
 def gigpo(
     reward: Tensor,
@@ -114,6 +109,8 @@ def gigpo(
         >>> run, step, state = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.tensor([5, 6, 5, 7])
         >>> gigpo(torch.tensor([0.0, 1.0, 0.0, 0.0]), torch.zeros_like(run), run, step, state, gamma=0.8, omega=0.5)
         tensor([ 0.7000,  0.5000, -0.7000, -0.5000])
+
+    Source: Feng et al. 2025 (GiGPO, arXiv 2505.10978), section 4.
     """
     check_range(0.0, 1.0, gamma=gamma)
     check_range(0.0, epsilon=epsilon)

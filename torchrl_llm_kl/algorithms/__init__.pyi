@@ -226,6 +226,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     mask_clip_range_high: Tensor | float
     mask_clip_range_low: Tensor | float
     max_frac: float
+    max_len: int | None
     mu: Tensor | float
     mu_decay_steps: int
     mu_peak: Tensor | float

@@ -32,6 +32,7 @@ class Algorithm:
         advantage: a name of :func:`~torchrl_llm_kl.advantages.get_advantage`; None if the objective needs no advantage.
         advantage_args: its hyper-parameters, where they differ from its own defaults.
         aggregation: how terms are summed over tokens; None for the objective's own way.
+        max_len: length limit of the sampler in tokens, for aggregations that divide by it.
         kl_loss: estimator of the KL to the reference in the loss, or a function of the same signature; ``"none"`` for no KL.
         kl_loss_coeff: its weight: a number, a tensor or a coefficient module.
         kl_reward: estimator of the KL to the reference in the reward; ``"none"`` for no KL.
@@ -69,6 +70,7 @@ class Algorithm:
     advantage: AdvantageName | None = None
     advantage_args: AdvantageArgs = field(default_factory=AdvantageArgs)
     aggregation: Aggregation | None = None
+    max_len: int | None = None
     kl_loss: EstimatorName | Callable[..., Tensor] = "none"
     kl_loss_coeff: Coefficient = 1e-3
     kl_reward: EstimatorName = "none"

@@ -28,6 +28,7 @@ from torchrl_llm_kl.losses import (
     RolloutArgs,
     TermPart,
     ValueLoss,
+    check_actor_options,
     spec_of,
 )
 from torchrl_llm_kl.rollouts import Context, MaskingStrategy, ModelInterface, Scope
@@ -37,9 +38,7 @@ from torchrl_llm_kl.scoring import (
     ModelOrScorer,
     RememberedModel,
     SamplerMismatchWarning,
-    Sampling,
     ScoreOptions,
-    as_sampling,
     is_wrapper,
     output_size,
     trains_with,
@@ -77,10 +76,8 @@ def make_algorithm(
     gen_model: Model | LogProbScorer | Literal["from_collector"] | None = None,
     group_key: NestedKey | None = None,
     group_size: int | None = None,
-    temperature: float = 1.0,
-    sampling: Sampling | None = None,
+    options: ScoreOptions | None = None,
     masking_strategy: MaskingStrategy = "sft",
-    max_len: int | None = None,
     loss_args: Json | None = None,
     context: Context | None = None,
     **overrides: Unpack[AlgorithmOverrides],
@@ -101,14 +98,11 @@ def make_algorithm(
             :attr:`~AlgorithmParts.kl_transform` is in the env of a collector with another copy of the policy.
         group_key: equal for all answers to a prompt; see :class:`~torchrl_llm_kl.Advantage`.
         group_size: instead of a key: the number of consecutive rows that answer one prompt; an error if their prompts differ.
-        temperature: of the sampler; divides the logits of policy and reference.
-        sampling: in place of ``temperature``, the sampler's top-k, top-p and min-p too, of the policy's old and current
-            log-probs; see :class:`~torchrl_llm_kl.Sampling`.
+        options: how old and current log-probs are scored, such as ``ScoreOptions(Sampling(0.7), deterministic=True)``, and
+            the reference's, over all tokens; see :class:`~torchrl_llm_kl.PolicyLoss`.
         masking_strategy: the tokens to train on; see :class:`~torchrl_llm_kl.PolicyLoss`.
-        max_len: length limit of the sampler, for objectives that divide by it (``dr_grpo``).
         loss_args: further arguments of :class:`~torchrl_llm_kl.PolicyLoss`: ``corrections`` (or verl's ``rollout_is``,
-            ...), ``tokens_per_batch``, ``dtype`` and ``deterministic`` (which then apply to old and reference log-probs
-            too), ...
+            ...), ``tokens_per_batch``, ...
         context: the prompt after which the reference scores the same response, such as one with the solution: a function of the
             conversation, or an entry with token ids; see :class:`~torchrl_llm_kl.RetrieveLogProb`.
         overrides: changes of the preset; see :class:`AlgorithmOverrides`.
@@ -157,7 +151,7 @@ def make_algorithm(
         grouping = {}
     loss_args = dict(loss_args or {})
     _check_loss_args(loss_args)
-    options = _options(actor, temperature, sampling, loss_args)
+    loss_args["options"], options = options, _options(actor, options)
     scored_reference = _reference_to_score(actor, reference, options)
     name, sampler = ("actor", actor) if gen_model is None else ("gen_model", gen_model)
     policy = _to_score(sampler, options, name)
@@ -169,9 +163,6 @@ def make_algorithm(
 
     once = spec_of(preset.objective).once
     in_loss = preset.kl_loss == "exact" or preset.distils_exactly or (once is not None and once.mismatched)
-    if not isinstance(actor, LogProbScorer):
-        loss_args["temperature"] = options.sampling.temperature
-        loss_args["sampling"] = options.sampling if options.sampling.truncates else None
     if preset.distils:
         loss_args["distribution"] = preset.distribution
     with warnings.catch_warnings():
@@ -181,7 +172,7 @@ def make_algorithm(
             preset.objective,
             terms=_terms(preset),
             aggregation=preset.aggregation,
-            max_len=max_len,
+            max_len=preset.max_len,
             masking_strategy=masking_strategy,
             reference=_reference_of_loss(actor, reference, options) if in_loss else None,
             **{**preset.objective_args, **loss_args},
@@ -403,8 +394,7 @@ def _check_reference(preset: Algorithm, actor: object, reference: object, contex
 _SET_HERE = {
     **dict.fromkeys(("objective", "aggregation", "reference", "masking_strategy", "max_len"), ""),
     "actor": "it is the second argument of make_algorithm",
-    "temperature": "pass temperature= to make_algorithm, for old and current log-probs and the reference's",
-    "sampling": "pass sampling= to make_algorithm, for old and current log-probs",
+    "options": "pass options= to make_algorithm, for old and current log-probs and the reference's",
     "terms": "pass kl_loss= and entropy_coeff= to make_algorithm, or build a PolicyLoss with your own terms",
 }
 
@@ -422,17 +412,11 @@ def _check_loss_args(loss_args: Json) -> None:
             raise TypeError(f"{unknown} Hyper-parameters of the objective go to make_algorithm itself.")
 
 
-def _options(actor: Any, temperature: float, sampling: Sampling | None, loss_args: Json) -> ScoreOptions:
+def _options(actor: Any, given: ScoreOptions | None) -> ScoreOptions:
     """How every model is scored: as an actor that is a scorer is, else as requested."""
-    asked = as_sampling(temperature, sampling)
-    if not isinstance(actor, LogProbScorer):
-        return ScoreOptions(asked, dtype=loss_args.get("dtype"), deterministic=loss_args.get("deterministic", False))
-    own, found = actor.sampling, "but actor is a scorer with"
-    if sampling is not None and asked != own:
-        raise ValueError(f"sampling={asked}, {found} {own}: set it there.")
-    if asked.temperature not in (1.0, own.temperature):
-        raise ValueError(f"temperature={asked.temperature:g}, {found} temperature {own.temperature:g}: set it there.")
-    return ScoreOptions(own, dtype=actor.dtype, deterministic=actor.deterministic)
+    if isinstance(actor, LogProbScorer):
+        return ScoreOptions(actor.sampling, dtype=actor.dtype, deterministic=actor.deterministic)
+    return ScoreOptions() if given is None else check_actor_options(given).but(entropy=False)
 
 
 def _to_score(model: Any, options: ScoreOptions, name: str) -> Any:
@@ -478,7 +462,7 @@ def _check_same_settings(scorer: LogProbScorer, options: ScoreOptions, name: str
         if own != actors:
             raise ValueError(
                 f"{name} is a scorer with {setting}={own}, and the actor has {setting}={actors}: their difference in rounding "
-                f"would count as KL. Give both the same (loss_args={{{setting!r}: ...}} for the actor)."
+                f"would count as KL. Give both the same (options=ScoreOptions({setting}=...) for the actor)."
             )
 
 

@@ -48,17 +48,16 @@ def build(*, class_: str, set_keys: Mapping[str, object] | None = None, **settin
 
 def as_key(value: object) -> object:
     """A key of a TensorDict: a list of names as a tuple, a list of one name as the name."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return value[0] if len(value) == 1 else tuple(value)
-    return value
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return value
+    if any(not isinstance(name, str) for name in value):
+        return [as_key(key) for key in value]
+    return value[0] if len(value) == 1 else tuple(value)
 
 
 def _plain(name: str, value: Any) -> object:
     if name in ("in_keys", "out_keys"):
         return None if value is None else [as_key(key) for key in value]
-    if name == "top_k_key" and isinstance(value, Sequence) and not isinstance(value, str):
-        several = any(not isinstance(key, str) for key in value)
-        return [as_key(key) for key in value] if several else as_key(value)
     if name == "key" or name.endswith("_key"):
         return as_key(value)
     if name == "keys" and isinstance(value, Mapping):

@@ -144,7 +144,6 @@ def objective(
     aggregation: Aggregation = "token-mean",
     aliases: Mapping[str, str | Sequence[str]] | None = None,
     obsolete: Mapping[str, str] | None = None,
-    source: str,
     needs_if: Conditions | None = None,
     once: Once | None = None,
     together: int = 1,
@@ -165,7 +164,8 @@ def objective(
     or wider and exactly 0 where the mask is False, so that a masked-out NaN reaches neither a sum nor a gradient; booleans
     are False there; and every required input is present. Its parameters that are not inputs are its hyper-parameters; one
     that is annotated with a ``Literal`` has one of its values. The decorator is all that registers it: names, types and
-    tables follow from the signature and the docstring (``make docs`` writes them down).
+    tables follow from the signature and the docstring, whose last paragraph is ``Source: ...`` (``make docs`` writes them
+    down).
 
     An objective is called with its own hyper-parameter names alone: :class:`~torchrl_llm_kl.losses.PolicyLoss` and
     :func:`~torchrl_llm_kl.make_algorithm` translate other libraries' names once, at construction.
@@ -178,7 +178,7 @@ def objective(
 
     Example:
         >>> import torch
-        >>> from torchrl_llm_kl.losses import gpg  # decorated with @objective("gpg", source=...)
+        >>> from torchrl_llm_kl.losses import gpg  # decorated with @objective("gpg")
         >>> log_prob, mask = torch.tensor([[-2.0, torch.nan]]), torch.tensor([[True, False]])
         >>> gpg(log_prob, mask, advantage=torch.ones(1, 2))[0].value
         tensor([[2., -0.]])
@@ -191,7 +191,6 @@ def objective(
         name,
         aliases=aliases_of(aliases),
         obsolete=obsolete or {},
-        source=source,
         aggregation=aggregation,
         needs_if=needs_if or {},
         once=once,
@@ -200,50 +199,46 @@ def objective(
     return lambda function: cast("Callable[P, Terms]", _REGISTRY.add(name, _checked(spec, function)))
 
 
-def term(name: str, *, source: str, **conditions: Any) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
+def term(name: str, **conditions: Any) -> Callable[[Callable[P, Terms]], Callable[P, Terms]]:
     """Turn a formula into a term that is added to an objective (a penalty, a bonus), checked as one; not registered.
 
     ``conditions`` are ``needs_if``, ``either`` and ``reads_if`` of :class:`ObjectiveSpec`.
     """
-    spec = ObjectiveSpec(name, source=source, **conditions)
-    return lambda function: cast("Callable[P, Terms]", _checked(spec, function))
+    return lambda function: cast("Callable[P, Terms]", _checked(ObjectiveSpec(name, **conditions), function))
 
 
 def variant(
-    base: Callable[..., Terms],
-    name: str,
-    doc: str,
-    *,
-    aggregation: Aggregation = "token-mean",
-    source: str,
-    **defaults: Any,
-) -> Callable[..., Terms]:
-    """Register the formula of ``base`` again, as the objective ``name`` with the docstring ``doc`` and other defaults.
+    base: Callable[..., Terms], *, aggregation: Aggregation = "token-mean", **defaults: Any
+) -> Callable[[Callable[[], None]], Callable[..., Terms]]:
+    """Register the formula of ``base`` again, with name and docstring of the decorated function and other defaults.
 
     ``defaults`` are the hyper-parameters of the variant; the others of ``base`` keep their defaults and cannot be set. Inputs
-    that ``base`` needs under some settings are always needed. Assign the result to ``name`` in the module of ``base``.
+    that ``base`` needs under some settings are always needed.
     """
     formula, spec = inspect.unwrap(base), spec_of(base)
     assert spec is not None
 
-    @wraps(formula)
-    def renamed(*args: Any, **given: Any) -> Terms:
-        return formula(*args, **{**defaults, **given})
-
-    renamed.__name__ = renamed.__qualname__ = name
-    renamed.__doc__ = doc
     parameters = [
         parameter.replace(default=defaults.get(key, parameter.empty if key in spec.needs_if else parameter.default))
         for key, parameter in signature_of(formula).items()
         if key in INPUTS or key in defaults
     ]
-    renamed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     aliases = {other: own for other, own in spec.aliases.items() if set(own) <= set(defaults)}
-    spec = ObjectiveSpec(name, aliases=aliases, obsolete=spec.obsolete, source=source, aggregation=aggregation)
-    return _REGISTRY.add(name, _checked(spec, renamed))
+
+    def register(described: Callable[[], None]) -> Callable[..., Terms]:
+        @wraps(described)
+        def renamed(*args: Any, **given: Any) -> Terms:
+            return formula(*args, **{**defaults, **given})
+
+        renamed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        renamed.__annotations__ = formula.__annotations__
+        own = ObjectiveSpec(described.__name__, aliases=aliases, obsolete=spec.obsolete, aggregation=aggregation)
+        return _REGISTRY.add(own.name, _checked(own, renamed))
+
+    return register
 
 
-#: Ends the docstring of every objective and term.
+#: In the docstring of every objective and term.
 _SHARED_DOC = "Inputs, shapes and errors are as for every objective: see :func:`~torchrl_llm_kl.losses.objective`."
 
 
@@ -272,7 +267,8 @@ def _checked(spec: ObjectiveSpec, formula: Callable[..., Terms]) -> Callable[...
                 raise ValueError(f"{spec.name} needs {key}: pass {key}=, {shape}{otherwise}{_computed(spec, key)}.")
         return formula(**inputs.cleaned(own), **hyper)
 
-    call.__doc__ = f"{inspect.cleandoc(formula.__doc__ or '')}\n\n{_SHARED_DOC}\n\nSource: {spec.source}."
+    before, found, source = inspect.cleandoc(formula.__doc__ or "").rpartition("\n\nSource: ")
+    call.__doc__ = f"{before}\n\n{_SHARED_DOC}{found}{source}" if found else f"{source}\n\n{_SHARED_DOC}"
     call.spec = spec  # type: ignore[attr-defined]
     return call
 

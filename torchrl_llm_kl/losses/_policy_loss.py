@@ -67,7 +67,6 @@ from torchrl_llm_kl.scoring import (
     ScoreOptions,
     Scorer,
     ScorerSlot,
-    as_sampling,
     check_distributions,
     log_probs_only,
     warn_of_mismatch,
@@ -77,7 +76,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.losses import ObjectiveName, PolicyArgs
 
 _KEYS: dict[str, NestedKey] = {"tokens": TOKENS_FULL, **KEYS}
-_KEYS |= {name: name for name in ("loss_mask", "denominators", "kept", "routed_experts")}
+_KEYS |= {name: name for name in ("loss_mask", "denominators", "kept", "top_k", "routed_experts")}
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
 _LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
@@ -85,6 +84,9 @@ _LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
 _MASS_TOLERANCE = 0.02
 # Below this share of a teacher's probability a top k gives a warning.
 _LITTLE_MASS = 0.9
+_NEUTRAL = ScoreOptions()
+# The options of the actor that a loss leaves to its user.
+_CHOSEN = ("sampling", "dtype", "deterministic", "memory", "entropy")
 # Of the scorer, which has checked the log-probs itself.
 _COMPUTED = ("entropy", "kl", "teacher_divergence")
 _RATIO_QUANTILES = {"ratio_min": 0.0, "ratio_q05": 0.05, "ratio_median": 0.5, "ratio_q95": 0.95, "ratio_max": 1.0}
@@ -116,15 +118,12 @@ class PolicyLoss(TokenLoss):
             removes tokens from these.
         reference: a model or scorer with the same vocabulary, for an exact KL, and for reference log-probs that the data
             lacks. Its parameters are not trained. For a distillation with ``distribution="exact"`` it is the teacher.
-        top_k_key: below which key the data holds a teacher's top k, for a distillation: the key of
-            :class:`~torchrl_llm_kl.RetrieveLogProb`; a list of such keys for several teachers.
-        temperature, tokens_per_batch, dtype, deterministic: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the
-            reference has its own ``max_tokens`` instead of ``tokens_per_batch``.
-        sampling: in place of ``temperature``, how the policy samples: log-probs, entropies and KLs are over what its top-k,
-            top-p and min-p leave; see :class:`~torchrl_llm_kl.Sampling`. What the sampler recorded (entry ``kept``) is replayed
-            where the data holds it.
-        log_entropy: report the policy's entropy even if no part of the loss needs it, at the cost of another sum over the
-            vocabulary.
+        options: how the policy is scored, such as ``ScoreOptions(Sampling(0.7, top_k=50), dtype=torch.bfloat16)``: log-probs,
+            entropies and KLs are over what temperature, top-k, top-p and min-p of its ``sampling`` leave, and what the sampler
+            recorded (entry ``kept``) is replayed where the data holds it. ``entropy=True`` reports the policy's entropy even
+            if no part of the loss needs it, at the cost of another sum over the vocabulary. A scorer has its own.
+        tokens_per_batch: see :class:`~torchrl_llm_kl.LogProbScorer`. A service as the reference has its own ``max_tokens``
+            instead.
         functional: keep the actor's parameters apart from its module, under ``actor_network_params``, as torchrl's losses
             do. The default False is required for FSDP and costs nothing.
         hyper: the objective's hyper-parameters, under its own or other libraries' names. Numbers are buffers: saved,
@@ -133,10 +132,11 @@ class PolicyLoss(TokenLoss):
 
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
-    ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept``
-    (the parent of ``"counts"`` and ``"ids"``), ``routed_experts``. An entry is also found on the other side of ``"next"``,
-    and log-probs also under ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. Where the data holds
-    ``routed_experts`` ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
+    ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and ``"ids"``),
+    ``top_k`` (a teacher's, the key of :class:`~torchrl_llm_kl.TopK`; a list of keys for several teachers),
+    ``routed_experts``. An entry is also found on the other side of ``"next"``, and log-probs also under ``"response"``
+    without a ``"full"``, as TorchRL's wrappers store them. Where the data holds ``routed_experts`` ``[*B, T, L, k]``, the
+    actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
@@ -194,13 +194,8 @@ class PolicyLoss(TokenLoss):
         max_len: int | None = None,
         masking_strategy: MaskingStrategy = "sft",
         reference: Model | LogProbScorer | None = None,
-        top_k_key: NestedKey | list[NestedKey] = "top_k",
-        temperature: float = 1.0,
-        sampling: Sampling | None = None,
+        options: ScoreOptions | None = None,
         tokens_per_batch: int | None = None,
-        dtype: torch.dtype | None = None,
-        deterministic: bool = False,
-        log_entropy: bool = False,
         functional: bool = False,
         **hyper: Unpack[PolicyArgs],
     ) -> None:
@@ -220,12 +215,10 @@ class PolicyLoss(TokenLoss):
                 other = "corrections" if name == "terms" else "terms"
                 raise TypeError(f"{name} must not hold a {type(wrong[0]).__name__}: pass it in {other}=.")
         super().__init__(aggregation=aggregation or "token-mean", max_len=max_len, masking_strategy=masking_strategy)
-        options = ScoreOptions(as_sampling(temperature, sampling), dtype=dtype, deterministic=deterministic)
-        self._options, self._tokens_per_batch, self._functional = options, tokens_per_batch, functional
-        self._set_models(actor, reference)
+        self._options, self._tokens_per_batch, self._functional = ScoreOptions(), tokens_per_batch, functional
+        self._set_models(actor, reference, options)
         self.objective = TermPart(function, **own)
         self.terms, self.corrections = nn.ModuleList(parts), nn.ModuleList(factors)
-        self.log_entropy, self.top_k_key = log_entropy, top_k_key
         self._little_mass: set[NestedKey] = set()  # teachers that a warning was given for
         exposed: dict[str, tuple[Part, str]] = {name: (self.objective, name) for name in self.objective.names}
         for part in self._parts[1:]:
@@ -237,17 +230,18 @@ class PolicyLoss(TokenLoss):
         if self._needs & {"advantage", "old_log_prob"}:  # of samples of the policy
             warn_of_mismatch(self.actor_network, self.sampling, trains=True, stacklevel=2)
 
-    def _set_models(self, actor: ModelOrScorer, reference: Model | LogProbScorer | None) -> None:
+    def _set_models(
+        self, actor: ModelOrScorer, reference: Model | LogProbScorer | None, options: ScoreOptions | None
+    ) -> None:
         self._slot, self._reference_slot, self._sharp_slot = ScorerSlot(), ScorerSlot(), ScorerSlot()
         self._given_scorer = None
         if isinstance(actor, LogProbScorer):
-            asked = {"temperature": self.sampling.temperature != 1, "sampling": self.sampling.truncates}
-            asked |= {"tokens_per_batch": self._tokens_per_batch is not None, "dtype": self._options.dtype is not None}
-            asked |= {"deterministic": self._options.deterministic, "functional": self._functional}
-            changed = [name for name, given in asked.items() if given]
-            if changed:
+            asked = {"tokens_per_batch": self._tokens_per_batch is not None, "functional": self._functional}
+            if changed := [name for name, given in asked.items() if given]:
                 raise ValueError(f"actor is a scorer with its own settings: set {changed} there.")
             self._given_scorer, actor = actor, actor.model
+        if options not in (None, _NEUTRAL):
+            self.options = options
         if not isinstance(actor, nn.Module):
             raise TypeError(
                 f"actor must be a torch module or a LogProbScorer, got {type(actor).__name__}: train the model in this process."
@@ -273,9 +267,20 @@ class PolicyLoss(TokenLoss):
         return self._given_scorer or self._slot.get(self.actor_network, **settings)
 
     @property
+    def options(self) -> ScoreOptions:
+        """How the actor is scored: its own options if it is a scorer."""
+        return self._options if self._given_scorer is None else self._given_scorer.options
+
+    @options.setter
+    def options(self, options: ScoreOptions) -> None:
+        if self._given_scorer is not None:
+            raise ValueError("actor is a scorer with its own settings: set its options there.")
+        self._options = check_actor_options(options)
+
+    @property
     def sampling(self) -> Sampling:
         """How the scored tokens were sampled."""
-        return self._options.sampling if self._given_scorer is None else self._given_scorer.sampling
+        return self.options.sampling
 
     @property
     def reference(self) -> Model | LogProbScorer | None:
@@ -284,9 +289,8 @@ class PolicyLoss(TokenLoss):
 
     def _like_the_actor(self, slot: ScorerSlot, model: Model, **changes: Any) -> Scorer:
         """The scorer of a model with the actor's settings, over all tokens, but for ``changes``."""
-        given = self._given_scorer
-        options = self._options if given is None else given.options
-        own: dict[str, object] = {"options": options.but(**{"sampling": options.sampling.of_reference, **changes})}
+        given, sampling = self._given_scorer, self.sampling.of_reference
+        own: dict[str, object] = {"options": self.options.but(**{"sampling": sampling, "entropy": False, **changes})}
         if getattr(model, "log_probs_only", False) is not True:  # a remote model plans its own batches
             own["tokens_per_batch"] = self._tokens_per_batch if given is None else given.tokens_per_batch
         return slot.get(model, **own)
@@ -322,14 +326,15 @@ class PolicyLoss(TokenLoss):
     @property
     def _teachers(self) -> list[NestedKey]:
         """The key of each teacher's top k."""
-        return self.top_k_key if isinstance(self.top_k_key, list) else [self.top_k_key]
+        key = self.tensor_keys.top_k
+        return key if isinstance(key, list) else [key]
 
     def _check_reference(self) -> None:
         if self.sampling.truncates and self._needs & {"outcomes", "teacher_divergence"}:
             raise ValueError(
                 f"a distillation with {self.sampling}: a teacher's tokens that are left out would have no probability and no "
-                "gradient, so the divergence to it is not defined. Pass temperature= or Sampling(temperature) alone, and "
-                "for an objective that compares with the sampler leave nothing out when sampling."
+                "gradient, so the divergence to it is not defined. Pass Sampling(temperature) alone, and for an "
+                "objective that compares with the sampler leave nothing out when sampling."
             )
         exact = self._needs & {"kl", "teacher_divergence"}
         if not exact:
@@ -368,6 +373,8 @@ class PolicyLoss(TokenLoss):
         if len(renamed) != len(kwargs):
             raise TypeError(f"got an entry under two of its names: {', '.join(kwargs)}.")
         super().set_keys(**renamed)
+        if "top_k" in renamed:
+            self._dry_run(len(self._teachers))  # each has a weight
 
     @property
     def _data_needs(self) -> set[str]:
@@ -393,9 +400,11 @@ class PolicyLoss(TokenLoss):
     def out_keys(self, values: Sequence[NestedKey] | None) -> None:
         self.__dict__["_out_keys"] = None if values is None else list(values)
 
-    def _dry_run(self) -> list[NestedKey]:
+    def _dry_run(self, teachers: int | None = None) -> list[NestedKey]:
         """The outputs under the current hyper-parameters, found by a dry run on two dummy tokens."""
-        inputs = dummy_inputs(teachers=len(self._teachers), device=device_of(*self._parts))
+        weights = [given for part in self._parts if (given := part.hyper.get("teacher_weights"))]
+        teachers = teachers or (len(weights[0]) if weights else 1)
+        inputs = dummy_inputs(teachers=teachers, device=device_of(*self._parts))
         with torch.no_grad():
             terms, metrics = self._terms(inputs)
         names = [term.name for term in terms]
@@ -403,7 +412,7 @@ class PolicyLoss(TokenLoss):
             if names.count(name) > 1:
                 raise ValueError(f"two terms of the loss are called {name!r}: give them different names.")
         known = {"log_prob", "mask", *self._needs}
-        if self.log_entropy:
+        if self.options.entropy:
             known.add("entropy")
         if known & {"kl", "teacher_divergence"}:
             known.add("ref_log_prob")  # scored along with an exact KL
@@ -629,7 +638,7 @@ class PolicyLoss(TokenLoss):
             scores = self.scorer.evaluate(
                 response.tokens,
                 response.host_mask,
-                entropy=self.log_entropy or "entropy" in needs,
+                entropy=self.options.entropy or "entropy" in needs,
                 top_ids=top_ids,
                 grad=torch.is_grad_enabled(),
                 **exact,
@@ -677,6 +686,16 @@ class PolicyLoss(TokenLoss):
         if self.corrections:
             metrics |= correction_metrics(product, mask if experts is None else mask & ~experts)
         return [*terms, *(term for part in self.terms for term in part(inputs))], metrics
+
+
+def check_actor_options(options: ScoreOptions) -> ScoreOptions:
+    """``options``; an error if they hold what a loss decides."""
+    if not isinstance(options, ScoreOptions):
+        raise TypeError(f"options must be ScoreOptions(...), got {options!r:.60}.")
+    for name, usual in vars(_NEUTRAL).items():
+        if name not in _CHOSEN and (found := getattr(options, name)) != usual:
+            raise ValueError(f"options has {name}={found!r}, which a loss decides: leave it out.")
+    return options
 
 
 def _unscored(mask: Tensor) -> LossInputs:

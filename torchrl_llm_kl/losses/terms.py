@@ -48,8 +48,6 @@ def _may_read_old_log_prob(estimator: object) -> bool:
         "expert_mask": ("leave_out_experts", bool),
     },
     reads_if={"old_log_prob": ("estimator", _may_read_old_log_prob)},
-    source="Ziegler et al. 2019 (arXiv 1909.08593), eq. 2; in the loss: Shao et al. 2024 (GRPO, arXiv 2402.03300), eq. 3; "
-    "the default is Trinity-RFT 0.6.0's",
 )
 def kl_to_ref(
     log_prob: Tensor,
@@ -81,6 +79,9 @@ def kl_to_ref(
         >>> (term,) = kl_to_ref(log_prob, torch.ones(1, 2, dtype=torch.bool), ref_log_prob=ref)
         >>> term.value, term.weight
         (tensor([[0.1250, 0.0000]]), 0.001)
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), eq. 2; in the loss: Shao et al. 2024 (GRPO, arXiv 2402.03300), eq.
+    3; the default is Trinity-RFT 0.6.0's.
     """
     check_penalty(coeff=coeff)
     if leave_out_experts:
@@ -95,10 +96,7 @@ def kl_to_ref(
 
 
 @term(
-    "kl_to_sampler",
-    needs_if={"expert_mask": ("leave_out_experts", bool)},
-    either=("sampler_log_prob", "old_log_prob"),
-    source="prime-rl has twice ``k2``, the squared log-ratio, in its loss",
+    "kl_to_sampler", needs_if={"expert_mask": ("leave_out_experts", bool)}, either=("sampler_log_prob", "old_log_prob")
 )
 def kl_to_sampler(
     log_prob: Tensor,
@@ -128,6 +126,8 @@ def kl_to_sampler(
         >>> log_prob, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
         >>> kl_to_sampler(log_prob, torch.ones(1, 2, dtype=torch.bool), old_log_prob=old)[0].value
         tensor([[0.1250, 0.0000]])
+
+    Source: prime-rl has twice ``k2``, the squared log-ratio, in its loss.
     """
     check_penalty(coeff=coeff)
     sampler = old_log_prob if sampler_log_prob is None else sampler_log_prob
@@ -141,11 +141,7 @@ def kl_to_sampler(
     return (LossTerm("kl_to_sampler", estimate(log_prob, sampler, sampler), mask, weight=coeff),)
 
 
-@term(
-    "divergence_to_teacher",
-    needs_if=DISTILLATION_INPUTS,
-    source="Agarwal et al. 2024 (GKD, arXiv 2306.13649), section 3.1: distillation beside a reward",
-)
+@term("divergence_to_teacher", needs_if=DISTILLATION_INPUTS)
 def divergence_to_teacher(
     log_prob: Tensor,
     mask: Tensor,
@@ -172,6 +168,8 @@ def divergence_to_teacher(
         >>> (term,) = divergence_to_teacher(one, one > 0, outcomes=student, teacher_outcomes=teacher, beta=1.0, coeff=0.1)
         >>> term.value, term.weight
         (tensor([[0.5108]]), 0.1)
+
+    Source: Agarwal et al. 2024 (GKD, arXiv 2306.13649), section 3.1: distillation beside a reward.
     """
     check_penalty(coeff=coeff)
     inputs = {"outcomes": outcomes, "teacher_outcomes": teacher_outcomes, "teacher_divergence": teacher_divergence}
@@ -179,11 +177,7 @@ def divergence_to_teacher(
     return (found.replace(name="divergence_to_teacher", weight=coeff),)
 
 
-@term(
-    "entropy_bonus",
-    needs_if={"expert_mask": ("leave_out_experts", bool)},
-    source="Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4",
-)
+@term("entropy_bonus", needs_if={"expert_mask": ("leave_out_experts", bool)})
 def entropy_bonus(
     log_prob: Tensor,
     mask: Tensor,
@@ -208,6 +202,8 @@ def entropy_bonus(
         >>> (term,) = entropy_bonus(torch.zeros(1, 2), torch.tensor([[True, False]]), entropy=entropy, coeff=0.01)
         >>> term.value, term.weight
         (tensor([[-0.5000, -0.0000]]), 0.01)
+
+    Source: Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4.
     """
     check_range(coeff=coeff)  # not NaN
     if leave_out_experts:

@@ -185,7 +185,7 @@ def read_top_k(
         >>> found.ids[1].tolist(), found.log_probs[1]
         ([[8]], tensor([[-0.1000, -2.4000]]))
     """
-    advice = "RetrieveLogProb(teacher, extras=[TopK(64)]) or RayRetrieveLogProb writes it; say where with top_k_key=."
+    advice = "RetrieveLogProb(teacher, extras=[TopK(64)]) or RayRetrieveLogProb writes it; say where with set_keys(top_k=...)."
     teachers = []
     for key in keys:
         entries = [

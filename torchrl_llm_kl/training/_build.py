@@ -181,7 +181,7 @@ def _bind(
         reference=reference if charged or preset.schema == "distill" else None,
         critic=critic,
         group_key="group" if preset.compares_answers else None,
-        sampling=sampling_of(config),
+        options=ScoreOptions(sampling_of(config)),
         max_len=config.sampler.max_new_tokens,
         **settings,
     )

@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from transformers import PreTrainedModel
 
-from torchrl_llm_kl import AdaptiveKLCoefficient, PIKLCoefficient
+from torchrl_llm_kl import AdaptiveKLCoefficient, PIKLCoefficient, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, get_algorithm, make_algorithm
 from torchrl_llm_kl.scoring import TokenCritic
 
@@ -72,7 +72,7 @@ def build(
         gen_model="from_collector" if preset.use_reference and in_collector else None,
         group_key="group" if preset.compares_answers else None,
         max_len=max_new_tokens,
-        temperature=temperature,
+        options=ScoreOptions(Sampling(temperature)),
         **settings,
     )
 

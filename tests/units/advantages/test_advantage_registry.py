@@ -138,7 +138,7 @@ R, G = torch.tensor([1.0, 2.0]), torch.tensor([0, 0])
     [
         (lambda: get_advantage("gpro"), UnknownAdvantageError, r"unknown .*Did you mean 'grpo'\? Known: .*asymre, "),
         (lambda: advantage_spec(len), TypeError, "expected an advantage of this package"),
-        (lambda: advantage("grpo", "outcome", source="")(len), ValueError, "'grpo' is registered already"),
+        (lambda: advantage("grpo", "outcome")(len), ValueError, "'grpo' is registered already"),
         (lambda: grpo(R, G, std="bacth"), ValueError, r"of 'group', 'batch', got 'bacth'\. Did you mean 'batch'\?$"),
         (lambda: Advantage("grpo", espilon=1.0), TypeError, r"^grpo has no .*mean 'epsilon'\? Known: epsilon, "),
         (lambda: get_advantage("gdpo")(group=G), ValueError, r"gdpo needs rewards: pass rewards=, \[B, R\]"),

@@ -32,7 +32,7 @@ from elsewhere_batches import (
     with_gradients,
 )
 from project import tables
-from torchrl_llm_kl import PolicyLoss, from_trl, make_algorithm
+from torchrl_llm_kl import PolicyLoss, ScoreOptions, from_trl, make_algorithm
 from torchrl_llm_kl._foreign import TRL
 from torchrl_llm_kl.losses import ImportanceWeights
 from toy_tokenizer import build_tokenizer
@@ -455,7 +455,7 @@ def test_overrides_and_further_arguments_of_make_algorithm(model: nn.Module) -> 
     found = from_trl({"num_generations": 4, "temperature": 0.7, "top_k": 5, "use_vllm": True})
     assert found.make(model).loss.sampling.top_k == 0  # as TRL scores
     more = {"group_key": "query", "loss_args": {"dtype": torch.float32}, "clip_low": 0.1}
-    parts = found.make(model, sampling=found.sampling, **more)
+    parts = found.make(model, options=ScoreOptions(found.sampling), **more)
     assert (parts.loss.sampling.temperature, parts.loss.sampling.top_k) == (0.7, 5)
     assert float(parts.loss.clip_low) == pytest.approx(0.1)
     assert len(parts.loss.corrections) == 1

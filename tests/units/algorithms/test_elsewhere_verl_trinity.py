@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from elsewhere_batches import agree, each_in_one_list, one_prompt_each, ours, scored, with_gradients
-from torchrl_llm_kl import from_trinity, from_verl
+from torchrl_llm_kl import ScoreOptions, from_trinity, from_verl
 from torchrl_llm_kl._foreign import TRINITY, VERL
 from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.algorithms import ALGORITHMS
@@ -76,7 +76,7 @@ def test_verls_defaults() -> None:
     objective = {"objective": "ppo", **dict.fromkeys(("clip_low", "clip_high"), 0.2), "clip_ratio_c": 3.0}
     objective["aggregation"] = "token-mean"
     advantage = {"advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True}
-    others = {"kl_loss": "none", "kl_reward": "none", "entropy_coeff": 0, "repeat_times": 1, "temperature": 1.0}
+    others = {"kl_loss": "none", "kl_reward": "none", "entropy_coeff": 0, "repeat_times": 1, "options": ScoreOptions()}
     assert found.overrides == objective | advantage | others
 
 
@@ -173,7 +173,7 @@ def test_a_whole_file_of_trinity(tmp_path: Path) -> None:
     assert repr(found) == repr(from_trinity(FILE)) == repr(from_trinity(str(file)))
     assert found.overrides["objective_args"] == {"clip_low": 0.2, "clip_high": 0.28}
     assert found.overrides["aggregation"] == "token-mean"
-    assert found.sampling.temperature == found.overrides["temperature"] == 0.7
+    assert found.sampling.temperature == found.overrides["options"].temperature == 0.7
     notes = {row.name: row.note for row in found.outside}
     assert "replaces it" in notes["algorithm.policy_loss_fn_args.loss_agg_mode"]
     assert "skips it for this advantage" in notes["algorithm.kl_penalty_fn"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_prepare import READ
 
-from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, UnknownAlgorithmError, make_algorithm
 from torchrl_llm_kl.losses import KLPlacementWarning
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
@@ -88,12 +88,13 @@ def test_a_reference_and_a_critic_are_needed_where_something_reads_them() -> Non
 
 def test_arguments_for_the_loss_and_the_masks() -> None:
     verl = {"rollout_rs": "seq_max_k3", "rollout_rs_threshold": 0.2}
-    parts = made("dr_grpo", reference=None, max_len=7, loss_args={"log_entropy": True, "tokens_per_batch": 64, **verl})
+    args = {"options": ScoreOptions(entropy=True), "loss_args": {"tokens_per_batch": 64, **verl}}
+    parts = made("dr_grpo", reference=None, max_len=7, **args)
     assert "divergence='seq_max_k3'" in repr(parts.loss.corrections)
     assert parts.loss.max_len == 7
-    assert parts.loss.log_entropy
+    assert parts.loss.options.entropy
     assert parts.loss.scorer.tokens_per_batch == 64
-    parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", temperature=0.5)
+    parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", options=ScoreOptions(Sampling(0.5)))
     assert parts.critic_loss is not None
     assert parts.loss.masking_strategy == parts.critic_loss.masking_strategy == "rlhf"
     assert parts.loss.scorer.temperature == 0.5
@@ -112,8 +113,8 @@ def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> No
     torch.testing.assert_close(out["ratio_min"], torch.tensor(1.0))
     torch.testing.assert_close(out["ratio_max"], torch.tensor(1.0))
     torch.testing.assert_close(out["kl_to_ref"], torch.tensor(0.0), atol=1e-6, rtol=0)
-    with pytest.raises(ValueError, match=r"temperature=0.7, but actor is a scorer with temperature 0.5: set it there"):
-        make_algorithm("rloo", actor, reference=TASK.policy(), temperature=0.7)
+    with pytest.raises(ValueError, match=r"actor is a scorer with its own settings: set its options there"):
+        make_algorithm("rloo", actor, reference=TASK.policy(), options=ScoreOptions(Sampling(0.7)))
     # Keys of an advantage beside the mask's.
     args = {"keys": {"reward": "score"}, "lam": 0.5}
     parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", advantage_args=args)

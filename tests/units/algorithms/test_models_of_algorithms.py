@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
-from torchrl_llm_kl import LogProbScorer, RetrieveLogProb
+from torchrl_llm_kl import LogProbScorer, RetrieveLogProb, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.scoring import RememberedModel, TokenCritic
 from toy_models import VOCAB_SIZE, tiny_model, with_lora
@@ -110,14 +110,14 @@ def test_a_reference_with_other_settings_is_refused() -> None:
         reference = LogProbScorer(tiny_model(seed=1), **settings)
         for kl_loss in ("k2", "exact"):
             with pytest.raises(ValueError, match=message):
-                outcome(tiny_model(seed=0), reference=reference, temperature=0.5, kl_loss=kl_loss)
+                outcome(tiny_model(seed=0), reference=reference, options=ScoreOptions(Sampling(0.5)), kl_loss=kl_loss)
 
 
 @pytest.mark.parametrize("as_scorer", [False, True])
 def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
     model, dtype = tiny_model(seed=0), torch.bfloat16
     actor = LogProbScorer(model, dtype=dtype) if as_scorer else model
-    settings: dict[str, Any] = {} if as_scorer else {"loss_args": {"dtype": dtype}}
+    settings: dict[str, Any] = {} if as_scorer else {"options": ScoreOptions(dtype=dtype)}
     out = outcome(actor, reference=LogProbScorer(tiny_model(seed=1), dtype=dtype), **settings)
     assert float(out["ratio_max"]) == pytest.approx(1, abs=1e-3)
     plain = outcome(model, reference=tiny_model(seed=1))
@@ -127,7 +127,7 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("temperature", "pass temperature= to make_algorithm"),
+        ("options", "pass options= to make_algorithm"),
         ("aggregation", "pass aggregation= to make_algorithm"),
         ("terms", "pass kl_loss= and entropy_coeff="),
         ("reference", "pass reference="),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_llm_kl import Moments, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl import Moments, RetrieveKL, RetrieveLogProb, ScoreOptions
 from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, AlgorithmParts, Schema, SchemaError, make_algorithm
 from toy_tasks import TabularCritic, TabularPolicy, chain
 from toy_training import FORWARDS_OF_THE_BATCH, made, rows_of_all, total
@@ -489,7 +489,7 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
     rows: list[dict[str, float]] = []
     for seed, size in enumerate((16, 32, 64, 48)):
         actor, rng = TASK.policy(), torch.Generator().manual_seed(seed)
-        parts = made(name, actor, uniform(), loss_args={"log_entropy": True})
+        parts = made(name, actor, uniform(), options=ScoreOptions(entropy=True))
         batch = parts.prepare(rows_of_all(size, seed, name))
         size = len(batch)
         batch["loss_mask"] = batch.get("loss_mask", torch.ones(size, dtype=torch.bool)).reshape(-1)

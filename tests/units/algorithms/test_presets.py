@@ -100,7 +100,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mix_chord": {"leave_out_experts": True},
     "gigpo": {"aggregation": "token-mean"},
 }
-DEFAULTS = {"objective_args": {}, "advantage_args": {}, "aggregation": None, "top_k": 0, "expert_data_ratio": 0.5}
+DEFAULTS = {
+    "objective_args": {},
+    "advantage_args": {},
+    "aggregation": None,
+    "max_len": None,
+    "top_k": 0,
+    "expert_data_ratio": 0.5,
+}
 DEFAULTS |= {"kl_loss_coeff": 1e-3, "kl_reward": "none", "kl_reward_coeff": 1e-3, "entropy_coeff": 0.0}
 DEFAULTS |= {"leave_out_experts": False, "keep_best": False}
 
@@ -291,7 +298,7 @@ def test_no_preset_accepts_an_ambiguous_name(name: str) -> None:
         ("grpo", {"epsilon": 0.2}, r"for the clip range of the ratio \(TRL\) pass clip_low= and clip_high="),
         ("jsd", {"beta": 0.1}, r"weight in the mixture .* advantage_beta=.* KL to the reference \(TRL\) pass kl_l"),
         ("on_policy_distill", {"kl_coef": 0.1}, r"advantage_kl_coef=.*weight of a KL penalty \(verl, Trinity-RFT\)"),
-        ("rec", {"temp": 0.7}, r"exp\(A / temp\) .* pass objective_temp=.*sampler's temperature pass temp"),
+        ("rec", {"temp": 0.7}, r"exp\(A / temp\) .* pass objective_temp=.*sampler's temperature pass options="),
         ("grpo", {"objective": "kl_cov", "coeff": 0.1}, r"pass objective_coeff=.*pass kl_reward_coeff="),
         ("dro", {"tau": 5.0}, r"soft-max baseline of the advantage opmd pass advantage_tau=.*\(DRO\) pass beta="),
     ],

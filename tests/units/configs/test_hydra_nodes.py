@@ -159,15 +159,22 @@ TERMS = {
 
 @pytest.mark.parametrize("given", TERMS)
 def test_policy_loss(lab: Lab, given: str) -> None:
-    settings = "loss.objective=dapo", "loss.hyper={clip_high: 0.35, clip_low: 0.1}", "loss.dtype=float64"
-    cfg = compose("+loss=policy", *settings, "loss.set_keys={advantage: [my, advantage]}", *TERMS[given])
+    settings = "loss.objective=dapo", "loss.hyper={clip_high: 0.35, clip_low: 0.1}", "loss.options.dtype=float64"
+    cfg = compose(
+        "+loss=policy",
+        "+options@loss.options=base",
+        *settings,
+        "loss.set_keys={advantage: [my, advantage]}",
+        *TERMS[given],
+    )
     loss = instantiate(cfg.loss, actor=lab.policy_model)
     assert float(loss.clip_high) == pytest.approx(0.35)
     assert loss.tensor_keys.advantage == ("my", "advantage")
     data = RetrieveKL(lab.gen, lab.ref, add_to_reward=False)(lab.data)
     data["my", "advantage"] = data["advantage"] = torch.tensor([1.0, -0.5]).reshape(2, 1)
     terms = [KLToReference(0.2), EntropyBonus(0.01)]
-    expected = PolicyLoss(lab.policy_model, "dapo", terms=terms, clip_high=0.35, clip_low=0.1, dtype=torch.float64)
+    options = ScoreOptions(dtype=torch.float64)
+    expected = PolicyLoss(lab.policy_model, "dapo", terms=terms, clip_high=0.35, clip_low=0.1, options=options)
     found, want = loss(data), expected(data)
     losses = {"loss_objective", "loss_kl_to_ref", "loss_entropy"}
     assert {key for key in found.keys(True) if key.startswith("loss_")} == losses
@@ -177,13 +184,9 @@ def test_policy_loss(lab: Lab, given: str) -> None:
 
 def test_sampling_is_shared_and_partial_nodes_advantages_and_algorithms(lab: Lab) -> None:
     cfg = compose(
-        "+sampling=base",
-        *("sampling.temperature=0.7", "sampling.top_p=0.9", "+loss=policy", "loss.sampling=${sampling}"),
-        *(
-            "+loss@partial=policy",
-            "partial._partial_=true",
-            "partial.objective=gpg",
-        ),  # as torchrl's trainers take losses
+        *("+sampling=base", "sampling.temperature=0.7", "sampling.top_p=0.9"),
+        *("+loss=policy", "+options@loss.options=base", "loss.options.sampling=${sampling}"),
+        *("+loss@partial=policy", "partial._partial_=true", "partial.objective=gpg"),  # as torchrl's trainers take losses
         *("+transform@advantage=advantage", "advantage.name=grpo", "advantage.group_size=2"),
         *("advantage.hyper={std: batch}", "+algorithm=base", "algorithm.algorithm=dapo", "algorithm.group_size=2"),
         "algorithm.overrides={clip_high: 0.3}",

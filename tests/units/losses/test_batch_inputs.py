@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from policy_batches import LENGTHS, PROMPT, assert_loss, assert_same, batch, gradients, responses, total
-from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, ValueLoss, get_objective
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import mismatch
@@ -241,7 +241,7 @@ def test_aligned_weights_are_of_the_policys_own_distribution(kind: str) -> None:
     weight = torch.stack(aligned).exp().detach().view(-1, 2).prod(-1)
     ratio = torch.stack([(row["log_prob"] - row["ref_log_probs"]).sum() for row in rows])
     want = (weight * -nn.functional.logsigmoid(0.3 * (ratio[::2] - ratio[1::2]))).mean()
-    settings = {} if kind == "scorer" else {"temperature": 0.8, "functional": kind == "functional"}
+    settings = {} if kind == "scorer" else {"options": ScoreOptions(Sampling(0.8)), "functional": kind == "functional"}
     actor = LogProbScorer(model, temperature=0.8) if kind == "scorer" else model
     loss = PolicyLoss(actor, "dpo", beta=0.3, weighting="aligned", **settings)
     assert "sharp_log_prob" not in loss.in_keys

@@ -67,7 +67,13 @@ def with_teacher(td: TensorDictBase, teacher: nn.Module, k: int, key: Any = "top
 
 
 def distilled(student: Any, td: TensorDictBase, **settings: Any) -> Tensor:
-    return PolicyLoss(student, "distill", **settings)(td)["loss_objective"]
+    return loss_of(student, **settings)(td)["loss_objective"]
+
+
+def loss_of(student: Any, *, top_k: Any = "top_k", **settings: Any) -> PolicyLoss:
+    loss = PolicyLoss(student, "distill", **settings)
+    loss.set_keys(top_k=top_k)
+    return loss
 
 
 def test_bounds_by_hand() -> None:
@@ -126,10 +132,11 @@ def test_what_the_transform_wrote(model: nn.Module, reference: nn.Module, layout
     assert distilled(model, RetrieveLogProb(reference, extras=[TopK(3)])(data(layout)), beta=beta) < out
 
 
-@pytest.mark.parametrize("given", [{"temperature": 0.6}, {"sampling": Sampling(0.6)}], ids=["temperature", "sampling"])
-def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.Module, given: dict[str, Any]) -> None:
-    scored = RetrieveLogProb(teacher, options=ScoreOptions(Sampling(0.6)), extras=[TopK(V)])(data())
-    out = distilled(student, scored, beta=0.3, **given)
+def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.Module) -> None:
+    options = ScoreOptions(Sampling(0.6))
+    out = distilled(
+        student, RetrieveLogProb(teacher, options=options, extras=[TopK(V)])(data()), beta=0.3, options=options
+    )
     want = gkd_of(distributions(student, 0.6), distributions(teacher, 0.6).detach(), 0.3).mean()
     assert_close(out, want, **LOOSE)  # entries are float32
 
@@ -149,9 +156,11 @@ def test_other_routes_of_the_engine(model: nn.Module, reference: nn.Module, rout
 
     td = with_teacher(with_teacher(data(), reference, 6, "one"), tiny_model(seed=2), 40, "two")
     actors = {"full": Whole(model), "no_prefixes": LogProbScorer(model, share_prefixes=False)}
-    options: Any = {"top_k_key": ["one", "two"], "beta": 0.3}
+    options: Any = {"top_k": ["one", "two"], "beta": 0.3}
     expected = distilled(model, td, **options)
-    found = distilled(actors.get(route, model), td, **options, deterministic=route == "deterministic")
+    found = distilled(
+        actors.get(route, model), td, **options, options=ScoreOptions(deterministic=route == "deterministic")
+    )
     assert_near(found, expected, terms=V)
     assert_near(gradients(found, model), gradients(expected, model), terms=64 * 64, size=1)
 
@@ -180,14 +189,14 @@ def test_several_teachers_are_a_weighted_sum(student: nn.Module, teacher: nn.Mod
         ids = log_p.topk(k, -1).indices
         want = want + weight * gkd_of(collapse(log_q, ids), collapse(log_p, ids), float(torch.tensor(beta))).mean()
         captured += weight / 0.9 * log_p.gather(-1, ids).exp().sum(-1).mean()
-    loss = PolicyLoss(student, "distill", beta=beta, top_k_key=keys, teacher_weights=weights)
+    loss = loss_of(student, beta=beta, top_k=keys, teacher_weights=weights)
     out = loss(td)
     assert_close(out["loss_objective"], want, atol=1e-11, rtol=1e-6)
     same_gradients(out["loss_objective"], want, student)
     assert_close(out["captured_mass"], captured, **LOOSE)
     assert set(loss.in_keys) >= {("one", "ids"), ("second", "top", "log_probs"), ("second", "top", "rest_log_prob")}
     loss.teacher_weights = None  # equal ones, 1 / M
-    equal = sum(distilled(student, td, beta=beta, top_k_key=key).item() for key in keys)
+    equal = sum(distilled(student, td, beta=beta, top_k=key).item() for key in keys)
     assert loss(td)["loss_objective"].item() == pytest.approx(equal / 2, rel=1e-9)
 
 
@@ -272,14 +281,14 @@ def test_a_divergence_of_ones_own(student: nn.Module, teacher: nn.Module) -> Non
 
 def test_little_captured_mass_warns_once_for_each_teacher(model: nn.Module, reference: nn.Module) -> None:
     td = with_teacher(with_teacher(data(), reference, 1, "few"), tiny_model(seed=2), V, "all")
-    loss = PolicyLoss(model, "distill", top_k_key=["few", "all"])
+    loss = loss_of(model, top_k=["few", "all"])
     with pytest.warns(UserWarning, match=r"the top k below 'few' holds 0\.\d\d of the teacher's probability") as caught:
         loss(td)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(td)
-        distilled(model, td, top_k_key="all")
+        distilled(model, td, top_k="all")
 
 
 def test_exact_distillations_with_two_betas(model: nn.Module, reference: nn.Module) -> None:
@@ -351,7 +360,7 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
     (EXACT, r"an exact KL is computed from both models: pass the teacher as reference="),
     ({**EXACT, "terms": [KLToReference(0.1, "exact")]}, "need two other models, and reference= is one"),
     ({"teacher_weights": [0.5, 0.5]}, "teacher_weights has 2 numbers for 1 teachers"),
-    ({"top_k_key": ["a", "b"], "teacher_weights": [1.0]}, "teacher_weights has 1 numbers for 2 teachers"),
+    ({"top_k": ["a", "b"], "teacher_weights": [1.0]}, "teacher_weights has 1 numbers for 2 teachers"),
 ]
 
 
@@ -361,19 +370,22 @@ def test_wrong_inputs_and_contradictory_settings(model: nn.Module, reference: nn
             get_objective("distill")(ONE, ONE > 0, **given)
     for settings, message in CONTRADICTORY:
         with pytest.raises(ValueError, match=message):
-            PolicyLoss(model, "distill", **settings, reference=reference if "terms" in settings else None)
+            loss_of(model, **settings, reference=reference if "terms" in settings else None)
 
 
 def test_a_truncated_student_is_refused(model: nn.Module, reference: nn.Module) -> None:
     truncated = Sampling(0.7, top_k=20)
-    cut: Any = {"reference": reference, "sampling": truncated}
+    options = ScoreOptions(truncated)
+    cut: Any = {"reference": reference, "options": options}
     for make in (
-        lambda: PolicyLoss(model, "distill", sampling=truncated),
+        lambda: PolicyLoss(model, "distill", options=options),
         lambda: PolicyLoss(LogProbScorer(model, sampling=truncated), "distill"),
-        lambda: PolicyLoss(model, "ppo", terms=[DivergenceToTeacher(0.1)], sampling=truncated),
+        lambda: PolicyLoss(model, "ppo", terms=[DivergenceToTeacher(0.1)], options=options),
         lambda: PolicyLoss(model, "distill", distribution="exact", **cut),
         lambda: make_algorithm("gkd", model, **cut),
         lambda: make_algorithm("on_policy_distill", model, top_k=4, **cut),
     ):
-        with pytest.raises(ValueError, match=r"a distillation with Sampling\(.*top_k=20\): .*Pass temperature="):
+        with pytest.raises(
+            ValueError, match=r"a distillation with Sampling\(.*top_k=20\): .*Pass Sampling\(temperature\)"
+        ):
             make()

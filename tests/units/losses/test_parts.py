@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from objective_cases import raises_without, random_batch
 from policy_batches import batch
-from torchrl_llm_kl import AdaptiveKLCoefficient, losses
+from torchrl_llm_kl import AdaptiveKLCoefficient, ScoreOptions, losses
 from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_estimator, k2
 from torchrl_llm_kl.losses._inputs import dummy_inputs
 from torchrl_llm_kl.losses._parts import Part
@@ -202,7 +202,8 @@ def test_a_misspelt_attribute_is_refused(model: nn.Module) -> None:
     for name, near in (("clip_hihg", "clip_high"), ("kl_coeff", "kl_to_ref_coeff")):
         with pytest.raises(AttributeError, match=rf"PolicyLoss has no '{name}' to set.*Did you mean '{near}'"):
             setattr(loss, name, 0.3)
-    loss.log_entropy = True
+    loss.options = ScoreOptions(entropy=True)
+    assert "entropy" in loss.out_keys
     loss.note = "anything else"  # type: ignore[assignment]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from policy_batches import assert_loss, assert_same, batch, gradients, responses, token_mean, total
-from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions
 from torchrl_llm_kl.losses import (
     AdaptiveEntropyCoefficient,
     AdaptiveKLCoefficient,
@@ -132,10 +132,16 @@ def test_a_reference_model(model: nn.Module, reference: nn.Module) -> None:
 
 def test_temperature_divides_the_logits(model: nn.Module) -> None:
     expected, scorer = token_mean(model, batch(), ppo_by_hand, temperature=0.7), LogProbScorer(model, temperature=0.7)
-    assert_close(objective(model, batch(), temperature=0.7, **BOUNDS), expected, **CLOSE)
+    assert_close(objective(model, batch(), options=ScoreOptions(Sampling(0.7)), **BOUNDS), expected, **CLOSE)
     assert_close(objective(scorer, batch(), **BOUNDS), expected, **CLOSE)
-    with pytest.raises(ValueError, match=r"its own settings: set \['temperature'\] there"):
-        PolicyLoss(scorer, temperature=0.5)
+    with pytest.raises(ValueError, match=r"its own settings: set its options there"):
+        PolicyLoss(scorer, options=ScoreOptions(Sampling(0.5)))
+    with pytest.raises(ValueError, match=r"its own settings: set \['tokens_per_batch'\] there"):
+        PolicyLoss(scorer, tokens_per_batch=64)
+    with pytest.raises(ValueError, match=r"options has top_k=3, which a loss decides: leave it out"):
+        PolicyLoss(model, options=ScoreOptions(top_k=3))
+    with pytest.raises(TypeError, match=r"options must be ScoreOptions\(...\), got Sampling"):
+        PolicyLoss(model, options=Sampling(0.5))  # type: ignore[arg-type]
 
 
 def test_defect_38_means_are_of_tokens_that_count(model: nn.Module) -> None:
@@ -258,7 +264,7 @@ def test_keys_in_and_out(model: nn.Module) -> None:
     assert_close(loss(renamed)["loss_objective"], out["loss_objective"])
     with pytest.raises(ValueError, match="not an accepted tensordict key"):
         loss.set_keys(advantages="A")
-    loss = PolicyLoss(model, "gpg", log_entropy=True)
+    loss = PolicyLoss(model, "gpg", options=ScoreOptions(entropy=True))
     assert "entropy" in loss.out_keys
     assert set(loss.out_keys) <= set(loss(batch()).keys())
 
@@ -323,7 +329,7 @@ def test_hyper_parameters_are_buffers_that_change_in_place(model: nn.Module) -> 
 
 def test_adaptive_coefficients_are_read_at_every_step_and_saved(model: nn.Module) -> None:
     kl, data = AdaptiveKLCoefficient(0.2, target=1.0, horizon=10), batch()
-    entropy = PolicyLoss(model, log_entropy=True)(data)["entropy"]
+    entropy = PolicyLoss(model, options=ScoreOptions(entropy=True))(data)["entropy"]
     bonus = AdaptiveEntropyCoefficient(0.1, target=float(entropy) + 0.01, delta=0.03)
     loss = PolicyLoss(model, terms=[KLToReference(kl), EntropyBonus(bonus)])
     assert loss.entropy_coeff is bonus

@@ -309,11 +309,11 @@ def test_settings_reach_every_scorer(model: nn.Module, monkeypatch: pytest.Monke
     rows = rows_of(9, 40)
     data = tokens("padded", [row[:3].tolist() for row in rows], [row[3:].tolist() for row in rows])
     assert not kl(data)["kl_penalty"].any()
-    loss = PolicyLoss(model, "ppo", deterministic=True, reference=model)
+    loss = PolicyLoss(model, "ppo", options=ScoreOptions(deterministic=True), reference=model)
     assert [loss.scorer.deterministic, loss._reference_scorer.deterministic] == [True] * 2
     assert PolicyLoss(LogProbScorer(model, deterministic=True), "ppo")._sharp_scorer.deterministic
-    with pytest.raises(ValueError, match=r"own settings: set \['deterministic'\] there"):
-        PolicyLoss(LogProbScorer(model), "ppo", deterministic=True)
-    options = {"reference": LogProbScorer(model), "group_size": 2, "loss_args": {"deterministic": True}}
+    with pytest.raises(ValueError, match=r"own settings: set its options there"):
+        PolicyLoss(LogProbScorer(model), "ppo", options=ScoreOptions(deterministic=True))
+    options = {"reference": LogProbScorer(model), "group_size": 2, "options": ScoreOptions(deterministic=True)}
     with pytest.raises(ValueError, match=r"is a scorer with deterministic=False, and the actor has.*=True"):
         make_algorithm("grpo", copy.deepcopy(model), **options)

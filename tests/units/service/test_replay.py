@@ -350,7 +350,9 @@ def test_a_loss_with_a_served_reference(loop, recorded):
     for ref in (loop.serve(reference), reference):
         policy, batch = model().double(), data(recorded=recorded)
         batch["advantage"] = torch.tensor([[1.0], [-1.0], [0.5]])
-        out = PolicyLoss(policy, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=KEPT)(batch)
+        out = PolicyLoss(policy, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, options=ScoreOptions(KEPT))(
+            batch
+        )
         out.total_loss.backward()
         found.append((out["kl_to_ref"].double(), policy.lm_head.weight.grad))
     assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)

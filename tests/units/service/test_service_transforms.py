@@ -23,7 +23,7 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import ScoreOptions, Scorer
+from torchrl_llm_kl.scoring import Sampling, ScoreOptions, Scorer
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
 from torchrl_llm_kl.service._spec import ServiceSpec
 from toy_models import tiny_model
@@ -173,7 +173,7 @@ class ServedAlike(Served):
 
 def test_a_service_scores_the_reference_log_probs_that_the_data_lacks():
     """As a local reference does, whatever the actor's ``tokens_per_batch``."""
-    settings = {"terms": [KLToReference(0.5, "k2")], "temperature": 0.7, "tokens_per_batch": 32}
+    settings = {"terms": [KLToReference(0.5, "k2")], "options": ScoreOptions(Sampling(0.7)), "tokens_per_batch": 32}
     want, got = (
         PolicyLoss(tiny_model(seed=0), reference=reference, **settings)(batch())["loss_kl_to_ref"]
         for reference in (tiny_model(seed=1), service(Served))
@@ -187,7 +187,9 @@ def test_a_service_scores_the_reference_log_probs_that_the_data_lacks():
 def test_a_served_teacher_trains_as_a_local_one(name, beta):
     student, found = tiny_model(seed=0), []
     for teacher in (tiny_model(seed=1), service(ServedAlike)):
-        parts = make_algorithm(name, student, reference=teacher, top_k=6, beta=beta, temperature=0.8)
+        parts = make_algorithm(
+            name, student, reference=teacher, top_k=6, beta=beta, options=ScoreOptions(Sampling(0.8))
+        )
         data = parts.prepare(batch().exclude("log_probs", "advantage"))
         assert data["top_k", "ids"].shape == (2, 3, 6)
         loss = parts.loss(data).total_loss

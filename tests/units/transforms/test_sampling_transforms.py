@@ -109,11 +109,11 @@ def test_a_loss_replays(padded: bool) -> None:
     if not padded:
         td = lazy_stack([unpadded(row) for row in td.unbind(0)])
     for data in (td, td.exclude("kept")):
-        out = PolicyLoss(model, "ppo", sampling=SAMPLING)(data)
+        out = PolicyLoss(model, "ppo", options=ScoreOptions(SAMPLING))(data)
         ratios = torch.stack([out["ratio_min"], out["ratio_max"]])
         assert_close(ratios, torch.ones(2), rtol=0, atol=1e-5, check_dtype=False)
         out.total_loss.backward()
-    assert PolicyLoss(model, "ppo", temperature=0.8)(td)["ratio_max"] < 1.0
+    assert PolicyLoss(model, "ppo", options=ScoreOptions(Sampling(0.8)))(td)["ratio_max"] < 1.0
 
 
 def test_kl_to_the_reference() -> None:
@@ -131,7 +131,7 @@ def test_kl_to_the_reference() -> None:
     assert_close(whole["ref_log_probs", "full"], score(ref, td, Sampling(0.8)))
     assert (whole["ref_log_probs", "full"][:, 4:] < want[:, 4:] + 1e-6).all()
     td["advantage"] = torch.ones(3, 1)
-    loss = PolicyLoss(model, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, sampling=both)
+    loss = PolicyLoss(model, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, options=ScoreOptions(both))
     found = loss(td)["kl_to_ref"]
     d = (want - score(model, td))[:, 4:]
     assert_close(found, (d.exp() - 1 - d).mean(), atol=1e-5, rtol=1e-5, check_dtype=False)
@@ -191,17 +191,16 @@ OF_50 = "sampler uses top_k=50, scorer does not"
 
 def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
     scoring, other = (plain.get_new_version(generate=False, log_probs_key=key) for key in ("log_probs", "r"))
-    same: Any = {"sampling": Sampling(top_k=50)}
-    for build, settings in (
-        (partial(RetrieveLogProb, scoring), {"options": ScoreOptions(**same)}),
-        (partial(RetrieveKL, scoring, other), {"options": ScoreOptions(**same)}),
-        (partial(PolicyLoss, plain), same),
-        (partial(make_algorithm, "grpo", plain, reference=ref_model, group_size=2), same),
+    for build in (
+        partial(RetrieveLogProb, scoring),
+        partial(RetrieveKL, scoring, other),
+        partial(PolicyLoss, plain),
+        partial(make_algorithm, "grpo", plain, reference=ref_model, group_size=2),
     ):
         with mismatches(OF_50):
             build()
         with mismatches():
-            build(**settings)
+            build(options=ScoreOptions(Sampling(top_k=50)))
     # From a collector the policy is known at the first step; a teacher may be followed on any answers.
     env = lab.env(RetrieveKL("from_collector", ref_model))
     with mismatches(OF_50):
@@ -249,14 +248,17 @@ def test_generate_kwargs_sample_from_what_is_scored(policy_model: nn.Module) -> 
 
 
 def test_make_algorithm(ref_model: nn.Module, policy_model: nn.Module) -> None:
-    parts = make_algorithm("grpo", policy_model, reference=ref_model, group_size=2, sampling=SAMPLING)
+    two: Any = {"reference": ref_model, "group_size": 2, "options": ScoreOptions(SAMPLING)}
+    parts = make_algorithm("grpo", policy_model, **two)
     assert parts.loss.sampling == SAMPLING
     assert (parts.kl_transform[0].scorer.sampling, parts.kl_transform[1].scorer.sampling) == (SAMPLING, Sampling(0.8))
-    exact = make_algorithm("grpo", policy_model, reference=ref_model, group_size=2, sampling=SAMPLING, kl_loss="exact")
+    exact = make_algorithm("grpo", policy_model, **two, kl_loss="exact")
     assert exact.loss._reference_scorer.sampling == Sampling(0.8)
     scorer = LogProbScorer(policy_model, sampling=SAMPLING)
     assert make_algorithm("grpo", scorer, group_size=2, kl_loss="none").loss.sampling == SAMPLING
-    with pytest.raises(ValueError, match="actor is a scorer with Sampling"):
-        make_algorithm("grpo", scorer, group_size=2, kl_loss="none", sampling=Sampling(top_k=3))
-    with pytest.raises(TypeError, match="pass sampling= to make_algorithm"):
-        make_algorithm("grpo", policy_model, reference=ref_model, group_size=2, loss_args={"sampling": SAMPLING})
+    with pytest.raises(ValueError, match="actor is a scorer with its own settings"):
+        make_algorithm("grpo", scorer, group_size=2, kl_loss="none", options=ScoreOptions(Sampling(top_k=3)))
+    with pytest.raises(TypeError, match="pass options= to make_algorithm"):
+        make_algorithm(
+            "grpo", policy_model, reference=ref_model, group_size=2, loss_args={"options": ScoreOptions(SAMPLING)}
+        )

@@ -20,7 +20,7 @@ from torchrl_llm_kl.algorithms._parts import AlgorithmParts
 from torchrl_llm_kl.algorithms.presets import get_algorithm
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import Correction
-from torchrl_llm_kl.scoring import ModelOrScorer, Sampling
+from torchrl_llm_kl.scoring import LogProbScorer, ModelOrScorer, Sampling, ScoreOptions
 
 if TYPE_CHECKING:
     from yaml import SafeLoader
@@ -92,8 +92,7 @@ class Translation:
         Keyword Args:
             without_refused: make it without the settings that are refused.
             more: further arguments, such as ``reference=`` and ``critic=``; they replace overrides of the same name.
-                ``loss_args`` add to the translation's, ``group_key`` takes the place of ``group_size``, ``sampling``
-                the place of ``temperature``.
+                ``loss_args`` add to the translation's, ``group_key`` takes the place of ``group_size``.
 
         Raises:
             ValueError: if settings are refused, with the reasons.
@@ -114,9 +113,10 @@ class Translation:
                 "without_refused=True to train without them."
             )
         own = self.overrides
-        for name, given in (("group_size", "group_key"), ("temperature", "sampling")):
-            if given in more:
-                own.pop(name, None)
+        if "group_key" in more:
+            own.pop("group_size", None)
+        if isinstance(actor, LogProbScorer) and actor.temperature == self.sampling.temperature:
+            own.pop("options", None)  # it has its own
         ours, theirs = own.pop("loss_args", {}), more.pop("loss_args", None) or {}
         both = [*ours.get("corrections", ()), *theirs.get("corrections", ())]
         if ours or theirs:
@@ -306,7 +306,7 @@ class Reader:
         names = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
         self.place("sampling", *(name for name in names.values() if name in self.given))
         drawn = Sampling(**{own: self[name] for own, name in names.items() if name})
-        self.overrides["temperature"] = drawn.temperature
+        self.overrides["options"] = New(ScoreOptions, Sampling(drawn.temperature))
         return drawn
 
     def group(self, algorithm: AlgorithmName, name: str) -> None:
@@ -343,7 +343,7 @@ class Reader:
 
 
 #: Arguments of make_algorithm that are not settings of a preset.
-_OF_MAKE = ("group_size", "temperature", "max_len", "loss_args")
+_OF_MAKE = ("group_size", "options", "loss_args")
 
 
 # ------------------------------------------------------------------ files

@@ -46,13 +46,7 @@ def clipped_surrogate(
     return value, clip_fractions(low, clipped ^ low, mask, **dual)
 
 
-@objective(
-    "ppo",
-    needs_if={"old_log_prob": ("fallback_to_policy_gradient", operator.not_)},
-    aliases=CLIP_ALIASES,
-    source="Schulman et al. 2017 (arXiv 1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5; "
-    "sequence masking: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1",
-)
+@objective("ppo", needs_if={"old_log_prob": ("fallback_to_policy_gradient", operator.not_)}, aliases=CLIP_ALIASES)
 def ppo(
     log_prob: Tensor,
     mask: Tensor,
@@ -87,6 +81,9 @@ def ppo(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> ppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.2000,  0.8000]])
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5;
+    sequence masking: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
     """
     check_clip_range(clip_low, clip_high)
     check_range(above=1.0, clip_ratio_c=clip_ratio_c)
@@ -102,9 +99,8 @@ def ppo(
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
-dapo = variant(
-    ppo,
-    "dapo",
+@variant(ppo, clip_low=0.2, clip_high=0.28, clip_ratio_c=None)
+def dapo() -> None:
     r"""PPO's clipped surrogate with ``clip_high`` above ``clip_low``, averaged over the tokens of the whole batch.
 
     The looser upper bound lets unlikely tokens become likely. Hyper-parameters, gradient and metrics are as in
@@ -116,16 +112,13 @@ dapo = variant(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> dapo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.2800,  0.8000]])
-    """,
-    source="Yu et al. 2025 (arXiv 2503.14476), eq. 8",
-    clip_low=0.2,
-    clip_high=0.28,
-    clip_ratio_c=None,
-)
 
-dr_grpo = variant(
-    ppo,
-    "dr_grpo",
+    Source: Yu et al. 2025 (arXiv 2503.14476), eq. 8.
+    """
+
+
+@variant(ppo, aggregation="seq-mean-token-sum-norm", clip_low=0.2, clip_high=0.2, clip_ratio_c=None)
+def dr_grpo() -> None:
     r"""PPO's clipped surrogate, summed over tokens and divided by a length that does not depend on the sequence.
 
     The differences are outside the objective: the aggregation ``seq-mean-token-sum-norm``, and an advantage that is centred
@@ -137,21 +130,12 @@ dr_grpo = variant(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> dr_grpo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.2000,  0.8000]])
-    """,
-    aggregation="seq-mean-token-sum-norm",
-    source="Liu et al. 2025 (arXiv 2503.20783), section 3.2",
-    clip_low=0.2,
-    clip_high=0.2,
-    clip_ratio_c=None,
-)
+
+    Source: Liu et al. 2025 (arXiv 2503.20783), section 3.2.
+    """
 
 
-@objective(
-    "gspo",
-    aggregation="seq-mean-token-mean",
-    aliases=CLIP_ALIASES,
-    source="Zheng et al. 2025 (arXiv 2507.18071), eq. 5-7 (sequence) and 13-14 (token)",
-)
+@objective("gspo", aggregation="seq-mean-token-mean", aliases=CLIP_ALIASES)
 def gspo(
     log_prob: Tensor,
     mask: Tensor,
@@ -182,6 +166,8 @@ def gspo(
         tensor([[-3., -3.]])
         >>> gspo(log_prob, mask, old_log_prob=old, advantage=advantage, level="sequence")[0].value
         tensor([[-3.]])
+
+    Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5-7 (sequence) and 13-14 (token).
     """
     check_clip_range(clip_low, clip_high)
     log_ratio = sequence_mean(log_prob - old_log_prob, mask)
@@ -193,9 +179,8 @@ def gspo(
     return (LossTerm("objective", value, mask, metrics=metrics),)
 
 
-luspo = variant(
-    gspo,
-    "luspo",
+@variant(gspo, aggregation="seq-mean-token-sum", clip_low=3e-4, clip_high=4e-4)
+def luspo() -> None:
     r"""GSPO's surrogate times the length of its sequence, so that long answers are not worth less per token.
 
     A sequence of ``n`` tokens adds ``n max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high))``: each token has the value of the
@@ -208,20 +193,12 @@ luspo = variant(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[3.0, 3.0]])
         >>> luspo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value.sum()
         tensor(-6.)
-    """,
-    aggregation="seq-mean-token-sum",
-    source="Liu et al. 2026 (arXiv 2602.05261), the LUSPO objective; bounds: GSPO (arXiv 2507.18071), section 5.1",
-    clip_low=3e-4,
-    clip_high=4e-4,
-)
+
+    Source: Liu et al. 2026 (arXiv 2602.05261), the LUSPO objective; bounds: GSPO (arXiv 2507.18071), section 5.1.
+    """
 
 
-@objective(
-    "gmpo",
-    aggregation="seq-mean-token-mean",
-    aliases=CLIP_ALIASES,
-    source="Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and algorithm 1",
-)
+@objective("gmpo", aggregation="seq-mean-token-mean", aliases=CLIP_ALIASES)
 def gmpo(
     log_prob: Tensor,
     mask: Tensor,
@@ -247,6 +224,8 @@ def gmpo(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
         >>> gmpo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value  # exp((0.4 - 0.5) / 2)
         tensor([[-0.9512]])
+
+    Source: Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and algorithm 1.
     """
     check_range(low=0.0, clip_low=clip_low, clip_high=clip_high)
     advantage = sequence_mean(advantage, mask)
@@ -260,9 +239,7 @@ def gmpo(
 
 
 @objective(
-    "cispo",
-    aliases={**CLIP_ALIASES, "mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"},
-    source="MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5; token mask: eq. 6-7",
+    "cispo", aliases={**CLIP_ALIASES, "mask_clip_range_low": "mask_clip_low", "mask_clip_range_high": "mask_clip_high"}
 )
 def cispo(
     log_prob: Tensor,
@@ -294,6 +271,8 @@ def cispo(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> cispo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[ 1.2800, -1.2131]])
+
+    Source: MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5; token mask: eq. 6-7.
     """
     check_range(low=0.0, high=1.0, clip_low=clip_low, mask_clip_low=mask_clip_low)
     check_range(low=0.0, clip_high=clip_high, mask_clip_high=mask_clip_high)
@@ -312,7 +291,6 @@ def cispo(
     "sapo",
     aggregation="seq-mean-token-mean",
     aliases={"sapo_temperature_pos": "tau_pos", "sapo_temperature_neg": "tau_neg"},
-    source="Gao et al. 2025 (arXiv 2511.20347), eq. 5-6",
 )
 def sapo(
     log_prob: Tensor,
@@ -340,6 +318,8 @@ def sapo(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
         >>> sapo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-2.0000, -1.3881]])
+
+    Source: Gao et al. 2025 (arXiv 2511.20347), eq. 5-6.
     """
     check_range(above=0.0, tau_pos=tau_pos, tau_neg=tau_neg)
     one = torch.ones_like(advantage)

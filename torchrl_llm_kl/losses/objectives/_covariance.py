@@ -21,7 +21,6 @@ from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surr
 @objective(
     "clip_cov",
     aliases={**CLIP_ALIASES, "clip_cov_ratio": "fraction", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
-    source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov)",
 )
 def clip_cov(
     log_prob: Tensor,
@@ -53,6 +52,8 @@ def clip_cov(
         >>> selected = torch.tensor([[True, False]])
         >>> clip_cov(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected)[0].value
         tensor([[0., 1.]])
+
+    Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov).
     """
     check_clip_range(clip_low, clip_high)
     if selected is None:
@@ -65,11 +66,7 @@ def clip_cov(
     return (LossTerm("objective", torch.where(selected, 0, value), mask, metrics=metrics),)
 
 
-@objective(
-    "kl_cov",
-    aliases={"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"},
-    source="Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov)",
-)
+@objective("kl_cov", aliases={"kl_cov_ratio": "fraction", "ppo_kl_coef": "coeff"})
 def kl_cov(
     log_prob: Tensor,
     mask: Tensor,
@@ -96,6 +93,8 @@ def kl_cov(
         >>> selected = torch.tensor([[True, False]])
         >>> kl_cov(log_prob, mask, old_log_prob=old, advantage=advantage, selected=selected)[0].value
         tensor([[-1.1487,  0.6065]])
+
+    Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov).
     """
     check_range(low=0.0, coeff=coeff)
     if selected is None:

@@ -33,8 +33,6 @@ DISTILLATION_INPUTS: Conditions = {
         "loss_max_clamp": "value_max",
         "log_prob_min_clamp": "log_prob_min",
     },
-    source="Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1 and algorithm 1; TRL 1.16: GKDTrainer.generalized_jsd_loss; "
-    "ratio_max: Huebotter et al. 2026 (SDPO, arXiv 2601.20802), 2 in TRL; the other bounds: verl 0.9.1, 10 and -10",
 )
 def distill(
     log_prob: Tensor,
@@ -82,6 +80,10 @@ def distill(
         >>> (term,) = distill(log_prob, mask, outcomes=student, teacher_outcomes=teacher, beta=0.0)
         >>> term.value, term.metrics["captured_mass"]
         (tensor([[0.1838]]), tensor(0.9000))
+
+    Source: Agarwal et al. 2024 (GKD, arXiv 2306.13649), eq. 1 and algorithm 1; TRL 1.16:
+    GKDTrainer.generalized_jsd_loss; ratio_max: Huebotter et al. 2026 (SDPO, arXiv 2601.20802), 2 in TRL; the other
+    bounds: verl 0.9.1, 10 and -10.
     """
     check_range(0.0, 1.0, beta=beta)
     check_range(above=0.0, ratio_max=ratio_max, value_max=value_max)

@@ -20,7 +20,7 @@ from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES
 
 
-@objective("gpg", source="Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE)")
+@objective("gpg")
 def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> Terms:
     r"""The plain policy gradient: ``-A log_prob`` per token, without ratio, clipping or hyper-parameters.
 
@@ -30,11 +30,13 @@ def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> Terms:
         >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
         >>> gpg(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage)[0].value
         tensor([[ 1., -2.]])
+
+    Source: Chu et al. 2025 (arXiv 2504.02546); Williams 1992 (REINFORCE).
     """
     return (LossTerm("objective", -advantage * log_prob, mask),)
 
 
-@objective("opmd", source="Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD")
+@objective("opmd")
 def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> Terms:
     r"""``-A log_prob / (1 + tau)`` per token, on- or off-policy: no ratio, no clipping.
 
@@ -48,12 +50,14 @@ def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0
         >>> log_prob, advantage = torch.tensor([[-1.0, -2.0]]), torch.tensor([[1.0, -1.0]])
         >>> opmd(log_prob, torch.ones(1, 2, dtype=torch.bool), advantage=advantage, tau=3.0)[0].value
         tensor([[ 0.2500, -0.5000]])
+
+    Source: Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD.
     """
     check_range(low=0.0, tau=tau)
     return (LossTerm("objective", -advantage * log_prob / (1 + tau), mask),)
 
 
-@objective("importance_sampling", source="Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6")
+@objective("importance_sampling")
 def importance_sampling(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor) -> Terms:
     r"""The unbiased off-policy policy gradient: ``-A r`` per token, without clipping.
 
@@ -67,12 +71,14 @@ def importance_sampling(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor,
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> importance_sampling(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-1.6487,  0.6065]])
+
+    Source: Kahn and Marshall 1953; Schulman et al. 2017 (arXiv 1707.06347), eq. 6.
     """
     ratio = bounded_exp(log_prob - old_log_prob)
     return (LossTerm("objective", -advantage * ratio, mask, metrics={"ratio_mean": masked_mean(ratio.detach(), mask)}),)
 
 
-@objective("topr", source="Le Roux et al. 2025 (arXiv 2503.14286), the gradient of canonical TOPR")
+@objective("topr")
 def topr(
     log_prob: Tensor,
     mask: Tensor,
@@ -99,6 +105,8 @@ def topr(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> topr(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[ 2.0000, -1.2131]])
+
+    Source: Le Roux et al. 2025 (arXiv 2503.14286), the gradient of canonical TOPR.
     """
     log_ratio = log_prob.detach() - old_log_prob
     if level == "sequence":
@@ -108,7 +116,7 @@ def topr(
     return (LossTerm("objective", -advantage * weight * log_prob, mask, metrics=metrics),)
 
 
-@objective("sppo", source="Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO)")
+@objective("sppo")
 def sppo(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: Scalar = 0.3) -> Terms:
     r"""A log-ratio surrogate: ``-A (log_prob - old_log_prob)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0.
 
@@ -125,6 +133,8 @@ def sppo(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Ten
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[2.0, -1.0]])
         >>> sppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[-0.5000,  0.0000]])
+
+    Source: Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO).
     """
     check_range(low=0.0, epsilon=epsilon)
     ratio = bounded_exp(log_prob - old_log_prob).detach()
@@ -133,12 +143,7 @@ def sppo(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Ten
     return (LossTerm("objective", value, mask, metrics=clip_fractions(below, above, mask)),)
 
 
-@objective(
-    "dro",
-    aliases={"dro_beta": "beta"},
-    source="Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V; per token and towards the "
-    "sampler: verl 0.9.1; beta: the example of Thinking Machines' Tinker",
-)
+@objective("dro", aliases={"dro_beta": "beta"})
 def dro(
     log_prob: Tensor,
     mask: Tensor,
@@ -166,6 +171,9 @@ def dro(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> dro(log_prob, mask, old_log_prob=old, advantage=advantage, beta=0.4)[0].value
         tensor([[ 1.0500, -1.8000]])
+
+    Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V; per token and towards the
+    sampler: verl 0.9.1; beta: the example of Thinking Machines' Tinker.
     """
     check_range(above=0.0, beta=beta)
     log_ratio = log_prob - old_log_prob
@@ -179,9 +187,7 @@ def dro(
 _DPPO_BOUNDS = {"tv": 0.15, "kl": 0.05}
 
 
-@objective(
-    "dppo", aliases=CLIP_ALIASES, source="Qi et al. 2026 (arXiv 2602.04879), the binary TV and binary KL variants"
-)
+@objective("dppo", aliases=CLIP_ALIASES)
 def dppo(
     log_prob: Tensor,
     mask: Tensor,
@@ -213,6 +219,8 @@ def dppo(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
         >>> dppo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[0.0000, 7.8240]])
+
+    Source: Qi et al. 2026 (arXiv 2602.04879), the binary TV and binary KL variants.
     """
     clip_low = _DPPO_BOUNDS[divergence] if clip_low is None else clip_low
     clip_high = _DPPO_BOUNDS[divergence] if clip_high is None else clip_high
@@ -245,8 +253,6 @@ def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
         "dppo_mask_low": "clip_low",
         "dppo_mask_high": "clip_high",
     },
-    source="prime-rl: ``trainer.loss`` of type ``ipo``, and ``default`` with ``one_sided``: the binary TV mask of Qi et al. "
-    "2026 (DPPO, arXiv 2602.04879) and the squared log-ratio of Kimi K2.5 (arXiv 2602.02276)",
 )
 def mask_ipo(
     log_prob: Tensor,
@@ -280,6 +286,9 @@ def mask_ipo(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 2.0]])
         >>> mask_ipo(log_prob, mask, old_log_prob=old, advantage=advantage, kl_tau=0.0)[0].value
         tensor([[ 0.0000, -2.5000]])
+
+    Source: prime-rl: ``trainer.loss`` of type ``ipo``, and ``default`` with ``one_sided``: the binary TV mask of Qi et
+    al. 2026 (DPPO, arXiv 2602.04879) and the squared log-ratio of Kimi K2.5 (arXiv 2602.02276).
     """
     check_range(low=0.0, clip_low=clip_low, clip_high=clip_high, kl_tau=kl_tau)
     log_ratio, moved = log_prob - old_log_prob, log_prob.detach().exp() - old_log_prob.exp()
@@ -290,11 +299,7 @@ def mask_ipo(
     return (LossTerm("objective", value, mask, metrics=clip_fractions(fell, rose, mask)),)
 
 
-@objective(
-    "ref_kl",
-    aliases={"dppo_mask_low": "clip_low"},
-    source="prime-rl: the loss component ``ref_kl`` of ``opd`` and ``opsd``",
-)
+@objective("ref_kl", aliases={"dppo_mask_low": "clip_low"})
 def ref_kl(
     log_prob: Tensor,
     mask: Tensor,
@@ -320,6 +325,8 @@ def ref_kl(
         >>> log_prob, old, ref = (torch.tensor([[p]]).log() for p in (0.5, 0.25, 1.0))
         >>> ref_kl(log_prob, log_prob < 0, old_log_prob=old, ref_log_prob=ref, kl_tau=0.0)[0].value
         tensor([[-1.3863]])
+
+    Source: prime-rl: the loss component ``ref_kl`` of ``opd`` and ``opsd``.
     """
     advantage = (ref_log_prob - log_prob).detach()
     bounds: Any = {"clip_low": clip_low, "clip_high": None, "kl_tau": kl_tau}
@@ -327,12 +334,7 @@ def ref_kl(
     return (term.replace(metrics={**term.metrics, "reverse_kl": masked_mean(-advantage, mask)}),)
 
 
-@objective(
-    "a2po",
-    aggregation="seq-mean-token-sum",
-    aliases={"beta2": "beta"},
-    source="Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the regression of the second stage; beta 1e-3: TRL 1.16",
-)
+@objective("a2po", aggregation="seq-mean-token-sum", aliases={"beta2": "beta"})
 def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Tensor, beta: Scalar = 1e-3) -> Terms:
     r"""A*-PO: ``(beta log(pi / pi_ref) - A)^2`` of each whole answer: regression on its optimal advantage.
 
@@ -352,6 +354,8 @@ def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Ten
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[0.5, 0.5]])
         >>> a2po(log_prob, mask, ref_log_prob=ref, advantage=advantage, beta=2.0)[0].value
         tensor([[6.2500]])
+
+    Source: Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the regression of the second stage; beta 1e-3: TRL 1.16.
     """
     check_range(above=0.0, beta=beta)
     implicit = beta * sequence_sum(log_prob - ref_log_prob, mask)
@@ -361,11 +365,7 @@ def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Ten
     return (LossTerm("objective", value, present, metrics=metrics),)
 
 
-@objective(
-    "vespo",
-    aliases={f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-    source="Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16",
-)
+@objective("vespo", aliases={f"vespo_{name}": name for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")})
 def vespo(
     log_prob: Tensor,
     mask: Tensor,
@@ -394,6 +394,8 @@ def vespo(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, -1.0]])
         >>> vespo(log_prob, mask, old_log_prob=old, advantage=advantage)[0].value
         tensor([[ 0.9016, -0.3525]])
+
+    Source: Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16.
     """
     check_range(low=0.0, k_pos=k_pos, k_neg=k_neg)
     check_range(above=0.0, lambda_pos=lambda_pos, lambda_neg=lambda_neg)
@@ -410,11 +412,7 @@ def _rec_reads_ratio(clip_mode: str, weight: str, regularizer: str) -> bool:
     return clip_mode != "none" or weight not in ("none", "advantage") or regularizer == "k2"
 
 
-@objective(
-    "rec",
-    needs_if={"old_log_prob": (("clip_mode", "weight", "regularizer"), _rec_reads_ratio)},
-    source="Yao et al. 2025 (arXiv 2509.24203), sections 3-4",
-)
+@objective("rec", needs_if={"old_log_prob": (("clip_mode", "weight", "regularizer"), _rec_reads_ratio)})
 def rec(
     log_prob: Tensor,
     mask: Tensor,
@@ -466,6 +464,8 @@ def rec(
         >>> mask, advantage = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[1.0, 1.0]])
         >>> rec(log_prob, mask, old_log_prob=old, advantage=advantage, clip_mode="one-side")[0].value
         tensor([[0., 2.]])
+
+    Source: Yao et al. 2025 (arXiv 2509.24203), sections 3-4.
     """
     check_range(above=0.0, high=1.0, epsilon_low=epsilon_low, epsilon_low_prime=epsilon_low_prime)
     check_range(above=0.0, epsilon_high=epsilon_high, epsilon_high_prime=epsilon_high_prime, temp=temp)

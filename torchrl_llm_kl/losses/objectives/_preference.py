@@ -94,10 +94,9 @@ def pair_up(
     log_prob: Tensor,
     mask: Tensor,
     *,
+    pairing: Pairing | None = None,
     ref_log_prob: Tensor | None = None,
     sharp_log_prob: Tensor | None = None,
-    pair_id: Tensor | None = None,
-    chosen: Tensor | None = None,
     reference_point: Tensor | None = None,
     beta: Scalar = 0.1,
     length_normalised: bool = False,
@@ -105,11 +104,10 @@ def pair_up(
     f_divergence: FDivergence = "reverse_kl",
     f_alpha: Scalar = 0.5,
     weighting: Weighting = "none",
-    pairing: Pairing | None = None,
 ) -> Pairs:
     """The pairs of a batch. A member of the family has the parameters that it is registered with."""
     check_range(above=0.0, beta=beta)
-    pairing = pairing or _pairing(mask.shape[:-1], pair_id, chosen)
+    pairing = pairing or pairing_of(mask.shape[:-1])
     ratio = log_prob if ref_log_prob is None else log_prob - ref_log_prob
     if ld_alpha is not None:
         ratio = _desensitised(ratio, mask, ld_alpha, pairing)
@@ -154,7 +152,8 @@ def _bend(x: Tensor, alpha: Scalar) -> Tensor:
     return -torch.expm1((-alpha * x).clamp(max=_LARGEST)) / alpha
 
 
-def _pairing(shape: torch.Size, pair_id: Tensor | None, chosen: Tensor | None) -> Pairing:
+def pairing_of(shape: torch.Size, *, pair_id: Tensor | None = None, chosen: Tensor | None = None) -> Pairing:
+    """The pairs that the ids name, or neighbouring rows."""
     if pair_id is not None and chosen is not None:
         return Pairing(interleaving(pair_id.reshape(-1), chosen.reshape(-1)))
     if pair_id is not None or chosen is not None:
@@ -204,7 +203,6 @@ def preference(
     name: str,
     options: tuple[str, ...],
     *,
-    source: str,
     once: Once | None = None,
     aliases: Mapping[str, str] | None = None,
     **settings: Any,
@@ -220,14 +218,15 @@ def preference(
     def decorate(formula: Callable[..., PerPair]) -> Callable[..., Terms]:
         if "ref_log_prob" in options:
             _SUMMANDS[name] = cast(Callable[..., Tensor], formula)  # of these, none has further terms
-        shared, own = signature_of(pair_up), signature_of(formula)
+        shared, own = {**signature_of(pair_up), **signature_of(pairing_of)}, signature_of(formula)
         values = {"ref_log_prob": inspect.Parameter.empty, **settings}
         parameters = [shared[key].replace(default=values.get(key, shared[key].default)) for key in taken]
 
         @wraps(formula)
         def whole(log_prob: Tensor, mask: Tensor, **given: Any) -> Terms:
             hyper = {key: given.pop(key) for key in own if key in given}
-            pairs = pair_up(log_prob, mask, **{**settings, **given})
+            pairing = pairing_of(mask.shape[:-1], pair_id=given.pop("pair_id", None), chosen=given.pop("chosen", None))
+            pairs = pair_up(log_prob, mask, pairing=pairing, **{**settings, **given})
             return finish(formula(pairs, **hyper), pairs)
 
         whole.__signature__ = inspect.Signature([*parameters, *list(own.values())[1:]])  # type: ignore[attr-defined]
@@ -237,7 +236,6 @@ def preference(
             aliases={**(_ALIASES if "f_divergence" in options else {}), **(aliases or {})},
             needs_if={"sharp_log_prob": ("weighting", _is_aligned)} if "weighting" in options else None,
             once=once,
-            source=source,
         )(whole)
 
     return decorate
@@ -279,13 +277,7 @@ def of_lead(pairs: Pairs, loss: OfLead, label_smoothing: Scalar = 0.0, margin: S
 # ------------------------------------------------------------------ functions of the lead
 
 
-@preference(
-    "dpo",
-    (*_LEAD, "length_normalised"),
-    source="Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; label smoothing: Mitchell 2023, 'A note on DPO with noisy "
-    "preferences & relationship to IPO'; f-divergences: Wang et al. 2023 (arXiv 2309.16240), theorem 1; ld_alpha: Liu et al. "
-    "2024 (LD-DPO, arXiv 2409.06411); weighting: Zhou et al. 2024 (WPO, arXiv 2406.11827)",
-)
+@preference("dpo", (*_LEAD, "length_normalised"))
 def dpo(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""Direct preference optimisation: ``-logsigmoid(beta * delta)`` per pair of a chosen and a rejected answer.
 
@@ -328,11 +320,15 @@ def dpo(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
         tensor([[0.3133]])
         >>> dpo(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, f_divergence="forward_kl")[0].value
         tensor([[0.2691]])
+
+    Source: Rafailov et al. 2023 (arXiv 2305.18290), eq. 7; label smoothing: Mitchell 2023, 'A note on DPO with noisy
+    preferences & relationship to IPO'; f-divergences: Wang et al. 2023 (arXiv 2309.16240), theorem 1; ld_alpha: Liu et
+    al. 2024 (LD-DPO, arXiv 2409.06411); weighting: Zhou et al. 2024 (WPO, arXiv 2406.11827).
     """
     return logistic(pairs.beta * pairs.delta, label_smoothing)
 
 
-@preference("robust", _LEAD, source="Chowdhury et al. 2024 (arXiv 2403.00409), the loss of robust DPO")
+@preference("robust", _LEAD)
 def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""Robust DPO: with noisy labels its mean is the loss of :func:`dpo` on the true ones.
 
@@ -348,6 +344,8 @@ def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
         >>> mask = torch.ones(2, 1, dtype=torch.bool)
         >>> robust(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, label_smoothing=0.2)[0].value
         tensor([[-0.0201]])
+
+    Source: Chowdhury et al. 2024 (arXiv 2403.00409), the loss of robust DPO.
     """
     check_range(low=0.0, high=0.5, label_smoothing=label_smoothing)
     if not isinstance(label_smoothing, Tensor) and label_smoothing == 0.5:
@@ -358,11 +356,7 @@ def robust(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
 
 
-@preference(
-    "hinge",
-    _LEAD,
-    source="Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425) relative to a reference: Liu et al. 2023 (RSO, arXiv 2309.06657)",
-)
+@preference("hinge", _LEAD)
 def hinge(pairs: Pairs) -> Tensor:
     r"""SLiC's hinge: ``max(0, 1 - beta * delta)`` for each pair; all else as in :func:`dpo`.
 
@@ -372,11 +366,14 @@ def hinge(pairs: Pairs) -> Tensor:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> hinge(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.2)[0].value
         tensor([[0.6000]])
+
+    Source: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425) relative to a reference: Liu et al. 2023 (RSO, arXiv
+    2309.06657).
     """
     return of_lead(pairs, "hinge")
 
 
-@preference("ipo", (*_LEAD, "length_normalised"), source="Azar et al. 2023 (arXiv 2310.12036), eq. 17")
+@preference("ipo", (*_LEAD, "length_normalised"))
 def ipo(pairs: Pairs) -> Tensor:
     r"""IPO: ``(delta - 1 / (2 beta))**2`` for each pair, nats squared; all else as in :func:`dpo`.
 
@@ -391,11 +388,13 @@ def ipo(pairs: Pairs) -> Tensor:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-3.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> ipo(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.1)[0].value
         tensor([[9.]])
+
+    Source: Azar et al. 2023 (arXiv 2310.12036), eq. 17.
     """
     return of_lead(pairs, "ipo")
 
 
-@preference("exo_pair", _LEAD, source="Ji et al. 2024 (EXO, arXiv 2402.00856), eq. 16 with two answers")
+@preference("exo_pair", _LEAD)
 def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
     r"""Efficient exact optimisation: ``KL(p || q)`` of the policy's and the labels' order of the two answers of each pair.
 
@@ -411,6 +410,8 @@ def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
         >>> mask = torch.ones(2, 1, dtype=torch.bool)
         >>> exo_pair(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, label_smoothing=0.2)[0].value
         tensor([[0.0138]])
+
+    Source: Ji et al. 2024 (EXO, arXiv 2402.00856), eq. 16 with two answers.
     """
     check_range(above=0.0, high=0.5, label_smoothing=label_smoothing)
     wrong = torch.as_tensor(label_smoothing, dtype=pairs.delta.dtype, device=pairs.delta.device)
@@ -418,12 +419,7 @@ def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
     return won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log())
 
 
-@preference(
-    "discopop",
-    _LEAD,
-    aliases={"discopop_tau": "tau"},
-    source="Lu et al. 2024 (arXiv 2406.08414), the log-ratio modulated loss",
-)
+@preference("discopop", _LEAD, aliases={"discopop_tau": "tau"})
 def discopop(pairs: Pairs, *, tau: Scalar = 0.05) -> Tensor:
     r"""DiscoPOP: ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``, with weights ``sigmoid(-x / tau)`` and the rest.
 
@@ -437,6 +433,8 @@ def discopop(pairs: Pairs, *, tau: Scalar = 0.05) -> Tensor:
         >>> mask = torch.ones(2, 1, dtype=torch.bool)
         >>> discopop(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, tau=0.5)[0].value
         tensor([[0.3614]])
+
+    Source: Lu et al. 2024 (arXiv 2406.08414), the log-ratio modulated loss.
     """
     check_range(above=0.0, tau=tau)
     logit = pairs.beta * pairs.delta
@@ -447,7 +445,7 @@ def discopop(pairs: Pairs, *, tau: Scalar = 0.05) -> Tensor:
 # ------------------------------------------------------------------ functions of both answers
 
 
-@preference("apo_zero", _RELATIVE, source="D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1")
+@preference("apo_zero", _RELATIVE)
 def apo_zero(pairs: Pairs) -> Tensor:
     r"""Anchored preference optimisation: ``1 - sigmoid(beta * c) + sigmoid(beta * l)`` for each pair, from 0 to 2.
 
@@ -458,11 +456,13 @@ def apo_zero(pairs: Pairs) -> Tensor:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> apo_zero(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
         tensor([[0.6465]])
+
+    Source: D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 7, plus 1.
     """
     return (-pairs.beta * pairs.chosen).sigmoid() + (pairs.beta * pairs.rejected).sigmoid()
 
 
-@preference("apo_down", _RELATIVE, source="D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8, plus 1")
+@preference("apo_down", _RELATIVE)
 def apo_down(pairs: Pairs) -> Tensor:
     r"""Anchored preference optimisation: ``sigmoid(beta * c) + 1 - sigmoid(beta * delta)`` for each pair, from 0 to 2.
 
@@ -473,13 +473,13 @@ def apo_down(pairs: Pairs) -> Tensor:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> apo_down(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
         tensor([[0.8049]])
+
+    Source: D'Oosterlinck et al. 2024 (arXiv 2408.06266), eq. 8, plus 1.
     """
     return (pairs.beta * pairs.chosen).sigmoid() + (-pairs.beta * pairs.delta).sigmoid()
 
 
-@preference(
-    "sppo_hard", _RELATIVE, source="Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with probabilities of winning of 1 and 0"
-)
+@preference("sppo_hard", _RELATIVE)
 def sppo_hard(pairs: Pairs) -> Tensor:
     r"""Self-play preference optimisation: ``(c - 1 / (2 beta))**2 + (l + 1 / (2 beta))**2`` for each pair, nats squared.
 
@@ -491,16 +491,14 @@ def sppo_hard(pairs: Pairs) -> Tensor:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> sppo_hard(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.1)[0].value
         tensor([[25.]])
+
+    Source: Wu et al. 2024 (arXiv 2405.00675), eq. 4.7 with probabilities of winning of 1 and 0.
     """
     target = 1 / (2 * pairs.beta)
     return (pairs.chosen - target).square() + (pairs.rejected + target).square()
 
 
-@preference(
-    "nca_pair",
-    _RELATIVE,
-    source="Chen et al. 2024 (arXiv 2402.05369), NCA with two answers whose rewards are far apart",
-)
+@preference("nca_pair", _RELATIVE)
 def nca_pair(pairs: Pairs) -> Tensor:
     r"""Noise-contrastive alignment: ``-logsigmoid(beta c) - (logsigmoid(-beta c) + logsigmoid(-beta l)) / 2`` for each pair.
 
@@ -511,6 +509,8 @@ def nca_pair(pairs: Pairs) -> Tensor:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.tensor([[-2.0], [-2.0]])
         >>> nca_pair(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
         tensor([[1.1177]])
+
+    Source: Chen et al. 2024 (arXiv 2402.05369), NCA with two answers whose rewards are far apart.
     """
     chosen, rejected = pairs.beta * pairs.chosen, pairs.beta * pairs.rejected
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
@@ -519,12 +519,7 @@ def nca_pair(pairs: Pairs) -> Tensor:
 # ------------------------------------------------------------------ several at once
 
 
-@preference(
-    "preference_sum",
-    _RELATIVE,
-    aliases={"loss_weights": "weights", "discopop_tau": "tau"},
-    source="TRL 1.16: DPO's ``loss_type`` as a list with ``loss_weights``; MPO: Wang et al. 2024 (arXiv 2411.10442)",
-)
+@preference("preference_sum", _RELATIVE, aliases={"loss_weights": "weights", "discopop_tau": "tau"})
 def preference_sum(
     pairs: Pairs,
     *,
@@ -552,6 +547,8 @@ def preference_sum(
         >>> mask, given = torch.ones(2, 1, dtype=torch.bool), {"losses": ["dpo", "hinge"], "weights": [1.0, 0.5]}
         >>> preference_sum(log_prob, mask, ref_log_prob=ref_log_prob, beta=0.5, **given)[0].value  # 0.3133 + 0.5 * 0
         tensor([[0.3133]])
+
+    Source: TRL 1.16: DPO's ``loss_type`` as a list with ``loss_weights``; MPO: Wang et al. 2024 (arXiv 2411.10442).
     """
     if not losses or isinstance(losses, str):
         raise ValueError(f"losses must be a list of at least one name, got {losses!r}.")

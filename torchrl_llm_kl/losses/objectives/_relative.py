@@ -21,6 +21,7 @@ from torchrl_llm_kl.losses.objectives._preference import (
     interleaving,
     logistic,
     pair_up,
+    pairing_of,
     preference,
 )
 
@@ -50,12 +51,7 @@ def kto_reference_point(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor)
     return masked_mean(ratio, mask.any(-1)).clamp(min=0).expand(ratio.shape)
 
 
-@objective(
-    "kto",
-    aggregation="seq-mean-token-sum",
-    once=Once("reference_point", kto_reference_point, mismatched=True),
-    source="Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7",
-)
+@objective("kto", aggregation="seq-mean-token-sum", once=Once("reference_point", kto_reference_point, mismatched=True))
 def kto(
     log_prob: Tensor,
     mask: Tensor,
@@ -94,6 +90,8 @@ def kto(
         >>> kto(log_prob, mask, ref_log_prob=ref_log_prob, chosen=chosen, reference_point=z, beta=0.5)[0].value
         tensor([[0.4378],
                 [0.2227]])
+
+    Source: Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7.
     """
     check_range(low=0.0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     ratio, z = sequence_sum(log_prob - ref_log_prob, mask), reference_point.unsqueeze(-1)
@@ -134,12 +132,7 @@ def bco_reference_point(
 _BCO = Once("reference_point", bco_reference_point)
 
 
-@objective(
-    "bco",
-    aggregation="seq-mean-token-sum",
-    once=_BCO,
-    source="Jung et al. 2024 (arXiv 2404.04656), the loss with the reward shift",
-)
+@objective("bco", aggregation="seq-mean-token-sum", once=_BCO)
 def bco(
     log_prob: Tensor,
     mask: Tensor,
@@ -162,6 +155,8 @@ def bco(
         >>> bco(log_prob, mask, ref_log_prob=ref_log_prob, chosen=chosen, beta=0.5)[0].value  # z = -0.5
         tensor([[0.3869],
                 [0.3869]])
+
+    Source: Jung et al. 2024 (arXiv 2404.04656), the loss with the reward shift.
     """
     if reference_point is None:
         reference_point = bco_reference_point(log_prob, mask, ref_log_prob=ref_log_prob, chosen=chosen)
@@ -190,12 +185,7 @@ def _of_answers(value: Tensor, ratio: Tensor, z: Tensor, mask: Tensor, chosen: T
 # ------------------------------------------------------------------ pairs
 
 
-@preference(
-    "bco_pair",
-    ("ref_log_prob", "sharp_log_prob", "weighting", "reference_point"),
-    once=_BCO,
-    source="Jung et al. 2024 (arXiv 2404.04656), the loss with the reward shift, on pairs",
-)
+@preference("bco_pair", ("ref_log_prob", "sharp_log_prob", "weighting", "reference_point"), once=_BCO)
 def bco_pair(pairs: Pairs) -> Tensor:
     r""":func:`bco` on pairs: ``-logsigmoid(beta (c - z)) - logsigmoid(-beta (l - z))``, an upper bound of :func:`dpo`'s.
 
@@ -206,6 +196,8 @@ def bco_pair(pairs: Pairs) -> Tensor:
         >>> log_prob, ref_log_prob = torch.tensor([[-1.0], [-4.0]]), torch.full((2, 1), -2.0)
         >>> bco_pair(log_prob, torch.ones(2, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
         tensor([[0.7737]])
+
+    Source: Jung et al. 2024 (arXiv 2404.04656), the loss with the reward shift, on pairs.
     """
     z = pairs.reference_point
     if z is None:
@@ -239,7 +231,8 @@ def aot_reference_point(
     Source: Melnyk et al. 2024 (arXiv 2406.05882), the paired variant: both distributions sorted.
     """
     log_prob, ref_log_prob = checked(mask, log_prob=log_prob, ref_log_prob=ref_log_prob)
-    pairs = pair_up(log_prob, mask, ref_log_prob=ref_log_prob, pair_id=pair_id, chosen=chosen)
+    pairing = pairing_of(mask.shape[:-1], pair_id=pair_id, chosen=chosen)
+    pairs = pair_up(log_prob, mask, ref_log_prob=ref_log_prob, pairing=pairing)
     return pairs.pairing.rows(_of_equal_rank(pairs).expand(-1, 2)).view(mask.shape[:-1])
 
 
@@ -254,12 +247,7 @@ def _of_equal_rank(pairs: Pairs) -> Tensor:
     return torch.where(absent, 0, equal - reference)
 
 
-@preference(
-    "aot",
-    ("ref_log_prob", "reference_point"),
-    once=Once("reference_point", aot_reference_point),
-    source="Melnyk et al. 2024 (arXiv 2406.05882), the paired variant with the logistic loss",
-)
+@preference("aot", ("ref_log_prob", "reference_point"), once=Once("reference_point", aot_reference_point))
 def aot(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""Alignment via optimal transport: :func:`dpo` between leads of equal rank, the policy's and the reference's.
 
@@ -275,6 +263,8 @@ def aot(pairs: Pairs, *, label_smoothing: Scalar = 0.0) -> Tensor:
         >>> aot(log_prob, torch.ones(4, 1, dtype=torch.bool), ref_log_prob=ref_log_prob, beta=0.5)[0].value
         tensor([[0.5759],
                 [0.4741]])
+
+    Source: Melnyk et al. 2024 (arXiv 2406.05882), the paired variant with the logistic loss.
     """
     z = _of_equal_rank(pairs) if pairs.reference_point is None else pairs.reference_point
     return logistic(pairs.beta * (pairs.delta - z), label_smoothing)
@@ -319,12 +309,7 @@ def aot_match(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, chosen: T
     return torch.empty_like(rank).index_put((order,), rank).view(mask.shape[:-1])
 
 
-@objective(
-    "aot_unpaired",
-    aggregation="seq-mean-token-sum",
-    once=Once("match_id", aot_match),
-    source="Melnyk et al. 2024 (arXiv 2406.05882), the unpaired variant with the logistic loss",
-)
+@objective("aot_unpaired", aggregation="seq-mean-token-sum", once=Once("match_id", aot_match))
 def aot_unpaired(
     log_prob: Tensor,
     mask: Tensor,
@@ -348,6 +333,8 @@ def aot_unpaired(
         >>> aot_unpaired(log_prob, mask, ref_log_prob=ref_log_prob, chosen=chosen, beta=0.5)[0].value
         tensor([[0.3133],
                 [0.3133]])
+
+    Source: Melnyk et al. 2024 (arXiv 2406.05882), the unpaired variant with the logistic loss.
     """
     if match_id is None:
         match_id = aot_match(log_prob, mask, ref_log_prob=ref_log_prob, chosen=chosen)

@@ -18,7 +18,7 @@ from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
 ROLES = ("system", "user", "assistant", "tool")
 
 
-@objective("sft", source="maximum likelihood; Trinity-RFT 0.6.0: sft")
+@objective("sft")
 def sft(log_prob: Tensor, mask: Tensor) -> Terms:
     """Supervised fine-tuning: ``-log_prob`` per token, in nats.
 
@@ -27,11 +27,13 @@ def sft(log_prob: Tensor, mask: Tensor) -> Terms:
     Example:
         >>> sft(torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2, dtype=torch.bool))[0].value
         tensor([[1., 2.]])
+
+    Source: maximum likelihood; Trinity-RFT 0.6.0: sft.
     """
     return (LossTerm("objective", -log_prob, mask),)
 
 
-@objective("sft_is", source="Trinity-RFT 0.6.0: sft_is; Wu et al. 2025 (arXiv 2508.05629), DFT")
+@objective("sft_is")
 def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
     """Imitation weighted by the token's probability ``p`` under the policy: ``-sg(p) log p``.
 
@@ -42,12 +44,14 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
     Example:
         >>> sft_is(torch.tensor([[0.5, 0.1]]).log(), torch.ones(1, 2, dtype=torch.bool))[0].value
         tensor([[0.3466, 0.2303]])
+
+    Source: Trinity-RFT 0.6.0: sft_is; Wu et al. 2025 (arXiv 2508.05629), DFT.
     """
     weight = log_prob.detach().exp()
     return (LossTerm("objective", -weight * log_prob, mask, metrics={"weight_mean": masked_mean(weight, mask)}),)
 
 
-@objective("sft_phi", source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's")
+@objective("sft_phi")
 def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Terms:
     """Imitation weighted towards uncertain tokens: ``-sg(p (1 - p)) log p`` with the token's probability ``p``.
 
@@ -64,6 +68,8 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Ter
         >>> probability = torch.tensor([[0.9, 0.5, 0.01]])
         >>> sft_phi(probability.log(), torch.ones(1, 3, dtype=torch.bool))[0].value
         tensor([[0.0095, 0.1733, 0.0456]])
+
+    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's.
     """
     check_range(above=0.0, high=1.0, cutoff_prob=cutoff_prob)
     decided = log_prob.detach()
@@ -77,12 +83,7 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Ter
 # ------------------------------------------------------------------ beside PPO
 
 
-@objective(
-    "vapo",
-    aliases=CLIP_ALIASES,
-    source="Yue et al. 2025 (VAPO, arXiv 2504.05118), eq. 10 with mu 0.1 and clip 0.2 / 0.28; NeMo-RL: "
-    "``positive_example_nll_weight``",
-)
+@objective("vapo", aliases=CLIP_ALIASES)
 def vapo(
     log_prob: Tensor,
     mask: Tensor,
@@ -114,6 +115,9 @@ def vapo(
         >>> policy, nll = vapo(log_prob, one > 0, old_log_prob=log_prob, advantage=one, chosen=right)
         >>> policy.value.flatten(), nll.value[nll.mask], nll.weight
         (tensor([-1., -1.]), tensor([1.]), 0.1)
+
+    Source: Yue et al. 2025 (VAPO, arXiv 2504.05118), eq. 10 with mu 0.1 and clip 0.2 / 0.28; NeMo-RL:
+    ``positive_example_nll_weight``.
     """
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
     policy = ppo(log_prob, mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
@@ -126,12 +130,7 @@ def _likelihood(name: str, log_prob: Tensor, mask: Tensor, mu: Scalar, aggregati
     return sft(log_prob, mask)[0].replace(name=name, weight=mu, aggregation=aggregation)
 
 
-@objective(
-    "echo",
-    aliases=CLIP_ALIASES,
-    needs_if={"message_role": ("roles", bool)},
-    source="prime-rl: ``echo`` and its component ``ce``; weight 0.1, of tools' answers: its default",
-)
+@objective("echo", aliases=CLIP_ALIASES, needs_if={"message_role": ("roles", bool)})
 def echo(
     log_prob: Tensor,
     mask: Tensor,
@@ -169,6 +168,8 @@ def echo(
         >>> policy, seen = echo(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=tools)
         >>> policy.value[policy.mask], seen.value[seen.mask], seen.weight
         (tensor([-1.]), tensor([3.]), 0.1)
+
+    Source: prime-rl: ``echo`` and its component ``ce``; weight 0.1, of tools' answers: its default.
     """
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
     policy = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
@@ -201,12 +202,7 @@ _MIX_OBSOLETE = dict.fromkeys(
 )
 
 
-@objective(
-    "mix",
-    aliases=_MIX_ALIASES,
-    obsolete=_MIX_OBSOLETE,
-    source="Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu; Trinity-RFT 0.6.0: mix",
-)
+@objective("mix", aliases=_MIX_ALIASES, obsolete=_MIX_OBSOLETE)
 def mix(
     log_prob: Tensor,
     mask: Tensor,
@@ -242,6 +238,8 @@ def mix(
         >>> usual, expert = mix(log_prob, one > 0, old_log_prob=log_prob, advantage=one, expert_mask=experts)
         >>> usual.value[usual.mask], expert.value[expert.mask], expert.weight
         (tensor([-1.]), tensor([3.]), 0.1)
+
+    Source: Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu; Trinity-RFT 0.6.0: mix.
     """
     check_range(low=0.0, high=1.0, mu=mu)
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
@@ -254,12 +252,7 @@ def mix(
     )
 
 
-@objective(
-    "mix_chord",
-    aliases=_MIX_ALIASES,
-    obsolete=_MIX_OBSOLETE,
-    source="Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord",
-)
+@objective("mix_chord", aliases=_MIX_ALIASES, obsolete=_MIX_OBSOLETE)
 def mix_chord(
     log_prob: Tensor,
     mask: Tensor,
@@ -300,6 +293,8 @@ def mix_chord(
         ... )
         >>> usual.weight, expert.weight
         (0.5, 0.5)
+
+    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord.
     """
     mu = mu_schedule(step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
     inputs: Any = {"old_log_prob": old_log_prob, "advantage": advantage, "expert_mask": expert_mask}

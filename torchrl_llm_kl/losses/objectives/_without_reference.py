@@ -22,13 +22,7 @@ from torchrl_llm_kl.losses.objectives._preference import (
 )
 
 
-@preference(
-    "cpo",
-    ("length_normalised",),
-    aliases={"cpo_alpha": "nll_coeff"},
-    source="Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; loss: TRL 1.16; alpha: Gupta et al. "
-    "2025 (AlphaPO, arXiv 2501.03884)",
-)
+@preference("cpo", ("length_normalised",), aliases={"cpo_alpha": "nll_coeff"})
 def cpo(
     pairs: Pairs,
     *,
@@ -61,21 +55,16 @@ def cpo(
         >>> pair, nll = cpo(log_prob, mask, beta=0.5)
         >>> pair.value, nll.value[nll.mask]
         (tensor([[0.3133]]), tensor([1.]))
+
+    Source: Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; loss: TRL 1.16; alpha: Gupta et
+    al. 2025 (AlphaPO, arXiv 2501.03884).
     """
     check_range(0.0, nll_coeff=nll_coeff)
     value = of_lead(pairs.bent(alpha), loss, label_smoothing)
     return value, nll_of_chosen(pairs, nll_coeff, nll_aggregation)
 
 
-@preference(
-    "simpo",
-    (),
-    beta=2.0,
-    length_normalised=True,
-    aliases={"simpo_gamma": "margin"},
-    source="Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B; alpha: "
-    "Gupta et al. 2025 (AlphaPO, arXiv 2501.03884)",
-)
+@preference("simpo", (), beta=2.0, length_normalised=True, aliases={"simpo_gamma": "margin"})
 def simpo(pairs: Pairs, *, margin: Scalar = 1.0, alpha: Scalar | None = None, label_smoothing: Scalar = 0.0) -> Tensor:
     r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
 
@@ -92,17 +81,15 @@ def simpo(pairs: Pairs, *, margin: Scalar = 1.0, alpha: Scalar | None = None, la
         >>> log_prob = torch.tensor([[-1.0, -1.0], [-2.0, 0.0]])  # the rejected answer has one token
         >>> simpo(log_prob, torch.tensor([[True, True], [True, False]]))[0].value
         tensor([[0.3133]])
+
+    Source: Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B;
+    alpha: Gupta et al. 2025 (AlphaPO, arXiv 2501.03884).
     """
     check_range(low=0.0, margin=margin)
     return of_lead(pairs.bent(alpha), "logistic", label_smoothing, margin)
 
 
-@preference(
-    "orpo",
-    (),
-    length_normalised=True,
-    source="Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B",
-)
+@preference("orpo", (), length_normalised=True)
 def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-mean") -> tuple[Tensor, LossTerm]:
     r"""ORPO: the likelihood of the chosen answer, and ``-beta logsigmoid`` of the log of the ratio of the odds of both answers.
 
@@ -123,17 +110,15 @@ def orpo(pairs: Pairs, *, nll_aggregation: Aggregation | None = "seq-mean-token-
         >>> odds, nll = orpo(log_prob, mask, beta=0.5)  # odds of 1 and 1/3
         >>> odds.value, nll.value[nll.mask]
         (tensor([[0.1438]]), tensor([0.6931]))
+
+    Source: Hong et al. 2024 (arXiv 2403.07691), eqs. 3 to 7; the weight 0.1: TRL 1.16, the paper's for Mistral-7B.
     """
     log_odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
     return -pairs.beta * logsigmoid(log_odds), nll_of_chosen(pairs, 1.0, nll_aggregation)
 
 
 @objective(
-    "tpo",
-    aggregation="seq-mean-token-sum",
-    together=3,
-    aliases={"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"},
-    source="Saeidi et al. 2024 (TPO, arXiv 2405.16681), with TPO-L; beta 0.01, weight 1 and the other losses: TRL 1.16",
+    "tpo", aggregation="seq-mean-token-sum", together=3, aliases={"tpo_alpha": "nll_coeff", "tpo_l_gamma": "margin"}
 )
 def tpo(
     log_prob: Tensor,
@@ -168,6 +153,8 @@ def tpo(
         >>> pair, nll = tpo(log_prob, mask, beta=0.5)
         >>> pair.value, nll.value[nll.mask]
         (tensor([[0.3133]]), tensor([0.5000]))
+
+    Source: Saeidi et al. 2024 (TPO, arXiv 2405.16681), with TPO-L; beta 0.01, weight 1 and the other losses: TRL 1.16.
     """
     check_range(0.0, nll_coeff=nll_coeff, margin=margin)
     place = torch.arange(mask.shape[:-1].numel(), device=mask.device)
