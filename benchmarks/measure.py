@@ -115,6 +115,7 @@ def alternate(
     warm_up: int = 0,
     memory_apart: bool = False,
     on_run: Callable[[str], None] = lambda name: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Measured]:
     """Interleave ``repeats`` runs of all contenders, so that other load on the machine affects all of them alike.
 
@@ -127,12 +128,12 @@ def alternate(
         for i in range(warm_up + repeats):
             for name, contender in contenders.items():
                 on_run(name)
-                took, peak = _once(contender, None if memory_apart else meter)
+                took, peak = _once(contender, None if memory_apart else meter, clock)
                 if i >= warm_up:
                     seconds[name].append(took)
                     peaks[name] += [] if peak is None else [peak]
         for name, contender in contenders.items() if memory_apart else ():
-            peak = _once(contender, meter)[1]
+            peak = _once(contender, meter, clock)[1]
             peaks[name] += [] if peak is None else [peak]
     return {name: Measured(seconds[name], peaks[name]) for name in contenders}
 
@@ -148,15 +149,15 @@ def _everything_old() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _once(contender: Contender, meter: Meter | None) -> tuple[float, float | None]:
+def _once(contender: Contender, meter: Meter | None, clock: Callable[[], float]) -> tuple[float, float | None]:
     given = contender.prepare()
     if meter is not None:
         meter.reset()
-    start = time.perf_counter()
+    start = clock()
     result = contender.run(given)
     if meter is not None:
         meter.wait()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     peak = None if meter is None else meter.peak_mib()
     del result
     return seconds, peak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ class Settings:
         device: of models and data.
         dtype: of the weights.
         on_run: called with the name of each contender before it runs.
+        clock: of all times; the processor's for one thread on a machine that others use.
     """
 
     repeats: int = 3
@@ -32,6 +34,7 @@ class Settings:
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
     on_run: Callable[[str], None] = lambda name: None
+    clock: Callable[[], float] = time.perf_counter
 
     def size(self, full: ModelSize) -> ModelSize:
         """The model size of this run."""
@@ -57,6 +60,7 @@ class Settings:
             warm_up=warm_up,
             memory_apart=memory_apart,
             on_run=self.on_run,
+            clock=self.clock,
         )
 
 

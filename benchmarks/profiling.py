@@ -1,0 +1,323 @@
+"""Where the time of each workload goes: ``python -m benchmarks.profiling``, ``make profile``.
+
+Runs this library's side of the workloads under torch's profiler, and every matrix product of the profile alone: their sum is
+the least time that the same products can take. Writes TIME.md and time.png. With one thread, times are the processor's.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import environment
+from benchmarks.measure import Contender, Measured
+from benchmarks.workloads import WORKLOADS, Settings
+from benchmarks.workloads.base import OURS
+from benchmarks.workloads.trl import SHIPPED
+from torchrl_llm_kl.head import _functions, _operators
+from torchrl_llm_kl.scoring import _attention, _passes
+
+HERE = Path(__file__).parent
+
+PRODUCTS, HEAD_PRODUCTS = "body products", "head products"
+ATTENTION, BODY, HEAD = "attention", "body rest", "head rest"
+LAYOUT, PYTHON = "layout", "Python"
+PARTS = {
+    PRODUCTS: "tab:blue",
+    HEAD_PRODUCTS: "tab:cyan",
+    ATTENTION: "tab:orange",
+    BODY: "tab:green",
+    HEAD: "tab:olive",
+    LAYOUT: "tab:red",
+    PYTHON: "tab:gray",
+}
+# Functions whose operators belong to a part.
+_RANGES = {
+    HEAD: [
+        (_operators, "forward_sweep"),
+        (_operators, "backward_sweep"),
+        (_operators, "top_k_sweep"),
+        (_functions, "find_kept"),
+        (_functions, "kept_scores"),
+    ],
+    ATTENTION: [(_attention, "_attend")],
+    BODY: [(_passes, "call")],
+}
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+Shape = tuple[int, ...]  # batch, rows, inner, columns of a product
+
+
+@dataclass
+class Shares:
+    """A profile of one run.
+
+    Args:
+        parts: seconds of each of ``PARTS``; their sum is ``wall``.
+        wall: seconds of the run under the profiler.
+        products: how often each matrix product ran.
+        bare: seconds of all these products alone.
+        cpu: seconds of all threads' processors, and of these in the kernel: mostly pages that are mapped.
+        times: the runs without a profiler, of each contender.
+    """
+
+    parts: dict[str, float]
+    wall: float
+    products: Counter[Shape]
+    bare: float
+    cpu: tuple[float, float]
+    times: Mapping[str, Measured]
+
+    @property
+    def at_limit(self) -> float:
+        """Time of the products alone, over their time in the run."""
+        own = 1.0 if torch.get_num_threads() > 1 else self.cpu[0] / self.wall  # others' turns of the processor
+        return self.bare / (self.parts[PRODUCTS] + self.parts[HEAD_PRODUCTS]) / own
+
+    def ratios(self) -> list[float]:
+        """How many times faster than the peer, run by run."""
+        peer = next(measured for name, measured in self.times.items() if name != OURS and "product" not in name)
+        return [a / b for a, b in zip(peer.all_seconds, self.times[OURS].all_seconds, strict=True)]
+
+
+@dataclass(frozen=True)
+class Profiling(Settings):
+    """Settings under which a workload is measured, and this library's side profiled."""
+
+    products: torch.dtype = torch.float32  # of the matrix products
+    found: list[Shares] = field(default_factory=list)
+
+    def alternate(self, contenders: Mapping[str, Contender], **options: Any) -> dict[str, Measured]:
+        """Measure all contenders, interleaved, and profile ours."""
+        left_out = [name for name in contenders if name == SHIPPED]  # takes longer than all others together
+        options["repeats"] = self.repeats
+        kept = {name: each for name, each in contenders.items() if name not in left_out}
+        times = super().alternate(kept, **options)
+        if OURS in contenders:
+            self.found.append(profiled(contenders[OURS], self.products, times))
+        return times | dict.fromkeys(left_out, Measured([float("nan")], []))
+
+
+def profiled(contender: Contender, dtype: torch.dtype, times: Mapping[str, Measured]) -> Shares:
+    """Profile one run, and time its products alone."""
+    given = contender.prepare()
+    with _ranges():
+        contender.run(given)  # the profiler's own start
+        given = contender.prepare()
+        before, start = _cpu(), time.perf_counter()
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
+            start = time.perf_counter()
+            contender.run(given)
+            wall = time.perf_counter() - start
+        cpu = tuple(after - earlier for after, earlier in zip(_cpu(), before, strict=True))
+    parts, products = dict.fromkeys(PARTS, 0.0), Counter[Shape]()
+    for event in found.events():
+        part, shape = _part_of(event)
+        parts[part] += event.self_cpu_time_total / 1e6
+        if shape is not None:
+            products[shape] += 1
+    parts[PYTHON] += wall - sum(parts.values())
+    bare = sum(count * _bare(shape, dtype) for shape, count in products.items())
+    return Shares(parts, wall, products, bare, (cpu[0], cpu[1]), times)
+
+
+def _part_of(event: Any) -> tuple[str, Shape | None]:
+    """The part that an operator's own time belongs to, and the shape of a product."""
+    if not event.name.startswith("aten::"):
+        return PYTHON, None
+    place, above = "", event
+    while above is not None and not place:
+        place = above.name if above.name in _RANGES else BODY if "Backward" in above.name else ""
+        above = above.cpu_parent
+    if "attention" in event.name or place == ATTENTION:
+        return ATTENTION, None
+    if event.name in _MATMULS:
+        a, b = event.input_shapes[1:3] if "add" in event.name else event.input_shapes[:2]
+        return HEAD_PRODUCTS if place == HEAD else PRODUCTS, (*a[:-2], a[-2], a[-1], b[-1])
+    return place or LAYOUT, None
+
+
+def _bare(shape: Shape, dtype: torch.dtype) -> float:
+    """Seconds of a product of this shape into memory that is there."""
+    *batch, n, k, m = shape
+    a, b = torch.rand(*batch, n, k).to(dtype), torch.rand(*batch, m, k).to(dtype).mT
+    out, taken = torch.empty(*batch, n, m, dtype=dtype), [1e9]
+    clock = _clock()
+    while len(taken) < 4 or (sum(taken[1:]) < 0.05 and len(taken) < 100):
+        start = clock()
+        torch.matmul(a, b, out=out)
+        taken.append(clock() - start)
+    return min(taken)
+
+
+@contextmanager
+def _ranges() -> Iterator[None]:
+    """Context: names the time inside the functions of ``_RANGES``."""
+
+    def named(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            with record_function(part):
+                return function(*args, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for part, places in _RANGES.items():
+            for module, name in places:
+                stack.enter_context(patch.object(module, name, named(getattr(module, name), part)))
+        yield
+
+
+def _clock() -> Callable[[], float]:
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _cpu() -> tuple[float, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_stime
+
+
+# ------------------------------------------------------------------ the report
+
+_INTRO = """# Where the time goes
+
+Written by `make profile`; do not edit.
+
+One run of each workload of [RESULTS.md](RESULTS.md) under `torch.profiler`, on {processor} ({threads}), in shares of its time:
+matrix products, attention over packs, other operators of body (norms, rotations, activations) and head (softmax, maxima),
+operators outside of both (trees, layouts, indices, keys of TensorDicts), and Python with autograd's own time. "Kernel" is the
+part of the processors' time that the operating system takes, mostly to map fresh pages; "busy" the processors' time over that of
+the wall: the rest is waiting. "At limit" is the time of the same products alone, each of its shape and into memory that is
+mapped, over their time in the run. "Faster" is beside the peer of the workload, the median of interleaved runs without a
+profiler and its quartiles; "at most" is what it would be if nothing but these products took time.
+
+![The share of each part](time.png)
+"""
+
+
+def rows(found: Mapping[str, Shares], threads: int) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table."""
+    header = ["", "run", *PARTS, "kernel", "busy", "at limit", "faster", "at most"]
+    lines = []
+    for name, each in found.items():
+        ratios = each.ratios()
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        limit = middle * each.times[OURS].seconds / each.bare if each.bare else 0.0
+        lines.append(
+            [
+                name,
+                f"{each.wall:.3g} s",
+                *(f"{each.parts[part] / each.wall:.0%}" for part in PARTS),
+                f"{each.cpu[1] / each.cpu[0]:.0%}",
+                f"{each.cpu[0] / each.wall / threads:.0%}",
+                f"{each.at_limit:.0%}" if each.bare else "",
+                f"{middle:.2f}x, {low:.2f}..{high:.2f}",
+                f"{limit:.1f}x" if each.bare else "",
+            ]
+        )
+    return header, lines
+
+
+def largest(found: Mapping[str, Shares], count: int = 12) -> list[list[str]]:
+    """The products with the most operations of all workloads, and their speed alone."""
+    total = Counter[Shape]()
+    for each in found.values():
+        total.update({shape: times * _flop(shape) for shape, times in each.products.items()})
+    lines = []
+    for shape, flop in total.most_common(count):
+        speed = _flop(shape) / _bare(shape, torch.float32)
+        lines.append([" x ".join(map(str, shape)), f"{flop / sum(total.values()):.0%}", f"{speed / 1e9:.0f}"])
+    return lines
+
+
+def _flop(shape: Shape) -> int:
+    out = 2
+    for size in shape:
+        out *= size
+    return out
+
+
+def save_plot(found: Mapping[str, Shares], path: Path) -> None:
+    """Shares of each part, one bar for each workload, and a mark where the products alone end."""
+    figure, axis = plt.subplots(figsize=(12, 1.5 + 0.34 * len(found)), layout="constrained")
+    left = [0.0] * len(found)
+    for part, color in PARTS.items():
+        width = [each.parts[part] / each.wall for each in found.values()]
+        axis.barh(list(found), width, left=left, color=color, label=part)
+        left = [a + b for a, b in zip(left, width, strict=True)]
+    products = [each.parts[PRODUCTS] + each.parts[HEAD_PRODUCTS] for each in found.values()]
+    limits = [
+        each.at_limit * own / each.wall if own else 0.0 for each, own in zip(found.values(), products, strict=True)
+    ]
+    axis.scatter(limits, list(found), marker="|", s=160, color="black", zorder=3, label="the same products alone")
+    axis.set(xlim=(0, 1), xlabel="share of a run's time", title="Where the time goes")
+    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _markdown(header: list[str], lines: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, ["---"] * len(header), *lines]) + "\n"
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(WORKLOADS)}; may be repeated.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved runs without the profiler, for the ratio.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads. Default: torch's own.")] = None,
+    quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = HERE,
+) -> None:
+    """Profile; write TIME.md and time.png."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore")
+    threads, console, found = torch.get_num_threads(), Console(), dict[str, Shares]()
+    settings = Profiling(repeats, quick, clock=_clock())
+    for name in only or [name for name in WORKLOADS if name != "f"]:
+        own = replace(settings, found=[], products=torch.bfloat16 if name == "bf16" else torch.float32)
+        WORKLOADS[name].measure(own)
+        found[name] = own.found[0]
+        console.print(f"{name}: {own.found[0].wall:.3g} s")
+    header, lines = rows(found, threads)
+    table = Table(*header)
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)
+    processor = environment.machine(settings.device)["processor"]
+    used = "one thread, whose processor time is counted" if threads == 1 else f"{threads} threads"
+    page = [_INTRO.format(threads=used, processor=processor), _markdown(header, lines)]
+    page += [
+        "## The products with the most operations\n",
+        _markdown(["shape", "of all", "alone, GFLOP/s"], largest(found)),
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "TIME.md").write_text("\n".join(page), encoding="utf-8")
+    save_plot(found, out / "time.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)
