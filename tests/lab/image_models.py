@@ -16,6 +16,12 @@ _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000
 _IDS = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 _SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SIGLIP |= {"image_size": 8, "patch_size": 2}
+_WORDS = "<pad> <s> </s> what is {image} <video> {start} {end} <audio> <user> <bot> <end> a red blue green cat dog car yes no"
+_TEMPLATE = (
+    "{% for m in messages %}{{ '<bot> ' if m.role == 'assistant' else '<user> ' }}{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}IMAGE {% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %} <end> {% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
+)
 
 
 def _qwen2_5_vl() -> nn.Module:
@@ -112,7 +118,9 @@ def picture(family: str, seed: int, wide: bool = False) -> dict[str, Tensor]:
         grid = torch.tensor([[1, height, width]])
         return {"pixel_values": pixels(height * width, 3 * 2 * 2 * 2), "image_grid_thw": grid}
     if family == "gemma4":
-        places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).reshape(-1, 2)
+        places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).reshape(
+            -1, 2
+        )
         places = torch.cat([places, torch.full((32 - len(places), 2), -1)])
         return {"pixel_values": pixels(1, 32, 12), "image_position_ids": places[None]}
     if family == "llava_onevision":
@@ -128,7 +136,9 @@ def picture(family: str, seed: int, wide: bool = False) -> dict[str, Tensor]:
 def joined(family: str, pictures: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Several images as the processor returns a row of them."""
     if family == "llava_onevision":
-        whole = {name: torch.cat([p[name] for p in pictures]) for name in ("pixel_values", "image_sizes")}
+        # Of several images the processor takes the first crop alone.
+        whole = {"pixel_values": torch.cat([each["pixel_values"][:, :1] for each in pictures])}
+        whole |= {"image_sizes": torch.cat([each["image_sizes"] for each in pictures])}
         return whole | {"batch_num_images": torch.tensor([len(pictures)])}
     dim = 1 if family == "smolvlm" else 0
     return {name: torch.cat([each[name] for each in pictures], dim) for name in pictures[0]}
@@ -151,3 +161,39 @@ def own_log_probs(family: str, model: Any, ids: Sequence[int] | Tensor, row: dic
     whole = torch.as_tensor(ids)[None]
     logits = model(input_ids=whole, **(row or {}), **token_types(family, whole)).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, whole[0, 1:, None]).squeeze(-1)
+
+
+def image_processor(family: str) -> Any:
+    """A processor of qwen2_5_vl or gemma3, of few words, with images of 8 x 8 pixels."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import Gemma3Processor, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.processing_utils import ProcessorMixin
+
+    names = {"image": "<|image_pad|>", "start": "<|vision_start|>", "end": "<|vision_end|>"}
+    if family == "gemma3":
+        names = {"image": "<image_soft_token>", "start": "<start_of_image>", "end": "<end_of_image>"}
+    vocab = {word: i for i, word in enumerate(_WORDS.format(**names).split())}
+    words = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token="<pad>", bos_token="<s>",
+                                        additional_special_tokens=list(names.values()))  # fmt: skip
+    if family == "gemma3":
+        for name, word in zip(("image_token", "boi_token", "eoi_token"), names.values(), strict=True):
+            setattr(tokenizer, name, word)
+            setattr(tokenizer, f"{name}_id", vocab[word])
+        pixels: Any = Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+        template = _TEMPLATE.replace("IMAGE", names["start"])
+        return Gemma3Processor(pixels, tokenizer, chat_template=template, image_seq_length=4)
+
+    class ImagesAlone(Qwen2_5_VLProcessor):  # that of videos needs torchvision
+        def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+            self.image_token, self.video_token = names["image"], "<video>"
+            self.image_token_id, self.video_token_id = IMAGE, vocab["<video>"]
+            ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    pixels = Qwen2VLImageProcessorPil(patch_size=2, merge_size=2, size={"shortest_edge": 16, "longest_edge": 64})
+    return ImagesAlone(
+        pixels, tokenizer, _TEMPLATE.replace("IMAGE", "".join(names[x] for x in ("start", "image", "end")))
+    )

@@ -142,7 +142,10 @@ class RowImages:
         names = [each for each in names if not each.endswith(".shapes")]
         columns: dict[str, list[Tensor]] = {}
         for each in names:
-            data, shapes = arrays.take(f"{name}.{each}", "iuf", None), arrays.take(f"{name}.{each}.shapes", "i", None, None)
+            data, shapes = (
+                arrays.take(f"{name}.{each}", "iuf", None),
+                arrays.take(f"{name}.{each}.shapes", "i", None, None),
+            )
             rows = [[int(n) for n in shape] for shape in shapes]
             sizes = [int(np.prod(shape, dtype=object)) if min(shape, default=0) >= 0 else -1 for shape in rows]
             if shapes.shape[1] > MAX_DIMS or min(sizes, default=0) < 0 or sum(sizes) != len(data):
@@ -194,7 +197,9 @@ def _tensors(record: Mapping[str, Any], row: int) -> dict[str, Tensor]:
         if name in _OF_TOKENS or value is None:
             continue
         if not str(name).isidentifier() or "video" in name or "audio" in name or "input_features" in name:
-            raise ValueError(f"images of row {row} have an entry {name!r:.40}: expected images alone, no video or sound.")
+            raise ValueError(
+                f"images of row {row} have an entry {name!r:.40}: expected images alone, no video or sound."
+            )
         try:
             tensor = torch.as_tensor(value).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -213,7 +218,9 @@ def _split(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor]]:
     if grid is not None:
         sizes = grid.reshape(-1, 3).prod(-1).tolist()
         if sum(sizes) != len(pixels) or min(sizes, default=0) < 0:
-            raise ValueError(f"images {where}: {_PIXELS} has {len(pixels)} patches and {_GRID} {sizes}: expected the sum.")
+            raise ValueError(
+                f"images {where}: {_PIXELS} has {len(pixels)} patches and {_GRID} {sizes}: expected the sum."
+            )
         return [{_PIXELS: p, _GRID: g} for p, g in zip(pixels.split(sizes), grid.reshape(-1, 3), strict=True)]
     if pixels.ndim == 5 and _SIZES not in tensors:  # [1, images, channels, height, width]
         tensors = {name: t.squeeze(0) if len(t) == 1 else t for name, t in tensors.items()}
@@ -224,7 +231,9 @@ def _split(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor]]:
         image = {name: t[i] for name, t in tensors.items() if name != _ALONE and t.ndim and len(t) == count}
         if lacking := tensors.keys() - image.keys() - {_ALONE}:
             name = min(lacking)
-            raise ValueError(f"images {where}: {name} has the shape {tuple(tensors[name].shape)}, expected {count} images.")
+            raise ValueError(
+                f"images {where}: {name} has the shape {tuple(tensors[name].shape)}, expected {count} images."
+            )
         if _ALONE in tensors:  # which decides how it is encoded
             image[_ALONE] = torch.tensor(1 if count == 1 else 2)
         _check_image(image, where)
@@ -319,7 +328,9 @@ class ImageInputs:
         self.places = tokens.values == self.model.token
         with setup.active():
             self.features = self.model.encode(images, setup.device)
-        expected = torch.tensor([sum(len(self.features[i][0]) for i in images.of_row(r)) for r in range(len(tokens.lengths))])
+        expected = torch.tensor(
+            [sum(len(self.features[i][0]) for i in images.of_row(r)) for r in range(len(tokens.lengths))]
+        )
         found = torch.zeros_like(tokens.lengths).index_add_(0, tokens.sequence_ids, self.places.long())
         if len(wrong := (found != expected).nonzero()):
             row = int(wrong[0])
@@ -343,7 +354,9 @@ class ImageInputs:
             return {}
         first, *deep = map(list, zip(*(self.features[i] for i in chosen), strict=True))
         stacked = torch.stack(first) if self.model.body.config.model_type == "gemma3" else first
-        given: dict[str, Any] = {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=stacked, deepstack_features=deep)}}
+        given: dict[str, Any] = {
+            "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=stacked, deepstack_features=deep)}
+        }
         if _GRID in self.images.names:
             given[_GRID] = send(torch.stack([self.images.inputs[i][_GRID] for i in chosen]), self.setup.device)
         if self.model.types is not None:
@@ -372,7 +385,9 @@ class ImageInputs:
         parts: list[dict[str, Tensor]] = []
         deep: list[Sequence[Tensor]] = []
         for rows, batch in batches:
-            ids, real, wanted = (send(x, self.setup.device) for x in (*batch[:2], (batch.sources >= 0) & needed[batch.sources]))
+            ids, real, wanted = (
+                send(x, self.setup.device) for x in (*batch[:2], (batch.sources >= 0) & needed[batch.sources])
+            )
             with self.setup.active(), self.forward() as body, _watched(find_body(self.setup.model)) as seen:
                 call(body, ids, attention_mask=real, use_cache=False, **self.arguments(rows, ids))
             given = {name: x for name, x in seen.items() if isinstance(x, (Tensor, Mapping)) or "deepstack" in name}
@@ -382,7 +397,9 @@ class ImageInputs:
             self._place[elements] = torch.arange(len(elements)) + sum(len(part["inputs_embeds"]) for part in parts)
             marked, layers = given.pop("visual_pos_masks", None), given.pop("deepstack_visual_embeds", None)
             if marked is not None and layers is not None:
-                place = torch.where(marked, marked.flatten().cumsum(0).view_as(marked) - 1 + sum(len(x[0]) for x in deep), -1)
+                place = torch.where(
+                    marked, marked.flatten().cumsum(0).view_as(marked) - 1 + sum(len(x[0]) for x in deep), -1
+                )
                 self._deep_place[elements] = place[wanted].cpu()
                 deep.append(layers)
             positions = given.pop("position_ids", None)

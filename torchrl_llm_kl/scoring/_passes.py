@@ -401,7 +401,9 @@ class Run:
         self.tree: PrefixTree | None = None
         self.forks = False
         images = self.request.images
-        self.images = [None if images is None else ImageInputs(each, images, self.request.tokens) for each in self.setups]
+        self.images = [
+            None if images is None else ImageInputs(each, images, self.request.tokens) for each in self.setups
+        ]
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
             # A prefix is shared among sequences that route it alike.
@@ -491,7 +493,9 @@ class Run:
             return []
         plain = not options.beside and len(caches) == 1 and request.top_ids is None and request.kept is None
         lookups = []
-        keyed = request if request.images is None else replace(request, tokens=request.tokens.like(self.images[0].keys()))
+        keyed = (
+            request if request.images is None else replace(request, tokens=request.tokens.like(self.images[0].keys()))
+        )
         for setup, cache in zip(self.setups, caches, strict=True):
             cache.bind(setup, self.ranks)
             lookups.append(CacheLookup(cache, keyed, tree, values=plain))

@@ -233,7 +233,12 @@ class RememberedScorer(Scorer):
 
 def _stored(request: ScoreRequest, options: ScoreOptions) -> bool:
     """Whether such scores are stored: log-probs and entropies that depend on tokens and images alone."""
-    return not (request.recorded.keys() - {"images"} or options.grad or options.record_routing or set(options.beside) - {"entropy"})
+    return not (
+        request.recorded.keys() - {"images"}
+        or options.grad
+        or options.record_routing
+        or set(options.beside) - {"entropy"}
+    )
 
 
 def _autocast(model: Model) -> torch.dtype | None:

@@ -489,7 +489,7 @@ def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> str | None:
     token = int(tokens.values[element])
     return (
         f"token id {token} at {_place(tokens, element)} is the model's {placeholders[token]}: it {NOT_TEXT}, such as an "
-        "image, and its pixels are missing. Pass images= (the entry \"images\" of data) for an image, and leave sequences with "
+        'image, and its pixels are missing. Pass images= (the entry "images" of data) for an image, and leave sequences with '
         "video or sound out."
     )
 

@@ -199,7 +199,9 @@ class LogProbScorer(Scorer):
                 )
             if request.images is not None:
                 if ranks.groups:
-                    raise ValueError("images with a model sharded over ranks: score them in one process, or without images.")
+                    raise ValueError(
+                        "images with a model sharded over ranks: score them in one process, or without images."
+                    )
                 scored = request.mask & (request.tokens.values != ImageModel.of(self.model).token)
                 request = replace(request, mask=scored)
         finds_kept = options.return_kept and kept is None
