@@ -135,9 +135,9 @@ class PolicyLoss(TokenLoss):
     Keys (``set_keys``): ``tokens`` (or ``action``), ``old_log_prob`` (``sample_log_prob``), ``ref_log_prob``
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
     ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept``
-    (the parent of ``"counts"`` and ``"ids"``), ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``,
-    and log-probs also under ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. Where the data holds
-    ``routed_experts`` ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
+    (the parent of ``"counts"`` and ``"ids"``), ``routed_experts``, ``images``. An entry is also found on the other side of
+    ``"next"``, and log-probs also under ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. Where the data
+    holds ``routed_experts`` ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation

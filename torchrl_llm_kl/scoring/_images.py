@@ -291,7 +291,7 @@ class ImageModel:
         if found is None or token is None or kind not in FAMILIES:
             raise ValueError(
                 f"images with {type(inner).__name__} (model_type {kind!r}): expected an image-text model of the families "
-                f"{', '.join(FAMILIES)}, in transformers 5.23 or later. Score it without images, or with the model's own forward."
+                f"{', '.join(FAMILIES)}, in transformers 5.23 or later. Score it with the model's own forward."
             )
         return cls(found[0], token, found[1])
 

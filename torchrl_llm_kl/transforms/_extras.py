@@ -264,7 +264,8 @@ class KeptTokens(Extra):
 class Images(Extra):
     """Score rows with their images; see ``docs/images.md``.
 
-    Read where the data holds them: transforms have one of these with the default key.
+    Read where the data holds them, or from a conversation that the transform renders with a processor as its ``tokenizer``:
+    transforms have one of these with the default key.
 
     Args:
         key: parent of the entries, for each row what the processor returned for its images (``pixel_values``,
@@ -279,6 +280,7 @@ class Images(Extra):
         """See :class:`Extra`."""
         found = read_images(next_td, self.key)
         found = read_images(td, self.key) if found is None and next_td is not td else found
+        found = located.images if found is None else found  # of a rendered conversation
         return {} if found is None else {"images": found}
 
 

@@ -254,8 +254,8 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             the policy sampled. In an env, ``memory`` bytes of keys and values are cached, so that each turn of a conversation
             costs only its new tokens. Default: the model's own distribution.
         extras: what else to score, read or write: :class:`Entropy`, :class:`Moments`, :class:`TopK`, :class:`ExactKL`,
-            :class:`KeptTokens`, :class:`Images`, :class:`RoutedExperts`, :class:`SamplerLogProbs`, :class:`AfterPrompt`, or your own
-            :class:`Extra`.
+            :class:`KeptTokens`, :class:`Images`, :class:`RoutedExperts`, :class:`SamplerLogProbs`, :class:`AfterPrompt`, or
+            your own :class:`Extra`.
         service_backend: as in torchrl. ``"ray"`` builds the Ray variant of the class, whose model is behind a service;
             ``"direct"`` scores in this process. Default None: from the scope ``torchrl.service_backend(...)``, if any, else
             ``"direct"``.
