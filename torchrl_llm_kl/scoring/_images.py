@@ -107,7 +107,8 @@ class RowImages:
         """The rows of several."""
         starts = np.cumsum([0, *(len(part.inputs) for part in parts)])
         index = torch.cat([part.index + int(start) for part, start in zip(parts, starts, strict=False)])
-        inputs, digests = ([x for part in parts for x in each] for each in _columns(parts))
+        inputs = [image for part in parts for image in part.inputs]
+        digests = [digest for part in parts for digest in part.digests]
         return _tidy(inputs, digests, index, torch.cat([part.counts for part in parts]).tolist())
 
     def sizes(self) -> Tensor:
@@ -162,11 +163,6 @@ class RowImages:
         except ValueError as error:
             raise ProtocolError(f"{error!s:.300}") from None
         return _tidy(inputs, [_digest(image) for image in inputs], torch.from_numpy(index), counts.tolist())
-
-
-def _columns(parts: Sequence[RowImages]) -> Iterator[list[Any]]:
-    yield [part.inputs for part in parts]
-    yield [part.digests for part in parts]
 
 
 def _tidy(
