@@ -88,6 +88,7 @@ from torchrl_llm_kl.transforms import (
     Entropy as Entropy,
     ExactKL as ExactKL,
     Extra as Extra,
+    Images as Images,
     KeptTokens as KeptTokens,
     KLComputation as KLComputation,
     KLKeys as KLKeys,

@@ -46,7 +46,7 @@ def from_conversations(
         data: rows with a list of ``messages`` (dicts with ``role`` and ``content``), or conversations by themselves, in any
             form that :func:`read_rows` takes: a JSONL or Parquet file, a dataset, a list, a ``History`` of TorchRL. A
             column ``tools`` goes to the template.
-        tokenizer: of transformers.
+        tokenizer: of transformers; for conversations with images the model's processor.
 
     Keyword Args:
         messages_key: the column with the messages.
@@ -62,6 +62,7 @@ def from_conversations(
         - ``("tokens", "full")``: int64 ``[T]``; ``("tokens", "prompt")``: those before the first trained token;
         - ``("masks", "all_assistant_mask")``: bool ``[T]``, all turns of the assistant; ``("masks", "all_attention_mask")``:
           True;
+        - ``"images"``: where a conversation has images, what the processor returned for them; see ``docs/images.md``;
         - ``"metadata"``: all other columns, numbers and booleans as tensors, None where a row has none.
 
         ``make_algorithm("sft")``, :class:`~torchrl_llm_kl.PolicyLoss`, :class:`~torchrl_llm_kl.RetrieveLogProb` and a
@@ -300,6 +301,8 @@ def _row(answer: Answer, metadata: Mapping[str, object]) -> TensorDictBase:
             {"all_attention_mask": torch.ones_like(answer.mask), "all_assistant_mask": answer.assistant}
         ),
     }
+    if answer.images:
+        entries["images"] = TensorDict(dict(answer.images))
     if metadata:
         entries["metadata"] = TensorDict(dict(metadata))
     return TensorDict(entries)

@@ -31,10 +31,16 @@ from torchrl_llm_kl.datasets._rows import (
 from torchrl_llm_kl.masks import (
     AssistantMaskError,
     MissingChatTemplateError,
+    encode_images,
     encode_with_mask,
+    is_processor,
     mask_from_prompt_lengths,
     render_conversation,
+    split_images,
 )
+
+#: Token ids, the mask of those to score, the mask of all that the assistant wrote, and what a processor returned for images.
+_Encoded = tuple[Tensor, Tensor, Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +54,7 @@ class Answer:
         mask: True at the tokens to score; bool ``[T]``, False at the first.
         assistant: True at all tokens of the assistant, also in the prompt; bool ``[T]``, False at the first.
         cut: whether tokens at its end were cut off.
+        images: what the processor returned for its images, by name.
     """
 
     index: int
@@ -56,6 +63,7 @@ class Answer:
     mask: Tensor
     assistant: Tensor
     cut: bool = False
+    images: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ class Encoder:
 
     Args:
         layout: that every row must have.
-        tokenizer: of transformers; None for token ids.
+        tokenizer: of transformers, or a processor for conversations with images; None for token ids.
         vocab_size: of the model: token ids from here on are malformed. None for no check.
         max_length: the longest sequence, in tokens; None for no limit.
         too_long: ``"skip"`` longer sequences, or ``"cut"`` them at their end; a sequence without a response token before the
@@ -141,8 +149,14 @@ class Encoder:
     tools: Sequence[object] | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, object] | None = None
+    processor: Any = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        if is_processor(self.tokenizer):
+            object.__setattr__(self, "processor", self.tokenizer)
+            object.__setattr__(self, "tokenizer", self.processor.tokenizer)
+            if self.chat_template is None:
+                object.__setattr__(self, "chat_template", getattr(self.processor, "chat_template", None))
         if self.layout != "tokens" and not hasattr(self.tokenizer, "eos_token_id"):
             raise TypeError(
                 f"expected a tokenizer of transformers, found {type(self.tokenizer).__name__}: load it with "
@@ -171,7 +185,7 @@ class Encoder:
             if layout != self.layout:
                 raise RowError(f"holds {layout}, expected {self.layout} as in the first row")
             value = row.value if isinstance(row.value, Mapping) else {"messages": row.value}
-            tokens, mask, assistant = self._tokens(value, part)
+            tokens, mask, assistant, images = self._tokens(value, part)
         except RowError as error:
             return skip(error.reason, str(error))
         if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
@@ -183,16 +197,18 @@ class Encoder:
             if self.too_long == "skip" or not mask[:most].any():
                 before = "" if self.too_long == "skip" else ", and the response begins after them"
                 return skip("too long", f"{length} tokens, at most {most}{before}")
+            if images:
+                return skip("too long", f"{length} tokens, at most {most}, and a sequence with images is not cut")
             tokens, mask, assistant = tokens[:most], mask[:most], assistant[:most]
         if not mask.any():
             return skip("empty", "no token to score")
-        return Answer(row.index, part, tokens, mask, assistant, cut)
+        return Answer(row.index, part, tokens, mask, assistant, cut, images)
 
-    def _tokens(self, value: Mapping[str, object], part: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, the mask of those to score, and the mask of all that the assistant wrote."""
+    def _tokens(self, value: Mapping[str, object], part: str) -> _Encoded:
+        """Token ids, the mask of those to score, the mask of all that the assistant wrote, and the images."""
         if self.layout == "tokens":
             ids, mask = _of_ids(value)
-            return ids, mask, mask
+            return ids, mask, mask, {}
         if self.layout == "messages":
             return self._of_messages([], read_messages(value["messages"], "messages"), value)
         name = part or "completion"
@@ -216,9 +232,7 @@ class Encoder:
             return self._of_messages(answer[:shared], answer[shared:], value)
         return self._of_messages(read_messages(prompt, "prompt"), answer, value)
 
-    def _of_messages(
-        self, prompt: list[Json], answer: list[Json], value: Mapping[str, object]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _of_messages(self, prompt: list[Json], answer: list[Json], value: Mapping[str, object]) -> _Encoded:
         """The assistant's turns of ``answer``, on the chat template."""
         if not answer:
             raise RowError("no message", "empty")
@@ -232,13 +246,25 @@ class Encoder:
         options: Json = {"chat_template": self.chat_template, **(self.template_kwargs or {})}
         options["tools"] = self.tools if value.get("tools") is None else value["tools"]
         try:
-            rendered = render_conversation(self.tokenizer, [*prompt, *answer], **options)
-            if not any(message["role"] == "assistant" for message in prompt):
-                return rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask
-            before = render_conversation(self.tokenizer, prompt, **options)
-            spans = rendered.assistant_spans[len(before.assistant_spans) :]
+            whole, images = split_images([*prompt, *answer])
+            if images and self.processor is None:
+                raise RowError(f"has {len(images)} images: pass the model's processor in place of its tokenizer")
+            rendered = render_conversation(self.tokenizer, whole, **options)
+            spans = every = rendered.assistant_spans
+            if any(message["role"] == "assistant" for message in prompt):
+                before = render_conversation(self.tokenizer, whole[: len(prompt)], **options)
+                spans = every[len(before.assistant_spans) :]
+            if images:
+                ((tokens, mask), (_, assistant)), found = encode_images(
+                    self.processor, rendered.text, images, spans, every
+                )
+                return tokens, mask, assistant, found
+            if spans is every:
+                return rendered.token_ids, rendered.assistant_mask, rendered.assistant_mask, {}
             ((tokens, mask),) = encode_with_mask(self.tokenizer, [rendered.text], [spans])
-            return tokens, mask, rendered.assistant_mask
+            return tokens, mask, rendered.assistant_mask, {}
+        except RowError:
+            raise
         except MissingChatTemplateError:
             raise
         except AssistantMaskError as error:
@@ -246,7 +272,7 @@ class Encoder:
         except Exception as error:  # whatever a template raises
             raise RowError(f"{type(error).__name__}: {error}", "template") from error
 
-    def _of_text(self, prompt: str, answer: str) -> tuple[Tensor, Tensor, Tensor]:
+    def _of_text(self, prompt: str, answer: str) -> _Encoded:
         """Plain text without a template, after the begin-of-sequence token if the tokenizer adds one."""
         check_unicode(prompt + answer)
         ((tokens, mask),) = encode_with_mask(
@@ -261,7 +287,7 @@ class Encoder:
             raise RowError("no token to score", "empty")
         if self.add_eos and int(tokens[-1]) != eos:
             tokens, mask = torch.cat([tokens, torch.tensor([eos])]), torch.cat([mask, torch.tensor([True])])
-        return tokens, mask, mask
+        return tokens, mask, mask, {}
 
 
 def _of_ids(value: Mapping[str, object]) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection
@@ -29,6 +30,7 @@ from torchrl_llm_kl.rollouts import (
     outcomes,
     per_token,
     prompt_ids,
+    read_images,
     response_mask,
     zeros_of_first_tokens,
 )
@@ -64,6 +66,7 @@ class TokenColumns:
         prompts: equal numbers for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
         sampled: False if the tokens were rendered from text.
         unread: with ``strict=False``, why an entry fits no token, by column; under ``log_prob``, that a model's are not finite.
+        has_images: whether rows have images.
     """
 
     tokens: Ragged
@@ -73,6 +76,7 @@ class TokenColumns:
     prompts: Tensor | None = None
     sampled: bool = True
     unread: dict[str, str] = field(default_factory=dict)
+    has_images: bool = False
 
     @property
     def turns(self) -> Tensor:
@@ -181,8 +185,9 @@ def read_columns(
         # torchrl's wrappers never compute these
         never = zeros_of_first_tokens(columns["sampler_log_prob"], mask, tokens)
         columns["sampler_log_prob"] = columns["sampler_log_prob"].masked_fill(never, math.nan)
+    images = read_images(tensordict, "images") or located.images
     try:
-        columns |= _score(tokens, mask, policy, reference, as_sampling(temperature, sampling))
+        columns |= _score(tokens, mask, images, policy, reference, as_sampling(temperature, sampling))
     except ValueError as error:
         if strict or not any(known in str(error) for known in (NOT_FINITE, NOT_TEXT)):
             raise
@@ -193,7 +198,9 @@ def read_columns(
     parts = tensordict.get(_PARTS, None)
     for name in sorted(parts.keys()) if is_tensor_collection(parts) else ():
         rows[f"reward/{name}"] = outcomes(tensordict, read_column(tensordict, (*_PARTS, name)), name)
-    return TokenColumns(tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled, unread)
+    return TokenColumns(
+        tokens, mask, columns, rows, prompt_ids(tensordict), located.sampled, unread, images is not None
+    )
 
 
 def _locate(td: TensorDictBase, interface: ModelInterface, scope: Scope, options: TokenisingOptions | None) -> Located:
@@ -219,7 +226,12 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
 
 
 def _score(
-    tokens: Ragged, mask: Tensor, policy: ModelOrScorer | None, reference: ModelOrScorer | None, scored: Sampling
+    tokens: Ragged,
+    mask: Tensor,
+    images: list[Any] | None,
+    policy: ModelOrScorer | None,
+    reference: ModelOrScorer | None,
+    scored: Sampling,
 ) -> dict[str, Tensor]:
     """Columns of the models, NaN outside the mask."""
 
@@ -230,12 +242,12 @@ def _score(
     out: dict[str, Ragged | None] = {}
     if any(log_probs_only(each.model) for each in (own, other) if each is not None):
         alone = {"log_prob": own, "ref_log_prob": other}  # a model of another backend has no distributions
-        out = {name: each.score(tokens, mask) for name, each in alone.items() if each is not None}
+        out = {name: each.score(tokens, mask, images=images) for name, each in alone.items() if each is not None}
     elif own is not None:
-        scores = own.evaluate(tokens, mask, entropy=True, reference=other)
+        scores = own.evaluate(tokens, mask, entropy=True, reference=other, images=images)
         out = {name: getattr(scores, name) for name in ("log_prob", "entropy", "ref_log_prob", "kl")}
     elif other is not None:
-        out = {"ref_log_prob": other.score(tokens, mask)}
+        out = {"ref_log_prob": other.score(tokens, mask, images=images)}
     return {name: _widened(x.values).masked_fill(~mask, math.nan) for name, x in out.items() if x is not None}
 
 

@@ -200,9 +200,12 @@ def diagnose(
         x.model if isinstance(x, LogProbScorer) else unwrap(x) if is_wrapper(x) else x for x in (policy, reference)
     )
     problems = [text for model in models if (text := not_text(columns.tokens, placeholders(model)))]
+    problems = [] if columns.has_images else problems
     unread = {**columns.unread, **({"log_prob": problems[0]} if problems else {})}
     rescorer = None
-    if policy is not None and "log_prob" not in unread and Rescorer.can_score(policy) and bool(columns.mask.any()):
+    can_score = policy is not None and not columns.has_images and Rescorer.can_score(policy)
+    if can_score and "log_prob" not in unread and bool(columns.mask.any()):
+        assert policy is not None
         rescorer = Rescorer(policy, columns, table, scored)
     case = Case(columns, table, measures, rescorer, policy, reference, tokenizer, conversations, unread)
     found = find(case)

@@ -53,6 +53,7 @@ from torchrl_llm_kl.rollouts import (
     mismatch,
     per_sequence,
     per_token,
+    read_images,
     read_kept,
     read_routing,
     read_top_k,
@@ -76,7 +77,7 @@ if TYPE_CHECKING:
     from torchrl_llm_kl.losses import ObjectiveName, PolicyArgs
 
 _KEYS: dict[str, NestedKey] = {"tokens": TOKENS_FULL, **KEYS}
-_KEYS |= {name: name for name in ("loss_mask", "denominators", "kept", "top_k", "routed_experts")}
+_KEYS |= {name: name for name in ("loss_mask", "denominators", "kept", "top_k", "routed_experts", "images")}
 # Names of torchrl's GRPOLoss.
 _KEY_ALIASES = {"action": "tokens", "sample_log_prob": "old_log_prob", "ref_log_probs": "ref_log_prob"}
 _LOG_PROBS = (*OF_SAMPLER, "ref_log_prob")
@@ -134,9 +135,9 @@ class PolicyLoss(TokenLoss):
     (``ref_log_probs``), ``sampler_log_prob``, ``advantage``, ``expert_mask``, ``loss_mask``, ``selected``, ``pair_id``,
     ``chosen``, ``reference_point``, ``match_id``, ``denominators``, ``kept`` (the parent of ``"counts"`` and ``"ids"``),
     ``top_k`` (a teacher's, the key of :class:`~torchrl_llm_kl.TopK`; a list of keys for several teachers),
-    ``routed_experts``. An entry is also found on the other side of ``"next"``, and log-probs also under ``"response"``
-    without a ``"full"``, as TorchRL's wrappers store them. Where the data holds ``routed_experts`` ``[*B, T, L, k]``, the
-    actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
+    ``routed_experts``, ``images``. An entry is also found on the other side of ``"next"``, and log-probs also under
+    ``"response"`` without a ``"full"``, as TorchRL's wrappers store them. Where the data holds ``routed_experts``
+    ``[*B, T, L, k]``, the actor, a mixture of experts, uses these experts; see ``docs/routing.md``.
 
     Outputs:
         A :class:`~torchrl_llm_kl.losses.LossOutput`: ``loss_<name>`` for each term, 0-dim (per token with aggregation
@@ -599,19 +600,20 @@ class PolicyLoss(TokenLoss):
                 )
 
     def _replayed(self, td: TensorDictBase, tokens: Ragged) -> dict[str, Any]:
-        """What the sampler recorded: the tokens that it kept, if something is left out, and its routing."""
+        """The images; and what the sampler recorded: the tokens that it kept, if something is left out, and its routing."""
         keys, truncates = self.tensor_keys, self.sampling.truncates
         routed = find_key(td, keys.routed_experts)
         if routed is None and self._is_set("routed_experts"):
             routed = require_key(
                 td, keys.routed_experts, "a replay of routing", "Store it, or leave its key as it was."
             )
+        images = read_images(td, keys.images)
         if routed is None and not truncates:
-            return {}
+            return {} if images is None else {"images": images}
         responses = self._reader.locate(td).mask
         kept = read_kept(td, keys.kept, tokens, responses) if truncates else None
         routing = None if routed is None else read_routing(td, routed, tokens, responses)
-        found = {"kept": None if kept is None else Kept(*kept), "routing": routing}
+        found = {"kept": None if kept is None else Kept(*kept), "routing": routing, "images": images}
         return {name: value for name, value in found.items() if value is not None}
 
     def _score(
@@ -647,7 +649,7 @@ class PolicyLoss(TokenLoss):
             ref = scores.ref_log_prob
             if ref is None and reference is not None and ref_here:
                 kept = replayed.get("kept", scores.kept) if apart else None
-                ref = reference.score(response.tokens, response.host_mask, kept=kept)
+                ref = reference.score(response.tokens, response.host_mask, kept=kept, images=replayed.get("images"))
             sharp = None
             if "sharp_log_prob" in needs:
                 sharp = self._sharp_scorer.score(response.tokens, response.host_mask, **replayed)

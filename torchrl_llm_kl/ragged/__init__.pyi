@@ -30,4 +30,5 @@ from torchrl_llm_kl.ragged._tensordict import (
     Node as Node,
     fields_of as fields_of,
     node_of as node_of,
+    unbind_rows as unbind_rows,
 )

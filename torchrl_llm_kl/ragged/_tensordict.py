@@ -74,7 +74,7 @@ def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Node] 
         part = read_column(sub, path)
         if part is None:
             return None
-        parts.append(part if isinstance(part, list) else _unbind(part, sub.batch_size))
+        parts.append(part if isinstance(part, list) else unbind_rows(part, sub.batch_size))
     # Row-major order: each index of the dimensions before the stack dimension takes an equal share of every part.
     outer = td.batch_size[: td.stack_dim].numel()
     shares = [len(part) // outer for part in parts] if outer else []
@@ -83,7 +83,8 @@ def _read_stack(td: LazyStackedTensorDict, path: tuple[str, ...]) -> list[Node] 
     ] or None
 
 
-def _unbind(value: Node, batch_size: torch.Size) -> list[Node]:
+def unbind_rows(value: Node, batch_size: torch.Size) -> list[Node]:
+    """The rows of an entry of a TensorDict that is no lazy stack, in row-major order."""
     if not isinstance(value, Tensor):
         return [value[index] for index in product(*map(range, batch_size))]
     if not value.is_nested:

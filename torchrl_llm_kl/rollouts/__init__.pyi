@@ -57,6 +57,7 @@ from torchrl_llm_kl.rollouts._keys import (
     sub_key as sub_key,
 )
 from torchrl_llm_kl.rollouts._records import (
+    read_images as read_images,
     read_kept as read_kept,
     read_routing as read_routing,
     read_top_k as read_top_k,

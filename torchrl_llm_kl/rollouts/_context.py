@@ -16,7 +16,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl._typing import Json
-from torchrl_llm_kl.masks import history_to_messages, render_conversations
+from torchrl_llm_kl.masks import history_to_messages, render_conversations, split_images
 from torchrl_llm_kl.ragged import Ragged, has_entry, read_ragged
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, require_key
 from torchrl_llm_kl.rollouts._keys import ModelInterface, sub_key
@@ -204,6 +204,9 @@ def _prompts_of(
             "transform or to the model's wrapper, or the key of an entry with token ids."
         )
     conversations = _called(context, td, key)
+    for row, messages in enumerate(conversations):
+        if split_images(messages)[1]:
+            raise ValueError(f"sequence {row}: a context function takes text alone, and the conversation has images.")
     tokenizer, kwargs = options.resolve(interface)
     kwargs.pop("add_generation_prompt", None)
     if located.sampled:  # rendered as a sampler's prompt

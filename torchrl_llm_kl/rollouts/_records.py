@@ -1,4 +1,4 @@
-"""What a sampler or a teacher recorded at each token: kept tokens, routing, a teacher's top k.
+"""What is recorded beside tokens: kept tokens, routing, a teacher's top k, and the images of a row.
 
 - **Kept tokens**, two entries below one key: ``(key, "counts")`` holds how many were kept at each token, ``[*B, T]`` in the
   layout of the tokens (or of the response alone), 0 where nothing was recorded. ``(key, "ids")`` holds their ids, the ids of a
@@ -7,21 +7,23 @@
 - **Routing**: an entry ``[*B, T, L, k]`` of integers, for each token the ids of its experts by layer and slot, in the layout of
   the tokens, of all tokens or of the response alone. Engines record what they forward, so that the last token of a sequence
   may be missing: vLLM's ``routed_experts`` is ``[T - 1, L, k]``.
+- **Images**, entries below one key, named as the processor names them: for each row what it returned for that row, of any size;
+  a row without images lacks them.
 - **A teacher's top k** as transforms write it: ids, their log-probs, and the log of the probability of all other tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, is_non_tensor, unravel_key
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchrl_llm_kl.ragged import Dense, Ragged, Rows, segment_sum, write_ragged
-from torchrl_llm_kl.rollouts._entries import find_key, per_token, read_of, require_key
+from torchrl_llm_kl.ragged import Dense, Node, Ragged, Rows, node_of, segment_sum, unbind_rows, write_ragged
+from torchrl_llm_kl.rollouts._entries import find_key, leaves, per_token, read_of, require_key
 from torchrl_llm_kl.rollouts._keys import sub_key
 
 # ------------------------------------------------------------------ kept tokens
@@ -139,6 +141,53 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
         f"{found!r} must have the length of the tokens, all rows with or all without the last one: sequence {row} has "
         f"{int(widths[row])} rows and {int(slots.lengths[row])} tokens. Rows of the response alone begin with its first token."
     )
+
+
+# ------------------------------------------------------------------ images
+
+
+def read_images(td: TensorDictBase, key: NestedKey) -> list[Mapping[str, object] | None] | None:
+    """What a processor returned for the images of each row, None for a row without; None if no row has images.
+
+    Args:
+        td: the data, of any batch size.
+        key: parent of the entries, also found on the other side of ``"next"``; or non-tensor data with a dict for each row.
+
+    Example:
+        >>> from tensordict import TensorDict, lazy_stack
+        >>> row = TensorDict(images=TensorDict(pixel_values=torch.ones(2, 3)))
+        >>> [found and list(found) for found in read_images(lazy_stack([row, TensorDict()]), "images")]
+        [['pixel_values'], None]
+    """
+    path = unravel_key(key)
+    path = (path,) if isinstance(path, str) else path
+    for each in (path, path[1:] if path[0] == "next" else ("next", *path)):
+        rows = [row or None for row in _image_rows(td, each)] if each else []
+        if any(row is not None for row in rows):
+            return rows
+    return None
+
+
+def _image_rows(td: Node, path: tuple[str, ...]) -> list[Any]:
+    """The entry of each row of ``td``, in row-major order."""
+    if isinstance(td, LazyStackedTensorDict) and not is_non_tensor(td):
+        parts = [_image_rows(node_of(each), path) for each in td.tensordicts]
+        outer = td.batch_size[: td.stack_dim].numel()
+        size = [len(part) // outer for part in parts] if outer else []
+        return [x for i in range(outer) for part, n in zip(parts, size, strict=True) for x in part[i * n : (i + 1) * n]]
+    count = td.batch_size.numel()
+    if path:
+        value = node_of(td.get(path[0], None))
+        if value is None:
+            return [None] * count
+        if isinstance(value, TensorDictBase) and not is_non_tensor(value):
+            return _image_rows(value, path[1:])
+        rows = [value] if isinstance(value, Mapping) else list(leaves(value))
+        if len(path) > 1 or len(rows) != count or not all(row is None or isinstance(row, Mapping) for row in rows):
+            raise TypeError(f"expected the images of {count} rows under {path[0]!r}, dicts or None, got {value!r:.60}.")
+        return rows
+    columns = {name: unbind_rows(value, td.batch_size) for name, value in td.items()}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)] or [None] * count
 
 
 # ------------------------------------------------------------------ a teacher's top k

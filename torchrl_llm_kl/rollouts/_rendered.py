@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,9 +17,12 @@ from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.masks import (
     RenderedConversation,
     Tokenizer,
+    encode_images,
     encode_with_mask,
     history_to_messages,
+    is_processor,
     render_conversations,
+    split_images,
 )
 from torchrl_llm_kl.ragged import (
     Dense,
@@ -56,7 +59,7 @@ class TokenisingOptions:
     """How text becomes tokens: the transforms' arguments of these names, checked by :meth:`make`.
 
     Args:
-        tokenizer: replaces the model's own; None to use that.
+        tokenizer: replaces the model's own; None to use that. A processor for conversations with images.
         padding_side: for a model with ``pad_output=True``.
         template_kwargs: the chat template's arguments; they override the model's own.
 
@@ -91,7 +94,7 @@ class TokenisingOptions:
         return (self.tokenizer or interface.tokenizer) is not None
 
     def resolve(self, interface: ModelInterface) -> tuple[Tokenizer, Json]:
-        """The tokenizer and the template arguments for a model.
+        """The tokenizer, also that of a processor, and the template arguments for a model.
 
         Raises:
             ValueError: without a tokenizer, or without a chat template of the given name.
@@ -103,6 +106,10 @@ class TokenisingOptions:
                 "`tokenizer=` to the transform or to the model's wrapper."
             )
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
+        if is_processor(tokenizer):
+            own: Any = tokenizer
+            tokenizer = own.tokenizer
+            kwargs.setdefault("chat_template", getattr(own, "chat_template", None))
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
             own = getattr(tokenizer, "chat_template", None)
@@ -125,27 +132,42 @@ def render_history(
     scope: Scope,
     assistant_only: bool = True,
     add_generation_prompt: bool = False,
-) -> tuple[Ragged, Tensor]:
+) -> tuple[Ragged, Tensor, list[Any] | None]:
     """Render and tokenise the conversations under ``key`` with the model's own chat template.
 
     With ``scope="turn"`` and a separate prompt entry, only the turns after the prompt are masked in.
 
     Returns:
-        Token ids and the mask of the assistant's tokens (all True without ``assistant_only``); both ``[N]``.
+        Token ids and the mask of the assistant's tokens (all True without ``assistant_only``), both ``[N]``; and what a
+        processor returned for the images of each row, None without any.
     """
     tokenizer, kwargs = options.resolve(interface)
-    conversations = read_conversations(td, key)
+    processor = options.tokenizer or interface.tokenizer
+    whole = read_conversations(td, key)
+    conversations, images = zip(*map(split_images, whole), strict=True) if whole else ((), ())
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
     rendered = render_conversations(
         tokenizer, conversations, add_generation_prompt=add_generation_prompt, assistant_mask=assistant_only, **kwargs
     )
-    masks = [r.assistant_mask if assistant_only else torch.ones_like(r.assistant_mask) for r in rendered]
+    masks = [r.assistant_mask for r in rendered]
+    spans: list[Sequence[tuple[int, int]]] = [r.assistant_spans for r in rendered]
     prompt_key = sub_key(interface.history_key, "prompt")
     if assistant_only and scope == "turn" and key != prompt_key:
         prompts = read_conversations(td, prompt_key, missing_ok=True)
         if prompts is not None:
-            masks = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
-    return _arrange(td, interface, options, [r.token_ids for r in rendered], masks)
+            masks, spans = _response_masks(tokenizer, rendered, whole, prompts, kwargs)
+    ids, inputs = [r.token_ids for r in rendered], [None] * len(rendered)
+    for row, some in enumerate(images):
+        if some and not is_processor(processor):
+            raise ValueError(
+                f"sequence {row}: its conversation has {len(some)} images, and the tokenizer takes none: pass the model's "
+                "processor as `tokenizer=`, or store the sampled tokens and the images."
+            )
+        if some:
+            ((ids[row], masks[row]),), inputs[row] = encode_images(processor, rendered[row].text, some, spans[row])
+    if not assistant_only:
+        masks = [torch.ones_like(mask) for mask in masks]
+    return *_arrange(td, interface, options, ids, masks), inputs if any(images) else None
 
 
 def _response_masks(
@@ -154,16 +176,17 @@ def _response_masks(
     conversations: list[list[Json]],
     prompts: list[list[Json]],
     kwargs: Json,
-) -> list[Tensor]:
-    """Masks of the turns after the prompt, whose spans come first in a conversation."""
+) -> tuple[list[Tensor], list[Sequence[tuple[int, int]]]]:
+    """Masks and spans of the turns after the prompt, whose spans come first in a conversation."""
     for row, (conversation, prompt) in enumerate(zip(conversations, prompts, strict=True)):
         if conversation[: len(prompt)] != prompt:
             raise ValueError(
                 f"sequence {row}: the full conversation does not start with its prompt, which hides where the response "
                 f"begins: found {len(conversation)} and {len(prompt)} messages. Use scope='full', or store sampled tokens."
             )
-    earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, prompts, **kwargs)]
-    spans = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
+    apart = [split_images(prompt)[0] for prompt in prompts]
+    earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, apart, **kwargs)]
+    spans: list[Sequence[tuple[int, int]]] = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
     masks = [mask for _, mask in encode_with_mask(tokenizer, [r.text for r in rendered], spans)]
     for row, (conversation, prompt, mask) in enumerate(zip(conversations, prompts, masks, strict=True)):
         if not mask.any() and any(message["role"] == "assistant" for message in conversation[len(prompt) :]):
@@ -171,7 +194,7 @@ def _response_masks(
                 f"sequence {row}: the chat template renders nothing of the response {conversation[-1].get('content')!r}, which "
                 "leaves no token to score. Use a template that renders it, or store sampled tokens."
             )
-    return masks
+    return masks, spans
 
 
 @overload
@@ -226,7 +249,7 @@ def render_text(
     key: NestedKey,
     scope: Scope,
     assistant_only: bool = True,
-) -> tuple[Ragged, Tensor]:
+) -> tuple[Ragged, Tensor, None]:
     """Tokenise the texts under ``key``; the assistant's part follows the prompt's text. Returns as :func:`render_history`."""
     tokenizer, _ = options.resolve(interface)
     if options.template_kwargs:
@@ -249,7 +272,7 @@ def render_text(
         starts = [_common_prefix(text, prompts[row], row) for row, text in enumerate(texts)]
     spans = [[(start, len(text))] if start < len(text) else [] for text, start in zip(texts, starts, strict=True)]
     pairs = encode_with_mask(tokenizer, texts, spans)
-    return _arrange(td, interface, options, [ids for ids, _ in pairs], [mask for _, mask in pairs])
+    return *_arrange(td, interface, options, [ids for ids, _ in pairs], [mask for _, mask in pairs]), None
 
 
 def _texts(column: Node, td: TensorDictBase, key: NestedKey) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -36,6 +36,7 @@ class Located:
         source: the entry that holds the tokens.
         sampled: False if the tokens were rendered from text.
         on_host: the mask on the CPU, if it was read there.
+        images: what a processor returned for the images of each row, if conversations were rendered.
     """
 
     tokens: Ragged
@@ -43,6 +44,7 @@ class Located:
     source: NestedKey
     sampled: bool
     on_host: Tensor | None = field(default=None, kw_only=True)
+    images: list[Any] | None = field(default=None, kw_only=True)
 
     @property
     def host_mask(self) -> Tensor:
@@ -122,8 +124,8 @@ def locate(
     for kind, key in sources:
         if kind != "tokens" and has_entry(td, key):
             render = render_history if kind == "history" else render_text
-            tokens, mask = render(td, interface, options, key=key, scope=scope, assistant_only=assistant_only)
-            return Located(tokens, mask & (tokens.positions > 0), key, sampled=False)
+            tokens, mask, images = render(td, interface, options, key=key, scope=scope, assistant_only=assistant_only)
+            return Located(tokens, mask & (tokens.positions > 0), key, sampled=False, images=images)
     expected = sorted({str(interface.tokens_full), str(interface.input_key)})
     raise MissingEntryError(
         f"nothing to score: expected {' or '.join(expected)} in the TensorDict, found: {describe_entries(td)}. Run the "
@@ -148,7 +150,7 @@ def _mask_of_sampled(
         return response if scope == "turn" else _with_earlier_turns(td, tokens, response, interface, options)
     key = sub_key(interface.history_key, "full")
     if options.can_tokenise(interface) and has_entry(td, key):
-        rendered, mask = render_history(td, interface, options, scope="full", key=key)
+        rendered, mask, _ = render_history(td, interface, options, scope="full", key=key)
         if first_difference(rendered, tokens) is None:
             return mask
     raise ValueError(
@@ -285,7 +287,7 @@ def _with_earlier_turns(
             f"scope='full' scores the assistant turns inside the prompt too, and the data does not show where they are: "
             f"found neither {interface.assistant_mask!r} nor {key!r} with a tokenizer. Add one of them, or use scope='turn'."
         )
-    rendered, mask = render_history(td, interface, options, scope="full", key=key, add_generation_prompt=True)
+    rendered, mask, _ = render_history(td, interface, options, scope="full", key=key, add_generation_prompt=True)
     in_prompt = ~response
     difference = first_difference(rendered, Ragged.from_list(_rows_at(tokens, in_prompt)))
     if difference is not None:

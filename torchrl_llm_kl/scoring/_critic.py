@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, send
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._model import find_head, position_limit, text_config, vocab_size
+from torchrl_llm_kl.scoring._model import find_head, placeholders, position_limit, text_config, vocab_size
 from torchrl_llm_kl.scoring._passes import plan_micro_batches
-from torchrl_llm_kl.scoring._request import ScoreRequest
+from torchrl_llm_kl.scoring._request import ScoreRequest, not_text
 
 
 class TokenCritic(nn.Module):
@@ -69,6 +69,8 @@ class TokenCritic(nn.Module):
         if tokens.num_sequences:
             request = ScoreRequest.of(tokens, mask)
             request.check_ids(vocab_size(self.body))
+            if not_text(request.tokens, placeholders(self.body)):
+                raise ValueError("the tokens have placeholders of images, and a TokenCritic takes none: leave it out.")
             request.check_lengths(position_limit(self.body))
             for rows in plan_micro_batches(request.forward_lengths, self.tokens_per_batch):
                 ids, real, slots, elements = (send(part, out.device) for part in request.padded(rows)[:4])

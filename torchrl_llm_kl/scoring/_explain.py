@@ -142,7 +142,7 @@ def explain(scorer: Any, request: ScoreRequest, row: int, token: int, options: S
         token_id=target,
         path=setup.route.path,
         kind=found.kind,
-        why=_why(scorer, setup),
+        why=_why(scorer, setup, run),
         batch=batch,
         batches=len(found.elements),
         attended=attended,
@@ -170,19 +170,25 @@ def _left_out(run: Run, logits: Tensor, element: int) -> tuple[Tensor, Tensor]:
 def _plain(run: Run, row: int, token: int) -> Tensor:
     """Logits of the model's own forward of the sequence alone, over the temperature; ``[1, V]``, on the CPU."""
     (setup,), (routing,), tokens = run.setups, run.routings, run.request.tokens
-    first = int(tokens.offsets[row])
-    here = torch.arange(first, first + (int(tokens.lengths[row]) - 1 if run.request.whole else token))
+    first, images = int(tokens.offsets[row]), run.images[0]
+    last = int(tokens.lengths[row]) - (images is None) if run.request.whole or images is not None else token
+    here = torch.arange(first, first + last)
     with setup.active(), routing.forward(here, setup.device) if routing else nullcontext():
         ids = send(tokens.values[here], setup.device)
-        logits = whole_logits(setup.model, read_output(call(setup.model, ids[None], use_cache=False), "logits"))
+        with nullcontext() if images is None else images.forward():
+            given = {} if images is None else images.arguments([row], ids[None])
+            logits = read_output(call(setup.model, ids[None], use_cache=False, **given), "logits")
+        logits = whole_logits(setup.model, logits)
     # From the end: prompt tuning puts virtual tokens before the sequence.
     (logits,) = widen(logits[:, logits.shape[1] - len(here) + token - 1].cpu())
     return logits / run.options.temperature
 
 
-def _why(scorer: Any, setup: Setup) -> str:
+def _why(scorer: Any, setup: Setup, run: Run) -> str:
     name = type(setup.model).__name__
-    if setup.route.path == "full":
+    if run.images[0] is not None and run.tree is None and setup.route.sharing is not None:
+        why = f"{name} cannot attend to images within a pack"
+    elif setup.route.path == "full":
         why = scorer._complaint or f"{name} does not expose its body and head"
     elif setup.route.sharing is not None:
         why = f"the body and head of {name} reproduce its own log-probs, and a shared prefix is forwarded once"

@@ -23,6 +23,7 @@ from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout,
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 from torchrl_llm_kl.scoring._forks import MIN_LENGTH, MIN_SHARED, ForkedPass, checkpoints_layers
+from torchrl_llm_kl.scoring._images import ImageInputs
 from torchrl_llm_kl.scoring._invariant import BLOCK, PACK, attend, pad_pack
 from torchrl_llm_kl.scoring._model import (
     Setup,
@@ -58,8 +59,9 @@ class PackedPass:
         tokens_per_batch: int,
         lookup: CacheLookup | None = None,
         routing: Routing | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
-        self.setup, self.size, self.lookup, self.routing = setup, tokens_per_batch, lookup, routing
+        self.setup, self.size, self.lookup, self.routing, self.images = setup, tokens_per_batch, lookup, routing, images
         self._request, self._tree = request, tree
         self.plan = plan_packs(tree, tokens_per_batch, None if lookup is None else lookup.cached)
         element, position, place = _row(self.plan, tree)
@@ -87,9 +89,10 @@ class PackedPass:
         """States at the positions that predict ``elements[index]``. Packs must be run in order."""
         layout = self._layout(index)
         here = slice(index * self.size, (index + 1) * self.size)
+        inputs = None if self.images is None else self.images.of_pack(self._element[here])
         with self.setup.active():
             with self.routing.forward(self._element[here], self.setup.device) if self.routing else nullcontext():
-                hidden = self._forward(layout, self._ids[here], self._positions[here])
+                hidden = self._forward(layout, self._ids[here], self._positions[here], inputs)
             self.has_window |= layout.has_window
             for i, forwarded in zip(self.plan.packs[index], layout.pieces, strict=True):
                 if self.lookup is not None and forwarded.kept is not None:
@@ -132,15 +135,18 @@ class PackedPass:
                 earlier += pieces[at].length
         return here + earlier, earlier
 
-    def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor) -> Tensor:
-        """The hidden states of a pack; ``[1, N, H]``."""
+    def _forward(
+        self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, Any] | None = None
+    ) -> Tensor:
+        """The hidden states of a pack; ``[1, N, H]``. ``inputs`` take the place of ids and positions."""
         body = body_and_head(self.setup.model)[0]
-        options = {"position_ids": positions[None], "use_cache": False}
+        options: dict[str, Any] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
             options["attention_mask"] = link(layout, self._last, ids.device)
         with pack_attention(self.setup.model, layout):
-            hidden = read_output(call(body, ids[None], **options), "last_hidden_state")
+            out = call(body, ids[None], **options) if inputs is None else body(**options)
+            hidden = read_output(out, "last_hidden_state")
         if layout.gradients is not None and self.setup.options.grad:
             self._last = hidden
         return hidden
@@ -264,9 +270,14 @@ class PaddedPass:
     kind: Final = "micro-batch"
 
     def __init__(
-        self, setup: Setup, request: ScoreRequest, batches: list[Tensor], routing: Routing | None = None
+        self,
+        setup: Setup,
+        request: ScoreRequest,
+        batches: list[Tensor],
+        routing: Routing | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
-        self.setup, self.routing = setup, routing
+        self.setup, self.routing, self.images, self._rows = setup, routing, images, batches
         self._batches = [request.padded(rows) for rows in batches]
         self.elements = [batch.elements for batch in self._batches]  # that each micro-batch predicts
         self._num_tokens = request.tokens.values.shape[0]
@@ -291,12 +302,17 @@ class PaddedPass:
         ids, real, slots = (send(part, self.setup.device) for part in self._batches[index][:3])
         sources = self._batches[index].sources.flatten()
         with self.routing.forward(sources, self.setup.device) if self.routing else nullcontext():
+            if self.images is not None and (given := self.images.arguments(self._rows[index].tolist(), ids)):
+                return self._run(ids, real, slots, given)
             return self._run(ids, real, slots)
 
-    def _run(self, ids: Tensor, real: Tensor, slots: Tensor) -> States:
+    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, images: dict[str, Any] | None = None) -> States:
         setup = self.setup
-        options = {"attention_mask": real} if setup.route.mask else {}
-        if setup.route.positions:
+        options: dict[str, Any] = {"attention_mask": real} if setup.route.mask else {}
+        if images is not None:
+            assert self.images is not None
+            options = {"attention_mask": real, **images}
+        elif setup.route.positions:
             positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
             options["position_ids"] = send(positions, setup.device)
         with setup.active():
@@ -313,7 +329,8 @@ class PaddedPass:
                 return States(
                     places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
                 )
-            output = call(body_and_head(setup.model)[0], ids, use_cache=False, **options)
+            with nullcontext(body_and_head(setup.model)[0]) if images is None else self.images.forward() as body:
+                output = call(body, ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
 
 
@@ -383,15 +400,35 @@ class Run:
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
         self.forks = False
+        images = self.request.images
+        self.images = [
+            None if images is None else ImageInputs(each, images, self.request.tokens) for each in self.setups
+        ]
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
             # A prefix is shared among sequences that route it alike.
             records = (each.record for each in self.routings if each is not None)
-            tokens = self.request.tokens.like(tell_apart(self.request.tokens.values, *records))
+            values = self.request.tokens.values if images is None else self.images[0].keys()
+            tokens = self.request.tokens.like(tell_apart(values, *records))
             self.forks = "forks" in sharing
             lengths = self.request.forward_lengths
             least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
             self.tree = PrefixTree.build(tokens, lengths, **least)
+        if images is not None:
+            self._place_images()
+
+    def _place_images(self) -> None:
+        """Take the inputs of packs from the models' own code, or share no prefixes."""
+        whole = replace(self.request, whole=True)
+        if self.tree is not None and not self.forks:
+            needed = self.tree.forwarded(len(whole.mask))
+            batches = padded_batches(whole.forward_lengths, self.budget, *(setup.model for setup in self.setups))
+            padded = [(rows.tolist(), whole.padded(rows)) for rows in batches]
+            if all(images.prepare(padded, needed) for images in self.images):
+                return
+        if self.tree is not None:
+            self._part("Image tokens attend to later ones, or layers have a state.", "is given images")
+        self.request = whole
 
     def __call__(self) -> tuple[Tensor, Columns]:
         """Flat elements ``[K]`` on the CPU, and their scores on the model's device."""
@@ -429,10 +466,12 @@ class Run:
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
 
-    def _part(self, reason: str) -> None:
+    def _part(self, reason: str, *where: str) -> None:
         """Share no prefixes in this call."""
         self.tree, self.forks = None, False
-        self.scorers[0]._warn_apart(reason)
+        if self.request.images is not None:  # which are not cut
+            self.request = replace(self.request, whole=True)
+        self.scorers[0]._warn_apart(reason, *where)
 
     def _attempt(self) -> tuple[Tensor, Columns]:
         """Forward and read the whole request, ``budget`` tokens at a time."""
@@ -454,9 +493,12 @@ class Run:
             return []
         plain = not options.beside and len(caches) == 1 and request.top_ids is None and request.kept is None
         lookups = []
+        keyed = (
+            request if request.images is None else replace(request, tokens=request.tokens.like(self.images[0].keys()))
+        )
         for setup, cache in zip(self.setups, caches, strict=True):
             cache.bind(setup, self.ranks)
-            lookups.append(CacheLookup(cache, request, tree, values=plain))
+            lookups.append(CacheLookup(cache, keyed, tree, values=plain))
             if self.forks:
                 lookups[-1].only_states()
         # Both models run side by side: use only hits of both caches.
@@ -471,12 +513,14 @@ class Run:
         if self.tree is None:
             models = (setup.model for setup in self.setups)
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
-            pairs = zip(self.setups, self.routings, strict=True)
-            return [PaddedPass(setup, self.request, batches, routing) for setup, routing in pairs]
+            each = zip(self.setups, self.routings, self.images, strict=True)
+            return [PaddedPass(setup, self.request, batches, routing, images) for setup, routing, images in each]
         parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
-        each = zip(self.setups, parts, self.routings, strict=True)
-        kind = ForkedPass if self.forks else PackedPass
-        return [kind(setup, self.request, self.tree, self.budget, part, routing) for setup, part, routing in each]
+        if self.forks:
+            some = zip(self.setups, parts, self.routings, strict=True)
+            return [ForkedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
+        some = zip(self.setups, parts, self.routings, self.images, strict=True)
+        return [PackedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]

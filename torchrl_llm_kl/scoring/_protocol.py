@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._images import ImageRows, RowImages
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
-from torchrl_llm_kl.scoring._request import RoutedExperts, ScoreRequest, Sequences, TokenMask
+from torchrl_llm_kl.scoring._request import RequestFields, RoutedExperts, ScoreRequest, Sequences, TokenMask
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores
 
@@ -25,7 +26,18 @@ if TYPE_CHECKING:
 #: What may be asked of a scorer beside log-probs of the model's own distribution, by the name under which it is asked.
 FEATURES = frozenset(
     {"temperature", "truncation", "adapters", "dtype", "deterministic", "grad", "reference"}
-    | {"entropy", "top_k", "moments", "return_kept", "record_routing", "kept", "top_ids", "routing", "ref_routing"}
+    | {
+        "entropy",
+        "top_k",
+        "moments",
+        "return_kept",
+        "record_routing",
+        "kept",
+        "top_ids",
+        "routing",
+        "ref_routing",
+        "images",
+    }
 )
 _NEUTRAL = ScoreOptions()
 _FIELDS = Changes.__annotations__.keys() - {"memory"}
@@ -123,6 +135,7 @@ class Scorer(ABC):
         attention_mask: Tensor | None = None,
         kept: Kept | None = None,
         routing: RoutedExperts | None = None,
+        images: ImageRows | RowImages | None = None,
         **changes: Unpack[Changes],
     ) -> Ragged:
         """Log-probs of the masked-in tokens.
@@ -135,6 +148,7 @@ class Scorer(ABC):
             attention_mask: see :meth:`ScoreRequest.of`.
             kept: see :meth:`ScoreRequest.of`.
             routing: see :meth:`ScoreRequest.of`.
+            images: see :meth:`ScoreRequest.of`.
             changes: fields of :class:`ScoreOptions` for this call, and ``temperature``.
 
         Returns:
@@ -158,7 +172,7 @@ class Scorer(ABC):
                     [ 0.0000, -1.3863,  0.0000]])
         """
         return self.evaluate(
-            sequences, mask, attention_mask=attention_mask, kept=kept, routing=routing, **changes
+            sequences, mask, attention_mask=attention_mask, kept=kept, routing=routing, images=images, **changes
         ).log_prob
 
     def evaluate(
@@ -172,6 +186,7 @@ class Scorer(ABC):
         top_ids: Tensor | None = None,
         routing: RoutedExperts | None = None,
         ref_routing: RoutedExperts | None = None,
+        images: ImageRows | RowImages | None = None,
         **changes: Unpack[Changes],
     ) -> Scores:
         """Log-probs, and the other scores that the options ask for, from one forward of the body.
@@ -187,6 +202,7 @@ class Scorer(ABC):
             top_ids: see :meth:`ScoreRequest.of`.
             routing: see :meth:`ScoreRequest.of`.
             ref_routing: see :meth:`ScoreRequest.of`.
+            images: see :meth:`ScoreRequest.of`.
             changes: fields of :class:`ScoreOptions` for this call, and ``temperature``.
 
         Returns:
@@ -212,10 +228,8 @@ class Scorer(ABC):
         """
         with self.together(reference):
             options = self.options.but(**changes)
-            records = {"routing": routing, "ref_routing": ref_routing}
-            request = ScoreRequest.of(
-                sequences, mask, attention_mask=attention_mask, kept=kept, top_ids=top_ids, **records
-            )
+            fields = RequestFields(kept=kept, top_ids=top_ids, routing=routing, ref_routing=ref_routing, images=images)
+            request = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, **fields)
         return self.run(request, options, reference=reference)
 
     def forget(self) -> None:  # noqa: B027

@@ -232,8 +232,13 @@ class RememberedScorer(Scorer):
 
 
 def _stored(request: ScoreRequest, options: ScoreOptions) -> bool:
-    """Whether such scores are stored: log-probs and entropies that depend on the tokens alone."""
-    return not (request.recorded or options.grad or options.record_routing or set(options.beside) - {"entropy"})
+    """Whether such scores are stored: log-probs and entropies that depend on tokens and images alone."""
+    return not (
+        request.recorded.keys() - {"images"}
+        or options.grad
+        or options.record_routing
+        or set(options.beside) - {"entropy"}
+    )
 
 
 def _autocast(model: Model) -> torch.dtype | None:
@@ -254,6 +259,8 @@ class Lookup:
         self._mask, self._lengths = request.mask.numpy(), request.tokens.lengths.tolist()
         rows = np.split(request.tokens.values.numpy().astype("<i8"), np.cumsum(self._lengths)[:-1])
         texts = [row.tobytes() for row in rows]
+        if (images := request.images) is not None:
+            texts = [text + b"".join(images.digests[i] for i in images.of_row(r)) for r, text in enumerate(texts)]
         self._keys = {
             name: [blake2b(text, digest_size=KEY_BYTES, key=context).digest() for text in texts]
             for name, context in contexts.items()

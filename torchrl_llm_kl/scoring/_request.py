@@ -16,6 +16,7 @@ from torchrl_llm_kl._numerics import check_finite, check_is_mask, to_host
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Dense, Ragged, Rows
 from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
+from torchrl_llm_kl.scoring._images import ImageRows, RowImages
 
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
@@ -24,7 +25,7 @@ TokenMask = Tensor | Sequence[Tensor | Sequence[bool]]
 #: Chosen experts of each token, layer and slot: ``[N, L, k]``; ``[*B, T, L, k]``; or a tensor ``[T, L, k]`` for each sequence.
 RoutedExperts = Ragged | Tensor | Sequence[Tensor]
 #: An optional field of a request.
-Recorded = Kept | Tensor
+Recorded = Kept | Tensor | RowImages
 
 
 class RequestFields(TypedDict, total=False):
@@ -34,6 +35,7 @@ class RequestFields(TypedDict, total=False):
     top_ids: Tensor | None
     routing: RoutedExperts | None
     ref_routing: RoutedExperts | None
+    images: ImageRows | RowImages | None
 
 
 #: What the error of :func:`not_text` contains, also where it comes from another process.
@@ -139,29 +141,37 @@ class PaddedBatch(NamedTuple):
 
 
 # An optional field holds integers ``[N, *F]``, of as many dimensions ``F`` as its ``dims`` say, none of size 0, read in its
-# ``dtype`` (None: as they were sent); or, without ``dims``, token ids for each scored token, as many as it has.
+# ``dtype`` (None: as they were sent); or, without ``dims``, token ids for each scored token, as many as it has, or images.
 
 
-def _select(value: Recorded, elements: Tensor) -> Recorded:
-    """The part of the tokens at flat ``elements``."""
+def _select(value: Recorded, elements: Tensor, rows: Tensor) -> Recorded:
+    """The part of the tokens at flat ``elements``, which are those of ``rows``."""
+    if isinstance(value, RowImages):
+        return value.select(rows)
     return value.take(elements) if isinstance(value, Kept) else value[elements]
 
 
 def _concat(values: Sequence[Recorded]) -> Recorded:
     """The field of several requests."""
+    if images := [x for x in values if isinstance(x, RowImages)]:
+        return RowImages.concat(images)
     kept = [x for x in values if isinstance(x, Kept)]
     if not kept:
         return torch.cat([x for x in values if isinstance(x, Tensor)])
     return Kept.of(torch.cat([x.ids for x in kept]), torch.cat([x.offsets.diff() for x in kept]))
 
 
-def _form(value: Recorded) -> tuple[int, ...]:
-    """The sizes that fields must share to be joined."""
+def _form(value: Recorded) -> tuple[object, ...]:
+    """The sizes, or names, that fields must share to be joined."""
+    if isinstance(value, RowImages):
+        return value.names
     return () if isinstance(value, Kept) else tuple(value.shape[1:])
 
 
 def _sizes(value: Recorded, tokens: Ragged) -> Tensor:
     """How many numbers are sent for each sequence, about; ``[S]``."""
+    if isinstance(value, RowImages):
+        return value.sizes()
     if isinstance(value, Kept):
         return value.offsets[tokens.offsets].diff()
     return tokens.lengths * value.shape[1:].numel()
@@ -169,6 +179,8 @@ def _sizes(value: Recorded, tokens: Ragged) -> Tensor:
 
 def _pack(name: str, value: Recorded, mask: Tensor) -> dict[str, np.ndarray]:
     """The arrays that are sent; ``mask [N]`` is True at scored tokens."""
+    if isinstance(value, RowImages):
+        return value.pack(name)
     if not isinstance(value, Kept):
         return {name: _narrow(value).numpy()}
     chosen = value.take(mask.nonzero().squeeze(-1))
@@ -178,9 +190,11 @@ def _pack(name: str, value: Recorded, mask: Tensor) -> dict[str, np.ndarray]:
     return {f"{name}_counts": chosen.offsets.diff().int().numpy(), f"{name}_ids": chosen.ids.int().numpy()}
 
 
-def _unpack(name: str, arrays: Arrays, mask: Tensor) -> Recorded:
+def _unpack(name: str, arrays: Arrays, mask: Tensor, rows: int) -> Recorded:
     """The field of the arrays."""
     about = _OPTIONAL[name]
+    if about.get("of_rows"):
+        return RowImages.unpack(name, arrays, rows)
     if about["dims"] is not None:
         sizes = arrays.found[name].shape[1:] if name in arrays else ()
         found = torch.from_numpy(arrays.take(name, "i", len(mask), *sizes).copy())
@@ -222,6 +236,7 @@ class ScoreRequest:
         top_ids: ids whose log-probs are wanted beside each token's; int64 ``[N, *M, k]``.
         routing: experts that a mixture of experts used for each token; integers ``[N, L, k]``, -1 where it is to choose.
         ref_routing: likewise of a reference.
+        images: of each sequence.
 
     Example:
         >>> request = ScoreRequest.of([[3, 4, 5], [6, 7]])
@@ -236,6 +251,7 @@ class ScoreRequest:
     top_ids: Tensor | None = field(default=None, metadata={"dims": range(1, MAX_DIMS), "dtype": torch.long})
     routing: Tensor | None = field(default=None, metadata={"dims": range(2, 3)})
     ref_routing: Tensor | None = field(default=None, metadata={"dims": range(2, 3)})
+    images: RowImages | None = field(default=None, metadata={"dims": None, "of_rows": True})
     whole: bool = False  # forward scored sequences to their end: for models whose positions depend on the length
 
     @classmethod
@@ -249,6 +265,7 @@ class ScoreRequest:
         top_ids: Tensor | None = None,
         routing: RoutedExperts | None = None,
         ref_routing: RoutedExperts | None = None,
+        images: ImageRows | RowImages | None = None,
     ) -> ScoreRequest:
         """A request, checked.
 
@@ -269,6 +286,8 @@ class ScoreRequest:
                 ``routed_experts``); or ``[*B, T, L, k]`` for padded token ids. ``L`` is the number of layers with a router, or
                 of all layers. -1 leaves a token or a layer to the router.
             ref_routing: likewise of the reference.
+            images: for each sequence what the processor returned for its images (``pixel_values``, ``image_grid_thw``, ...; the
+                whole output will do), or None; see ``docs/images.md``. Image tokens are never scored.
 
         Raises:
             TypeError: if ``sequences`` or a row has another type.
@@ -287,7 +306,8 @@ class ScoreRequest:
         experts = (None if record is None else flat_record(record, tokens) for record in (routing, ref_routing))
         kept = None if kept is None else check_kept(kept, tokens, scored)
         top_ids = None if top_ids is None else _checked_top_ids(top_ids, tokens)
-        return cls(tokens, scored, layout, kept, top_ids, next(experts), next(experts))
+        held = None if images is None else RowImages.of(images, tokens.num_sequences)
+        return cls(tokens, scored, layout, kept, top_ids, next(experts), next(experts), held)
 
     # ------------------------------------------------------------------ optional fields
 
@@ -302,7 +322,7 @@ class ScoreRequest:
         return {name: value for name in _OPTIONAL if (value := getattr(self, name)) is not None}
 
     @property
-    def form(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    def form(self) -> tuple[tuple[str, tuple[object, ...]], ...]:
         """What requests must share to be joined."""
         return tuple((name, _form(value)) for name, value in self.recorded.items())
 
@@ -316,7 +336,7 @@ class ScoreRequest:
         """The sequences ``rows``, in that order."""
         elements = self.elements(rows)
         tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
-        chosen: dict[str, Any] = {name: _select(value, elements) for name, value in self.recorded.items()}
+        chosen: dict[str, Any] = {name: _select(value, elements, rows) for name, value in self.recorded.items()}
         return replace(self, tokens=tokens, mask=self.mask[elements], layout=tokens, **chosen)
 
     @staticmethod
@@ -368,7 +388,7 @@ class ScoreRequest:
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
-        fields: dict[str, Any] = {name: _unpack(name, arrays, mask) for name in names}
+        fields: dict[str, Any] = {name: _unpack(name, arrays, mask, len(lengths)) for name in names}
         found = cls(tokens, mask, tokens, **fields)
         arrays.end()
         try:
@@ -459,7 +479,7 @@ class ScoreRequest:
 
 
 def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> str | None:
-    """The error of the first token that stands for an image or the like, whose features no scorer gets; None without one."""
+    """The error of the first token that stands for an image or the like without its pixels; None without one."""
     if not placeholders:
         return None
     found = torch.isin(tokens.values, torch.tensor(list(placeholders), device=tokens.values.device))
@@ -469,7 +489,8 @@ def not_text(tokens: Ragged, placeholders: Mapping[int, str]) -> str | None:
     token = int(tokens.values[element])
     return (
         f"token id {token} at {_place(tokens, element)} is the model's {placeholders[token]}: it {NOT_TEXT}, such as an "
-        "image, and scorers get token ids alone. Score with the model's own forward, or leave such sequences out."
+        'image, and its pixels are missing. Pass images= (the entry "images" of data) for an image, and leave sequences with '
+        "video or sound out."
     )
 
 

@@ -17,6 +17,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
+from torchrl_llm_kl.scoring._images import ImageModel, ImageRows, RowImages
 from torchrl_llm_kl.scoring._invariant import PACK, check_pack, circumstances, drops, obstacle
 from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
 from torchrl_llm_kl.scoring._model import (
@@ -36,7 +37,7 @@ from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._passes import Run
 from torchrl_llm_kl.scoring._probe import choose_route, find_variance
 from torchrl_llm_kl.scoring._protocol import Model, Scorer
-from torchrl_llm_kl.scoring._request import RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
+from torchrl_llm_kl.scoring._request import RequestFields, RoutedExperts, ScoreRequest, Sequences, TokenMask, not_text
 from torchrl_llm_kl.scoring._routing import Routers, Routing
 from torchrl_llm_kl.scoring._sampling import Sampling
 from torchrl_llm_kl.scoring._scores import Scores, kept_of
@@ -196,6 +197,13 @@ class LogProbScorer(Scorer):
                 raise ValueError(
                     "ref_routing= is the reference's routing, and no reference= is given: pass both or neither."
                 )
+            if request.images is not None:
+                if ranks.groups:
+                    raise ValueError(
+                        "images with a model sharded over ranks: score them in one process, or without images."
+                    )
+                scored = request.mask & (request.tokens.values != ImageModel.of(self.model).token)
+                request = replace(request, mask=scored)
         finds_kept = options.return_kept and kept is None
         with locked(*(scorer.model for scorer in scorers)), nullcontext() if options.grad else torch.no_grad():
             if self._wrapper is None:
@@ -231,6 +239,7 @@ class LogProbScorer(Scorer):
         attention_mask: Tensor | None = None,
         kept: Kept | None = None,
         routing: RoutedExperts | None = None,
+        images: ImageRows | RowImages | None = None,
         **changes: Unpack[Changes],
     ) -> Explanation:
         """How the log-prob of one token comes about, beside a forward of its sequence alone by the model itself.
@@ -245,6 +254,7 @@ class LogProbScorer(Scorer):
             attention_mask: see :meth:`ScoreRequest.of`.
             kept: see :meth:`ScoreRequest.of`.
             routing: see :meth:`ScoreRequest.of`.
+            images: see :meth:`ScoreRequest.of`.
             changes: fields of :class:`ScoreOptions`, and ``temperature``.
 
         Returns:
@@ -262,7 +272,8 @@ class LogProbScorer(Scorer):
             -1.3863 0.0000 2
         """
         if not isinstance(sequences, ScoreRequest):
-            sequences = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, kept=kept, routing=routing)
+            fields = RequestFields(kept=kept, routing=routing, images=images)
+            sequences = ScoreRequest.of(sequences, mask, attention_mask=attention_mask, **fields)
         return explain(self, sequences, row, token, self.options.but(**changes))
 
     def forget(self) -> None:
@@ -306,6 +317,8 @@ class LogProbScorer(Scorer):
             raise ValueError(
                 f"return_kept=True with {sampling}, which leaves every token: there is nothing to return. Leave it out."
             )
+        if options.deterministic and request.images is not None:
+            raise ValueError("deterministic=True with images: their encoder may change last bits. Leave one out.")
         if options.deterministic and (replayed or options.return_kept):
             found = "kept=" if replayed else "return_kept=True"
             raise ValueError(
@@ -359,7 +372,10 @@ class LogProbScorer(Scorer):
         if is_on_meta(self.model):
             raise ValueError(f"{name} has weights on the meta device, which hold no numbers: load them.")
         request.check_ids(vocab_size(self.model))
-        if (problem := not_text(request.tokens, placeholders(self.model))) is not None:
+        forbidden = placeholders(self.model)
+        if request.images is not None:
+            forbidden.pop(ImageModel.of(self.model).token, None)
+        if (problem := not_text(request.tokens, forbidden)) is not None:
             raise ValueError(problem)
         request.check_lengths(position_limit(self.model))
 
@@ -415,13 +431,13 @@ class LogProbScorer(Scorer):
             )
         return route
 
-    def _warn_apart(self, reason: str) -> None:
-        """Warn once that calls with gradient share no prefixes."""
+    def _warn_apart(self, reason: str, where: str = "needs a gradient") -> None:
+        """Warn once that some calls share no prefixes."""
         if not self._warned_apart:
             self._warned_apart = True
             warnings.warn(
-                f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} needs a gradient: each "
-                "sequence is forwarded separately, with padding. share_prefixes=False silences this warning.",
+                f"{reason} LogProbScorer can share no prefixes where {type(self.model).__name__} {where}: each sequence is "
+                "forwarded separately, with padding. share_prefixes=False silences this warning.",
                 stacklevel=6,
             )
 

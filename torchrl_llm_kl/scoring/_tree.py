@@ -107,6 +107,13 @@ class PrefixTree:
         node = nodes[step]
         return node, position - self.start[node]
 
+    def forwarded(self, count: int) -> Tensor:
+        """Which of ``count`` flat elements are forwarded; bool ``[N]``."""
+        inside = torch.arange(self.num_tokens) - self.first.repeat_interleave(self.length)
+        return torch.zeros(count, dtype=torch.bool).index_fill_(
+            0, self.element.repeat_interleave(self.length) + inside, True
+        )
+
     def spread(self, found: Tensor, tokens: Ragged) -> Tensor:
         """``found [N, ...]`` with what was written for a forwarded token at all tokens that share it; changes ``found``."""
         element = (tokens.positions < self.forward_lengths[tokens.sequence_ids]).nonzero().squeeze(-1)

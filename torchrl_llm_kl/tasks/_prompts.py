@@ -13,6 +13,7 @@ import torch
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.datasets import DataError, DataSource, RowError, as_list, check_unicode, read_messages, read_rows
+from torchrl_llm_kl.masks import split_images
 
 #: The columns that may hold a prompt, the first of them that a row has.
 PROMPT_COLUMNS = ("prompt", "question", "messages")
@@ -109,7 +110,7 @@ def parse_prompt(row: object, place: str) -> Prompt:
     """
     try:
         return _parsed(row if isinstance(row, Mapping) else {"prompt": row})
-    except RowError as error:
+    except ValueError as error:  # a RowError, or of images
         raise PromptError(f"{place} {error}.") from None
 
 
@@ -129,6 +130,8 @@ def _parsed(row: Mapping[object, object]) -> Prompt:
         raise RowError(
             f"has a `{column}` that {found}, expected the prompt alone. Put the expected answer into another column"
         )
+    if split_images(messages)[1]:
+        raise RowError(f"has images in `{column}`, and a task poses text alone. Leave such rows out")
     question = _question(messages, column)
     check_unicode(question)
     return Prompt(question, messages, {str(key): item for key, item in row.items() if key != column})

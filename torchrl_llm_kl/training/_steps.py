@@ -38,6 +38,7 @@ LOSS_KEYS = (
     ("kept", "ids"),
     "top_k",
     "routed_experts",
+    "images",
     "advantage",
     "value_target",
     "loss_mask",

@@ -6,6 +6,7 @@ from torchrl_llm_kl.transforms._extras import (
     Entropy as Entropy,
     ExactKL as ExactKL,
     Extra as Extra,
+    Images as Images,
     KeptTokens as KeptTokens,
     KLKeys as KLKeys,
     Moments as Moments,

@@ -28,6 +28,7 @@ from torchrl_llm_kl.rollouts import (
     find_key,
     in_context,
     per_token,
+    read_images,
     read_kept,
     read_routing,
     response_mask,
@@ -257,6 +258,30 @@ class KeptTokens(Extra):
             return {}
         found = _first_record(read_kept, td, next_td, self.key, located)
         return {} if found is None else {"kept": Kept(*found)}
+
+
+@dataclass(frozen=True)
+class Images(Extra):
+    """Score rows with their images; see ``docs/images.md``.
+
+    Read where the data holds them, or from a conversation that the transform renders with a processor as its ``tokenizer``:
+    transforms have one of these with the default key.
+
+    Args:
+        key: parent of the entries, for each row what the processor returned for its images (``pixel_values``,
+            ``image_grid_thw``, ...); a row without images lacks them.
+    """
+
+    key: NestedKey = "images"
+
+    def fields(
+        self, transform: Scoring, td: TensorDictBase, next_td: TensorDictBase, located: Located
+    ) -> RequestFields:
+        """See :class:`Extra`."""
+        found = read_images(next_td, self.key)
+        found = read_images(td, self.key) if found is None and next_td is not td else found
+        found = located.images if found is None else found  # of a rendered conversation
+        return {} if found is None else {"images": found}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torchrl_llm_kl.rollouts import (
 )
 from torchrl_llm_kl.scoring import Model, ScoreOptions, ScoreRequest, ScorerSlot, check_replays
 from torchrl_llm_kl.transforms._base import Checks, RayVariant, ServiceBackend, in_env, resolve_factory, to_device
-from torchrl_llm_kl.transforms._extras import Extra, KeptTokens, check_extras, find
+from torchrl_llm_kl.transforms._extras import Extra, Images, KeptTokens, check_extras, find
 from torchrl_llm_kl.transforms._penalty import (
     LOG_PROB_ADVICE,
     Estimator,
@@ -235,7 +235,8 @@ class KLRewardTransform(ScoringTransform, KLPenalty, metaclass=RayVariant):
     def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
         """What is scored: over the tokens that the policy's sampler recorded, if the reference is compared over these."""
         if not over_kept(self.options):
-            return Job(located, ScoreRequest.of(located.tokens, located.host_mask))
+            images = (find(self.extras, Images) or Images()).fields(self, td, next_td, located)
+            return Job(located, ScoreRequest.of(located.tokens, located.host_mask, **images))
         job = super().job(td, next_td, located)
         if job.request.kept is None:
             raise MissingEntryError(

@@ -34,6 +34,7 @@ from torchrl_llm_kl.transforms._extras import (
     AfterPrompt,
     ExactKL,
     Extra,
+    Images,
     KLKeys,
     RoutedExperts,
     check_extras,
@@ -338,8 +339,8 @@ def _check_extras(extras: Sequence[Extra]) -> tuple[Extra, ...]:
 
 
 def _of(extras: Sequence[Extra], model: str) -> list[Extra]:
-    """The extras of one model."""
-    found = [extra for extra in extras if extra.of == model and not isinstance(extra, KLKeys)]
+    """The extras of one model; images are of both."""
+    found = [x for x in extras if (x.of == model or isinstance(x, Images)) and not isinstance(x, KLKeys)]
     return found if model == "reference" or find(found, RoutedExperts) else [*found, RoutedExperts()]
 
 

@@ -50,7 +50,7 @@ from torchrl_llm_kl.transforms._base import (
     in_env,
     to_device,
 )
-from torchrl_llm_kl.transforms._extras import ExactKL, Extra, KeptTokens, check_extras, find
+from torchrl_llm_kl.transforms._extras import ExactKL, Extra, Images, KeptTokens, check_extras, find
 
 T = TypeVar("T")
 
@@ -194,8 +194,8 @@ class ScoringTransform(StepTransform):
 
     @property
     def _every_extra(self) -> tuple[Extra, ...]:
-        """The extras, and a replay of what the sampler kept, where it leaves tokens out."""
-        return self.extras if find(self.extras, KeptTokens) else (*self.extras, KeptTokens())
+        """The extras, and those that read what is there: images, and what the sampler kept where it leaves tokens out."""
+        return *self.extras, *(kind() for kind in (KeptTokens, Images) if find(self.extras, kind) is None)
 
     def job(self, td: TensorDictBase, next_td: TensorDictBase, located: Located) -> Job:
         """What is scored of the located tokens."""
@@ -254,8 +254,8 @@ class RetrieveLogProb(ScoringTransform, metaclass=RayVariant):
             the policy sampled. In an env, ``memory`` bytes of keys and values are cached, so that each turn of a conversation
             costs only its new tokens. Default: the model's own distribution.
         extras: what else to score, read or write: :class:`Entropy`, :class:`Moments`, :class:`TopK`, :class:`ExactKL`,
-            :class:`KeptTokens`, :class:`RoutedExperts`, :class:`SamplerLogProbs`, :class:`AfterPrompt`, or your own
-            :class:`Extra`.
+            :class:`KeptTokens`, :class:`Images`, :class:`RoutedExperts`, :class:`SamplerLogProbs`, :class:`AfterPrompt`, or
+            your own :class:`Extra`.
         service_backend: as in torchrl. ``"ray"`` builds the Ray variant of the class, whose model is behind a service;
             ``"direct"`` scores in this process. Default None: from the scope ``torchrl.service_backend(...)``, if any, else
             ``"direct"``.

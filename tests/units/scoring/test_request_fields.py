@@ -12,17 +12,20 @@ from torch import Tensor
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import Sampling, ScoreOptions, ScoreRequest
 from torchrl_llm_kl.scoring._bytes import Arrays
+from torchrl_llm_kl.scoring._images import RowImages
 from torchrl_llm_kl.scoring._options import SHARED
 
 REQUEST = ScoreRequest.of([[3, 4, 5], [6, 7], [], [8, 9, 10, 11]], torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 1]).bool())
 COUNTS = torch.tensor([0, 2, 0, 0, 1, 0, 0, 3, 1])  # of what was kept: at scored tokens alone
+_PIXELS = [torch.full((1, 3, n, 4), float(n)) for n in (4, 6)]
 #: What a field of each kind holds.
 VALUES: dict[str, Callable[[], Any]] = {
     "integers": lambda: torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(0)),
     "lists": lambda: Kept(torch.tensor([4, 20, 7, 21, 10, 22, 11]), torch.nn.functional.pad(COUNTS.cumsum(0), (1, 0))),
+    "images": lambda: RowImages.of([{"pixel_values": x} for x in _PIXELS] + [None, {"pixel_values": _PIXELS[0]}], 4),
 }
 FIELDS = {
-    each.name: "integers" if each.metadata["dims"] else "lists"
+    each.name: "images" if each.metadata.get("of_rows") else "integers" if each.metadata["dims"] else "lists"
     for each in fields(ScoreRequest)
     if "dims" in each.metadata
 }
@@ -31,6 +34,10 @@ FIELDS = {
 def rows(request: ScoreRequest, name: str) -> list[Any]:
     """A field as a list for each sequence, of what each of its tokens has."""
     value, tokens = getattr(request, name), request.tokens
+    if isinstance(value, RowImages):
+        return [
+            [value.inputs[i]["pixel_values"].tolist() for i in value.of_row(row)] for row in range(len(value.counts))
+        ]
     each = value.ids.split(value.offsets.diff().tolist()) if isinstance(value, Kept) else value
     flat = [x.tolist() for x in each]
     return [flat[a:b] for a, b in zip(tokens.offsets[:-1].tolist(), tokens.offsets[1:].tolist(), strict=True)]

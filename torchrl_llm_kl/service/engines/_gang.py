@@ -60,7 +60,7 @@ class GangEngine:
         >>> service = ScoringService(factory=gang, name="reference", num_cpus=0.1)  # doctest: +SKIP
     """
 
-    offers = ANSWERED
+    offers = ANSWERED - {"images"}
     place = "a gang of ranks"
     instead = Scorer.instead
 

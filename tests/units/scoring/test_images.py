@@ -1,0 +1,289 @@
+"""Scores with images are the model's own, of one row alone; each distinct image is encoded once, and tells prefixes apart."""
+
+import random
+from functools import cache
+
+import pytest
+import torch
+from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
+
+from torchrl_llm_kl import LogProbScorer, RememberedModel, ScoreRequest
+from torchrl_llm_kl.scoring._bytes import ProtocolError
+from torchrl_llm_kl.scoring._images import RowImages
+from torchrl_llm_kl.service._wire import Request
+
+pytestmark = pytest.mark.filterwarnings("ignore:Image tokens attend")
+SHARED = [20, 21, 22] * 6  # tokens after the images that all rows share
+
+
+@cache
+def model_of(family, dtype=torch.float32):
+    return image_model(family, dtype=dtype)
+
+
+def row_of(family, images, *, seed=0, answer=3):
+    """Token ids with placeholders for a row's images."""
+    ids = [1]
+    for count in num_placeholders(model_of(family), images) if images else []:
+        ids += [7, *[IMAGE] * count, 8]
+    generator = torch.Generator().manual_seed(seed)
+    return ids + SHARED + torch.randint(10, 40, (answer,), generator=generator).tolist()
+
+
+def rows_of(family):
+    """A group of two, the same ids after another image, text alone, a wide image, and two images in both orders."""
+    a, b, wide = picture(family, 1), picture(family, 2), picture(family, 3, wide=True)
+    images = [a, a, b, None, wide, joined(family, [a, b]), joined(family, [b, a])]
+    ids = [row_of(family, x, seed=i, answer=2 + i % 3) for i, x in enumerate(images)]
+    ids[2] = ids[1]
+    return ids, images
+
+
+def counted(monkeypatch, model):
+    """The numbers of images, and of row's images, that the encoder gets."""
+    calls, body = [], model.model
+    own = body.get_image_features
+
+    def encode(*args, **given):
+        out = own(*args, **given)
+        calls.append(len(out.pooler_output))
+        return out
+
+    monkeypatch.setattr(body, "get_image_features", encode)
+    return calls
+
+
+# ------------------------------------------------------------------ the model's own numbers
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_the_models_own(family, share):
+    model, (ids, images) = model_of(family), rows_of(family)
+    scorer = LogProbScorer(model, share_prefixes=share, tokens_per_batch=50)
+    found = scorer.score(ids, images=images).to_list()
+    for row, record, got in zip(ids, images, found, strict=True):
+        with torch.no_grad():
+            want = own_log_probs(family, model, row, record)
+        text = torch.tensor(row[1:]) != IMAGE
+        assert (got[1:] - want)[text].abs().max() < 1e-5
+        assert bool((got[1:][~text] == 0).all())  # images are not scored
+
+
+@pytest.mark.parametrize(("family", "kind"), [("qwen3_vl", "pack"), ("gemma3", "micro-batch")])
+def test_a_score_with_images_is_explained(family, kind):
+    ids, images = rows_of(family)
+    found = LogProbScorer(model_of(family)).explain(ids[:4], 2, len(ids[2]) - 1, images=images[:4])
+    assert abs(found.difference) < 1e-5
+    assert (found.kind, found.attended) == (kind, len(ids[2]) - 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_models_own(family, monkeypatch):
+    """In float64, of every weight, also of the encoder, which runs once for each of the two distinct images."""
+    model, (ids, images) = model_of(family, torch.float64), rows_of(family)
+    ids, images = ids[:4], images[:4]
+    own = sum(
+        own_log_probs(family, model, row, record)[torch.tensor(row[1:]) != IMAGE].sum()
+        for row, record in zip(ids, images, strict=True)
+    )
+    weights = {name: weight for name, weight in model.named_parameters() if not name.endswith("k_proj.bias")}
+    expected = torch.autograd.grad(own, [*weights.values()], allow_unused=True)
+    calls = counted(monkeypatch, model)
+    total = LogProbScorer(model).score(ids, images=images, grad=True).values.sum()
+    found = torch.autograd.grad(total, [*weights.values()], allow_unused=True)
+    assert sum(calls) == 2
+    for name, a, b in zip(weights, expected, found, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert (a - b).abs().max() <= 1e-6 * (1 + a.abs().max()), name
+    assert any(bool(g.any()) for n, g in zip(weights, found, strict=True) if "vis" in n and g is not None)
+
+
+def test_each_distinct_image_is_encoded_once(monkeypatch):
+    """By its content: copies are the same image, whatever row they are in; a forward per answer encodes eight."""
+    model = image_model("qwen2_5_vl")
+    one, two = picture("qwen2_5_vl", 1), picture("qwen2_5_vl", 2)
+    copies = [{name: t.clone() for name, t in x.items()} for x in (one, one, one, one, two, two, two, two)]
+    ids = [row_of("qwen2_5_vl", one, seed=i) for i in range(8)]
+    calls = counted(monkeypatch, model)
+    scorer = LogProbScorer(model)
+    for options in ({}, {"grad": True}):
+        calls.clear()
+        scorer.score(ids, images=copies, **options)
+        assert sum(calls) == 2
+    calls.clear()
+    for row, record in zip(ids, copies, strict=True):
+        own_log_probs("qwen2_5_vl", model, row, record)
+    assert sum(calls) == 8
+    # With a reference, each model encodes its own.
+    calls.clear()
+    other = LogProbScorer(image_model("qwen2_5_vl", seed=1))
+    both = scorer.evaluate(ids, images=copies, reference=other)
+    assert sum(calls) == 2
+    assert torch.equal(both.ref_log_prob.values, other.score(ids, images=copies).values)
+
+
+# ------------------------------------------------------------------ identity
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_equal_ids_with_other_pixels_are_other_prefixes(family, tmp_path):
+    """In the tree of one call, in the cache of several, and in a store."""
+    model = model_of(family)
+    images = [picture(family, seed) for seed in (1, 2)]
+    row = row_of(family, images[0])
+    with torch.no_grad():
+        want = torch.stack([own_log_probs(family, model, row, image) for image in images])[:, -3:]
+    assert (want[0] - want[1]).abs().max() > 0.1
+    together = LogProbScorer(model).score([row] * 2, images=images)
+    assert torch.allclose(torch.stack(together.to_list())[:, -3:], want, atol=1e-5)
+    remembering, store = LogProbScorer(model, remember=True), RememberedModel(model, tmp_path)
+    for scorer in (remembering, store.make_scorer()):
+        for image, expected in zip(images * 2, [*want, *want], strict=True):
+            (found,) = scorer.score([row], images=[image]).to_list()
+            assert torch.allclose(found[-3:], expected, atol=1e-5)
+    assert remembering.memory.tokens_recalled >= 2 * (len(row) - 1)  # the second time
+    assert store.store.tokens_recalled * 2 == store.store.tokens_seen
+
+
+def test_a_conversation_with_one_more_image_continues():
+    """The cache recalls all before the new image."""
+    model, first, second = model_of("qwen3_vl"), picture("qwen3_vl", 1), picture("qwen3_vl", 2, wide=True)
+    ids = row_of("qwen3_vl", first)
+    longer = ids + [7, *[IMAGE] * 8, 8, 30, 31]
+    scorer = LogProbScorer(model, remember=True)
+    scorer.score([ids], images=[first])
+    images = {name: torch.cat([first[name], second[name]]) for name in first}
+    (found,) = scorer.score([longer], images=[images]).to_list()
+    assert scorer.memory.tokens_recalled == len(ids) - 2  # as without images: all whose log-prob was computed
+    with torch.no_grad():
+        want = own_log_probs("qwen3_vl", model, longer, images)
+    assert torch.allclose(found[-2:], want[-2:], atol=1e-5)
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+def test_what_does_not_fit_names_the_row():
+    model, image = model_of("qwen2_5_vl"), picture("qwen2_5_vl", 1)
+    scorer, good, text = LogProbScorer(model), row_of("qwen2_5_vl", image), [1, 20, 21]
+    pixels = image["pixel_values"]
+    for ids, images, message in (
+        ([text, good], None, "sequence 1, position 2 .* pixels are missing"),
+        ([good, good], [image, None], "sequence 1 has 4 image tokens .* 0 images have 0 features"),
+        ([text, good], [image, image], "sequence 0 has 0 image tokens .* 1 images have 4 features"),
+        ([good, [*good[:3], *good[4:]]], [image, image], "sequence 1 has 3 image tokens"),
+        ([good], [image, image], "images has 2 rows, the tokens have 1"),
+        ([good], [{"pixel_values": pixels[:-1], "image_grid_thw": image["image_grid_thw"]}], "row 0: .* 15 patches"),
+        ([good], [{"pixel_values": pixels}], "images of row 0: an image has pixel_values"),
+        ([good], [{"image_grid_thw": image["image_grid_thw"]}], "images of row 0 have .* expected pixel_values"),
+        ([good], [{**image, "pixel_values_videos": pixels}], "row 0 have an entry 'pixel_values_videos'"),
+        ([[*good, 6]], [image], "video_token_id"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scorer.score(ids, images=images)
+    with pytest.raises(TypeError, match="images of row 1: expected a processor's output"):
+        scorer.score([good, good], images=[image, pixels])
+    with pytest.raises(ValueError, match="images of one request have the names"):
+        ScoreRequest.of([good, good], images=[image, picture("gemma3", 1)])
+
+
+def test_who_takes_no_images_says_so():
+    image = picture("qwen2_5_vl", 1)
+    row = row_of("qwen2_5_vl", image)
+    with pytest.raises(ValueError, match="deterministic=True with images"):
+        LogProbScorer(model_of("qwen2_5_vl")).score([row], images=[image], deterministic=True)
+    text = torch.nn.Module()
+    text.forward = lambda input_ids: (torch.zeros(*input_ids.shape, 40),)
+    with pytest.warns(UserWarning, match="full forward"):
+        scorer = LogProbScorer(text)
+    with pytest.raises(ValueError, match="expected an image-text model of the families"):
+        scorer.score([row], images=[image])
+
+
+@pytest.mark.filterwarnings("default:Image tokens attend")
+def test_bidirectional_images_take_the_padded_route_and_say_so():
+    model, image = model_of("gemma3"), picture("gemma3", 1)
+    scorer = LogProbScorer(model)
+    with pytest.warns(UserWarning, match="Gemma3ForConditionalGeneration is given images") as seen:
+        for _ in range(2):
+            scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
+    assert len(seen) == 1
+    assert scorer.explain([[1, *SHARED]], 0, 3).kind == "pack"  # text still shares prefixes
+
+
+def test_the_model_is_left_as_it_was():
+    """Its own forward without ids goes on from the positions of its last sequence."""
+    model, image = model_of("qwen2_5_vl"), picture("qwen2_5_vl", 1)
+    row = row_of("qwen2_5_vl", image)
+    model.model.rope_deltas = before = torch.tensor([[5]])
+    state = model.model.language_model.__dict__.keys()
+    for share in (True, False):
+        LogProbScorer(model, share_prefixes=share).score([row], images=[image])
+    assert model.model.rope_deltas is before
+    assert "forward" not in state
+    model.model.rope_deltas = None
+
+
+def test_a_row_with_nothing_to_score_needs_no_forward():
+    model, image = model_of("smolvlm"), picture("smolvlm", 1)
+    row = row_of("smolvlm", image)
+    masks = [torch.zeros(len(row), dtype=torch.bool), torch.arange(len(row)) == len(row) - 1]
+    found = LogProbScorer(model).score([row, row], masks, images=[image, image]).to_list()
+    with torch.no_grad():
+        want = own_log_probs("smolvlm", model, row, image)[-1]
+    assert not found[0].any()
+    assert abs(float(found[1][-1] - want)) < 1e-5
+
+
+# ------------------------------------------------------------------ on the wire
+
+
+def test_an_image_is_sent_once():
+    one, two = picture("qwen2_5_vl", 1), picture("qwen2_5_vl", 2)
+    one["pixel_values"] = one["pixel_values"].bfloat16()
+    row = row_of("qwen2_5_vl", picture("qwen2_5_vl", 1))
+    request = ScoreRequest.of([row] * 4, images=[one, two, one, one])
+    alone = ScoreRequest.of([row] * 4, images=[one, None, None, None])
+    pixels = one["pixel_values"].numel() * 4
+    assert pixels < len(Request(request).pack()) - len(Request(alone).pack()) < 1.2 * pixels
+    found = Request.unpack(Request(request).pack())
+    assert found.digest() == Request(request).digest() != Request(alone).digest()
+    images = found.scored.images
+    assert images.digests == request.images.digests
+    assert images.index.tolist() == [0, 1, 0, 0]
+    for image, expected in zip(images.inputs, (one, two), strict=True):
+        assert all(torch.equal(image[name], expected[name].reshape(image[name].shape)) for name in expected)
+    assert found.scored.select(torch.tensor([0, 3])).images.inputs[0].keys() == {"pixel_values", "image_grid_thw"}
+
+
+def test_damaged_images_are_read_or_refused():
+    row = row_of("qwen2_5_vl", picture("qwen2_5_vl", 1))
+    images = [picture("qwen2_5_vl", seed) for seed in (1, 2, 1)]
+    packed, rng, read = Request(ScoreRequest.of([row] * 3, images=images)).pack(), random.Random(0), 0
+    head = 12 + int.from_bytes(packed[8:12], "little")
+    for _ in range(300):
+        damaged = bytearray(packed)
+        # Arrays of wide numbers come first, pixels among the others.
+        at = rng.choice([rng.randrange(12, head), rng.randrange(head, head + 80), rng.randrange(head, len(packed))])
+        damaged[at] ^= 1 << rng.randrange(8)
+        try:
+            found = Request.unpack(bytes(damaged))
+        except ProtocolError:
+            continue
+        read += 1
+        assert Request.unpack(found.pack()).digest() == found.digest()
+        if found.scored.images is not None:
+            assert int(found.scored.images.counts.sum()) == len(found.scored.images.index)
+    assert 50 < read < 250
+
+
+def test_equal_images_of_several_requests_are_one():
+    image, other = picture("gemma3", 1), picture("gemma3", 2)
+    parts = [ScoreRequest.of([[1, 2]] * 2, images=x).images for x in ([image, other], [None, image])]
+    whole = RowImages.concat(parts)
+    assert len(whole.inputs) == 2
+    assert whole.index.tolist() == [0, 1, 0]
+    assert whole.counts.tolist() == [1, 1, 0, 1]
+    assert whole.select(torch.tensor([3, 2])).index.tolist() == [0]

@@ -1,0 +1,460 @@
+"""Images beside token ids: each distinct one, found by its content, is encoded once, and the model's own code places it.
+
+A processor returns the pixels of a row under names of its family (``pixel_values``, ``image_grid_thw``, ...). They are kept
+apart by image, hashed, and joined again for the encoder. What follows the encoder comes from the model's multimodal body, which
+takes encoded images (``mm_encoder_outputs``): it merges them into the embeddings, numbers the positions and makes the masks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm_kl._numerics import send
+from torchrl_llm_kl.ragged import Ragged
+from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
+from torchrl_llm_kl.scoring._model import Setup, call, find_body
+from torchrl_llm_kl.scoring._wrapping import unwrapped
+
+if TYPE_CHECKING:
+    from torchrl_llm_kl.scoring._request import PaddedBatch
+
+#: What a processor returned for each row: its tensors by name, or None for a row without images.
+ImageRows = Sequence[Mapping[str, Any] | None]
+#: Families whose scores with images were compared with the models' own.
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava_onevision", "smolvlm", "idefics3")
+# Names in a processor's output that are of the tokens: they follow from the ids.
+_OF_TOKENS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}
+_GRID, _PIXELS, _SIZES, _ALONE = "image_grid_thw", "pixel_values", "image_sizes", "batch_num_images"
+# Of families whose pixels have a dimension of rows before that of images.
+_BY_ROW = {"smolvlm", "idefics3"}
+
+# ------------------------------------------------------------------ the images of a request
+
+
+@dataclass(frozen=True, eq=False)
+class RowImages:
+    """The images of ``S`` rows, each distinct one once. On the CPU.
+
+    Attributes:
+        inputs: of each distinct image, what its encoder takes, by the processor's names.
+        digests: of the content of each.
+        index: which of these each image is, row after row; int64 ``[M]``.
+        counts: images of each row; int64 ``[S]``.
+
+    Example:
+        >>> cat, dog = torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4)
+        >>> images = RowImages.of([{"pixel_values": cat}, None, {"pixel_values": torch.cat([dog, cat])}], 3)
+        >>> len(images.inputs), images.index.tolist(), images.counts.tolist()
+        (2, [0, 1, 0], [1, 0, 2])
+    """
+
+    inputs: tuple[Mapping[str, Tensor], ...]
+    digests: tuple[bytes, ...]
+    index: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, rows: ImageRows | RowImages, count: int) -> RowImages | None:
+        """The images of ``count`` rows, None if no row has one; a ValueError that names the row for others."""
+        if isinstance(rows, RowImages):
+            found, given = rows, len(rows.counts)
+        else:
+            found, given = None, len(rows)
+        if given != count:
+            raise ValueError(f"images has {given} rows, the tokens have {count}: expected one, or None, for each.")
+        if found is None:
+            known: dict[tuple[object, ...], list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows that share tensors
+            every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
+            for row, record in enumerate(rows):
+                tensors = {} if record is None else _tensors(record, row)
+                same = tuple((name, id(t)) for name, t in sorted(tensors.items()))
+                if same not in known:
+                    known[same] = [(image, _digest(image)) for image in (_split(tensors, row) if tensors else [])]
+                every.append(known[same])
+            flat = [image for images in every for image in images]
+            found = _tidy([i for i, _ in flat], [d for _, d in flat], torch.arange(len(flat)), [len(x) for x in every])
+        return found if len(found.index) else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The processor's names."""
+        return tuple(sorted(self.inputs[0])) if self.inputs else ()
+
+    def of_row(self, row: int) -> list[int]:
+        """Which distinct images a row has, in order."""
+        first = int(self.counts[:row].sum())
+        found: list[int] = self.index[first : first + int(self.counts[row])].tolist()
+        return found
+
+    def select(self, rows: Tensor) -> RowImages:
+        """The images of ``rows``, in that order."""
+        chosen = [self.of_row(row) for row in rows.tolist()]
+        index = torch.tensor([i for images in chosen for i in images], dtype=torch.long)
+        return _tidy(self.inputs, self.digests, index, list(map(len, chosen)))
+
+    @staticmethod
+    def concat(parts: Sequence[RowImages]) -> RowImages:
+        """The rows of several."""
+        starts = np.cumsum([0, *(len(part.inputs) for part in parts)])
+        index = torch.cat([part.index + int(start) for part, start in zip(parts, starts, strict=False)])
+        inputs = [image for part in parts for image in part.inputs]
+        digests = [digest for part in parts for digest in part.digests]
+        return _tidy(inputs, digests, index, torch.cat([part.counts for part in parts]).tolist())
+
+    def sizes(self) -> Tensor:
+        """How many numbers are sent for each row, about: an image counts where it is first; ``[S]``."""
+        numbers = torch.tensor([sum(t.numel() for t in image.values()) for image in self.inputs])
+        first = torch.zeros(len(self.index), dtype=torch.long)
+        seen: set[int] = set()
+        for place, i in enumerate(self.index.tolist()):
+            if i not in seen:
+                seen.add(i)
+                first[place] = numbers[i]
+        rows = torch.repeat_interleave(torch.arange(len(self.counts)), self.counts)
+        return torch.zeros_like(self.counts).index_add_(0, rows, first)
+
+    def pack(self, name: str) -> dict[str, np.ndarray]:
+        """The arrays that are sent: each distinct image once."""
+        found = {f"{name}_counts": self.counts.int().numpy(), f"{name}_index": self.index.int().numpy()}
+        for each in self.names:
+            tensors = [image[each] for image in self.inputs]
+            found[f"{name}.{each}"] = torch.cat([t.flatten() for t in tensors]).numpy()
+            found[f"{name}.{each}.shapes"] = np.array([t.shape for t in tensors], "i4").reshape(len(tensors), -1)
+        return found
+
+    @classmethod
+    def unpack(cls, name: str, arrays: Arrays, count: int) -> RowImages:
+        """The images of the arrays; a :class:`ProtocolError` for others."""
+        counts = arrays.take(f"{name}_counts", "i", count).astype(np.int64)
+        if counts.size and int(counts.min()) < 0:
+            raise ProtocolError(f"a request holds {int(counts.min())} images for a sequence, expected at least 0.")
+        index = arrays.take(f"{name}_index", "i", int(counts.sum())).astype(np.int64)
+        names = [each.removeprefix(f"{name}.") for each in arrays.found if each.startswith(f"{name}.")]
+        names = [each for each in names if not each.endswith(".shapes")]
+        columns: dict[str, list[Tensor]] = {}
+        for each in names:
+            data, shapes = (
+                arrays.take(f"{name}.{each}", "iuf", None),
+                arrays.take(f"{name}.{each}.shapes", "i", None, None),
+            )
+            rows = [[int(n) for n in shape] for shape in shapes]
+            sizes = [int(np.prod(shape, dtype=object)) if min(shape, default=0) >= 0 else -1 for shape in rows]
+            if shapes.shape[1] > MAX_DIMS or min(sizes, default=0) < 0 or sum(sizes) != len(data):
+                raise ProtocolError(f"a request holds {len(data)} numbers in {name}.{each:.40}, and shapes of others.")
+            flat = torch.from_numpy(data.astype(data.dtype.newbyteorder("=")))
+            columns[each] = [t.reshape(shape) for t, shape in zip(flat.split(sizes), rows, strict=True)]
+        number = {len(column) for column in columns.values()}
+        if len(number) != 1 or (index.size and not (int(index.min()) >= 0 and int(index.max()) < max(number))):
+            raise ProtocolError(f"a request holds {sorted(number)} images and an index of others.")
+        inputs = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+        try:
+            for image in inputs:
+                _check_image(image, "of a request")
+        except ValueError as error:
+            raise ProtocolError(f"{error!s:.300}") from None
+        return _tidy(inputs, [_digest(image) for image in inputs], torch.from_numpy(index), counts.tolist())
+
+
+def _tidy(
+    inputs: Sequence[Mapping[str, Tensor]], digests: Sequence[bytes], index: Tensor, counts: Sequence[int]
+) -> RowImages:
+    """Images of which equal ones are one, and none is unused."""
+    place: dict[bytes, int] = {}
+    kept: list[int] = []
+    found: list[int] = []
+    for i in index.tolist():
+        if digests[i] not in place:
+            place[digests[i]] = len(kept)
+            kept.append(i)
+        found.append(place[digests[i]])
+    chosen = tuple(inputs[i] for i in kept)
+    if len(names := {tuple(sorted(image)) for image in chosen}) > 1:
+        raise ValueError(f"images of one request have the names {sorted(names)}: expected those of one processor.")
+    index = torch.tensor(found, dtype=torch.long)
+    return RowImages(chosen, tuple(place), index, torch.tensor(list(counts), dtype=torch.long))
+
+
+def _tensors(record: Mapping[str, Any], row: int) -> dict[str, Tensor]:
+    """What a processor returned for a row's images, on the CPU, in numpy's types."""
+    if not isinstance(record, Mapping) and not hasattr(record, "items"):
+        raise TypeError(f"images of row {row}: expected a processor's output or None, got {type(record).__name__}.")
+    found: dict[str, Tensor] = {}
+    for name, value in record.items():
+        if name in _OF_TOKENS or value is None:
+            continue
+        if not str(name).isidentifier() or "video" in name or "audio" in name or "input_features" in name:
+            raise ValueError(
+                f"images of row {row} have an entry {name!r:.40}: expected images alone, no video or sound."
+            )
+        try:
+            tensor = torch.as_tensor(value).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"images of row {row}: {name} is no tensor (return_tensors='pt'): {error!s:.80}") from None
+        tensor = tensor.to({torch.bfloat16: torch.float32, torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype))
+        found[name] = tensor if tensor is value else tensor.contiguous()
+    if found and _PIXELS not in found:
+        raise ValueError(f"images of row {row} have {sorted(found)}, expected {_PIXELS} as the processor returns them.")
+    return found
+
+
+def _split(tensors: Mapping[str, Tensor], row: int) -> list[dict[str, Tensor]]:
+    """The images of a row apart."""
+    pixels, grid = tensors[_PIXELS], tensors.get(_GRID)
+    where = f"of row {row}"
+    if grid is not None:
+        sizes = grid.reshape(-1, 3).prod(-1).tolist()
+        if sum(sizes) != len(pixels) or min(sizes, default=0) < 0:
+            raise ValueError(
+                f"images {where}: {_PIXELS} has {len(pixels)} patches and {_GRID} {sizes}: expected the sum."
+            )
+        return [{_PIXELS: p, _GRID: g} for p, g in zip(pixels.split(sizes), grid.reshape(-1, 3), strict=True)]
+    if pixels.ndim == 5 and _SIZES not in tensors:  # [1, images, channels, height, width]
+        tensors = {name: t.squeeze(0) if len(t) == 1 else t for name, t in tensors.items()}
+        pixels = tensors[_PIXELS]
+    count = len(pixels)
+    images: list[dict[str, Tensor]] = []
+    for i in range(count):
+        image = {name: t[i] for name, t in tensors.items() if name != _ALONE and t.ndim and len(t) == count}
+        if lacking := tensors.keys() - image.keys() - {_ALONE}:
+            name = min(lacking)
+            raise ValueError(
+                f"images {where}: {name} has the shape {tuple(tensors[name].shape)}, expected {count} images."
+            )
+        if _ALONE in tensors:  # which decides how it is encoded
+            image[_ALONE] = torch.tensor(1 if count == 1 else 2)
+        _check_image(image, where)
+        images.append(image)
+    return images
+
+
+def _check_image(image: Mapping[str, Tensor], where: str) -> None:
+    """Raise a ValueError unless the parts of an image fit."""
+    pixels, grid = image.get(_PIXELS), image.get(_GRID)
+    if pixels is None or not all(name.isidentifier() for name in image):
+        raise ValueError(f"images {where} have {sorted(image)}: expected {_PIXELS} as the processor returns it.")
+    dims = 2 if grid is not None or "image_position_ids" in image else 4 if _SIZES in image else 3
+    fits = pixels.ndim == dims and pixels.is_floating_point() and 0 not in pixels.shape
+    if grid is not None:
+        fits = fits and grid.shape == (3,) and min(grid.tolist()) > 0 and int(grid.prod()) == len(pixels)
+    if not fits:
+        raise ValueError(
+            f"images {where}: an image has {_PIXELS} {tuple(pixels.shape)} of {pixels.dtype}: expected {dims} dimensions, as "
+            "the processor returns them for this row."
+        )
+
+
+def _digest(image: Mapping[str, Tensor]) -> bytes:
+    """Equal for images of the same content."""
+    found = blake2b(digest_size=16)
+    for name in sorted(image):
+        tensor = image[name]
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        found.update(tensor.contiguous().numpy().data)
+    return found.digest()
+
+
+# ------------------------------------------------------------------ a model with images
+
+
+@dataclass(frozen=True, eq=False)
+class ImageModel:
+    """The part of an image-text model that encodes images and puts them among the tokens."""
+
+    body: Any  # its forward takes encoded images, and calls the language model
+    token: int  # the placeholder
+    types: str | None  # the argument that tells image tokens from text
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ImageModel:
+        """The part; a ValueError for a model that takes no images, or not in this way."""
+        inner = unwrapped(model)
+        kind, found = getattr(getattr(inner, "config", None), "model_type", None), None
+        for module in inner.modules():  # the innermost
+            takes = inspect.signature(module.forward).parameters
+            if hasattr(module, "get_image_features") and "mm_encoder_outputs" in takes:
+                found = module, next((name for name in sorted(_OF_TOKENS) if "type" in name and name in takes), None)
+        token = None if found is None else getattr(found[0].config, "image_token_id", None)
+        if found is None or token is None or kind not in FAMILIES:
+            raise ValueError(
+                f"images with {type(inner).__name__} (model_type {kind!r}): expected an image-text model of the families "
+                f"{', '.join(FAMILIES)}, in transformers 5.23 or later. Score it with the model's own forward."
+            )
+        return cls(found[0], token, found[1])
+
+    def encode(self, images: RowImages, device: torch.device) -> list[list[Tensor]]:
+        """Features ``[n, H]`` of each distinct image, and those for deeper layers of the language model."""
+        groups: dict[object, list[int]] = {}
+        for i, image in enumerate(images.inputs):
+            shapes = tuple((name, t.shape) for name, t in sorted(image.items()) if _GRID not in image)
+            groups.setdefault((shapes, int(image.get(_ALONE, 0))), []).append(i)
+        found: list[list[Tensor]] = [[]] * len(images.inputs)
+        for group in groups.values():
+            some = [images.inputs[i] for i in group]
+            given: dict[str, Any] = {}
+            for name in images.names:
+                join = torch.cat if name == _PIXELS and _GRID in some[0] else torch.stack
+                given[name] = send(join([image[name] for image in some]), device)
+            if self.body.config.model_type in _BY_ROW:
+                given = {name: tensor.unsqueeze(1) for name, tensor in given.items()}
+            if _ALONE in given:  # several images of one row: more than there are, which the model does not count
+                given[_ALONE] = [1] * len(some) if int(some[0][_ALONE]) == 1 else [len(some) + 1]
+            out = self.body.get_image_features(**given, return_dict=True)
+            deep = getattr(out, "deepstack_features", None) or []
+            for place, i in enumerate(group):
+                found[i] = [out.pooler_output[place], *(layer[place] for layer in deep)]
+        return found
+
+
+class ImageInputs:
+    """The images of a request in one model: encoded once, and the arguments of its forwards."""
+
+    def __init__(self, setup: Setup, images: RowImages, tokens: Ragged) -> None:
+        self.setup, self.images, self._tokens = setup, images, tokens
+        self.model = ImageModel.of(setup.model)
+        self.places = tokens.values == self.model.token
+        with setup.active():
+            self.features = self.model.encode(images, setup.device)
+        expected = torch.tensor(
+            [sum(len(self.features[i][0]) for i in images.of_row(r)) for r in range(len(tokens.lengths))]
+        )
+        found = torch.zeros_like(tokens.lengths).index_add_(0, tokens.sequence_ids, self.places.long())
+        if len(wrong := (found != expected).nonzero()):
+            row = int(wrong[0])
+            raise ValueError(
+                f"sequence {row} has {int(found[row])} image tokens (id {self.model.token}), and its {int(images.counts[row])} "
+                f"images have {int(expected[row])} features: pass the ids and the images of one output of the processor."
+            )
+
+    def keys(self) -> Tensor:
+        """The token ids, with a digest of the image in place of each placeholder: equal for equal prefixes; int64 ``[N]``."""
+        digests = torch.tensor([-1 - (int.from_bytes(each[:8], "little") >> 1) for each in self.images.digests])
+        counts = torch.tensor([len(features[0]) for features in self.features])
+        out = self._tokens.values.clone()
+        out[self.places] = digests[self.images.index].repeat_interleave(counts[self.images.index])
+        return out
+
+    def arguments(self, rows: Sequence[int], ids: Tensor) -> dict[str, Any]:
+        """What the multimodal body takes beside the padded ids ``[b, T]`` of some rows and their mask."""
+        chosen = [i for row in rows for i in self.images.of_row(row)]
+        if not chosen:
+            return {}
+        first, *deep = map(list, zip(*(self.features[i] for i in chosen), strict=True))
+        stacked = torch.stack(first) if self.model.body.config.model_type == "gemma3" else first
+        given: dict[str, Any] = {
+            "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=stacked, deepstack_features=deep)}
+        }
+        if _GRID in self.images.names:
+            given[_GRID] = send(torch.stack([self.images.inputs[i][_GRID] for i in chosen]), self.setup.device)
+        if self.model.types is not None:
+            given[self.model.types] = (ids == self.model.token).long()
+        return given
+
+    @contextmanager
+    def forward(self) -> Iterator[Any]:
+        """Context: the multimodal body; restores what it notes about its last positions."""
+        body, name = self.model.body, "rope_deltas"
+        before = getattr(body, name, None)
+        try:
+            yield body
+        finally:
+            if hasattr(body, name):
+                setattr(body, name, before)
+
+    # ------------------------------------------------------------------ for packs
+
+    def prepare(self, batches: Sequence[tuple[Sequence[int], PaddedBatch]], needed: Tensor) -> bool:
+        """Take what the multimodal body passes to the language model for the ``needed [N]`` tokens of whole rows.
+
+        False if that cannot run in packs: an attention that is more than causal, or an input of another kind.
+        """
+        self._place, self._deep_place = torch.full((2, len(needed)), -1)
+        parts: list[dict[str, Tensor]] = []
+        deep: list[Sequence[Tensor]] = []
+        for rows, batch in batches:
+            ids, real, wanted = (
+                send(x, self.setup.device) for x in (*batch[:2], (batch.sources >= 0) & needed[batch.sources])
+            )
+            with self.setup.active(), self.forward() as body, _watched(find_body(self.setup.model)) as seen:
+                call(body, ids, attention_mask=real, use_cache=False, **self.arguments(rows, ids))
+            given = {name: x for name, x in seen.items() if isinstance(x, (Tensor, Mapping)) or "deepstack" in name}
+            if not _is_causal(given.pop("attention_mask", None), real):
+                return False
+            elements = batch.sources[wanted.cpu()]
+            self._place[elements] = torch.arange(len(elements)) + sum(len(part["inputs_embeds"]) for part in parts)
+            marked, layers = given.pop("visual_pos_masks", None), given.pop("deepstack_visual_embeds", None)
+            if marked is not None and layers is not None:
+                place = torch.where(
+                    marked, marked.flatten().cumsum(0).view_as(marked) - 1 + sum(len(x[0]) for x in deep), -1
+                )
+                self._deep_place[elements] = place[wanted].cpu()
+                deep.append(layers)
+            positions = given.pop("position_ids", None)
+            if given.keys() - {"inputs_embeds", "per_layer_inputs"}:
+                return False
+            part = {name: x[wanted] for name, x in given.items()}
+            if positions is None:
+                positions = send(self._tokens.positions[elements], self.setup.device)[:, None]
+            else:  # [b, T], or [k, b, T] of several axes
+                positions = positions.reshape(-1, *positions.shape[-2:]).expand(-1, *ids.shape)[:, wanted].T
+            parts.append({**part, "position_ids": positions})
+        axes = max((part["position_ids"].shape[1] for part in parts), default=1)
+        for part in parts:
+            part["position_ids"] = part["position_ids"].expand(-1, axes)
+        self._inputs = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+        self._deep = [torch.cat(layer) for layer in zip(*deep, strict=True)]
+        return True
+
+    def of_pack(self, elements: Tensor) -> dict[str, Any]:
+        """The language model's inputs for the tokens at flat ``elements [n]``."""
+        at = send(self._place[elements], self.setup.device)
+        found: dict[str, Any] = {name: x[at][None] for name, x in self._inputs.items()}
+        positions = found["position_ids"]
+        found["position_ids"] = positions[..., 0] if positions.shape[-1] == 1 else positions.permute(2, 0, 1)
+        deep = self._deep_place[elements]
+        if bool((deep >= 0).any()):
+            found["visual_pos_masks"] = send(deep >= 0, self.setup.device)[None]
+            some = send(deep[deep >= 0], self.setup.device)
+            found["deepstack_visual_embeds"] = [layer[some] for layer in self._deep]
+        return found
+
+
+class _Nothing:
+    """What a language model returns that was not run."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _watched(decoder: nn.Module | None) -> Iterator[dict[str, Any]]:
+    """Context: calls of the language model are not run; their arguments are in the dict."""
+    assert decoder is not None, "packs need a body"
+    seen: dict[str, Any] = {}
+    before = decoder.__dict__.get("forward")
+    decoder.__dict__["forward"] = lambda **given: seen.update(given) or _Nothing()
+    try:
+        yield seen
+    finally:
+        del decoder.__dict__["forward"]
+        if before is not None:
+            decoder.__dict__["forward"] = before
+
+
+def _is_causal(mask: object, real: Tensor) -> bool:
+    """Whether no token of ``real [b, T]`` attends to a later one."""
+    if isinstance(mask, Mapping):
+        return all(_is_causal(each, real) for each in mask.values())
+    if mask is None or not isinstance(mask, Tensor) or mask.ndim != 4:
+        return mask is None or isinstance(mask, Tensor)
+    allowed = mask if mask.dtype == torch.bool else mask >= 0
+    return not bool((allowed.triu(1) & real.bool()[:, None, :, None]).any())
