@@ -403,7 +403,7 @@ class PolicyLoss(TokenLoss):
 
     def _dry_run(self, teachers: int | None = None) -> list[NestedKey]:
         """The outputs under the current hyper-parameters, found by a dry run on two dummy tokens."""
-        weights = [given for part in self._parts if (given := part.hyper.get("teacher_weights"))]
+        weights = [found for part in self._parts if (found := part.hyper.get("teacher_weights"))]
         teachers = teachers or (len(weights[0]) if weights else 1)
         inputs = dummy_inputs(teachers=teachers, device=device_of(*self._parts))
         with torch.no_grad():

@@ -513,14 +513,13 @@ class Run:
         if self.tree is None:
             models = (setup.model for setup in self.setups)
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
-            each = zip(self.setups, self.routings, self.images, strict=True)
-            return [PaddedPass(setup, self.request, batches, routing, images) for setup, routing, images in each]
+            padded = zip(self.setups, self.routings, self.images, strict=True)
+            return [PaddedPass(setup, self.request, batches, routing, images) for setup, routing, images in padded]
         parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
+        each = zip(self.setups, parts, self.routings, self.images, strict=True)
         if self.forks:
-            some = zip(self.setups, parts, self.routings, strict=True)
-            return [ForkedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
-        some = zip(self.setups, parts, self.routings, self.images, strict=True)
-        return [PackedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
+            return [ForkedPass(x, self.request, self.tree, self.budget, part, routing) for x, part, routing, _ in each]
+        return [PackedPass(x, self.request, self.tree, self.budget, *rest) for x, *rest in each]  # type: ignore[arg-type]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]

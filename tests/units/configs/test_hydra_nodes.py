@@ -186,7 +186,11 @@ def test_sampling_is_shared_and_partial_nodes_advantages_and_algorithms(lab: Lab
     cfg = compose(
         *("+sampling=base", "sampling.temperature=0.7", "sampling.top_p=0.9"),
         *("+loss=policy", "+options@loss.options=base", "loss.options.sampling=${sampling}"),
-        *("+loss@partial=policy", "partial._partial_=true", "partial.objective=gpg"),  # as torchrl's trainers take losses
+        *(
+            "+loss@partial=policy",
+            "partial._partial_=true",
+            "partial.objective=gpg",
+        ),  # as torchrl's trainers take losses
         *("+transform@advantage=advantage", "advantage.name=grpo", "advantage.group_size=2"),
         *("advantage.hyper={std: batch}", "+algorithm=base", "algorithm.algorithm=dapo", "algorithm.group_size=2"),
         "algorithm.overrides={clip_high: 0.3}",

@@ -118,7 +118,9 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
 ) -> None:
     """Whatever was cached, evicted or cut before, also for more temperatures than log-probs are kept for."""
     plain = doubled(family)
-    scorer = LogProbScorer(plain.model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget, probe=family != "mistral")
+    scorer = LogProbScorer(
+        plain.model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget, probe=family != "mistral"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request, i in history:
