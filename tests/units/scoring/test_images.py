@@ -1,12 +1,13 @@
 """Scores with images are the model's own, of one row alone; each distinct image is encoded once, and tells prefixes apart."""
 
 import random
+import warnings
 from functools import cache
 
 import pytest
 import torch
-from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
 
+from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
 from torchrl_llm_kl import LogProbScorer, RememberedModel, ScoreRequest
 from torchrl_llm_kl.scoring._bytes import ProtocolError
 from torchrl_llm_kl.scoring._images import RowImages
@@ -151,7 +152,7 @@ def test_a_conversation_with_one_more_image_continues():
     """The cache recalls all before the new image."""
     model, first, second = model_of("qwen3_vl"), picture("qwen3_vl", 1), picture("qwen3_vl", 2, wide=True)
     ids = row_of("qwen3_vl", first)
-    longer = ids + [7, *[IMAGE] * 8, 8, 30, 31]
+    longer = [*ids, 7, *[IMAGE] * 8, 8, 30, 31]
     scorer = LogProbScorer(model, remember=True)
     scorer.score([ids], images=[first])
     images = {name: torch.cat([first[name], second[name]]) for name in first}
@@ -207,9 +208,11 @@ def test_bidirectional_images_take_the_padded_route_and_say_so():
     model, image = model_of("gemma3"), picture("gemma3", 1)
     scorer = LogProbScorer(model)
     with pytest.warns(UserWarning, match="Gemma3ForConditionalGeneration is given images") as seen:
-        for _ in range(2):
-            scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
+        scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
     assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
     assert scorer.explain([[1, *SHARED]], 0, 3).kind == "pack"  # text still shares prefixes
 
 
