@@ -17,8 +17,8 @@ from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import ChatHistory
 
-from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, make_algorithm
 from image_models import image_model, image_processor
+from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, make_algorithm
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_tokenizer
 
 
