@@ -290,3 +290,27 @@ def test_equal_images_of_several_requests_are_one():
     assert whole.index.tolist() == [0, 1, 0]
     assert whole.counts.tolist() == [1, 1, 0, 1]
     assert whole.select(torch.tensor([3, 2])).index.tolist() == [0]
+
+
+def test_rows_that_share_memory_or_take_it_over_are_told_apart():
+    """Records that are made row by row may reuse the memory of earlier ones."""
+    records = ({"pixel_values": torch.full((1, 3, 4, 4), float(i // 2)).bfloat16()} for i in range(8))
+    images = RowImages.of([next(records) for _ in range(8)], 8)
+    assert images.index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    pixels = torch.arange(96.0).reshape(2, 3, 4, 4)
+    shared = RowImages.of([{"pixel_values": pixels[:1]}, {"pixel_values": pixels[1:]}, {"pixel_values": pixels}], 3)
+    assert shared.index.tolist() == [0, 1, 0, 1]
+    flipped = RowImages.of([{"pixel_values": pixels}, {"pixel_values": pixels.transpose(2, 3)}], 2)
+    assert flipped.index.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma4", "smolvlm"])
+def test_every_family_is_sent_and_a_part_without_images_too(family):
+    images = [picture(family, 1), None, joined(family, [picture(family, 1), picture(family, 2)])]
+    ids = [row_of(family, image) for image in images]
+    request = Request.unpack(Request(ScoreRequest.of(ids, images=images)).pack()).scored
+    scorer = LogProbScorer(model_of(family))
+    assert torch.equal(scorer.run(request).log_prob.values, scorer.score(ids, images=images).values)
+    text = request.select(torch.tensor([1]))
+    assert text.images is None
+    assert Request.unpack(Request(text).pack()).scored.tokens.values.tolist() == ids[1]
