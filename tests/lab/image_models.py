@@ -1,4 +1,4 @@
-"""Small random image-text models of five families, and rows as their processors return them."""
+"""Small random image-text models of eight families, and rows as their processors return them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def _qwen2_5_vl() -> nn.Module:
     vision |= {"patch_size": 2, "window_size": 8, "fullatt_block_indexes": [1]}
     text = _TEXT | {"rope_parameters": _MROPE}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS))
+
+
+def _qwen2_vl() -> nn.Module:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2}
+    text = _TEXT | {"rope_parameters": _MROPE}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **_IDS))
 
 
 def _qwen3_vl() -> nn.Module:
@@ -81,18 +89,29 @@ def _llava_onevision() -> nn.Module:
 def _smolvlm() -> nn.Module:
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
 
+    return SmolVLMForConditionalGeneration(SmolVLMConfig(**_idefics()))
+
+
+def _idefics3() -> nn.Module:
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    return Idefics3ForConditionalGeneration(Idefics3Config(**_idefics()))
+
+
+def _idefics() -> dict[str, Any]:
     text = _TEXT | {"model_type": "llama"}
-    config = SmolVLMConfig(text_config=text, vision_config=_SIGLIP, image_token_id=IMAGE, scale_factor=2)
-    return SmolVLMForConditionalGeneration(config)
+    return {"text_config": text, "vision_config": _SIGLIP, "image_token_id": IMAGE, "scale_factor": 2}
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "llava_onevision": _llava_onevision,
     "smolvlm": _smolvlm,
+    "idefics3": _idefics3,
 }
 
 
@@ -127,7 +146,7 @@ def picture(family: str, seed: int, wide: bool = False) -> dict[str, Tensor]:
         count = 3 if wide else 2
         sizes = torch.tensor([[8, 16 if wide else 8]])
         return {"pixel_values": pixels(1, count, 3, 8, 8), "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
-    if family == "smolvlm":
+    if family in ("smolvlm", "idefics3"):
         mask = torch.ones(1, 1, 8, 8, dtype=torch.long)
         return {"pixel_values": pixels(1, 1, 3, 8, 8), "pixel_attention_mask": mask}
     return {"pixel_values": pixels(1, 3, 8, 8)}
@@ -140,7 +159,7 @@ def joined(family: str, pictures: Sequence[dict[str, Tensor]]) -> dict[str, Tens
         whole = {"pixel_values": torch.cat([each["pixel_values"][:, :1] for each in pictures])}
         whole |= {"image_sizes": torch.cat([each["image_sizes"] for each in pictures])}
         return whole | {"batch_num_images": torch.tensor([len(pictures)])}
-    dim = 1 if family == "smolvlm" else 0
+    dim = 1 if family in ("smolvlm", "idefics3") else 0
     return {name: torch.cat([each[name] for each in pictures], dim) for name in pictures[0]}
 
 
@@ -153,7 +172,7 @@ def num_placeholders(model: Any, row: dict[str, Tensor]) -> list[int]:
 def token_types(family: str, ids: Tensor) -> dict[str, Tensor]:
     """What the processor returns beside the ids ``[1, T]``."""
     name = {"gemma3": "token_type_ids"}.get(family, "mm_token_type_ids")
-    return {} if family in ("llava_onevision", "smolvlm") else {name: (ids == IMAGE).long()}
+    return {} if family in ("llava_onevision", "smolvlm", "idefics3") else {name: (ids == IMAGE).long()}
 
 
 def own_log_probs(family: str, model: Any, ids: Sequence[int] | Tensor, row: dict[str, Tensor] | None) -> Tensor:

@@ -17,6 +17,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import ChatHistory
 
+from image_models import image_model, image_processor
 from torchrl_llm_kl import Advantage, LogProbScorer, RetrieveKL, Sampling, make_algorithm
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, make_tokenizer
 
@@ -144,6 +145,14 @@ def _routing(world: World) -> dict[str, Any]:
     return {"outputs": [request], "data": TensorDict(batch_size=[1]), "answer": answer, "layers": 3, "k": 2}
 
 
+def _images(world: World) -> dict[str, Any]:
+    from PIL import Image
+
+    policy, reference = (image_model("qwen2_5_vl", seed=seed) for seed in (0, 1))
+    picture = Image.new("RGB", (8, 8), (220, 20, 20))
+    return {"policy": policy, "reference": reference, "processor": image_processor("qwen2_5_vl"), "picture": picture}
+
+
 def _sampling(world: World) -> dict[str, Any]:
     mask = [torch.tensor([False, False, True, True]), torch.tensor([False, True, True])]
     given = {"sequences": [[3, 4, 5, 6], [7, 8, 9]], "mask": mask, "prompts": prompts_of(["Why?", "How?"])}
@@ -198,6 +207,7 @@ PREAMBLES: dict[str, tuple[str, Made | None]] = {
     "docs/ray.md": ("", _ray),
     "docs/recipes.md": ("reference teacher=reference model tokenizer", _recipes),
     "docs/resuming.md": ("model reference", None),
+    "docs/images.md": ("", _images),
     "docs/routing.md": ("", _routing),
     "docs/sampling.md": ("policy=model sampler reference", _sampling),
     "docs/scoring.md": ("model ref_model=reference reference policy=adapted buffer", _scoring),

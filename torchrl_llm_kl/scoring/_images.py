@@ -73,11 +73,11 @@ class RowImages:
         if given != count:
             raise ValueError(f"images has {given} rows, the tokens have {count}: expected one, or None, for each.")
         if found is None:
-            known: dict[tuple[object, ...], list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows that share tensors
+            known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows may share memory
+            held = [{} if record is None else _tensors(record, row) for row, record in enumerate(rows)]
             every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
-            for row, record in enumerate(rows):
-                tensors = {} if record is None else _tensors(record, row)
-                same = tuple((name, id(t)) for name, t in sorted(tensors.items()))
+            for row, tensors in enumerate(held):
+                same = tuple((name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in sorted(tensors.items()))
                 if same not in known:
                     known[same] = [(image, _digest(image)) for image in (_split(tensors, row) if tensors else [])]
                 every.append(known[same])
@@ -96,11 +96,11 @@ class RowImages:
         found: list[int] = self.index[first : first + int(self.counts[row])].tolist()
         return found
 
-    def select(self, rows: Tensor) -> RowImages:
-        """The images of ``rows``, in that order."""
+    def select(self, rows: Tensor) -> RowImages | None:
+        """The images of ``rows``, in that order; None if there are none."""
         chosen = [self.of_row(row) for row in rows.tolist()]
         index = torch.tensor([i for images in chosen for i in images], dtype=torch.long)
-        return _tidy(self.inputs, self.digests, index, list(map(len, chosen)))
+        return _tidy(self.inputs, self.digests, index, list(map(len, chosen))) if len(index) else None
 
     @staticmethod
     def concat(parts: Sequence[RowImages]) -> RowImages:
@@ -201,7 +201,7 @@ def _tensors(record: Mapping[str, Any], row: int) -> dict[str, Tensor]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"images of row {row}: {name} is no tensor (return_tensors='pt'): {error!s:.80}") from None
         tensor = tensor.to({torch.bfloat16: torch.float32, torch.bool: torch.uint8}.get(tensor.dtype, tensor.dtype))
-        found[name] = tensor if tensor is value else tensor.contiguous()
+        found[name] = tensor
     if found and _PIXELS not in found:
         raise ValueError(f"images of row {row} have {sorted(found)}, expected {_PIXELS} as the processor returns them.")
     return found
@@ -280,8 +280,8 @@ class ImageModel:
         inner = unwrapped(model)
         kind, found = getattr(getattr(inner, "config", None), "model_type", None), None
         for module in inner.modules():  # the innermost
-            takes = inspect.signature(module.forward).parameters
-            if hasattr(module, "get_image_features") and "mm_encoder_outputs" in takes:
+            takes = inspect.signature(module.forward).parameters if hasattr(module, "get_image_features") else {}
+            if "mm_encoder_outputs" in takes:
                 found = module, next((name for name in sorted(_OF_TOKENS) if "type" in name and name in takes), None)
         token = None if found is None else getattr(found[0].config, "image_token_id", None)
         if found is None or token is None or kind not in FAMILIES:
@@ -441,7 +441,7 @@ def _watched(decoder: nn.Module | None) -> Iterator[dict[str, Any]]:
     assert decoder is not None, "packs need a body"
     seen: dict[str, Any] = {}
     before = decoder.__dict__.get("forward")
-    decoder.__dict__["forward"] = lambda **given: seen.update(given) or _Nothing()
+    decoder.__dict__["forward"] = lambda *_, **given: seen.update(given) or _Nothing()
     try:
         yield seen
     finally:

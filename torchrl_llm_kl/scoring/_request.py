@@ -144,7 +144,7 @@ class PaddedBatch(NamedTuple):
 # ``dtype`` (None: as they were sent); or, without ``dims``, token ids for each scored token, as many as it has, or images.
 
 
-def _select(value: Recorded, elements: Tensor, rows: Tensor) -> Recorded:
+def _select(value: Recorded, elements: Tensor, rows: Tensor) -> Recorded | None:
     """The part of the tokens at flat ``elements``, which are those of ``rows``."""
     if isinstance(value, RowImages):
         return value.select(rows)

@@ -1,12 +1,13 @@
 """Scores with images are the model's own, of one row alone; each distinct image is encoded once, and tells prefixes apart."""
 
 import random
+import warnings
 from functools import cache
 
 import pytest
 import torch
-from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
 
+from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
 from torchrl_llm_kl import LogProbScorer, RememberedModel, ScoreRequest
 from torchrl_llm_kl.scoring._bytes import ProtocolError
 from torchrl_llm_kl.scoring._images import RowImages
@@ -151,7 +152,7 @@ def test_a_conversation_with_one_more_image_continues():
     """The cache recalls all before the new image."""
     model, first, second = model_of("qwen3_vl"), picture("qwen3_vl", 1), picture("qwen3_vl", 2, wide=True)
     ids = row_of("qwen3_vl", first)
-    longer = ids + [7, *[IMAGE] * 8, 8, 30, 31]
+    longer = [*ids, 7, *[IMAGE] * 8, 8, 30, 31]
     scorer = LogProbScorer(model, remember=True)
     scorer.score([ids], images=[first])
     images = {name: torch.cat([first[name], second[name]]) for name in first}
@@ -207,9 +208,11 @@ def test_bidirectional_images_take_the_padded_route_and_say_so():
     model, image = model_of("gemma3"), picture("gemma3", 1)
     scorer = LogProbScorer(model)
     with pytest.warns(UserWarning, match="Gemma3ForConditionalGeneration is given images") as seen:
-        for _ in range(2):
-            scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
+        scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
     assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scorer.score([row_of("gemma3", image)] * 2, images=[image] * 2)
     assert scorer.explain([[1, *SHARED]], 0, 3).kind == "pack"  # text still shares prefixes
 
 
@@ -287,3 +290,27 @@ def test_equal_images_of_several_requests_are_one():
     assert whole.index.tolist() == [0, 1, 0]
     assert whole.counts.tolist() == [1, 1, 0, 1]
     assert whole.select(torch.tensor([3, 2])).index.tolist() == [0]
+
+
+def test_rows_that_share_memory_or_take_it_over_are_told_apart():
+    """Records that are made row by row may reuse the memory of earlier ones."""
+    records = ({"pixel_values": torch.full((1, 3, 4, 4), float(i // 2)).bfloat16()} for i in range(8))
+    images = RowImages.of([next(records) for _ in range(8)], 8)
+    assert images.index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    pixels = torch.arange(96.0).reshape(2, 3, 4, 4)
+    shared = RowImages.of([{"pixel_values": pixels[:1]}, {"pixel_values": pixels[1:]}, {"pixel_values": pixels}], 3)
+    assert shared.index.tolist() == [0, 1, 0, 1]
+    flipped = RowImages.of([{"pixel_values": pixels}, {"pixel_values": pixels.transpose(2, 3)}], 2)
+    assert flipped.index.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("family", ["llava_onevision", "gemma4", "smolvlm"])
+def test_every_family_is_sent_and_a_part_without_images_too(family):
+    images = [picture(family, 1), None, joined(family, [picture(family, 1), picture(family, 2)])]
+    ids = [row_of(family, image) for image in images]
+    request = Request.unpack(Request(ScoreRequest.of(ids, images=images)).pack()).scored
+    scorer = LogProbScorer(model_of(family))
+    assert torch.equal(scorer.run(request).log_prob.values, scorer.score(ids, images=images).values)
+    text = request.select(torch.tensor([1]))
+    assert text.images is None
+    assert Request.unpack(Request(text).pack()).scored.tokens.values.tolist() == ids[1]
