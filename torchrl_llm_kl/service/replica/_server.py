@@ -176,9 +176,9 @@ class Server:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str, seen: int = 0) -> int:
+    async def stage_weights(self, token: str) -> int:
         """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`. The version of the model."""
-        await self._off_loop(lambda: self._pushes.stage(token, seen))
+        await self._off_loop(lambda: self._pushes.stage(token))
         return self._core.version
 
     async def drop_weights(self) -> None:
@@ -186,7 +186,7 @@ class Server:
         await self._off_loop(self._pushes.drop)
 
     async def refresh_weights(self) -> None:
-        """Load the pushes that this replica lacks."""
+        """Load the last push, unless this replica has it."""
         await self._refresh()
 
     async def _off_loop(self, call: Callable[[], _T]) -> _T:
@@ -198,7 +198,7 @@ class Server:
             self._end(error)
 
     async def _refresh(self, version: int | None = None) -> None:
-        """Load the pushes that this replica lacks, unless it has ``version`` by then."""
+        """Load the last push, unless this replica has ``version`` by then."""
         async with self._refreshing:
             if version is None or version > self._core.version or self._lost is not None:
                 await asyncio.shield(self._load())
@@ -219,7 +219,7 @@ class Server:
         self._core.update_weights(found.weights, found.version, checked=True)
 
     def _restore(self) -> None:
-        """Load all pushes before the first request."""
+        """Load the last push before the first request."""
         try:
             found = self._pushes.missing()
             if found is not None:
