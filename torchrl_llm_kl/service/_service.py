@@ -154,8 +154,8 @@ class ScoringService:
         ones, and each replica copies them between two batches: all of them or none.
 
         Args:
-            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them; with all tensors of
-                earlier pushes, since a replica that restarts loads only the last one.
+            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them; with all
+                tensors of earlier pushes, since a replica that restarts loads only the last one.
             version: a whole number greater than the last one; by default the next one, which no other push gets.
 
         Keyword Args:
