@@ -185,10 +185,6 @@ class Server:
         """Free a staged push that was given up."""
         await self._off_loop(self._pushes.drop)
 
-    async def refresh_weights(self) -> None:
-        """Load the last push, unless this replica has it."""
-        await self._refresh()
-
     async def _off_loop(self, call: Callable[[], _T]) -> _T:
         """Run ``call`` in the thread of the weights: the keeper may let it wait, and requests go on."""
         self._check_life()
@@ -197,7 +193,7 @@ class Server:
         except EngineLost as error:
             self._end(error)
 
-    async def _refresh(self, version: int | None = None) -> None:
+    async def refresh_weights(self, version: int | None = None) -> None:
         """Load the last push, unless this replica has ``version`` by then."""
         async with self._refreshing:
             if version is None or version > self._core.version or self._lost is not None:
@@ -238,7 +234,7 @@ class Server:
         end = time.monotonic() + timeout
         if max(wanted, request.newest) > self._core.version or self._lost is not None:
             try:
-                await asyncio.wait_for(self._refresh(max(wanted, request.newest)), timeout)
+                await asyncio.wait_for(self.refresh_weights(max(wanted, request.newest)), timeout)
             except asyncio.TimeoutError:
                 failed = "they were not there in time"
             except Exception as error:
