@@ -25,10 +25,8 @@ MANY = {
     "mix_chord": 16,
     "pair_up": 14,
     "rec": 13,
-    "ScoringService.__init__": 20,
     "PolicyLoss.__init__": 17,
     "make_algorithm": 14,
-    "GangEngine.__init__": 13,
 }
 #: The files with private names of other libraries; two derive from classes of torchrl.
 PRIVATE = {"_private.py", "ragged/_tensordict.py", "transforms/_base.py", "service/_weight_sync.py"}
