@@ -143,16 +143,11 @@ def test_a_gang_that_lost_pushed_weights_takes_only_all_of_them(service, local, 
     os.kill(service.stats()[0]["pid"], signal.SIGKILL)
     until(lambda: len(pids(folder, 0)) > before)
     some = {"lm_head.weight": build(2).state_dict()["lm_head.weight"]}
-    with pytest.raises(WeightVersionError, match="push all tensors of the model"):
+    with pytest.raises(WeightVersionError, match="push all tensors"):
         service.update_weights(some)
     wrapped = {f"model.{name}": value for name, value in build().state_dict().items()}  # as in a TorchRL wrapper
     service.update_weights(wrapped)
     assert_same(scorer.score(rows).values, local.score(rows).values)
-    service.update_weights(some)
-    mixed = build()
-    mixed.load_state_dict(some, strict=False)
-    assert_same(scorer.score(rows).values, LogProbScorer(mixed).score(rows).values)
-    service.update_weights(build().state_dict())
 
 
 @pytest.mark.slow

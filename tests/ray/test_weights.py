@@ -40,9 +40,10 @@ def test_weights_reach_every_replica_under_their_version(pushed):
     pushed.update_weights(ray.put(model(seed=2).state_dict()), start + 5)
     assert_holds(pushed, model(seed=2), start + 5)
     half = {name: value for name, value in model(seed=3).state_dict().items() if "layers.0" in name}
-    pushed.update_weights(half, start + 6)
-    mixed = model(seed=2)
-    mixed.load_state_dict(half, strict=False)
+    with pytest.raises(WeightVersionError, match="this push lacks"):
+        pushed.update_weights(half, start + 6)
+    mixed = model(seed=3)
+    pushed.update_weights(mixed, start + 6)
     assert_holds(pushed, mixed, start + 6)
     with pytest.raises(WeightVersionError, match=rf"version {start + 6} of the weights came after version {start + 6}"):
         pushed.update_weights(model(seed=2), start + 6)

@@ -23,8 +23,6 @@ MANY = {
     "RetrieveLogProb.__init__": 14,
     "mix_chord": 16,
     "rec": 13,
-    "ScoringService.__init__": 20,
-    "GangEngine.__init__": 13,
 }
 #: The files with private names of other libraries; two derive from classes of torchrl.
 PRIVATE = {"_private.py", "ragged/_tensordict.py", "transforms/_base.py", "service/_weight_sync.py"}

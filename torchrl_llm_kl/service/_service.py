@@ -154,7 +154,8 @@ class ScoringService:
         ones, and each replica copies them between two batches: all of them or none.
 
         Args:
-            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them.
+            weights: a ``state_dict``, a module, a TensorDict of parameters, or a Ray reference to one of them; with all
+                tensors of earlier pushes, since a replica that restarts loads only the last one.
             version: a whole number greater than the last one; by default the next one, which no other push gets.
 
         Keyword Args:
@@ -166,7 +167,7 @@ class ScoringService:
 
         Raises:
             KeyError, TypeError, ValueError: if they do not fit the model or are not finite; nothing is changed.
-            WeightVersionError: if this version or a later one was pushed before.
+            WeightVersionError: if this version or a later one was pushed before, or earlier pushes held other tensors too.
             ServiceTimeout: if no replica takes them within ``timeout``, or they are not stored by then: push them again.
         """
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not 0 <= wait < 1e9:

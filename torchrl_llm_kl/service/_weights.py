@@ -24,8 +24,8 @@ MAX_VERSION = 2**63 - 1
 _ABANDONED = 3600.0  # seconds after which a push that was not committed is dropped
 _FETCH = 300.0  # seconds to fetch weights
 
-#: What a keeper holds: version; token and references of each push, oldest first; and why earlier ones were lost, if they were.
-Held = tuple[int, list[tuple[str, list[Any]]], Exception | None]
+#: What a keeper holds: version, token and references of the last push; and why that is lost, if it is.
+Held = tuple[int, str, list[Any], Exception | None]
 #: Type, shape and bytes of weights by name. Ray maps the bytes into memory where a copy would double them.
 Chunk = dict[str, tuple[str, tuple[int, ...], np.ndarray]]
 
@@ -67,7 +67,6 @@ class Push:
 
     token: str  # unique
     chunks: list[Any] = field(default_factory=list)  # references
-    names: set[str] = field(default_factory=set)  # of the weights
     version: int = 0  # once it is committed
     seen: float = field(default_factory=time.monotonic)  # the last call for it
 
@@ -76,25 +75,21 @@ class Push:
         import ray
 
         self.chunks.append(ray.put(chunk))
-        self.names |= chunk.keys()
         self.seen = time.monotonic()
 
 
 class WeightKeeper:
-    """An actor that keeps pushed weights in the object store, so that a restarted replica can load them.
+    """An actor that keeps the last push in the object store, so that a restarted replica can load it.
 
     A push is staged in chunks, which changes nothing, and then committed as a whole. The keeper ends with the service.
     """
 
     def __init__(self, service: str) -> None:
-        self._service, self._version = service, 0
-        self._pushed: list[Push] = []  # oldest first, without those that later ones replace
+        self._service, self._last = service, Push("")
         self._staged: dict[str, Push] = {}
         self._lost: Exception | None = None
         if was_restarted():
-            self._lost = WeightVersionError(
-                "the weights that were pushed are lost, with the actor that kept them: push them again."
-            )
+            self._lost = _lost()
 
     def stage(self, token: str, chunk: Chunk) -> None:
         """Store a part of a push; one that was given up an hour ago is dropped."""
@@ -107,7 +102,9 @@ class WeightKeeper:
 
         ``seen`` is the last version that the pusher and the replicas know: this actor may have lost it.
         """
-        last = max(self._version, seen)
+        last = max(self._last.version, seen)
+        if seen > self._last.version:
+            self._lost = _lost()
         try:
             version = check_version(last + 1 if version is None else version)
         except WeightVersionError as error:
@@ -120,31 +117,35 @@ class WeightKeeper:
 
     def commit(self, token: str, chunks: int, version: int | None, seen: int = 0) -> int | Exception:
         """Make a staged push of so many chunks the latest one; its version (the next one for None) or an error."""
-        for push in self._pushed:
-            if push.token == token:  # asked again
-                return push.version
+        if token == self._last.token:  # asked again
+            return self._last.version
         push = self._staged.pop(token, Push(token))
         if len(push.chunks) != chunks:
             return ServiceError(f"{len(push.chunks)} of {chunks} chunks of a push are there: push the weights again.")
         error = self.check(version, seen)
         if error is not None:
             return error
-        push.version = max(self._version, seen) + 1 if version is None else version
-        earlier = [] if self._lost else [old for old in self._pushed if not old.names <= push.names]
-        self._pushed = [*earlier, push]
-        self._version, self._lost = push.version, None
+        push.version = max(self._last.version, seen) + 1 if version is None else version
+        self._last, self._lost = push, None
         return push.version
 
     def drop(self, token: str) -> None:
         """Free a staged push."""
         self._staged.pop(token, None)
 
-    def get(self, service: str, staged: str | None = None) -> Held:
-        """What it holds, ``staged`` last."""
+    def get(self, service: str) -> Held:
+        """The last push."""
         if service != self._service:  # of an earlier service of that name
-            return 0, [], None
-        found = [*self._pushed, *([self._staged[staged]] if staged in self._staged else [])]
-        return self._version, [(push.token, list(push.chunks)) for push in found], self._lost
+            return 0, "", [], None
+        return self._last.version, self._last.token, list(self._last.chunks), self._lost
+
+    def staged(self, token: str) -> tuple[list[Any], Exception | None]:
+        """References of a push that is not committed, none if it is not known; and why the last one is lost, if it is."""
+        return list(self._staged[token].chunks) if token in self._staged else [], self._lost
+
+
+def _lost() -> WeightVersionError:
+    return WeightVersionError("the weights that were pushed are lost, with the actor that kept them: push them again.")
 
 
 def keeper_of(spec: ServiceSpec) -> Any:
@@ -157,11 +158,11 @@ def keeper_of(spec: ServiceSpec) -> Any:
 
 
 class Missing(NamedTuple):
-    """Pushed weights that a replica lacks."""
+    """A push that a replica lacks."""
 
     version: int
-    token: str  # of the last push
-    weights: dict[str, Tensor]  # under the model's own names
+    token: str
+    weights: Mapping[str, Tensor]  # under the model's own names
 
 
 class Pushes:
@@ -181,84 +182,63 @@ class Pushes:
     ) -> None:
         self._spec, self._check, self._tensors = spec, check, tensors
         self._taken = ""  # token of the last push that is in the model
-        self._version = -1  # of that push; 0 before the first one, -1 until the keeper said that there is none
-        self._names: frozenset[str] = frozenset()  # of all pushed weights that are in the model
+        self._names: frozenset[str] = frozenset()  # of the pushed weights that are in the model
         self._staged: tuple[str, Mapping[str, Tensor]] = ("", {})
 
-    def stage(self, token: str, seen: int = 0) -> None:
+    def stage(self, token: str) -> None:
         """Fetch and check a push before it is committed. Its bytes stay in the object store, one copy for each node.
 
-        ``seen`` is the latest version that the pusher knows of: a keeper with an earlier one has lost something.
-
-        If the keeper lost earlier pushes, this one must hold all tensors of theirs, or of the model if this replica does not
-        know theirs: otherwise a replica that starts later would have the factory's in place of those.
+        It must hold all tensors of the pushes before it, of the model if these are lost: a replica that starts later loads
+        nothing else.
         """
         if token == self._taken:
             return
         self._staged = ("", {})
-        version, pushes, lost = self._ask(token)
-        found = dict(pushes)
-        if token not in found:
+        references, lost = self._ask("staged", token) or ([], None)
+        if not references:
             raise ServiceError("the push is not known to the actor that keeps the weights: push them again.")
-        weights = self._fetch(found[token])
-        if lost is not None or version < max(self._version, seen):  # restarted, or created again
-            self._check_replaces(weights, max(version, seen))
-        self._staged = (token, weights)
-
-    def _check_replaces(self, names: Collection[str], newest: int) -> None:
-        """Raise an error unless a push replaces all earlier ones, the last of which had the version ``newest``."""
-        lacks = sorted(self._names - set(names))
-        known = 0 <= newest <= self._version or not self._tensors
-        if (lacks or not known) and not self._covers(names):
-            others = f" and {len(lacks) - 1} more" if len(lacks) > 1 else ""
-            which = f"without {lacks[0]!r}{others}" if lacks else "of some tensors only"
-            raise WeightVersionError(
-                "the weights that were pushed before are lost, with the actor that kept them, and this push, "
-                f"{which}, does not replace them all: push all tensors of the model."
+        weights = self._fetch(references)
+        tensors = self._tensors or [[name] for name in sorted(self._names)]
+        lacks = [
+            tied for tied in tensors if (lost or self._names.intersection(tied)) and weights.keys().isdisjoint(tied)
+        ]
+        if lacks:
+            why = (
+                "and what was pushed before is lost: push all tensors" if lost else "which others held: push those too"
             )
+            raise WeightVersionError(f"this push lacks {len(lacks)} tensors, such as {next(iter(lacks[0]))!r}, {why}.")
+        self._staged = (token, weights)
 
     def missing(self) -> Missing | None:
         """What brings the model up to date; None if it is."""
-        version, pushes, lost = self._ask()
+        version, token, references, lost = self._ask("get", self._spec.id) or (0, "", [], None)
         if lost is not None:
             raise lost
-        self._version = max(self._version, 0)
-        tokens = [token for token, _ in pushes]
-        new = pushes[tokens.index(self._taken) + 1 :] if self._taken in tokens else pushes
-        if not new:
+        if token in ("", self._taken):
             return None
-        weights: dict[str, Tensor] = {}
-        for token, references in new:
-            weights.update(self._staged[1] if token == self._staged[0] else self._fetch(references))
-        return Missing(version, tokens[-1], weights)
+        return Missing(version, token, self._staged[1] if token == self._staged[0] else self._fetch(references))
 
     def take(self, found: Missing) -> None:
         """Note that the model has what :meth:`missing` returned."""
-        self._taken, self._version = found.token, found.version
+        self._taken = found.token
         self._names |= found.weights.keys()
         self.drop()
 
     @property
     def whole(self) -> bool:
         """Whether pushed weights replaced every tensor of the model."""
-        return self._covers(self._names)
-
-    def _covers(self, names: Collection[str]) -> bool:
-        return bool(self._tensors) and all(any(name in names for name in tied) for tied in self._tensors)
+        return bool(self._tensors) and not any(self._names.isdisjoint(tied) for tied in self._tensors)
 
     def drop(self) -> None:
         """Free a staged push."""
         self._staged = ("", {})
 
-    def _ask(self, staged: str | None = None) -> Held:
-        """See :meth:`WeightKeeper.get`."""
+    def _ask(self, method: str, what: str) -> Any:
+        """What a method of the keeper returns; None without a keeper."""
         import ray
 
         keeper = actor_of(self._spec, "weights")
-        if keeper is None:
-            return 0, [], None
-        found: Held = ray.get(keeper.get.remote(self._spec.id, staged), timeout=_FETCH)
-        return found
+        return None if keeper is None else ray.get(getattr(keeper, method).remote(what), timeout=_FETCH)
 
     def _fetch(self, references: Sequence[Any]) -> Mapping[str, Tensor]:
         import ray

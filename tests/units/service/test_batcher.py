@@ -297,13 +297,12 @@ def test_parts_join_to_the_whole(rows, limit, masked, data):
 
 
 def test_answers_to_one_prompt_stay_together():
-    """Answers of all prompts in turn: each unit holds those of whole prompts, though all share a first token."""
+    """Answers of all prompts in turn: those of one prompt are in one unit, or in two where the limit cuts them."""
     prompts = [[0, 10 * (i + 1), 3, 4, 5] for i in range(6)]
     rows = [[*prompt, 50 + j, i] for j in range(4) for i, prompt in enumerate(prompts)]
-    pieces = Pieces(sent(rows), 2 * 4 * 7 + 10)
-    assert pieces.sizes == [56, 56, 56]
-    for unit in range(3):
-        assert len({rows[i][1] for i in pieces.rows([unit])}) == 2
+    pieces = Pieces(sent(rows), 9 * 7)
+    assert pieces.sizes == [63, 63, 42]
+    assert [len({rows[i][1] for i in pieces.rows([unit])}) for unit in range(3)] == [3, 3, 2]
 
 
 def in_pieces(core, *requests):

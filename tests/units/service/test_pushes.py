@@ -23,8 +23,6 @@ from torchrl_llm_kl.service.client._push import push_weights
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 
 ray = pytest.importorskip("ray")
-ALL = "push all tensors of the model"
-PART = rf"of some tensors only, .*: {ALL}"
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +68,7 @@ def unpacked(chunks):
 
 def held(kept):
     """What a replica loads that starts now."""
-    return unpacked(chunk for _, references in kept.get("model")[1] for chunk in references)
+    return unpacked(kept.get("model")[2])
 
 
 def assert_equal(found, expected):
@@ -144,20 +142,12 @@ def test_incomplete_and_dropped_pushes_change_nothing():
     for token in ("half", "given up"):
         one.stage(token, next(chunks_of(weights(2.0).items(), size=64)))
     assert isinstance(one.commit("half", 2, 5), ServiceError)
-    assert len(one.get("model", "given up")[1]) == 2
+    assert len(one.staged("given up")[0]) == 1
     one.drop("given up")
-    assert len(one.get("model", "given up")[1]) == 1
+    assert one.staged("given up") == ([], None)
     assert one.get("model")[0] == 4
-    assert one.get("another model") == (0, [], None)
-
-
-def test_pushes_are_kept_until_later_ones_replace_them():
-    one = keeper()
-    for value, names, kept in ((1.0, "ab", 1), (2.0, "b", 2), (3.0, "bc", 2), (4.0, "abc", 1)):
-        commit(one, weights(value, *names))
-        assert len(one.get("model")[1]) == kept
-        if value == 2.0:
-            assert_equal(held(one), {**weights(1.0, "a"), **weights(2.0, "b")})
+    assert_equal(held(one), weights(1.0))
+    assert one.get("another model") == (0, "", [], None)
 
 
 def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monkeypatch, context):
@@ -165,11 +155,11 @@ def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monke
     context.was_current_actor_reconstructed = True
     service = Service(monkeypatch)
     service.replicas[1].version = 7
-    assert isinstance(service.keeper.get("model")[2], WeightVersionError)
+    assert isinstance(service.keeper.get("model")[3], WeightVersionError)
     with pytest.raises(WeightVersionError, match="version 6 of the weights came after version 7"):
         service.push(weights(1.0), 6)
     assert service.push(weights(1.0)) == 8
-    assert service.keeper.get("model")[2] is None
+    assert service.keeper.get("model")[3] is None
 
 
 # ------------------------------------------------------------------ the replica's side
@@ -180,7 +170,8 @@ def found(monkeypatch):
     """Makes a keeper the one that replicas ask."""
 
     def ask(one):
-        monkeypatch.setattr(_weights, "actor_of", lambda *_: SimpleNamespace(get=SimpleNamespace(remote=one.get)))
+        calls = {name: SimpleNamespace(remote=getattr(one, name)) for name in ("get", "staged")}
+        monkeypatch.setattr(_weights, "actor_of", lambda *_: SimpleNamespace(**calls))
         return one
 
     return ask
@@ -234,18 +225,30 @@ def test_a_staged_push_is_fetched_and_checked_once(kept):
         replica.pushes.stage("dropped")
 
 
-def test_a_replica_that_missed_pushes_loads_all_of_them_in_order(kept):
+def test_a_replica_that_missed_pushes_loads_the_last_one(kept):
     replica, later = Replica(), Replica()
     commit(kept, weights(1.0), 1)
     assert replica.load() == 1
-    commit(kept, weights(2.0, "b"), 2)
-    commit(kept, weights(3.0, "model.a"), 3)  # under the name that a wrapper gives it
-    assert (replica.load(), replica.checks, later.load()) == (3, 3, 3)
+    commit(kept, weights(2.0), 2)
+    commit(kept, weights(3.0, "model.a", "model.b"), 3)  # under the names that a wrapper gives them
+    assert (replica.load(), replica.checks, later.load(), later.checks) == (3, 2, 3, 1)
     for each in (replica, later):
-        assert_equal(each.model, {**weights(3.0, "a"), **weights(2.0, "b")})
-    commit(kept, weights(4.0, "a", "b", "model.a"), 4)  # replaces the one that both took last
-    assert replica.load() == later.load() == 4
-    assert_equal(replica.model, weights(4.0))
+        assert_equal(each.model, weights(3.0))
+
+
+@pytest.mark.parametrize("tensors", [(), [["a", "tied"], ["b"], ["c"]]])
+def test_a_push_holds_all_tensors_of_those_before_it(kept, tensors):
+    """A replica that starts later loads nothing else."""
+    replica = Replica(tensors)
+    commit(kept, weights(1.0, "a", "b"))
+    replica.load()
+    stage(kept, "less", weights(2.0, "b"))
+    with pytest.raises(
+        WeightVersionError, match="this push lacks 1 tensors, such as 'a', which others held: push those"
+    ):
+        replica.stage("less")
+    stage(kept, "more", weights(2.0, "tied" if tensors else "a", "b", "c"))
+    replica.stage("more")
 
 
 def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept):
@@ -253,67 +256,38 @@ def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept):
     tensors = [["a", "tied"], ["b"]]
     one, again, unknown = Replica(tensors), Replica(tensors), Replica()
     assert not one.pushes.whole
-    for names, whole in ((["b"], False), (["tied"], True), (["b"], True)):
+    for names, whole in ((["b"], False), (["tied", "b"], True)):
         commit(kept, weights(1.0, *names))
         one.load()
         assert one.pushes.whole == whole, names
-    assert again.load() == unknown.load() == 3
+    assert again.load() == unknown.load() == 2
     assert again.pushes.whole
     assert not unknown.pushes.whole, "an engine that does not name its tensors"
 
 
-def test_after_the_loss_of_the_keeper_a_push_must_replace_what_was_pushed(monkeypatch, context, found):
-    """A replica that starts later has nothing else in place of the base's weights."""
+@pytest.mark.parametrize("restarted", [True, False])
+def test_after_the_loss_of_the_keeper_a_push_must_hold_all_tensors(context, found, restarted):
+    """A replica that starts later loads nothing else. Ray restarts the keeper, or another is made."""
     first, tensors = found(keeper()), [["a", "tied"], ["b"], ["c"]]
-    knows, missed, late, nameless = (Replica(names) for names in (tensors, tensors, tensors, ()))
-    assert missed.load() is None
+    knows, late, nameless = Replica(tensors), Replica(tensors), Replica()
     commit(first, weights(1.0, "a", "b"))
     assert knows.load() == 1
-    context.was_current_actor_reconstructed = True
+    context.was_current_actor_reconstructed = restarted
     second = found(keeper())
-    assert second.check(None) is None, "each push asks first"
-    stage(second, "some", weights(2.0, "b"))
-    for replica, message in ((knows, f"without 'a', does not replace them all: {ALL}"), (missed, PART), (late, PART)):
-        with pytest.raises(WeightVersionError, match=message):
-            replica.pushes.stage("some", 1)  # the pusher has seen what was lost
-    nameless.pushes.stage("some")
-    stage(second, "same", weights(2.0, "a", "b"))
-    knows.pushes.stage("same")
-    with pytest.raises(WeightVersionError):
-        late.pushes.stage("same")  # it does not know what was pushed
-    chunks, whole = stage(second, "all", weights(3.0, "tied", "b", "c")), (knows, missed, late)
-    for replica in whole:
-        replica.pushes.stage("all")
+    assert second.check(None, 1) is None, "each push asks first, with the version that the pusher has seen"
+    stage(second, "some", weights(2.0, "a", "b"))
+    for replica in (knows, late):
+        with pytest.raises(
+            WeightVersionError, match="this push lacks 1 tensors, such as 'c', and what was pushed before"
+        ):
+            replica.stage("some")
+    nameless.stage("some")
+    chunks = stage(second, "all", weights(3.0, "tied", "b", "c"))
+    for replica in (knows, late):
+        replica.stage("all")
     assert second.commit("all", chunks, None, 1) == 2
-    stage(second, "later", weights(4.0, "b"))
-    for replica in whole:
+    for replica in (knows, late):
         assert replica.load() == 2
-        assert_equal({name: replica.model[name] for name in ("tied", "b", "c")}, weights(3.0, "tied", "b", "c"))
-        replica.pushes.stage("later")
-
-
-def test_a_new_keeper_asks_what_the_pusher_has_seen(kept):
-    """It and a replica that started again know of no push: only a push of all tensors is taken."""
-    replica = Replica([["a"], ["b"]])
-    assert replica.load() is None
-    stage(kept, "some", weights(2.0, "b"))
-    replica.pushes.stage("some", 0)
-    with pytest.raises(WeightVersionError, match=PART):
-        replica.pushes.stage("some", 1)
-    stage(kept, "all", weights(2.0))
-    replica.pushes.stage("all", 1)
-
-
-def test_a_keeper_that_is_lost_before_the_first_push_takes_any(monkeypatch, context, found):
-    replica = Replica([["a"], ["b"]])
-    monkeypatch.setattr(_weights, "actor_of", lambda *_: None)
-    assert replica.load() is None
-    context.was_current_actor_reconstructed = True
-    second = found(keeper())
-    chunks = stage(second, "adapter", weights(1.0, "b"))
-    replica.pushes.stage("adapter")
-    assert second.commit("adapter", chunks, None) == 1
-    assert replica.load() == 1
 
 
 def test_names_of_the_tensors_of_a_model():
@@ -336,7 +310,7 @@ class Service(Connection):
     def __init__(self, monkeypatch, count=3, tensors=()):
         super().__init__(ServiceSpec("s", "model", {}, num_replicas=count, id="model"))
         self.keeper, self.states, self.down, self.called = keeper(), [READY] * count, {}, []
-        names = ("check", "stage", "commit", "drop", "get")
+        names = ("check", "stage", "commit", "drop", "get", "staged")
         remote = SimpleNamespace(**{n: SimpleNamespace(remote=getattr(self.keeper, n)) for n in names})
         monkeypatch.setattr(_push, "keeper_of", lambda spec: remote)
         monkeypatch.setattr(_weights, "actor_of", lambda *_: remote)
@@ -445,12 +419,11 @@ def test_a_push_that_fails_changes_nothing(monkeypatch, given, version, error, m
 
 
 def test_a_push_is_refused_if_one_replica_cannot_take_it(monkeypatch):
-    """Of two replicas, one started again after the keeper was lost: it would be half the factory's, half the push's."""
-    service = Service(monkeypatch, 2, tensors=[["a"], ["b"]])
+    """Of two replicas, one has taken a tensor that the push lacks."""
+    service = Service(monkeypatch, 2)
     service.push(weights(1.0))
-    fresh = service.replicas[1] = Replica([["a"], ["b"]])
-    fresh.pushes._version, service.keeper._pushed, service.keeper._version = 0, [], 0
-    with pytest.raises(WeightVersionError, match=ALL):
+    service.replicas[1] = Replica()
+    with pytest.raises(WeightVersionError, match="lacks 1 tensors, such as 'a'"):
         service.push(weights(2.0, "b"))
     assert service.push(weights(2.0)) == 2
     assert_equal(service.replicas[0].model, service.replicas[1].model)
@@ -462,5 +435,5 @@ def test_a_push_that_no_replica_takes(monkeypatch, down):
     service.down = dict.fromkeys(range(3), down)
     with pytest.raises(type(down), match=str(down)):
         service.push(weights(1.0))
-    assert service.keeper.get("model") == (0, [], None)
+    assert service.keeper.get("model") == (0, "", [], None)
     assert not service.keeper._staged

@@ -129,7 +129,7 @@ def _no_cluster(monkeypatch):
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "cancel", Reference.withdraw)
-    for name in ("_LOOK", "_LOOK_AWAITED"):
+    for name in ("_LOOK",):
         monkeypatch.setattr(_exchange, name, 0.1)
 
 

@@ -312,10 +312,10 @@ class Connection:
             if ready + len(failed) == len(states) or (in_use and ready):
                 break
             if patience.left <= 0.001:
-                why = f"did not start within {timeout:.3g} s{_lacks(self.spec, states)}"
-                raise ServiceTimeout(
-                    f"the service {self.spec.name!r} {why}. If the model takes longer to load, raise timeout=."
+                why = (
+                    f"did not start within {timeout:.3g} s{_lacks(self.spec, states)}: raise timeout= for a slow model."
                 )
+                raise ServiceTimeout(f"the service {self.spec.name!r} {why}")
             if time.monotonic() >= next_look and (why := _lacks(self.spec, states)):
                 _LOG.warning("the service %s%s", self.spec.name, why)
                 next_look = time.monotonic() + 30.0

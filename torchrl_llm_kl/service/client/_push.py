@@ -65,8 +65,7 @@ def push_weights(
         for chunk in chunks_of(given.items()):
             kept(keeper.stage.remote(token, chunk))
             count += 1
-        about = (token, connection.newest)
-        staged = connection.gather("stage_weights", *about, replicas=everyone, timeout=left(), wait=wait)
+        staged = connection.gather("stage_weights", token, replicas=everyone, timeout=left(), wait=wait)
         ready = _ready(staged, spec.name, timeout)
         seen = max(connection.newest, *(staged[replica] for replica in ready))
         pushed = PushedVersion(kept(keeper.commit.remote(token, count, version, seen)))

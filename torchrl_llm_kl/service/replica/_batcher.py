@@ -109,8 +109,6 @@ class Batcher:
         self._callers: dict[str, float] = {}
         # Requests with pieces that are scored again, since weights changed in between.
         self._again: set[_Waiting] = set()
-        self._none_again = asyncio.Event()
-        self._none_again.set()
         self._thread: Executor = ThreadPoolExecutor(1, thread_name_prefix="scoring")
         self._loop: asyncio.Task[None] | None = None
         self._closed: Exception | None = None
@@ -159,7 +157,7 @@ class Batcher:
         during a change can be among them, so the wait ends when these are answered, or not in time.
         """
         while self._again:
-            await self._none_again.wait()
+            await asyncio.sleep(0.01)
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def reject_soon(self, error: Exception) -> None:
@@ -256,7 +254,8 @@ class Batcher:
         for (waiting, units), answer in zip(batch.items(), answers, strict=True):
             tokens += sum(waiting.sizes[unit] for unit in units)
             if waiting.take(units, answer):
-                self._hold_weights(waiting)
+                self._again.add(waiting)
+                waiting.answer.add_done_callback(lambda _, done=waiting: self._again.discard(done))
                 self._waiting.add(waiting)
             elif waiting.answer.done():
                 latencies.append(end - waiting.arrived)
@@ -267,19 +266,6 @@ class Batcher:
             self._on_batch(BatchRecord(len(batch), tokens, end - start, tuple(latencies)))
         except Exception:  # a metrics error must not block replies
             _LOG.exception("a batch could not be counted.")
-
-    def _hold_weights(self, waiting: _Waiting) -> None:
-        """Let no weights change until a request is answered."""
-
-        def end(_: object) -> None:
-            self._again.discard(waiting)
-            if not self._again:
-                self._none_again.set()
-
-        if waiting not in self._again:
-            self._again.add(waiting)
-            self._none_again.clear()
-            waiting.answer.add_done_callback(end)
 
     def _score_parts(self, batch: dict[_Waiting, list[int]]) -> list[Reply | Exception]:
         return self._score([waiting.pieces.part(units) for waiting, units in batch.items()])

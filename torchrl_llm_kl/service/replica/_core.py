@@ -21,16 +21,14 @@ class ScoringCore:
 
     Attributes:
         version: of the engine's weights; 0 before the first update.
-        updates: number of updates so far.
         running: number of the call that runs; None between calls.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.updates = engine, 0
-        self.version = 0
+        self.engine, self.version = engine, 0
         self.running: int | None = None
         self._calls = itertools.count()
-        self._fingerprint = (-1, "")  # after how many updates
+        self._fingerprint = ""  # of the weights, once it is read
 
     def score(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """One reply per request, in order; an exception for a request that failed."""
@@ -83,7 +81,7 @@ class ScoringCore:
             raise WeightVersionError(
                 f"version {version} of the weights was pushed after version {self.version}: versions must increase."
             )
-        self.updates += 1
+        self._fingerprint = ""
         with self._call():
             self.engine.update_weights(weights, checked=checked)
         self.version = int(version)
@@ -99,18 +97,17 @@ class ScoringCore:
     @property
     def fingerprint(self) -> tuple[int, str] | None:
         """Version and fingerprint of the weights; None until :meth:`read_fingerprint` after each update."""
-        updates, found = self._fingerprint
-        return (self.version, found) if updates == self.updates else None
+        return (self.version, self._fingerprint) if self._fingerprint else None
 
     def read_fingerprint(self) -> str:
         """Read all weights for the fingerprint, unless it is known; a TypeError for an engine that reports none."""
-        if self.fingerprint is not None:
-            return self.fingerprint[1]
+        if self._fingerprint:
+            return self._fingerprint
         read = getattr(self.engine, "fingerprint", None)
         if read is None:
             raise TypeError(
                 f"{type(self.engine).__name__} reports no fingerprint of its weights: state it, RememberedModel(model, store, "
                 "fingerprint=), as a text that changes with them."
             )
-        self._fingerprint = (self.updates, read())
-        return self._fingerprint[1]
+        self._fingerprint = str(read())
+        return self._fingerprint

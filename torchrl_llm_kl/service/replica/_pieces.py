@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -15,8 +14,7 @@ from torchrl_llm_kl.service._wire import Reply, Request
 class Pieces:
     """A request in units of whole sequences.
 
-    Sequences are sorted, so that those with a common prefix are neighbours, and cut where neighbours have the shortest
-    prefix in common. A request that is small or ill-formed is one unit.
+    Sequences are sorted, so that those with a common prefix are neighbours. A request that is small or ill-formed is one unit.
 
     Attributes:
         sizes: tokens of each unit.
@@ -55,40 +53,17 @@ class Pieces:
 
 
 def _cut(tokens: np.ndarray, lengths: np.ndarray, limit: int) -> list[np.ndarray]:
-    """Sequences in units of at most ``limit`` tokens, cut where neighbours have little in common."""
-    ends = np.cumsum(lengths)
-    rows = [tokens[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+    """Sequences in units of at most ``limit`` tokens, those with a common prefix next to each other."""
+    ends = np.cumsum(lengths).tolist()
     big = tokens.astype(tokens.dtype.newbyteorder(">")).tobytes()  # bytes in the order of the ids
-    width = tokens.itemsize
-    keys = [big[(end - n) * width : end * width] for end, n in zip(ends.tolist(), lengths.tolist(), strict=True)]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
-    shared = [0, *(_common(rows[a], rows[b]) for a, b in pairwise(order))]  # with the sequence before
-    sizes = lengths[order].tolist()
-    units, start, total = [], 0, 0
-    for i, size in enumerate(sizes):
-        while i > start and total + size > limit:
-            stop = _place_to_cut(sizes, shared, start, i, total)
-            units.append(np.array(order[start:stop]))
-            total -= sum(sizes[start:stop])
-            start = stop
-        total += size
-    return [*units, np.array(order[start:])]
-
-
-def _place_to_cut(sizes: Sequence[int], shared: Sequence[int], start: int, stop: int, total: int) -> int:
-    """Where the prefix in common is shortest in the second half of ``start..stop``, which holds ``total`` tokens."""
-    best, left = stop, total
-    for place in range(stop - 1, start, -1):
-        left -= sizes[place]
-        if 2 * left < total:
-            break
-        if shared[place] < shared[best]:
-            best = place
-    return best
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Number of leading tokens that are equal."""
-    n = min(a.size, b.size)
-    different = a[:n] != b[:n]
-    return int(different.argmax()) if different.any() else n
+    width, sizes = tokens.itemsize, lengths.tolist()
+    keys = [big[(end - n) * width : end * width] for end, n in zip(ends, sizes, strict=True)]
+    units: list[list[int]] = [[]]
+    room = limit
+    for row in sorted(range(len(keys)), key=keys.__getitem__):
+        if units[-1] and sizes[row] > room:
+            units.append([])
+            room = limit
+        units[-1].append(row)
+        room -= sizes[row]
+    return [np.array(unit) for unit in units]

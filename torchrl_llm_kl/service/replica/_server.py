@@ -176,18 +176,14 @@ class Server:
 
     # ------------------------------------------------------------------ weights
 
-    async def stage_weights(self, token: str, seen: int = 0) -> int:
+    async def stage_weights(self, token: str) -> int:
         """Fetch and check a push, for a later :meth:`refresh_weights`; see :meth:`Pushes.stage`. The version of the model."""
-        await self._off_loop(lambda: self._pushes.stage(token, seen))
+        await self._off_loop(lambda: self._pushes.stage(token))
         return self._core.version
 
     async def drop_weights(self) -> None:
         """Free a staged push that was given up."""
         await self._off_loop(self._pushes.drop)
-
-    async def refresh_weights(self) -> None:
-        """Load the pushes that this replica lacks."""
-        await self._refresh()
 
     async def _off_loop(self, call: Callable[[], _T]) -> _T:
         """Run ``call`` in the thread of the weights: the keeper may let it wait, and requests go on."""
@@ -197,8 +193,8 @@ class Server:
         except EngineLost as error:
             self._end(error)
 
-    async def _refresh(self, version: int | None = None) -> None:
-        """Load the pushes that this replica lacks, unless it has ``version`` by then."""
+    async def refresh_weights(self, version: int | None = None) -> None:
+        """Load the last push, unless this replica has ``version`` by then."""
         async with self._refreshing:
             if version is None or version > self._core.version or self._lost is not None:
                 await asyncio.shield(self._load())
@@ -219,7 +215,7 @@ class Server:
         self._core.update_weights(found.weights, found.version, checked=True)
 
     def _restore(self) -> None:
-        """Load all pushes before the first request."""
+        """Load the last push before the first request."""
         try:
             found = self._pushes.missing()
             if found is not None:
@@ -238,7 +234,7 @@ class Server:
         end = time.monotonic() + timeout
         if max(wanted, request.newest) > self._core.version or self._lost is not None:
             try:
-                await asyncio.wait_for(self._refresh(max(wanted, request.newest)), timeout)
+                await asyncio.wait_for(self.refresh_weights(max(wanted, request.newest)), timeout)
             except asyncio.TimeoutError:
                 failed = "they were not there in time"
             except Exception as error:
