@@ -178,10 +178,8 @@ def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_verl(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "global_batch_info": {}, **config}
-    values["policy_loss"], values["get"] = (
-        type("PolicyLoss", (), config),
-        lambda self, key, more: getattr(self, key, more),
-    )
+    values["policy_loss"] = type("PolicyLoss", (), config)
+    values["get"] = lambda self, key, default: getattr(self, key, default)
     settings, mode = type("Settings", (core.ActorConfig,), values)(), spec_of(get_objective(name)).aggregation
     for batch in map(batch_of, range(5)):
         log_prob = leaf(batch)

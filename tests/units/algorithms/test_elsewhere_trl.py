@@ -32,6 +32,7 @@ from elsewhere_batches import (
     with_gradients,
 )
 from project import tables
+from refused import refused
 from torchrl_llm_kl import PolicyLoss, from_trl, make_algorithm
 from torchrl_llm_kl._foreign import TRL
 from torchrl_llm_kl.losses import ImportanceWeights
@@ -426,23 +427,18 @@ def test_refused(settings: dict[str, Any], trainer: Any, name: str, reason: str)
         assert found.make(nn.Linear(1, 1), without_refused=True).algorithm.name == "dapo"
 
 
-@pytest.mark.parametrize(
-    ("settings", "trainer", "error", "message"),
-    [
-        ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type 'dapoo'.*Did you mean 'dapo'"),
-        ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type \['dapo'\].*Did you mean 'dapo'"),
-        ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type None"),
-        ({"num_generations": "8"}, "grpo", ValueError, "num_generations must be a whole number of at least 1, got '8'"),
-        ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
-        ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL's BCO is not translated: make_algorithm\\('bco', ...\\)"),
-        ({}, "nash_md", ValueError, "TRL's NASH_MD is not translated: no preset plays against a mixture"),
-        ({"distillation_objective": "x"}, "iw_opd", ValueError, "TRL has no distillation_objective 'x'"),
-        (3, "grpo", TypeError, "takes GRPOConfig, .*or a mapping of settings, got int"),
-    ],
+test_wrong_input = refused(
+    lambda settings, trainer: from_trl(settings, trainer=trainer),
+    ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type 'dapoo'.*Did you mean 'dapo'"),
+    ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type \['dapo'\].*Did you mean 'dapo'"),
+    ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type None"),
+    ({"num_generations": "8"}, "grpo", ValueError, "num_generations must be a whole number of at least 1, got '8'"),
+    ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
+    ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL's BCO is not translated: make_algorithm\\('bco', ...\\)"),
+    ({}, "nash_md", ValueError, "TRL's NASH_MD is not translated: no preset plays against a mixture"),
+    ({"distillation_objective": "x"}, "iw_opd", ValueError, "TRL has no distillation_objective 'x'"),
+    (3, "grpo", TypeError, "takes GRPOConfig, .*or a mapping of settings, got int"),
 )
-def test_wrong_input(settings: Any, trainer: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        from_trl(settings, trainer=trainer)
 
 
 def test_overrides_and_further_arguments_of_make_algorithm(model: nn.Module) -> None:
