@@ -18,19 +18,10 @@ from torchrl.objectives.value import GAE
 from learned import LEARNED
 from project import script
 from refused import refused
+from torchrl_llm_kl import algorithms
 from torchrl_llm_kl._foreign import TRL
 from torchrl_llm_kl.advantages import AdvantageArgs, AdvantageName, advantage_spec, available_advantages, get_advantage
-from torchrl_llm_kl.algorithms import (
-    ALGORITHMS,
-    SCHEMAS,
-    Algorithm,
-    AlgorithmName,
-    AlgorithmOverrides,
-    UnknownAlgorithmError,
-    algorithm_table,
-    get_algorithm,
-    make_algorithm,
-)
+from torchrl_llm_kl.algorithms import ALGORITHMS, SCHEMAS, Algorithm, AlgorithmOverrides, algorithm_table
 from torchrl_llm_kl.algorithms._algorithm import AMBIGUOUS
 from torchrl_llm_kl.algorithms._schema import SchemaName
 from torchrl_llm_kl.losses import ObjectiveArgs, available_objectives, get_objective, spec_of
@@ -140,7 +131,7 @@ def test_flags_follow_from_the_other_fields() -> None:
 
 def test_names_fields_and_hyper_parameters_are_typed_and_presets_are_read_only() -> None:
     assert set(ALGORITHMS) == set(PRESETS) == set(LEARNED)
-    assert set(get_args(AlgorithmName)) == set(ALGORITHMS)
+    assert set(get_args(algorithms.AlgorithmName)) == set(ALGORITHMS)
     assert set(get_args(SchemaName)) == set(SCHEMAS)
     known = {name for each in (ObjectiveArgs, AdvantageArgs) for name in each.__annotations__}
     known |= {field.name for field in dataclasses.fields(Algorithm)} - {"name", "sources"}
@@ -150,8 +141,8 @@ def test_names_fields_and_hyper_parameters_are_typed_and_presets_are_read_only()
     with pytest.raises(dataclasses.FrozenInstanceError):
         ALGORITHMS["ppo"].objective = "gspo"  # type: ignore[misc]
     message = r"unknown algorithm 'grop'\. Did you mean 'grpo'\? Known: ppo, grpo, "
-    with pytest.raises(UnknownAlgorithmError, match=message):
-        get_algorithm("grop")
+    with pytest.raises(algorithms.UnknownAlgorithmError, match=message):
+        algorithms.get_algorithm("grop")
 
 
 test_contradictory_presets = refused(
@@ -307,5 +298,5 @@ def test_each_meaning_can_be_set() -> None:
     # A prefix of the wrong part is unknown.
     with pytest.raises(TypeError, match="grpo has no setting 'objective_epsilon'"):
         made("grpo", TASK.policy(), TASK.policy(), objective_epsilon=0.1)
-    threshold = make_algorithm("topr", TASK.policy(), reference=TASK.policy(), advantage_threshold=0.5).loss
+    threshold = algorithms.make_algorithm("topr", TASK.policy(), reference=TASK.policy(), advantage_threshold=0.5).loss
     assert float(threshold.advantage_threshold) == 0.5  # the objective's own name, not a prefix

@@ -11,18 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from by_hand import tensor
+from torchrl_llm_kl import losses
 from torchrl_llm_kl.estimators import FixedKLCoefficient, k3
-from torchrl_llm_kl.losses import (
-    DivergenceToTeacher,
-    EntropyBonus,
-    KLToReference,
-    KLToSampler,
-    LossInputs,
-    LossTerm,
-    aggregate,
-    available_objectives,
-    count,
-)
+from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, aggregate, available_objectives, count
 from torchrl_llm_kl.losses.terms import entropy_bonus, kl_to_ref, kl_to_sampler
 
 NAN = float("nan")
@@ -37,7 +28,7 @@ def policy() -> Tensor:
     return tensor([[-1.0, -2.0, NAN]]).requires_grad_()
 
 
-def assert_term(term: LossTerm, leaf: Tensor, value: list[float], gradient: list[float]) -> None:
+def assert_term(term: losses.LossTerm, leaf: Tensor, value: list[float], gradient: list[float]) -> None:
     assert_close(term.value.detach()[MASK], tensor(value), rtol=1e-6, atol=1e-8)
     (found,) = torch.autograd.grad(torch.where(term.mask, term.value, 0).sum(), leaf)
     assert_close(found, tensor([[*gradient, 0.0]]), rtol=1e-6, atol=1e-8)
@@ -90,7 +81,7 @@ def test_entropy_is_rewarded() -> None:
     (term,) = entropy_bonus(policy(), MASK, entropy=entropy, coeff=0.01)
     assert (term.name, term.weight) == ("entropy", 0.01)
     assert_term(term, entropy, [-0.5, -2.0], [-1.0, -1.0])
-    (term,) = EntropyBonus(-0.25)(LossInputs(policy(), MASK, entropy=entropy))  # less of it
+    (term,) = losses.EntropyBonus(-0.25)(losses.LossInputs(policy(), MASK, entropy=entropy))  # less of it
     assert float(term.weight) == -0.25
     assert term.value[MASK].tolist() == [-0.5, -2.0]
 
@@ -122,7 +113,7 @@ def test_terms_keep_the_promises_of_objectives_and_can_leave_experts_out(functio
         function(policy(), MASK, **inputs, koeff=0.1)
 
 
-@pytest.mark.parametrize("part", [KLToReference, KLToSampler, DivergenceToTeacher])
+@pytest.mark.parametrize("part", [KLToReference, losses.KLToSampler, DivergenceToTeacher])
 def test_a_penalty_has_no_negative_weight(part: Any) -> None:
     for wrong in (-0.1, math.nan, math.inf, torch.tensor(-1.0), torch.tensor(math.nan)):  # also in a tensor of the CPU
         with pytest.raises(ValueError, match=rf"coeff must be a finite number of at least 0, got {float(wrong)}"):
