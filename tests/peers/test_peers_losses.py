@@ -51,9 +51,8 @@ def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> Result
     log_prob, function, loss = leaf(batch), get_objective(name), torch.zeros(())
     for term in function(**{**batch, "log_prob": log_prob}, **own_names(function, **hyper)):
         how = term.aggregation or mode
-        loss = loss + term.weight * losses.aggregate(
-            term.value, term.mask, how, denominator=losses.count(term.mask, how)
-        )
+        whole = losses.count(term.mask, how)
+        loss = loss + term.weight * losses.aggregate(term.value, term.mask, how, denominator=whole)
     return of(loss, log_prob)
 
 

@@ -119,6 +119,7 @@ def test_reinforce_plus_plus_baseline_by_hand() -> None:
 
 
 # ------------------------------------------------------------------ all of them
+REPEATED = advantages.reinforce_plus_plus_baseline
 TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "gae": lambda x, y, mask: gae(x, y, mask, gamma=0.9, lam=0.8),
     "gae-whiten": lambda x, y, mask: gae(x, y, mask, gamma=0.9, lam=0.8, whiten=True),
@@ -126,9 +127,7 @@ TOKEN: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "on_policy_distill": lambda x, y, mask: advantages.on_policy_distill(x, y, mask),
     "jsd": lambda x, y, mask: jsd(x, y, mask, beta=0.3),
     "iw_opd": lambda x, y, mask: iw_opd(x, y, mask, amplification=0.7),
-    "reinforce_plus_plus_baseline": lambda x, y, mask: advantages.reinforce_plus_plus_baseline(
-        *outcomes(x, y, mask), mask
-    ),
+    "reinforce_plus_plus_baseline": lambda x, y, mask: REPEATED(*outcomes(x, y, mask), mask),
     "optimal_token_baseline": lambda x, y, mask: optimal_token_baseline(x, outcomes(x, y, mask)[1], y, -x, mask),
     "clip_b": lambda x, y, mask: clip_b(*outcomes(x, y, mask), x, -y, mask),
     "clip_v": lambda x, y, mask: clip_v(*outcomes(x, y, mask), x, -y, x * y, mask, mu=0.1),

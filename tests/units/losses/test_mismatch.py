@@ -93,9 +93,7 @@ def mixed(old: float, sampler: float) -> TensorDictBase:
         (RejectionMask("seq_max_k2", high=5.0), -9.0, 0.0),
     ],
 )
-def test_corrections_leave_experts_alone(
-    model: nn.Module, correction: losses.Correction, old: float, sampler: float
-) -> None:
+def test_corrections_leave_experts_alone(model: nn.Module, correction: Any, old: float, sampler: float) -> None:
     """Their log-probs under the policies are placeholders: with -9 and 0 the loss of the experts was 0."""
     plain = PolicyLoss(model, "mix")(mixed(old, sampler))
     loss = PolicyLoss(model, "mix", corrections=[correction])
@@ -263,9 +261,7 @@ def test_an_objective_that_reads_no_old_log_probs(model: nn.Module, objective: s
 def test_an_estimator_of_the_users_may_read_old_log_probs(model: nn.Module, objective: str, missing: str) -> None:
     """The first tokens are left out; a built-in estimator that reads none keeps them."""
     data = unscored(missing)
-    away = losses.KLToReference(
-        0.1, estimator=lambda log_prob, ref_log_prob, old_log_prob: (log_prob - old_log_prob).abs()
-    )
+    away = losses.KLToReference(0.1, estimator=lambda now, ref, old_log_prob: (now - old_log_prob).abs())
     with pytest.warns(UserWarning, match="first generated token of 6 responses"):
         out = PolicyLoss(model, objective, terms=[away])(data)
     expected = 0.1 * (scored(model, "log_prob") - scored(model, "log_probs")).abs().mean()
