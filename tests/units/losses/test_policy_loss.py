@@ -325,10 +325,7 @@ def test_adaptive_coefficients_are_read_at_every_step_and_saved(model: nn.Module
     assert_close(out["loss_kl_to_ref"], 1.2 * first["loss_kl_to_ref"])
     assert_close(out["loss_entropy"].detach(), -0.13 * entropy)
     assert_loss(out["loss_entropy"], PolicyLoss(model, terms=[EntropyBonus(0.13)])(data)["loss_entropy"], model)
-    others = (
-        losses.AdaptiveKLCoefficient(0.5, target=1, horizon=10),
-        AdaptiveEntropyCoefficient(0.5, target=bonus.target),
-    )
+    others = losses.AdaptiveKLCoefficient(0.5, target=1.0, horizon=10), AdaptiveEntropyCoefficient(0.5, bonus.target)
     other = PolicyLoss(tiny_model(seed=9), terms=[KLToReference(others[0]), EntropyBonus(others[1])])
     other.load_state_dict(loss.state_dict())
     assert_close(other(data)["loss_entropy"], out["loss_entropy"])
