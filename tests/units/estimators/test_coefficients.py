@@ -309,6 +309,7 @@ OF_CONTROLLERS = [
     ({"init": 0.0}, "expected 0 < low <= init <= high and finite, got low=0.0001, init=0.0"),
     ({"init": math.nan}, "init=nan"),
     ({"low": 0.3}, "got low=0.3, init=0.2"),
+    ({"low": 0.0}, "got low=0.0, init=0.2"),
     ({"high": math.inf}, "high=inf"),
     ({"target": -0.5}, "target must be finite and positive, got -0.5"),
     ({"max_step": 0.0}, "max_step must be finite and positive, got 0"),
