@@ -22,19 +22,9 @@ from objective_cases import random_batch
 from peers import load, sampled, verl as corrections_of_verl
 from project import tables
 from seeded import columns_of
+from torchrl_llm_kl import losses
 from torchrl_llm_kl.diagnostics import measure
-from torchrl_llm_kl.losses import (
-    AdaptiveEntropyCoefficient,
-    aggregate,
-    correction_metrics,
-    count,
-    get_objective,
-    importance_weights,
-    mismatch_metrics,
-    mu_schedule,
-    rollout_corrections,
-    spec_of,
-)
+from torchrl_llm_kl.losses import get_objective, importance_weights, mismatch_metrics, mu_schedule
 
 Result = tuple[Tensor, Tensor]
 CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
@@ -61,7 +51,8 @@ def ours(name: str, batch: dict[str, Tensor], mode: str, **hyper: Any) -> Result
     log_prob, function, loss = leaf(batch), get_objective(name), torch.zeros(())
     for term in function(**{**batch, "log_prob": log_prob}, **own_names(function, **hyper)):
         how = term.aggregation or mode
-        loss = loss + term.weight * aggregate(term.value, term.mask, how, denominator=count(term.mask, how))
+        whole = losses.count(term.mask, how)
+        loss = loss + term.weight * losses.aggregate(term.value, term.mask, how, denominator=whole)
     return of(loss, log_prob)
 
 
@@ -178,11 +169,9 @@ def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> N
 def test_verl(monkeypatch: Any, name: str, theirs: str, hyper: dict[str, Any], config: dict[str, Any]) -> None:
     core = load(monkeypatch, "verl", "verl.trainer.ppo.core_algos", stubs=("omegaconf",))
     values = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.3, "global_batch_info": {}, **config}
-    values["policy_loss"], values["get"] = (
-        type("PolicyLoss", (), config),
-        lambda self, key, more: getattr(self, key, more),
-    )
-    settings, mode = type("Settings", (core.ActorConfig,), values)(), spec_of(get_objective(name)).aggregation
+    values["policy_loss"] = type("PolicyLoss", (), config)
+    values["get"] = lambda self, key, default: getattr(self, key, default)
+    settings, mode = type("Settings", (core.ActorConfig,), values)(), losses.spec_of(get_objective(name)).aggregation
     for batch in map(batch_of, range(5)):
         log_prob = leaf(batch)
         inputs = {"old_log_prob": batch["old_log_prob"], "log_prob": log_prob, "advantages": batch["advantage"]}
@@ -198,7 +187,7 @@ BOUND |= {"token_k3": 0.08, "seq_sum_k3": 0.3, "seq_mean_k3": 0.06, "seq_max_k3"
 def our_corrections(inputs: tuple[Tensor, Tensor, Tensor], **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The product of all weights, and the metrics of each."""
     weights, metrics = torch.ones_like(inputs[0]), {}
-    for part in rollout_corrections(**settings):
+    for part in losses.rollout_corrections(**settings):
         each, seen = part.run(dict(zip(("old_log_prob", "sampler_log_prob", "mask"), inputs, strict=True)))
         weights, metrics = weights * each, {**metrics, **seen}
     return weights, metrics
@@ -216,7 +205,7 @@ def test_verls_rejection(monkeypatch: pytest.MonkeyPatch, options: str, threshol
         kept, theirs = helper.compute_rollout_rejection_mask(old - sampler, mask.double(), options, threshold)
         weights, seen = our_corrections((old, sampler, mask), rollout_rs=options, rollout_rs_threshold=threshold)
         assert torch.equal(weights, kept)
-        all_of_them = correction_metrics(weights, mask)
+        all_of_them = losses.correction_metrics(weights, mask)
         seen |= {f"{x}masked_fraction": all_of_them[f"rejected_{x}fraction"] for x in ("", "seq_")}
         found = {f"rollout_rs_{name}": value.item() for name, value in seen.items()}
         assert found == pytest.approx({name: theirs[name] for name in found}, abs=1e-6)
@@ -294,7 +283,7 @@ def test_verls_geometric_means(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trls_adaptive_entropy_coefficient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bonus that its trainer adds in each of seven steps, and its coefficient after each."""
     trainer = load(monkeypatch, "trl", "trl.trainer.grpo_trainer").GRPOTrainer
-    ours = AdaptiveEntropyCoefficient(0.01, target=0.4, delta=0.02, low=0.005, high=0.045)
+    ours = losses.AdaptiveEntropyCoefficient(0.01, target=0.4, delta=0.02, low=0.005, high=0.045)
     control: dict[str, Any] = {"entropy_coef": 0.01, "_last_world_entropy": math.inf, "_entropy_window_stats": None}
     args = {"entropy_target": 0.4, "entropy_coef_delta": 0.02, "entropy_coef_min": 0.005, "entropy_coef_max": 0.045}
     fixed = {"loss_type": "bnpo", "importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2}

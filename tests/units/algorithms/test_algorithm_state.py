@@ -11,14 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from torchrl_llm_kl import (
-    AdaptiveEntropyCoefficient,
-    AdaptiveKLCoefficient,
-    DualKLCoefficient,
-    FixedKLCoefficient,
-    PIKLCoefficient,
-)
+from torchrl_llm_kl import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient, DualKLCoefficient
 from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm
+from torchrl_llm_kl.estimators import FixedKLCoefficient, PIKLCoefficient
 from torchrl_llm_kl.scoring import ReferenceUpdater
 from toy_tasks import TabularCritic, chain, mixed, unlikely
 

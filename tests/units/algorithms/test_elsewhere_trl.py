@@ -14,24 +14,11 @@ import torch
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
 
+import elsewhere_batches as elsewhere
 from closeness import assert_near
-from elsewhere_batches import (
-    PROMPT,
-    ROWS,
-    WIDTH,
-    Found,
-    OneDevice,
-    agree,
-    differ,
-    each_in_one_list,
-    evaluated,
-    one_prompt_each,
-    ours,
-    rollouts,
-    scored,
-    with_gradients,
-)
+from elsewhere_batches import PROMPT, ROWS, OneDevice, agree, differ, evaluated, ours, rollouts, scored, with_gradients
 from project import tables
+from refused import refused
 from torchrl_llm_kl import PolicyLoss, ScoreOptions, from_trl, make_algorithm
 from torchrl_llm_kl._foreign import TRL
 from torchrl_llm_kl.losses import ImportanceWeights
@@ -73,7 +60,7 @@ def configured(trl: Any, tmp_path: Path) -> Any:
     return made
 
 
-def theirs(trl: Any, model: Any, batch: dict[str, Tensor], config: Any, **state: Any) -> Found:
+def theirs(trl: Any, model: Any, batch: dict[str, Tensor], config: Any, **state: Any) -> elsewhere.Found:
     """Of TRL's trainer."""
     from datasets import Dataset
 
@@ -142,7 +129,7 @@ def test_advantages_by_hand(model: nn.Module) -> None:
     """Standard deviations of (1, 0) and (2, 2) are 1/sqrt(2) and 0; of all four, sqrt(11/12)."""
     for scale, sigma in (("group", 0.5**0.5), ("batch", (11 / 12) ** 0.5), (False, None), ("none", None)):
         parts = from_trl({"num_generations": 2, "scale_rewards": scale}).make(model)
-        found = parts.prepare(one_prompt_each([1.0, 0.0, 2.0, 2.0], [1, 1, 2, 2]))["advantage"]
+        found = parts.prepare(elsewhere.one_prompt_each([1.0, 0.0, 2.0, 2.0], [1, 1, 2, 2]))["advantage"]
         high = 0.5 if sigma is None else 0.5 / (sigma + 1e-4)
         assert_near(found.squeeze(-1), torch.tensor([high, -high, 0, 0]), terms=4, size=2)
     # Several rewards are normalised apart.
@@ -175,7 +162,7 @@ def test_rloos_gradient_is_that_of_trls_trainer(trl: Any, model: nn.Module, batc
 
 
 # ------------------------------------------------------------------ preferences
-def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) -> Found:
+def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) -> elsewhere.Found:
     """Of TRL's DPOTrainer; its rows are all chosen, then all rejected."""
     order = [*range(0, ROWS, 2), *range(1, ROWS, 2)]
     ids, mask = batch["ids"][order], batch["mask"][order]
@@ -183,7 +170,7 @@ def paired(trl: Any, model: nn.Module, batch: dict[str, Tensor], config: Any) ->
     ref = (batch["ref"] * batch["mask"])[order].sum(-1)
     if config.ld_alpha is not None:
         shorter = torch.minimum(*mask.sum(-1).chunk(2)).repeat(2)
-        tail = torch.arange(WIDTH) >= shorter[:, None]
+        tail = torch.arange(elsewhere.WIDTH) >= shorter[:, None]
         ref = (batch["ref"][order] * mask * torch.where(tail, config.ld_alpha, 1.0)).sum(-1)
 
     def forward(**given: Any) -> SimpleNamespace:
@@ -399,7 +386,7 @@ def test_the_table_has_every_field_and_its_default(trl: Any, trainer: str) -> No
 def test_each_given_setting_is_in_one_list(trainer: Any) -> None:
     given = {name: row.default for name, row in TRL[trainer].items()} | {"learning_rate": 1e-5, "betaa": 0.1}
     found = from_trl(given, trainer=trainer)
-    each_in_one_list(found, given)
+    elsewhere.each_in_one_list(found, given)
     assert [row.name for row in found.refused if row.given][-1] == "betaa"
     assert re.search("Did you mean 'beta2?'", found.refused[-1].note) or trainer == "sft"
 
@@ -426,23 +413,18 @@ def test_refused(settings: dict[str, Any], trainer: Any, name: str, reason: str)
         assert found.make(nn.Linear(1, 1), without_refused=True).algorithm.name == "dapo"
 
 
-@pytest.mark.parametrize(
-    ("settings", "trainer", "error", "message"),
-    [
-        ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type 'dapoo'.*Did you mean 'dapo'"),
-        ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type \['dapo'\].*Did you mean 'dapo'"),
-        ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type None"),
-        ({"num_generations": "8"}, "grpo", ValueError, "num_generations must be a whole number of at least 1, got '8'"),
-        ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
-        ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL's BCO is not translated: make_algorithm\\('bco', ...\\)"),
-        ({}, "nash_md", ValueError, "TRL's NASH_MD is not translated: no preset plays against a mixture"),
-        ({"distillation_objective": "x"}, "iw_opd", ValueError, "TRL has no distillation_objective 'x'"),
-        (3, "grpo", TypeError, "takes GRPOConfig, .*or a mapping of settings, got int"),
-    ],
+test_wrong_input = refused(
+    lambda settings, trainer: from_trl(settings, trainer=trainer),
+    ({"loss_type": "dapoo"}, "grpo", ValueError, "TRL has no loss_type 'dapoo'.*Did you mean 'dapo'"),
+    ({"loss_type": ["dapo"]}, "grpo", ValueError, r"TRL has no loss_type \['dapo'\].*Did you mean 'dapo'"),
+    ({"loss_type": []}, "dpo", ValueError, "TRL has no loss_type None"),
+    ({"num_generations": "8"}, "grpo", ValueError, "num_generations must be a whole number of at least 1, got '8'"),
+    ({}, "grop", ValueError, "unknown trainer 'grop'.*Did you mean 'grpo'"),
+    ({}, "bco", ValueError, "unknown trainer 'bco'.*TRL's BCO is not translated: make_algorithm\\('bco', ...\\)"),
+    ({}, "nash_md", ValueError, "TRL's NASH_MD is not translated: no preset plays against a mixture"),
+    ({"distillation_objective": "x"}, "iw_opd", ValueError, "TRL has no distillation_objective 'x'"),
+    (3, "grpo", TypeError, "takes GRPOConfig, .*or a mapping of settings, got int"),
 )
-def test_wrong_input(settings: Any, trainer: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        from_trl(settings, trainer=trainer)
 
 
 def test_overrides_and_further_arguments_of_make_algorithm(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from elsewhere_batches import agree, each_in_one_list, one_prompt_each, ours, scored, with_gradients
+from refused import refused
 from torchrl_llm_kl import ScoreOptions, from_trinity, from_verl
 from torchrl_llm_kl._foreign import TRINITY, VERL
 from torchrl_llm_kl._registry import flatten
@@ -246,27 +247,21 @@ def test_refused(settings: Any, name: str, reason: str) -> None:
             found.make(nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize(
-    ("function", "settings", "message"),
-    [
-        (from_verl, [f"{G}.adv_estimator=gpro"], "verl has no adv_estimator 'gpro'.*Did you mean 'grpo'"),
-        (from_verl, [f"{A}.policy_loss.loss_mode=vanila"], "Did you mean 'vanilla'"),
-        (from_verl, [f"{A}.policy_loss.loss_mode=dro"], "dro_beta must be a positive number"),
-        (from_verl, [f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=null"], "no kl_loss_type None.*Known: kl, k1"),
-        (from_verl, [f"{A}.clip_ratio_low"], "expected 'path=value'"),
-        (from_verl, {f"{A}.clip_ratio_low": "${other}"}, "refers to another setting: resolve it first"),
-        (from_verl, "nothing here", "expected a configuration of verl: a mapping of settings, got str"),
-        (from_trinity, of_type("grpoo"), "no algorithm_type 'grpoo'.*Did you mean 'grpo'"),
-        (from_trinity, of_type("grpo", repeat_times=2.5), "algorithm.repeat_times must be a whole number .* got 2.5"),
-        (from_trinity, of_type("cpt"), "masking_strategy='generic'"),
-        (from_trinity, of_type("grpo", policy_loss_fn_args={"clip_ratio_c": 2.0}), "needs clip_range"),
-        (from_trinity, of_type("grpo", policy_loss_fn_args={}), "needs clip_range"),
-        (from_trinity, of_type("grpo", policy_loss_fn="pppo"), "policy_loss_fn: unknown objective 'pppo'"),
-        (from_trinity, of_type("grpo", kl_loss_fn_args={"adaptive": True}), "needs target_kl and horizon"),
-    ],
+test_wrong_input = refused(
+    lambda function, settings: function(settings),
+    (from_verl, [f"{G}.adv_estimator=gpro"], "verl has no adv_estimator 'gpro'.*Did you mean 'grpo'"),
+    (from_verl, [f"{A}.policy_loss.loss_mode=vanila"], "Did you mean 'vanilla'"),
+    (from_verl, [f"{A}.policy_loss.loss_mode=dro"], "dro_beta must be a positive number"),
+    (from_verl, [f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=null"], "no kl_loss_type None.*Known: kl, k1"),
+    (from_verl, [f"{A}.clip_ratio_low"], "expected 'path=value'"),
+    (from_verl, {f"{A}.clip_ratio_low": "${other}"}, "refers to another setting: resolve it first"),
+    (from_verl, "nothing here", "expected a configuration of verl: a mapping of settings, got str"),
+    (from_trinity, of_type("grpoo"), "no algorithm_type 'grpoo'.*Did you mean 'grpo'"),
+    (from_trinity, of_type("grpo", repeat_times=2.5), "algorithm.repeat_times must be a whole number .* got 2.5"),
+    (from_trinity, of_type("cpt"), "masking_strategy='generic'"),
+    (from_trinity, of_type("grpo", policy_loss_fn_args={"clip_ratio_c": 2.0}), "needs clip_range"),
+    (from_trinity, of_type("grpo", policy_loss_fn_args={}), "needs clip_range"),
+    (from_trinity, of_type("grpo", policy_loss_fn="pppo"), "policy_loss_fn: unknown objective 'pppo'"),
+    (from_trinity, of_type("grpo", kl_loss_fn_args={"adaptive": True}), "needs target_kl and horizon"),
+    (from_verl, "nowhere.yaml", FileNotFoundError, r"no file 'nowhere\.yaml'"),
 )
-def test_wrong_input(function: Any, settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        function(settings)
-    with pytest.raises(FileNotFoundError, match=r"no file 'nowhere\.yaml'"):
-        from_verl("nowhere.yaml")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
+from refused import refused
 from torchrl_llm_kl import LogProbScorer, RetrieveLogProb, Sampling, ScoreOptions
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.scoring import RememberedModel, TokenCritic
@@ -124,21 +125,20 @@ def test_old_and_current_log_probs_have_one_precision(as_scorer: bool) -> None:
     assert (out["loss_kl_to_ref"] - plain["loss_kl_to_ref"]).abs() > 1e-4  # and it is that one
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("options", "pass options= to make_algorithm"),
-        ("aggregation", "pass aggregation= to make_algorithm"),
-        ("terms", "pass kl_loss= and entropy_coeff="),
-        ("reference", "pass reference="),
-        ("masking_strategy", "pass masking_strategy="),
-        ("max_len", "pass max_len="),
-        ("clip_low", "Hyper-parameters of the objective go to make_algorithm itself"),
-    ],
+HINTS = {
+    "options": "pass options= to make_algorithm",
+    "aggregation": "pass aggregation= to make_algorithm",
+    "terms": "pass kl_loss= and entropy_coeff=",
+    "reference": "pass reference=",
+    "masking_strategy": "pass masking_strategy=",
+    "max_len": "pass max_len=",
+    "clip_low": "Hyper-parameters of the objective go to make_algorithm itself",
+}
+test_loss_args_refuse_arguments_of_make_algorithm = refused(
+    lambda name: outcome(tiny_model(), reference=tiny_model(seed=1), loss_args={name: None}),
+    *((name, f"loss_args must not hold '{name}'.*{hint}") for name, hint in HINTS.items()),
+    error=TypeError,
 )
-def test_loss_args_refuse_arguments_of_make_algorithm(name: str, hint: str) -> None:
-    with pytest.raises(TypeError, match=f"loss_args must not hold '{name}'.*{hint}"):
-        outcome(tiny_model(), reference=tiny_model(seed=1), loss_args={name: None})
 
 
 def test_wrappers_are_scored_whether_they_generate_or_not() -> None:

@@ -23,19 +23,10 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.trainers.algorithms import GRPOTrainer
 
 from project import PROJECT
-from torchrl_llm_kl import (
-    Advantage,
-    Entropy,
-    KLRewardTransform,
-    PIKLCoefficient,
-    PolicyLoss,
-    RetrieveKL,
-    RetrieveLogProb,
-    Sampling,
-    ScoreOptions,
-)
+from torchrl_llm_kl import Advantage, Entropy, PIKLCoefficient, PolicyLoss, Sampling, ScoreOptions
 from torchrl_llm_kl.configs import NODES
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
+from torchrl_llm_kl.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_rollouts import collect, flat, make_env, make_policy, make_scoring_wrapper, steps
 
 EVERY = [(group, name) for group, nodes in NODES.items() for name in nodes]

@@ -10,21 +10,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+from torchrl_llm_kl import estimators
 from torchrl_llm_kl._registry import UnknownNameError
-from torchrl_llm_kl.estimators import (
-    QUANTITIES,
-    EstimatorName,
-    KLPlacementWarning,
-    UnknownEstimatorError,
-    available_estimators,
-    check_placement,
-    contracts,
-    get_estimator,
-)
+from torchrl_llm_kl.estimators import KLPlacementWarning, available_estimators, check_placement, get_estimator
 
-CONTRACT = {contract.name: contract for contract in contracts()}
+CONTRACT = {contract.name: contract for contract in estimators.contracts()}
 PER_TOKEN = [name for name in CONTRACT if name != "exact"]
-COMPUTABLE = [key for key in QUANTITIES if key not in ("chosen", "none")]
+COMPUTABLE = [key for key in estimators.QUANTITIES if key not in ("chosen", "none")]
 each_estimator = pytest.mark.parametrize("name", PER_TOKEN)
 any_distributions = given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(2, 9))
 quick = settings(max_examples=12, deadline=None)
@@ -79,8 +71,8 @@ FIXED = Setting(torch.tensor([0.5, -0.4, 0.1]), torch.tensor([-0.5, 0.3, 0.55]),
 def test_the_table_and_the_type_have_every_name_once():
     """So that a type checker reports ``get_estimator("k9")``."""
     assert tuple(CONTRACT) == available_estimators()
-    assert get_args(EstimatorName) == available_estimators()
-    assert issubclass(UnknownEstimatorError, UnknownNameError)
+    assert get_args(estimators.EstimatorName) == available_estimators()
+    assert issubclass(estimators.UnknownEstimatorError, UnknownNameError)
 
 
 @each_estimator

@@ -7,32 +7,15 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
+import head_reference as reference
 from closeness import assert_near
-from head_reference import (
-    DIRECTIONS,
-    INF,
-    OPTIONS,
-    PAIR,
-    REF_OPTIONS,
-    N,
-    assert_same,
-    divergence_of,
-    from_logits,
-    jensen_shannon_of,
-    largest,
-    linear_kl,
-    make_head,
-    make_targets,
-    pair,
-    pair_of,
-    plain,
-)
+from head_reference import DIRECTIONS, INF, assert_same, jensen_shannon_of, linear_kl, make_head, pair, plain
 from torchrl_llm_kl.head import logits_kl
 
 JS = {"direction": "jensen_shannon", "beta": 0.3}
 
 
-def two(n=N, h=(13, 13), seed=1, **options):
+def two(n=reference.N, h=(13, 13), seed=1, **options):
     """Random heads of a policy and a reference."""
     return make_head(seed, n=n, h=h[0], **options), make_head(seed + 1, n=n, h=h[1], **options)
 
@@ -73,12 +56,12 @@ SHAPES["tile"] = st.tuples(st.integers(1, 10), st.integers(1, 25))
 @given(**SHAPES, h=st.integers(1, 5), beta=st.floats(0.01, 0.99), with_bias=st.booleans(), with_targets=st.booleans())
 def test_values_and_gradients_for_any_shape_and_tile(direction, n, v, tile, seed, h, beta, with_bias, with_targets):
     policy, ref = (head[: 2 + with_bias] for head in two(n, (h, h + 1), seed, v=v, grad=True))
-    targets = make_targets(n, v, seed)
+    targets = reference.make_targets(n, v, seed)
     options = {"direction": direction, "beta": beta}
-    log_p, log_q = plain(*policy, **OPTIONS), plain(*ref, **REF_OPTIONS)
-    want = pair_of(log_p, log_q, targets, **options)[: 4 if with_targets else 1]
+    log_p, log_q = plain(*policy, **reference.OPTIONS), plain(*ref, **reference.REF_OPTIONS)
+    want = reference.pair_of(log_p, log_q, targets, **options)[: 4 if with_targets else 1]
     given_targets = {"targets": targets, "entropy": True} if with_targets else {}
-    got = [x for x in pair(policy, ref, chunk=tile, **given_targets, **options, **PAIR) if x is not None]
+    got = [x for x in pair(policy, ref, chunk=tile, **given_targets, **options, **reference.PAIR) if x is not None]
     weights = torch.randn(len(want), n, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     assert_same(got, want, (*policy, *ref), weights)
 
@@ -89,7 +72,8 @@ def logits_of(n=7, v=101, seed=0, dtype=torch.float64):
 
 
 def of_logits(logits, ref_logits, direction, temperature=1.0):
-    return divergence_of(*((t.double() / temperature).log_softmax(-1) for t in (logits, ref_logits)), direction)
+    both = ((t.double() / temperature).log_softmax(-1) for t in (logits, ref_logits))
+    return reference.divergence_of(*both, direction)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -107,10 +91,10 @@ def test_values_and_gradients_of_logits_for_any_shape_and_tile(direction, n, v, 
 def test_gradient_of_each_output_to_each_input_alone(only, direction):
     """An input that does not require a gradient gets none."""
     policy, ref = two()
-    tensors, targets = [*policy, *ref], make_targets()
+    tensors, targets = [*policy, *ref], reference.make_targets()
     tensors[only].requires_grad_()
     got = pair(policy, ref, targets, entropy=True, direction=direction, beta=0.3, chunk=(3, 17))
-    want = pair_of(plain(*policy), plain(*ref), targets, direction=direction)
+    want = reference.pair_of(plain(*policy), plain(*ref), targets, direction=direction)
     nothing = 0 * tensors[only].sum()  # the policy's entropy does not depend on the reference
     for value, true in zip(got, want, strict=True):
         assert_same([value], [true + nothing], [tensors[only]])
@@ -135,7 +119,7 @@ def test_small_divergences_keep_their_digits(distance, seed):
 def test_equal_models_have_divergence_zero():
     policy = make_head(dtype=torch.float32, grad=True)
     value = kl(policy, [t.detach() for t in policy])
-    assert torch.equal(value, torch.zeros(N))
+    assert torch.equal(value, torch.zeros(reference.N))
     assert_near(torch.autograd.grad(value.sum(), policy[1])[0], torch.zeros_like(policy[1]), size=1)
 
 
@@ -144,7 +128,7 @@ def test_disjoint_models_have_the_entropy_of_beta(far):
     """Even if a share rounds to 1, or the ratio of the probabilities overflows."""
     for beta in (1e-9, 0.3, 1 - 1e-9):
         for dtype in (torch.float32, torch.float64):
-            (one, weight), (_, ref_weight) = from_logits([[0.0, -far]], dtype), from_logits([[-far, 0.0]], dtype)
+            (one, weight), (_, ref_weight) = (reference.from_logits([x], dtype) for x in ([0.0, -far], [-far, 0.0]))
             weight.requires_grad_()
             value = linear_kl(one, weight, one, ref_weight, direction="jensen_shannon", beta=beta)
             share = 1.0 - beta
@@ -214,5 +198,5 @@ def test_logits_are_not_mutated_and_memory_is_that_of_a_few_tiles():
     both = logits_of(n=60, v=211, dtype=torch.bfloat16)
     before = [t.detach().clone() for t in both]
     # A view of the logits' rows, tiles are smaller; and the gradients themselves.
-    assert largest(lambda: logits_kl(*both, chunk=(7, 13))) == (7 * 211, 60 * 211)
+    assert reference.largest(lambda: logits_kl(*both, chunk=(7, 13))) == (7 * 211, 60 * 211)
     assert all(torch.equal(a, b) for a, b in zip(both, before, strict=True))

@@ -8,20 +8,8 @@ from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from head_reference import (
-    OPTIONS,
-    PAIR,
-    REF_OPTIONS,
-    N,
-    V,
-    assert_same,
-    at,
-    entropy_of,
-    make_head,
-    pair,
-    pair_of,
-    plain,
-)
+import head_reference as reference
+from head_reference import OPTIONS, PAIR, REF_OPTIONS, V, assert_same, at, entropy_of, make_head, pair, pair_of, plain
 from torchrl_llm_kl.head import Kept, Truncation, _functions, linear_kept, linear_log_prob
 from torchrl_llm_kl.head._support import floor_of
 
@@ -98,7 +86,7 @@ TRUNCATIONS = [
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 def test_values_and_gradients(truncation, path):
     inputs = hidden, weight, bias = make_head(grad=True)
-    weights = torch.randn(2, N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(2, reference.N, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     log_p = plain(hidden, weight, bias, **OPTIONS)
     expected, targets = warped(log_p, truncation), drawn(log_p, truncation)
     wanted = (at(expected, targets), entropy_of(expected))

@@ -11,23 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from by_hand import tensor as f64
-from torchrl_llm_kl.losses import (
-    Divergence,
-    LossTerm,
-    RejectionMask,
-    aggregate,
-    apply_correction,
-    correction_metrics,
-    count,
-    entropy_threshold,
-    gpg,
-    importance_weights,
-    mismatch_metrics,
-    off_policy_sequence_mask,
-    ppo,
-    rejection_mask,
-    top_entropy_mask,
-)
+from torchrl_llm_kl import losses
+from torchrl_llm_kl.losses import apply_correction, importance_weights, mismatch_metrics, top_entropy_mask
 
 NAN, INF = float("nan"), float("inf")
 LN2 = math.log(2)
@@ -128,7 +113,7 @@ def test_corrections_of_a_batch_without_tokens() -> None:
     for weights, metrics in (
         importance_weights(OLD, SAMPLER, nothing),
         importance_weights(OLD, SAMPLER, nothing, level="sequence"),
-        off_policy_sequence_mask(OLD, SAMPLER, OLD, nothing, delta=0.1),
+        losses.off_policy_sequence_mask(OLD, SAMPLER, OLD, nothing, delta=0.1),
         top_entropy_mask(-OLD, nothing),
         top_entropy_mask(torch.zeros(0, 3), no_rows),
         importance_weights(torch.zeros(0, 3), torch.zeros(0, 3), no_rows),
@@ -156,7 +141,7 @@ def test_without_bounds_the_sequence_weight_gives_the_trainers_policy_gradient()
         sampler, policy, mask = of_tokens(logits + 0.6 * noise), logits.clone().requires_grad_(), everywhere(9, 2)
         (expected,) = torch.autograd.grad(-(of_tokens(policy).sum(-1).exp() * advantage).sum(), policy)
         for level in ("sequence", "token", "geometric"):
-            (term,) = gpg(of_tokens(policy), mask, advantage=advantage[:, None].expand(9, 2))
+            (term,) = losses.gpg(of_tokens(policy), mask, advantage=advantage[:, None].expand(9, 2))
             # Old log-probs have a graph, which the weights must not pass.
             weights, _ = importance_weights(of_tokens(policy), sampler, mask, level=level, high=None)
             (term,) = apply_correction([term], weights, mask)
@@ -208,42 +193,42 @@ def test_rejection_by_hand(divergence: str, bounds: dict[str, Any], kept: list[l
     shares = {"masked_fraction": 1 - sum(map(sum, kept)) / 6, "seq_masked_fraction": 1 - whole / 3}
     for given in (bounds, {name: f64(value) for name, value in bounds.items()}):
         trainer = TRAINER.clone().requires_grad_()
-        weights, metrics = rejection_mask(trainer, SEEN, TOKENS, divergence=divergence, **given)
+        weights, metrics = losses.rejection_mask(trainer, SEEN, TOKENS, divergence=divergence, **given)
         assert weights.tolist() == kept
         assert not weights.requires_grad
         expected = {f"{divergence}_{name}": share for name, share in shares.items()}
         assert {name: metric.item() for name, metric in metrics.items()} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("divergence", get_args(Divergence))
+@pytest.mark.parametrize("divergence", get_args(losses.Divergence))
 def test_rejection_of_anything(divergence: str) -> None:
     """Bounds are kept, agreement and what was not scored too; impossible in one of the two is rejected; no token, no metric."""
     signed, same = divergence.endswith("k1"), f64([[-1.0, -2.0]])
     for bound in (1e-9, 0.0) if signed else (1e-9,):
         low = {"low": -bound} if signed else {}
-        kept, _ = rejection_mask(same, same, everywhere(1, 2), divergence=divergence, high=bound, **low)
+        kept, _ = losses.rejection_mask(same, same, everywhere(1, 2), divergence=divergence, high=bound, **low)
         assert kept.tolist() == [[1, 1]]
     bounds = {"high": 3.0} | ({"low": -3.0} if signed else {})
     far = [(-1.0, NAN, 1), (-INF, -INF, 1), (-INF, -1.0, 0), (-1.0, -INF, 0), (-200.0, -1.0, 0)]
     for old, sampler, kept in far:
         one = f64([[old]]), f64([[sampler]]), everywhere(1, 1)
-        weights, metrics = rejection_mask(*one, divergence=divergence, **bounds)
+        weights, metrics = losses.rejection_mask(*one, divergence=divergence, **bounds)
         assert weights.tolist() == [[kept]], (divergence, old, sampler)
         assert all(metric == 1 - kept for metric in metrics.values())
     for shape in ((2, 3), (0, 3), (2, 0)):
         nothing = torch.zeros(shape).bfloat16(), torch.zeros(shape), ~everywhere(*shape)
-        weights, metrics = rejection_mask(*nothing, divergence=divergence, high=3.0)
+        weights, metrics = losses.rejection_mask(*nothing, divergence=divergence, high=3.0)
         assert weights.dtype == torch.float32
         assert weights.sum() == 0
         assert all(metric == 0 for metric in metrics.values())
     meta = [x.to("meta") for x in (TRAINER, SEEN, TOKENS)]
-    assert rejection_mask(*meta, divergence=divergence, high=f64(3.0).to("meta"))[0].shape == (3, 3)
+    assert losses.rejection_mask(*meta, divergence=divergence, high=f64(3.0).to("meta"))[0].shape == (3, 3)
 
 
 def test_masked_out_tokens_reject_nothing() -> None:
     """A bound that is a tensor is not read: it may exclude 0, the value of masked-out tokens."""
     given = f64([[-1.5, -1.0]]), f64([[-1.0, -1.0]]), bools([1, 0])
-    weights, metrics = rejection_mask(*given, divergence="seq_max_k1", low=f64(0.1))
+    weights, metrics = losses.rejection_mask(*given, divergence="seq_max_k1", low=f64(0.1))
     assert weights.tolist() == [[1, 0]]
     assert metrics["seq_max_k1_seq_masked_fraction"] == 0
 
@@ -301,14 +286,14 @@ def test_metrics_of_tokens_that_are_not_scored_impossible_or_none() -> None:
 
 def test_metrics_of_the_product_by_hand() -> None:
     weights = f64([[2.0, 0.0, 1.0], [1.0, 1.0, 9.0], [7.0, 7.0, 7.0]]).requires_grad_()
-    found = correction_metrics(weights, bools([1, 1, 1], [1, 1, 0], [0, 0, 0]))
+    found = losses.correction_metrics(weights, bools([1, 1, 1], [1, 1, 0], [0, 0, 0]))
     # 2, 0, 1, 1, 1: a mean of 1, a mean square of 7/5
     expected = {"rejected_fraction": 1 / 5, "rejected_seq_fraction": 1 / 2, "correction_ess": 5 / 7}
     assert {name: value.item() for name, value in found.items()} == pytest.approx(expected)
     assert not any(value.requires_grad for value in found.values())
     for empty in (~everywhere(2, 3), ~everywhere(0, 3)):
-        assert all(value == 0 for value in correction_metrics(torch.ones(empty.shape), empty).values())
-    assert correction_metrics(torch.full((1, 2), 1e30), everywhere(1, 2))["correction_ess"] == 1
+        assert all(value == 0 for value in losses.correction_metrics(torch.ones(empty.shape), empty).values())
+    assert losses.correction_metrics(torch.full((1, 2), 1e30), everywhere(1, 2))["correction_ess"] == 1
 
 
 # ------------------------------------------------------------------ tokens of some sequences, or of most entropy
@@ -318,13 +303,13 @@ def test_off_policy_sequences_by_hand() -> None:
     # Means of old - new: 0.2, 0.05 and -0.3.
     log_prob = f64([[-1.3, -1.1, 5.0], [-1.2, -0.9, -1.05], [-0.7, -0.7, -9.0]]).requires_grad_()
     given = log_prob, old, f64([[-1.0, 2.0, -1.0], [-1.0] * 3, [-1.0] * 3]), bools([1, 1, 0], [1] * 3, [1, 1, 0])
-    weights, metrics = off_policy_sequence_mask(*given, delta=0.1)
+    weights, metrics = losses.off_policy_sequence_mask(*given, delta=0.1)
     assert weights.tolist() == [[0, 1, 0], [1, 1, 1], [1, 1, 0]]
     assert not weights.requires_grad
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 7)
-    assert off_policy_sequence_mask(*given, delta=torch.tensor(0.04))[0].sum() == 3
+    assert losses.off_policy_sequence_mask(*given, delta=torch.tensor(0.04))[0].sum() == 3
     given = f64([[-1.25] * 3, [-2.0] * 3]), f64([[-1.0] * 3] * 2), f64([[-1.0] * 3, [-1.0, 0.0, 0.5]]), everywhere(2, 3)
-    weights, metrics = off_policy_sequence_mask(*given, delta=0.25)
+    weights, metrics = losses.off_policy_sequence_mask(*given, delta=0.25)
     assert weights.tolist() == [[1, 1, 1], [0, 1, 1]]
     assert_close(metrics["sequence_masked_fraction"].item(), 1 / 6)
 
@@ -346,7 +331,7 @@ COUNTED = bools([1, 1, 1, 0], [1, 1, 0, 1])
     ],
 )
 def test_top_entropy_by_hand(fraction: Any, threshold: float, kept: list[list[int]]) -> None:
-    assert entropy_threshold(ENTROPY, COUNTED, fraction).item() == threshold
+    assert losses.entropy_threshold(ENTROPY, COUNTED, fraction).item() == threshold
     weights, metrics = top_entropy_mask(ENTROPY.clone().requires_grad_(), COUNTED, fraction=fraction)
     assert weights.tolist() == kept
     assert not weights.requires_grad
@@ -357,12 +342,12 @@ def test_top_entropy_by_hand(fraction: Any, threshold: float, kept: list[list[in
 def test_edges_of_top_entropy() -> None:
     """A fifth by default, equals together, entropies rounded below 0; nothing is read on the host."""
     entropy = torch.arange(10.0).unsqueeze(0)
-    assert entropy_threshold(entropy, everywhere(1, 10)) == 8
+    assert losses.entropy_threshold(entropy, everywhere(1, 10)) == 8
     assert top_entropy_mask(entropy, everywhere(1, 10))[0].sum() == 2
     equals, _ = top_entropy_mask(f64([[1.0, 0.5, 1.0, 1.0]]), everywhere(1, 4), fraction=0.25)
     assert equals.tolist() == [[1, 0, 1, 1]]
     entropy, mask = torch.tensor([[-1e-7, 1.0, 5.0]]), bools([1, 1, 0])
-    assert_close(entropy_threshold(entropy, mask, fraction=1.0), torch.tensor(-1e-7), rtol=0, atol=0)
+    assert_close(losses.entropy_threshold(entropy, mask, fraction=1.0), torch.tensor(-1e-7), rtol=0, atol=0)
     assert top_entropy_mask(entropy, mask, fraction=1.0)[0].tolist() == [[1.0, 1.0, 0.0]]
     assert top_entropy_mask(ENTROPY.to("meta"), COUNTED.to("meta"))[0].shape == (2, 4)
     assert importance_weights(OLD.to("meta"), SAMPLER.to("meta"), MASK.to("meta"), level="sequence")[0].shape == (2, 3)
@@ -378,7 +363,7 @@ def test_parts_of_a_batch_keep_the_same_tokens_as_the_whole() -> None:
     def in_parts(**how: Any) -> Tensor:
         return torch.cat([top_entropy_mask(ENTROPY[i : i + 1], COUNTED[i : i + 1], **how)[0] for i in range(2)])
 
-    threshold = entropy_threshold(ENTROPY, COUNTED, 0.4)
+    threshold = losses.entropy_threshold(ENTROPY, COUNTED, 0.4)
     assert torch.equal(in_parts(threshold=threshold), top_entropy_mask(ENTROPY, COUNTED, fraction=0.4)[0])
     assert not torch.equal(in_parts(fraction=0.7), top_entropy_mask(ENTROPY, COUNTED, fraction=0.7)[0])
     assert top_entropy_mask(ENTROPY, COUNTED, threshold=0.7)[0].tolist() == [[0, 1, 0, 0], [1, 0, 0, 1]]
@@ -386,31 +371,31 @@ def test_parts_of_a_batch_keep_the_same_tokens_as_the_whole() -> None:
 
 def test_apply_multiplies_values_and_keeps_denominators() -> None:
     log_prob = f64([[-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0]]).requires_grad_()
-    (term,) = ppo(log_prob, MASK, old_log_prob=log_prob.detach(), advantage=torch.ones_like(log_prob))
+    (term,) = losses.ppo(log_prob, MASK, old_log_prob=log_prob.detach(), advantage=torch.ones_like(log_prob))
     weights = f64([[2.0, 0.0, 1.0], [0.5, 3.0, 0.0]])
     (corrected,) = apply_correction([term], weights)
     assert corrected.mask is term.mask
     assert corrected.metrics is term.metrics
     assert_close(corrected.value.detach(), -weights)
-    loss = aggregate(corrected.value, corrected.mask, denominator=count(term.mask))
+    loss = losses.aggregate(corrected.value, corrected.mask, denominator=losses.count(term.mask))
     assert_close(torch.autograd.grad(loss, log_prob)[0], -weights / 5)
     # a weight of 0 stops what is not finite
-    infinite = LossTerm("objective", 1 / f64([[0.0, -1.0]]), everywhere(1, 2))
+    infinite = losses.LossTerm("objective", 1 / f64([[0.0, -1.0]]), everywhere(1, 2))
     assert apply_correction([infinite], f64([[0.0, 2.0]]))[0].value.tolist() == [[0.0, -2.0]]
 
 
 def test_a_value_per_sequence_gets_the_mean_of_its_weights_and_one_per_pair_none() -> None:
-    term = LossTerm("objective", f64([[10.0], [20.0]]), everywhere(2, 1))
+    term = losses.LossTerm("objective", f64([[10.0], [20.0]]), everywhere(2, 1))
     token, sequence = (importance_weights(OLD, SAMPLER, MASK, level=level)[0] for level in ("token", "sequence"))
     # (2 + 1/8 + 1) / 3 and (2 + 3/2) / 2
     assert_close(apply_correction([term], token, MASK)[0].value, f64([[10 * 3.125 / 3], [35.0]]))
     assert_close(apply_correction([term], sequence, MASK)[0].value, f64([[5.0], [40.0]]))
-    nested = LossTerm("objective", f64([[[10.0], [20.0]]]), everywhere(1, 2, 1))
+    nested = losses.LossTerm("objective", f64([[[10.0], [20.0]]]), everywhere(1, 2, 1))
     assert_close(apply_correction([nested], sequence[None], MASK[None])[0].value, f64([[[5.0], [40.0]]]))
     with pytest.raises(ValueError, match="objective has one value per sequence: pass mask="):
         apply_correction([term], token)
     with pytest.raises(ValueError, match=r"objective has shape \(1, 1\), the weights \(2, 3\)"):
-        apply_correction([LossTerm("objective", f64([[10.0]]), everywhere(1, 1))], RATIO, MASK)
+        apply_correction([losses.LossTerm("objective", f64([[10.0]]), everywhere(1, 1))], RATIO, MASK)
 
 
 BOTH = {"old_log_prob": OLD, "sampler_log_prob": SAMPLER}
@@ -421,11 +406,11 @@ THREE = {"log_prob": OLD, "old_log_prob": SAMPLER, "advantage": OLD}
     ("function", "inputs"),
     [
         (importance_weights, BOTH),
-        (lambda **given: off_policy_sequence_mask(**given, delta=0.1), THREE),
+        (lambda **given: losses.off_policy_sequence_mask(**given, delta=0.1), THREE),
         (top_entropy_mask, {"entropy": OLD}),
-        (entropy_threshold, {"entropy": OLD}),
+        (losses.entropy_threshold, {"entropy": OLD}),
         (mismatch_metrics, BOTH),
-        (correction_metrics, {"weights": OLD}),
+        (losses.correction_metrics, {"weights": OLD}),
     ],
 )
 def test_unequal_shapes_and_masks_of_numbers_are_refused(function: Any, inputs: dict[str, Tensor]) -> None:
@@ -461,10 +446,10 @@ OF_ENTROPY = [({"fraction": x}, f"fraction must be greater than 0 and at most 1,
     ("function", "refused"),
     [
         (lambda **hyper: importance_weights(OLD, SAMPLER, MASK, **hyper), OF_WEIGHTS),
-        (lambda **hyper: rejection_mask(OLD, SAMPLER, MASK, **hyper), OF_REJECTION),
-        (RejectionMask, OF_REJECTION),
+        (lambda **hyper: losses.rejection_mask(OLD, SAMPLER, MASK, **hyper), OF_REJECTION),
+        (losses.RejectionMask, OF_REJECTION),
         (lambda **hyper: top_entropy_mask(-OLD, MASK, **hyper), OF_ENTROPY),
-        (lambda **hyper: off_policy_sequence_mask(**THREE, mask=MASK, **hyper), OF_SEQUENCES),
+        (lambda **hyper: losses.off_policy_sequence_mask(**THREE, mask=MASK, **hyper), OF_SEQUENCES),
     ],
 )
 def test_bounds_that_are_refused(function: Any, refused: list[tuple[dict[str, Any], str]]) -> None:

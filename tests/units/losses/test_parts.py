@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from objective_cases import raises_without, random_batch
 from policy_batches import batch
+from refused import refused
 from torchrl_llm_kl import AdaptiveKLCoefficient, ScoreOptions, losses
 from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_estimator, k2
 from torchrl_llm_kl.losses._inputs import dummy_inputs
@@ -113,41 +114,41 @@ def test_data_with_a_graph_are_constants() -> None:
         assert_close(torch.autograd.grad(term[0].value.sum(), log_prob)[0], expected)
 
 
-def test_booleans_are_not_numbers() -> None:
-    for call in (
-        lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=MASK),
-        lambda: losses.ppo(OLD, MASK, old_log_prob=MASK, advantage=ONES),
-        lambda: losses.get_objective("gpg")(MASK, MASK, advantage=ONES),
-        lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=MASK),
-        lambda: losses.importance_weights(OLD, MASK, MASK),
-        lambda: losses.rejection_mask(MASK, OLD, MASK, divergence="token_k2", high=1.0),
-        lambda: losses.mismatch_metrics(OLD, MASK, MASK),
-        lambda: losses.top_entropy_mask(MASK, MASK),
-        lambda: losses.value_error(OLD, MASK, value_target=MASK),
-    ):
-        with pytest.raises(TypeError, match=r"must hold numbers, got a boolean tensor: pass \w+\.float\(\)"):
-            call()
+BOOLEAN = r"must hold numbers, got a boolean tensor: pass \w+\.float\(\)"
+test_booleans_are_not_numbers = refused(
+    lambda call: call(),
+    (lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=MASK), BOOLEAN),
+    (lambda: losses.ppo(OLD, MASK, old_log_prob=MASK, advantage=ONES), BOOLEAN),
+    (lambda: losses.get_objective("gpg")(MASK, MASK, advantage=ONES), BOOLEAN),
+    (lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=MASK), BOOLEAN),
+    (lambda: losses.importance_weights(OLD, MASK, MASK), BOOLEAN),
+    (lambda: losses.rejection_mask(MASK, OLD, MASK, divergence="token_k2", high=1.0), BOOLEAN),
+    (lambda: losses.mismatch_metrics(OLD, MASK, MASK), BOOLEAN),
+    (lambda: losses.top_entropy_mask(MASK, MASK), BOOLEAN),
+    (lambda: losses.value_error(OLD, MASK, value_target=MASK), BOOLEAN),
+    error=TypeError,
+)
 
 
-def test_a_hyper_parameter_does_not_broadcast_over_tokens() -> None:
-    calls: list[tuple[str, Callable[[], Any]]] = [
-        ("clip_high", lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=ONES, clip_high=PAIR)),
-        ("tau", lambda: losses.opmd(OLD, MASK, advantage=ONES, tau=PAIR)),
-        ("coeff", lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=OLD, coeff=PAIR)),
-        ("weight", lambda: losses.LossTerm("objective", OLD, MASK, weight=PAIR)),
-        ("denominator", lambda: losses.aggregate(OLD, MASK, denominator=PAIR)),
-        ("high", lambda: losses.importance_weights(OLD, OLD, MASK, high=PAIR)),
-        ("low", lambda: losses.importance_weights(OLD, OLD, MASK, low=PAIR)),
-        ("low", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", low=-PAIR)),
-        ("high", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", high=PAIR)),
-        ("delta", lambda: losses.off_policy_sequence_mask(OLD, OLD, OLD, MASK, delta=PAIR)),
-        ("threshold", lambda: losses.top_entropy_mask(-OLD, MASK, threshold=PAIR)),
-        ("fraction", lambda: losses.top_entropy_mask(-OLD, MASK, fraction=PAIR)),
-        ("clip_value", lambda: losses.value_error(OLD, MASK, value_target=OLD, old_value=OLD, clip_value=PAIR)),
-    ]
-    for name, call in calls:
-        with pytest.raises(ValueError, match=rf"{name} must be one number, got a tensor of shape \(2,\)"):
-            call()
+NUMBERS: list[tuple[str, Callable[[], Any]]] = [
+    ("clip_high", lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=ONES, clip_high=PAIR)),
+    ("tau", lambda: losses.opmd(OLD, MASK, advantage=ONES, tau=PAIR)),
+    ("coeff", lambda: losses.kl_to_ref(OLD, MASK, ref_log_prob=OLD, coeff=PAIR)),
+    ("weight", lambda: losses.LossTerm("objective", OLD, MASK, weight=PAIR)),
+    ("denominator", lambda: losses.aggregate(OLD, MASK, denominator=PAIR)),
+    ("high", lambda: losses.importance_weights(OLD, OLD, MASK, high=PAIR)),
+    ("low", lambda: losses.importance_weights(OLD, OLD, MASK, low=PAIR)),
+    ("low", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", low=-PAIR)),
+    ("high", lambda: losses.rejection_mask(OLD, OLD, MASK, divergence="token_k1", high=PAIR)),
+    ("delta", lambda: losses.off_policy_sequence_mask(OLD, OLD, OLD, MASK, delta=PAIR)),
+    ("threshold", lambda: losses.top_entropy_mask(-OLD, MASK, threshold=PAIR)),
+    ("fraction", lambda: losses.top_entropy_mask(-OLD, MASK, fraction=PAIR)),
+    ("clip_value", lambda: losses.value_error(OLD, MASK, value_target=OLD, old_value=OLD, clip_value=PAIR)),
+]
+test_a_hyper_parameter_does_not_broadcast_over_tokens = refused(
+    lambda call: call(),
+    *((call, rf"{name} must be one number, got a tensor of shape \(2,\)") for name, call in NUMBERS),
+)
 
 
 def test_weights_masks_and_numbers_that_are_none() -> None:

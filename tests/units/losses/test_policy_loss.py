@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from policy_batches import assert_loss, assert_same, batch, gradients, responses, token_mean, total
-from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions
+from torchrl_llm_kl import LogProbScorer, Sampling, ScoreOptions, losses
 from torchrl_llm_kl.losses import (
     AdaptiveEntropyCoefficient,
-    AdaptiveKLCoefficient,
     EntropyBonus,
-    ImportanceWeights,
     KLToReference,
-    KLToSampler,
     LossTerm,
     PolicyLoss,
-    TopEntropyMask,
 )
 from toy_models import tiny_model
 
@@ -74,7 +70,7 @@ def test_any_number_of_batch_dimensions_and_advantages_in_any_shape(model: nn.Mo
 
 
 def test_terms_and_metrics(model: nn.Module) -> None:
-    terms, data = [KLToReference(0.2, "k2"), KLToSampler(0.3, "k2"), EntropyBonus(0.05)], batch()
+    terms, data = [KLToReference(0.2, "k2"), losses.KLToSampler(0.3, "k2"), EntropyBonus(0.05)], batch()
     out = PolicyLoss(model, "gpg", terms=terms)(data)
     by_hand = {
         "loss_objective": lambda row: -row["advantage"] * row["log_prob"],
@@ -328,7 +324,7 @@ def test_hyper_parameters_are_buffers_that_change_in_place(model: nn.Module) -> 
 
 
 def test_adaptive_coefficients_are_read_at_every_step_and_saved(model: nn.Module) -> None:
-    kl, data = AdaptiveKLCoefficient(0.2, target=1.0, horizon=10), batch()
+    kl, data = losses.AdaptiveKLCoefficient(0.2, target=1.0, horizon=10), batch()
     entropy = PolicyLoss(model, options=ScoreOptions(entropy=True))(data)["entropy"]
     bonus = AdaptiveEntropyCoefficient(0.1, target=float(entropy) + 0.01, delta=0.03)
     loss = PolicyLoss(model, terms=[KLToReference(kl), EntropyBonus(bonus)])
@@ -341,7 +337,7 @@ def test_adaptive_coefficients_are_read_at_every_step_and_saved(model: nn.Module
     assert_close(out["loss_kl_to_ref"], 1.2 * first["loss_kl_to_ref"])
     assert_close(out["loss_entropy"].detach(), -0.13 * entropy)
     assert_loss(out["loss_entropy"], PolicyLoss(model, terms=[EntropyBonus(0.13)])(data)["loss_entropy"], model)
-    others = AdaptiveKLCoefficient(0.5, target=1.0, horizon=10), AdaptiveEntropyCoefficient(0.5, target=bonus.target)
+    others = losses.AdaptiveKLCoefficient(0.5, target=1.0, horizon=10), AdaptiveEntropyCoefficient(0.5, bonus.target)
     other = PolicyLoss(tiny_model(seed=9), terms=[KLToReference(others[0]), EntropyBonus(others[1])])
     other.load_state_dict(loss.state_dict())
     assert_close(other(data)["loss_entropy"], out["loss_entropy"])
@@ -448,7 +444,7 @@ def test_dpo_by_interleaved_rows_and_by_key(model: nn.Module) -> None:
 
 def test_corrections_multiply_the_objective_alone(model: nn.Module) -> None:
     data, kl = batch(), [KLToReference(0.1)]
-    corrected = PolicyLoss(model, "gpg", terms=kl, corrections=[ImportanceWeights(high=1.5)])
+    corrected = PolicyLoss(model, "gpg", terms=kl, corrections=[losses.ImportanceWeights(high=1.5)])
     out = corrected(data)
 
     def by_hand(row: dict[str, Tensor]) -> Tensor:
@@ -459,7 +455,7 @@ def test_corrections_multiply_the_objective_alone(model: nn.Module) -> None:
     assert_close(out["loss_kl_to_ref"], PolicyLoss(model, "gpg", terms=kl)(data)["loss_kl_to_ref"])
     with pytest.raises(KeyError, match="needs sampler_log_prob"):
         corrected(data.exclude(("next", "sampler_log_probs")))
-    top = objective(model, data, "gpg", corrections=[TopEntropyMask(0.25)])
+    top = objective(model, data, "gpg", corrections=[losses.TopEntropyMask(0.25)])
     cut = torch.cat([row["entropy"] for row in responses(model, data)]).detach().sort(descending=True).values[4]
     expected = token_mean(model, data, lambda row: -row["advantage"] * row["log_prob"] * (row["entropy"] >= cut))
     assert_close(top, expected, **CLOSE)

@@ -9,20 +9,10 @@ from torch import Tensor
 from torchrl.data.llm import History
 
 from template_pairs import assistant, user
+from torchrl_llm_kl import rollouts
 from torchrl_llm_kl.masks import history_to_messages
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.rollouts import (
-    MissingEntryError,
-    TokenReader,
-    _entries,
-    describe_entries,
-    find_key,
-    per_sequence,
-    per_token,
-    require_key,
-    sequence_sums,
-    with_a_row,
-)
+from torchrl_llm_kl.rollouts import describe_entries, find_key, per_sequence, per_token, require_key, with_a_row
 from torchrl_llm_kl.rollouts._rendered import row_histories
 
 
@@ -58,7 +48,7 @@ def test_a_missing_entry_is_named_with_what_there_is() -> None:
     assert find_key(data, ("next", "reward")) == "reward"
     data = holding(("tokens", "full"), ("next", "reward"))
     assert require_key(data, "reward", "no reward", "Add one.") == ("next", "reward")
-    with pytest.raises(MissingEntryError) as error:
+    with pytest.raises(rollouts.MissingEntryError) as error:
         require_key(data, "value", "no value", "Add one.")
     want = "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
     assert str(error.value) == want
@@ -162,14 +152,14 @@ def test_integers_and_booleans_of_a_response_take_the_fill() -> None:
 def test_sums_of_rows_have_no_graph() -> None:
     dense = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
     for value, want in ((dense, [3.0, 7.0]), ([dense[0], dense[1, :1]], [3.0, 3.0])):
-        sums = sequence_sums(value, 2, "the reward")
+        sums = rollouts.sequence_sums(value, 2, "the reward")
         assert (sums.tolist(), sums.requires_grad) == (want, False)
 
 
 def test_a_rank_without_rows_has_one_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     data = TensorDict({"ids": torch.ones(0, 3, 2).long(), ("next", "reward"): torch.ones(0, 1)}, batch_size=[0])
     assert with_a_row(data) is data  # one process
-    monkeypatch.setattr(_entries, "is_distributed", lambda: True)
+    monkeypatch.setattr(rollouts._entries, "is_distributed", lambda: True)
     row = with_a_row(data)
     assert (row.batch_size, row["ids"].dtype, row["ids"].tolist()) == ((1,), torch.long, [[[0, 0]] * 3])
     assert row["next", "reward"].tolist() == [[0.0]]
@@ -177,7 +167,7 @@ def test_a_rank_without_rows_has_one_of_zeros(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_token_dimension_is_not_of_the_batch() -> None:
-    reader = TokenReader.of(None, ("tokens", "full"), "sft")
+    reader = rollouts.TokenReader.of(None, ("tokens", "full"), "sft")
     full = TensorDict({("tokens", "full"): torch.ones(2, 3)}, batch_size=[2])
     assert reader.with_batch_dims(full) is full
     wide = TensorDict({("tokens", "full"): torch.ones(2, 3)}, batch_size=[2, 3])

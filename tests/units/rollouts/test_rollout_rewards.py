@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from refused import refused
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.rollouts import outcomes, read_denominators, token_reward, write_denominators
 
@@ -32,17 +33,12 @@ def test_token_reward() -> None:
         assert found.squeeze(-1).tolist() == expected, (reward, placement)
 
 
-@pytest.mark.parametrize(
-    ("reward", "error", "message"),
-    [
-        (torch.zeros(2, 2), ValueError, r"shape \(2, 2\) but the kl has \[4, 4\] tokens per sequence"),
-        (torch.zeros(3), ValueError, r"the reward has shape \(3,\): expected as many numbers for each of 2 rows"),
-        ("good", TypeError, "the reward must be a tensor, found str"),
-    ],
+test_a_reward_that_fits_nothing = refused(
+    lambda reward: token_reward(reward, PADDED, None, "last"),
+    (torch.zeros(2, 2), ValueError, r"shape \(2, 2\) but the kl has \[4, 4\] tokens per sequence"),
+    (torch.zeros(3), ValueError, r"the reward has shape \(3,\): expected as many numbers for each of 2 rows"),
+    ("good", TypeError, "the reward must be a tensor, found str"),
 )
-def test_a_reward_that_fits_nothing(reward: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        token_reward(reward, PADDED, None, "last")
 
 
 def test_an_empty_sequence_cannot_hold_its_outcome() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torchrl.envs.llm.transforms import XMLBlockParser
 
+from refused import refused
 from task_lab import BOT, END, add, call, make_tokenizer
 from torchrl_llm_kl.masks import render_conversation
 from torchrl_llm_kl.tasks import ToolCall, _tools
@@ -205,18 +206,13 @@ def test_calls_are_read_as_the_template_writes_them(name: str) -> None:
     assert after == "RAW" + FAMILIES[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("lfm2_v2", r"writes calls in a format that is not known here: .*add\(a=1, b=1\).*Pass tool_parser="),
-        ("deepseekv3", "writes calls in a format that is not known here"),
-        ("gemma3", "does not render results of tools, TemplateError: Conversation roles must alternate"),
-        ("phi3", "does not render results of tools: pass one that does"),
-    ],
+test_templates_that_cannot_be_used_say_so_at_the_start = refused(
+    lambda name: Dialog(of_family(name), tools_of(add), {}),
+    ("lfm2_v2", r"writes calls in a format that is not known here: .*add\(a=1, b=1\).*Pass tool_parser="),
+    ("deepseekv3", "writes calls in a format that is not known here"),
+    ("gemma3", "does not render results of tools, TemplateError: Conversation roles must alternate"),
+    ("phi3", "does not render results of tools: pass one that does"),
 )
-def test_templates_that_cannot_be_used_say_so_at_the_start(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Dialog(of_family(name), tools_of(add), {})
 
 
 def test_a_parser_of_ones_own(tokenizer: Any) -> None:

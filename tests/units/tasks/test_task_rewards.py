@@ -21,6 +21,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 from torchrl.envs.transforms import StepCounter
 
 from closeness import assert_near
+from refused import refused
 from torchrl_llm_kl import FunctionReward, PromptError, RewardError, make_algorithm
 from torchrl_llm_kl.datasets import DataError
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, _calls, _rewards, reward_metrics
@@ -110,25 +111,20 @@ def test_texts_conversations_and_columns() -> None:
     assert Prompts([{**row, "prompt": None}])[0].metadata == {"messages": row["messages"], "prompt": None}
 
 
-@pytest.mark.parametrize(
-    ("source", "error", "message"),
-    [
-        ([], PromptError, "0 rows"),
-        ([{"text": "a", "n": "b"}], PromptError, "row 1 of the list has no prompt: found the columns text, n"),
-        (["a", {}], PromptError, r"row 2 of the list has no prompt: found the columns \(none\)"),
-        ([{"prompt": 3}], PromptError, "row 1 of the list has `prompt` of int, expected a list of messages"),
-        ([{"messages": []}], PromptError, "has a `messages` that is empty"),
-        ([{"messages": ["a"]}], PromptError, "has 'a' in `messages`, expected an object with `role`"),
-        ([[USER, {"role": "assistant", "content": "b"}]], PromptError, "ends with the assistant's message"),
-        ([{"messages": [{**USER, "content": 5}]}], PromptError, "row 1 of the list has .* the content 5 in `messages`"),
-        (["a", "b\ud83d"], PromptError, r"row 2 of .* not Unicode: '\\ud83d' at character 1"),
-        (["a", 3], DataError, "row 2 of the list is of int"),
-        (3, TypeError, "expected rows"),
-    ],
+test_errors_name_the_row = refused(
+    Prompts,
+    ([], PromptError, "0 rows"),
+    ([{"text": "a", "n": "b"}], PromptError, "row 1 of the list has no prompt: found the columns text, n"),
+    (["a", {}], PromptError, r"row 2 of the list has no prompt: found the columns \(none\)"),
+    ([{"prompt": 3}], PromptError, "row 1 of the list has `prompt` of int, expected a list of messages"),
+    ([{"messages": []}], PromptError, "has a `messages` that is empty"),
+    ([{"messages": ["a"]}], PromptError, "has 'a' in `messages`, expected an object with `role`"),
+    ([[USER, {"role": "assistant", "content": "b"}]], PromptError, "ends with the assistant's message"),
+    ([{"messages": [{**USER, "content": 5}]}], PromptError, "row 1 of the list has .* the content 5 in `messages`"),
+    (["a", "b\ud83d"], PromptError, r"row 2 of .* not Unicode: '\\ud83d' at character 1"),
+    (["a", 3], DataError, "row 2 of the list is of int"),
+    (3, TypeError, "expected rows"),
 )
-def test_errors_name_the_row(source: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        Prompts(source)
 
 
 def test_each_epoch_is_a_permutation_of_its_own_and_the_order_of_today_is_that_of_tomorrow() -> None:
@@ -392,29 +388,23 @@ def test_async_calls_run_together_up_to_a_limit_and_to_a_time_out_in_one_loop() 
     assert len(loops) == 1
 
 
-@pytest.mark.parametrize(
-    ("reward", "weights", "message"),
-    [
-        (3, None, r"^reward must be a function of \(question, answer, metadata\), got 3"),
-        ("exact", None, "^reward must be a function .*, got 'exact'"),
-        ({"a": 3}, None, "the reward 'a' must be a function"),
-        (lambda a, b: 1.0, None, r"^reward .* \(question, answer, metadata\), and the function given takes \(a, b\)"),
-        ({"a": (2.0, lambda q, a, m, n: 1.0)}, None, r"the reward 'a' is called .* takes \(q, a, m, n\)"),
-        ({"a": lambda q, a, m, *, key: 1.0}, None, r"the reward 'a' is called .* takes \(q, a, m, \*, key\)"),
-        (StepCounter(), None, r"^reward is called .* takes \(tensordict"),
-        ({}, None, "no reward is given"),
-        ({"a": ("b", length)}, None, "the weight of 'a' must be a finite number"),
-        ({"a": (math.nan, length)}, None, "the weight of 'a' must be a finite number"),
-        ({"a": length}, {"a": 1.0}, "weights= belong to one "),
-        (length, {}, "no reward is given"),
-        ({1: length}, None, "the name of a reward must be a text, got 1"),
-        (length, {"": 1.0}, "the name of a reward must be a text, got ''"),
-    ],
+test_wrong_arguments = refused(
+    lambda reward, weights: FunctionReward(reward, weights=weights),
+    (3, None, TypeError, r"^reward must be a function of \(question, answer, metadata\), got 3"),
+    ("exact", None, TypeError, "^reward must be a function .*, got 'exact'"),
+    ({"a": 3}, None, TypeError, "the reward 'a' must be a function"),
+    (lambda a, b: 1.0, None, TypeError, r"^reward .* \(question, answer, metadata\), and .* takes \(a, b\)"),
+    ({"a": (2.0, lambda q, a, m, n: 1.0)}, None, TypeError, r"the reward 'a' is called .* takes \(q, a, m, n\)"),
+    ({"a": lambda q, a, m, *, key: 1.0}, None, TypeError, r"the reward 'a' is called .* takes \(q, a, m, \*, key\)"),
+    (StepCounter(), None, TypeError, r"^reward is called .* takes \(tensordict"),
+    ({}, None, "no reward is given"),
+    ({"a": ("b", length)}, None, "the weight of 'a' must be a finite number"),
+    ({"a": (math.nan, length)}, None, "the weight of 'a' must be a finite number"),
+    ({"a": length}, {"a": 1.0}, "weights= belong to one "),
+    (length, {}, "no reward is given"),
+    ({1: length}, None, "the name of a reward must be a text, got 1"),
+    (length, {"": 1.0}, "the name of a reward must be a text, got ''"),
 )
-def test_wrong_arguments(reward: Any, weights: Any, message: str) -> None:
-    error = TypeError if "function" in message or "is called" in message else ValueError
-    with pytest.raises(error, match=message):
-        FunctionReward(reward, weights=weights)
 
 
 def test_arguments_with_defaults_out_of_range_and_data_without_answers() -> None:

@@ -1,0 +1,22 @@
+"""Tables of what is refused: one test for each row."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+
+def refused(call: Callable[..., Any], *rows: tuple[Any, ...], error: type[Exception] = ValueError) -> Any:
+    """A test for each row: ``call`` raises, given what the row begins with; the row ends with the message, a pattern.
+
+    What is raised is ``error``, or the type before the message.
+    """
+
+    @pytest.mark.parametrize("row", rows, ids=[row[-1] for row in rows])
+    def test(row: tuple[Any, ...]) -> None:
+        *arguments, message = row
+        own = isinstance(arguments[-1], type) and issubclass(arguments[-1], Exception)
+        with pytest.raises(arguments.pop() if own else error, match=message):
+            call(*arguments)
+
+    return test
