@@ -157,13 +157,8 @@ def _scoring(world: World) -> dict[str, Any]:
     models = {"scorer": world.model, "ref_scorer": world.reference, "student": world.new_model(2)}
     given = {name: LogProbScorer(model) for name, model in models.items()}
     mask = torch.tensor([False, False, True, True, False, True, True])
-    return {
-        **given,
-        "rows": rows,
-        "sequences": rows,
-        "mask": mask,
-        "batch": {"input_ids": ids, "attention_mask": ids > 0},
-    }
+    batch = {"input_ids": ids, "attention_mask": ids > 0}
+    return {**given, "rows": rows, "sequences": rows, "mask": mask, "batch": batch}
 
 
 def _torchrl(world: World) -> dict[str, Any]:

@@ -381,10 +381,7 @@ ERRORS = [
     (lambda: FLAT.to_padded(side="middle"), r"'left' or 'right', found 'middle'"),
     (lambda: FLAT.to_nested(torch.sparse_coo), r"strided or .*jagged, found torch.sparse_coo"),
     (lambda: FLAT.like(torch.ones(4)), r"expected 3 values.*got 4"),
-    (
-        lambda: Ragged.from_slots(torch.ones(3), FLAT.container, PADDED[0, :2] == 0),
-        r"has 2 positions but the .* have 3",
-    ),
+    (lambda: Ragged.from_slots(torch.ones(3), FLAT.container, PADDED[0, :2] == 0), r"has 2 positions but .* have 3"),
     (lambda: Ragged(ONE, OTHER, FLAT.container), r"int64 tensor, got \(1,\) of torch.int32"),
     (lambda: Ragged(ONE, torch.tensor([[1]]), FLAT.container), r"1-d int64 tensor, got \(1, 1\)"),
     (lambda: Ragged(torch.ones(4), torch.tensor([2, 1]), FLAT.container), r"found 3, expected 4"),

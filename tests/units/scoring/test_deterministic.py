@@ -254,13 +254,13 @@ def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, inputs)
 
 
+def _read_anyhow(*args: Any, tile: Any = None) -> Reading:
+    return Reading(*args)
+
+
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
-    [
-        (_passes, "pad_pack", lambda row, _: row),
-        (_passes, "attend", _in_pieces),
-        (_probe, "Reading", lambda *args, tile=None: Reading(*args)),
-    ],
+    [(_passes, "pad_pack", lambda row, _: row), (_passes, "attend", _in_pieces), (_probe, "Reading", _read_anyhow)],
     ids=["packs", "attention", "head"],
 )
 def test_the_check_finds_other_bits(module, name, broken, model, monkeypatch):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import Sampling, ScoreOptions, ScoreRequest
@@ -21,11 +20,8 @@ VALUES: dict[str, Callable[[], Any]] = {
     "integers": lambda: torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(0)),
     "lists": lambda: Kept(torch.tensor([4, 20, 7, 21, 10, 22, 11]), torch.nn.functional.pad(COUNTS.cumsum(0), (1, 0))),
 }
-FIELDS = {
-    each.name: "integers" if each.metadata["dims"] else "lists"
-    for each in fields(ScoreRequest)
-    if "dims" in each.metadata
-}
+DIMS = {each.name: each.metadata["dims"] for each in fields(ScoreRequest) if "dims" in each.metadata}
+FIELDS = {name: "integers" if dims else "lists" for name, dims in DIMS.items()}
 
 
 def rows(request: ScoreRequest, name: str) -> list[Any]:
@@ -38,11 +34,8 @@ def rows(request: ScoreRequest, name: str) -> list[Any]:
 
 def every(request: ScoreRequest) -> list[list[Any]]:
     masks = [x.bool() for x in request.tokens.like(request.mask.long()).to_list()]
-    return [
-        [*map(Tensor.tolist, request.tokens.to_list())],
-        [*map(Tensor.tolist, masks)],
-        *(rows(request, x) for x in FIELDS),
-    ]
+    tensors = (request.tokens.to_list(), masks)
+    return [*([row.tolist() for row in each] for each in tensors), *(rows(request, x) for x in FIELDS)]
 
 
 def test_a_request_is_cut_joined_and_sent() -> None:
