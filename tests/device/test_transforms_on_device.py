@@ -1,7 +1,5 @@
 """Transforms, PolicyLoss and algorithms: every layout of a batch, every extra, every preset."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What :class:`HTTPEngine` promises of a server: one class of tests, for the server of the tests and for a real one."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

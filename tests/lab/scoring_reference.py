@@ -1,7 +1,5 @@
 """The scorer's reference, one sequence at a time through the plain model without padding; sample data; other backends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -119,16 +117,8 @@ class Recurrent(nn.Module):
 class FakeBackend(LLMWrapperBase):
     """A wrapper whose engine is not a module: its output has vLLM's form, and it drops padding like vLLM's wrapper."""
 
-    DEFAULTS: ClassVar = {
-        "generate": True,
-        "return_log_probs": None,
-        "input_mode": "history",
-        "input_key": None,
-        "pad_output": True,
-        "tokenizer_kwargs": None,
-        "log_probs_key": "log_probs",
-        "padding_value": 5,
-    }
+    DEFAULTS: ClassVar = {"generate": True, "input_mode": "history", "log_probs_key": "log_probs", "pad_output": True}
+    DEFAULTS |= {"return_log_probs": None, "input_key": None, "tokenizer_kwargs": None, "padding_value": 5}
 
     def __init__(self, model: Any, **settings: Any) -> None:
         nn.Module.__init__(self)
@@ -140,7 +130,7 @@ class FakeBackend(LLMWrapperBase):
             self.tokenizer_kwargs["padding"] = self.pad_output
         self._batch_queue, self._futures, self._min_batch_size, self._max_batch_size = [], [], None, None
 
-    def get_new_version(self, **kwargs: Any) -> FakeBackend:
+    def get_new_version(self, **kwargs: Any) -> "FakeBackend":
         return type(self)(self.model, **{**{name: getattr(self, name) for name in self.DEFAULTS}, **kwargs})
 
     def forward(self, tensordict: Any) -> Any:
