@@ -17,19 +17,11 @@ from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, make_algorithm, prepare_reference
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, ReferenceUpdater, make_algorithm, prepare_reference
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
-from torchrl_llm_kl.scoring import (
-    ReferenceUpdater,
-    RememberedModel,
-    Sampling,
-    ScoreOptions,
-    ScoreRequest,
-    fingerprint_of,
-    placeholders,
-)
+from torchrl_llm_kl.scoring import RememberedModel, Sampling, ScoreOptions, ScoreRequest, fingerprint_of, placeholders
 from torchrl_llm_kl.scoring._bytes import Arrays
 from torchrl_llm_kl.scoring._options import SHARED
 from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RetrieveKL, RetrieveLogProb

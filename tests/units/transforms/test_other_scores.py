@@ -16,16 +16,9 @@ from torchrl.modules.llm.policies.common import LogProbs
 
 from closeness import assert_near
 from layouts import PROMPTS, RESPONSES, at_responses, tokens
+from torchrl_llm_kl import RetrieveKL
 from torchrl_llm_kl.scoring import RememberedModel
-from torchrl_llm_kl.transforms import (
-    Entropy,
-    ExactKL,
-    KLComputation,
-    RetrieveKL,
-    RetrieveLogProb,
-    SamplerLogProbs,
-    TopK,
-)
+from torchrl_llm_kl.transforms import Entropy, ExactKL, KLComputation, RetrieveLogProb, SamplerLogProbs, TopK
 from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
 from toy_rollouts import OUTCOMES, collect, flat, make_model, plain_log_probs, response_log_probs, steps
 
