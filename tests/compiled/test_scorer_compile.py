@@ -29,9 +29,7 @@ def compile_body(model: Any, backend: str) -> None:
     model.model.compile(backend=backend)
 
 
-def pair(
-    way: Callable[[Any, str], None], family: str = "llama", backend: str = "aot_eager", **config: Any
-) -> list[Any]:
+def pair(way: Callable[[Any, str], None], family="llama", backend="aot_eager", **config: Any) -> list[Any]:
     """A model in float64, and the same one compiled."""
     plain, compiled = (tiny_model(family, **config).double().train() for _ in range(2))
     way(compiled, backend)

@@ -26,9 +26,7 @@ def random_mask(sequences: Ragged, *, keep: float = 0.5, seed: int = 0) -> Tenso
     return (torch.rand(sequences.values.shape, generator=generator) < keep) & (sequences.positions > 0)
 
 
-def plain_log_probs(
-    model: nn.Module, sequences: Ragged, mask: Tensor | None = None, *, temperature: float = 1.0
-) -> Tensor:
+def plain_log_probs(model: nn.Module, sequences: Ragged, mask: Any = None, *, temperature: float = 1.0) -> Tensor:
     """``[N]``, 0 where nothing is scored."""
     rows = []
     for ids in sequences.to_list():

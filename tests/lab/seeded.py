@@ -265,9 +265,7 @@ def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
         yield rollout.batch(slice(4 * ANSWERS * i, 4 * ANSWERS * (i + 1))), given
 
 
-def columns_of(
-    mask: list[list[int]], rows: dict[str, torch.Tensor] | None = None, **named: list[list[float]]
-) -> TokenColumns:
+def columns_of(mask: list[list[int]], rows: Any = None, **named: list[list[float]]) -> TokenColumns:
     """A batch with these columns; a first masked-out token, the prompt, is added to each sequence."""
     tokens = Ragged.from_list([torch.arange(len(row) + 1) for row in mask])
     flat = torch.cat([torch.tensor([0, *row]) for row in mask]).bool()

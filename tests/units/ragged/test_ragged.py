@@ -19,9 +19,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32
 BATCHES = [(), (1,), (3,), (2, 2), (2, 1, 2), (0,), (2, 0)]
 
 
-def elements(
-    n: int, features: tuple[int, ...] = (), dtype: torch.dtype = torch.float32, start: int = 1
-) -> torch.Tensor:
+def elements(n: int, features: Any = (), dtype: torch.dtype = torch.float32, start: int = 1) -> torch.Tensor:
     """``n`` distinct elements (as far as the dtype allows): a value in a wrong slot is visible."""
     flat = torch.arange(start, start + n * math.prod(features)).reshape(n, *features)
     return (flat % 2 == 1) if dtype == torch.bool else flat.to(dtype)
