@@ -29,9 +29,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Tab]]:
     """Open the page of a batch, or one that is there; at the end it asked for nothing and complained of nothing."""
     tabs: list[Tab] = []
 
-    def open_page(
-        what: Path | TokenColumns, words: Any = TOKENIZER, *, scheme: str = "light", width: int = 1300, **options: Any
-    ) -> Tab:
+    def open_page(what: Any, words: Any = TOKENIZER, *, scheme="light", width: int = 1300, **options: Any) -> Tab:
         path = tmp_path / "x.html" if isinstance(what, TokenColumns) else what
         if isinstance(what, TokenColumns):
             inspect_tokens(what, words, path, **options)

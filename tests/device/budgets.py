@@ -4,8 +4,6 @@ A sync is a wait of the host for the device. Kernels of transformers' own code a
 operation runs a second time, after what happens only once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

@@ -1,7 +1,5 @@
 """The accelerator that these tests run on: the simulated one, or a real one (``make test-device DEVICE=cuda``)."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

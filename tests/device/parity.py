@@ -1,7 +1,5 @@
 """The same operation on the CPU and on the accelerator: equal values and gradients, wherever the batch is."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The simulated accelerator "sim": builds and loads ``sim.cpp``, and records what a stretch of code does on the device."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Host syncs and kernels of each operation stay within ``budgets.py``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

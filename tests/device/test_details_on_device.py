@@ -1,7 +1,5 @@
 """Parts that must not wait for the device, and what only a device has: resident layers, little memory, CUDA's kernels."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

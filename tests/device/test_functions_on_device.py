@@ -1,7 +1,5 @@
 """Pure functions of tensors: objectives, terms, corrections, estimators, coefficients and advantages."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any

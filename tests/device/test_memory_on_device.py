@@ -1,7 +1,5 @@
 """Peak bytes of a score and of a training step, beside the formula of docs/scoring.md."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Whole runs: a rollout, its diagnosis, a training run and its continuation, rows of a dataset."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -17,7 +15,7 @@ from torchrl_llm_kl import RecordKept, RetrieveLogProb, Sampling, ScoreOptions, 
 from torchrl_llm_kl.datasets import from_completions
 from torchrl_llm_kl.diagnostics import inspect_tokens
 from torchrl_llm_kl.training import random_state, set_random_state
-from toy_models import tiny_model
+from toy_models import OUTPUTS, tiny_model
 from toy_rollouts import make_env, make_model, make_policy, make_tokenizer as chat_tokenizer
 from train_lab import ANSWERS, assert_same_run, build_lab, go, steps_in
 
@@ -79,15 +77,8 @@ def test_kept_tokens_of_a_sampler_are_recorded_and_replayed(device):
     prompts = torch.tensor([[3, 4, 5, 6], [3, 4, 5, 6]])
     model = tiny_model().to(device)
     record = RecordKept(sampling)
-    out = model.generate(
-        input_ids=prompts.to(device),
-        max_new_tokens=5,
-        do_sample=True,
-        pad_token_id=0,
-        logits_processor=LogitsProcessorList([record]),
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
+    how = {"max_new_tokens": 5, "do_sample": True, "pad_token_id": 0, "logits_processor": LogitsProcessorList([record])}
+    out = model.generate(input_ids=prompts.to(device), **OUTPUTS, **how)
     data = TensorDict(tokens=TensorDict(full=out.sequences, prompt=prompts.to(device), batch_size=[2]), batch_size=[2])
     data["masks", "all_attention_mask"] = torch.ones_like(out.sequences, dtype=torch.bool)
     data["masks", "all_assistant_mask"] = torch.arange(9, device=device).expand(2, 9) >= 4

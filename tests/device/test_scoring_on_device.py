@@ -1,7 +1,5 @@
 """The scorer: every layout of the tokens, every score, every way to run a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Transforms, PolicyLoss and algorithms: every layout of a batch, every extra, every preset."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,29 +10,22 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from layouts import LAYOUTS, PROMPTS, RESPONSES, joined, tokens
 from parity import CPU, gradients, same_on_both, to
 from policy_batches import batch
-from torchrl_llm_kl import (
-    AfterPrompt,
-    Entropy,
-    ExactKL,
-    KLComputation,
-    KLRewardTransform,
-    Moments,
-    PolicyLoss,
-    RetrieveKL,
-    RetrieveLogProb,
-    RetrieveValue,
-    RoutedExperts,
-    SamplerLogProbs,
-    Sampling,
-    ScoreOptions,
-    TopK,
-    losses,
-)
+from torchrl_llm_kl import AfterPrompt, PolicyLoss, RetrieveLogProb, RetrieveValue, Sampling, ScoreOptions, TopK, losses
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import ValueLoss
 from torchrl_llm_kl.scoring import TokenCritic
+from torchrl_llm_kl.transforms import (
+    Entropy,
+    ExactKL,
+    KLComputation,
+    KLRewardTransform,
+    Moments,
+    RetrieveKL,
+    RoutedExperts,
+    SamplerLogProbs,
+)
 from toy_models import tiny_model
 from toy_tasks import TabularCritic, chain
 from toy_training import made, rows_of_all, total

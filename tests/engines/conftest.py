@@ -1,7 +1,5 @@
 """Tests against real servers: collected by ``make engines`` alone, one server at a time."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

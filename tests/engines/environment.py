@@ -4,8 +4,6 @@ It holds vLLM for processors (``vllm.txt``: pinned, with hashes for CPython 3.11
 already is kept.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """vLLM in float32: as a reference, a sampler and a teacher; at last it is killed, and comes back as another."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Both need vLLM's second model runner, and that Triton. Here Triton's interpreter runs its kernels (``interpreted``).
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Iterator

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from torchrl_llm_kl.losses import LossTerm, spec_of
 
 Rows = Sequence[Sequence[float]]
+Objective = Callable[..., tuple[LossTerm, ...]]
 
 
 def tensor(rows: Rows) -> Tensor:
@@ -23,13 +24,7 @@ def own_names(function: Callable[..., Any], **hyper: Any) -> dict[str, Any]:
 
 
 def evaluate(
-    function: Callable[..., tuple[LossTerm, ...]],
-    *,
-    ratio: Rows,
-    advantage: Rows,
-    log_prob: Rows | None = None,
-    mask: Tensor | None = None,
-    **inputs: Any,
+    function: Objective, *, ratio: Rows, advantage: Rows, log_prob: Rows | None = None, mask: Any = None, **inputs: Any
 ) -> tuple[LossTerm, Tensor]:
     """The only term, and the gradient of the sum of its values. Log-probs are -1 where none are given."""
     log_prob = tensor(log_prob) if log_prob is not None else torch.full_like(tensor(ratio), -1.0)
@@ -51,16 +46,11 @@ def assert_result(result: tuple[LossTerm, Tensor], *, value: Rows, gradient: Row
 
 
 #: An objective, its inputs and hyper-parameters, values, gradients, and metrics.
-Case = tuple[Callable[..., tuple[LossTerm, ...]], dict[str, Any], Rows, Rows, dict[str, float]]
+Case = tuple[Objective, dict[str, Any], Rows, Rows, dict[str, float]]
 
 
 def case(
-    function: Callable[..., tuple[LossTerm, ...]],
-    inputs: dict[str, Any],
-    hyper: dict[str, Any],
-    value: Sequence[Any],
-    gradient: Sequence[Any],
-    metrics: dict[str, float] | None = None,
+    function: Objective, inputs: dict, hyper: dict, value: Sequence, gradient: Sequence, metrics: dict | None = None
 ) -> Case:
     """A case in which one row of tokens may be written without its outer brackets."""
     given = {key: _rows(x) if key in ("ratio", "advantage", "log_prob") else x for key, x in inputs.items()}

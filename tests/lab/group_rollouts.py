@@ -65,13 +65,7 @@ def grpo_advantages(rewards: Sequence[float], group: int = GROUP) -> list[float]
 
 
 def plain_loss(
-    model: nn.Module,
-    batch: TensorDictBase,
-    old: Sequence[Tensor],
-    ref: Sequence[Tensor],
-    *,
-    kl_coeff: float,
-    clip: tuple[float, float] = (0.2, 0.2),
+    model: nn.Module, batch: Any, old: Any, ref: Any, *, kl_coeff: float, clip: tuple[float, float] = (0.2, 0.2)
 ) -> Tensor:
     """PPO's dual-clipped surrogate plus ``kl_coeff`` times k2 to the reference: means over the sampled tokens of a batch."""
     objective, kl = [], []

@@ -41,15 +41,9 @@ def batch(seed: int = 0, answers: int = 4) -> TokenColumns:
         return scale * torch.randn(len(mask), generator=generator) ** 3
 
     old = -random(1).abs()
-    columns = {
-        "log_prob": old + random(0.1),
-        "old_log_prob": old,
-        "sampler_log_prob": old + random(0.01),
-        "ref_log_prob": old + random(0.5),
-        "entropy": random(1).abs(),
-        "kl": random(0.3).abs(),
-        "advantage": torch.randn(len(rows), generator=generator)[tokens.sequence_ids],
-    }
+    columns = {"log_prob": old + random(0.1), "old_log_prob": old, "sampler_log_prob": old + random(0.01)}
+    columns |= {"ref_log_prob": old + random(0.5), "entropy": random(1).abs(), "kl": random(0.3).abs()}
+    columns["advantage"] = torch.randn(len(rows), generator=generator)[tokens.sequence_ids]
     columns = {name: values.masked_fill(~mask, NAN) for name, values in columns.items()}
     reward = torch.rand(len(rows), generator=generator)
     return TokenColumns(tokens, mask, columns, {"reward": reward}, torch.arange(len(rows)) // answers)

@@ -8,6 +8,7 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+Ids = Sequence[Sequence[int]]
 LAYOUTS = ["padded", "nested", "jagged", "lazy"]
 KINDS = {"nested": torch.strided, "jagged": torch.jagged}
 #: Three sequences whose prompts and responses all differ in length.
@@ -15,11 +16,11 @@ PROMPTS = [[7, 8, 9], [5], [4, 4]]
 RESPONSES = [[11, 12], [13, 14, 15, 16], [17]]
 
 
-def joined(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> list[list[int]]:
+def joined(prompts: Ids, responses: Ids) -> list[list[int]]:
     return [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
 
 
-def pad_both_sides(rows: list[Tensor], prompts: Sequence[Any], responses: Sequence[Any], fill: float = 0) -> Tensor:
+def pad_both_sides(rows: list[Tensor], prompts: Ids, responses: Ids, fill: float = 0) -> Tensor:
     """As torchrl pads a rollout: left of the prompts, right of the responses. Rows of any other length: on the right."""
     lengths, starts = [len(row) for row in rows], [len(prompt) for prompt in prompts]
     if lengths != starts and lengths != [len(row) for row in joined(prompts, responses)]:
@@ -30,12 +31,7 @@ def pad_both_sides(rows: list[Tensor], prompts: Sequence[Any], responses: Sequen
 
 
 def lay_out(
-    layout: str,
-    entries: Mapping[Any, Any],
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    responses: Sequence[Sequence[int]] = RESPONSES,
-    *,
-    fill: float = 0,
+    layout: str, entries: Mapping[Any, Any], prompts: Ids = PROMPTS, responses: Ids = RESPONSES, *, fill: float = 0
 ) -> TensorDictBase:
     """A TensorDict of sequences.
 
@@ -56,12 +52,7 @@ def lay_out(
 
 
 def tokens(
-    layout: str,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    responses: Sequence[Sequence[int]] = RESPONSES,
-    *,
-    fill: float = 0,
-    **entries: Any,
+    layout: str, prompts: Ids = PROMPTS, responses: Ids = RESPONSES, *, fill: float = 0, **entries: Any
 ) -> TensorDictBase:
     """:func:`lay_out` with the tokens and their prompts, and the attention mask if they are padded.
 
@@ -75,12 +66,7 @@ def tokens(
     return lay_out(layout, columns, prompts, responses, fill=fill)
 
 
-def at_responses(
-    data: TensorDictBase,
-    key: Any,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    responses: Sequence[Sequence[int]] = RESPONSES,
-) -> list[Tensor]:
+def at_responses(data: TensorDictBase, key: Any, prompts: Ids = PROMPTS, responses: Ids = RESPONSES) -> list[Tensor]:
     """Rows of an entry at the response tokens, in any layout; asserts that the entry is 0 at all others."""
     value, out = data.get(key, as_list=True), []
     padded = isinstance(value, Tensor) and not value.is_nested

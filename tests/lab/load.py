@@ -4,7 +4,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +28,7 @@ def sequences(seed: int = 0, count: int = 5) -> Ragged:
     return Ragged.from_list([torch.randint(97, (n,), generator=rng) for n in lengths])
 
 
-def request_of(
-    rows: Sequence[Sequence[int]], mask: Any = None, *, records: Mapping[str, Any] | None = None, **given: Any
-) -> Request:
+def request_of(rows: Sequence[Sequence[int]], mask: Any = None, *, records: Any = None, **given: Any) -> Request:
     """A request of a client; ``given`` holds options, and other fields of :class:`Request`."""
     names = ("version", "caller", "newest", "suspect", "timeout")
     envelope = {name: given.pop(name) for name in names if name in given}

@@ -14,11 +14,8 @@ from torch import Tensor
 
 VARIABLE = "TORCHRL_LLM_KL_PEERS"
 #: package -> (the folder that holds it, what to download)
-FOLDERS = {
-    "trinity": ("trinity_rft", "trinity-rft==0.6.0"),
-    "verl": ("verl", "verl==0.9.1"),
-    "trl": ("trl", "trl==1.16.0"),
-}
+FOLDERS = {"trinity": ("trinity_rft", "trinity-rft==0.6.0"), "verl": ("verl", "verl==0.9.1")}
+FOLDERS |= {"trl": ("trl", "trl==1.16.0")}
 
 
 class _Bare(ModuleType):

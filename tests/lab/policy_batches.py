@@ -44,9 +44,7 @@ def responses(model: nn.Module, data: TensorDictBase, temperature: float = 1.0) 
     return out
 
 
-def token_mean(
-    model: nn.Module, data: TensorDictBase, value: Callable[[dict[str, Tensor]], Tensor], **kwargs: Any
-) -> Tensor:
+def token_mean(model: Any, data: Any, value: Callable[[dict[str, Tensor]], Tensor], **kwargs: Any) -> Tensor:
     """The mean of a per-token formula over all response tokens."""
     return torch.cat([value(row) for row in responses(model, data, **kwargs)]).mean()
 

@@ -4,8 +4,6 @@ It runs in threads of this process (:class:`PromptServer`), computes with plain 
 servers' traps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -110,7 +108,7 @@ class Toy:
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: PromptServer
+    server: "PromptServer"
     protocol_version = "HTTP/1.1"
 
     def do_POST(self):

@@ -1,7 +1,5 @@
 """A mixture of experts whose routers use given experts: plain models, patched by hand."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

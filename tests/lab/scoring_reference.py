@@ -1,7 +1,5 @@
 """The scorer's reference, one sequence at a time through the plain model without padding; sample data; other backends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,9 +26,7 @@ def random_mask(sequences: Ragged, *, keep: float = 0.5, seed: int = 0) -> Tenso
     return (torch.rand(sequences.values.shape, generator=generator) < keep) & (sequences.positions > 0)
 
 
-def plain_log_probs(
-    model: nn.Module, sequences: Ragged, mask: Tensor | None = None, *, temperature: float = 1.0
-) -> Tensor:
+def plain_log_probs(model: nn.Module, sequences: Ragged, mask: Any = None, *, temperature: float = 1.0) -> Tensor:
     """``[N]``, 0 where nothing is scored."""
     rows = []
     for ids in sequences.to_list():
@@ -119,16 +115,8 @@ class Recurrent(nn.Module):
 class FakeBackend(LLMWrapperBase):
     """A wrapper whose engine is not a module: its output has vLLM's form, and it drops padding like vLLM's wrapper."""
 
-    DEFAULTS: ClassVar = {
-        "generate": True,
-        "return_log_probs": None,
-        "input_mode": "history",
-        "input_key": None,
-        "pad_output": True,
-        "tokenizer_kwargs": None,
-        "log_probs_key": "log_probs",
-        "padding_value": 5,
-    }
+    DEFAULTS: ClassVar = {"generate": True, "input_mode": "history", "log_probs_key": "log_probs", "pad_output": True}
+    DEFAULTS |= {"return_log_probs": None, "input_key": None, "tokenizer_kwargs": None, "padding_value": 5}
 
     def __init__(self, model: Any, **settings: Any) -> None:
         nn.Module.__init__(self)
@@ -140,7 +128,7 @@ class FakeBackend(LLMWrapperBase):
             self.tokenizer_kwargs["padding"] = self.pad_output
         self._batch_queue, self._futures, self._min_batch_size, self._max_batch_size = [], [], None, None
 
-    def get_new_version(self, **kwargs: Any) -> FakeBackend:
+    def get_new_version(self, **kwargs: Any) -> "FakeBackend":
         return type(self)(self.model, **{**{name: getattr(self, name) for name in self.DEFAULTS}, **kwargs})
 
     def forward(self, tensordict: Any) -> Any:

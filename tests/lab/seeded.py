@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm_kl import Ragged, Sampling
 from torchrl_llm_kl.diagnostics import TokenColumns
-from toy_models import tiny_model
+from toy_models import OUTPUTS, tiny_model
 from toy_tokenizer import CHATML
 
 #: Five families of models; each fault is seeded in one of them, by its seed.
@@ -102,19 +102,16 @@ def sample(
     padded = torch.nn.utils.rnn.pad_sequence([p.flip(0) for p in rows], True, -1).flip(1)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        out: Any = model.generate(
-            padded.clamp(min=0),
-            attention_mask=(padded >= 0).long(),
-            do_sample=True,
-            max_new_tokens=length,
-            return_dict_in_generate=True,
-            output_scores=True,
-            output_logits=True,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            temperature=temperature,
-            **{"top_k": 0, "top_p": 1.0, **sampling},
-        )
+        how = {
+            "do_sample": True,
+            "max_new_tokens": length,
+            "temperature": temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            **sampling,
+        }
+        how |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, **OUTPUTS}
+        out: Any = model.generate(padded.clamp(min=0), attention_mask=(padded >= 0).long(), **how)
     logits = torch.stack(out.logits if raw else out.scores, 1)
     drawn = out.sequences[:, padded.shape[1] :]
     log_probs = logits.float().log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
@@ -268,9 +265,7 @@ def clean_batches(family: str, seed: int, number: int) -> Iterator[Seeded]:
         yield rollout.batch(slice(4 * ANSWERS * i, 4 * ANSWERS * (i + 1))), given
 
 
-def columns_of(
-    mask: list[list[int]], rows: dict[str, torch.Tensor] | None = None, **named: list[list[float]]
-) -> TokenColumns:
+def columns_of(mask: list[list[int]], rows: Any = None, **named: list[list[float]]) -> TokenColumns:
     """A batch with these columns; a first masked-out token, the prompt, is added to each sequence."""
     tokens = Ragged.from_list([torch.arange(len(row) + 1) for row in mask])
     flat = torch.cat([torch.tensor([0, *row]) for row in mask]).bool()

@@ -11,6 +11,8 @@ VOCAB_SIZE = 97
 #: gradients of their sums over up to 64 tokens, which add values of up to 32.
 FORWARD: dict[str, Any] = {"terms": 64, "size": 16.0}
 BACKWARD: dict[str, Any] = {"terms": 64 * 64, "size": 32.0}
+#: Of ``generate``: beside the tokens, the logits of each step before (``logits``) and after (``scores``) its processors.
+OUTPUTS: dict[str, Any] = dict.fromkeys(("return_dict_in_generate", "output_logits", "output_scores"), True)
 _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 _SIZES |= {"intermediate_size": 64, "num_key_value_heads": 2}
 # Of mixtures of experts.

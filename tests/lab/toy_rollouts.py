@@ -76,13 +76,9 @@ def make_env(
     reward: Transform | None = None,
 ) -> EnvBase:
     """A chat env that poses each query ``group`` times, with the outcome reward or another, done after ``turns``."""
-    env = ChatEnv.from_dataloader(
-        DataLoader([{"query": query} for query in queries] * 100, batch_size=1, collate_fn=_collate),
-        batch_size=(envs,),
-        tokenizer=tokenizer,
-        input_mode=input_mode,
-        repeats=group,
-    )
+    loader = DataLoader([{"query": query} for query in queries] * 100, batch_size=1, collate_fn=_collate)
+    how = {"batch_size": (envs,), "tokenizer": tokenizer, "input_mode": input_mode, "repeats": group}
+    env = ChatEnv.from_dataloader(loader, **how)
     for transform in (StepCounter(max_steps=turns), reward or Outcome(), *transforms):
         env = env.append_transform(transform)
     return env

@@ -1,7 +1,4 @@
-"""Calls that a type checker must report (each marked line) and calls that it must accept (all others).
-
-Never run: ``test_typing.py`` has mypy read it.
-"""
+"""Calls that mypy must report (each marked line) and calls that it must accept (all others): see ``test_public_names.py``."""
 
 from tensordict import TensorDictBase
 from torch import nn

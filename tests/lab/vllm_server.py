@@ -1,7 +1,5 @@
 """A vLLM server on processors: started with a small random model, asked over HTTP, ended by its process group."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -86,14 +84,9 @@ class VllmServer:
         command += arguments
         self.log = Path(tempfile.mkdtemp(prefix="vllm-")) / "log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                ["nice", "-n", "5", *command],
-                stdout=log,
-                stderr=log,
-                cwd=self.log.parent,
-                env={**os.environ, **_ENVIRONMENT, "PYTHONPATH": "", **environment},
-                start_new_session=True,
-            )
+            env = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": "", **environment}
+            how = {"stdout": log, "stderr": log, "cwd": self.log.parent, "env": env, "start_new_session": True}
+            self.process = subprocess.Popen(["nice", "-n", "5", *command], **how)
         try:
             self._wait()
         except BaseException:
@@ -139,13 +132,10 @@ class VllmServer:
     def sample(self, prompts: Sequence[Tensor], seed: int = 0, answers: int = ANSWERS, **sampling: Any) -> Rollout:
         """As :func:`seeded.sample`, from this server."""
         end = make_tokenizer().eos_token_id
-        found = [
-            choice
-            for i, prompt in enumerate(prompts)
-            for choice in self.generate(
-                prompt.tolist(), n=answers, seed=10_000 * seed + 100 * i, stop_token_ids=[end], **sampling
-            )
-        ]
+        found = []
+        for i, prompt in enumerate(prompts):
+            how = {"n": answers, "seed": 10_000 * seed + 100 * i, "stop_token_ids": [end], **sampling}
+            found += self.generate(prompt.tolist(), **how)
         rewards = torch.randn(len(found), generator=torch.Generator().manual_seed(seed))
         log_probs = [torch.tensor([at["logprob"] for at in choice["logprobs"]["content"]]) for choice in found]
         rows = [p for p in prompts for _ in range(answers)]

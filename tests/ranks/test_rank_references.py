@@ -6,7 +6,7 @@ import pytest
 
 from torchrl_llm_kl.estimators import DualKLCoefficient, PIKLCoefficient
 
-FOLLOW, COEFFICIENTS = "distributed.following", "distributed.coefficients"
+FOLLOW = COEFFICIENTS = "distributed.following"
 ALIKE = ["fsdp2, kept after forward", "loss(DDP)", "fsdp2", "fsdp1, original parameters", "fsdp1, flat parameters"]
 WHOLE = ["fsdp2", "loss(DDP)", "fsdp2, kept after forward"]
 

@@ -15,16 +15,8 @@ IMPORTS = {module: list(layers.imports(path)) for module, path in layers.modules
 
 SERVICE = f"{layers.PACKAGE}.service."
 # Folders and modules of the service, from the lowest row to the highest. The folders' own packages hold no names.
-SERVICE_ROWS = [
-    "_errors _wire _spec _source _actors",
-    "_weights",
-    "engines",
-    "replica",
-    "_controller",
-    "client",
-    "_service",
-    "_transforms _weight_sync",
-]
+SERVICE_ROWS = ["_errors _wire _spec _source _actors", "_weights", "engines", "replica"]
+SERVICE_ROWS += ["_controller", "client", "_service", "_transforms _weight_sync"]
 SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in parts.split()}
 #: Parts of one row that may import each other.
 TOGETHER = [{"_errors", "_wire", "_spec", "_actors"}]

@@ -39,13 +39,8 @@ def recipe(settings, out, *, until=None, resume=False):
     held = [value for value in run.models.state_dict().values() if value.ndim > 1]
     local = sum((value.to_local() if hasattr(value, "to_local") else value).numel() for value in held)
     state = run.parts.state_dict()
-    return {
-        "rows": rows,
-        "weights": weights,
-        "share": local / sum(value.numel() for value in held),
-        "parts": {key: value for key, value in state.items() if key != "algorithm"},
-        "accuracy": run.accuracy(),
-    }
+    share, parts = local / sum(x.numel() for x in held), {key: x for key, x in state.items() if key != "algorithm"}
+    return {"rows": rows, "weights": weights, "share": share, "parts": parts, "accuracy": run.accuracy()}
 
 
 def other_algorithms():

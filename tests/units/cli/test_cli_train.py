@@ -107,10 +107,7 @@ def test_what_is_not_there_is_found_before_a_run_begins(cli, file, lab, odd, cha
 
 
 def test_errors_are_one_line_of_the_user_s(cli: Cli, file: Path, tmp_path: Path) -> None:
-    for words, message in (
-        ([tmp_path / "no.yaml"], "there is no file"),
-        ([], "train --example"),
-    ):
+    for words, message in (([tmp_path / "no.yaml"], "there is no file"), ([], "train --example")):
         assert message in error_of(cli("train", *words, code=2)), message
     (tmp_path / "fails.py").write_text("def f(question, answer, metadata):\n    return answer.absent\n")
     last = cli("train", file, f"reward={tmp_path / 'fails.py'}:f", code=2).stderr.splitlines()[-1]

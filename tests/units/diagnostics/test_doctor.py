@@ -13,19 +13,9 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.data.llm import History
 
+import seeded
 import toy_rollouts
-from seeded import (
-    LENGTH,
-    Rollout,
-    chat_template,
-    clean,
-    make_model,
-    make_tokenizer,
-    off_by_one,
-    retokenised,
-    sample,
-    stale_by,
-)
+from seeded import LENGTH, Rollout, clean, make_model, make_tokenizer, sample, stale_by
 from torchrl_llm_kl import Doctor, Entropy, LogProbScorer, RetrieveLogProb, SamplerLogProbs, diagnose
 from torchrl_llm_kl.diagnostics import DiagnosisWarning, RunMonitor, read_columns
 from toy_models import with_lora
@@ -61,11 +51,13 @@ def put(places: Any, value: float, add: bool = False) -> torch.Tensor:
 
 
 FAR, MASS = log_probs() - 60, 0.7 + 0.2 * torch.rand(6, 10, generator=torch.Generator().manual_seed(1))
+SHIFTED_UP = log_probs() - MASS.log()
 CACHED, STORED = (slice(3), slice(2, 6)), (slice(3), slice(4, 7))
 SPREAD = 0.1 * torch.randn(6, 10, generator=torch.Generator().manual_seed(2))
 FEW = log_probs()
 FEW[1, 4] -= 2.5
 FEW[4, 8] -= 1.9
+PLACES = "sequence 1: 2; sequence 4: 6"
 #: Log-probs of a certain model, which have zeros too: float32 rounds the probability to 1 above 17.
 GAPS = 30 * torch.rand(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 CERTAIN = (1 - (-GAPS).exp()).float().log()
@@ -84,21 +76,11 @@ FOUND: dict[str, tuple[torch.Tensor, torch.Tensor | None, str | None, dict[str, 
     # Rounding below the floor of an unknown precision is no fault.
     "rounded near 0": (log_probs() - 9, (log_probs() - 9).bfloat16().float(), None, {}),
     "rounded": (FAR, FAR.bfloat16().float(), "low_precision", {"precision": "bfloat16"}),
-    "a truncated sampler": (
-        log_probs(),
-        log_probs() - MASS.log(),
-        "other_sampling",
-        {"mean_ratio": approx(0.8, abs=0.1)},
-    ),
+    "a truncated sampler": (log_probs(), SHIFTED_UP, "other_sampling", {"mean_ratio": approx(0.8, abs=0.1)}),
     "another model": (log_probs(), log_probs(7), "mismatch", {}),
     "two findings": (put((0, 3), math.nan), log_probs().roll(1, -1), "off_by_one", {"shift": 1}),
     # 2 of the 48 tokens of the answers, at their places in the answers; a difference of all tokens lists none.
-    "few tokens": (
-        log_probs(),
-        FEW,
-        "few_tokens",
-        {"tokens": "2 of 48", "answers": "2 of 6", "places": "sequence 1: 2; sequence 4: 6"},
-    ),
+    "few tokens": (log_probs(), FEW, "few_tokens", dict(tokens="2 of 48", answers="2 of 6", places=PLACES)),
     "all tokens": (log_probs(), log_probs() + SPREAD, "mismatch", {}),
     **{
         f"{value}": (put((2, 5), value), None, "nan", {"column": "old_log_prob", "share": approx(1 / 48)})
@@ -243,7 +225,7 @@ def test_nothing_is_scored_that_the_batch_holds_and_the_rest_once() -> None:
 
 def test_layouts_agree() -> None:
     """Nested rows, and a lazy stack of them."""
-    td, given = off_by_one("llama", 0)
+    td, given = seeded.off_by_one("llama", 0)
     keys = (("tokens", "prompt"), ("tokens", "full"), ("log_probs", "full"))
     columns = [td[key].unbind(0) for key in keys]
     rows = [TensorDict(dict(zip(keys, row, strict=True))) for row in zip(*columns, strict=True)]
@@ -255,7 +237,7 @@ def test_layouts_agree() -> None:
 
 def test_prompts_from_the_history() -> None:
     """Without a template of the tokenizer that the prompt fits, the messages of the batch are rendered."""
-    td, given = chat_template("qwen2", 3)
+    td, given = seeded.chat_template("qwen2", 3)
     tokenizer = make_tokenizer()
     chats = []
     for prompt in td["tokens", "prompt"].unbind(0):
@@ -283,7 +265,7 @@ def test_a_policy_that_has_moved_explains_nothing() -> None:
 
 
 def test_reports() -> None:
-    td, given = retokenised("llama", 0)
+    td, given = seeded.retokenised("llama", 0)
     diagnosis = diagnose(td, tokenizer=make_tokenizer(), **given)
     text = str(diagnosis)
     assert text.splitlines()[0].startswith(f"{int(diagnosis.measures['mask/tokens'])} tokens of 96 sequences: 1 fault")

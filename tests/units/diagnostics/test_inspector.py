@@ -28,9 +28,7 @@ NAN, INF = math.nan, math.inf
 LETTERS = Words(*"abcdefghij")
 
 
-def columns_of(
-    rows: list[list[int]], prompt: int = 1, rewards: list[float] | None = None, **columns: list[float]
-) -> TokenColumns:
+def columns_of(rows: Any, prompt: int = 1, rewards: list[float] | None = None, **columns: list[float]) -> TokenColumns:
     tokens = Ragged.from_list([torch.tensor(row) for row in rows])
     given = {name: torch.tensor(values) for name, values in columns.items()}
     reward = {} if rewards is None else {"reward": torch.tensor(rewards)}

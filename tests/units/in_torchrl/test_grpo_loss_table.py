@@ -129,9 +129,7 @@ def test_entropy(lab: Lab) -> None:
     lab.same(theirs.loss_entropy.squeeze(), ours["loss_entropy"])
 
 
-def kl_mask(
-    log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, threshold: float = 0.1
-) -> tuple[Tensor, dict[str, Tensor]]:
+def kl_mask(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, threshold: float = 0.1) -> Any:
     """torchrl's ``kl_mask_threshold``: 0 for tokens whose k2 to the sampler exceeds it."""
     k2 = (log_prob - old_log_prob).detach() ** 2 / 2
     return (k2 <= threshold).to(log_prob), {}

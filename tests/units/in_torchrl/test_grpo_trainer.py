@@ -38,13 +38,9 @@ class Lab:
     def trainer(self, where: str = "env", **settings: Any) -> GRPOTrainer:
         transforms, batches = self.transforms(where), settings.pop("batches", BATCHES)
         policy = make_policy(self.model, self.tokenizer, pad_output=self.padded)
-        collector = LLMCollector(
-            group_env(self.tokenizer, *(transforms if where != "buffer" else [])),
-            policy=policy,
-            dialog_turns_per_batch=ROWS,
-            total_dialog_turns=batches * ROWS,
-            flatten_data=True,
-        )
+        env = group_env(self.tokenizer, *(transforms if where != "buffer" else []))
+        turns = {"dialog_turns_per_batch": ROWS, "total_dialog_turns": batches * ROWS}
+        collector = LLMCollector(env, policy=policy, flatten_data=True, **turns)
         how = {"sampler": SamplerWithoutReplacement(), "batch_size": settings.pop("batch_size", MINIBATCH)}
         buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), **how)
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
@@ -54,16 +50,9 @@ class Lab:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
-            trainer = GRPOTrainer(
-                collector=collector,
-                total_frames=batches * ROWS,
-                loss_module=loss,
-                optimizer=optimizer,
-                replay_buffer=buffer,
-                empty_replay_buffer_on_weight_update=True,
-                progress_bar=False,
-                **{"num_epochs": EPOCHS, "clip_norm": None, **settings},
-            )
+            parts = {"collector": collector, "loss_module": loss, "optimizer": optimizer, "replay_buffer": buffer}
+            settings = {"num_epochs": EPOCHS, "clip_norm": None, "total_frames": batches * ROWS, **settings}
+            trainer = GRPOTrainer(**parts, empty_replay_buffer_on_weight_update=True, progress_bar=False, **settings)
         trainer.register_op("process_optim_batch", self._note)
         weights = self.model.parameters
         trainer.register_op("post_optim", lambda: self.after.append([p.detach().clone() for p in weights()]))

@@ -100,12 +100,8 @@ class Recipe:
     def __init__(self, tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module, kl: str = "RetrieveKL") -> None:
         self.tokenizer, self.model = tokenizer, copy.deepcopy(policy_model)
         self.sampler = copy.deepcopy(policy_model)  # the recipe's inference engine has its own weights
-        self.buffer = ReplayBuffer(
-            storage=LazyStackStorage(ANSWERS),
-            sampler=SamplerWithoutReplacement(),
-            transform=MCAdvantage(grpo_size=GROUP),
-            batch_size=ANSWERS // 2,
-        )
+        how = {"sampler": SamplerWithoutReplacement(), "batch_size": ANSWERS // 2}
+        self.buffer = ReplayBuffer(storage=LazyStackStorage(ANSWERS), transform=MCAdvantage(grpo_size=GROUP), **how)
         reference = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, log_probs_key="ref_log_probs")
         transform: Any = KLRewardTransform(reference, add_to_reward=False)
         if kl == "RetrieveKL":
@@ -116,14 +112,8 @@ class Recipe:
     def collector(self, batches: int) -> LLMCollector:
         policy = make_policy(self.sampler, self.tokenizer, pad_output=False)
         policy.generate_kwargs["top_k"] = 0
-        return LLMCollector(
-            group_env(self.tokenizer, rows=ANSWERS),
-            policy=policy,
-            dialog_turns_per_batch=ANSWERS,
-            total_dialog_turns=batches * ANSWERS,
-            replay_buffer=self.buffer,
-            track_policy_version=True,
-        )
+        how = {"dialog_turns_per_batch": ANSWERS, "total_dialog_turns": batches * ANSWERS, "replay_buffer": self.buffer}
+        return LLMCollector(group_env(self.tokenizer, rows=ANSWERS), policy=policy, track_policy_version=True, **how)
 
 
 @pytest.mark.slow

@@ -14,18 +14,9 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
-from torchrl_llm_kl.ragged import (
-    Dense,
-    Ragged,
-    Rows,
-    _tensordict as module,
-    has_entry,
-    own_leaves,
-    read_column,
-    read_node,
-    read_ragged,
-    write_ragged,
-)
+import torchrl_llm_kl.ragged._tensordict as module
+from torchrl_llm_kl import Ragged
+from torchrl_llm_kl.ragged import Dense, Rows, has_entry, own_leaves, read_column, read_node, read_ragged, write_ragged
 
 ROWS = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
 LENGTHS = [3, 1, 2, 4]
@@ -271,11 +262,7 @@ def test_rows_of_one_length_and_padded_rows() -> None:
     assert [step["a", "x"].tolist() for step in td.tensordicts] == [[0, 1, 2], [3, 4, 5]]
 
 
-@given(
-    lengths=st.lists(st.integers(0, 4), min_size=6, max_size=6),
-    outer=st.integers(0, 1),
-    features=st.sampled_from([(), (2,)]),
-)
+@given(st.lists(st.integers(0, 4), min_size=6, max_size=6), st.integers(0, 1), st.sampled_from([(), (2,)]))
 @settings(max_examples=25, deadline=None)
 def test_round_trip_through_any_stack(lengths: list[int], outer: int, features: tuple[int, ...]) -> None:
     """[3, 2] built in either order of the dimensions: row ``2 * i + j`` is element ``[i, j]``."""

@@ -43,11 +43,6 @@ def fixed(model: nn.Module) -> LogProbScorer:
     return LogProbScorer(model, deterministic=True)
 
 
-@pytest.fixture(scope="module")
-def fixed_other(other: nn.Module) -> LogProbScorer:
-    return LogProbScorer(other, deterministic=True)
-
-
 def rows_of(*lengths: int, seed: int = 0) -> list[Tensor]:
     return random_sequences(*lengths, seed=seed, vocab=WIDE["vocab_size"]).to_list()
 
@@ -92,10 +87,10 @@ def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int
 
 
 @pytest.mark.parametrize("number", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_bits_in_random_packs_and_the_normal_mode_as_a_control(fixed, fixed_other, number):
+def test_bits_in_random_packs_and_the_normal_mode_as_a_control(fixed, other, number):
     rows, vocab = rows_of(*LENGTHS), WIDE["vocab_size"]
     options: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True}
-    assert differing(fixed, rows, number, vocab, reference=fixed_other, **options) == 0
+    assert differing(fixed, rows, number, vocab, reference=LogProbScorer(other, deterministic=True), **options) == 0
     assert differing(LogProbScorer(fixed.model), rows, 2, vocab) > 0, "the data would not show a difference"
 
 
@@ -254,13 +249,13 @@ def _in_pieces(layout: PackLayout, past: Any, inputs: Any) -> Tensor:
     return _attention._attend(replace(layout, pieces=pieces, shared={}, attend=None), past, inputs)
 
 
+def _read_anyhow(*args: Any, tile: Any = None) -> Reading:
+    return Reading(*args)
+
+
 @pytest.mark.parametrize(
     ("module", "name", "broken"),
-    [
-        (_passes, "pad_pack", lambda row, _: row),
-        (_passes, "attend", _in_pieces),
-        (_probe, "Reading", lambda *args, tile=None: Reading(*args)),
-    ],
+    [(_passes, "pad_pack", lambda row, _: row), (_passes, "attend", _in_pieces), (_probe, "Reading", _read_anyhow)],
     ids=["packs", "attention", "head"],
 )
 def test_the_check_finds_other_bits(module, name, broken, model, monkeypatch):

@@ -1,7 +1,5 @@
 """Recurrent and convolutional models: each answer continues from the state after its prompt."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

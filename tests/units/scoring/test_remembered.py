@@ -1,7 +1,5 @@
 """Remembered scores: what hits, what misses, and that a hit is the first computation bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sqlite3
@@ -357,7 +355,7 @@ class Service(Scorer):
         self.options, self.path = ScoreOptions(), "remote"
         self.push_before_reply = self.push_after_reply = False
 
-    def make_scorer(self, **settings: Any) -> Service:
+    def make_scorer(self, **settings: Any) -> "Service":
         return self
 
     def fingerprint(self) -> tuple[int, str] | None:

@@ -18,7 +18,7 @@ from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import SamplerMismatchWarning, as_sampling, warn_of_mismatch
 from torchrl_llm_kl.scoring._mismatch import mismatch_of, sampler_of
-from toy_models import FORWARD, VOCAB_SIZE, tiny_model
+from toy_models import FORWARD, OUTPUTS, VOCAB_SIZE, tiny_model
 
 SAMPLINGS = [
     Sampling(0.7, top_k=5),
@@ -337,8 +337,7 @@ def test_none_is_off_in_transformers():
     """What the comparison with a wrapper takes for granted."""
     model = configured(top_k=2, top_p=0.5, min_p=0.5, repetition_penalty=3.0)
     off = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"))
-    outputs = {"output_logits": True, "output_scores": True, "return_dict_in_generate": True, "max_new_tokens": 2}
-    found = model.generate(torch.tensor([[3, 4, 5]]), do_sample=True, **off, **outputs)
+    found = model.generate(torch.tensor([[3, 4, 5]]), do_sample=True, max_new_tokens=2, **off, **OUTPUTS)
     assert all(map(torch.equal, found.scores, found.logits))
 
 

@@ -32,9 +32,7 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def assert_exact(
-    scorer: LogProbScorer, reference: LogProbScorer, temperature: float = 1.0, direction: Any = "reverse"
-) -> None:
+def assert_exact(scorer: Any, reference: Any, temperature: float = 1.0, direction: Any = "reverse") -> None:
     mask = (BATCH.positions > 0) & (torch.arange(len(BATCH.values)) % 4 != 0)
     got = scorer.evaluate(BATCH, mask, reference=reference, direction=direction, **EVERYTHING)
     assert_near(got.log_prob.values, scorer.score(BATCH, mask).values, **FORWARD)

@@ -1,8 +1,12 @@
 """What a scorer takes: token ids, masks and settings of every form; TorchRL's wrappers; bad input, with its remedy."""
 
 import copy
+import json
 import re
+from collections.abc import Callable
+from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +17,14 @@ from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
 from scoring_reference import FakeBackend, engine, plain_log_probs, random_mask, random_sequences
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, make_algorithm, prepare_reference
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, ReferenceUpdater, make_algorithm, prepare_reference
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.ragged._containers import Rows
-from torchrl_llm_kl.scoring import ReferenceUpdater, RememberedModel, Sampling, fingerprint_of, placeholders
+from torchrl_llm_kl.scoring import RememberedModel, Sampling, ScoreOptions, ScoreRequest, fingerprint_of, placeholders
+from torchrl_llm_kl.scoring._bytes import Arrays
+from torchrl_llm_kl.scoring._images import RowImages
+from torchrl_llm_kl.scoring._options import SHARED
 from torchrl_llm_kl.transforms import ExactKL, KLRewardTransform, RetrieveKL, RetrieveLogProb
 from toy_models import FORWARD, tiny_model
 from toy_tokenizer import build_tokenizer
@@ -468,3 +476,76 @@ def test_tokens_that_are_certain_have_zeros():
     assert got.values.tolist() == [0.0] * 11 + [-100.0, 0.0, 0.0, 0.0, -100.0, 0.0, 0.0]
     assert sum(map(len, backend.requests)) == 3 + 4  # two sequences are certain from their start
     assert scorer.score(Ragged.from_list([torch.tensor([4, 5])])).values.tolist() == [0.0, 0.0]
+
+
+# ------------------------------------------------------------------ fields of a request and of the options
+
+REQUEST = ScoreRequest.of([[3, 4, 5], [6, 7], [], [8, 9, 10, 11]], torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 1]).bool())
+COUNTS = torch.tensor([0, 2, 0, 0, 1, 0, 0, 3, 1])  # of what was kept: at scored tokens alone
+_PIXELS = [torch.full((1, 3, n, 4), float(n)) for n in (4, 6)]
+#: What a field of each kind holds.
+VALUES: dict[str, Callable[[], Any]] = {
+    "integers": lambda: torch.randint(5, (9, 2, 3), generator=torch.Generator().manual_seed(0)),
+    "lists": lambda: Kept(torch.tensor([4, 20, 7, 21, 10, 22, 11]), torch.nn.functional.pad(COUNTS.cumsum(0), (1, 0))),
+    "images": lambda: RowImages.of([{"pixel_values": x} for x in _PIXELS] + [None, {"pixel_values": _PIXELS[0]}], 4),
+}
+FIELDS = {
+    each.name: "images" if each.metadata.get("of_rows") else "integers" if each.metadata["dims"] else "lists"
+    for each in fields(ScoreRequest)
+    if "dims" in each.metadata
+}
+
+
+def rows(request: ScoreRequest, name: str) -> list[Any]:
+    """A field as a list for each sequence, of what each of its tokens has."""
+    value, tokens = getattr(request, name), request.tokens
+    if isinstance(value, RowImages):
+        return [
+            [value.inputs[i]["pixel_values"].tolist() for i in value.of_row(row)] for row in range(len(value.counts))
+        ]
+    each = value.ids.split(value.offsets.diff().tolist()) if isinstance(value, Kept) else value
+    flat = [x.tolist() for x in each]
+    return [flat[a:b] for a, b in zip(tokens.offsets[:-1].tolist(), tokens.offsets[1:].tolist(), strict=True)]
+
+
+def every(request: ScoreRequest) -> list[list[Any]]:
+    masks = [x.bool() for x in request.tokens.like(request.mask.long()).to_list()]
+    tensors = (request.tokens.to_list(), masks)
+    return [*([row.tolist() for row in each] for each in tensors), *(rows(request, x) for x in FIELDS)]
+
+
+def test_a_request_is_cut_joined_and_sent() -> None:
+    assert set(FIELDS) == set(ScoreRequest.optional())
+    request = replace(REQUEST, **{name: VALUES[kind]() for name, kind in FIELDS.items()})
+    assert request.recorded.keys() == FIELDS.keys()
+    whole = every(request)
+    first, second = request.select(torch.tensor([3, 0])), request.select(torch.tensor([2, 1]))
+    assert every(first) == [[part[3], part[0]] for part in whole]
+    assert every(ScoreRequest.concat([first, second])) == [[part[i] for i in (3, 0, 2, 1)] for part in whole]
+    for name in FIELDS:  # alone, too
+        alone = replace(REQUEST, **{name: getattr(request, name)})
+        for each, names in ((request, [*FIELDS]), (alone, [name])):
+            found = ScoreRequest.from_arrays(Arrays(each.to_arrays(), "request"), names)
+            assert found.recorded.keys() == set(names)
+            assert all(rows(found, x) == rows(each, x) for x in names)
+        with pytest.raises(ValueError, match="requests with the same fields"):
+            ScoreRequest.concat([request, alone])
+
+
+#: A value of each option that is not its default, by name or by type.
+OTHERS: dict[str, Any] = {
+    "sampling": Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01, reference="kept"),
+    "adapters": "old",
+}
+OTHERS |= {"dtype": torch.bfloat16, "direction": "forward", "beta": 0.25, "int": 3, "bool": True}
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(ScoreOptions)])
+def test_options_are_sent(name: str) -> None:
+    """Those that decide the scores of given tokens; the others are of the process that scores."""
+    kinds = {each.name: str(each.type) for each in fields(ScoreOptions)}
+    options = ScoreOptions(**{name: OTHERS.get(name, OTHERS.get(kinds[name]))})
+    assert options != ScoreOptions()
+    found = ScoreOptions.from_dict(json.loads(json.dumps(options.to_dict())))
+    assert found == (options if name in SHARED else ScoreOptions())
+    assert list(options.to_dict()) == [name] * (name in SHARED)

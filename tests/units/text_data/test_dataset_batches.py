@@ -243,13 +243,8 @@ def test_other_columns_are_kept() -> None:
 
 
 #: One usable row, then one for each reason that leaves a row out.
-BAD = [
-    {"prompt": "a", "completion": "b"},
-    {"prompt": "a", "completion": ""},
-    {"prompt": "a", "completion": "c" * 40},
-    {"prompt": "a"},
-    {"prompt": "a", "completion": ""},
-]
+BAD = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "c" * 40}]
+BAD += [{"prompt": "a"}, BAD[1]]
 
 
 def test_rows_are_left_out_with_a_warning_an_error_or_a_count() -> None:

@@ -65,11 +65,7 @@ def test_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, content in (("empty", b""), ("bad", b"PAR1 and no more")):
         (tmp_path / name).write_bytes(content)
     for source, error, message in (
-        (
-            "word " * 200,
-            FileNotFoundError,
-            r"the file word word .*\.\.\. does not exist: pass the path .* or a list of",
-        ),
+        ("word " * 200, FileNotFoundError, r"file word word .*\.\.\. does not exist: pass the path .* or a list of"),
         (tmp_path / "nothing", FileNotFoundError, r"the file .*nothing does not exist"),
         (tmp_path, DataError, "is a folder, expected a JSONL or Parquet file"),
         (tmp_path / "empty", DataError, "is empty: expected a JSON object on each line"),

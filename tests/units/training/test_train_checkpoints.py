@@ -65,6 +65,10 @@ def flip(folder: Path) -> None:
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
 
 
+def linked(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
 def another_step(folder: Path) -> None:
     """A whole checkpoint, but of step 1."""
     shutil.rmtree(folder)
@@ -99,11 +103,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     **{
         f"{kind} for {name}": (replaced(name, how), re.escape(name))
         for name in ("checkpoint.json", "b.txt")
-        for kind, how in {
-            "a folder": Path.mkdir,
-            "a pipe": os.mkfifo,
-            "a link": lambda path: path.symlink_to("/dev/zero"),
-        }.items()
+        for kind, how in (("a folder", Path.mkdir), ("a pipe", os.mkfifo), ("a link", linked))
     },
     "no text": (record(b"\xff\x00\xfe"), "can't decode"),
     "deep lists": (record(b"[" * 100_000), "recursion"),

@@ -1,7 +1,5 @@
 """What a run writes for people: intervals of small evaluations, times of progress, the axes of the curves."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

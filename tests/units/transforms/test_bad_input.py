@@ -193,12 +193,7 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("corrected", "nested", put(OLD, [torch.zeros(5), torch.zeros(7)]), "('old', 'full') … 7 … 6 … same tokens"),
     ("corrected", "padded", put(OLD, torch.zeros(2, 6)), "('old', 'full') … 6 … 7 … same tokens"),
     ("corrected", "nested lazy", ONLY_ADD_UP, "('old', 'full') … Sample 0 … 6 … 5"),
-    (
-        LEGACY,
-        "lazy",
-        sampled([-1.0] * 2, [-1.0] * 9),
-        f"{SAMPLED} must have the length … sequence 1 has 9 values and 6 tokens",
-    ),
+    (LEGACY, "lazy", sampled([-1.0] * 2, [-1.0] * 9), f"{SAMPLED} must have the length … 1 has 9 values and 6 tokens"),
     (LOG, "nested lazy", put(ATTENTION, flags(5, 4)), f"{ATTENTION} … sequence 1 … 4 … 6"),
     (BOTH, "nested lazy", put(ASSISTANT, flags(5, 4)), f"{ASSISTANT} … found row lengths [5, 4], expected [5, 6]"),
     (f"{BOTH}/{LEGACY}/{PARTS}", "lazy", REWARDS, "The rewards have shape [5, 4] … [5, 6] … [*B, T, 1]"),

@@ -54,10 +54,8 @@ def test_a_turn_costs_its_new_tokens(lab: Any, name: str, padded: bool) -> None:
             assert_near(found.reshape(len(found)), response_log_probs(ref, step), **FORWARD)
     cached, whole = costs
     assert [len(cached), len(whole), cached[0]] == [3, 3, whole[0]]
-    rows = [
-        [step["tokens", "full"][step["masks", "all_attention_mask"]] for step in episode.unbind(0)]
-        for episode in rollout.unbind(0)
-    ]
+    real = ("masks", "all_attention_mask")
+    rows = [[step["tokens", "full"][step[real]] for step in turns.unbind(0)] for turns in rollout.unbind(0)]
     for turn in range(1, 3):
         # What was decoded and encoded again may be other tokens: new are those from the first difference on.
         known = [min(common(row[turn - 1], row[turn]), len(row[turn - 1]) - 1) for row in rows]

@@ -8,20 +8,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl import envs
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import Composite, LazyStackStorage, ReplayBuffer
-from torchrl.envs import (
-    BinarizeReward,
-    Compose,
-    DoubleToFloat,
-    EnvBase,
-    RewardClipping,
-    RewardScaling,
-    RewardSum,
-    SignTransform,
-    Transform,
-    check_env_specs,
-)
+from torchrl.envs import BinarizeReward, Compose, EnvBase, RewardClipping, Transform, check_env_specs
 from torchrl.envs.llm.transforms import RetrieveLogProb as TorchRLRetrieveLogProb
 
 from closeness import assert_near
@@ -258,14 +248,14 @@ def order_warnings(run: Any) -> list[str]:
 
 TRANSFORMS: dict[str, tuple[Any, bool]] = {
     "RewardClipping": (lambda: RewardClipping(-1, 1), True),
-    "RewardScaling": (lambda: RewardScaling(loc=0.5, scale=2.0), True),
-    "SignTransform": (lambda: SignTransform(in_keys=["reward"]), True),
+    "RewardScaling": (lambda: envs.RewardScaling(loc=0.5, scale=2.0), True),
+    "SignTransform": (lambda: envs.SignTransform(in_keys=["reward"]), True),
     "BinarizeReward": (BinarizeReward, True),
     "Bonus": (Bonus, True),
     # A factor scales the sum; no change; other entries.
-    "factor": (lambda: RewardScaling(loc=0.0, scale=2.0), False),
-    "DoubleToFloat": (DoubleToFloat, False),
-    "RewardSum": (lambda: RewardSum(in_keys=["reward"], out_keys=["episode_reward"]), False),
+    "factor": (lambda: envs.RewardScaling(loc=0.0, scale=2.0), False),
+    "DoubleToFloat": (envs.DoubleToFloat, False),
+    "RewardSum": (lambda: envs.RewardSum(in_keys=["reward"], out_keys=["episode_reward"]), False),
     "other": (lambda: Bonus("other"), False),
 }
 

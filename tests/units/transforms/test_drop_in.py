@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -180,10 +181,8 @@ def test_errors_at_construction_have_the_same_text(case: str) -> None:
 def test_defect_16_factory_beside_the_default_gen_model(make_wrapper: Callable[..., Any]) -> None:
     """The plain transforms of both accept it; torchrl's Ray variant does not."""
     for module in (torchrl_kl, ours):
-        made = module.RetrieveKL(
-            gen_model_factory=lambda: make_wrapper("gen_log_probs"),
-            ref_model_factory=lambda: make_wrapper("ref_log_probs"),
-        )
+        factories = (partial(make_wrapper, f"{model}_log_probs") for model in ("gen", "ref"))
+        made = module.RetrieveKL(**dict(zip(("gen_model_factory", "ref_model_factory"), factories, strict=True)))
         assert made[0].model.log_probs_key == "gen_log_probs"
         assert made[1].model.log_probs_key == "ref_log_probs"
 

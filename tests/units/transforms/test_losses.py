@@ -72,9 +72,7 @@ def close_gradients(loss: Tensor, want: Tensor, model: nn.Module) -> None:
 class Lab:
     """The models, rollouts, and torchrl's losses with their recipes on a copy of the policy, which may have moved."""
 
-    def __init__(
-        self, tokenizer: Any, policy_model: nn.Module, ref_model: nn.Module, padded: bool, noise: float
-    ) -> None:
+    def __init__(self, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool, noise: float) -> None:
         self.tokenizer, self.policy_model, self.ref_model, self.padded = tokenizer, policy_model, ref_model, padded
         self.model = copy.deepcopy(policy_model)
         generator = torch.Generator().manual_seed(0)

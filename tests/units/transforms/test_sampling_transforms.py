@@ -21,7 +21,7 @@ from torchrl_llm_kl import LogProbScorer, PolicyLoss, SamplerMismatchWarning, Sa
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import truncate
 from torchrl_llm_kl.transforms import RecordKept, RetrieveKL, RetrieveLogProb
-from toy_models import tiny_model
+from toy_models import OUTPUTS, tiny_model
 from toy_rollouts import steps
 
 SAMPLING = Sampling(0.8, top_p=0.8)
@@ -37,25 +37,14 @@ def recorded(model: nn.Module, record: RecordKept | None = None) -> tuple[Tensor
     torch.manual_seed(0)
     model.generation_config.pad_token_id = 0
     own = record or RecordKept(SAMPLING)
-    out = model.generate(
-        input_ids=PROMPTS,
-        attention_mask=REAL,
-        max_new_tokens=6,
-        do_sample=True,
-        top_k=0,
-        logits_processor=LogitsProcessorList([own]),
-        output_scores=True,
-        return_dict_in_generate=True,
-    )
+    how = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "logits_processor": LogitsProcessorList([own])}
+    out = model.generate(input_ids=PROMPTS, attention_mask=REAL, **OUTPUTS, **how)
     full = out.sequences
     sampler = torch.stack(out.scores, 1).double().log_softmax(-1).gather(-1, full[:, 4:, None]).squeeze(-1)
     real = torch.cat([REAL, torch.ones(3, 6, dtype=torch.long)], 1).bool()
     mask = torch.arange(10).expand(3, 10) >= 4
-    td = TensorDict(
-        tokens=TensorDict(full=full, prompt=PROMPTS, batch_size=[3]),
-        masks=TensorDict(all_attention_mask=real, all_assistant_mask=mask, batch_size=[3]),
-        batch_size=[3],
-    )
+    masks = TensorDict(all_attention_mask=real, all_assistant_mask=mask, batch_size=[3])
+    td = TensorDict(tokens=TensorDict(full=full, prompt=PROMPTS, batch_size=[3]), masks=masks, batch_size=[3])
     return (td if record else own.write(td)), sampler
 
 
@@ -239,8 +228,7 @@ def test_generate_kwargs_sample_from_what_is_scored(policy_model: nn.Module) -> 
     for scored in (Sampling(), Sampling(0.7, top_k=5, top_p=0.9, min_p=0.01)):
         kwargs = scored.generate_kwargs(policy, max_new_tokens=3)
         assert kwargs["max_new_tokens"] == 3
-        outputs = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
-        drawn = policy.generate(PROMPTS[:1], **outputs, **kwargs)
+        drawn = policy.generate(PROMPTS[:1], **OUTPUTS, **kwargs)
         for logits, processed in zip(drawn.logits, drawn.scores, strict=True):
             kept = truncate(logits, scored)
             assert torch.equal(processed.isneginf(), kept.isneginf())
