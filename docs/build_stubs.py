@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torchrl_llm_kl
 from torchrl_llm_kl._registry import Spec
@@ -36,6 +36,8 @@ def shown(annotation: Any) -> set[str]:
     """The members of an annotation, as text."""
     if isinstance(annotation, str):
         return {annotation}
+    if get_origin(annotation) is Annotated:
+        return shown(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
         return set().union(*map(shown, get_args(annotation)))
     if get_args(annotation) == AGGREGATIONS:

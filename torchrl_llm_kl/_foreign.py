@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 Library = Literal["TRL", "Trinity-RFT", "verl", "prime-rl", "NeMo-RL", "slime"]
 #: Where a setting goes: ``override``: an argument of make_algorithm; ``sampling``: the distribution that tokens are drawn from;
@@ -64,24 +64,13 @@ TRL: Mapping[str, Mapping[str, Foreign]] = {
 }
 #: What to do with some of transformers' TrainingArguments; all of them belong to the loop.
 TRAINING: Mapping[str, Foreign] = MappingProxyType({row.name: row for own, row in _TRL if not own})
-#: Trinity-RFT's section ``algorithm``, and the other sections.
-TRINITY: Mapping[str, Foreign] = MappingProxyType({row.name: row for _, row in _read("Trinity-RFT")})
-#: verl's settings, by their path in its configuration.
-VERL: Mapping[str, Foreign] = MappingProxyType({row.name: row for _, row in _read("verl")})
+#: Trinity-RFT's section ``algorithm`` and the other sections; verl's settings, by their path in its configuration;
 #: prime-rl's, NeMo-RL's and slime's.
-PRIME, NEMO, SLIME = (
-    MappingProxyType({row.name: row for _, row in _read(library)}) for library in ("prime-rl", "NeMo-RL", "slime")
+TRINITY, VERL, PRIME, NEMO, SLIME = (
+    MappingProxyType({row.name: row for _, row in _read(library)}) for library in get_args(Library)[1:]
 )
 #: All settings of all libraries.
-FOREIGN: tuple[Foreign, ...] = (
-    *(row for rows in TRL.values() for row in rows.values()),
-    *TRAINING.values(),
-    *TRINITY.values(),
-    *VERL.values(),
-    *PRIME.values(),
-    *NEMO.values(),
-    *SLIME.values(),
-)
+FOREIGN = tuple(row for rows in (*TRL.values(), TRAINING, TRINITY, VERL, PRIME, NEMO, SLIME) for row in rows.values())
 
 
 def find_row(rows: Mapping[str, Foreign], name: str) -> Foreign | None:

@@ -9,14 +9,27 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._registry import did_you_mean
+from torchrl_llm_kl._registry import Range, did_you_mean
 
 #: A hyper-parameter: a number, or a 0-dim tensor that a schedule changes in place.
 Scalar = float | Tensor
+#: Hyper-parameters in a range, which the decorators of registered functions check; ``Number``: not NaN.
+Number = Annotated[Scalar, Range()]
+NonNegative = Annotated[Scalar, Range(0.0)]
+NonPositive = Annotated[Scalar, Range(high=0.0)]
+Positive = Annotated[Scalar, Range(above=0.0)]
+Share = Annotated[Scalar, Range(0.0, 1.0)]
+PositiveShare = Annotated[Scalar, Range(high=1.0, above=0.0)]
+AboveOne = Annotated[Scalar, Range(above=1.0)]
+#: The same for numbers alone.
+Amount = Annotated[float, Range(0.0)]
+PositiveAmount = Annotated[float, Range(above=0.0)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
 
 # ------------------------------------------------------------------ checks
 
@@ -64,16 +77,9 @@ def check_is_scalar(**named: object) -> None:
 
 
 def check_range(low: float = -math.inf, high: float = math.inf, *, above: float = -math.inf, **named: object) -> None:
-    """Raise a ValueError unless each named number lies in ``[low, high]`` and is greater than ``above``.
-
-    Tensors and None pass: reading a tensor would be a host sync.
-    """
+    """Raise a ValueError unless each named number lies in ``[low, high]`` and is greater than ``above``; see :class:`Range`."""
     for name, value in named.items():
-        if isinstance(value, (int, float)) and not (low <= value <= high and value > above):
-            bounds = [f"at least {low:g}"] * (low > -math.inf)
-            bounds += [f"greater than {above:g}"] * (above > -math.inf)
-            bounds += [f"at most {high:g}"] * (high < math.inf)
-            raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}.")
+        Range(low, high, above).check(name, value)
 
 
 def check_choice(choices: Sequence[str | None], **named: object) -> None:
@@ -117,12 +123,6 @@ def read_device(device: torch.device | str | int, name: str = "device") -> torch
     raise ValueError(
         f"{name}={shown} is not a device of this process (torch {torch.__version__}), which has {present}: pass one of these."
     )
-
-
-def check_clip_range(clip_low: float | Tensor | None, clip_high: float | Tensor | None) -> None:
-    """Raise a ValueError unless ``1 - clip_low`` and ``1 + clip_high`` bound a probability ratio; None is unbounded."""
-    check_range(0.0, 1.0, clip_low=clip_low)
-    check_range(0.0, clip_high=clip_high)
 
 
 def all_finite(*tensors: Tensor) -> bool:

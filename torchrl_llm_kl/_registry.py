@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import UnionType
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from torchrl_llm_kl._foreign import foreign_hint
 
@@ -233,6 +234,8 @@ class Spec:
         for key, value in given.items():
             if key not in self.hyper:
                 raise TypeError(self._unknown(key))
+            for bounds in ranges_of(self.types.get(key)):
+                bounds.check(key, value)
             choices = choices_of(self.types.get(key))
             if choices and value not in choices:
                 hint = did_you_mean(value, map(str, choices)) if isinstance(value, str) else ""
@@ -302,15 +305,43 @@ def signature_of(function: Callable[..., object]) -> Mapping[str, inspect.Parame
     """The parameters of a function by name, with evaluated annotations where these can be evaluated."""
     try:
         return inspect.signature(function, eval_str=True).parameters
-    except NameError:
+    except (NameError, AttributeError, TypeError):
         return inspect.signature(function).parameters
+
+
+class Range(NamedTuple):
+    """Numbers in ``[low, high]`` that are greater than ``above``: a part of an ``Annotated`` hyper-parameter."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+
+    def check(self, name: str, value: object) -> None:
+        """Raise a ValueError for a number outside. Tensors and None pass: reading a tensor would be a host sync."""
+        low, high, above = self
+        if isinstance(value, (int, float)) and not (low <= value <= high and value > above):
+            bounds = [f"at least {low:g}"] * (low > -math.inf)
+            bounds += [f"greater than {above:g}"] * (above > -math.inf)
+            bounds += [f"at most {high:g}"] * (high < math.inf)
+            raise ValueError(f"{name} must be {' and '.join(bounds) or 'a number'}, got {value}.")
+
+
+def members_of(annotation: object) -> tuple[object, ...]:
+    """The members of a union, or the annotation itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def ranges_of(annotation: object) -> list[Range]:
+    """The range of an ``Annotated`` number, which may be optional."""
+    marked = [each for each in members_of(annotation) if get_origin(each) is Annotated]
+    return [fact for each in marked for fact in get_args(each)[1:] if isinstance(fact, Range)]
 
 
 def choices_of(annotation: object) -> tuple[object, ...]:
     """The values of a Literal, and None if it is optional; empty for any other type."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
+    members = [each for each in members_of(annotation) if each is not annotation]
     found = [choices_of(member) for member in members if member is not type(None)]
     if len(found) != 1 or not found[0]:
         return ()

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_is_mask, check_range, check_same_shape
+from torchrl_llm_kl._numerics import Amount, Fraction, PositiveAmount, check_is_mask, check_range, check_same_shape
 from torchrl_llm_kl.advantages._registry import advantage, clean_rows
 
 # ------------------------------------------------------------------ the mean of the group as the baseline
@@ -53,10 +53,10 @@ def grpo(
     group: Tensor,
     *,
     mean_log_prob: Tensor | None = None,
-    epsilon: float = 1e-6,
+    epsilon: Amount = 1e-6,
     std: Literal["group", "batch"] = "group",
-    std_threshold: float | None = None,
-    rank_penalty: float | None = None,
+    std_threshold: Amount | None = None,
+    rank_penalty: Fraction | None = None,
 ) -> Tensor:
     r"""``(r - mu) / (sigma + epsilon)``: mean ``mu`` of the group, unbiased standard deviation ``sigma`` of group or batch.
 
@@ -79,8 +79,6 @@ def grpo(
     Source: Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300), section 4.1.2; ``std='batch'``: Liu et al. 2025 (arXiv
     2508.08221); ``rank_penalty``: He et al. 2025 (arXiv 2506.02355), with ranks as in the authors' code.
     """
-    check_range(0.0, epsilon=epsilon, std_threshold=std_threshold)
-    check_range(0.0, 1.0, rank_penalty=rank_penalty)
     groups = Groups(group)
     if rank_penalty is not None:
         if mean_log_prob is None:
@@ -196,7 +194,7 @@ def opo(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
 
 @advantage("opmd", "outcome")
 def opmd(
-    reward: Tensor, group: Tensor, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0
+    reward: Tensor, group: Tensor, *, opmd_baseline: Literal["mean", "logavgexp"] = "mean", tau: PositiveAmount = 1.0
 ) -> Tensor:
     r"""``r - mu``, or ``r - tau * log(mean(exp(r / tau)))``.
 
@@ -219,7 +217,6 @@ def opmd(
 
     Source: Pan et al. 2025 (Trinity-RFT, arXiv 2505.17826).
     """
-    check_range(above=0.0, tau=tau)
     groups = Groups(group)
     if opmd_baseline == "mean":
         if tau != 1.0:
@@ -263,7 +260,7 @@ def rec(
     reward: Tensor,
     group: Tensor,
     *,
-    epsilon: float = 1e-6,
+    epsilon: Amount = 1e-6,
     std_normalize: bool = False,
     drop: Literal["balance"] | None = None,
     generator: torch.Generator | None = None,
@@ -290,7 +287,6 @@ def rec(
     Source: Yao et al. 2025 ('Group-relative REINFORCE is secretly an off-policy algorithm', arXiv 2509.24203); dropping
     is its RED-Drop.
     """
-    check_range(0.0, epsilon=epsilon)
     groups = Groups(group)
     dropped = torch.zeros_like(reward, dtype=torch.bool)
     if drop == "balance":
@@ -316,7 +312,7 @@ def _surplus(groups: Groups, negative: Tensor, generator: torch.Generator | None
 
 
 @advantage("pass_at_k", "outcome", "grpo_passk", aliases={"norm_adv_by_std_in_grpo": "std_normalize"})
-def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, epsilon: float = 1e-6) -> Tensor:
+def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, epsilon: Amount = 1e-6) -> Tensor:
     r"""What a sequence adds to the best reward of its group: ``max(r) - max(r of the others)``.
 
     The policy gradient of the expected *best* of ``k`` answers, without bias; ``k`` is the size of the group. Only a single
@@ -338,7 +334,6 @@ def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, eps
     Source: Tang et al. 2025 (arXiv 2503.19595): pass@k with the leave-one-out baseline; ``std_normalize``: the default
     of verl 0.9.1.
     """
-    check_range(0.0, epsilon=epsilon)
     groups = Groups(group)
     best = groups.max(reward)
     is_best = reward == best
@@ -361,7 +356,7 @@ def pass_at_k(reward: Tensor, group: Tensor, *, std_normalize: bool = False, eps
     },
 )
 def gdpo(
-    rewards: Tensor, group: Tensor, *, reward_weights: Sequence[float] | None = None, epsilon: float = 1e-6
+    rewards: Tensor, group: Tensor, *, reward_weights: Sequence[float] | None = None, epsilon: Amount = 1e-6
 ) -> Tensor:
     r"""GRPO's advantage of each kind of reward, added up and divided by the standard deviation of the batch.
 
@@ -387,7 +382,6 @@ def gdpo(
 
     Source: Liu et al. 2026 (GDPO, arXiv 2601.05242), eqs. 4-7.
     """
-    check_range(0.0, epsilon=epsilon)
     weights = [1.0] * rewards.shape[1] if reward_weights is None else list(reward_weights)
     if len(weights) != rewards.shape[1]:
         raise ValueError(
@@ -434,7 +428,7 @@ def remax(reward: Tensor, baseline: Tensor) -> Tensor:
 
 
 @advantage("rae", "outcome", kept="baseline")
-def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: float = 0.95) -> tuple[Tensor, Tensor]:
+def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: Fraction = 0.95) -> tuple[Tensor, Tensor]:
     r"""``r - b`` with the exponential moving average ``b`` of the role's earlier rewards: for self-play between agents.
 
     In a zero-sum game the mean of a group is 0 whatever the policy does. Rows count in their order: each is compared with
@@ -455,7 +449,6 @@ def rae(reward: Tensor, role: Tensor, baseline: Tensor, *, decay: float = 0.95) 
     Source: Liu et al. 2025 (SPIRAL, arXiv 2506.24119), role-conditioned advantage estimation; one reward after the
     other: prime-rl.
     """
-    check_range(0.0, 1.0, decay=decay)
     groups = Groups(role)
     place = groups.rank(torch.arange(len(role), device=role.device))
     gap = (place[:, None] - place).to(reward.dtype)

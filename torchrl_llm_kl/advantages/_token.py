@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torchrl.objectives.value.functional import generalized_advantage_estimate
 
-from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._numerics import Amount, Fraction, NonNegative, masked_mean
 from torchrl_llm_kl.advantages._group import Groups, grpo
 from torchrl_llm_kl.advantages._registry import advantage
 
@@ -40,7 +40,7 @@ from torchrl_llm_kl.advantages._registry import advantage
 
 @advantage("gae", "token", "ppo", outputs=("advantage", "value_target"), aliases={"lmbda": "lam"})
 def gae(
-    reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = False
+    reward: Tensor, value: Tensor, mask: Tensor, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = False
 ) -> tuple[Tensor, Tensor]:
     r"""``A_t = delta_t + gamma * lam * A_{t+1}`` with ``delta_t = r_t + gamma * V_{t+1} - V_t``, by torchrl's own function.
 
@@ -63,13 +63,12 @@ def gae(
 
     Source: Schulman et al. 2015 (arXiv 1506.02438), eq. 16.
     """
-    check_range(0.0, 1.0, gamma=gamma, lam=lam)
     result, target = estimate(reward, value, mask, gamma, lam)
     return whitened(result, mask) if whiten else result, target
 
 
 @advantage("reinforce_plus_plus", "token", "reinforceplusplus")
-def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: Fraction = 1.0) -> Tensor:
     r"""The discounted sum of the rewards from each token on, whitened over the whole batch: no critic, no groups.
 
     Put the KL into the reward (``KLRewardTransform``): the return of each token then includes all later penalties. Trinity:
@@ -88,7 +87,6 @@ def reinforce_plus_plus(reward: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
 
     Source: Hu et al. 2025 (REINFORCE++, arXiv 2501.03262).
     """
-    check_range(0.0, 1.0, gamma=gamma)
     returns, _ = estimate(reward, torch.zeros_like(reward), mask, gamma, 1.0)
     return whitened(returns, mask)
 
@@ -212,7 +210,7 @@ def clip_b(
     entropy: Tensor,
     mask: Tensor,
     *,
-    mu: Scalar = 2.5,
+    mu: NonNegative = 2.5,
     epsilon: float = 1e-6,
 ) -> Tensor:
     r"""GRPO's advantage on each token, 0 for tokens whose penalty would lower the entropy far more than others'.
@@ -237,7 +235,6 @@ def clip_b(
     Source: Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392), Clip_B;
     one-sided and ``mu``: its authors' code in Trinity-RFT 0.6.0.
     """
-    check_range(0.0, mu=mu)
     result, score = _grpo(reward, group, mask, epsilon), _centred(_score(old_log_prob, entropy), mask)
     return torch.where((result < 0) & (score < -mu * _deviation(score, mask)), 0, result)
 
@@ -251,8 +248,8 @@ def clip_v(
     discriminator: Tensor,
     mask: Tensor,
     *,
-    mu: Scalar = 8.5,
-    max_frac: float = 1e-4,
+    mu: NonNegative = 8.5,
+    max_frac: Fraction = 1e-4,
     epsilon: float = 1e-6,
 ) -> Tensor:
     r"""``clip_b`` with the exact ``E[S]`` of each position, ``discriminator``, for the mean of the batch.
@@ -278,8 +275,6 @@ def clip_v(
     Source: Wang et al. 2026, 'On the Entropy Dynamics in Reinforcement Fine-Tuning' (arXiv 2602.03392), Clip_V;
     one-sided, ``mu`` and ``max_frac``: its authors' code in Trinity-RFT 0.6.0.
     """
-    check_range(0.0, mu=mu)
-    check_range(0.0, 1.0, max_frac=max_frac)
     result, loss = _grpo(reward, group, mask, epsilon), discriminator - _score(old_log_prob, entropy)
     deviation = _deviation(_centred(loss, mask), mask)
     beyond = (result < 0) & (loss > mu * deviation) & (deviation > 0)
@@ -338,7 +333,7 @@ def on_policy_distill(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tens
     aliases={"iw_opd_gamma": "amplification"},
     obsolete={"iw_opd_epsilon": "a sequence that differs nowhere has an advantage of 0 as it is"},
 )
-def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, amplification: float = 0.5) -> Tensor:
+def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, amplification: Amount = 0.5) -> Tensor:
     r"""``(1 + amplification (1 - s)) d`` with ``d = teacher_log_prob - old_log_prob``: more weight before the two part.
 
     ``s`` is the sum of ``|d|`` over the tokens before, divided by the sequence's sum: 0 at its first token. The further a
@@ -357,7 +352,6 @@ def iw_opd(old_log_prob: Tensor, teacher_log_prob: Tensor, mask: Tensor, *, ampl
 
     Source: Xie et al. 2026, 'On the Position Bias of On-Policy Distillation' (arXiv 2606.22600); 0.5: TRL 1.16.
     """
-    check_range(0.0, amplification=amplification)
     difference = teacher_log_prob - old_log_prob
     size = difference.abs()
     total = size.sum(-1, keepdim=True)

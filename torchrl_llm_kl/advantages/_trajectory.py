@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import Amount, Fraction
 from torchrl_llm_kl.advantages._group import Groups, grpo, joined, normalised
 from torchrl_llm_kl.advantages._registry import advantage
 from torchrl_llm_kl.advantages._token import estimate
@@ -87,9 +87,9 @@ def gigpo(
     state: Tensor,
     *,
     omega: float = 1.0,
-    gamma: float = 1.0,
+    gamma: Fraction = 1.0,
     fnorm: Literal["none", "std"] = "none",
-    epsilon: float = 1e-6,
+    epsilon: Amount = 1e-6,
 ) -> Tensor:
     r"""``A_E + omega * A_S``: advantages of the trajectory within its task, and of the step among steps from the same state.
 
@@ -112,8 +112,6 @@ def gigpo(
 
     Source: Feng et al. 2025 (GiGPO, arXiv 2505.10978), section 4.
     """
-    check_range(0.0, 1.0, gamma=gamma)
-    check_range(0.0, epsilon=epsilon)
     runs = Trajectories(group, run, step)
 
     def relative(x: Tensor, among: Tensor) -> Tensor:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from torchrl_llm_kl.cli._console import EXIT_CODES, FOUND, PROGRAM, CommandError, Group, console, print_json, takes
+from torchrl_llm_kl.cli._console import (
+    EXIT_CODES,
+    FOUND,
+    INTERRUPTED,
+    PROGRAM,
+    CommandError,
+    Group,
+    console,
+    print_json,
+    print_table,
+    say,
+    takes,
+)
 from torchrl_llm_kl.cli._options import Json, Scoring, Temperature
 
 app = typer.Typer(
@@ -181,14 +195,33 @@ def train(
     ] = False,
 ) -> None:
     """Train a model on prompts with a reward, near a reference; exits with 1 if the KL blew up."""
-    from torchrl_llm_kl.cli._train import print_example, run_training
-
-    if example:
-        print_example()
-    elif config is None:
+    if importlib.util.find_spec("omegaconf") is None:
+        raise CommandError("this command needs omegaconf: pip install 'torchrl-llm-kl[train]'.")
+    if config is None and not example:
         raise CommandError(f"name the file with the settings; {PROGRAM} train --example > config.yaml writes one.")
-    else:
-        run_training(config, changes or [], dry_run=dry_run, fresh=fresh)
+    from torchrl_llm_kl.tasks import RewardError
+    from torchrl_llm_kl.training import example_config, load_inputs, read_config, train as run_training
+
+    if example or config is None:
+        print(example_config(), end="")
+        return
+    given = changes or []
+    source = config if "=" not in config or Path(config).is_file() else None  # such as runs/lr=1e-5/config.yaml
+    settings = read_config(source, given if source else [config, *given])
+    if dry_run:
+        with redirect_stdout(sys.stderr):  # of reward files
+            load_inputs(settings)
+        print(settings.to_yaml(), end="")
+        return
+    try:
+        result = run_training(settings, fresh=fresh, say=say)
+    except RewardError as error:
+        raise CommandError(str(error)) from error
+    if result.final is not None:
+        print_table(["", ""], [[label, figure] for label, figure in result.figures.items()])
+        print(f"wrote {result.final}, the weights after step {result.chosen}")
+    if result.outcome != "finished":
+        raise typer.Exit(INTERRUPTED if result.outcome == "interrupted" else FOUND)
 
 
 # ------------------------------------------------------------------ templates, demo

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import html as html_
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensordict import TensorDictBase
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import check_clip_range
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.diagnostics._columns import Reading, TokenColumns, check_reading, read_columns
-from torchrl_llm_kl.diagnostics._page import View, render_excerpt, write_page
-from torchrl_llm_kl.diagnostics._quantities import Quantity, Side, available
-from torchrl_llm_kl.diagnostics._terminal import render_terminal
-from torchrl_llm_kl.diagnostics._texts import token_texts
+from torchrl_llm_kl.diagnostics._page import Excerpt, View, _resource, excerpts, render_excerpt, write_page
+from torchrl_llm_kl.diagnostics._quantities import STEPS, Quantity, Side, available, scale_of
+from torchrl_llm_kl.diagnostics._texts import token_texts, visible
 from torchrl_llm_kl.masks import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
+
+_INK = "#f4f5f7"
 
 
 class Inspection:
@@ -168,7 +171,8 @@ def inspect_tokens(
         >>> inspection.worst("kl", 1)  # k3 of -2 against -1: e - 2
         [(0, 2, 0.7182...)]
     """
-    check_clip_range(clip_low, clip_high)
+    check_range(0.0, 1.0, clip_low=clip_low)
+    check_range(0.0, clip_high=clip_high)
     for method in ("convert_ids_to_tokens", "decode"):
         if not callable(getattr(tokenizer, method, None)):
             raise TypeError(f"expected a tokenizer with {method!r}, found {type(tokenizer).__name__}.")
@@ -191,3 +195,52 @@ def inspect_tokens(
     if html is not None:
         inspection.write(html)
     return inspection
+
+
+# ---------------------------------------------------------------------- in a terminal
+
+
+def render_terminal(view: View, quantity: Quantity, rollouts: int, around: int) -> Group:
+    """The excerpts as something that rich prints.
+
+    Raises:
+        ImportError: if rich is not installed.
+    """
+    try:
+        from rich.console import Group
+        from rich.text import Text
+    except ImportError as error:
+        advice = "`pip install 'torchrl-llm-kl[cli]'`, or open the HTML page"
+        raise ImportError(f"rich is not installed: {advice}.") from error
+    colours = _colours()
+    parts = [Text.assemble(*_legend(view, quantity, colours))]
+    for excerpt in excerpts(view, quantity, rollouts, around):
+        parts.append(Text.assemble((f"\nrollout {excerpt.row}", "bold"), (f"  {excerpt.facts}", "dim")))
+        parts.append(Text.assemble(*_tokens(excerpt, colours), overflow="fold"))
+    return Group(*parts)
+
+
+def _tokens(excerpt: Excerpt, colours: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    """Texts with their styles."""
+    if excerpt.before:
+        yield f"[{excerpt.before} before] ", "dim italic"
+    for token in excerpt.tokens:
+        yield token.shown, "dim" if not token.scored else f"{_INK} on {colours[token.step]}" if token.step else ""
+    if excerpt.after:
+        yield f" [{excerpt.after} after]", "dim italic"
+
+
+def _legend(view: View, quantity: Quantity, colours: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    yield visible(view.title), "bold"
+    yield f"  {visible(quantity.label)}\n", ""
+    if quantity.numeric:
+        scale = scale_of(quantity, view.sides)
+        for step in range(-STEPS if quantity.kind == "signed" else 1, STEPS + 1):
+            yield f" {step * scale / STEPS:.2g} ", f"{_INK} on {colours[step]}" if step else ""
+        yield f" {quantity.unit}", "dim"
+
+
+def _colours() -> dict[int, str]:
+    """The dark palette of the page's style sheet, by step."""
+    found = re.findall(r"--([wc])(\d): light-dark\(#\w+, (#\w+)\)", _resource("_inspector.css"))
+    return {int(number) * (1 if side == "w" else -1): colour for side, number, colour in found}

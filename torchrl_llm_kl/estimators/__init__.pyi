@@ -16,8 +16,6 @@ from torchrl_llm_kl.estimators._controllers import (
 from torchrl_llm_kl.estimators._exact import (
     exact_kl as exact_kl,
     exact_kl_from_logits as exact_kl_from_logits,
-)
-from torchrl_llm_kl.estimators._outcomes import (
     top_k_divergence as top_k_divergence,
 )
 from torchrl_llm_kl.estimators._per_token import (

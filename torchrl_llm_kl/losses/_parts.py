@@ -6,14 +6,14 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
 from torchrl_llm_kl._numerics import Scalar, check_choice
-from torchrl_llm_kl._registry import Spec
+from torchrl_llm_kl._registry import Spec, members_of, signature_of
 from torchrl_llm_kl.estimators import WideBuffers, check_placement
 from torchrl_llm_kl.losses._inputs import INPUTS, OF_SAMPLER, LossInputs, dummy_inputs
 from torchrl_llm_kl.losses._objective import LossTerm, spec_of
@@ -53,7 +53,7 @@ class Part(WideBuffers):
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[str, ...] = INPUTS, /, **hyper: Any) -> None:
         super().__init__()
-        signature = inspect.signature(function).parameters
+        signature = signature_of(function)
         takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.values())
         self.function = function
         self.inputs = tuple(name for name in inputs if name in signature or takes_any)
@@ -187,7 +187,9 @@ class Part(WideBuffers):
 
 def _is_scalar(parameter: inspect.Parameter) -> bool:
     """Whether a hyper-parameter is annotated as a number that may be a tensor."""
-    return str(parameter.annotation).startswith("Scalar") or parameter.annotation in (Scalar, Scalar | None)
+    members = members_of(parameter.annotation)
+    kinds = {get_args(each)[0] if get_origin(each) is Annotated else each for each in members}
+    return Scalar in kinds or {float, Tensor} <= kinds or str(parameter.annotation).startswith("Scalar")
 
 
 def name_of(function: Callable[..., object]) -> str:

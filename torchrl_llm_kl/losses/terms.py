@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_range
+from torchrl_llm_kl._numerics import Number, Scalar
 from torchrl_llm_kl.estimators import EstimatorName, StraightThrough, check_penalty, corrected_k3, get_estimator
 from torchrl_llm_kl.losses._arithmetic import clean
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, term
@@ -183,7 +183,7 @@ def entropy_bonus(
     mask: Tensor,
     *,
     entropy: Tensor,
-    coeff: Scalar,
+    coeff: Number,
     expert_mask: Tensor | None = None,
     leave_out_experts: bool = False,
 ) -> Terms:
@@ -205,7 +205,6 @@ def entropy_bonus(
 
     Source: Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4.
     """
-    check_range(coeff=coeff)  # not NaN
     if leave_out_experts:
         (mask,) = _without(expert_mask, mask)
     return (LossTerm("entropy", -entropy, mask, weight=coeff),)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_range, masked_mean
+from torchrl_llm_kl._numerics import AboveOne, NonNegative, Positive, Scalar, Share, masked_mean
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp, clip_fractions, sequence_mean
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective, variant
 from torchrl_llm_kl.losses.corrections import off_policy_sequence_mask
@@ -53,9 +53,9 @@ def ppo(
     *,
     advantage: Tensor,
     old_log_prob: Tensor | None = None,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
-    clip_ratio_c: Scalar | None = 3.0,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.2,
+    clip_ratio_c: AboveOne | None = 3.0,
     enable_sequence_masking: bool = False,
     delta_sequence_masking: Scalar = 0.1,
     fallback_to_policy_gradient: bool = False,
@@ -85,8 +85,6 @@ def ppo(
     Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; dual clip: Ye et al. 2020 (arXiv 1912.09729), eq. 5;
     sequence masking: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1.
     """
-    check_clip_range(clip_low, clip_high)
-    check_range(above=1.0, clip_ratio_c=clip_ratio_c)
     if fallback_to_policy_gradient:
         old_log_prob = log_prob.detach()
     assert old_log_prob is not None  # needs_if
@@ -142,8 +140,8 @@ def gspo(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    clip_low: Scalar = 3e-4,
-    clip_high: Scalar = 4e-4,
+    clip_low: Share = 3e-4,
+    clip_high: NonNegative = 4e-4,
     level: Literal["token", "sequence"] = "token",
 ) -> Terms:
     r"""PPO's surrogate with the geometric mean of a sequence's ratios, ``s = exp(mean(log_prob - old_log_prob))``.
@@ -169,7 +167,6 @@ def gspo(
 
     Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5-7 (sequence) and 13-14 (token).
     """
-    check_clip_range(clip_low, clip_high)
     log_ratio = sequence_mean(log_prob - old_log_prob, mask)
     if level == "sequence":
         advantage, mask = sequence_mean(advantage, mask), mask.any(-1, keepdim=True)
@@ -205,8 +202,8 @@ def gmpo(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    clip_low: Scalar = 0.4,
-    clip_high: Scalar = 0.4,
+    clip_low: NonNegative = 0.4,
+    clip_high: NonNegative = 0.4,
 ) -> Terms:
     r"""``-A exp(mean(c))`` per sequence, ``[*B, 1]``; ``c`` are its tokens' log-ratios after PPO's clipping in log space.
 
@@ -227,7 +224,6 @@ def gmpo(
 
     Source: Zhao et al. 2025 (arXiv 2507.20673), eq. 4 and algorithm 1.
     """
-    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high)
     advantage = sequence_mean(advantage, mask)
     free = log_prob - old_log_prob
     bound = clamp(free, -clip_low, clip_high)
@@ -247,11 +243,11 @@ def cispo(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    clip_low: Scalar = 1.0,
-    clip_high: Scalar = 0.28,
+    clip_low: Share = 1.0,
+    clip_high: NonNegative = 0.28,
     enable_mask_clip: bool = False,
-    mask_clip_low: Scalar = 1.0,
-    mask_clip_high: Scalar = 0.28,
+    mask_clip_low: Share = 1.0,
+    mask_clip_high: NonNegative = 0.28,
 ) -> Terms:
     r"""REINFORCE with a bounded importance weight: ``-A sg(clip(r, 1 - clip_low, 1 + clip_high)) log_prob`` per token.
 
@@ -274,8 +270,6 @@ def cispo(
 
     Source: MiniMax-M1 2025 (arXiv 2506.13585), eq. 4-5; token mask: eq. 6-7.
     """
-    check_range(low=0.0, high=1.0, clip_low=clip_low, mask_clip_low=mask_clip_low)
-    check_range(low=0.0, clip_high=clip_high, mask_clip_high=mask_clip_high)
     ratio = bounded_exp(log_prob - old_log_prob).detach()
     value = -advantage * clamp(ratio, 1 - clip_low, 1 + clip_high) * log_prob
     metrics = clip_fractions(ratio < 1 - clip_low, ratio > 1 + clip_high, mask)
@@ -298,8 +292,8 @@ def sapo(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    tau_pos: Scalar = 1.0,
-    tau_neg: Scalar = 1.05,
+    tau_pos: Positive = 1.0,
+    tau_neg: Positive = 1.05,
 ) -> Terms:
     r"""A smooth gate instead of a hard clip: ``-A f(r)`` per token with ``f(r) = 4 sigmoid(tau (r - 1)) / tau``.
 
@@ -321,7 +315,6 @@ def sapo(
 
     Source: Gao et al. 2025 (arXiv 2511.20347), eq. 5-6.
     """
-    check_range(above=0.0, tau_pos=tau_pos, tau_neg=tau_neg)
     one = torch.ones_like(advantage)
     tau = torch.where(advantage > 0, tau_pos * one, tau_neg * one)
     p = torch.sigmoid(tau * (bounded_exp(log_prob - old_log_prob) - 1))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_clip_range, check_range, masked_mean
+from torchrl_llm_kl._numerics import NonNegative, Scalar, Share, check_range, masked_mean
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, checked
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, clipped_surrogate
@@ -29,8 +29,8 @@ def clip_cov(
     old_log_prob: Tensor,
     advantage: Tensor,
     selected: Tensor | None = None,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
+    clip_low: Share = 0.2,
+    clip_high: NonNegative = 0.2,
     fraction: float = 2e-4,
     cov_low: Scalar = 1.0,
     cov_high: Scalar = 5.0,
@@ -55,7 +55,6 @@ def clip_cov(
 
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (Clip-Cov).
     """
-    check_clip_range(clip_low, clip_high)
     if selected is None:
         bounds: Any = {"cov_low": cov_low, "cov_high": cov_high, "clip_low": clip_low, "clip_high": clip_high}
         inputs: Any = {"old_log_prob": old_log_prob, "advantage": advantage}
@@ -74,7 +73,7 @@ def kl_cov(
     old_log_prob: Tensor,
     advantage: Tensor,
     selected: Tensor | None = None,
-    coeff: Scalar = 1.0,
+    coeff: NonNegative = 1.0,
     fraction: float = 2e-4,
 ) -> Terms:
     r"""``-A r`` per token without clipping, plus ``coeff |log r|`` for the selected tokens.
@@ -96,7 +95,6 @@ def kl_cov(
 
     Source: Cui et al. 2025 (arXiv 2505.22617), section 4.2 (KL-Cov).
     """
-    check_range(low=0.0, coeff=coeff)
     if selected is None:
         selected = select_kl_cov(log_prob, mask, advantage=advantage, fraction=fraction)
     ratio = bounded_exp(log_prob - old_log_prob)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._numerics import NonPositive, Positive, Share, masked_mean
 from torchrl_llm_kl.estimators import top_k_divergence
 from torchrl_llm_kl.losses._arithmetic import bounded_exp, clamp
 from torchrl_llm_kl.losses._objective import Conditions, LossTerm, Terms, objective
@@ -42,12 +42,12 @@ def distill(
     teacher_outcomes: Tensor | None = None,
     teacher_divergence: Tensor | None = None,
     old_log_prob: Tensor | None = None,
-    beta: Scalar = 0.5,
+    beta: Share = 0.5,
     distribution: Distribution = "top_k",
     teacher_weights: Sequence[float] | None = None,
-    ratio_max: Scalar | None = None,
-    value_max: Scalar | None = None,
-    log_prob_min: Scalar | None = None,
+    ratio_max: Positive | None = None,
+    value_max: Positive | None = None,
+    log_prob_min: NonPositive | None = None,
 ) -> Terms:
     r"""Generalised Jensen-Shannon divergence to a teacher, at each token over ``k + 1`` outcomes or the whole vocabulary.
 
@@ -85,9 +85,6 @@ def distill(
     GKDTrainer.generalized_jsd_loss; ratio_max: Huebotter et al. 2026 (SDPO, arXiv 2601.20802), 2 in TRL; the other
     bounds: verl 0.9.1, 10 and -10.
     """
-    check_range(0.0, 1.0, beta=beta)
-    check_range(above=0.0, ratio_max=ratio_max, value_max=value_max)
-    check_range(high=0.0, log_prob_min=log_prob_min)
     metrics: dict[str, Tensor] = {}
     if distribution == "exact":
         for name, given in (("teacher_weights", teacher_weights), ("log_prob_min", log_prob_min)):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._numerics import AboveOne, NonNegative, Positive, PositiveShare, Scalar, masked_mean
 from torchrl_llm_kl.losses._arithmetic import (
     Aggregation,
     bounded_exp,
@@ -37,7 +37,7 @@ def gpg(log_prob: Tensor, mask: Tensor, *, advantage: Tensor) -> Terms:
 
 
 @objective("opmd")
-def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0) -> Terms:
+def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: NonNegative = 1.0) -> Terms:
     r"""``-A log_prob / (1 + tau)`` per token, on- or off-policy: no ratio, no clipping.
 
     With advantages ``reward - mean(reward)`` of a group at the old policy it has the gradient of an objective that pulls the
@@ -53,7 +53,6 @@ def opmd(log_prob: Tensor, mask: Tensor, *, advantage: Tensor, tau: Scalar = 1.0
 
     Source: Pan et al. 2025, Trinity-RFT (arXiv 2505.17826), appendix A: the simple variant of OPMD.
     """
-    check_range(low=0.0, tau=tau)
     return (LossTerm("objective", -advantage * log_prob / (1 + tau), mask),)
 
 
@@ -117,7 +116,9 @@ def topr(
 
 
 @objective("sppo")
-def sppo(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: Scalar = 0.3) -> Terms:
+def sppo(
+    log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Tensor, epsilon: NonNegative = 0.3
+) -> Terms:
     r"""A log-ratio surrogate: ``-A (log_prob - old_log_prob)`` where ``1 / (1 + epsilon) <= r <= 1 + epsilon``, else 0.
 
     The gradient is ``-A`` inside the interval and 0 outside, on both sides and for both signs of ``A``: nothing pulls a
@@ -136,7 +137,6 @@ def sppo(log_prob: Tensor, mask: Tensor, *, old_log_prob: Tensor, advantage: Ten
 
     Source: Vaswani et al. 2022 (arXiv 2108.05828), section 4.2 (sPPO).
     """
-    check_range(low=0.0, epsilon=epsilon)
     ratio = bounded_exp(log_prob - old_log_prob).detach()
     below, above = ratio < 1 / (1 + epsilon), ratio > 1 + epsilon
     value = torch.where(below | above, 0, -advantage * (log_prob - old_log_prob))
@@ -150,7 +150,7 @@ def dro(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    beta: Scalar = 0.05,
+    beta: Positive = 0.05,
     level: Literal["token", "sequence"] = "token",
 ) -> Terms:
     r"""Direct reward optimisation: ``-A log_prob + beta / 2 (log_prob - old_log_prob)^2``.
@@ -175,7 +175,6 @@ def dro(
     Source: Richemond et al. 2024 (DRO, arXiv 2405.19107), section 3, the gradient of DRO-V; per token and towards the
     sampler: verl 0.9.1; beta: the example of Thinking Machines' Tinker.
     """
-    check_range(above=0.0, beta=beta)
     log_ratio = log_prob - old_log_prob
     if level == "sequence":
         log_prob, log_ratio = sequence_sum(log_prob, mask), sequence_sum(log_ratio, mask)
@@ -195,9 +194,9 @@ def dppo(
     old_log_prob: Tensor,
     advantage: Tensor,
     divergence: Literal["tv", "kl"] = "tv",
-    clip_low: Scalar | None = None,
-    clip_high: Scalar | None = None,
-    clip_ratio_c: Scalar | None = 20.0,
+    clip_low: NonNegative | None = None,
+    clip_high: NonNegative | None = None,
+    clip_ratio_c: AboveOne | None = 20.0,
 ) -> Terms:
     r"""``-A sg(min(r, clip_ratio_c)) log_prob`` per token, and 0 where the policy has moved too far along the advantage.
 
@@ -224,8 +223,6 @@ def dppo(
     """
     clip_low = _DPPO_BOUNDS[divergence] if clip_low is None else clip_low
     clip_high = _DPPO_BOUNDS[divergence] if clip_high is None else clip_high
-    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high)
-    check_range(above=1.0, clip_ratio_c=clip_ratio_c)
     now = log_prob.detach()
     distance = (now.exp() - old_log_prob.exp()).abs() if divergence == "tv" else _binary_kl(now, old_log_prob)
     up = advantage > 0
@@ -260,10 +257,10 @@ def mask_ipo(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    clip_low: Scalar = 0.1,
-    clip_high: Scalar | None = 0.1,
+    clip_low: NonNegative = 0.1,
+    clip_high: NonNegative | None = 0.1,
     one_sided: bool = False,
-    kl_tau: Scalar = 1e-3,
+    kl_tau: NonNegative = 1e-3,
 ) -> Terms:
     r"""``-A r`` per token whose probability has moved by at most a bound, else 0, plus ``kl_tau (log r)^2`` on every token.
 
@@ -290,7 +287,6 @@ def mask_ipo(
     Source: prime-rl: ``trainer.loss`` of type ``ipo``, and ``default`` with ``one_sided``: the binary TV mask of Qi et
     al. 2026 (DPPO, arXiv 2602.04879) and the squared log-ratio of Kimi K2.5 (arXiv 2602.02276).
     """
-    check_range(low=0.0, clip_low=clip_low, clip_high=clip_high, kl_tau=kl_tau)
     log_ratio, moved = log_prob - old_log_prob, log_prob.detach().exp() - old_log_prob.exp()
     fell, rose = moved < -clip_low, torch.zeros_like(mask) if clip_high is None else moved > clip_high
     if one_sided:
@@ -335,7 +331,7 @@ def ref_kl(
 
 
 @objective("a2po", aggregation="seq-mean-token-sum", aliases={"beta2": "beta"})
-def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Tensor, beta: Scalar = 1e-3) -> Terms:
+def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Tensor, beta: Positive = 1e-3) -> Terms:
     r"""A*-PO: ``(beta log(pi / pi_ref) - A)^2`` of each whole answer: regression on its optimal advantage.
 
     With ``A = r - V*`` (the advantage :func:`remax`, where :func:`~torchrl_llm_kl.advantages.soft_value` of the reference's
@@ -357,7 +353,6 @@ def a2po(log_prob: Tensor, mask: Tensor, *, ref_log_prob: Tensor, advantage: Ten
 
     Source: Brantley et al. 2025 (A*-PO, arXiv 2505.20686), the regression of the second stage; beta 1e-3: TRL 1.16.
     """
-    check_range(above=0.0, beta=beta)
     implicit = beta * sequence_sum(log_prob - ref_log_prob, mask)
     present = mask.any(-1, keepdim=True)
     value = torch.where(present, (implicit - sequence_mean(advantage, mask)).square(), 0)
@@ -372,10 +367,10 @@ def vespo(
     *,
     old_log_prob: Tensor,
     advantage: Tensor,
-    k_pos: Scalar = 2.0,
-    lambda_pos: Scalar = 3.0,
-    k_neg: Scalar = 3.0,
-    lambda_neg: Scalar = 2.0,
+    k_pos: NonNegative = 2.0,
+    lambda_pos: Positive = 3.0,
+    k_neg: NonNegative = 3.0,
+    lambda_neg: Positive = 2.0,
 ) -> Terms:
     r"""REINFORCE with a weight per sequence: ``-A sg(phi(w)) log_prob`` with ``phi(w) = w^k exp(lambda (1 - w))``.
 
@@ -397,8 +392,6 @@ def vespo(
 
     Source: Shen et al. 2026 (arXiv 2602.10693); values as TRL 1.16.
     """
-    check_range(low=0.0, k_pos=k_pos, k_neg=k_neg)
-    check_range(above=0.0, lambda_pos=lambda_pos, lambda_neg=lambda_neg)
     log_w = sequence_sum(log_prob.detach() - old_log_prob, mask)
     # An infinite w does no harm: with a rate above 0 its weight is exp(-inf).
     room = 1 - log_w.exp()
@@ -420,14 +413,14 @@ def rec(
     advantage: Tensor,
     old_log_prob: Tensor | None = None,
     clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"] = "none",
-    epsilon_low: Scalar = 0.2,
-    epsilon_high: Scalar = 0.2,
-    epsilon_low_prime: Scalar = 0.6,
-    epsilon_high_prime: Scalar = 2.0,
+    epsilon_low: PositiveShare = 0.2,
+    epsilon_high: Positive = 0.2,
+    epsilon_low_prime: PositiveShare = 0.6,
+    epsilon_high_prime: Positive = 2.0,
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none",
-    temp: Scalar = 1.0,
+    temp: Positive = 1.0,
     regularizer: Literal["none", "k2", "forward-kl"] = "none",
-    regularizer_coef: Scalar = 0.0,
+    regularizer_coef: NonNegative = 0.0,
 ) -> Terms:
     r"""``-A sg(w) log_prob`` per token where the ratio is in range, else 0, plus a regulariser on every token.
 
@@ -467,10 +460,6 @@ def rec(
 
     Source: Yao et al. 2025 (arXiv 2509.24203), sections 3-4.
     """
-    check_range(above=0.0, high=1.0, epsilon_low=epsilon_low, epsilon_low_prime=epsilon_low_prime)
-    check_range(above=0.0, epsilon_high=epsilon_high, epsilon_high_prime=epsilon_high_prime, temp=temp)
-    check_range(low=0.0, regularizer_coef=regularizer_coef)
-
     log_ratio = log_prob - (log_prob.detach() if old_log_prob is None else old_log_prob)
     ratio = bounded_exp(log_ratio.detach())
     sequence_ratio = bounded_exp(sequence_mean(log_ratio.detach(), mask)).expand_as(ratio)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from typing_extensions import Unpack
 
-from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._numerics import Positive, PositiveShare, Scalar, Share, check_range, masked_mean
 from torchrl_llm_kl._registry import no_such, signature_of
 from torchrl_llm_kl.losses._arithmetic import (
     LARGEST_LOG_RATIO,
@@ -98,15 +98,14 @@ def pair_up(
     ref_log_prob: Tensor | None = None,
     sharp_log_prob: Tensor | None = None,
     reference_point: Tensor | None = None,
-    beta: Scalar = 0.1,
+    beta: Positive = 0.1,
     length_normalised: bool = False,
-    ld_alpha: Scalar | None = None,
+    ld_alpha: Share | None = None,
     f_divergence: FDivergence = "reverse_kl",
-    f_alpha: Scalar = 0.5,
+    f_alpha: PositiveShare = 0.5,
     weighting: Weighting = "none",
 ) -> Pairs:
     """The pairs of a batch. A member of the family has the parameters that it is registered with."""
-    check_range(above=0.0, beta=beta)
     pairing = pairing or pairing_of(mask.shape[:-1])
     ratio = log_prob if ref_log_prob is None else log_prob - ref_log_prob
     if ld_alpha is not None:
@@ -126,7 +125,6 @@ def pair_up(
 
 def _desensitised(ratio: Tensor, mask: Tensor, ld_alpha: Scalar, pairing: Pairing) -> Tensor:
     """The log-ratios of tokens beyond the length of the shorter answer of the pair, times ``ld_alpha``."""
-    check_range(low=0.0, high=1.0, ld_alpha=ld_alpha)
     shorter = pairing.pairs(mask.sum(-1)).amin(-1, keepdim=True).expand(-1, 2)
     common = mask.cumsum(-1) <= pairing.rows(shorter).view(*mask.shape[:-1], 1)
     return torch.where(common, ratio, ld_alpha * ratio)
@@ -143,7 +141,6 @@ def _derivative(ratio: Tensor, f_divergence: FDivergence, f_alpha: Scalar) -> Te
     if f_divergence == "js_divergence":
         return math.log(2) + logsigmoid(ratio)
     if f_divergence == "alpha_divergence":
-        check_range(above=0.0, high=1.0, f_alpha=f_alpha)
         return _bend(ratio, f_alpha)
     return ratio
 
@@ -420,7 +417,7 @@ def exo_pair(pairs: Pairs, *, label_smoothing: Scalar = 1e-3) -> Tensor:
 
 
 @preference("discopop", _LEAD, aliases={"discopop_tau": "tau"})
-def discopop(pairs: Pairs, *, tau: Scalar = 0.05) -> Tensor:
+def discopop(pairs: Pairs, *, tau: Positive = 0.05) -> Tensor:
     r"""DiscoPOP: ``-logsigmoid(x)`` and ``exp(-x)`` of ``x = beta * delta``, with weights ``sigmoid(-x / tau)`` and the rest.
 
     A loss that a language model discovered. It has a local minimum below ``x = 0``. All else as in :func:`dpo`.
@@ -436,7 +433,6 @@ def discopop(pairs: Pairs, *, tau: Scalar = 0.05) -> Tensor:
 
     Source: Lu et al. 2024 (arXiv 2406.08414), the log-ratio modulated loss.
     """
-    check_range(above=0.0, tau=tau)
     logit = pairs.beta * pairs.delta
     exponential = bounded_exp(logsigmoid(logit / tau) - logit)
     return (-logit / tau).sigmoid() * -logsigmoid(logit) + exponential
@@ -526,7 +522,7 @@ def preference_sum(
     losses: Sequence[str] = ("dpo", "sft"),
     weights: Sequence[float] | None = None,
     label_smoothing: Scalar = 1e-3,
-    tau: Scalar = 0.05,
+    tau: Positive = 0.05,
 ) -> tuple[Any, ...]:
     r"""A weighted sum of preference losses with a reference; ``"sft"`` among them is the likelihood of the chosen answers.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar, masked_mean
 from torchrl_llm_kl.losses._arithmetic import checked, sequence_sum
 from torchrl_llm_kl.losses._objective import LossTerm, Once, Terms, objective
 from torchrl_llm_kl.losses.objectives._preference import (
@@ -59,9 +59,9 @@ def kto(
     ref_log_prob: Tensor,
     chosen: Tensor,
     reference_point: Tensor,
-    beta: Scalar = 0.1,
-    desirable_weight: Scalar = 1.0,
-    undesirable_weight: Scalar = 1.0,
+    beta: Positive = 0.1,
+    desirable_weight: NonNegative = 1.0,
+    undesirable_weight: NonNegative = 1.0,
 ) -> Terms:
     r"""Kahneman-Tversky optimisation: each answer is desirable or not, without pairs.
 
@@ -93,7 +93,6 @@ def kto(
 
     Source: Ethayarajh et al. 2024 (arXiv 2402.01306), eq. 7.
     """
-    check_range(low=0.0, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
     ratio, z = sequence_sum(log_prob - ref_log_prob, mask), reference_point.unsqueeze(-1)
     surprise = _signed(beta * (z - ratio), chosen).sigmoid()
     value = torch.where(chosen.unsqueeze(-1), desirable_weight * surprise, undesirable_weight * surprise)
@@ -140,7 +139,7 @@ def bco(
     ref_log_prob: Tensor,
     chosen: Tensor,
     reference_point: Tensor | None = None,
-    beta: Scalar = 0.1,
+    beta: Positive = 0.1,
 ) -> Terms:
     r"""Binary classifier optimisation: the cross-entropy of a classifier of answers whose logit is ``beta (c - z)``.
 
@@ -170,7 +169,6 @@ def _signed(value: Tensor, chosen: Tensor) -> Tensor:
 
 def _of_answers(value: Tensor, ratio: Tensor, z: Tensor, mask: Tensor, chosen: Tensor, beta: Scalar) -> Terms:
     """One term with one value per sequence ``[*B, 1]``, 0 for one without masked-in tokens, and the metrics of each kind."""
-    check_range(above=0.0, beta=beta)
     present, good, reward = mask.any(-1, keepdim=True), chosen.unsqueeze(-1), beta * ratio.detach()
     won, lost = masked_mean(reward, present & good), masked_mean(reward, present & ~good)
     metrics = {
@@ -317,7 +315,7 @@ def aot_unpaired(
     ref_log_prob: Tensor,
     chosen: Tensor,
     match_id: Tensor | None = None,
-    beta: Scalar = 0.1,
+    beta: Positive = 0.1,
     label_smoothing: Scalar = 0.0,
 ) -> Terms:
     r"""Alignment via optimal transport: :func:`dpo` between a chosen and a rejected answer whose log-ratios have equal rank.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._numerics import NonNegative, PositiveShare, Scalar, Share, check_range, masked_mean
 from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
@@ -52,7 +52,7 @@ def sft_is(log_prob: Tensor, mask: Tensor) -> Terms:
 
 
 @objective("sft_phi")
-def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Terms:
+def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: PositiveShare = 1.0) -> Terms:
     """Imitation weighted towards uncertain tokens: ``-sg(p (1 - p)) log p`` with the token's probability ``p``.
 
     It has the gradient of ``-(p - p**2 / 2)``, which vanishes both for tokens that the policy knows and for tokens that would
@@ -71,7 +71,6 @@ def sft_phi(log_prob: Tensor, mask: Tensor, *, cutoff_prob: Scalar = 1.0) -> Ter
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-phi; the cut-off is Trinity-RFT 0.6.0's.
     """
-    check_range(above=0.0, high=1.0, cutoff_prob=cutoff_prob)
     decided = log_prob.detach()
     # expm1 does not round 1 - p where p is near 1.
     weight = -decided.exp() * decided.expm1()
@@ -91,7 +90,7 @@ def vapo(
     old_log_prob: Tensor,
     advantage: Tensor,
     chosen: Tensor,
-    mu: Scalar = 0.1,
+    mu: NonNegative = 0.1,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.28,
     clip_ratio_c: Scalar | None = None,
@@ -126,7 +125,6 @@ def vapo(
 
 def _likelihood(name: str, log_prob: Tensor, mask: Tensor, mu: Scalar, aggregation: Aggregation | None) -> LossTerm:
     """:func:`sft` on the tokens of ``mask``, as a term beside another objective."""
-    check_range(low=0.0, mu=mu)
     return sft(log_prob, mask)[0].replace(name=name, weight=mu, aggregation=aggregation)
 
 
@@ -139,7 +137,7 @@ def echo(
     advantage: Tensor,
     expert_mask: Tensor,
     message_role: Tensor | None = None,
-    mu: Scalar = 0.1,
+    mu: NonNegative = 0.1,
     roles: dict[str, float] | None = None,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
@@ -210,7 +208,7 @@ def mix(
     old_log_prob: Tensor,
     advantage: Tensor,
     expert_mask: Tensor,
-    mu: Scalar = 0.1,
+    mu: Share = 0.1,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     clip_ratio_c: Scalar | None = 3.0,
@@ -241,7 +239,6 @@ def mix(
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), the loss with a fixed mu; Trinity-RFT 0.6.0: mix.
     """
-    check_range(low=0.0, high=1.0, mu=mu)
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
     (usual,) = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
     (expert,) = sft(log_prob, mask & expert_mask)

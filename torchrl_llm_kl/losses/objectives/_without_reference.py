@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from torchrl_llm_kl._numerics import Scalar, check_range
+from torchrl_llm_kl._numerics import NonNegative, Positive, Scalar
 from torchrl_llm_kl.losses._arithmetic import Aggregation
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._preference import (
@@ -29,7 +29,7 @@ def cpo(
     loss: OfLead = "logistic",
     alpha: Scalar | None = None,
     label_smoothing: Scalar = 0.0,
-    nll_coeff: Scalar = 1.0,
+    nll_coeff: NonNegative = 1.0,
     nll_aggregation: Aggregation | None = None,
 ) -> tuple[Tensor, LossTerm]:
     r"""Contrastive preference optimisation: :func:`dpo` without a reference, plus the likelihood of chosen answers.
@@ -59,13 +59,14 @@ def cpo(
     Source: Xu et al. 2024 (arXiv 2401.08417), eq. 3 plus the negative log-likelihood; loss: TRL 1.16; alpha: Gupta et
     al. 2025 (AlphaPO, arXiv 2501.03884).
     """
-    check_range(0.0, nll_coeff=nll_coeff)
     value = of_lead(pairs.bent(alpha), loss, label_smoothing)
     return value, nll_of_chosen(pairs, nll_coeff, nll_aggregation)
 
 
 @preference("simpo", (), beta=2.0, length_normalised=True, aliases={"simpo_gamma": "margin"})
-def simpo(pairs: Pairs, *, margin: Scalar = 1.0, alpha: Scalar | None = None, label_smoothing: Scalar = 0.0) -> Tensor:
+def simpo(
+    pairs: Pairs, *, margin: NonNegative = 1.0, alpha: Scalar | None = None, label_smoothing: Scalar = 0.0
+) -> Tensor:
     r"""SimPO: ``-logsigmoid(beta * (c - l) - margin)`` with the mean log-probs ``c`` and ``l`` per token of the two answers.
 
     It needs no reference: what is rewarded is the likelihood per token, as in sampling, whatever the length. Pairs and
@@ -85,7 +86,6 @@ def simpo(pairs: Pairs, *, margin: Scalar = 1.0, alpha: Scalar | None = None, la
     Source: Meng et al. 2024 (arXiv 2405.14734), eq. 6; beta 2.0 and margin 1.0: the authors' for Llama-3-Base-8B;
     alpha: Gupta et al. 2025 (AlphaPO, arXiv 2501.03884).
     """
-    check_range(low=0.0, margin=margin)
     return of_lead(pairs.bent(alpha), "logistic", label_smoothing, margin)
 
 
@@ -124,12 +124,12 @@ def tpo(
     log_prob: Tensor,
     mask: Tensor,
     *,
-    beta: Scalar = 0.01,
+    beta: Positive = 0.01,
     loss: OfLead = "logistic",
     label_smoothing: Scalar = 0.0,
-    margin: Scalar = 0.0,
+    margin: NonNegative = 0.0,
     length_normalised: bool = False,
-    nll_coeff: Scalar = 1.0,
+    nll_coeff: NonNegative = 1.0,
     nll_aggregation: Aggregation | None = "token-mean",
 ) -> Terms:
     r"""Triple preference optimisation: :func:`cpo` with a third answer, the best there is, whose likelihood is trained.
@@ -156,7 +156,6 @@ def tpo(
 
     Source: Saeidi et al. 2024 (TPO, arXiv 2405.16681), with TPO-L; beta 0.01, weight 1 and the other losses: TRL 1.16.
     """
-    check_range(0.0, nll_coeff=nll_coeff, margin=margin)
     place = torch.arange(mask.shape[:-1].numel(), device=mask.device)
     if len(place) % 3:
         raise ValueError(f"expected rows chosen, rejected, third, chosen, ..., got {len(place)} rows: leave some out.")
