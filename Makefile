@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo demo-ray demo-fsdp demo-text study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines durations mutants matrix nightly bench profile bench-gpu bench-ray lint types stubs docs site clean
+.PHONY: help setup demo demo-ray demo-fsdp demo-text demo-image study study-target test test-all test-rest test-device test-numeric test-slow test-peers engines durations mutants matrix nightly bench profile bench-gpu bench-ray lint types stubs docs site clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ demo-fsdp: $(READY)  ## Run the demo on two ranks (RANKS=2) with sharded models 
 
 demo-text: $(READY)  ## Train a small model on GSM8K's text, SFT then DPO, for three seeds; writes runs/text
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/gsm8k_text.py $(ARGS)
+
+demo-image: $(READY)  ## Train a small image-text model to count coloured squares, with the KL held at a target; writes runs/image
+	OMP_NUM_THREADS=1 $(BIN)/python tutorials/image_demo.py $(ARGS)
 
 study: $(READY)  ## Compare placements of the KL on the demo's task (an hour, resumable); writes docs/kl_study.md
 	OMP_NUM_THREADS=1 $(BIN)/python tutorials/countdown_study.py placement $(ARGS)

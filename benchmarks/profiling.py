@@ -207,7 +207,7 @@ Written by `make profile`; do not edit.
 One run of each workload of [RESULTS.md](RESULTS.md) under `torch.profiler`, on {processor} ({threads}), in shares of its time:
 matrix products, attention over packs, other operators of body (norms, rotations, activations) and head (softmax, maxima),
 operators outside of both (trees, layouts, indices, keys of TensorDicts), and Python with autograd's own time. "Kernel" is the
-part of the processors' time that the operating system takes, mostly to map fresh pages; "busy" the processors' time over that of
+part of the processors' time that the operating system takes, mostly to map fresh pages; "busy" their time over that of
 the wall: the rest is waiting. "At limit" is the time of the same products alone, each of its shape and into memory that is
 mapped, over their time in the run. "Faster" is beside the peer of the workload, the median of interleaved runs without a
 profiler and its quartiles; "at most" is what it would be if nothing but these products took time.
