@@ -228,7 +228,7 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
     collector.shutdown()
 
 
-TWICE = r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once"
+TWICE = r"max_len is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once"
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,20 @@ TWICE = r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and i
         ("kl.detach=warm", ConfigCompositionException, "not a valid bool"),
         ("kl.add_to_reward=7.5", ConfigCompositionException, "is not a valid bool"),
         ("loss.hyper={clip_hihg: 0.3}", InstantiationException, "Did you mean 'clip_high'"),
-        ("loss.hyper={temperature: 0.3}", InstantiationException, TWICE),
-        ("loss.dtype=float31", InstantiationException, "dtype='float31' is not one of torch's"),
+        ("loss.hyper={max_len: 3}", InstantiationException, TWICE),
+        (
+            "+options@loss.options=base loss.options.dtype=float31",
+            InstantiationException,
+            "dtype='float31' is not one of torch's",
+        ),
         ("+coefficient@kl.coeff=adaptive", MissingMandatoryValue, r"Missing mandatory value: .*coeff\.init"),
     ],
 )
 def test_what_is_refused(overrides: str, error: type[Exception], message: str) -> None:
     def build() -> None:
-        cfg = compose("+loss=policy", "+transform@kl=retrieve_kl", overrides)
+        cfg = compose(
+            "+loss=policy", "+transform@kl=retrieve_kl", *overrides.split(" ") if "@loss" in overrides else [overrides]
+        )
         instantiate(cfg.loss, actor=nn.Linear(1, 1))
         instantiate(cfg.kl)
 
