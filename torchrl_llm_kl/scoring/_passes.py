@@ -475,7 +475,7 @@ class Run:
 
     def _attempt(self) -> tuple[Tensor, Columns]:
         """Forward and read the whole request, ``budget`` tokens at a time."""
-        lookups = [] if self.tree is None or self.forks else self._lookups(self.tree)
+        lookups = [] if self.tree is None else self._lookups(self.tree)
         passes = self.passes(lookups)
         models = [(setup.model, *body_and_head(setup.model)) for setup in self.setups if setup.route.path == "head"]
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
@@ -499,8 +499,11 @@ class Run:
         for setup, cache in zip(self.setups, caches, strict=True):
             cache.bind(setup, self.ranks)
             lookups.append(CacheLookup(cache, keyed, tree, values=plain))
+            if self.forks:
+                lookups[-1].only_states()
         # Both models run side by side: use only hits of both caches.
-        cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]
+        pairs = zip(*(lookup.cached for lookup in lookups), strict=True)
+        cached = [min(both) if not self.forks or len({*both}) == 1 else 0 for both in pairs]
         for lookup in lookups:
             lookup.cached = cached
         return lookups
@@ -512,10 +515,10 @@ class Run:
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
             each = zip(self.setups, self.routings, self.images, strict=True)
             return [PaddedPass(setup, self.request, batches, routing, images) for setup, routing, images in each]
-        if self.forks:
-            pairs = zip(self.setups, self.routings, strict=True)
-            return [ForkedPass(setup, self.request, self.tree, self.budget, routing) for setup, routing in pairs]
         parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
+        if self.forks:
+            some = zip(self.setups, parts, self.routings, strict=True)
+            return [ForkedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
         some = zip(self.setups, parts, self.routings, self.images, strict=True)
         return [PackedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
 
