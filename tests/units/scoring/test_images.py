@@ -314,3 +314,9 @@ def test_every_family_is_sent_and_a_part_without_images_too(family):
     text = request.select(torch.tensor([1]))
     assert text.images is None
     assert Request.unpack(Request(text).pack()).scored.tokens.values.tolist() == ids[1]
+
+
+def test_the_size_of_a_shared_image_is_divided():
+    cat, dog = torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 2, 2)
+    request = ScoreRequest.of([[1]] * 4, images=[{"pixel_values": x} for x in (cat, cat, dog)] + [None])
+    assert request.sizes().tolist() == [25, 25, 13, 1]
