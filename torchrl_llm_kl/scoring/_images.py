@@ -112,16 +112,11 @@ class RowImages:
         return _tidy(inputs, digests, index, torch.cat([part.counts for part in parts]).tolist())
 
     def sizes(self) -> Tensor:
-        """How many numbers are sent for each row, about: an image counts where it is first; ``[S]``."""
+        """How many numbers are sent for each row, about: an image counts for its rows together; ``[S]``."""
         numbers = torch.tensor([sum(t.numel() for t in image.values()) for image in self.inputs])
-        first = torch.zeros(len(self.index), dtype=torch.long)
-        seen: set[int] = set()
-        for place, i in enumerate(self.index.tolist()):
-            if i not in seen:
-                seen.add(i)
-                first[place] = numbers[i]
         rows = torch.repeat_interleave(torch.arange(len(self.counts)), self.counts)
-        return torch.zeros_like(self.counts).index_add_(0, rows, first)
+        each = (numbers // torch.bincount(self.index))[self.index]
+        return torch.zeros_like(self.counts).index_add_(0, rows, each)
 
     def pack(self, name: str) -> dict[str, np.ndarray]:
         """The arrays that are sent: each distinct image once."""
