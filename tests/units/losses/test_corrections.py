@@ -2,7 +2,7 @@
 
 import itertools
 import math
-import re
+from functools import partial
 from typing import Any, get_args
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from by_hand import tensor as f64
+from refused import refused
 from torchrl_llm_kl import losses
 from torchrl_llm_kl.losses import apply_correction, importance_weights, mismatch_metrics, top_entropy_mask
 
@@ -438,21 +439,18 @@ OF_REJECTION = [
     ({"divergence": "token_k2", "high": 0.0}, r"high must be greater than 0.*got 0\.0"),
     ({"divergence": "token_k2", "high": NAN}, "high must be greater than 0.*got nan"),
 ]
-OF_SEQUENCES = [({"delta": -0.1}, r"delta must be at least 0, got -0\.1")]
-OF_ENTROPY = [({"fraction": x}, f"fraction must be greater than 0 and at most 1, got {x}") for x in (0.0, 1.2)]
 
 
-@pytest.mark.parametrize(
-    ("function", "refused"),
-    [
-        (lambda **hyper: importance_weights(OLD, SAMPLER, MASK, **hyper), OF_WEIGHTS),
-        (lambda **hyper: losses.rejection_mask(OLD, SAMPLER, MASK, **hyper), OF_REJECTION),
-        (losses.RejectionMask, OF_REJECTION),
-        (lambda **hyper: top_entropy_mask(-OLD, MASK, **hyper), OF_ENTROPY),
-        (lambda **hyper: losses.off_policy_sequence_mask(**THREE, mask=MASK, **hyper), OF_SEQUENCES),
-    ],
+test_bounds_that_are_refused = refused(
+    lambda function, hyper: function(**hyper),
+    *((partial(importance_weights, OLD, SAMPLER, MASK), *row) for row in OF_WEIGHTS),
+    *((partial(losses.rejection_mask, OLD, SAMPLER, MASK), *row) for row in OF_REJECTION),
+    *((losses.RejectionMask, *row) for row in OF_REJECTION),
+    (partial(top_entropy_mask, -OLD, MASK, fraction=0.0), {}, "fraction must be greater than 0 and at most 1, got 0.0"),
+    (partial(top_entropy_mask, -OLD, MASK, fraction=1.2), {}, "fraction must be greater than 0 and at most 1, got 1.2"),
+    (
+        partial(losses.off_policy_sequence_mask, **THREE, mask=MASK, delta=-0.1),
+        {},
+        r"delta must be at least 0, got -0\.1",
+    ),
 )
-def test_bounds_that_are_refused(function: Any, refused: list[tuple[dict[str, Any], str]]) -> None:
-    for hyper, message in refused:
-        with pytest.raises(ValueError, match=re.compile(message)):
-            function(**hyper)
