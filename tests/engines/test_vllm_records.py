@@ -106,5 +106,4 @@ def test_kept_tokens_are_replayed(choices: list[tuple[Tensor, dict[str, Any]]], 
     replayed = scorer.evaluate(tokens, mask, kept=kept)
     torch.testing.assert_close(replayed.log_prob.values[mask], theirs, rtol=0, atol=1e-5)
     own = scorer.evaluate(tokens, mask, return_kept=True).kept
-    assert own is not None
     assert own.ids.reshape(-1, 5).sort().values.equal(kept.ids.reshape(-1, 5).sort().values)

@@ -3,8 +3,6 @@
 ``pi*`` is ``pi_ref exp(r / beta)`` over whole answers, enumerated; TV the total variation to it, at most, over prompts.
 """
 
-__all__ = ["LEARNED"]
-
 _REWARDS = "best answer > 0.9; pi* within TV 0.03 (KL in the reward), 0.035 (KL in the loss, independent tokens)"
 
 _LINEAR = """

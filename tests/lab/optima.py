@@ -7,8 +7,6 @@ from torch import Tensor
 
 from toy_tasks import Task
 
-__all__ = ["forward_kl_optimum", "pi_star", "self_consistent", "token_kl_optimum"]
-
 
 def pi_star(task: Task, beta: float, reward: Tensor | None = None) -> Tensor:
     """Of ``E r - beta KL(pi || ref)`` over whole answers; log-probs ``[P, R]``."""

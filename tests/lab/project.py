@@ -15,8 +15,6 @@ def script(name: str) -> Any:
     """``script("docs/build_api.py")``, run once."""
     path = PROJECT / name
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found

@@ -11,8 +11,6 @@ from torch import Tensor
 from torchrl_llm_kl.algorithms import ALGORITHMS, AlgorithmParts, make_algorithm
 from toy_tasks import TabularCritic, Task, chain
 
-__all__ = ["ADAM", "GROUP", "best_probability", "learned", "made", "rows_of_all", "total", "train"]
-
 #: Of :func:`train`: quick and steady on all tasks.
 ADAM: dict[str, Any] = {"optimiser": partial(torch.optim.Adam, betas=(0.8, 0.98)), "lr": 0.2}
 #: Answers to each prompt.

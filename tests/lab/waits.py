@@ -45,5 +45,4 @@ def wait_for_replicas() -> None:
     from torchrl_llm_kl.service import ScoringService
 
     defaults = ScoringService.__init__.__kwdefaults__
-    assert defaults is not None
     defaults["timeout"] = LONG

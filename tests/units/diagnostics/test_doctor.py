@@ -259,7 +259,6 @@ def test_a_policy_that_has_moved_explains_nothing() -> None:
     assert worst_of(cut, policy=model).cause == "top_p"
     moved = stale_by(10)("llama", 0)[1]["policy"]
     after = diagnose(cut, policy=moved)
-    assert after.worst is not None
     assert after.worst.cause == "other_sampling"
     assert after.measures["drift/mean_abs"] > 0.1
 
@@ -325,7 +324,6 @@ def test_in_a_replay_buffer(invert: bool) -> None:
         buffer.extend(batch(**SHIFTED))
         assert (doctor.last is not None) == invert
         buffer.sample()
-    assert doctor.last is not None
     assert doctor.last.worst is not None
     assert doctor.batches == 1
 

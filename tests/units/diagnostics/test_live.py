@@ -85,8 +85,6 @@ def test_a_batch_is_looked_at_every_so_many_steps(tmp_path: Path) -> None:
     # A fault is logged with its confidence and its report.
     monitor.look(12, batch(shift=1))
     monitor.step(12)
-    assert monitor.diagnosis is not None
-    assert monitor.diagnosis.worst is not None
     assert monitor.diagnosis.worst.cause == "off_by_one"
     assert lines.scalars[12]["doctor/fault/off_by_one"] == monitor.diagnosis.worst.confidence
     assert lines.texts == {12: f"step 12\n{monitor.diagnosis}\n"}
@@ -120,8 +118,6 @@ def test_what_is_broken_is_a_finding_and_stops_no_run(fault: str, tmp_path: Path
         td["next", "sampler_log_probs", "full"] = torch.zeros(8, 11)
         found = watching(tmp_path, policy=policy).look(0, td)
         assert (tmp_path / "rollouts.html").is_file()
-    assert found is not None
-    assert found.worst is not None
     assert found.worst.cause == ("nan" if fault == "policy" else "retokenised")
     assert fault != "policy" or "NaN weights" in found.worst.evidence["error"]
 

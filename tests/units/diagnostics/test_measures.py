@@ -41,7 +41,6 @@ def test_turns_places_advantages_and_the_first_zero_of_an_engine() -> None:
     assert columns.turns.tolist() == [-1, 0, -1, 1, 1, -1, -1, 0, 0]
     assert columns.places.tolist() == [-1, 0, -1, 1, 2, -1, -1, 0, 1]
     assert columns.rows["reward"].tolist() == [1.0, 0.5]
-    assert columns.prompts is not None
     assert columns.prompts.tolist() == [0, 0]
     assert columns.columns["advantage"][columns.mask].tolist() == [2.0, 2.0, 2.0, -1.0, -1.0]
     # It is no number.

@@ -82,7 +82,6 @@ LAYOUTS: dict[str, Callable[[], TensorDictBase]] = {
 
 
 def values(found: Ragged | None) -> list[list[float]]:
-    assert found is not None
     return [row.tolist() for row in found.to_list()]
 
 
@@ -118,7 +117,6 @@ def test_read_and_write_dense_of_any_batch(batch: tuple[int, ...], features: tup
     dense = torch.randn(*batch, 4, *features)
     td = TensorDict({"x": dense}, batch_size=batch)
     found = read_ragged(td, "x")
-    assert found is not None
     assert found.lengths.tolist() == [4] * torch.Size(batch).numel()
     assert torch.equal(found.values, dense.reshape(-1, *features))
     assert torch.equal(found.restore(), dense)
@@ -270,7 +268,6 @@ def test_round_trip_through_any_stack(lengths: list[int], outer: int, features: 
     parts = [[0, 2, 4], [1, 3, 5]] if outer else [[0, 1], [2, 3], [4, 5]]
     td = lazy_stack([lazy_stack([TensorDict({"x": rows[i]}) for i in part]) for part in parts], outer)
     found = read_ragged(td, "x")
-    assert found is not None
     assert all(torch.equal(a, b) for a, b in zip(found.to_list(), rows, strict=True))
     write_ragged(td, ("y", "z"), 2 * found.slots(), found.container)
     for i, row in enumerate(rows):

@@ -30,8 +30,6 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
         write(checkpoints, step, best=best)
     assert names(checkpoints) == ["step-000020", "step-000040", "step-1000000"]
     last, best_one = checkpoints.latest(), checkpoints.at(20)
-    assert last is not None
-    assert best_one is not None
     assert (last.step, last.numbers["at"]) == (1_000_000, 1_000_000)
     assert (best_one.folder / "model" / "a.txt").read_text() == "weights 20"
     assert checkpoints.at(10) is None
@@ -131,7 +129,6 @@ def test_whatever_is_wrong_the_one_before_is_taken(tmp_path, damage, message):
     damage(tmp_path / "step-000002")
     with pytest.warns(CheckpointWarning, match=rf"(?s)step-000002 is damaged \(.*{message}.*taking the one before"):
         found = checkpoints.latest()
-    assert found is not None
     assert (found.step, found.numbers) == (1, {"at": 1})
     with pytest.warns(CheckpointWarning, match="step-000002 is damaged"):
         assert checkpoints.at(2) is None

@@ -28,7 +28,6 @@ def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, mon
     assert (config.model.name, config.data.prompts, config.reward.functions) == ("m", "p.jsonl", "r.py:f")
     assert (config.optimizer.lr, config.optimizer.betas) == (1e-5, [0.9, 0.999])
     assert (config.algorithm.name, config.algorithm.args) == ("grpo", {"clip_high": 0.28})
-    assert config.lora is not None
     assert (config.lora.r, config.lora.alpha, config.kl.target) == (4, 32.0, 0.5)
     file = tmp_path / "run.yaml"
     file.write_text(config.to_yaml())

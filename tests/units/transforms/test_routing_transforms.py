@@ -69,7 +69,6 @@ def scored(td: TensorDictBase, key: Any = FULL) -> Tensor:
 def recorded(td: TensorDictBase) -> Tensor:
     """The experts of all tokens."""
     found = read_ragged(td, KEY, ("masks", ATTENTION))
-    assert found is not None
     return found.values
 
 
@@ -93,7 +92,6 @@ def test_a_first_scoring_is_recorded(layout: str, model: nn.Module, later: nn.Mo
     """Later scorings use its experts; their own record is the same."""
     td = RetrieveLogProb(model, extras=[RoutedExperts(KEY, record=True)])(make_data(layout))
     want = LogProbScorer(model).evaluate(TOKENS, MASK, record_routing=True).routing
-    assert want is not None
     assert recorded(td).dtype == torch.int8
     assert torch.equal(recorded(td), want.values)
     again = RetrieveLogProb(later, extras=[RoutedExperts(KEY, record=True)])(td)
@@ -112,7 +110,6 @@ def test_in_an_env(lab: Any) -> None:
         ids, record, real = step["tokens", "full"], step["next", KEY], step["masks", ATTENTION]
         assert (record.shape, record.dtype) == ((len(ids), 2, 2), torch.int8)
         want = scorer.evaluate([ids[real]], record_routing=True).routing
-        assert want is not None
         assert torch.equal(record[real][:-1], want.values[:-1])
     found = RetrieveLogProb(policy_model, extras=[RoutedExperts(KEY)])(flat(td))
     for row, step in zip(found.unbind(0), steps(td), strict=True):
