@@ -195,9 +195,8 @@ class Connection:
         if self._down:
             table, now = self.table(), time.monotonic()
             if all(state == FAILED for state in table["states"]):
-                self._controller.join.remote(
-                    self.spec.config, self.spec.id, new=True
-                )  # later calls find them started again
+                # Later calls find them started again.
+                self._controller.join.remote(self.spec.config, self.spec.id, new=True)
                 raise table["errors"][0]
             for replica, since in list(self._down.items()):
                 if table["states"][replica] == READY and now - since > _LOOK:
