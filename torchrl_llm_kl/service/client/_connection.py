@@ -45,7 +45,7 @@ class Connection:
         self.spec, self.make = spec, make  # a factory that only the process which passed it has
         self._lock = threading.RLock()
         self._controller: Any = None
-        self._session = self._closed = ""
+        self._session = self._place = self._closed = ""
         self._pid = 0
         self._down: dict[int, float] = {}  # replicas that did not answer, or were not ready, and when
         self._table: tuple[float, Json] = (0.0, {})  # the last one, and when it came
@@ -79,9 +79,13 @@ class Connection:
             if not ray.is_initialized():
                 ray.init(self.spec.address, log_to_driver=False)
             context = ray.get_runtime_context()
+            place = f"{context.gcs_address} {context.get_node_id()}"
+            if self._place not in ("", place):  # another cluster: the service is made again there
+                self.newest, self.spec = 0, replace(self.spec, id="")
+                new = self.spec.factory is not None or self.make is not None
             self.spec = replace(self.spec, address=context.gcs_address)
             self._enter(new=new, timeout=timeout)
-            self._session, self._pid = _session(), os.getpid()
+            self._place, self._session, self._pid = place, _session(), os.getpid()
 
     def _enter(self, *, new: bool, timeout: float) -> None:
         patience, key = Patience(timeout, f"joining the service {self.spec.name!r}"), uuid.uuid4().hex
@@ -191,9 +195,8 @@ class Connection:
         if self._down:
             table, now = self.table(), time.monotonic()
             if all(state == FAILED for state in table["states"]):
-                self._controller.join.remote(
-                    self.spec.config, self.spec.id, new=True
-                )  # later calls find them started again
+                # Later calls find them started again.
+                self._controller.join.remote(self.spec.config, self.spec.id, new=True)
                 raise table["errors"][0]
             for replica, since in list(self._down.items()):
                 if table["states"][replica] == READY and now - since > _LOOK:

@@ -167,9 +167,9 @@ def may_split(made: Any) -> bool:
     """Whether ranks may score different sequences: with FSDP or whole models, not with tensor parallel ones."""
     model = unwrap(made) if is_wrapper(made) else made
     parts = list(model.modules()) if isinstance(model, nn.Module) else []
-    return any(isinstance(part, FSDPModule) for part in parts) or not any(
-        isinstance(weight, DTensor) for part in parts for weight in part.parameters(recurse=False)
-    )
+    sharded = [x for part in parts for x in part.parameters(recurse=False) if isinstance(x, DTensor)]
+    by_fsdp = any(isinstance(part, FSDPModule) for part in parts) and all(x.device_mesh.ndim == 1 for x in sharded)
+    return by_fsdp or not sharded
 
 
 def _shard_by_layer(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -252,7 +252,7 @@ class Server:
                     f"version {wanted} of the weights was requested, replica {self._name} holds {self._core.version} and got "
                     f"no newer one within {timeout:.3g} s: push it with update_weights(), or request no version."
                 )
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
 
     async def fingerprint(self) -> tuple[int, str]:
         """See :attr:`ScoringCore.fingerprint`. Reads all weights once after each update."""
