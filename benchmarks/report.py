@@ -51,22 +51,22 @@ def markdown(run: Run) -> str:
     parts.append("![Time and memory beside torchrl, and the cost of each turn of a conversation](results.png)\n")
     header = ["here", "faster", "less memory", "differ by"]
     rows = [[f"**{r.name}**", r.title, *_figures(r)] for r in run.results if r.peer == "torchrl"]
-    parts.append(_table(["", "work", "torchrl", *header], rows))
+    parts.append(markdown_table(["", "work", "torchrl", *header], rows))
     if beside_trl := [r for r in run.results if r.peer == "TRL"]:
         parts.append(_TRL.format(trl=run.versions["trl"]))
         others = list(beside_trl[0].outcome.others)
         rows = [
             [f"**{r.name}**", r.title, *map(_measured, r.outcome.others.values()), *_figures(r)] for r in beside_trl
         ]
-        parts.append(_table(["", "work", *others, "TRL", *header], rows))
+        parts.append(markdown_table(["", "work", *others, "TRL", *header], rows))
     alone = [r for r in run.results if r.peer not in ("torchrl", "TRL")]
     if alone:
         parts.append("## Beside a plain forward, and beside itself\n")
         rows = [[f"**{r.name}**", r.title, r.peer, *_figures(r)] for r in alone]
-        parts.append(_table(["", "work", "compared with", "that", *header], rows))
+        parts.append(markdown_table(["", "work", "compared with", "that", *header], rows))
     parts.append("## Targets\n")
     goals = [[f"**{r.name}**", g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for r in run.results for g in r.goals]
-    parts.append(_table(["", "figure", "found", "target", ""], goals))
+    parts.append(markdown_table(["", "figure", "found", "target", ""], goals))
     if any(result.outcome.roofline for result in run.results):
         parts.append(_roofline(run))
     parts += [_turns(result) for result in run.results if result.outcome.turns]
@@ -76,7 +76,7 @@ def markdown(run: Run) -> str:
     parts.append("".join(f"- **{r.name}**: {_size(r)}.\n" for r in run.results))
     parts.append("## Where\n")
     where = {**run.machine, **run.settings, **run.versions}
-    parts.append(_table(["", ""], [[name, value] for name, value in where.items()]))
+    parts.append(markdown_table(["", ""], [[name, value] for name, value in where.items()]))
     return "\n".join(parts)
 
 
@@ -99,7 +99,7 @@ def _roofline(run: Run) -> str:
         if (roof := result.outcome.roofline) is not None
     ]
     header = ["", "10^9 multiply-adds", "product, GFLOP/s", "products alone", "here", "of the product's speed"]
-    return "\n".join(lines) + "\n" + _table(header, rows)
+    return "\n".join(lines) + "\n" + markdown_table(header, rows)
 
 
 def _turns(result: Result) -> str:
@@ -114,7 +114,7 @@ def _turns(result: Result) -> str:
         f"{turns.growth(turns.theirs):.2f} times in torchrl.\n"
     )
     heading = f"## {result.name}: cost of each turn\n\n{growth}\n"
-    return heading + _table(["turn", "new tokens", "torchrl", "here", "faster"], rows)
+    return heading + markdown_table(["turn", "new tokens", "torchrl", "here", "faster"], rows)
 
 
 def _figures(result: Result) -> list[str]:
@@ -154,6 +154,6 @@ def _verdict(goal: Goal) -> str:
     return "met" if goal.met else "missed"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

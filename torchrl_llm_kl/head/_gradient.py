@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl._private import onednn_linear
 from torchrl_llm_kl.head._support import WHOLE, Kept, local_index
 from torchrl_llm_kl.head._tiles import (
     LOG_ZERO,
@@ -224,7 +225,11 @@ class _HeadGradient:
             _accumulate(self.bias[cols], gradient.sum(0), rows.start == 0)
         gradient = gradient.to(self.head.dtype)
         if self.hidden is not None:
-            _accumulate_product(self.hidden[rows], gradient, weight, cols.start == 0)
+            found = onednn_linear(gradient, weight.T) if self.hidden.dtype == gradient.dtype else None
+            if found is None:
+                _accumulate_product(self.hidden[rows], gradient, weight, cols.start == 0)
+            else:
+                _accumulate(self.hidden[rows], found, cols.start == 0)
         if self.weight is not None:
             if rows.start == 0:
                 # Tiles of the same tokens are consecutive, so a few rows in float32 are enough.

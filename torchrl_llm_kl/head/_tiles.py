@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import wide_dtype
+from torchrl_llm_kl._private import onednn_linear
 from torchrl_llm_kl.head._support import WHOLE, Kept, Support, Truncation, local_index
 
 # exp underflows to 0 below this, in float64 too: log-probs are clamped here before they meet their probability.
@@ -112,7 +113,7 @@ class Head(NamedTuple):
         return weight, bias
 
     def logits(self, rows: slice, cols: slice, columns: Columns, out: Tensor) -> Tensor:
-        """Fill ``out [n, v]`` with the logits of a tile, given :meth:`columns` of its tokens."""
+        """The logits of a tile, given :meth:`columns` of its tokens, in ``out [n, v]`` or memory of their own."""
         weight, bias = columns
         factor = self.scale / (self.soft_cap or self.temperature)
         if weight is None or out.dtype != self.dtype:
@@ -121,6 +122,8 @@ class Head(NamedTuple):
             out.copy_(hidden if weight is None else F.linear(hidden, weight, bias))
             if factor != 1.0:
                 out.mul_(factor)
+        elif (found := onednn_linear(self.hidden[rows].to(self.dtype), weight, bias)) is not None:
+            out = found if factor == 1.0 else found.mul_(factor)
         else:
             start, beta = (out, 0.0) if bias is None else (bias, factor)
             torch.addmm(start, self.hidden[rows].to(self.dtype), weight.T, beta=beta, alpha=factor, out=out)
@@ -201,7 +204,7 @@ def tiles(
                 if known:
                     logits[i].copy_(known[i])
                 else:
-                    head.logits(rows, cols, columns[i], out=logits[i])
+                    logits[i] = head.logits(rows, cols, columns[i], out=logits[i])
                     if i == 0 and support is not None:
                         support.restrict(logits[0], rows, cols)
                     elif both:

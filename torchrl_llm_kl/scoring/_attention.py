@@ -36,9 +36,11 @@ from torchrl_llm_kl._private import (
     compiled_call,
     default_dispatch,
     mark_dynamic,
+    onednn_linear,
     tree_leaves,
 )
 from torchrl_llm_kl.scoring._checkpoints import (
+    ABSENT,
     ADVICE,
     CheckpointError,
     Followed,
@@ -177,7 +179,10 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
 
     AttentionInterface.register(NAME, _attention)
     swaps: list[Swap] = [(config, ATTENTION, getattr(config, ATTENTION), NAME) for config in configs]
+    fast = not torch.is_grad_enabled() and layout.attend is None and layout.gradients is None
     for module, inside in _walk(body):
+        if fast and type(module) is nn.Linear and "forward" not in module.__dict__:
+            swaps.append((module, "forward", ABSENT, partial(_linear, module)))
         if (found_call := compiled_call(module)) is not None and not inside:
             swaps.append((module, *found_call, partial(_call_compiled, found_call[1], layout)))
         for name in CHECKPOINTS:
@@ -195,6 +200,12 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
             yield
         finally:
             _ACTIVE.layout = None
+
+
+def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+    """A linear layer of the body, without gradient."""
+    found = onednn_linear(input, module.weight, module.bias)
+    return nn.Linear.forward(module, input) if found is None else found
 
 
 def _checkpoints_outside(module: nn.Module) -> bool:

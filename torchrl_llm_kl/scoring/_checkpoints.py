@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torchrl_llm_kl._private import saving_hook
 ADVICE = "use transformers' checkpointing or torch's checkpoint_wrapper"
 #: A module or configuration, the name of an attribute, its value, and the value that replaces it.
 Swap = tuple[object, str, object, object]
+ABSENT: Final = object()  # before: an instance without the attribute
 
 
 Result = TypeVar("Result")
@@ -98,7 +99,10 @@ def swapped(swaps: Sequence[Swap]) -> Iterator[None]:
         yield
     finally:
         for owner, name, value, _ in swaps:
-            _put(owner, name, value)
+            if value is ABSENT:
+                vars(owner).pop(name, None)
+            else:
+                _put(owner, name, value)
 
 
 def _put(owner: object, name: str, value: object) -> None:

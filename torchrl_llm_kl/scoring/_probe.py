@@ -31,13 +31,14 @@ from torchrl_llm_kl.scoring._model import (
     whole_logits,
 )
 from torchrl_llm_kl.scoring._options import ScoreOptions
-from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass, Pass
+from torchrl_llm_kl.scoring._passes import PackedPass, PaddedPass
 from torchrl_llm_kl.scoring._request import ScoreRequest
 from torchrl_llm_kl.scoring._scores import Reading, log_prob_at
 from torchrl_llm_kl.scoring._tree import PrefixTree
 from torchrl_llm_kl.scoring._wrapping import Ranks, inside
 
-_PROBE_LENGTHS = (12, 7, 3)
+# Beginnings of the first answer that are padded beside three whole answers.
+_BEGINNINGS = (7, 3)
 
 # In order of preference. In some attention (eager, sliding window, float64) padding without a key to attend to is NaN,
 # so a mask may hurt; and a model may use its own position numbering.
@@ -69,11 +70,10 @@ def choose_route(model: nn.Module, *, probe: bool, dtype: torch.dtype | None = N
     ranks = Ranks([model])
     # Graphs of such short sequences would serve nothing else.
     with torch.compiler.set_stance("force_eager"), setup.active():
-        limit, generator = position_limit(model), torch.Generator().manual_seed(0)
-        lengths = [length if limit is None else min(length, limit) for length in _PROBE_LENGTHS]
-        row = torch.randint(vocab, (max(lengths),), generator=generator)
-        request = ScoreRequest.of([row[:length] for length in lengths])
-        plain = _plain(model, row, request)
+        limit = position_limit(model)
+        answers = [row[:limit] for row in _answers(vocab)[0].to_list()]
+        request = ScoreRequest.of([*answers, *(answers[0][:length] for length in _BEGINNINGS)])
+        plain = _plain(model, answers[0], request)
         first_equal = partial(_first_equal, setup=setup, ranks=ranks, request=request, plain=plain, vocab=vocab)
         if has_parts:
             route, found = inside([(model, *body_and_head(model))], partial(first_equal, _HEAD_ROUTES))
@@ -111,14 +111,14 @@ def _first_equal(
     for route in routes:
         setup, equal = replace(setup, route=route), False
         try:
-            difference, tolerance = _difference(setup, request, *plain)
+            difference, tolerance, states = _difference(setup, request, *plain)
             equal, found = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         if ranks.all(equal):
             sharing: Literal["packs", "forks"] = "forks" if has_state(setup.model) else "packs"
             can_share = _can_fork if sharing == "forks" else _can_pack
-            shared = route.path == "head" and route.positions and ranks.all(can_share(setup, vocab))
+            shared = route.path == "head" and route.positions and ranks.all(can_share(setup, vocab, states))
             return replace(route, sharing=sharing if shared else None), ""
         complaint = complaint or found
     return None, complaint
@@ -130,19 +130,26 @@ def _plain(model: nn.Module, row: Tensor, request: ScoreRequest) -> tuple[Tensor
     logits = whole_logits(model, read_output(call(model, ids[:-1].unsqueeze(0)), "logits")).squeeze(0)[1 - len(row) :]
     spread = (logits - logits.mean(-1, keepdim=True)).abs().max()
     log_probs = log_prob_at(logits, ids[1:].to(logits.device))
-    places = request.tokens.positions[request.mask] - 1
+    places = request.tokens.positions[request.mask & _of_first(request.tokens)] - 1
     return log_probs[send(places, logits.device)], spread, _relative_precision(logits.dtype, logits.device)
+
+
+def _of_first(tokens: Ragged) -> Tensor:
+    """Whether a token is of the first answer or of one of its beginnings."""
+    return (tokens.sequence_ids == 0) | (tokens.sequence_ids >= 3)
 
 
 def _difference(
     setup: Setup, request: ScoreRequest, plain: Tensor, spread: Tensor, precision: float
-) -> tuple[float, float]:
-    """The largest difference from the plain forward, and the largest that rounding can explain."""
+) -> tuple[float, float, Tensor]:
+    """The largest difference from the plain forward, the largest that rounding can explain; the states, answers first."""
     padded = PaddedPass(setup, request, [torch.arange(request.tokens.num_sequences)])
-    targets = send(request.tokens.values[padded.elements[0]], setup.device)
-    found = Reading(padded.run(0), targets, ScoreOptions()).columns()["log_prob"]
-    difference, largest = to_host((found.to(plain.device) - plain).abs().max(), spread)
-    return float(difference), precision * float(largest) + 1e-6
+    elements = padded.elements[0]
+    states, targets = padded.run(0), send(request.tokens.values[elements], setup.device)
+    found = Reading(states, targets, ScoreOptions()).columns()["log_prob"]
+    found = found[send(_of_first(request.tokens)[elements], found.device)].to(plain.device)
+    difference, largest = to_host((found - plain).abs().max(), spread)
+    return float(difference), precision * float(largest) + 1e-6, states.source
 
 
 def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
@@ -156,8 +163,8 @@ def _relative_precision(dtype: torch.dtype, device: torch.device) -> float:
 # ---------------------------------------------------------------------- shared prefixes
 
 
-def _can_pack(setup: Setup, vocab: int) -> bool:
-    """Whether packs reproduce the hidden states of one sequence at a time, and no sequence sees another.
+def _can_pack(setup: Setup, vocab: int, states: Tensor) -> bool:
+    """Whether packs reproduce the hidden states of one sequence at a time, ``states``, and no sequence sees another.
 
     Compares hidden states, not log-probs, since a head of zeros would hide any difference. A state that leaks from one
     sequence into the next may be smaller than half precision resolves, so other tokens in one sequence must change
@@ -166,22 +173,19 @@ def _can_pack(setup: Setup, vocab: int) -> bool:
     model, rows, others = setup.model, *_answers(vocab)
     if _too_long(model):
         return False
-    request = ScoreRequest.of(rows)
     try:
         packs = _packs(setup, rows, _TOKENS_PER_BATCH, min_shared=0)
-        *states, last, again = packs.run_last_twice(others.values)
+        *earlier, last, again = packs.run_last_twice(others.values)
         if has_window(model) and not packs.has_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
-        # Equally long sequences have no padding.
-        side = PaddedPass(replace(setup, route=replace(setup.route, mask=False)), request, [torch.arange(3)])
-        packed, apart, moved = to_host(torch.cat([*states, last]), side.run(0).source, again - last)
+        packed, apart, moved = to_host(torch.cat([*earlier, last]), states, again - last)
     except Exception:  # for instance an attention that cannot be exchanged
         return False
     untouched = (rows.sequence_ids == 2)[packs.elements[-1]]
-    return _equal(setup, _in_order(rows, packs, [packed]), _in_order(rows, side, [apart]), moved[untouched])
+    return _equal(setup, _in_order(rows, packs.elements, [packed]), _answered(rows, apart), moved[untouched])
 
 
-def _can_fork(setup: Setup, vocab: int) -> bool:
+def _can_fork(setup: Setup, vocab: int, states: Tensor) -> bool:
     """Whether answers that continue a forked state have the hidden states of one sequence at a time; see :func:`_can_pack`.
 
     Some kernels begin at an empty state, which may differ by less than rounding in these sequences: an altered state must
@@ -193,13 +197,12 @@ def _can_fork(setup: Setup, vocab: int) -> bool:
     try:
         forks, again = (_forks(setup, each) for each in (rows, others))
         found, moved = _hidden(forks, rows), _hidden(again, others)
-        apart = _hidden(PaddedPass(setup, ScoreRequest.of(rows), [torch.tensor([row]) for row in range(3)]), rows)
         forks.recurrence = 10.0
         if is_recurrent(setup.model) and torch.equal(_hidden(forks, rows), found):
             return False
     except Exception:  # for instance a cache of the model's own
         return False
-    return _equal(setup, found, apart, (moved - found)[rows.sequence_ids == 2])
+    return _equal(setup, found, _answered(rows, states.cpu()), (moved - found)[rows.sequence_ids == 2])
 
 
 def _answers(vocab: int) -> tuple[Ragged, Ragged]:
@@ -268,7 +271,7 @@ def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
         columns = Reading(states, targets, ScoreOptions(entropy=True), tile=BLOCK).columns()
         scores = torch.stack([columns["log_prob"], columns["entropy"]], -1)
         found.append(torch.cat([states.source, scores.to(states.source.dtype)], -1))
-    return tokens.like(_in_order(tokens, packs, found)).to_list()
+    return tokens.like(_in_order(tokens, packs.elements, found)).to_list()
 
 
 class _Operators(TorchDispatchMode):
@@ -310,11 +313,18 @@ def _forks(setup: Setup, rows: Ragged) -> ForkedPass:
     return ForkedPass(setup, request, tree, _TOKENS_PER_BATCH)
 
 
-def _hidden(forwards: ForkedPass | PaddedPass, rows: Ragged) -> Tensor:
+def _hidden(forwards: ForkedPass, rows: Ragged) -> Tensor:
     """The hidden state that predicts each token, 0 for first tokens; ``[N, H]``, on the CPU."""
-    return _in_order(rows, forwards, [forwards.run(i).source.cpu() for i in range(len(forwards.elements))])
+    found = [forwards.run(i).source.cpu() for i in range(len(forwards.elements))]
+    return _in_order(rows, forwards.elements, found)
 
 
-def _in_order(rows: Ragged, forwards: Pass, found: list[Tensor]) -> Tensor:
+def _answered(rows: Ragged, states: Tensor) -> Tensor:
+    """The states of the answers among those of a padded forward, in the form of :func:`_hidden`."""
+    elements = (rows.positions > 0).nonzero().squeeze(-1)
+    return _in_order(rows, [elements], [states[: len(elements)]])
+
+
+def _in_order(rows: Ragged, elements: list[Tensor], found: list[Tensor]) -> Tensor:
     out = found[0].new_zeros(rows.values.shape[0], found[0].shape[-1])
-    return out.index_copy(0, torch.cat(forwards.elements), torch.cat(found))
+    return out.index_copy(0, torch.cat(elements), torch.cat(found))

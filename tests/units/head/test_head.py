@@ -9,9 +9,32 @@ from torch.testing import assert_close
 import head_reference as reference
 import torchrl_llm_kl.head as layer
 from closeness import assert_near
-from head_reference import INF, OPTIONS, N, V, assert_same, at, from_logits, linear_kl, make_head, make_targets, plain
+from head_reference import (
+    INF,
+    OPTIONS,
+    H,
+    N,
+    V,
+    assert_same,
+    at,
+    from_logits,
+    linear_kl,
+    make_head,
+    make_targets,
+    plain,
+)
 from refused import refused
-from torchrl_llm_kl.head import Truncation, linear_log_prob, linear_outcomes, linear_pair, linear_top_k, logits_kl
+from torchrl_llm_kl import _private
+from torchrl_llm_kl.head import (
+    Truncation,
+    _gradient,
+    _tiles,
+    linear_log_prob,
+    linear_outcomes,
+    linear_pair,
+    linear_top_k,
+    logits_kl,
+)
 
 
 def test_by_hand():
@@ -243,6 +266,30 @@ def test_targets_of_any_integer_dtype_and_hidden_states_that_are_not_contiguous(
     h, w = (t.float().T.contiguous().T.requires_grad_() for t in (hidden, weight))
     got = linear_log_prob(h, w, targets, entropy=True, chunk=(3, 17))
     assert_same(got, (at(plain(h, w), targets), reference.entropy_of(plain(h, w))), (h, w))
+
+
+def test_products_in_onednn(monkeypatch):
+    """With bias, scale, temperature and soft cap, values and gradients; and none of another dtype or with autocast."""
+    monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
+    products = []
+    counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
+    for module in (_tiles, _gradient):
+        monkeypatch.setattr(module, "onednn_linear", counted)
+    truth, targets = make_head(grad=True), make_targets()
+    for dtype, enabled in ((torch.float32, True), (torch.float64, False)):
+        products.clear()
+        inputs = [each.detach().to(dtype).requires_grad_() for each in truth]
+        for options in ({}, OPTIONS):
+            got = linear_log_prob(*inputs[:2], targets, bias=inputs[2], entropy=True, chunk=(5, 30), **options)
+            log_p = plain(*truth, **options)
+            want = at(log_p, targets), reference.entropy_of(log_p)
+            assert_near(tuple(got), tuple(want), terms=H, size=50, dtype=dtype)
+            grads = torch.autograd.grad(sum(x.sum() for x in got), inputs)
+            wanted = torch.autograd.grad(sum(x.sum() for x in want), truth)
+            assert_near(grads, wanted, terms=V, size=50, dtype=dtype)
+        tiles = -(-N // 5) * -(-V // 30)
+        # Of each option the logits and the gradient of the hidden states; logits that the forward kept are not computed again.
+        assert [x is not None for x in products] == [enabled] * (4 * tiles)
 
 
 # ---------------------------------------------------------------------- memory, graphs

@@ -22,6 +22,7 @@ from scoring_reference import (
     random_mask,
     random_sequences,
 )
+from torchrl_llm_kl import _private
 from torchrl_llm_kl.head import _operators
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring import LogProbScorer, _attention
@@ -56,6 +57,31 @@ def test_defect_01_02_32_33_equals_one_sequence_at_a_time(family):
         scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
         assert scorer.shares_prefixes
         assert_scores(scorer, model, ROWS)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])  # with and without biases; a layer that is not nn.Linear
+def test_linear_layers_in_onednn(monkeypatch, family):
+    """Only without gradient and without autocast; the layers are as before, also after an error."""
+    monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
+    products = []
+    counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
+    monkeypatch.setattr(_attention, "onednn_linear", counted)
+    model = tiny_model(family)
+    scorer, attributes = LogProbScorer(model), [set(vars(module)) for module in model.modules()]
+    layers = sum(type(module) is nn.Linear for module in model.base_model.modules())
+    products.clear()
+    assert_scores(scorer, model, ROWS)
+    assert [x is not None for x in products] == [True] * layers
+    products.clear()
+    scorer.score(BATCH, grad=True)
+    scorer.score(BATCH, deterministic=True) if family == "qwen2" else None
+    assert not products
+    scorer.score(BATCH, dtype=torch.bfloat16)
+    assert [x is not None for x in products] == [False] * layers
+    monkeypatch.setattr(_attention, "attend_block", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        scorer.score(BATCH)
+    assert [set(vars(module)) for module in model.modules()] == attributes
 
 
 @pytest.mark.parametrize("family", FAMILIES)
