@@ -286,9 +286,8 @@ def test_gigpo_adds_steps_from_the_same_state() -> None:
         assert_values(got, [e + omega * s for e, s in zip(episode, anchored, strict=True)])
     apart = torch.arange(len(ROWS))  # no state occurs twice: the episode alone
     assert_close(gigpo(*STEPS, apart), gigpo(*STEPS, STATE, omega=0.0))
-    with pytest.warns(
-        UserWarning, match="env_state_hash_key has no effect here.*keys={'state'"
-    ):  # Trinity's name of it
+    # Trinity's name of it.
+    with pytest.warns(UserWarning, match="env_state_hash_key has no effect here.*keys={'state'"):
         assert advantages.advantage_spec(gigpo).translate({"env_state_hash_key": "hash"}) == {}
 
 

@@ -298,8 +298,8 @@ def head_of(n, h, v, dtype=torch.float32, seed=1):
 
 
 def of_pair(dtype):
-    heads = (head_of(60, 2, 211, dtype, seed) for seed in (1, 2))
-    return torch.stack(reference.pair(*heads, make_targets(60, 211), entropy=True, chunk=(7, 13), **reference.PAIR))
+    heads = (head_of(30, 2, 111, dtype, seed) for seed in (1, 2))
+    return torch.stack(reference.pair(*heads, make_targets(30, 111), entropy=True, chunk=(7, 13), **reference.PAIR))
 
 
 def of_mixture():
