@@ -1,4 +1,4 @@
-"""A small server that returns the log-probs of prompts as vLLM documents it, from a toy model.
+"""A small server that returns the log-probs of prompts as vLLM and SGLang document it, from a toy model.
 
 It runs in threads of this process (:class:`PromptServer`), computes with plain transformers, and has a switch for each of the
 servers' traps.
@@ -6,6 +6,7 @@ servers' traps.
 
 import contextlib
 import json
+import math
 import random
 import socket
 import threading
@@ -21,6 +22,7 @@ MODEL = "toy"
 FIXED = {
     "cache": "",  # "null": tokens in the cache have no scores; "missing": no entries; "stale": numbers of other requests
     "salts": True,  # whether cache_salt keeps requests apart
+    "recomputes": True,  # whether logprob_start_len recomputes what is in the cache
     "retokenises": False,  # one token comes back as another
     "starts": False,  # adds a start token
     "forbids": None,  # a token whose logit is -inf
@@ -106,10 +108,40 @@ class Toy:
             choice["prompt_token_ids"] = ids
         return {"object": "text_completion", "model": MODEL, "choices": [choice]}
 
+    def sglang(self, body):
+        s = self.switches
+        ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in body["input_ids"]]
+        start, k = body.get("logprob_start_len", -1), body["top_logprobs_num"]
+        assert body["return_logprob"]
+        found = self.positions(ids, max(k, 1))
+        cached = self.in_cache(ids, None)
+        if s["recomputes"] and start == 0:
+            cached = 0  # all of the input is computed again
+        first = len(ids) - 1 if start < 0 else max(start, cached if s["cache"] == "missing" else 0)
+        entries = [[None, ids[first], None]]
+        tops = [None]
+        for t in range(first + 1, len(ids)):
+            position = found[t] or {}
+            gone = s["cache"] == "null" and t < cached
+            value = None if gone or math.isinf(position[ids[t]]) else position[ids[t]]
+            entries.append([value, ids[t], None])
+            best = sorted(((x, i, None) for i, x in position.items() if x > -math.inf), reverse=True)[:k]
+            tops.append(None if gone else best)
+        info = {"prompt_tokens": len(ids), "cached_tokens": cached, "input_token_logprobs": entries}
+        if k:
+            info["input_top_logprobs"] = tops
+        return {"text": "", "meta_info": info}
+
 
 class Handler(BaseHTTPRequestHandler):
     server: "PromptServer"
     protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        if self.path == "/get_model_info":
+            self.reply(200, {"model_path": MODEL})
+        else:
+            self.reply(404, {"detail": "Not Found"})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -128,8 +160,7 @@ class Handler(BaseHTTPRequestHandler):
         if toy.switches["key"] and self.headers["Authorization"] != f"Bearer {toy.switches['key']}":
             return self.reply(401, {"error": "Unauthorized"})
         try:
-            assert self.path == "/v1/completions"
-            answer = toy.vllm(body)
+            answer = {"/v1/completions": toy.vllm, "/generate": toy.sglang}[self.path](body)
         except Refused as error:
             return self.reply(400, {"error": {"message": str(error)}})
         except FileNotFoundError as error:

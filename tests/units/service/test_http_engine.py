@@ -18,7 +18,7 @@ from prompt_server import MODEL, Handler, PromptServer
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
-from torchrl_llm_kl.service import HTTPEngine, ServiceError, ServiceTimeout
+from torchrl_llm_kl.service import HTTPEngine, ServiceConfigError, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service.engines import _http
 from torchrl_llm_kl.service.replica._core import ScoringCore
 from waits import LONG, until
@@ -47,8 +47,8 @@ def scorer(temperature=1.0):
     return Exact(model().double(), temperature=temperature)
 
 
-def engine(server, **options):
-    return HTTPEngine(server.url, **{"model": MODEL, "timeout": LONG, **options})
+def engine(server, dialect="vllm", **options):
+    return HTTPEngine(server.url, **{"model": MODEL, "dialect": dialect, "timeout": LONG, **options})
 
 
 def evaluated(found, rows=None, mask=None, **options):
@@ -84,8 +84,36 @@ class TestVllm(EngineContract):
         return Served(server.url, MODEL, scorer(), 97, 64, 20, tolerance=1e-6)
 
 
-def test_only_what_is_needed_is_requested(server):
-    found = engine(server)
+class TestSglang(EngineContract):
+    @pytest.fixture
+    def served(self, server):
+        return Served(server.url, MODEL, scorer(), 97, 64, 20, dialect="sglang", tolerance=1e-6)
+
+    def test_a_model_that_it_does_not_have(self, served):
+        with pytest.raises(ServiceConfigError, match="serves 'toy', expected model='other'"):
+            served.engine(model="other")
+
+    @pytest.mark.parametrize("cache_", ["null", "missing"])
+    def test_a_prefix_cache(self, server, cache_):
+        """Tokens without scores are requested again with ``logprob_start_len=0``."""
+        rows = Ragged.from_list([torch.arange(1, 12), torch.arange(1, 9)])
+        mask = (rows.positions > 2) & (rows.positions < 7)
+        with server.set(cache=cache_):
+            found = engine(server, "sglang")
+            server.change()
+            for _ in range(2):
+                assert_right(found, rows, mask)
+            assert {body["logprob_start_len"] for body in server.requests()} == {2, 0}
+            server.change(recomputes=False)
+            alone = Ragged.from_list([torch.arange(1, 12)])
+            assert scored(found, alone, mask[:11]).isfinite().all()
+            with pytest.raises(ServiceError, match="returned no log-prob for"):
+                scored(found, alone, mask[:11])
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_only_what_is_needed_is_requested(server, dialect):
+    found = engine(server, dialect)
     rows = Ragged.from_list([torch.arange(1, 9), torch.arange(1, 5)])
     mask = torch.zeros(12, dtype=torch.bool)
     mask[[3, 5]] = True
@@ -93,9 +121,12 @@ def test_only_what_is_needed_is_requested(server):
     server.change()
     scored(found, rows, mask)
     (body,) = server.requests()  # a sequence without a scored token is not sent
-    assert body["prompt"] == [1, 2, 3, 4, 5, 6]  # nor what follows the last one
+    assert body["prompt" if dialect == "vllm" else "input_ids"] == [1, 2, 3, 4, 5, 6]  # nor what follows the last one
+    sampling = body if dialect == "vllm" else body["sampling_params"]
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert {name: body[name] for name in plain} == plain
+    assert {name: sampling[name] for name in plain} == plain
+    if dialect == "sglang":
+        assert body["logprob_start_len"] == 2  # whose own entry is null
 
 
 @pytest.mark.parametrize(
@@ -114,21 +145,26 @@ def test_vllm_with_a_prefix_cache(server, cache_, message):
         engine(server)
 
 
-def test_a_forbidden_token_is_no_number(server):
-    """The server sends -9999.0 for -inf."""
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_a_forbidden_token_is_no_number(server, dialect):
+    """vLLM sends -9999.0 for -inf, SGLang null."""
     rows = Ragged.from_list([torch.tensor([1, 2, 3]), torch.tensor([7, 8, 50, 9])])
     mask = rows.positions > 0
+    message = (
+        r"-inf at sequence 1, position 2 \(token 50\)|for 1 of 3 tokens of sequence 1, first at position 2: .*forbidden"
+    )
     with server.set(forbids=50):
-        found = engine(server)
-        with pytest.raises(ValueError, match=r"log-prob is -inf at sequence 1, position 2 \(token 50\)"):
+        found = engine(server, dialect)
+        with pytest.raises(ValueError if dialect == "vllm" else ServiceError, match=message):
             scored(found, rows, mask)
         mask[5] = False  # not asked for
         assert scored(found, rows, mask).isfinite().all()
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_other_tokens_than_were_sent(server, old):
-    found, rows = engine(server), Ragged.from_list([torch.tensor([1, 2, 5, 4])])
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_other_tokens_than_were_sent(server, dialect, old):
+    found, rows = engine(server, dialect), Ragged.from_list([torch.tensor([1, 2, 5, 4])])
     with server.set(old=old):
         assert scored(found, rows)[0] == 0, "the first token has no log-prob"
     with server.set(retokenises=True, old=old), pytest.raises(ServiceError, match="5 was sent, 96 came back"):
@@ -151,7 +187,7 @@ def test_failures_that_pass_are_retried(server, fails):
         ({"fails": [299] * 1000}, "something that is not JSON", 1),
         ({"fails": [403] * 1000}, "answers with HTTP 403", 1),
         ({"fails": [302]}, "answers with HTTP 302", 1),
-        ({"odd": True}, "answers in another form than vLLM's", 1),
+        ({"odd": True}, "answers in another form, .*pass its dialect=", 1),
     ],
 )
 def test_failures_that_stay(server, switches, message, tries):
@@ -256,16 +292,46 @@ def hostile():
     found.close()
 
 
-def attacked(hostile, misdeed):
+def attacked(hostile, misdeed, timeout=5.0):
     """Score with an engine whose probe was answered well."""
     hostile.misdeed = Hostile.answer
     found = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)
     assert scored(found).tolist() == (sequences(4, 6).positions > 0).float().neg().tolist()
-    hostile.misdeed = misdeed
+    found._timeout, hostile.misdeed = timeout, misdeed
     try:
         scored(found, ONE_ROW)
     finally:
         found.close()
+
+
+def drip(to, reply):
+    to.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(reply)}\r\n\r\n".encode())
+    for byte in reply.encode():
+        to.wfile.write(bytes([byte]))
+        time.sleep(0.02)
+
+
+def endless(to, reply):
+    to.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Length: {2**30}\r\n\r\n".encode())
+    while True:
+        to.server.sent += 2**16
+        to.wfile.write(b"x" * 2**16)
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "timeout", "error", "message"),
+    [
+        (drip, 0.3, ServiceTimeout, "did not answer in time: ReadTimeout"),
+        (endless, 20.0, ServiceError, f"answers with more than {2**20 + 256 * 6 * 2} bytes"),
+    ],
+)
+def test_an_answer_that_does_not_end(hostile, misdeed, timeout, error, message):
+    """It ends at the deadline, whatever the time-out of a read, and is not larger than what was asked."""
+    hostile.sent, begin = 0, time.monotonic()
+    with pytest.raises(error, match=message):
+        attacked(hostile, misdeed, timeout)
+    assert time.monotonic() - begin < timeout + 2.7
+    assert hostile.sent < 2**20 + 16 * 2**20  # what the system holds between the two is sent too
 
 
 def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile, monkeypatch):

@@ -1,21 +1,27 @@
-""":class:`HTTPEngine`: log-probs from a vLLM server.
+""":class:`HTTPEngine`: log-probs from a vLLM or SGLang server.
 
-What it does, and where that is written (looked up in 2026-11):
+What the servers do, and where that is written (looked up in 2026-11):
 
-- ``POST /v1/completions`` with ``prompt`` as token ids and ``prompt_logprobs`` (docs.vllm.ai,
+- vLLM, ``POST /v1/completions`` with ``prompt`` as token ids and ``prompt_logprobs`` (docs.vllm.ai,
   ``entrypoints/openai/completion/protocol``): ``choices[0].prompt_logprobs`` is a list with one entry per token, null for
   the first; each maps ids (as strings) to ``{"logprob", "rank", "decoded_token"}``: the token and the most probable ones.
   ``-inf`` is sent as -9999.0 (``clamp_prompt_logprobs``). ``max_logprobs`` (20 by default) limits the top k.
-- ``logprobs_mode`` (``vllm/config/model.py``) is of *sampled* tokens: log-probs of prompts are raw in both modes, since
+- vLLM's ``logprobs_mode`` (``vllm/config/model.py``) is of *sampled* tokens: log-probs of prompts are raw in both modes, since
   they skip the sampler's processors (``_get_prompt_logprobs_dict`` of 0.32.0).
-- It does not cache log-probs and skips its prefix cache for such requests (``usage/v1_guide``, since pull request 13949);
+- vLLM does not cache log-probs and skips its prefix cache for such requests (``usage/v1_guide``, since pull request 13949);
   before, the combination was refused or crashed (issues 3251, 8268, 13409), and values of other requests at cached positions
   are reported (issue 42019, open). ``cache_salt`` gives a request its own prefix cache.
+- SGLang, ``POST /generate`` (docs.sglang.io, ``basic_usage/sampling_params``): ``input_ids``, ``return_logprob``,
+  ``logprob_start_len`` (-1, the default: none of the input), ``top_logprobs_num``. ``meta_info.input_token_logprobs`` is a list
+  of ``[log-prob, id, text]`` from position ``logprob_start_len`` on. The first log-prob is null, since the logits before it
+  are not cached; 0 computes the whole input again (strands-sglang issue 34). ``input_top_logprobs`` likewise. Log-probs of the
+  input are raw (sglang pull request 36213).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import logging
@@ -26,7 +32,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpcore
@@ -34,10 +40,10 @@ import tenacity
 import torch
 from torch import Tensor
 
-from torchrl_llm_kl._numerics import check_range
+from torchrl_llm_kl._numerics import check_choice, check_range
 from torchrl_llm_kl.rollouts import ModelInterface
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
-from torchrl_llm_kl.service._errors import ServiceError, ServiceTimeout
+from torchrl_llm_kl.service._errors import ServiceConfigError, ServiceError, ServiceTimeout
 
 _LOG = logging.getLogger("torchrl_llm_kl.service")
 #: Log-probs of the same tokens that differ by more nats are not rounding: another model, or wrong numbers.
@@ -54,13 +60,13 @@ Position = dict[int, float]
 
 
 class HTTPEngine:
-    """An engine for a model that a vLLM server holds.
+    """An engine for a model that a vLLM or SGLang server holds.
 
     Pass it as the factory of a service, which shares the server between collectors, batches nothing and retries. Each
     sequence is one HTTP request, sent up to its last scored token; token ids are sent and compared with those that come
     back, never text.
 
-    Log-probs are at temperature 1, as vLLM computes those of prompts. The first scores are of a short probe, twice:
+    Log-probs are at temperature 1, as both servers compute those of prompts. The first scores are of a short probe, twice:
     the numbers must be stable. After a call that opened a connection or repeated a request, the probe is scored again: a
     server that came back with another model is an error. (A proxy that keeps its own connections hides that.)
 
@@ -68,7 +74,8 @@ class HTTPEngine:
         url: of the server, such as ``"http://10.0.0.7:8000"``.
 
     Keyword Args:
-        model: its name at the server (``--served-model-name``).
+        model: its name at the server (``--served-model-name``); SGLang serves one model, whose path is compared.
+        dialect: ``"vllm"`` (``/v1/completions`` with ``prompt_logprobs``) or ``"sglang"`` (``/generate``).
         api_key_env: environment variable of the replica with the key. (An argument would be visible to all clients of the
             service, which compare factories.)
         timeout: seconds for all requests of a batch, from the first connection to the last byte, retries included; less than
@@ -80,6 +87,8 @@ class HTTPEngine:
     Raises:
         ServiceError: if the server answers with errors or with numbers that cannot be right.
         ServiceTimeout: if it has not answered in full in time.
+        ServiceError: if its answer has more bytes than what was requested can have.
+        ServiceConfigError: if it has another model.
         ValueError: for a request that it refuses, and for settings that it does not have: temperatures, entropy, ``dtype``,
             ``adapters``, ``deterministic``. ``remember`` has no effect: the server has its own cache.
 
@@ -99,12 +108,14 @@ class HTTPEngine:
         url: str,
         *,
         model: str,
+        dialect: Literal["vllm", "sglang"] = "vllm",
         api_key_env: str | None = None,
         timeout: float = 60.0,
         concurrency: int = 16,
         probe: Sequence[int] = range(1, 13),
         interface: ModelInterface | None = None,
     ) -> None:
+        check_choice(("vllm", "sglang"), dialect=dialect)
         check_range(1, concurrency=concurrency)
         check_range(above=0, timeout=timeout)
         self._probe = [int(token) for token in probe]
@@ -112,9 +123,12 @@ class HTTPEngine:
             raise ValueError(f"probe must have at least two token ids, got {self._probe}.")
         self._http = _Http(url, api_key_env)
         self.place = str(self._http)
-        self._model, self._timeout, self._interface = model, timeout, interface or ModelInterface()
+        self._dialect = _Vllm(model) if dialect == "vllm" else _Sglang()
+        self._timeout, self._interface = timeout, interface or ModelInterface()
         self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, thread_name_prefix="http")
         until = time.monotonic() + timeout
+        if dialect == "sglang" and (served := self._http.served_model(until)) not in (model, None):
+            raise ServiceConfigError(f"{self._http} serves {served!r}, expected model={model!r}.")
         self._reference = self._score_probe(until)
         self._compare(self._score_probe(until), "the log-probs of one sequence changed between two requests")
 
@@ -152,25 +166,29 @@ class HTTPEngine:
 
     def _positions(self, job: _Job) -> list[Position]:
         """Checked log-probs at each position of a sequence; empty where it is not scored."""
-        reply = self._http.post("/v1/completions", _body(self._model, job), job)
-        try:
-            found, ids = _read(reply, job.tokens)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            raise ServiceError(f"{self._http} answers in another form than vLLM's: {str(reply)[:80]!r}.") from None
-        if ids != job.tokens:
-            pairs = itertools.zip_longest(job.tokens, ids)
-            sent, scored = next((sent, scored) for sent, scored in pairs if sent != scored)
-            raise ServiceError(
-                f"{self._http} scored other tokens than were sent for {job.name}: {sent} was sent, {scored} came back. "
-                "Look for a proxy that sends text, or a start token that the server adds."
-            )
-        if missing := [t for t in job.scored if job.tokens[t] not in found[t]]:
-            raise ServiceError(
-                f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, first at "
-                f"position {missing[0]}: start it with --no-enable-prefix-caching, or use a version that recomputes cached "
-                "prompts."
-            )
-        return found
+        missing: list[int] = []
+        for start in dict.fromkeys(self._dialect.starts(job.scored[0])):
+            reply = self._http.post(self._dialect.path, self._dialect.body(job, start), job)
+            try:
+                found, ids = self._dialect.read(reply, job.tokens, start)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+                raise ServiceError(
+                    f"{self._http} answers in another form, {str(reply)[:80]!r}: pass its dialect=."
+                ) from None
+            if ids != job.tokens[start:]:
+                pairs = itertools.zip_longest(job.tokens[start:], ids)
+                sent, scored = next((sent, scored) for sent, scored in pairs if sent != scored)
+                raise ServiceError(
+                    f"{self._http} scored other tokens than were sent for {job.name}: {sent} was sent, {scored} came back. "
+                    "Look for a proxy that sends text, or a start token that the server adds."
+                )
+            missing = [t for t in job.scored if job.tokens[t] not in found[t]]
+            if not missing:
+                return found
+        raise ServiceError(
+            f"{self._http} returned no log-prob for {len(missing)} of {len(job.scored)} tokens of {job.name}, "
+            f"first at position {missing[0]}: {self._dialect.advice}"
+        )
 
     # ------------------------------------------------------------------ the probe
 
@@ -224,7 +242,7 @@ def _top(positions: Sequence[Mapping[int, float]], k: int) -> dict[str, Tensor]:
     return {"top_indices": ids, "top_log_probs": values.float(), "tail_log_prob": rest.float()}
 
 
-# ------------------------------------------------------------------ the protocol
+# ------------------------------------------------------------------ dialects
 
 
 @dataclass(frozen=True)
@@ -238,23 +256,57 @@ class _Job:
     deadline: float  # of time.monotonic()
 
 
-def _body(model: str, job: _Job) -> dict[str, object]:
-    fixed = {"max_tokens": 1, "return_token_ids": True, "stream": False, **_PLAIN}  # 1 is the least
-    scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # no other request's prefix
-    return {"model": model, "prompt": job.tokens, **scores, **fixed}
+class _Vllm:
+    path = "/v1/completions"
+    advice = "start vLLM with --no-enable-prefix-caching, or a version that recomputes cached prompts."
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def starts(self, first: int) -> tuple[int, ...]:
+        return (0,)
+
+    def body(self, job: _Job, start: int) -> dict[str, object]:
+        fixed = {"max_tokens": 1, "return_token_ids": True, "stream": False, **_PLAIN}  # 1 is the least
+        scores = {"prompt_logprobs": max(job.top_k, 1), "cache_salt": uuid.uuid4().hex}  # no other request's prefix
+        return {"model": self._model, "prompt": job.tokens, **scores, **fixed}
+
+    def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
+        """Log-probs at each position of the sequence, and the ids that the server scored from ``start`` on."""
+        choice = reply["choices"][0]
+        entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
+        if len(entries) < len(tokens):  # which ones are missing is unknown
+            return [{}] * len(tokens), tokens
+        found = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
+        # Earlier versions do not return the ids, but each entry holds the id of its token.
+        ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(found) - len(tokens))
+        pairs = zip(ids, found, strict=True)
+        return found, [token if token in position else next(iter(position), token) for token, position in pairs]
 
 
-def _read(reply: Any, tokens: list[int]) -> tuple[list[Position], list[int]]:
-    """Log-probs at each position of the sequence, and the ids that the server scored."""
-    choice = reply["choices"][0]
-    entries = [entry or {} for entry in choice["prompt_logprobs"] or ()]
-    if len(entries) < len(tokens):  # which ones are missing is unknown
-        return [{}] * len(tokens), tokens
-    found = [_position((int(token), x["logprob"]) for token, x in entry.items()) for entry in entries]
-    # Earlier versions do not return the ids, but each entry holds the id of its token.
-    ids = choice.get("prompt_token_ids") or tokens + [-1] * (len(found) - len(tokens))
-    pairs = zip(ids, found, strict=True)
-    return found, [token if token in position else next(iter(position), token) for token, position in pairs]
+class _Sglang:
+    path = "/generate"
+    advice = "it did not recompute them with logprob_start_len=0 either, or the token is forbidden (log-prob -inf)."
+
+    def starts(self, first: int) -> tuple[int, ...]:
+        # The entry at the start is null: begin one token before. Tokens before it may come from the server's cache.
+        return max(first - 1, 0), 0
+
+    def body(self, job: _Job, start: int) -> dict[str, object]:
+        sampling = {"max_new_tokens": 0, **_PLAIN}
+        scores = {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": job.top_k}
+        fixed = {"return_text_in_logprobs": False, "stream": False}
+        return {"input_ids": job.tokens, "sampling_params": sampling, **scores, **fixed}
+
+    def read(self, reply: Any, tokens: list[int], start: int) -> tuple[list[Position], list[int]]:
+        info = reply["meta_info"]
+        entries: list[Any] = info["input_token_logprobs"] or []
+        tops: list[Any] = info.get("input_top_logprobs") or [None] * len(entries)
+        absent = len(tokens) - len(entries)  # not requested, or in the server's cache
+        found: list[Position] = [{}] * absent
+        for (value, token, *_), top in zip(entries, tops, strict=True):
+            found.append(_position((other, x) for x, other, *_ in top or ()) | _position([(token, value)]))
+        return found, tokens[start:absent] + [token for _, token, *_ in entries]
 
 
 def _position(entries: Iterable[tuple[int, Any]]) -> Position:
@@ -308,25 +360,26 @@ class _Http:
         Raises:
             ValueError: if the server refuses the request.
             ServiceTimeout: without an answer until the deadline.
-            ServiceError: for any other answer.
+            ServiceError: for any other answer, and for one of more bytes than what was requested can have.
         """
         data = json.dumps(body).encode()
+        limit = 2**20 + 256 * len(job.tokens) * (job.top_k + 2)  # an entry of a token's scores usually has 100 bytes
         failures = itertools.count(1)
 
         def attempt() -> Any:
             try:
-                reply = self._exchange(path, job.deadline, data)
+                status, content = self._exchange("POST", path, job.deadline, limit, data)
             except _FAILURES as error:
                 why = f"{type(error).__name__}: {error}"
             else:
-                if reply.status == 200:
-                    return self._parsed(reply.content)
-                why = f"HTTP {reply.status}: {reply.content[:300].decode(errors='replace')}"
-                if reply.status in (400, 413, 422):
+                if status == 200:
+                    return self._parsed(content)
+                why = f"HTTP {status}: {content[:300].decode(errors='replace')}"
+                if status in (400, 413, 422):
                     raise ValueError(f"{self} refuses {job.name}: {why}")
                 # An internal error may come from the request: it is not repeated for long.
-                stays = next(failures) >= 3 if reply.status == 500 else reply.status < 500
-                if stays and reply.status not in (408, 425, 429):
+                stays = next(failures) >= 3 if status == 500 else status < 500
+                if stays and status not in (408, 425, 429):
                     raise ServiceError(f"{self} answers with {why}")
             raise ServiceTimeout(f"{self} did not answer in time: {why}. Raise timeout=, or look at its log.")
 
@@ -338,11 +391,30 @@ class _Http:
             reraise=True,
         )(attempt)
 
-    def _exchange(self, path: str, deadline: float, data: bytes) -> httpcore.Response:
-        """The whole answer; a timeout of httpcore if the server is silent until the deadline."""
+    def served_model(self, deadline: float) -> object:
+        """Path of SGLang's model, or None if the server has no such page or does not answer."""
+        with contextlib.suppress(AttributeError, *_FAILURES):
+            status, content = self._exchange("GET", "/get_model_info", deadline, 2**20)
+            return self._parsed(content).get("model_path") if status == 200 else None
+        return None
+
+    def _exchange(self, method: str, path: str, deadline: float, limit: int, data: bytes = b"") -> tuple[int, bytes]:
+        """Status and content; a timeout of httpcore at the deadline, a ServiceError for more than ``limit`` bytes."""
         limits = dict.fromkeys(("connect", "read", "write", "pool"), max(deadline - time.monotonic(), 0.001))
         about = {"timeout": limits, "trace": self._trace}
-        return self._pool.request("POST", self._url + path, headers=self._headers, content=data, extensions=about)
+        content = bytearray()
+        with self._pool.stream(
+            method, self._url + path, headers=self._headers, content=data, extensions=about
+        ) as response:
+            for part in response.iter_stream():
+                content += part
+                if len(content) > limit:
+                    raise ServiceError(
+                        f"{self} answers with more than {limit} bytes: check that it is the right server."
+                    )
+                if time.monotonic() > deadline:
+                    raise httpcore.ReadTimeout("the answer is not complete")
+        return response.status, bytes(content)
 
     def _trace(self, event: str, info: object) -> None:
         if event == "connection.connect_tcp.started":
