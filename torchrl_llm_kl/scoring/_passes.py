@@ -310,7 +310,6 @@ class PaddedPass:
         setup = self.setup
         options: dict[str, Any] = {"attention_mask": real} if setup.route.mask else {}
         if images is not None:
-            assert self.images is not None
             options = {"attention_mask": real, **images}
         elif setup.route.positions:
             positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
@@ -329,7 +328,8 @@ class PaddedPass:
                 return States(
                     places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
                 )
-            with nullcontext(body_and_head(setup.model)[0]) if images is None else self.images.forward() as body:
+            text = nullcontext(body_and_head(setup.model)[0])
+            with text if images is None or self.images is None else self.images.forward() as body:
                 output = call(body, ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
 
@@ -400,21 +400,19 @@ class Run:
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
         self.forks = False
-        images = self.request.images
-        self.images = [
-            None if images is None else ImageInputs(each, images, self.request.tokens) for each in self.setups
-        ]
+        found = self.request.images
+        self.images = [] if found is None else [ImageInputs(x, found, self.request.tokens) for x in self.setups]
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
             # A prefix is shared among sequences that route it alike.
             records = (each.record for each in self.routings if each is not None)
-            values = self.request.tokens.values if images is None else self.images[0].keys()
+            values = self.images[0].keys() if self.images else self.request.tokens.values
             tokens = self.request.tokens.like(tell_apart(values, *records))
             self.forks = "forks" in sharing
             lengths = self.request.forward_lengths
             least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
             self.tree = PrefixTree.build(tokens, lengths, **least)
-        if images is not None:
+        if self.images:
             self._place_images()
 
     def _place_images(self) -> None:
@@ -469,7 +467,7 @@ class Run:
     def _part(self, reason: str, *where: str) -> None:
         """Share no prefixes in this call."""
         self.tree, self.forks = None, False
-        if self.request.images is not None:  # which are not cut
+        if self.images:  # which are not cut
             self.request = replace(self.request, whole=True)
         self.scorers[0]._warn_apart(reason, *where)
 
@@ -493,9 +491,7 @@ class Run:
             return []
         plain = not options.beside and len(caches) == 1 and request.top_ids is None and request.kept is None
         lookups = []
-        keyed = (
-            request if request.images is None else replace(request, tokens=request.tokens.like(self.images[0].keys()))
-        )
+        keyed = replace(request, tokens=request.tokens.like(self.images[0].keys())) if self.images else request
         for setup, cache in zip(self.setups, caches, strict=True):
             cache.bind(setup, self.ranks)
             lookups.append(CacheLookup(cache, keyed, tree, values=plain))
@@ -510,17 +506,18 @@ class Run:
 
     def passes(self, lookups: Sequence[CacheLookup] = ()) -> Sequence[Pass]:
         """The forwards of each model: packs or steps of the tree, or padded micro-batches without one."""
+        images: list[ImageInputs | None] = [*self.images] or [None] * len(self.setups)
         if self.tree is None:
             models = (setup.model for setup in self.setups)
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
-            each = zip(self.setups, self.routings, self.images, strict=True)
-            return [PaddedPass(setup, self.request, batches, routing, images) for setup, routing, images in each]
+            pairs = zip(self.setups, self.routings, images, strict=True)
+            return [PaddedPass(setup, self.request, batches, routing, some) for setup, routing, some in pairs]
         parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
+        each = zip(self.setups, parts, self.routings, images, strict=True)
+        args = self.request, self.tree, self.budget
         if self.forks:
-            some = zip(self.setups, parts, self.routings, strict=True)
-            return [ForkedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
-        some = zip(self.setups, parts, self.routings, self.images, strict=True)
-        return [PackedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
+            return [ForkedPass(setup, *args, part, routing) for setup, part, routing, _ in each]
+        return [PackedPass(setup, *args, part, routing, some) for setup, part, routing, some in each]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]
