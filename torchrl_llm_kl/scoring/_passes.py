@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
@@ -135,12 +136,10 @@ class PackedPass:
                 earlier += pieces[at].length
         return here + earlier, earlier
 
-    def _forward(
-        self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, Any] | None = None
-    ) -> Tensor:
+    def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: Json | None = None) -> Tensor:
         """The hidden states of a pack; ``[1, N, H]``. ``inputs`` take the place of ids and positions."""
         body = body_and_head(self.setup.model)[0]
-        options: dict[str, Any] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
+        options: Json = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
             options["attention_mask"] = link(layout, self._last, ids.device)
@@ -306,11 +305,10 @@ class PaddedPass:
                 return self._run(ids, real, slots, given)
             return self._run(ids, real, slots)
 
-    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, images: dict[str, Any] | None = None) -> States:
+    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, images: Json | None = None) -> States:
         setup = self.setup
-        options: dict[str, Any] = {"attention_mask": real} if setup.route.mask else {}
+        options: Json = {"attention_mask": real} if setup.route.mask else {}
         if images is not None:
-            assert self.images is not None
             options = {"attention_mask": real, **images}
         elif setup.route.positions:
             positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
@@ -329,7 +327,8 @@ class PaddedPass:
                 return States(
                     places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
                 )
-            with nullcontext(body_and_head(setup.model)[0]) if images is None else self.images.forward() as body:
+            text = nullcontext(body_and_head(setup.model)[0])
+            with text if images is None or self.images is None else self.images.forward() as body:
                 output = call(body, ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
 
@@ -400,21 +399,19 @@ class Run:
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
         self.forks = False
-        images = self.request.images
-        self.images = [
-            None if images is None else ImageInputs(each, images, self.request.tokens) for each in self.setups
-        ]
+        found = self.request.images
+        self.images = [] if found is None else [ImageInputs(x, found, self.request.tokens) for x in self.setups]
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
             # A prefix is shared among sequences that route it alike.
             records = (each.record for each in self.routings if each is not None)
-            values = self.request.tokens.values if images is None else self.images[0].keys()
+            values = self.images[0].keys() if self.images else self.request.tokens.values
             tokens = self.request.tokens.like(tell_apart(values, *records))
             self.forks = "forks" in sharing
             lengths = self.request.forward_lengths
             least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
             self.tree = PrefixTree.build(tokens, lengths, **least)
-        if images is not None:
+        if self.images:
             self._place_images()
 
     def _place_images(self) -> None:
@@ -423,7 +420,7 @@ class Run:
         if self.tree is not None and not self.forks:
             needed = self.tree.forwarded(len(whole.mask))
             batches = padded_batches(whole.forward_lengths, self.budget, *(setup.model for setup in self.setups))
-            padded = [(rows.tolist(), whole.padded(rows)) for rows in batches]
+            padded = [(rows.tolist(), x.ids, x.real, x.sources) for rows in batches for x in [whole.padded(rows)]]
             if all(images.prepare(padded, needed) for images in self.images):
                 return
         if self.tree is not None:
@@ -469,7 +466,7 @@ class Run:
     def _part(self, reason: str, *where: str) -> None:
         """Share no prefixes in this call."""
         self.tree, self.forks = None, False
-        if self.request.images is not None:  # which are not cut
+        if self.images:  # which are not cut
             self.request = replace(self.request, whole=True)
         self.scorers[0]._warn_apart(reason, *where)
 
@@ -493,9 +490,7 @@ class Run:
             return []
         plain = not options.beside and len(caches) == 1 and request.top_ids is None and request.kept is None
         lookups = []
-        keyed = (
-            request if request.images is None else replace(request, tokens=request.tokens.like(self.images[0].keys()))
-        )
+        keyed = replace(request, tokens=request.tokens.like(self.images[0].keys())) if self.images else request
         for setup, cache in zip(self.setups, caches, strict=True):
             cache.bind(setup, self.ranks)
             lookups.append(CacheLookup(cache, keyed, tree, values=plain))
@@ -510,16 +505,18 @@ class Run:
 
     def passes(self, lookups: Sequence[CacheLookup] = ()) -> Sequence[Pass]:
         """The forwards of each model: packs or steps of the tree, or padded micro-batches without one."""
+        images: list[ImageInputs | None] = [*self.images] or [None] * len(self.setups)
         if self.tree is None:
             models = (setup.model for setup in self.setups)
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
-            padded = zip(self.setups, self.routings, self.images, strict=True)
-            return [PaddedPass(setup, self.request, batches, routing, images) for setup, routing, images in padded]
+            pairs = zip(self.setups, self.routings, images, strict=True)
+            return [PaddedPass(setup, self.request, batches, routing, some) for setup, routing, some in pairs]
         parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
-        each = zip(self.setups, parts, self.routings, self.images, strict=True)
+        each = zip(self.setups, parts, self.routings, images, strict=True)
+        args = self.request, self.tree, self.budget
         if self.forks:
-            return [ForkedPass(x, self.request, self.tree, self.budget, part, routing) for x, part, routing, _ in each]
-        return [PackedPass(x, self.request, self.tree, self.budget, *rest) for x, *rest in each]  # type: ignore[arg-type]
+            return [ForkedPass(setup, *args, part, routing) for setup, part, routing, _ in each]
+        return [PackedPass(setup, *args, part, routing, some) for setup, part, routing, some in each]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]
