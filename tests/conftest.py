@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed.pool import RankPool
-from waits import slowdown
+from waits import pace, slowdown
 
 # The models of the tests are tiny: threads only wait for each other, unless they are asked for.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -69,7 +69,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     tier = tier_of(item.path)
     if tier == "units":  # other threads do not count: those of OpenMP burn their time while they wait
         took = min(took, own)
-    if took > BUDGETS[tier] and not item.get_closest_marker("slow"):
+    if took > BUDGETS[tier] and not item.get_closest_marker("slow") and (took := took / pace()) > BUDGETS[tier]:
         pytest.fail(
             f"{item.nodeid} took {took:.1f} s, a test in tests/{tier} may take {BUDGETS[tier]:g} s. Make it smaller, "
             "or mark it slow.",

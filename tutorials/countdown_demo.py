@@ -60,5 +60,6 @@ def write_files(
 
 if __name__ == "__main__":
     os.chdir(ROOT)  # the paths in countdown.yaml are relative to it
-    prepare(Path("runs/countdown"))
+    if "--help" not in sys.argv:
+        prepare(Path("runs/countdown"))
     sys.exit(main(["train", "tutorials/countdown.yaml", *sys.argv[1:]]))

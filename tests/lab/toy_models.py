@@ -72,6 +72,21 @@ _STATEFUL: dict[str, dict[str, Any]] = {
     "mamba": {"state_size": 8, "time_step_rank": 4},
     "recurrent_gemma": {"lru_width": 32, "block_types": ["recurrent", "attention"], "head_dim": 8},
 }
+#: Mixtures of experts by model type, the first ones hybrid, and their own settings; six experts, of which a token has two.
+_SIX = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+_GROUPS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+_ROUTED: dict[str, dict[str, Any]] = {
+    "qwen3_next": _GATED | _SIX,
+    "qwen3_5_moe_text": _GATED | _SIX,
+    "granitemoehybrid": _SCAN | _GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "nemotron_h": _NEMOTRON | _GROUPS | {"hybrid_override_pattern": "ME*E", "moe_shared_expert_intermediate_size": 16},
+    "lfm2_moe": _SIX
+    | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1},
+    "qwen2_moe": _SIX,
+    "olmoe": _SIX,
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "glm4_moe": _GROUPS | {"head_dim": 8, "first_k_dense_replace": 1},
+}
 #: Names of settings that differ from most families', by family; None for those that it has not.
 _RENAMED: dict[str, dict[str, str | None]] = {
     "gpt2": {"intermediate_size": "n_inner", "num_key_value_heads": None},
@@ -84,6 +99,8 @@ FAMILIES = tuple(_DENSE)
 FORKED_FAMILIES, UNFORKED_FAMILIES = tuple(_STATEFUL)[:10], tuple(_STATEFUL)[10:]
 #: Mixtures of experts, of three layers: in Qwen3-MoE the last and in DeepSeek-V3 the first one is dense.
 EXPERT_FAMILIES = tuple(_MIXTURES)
+#: More of them, for :func:`stateful_model` with ``experts=True``.
+ROUTED_FAMILIES = tuple(_ROUTED)
 
 
 def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.Module:
@@ -115,13 +132,16 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
     return model.eval()
 
 
-def stateful_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of :data:`FORKED_FAMILIES` or :data:`UNFORKED_FAMILIES`, whose weights are large enough for states to matter."""
+def stateful_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, experts: bool = False) -> Any:
+    """A model of :data:`FORKED_FAMILIES`, :data:`UNFORKED_FAMILIES` or, with ``experts``, :data:`ROUTED_FAMILIES`.
+
+    Its weights are large enough for states to matter.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        family, **{"vocab_size": VOCAB_SIZE, **_SIZES, **_COMMON, "initializer_range": 0.1, **_STATEFUL[family]}
-    )
+    own = (_ROUTED if experts else _STATEFUL)[family]
+    settings = {"vocab_size": VOCAB_SIZE, **_SIZES, **_COMMON, "initializer_range": 0.1, **own}
+    config = AutoConfig.for_model(family, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

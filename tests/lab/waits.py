@@ -8,8 +8,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 #: Seconds for what ends by itself: a replica's start, a process, a thread. Only a hang takes them.
 LONG = 900.0
+#: Seconds of a thread for the steps of `pace` on a usual machine (2 cores of 3 GHz, both busy).
+USUAL = 0.07
 
 
 def slowdown() -> float:
@@ -18,6 +22,14 @@ def slowdown() -> float:
     if (now := Path("/proc/loadavg")).exists():
         running = max(running, float(now.read_text().split()[3].partition("/")[0]))
     return max(1.0, running / len(os.sched_getaffinity(0)))
+
+
+def pace() -> float:
+    """How many times longer small steps of Python and torch take on this machine now than on a usual one; at least 1."""
+    begin, value = time.thread_time(), torch.zeros(8)
+    for _ in range(20_000):
+        value = value + 1
+    return max(1.0, (time.thread_time() - begin) / USUAL)
 
 
 def until(condition: Callable[[], object], *, seconds: float = 60.0) -> None:

@@ -255,6 +255,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     regularizer_coef: Tensor | float
     repeat_times: int
     reward_weights: Sequence[float] | None
+    roles: dict | None
     sapo_temperature_neg: Tensor | float
     sapo_temperature_pos: Tensor | float
     schema: SchemaName

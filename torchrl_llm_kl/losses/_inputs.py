@@ -36,6 +36,7 @@ class LossInputs:
         ref_log_prob: nats, under the frozen reference; ``[*B, T]``.
         advantage: in units of the reward; ``[*B, T]``.
         expert_mask: True for tokens that an expert wrote and the policy did not sample; bool ``[*B, T]``.
+        message_role: who wrote each token, as its number in system, user, assistant, tool; integers ``[*B, T]``.
         sampler_log_prob: ``old_log_prob`` as the sampling program itself computed it; ``[*B, T]``.
         entropy: nats, of the policy's distribution over the vocabulary, with graph; ``[*B, T]``.
         selected: True for tokens chosen over a whole batch; bool ``[*B, T]``.
@@ -62,6 +63,7 @@ class LossInputs:
     ref_log_prob: Tensor | None = _optional(key=("next", "ref_log_probs", "full"))
     advantage: Tensor | None = _optional(key="advantage")
     expert_mask: Tensor | None = _optional(key="expert_mask", boolean=True)
+    message_role: Tensor | None = _optional(key="message_role")
     sampler_log_prob: Tensor | None = _optional(key=("next", "sampler_log_probs", "full"))
     entropy: Tensor | None = _optional(graph=True)
     selected: Tensor | None = _optional(key="selected", boolean=True)

@@ -143,8 +143,8 @@ def render_history(
     """
     tokenizer, kwargs = options.resolve(interface)
     processor = options.tokenizer or interface.tokenizer
-    whole = read_conversations(td, key)
-    conversations, images = zip(*map(split_images, whole), strict=True) if whole else ((), ())
+    apart = [split_images(messages) for messages in read_conversations(td, key)]
+    conversations, images = [messages for messages, _ in apart], [found for _, found in apart]
     add_generation_prompt = kwargs.pop("add_generation_prompt", False) or add_generation_prompt
     rendered = render_conversations(
         tokenizer, conversations, add_generation_prompt=add_generation_prompt, assistant_mask=assistant_only, **kwargs
@@ -155,8 +155,10 @@ def render_history(
     if assistant_only and scope == "turn" and key != prompt_key:
         prompts = read_conversations(td, prompt_key, missing_ok=True)
         if prompts is not None:
-            masks, spans = _response_masks(tokenizer, rendered, whole, prompts, kwargs)
-    ids, inputs = [r.token_ids for r in rendered], [None] * len(rendered)
+            prompts = [split_images(prompt)[0] for prompt in prompts]
+            masks, spans = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
+    ids = [r.token_ids for r in rendered]
+    inputs: list[Any] = [None] * len(rendered)
     for row, some in enumerate(images):
         if some and not is_processor(processor):
             raise ValueError(
@@ -184,8 +186,7 @@ def _response_masks(
                 f"sequence {row}: the full conversation does not start with its prompt, which hides where the response "
                 f"begins: found {len(conversation)} and {len(prompt)} messages. Use scope='full', or store sampled tokens."
             )
-    apart = [split_images(prompt)[0] for prompt in prompts]
-    earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, apart, **kwargs)]
+    earlier = [len(r.assistant_spans) for r in render_conversations(tokenizer, prompts, **kwargs)]
     spans: list[Sequence[tuple[int, int]]] = [r.assistant_spans[n:] for r, n in zip(rendered, earlier, strict=True)]
     masks = [mask for _, mask in encode_with_mask(tokenizer, [r.text for r in rendered], spans)]
     for row, (conversation, prompt, mask) in enumerate(zip(conversations, prompts, masks, strict=True)):

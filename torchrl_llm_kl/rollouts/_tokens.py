@@ -7,9 +7,11 @@ template. Text and conversations are rendered only when the data holds no tokens
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
+from zlib import crc32
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -19,6 +21,7 @@ from torchrl_llm_kl._numerics import check_choice, send
 from torchrl_llm_kl.ragged import Ragged, has_entry, on_host, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros, sequence_ids_of
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
+from torchrl_llm_kl.rollouts._records import read_images
 from torchrl_llm_kl.rollouts._rendered import Scope, TokenisingOptions, render_history, render_text
 from torchrl_llm_kl.rollouts._response import ResponseTokens
 
@@ -217,7 +220,7 @@ def response_mask(td: TensorDictBase, tokens: Ragged, interface: ModelInterface)
 def prompt_ids(td: TensorDictBase) -> Tensor | None:
     """A number per sequence, equal for equal prompts; int64 ``[S]``, or None if the data does not show the prompts.
 
-    Prompts are compared without their padding; as text if the data holds no tokens.
+    Prompts are compared without their padding, and with their images; as text if the data holds no tokens.
 
     Example:
         >>> from tensordict import TensorDict
@@ -238,7 +241,18 @@ def prompt_ids(td: TensorDictBase) -> Tensor | None:
     if response is None:
         return None
     prompts = _rows_at(tokens, ~response)
-    return sequence_ids_of(prompts, len(prompts), "the prompt") if len(response) > int(response.sum()) else None
+    if len(response) == int(response.sum()):
+        return None
+    found = sequence_ids_of(prompts, len(prompts), "the prompt")
+    if (images := read_images(td, "images")) is None:
+        return found
+    contents = sequence_ids_of([_checksum(row) for row in images], len(prompts), "the images")
+    return torch.stack([found, contents]).unique(dim=1, return_inverse=True)[1]
+
+
+def _checksum(images: Mapping[str, Any] | None) -> str:
+    numbers = {name: torch.as_tensor(x).cpu().float().contiguous() for name, x in sorted((images or {}).items())}
+    return str([(name, tuple(x.shape), crc32(x.numpy().data)) for name, x in numbers.items()])
 
 
 def _rows_at(tokens: Ragged, mask: Tensor) -> list[Tensor]:

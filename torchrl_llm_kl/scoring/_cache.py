@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +30,15 @@ class Segment:
 
     tokens: Tensor  # ids [n], on the CPU
     keys_values: KeysValues
+    num_bytes: int  # of these, or of the state
     # By sampler: [n] float32, float64 for a float64 head, on the CPU; NaN where not computed.
     log_probs: dict[tuple[float, ...], Tensor] = field(default_factory=dict)
     parent: Segment | None = None  # None for the root
     start: int = 0
     children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
+    # By sampler and token: the log-prob of a token right after the last one, where a turn ended.
+    followers: dict[tuple[tuple[float, ...], int], float] = field(default_factory=dict)
+    state: Any = None  # transformers' cache after its last token, of a model that continues from such states
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +86,7 @@ class PrefixKVCache:
     def clear(self) -> None:
         """Drop all segments."""
         self.num_bytes = 0
-        self.root = Cursor(Segment(torch.zeros(0).long(), []), 0)  # where every conversation begins
+        self.root = Cursor(Segment(torch.zeros(0).long(), [], 0), 0)  # where every conversation begins
         # A segment is touched before its parents, so the first one here has no children.
         self._by_use: OrderedDict[Segment, None] = OrderedDict()
 
@@ -113,7 +119,7 @@ class PrefixKVCache:
             assert not oldest.children, "a child was used later than its parent"
             del oldest.parent.children[oldest.start, int(oldest.tokens[0])]
             del self._by_use[oldest]
-            self.num_bytes -= _num_bytes(oldest.keys_values)
+            self.num_bytes -= oldest.num_bytes
         return True
 
     def touch(self, cursor: Cursor) -> None:
@@ -121,10 +127,11 @@ class PrefixKVCache:
         for segment, _ in reversed(cursor.spans()):
             self._by_use.move_to_end(segment)
 
-    def add(self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, in_use: set[Segment]) -> Segment | None:
-        """Insert ``tokens [n]`` where :meth:`walk` ended; None if it fits only by evicting ``in_use``."""
-        segment = Segment(tokens.clone(), keys_values, parent=cursor.segment, start=cursor.offset)
-        needed = _num_bytes(keys_values)
+    def add(
+        self, cursor: Cursor, tokens: Tensor, keys_values: KeysValues, needed: int, in_use: set[Segment]
+    ) -> Segment | None:
+        """Insert ``tokens [n]`` where :meth:`walk` ended; None if its bytes fit only by evicting ``in_use``."""
+        segment = Segment(tokens.clone(), keys_values, needed, parent=cursor.segment, start=cursor.offset)
         self.touch(cursor)
         before = {held for held, _ in cursor.spans()}
         if not self.shrink(self.limit - needed, in_use | before):
@@ -177,6 +184,9 @@ class CacheLookup:
         if values:
             inside, place = self._inside(element)
             found[inside] = self._log_probs[place]
+            for i, segment in self._after_segments(element):
+                if found[i].isnan():
+                    found[i] = segment.followers.get((cache.sampler, int(request.tokens.values[element[i]])), math.nan)
         self.element, self.values = element[~found.isnan()], found[~found.isnan()]
         self.scored = request.mask.clone()
         self.scored[self.element] = False
@@ -192,8 +202,10 @@ class CacheLookup:
         end, _ = self.cache.walk(begin, self._tokens(node)[: self.cached[node]])
         return [[(k[:, :, :n], v[:, :, :n]) for k, v in segment.keys_values] for segment, n in end.spans() if n > 0]
 
-    def insert(self, node: int, first: int, length: int, keys_values: KeysValues) -> None:
-        """Cache forwarded tokens of a node; those before them must come first."""
+    def insert(
+        self, node: int, first: int, length: int, keys_values: KeysValues, *, state: Any = None, num_bytes: int = 0
+    ) -> None:
+        """Cache forwarded tokens of a node, or the ``state`` after them; those before them must come first."""
         begin, tokens = self._begin(node), self._tokens(node)[: first + length]
         if begin is None:
             return
@@ -205,10 +217,12 @@ class CacheLookup:
         if new > 0:
             if held > first:
                 keys_values = [(k[:, :, -new:].clone(), v[:, :, -new:].clone()) for k, v in keys_values]
-            segment = self.cache.add(end, tokens[held:], keys_values, self._used)
+            size = num_bytes or _num_bytes(keys_values)
+            segment = self.cache.add(end, tokens[held:], keys_values, size, self._used)
             if segment is None:
-                self._warn(_num_bytes(keys_values) // new)
+                self._warn(size // new)
                 return
+            segment.state = state
             self._hit(segment, 0, new, int(self.tree.first[node]) + held)
             end = Cursor(segment, new)
         if first + length == int(self.tree.length[node]):
@@ -221,6 +235,8 @@ class CacheLookup:
         for segment, first, last, place_in_tree in self._hits:
             held = self._log_probs_of(segment)
             held[first:last] = self._log_probs[place_in_tree : place_in_tree + last - first]
+        for i, segment in self._after_segments(element):
+            segment.followers[self.cache.sampler, int(self.request.tokens.values[element[i]])] = float(log_probs[i])
 
     def _look_up(self, node: int) -> int:
         """Look a node up, after its parent; returns the number of its leading tokens in the cache."""
@@ -262,12 +278,48 @@ class CacheLookup:
             del segment.log_probs[next(iter(segment.log_probs))]
         return held
 
+    def _after_segments(self, element: Tensor) -> list[tuple[int, Segment]]:
+        """Which elements come right after the last token of a segment, and that segment."""
+        ends = {place + last - first - 1: x for x, first, last, place in self._hits if last == x.tokens.numel()}
+        at_end = torch.zeros(self.tree.num_tokens, dtype=torch.bool)
+        at_end[list(ends)] = True
+        before = self.tree.place(*self.request.before(element))
+        return [(i, ends[int(before[i])]) for i in at_end[before].nonzero().flatten().tolist()]
+
     def _inside(self, element: Tensor) -> tuple[Tensor, Tensor]:
         """Which elements are in the tree, which lacks the last token of a sequence, and their places there."""
         tokens = self.request.tokens
         sequence, position = tokens.sequence_ids[element], tokens.positions[element]
         inside = position < self.tree.forward_lengths[sequence]
         return inside, self.tree.place(sequence[inside], position[inside])
+
+    def state(self, node: int, first: int) -> Any:
+        """The state after the first ``first`` tokens of a node, or before it; None at the start of sequences."""
+        parent = int(self.tree.parent[node])
+        if not first:
+            return None if parent < 0 else self.state(parent, int(self.tree.length[parent]))
+        return self._states(node)[first]
+
+    def only_states(self) -> None:
+        """Continue only from states, which are at the ends of segments; not before the last token that others continue."""
+        before, parents = sum(self.cached), set(self.tree.parent.tolist())
+        for node, cached in enumerate(self.cached):
+            left = [int(self.tree.length[node]) - n for n in self._states(node) if n <= cached]
+            kept = [n for n in left if n != 1 or node not in parents]
+            self.cached[node] = int(self.tree.length[node]) - min(kept) if kept else 0
+        self.cache.tokens_recalled += sum(self.cached) - before
+
+    def _states(self, node: int) -> dict[int, Any]:
+        """The cached states inside a node, or at its end, by the number of its tokens before them."""
+        begin = self._begin(node)
+        if begin is None:
+            return {}
+        out, done = dict[int, Any](), 0
+        for segment, first, last in self.cache.walk(begin, self._tokens(node))[1]:
+            done += last - first
+            if segment.state is not None and last == segment.tokens.numel():
+                out[done] = segment.state
+        return out
 
     def _warn(self, token_bytes: int) -> None:
         if self._full:

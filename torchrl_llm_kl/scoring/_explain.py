@@ -170,7 +170,7 @@ def _left_out(run: Run, logits: Tensor, element: int) -> tuple[Tensor, Tensor]:
 def _plain(run: Run, row: int, token: int) -> Tensor:
     """Logits of the model's own forward of the sequence alone, over the temperature; ``[1, V]``, on the CPU."""
     (setup,), (routing,), tokens = run.setups, run.routings, run.request.tokens
-    first, images = int(tokens.offsets[row]), run.images[0]
+    first, images = int(tokens.offsets[row]), next(iter(run.images), None)
     last = int(tokens.lengths[row]) - (images is None) if run.request.whole or images is not None else token
     here = torch.arange(first, first + last)
     with setup.active(), routing.forward(here, setup.device) if routing else nullcontext():
@@ -186,7 +186,7 @@ def _plain(run: Run, row: int, token: int) -> Tensor:
 
 def _why(scorer: Any, setup: Setup, run: Run) -> str:
     name = type(setup.model).__name__
-    if run.images[0] is not None and run.tree is None and setup.route.sharing is not None:
+    if run.images and run.tree is None and setup.route.sharing is not None:
         why = f"{name} cannot attend to images within a pack"
     elif setup.route.path == "full":
         why = scorer._complaint or f"{name} does not expose its body and head"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import send
 from torchrl_llm_kl._private import STATEFUL
+from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
@@ -52,14 +53,16 @@ class Step:
     """A forward: nodes of a prefix tree that follow the same node, right-padded to the longest."""
 
     nodes: list[int]  # several only if no sequence continues them
-    past: int  # the step before, -1 at the start of sequences
-    width: int  # tokens of the longest node; at least MIN_LENGTH after another step
+    past: int  # the step before, -1 at the start of sequences and after what is cached
+    width: int  # tokens of the longest node; at least MIN_LENGTH after others
+    first: int = 0  # leading tokens of the node that are cached
 
 
-def plan_steps(tree: PrefixTree, tokens_per_batch: int) -> list[Step]:
+def plan_steps(tree: PrefixTree, tokens_per_batch: int, cached: Sequence[int] | None = None) -> list[Step]:
     """Every node of a tree in a step, after the step that it continues; depth first, which holds the fewest states.
 
-    A step has at most ``tokens_per_batch`` tokens, padding included, or a single node.
+    A step has at most ``tokens_per_batch`` tokens, padding included, or a single node. ``cached`` is the number of leading
+    tokens of each node that need no forward, by default 0; there is no padding then, since the state after it is of no use.
 
     Example:
         >>> from torchrl_llm_kl.ragged import Ragged
@@ -67,11 +70,12 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int) -> list[Step]:
         >>> tokens = Ragged.from_list([torch.tensor(answer) for answer in answers])
         >>> for step in plan_steps(PrefixTree.build(tokens, tokens.lengths, min_shared=3), 8):
         ...     print(step)
-        Step(nodes=[1], past=-1, width=2)
-        Step(nodes=[0], past=-1, width=3)
-        Step(nodes=[2, 3], past=1, width=2)
+        Step(nodes=[1], past=-1, width=2, first=0)
+        Step(nodes=[0], past=-1, width=3, first=0)
+        Step(nodes=[2, 3], past=1, width=2, first=0)
     """
-    lengths = tree.length.tolist()
+    done = [0] * tree.num_nodes if cached is None else cached
+    lengths = [length - done[node] for node, length in enumerate(tree.length.tolist())]  # what is left
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree.parent.tolist()):
         children.setdefault(parent, []).append(node)
@@ -80,14 +84,18 @@ def plan_steps(tree: PrefixTree, tokens_per_batch: int) -> list[Step]:
     while waiting:
         node, past = waiting.pop()
         if node >= 0:
-            steps.append(Step([node], past, lengths[node]))
-            past = len(steps) - 1
+            if lengths[node]:
+                steps.append(Step([node], -1 if done[node] else past, lengths[node], done[node]))
+            past = len(steps) - 1 if lengths[node] else -1
         nodes = children.get(node, [])  # no node at all if there is nothing to forward
-        leaves = sorted((x for x in nodes if x not in children), key=lambda x: -lengths[x])
+        leaves = sorted((x for x in nodes if x not in children and lengths[x]), key=lambda x: (done[x], -lengths[x]))
         while leaves:
-            width = max(lengths[leaves[0]], 1 if past < 0 else MIN_LENGTH)
-            rows = max(1, tokens_per_batch // width)
-            steps.append(Step(leaves[:rows], past, width))
+            longest, first = lengths[leaves[0]], done[leaves[0]]
+            width = max(longest, 1 if node < 0 and not first else MIN_LENGTH)
+            rows = 1 if first else max(1, tokens_per_batch // width)
+            if cached is not None:
+                rows = min(rows, sum(lengths[x] == longest for x in leaves))
+            steps.append(Step(leaves[:rows], -1 if first else past, width, first))
             leaves = leaves[rows:]
         waiting += [(x, past) for x in reversed(nodes) if x in children]
     return steps
@@ -104,19 +112,19 @@ class ForkedPass:
         request: ScoreRequest,
         tree: PrefixTree,
         tokens_per_batch: int,
+        lookup: CacheLookup | None = None,
         routing: Routing | None = None,
     ) -> None:
-        self.setup, self.routing = setup, routing
-        self.recurrence = (
-            1.0  # a factor of recurrent states where they are forked: a probe sees whether it changes anything
-        )
+        self.setup, self.routing, self._lookup = setup, routing, lookup
+        # A factor of recurrent states where they are forked: a probe sees whether it changes anything.
+        self.recurrence = 1.0
         self._request, self._tree = request, tree
-        self.steps = plan_steps(tree, tokens_per_batch)
-        number, first, width = torch.zeros(3, tree.num_nodes, dtype=torch.long)
+        self.steps = plan_steps(tree, tokens_per_batch, None if lookup is None else lookup.cached)
+        number, first = torch.zeros(2, tree.num_nodes, dtype=torch.long)
         for i, step in enumerate(self.steps):
             nodes = torch.tensor(step.nodes)
-            number[nodes], first[nodes], width[nodes] = i, torch.arange(len(nodes)) * step.width, step.width
-        scored = request.mask.nonzero().squeeze(-1)
+            number[nodes], first[nodes] = i, torch.arange(len(nodes)) * step.width - step.first
+        scored = (request.mask if lookup is None else lookup.scored).nonzero().squeeze(-1)
         node, offset = tree.locate(*request.before(scored))
         number, order = number[node].sort(stable=True)
         counts = torch.bincount(number, minlength=len(self.steps)).tolist()
@@ -129,20 +137,26 @@ class ForkedPass:
     def run(self, index: int) -> States:
         """States at the positions that predict ``elements[index]``. Steps must be run in order."""
         step = self.steps[index]
-        nodes, column = torch.tensor(step.nodes)[:, None], torch.arange(step.width)
+        nodes, column = torch.tensor(step.nodes)[:, None], torch.arange(step.width) + step.first
         real = column < self._tree.length[nodes]
         source = torch.where(real, self._tree.element[nodes] + column, -1)
         ids = send(torch.where(real, self._request.tokens.values[source], 0), self.setup.device)
         positions = send((self._tree.start[nodes] + column).expand(source.shape).contiguous(), self.setup.device)
-        past, keep = self._states.get(step.past), index in self._last_use
+        past, keep = self._states.get(step.past), index in self._last_use or self._lookup is not None
+        if self._lookup is not None and step.past < 0:
+            past = self._lookup.state(step.nodes[0], step.first)
         # A checkpoint's backward calls this again, so all that it needs is set inside.
         args = ids, positions, past, keep, source.flatten()
         if self._again:
             hidden, state = checkpoint(self._forward, *args, use_reentrant=False)
         else:
             hidden, state = self._forward(*args)
-        if keep:
+        if index in self._last_use:
             self._states[index] = state
+        if self._lookup is not None and step.width == int(real.sum(-1).amin()):
+            for row, node in enumerate(step.nodes):
+                own = _row(state, row)
+                self._lookup.insert(node, step.first, step.width, [], state=own, num_bytes=_num_bytes(own))
         if self._last_use[step.past] == index:
             self._states.pop(step.past, None)
         with self.setup.active():
@@ -227,23 +241,43 @@ def _cache_of(model: nn.Module) -> DynamicCache:
 def _fork(state: DynamicCache, count: int, recurrence: float) -> DynamicCache:
     """A state for ``count`` sequences that continue the one of ``state``, which does not change with it.
 
-    Attributes as in transformers 5.23: keys and values of attention are tensors, which later tokens are appended to; the states
-    of other layers are in dictionaries, and are written to.
+    Keys and values of attention are appended to; the states of other layers are written to.
     """
+
+    def each(name: str, value: Tensor) -> Tensor:
+        if name in ("keys", "values"):
+            return value.expand(count, *value.shape[1:])
+        value = value.repeat_interleave(count, 0)
+        return value * recurrence if name == "recurrent_states" and recurrence != 1.0 else value
+
+    return _changed(state, each)
+
+
+def _row(state: DynamicCache, row: int) -> DynamicCache:
+    """A copy of the state of one of the sequences that were forwarded together."""
+    return _changed(state, lambda name, value: value[row : row + 1].clone())
+
+
+def _changed(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:
+    """A copy of a state with each of its tensors changed. Attributes as in transformers 5.23."""
     out = copy.copy(state)
     out.layers, out.saving = [], saving()  # type: ignore[attr-defined]
     for layer in state.layers:
         own = copy.copy(layer)
         for name, value in vars(layer).items():
-            if isinstance(value, Tensor):
-                setattr(own, name, value.expand(count, *value.shape[1:]) if value.ndim else value)
+            if isinstance(value, Tensor) and value.ndim:
+                setattr(own, name, change(name, value))
             elif isinstance(value, dict):
-                each = {k: v.repeat_interleave(count, 0) if isinstance(v, Tensor) else v for k, v in value.items()}
-                if name == "recurrent_states" and recurrence != 1.0:
-                    each = {k: v if v is None else v * recurrence for k, v in each.items()}
-                setattr(own, name, each)
+                held = {k: change(name, v) if isinstance(v, Tensor) else v for k, v in value.items()}
+                setattr(own, name, held)
         out.layers.append(own)
     return out
+
+
+def _num_bytes(state: DynamicCache) -> int:
+    held = (value for layer in state.layers for value in vars(layer).values())
+    each = (x for value in held for x in (value.values() if isinstance(value, dict) else [value]))
+    return sum(x.numel() * x.element_size() for x in each if isinstance(x, Tensor))
 
 
 # ---------------------------------------------------------------------- checkpoints

@@ -66,24 +66,22 @@ class RowImages:
     @classmethod
     def of(cls, rows: ImageRows | RowImages, count: int) -> RowImages | None:
         """The images of ``count`` rows, None if no row has one; a ValueError that names the row for others."""
-        if isinstance(rows, RowImages):
-            found, given = rows, len(rows.counts)
-        else:
-            found, given = None, len(rows)
+        given = len(rows.counts) if isinstance(rows, RowImages) else len(rows)
         if given != count:
             raise ValueError(f"images has {given} rows, the tokens have {count}: expected one, or None, for each.")
-        if found is None:
-            known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows may share memory
-            held = [{} if record is None else _tensors(record, row) for row, record in enumerate(rows)]
-            every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
-            for row, tensors in enumerate(held):
-                same = tuple((name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in sorted(tensors.items()))
-                if same not in known:
-                    known[same] = [(image, _digest(image)) for image in (_split(tensors, row) if tensors else [])]
-                every.append(known[same])
-            flat = [image for images in every for image in images]
-            found = _tidy([i for i, _ in flat], [d for _, d in flat], torch.arange(len(flat)), [len(x) for x in every])
-        return found if len(found.index) else None
+        if isinstance(rows, RowImages):
+            return rows if len(rows.index) else None
+        known: dict[object, list[tuple[Mapping[str, Tensor], bytes]]] = {}  # rows may share memory
+        held = [{} if record is None else _tensors(record, row) for row, record in enumerate(rows)]
+        every: list[list[tuple[Mapping[str, Tensor], bytes]]] = []
+        for row, tensors in enumerate(held):
+            same = tuple((name, t.data_ptr(), t.dtype, t.shape, t.stride()) for name, t in sorted(tensors.items()))
+            if same not in known:
+                known[same] = [(image, _digest(image)) for image in (_split(tensors, row) if tensors else [])]
+            every.append(known[same])
+        flat = [image for images in every for image in images]
+        index = torch.arange(len(flat))
+        return _tidy([i for i, _ in flat], [d for _, d in flat], index, list(map(len, every))) if flat else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,16 +110,11 @@ class RowImages:
         return _tidy(inputs, digests, index, torch.cat([part.counts for part in parts]).tolist())
 
     def sizes(self) -> Tensor:
-        """How many numbers are sent for each row, about: an image counts where it is first; ``[S]``."""
+        """How many numbers are sent for each row, about: an image counts for its rows together; ``[S]``."""
         numbers = torch.tensor([sum(t.numel() for t in image.values()) for image in self.inputs])
-        first = torch.zeros(len(self.index), dtype=torch.long)
-        seen: set[int] = set()
-        for place, i in enumerate(self.index.tolist()):
-            if i not in seen:
-                seen.add(i)
-                first[place] = numbers[i]
         rows = torch.repeat_interleave(torch.arange(len(self.counts)), self.counts)
-        return torch.zeros_like(self.counts).index_add_(0, rows, first)
+        each = (numbers // torch.bincount(self.index))[self.index]
+        return torch.zeros_like(self.counts).index_add_(0, rows, each)
 
     def pack(self, name: str) -> dict[str, np.ndarray]:
         """The arrays that are sent: each distinct image once."""
@@ -186,7 +179,7 @@ def _tidy(
 
 def _tensors(record: Mapping[str, Any], row: int) -> dict[str, Tensor]:
     """What a processor returned for a row's images, on the CPU, in numpy's types."""
-    if not isinstance(record, Mapping) and not hasattr(record, "items"):
+    if not hasattr(record, "items"):
         raise TypeError(f"images of row {row}: expected a processor's output or None, got {type(record).__name__}.")
     found: dict[str, Tensor] = {}
     for name, value in record.items():

@@ -310,7 +310,6 @@ class PaddedPass:
         setup = self.setup
         options: dict[str, Any] = {"attention_mask": real} if setup.route.mask else {}
         if images is not None:
-            assert self.images is not None
             options = {"attention_mask": real, **images}
         elif setup.route.positions:
             positions = torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
@@ -329,7 +328,8 @@ class PaddedPass:
                 return States(
                     places, lambda some: logits[some], temperature, truncation=setup.options.sampling.truncation
                 )
-            with nullcontext(body_and_head(setup.model)[0]) if images is None else self.images.forward() as body:
+            text = nullcontext(body_and_head(setup.model)[0])
+            with text if images is None or self.images is None else self.images.forward() as body:
                 output = call(body, ids, use_cache=False, **options)
             return head_states(setup, read_output(output, "last_hidden_state").flatten(0, 1)[slots])
 
@@ -400,21 +400,19 @@ class Run:
         self.budget = min(map(budget_of, self.scorers, self.setups))
         self.tree: PrefixTree | None = None
         self.forks = False
-        images = self.request.images
-        self.images = [
-            None if images is None else ImageInputs(each, images, self.request.tokens) for each in self.setups
-        ]
+        found = self.request.images
+        self.images = [] if found is None else [ImageInputs(x, found, self.request.tokens) for x in self.setups]
         sharing = {setup.route.sharing for setup in self.setups}
         if len(sharing) == 1 and None not in sharing:
             # A prefix is shared among sequences that route it alike.
             records = (each.record for each in self.routings if each is not None)
-            values = self.request.tokens.values if images is None else self.images[0].keys()
+            values = self.images[0].keys() if self.images else self.request.tokens.values
             tokens = self.request.tokens.like(tell_apart(values, *records))
             self.forks = "forks" in sharing
             lengths = self.request.forward_lengths
             least = {"min_shared": MIN_SHARED, "min_length": MIN_LENGTH} if self.forks else {}
             self.tree = PrefixTree.build(tokens, lengths, **least)
-        if images is not None:
+        if self.images:
             self._place_images()
 
     def _place_images(self) -> None:
@@ -469,13 +467,13 @@ class Run:
     def _part(self, reason: str, *where: str) -> None:
         """Share no prefixes in this call."""
         self.tree, self.forks = None, False
-        if self.request.images is not None:  # which are not cut
+        if self.images:  # which are not cut
             self.request = replace(self.request, whole=True)
         self.scorers[0]._warn_apart(reason, *where)
 
     def _attempt(self) -> tuple[Tensor, Columns]:
         """Forward and read the whole request, ``budget`` tokens at a time."""
-        lookups = [] if self.tree is None or self.forks else self._lookups(self.tree)
+        lookups = [] if self.tree is None else self._lookups(self.tree)
         passes = self.passes(lookups)
         models = [(setup.model, *body_and_head(setup.model)) for setup in self.setups if setup.route.path == "head"]
         guard = ErrorGuard([body for _, body, _ in models], self.ranks)
@@ -493,31 +491,33 @@ class Run:
             return []
         plain = not options.beside and len(caches) == 1 and request.top_ids is None and request.kept is None
         lookups = []
-        keyed = (
-            request if request.images is None else replace(request, tokens=request.tokens.like(self.images[0].keys()))
-        )
+        keyed = replace(request, tokens=request.tokens.like(self.images[0].keys())) if self.images else request
         for setup, cache in zip(self.setups, caches, strict=True):
             cache.bind(setup, self.ranks)
             lookups.append(CacheLookup(cache, keyed, tree, values=plain))
+            if self.forks:
+                lookups[-1].only_states()
         # Both models run side by side: use only hits of both caches.
-        cached = [min(both) for both in zip(*(lookup.cached for lookup in lookups), strict=True)]
+        pairs = zip(*(lookup.cached for lookup in lookups), strict=True)
+        cached = [min(both) if not self.forks or len({*both}) == 1 else 0 for both in pairs]
         for lookup in lookups:
             lookup.cached = cached
         return lookups
 
     def passes(self, lookups: Sequence[CacheLookup] = ()) -> Sequence[Pass]:
         """The forwards of each model: packs or steps of the tree, or padded micro-batches without one."""
+        images: list[ImageInputs | None] = [*self.images] or [None] * len(self.setups)
         if self.tree is None:
             models = (setup.model for setup in self.setups)
             batches = padded_batches(self.request.forward_lengths, self.budget, *models)
-            each = zip(self.setups, self.routings, self.images, strict=True)
-            return [PaddedPass(setup, self.request, batches, routing, images) for setup, routing, images in each]
-        if self.forks:
-            pairs = zip(self.setups, self.routings, strict=True)
-            return [ForkedPass(setup, self.request, self.tree, self.budget, routing) for setup, routing in pairs]
+            pairs = zip(self.setups, self.routings, images, strict=True)
+            return [PaddedPass(setup, self.request, batches, routing, some) for setup, routing, some in pairs]
         parts: list[CacheLookup | None] = [*lookups] or [None] * len(self.setups)
-        some = zip(self.setups, parts, self.routings, self.images, strict=True)
-        return [PackedPass(setup, self.request, self.tree, self.budget, *each) for setup, *each in some]
+        each = zip(self.setups, parts, self.routings, images, strict=True)
+        args = self.request, self.tree, self.budget
+        if self.forks:
+            return [ForkedPass(setup, *args, part, routing) for setup, part, routing, _ in each]
+        return [PackedPass(setup, *args, part, routing, some) for setup, part, routing, some in each]
 
     def _forward_all(
         self, guard: ErrorGuard, passes: Sequence[Pass], lookups: list[CacheLookup]

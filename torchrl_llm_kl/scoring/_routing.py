@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     class Router(nn.Module):
         """What routers of transformers have."""
 
+        weight: Tensor
         top_k: int
         num_experts: int
         norm_topk_prob: bool
@@ -55,7 +56,7 @@ def _mixtral(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
 
 def _qwen3_moe(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     top = F.softmax(logits, dim=-1, dtype=torch.float).gather(-1, ids)
-    if router.norm_topk_prob:
+    if getattr(router, "norm_topk_prob", True):  # Qwen3.5 always does
         top = top / top.sum(-1, keepdim=True)
     return top.to(logits.dtype)
 
@@ -65,27 +66,40 @@ def _gpt_oss(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
     return F.softmax(top, dim=-1, dtype=top.dtype)
 
 
-def _deepseek_v3(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
+def _granite(router: Router, logits: Tensor, ids: Tensor) -> Tensor:
+    return F.softmax(logits.gather(-1, ids), dim=-1).to(router.weight.dtype)
+
+
+def _deepseek_v3(router: Router, logits: Tensor, ids: Tensor, least: float = 1e-20) -> Tensor:
     # The bias of the scores, and the limit to a few groups, are for the choice alone.
     top = logits.sigmoid().gather(-1, ids)
     if router.norm_topk_prob:
-        top = top / (top.sum(-1, keepdim=True) + 1e-20)
+        top = top / (top.sum(-1, keepdim=True) + least)
     return top * router.routed_scaling_factor
 
 
-_FAMILIES: Mapping[str, Weights] = {
-    "transformers.models.mixtral.modeling_mixtral.MixtralTopKRouter": _mixtral,
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter": _qwen3_moe,
-    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssTopKRouter": _gpt_oss,
-    "transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3TopkRouter": _deepseek_v3,
+#: Model types of transformers 5.23, and the formula of their routers.
+_FORMULAS: Mapping[str, Weights] = {
+    "mixtral": _mixtral,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "olmoe"), _qwen3_moe),
+    "gpt_oss": _gpt_oss,
+    **dict.fromkeys(("granitemoe", "granitemoehybrid"), _granite),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "nemotron_h"), _deepseek_v3),
+    "lfm2_moe": partial(_deepseek_v3, least=1e-6),
 }
-_KNOWN = "Mixtral, Qwen3-MoE, GPT-OSS and DeepSeek-V3 of transformers"
+_KNOWN = (
+    "Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, OLMoE, GPT-OSS, Granite-MoE, DeepSeek-V3, GLM-4-MoE, Nemotron-H "
+    "and LFM2-MoE of transformers"
+)
 
 
 def _weights_of(module: nn.Module) -> Weights | None:
     """The weights of a router of a known family; None for any other module. FSDP2 derives a class from it."""
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
-    return next((_FAMILIES[name] for name in names if name in _FAMILIES), None)
+    for kind in type(module).__mro__:
+        package, _, family = kind.__module__.rpartition(".modeling_")
+        if re.search(r"Top[Kk]Router$", kind.__name__) and package == f"transformers.models.{family}":
+            return _FORMULAS.get(family)
+    return None
 
 
 def _gathers_weights(model: nn.Module) -> bool:

@@ -200,7 +200,7 @@ class LogProbScorer(Scorer):
             if request.images is not None:
                 if ranks.groups:
                     raise ValueError(
-                        "images with a model sharded over ranks: score them in one process, or without images."
+                        "images with a model that is wrapped for ranks or sharded: score them in one process, unwrapped."
                     )
                 scored = request.mask & (request.tokens.values != ImageModel.of(self.model).token)
                 request = replace(request, mask=scored)

@@ -54,8 +54,15 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any, str, dict[str, Any], set[str]]
         from_prime_rl,
         {f"{ALGO}type": "echo", f"{ALGO}roles.tool.alpha": 0.2},
         "echo",
-        {"advantage": "dr_grpo"},
-        {f"{LOSS}type", f"{ALGO}roles.tool.alpha"},
+        {"advantage": "dr_grpo", "mu": 0.2},
+        {f"{LOSS}type"},
+    ),
+    "prime-rl, echo of two roles": (
+        from_prime_rl,
+        {f"{ALGO}type": "echo", f"{ALGO}roles.tool.alpha": 0.2, f"{ALGO}roles.user.alpha": 0.1},
+        "echo",
+        {"mu": 0.2, "roles": {"tool": 1.0, "user": 0.5}},
+        {f"{LOSS}type", f"{ALGO}roles.tool.alpha", f"{ALGO}roles.user.alpha"},
     ),
     "prime-rl, an advantage times 2": (from_prime_rl, {f"{LOSS}adv_tau": 2.0}, "dr_grpo", MASK, {f"{LOSS}adv_tau"}),
     "NeMo-RL by default": (

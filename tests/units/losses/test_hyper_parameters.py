@@ -61,7 +61,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "ref_kl": ("token-mean", {"clip_low": 0.2, "kl_tau": 1e-3}),
     "a2po": ("seq-mean-token-sum", {"beta": 1e-3}),
     "vapo": ("token-mean", {"mu": 0.1, **BESIDE, "clip_high": 0.28}),
-    "echo": ("token-mean", {"mu": 0.1, **BESIDE}),
+    "echo": ("token-mean", {"mu": 0.1, "roles": None, "message_role": None, **BESIDE}),
 }
 #: Trinity's.
 MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True, "step": 0, "mu_warmup_steps": 0}

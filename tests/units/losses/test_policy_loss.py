@@ -413,6 +413,18 @@ def test_terms_that_leave_experts_out_read_nothing_of_them(model: nn.Module, est
     assert_same(gradients(found, model), gradients(expected, model))
 
 
+def test_roles_of_observed_tokens_are_read_from_the_data(model: nn.Module) -> None:
+    role = torch.tensor([2, 3, 2, 2, 1, 2]).unsqueeze(-1)
+    data = batch().set("expert_mask", EXPERTS.unsqueeze(-1)).set("message_role", role)
+    out = PolicyLoss(model, "echo", mu=0.5, roles={"tool": 1.0, "user": 0.5})(data)
+    rows = responses(model, batch())
+    assert EXPERTS.nonzero().flatten().tolist() == [1, 4]
+    assert_close(out["loss_observation_tool"], -0.5 * rows[1]["log_prob"].mean())
+    assert_close(out["loss_observation_user"], -0.25 * rows[4]["log_prob"].mean())
+    with pytest.raises(KeyError, match="echo needs message_role"):
+        PolicyLoss(model, "echo", roles={"tool": 1.0})(data.exclude("message_role"))
+
+
 @pytest.mark.parametrize("missing", [REF, "advantage"])
 def test_what_any_part_reads_of_experts_is_checked(model: nn.Module, missing: Any) -> None:
     """PPO does not separate experts from the policy, nor does the KL beside "mix"."""

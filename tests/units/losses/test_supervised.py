@@ -11,7 +11,18 @@ from torch.testing import assert_close
 
 from by_hand import tensor as f64
 from objective_cases import random_batch
-from torchrl_llm_kl.losses import aggregate, count, get_objective, mix, mix_chord, mu_schedule, ppo, sft_phi
+from torchrl_llm_kl.losses import (
+    aggregate,
+    count,
+    echo,
+    get_objective,
+    mix,
+    mix_chord,
+    mu_schedule,
+    ppo,
+    sft_phi,
+    spec_of,
+)
 
 NAN = float("nan")
 HYPER = {"clip_low": 0.3, "clip_high": 0.2, "clip_ratio_c": 2.5}
@@ -126,6 +137,33 @@ def test_echo_predicts_what_others_said_over_their_own_tokens() -> None:
     (gradient,) = torch.autograd.grad(total((policy, seen)), data["log_prob"])
     close(gradient, [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]])
     assert get_objective("echo")(**mixture(), nll_aggregation=None)[1].aggregation is None
+
+
+def test_echo_weighs_each_role_over_its_own_tokens() -> None:
+    data = mixture()
+    role = torch.where(data["expert_mask"], 3, 2)  # tools; the policy is the assistant
+    role[1, 1] = 1  # a user
+    policy, tool, user = echo(**data, message_role=role, mu=0.5, roles={"tool": 0.5, "user": 0.2}, **HYPER)
+    assert [(term.name, term.weight) for term in (tool, user)] == [
+        ("observation_tool", 0.25),
+        ("observation_user", 0.1),
+    ]
+    close(tool.value[tool.mask], [0.6931472])
+    close(user.value[user.mask], [1.6094379])
+    (gradient,) = torch.autograd.grad(total((policy, tool, user)), data["log_prob"])
+    close(gradient, [[0.0, 0.0, -5.5 / 4], [-0.25, -0.1, 0.0], [0.0, 0.0, 0.0]])
+    assert len(echo(**data, message_role=role, roles={"tool": 1.0}, **HYPER)) == 2  # what users said is left out
+    with pytest.raises(ValueError, match=r"no role 'tools'. Did you mean 'tool'"):
+        echo(**data, message_role=role, roles={"tools": 1.0})
+    with pytest.raises(ValueError, match="user must be at least 0"):
+        echo(**data, message_role=role, roles={"user": -1.0})
+
+
+def test_the_loss_reads_roles_only_if_they_are_weighed() -> None:
+    spec = spec_of(echo)
+    assert spec is not None
+    assert "message_role" not in spec.required()
+    assert "message_role" in spec.required({"roles": {"tool": 1.0}})
 
 
 def test_mix_chord_by_hand() -> None:

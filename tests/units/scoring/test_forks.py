@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -180,3 +181,36 @@ def test_states_are_held_no_longer_than_needed() -> None:
         forks.run(i)
         held.append(len(forks._states))
     assert (max(held), held[-1]) == (1, 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "mamba2", "lfm2"])
+@pytest.mark.parametrize("kl", [False, True])
+def test_the_turns_of_a_conversation_continue_from_the_last_state(family: str, kl: bool) -> None:
+    """With two models, whose log-probs are not cached, the tokens of the turn alone are scored."""
+    model = stateful_model(family)
+    scorer, plain = LogProbScorer(model), LogProbScorer(model)
+    other = LogProbScorer(stateful_model(family, seed=1)) if kl else None
+    rows, seen, before = answers(5, 5, 9, 1), list[int](), [1] * 4
+    for turn in ((7, 7, 1, 3), (2, 4, 6, 1), (1, 1, 1, 1)):
+        batch = Ragged.from_list(rows)
+        mask = torch.cat([torch.arange(len(row)) >= (n if kl else 1) for row, n in zip(rows, before, strict=True)])
+        found, tokens = counted(model, partial(scorer.evaluate, batch, mask, reference=other, remember=True))
+        for name, each in plain.evaluate(batch, mask, reference=other).per_token.items():
+            assert_near(found.per_token[name].values, each.values, **FORWARD)
+        seen.append(tokens)
+        more, before = random_sequences(*turn, seed=turn[0]).to_list(), [len(row) for row in rows]
+        rows = [torch.cat(pair) for pair in zip(rows, more, strict=True)]
+    # The last token is not forwarded before the next turn. A single new token is padded to two, and has no state of use.
+    assert seen == [40 + 4 + 4 + 8, 7 + 7 + 2 + 3, 2 + 4 + (1 + 6) + 2]
+
+
+@pytest.mark.parametrize("first", [1, 46])
+def test_a_turn_that_was_written_anew_does_not_continue_from_its_state(first: int) -> None:
+    """The cached tokens end in the middle of a stretch, where no state is; the first others need not be scored."""
+    model = stateful_model("lfm2")
+    scorer, (row, other) = LogProbScorer(model), answers(9, 6)
+    anew = torch.cat([row[:44], other[40:]])
+    for rows in ([row], [row[:44]], [anew], [row, other], [torch.cat([other, row[:3]]), row]):
+        batch = Ragged.from_list(rows)
+        mask = batch.positions >= first
+        assert_near(scorer.score(batch, mask, remember=True).values, plain_log_probs(model, batch, mask), **FORWARD)

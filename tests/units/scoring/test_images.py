@@ -157,7 +157,7 @@ def test_a_conversation_with_one_more_image_continues():
     scorer.score([ids], images=[first])
     images = {name: torch.cat([first[name], second[name]]) for name in first}
     (found,) = scorer.score([longer], images=[images]).to_list()
-    assert scorer.memory.tokens_recalled == len(ids) - 2  # as without images: all whose log-prob was computed
+    assert scorer.memory.tokens_recalled == len(ids) - 1
     with torch.no_grad():
         want = own_log_probs("qwen3_vl", model, longer, images)
     assert torch.allclose(found[-2:], want[-2:], atol=1e-5)
@@ -314,3 +314,9 @@ def test_every_family_is_sent_and_a_part_without_images_too(family):
     text = request.select(torch.tensor([1]))
     assert text.images is None
     assert Request.unpack(Request(text).pack()).scored.tokens.values.tolist() == ids[1]
+
+
+def test_the_size_of_a_shared_image_is_divided():
+    cat, dog = torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 2, 2)
+    request = ScoreRequest.of([[1]] * 4, images=[{"pixel_values": x} for x in (cat, cat, dog)] + [None])
+    assert request.sizes().tolist() == [25, 25, 13, 1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Gemma3Config, OlmoeConfig, OlmoeForCausalLM
+from transformers import Gemma3Config, PhimoeConfig, PhimoeForCausalLM
 
 from checkpointed import enable, enable_and_wrap, in_own_code, wrap
 from closeness import assert_near
@@ -20,7 +20,16 @@ from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.scoring._model import text_config
 from torchrl_llm_kl.scoring._request import flat_record
 from torchrl_llm_kl.scoring._routing import Routers, tell_apart
-from toy_models import EXPERT_FAMILIES, FORWARD, VOCAB_SIZE, altered, tiny_model, with_lora
+from toy_models import (
+    EXPERT_FAMILIES,
+    FORWARD,
+    ROUTED_FAMILIES,
+    VOCAB_SIZE,
+    altered,
+    stateful_model,
+    tiny_model,
+    with_lora,
+)
 
 # Layers with a router, of three.
 LAYERS = {"mixtral": [0, 1, 2], "qwen3_moe": [0, 1], "gpt_oss": [0, 1, 2], "deepseek_v3": [1, 2]}
@@ -313,10 +322,49 @@ def test_nothing_stays_on_the_model_and_another_thread_routes_by_itself() -> Non
     assert torch.equal(scorer.score(TOKENS).values, own)
 
 
-def olmoe() -> nn.Module:
+@pytest.mark.parametrize("family", ROUTED_FAMILIES)
+def test_other_families_replay_as_if_their_own_top_k_had_chosen(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hybrid ones too, whose answers continue from the state after their prompt."""
+    model = stateful_model(family, experts=True)
+    first, *rest = (ids(n, n) for n in (40, 6, 9))
+    rows = [torch.cat([first, each]) for each in rest]
+    layers = len(Routers.of(model).layers)
+    records = random_experts(rows, layers)
+    records[1][:40] = records[0][:40]
+    scorer = LogProbScorer(model)
+    batch, routing = Ragged.from_list(rows), Ragged.from_list(records)
+    held: list[Tensor] = []
+    tokens = body_tokens(model, lambda: held.append(scorer.score(batch, routing=routing, grad=True).values))
+    (found,) = held
+    assert tokens == 40 + 5 + 8 + (3 if scorer._route.sharing == "forks" else 0)  # padded to the longest
+    want: list[Tensor] = []
+    plain = torch.topk
+    for row, record in zip(rows, records, strict=True):
+        places = iter(range(layers))
+
+        def top_k(x: Tensor, k: int, *_: Any, record: Tensor = record, places: Any = places, **more: Any) -> Any:
+            if x.shape[1:] != (EXPERTS,):  # groups of experts
+                return plain(x, k, *_, **more)
+            chosen = record[:, next(places)].long()
+            return x.gather(-1, chosen), chosen
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "topk", top_k)
+            patch.setattr(Tensor, "topk", top_k)
+            log_p = model(input_ids=row[None]).logits[0, :-1].log_softmax(-1)
+        want.append(F.pad(log_p.gather(-1, row[1:, None])[:, 0], (1, 0)))
+    expected = torch.cat(want)
+    assert_near(found, expected, **FORWARD)
+    assert (found - scorer.score(Ragged.from_list(rows)).values).abs().max() > 0.01
+    parameters = [*model.parameters()]
+    both = [list(torch.autograd.grad(x.sum(), parameters, allow_unused=True)) for x in (found, expected)]
+    assert_same(*both, tolerance=1e-3)
+
+
+def phimoe() -> nn.Module:
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
-    return OlmoeForCausalLM(OlmoeConfig(vocab_size=VOCAB_SIZE, **experts, **sizes))
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_key_value_heads": 2, "pad_token_id": None}
+    return PhimoeForCausalLM(PhimoeConfig(vocab_size=VOCAB_SIZE, **experts, **sizes))
 
 
 def doubled(_: Any, __: Any, out: Any) -> Any:
@@ -329,7 +377,7 @@ def changed(change: Any) -> Any:
 
 REFUSED: dict[str, Any] = {
     "Qwen2ForCausalLM is dense": tiny_model,
-    "OlmoeTopKRouter weigh experts is not known here. Known are Mixtral": olmoe,
+    "PhimoeTopKRouter weigh experts is not known here. Known are Mixtral": phimoe,
     "routing=.* cannot be had from FakeBackend": lambda: FakeBackend(engine(tiny_model("mixtral"))),
     "MixtralForCausalLM has compiled parts": changed(lambda m: m.model.layers[1].compile(backend="eager")),
     "MixtralTopKRouter of layer 1 was not called": changed(

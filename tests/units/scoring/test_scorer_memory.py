@@ -17,7 +17,7 @@ from checkpointed import enable, enable_and_wrap, enable_in_own_code, in_own_cod
 from closeness import assert_near
 from scoring_reference import SHARED, assert_gradients, assert_scores, body_tokens, conversation, ids, plain_log_probs
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import FAMILIES, FORWARD, tiny_model, with_lora
+from toy_models import FAMILIES, FORWARD, stateful_model, tiny_model, with_lora
 
 TOKEN_BYTES = 2 * 2 * 2 * 8 * 4  # keys and values, layers, heads, size, float32: the tiny Llama's
 
@@ -53,7 +53,11 @@ def assert_exact(scorer: LogProbScorer, model: Any, rows: list[Tensor], mask: Te
 
 def assert_held(scorer: LogProbScorer) -> None:
     """The bytes are counted right, and not more than the limit."""
-    held = [t for s in scorer.memory._by_use for pair in s.keys_values for t in pair]
+    segments = [*scorer.memory._by_use]
+    layers = [vars(layer).values() for each in segments if each.state is not None for layer in each.state.layers]
+    held = [t for each in segments for pair in each.keys_values for t in pair]
+    held += [t for x in layers for each in x for t in (each.values() if isinstance(each, dict) else [each])]
+    held = [t for t in held if isinstance(t, Tensor)]
     assert scorer.memory.limit >= scorer.memory.num_bytes == sum(t.numel() * t.element_size() for t in held)
 
 
@@ -68,31 +72,31 @@ def test_exact_for_every_family(family: str) -> None:
 
 
 def test_costs_by_hand(model: Any, scorer: LogProbScorer) -> None:
-    # A last token is not forwarded. The next turn forwards it, and the one before it again, which predicts it.
-    assert [cost(scorer, row) for row in turns(0, 10, 6, 6, 6)] == [9, 7, 7, 7]
+    # A last token is not forwarded before the next turn; its log-prob is cached.
+    assert [cost(scorer, row) for row in turns(0, 10, 6, 6, 6)] == [9, 6, 6, 6]
     scorer, costs = LogProbScorer(model), []
     for before, row in zip([4, 10, 16, 22], turns(0, 10, 6, 6, 6), strict=True):
         mask = torch.arange(len(row)) >= before + 2  # the assistant's, after two tokens of the user's
         costs.append(cost(scorer, row, mask))
         assert_exact(scorer, model, [row], mask)
     assert costs == [9, 6, 6, 6]
-    # Scoring again: the last scored token was not forwarded, so the cache has no place for its log-prob.
+    # Scoring again costs nothing.
     scorer, row, first = LogProbScorer(model), ids(20, 0), torch.arange(20) >= 12
-    assert [cost(scorer, row, first) for _ in range(2)] == [19, 1]
+    assert [cost(scorer, row, first) for _ in range(2)] == [19, 0]
     # Token 5 was never scored: its log-prob needs the hidden state of token 4, so all tokens from there on are forwarded.
     earlier = first | (torch.arange(20) == 5)
-    assert [cost(scorer, row, earlier) for _ in range(2)] == [15, 1]
+    assert [cost(scorer, row, earlier) for _ in range(2)] == [15, 0]
     # At another temperature the log-probs of old tokens need their hidden states, and the new turn needs its own.
     scorer, (first, second) = LogProbScorer(model), turns(0, 12, 6)
     cost(scorer, first)
     assert cost(scorer, second, torch.arange(18) >= 12, temperature=2.0) == 6
-    assert [cost(scorer, first, temperature=hot) for hot in (2.0, 2.0, 1.0)] == [11, 1, 1]
+    assert [cost(scorer, first, temperature=hot) for hot in (2.0, 2.0, 1.0)] == [11, 0, 0]
     assert len(scorer.memory) == 2
     # The prompt and the first answer are cached; the two others need the prompt's end and their own five tokens.
     scorer, group = LogProbScorer(model), [torch.cat([ids(15, 0), ids(6, seed)]) for seed in (1, 2, 3)]
     assert_exact(scorer, model, group[:1])
     batch = Ragged.from_list(group)
-    assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 1 + 5 + 5 + 1
+    assert body_tokens(model, lambda: scorer.score(batch, remember=True)) == 1 + 5 + 5
     assert_exact(scorer, model, group)
     assert_exact(scorer, model, [torch.cat([row, ids(7, 9)]) for row in group])
 
@@ -101,11 +105,14 @@ REQUEST = st.tuples(st.integers(0, 2), st.integers(1, 30), st.integers(0, 8))
 CALL = st.tuples(st.lists(REQUEST, min_size=1, max_size=3), st.integers(0, 6))
 
 
-@settings(max_examples=9, deadline=None)
+@pytest.mark.parametrize("family", ["mistral", "lfm2"])
+@settings(max_examples=5, deadline=None)
 @given(st.lists(CALL, min_size=2, max_size=6), st.integers(0, 60), st.integers(3, 40))
-def test_any_history_of_requests_and_temperatures_at_any_limit(history: Any, room: int, budget: int) -> None:
+def test_any_history_of_requests_and_temperatures_at_any_limit(
+    family: str, history: Any, room: int, budget: int
+) -> None:
     """Whatever was cached, evicted or cut before, also for more temperatures than log-probs are kept for."""
-    model = tiny_model("mistral").double()
+    model = (tiny_model if family == "mistral" else stateful_model)(family).double()
     scorer = LogProbScorer(model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget)
     plain = LogProbScorer(model, memory=0)
     with warnings.catch_warnings():
@@ -114,7 +121,8 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(history: Any, roo
             rows = [torch.cat([ids(30, trunk)[:cut], ids(tail, 50 + cut)]) for trunk, cut, tail in request]
             batch, hot = Ragged.from_list(rows), 0.4 + 0.3 * i
             found = scorer.score(batch, temperature=hot, remember=True).values
-            assert_close(found, plain.score(batch, temperature=hot).values, atol=1e-11, rtol=1e-11)
+            near = 1e-11 if family == "mistral" else 1e-6  # convolutions are computed in float32
+            assert_close(found, plain.score(batch, temperature=hot).values, atol=near, rtol=near)
             assert_held(scorer)
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
 
@@ -125,7 +133,7 @@ def test_the_least_recently_used_is_evicted_first(model: Any) -> None:
     for row in (a, b, a, c):  # no room for all three: b is evicted, a was used again
         assert_exact(scorer, model, [row])
     assert len(scorer.memory) == 2
-    for row, tokens in ((a, 1), (c, 1), (b, 13)):
+    for row, tokens in ((a, 0), (c, 0), (b, 13)):
         twin = copy.copy(scorer)
         twin.memory = copy.deepcopy(scorer.memory)
         assert cost(twin, row) == tokens

@@ -11,6 +11,7 @@ from torchrl.data.llm import History
 from image_models import IMAGE, image_model, image_processor, num_placeholders, own_log_probs, picture
 from loopback import Loopback
 from torchrl_llm_kl import (
+    Advantage,
     AfterPrompt,
     Images,
     KLRewardTransform,
@@ -24,7 +25,7 @@ from torchrl_llm_kl import (
 from torchrl_llm_kl.datasets import DataError
 from torchrl_llm_kl.diagnostics import diagnose
 from torchrl_llm_kl.losses import KLToReference
-from torchrl_llm_kl.rollouts import read_images
+from torchrl_llm_kl.rollouts import prompt_ids, read_images
 
 FAMILY = "qwen2_5_vl"
 PROMPT = [20, 21, 22] * 6
@@ -126,6 +127,17 @@ def test_dense_data_and_dicts():
     assert read_images(dense.exclude("images"), "images") is None
     inside = TensorDict(next=dense.select("images"), batch_size=[2])
     assert len(read_images(inside, "images")) == len(read_images(inside["next"], ("next", "images"))) == 2
+
+
+def test_prompts_with_other_pixels_are_other_prompts():
+    """In groups, too: consecutive answers must be to one image."""
+    one, two = picture(FAMILY, 1), picture(FAMILY, 2)
+    rows = [row_of(image, [10 + i]) for i, image in enumerate((one, one, two, two))]
+    assert prompt_ids(lazy_stack(rows)).tolist() in ([0, 0, 1, 1], [1, 1, 0, 0])
+    advantage = Advantage("grpo", group_size=2)
+    assert torch.isfinite(torch.cat([x["advantage"] for x in advantage(lazy_stack(rows)).unbind(0)])).all()
+    with pytest.raises(ValueError, match="sequences 0 and 1 would be compared as answers to one prompt"):
+        advantage(lazy_stack([rows[0], rows[2], rows[1], rows[3]]))
 
 
 # ------------------------------------------------------------------ losses

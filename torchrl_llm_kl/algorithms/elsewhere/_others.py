@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._foreign import NEMO, PRIME, SLIME
+from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.algorithms.elsewhere._translation import Reader, Translation, read_mapping
 from torchrl_llm_kl.algorithms.elsewhere._trl import UNCLAMPED_K3
-from torchrl_llm_kl.losses import ImportanceWeights, OffPolicySequenceMask, RejectionMask
+from torchrl_llm_kl.losses import ROLES, ImportanceWeights, OffPolicySequenceMask, RejectionMask
 
 # ------------------------------------------------------------------ prime-rl
 
@@ -58,6 +59,16 @@ def from_prime_rl(config: str | os.PathLike[str] | Mapping[str, object]) -> Tran
         )
     elif algorithm not in ("on_policy_distill", "sft"):
         reader.choose(f"{_LOSS}type")
+    weights = {role: name for role in ROLES if (name := f"{_ALGO}roles.{role}.alpha") in reader.given}
+    if algorithm == "echo" and weights:
+        shares = {role: reader.take(name) for role, name in weights.items()}
+        reader.overrides["mu"] = mu = max(shares.values())
+        if len(shares) > 1:
+            reader.overrides["roles"] = {role: share / mu for role, share in shares.items()}
+            for name in weights.values():
+                reader.refuse(
+                    name, "`roles` divides each role by its own tokens, prime-rl all by the tokens of all roles"
+                )
     reader.group(algorithm, "orchestrator.group_size")
     return reader.finish(algorithm, reader.sample(f"{_TRAIN}temperature"))
 
@@ -161,6 +172,7 @@ def _nemo_corrections(reader: Reader) -> None:
     reader.known("truncated_importance_sampling_type", kind or "tis", ("tis", "icepop", "seq-mask-tis"))
     low, high = (reader.take(f"{prefix}{name}") or None if kind else None for name in ("ratio_min", "ratio"))
     if kind == "seq-mask-tis" and low and high:  # NeMo-RL demands both
+        check_range(above=0.0, truncated_importance_sampling_ratio_min=low, truncated_importance_sampling_ratio=high)
         reader.correct(RejectionMask, divergence="seq_mean_k1", low=-math.log(high), high=-math.log(low))
         low = high = None
     level = "sequence" if reader[f"{_F}sequence_level_importance_ratios"] else "token"

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import Scalar, check_range, masked_mean
+from torchrl_llm_kl._registry import no_such
 from torchrl_llm_kl.losses._arithmetic import Aggregation, clamp
 from torchrl_llm_kl.losses._objective import LossTerm, Terms, objective
 from torchrl_llm_kl.losses.objectives._clipped import CLIP_ALIASES, ppo
+
+#: Who writes a message, in the order of the numbers in ``message_role``.
+ROLES = ("system", "user", "assistant", "tool")
 
 
 @objective("sft", source="maximum likelihood; Trinity-RFT 0.6.0: sft")
@@ -125,6 +129,7 @@ def _likelihood(name: str, log_prob: Tensor, mask: Tensor, mu: Scalar, aggregati
 @objective(
     "echo",
     aliases=CLIP_ALIASES,
+    needs_if={"message_role": ("roles", bool)},
     source="prime-rl: ``echo`` and its component ``ce``; weight 0.1, of tools' answers: its default",
 )
 def echo(
@@ -134,7 +139,9 @@ def echo(
     old_log_prob: Tensor,
     advantage: Tensor,
     expert_mask: Tensor,
+    message_role: Tensor | None = None,
     mu: Scalar = 0.1,
+    roles: dict[str, float] | None = None,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
     clip_ratio_c: Scalar | None = None,
@@ -147,12 +154,14 @@ def echo(
     ``masking_strategy="generic"`` with a ``loss_mask`` per token.
 
     Hyper-parameters:
-        mu: weight of the likelihood, at least 0. prime-rl: ``alpha``, one for each role.
+        mu: weight of the likelihood, at least 0. prime-rl: ``alpha``.
+        roles: factor of ``mu`` for each role of :data:`ROLES` that is learned, at least 0, by the entry ``message_role``; each
+            role is then divided by its own number of tokens, where prime-rl divides all by that of all. None: all alike.
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
         nll_aggregation: how the likelihood is summed; None: as the rest of the loss.
 
     Returns:
-        Two terms: ``objective`` with the metrics of :func:`ppo`, and ``observation``.
+        The term ``objective`` with the metrics of :func:`ppo`, and ``observation``, or ``observation_tool`` and so on.
 
     Example:
         >>> log_prob, one = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
@@ -163,7 +172,19 @@ def echo(
     """
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
     policy = ppo(log_prob, mask & ~expert_mask, old_log_prob=old_log_prob, advantage=advantage, **bounds)
-    return *policy, _likelihood("observation", log_prob, mask & expert_mask, mu, nll_aggregation)
+    said = mask & expert_mask
+    if not roles:
+        return *policy, _likelihood("observation", log_prob, said, mu, nll_aggregation)
+    check_range(low=0.0, **roles)
+    if unknown := [role for role in roles if role not in ROLES]:
+        raise ValueError(no_such("echo has no role", unknown[0], ROLES))
+    assert message_role is not None
+    return *policy, *(
+        _likelihood(
+            f"observation_{role}", log_prob, said & (message_role == ROLES.index(role)), mu * x, nll_aggregation
+        )
+        for role, x in roles.items()
+    )
 
 
 # ------------------------------------------------------------------ mixed with PPO
