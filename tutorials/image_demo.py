@@ -51,13 +51,13 @@ class Settings:
     seed: int = 0  # of the pictures, too
     pictures: int = 2000  # for training
     held_out: int = 400
-    wrong: float = 0.2  # share of the counts in demonstrations that are random
-    warmup_steps: int = 300  # few enough to leave room for RL
+    wrong: float = 0.6  # share of the demonstrations that count a red square too many
+    warmup_steps: int = 200
     warmup_lr: float = 2e-3
     steps: int = 60
     num_pictures: int = 32  # per step
     group_size: int = 8  # answers to each
-    kl_target: float = 0.3  # nats per answer
+    kl_target: float = 0.4  # nats per answer
     lr: float = 3e-4
     evaluate_every: int = 20
     out: str = "runs/image"
@@ -105,6 +105,12 @@ def make_pictures(number: int, seed: int) -> TensorDict:
 def describe(counts: Sequence[int]) -> str:
     """The answer, such as ``red 2 green 0 blue 3``."""
     return " ".join(f"{colour} {count}" for colour, count in zip(COLOURS, counts, strict=True))
+
+
+def one_too_many(answer: str) -> str:
+    """A wrong answer: one more red square, where there are fewer than three."""
+    colour, count, *rest = answer.split()
+    return " ".join([colour, str(min(int(count) + 1, MOST)), *rest])
 
 
 # ------------------------------------------------------------------ the model
@@ -230,7 +236,7 @@ def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_ou
 def warm_up(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, pictures: TensorDict, settings: Settings
 ) -> Iterator[float]:
-    """SFT on demonstrations, of whose counts some are random; each step yields its loss."""
+    """SFT on demonstrations, many of which are wrong; each step yields its loss."""
     rng, most = random.Random(settings.seed), settings.warmup_lr
     sft = make_algorithm("sft", model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=most)
@@ -240,13 +246,7 @@ def warm_up(
     monitor = RunMonitor(every=0)
     for step in range(settings.warmup_steps):
         chosen = pictures[torch.randint(len(pictures), (settings.num_pictures,))]
-        shown = [
-            " ".join(
-                str(rng.randint(0, MOST)) if word.isdigit() and rng.random() < settings.wrong else word
-                for word in answer.split()
-            )
-            for answer in chosen["answer"]
-        ]
+        shown = [one_too_many(each) if rng.random() < settings.wrong else each for each in chosen["answer"]]
         tokens = encode([f"{PROMPT} {answer} {END}" for answer in shown], tokenizer)
         learn(sft, sft.prepare(make_batch(tokens, chosen, tokenizer)), optimizer, monitor=monitor)
         schedule.step()
@@ -272,7 +272,7 @@ def train(settings: Settings, out: Path) -> dict[str, str]:
         "smoothing": 0.9,
         "max_step": 0.2,
     }  # 256 answers measure the KL well
-    coefficient = PIKLCoefficient(init=0.2, target=settings.kl_target, **gains)
+    coefficient = PIKLCoefficient(init=0.3, target=settings.kl_target, **gains)
     grpo = make_algorithm(
         "grpo",
         policy,

@@ -25,6 +25,8 @@ def test_pictures_show_what_their_answers_say() -> None:
     for cells, answer in zip(seen.tolist(), pictures["answer"], strict=True):
         counts = [sum(tuple(cell) == colour for cell in cells) for colour in demo.COLOURS.values()]
         assert answer == "red {} green {} blue {}".format(*counts)
+    for count, wrong in ((0, 1), (2, 3), (3, 3)):
+        assert demo.one_too_many(f"red {count} green 0 blue 1") == f"red {wrong} green 0 blue 1"
 
 
 def test_rewards_masks_and_groups_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
