@@ -22,7 +22,6 @@ MANY = {
     "RetrieveKL.__init__": 24,
     "KLRewardTransform.__init__": 19,
     "RetrieveLogProb.__init__": 14,
-    "mix_chord": 16,
     "rec": 13,
     "ScoringService.__init__": 20,
     "GangEngine.__init__": 13,

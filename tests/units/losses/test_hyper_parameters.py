@@ -64,8 +64,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "echo": ("token-mean", {"mu": 0.1, **BESIDE}),
 }
 #: Trinity's.
-MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True, "step": 0, "mu_warmup_steps": 0}
-MIXTURES |= {"mu_decay_steps": 0, "mu_peak": 0.1, "mu_valley": 0.1}
+MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True}
 MIXTURES |= dict.fromkeys(("usual_aggregation", "expert_aggregation"))
 #: Trinity's and TRL's; any other pair has the beta alone.
 OF_PAIRS: dict[str, dict[str, Any]] = {name: {"beta": 0.1} for name in PAIRS}
@@ -147,8 +146,7 @@ SHARE, FRACTION = "greater than 0 and at most 1", "at least 0 and at most 1"
 #: What hyper-parameters must be, values that are refused, and for each name the objectives that have it.
 RANGES: list[tuple[str, tuple[Any, ...], dict[str, str]]] = [
     (FRACTION, (-0.1, 1.5, NAN), {"clip_low": "ppo dapo dr_grpo gspo cispo clip_cov mix", "mask_clip_low": "cispo"}),
-    (FRACTION, (-0.1, 1.1), {"mu": "mix", "ld_alpha": "dpo", "mu_peak": "mix_chord", "mu_valley": "mix_chord"}),
-    ("at least 0", (-1,), dict.fromkeys(("step", "mu_warmup_steps", "mu_decay_steps"), "mix_chord")),
+    (FRACTION, (-0.1, 1.1), {"mu": "mix mix_chord", "ld_alpha": "dpo"}),
     ("at least 0", (-0.1,), {"clip_high": "ppo dapo dr_grpo gspo cispo gmpo mask_ipo", "mask_clip_high": "cispo"}),
     ("at least 0", (-0.1,), {"epsilon": "sppo", "clip_low": "dppo", "k_neg": "vespo", "regularizer_coef": "rec"}),
     ("at least 0", (-0.1,), {"tau": "opmd", "kl_tau": "mask_ipo ref_kl", "mu": "vapo echo"}),
