@@ -90,9 +90,15 @@ def union(members: set[str]) -> str:
 # ------------------------------------------------------------------ the layers
 
 
+def of_objectives() -> Types:
+    """The hyper-parameters of objectives: what may be a tensor may be a module that returns one."""
+    types = types_of(spec_of(name) for name in available_objectives())  # type: ignore[arg-type]
+    return {name: members | {"nn.Module"} if "Tensor" in members else members for name, members in types.items()}
+
+
 def objectives() -> list[str]:
     """Types of the losses."""
-    types = types_of(spec_of(name) for name in available_objectives())  # type: ignore[arg-type]
+    types = of_objectives()
     doc = "Every hyper-parameter of every registered objective, under its own name and other libraries' names."
     more = "Hyper-parameters of objectives, and verl's settings of corrections."
     return [
@@ -116,7 +122,7 @@ def advantages() -> list[str]:
 def algorithms() -> list[str]:
     """Types of the algorithms."""
     parts = {
-        "objective": types_of(spec_of(name) for name in available_objectives()),  # type: ignore[arg-type]
+        "objective": of_objectives(),
         "advantage": types_of(map(advantage_spec, available_advantages())),  # type: ignore[arg-type]
     }
     types: dict[str, set[str]] = defaultdict(set)
@@ -149,12 +155,13 @@ LAYERS: dict[str, tuple[Callable[[], Iterable[Any]], Callable[[], list[str]]]] =
 }
 #: What the types of a layer are made of.
 IMPORTED = {
-    "losses": "from collections.abc import Sequence\nfrom typing import Any, Literal, TypedDict\n\nfrom torch import Tensor\n",
+    "losses": "from collections.abc import Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
+    "from torch import Tensor, nn\n",
     "advantages": "from collections.abc import Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
     "from torch import Generator, Tensor\n",
     "estimators": "from typing import Literal\n",
     "algorithms": "from collections.abc import Callable, Sequence\nfrom typing import Any, Literal, TypedDict\n\n"
-    "from torch import Generator, Tensor\n",
+    "from torch import Generator, Tensor, nn\n",
 }
 PRIVATE = {
     "algorithms": {

@@ -51,6 +51,7 @@ from torchrl_llm_kl.estimators import (
     DualKLCoefficient as DualKLCoefficient,
     FixedKLCoefficient as FixedKLCoefficient,
     PIKLCoefficient as PIKLCoefficient,
+    ScheduledCoefficient as ScheduledCoefficient,
     get_estimator as get_estimator,
 )
 from torchrl_llm_kl.losses import (

@@ -15,7 +15,7 @@ from benchmarks.ray.overhead import Overhead
 from benchmarks.ray.results import RayRun
 from benchmarks.ray.scale import LARGER, TOP_K, Scale
 from benchmarks.ray.sides import SEQUENCES, UNRELATED_BYTES
-from benchmarks.report import _goal, _table, _target, _verdict
+from benchmarks.report import _goal, _target, _verdict, markdown_table
 
 _INTRO = """# Benchmark of the Ray service
 
@@ -100,10 +100,10 @@ def markdown(run: RayRun) -> str:
         parts.append("**A quick run of the smallest sizes: these figures mean nothing.**\n")
     goals = [[g.what, f"{g.found:.3g}", _target(g), _verdict(g)] for g in run.goals]
     if goals:
-        parts += ["## Targets\n", _table(["figure", "found", "target", ""], goals)]
+        parts += ["## Targets\n", markdown_table(["figure", "found", "target", ""], goals)]
     if run.lines:
         parts.append("## Throughput and latency\n\n`faster` is the median over rounds of the ratio of both windows.\n")
-        parts.append(_table(list(_LINES), _lines(run)))
+        parts.append(markdown_table(list(_LINES), _lines(run)))
         parts += [_bound(run, o) for o in run.overheads]
     if run.overheads:
         rows = [
@@ -115,22 +115,22 @@ def markdown(run: RayRun) -> str:
             "The bare actor holds only a scorer: it shows Ray's own share.\n"
         )
         columns = ["tokens of each", "local scorer, ms", "bare Ray actor, ms", "service, ms", "service over local, ms"]
-        parts.append(_table(columns, rows))
+        parts.append(markdown_table(columns, rows))
         names = list(run.overheads[0].stages)
         stages = [[name, *(f"{1e3 * o.stages[name]:.2f}" for o in run.overheads)] for name in names]
         parts.append("Where the time of a remote call goes; means, in ms:\n")
-        parts.append(_table(["", *(f"{o.length} tokens" for o in run.overheads)], stages))
+        parts.append(markdown_table(["", *(f"{o.length} tokens" for o in run.overheads)], stages))
     if run.scale is not None:
         parts += _scale(run.scale)
     if run.faults:
-        parts += ["## Faults\n", _FAULTS.format(cores=run.machine["cores"]), _table(*_faults(run))]
+        parts += ["## Faults\n", _FAULTS.format(cores=run.machine["cores"]), markdown_table(*_faults(run))]
     if run.bytes:
         header, rows = _bytes(run)
-        parts += ["## Bytes of a call\n\nPickled as Ray does.\n", _table(list(header), rows)]
+        parts += ["## Bytes of a call\n\nPickled as Ray does.\n", markdown_table(list(header), rows)]
     if run.calibration is not None:
         parts += [_capacity(run), *_calibration(run)]
     where = {**run.machine, **run.settings, **run.versions}
-    parts += ["## Where\n", _table(["", ""], [[name, value] for name, value in where.items()])]
+    parts += ["## Where\n", markdown_table(["", ""], [[name, value] for name, value in where.items()])]
     return "\n".join(parts)
 
 
@@ -183,7 +183,7 @@ def _scale(scale: Scale) -> list[str]:
     return [
         "## Many callers at once\n\nAll of them call one replica without a pause. "
         f"A full batch takes {1e3 * scale.batch:.0f} ms; a larger call is scored in pieces.\n",
-        _table(["", "callers", "tokens of a call", "calls", "p50 ms", "p99 ms", "p99 in batches"], rows),
+        markdown_table(["", "callers", "tokens of a call", "calls", "p50 ms", "p99 ms", "p99 in batches"], rows),
         f"One call for {spread.prompts} prompts x {spread.answers} answers over {spread.replicas} replicas becomes "
         f"{spread.requests:.0f} requests; they are sent after {1e3 * spread.client:.0f} ms, and answered after "
         f"{1e3 * spread.seconds:.0f} ms. The busiest replica has {spread.balance:.2f} times the mean number of tokens.\n",
@@ -217,7 +217,7 @@ def _capacity(run: RayRun) -> str:
         sequences=work.sequences, response=work.response, prompt=work.prompt, tokens=work.tokens, lost=limits.lost
     )
     header, rows = _answers(run.answers)
-    return text + "\n" + _table(list(header), rows)
+    return text + "\n" + markdown_table(list(header), rows)
 
 
 def _answers(answers: Sequence[Answer]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -259,7 +259,7 @@ def _calibration(run: RayRun) -> list[str]:
         f"takes up to {replica.max_tokens:,.0f} tokens at once.\n"
     )
     header, rows = _checks(run.checks)
-    return [text, "### Predictions beside real runs\n", _table(list(header), rows)] if rows else [text]
+    return [text, "### Predictions beside real runs\n", markdown_table(list(header), rows)] if rows else [text]
 
 
 def _checks(checks: Sequence[Check]) -> tuple[tuple[str, ...], list[list[str]]]:

@@ -24,7 +24,12 @@ from project import tables
 from seeded import columns_of
 from torchrl_llm_kl import losses
 from torchrl_llm_kl.diagnostics import measure
-from torchrl_llm_kl.losses import get_objective, importance_weights, mismatch_metrics, mu_schedule
+from torchrl_llm_kl.losses import (
+    ScheduledCoefficient,
+    get_objective,
+    importance_weights,
+    mismatch_metrics,
+)
 
 Result = tuple[Tensor, Tensor]
 CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
@@ -137,14 +142,25 @@ def test_mix_is_trinitys_when_its_sizes_say_what_the_batch_is(monkeypatch: Any, 
     agree(ours("mix", batch, "none", **hyper), trinitys(function, batch))
 
 
+def scheduled(step: int, peak: float, valley: float, **steps: int) -> torch.Tensor:
+    """The weight of experts at a step."""
+    coefficient = ScheduledCoefficient(peak, valley, **steps)
+    coefficient.update(steps=step)
+    value: torch.Tensor = coefficient()
+    return value
+
+
 def test_mix_chord_is_trinitys_but_for_a_batch_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of experts alone the loss is a number here, and none in Trinity."""
     sizes = {**SIZES, "train_batch_size_usual": 4, "train_batch_size_expert": 2}
-    hyper = {"mu_warmup_steps": 2, "mu_decay_steps": 7, "mu_peak": 0.8, "mu_valley": 0.15, **CLIP}
     for phi in (False, True):
-        batch, more = random_batch(23), {**hyper, "enable_phi_function": phi}
-        found = trinitys(trinity(monkeypatch, "mix_chord")(**more, **sizes), batch, step=torch.full((6,), 5))
-        agree(ours("mix_chord", batch, "token-mean", step=5, **more), found)
+        batch, more = random_batch(23), {**CLIP, "enable_phi_function": phi}
+        schedule = {"mu_warmup_steps": 2, "mu_decay_steps": 7, "mu_peak": 0.8, "mu_valley": 0.15}
+        function = trinity(monkeypatch, "mix_chord")(**more, **schedule, **sizes)
+        mu = scheduled(5, 0.8, 0.15, warmup=2, decay=7)
+        agree(
+            ours("mix_chord", batch, "token-mean", mu=mu, **more), trinitys(function, batch, step=torch.full((6,), 5))
+        )
     batch["expert_mask"] = torch.ones_like(batch["mask"])
     function = trinity(monkeypatch, "mix_chord")(**CLIP, **SIZES, loss_agg_mode="seq-mean-token-mean")
     assert trinitys(function, batch, step=torch.zeros(6))[0].isnan()
@@ -152,8 +168,8 @@ def test_mix_chord_is_trinitys_but_for_a_batch_of_experts(monkeypatch: pytest.Mo
     schedule = load(monkeypatch, "trinity", "trinity.algorithm.policy_loss_fn.chord_policy_loss").mu_schedule_function
     for (warmup, decay), step in itertools.product([(0, 0), (0, 9), (5, 0), (4, 8)], range(16)):
         expected = schedule(step, warmup, decay, 0.9, 0.05)
-        assert_close(mu_schedule(step, warmup, decay, 0.9, 0.05), expected)
-        assert_close(float(mu_schedule(torch.tensor(step), warmup, decay, 0.9, 0.05)), expected, rtol=1e-6, atol=1e-7)
+        found = float(scheduled(step, 0.9, 0.05, warmup=warmup, decay=decay))
+        assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_dpo_is_trinitys_on_one_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_kto_learns_the_desirable_answer() -> None:
         ("mix_chord", {}, True),
         # Without the experts' weight rollouts alone settle on the best answer that the policy can find.
         ("mix", {"mu": 0.0}, False),
-        ("mix_chord", {"mu_peak": 0.0, "mu_valley": 0.0}, False),
+        ("mix_chord", {"mu": 0.0}, False),
         ("echo", {"mu": 1.0}, True),
         ("echo", {"mu": 0.0}, False),
     ],

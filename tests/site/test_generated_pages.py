@@ -133,7 +133,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo": {"enable_mask_clip": True},
     "rec": {"clip_mode": "two-side"},
     "dpo": {"weighting": "probability"},
-    "mix_chord": {"mu_decay_steps": 10},
 }
 CORRECTIONS = [
     losses.ImportanceWeights(mode="truncate"),

@@ -99,7 +99,7 @@ NODES = [(path, node) for path, tree in TREES.items() for node in ast.walk(tree)
 #: Parameters of functions with more than twelve. The first three have torchrl's, and five of ours. What an objective computes
 #: with is its signature.
 MANY = {"RetrieveKL.__init__": 24, "KLRewardTransform.__init__": 19, "RetrieveLogProb.__init__": 14}
-MANY |= {"mix_chord": 16, "rec": 13}
+MANY |= {"rec": 13}
 #: The files with private names of other libraries; two derive from classes of torchrl.
 PRIVATE = {"_private.py", "ragged/_tensordict.py", "transforms/_base.py", "service/_weight_sync.py"}
 LIBRARIES = {"torch", "torchrl", "tensordict", "transformers", "peft", "ray"}

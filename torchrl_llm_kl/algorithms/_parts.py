@@ -231,13 +231,16 @@ class AlgorithmParts:
 
         Example:
             >>> from torchrl_llm_kl.algorithms import make_algorithm
-            >>> settings = {"group_size": 8, "kl_loss": "none", "mu_decay_steps": 100}
-            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), **settings)
-            >>> chord.loss.step += 40
+            >>> from torchrl_llm_kl.estimators import ScheduledCoefficient
+            >>> settings = {"group_size": 8, "kl_loss": "none"}
+            >>> mu = ScheduledCoefficient(0.9, 0.1, decay=100)
+            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), mu=mu, **settings)
+            >>> mu.update(steps=40)
             >>> saved = chord.state_dict()  # torch.save, or torch.distributed.checkpoint.save({"parts": chord, ...})
-            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), **settings)
+            >>> again = ScheduledCoefficient(0.9, 0.1, decay=100)
+            >>> chord = make_algorithm("mix_chord", torch.nn.Embedding(9, 9), mu=again, **settings)
             >>> chord.load_state_dict(saved)
-            >>> chord.loss.step
+            >>> again.step
             tensor(40)
         """
         state = {"algorithm": self.algorithm.name, **self._state.state_dict()}

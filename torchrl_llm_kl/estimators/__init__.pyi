@@ -6,6 +6,7 @@ from torchrl_llm_kl.estimators._coefficients import (
     AdaptiveEntropyCoefficient as AdaptiveEntropyCoefficient,
     AdaptiveKLCoefficient as AdaptiveKLCoefficient,
     FixedKLCoefficient as FixedKLCoefficient,
+    ScheduledCoefficient as ScheduledCoefficient,
     as_coefficient as as_coefficient,
 )
 from torchrl_llm_kl.estimators._controllers import (

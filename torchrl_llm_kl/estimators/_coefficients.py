@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from torchrl_llm_kl._numerics import check_range
+
 _ERROR_CLIP = 0.2
 
 
@@ -195,6 +197,50 @@ class AdaptiveEntropyCoefficient(_Coefficient):
         moved = (self.value + self.delta * torch.sign(self.target - entropy)).clamp(self.low, self.high)
         self.value.copy_(torch.where(entropy.isfinite(), moved, self.value))
         self.entropy.copy_(torch.where(entropy.isfinite(), entropy, self.entropy))
+
+
+class ScheduledCoefficient(_Coefficient):
+    r"""A weight that rises linearly from 0 to a peak, then falls along half a cosine to a valley: ``mu`` of ``mix_chord``.
+
+    Call :meth:`update` once for each optimiser step. ``value`` and ``step`` are saved.
+
+    Args:
+        peak: 0 to 1. Trinity: ``mu_peak``.
+        valley: 0 to 1. Trinity: ``mu_valley``.
+        warmup: steps until the peak; with 0 training starts there. Trinity: ``mu_warmup_steps``.
+        decay: steps from the peak to the valley; with 0 the value drops to the valley right after the warm-up. Trinity:
+            ``mu_decay_steps``.
+
+    Raises:
+        ValueError: if a number is out of range.
+
+    Example:
+        >>> coefficient = ScheduledCoefficient(0.9, 0.1, warmup=10, decay=20)
+        >>> coefficient.update(steps=20)
+        >>> coefficient()
+        tensor(0.5000)
+
+    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu; Trinity-RFT 0.6.0.
+    """
+
+    step: Tensor
+
+    def __init__(self, peak: float = 0.1, valley: float = 0.1, *, warmup: int = 0, decay: int = 0) -> None:
+        check_range(low=0.0, high=1.0, peak=peak, valley=valley)
+        check_range(low=0, warmup=warmup, decay=decay)
+        super().__init__(0.0)
+        self.register_buffer("step", torch.tensor(0))
+        self.peak, self.valley, self.warmup, self.decay = peak, valley, warmup, decay
+        self.update(steps=0)
+
+    @torch.no_grad()
+    def update(self, steps: int = 1) -> None:
+        """Go on by so many steps, in place."""
+        self.step += steps
+        beyond = self.step - self.warmup
+        falling = self.valley + (self.peak - self.valley) * 0.5 * (1 + torch.cos(math.pi * beyond / max(self.decay, 1)))
+        later = torch.where(beyond < self.decay, falling, self.valley)
+        self.value.copy_(torch.where(beyond < 0, self.peak * (self.step / max(self.warmup, 1)), later))
 
 
 def check_positive(**named: float) -> None:

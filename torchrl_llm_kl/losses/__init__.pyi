@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm_kl.estimators import (
     AdaptiveEntropyCoefficient as AdaptiveEntropyCoefficient,
@@ -12,6 +12,7 @@ from torchrl_llm_kl.estimators import (
     FixedKLCoefficient as FixedKLCoefficient,
     KLPlacementWarning as KLPlacementWarning,
     PIKLCoefficient as PIKLCoefficient,
+    ScheduledCoefficient as ScheduledCoefficient,
     check_placement as check_placement,
 )
 from torchrl_llm_kl.losses import (
@@ -131,11 +132,9 @@ from torchrl_llm_kl.losses.objectives._relative import (
     kto_reference_point as kto_reference_point,
 )
 from torchrl_llm_kl.losses.objectives._supervised import (
-    ROLES as ROLES,
     echo as echo,
     mix as mix,
     mix_chord as mix_chord,
-    mu_schedule as mu_schedule,
     sft as sft,
     sft_is as sft_is,
     sft_phi as sft_phi,
@@ -218,113 +217,107 @@ ObjectiveName = Literal[
 class ObjectiveArgs(TypedDict, total=False):
     """Every hyper-parameter of every registered objective, under its own name and other libraries' names."""
 
-    advantage_threshold: Tensor | float
-    alpha: Tensor | float | None
-    beta: Tensor | float
-    beta2: Tensor | float
-    clip_cov_lb: Tensor | float
+    advantage_threshold: Tensor | float | nn.Module
+    alpha: Tensor | float | nn.Module | None
+    beta: Tensor | float | nn.Module
+    beta2: Tensor | float | nn.Module
+    clip_cov_lb: Tensor | float | nn.Module
     clip_cov_ratio: float
-    clip_cov_ub: Tensor | float
-    clip_epsilon: Tensor | float | None
-    clip_high: Tensor | float | None
-    clip_low: Tensor | float | None
+    clip_cov_ub: Tensor | float | nn.Module
+    clip_epsilon: Tensor | float | nn.Module | None
+    clip_high: Tensor | float | nn.Module | None
+    clip_low: Tensor | float | nn.Module | None
     clip_mode: Literal["none", "one-side", "two-side", "ring", "gspo-one-side"]
-    clip_range: Tensor | float | None
-    clip_range_high: Tensor | float | None
-    clip_range_low: Tensor | float | None
-    clip_ratio: Tensor | float | None
-    clip_ratio_c: Tensor | float | None
-    clip_ratio_high: Tensor | float | None
-    clip_ratio_low: Tensor | float | None
-    coeff: Tensor | float
-    cov_high: Tensor | float
-    cov_low: Tensor | float
-    cpo_alpha: Tensor | float
-    cutoff_prob: Tensor | float
-    delta_sequence_masking: Tensor | float
-    desirable_weight: Tensor | float
-    discopop_tau: Tensor | float
-    distillation_is_clip: Tensor | float | None
+    clip_range: Tensor | float | nn.Module | None
+    clip_range_high: Tensor | float | nn.Module | None
+    clip_range_low: Tensor | float | nn.Module | None
+    clip_ratio: Tensor | float | nn.Module | None
+    clip_ratio_c: Tensor | float | nn.Module | None
+    clip_ratio_high: Tensor | float | nn.Module | None
+    clip_ratio_low: Tensor | float | nn.Module | None
+    coeff: Tensor | float | nn.Module
+    cov_high: Tensor | float | nn.Module
+    cov_low: Tensor | float | nn.Module
+    cpo_alpha: Tensor | float | nn.Module
+    cutoff_prob: Tensor | float | nn.Module
+    delta_sequence_masking: Tensor | float | nn.Module
+    desirable_weight: Tensor | float | nn.Module
+    discopop_tau: Tensor | float | nn.Module
+    distillation_is_clip: Tensor | float | nn.Module | None
     distribution: Literal["top_k", "exact"]
     divergence: Literal["tv", "kl"]
-    dppo_mask_high: Tensor | float | None
-    dppo_mask_low: Tensor | float
-    dro_beta: Tensor | float
+    dppo_mask_high: Tensor | float | nn.Module | None
+    dppo_mask_low: Tensor | float | nn.Module
+    dro_beta: Tensor | float | nn.Module
     enable_mask_clip: bool
     enable_phi_function: bool
     enable_sequence_masking: bool
-    epsilon: Tensor | float
-    epsilon_high: Tensor | float
-    epsilon_high_prime: Tensor | float
-    epsilon_low: Tensor | float
-    epsilon_low_prime: Tensor | float
+    epsilon: Tensor | float | nn.Module
+    epsilon_high: Tensor | float | nn.Module
+    epsilon_high_prime: Tensor | float | nn.Module
+    epsilon_low: Tensor | float | nn.Module
+    epsilon_low_prime: Tensor | float | nn.Module
     expert_aggregation: Aggregation | None
-    f_alpha: Tensor | float
+    f_alpha: Tensor | float | nn.Module
     f_divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
     fallback_to_policy_gradient: bool
     fraction: float
     grpo_loss_agg_mode: Aggregation | None
-    ipo_threshold: Tensor | float | None
-    k_neg: Tensor | float
-    k_pos: Tensor | float
+    ipo_threshold: Tensor | float | nn.Module | None
+    k_neg: Tensor | float | nn.Module
+    k_pos: Tensor | float | nn.Module
     kl_cov_ratio: float
-    kl_tau: Tensor | float
-    label_smoothing: Tensor | float
-    lambda_neg: Tensor | float
-    lambda_pos: Tensor | float
-    ld_alpha: Tensor | float | None
+    kl_tau: Tensor | float | nn.Module
+    label_smoothing: Tensor | float | nn.Module
+    lambda_neg: Tensor | float | nn.Module
+    lambda_pos: Tensor | float | nn.Module
+    ld_alpha: Tensor | float | nn.Module | None
     length_normalised: bool
     level: Literal["token", "sequence"]
-    log_prob_min: Tensor | float | None
-    log_prob_min_clamp: Tensor | float | None
+    log_prob_min: Tensor | float | nn.Module | None
+    log_prob_min_clamp: Tensor | float | nn.Module | None
     loss: Literal["logistic", "hinge", "ipo"]
-    loss_max_clamp: Tensor | float | None
+    loss_max_clamp: Tensor | float | nn.Module | None
     loss_weights: Sequence[float] | None
     losses: Sequence[str]
-    margin: Tensor | float
-    mask_clip_high: Tensor | float
-    mask_clip_low: Tensor | float
-    mask_clip_range_high: Tensor | float
-    mask_clip_range_low: Tensor | float
-    mu: Tensor | float
-    mu_decay_steps: int
-    mu_peak: Tensor | float
-    mu_valley: Tensor | float
-    mu_warmup_steps: int
+    margin: Tensor | float | nn.Module
+    mask_clip_high: Tensor | float | nn.Module
+    mask_clip_low: Tensor | float | nn.Module
+    mask_clip_range_high: Tensor | float | nn.Module
+    mask_clip_range_low: Tensor | float | nn.Module
+    mu: Tensor | float | nn.Module
     ngpus_trainer: Any
     nll_aggregation: Aggregation | None
-    nll_coeff: Tensor | float
+    nll_coeff: Tensor | float | nn.Module
     one_sided: bool
-    ppo_kl_coef: Tensor | float
+    ppo_kl_coef: Tensor | float | nn.Module
     ppo_micro_batch_size_per_gpu: Any
     ppo_mini_batch_size: Any
-    ratio_max: Tensor | float | None
+    ratio_max: Tensor | float | nn.Module | None
     regularizer: Literal["none", "k2", "forward-kl"]
-    regularizer_coef: Tensor | float
-    roles: dict | None
-    sapo_temperature_neg: Tensor | float
-    sapo_temperature_pos: Tensor | float
+    regularizer_coef: Tensor | float | nn.Module
+    sapo_temperature_neg: Tensor | float | nn.Module
+    sapo_temperature_pos: Tensor | float | nn.Module
     sft_loss_agg_mode: Aggregation | None
-    simpo_gamma: Tensor | float
-    step: Tensor | int
-    tau: Tensor | float
-    tau_neg: Tensor | float
-    tau_pos: Tensor | float
+    simpo_gamma: Tensor | float | nn.Module
+    tau: Tensor | float | nn.Module
+    tau_neg: Tensor | float | nn.Module
+    tau_pos: Tensor | float | nn.Module
     teacher_weights: Sequence[float] | None
-    temp: Tensor | float
-    tpo_alpha: Tensor | float
-    tpo_l_gamma: Tensor | float
+    temp: Tensor | float | nn.Module
+    tpo_alpha: Tensor | float | nn.Module
+    tpo_l_gamma: Tensor | float | nn.Module
     train_batch_size_expert: Any
     train_batch_size_usual: Any
-    undesirable_weight: Tensor | float
+    undesirable_weight: Tensor | float | nn.Module
     use_dynamic_bsz: Any
     usual_aggregation: Aggregation | None
-    value_max: Tensor | float | None
-    vespo_k_neg: Tensor | float
-    vespo_k_pos: Tensor | float
-    vespo_lambda_neg: Tensor | float
-    vespo_lambda_pos: Tensor | float
+    value_max: Tensor | float | nn.Module | None
+    vespo_k_neg: Tensor | float | nn.Module
+    vespo_k_pos: Tensor | float | nn.Module
+    vespo_lambda_neg: Tensor | float | nn.Module
+    vespo_lambda_pos: Tensor | float | nn.Module
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"]
     weighting: Literal["none", "probability", "aligned"]
     weights: Sequence[float] | None

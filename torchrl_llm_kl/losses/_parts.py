@@ -30,8 +30,6 @@ from torchrl_llm_kl.losses.terms import Estimator, divergence_to_teacher, entrop
 
 #: A weight: a number, or a module that returns one.
 Coefficient = Scalar | nn.Module
-# Hyper-parameters that are whole numbers and change from step to step.
-_COUNTERS = frozenset({"step"})
 
 
 class Part(WideBuffers):
@@ -154,8 +152,6 @@ class Part(WideBuffers):
     def _store(self, name: str, value: object) -> None:
         if isinstance(value, nn.Module):
             self.add_module(name, value)
-        elif name in _COUNTERS:
-            self.register_buffer(name, torch.as_tensor(value, dtype=torch.long))
         elif isinstance(value, Tensor) or type(value) is float:
             self.register_buffer(name, torch.as_tensor(value, dtype=torch.float32).clone())
         else:

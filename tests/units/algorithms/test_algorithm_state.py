@@ -11,7 +11,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from torchrl_llm_kl import AdaptiveEntropyCoefficient, AdaptiveKLCoefficient, DualKLCoefficient
+from torchrl_llm_kl import (
+    AdaptiveEntropyCoefficient,
+    AdaptiveKLCoefficient,
+    DualKLCoefficient,
+    FixedKLCoefficient,
+    PIKLCoefficient,
+    ScheduledCoefficient,
+)
 from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm
 from torchrl_llm_kl.estimators import FixedKLCoefficient, PIKLCoefficient
 from torchrl_llm_kl.scoring import ReferenceUpdater
@@ -65,8 +72,8 @@ class Run:
                     out.total_loss.backward()
                     metrics |= {str(key): value.detach() for key, value in out.items()}
                 self.optimiser.step()
-            if hasattr(self.parts.loss, "step"):
-                self.parts.loss.step += 1
+            if self.name == "schedule":
+                self.parts.loss.mu.update()
             if self.coefficient is not None:
                 kl = metrics["kl_to_ref"] if "in the loss" in self.name else batch["next", "kl_penalty"]
                 self.coefficient.update(kl.sum(-1).mean() if kl.ndim else kl, n=64)
@@ -101,7 +108,7 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "KL in the loss": ("grpo", lambda: in_loss(ziegler(), entropy_coeff=AdaptiveEntropyCoefficient(target=3.0))),
     "PI control in the reward": ("grpo", lambda: in_reward(PIKLCoefficient(0.3, target=0.05, warmup=2))),
     "dual ascent in the loss": ("grpo", lambda: in_loss(DualKLCoefficient(0.3, target=0.05, warmup=2))),
-    "schedule": ("mix_chord", lambda: {"mu_warmup_steps": 2, "mu_decay_steps": 4}),
+    "schedule": ("mix_chord", lambda: {"mu": ScheduledCoefficient(0.6, warmup=2, decay=4)}),
     "critic": ("ppo", lambda: in_reward(ziegler())),
     "moving reference": ("grpo", lambda: in_reward(ziegler())),
 }

@@ -152,6 +152,18 @@ def test_the_same_of_verl_from_a_file_yaml_a_mapping_and_overrides(tmp_path: Pat
         assert repr(found.recipe) == repr(from_verl(nested).recipe)
 
 
+def test_the_schedule_of_trinitys_chord_is_a_coefficient() -> None:
+    args = {"clip_range": 0.2, "mu_peak": 0.9, "mu_valley": 0.05, "mu_warmup_steps": 2, "mu_decay_steps": 4}
+    found = from_trinity(of_type("mix_chord", policy_loss_fn_args=args))
+    assert "mu" not in found.overrides["objective_args"]
+    mu = found.make(nn.Linear(1, 1), reference="data").loss.mu
+    assert (mu.peak, mu.valley, mu.warmup, mu.decay) == (0.9, 0.05, 2, 4)
+    assert mu() == 0
+    notes = [row.note for row in found.translated if row.name.startswith("algorithm.policy_loss_fn_args.mu_")]
+    assert len(notes) == 4
+    assert all("update" in note for note in notes)
+
+
 FILE = """
 mode: both
 algorithm:

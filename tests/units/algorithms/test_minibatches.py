@@ -56,7 +56,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 def algorithm(name: str) -> AlgorithmParts:
     given: dict[str, Any] = {"ppo": {"critic": TabularCritic(TASK)}, "grpo": {"group_key": "query"}}.get(name, {})
-    given |= {"mu_decay_steps": 10, "mu_peak": 0.6, "step": 5} if name == "mix_chord" else {}
+    given |= {"mu": 0.35} if name == "mix_chord" else {}
     return make_algorithm(name, TASK.policy(), reference=None if name == "sft" else TASK.policy(), **given)
 
 

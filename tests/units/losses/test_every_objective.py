@@ -214,7 +214,7 @@ def test_there_is_a_case_for_each_with_its_source() -> None:
 
 def test_inputs_are_stated_under_choices_without_a_case() -> None:
     inputs_are_stated("ppo", {"fallback_to_policy_gradient": True, "enable_sequence_masking": True})
-    inputs_are_stated("mix_chord", {"enable_phi_function": False, "mu_warmup_steps": 3})
+    inputs_are_stated("mix_chord", {"enable_phi_function": False, "mu": 0.3})
     modes = ("none", "one-side", "two-side", "ring", "gspo-one-side")
     weights = ("none", "importance_sampling", "gspo_importance_sampling", "advantage")
     for mode, weight, regularizer in itertools.product(modes, weights, ("none", "k2", "forward-kl")):

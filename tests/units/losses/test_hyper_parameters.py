@@ -34,8 +34,7 @@ def test_names_and_arguments_are_typed_and_in_the_specs() -> None:
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 DEFAULTS, NAMES, RANGES = tables(__file__).values()
 #: Trinity's.
-MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True, "step": 0, "mu_warmup_steps": 0}
-MIXTURES |= {"mu_decay_steps": 0, "mu_peak": 0.1, "mu_valley": 0.1}
+MIXTURES = {**CLIP, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True}
 MIXTURES |= dict.fromkeys(("usual_aggregation", "expert_aggregation"))
 #: Trinity's and TRL's; any other pair has the beta alone.
 OF_PAIRS: dict[str, dict[str, Any]] = {name: {"beta": 0.1} for name in PAIRS}

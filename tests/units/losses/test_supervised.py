@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from by_hand import tensor as f64
 from objective_cases import random_batch
+from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import (
     LossTerm,
     aggregate,
@@ -19,7 +20,6 @@ from torchrl_llm_kl.losses import (
     get_objective,
     mix,
     mix_chord,
-    mu_schedule,
     ppo,
     sft_phi,
     spec_of,
@@ -27,7 +27,16 @@ from torchrl_llm_kl.losses import (
 
 NAN = float("nan")
 HYPER = {"clip_low": 0.3, "clip_high": 0.2, "clip_ratio_c": 2.5}
-SCHEDULE = {"mu_warmup_steps": 4, "mu_decay_steps": 8, "mu_peak": 0.8, "mu_valley": 0.2}
+SCHEDULE = {"warmup": 4, "decay": 8, "peak": 0.8, "valley": 0.2}
+
+
+def scheduled(step: int, **given: Any) -> Tensor:
+    """The weight after so many steps."""
+    coefficient = ScheduledCoefficient(**given)
+    for _ in range(step):
+        coefficient.update()
+    value: Tensor = coefficient()
+    return value
 
 
 def close(actual: Any, expected: Any) -> None:
@@ -165,14 +174,14 @@ def test_the_loss_reads_roles_only_if_they_are_weighed() -> None:
 
 def test_mix_chord_by_hand() -> None:
     data = mixture()
-    usual, expert = mix_chord(**data, step=8, **SCHEDULE, **HYPER)
+    usual, expert = mix_chord(**data, mu=scheduled(8, **SCHEDULE), **HYPER)
     close([usual.weight, expert.weight, expert.metrics["mu"]], [0.5, 0.5, 0.5])
     close(usual.value[usual.mask], [-3.6, 2.1, -5.5, 2.5])
     close(expert.value[expert.mask], [0.1732868, 0.2575101])
     (gradient,) = torch.autograd.grad(total((usual, expert)), data["log_prob"])
     close(gradient, [[0.0, 0.0, -0.6875], [-0.0625, -0.04, 0.0], [0.0, 0.0, 0.0]])
     close(expert.metrics["weight_mean"], 0.205)
-    without_phi = mix_chord(**mixture(), mu_peak=0.9, mu_valley=0.25, enable_phi_function=False, **HYPER)
+    without_phi = mix_chord(**mixture(), mu=scheduled(0, peak=0.9, valley=0.25), enable_phi_function=False, **HYPER)
     for term, same in zip(without_phi, mix(**mixture(), mu=0.25, **HYPER), strict=True):
         assert_close(term.value, same.value)
         assert term.weight == same.weight
@@ -199,36 +208,35 @@ def test_a_part_without_rows_is_0_and_the_usual_one_is_ppo(name: str, all_expert
         assert_close(usual.value, ppo(**data, **HYPER)[0].value)
 
 
-def test_mu_and_step_may_be_tensors() -> None:
+def test_mu_may_be_a_tensor() -> None:
     mu = torch.tensor(0.3)
     close([term.weight for term in mix(**mixture(), mu=mu)], [0.7, 0.3])
-    usual, expert = mix_chord(**mixture(), mu_valley=mu.requires_grad_())
-    close([usual.weight.detach(), expert.weight.detach()], [0.7, 0.3])
-    assert "mu" not in expert.metrics  # a constant
-    usual, expert = mix_chord(**mixture(), mu_valley=mu, mu_decay_steps=2, step=2)
+    usual, expert = mix_chord(**mixture(), mu=mu.requires_grad_())
     close([usual.weight.detach(), expert.weight.detach(), expert.metrics["mu"]], [0.7, 0.3, 0.3])
     assert not expert.metrics["mu"].requires_grad
+    close(mix_chord(**mixture(), mu=0.25)[1].metrics["mu"], 0.25)
     # Tensors without data raise when they are read.
     data = {key: value.detach().to("meta") for key, value in mixture().items()}
-    usual, expert = mix_chord(**data, step=torch.tensor(3, device="meta"), **SCHEDULE)
+    coefficient = ScheduledCoefficient(**SCHEDULE).to("meta")
+    coefficient.update()
+    usual, expert = mix_chord(**data, mu=coefficient())
     assert usual.weight.device.type == expert.metrics["mu"].device.type == "meta"
-    step, weights = torch.tensor(0), []
-    for _ in range(3):
-        weights.append(float(mix_chord(**mixture(), step=step, **SCHEDULE)[1].weight))
-        step += 1  # in place
-    close(weights, [0.0, 0.2, 0.4])
+    close([mix_chord(**mixture(), mu=scheduled(step, **SCHEDULE))[1].weight for step in range(3)], [0.0, 0.2, 0.4])
 
 
 def test_the_schedule_by_hand() -> None:
-    """Of numbers, of a step on a device, and between bounds on a device."""
+    """Step by step, and of several at once; a loss calls it, and saves where it is."""
     middle = 0.2 + 0.3 * (1 + math.sqrt(0.5))
     table = {0: 0.0, 1: 0.2, 3: 0.6, 4: 0.8, 6: middle, 8: 0.5, 12: 0.2, 13: 0.2, 99: 0.2}
     for step, mu in table.items():
-        number, on_device = (mu_schedule(x, *SCHEDULE.values()) for x in (step, torch.tensor(step)))
-        assert isinstance(number, float), step
-        close(number, mu)
-        assert isinstance(on_device, Tensor), step
-        assert_close(on_device, torch.tensor(mu))
-        assert_close(mu_schedule(step, 4, 8, torch.tensor(0.8), torch.tensor(0.2)), torch.tensor(mu))
+        at_once = ScheduledCoefficient(**SCHEDULE)
+        at_once.update(steps=step)
+        for found in (scheduled(step, **SCHEDULE), at_once()):
+            assert isinstance(found, Tensor), step
+            assert_close(found, torch.tensor(mu))
+    assert list(at_once.state_dict()) == ["value", "step"]
     for warmup, decay, expected in ((0, 0, [0.2] * 3), (2, 0, [0.0, 0.4, 0.2]), (0, 2, [0.8, 0.5, 0.2])):
-        close([mu_schedule(step, warmup, decay, 0.8, 0.2) for step in range(3)], expected)
+        close([scheduled(step, peak=0.8, valley=0.2, warmup=warmup, decay=decay) for step in range(3)], expected)
+    for given in ({"warmup": -1}, {"decay": -1}, {"peak": -0.1}, {"valley": 1.1}, {"peak": NAN}):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} must be at least 0"):
+            ScheduledCoefficient(**given)

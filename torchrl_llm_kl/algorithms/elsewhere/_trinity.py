@@ -9,8 +9,9 @@ from typing import Any
 from torchrl_llm_kl._foreign import TRINITY
 from torchrl_llm_kl._registry import flatten, no_such
 from torchrl_llm_kl.advantages import advantage_spec
-from torchrl_llm_kl.algorithms.elsewhere._translation import Reader, Translation, read_mapping
+from torchrl_llm_kl.algorithms.elsewhere._translation import New, Reader, Translation, read_mapping
 from torchrl_llm_kl.algorithms.presets import get_algorithm
+from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import spec_of
 
 #: Trinity's advantages that the registry has under another name.
@@ -27,6 +28,8 @@ _DEFAULT_ARGS = {
 _NEED_CLIP = ("ppo", "gspo", "mix", "mix_chord")
 #: What Trinity's constructors take for an aggregation where `policy_loss_fn_args` leaves it out.
 _OWN_AGGREGATION = {"gspo": "seq-mean-token-mean"}
+#: Arguments of `mix_chord` that a coefficient of its own takes.
+_SCHEDULE = {"mu_peak": "peak", "mu_valley": "valley", "mu_warmup_steps": "warmup", "mu_decay_steps": "decay"}
 _WITHOUT_AGGREGATION = ("dpo", "rec")
 _P = "algorithm.policy_loss_fn_args."
 
@@ -130,6 +133,11 @@ def _objective(reader: Reader, default: str) -> str:
     for key in given:
         if key in spec.accepted:
             reader.take(f"{_P}{key}", f"{name}'s")
+    schedule = {_SCHEDULE[key]: given[key] for key in given if name == "mix_chord" and key in _SCHEDULE}
+    if schedule:
+        for key in _SCHEDULE.keys() & given:
+            reader.take(f"{_P}{key}", "a `ScheduledCoefficient`: call its `update` after each step")
+        reader.overrides["mu"] = New(ScheduledCoefficient, **schedule)
     known = {key: value for key, value in given.items() if key in spec.accepted}
     own = spec.translate({key: value for key, value in known.items() if value is not None})
     own |= {key: None for key in known if known[key] is None and key == "clip_ratio_c"}

@@ -257,11 +257,7 @@ def mix_chord(
     old_log_prob: Tensor,
     advantage: Tensor,
     expert_mask: Tensor,
-    step: int | Tensor = 0,
-    mu_warmup_steps: int = 0,
-    mu_decay_steps: int = 0,
-    mu_peak: Scalar = 0.1,
-    mu_valley: Scalar = 0.1,
+    mu: Share = 0.1,
     enable_phi_function: bool = True,
     clip_low: Scalar = 0.2,
     clip_high: Scalar = 0.2,
@@ -269,75 +265,32 @@ def mix_chord(
     usual_aggregation: Aggregation | None = None,
     expert_aggregation: Aggregation | None = None,
 ) -> Terms:
-    r""":func:`mix` with a ``mu`` that follows :func:`mu_schedule` over training, and weighted tokens of experts.
+    r""":func:`mix` with weighted tokens of experts, and a ``mu`` that follows a schedule over training, if it is one.
 
     Hyper-parameters:
-        step: of training, from 0; a number, or a 0-dim tensor that you increment in place.
-        mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley: see :func:`mu_schedule`.
+        mu: weight of the experts, 0 to 1; a :class:`~torchrl_llm_kl.estimators.ScheduledCoefficient` changes it.
         enable_phi_function: weight the tokens of experts as :func:`sft_phi` does (CHORD-phi) instead of equally (CHORD-mu).
         clip_low, clip_high, clip_ratio_c: see :func:`ppo`.
         usual_aggregation, expert_aggregation: see :func:`mix`.
 
     Returns:
-        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu``, if it follows a schedule, and ``weight_mean``, if
-        weighted.
+        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu`` and, if weighted, ``weight_mean``.
 
     Example:
         >>> one = torch.ones(1, 1)
-        >>> schedule = {"mu_decay_steps": 10, "mu_peak": 0.9, "mu_valley": 0.1}
-        >>> usual, expert = mix_chord(
-        ...     -one, one.bool(), old_log_prob=-one, advantage=one, expert_mask=~one.bool(), step=5, **schedule
-        ... )
+        >>> batch = {"old_log_prob": -one, "advantage": one, "expert_mask": ~one.bool()}
+        >>> usual, expert = mix_chord(-one, one.bool(), **batch, mu=0.25)
         >>> usual.weight, expert.weight
-        (0.5, 0.5)
+        (0.75, 0.25)
 
     Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu and CHORD-phi; Trinity-RFT 0.6.0: mix_chord.
     """
-    mu = mu_schedule(step, mu_warmup_steps, mu_decay_steps, mu_peak, mu_valley)
     inputs: Any = {"old_log_prob": old_log_prob, "advantage": advantage, "expert_mask": expert_mask}
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
     sums: Any = {"usual_aggregation": usual_aggregation, "expert_aggregation": expert_aggregation}
     usual, expert = mix(log_prob, mask, mu=mu, **inputs, **bounds, **sums)
-    metrics = dict(expert.metrics)
-    if mu_warmup_steps or mu_decay_steps:
-        metrics["mu"] = torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()
+    metrics = {**expert.metrics, "mu": torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()}
     if enable_phi_function:
         (weighted,) = sft_phi(log_prob, expert.mask)
         expert, metrics = expert.replace(value=weighted.value), {**weighted.metrics, **metrics}
     return usual, expert.replace(metrics=metrics)
-
-
-def mu_schedule(
-    step: int | Tensor, mu_warmup_steps: int, mu_decay_steps: int, mu_peak: Scalar, mu_valley: Scalar
-) -> Scalar:
-    """Weight of the experts: linear warm-up from 0 to a peak, then half a cosine down to a valley.
-
-    Args:
-        step: of training, from 0.
-        mu_warmup_steps: steps until the peak; with 0 training starts at the peak.
-        mu_decay_steps: steps from the peak to the valley; with 0 ``mu`` drops to the valley right after the warm-up.
-        mu_peak: 0 to 1.
-        mu_valley: 0 to 1.
-
-    Returns:
-        A number; a 0-dim tensor, which is not read on the host, if ``step``, ``mu_peak`` or ``mu_valley`` is one.
-
-    Raises:
-        ValueError: if a number is out of range.
-
-    Example:
-        >>> [round(mu_schedule(step, 10, 20, 0.9, 0.1), 3) for step in (0, 5, 10, 20, 30, 1000)]
-        [0.0, 0.45, 0.9, 0.5, 0.1, 0.1]
-
-    Source: Zhang et al. 2025 (arXiv 2508.11408), CHORD-mu; Trinity-RFT 0.6.0.
-    """
-    check_range(low=0, step=step, mu_warmup_steps=mu_warmup_steps, mu_decay_steps=mu_decay_steps)
-    check_range(low=0.0, high=1.0, mu_peak=mu_peak, mu_valley=mu_valley)
-    rising = mu_peak * (step / max(mu_warmup_steps, 1))
-    progress = (step - mu_warmup_steps) / max(mu_decay_steps, 1)
-    cosine = torch.cos(math.pi * progress) if isinstance(progress, Tensor) else math.cos(math.pi * progress)
-    falling = mu_valley + (mu_peak - mu_valley) * 0.5 * (1 + cosine)
-    # Products with conditions instead of branches: they work for numbers and for tensors.
-    end = mu_warmup_steps + mu_decay_steps
-    decaying = (step >= mu_warmup_steps) * (step < end)
-    return (step < mu_warmup_steps) * rising + decaying * falling + (step >= end) * mu_valley
