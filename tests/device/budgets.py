@@ -26,5 +26,7 @@ BUDGETS: dict[str, Budget] = {
     "GRPO advantage": Budget(1, 11),
     "diagnose": Budget(8, None),
 }
+#: All kernels of a scorer's construction, those of the model's own code among them.
+PROBE = 540
 #: Kernels of a packed score with shared prefixes by those of a plain padded forward of the same sequences.
 PACKED = 1.1

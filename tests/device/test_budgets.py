@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from budgets import BUDGETS, PACKED
+from budgets import BUDGETS, PACKED, PROBE
 from parity import to
 from policy_batches import batch
 from scoring_reference import conversation
@@ -119,6 +119,8 @@ def test_budget(device, name, figures):
     figures("budgets", name, str(record.kinds["sync"]), str(kernels))
     assert record.kinds["sync"] <= budget.syncs, f"{record.kinds['sync']} syncs:\n{record.text(('sync',))}"
     assert kernels <= (budget.kernels or kernels), f"{kernels} kernels:\n{record.text(('kernel',))}"
+    if name == "construction of a scorer":
+        assert record.kinds["kernel"] <= PROBE, f"{record.kinds['kernel']} kernels with the model's own"
     assert not record.inside["library", "h2d"], f"copies that the host waits for:\n{record.text(('h2d',))}"
 
 

@@ -181,7 +181,7 @@ def pack_attention(model: nn.Module, layout: PackLayout) -> Iterator[None]:
     swaps: list[Swap] = [(config, ATTENTION, getattr(config, ATTENTION), NAME) for config in configs]
     fast = not torch.is_grad_enabled() and layout.attend is None and layout.gradients is None
     for module, inside in _walk(body):
-        if fast and type(module) is nn.Linear and "forward" not in module.__dict__:
+        if fast and type(module) is nn.Linear and module.weight.is_cpu and "forward" not in module.__dict__:
             swaps.append((module, "forward", ABSENT, partial(_linear, module)))
         if (found_call := compiled_call(module)) is not None and not inside:
             swaps.append((module, *found_call, partial(_call_compiled, found_call[1], layout)))
