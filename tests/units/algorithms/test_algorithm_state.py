@@ -20,7 +20,6 @@ from torchrl_llm_kl import (
     ScheduledCoefficient,
 )
 from torchrl_llm_kl.algorithms import AlgorithmParts, make_algorithm
-from torchrl_llm_kl.estimators import FixedKLCoefficient, PIKLCoefficient
 from torchrl_llm_kl.scoring import ReferenceUpdater
 from toy_tasks import TabularCritic, chain, mixed, unlikely
 
