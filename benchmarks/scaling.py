@@ -153,7 +153,7 @@ Written by `python -m benchmarks.scaling`; do not edit.
 
 One score without gradient: {size}, on one thread of {processor}, in its processor's time, medians of {repeats}. "Theory"
 is the multiply-adds that the work needs (every distinct prefix once, attention to all before it, the head where a token is
-scored); the slopes are exponents over the upper half of each axis: 1 is linear. A smaller slope than theory's is a fixed cost that
+scored); the slopes are exponents over the upper half of each axis: 1 is linear. A slope below theory's is a fixed cost that
 still matters here. Memory is the peak above what was held before, beside the formula of
 [scoring](../docs/scoring.md#memory-on-the-device) with the packs and tiles of a CPU. What replicas add is in [RAY.md](RAY.md).
 

@@ -252,6 +252,7 @@ class AlgorithmOverrides(TypedDict, total=False):
     regularizer_coef: Tensor | float | nn.Module
     repeat_times: int
     reward_weights: Sequence[float] | None
+    roles: dict | None
     sapo_temperature_neg: Tensor | float | nn.Module
     sapo_temperature_pos: Tensor | float | nn.Module
     schema: SchemaName

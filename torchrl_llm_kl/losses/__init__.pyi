@@ -132,6 +132,7 @@ from torchrl_llm_kl.losses.objectives._relative import (
     kto_reference_point as kto_reference_point,
 )
 from torchrl_llm_kl.losses.objectives._supervised import (
+    ROLES as ROLES,
     echo as echo,
     mix as mix,
     mix_chord as mix_chord,
@@ -297,6 +298,7 @@ class ObjectiveArgs(TypedDict, total=False):
     ratio_max: Tensor | float | nn.Module | None
     regularizer: Literal["none", "k2", "forward-kl"]
     regularizer_coef: Tensor | float | nn.Module
+    roles: dict | None
     sapo_temperature_neg: Tensor | float | nn.Module
     sapo_temperature_pos: Tensor | float | nn.Module
     sft_loss_agg_mode: Aggregation | None

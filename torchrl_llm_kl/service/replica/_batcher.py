@@ -255,7 +255,7 @@ class Batcher:
             tokens += sum(waiting.sizes[unit] for unit in units)
             if waiting.take(units, answer):
                 self._again.add(waiting)
-                waiting.answer.add_done_callback(lambda _, done=waiting: self._again.discard(done))
+                waiting.answer.add_done_callback(partial(lambda done, _: self._again.discard(done), waiting))
                 self._waiting.add(waiting)
             elif waiting.answer.done():
                 latencies.append(end - waiting.arrived)
