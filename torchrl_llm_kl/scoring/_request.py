@@ -389,15 +389,15 @@ class ScoreRequest:
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
-        fields: Json = {name: _unpack(name, arrays, mask, len(lengths)) for name in names}
-        found = cls(tokens, mask, tokens, **fields)
-        arrays.end()
         try:
+            fields: Json = {name: _unpack(name, arrays, mask, len(lengths)) for name in names}
+            found = cls(tokens, mask, tokens, **fields)
+            arrays.end()
             _checked_mask(tokens, mask)
             if found.kept is not None:
                 check_kept(found.kept, tokens, mask)
         except ValueError as error:
-            raise ProtocolError(str(error)) from None
+            raise ProtocolError(f"{error!s:.300}") from None
         return found
 
     # ------------------------------------------------------------------ the tokens to forward
