@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
