@@ -49,7 +49,7 @@ Out = Annotated[
 @app.command()
 def run(
     only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(WORKLOADS)}; may be repeated.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs per contender; the result is their median.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per contender; the result is their median.")] = 7,
     quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
     device: Annotated[Device, typer.Option()] = Device.cpu,
     dtype: Annotated[Weights, typer.Option(help="Dtype of the weights.")] = Weights.float32,

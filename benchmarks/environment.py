@@ -35,6 +35,7 @@ def described(settings: Settings) -> dict[str, str]:
     """Settings that affect the figures."""
     return {
         "threads": str(torch.get_num_threads()),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "(not set)"),
         "quick": "yes" if settings.quick else "no",
         "weights": str(settings.dtype).removeprefix("torch."),

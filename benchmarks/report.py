@@ -16,10 +16,10 @@ _INTRO = """# Benchmark
 
 Written by `{command}`; do not edit.
 
-torchrl {torchrl} and this library do the same work on the same data, interleaved in one process; figures are medians. Each
-comparison first checks that both compute the same numbers, up to the difference in the table. Memory is the peak above the
-memory that the process held before. Scoring without a loss runs under `no_grad` in torchrl, which otherwise keeps the graphs
-of both models.
+torchrl {torchrl} and this library do the same work on the same data, interleaved in one process; figures are medians, with the
+quartiles of the speed-up over the runs. Each comparison first checks that both compute the same numbers, up to the difference
+in the table. Memory is the peak above the memory that the process held before. Scoring without a loss runs under `no_grad` in
+torchrl, which otherwise keeps the graphs of both models. [Where the time goes](TIME.md), [how it grows](SCALING.md).
 """
 
 
@@ -122,7 +122,7 @@ def _figures(result: Result) -> list[str]:
     return [
         _measured(outcome.theirs),
         _measured(outcome.ours),
-        f"{result.faster:.1f}x",
+        f"{result.faster:.1f}x" + ("" if result.quartiles is None else " ({:.1f} to {:.1f})".format(*result.quartiles)),
         "" if result.smaller is None else f"{result.smaller:.1f}x",
         "" if outcome.difference is None else f"{outcome.difference:.0e}",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,16 @@ class Result:
     def faster(self) -> float:
         """Time of the peer, relative to this library."""
         return self.outcome.theirs.seconds / self.outcome.ours.seconds
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """The quartiles of ``faster`` over the interleaved runs; None for a single run."""
+        pairs = zip(self.outcome.theirs.all_seconds, self.outcome.ours.all_seconds, strict=True)
+        ratios = [theirs / ours for theirs, ours in pairs]
+        if len(ratios) < 2:
+            return None
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        return low, high
 
     @property
     def smaller(self) -> float | None:

@@ -22,6 +22,7 @@ import torch
 import typer
 from rich.console import Console
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import environment
 from benchmarks.data import Batch, conversation, one_prompt
@@ -33,7 +34,7 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 
 HERE = Path(__file__).parent
 SIZE = ModelSize(vocab=8_000, hidden=256, layers=2)
-PACK, TILE = 1024, (1024, 2048)  # tokens of a forward, positions and tokens of a tile of the head, on a CPU
+PACK, TILE, TILES = 1024, (512, 2048), 5  # tokens of a forward, and the head's tiles of positions and tokens, on a CPU
 
 Calls = Sequence[tuple[Ragged, Tensor]]  # sequences and scored tokens of each call
 
@@ -55,7 +56,7 @@ class Point:
     value: int
     seconds: float
     multiply_adds: int
-    peak_mib: float | None
+    peak_mib: float
     formula_mib: float
 
 
@@ -99,11 +100,31 @@ def measure(axis: Axis, values: Sequence[int], repeats: int) -> list[Point]:
         rows, wanted = (_lists(each) for each in (sequences, sequences.like(scored)))
         shape = BodyShape.of(model.config)
         points.append((value, needed_multiply_adds(rows, wanted, shape), formula(shape, calls, axis.remember)))
-    found = alternate(contenders, HostMeter(), repeats=repeats, warm_up=1, memory_apart=True, clock=time.process_time)
+    found = alternate(contenders, _NoMeter(), repeats=repeats, warm_up=1, clock=time.process_time)
     return [
-        Point(value, found[str(value)].seconds, needed, found[str(value)].peak_mib, least)
+        Point(value, found[str(value)].seconds, needed, peak_of(contenders[str(value)]), least)
         for value, needed, least in points
     ]
+
+
+class _NoMeter(HostMeter):
+    def reset(self) -> None:
+        """Nothing: memory is measured apart."""
+
+    def peak_mib(self) -> None:
+        """Not measured."""
+
+
+def peak_of(contender: Contender) -> float:
+    """The most that torch has allocated at once, in MiB: the heap may hold more."""
+    given, held, peak = contender.prepare(), 0, 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        contender.run(given)
+    events = [event for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak / MIB
 
 
 def _answers(calls: Calls) -> list[tuple[int, Tensor]]:
@@ -129,13 +150,15 @@ def formula(shape: BodyShape, calls: Calls, remember: bool) -> float:
     sequences, scored = calls[-1]
     rows = [tuple(row.tolist()) for row in sequences.to_list()]
     prompt = next((i for i, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1), len(rows[0]))
-    tokens = len(rows[0]) if remember else prompt + sum(len(row) - prompt for row in rows)
-    before = max(0, tokens - PACK) if len(rows) == 1 else prompt if tokens > PACK else 0
-    kept = 4 * (shape.layers + 1) * before * 2 * shape.keys
-    body = 4 * min(tokens, PACK) * (3 * shape.intermediate + 4.5 * shape.hidden) + kept
-    head = 3 * 4 * min(int(scored.sum()), PACK, TILE[0]) * min(shape.vocab, TILE[1])
-    remembered = 4 * shape.layers * tokens * 2 * shape.keys if remember else 0
-    return (max(body, head) + remembered) / MIB
+    tokens, wide = prompt + sum(len(row) - prompt for row in rows), 3 * shape.intermediate + 4.5 * shape.hidden
+    # Tokens of each pack, and those of earlier packs that it attends to. A turn forwards only its own tokens.
+    packs = [(min(PACK, tokens - start), min(start, prompt)) for start in range(0, tokens, PACK)]
+    if remember:
+        new = len(_answers(calls)[-1][1])
+        packs = [(new, len(rows[0]) - new)]
+    body = max(4 * own * (wide + before) + 4 * (shape.layers + 1) * before * 2 * shape.keys for own, before in packs)
+    head = TILES * 4 * min(int(scored.sum()), PACK, TILE[0]) * min(shape.vocab, TILE[1])
+    return (max(body, head) + 4 * shape.layers * packs[-1][0] * 2 * shape.keys * remember) / MIB
 
 
 def slope(values: Sequence[int], costs: Sequence[float]) -> float:
@@ -153,8 +176,8 @@ Written by `python -m benchmarks.scaling`; do not edit.
 
 One score without gradient: {size}, on one thread of {processor}, in its processor's time, medians of {repeats}. "Theory"
 is the multiply-adds that the work needs (every distinct prefix once, attention to all before it, the head where a token is
-scored); the slopes are exponents over the upper half of each axis: 1 is linear. A slope below theory's is a fixed cost that
-still matters here. Memory is the peak above what was held before, beside the formula of
+scored); the slopes are exponents over the upper half of each axis: 1 is linear. A smaller slope than in theory is a fixed cost
+that still matters here. Memory is the peak above what was held before, beside the formula of
 [scoring](../docs/scoring.md#memory-on-the-device) with the packs and tiles of a CPU. What replicas add is in [RAY.md](RAY.md).
 
 ![Time and memory of each axis](scaling.png)
@@ -181,8 +204,8 @@ def page(found: dict[Axis, list[Point]], repeats: int) -> str:
                 f"{p.seconds:.3g} s",
                 f"{p.multiply_adds / 1e9:.3g}",
                 f"{2 * p.multiply_adds / p.seconds / 1e9:.0f}",
-                "" if p.peak_mib is None else f"{p.peak_mib:.0f} MiB",
-                f"{p.formula_mib:.0f} MiB",
+                f"{p.peak_mib:.1f} MiB",
+                f"{p.formula_mib:.1f} MiB",
             ]
             for p in points
         ]
@@ -199,7 +222,7 @@ def save_plot(found: dict[Axis, list[Point]], path: Path) -> None:
         above.plot(values, [p.multiply_adds * scale for p in points], "--", color="tab:gray", label="multiply-adds")
         above.plot(values, [p.seconds for p in points], marker="o", color="tab:blue", label="time")
         below.plot(values, [p.formula_mib for p in points], "--", color="tab:gray", label="formula")
-        below.plot(values, [p.peak_mib or math.nan for p in points], marker="o", color="tab:orange", label="peak")
+        below.plot(values, [p.peak_mib for p in points], marker="o", color="tab:orange", label="peak")
         for panel, label in ((above, "seconds"), (below, "MiB")):
             panel.set(xscale="log", yscale="log", xlabel=axis.name, ylabel=label)
             panel.set_xticks(values, [f"{v // 1024}k" if v >= 1024 else str(v) for v in values])

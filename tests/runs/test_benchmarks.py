@@ -13,7 +13,7 @@ for name in ("matplotlib", "rich", "tokenizers"):
 typer_testing = pytest.importorskip("typer.testing")
 from rich.console import Console  # noqa: E402
 
-from benchmarks import __main__ as cli, images, sampling  # noqa: E402
+from benchmarks import __main__ as cli, images, profiling, sampling, scaling  # noqa: E402
 from benchmarks.agreement import DisagreementError, largest_difference  # noqa: E402
 from benchmarks.measure import Contender, HostMeter, Measured, alternate  # noqa: E402
 from benchmarks.models import QUICK  # noqa: E402
@@ -79,6 +79,23 @@ def test_every_workload_runs_and_renders_again(tmp_path, monkeypatch):
     assert "--out" in refused.output
 
 
+@pytest.mark.slow
+def test_profile_and_growth(tmp_path):
+    """Every part of a profile is there, and they add up; theory beside measured slopes."""
+    profiling.main(["a4", "trl-step-apart", "e"], repeats=2, threads=1, quick=True, out=tmp_path)
+    lines = (tmp_path / "TIME.md").read_text().splitlines()
+    rows = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lines if line.startswith("| ")}
+    assert {"a4", "trl-step-apart", "e"} <= rows.keys()
+    for name in ("a4", "e"):
+        shares = [int(cell.rstrip("%")) for cell in rows[name][2 : 2 + len(profiling.PARTS)]]
+        assert 95 <= sum(shares) <= 105
+    scaling.main(repeats=1, quick=True, out=tmp_path)
+    page = (tmp_path / "SCALING.md").read_text()
+    assert all(f"| {axis.name} |" in page for axis in scaling.AXES)
+    assert (tmp_path / "time.png").exists()
+    assert (tmp_path / "scaling.png").exists()
+
+
 def test_devices_that_are_not_there_and_libraries_that_disagree(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, code, message in ((("--device", "cuda"), 1, "no CUDA device"), (("--only", "z"), 2, "'z'")):
@@ -124,6 +141,7 @@ def test_verdicts_and_newer_results_take_the_place_of_older(tmp_path):
         goals = result(targets).goals
         assert [goal.met for goal in goals] == met
         assert [goal.found for goal in goals] == [3.0, 16.0, 1.5][: len(met)]
+    assert result(Targets()).quartiles == pytest.approx((2.607, 5.25), abs=1e-3)  # of 4.5, 6 and 5 / 7
     run = Run("make bench", {}, {}, {}, (result(Targets()), replace(result(Targets()), name="y")))
     newer = replace(run, command="other", results=(replace(result(Targets(faster=9)), name="y"),))
     run.updated(newer).save(tmp_path)

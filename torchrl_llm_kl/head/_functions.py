@@ -19,9 +19,9 @@ from torchrl_llm_kl.head._tiles import Head, HeadOutput, OutcomesOutput, PairOut
 Direction = Literal["reverse", "forward", "jensen_shannon"]
 _SHARES = {"reverse": (1.0, 0.0), "forward": (0.0, 1.0)}
 
-# Positions and tokens of a tile. The CPU's is measured (benchmarks/head.py): half of it is as fast, but smaller tiles
-# mean more kernels, each of which may wait for a thread on a busy machine. The other one is a guess.
-_CPU_CHUNK = (1024, 2048)
+# Positions and tokens of a tile. The CPU's is measured (benchmarks/head.py): half and twice of it are hardly slower. The
+# other one is a guess.
+_CPU_CHUNK = (512, 2048)
 _CHUNK = (2048, 8192)
 
 

@@ -342,8 +342,8 @@ def hidden_pairs(layout: PackLayout, window: int | None) -> Tensor:
     return hidden
 
 
-def _hidden(rows: int, past: int, width: int, window: int | None, device: torch.device | None = None) -> Tensor:
-    distance = torch.arange(rows, device=device).unsqueeze(-1) + past - torch.arange(width, device=device)
+def _hidden(rows: int, past: int, width: int, window: int | None) -> Tensor:
+    distance = torch.arange(rows).unsqueeze(-1) + past - torch.arange(width)
     return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
@@ -369,8 +369,8 @@ def block_mask(
     rows: int, past: int, width: int, window: int | None, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """0 at keys that a query sees, ``-inf`` at others; ``[rows, width]``."""
-    hidden = _hidden(rows, past, width, window, device)
-    return torch.zeros(rows, width, device=device, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    mask = torch.full((rows, width), -torch.inf, device=device, dtype=dtype).triu_(past + 1)
+    return mask if window is None else mask.add_(torch.full_like(mask, -torch.inf).tril_(past - window))
 
 
 def attend_block(inputs: Inputs, mask: Tensor | None) -> Tensor:
