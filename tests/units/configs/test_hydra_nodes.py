@@ -243,17 +243,17 @@ def test_torchrls_grpo_trainer_takes_the_loss(tokenizer: Any, policy_model: nn.M
         ("kl.add_to_reward=7.5", ConfigCompositionException, "is not a valid bool"),
         ("loss.hyper={clip_hihg: 0.3}", InstantiationException, "Did you mean 'clip_high'"),
         (
-            "loss.hyper={temperature: 0.3}",
+            "loss.hyper={aggregation: none}",
             InstantiationException,
-            r"temperature is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once",
+            r"aggregation is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hyper: give it once",
         ),
-        ("loss.dtype=float31", InstantiationException, "dtype='float31' is not one of torch's"),
+        ("loss.options.dtype=float31", InstantiationException, "dtype='float31' is not one of torch's"),
         ("+coefficient@kl.coeff=adaptive", MissingMandatoryValue, r"Missing mandatory value: .*coeff\.init"),
     ],
 )
 def test_what_is_refused(overrides: str, error: type[Exception], message: str) -> None:
     def build() -> None:
-        cfg = compose("+loss=policy", "+transform@kl=retrieve_kl", overrides)
+        cfg = compose("+loss=policy", "+options@loss.options=base", "+transform@kl=retrieve_kl", overrides)
         instantiate(cfg.loss, actor=nn.Linear(1, 1))
         instantiate(cfg.kl)
 
