@@ -51,7 +51,7 @@ config = Qwen2Config(
     num_key_value_heads=1,
 )
 student, teacher = Qwen2ForCausalLM(config), Qwen2ForCausalLM(config)
-gkd = make_algorithm("gkd", student, reference=teacher, top_k=64, beta=0.5, temperature=1.0)
+gkd = make_algorithm("gkd", student, reference=teacher, top_k=64, beta=0.5)
 
 full = torch.randint(97, (4, 12))  # answers of the student, or of others
 tokens = TensorDict(full=full, prompt=full[:, :4], batch_size=[4])

@@ -91,10 +91,8 @@ def foreign_hint(name: str, known: Iterable[str] = ()) -> str:
         >>> foreign_hint("kl_loss_coef")
         " verl's 'kl_loss_coef' is 'kl_loss_coeff' of make_algorithm."
     """
-    if any(row.place == "sampling" and row.here == name for row in FOREIGN):
-        return (
-            f" A setting of the sampler: options=ScoreOptions(Sampling({name}=...)) of PolicyLoss and make_algorithm."
-        )
+    if name == "temperature":
+        return " A setting of the sampler: options=ScoreOptions(Sampling(temperature=...)) of PolicyLoss and make_algorithm."
     accepted = set(known)
     said = []
     for library in ("TRL", "Trinity-RFT", "verl"):

@@ -133,6 +133,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cispo": {"enable_mask_clip": True},
     "rec": {"clip_mode": "two-side"},
     "dpo": {"weighting": "probability"},
+    "mix_chord": {"mu": losses.FixedKLCoefficient(0.5)},
 }
 CORRECTIONS = [
     losses.ImportanceWeights(mode="truncate"),

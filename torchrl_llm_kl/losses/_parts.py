@@ -216,7 +216,10 @@ class TermPart(Part):
     def forward(self, inputs: LossInputs) -> tuple[LossTerm, ...]:
         """The terms for these inputs."""
         clean = inputs.is_clean and spec_of(self.function) is not None
-        return self.run(inputs.given, **({"is_clean": True} if clean else {}))
+        terms: tuple[LossTerm, ...] = self.run(inputs.given, **({"is_clean": True} if clean else {}))
+        if (mu := self._modules.get("mu")) is not None:
+            terms = *terms[:-1], terms[-1].replace(metrics={**terms[-1].metrics, "mu": mu().detach()})
+        return terms
 
 
 class KLToReference(TermPart):

@@ -436,8 +436,8 @@ def test_overrides_and_further_arguments_of_make_algorithm(model: nn.Module) -> 
     assert found.overrides["entropy_coeff"] is not found.overrides["entropy_coeff"]
     found = from_trl({"num_generations": 4, "temperature": 0.7, "top_k": 5, "use_vllm": True})
     assert found.make(model).loss.sampling.top_k == 0  # as TRL scores
-    more = {"group_key": "query", "loss_args": {"tokens_per_batch": 64}, "clip_low": 0.1}
-    parts = found.make(model, options=ScoreOptions(found.sampling), **more)
+    more = {"group_key": "query", "loss_args": {"functional": True}, "clip_low": 0.1}
+    parts = found.make(model, options=ScoreOptions(found.sampling, dtype=torch.float32), **more)
     assert (parts.loss.sampling.temperature, parts.loss.sampling.top_k) == (0.7, 5)
     assert float(parts.loss.clip_low) == pytest.approx(0.1)
     assert len(parts.loss.corrections) == 1

@@ -37,7 +37,7 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
     given |= {"critic": TabularCritic(TASK)} if preset.use_critic else {}
     given |= {"max_len": 2} if name == "dr_grpo" else {}
     parts = make_algorithm(name, TASK.policy(), **given)
-    assert parts.algorithm == (replace(preset, max_len=2) if name == "dr_grpo" else preset)
+    assert parts.algorithm == replace(preset, max_len=given.get("max_len"))
     assert parts.schema.name == preset.schema
     assert parts.loss.objective.function.__name__ == preset.objective
     assert [term.function.__name__ for term in parts.loss.terms] == (["kl_to_ref"] if preset.kl_loss != "none" else [])

@@ -239,19 +239,13 @@ TWICE = r"max_len is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hy
         ("kl.add_to_reward=7.5", ConfigCompositionException, "is not a valid bool"),
         ("loss.hyper={clip_hihg: 0.3}", InstantiationException, "Did you mean 'clip_high'"),
         ("loss.hyper={max_len: 3}", InstantiationException, TWICE),
-        (
-            "+options@loss.options=base loss.options.dtype=float31",
-            InstantiationException,
-            "dtype='float31' is not one of torch's",
-        ),
+        ("loss.options.dtype=float31", InstantiationException, "dtype='float31' is not one of torch's"),
         ("+coefficient@kl.coeff=adaptive", MissingMandatoryValue, r"Missing mandatory value: .*coeff\.init"),
     ],
 )
 def test_what_is_refused(overrides: str, error: type[Exception], message: str) -> None:
     def build() -> None:
-        cfg = compose(
-            "+loss=policy", "+transform@kl=retrieve_kl", *overrides.split(" ") if "@loss" in overrides else [overrides]
-        )
+        cfg = compose("+loss=policy", "+options@loss.options=base", "+transform@kl=retrieve_kl", overrides)
         instantiate(cfg.loss, actor=nn.Linear(1, 1))
         instantiate(cfg.kl)
 

@@ -13,6 +13,7 @@ from by_hand import tensor as f64
 from objective_cases import random_batch
 from torchrl_llm_kl.estimators import ScheduledCoefficient
 from torchrl_llm_kl.losses import (
+    LossInputs,
     LossTerm,
     aggregate,
     count,
@@ -24,6 +25,7 @@ from torchrl_llm_kl.losses import (
     sft_phi,
     spec_of,
 )
+from torchrl_llm_kl.losses._parts import TermPart
 
 NAN = float("nan")
 HYPER = {"clip_low": 0.3, "clip_high": 0.2, "clip_ratio_c": 2.5}
@@ -175,7 +177,7 @@ def test_the_loss_reads_roles_only_if_they_are_weighed() -> None:
 def test_mix_chord_by_hand() -> None:
     data = mixture()
     usual, expert = mix_chord(**data, mu=scheduled(8, **SCHEDULE), **HYPER)
-    close([usual.weight, expert.weight, expert.metrics["mu"]], [0.5, 0.5, 0.5])
+    close([usual.weight, expert.weight], [0.5, 0.5])
     close(usual.value[usual.mask], [-3.6, 2.1, -5.5, 2.5])
     close(expert.value[expert.mask], [0.1732868, 0.2575101])
     (gradient,) = torch.autograd.grad(total((usual, expert)), data["log_prob"])
@@ -212,15 +214,14 @@ def test_mu_may_be_a_tensor() -> None:
     mu = torch.tensor(0.3)
     close([term.weight for term in mix(**mixture(), mu=mu)], [0.7, 0.3])
     usual, expert = mix_chord(**mixture(), mu=mu.requires_grad_())
-    close([usual.weight.detach(), expert.weight.detach(), expert.metrics["mu"]], [0.7, 0.3, 0.3])
-    assert not expert.metrics["mu"].requires_grad
-    close(mix_chord(**mixture(), mu=0.25)[1].metrics["mu"], 0.25)
+    close([usual.weight.detach(), expert.weight.detach()], [0.7, 0.3])
+    assert "mu" not in expert.metrics  # a constant
     # Tensors without data raise when they are read.
     data = {key: value.detach().to("meta") for key, value in mixture().items()}
     coefficient = ScheduledCoefficient(**SCHEDULE).to("meta")
     coefficient.update()
     usual, expert = mix_chord(**data, mu=coefficient())
-    assert usual.weight.device.type == expert.metrics["mu"].device.type == "meta"
+    assert usual.weight.device.type == expert.weight.device.type == "meta"
     close([mix_chord(**mixture(), mu=scheduled(step, **SCHEDULE))[1].weight for step in range(3)], [0.0, 0.2, 0.4])
 
 
@@ -235,6 +236,12 @@ def test_the_schedule_by_hand() -> None:
             assert isinstance(found, Tensor), step
             assert_close(found, torch.tensor(mu))
     assert list(at_once.state_dict()) == ["value", "step"]
+    given, coefficient = mixture(), ScheduledCoefficient(**SCHEDULE)
+    inputs, part = LossInputs(given.pop("log_prob"), given.pop("mask"), **given), TermPart(mix_chord, mu=coefficient)
+    for expected in (0.0, 0.2):
+        expert = part(inputs)[1]
+        close([expert.weight, expert.metrics["mu"]], [expected] * 2)
+        coefficient.update()
     for warmup, decay, expected in ((0, 0, [0.2] * 3), (2, 0, [0.0, 0.4, 0.2]), (0, 2, [0.8, 0.5, 0.2])):
         close([scheduled(step, peak=0.8, valley=0.2, warmup=warmup, decay=decay) for step in range(3)], expected)
     for given in ({"warmup": -1}, {"decay": -1}, {"peak": -0.1}, {"valley": 1.1}, {"peak": NAN}):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import NonNegative, PositiveShare, Scalar, Share, check_range, masked_mean
@@ -274,7 +273,7 @@ def mix_chord(
         usual_aggregation, expert_aggregation: see :func:`mix`.
 
     Returns:
-        The two terms of :func:`mix`; ``expert`` also has the metrics ``mu`` and, if weighted, ``weight_mean``.
+        The two terms of :func:`mix`; ``expert`` also has ``weight_mean``, if weighted. A loss logs a ``mu`` that is a module.
 
     Example:
         >>> one = torch.ones(1, 1)
@@ -289,8 +288,7 @@ def mix_chord(
     bounds: Any = {"clip_low": clip_low, "clip_high": clip_high, "clip_ratio_c": clip_ratio_c}
     sums: Any = {"usual_aggregation": usual_aggregation, "expert_aggregation": expert_aggregation}
     usual, expert = mix(log_prob, mask, mu=mu, **inputs, **bounds, **sums)
-    metrics = {**expert.metrics, "mu": torch.as_tensor(mu, dtype=log_prob.dtype, device=log_prob.device).detach()}
     if enable_phi_function:
         (weighted,) = sft_phi(log_prob, expert.mask)
-        expert, metrics = expert.replace(value=weighted.value), {**weighted.metrics, **metrics}
-    return usual, expert.replace(metrics=metrics)
+        expert = expert.replace(value=weighted.value, metrics={**weighted.metrics, **expert.metrics})
+    return usual, expert
