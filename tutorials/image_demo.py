@@ -226,8 +226,16 @@ def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, held_ou
         answers = {name: sample(model, tokenizer, held_out, greedy=name == "greedy") for name in ("sampled", "greedy")}
     found = {name: rows["next", "reward"].mean().item() for name, rows in answers.items()}
     for name, share in list(found.items()):
-        found[f"{name}_half"] = 1.96 * (share * (1 - share) / len(held_out)) ** 0.5  # half of its 95 % interval
+        found[f"low/{name}"], found[f"high/{name}"] = interval(share, len(held_out))
     return found
+
+
+def interval(share: float, number: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of ``number`` independent answers."""
+    z = 1.96
+    centre, shrunk = share + z**2 / (2 * number), 1 + z**2 / number
+    half = z * (share * (1 - share) / number + (z / (2 * number)) ** 2) ** 0.5
+    return (centre - half) / shrunk, (centre + half) / shrunk
 
 
 # ------------------------------------------------------------------ training
@@ -309,15 +317,11 @@ def train(settings: Settings, out: Path) -> dict[str, str]:
 
 def report(rows: Sequence[Metrics], evaluations: Sequence[Metrics], settings: Settings, out: Path) -> dict[str, str]:
     """Draw the curves; returns the summary."""
-    ends = [
-        (row["step"], row["sampled"], row["sampled"] - row["sampled_half"], row["sampled"] + row["sampled_half"])
-        for row in evaluations
-    ]
     plot_curves(
         rows,
         out / "curves.png",
         kl_target=settings.kl_target,
-        held_out=ends,
+        held_out=[(row["step"], row["sampled"], row["low/sampled"], row["high/sampled"]) for row in evaluations],
         title=f"GRPO on pictures, seed {settings.seed}: counting coloured squares",
         reward_label="share right, sampled answers",
         held_out_label=f"the same, {settings.held_out} held-out pictures",
@@ -326,7 +330,8 @@ def report(rows: Sequence[Metrics], evaluations: Sequence[Metrics], settings: Se
     )
     found, last = {}, [row["kl"] for row in rows[-max(1, len(rows) // 4) :]]
     for name, label in (("sampled", "sampled answers"), ("greedy", "most probable answers")):
-        before, after = (f"{row[name]:.1%} ± {row[f'{name}_half']:.1%}" for row in (evaluations[0], evaluations[-1]))
+        ends = (evaluations[0], evaluations[-1])
+        before, after = (f"{row[name]:.1%} ({row[f'low/{name}']:.1%} to {row[f'high/{name}']:.1%})" for row in ends)
         found[f"right, held-out pictures, {label}"] = f"{before} -> {after}"
     found["KL to the reference, last quarter"] = f"{sum(last) / len(last):.3f} nats per answer"
     found["its target"] = f"{settings.kl_target:g} nats per answer"

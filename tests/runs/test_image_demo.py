@@ -67,5 +67,6 @@ def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert rows[0]["kl"] == 0  # policy and reference are one model
     assert rows[-1]["kl"] != 0
     assert 0 < rows[0]["reward"] < 1
+    assert demo.interval(1.0, 2) == pytest.approx((2 / (2 + 1.96**2), 1.0))
     with pytest.raises(ValueError, match="kl_target is 0: expected more than 0"):
         demo.main(demo.Settings(kl_target=0.0))
