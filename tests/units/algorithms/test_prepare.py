@@ -503,8 +503,6 @@ def test_no_metric_is_constant_by_construction(name: str) -> None:
         "cispo": {"clip_fraction_low"},
         # Its advantages are not negative, other advantages of this objective are.
         "pass_at_k": {"clip_fraction_low", "clip_fraction_dual"},
-        # A number here; a coefficient with a schedule moves.
-        "mix_chord": {"mu"},
         # A KL below 0 counts as 0, which it is for these answers.
         "kto": {"reference_point"},
     }.get(name, set())
