@@ -13,7 +13,7 @@ for name in ("matplotlib", "rich", "tokenizers"):
 typer_testing = pytest.importorskip("typer.testing")
 from rich.console import Console  # noqa: E402
 
-from benchmarks import __main__ as cli, sampling  # noqa: E402
+from benchmarks import __main__ as cli, images, sampling  # noqa: E402
 from benchmarks.agreement import DisagreementError, largest_difference  # noqa: E402
 from benchmarks.measure import Contender, HostMeter, Measured, alternate  # noqa: E402
 from benchmarks.models import QUICK  # noqa: E402
@@ -183,6 +183,13 @@ def test_shapes_and_fractions():
     assert Roofline(multiply_adds=500, product_flops=100.0, seconds=20.0).fraction == 0.5
     # two rows of 3 tokens, each attending to 3; 4 positions in the head
     assert padded_multiply_adds(2, 3, 4, SHAPE) == 6 * TOKEN + attention(*[3] * 6) + 4 * HEAD
+
+
+def test_the_images_benchmark_counts_what_is_encoded_and_agrees() -> None:
+    found = images.measure(layers=1, hidden=64, groups=2, answers=3, length=4, repeats=1)
+    assert [*found.encoded.values()] == [{images.OWN: 6, images.OURS: 2}] * 2
+    assert found.difference < 1e-4
+    assert images.table(found).row_count == 4
 
 
 def test_the_sampling_benchmark_has_the_entropy_that_was_asked_for_and_a_row_for_each_kind() -> None:

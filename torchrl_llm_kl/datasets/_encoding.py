@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -149,14 +149,14 @@ class Encoder:
     tools: Sequence[object] | None = None
     chat_template: str | None = None
     template_kwargs: Mapping[str, object] | None = None
-    processor: Any = field(default=None, init=False)
+    _processor: ClassVar[Any] = None  # that the tokenizer is of
 
     def __post_init__(self) -> None:
         if is_processor(self.tokenizer):
-            object.__setattr__(self, "processor", self.tokenizer)
-            object.__setattr__(self, "tokenizer", self.processor.tokenizer)
+            object.__setattr__(self, "_processor", self.tokenizer)
+            object.__setattr__(self, "tokenizer", self._processor.tokenizer)
             if self.chat_template is None:
-                object.__setattr__(self, "chat_template", getattr(self.processor, "chat_template", None))
+                object.__setattr__(self, "chat_template", getattr(self._processor, "chat_template", None))
         if self.layout != "tokens" and not hasattr(self.tokenizer, "eos_token_id"):
             raise TypeError(
                 f"expected a tokenizer of transformers, found {type(self.tokenizer).__name__}: load it with "
@@ -247,7 +247,7 @@ class Encoder:
         options["tools"] = self.tools if value.get("tools") is None else value["tools"]
         try:
             whole, images = split_images([*prompt, *answer])
-            if images and self.processor is None:
+            if images and self._processor is None:
                 raise RowError(f"has {len(images)} images: pass the model's processor in place of its tokenizer")
             rendered = render_conversation(self.tokenizer, whole, **options)
             spans = every = rendered.assistant_spans
@@ -256,7 +256,7 @@ class Encoder:
                 spans = every[len(before.assistant_spans) :]
             if images:
                 ((tokens, mask), (_, assistant)), found = encode_images(
-                    self.processor, rendered.text, images, spans, every
+                    self._processor, rendered.text, images, spans, every
                 )
                 return tokens, mask, assistant, found
             if spans is every:

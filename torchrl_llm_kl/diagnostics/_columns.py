@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection
@@ -18,6 +17,7 @@ from typing_extensions import TypedDict
 
 from torchrl_llm_kl._numerics import NOT_FINITE
 from torchrl_llm_kl._registry import no_such
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged, on_host, read_column
 from torchrl_llm_kl.rollouts import (
     Located,
@@ -228,7 +228,7 @@ def _find(td: TensorDictBase, name: str, key: NestedKey) -> NestedKey | None:
 def _score(
     tokens: Ragged,
     mask: Tensor,
-    images: list[Any] | None,
+    images: ImageRows | None,
     policy: ModelOrScorer | None,
     reference: ModelOrScorer | None,
     scored: Sampling,

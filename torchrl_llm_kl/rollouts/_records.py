@@ -15,13 +15,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase, is_non_tensor, unravel_key
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Dense, Node, Ragged, Rows, node_of, segment_sum, unbind_rows, write_ragged
 from torchrl_llm_kl.rollouts._entries import find_key, leaves, per_token, read_of, require_key
 from torchrl_llm_kl.rollouts._keys import sub_key
@@ -146,7 +147,7 @@ def read_routing(td: TensorDictBase, key: NestedKey, tokens: Ragged, responses: 
 # ------------------------------------------------------------------ images
 
 
-def read_images(td: TensorDictBase, key: NestedKey) -> list[Mapping[str, object] | None] | None:
+def read_images(td: TensorDictBase, key: NestedKey) -> ImageRows | None:
     """What a processor returned for the images of each row, None for a row without; None if no row has images.
 
     Args:
@@ -168,7 +169,7 @@ def read_images(td: TensorDictBase, key: NestedKey) -> list[Mapping[str, object]
     return None
 
 
-def _image_rows(td: Node, path: tuple[str, ...]) -> list[Any]:
+def _image_rows(td: Node, path: tuple[str, ...]) -> ImageRows:
     """The entry of each row of ``td``, in row-major order."""
     if isinstance(td, LazyStackedTensorDict) and not is_non_tensor(td):
         parts = [_image_rows(node_of(each), path) for each in td.tensordicts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, cast, overload
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchrl_llm_kl._private import chat_templates
 from torchrl_llm_kl._registry import no_such
-from torchrl_llm_kl._typing import Json
+from torchrl_llm_kl._typing import ImageRows, Json
 from torchrl_llm_kl.masks import (
     RenderedConversation,
     Tokenizer,
@@ -107,9 +107,8 @@ class TokenisingOptions:
             )
         kwargs = {**interface.template_kwargs, **self.template_kwargs}
         if is_processor(tokenizer):
-            own: Any = tokenizer
-            tokenizer = own.tokenizer
-            kwargs.setdefault("chat_template", getattr(own, "chat_template", None))
+            kwargs.setdefault("chat_template", getattr(tokenizer, "chat_template", None))
+            tokenizer = cast(Tokenizer, vars(tokenizer)["tokenizer"])
         name = kwargs.pop("chat_template_name", None)
         if name is not None and kwargs.get("chat_template") is None:
             own = getattr(tokenizer, "chat_template", None)
@@ -132,7 +131,7 @@ def render_history(
     scope: Scope,
     assistant_only: bool = True,
     add_generation_prompt: bool = False,
-) -> tuple[Ragged, Tensor, list[Any] | None]:
+) -> tuple[Ragged, Tensor, ImageRows | None]:
     """Render and tokenise the conversations under ``key`` with the model's own chat template.
 
     With ``scope="turn"`` and a separate prompt entry, only the turns after the prompt are masked in.
@@ -158,7 +157,7 @@ def render_history(
             prompts = [split_images(prompt)[0] for prompt in prompts]
             masks, spans = _response_masks(tokenizer, rendered, conversations, prompts, kwargs)
     ids = [r.token_ids for r in rendered]
-    inputs: list[Any] = [None] * len(rendered)
+    inputs: list[Mapping[str, object] | None] = [None] * len(rendered)
     for row, some in enumerate(images):
         if some and not is_processor(processor):
             raise ValueError(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 from zlib import crc32
 
 import torch
@@ -18,6 +18,7 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_choice, send
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.ragged import Ragged, has_entry, on_host, read_column, read_ragged, same_rows
 from torchrl_llm_kl.rollouts._entries import MissingEntryError, describe_entries, leading_zeros, sequence_ids_of
 from torchrl_llm_kl.rollouts._keys import TOKENS_FULL, ModelInterface, sub_key
@@ -47,7 +48,7 @@ class Located:
     source: NestedKey
     sampled: bool
     on_host: Tensor | None = field(default=None, kw_only=True)
-    images: list[Any] | None = field(default=None, kw_only=True)
+    images: ImageRows | None = field(default=None, kw_only=True)
 
     @property
     def host_mask(self) -> Tensor:
@@ -250,7 +251,7 @@ def prompt_ids(td: TensorDictBase) -> Tensor | None:
     return torch.stack([found, contents]).unique(dim=1, return_inverse=True)[1]
 
 
-def _checksum(images: Mapping[str, Any] | None) -> str:
+def _checksum(images: Mapping[str, object] | None) -> str:
     numbers = {name: torch.as_tensor(x).cpu().float().contiguous() for name, x in sorted((images or {}).items())}
     return str([(name, tuple(x.shape), crc32(x.numpy().data)) for name, x in numbers.items()])
 

@@ -13,23 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send
+from torchrl_llm_kl._typing import ImageRows, Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
 from torchrl_llm_kl.scoring._model import Setup, call, find_body
 from torchrl_llm_kl.scoring._wrapping import unwrapped
 
-if TYPE_CHECKING:
-    from torchrl_llm_kl.scoring._request import PaddedBatch
-
-#: What a processor returned for each row: its tensors by name, or None for a row without images.
-ImageRows = Sequence[Mapping[str, Any] | None]
 #: Families whose scores with images were compared with the models' own.
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "llava_onevision", "smolvlm", "idefics3")
 # Names in a processor's output that are of the tokens: they follow from the ids.
@@ -132,29 +128,21 @@ class RowImages:
         if counts.size and int(counts.min()) < 0:
             raise ProtocolError(f"a request holds {int(counts.min())} images for a sequence, expected at least 0.")
         index = arrays.take(f"{name}_index", "i", int(counts.sum())).astype(np.int64)
-        names = [each.removeprefix(f"{name}.") for each in arrays.found if each.startswith(f"{name}.")]
-        names = [each for each in names if not each.endswith(".shapes")]
+        names = [each for each in arrays.found if each.startswith(f"{name}.") and not each.endswith(".shapes")]
         columns: dict[str, list[Tensor]] = {}
         for each in names:
-            data, shapes = (
-                arrays.take(f"{name}.{each}", "iuf", None),
-                arrays.take(f"{name}.{each}.shapes", "i", None, None),
-            )
-            rows = [[int(n) for n in shape] for shape in shapes]
-            sizes = [int(np.prod(shape, dtype=object)) if min(shape, default=0) >= 0 else -1 for shape in rows]
-            if shapes.shape[1] > MAX_DIMS or min(sizes, default=0) < 0 or sum(sizes) != len(data):
-                raise ProtocolError(f"a request holds {len(data)} numbers in {name}.{each:.40}, and shapes of others.")
-            flat = torch.from_numpy(data.astype(data.dtype.newbyteorder("=")))
-            columns[each] = [t.reshape(shape) for t, shape in zip(flat.split(sizes), rows, strict=True)]
+            data, shapes = arrays.take(each, "iuf", None), arrays.take(f"{each}.shapes", "i", None, None).astype(object)
+            sizes = shapes.prod(1).tolist()  # of Python's numbers
+            if shapes.shape[1] > MAX_DIMS or (shapes < 0).any() or sum(sizes) != len(data):
+                raise ProtocolError(f"a request holds {len(data)} numbers in {each:.40}, and shapes of others.")
+            flat = torch.from_numpy(data.astype(data.dtype.newbyteorder("="))).split(sizes)
+            columns[each.removeprefix(f"{name}.")] = [x.reshape(n) for x, n in zip(flat, shapes.tolist(), strict=True)]
         number = {len(column) for column in columns.values()}
         if len(number) != 1 or (index.size and not (int(index.min()) >= 0 and int(index.max()) < max(number))):
             raise ProtocolError(f"a request holds {sorted(number)} images and an index of others.")
         inputs = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
-        try:
-            for image in inputs:
-                _check_image(image, "of a request")
-        except ValueError as error:
-            raise ProtocolError(f"{error!s:.300}") from None
+        for image in inputs:
+            _check_image(image, "of a request")
         return _tidy(inputs, [_digest(image) for image in inputs], torch.from_numpy(index), counts.tolist())
 
 
@@ -177,7 +165,7 @@ def _tidy(
     return RowImages(chosen, tuple(place), index, torch.tensor(list(counts), dtype=torch.long))
 
 
-def _tensors(record: Mapping[str, Any], row: int) -> dict[str, Tensor]:
+def _tensors(record: Mapping[str, object], row: int) -> dict[str, Tensor]:
     """What a processor returned for a row's images, on the CPU, in numpy's types."""
     if not hasattr(record, "items"):
         raise TypeError(f"images of row {row}: expected a processor's output or None, got {type(record).__name__}.")
@@ -293,7 +281,7 @@ class ImageModel:
         found: list[list[Tensor]] = [[]] * len(images.inputs)
         for group in groups.values():
             some = [images.inputs[i] for i in group]
-            given: dict[str, Any] = {}
+            given: Json = {}
             for name in images.names:
                 join = torch.cat if name == _PIXELS and _GRID in some[0] else torch.stack
                 given[name] = send(join([image[name] for image in some]), device)
@@ -336,16 +324,14 @@ class ImageInputs:
         out[self.places] = digests[self.images.index].repeat_interleave(counts[self.images.index])
         return out
 
-    def arguments(self, rows: Sequence[int], ids: Tensor) -> dict[str, Any]:
+    def arguments(self, rows: Sequence[int], ids: Tensor) -> Json:
         """What the multimodal body takes beside the padded ids ``[b, T]`` of some rows and their mask."""
         chosen = [i for row in rows for i in self.images.of_row(row)]
         if not chosen:
             return {}
         first, *deep = map(list, zip(*(self.features[i] for i in chosen), strict=True))
         stacked = torch.stack(first) if self.model.body.config.model_type == "gemma3" else first
-        given: dict[str, Any] = {
-            "mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=stacked, deepstack_features=deep)}
-        }
+        given: Json = {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=stacked, deepstack_features=deep)}}
         if _GRID in self.images.names:
             given[_GRID] = send(torch.stack([self.images.inputs[i][_GRID] for i in chosen]), self.setup.device)
         if self.model.types is not None:
@@ -365,24 +351,24 @@ class ImageInputs:
 
     # ------------------------------------------------------------------ for packs
 
-    def prepare(self, batches: Sequence[tuple[Sequence[int], PaddedBatch]], needed: Tensor) -> bool:
+    def prepare(self, batches: Sequence[tuple[Sequence[int], Tensor, Tensor, Tensor]], needed: Tensor) -> bool:
         """Take what the multimodal body passes to the language model for the ``needed [N]`` tokens of whole rows.
 
-        False if that cannot run in packs: an attention that is more than causal, or an input of another kind.
+        Of each batch its rows, and ids, mask and sources as in :class:`PaddedBatch`. False if that cannot run in packs: an
+        attention that is more than causal, or an input of another kind.
         """
         self._place, self._deep_place = torch.full((2, len(needed)), -1)
         parts: list[dict[str, Tensor]] = []
         deep: list[Sequence[Tensor]] = []
-        for rows, batch in batches:
-            ids, real, wanted = (
-                send(x, self.setup.device) for x in (*batch[:2], (batch.sources >= 0) & needed[batch.sources])
-            )
+        for rows, *batch, sources in batches:
+            here = (sources >= 0) & needed[sources]
+            ids, real, wanted = (send(x, self.setup.device) for x in (*batch, here))
             with self.setup.active(), self.forward() as body, _watched(find_body(self.setup.model)) as seen:
                 call(body, ids, attention_mask=real, use_cache=False, **self.arguments(rows, ids))
             given = {name: x for name, x in seen.items() if isinstance(x, (Tensor, Mapping)) or "deepstack" in name}
             if not _is_causal(given.pop("attention_mask", None), real):
                 return False
-            elements = batch.sources[wanted.cpu()]
+            elements = sources[here]
             self._place[elements] = torch.arange(len(elements)) + sum(len(part["inputs_embeds"]) for part in parts)
             marked, layers = given.pop("visual_pos_masks", None), given.pop("deepstack_visual_embeds", None)
             if marked is not None and layers is not None:
@@ -407,10 +393,10 @@ class ImageInputs:
         self._deep = [torch.cat(layer) for layer in zip(*deep, strict=True)]
         return True
 
-    def of_pack(self, elements: Tensor) -> dict[str, Any]:
+    def of_pack(self, elements: Tensor) -> Json:
         """The language model's inputs for the tokens at flat ``elements [n]``."""
         at = send(self._place[elements], self.setup.device)
-        found: dict[str, Any] = {name: x[at][None] for name, x in self._inputs.items()}
+        found: Json = {name: x[at][None] for name, x in self._inputs.items()}
         positions = found["position_ids"]
         found["position_ids"] = positions[..., 0] if positions.shape[-1] == 1 else positions.permute(2, 0, 1)
         deep = self._deep_place[elements]
@@ -429,10 +415,10 @@ class _Nothing:
 
 
 @contextmanager
-def _watched(decoder: nn.Module | None) -> Iterator[dict[str, Any]]:
+def _watched(decoder: nn.Module | None) -> Iterator[Json]:
     """Context: calls of the language model are not run; their arguments are in the dict."""
     assert decoder is not None, "packs need a body"
-    seen: dict[str, Any] = {}
+    seen: Json = {}
     before = decoder.__dict__.get("forward")
     decoder.__dict__["forward"] = lambda *_, **given: seen.update(given) or _Nothing()
     try:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_range, send
 from torchrl_llm_kl._private import compiled_call
+from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._attention import Gradients, KeysValues, PackLayout, PackPiece, link, pack_attention
 from torchrl_llm_kl.scoring._cache import CacheLookup, PrefixKVCache
@@ -135,12 +136,10 @@ class PackedPass:
                 earlier += pieces[at].length
         return here + earlier, earlier
 
-    def _forward(
-        self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: dict[str, Any] | None = None
-    ) -> Tensor:
+    def _forward(self, layout: PackLayout, ids: Tensor, positions: Tensor, inputs: Json | None = None) -> Tensor:
         """The hidden states of a pack; ``[1, N, H]``. ``inputs`` take the place of ids and positions."""
         body = body_and_head(self.setup.model)[0]
-        options: dict[str, Any] = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
+        options: Json = {"position_ids": positions[None], "use_cache": False, **(inputs or {})}
         if any(compiled_call(module) for module in body.modules()):
             layout.gradients = self._gradients
             options["attention_mask"] = link(layout, self._last, ids.device)
@@ -306,9 +305,9 @@ class PaddedPass:
                 return self._run(ids, real, slots, given)
             return self._run(ids, real, slots)
 
-    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, images: dict[str, Any] | None = None) -> States:
+    def _run(self, ids: Tensor, real: Tensor, slots: Tensor, images: Json | None = None) -> States:
         setup = self.setup
-        options: dict[str, Any] = {"attention_mask": real} if setup.route.mask else {}
+        options: Json = {"attention_mask": real} if setup.route.mask else {}
         if images is not None:
             options = {"attention_mask": real, **images}
         elif setup.route.positions:
@@ -421,7 +420,7 @@ class Run:
         if self.tree is not None and not self.forks:
             needed = self.tree.forwarded(len(whole.mask))
             batches = padded_batches(whole.forward_lengths, self.budget, *(setup.model for setup in self.setups))
-            padded = [(rows.tolist(), whole.padded(rows)) for rows in batches]
+            padded = [(rows.tolist(), x.ids, x.real, x.sources) for rows in batches for x in [whole.padded(rows)]]
             if all(images.prepare(padded, needed) for images in self.images):
                 return
         if self.tree is not None:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
-from torchrl_llm_kl.scoring._images import ImageRows, RowImages
+from torchrl_llm_kl.scoring._images import RowImages
 from torchrl_llm_kl.scoring._options import Changes, ScoreOptions
 from torchrl_llm_kl.scoring._request import RequestFields, RoutedExperts, ScoreRequest, Sequences, TokenMask
 from torchrl_llm_kl.scoring._sampling import Sampling

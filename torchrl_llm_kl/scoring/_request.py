@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import check_finite, check_is_mask, to_host
+from torchrl_llm_kl._typing import ImageRows, Json
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Dense, Ragged, Rows
 from torchrl_llm_kl.scoring._bytes import MAX_DIMS, Arrays, ProtocolError
-from torchrl_llm_kl.scoring._images import ImageRows, RowImages
+from torchrl_llm_kl.scoring._images import RowImages
 
 #: Token ids to score: sequences without padding; a list of them; or ``[*B, T]`` with an attention mask.
 Sequences = Ragged | Tensor | Sequence[Tensor | Sequence[int]]
@@ -336,7 +337,7 @@ class ScoreRequest:
         """The sequences ``rows``, in that order."""
         elements = self.elements(rows)
         tokens = _laid_out(self.tokens.values[elements], self.tokens.lengths[rows])
-        chosen: dict[str, Any] = {name: _select(value, elements, rows) for name, value in self.recorded.items()}
+        chosen: Json = {name: _select(value, elements, rows) for name, value in self.recorded.items()}
         return replace(self, tokens=tokens, mask=self.mask[elements], layout=tokens, **chosen)
 
     @staticmethod
@@ -388,15 +389,15 @@ class ScoreRequest:
             raise ProtocolError(f"the mask of a request has bits after its {count} tokens, expected zeros there.")
         mask = torch.from_numpy(np.unpackbits(bits, count=count).astype(bool))
         tokens = _laid_out(torch.from_numpy(values.astype(np.int64)), torch.from_numpy(lengths))
-        fields: dict[str, Any] = {name: _unpack(name, arrays, mask, len(lengths)) for name in names}
-        found = cls(tokens, mask, tokens, **fields)
-        arrays.end()
         try:
+            fields: Json = {name: _unpack(name, arrays, mask, len(lengths)) for name in names}
+            found = cls(tokens, mask, tokens, **fields)
+            arrays.end()
             _checked_mask(tokens, mask)
             if found.kept is not None:
                 check_kept(found.kept, tokens, mask)
         except ValueError as error:
-            raise ProtocolError(str(error)) from None
+            raise ProtocolError(f"{error!s:.300}") from None
         return found
 
     # ------------------------------------------------------------------ the tokens to forward

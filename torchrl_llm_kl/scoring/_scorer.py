@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import check_not_a_name, check_range, finite_total, to_host
 from torchrl_llm_kl._private import compiled_call
+from torchrl_llm_kl._typing import ImageRows
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring._cache import PrefixKVCache
 from torchrl_llm_kl.scoring._explain import Explanation, explain
 from torchrl_llm_kl.scoring._forks import has_state
-from torchrl_llm_kl.scoring._images import ImageModel, ImageRows, RowImages
+from torchrl_llm_kl.scoring._images import ImageModel, RowImages
 from torchrl_llm_kl.scoring._invariant import PACK, check_pack, circumstances, drops, obstacle
 from torchrl_llm_kl.scoring._mismatch import SamplerMismatchWarning
 from torchrl_llm_kl.scoring._model import (

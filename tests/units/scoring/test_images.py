@@ -9,8 +9,8 @@ import torch
 
 from image_models import FAMILIES, IMAGE, image_model, joined, num_placeholders, own_log_probs, picture
 from torchrl_llm_kl import LogProbScorer, RememberedModel, ScoreRequest
-from torchrl_llm_kl.scoring._bytes import ProtocolError
-from torchrl_llm_kl.scoring._images import RowImages
+from torchrl_llm_kl.scoring._bytes import Arrays, ProtocolError
+from torchrl_llm_kl.scoring._images import RowImages, _is_causal
 from torchrl_llm_kl.service._wire import Request
 
 pytestmark = pytest.mark.filterwarnings("ignore:Image tokens attend")
@@ -123,6 +123,27 @@ def test_each_distinct_image_is_encoded_once(monkeypatch):
     both = scorer.evaluate(ids, images=copies, reference=other)
     assert sum(calls) == 2
     assert torch.equal(both.ref_log_prob.values, other.score(ids, images=copies).values)
+
+
+def test_the_whole_output_of_a_processor_will_do():
+    """As do the images of a request."""
+    model, image = model_of("qwen2_5_vl"), picture("qwen2_5_vl", 1)
+    ids = torch.tensor([row_of("qwen2_5_vl", image)])
+    output = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == IMAGE).long()}
+    scorer, rows = LogProbScorer(model), ids.tolist()
+    expected = scorer.score(rows, images=[image]).values
+    for images in ([{**output, **image, "pixel_values_videos": None}], ScoreRequest.of(rows, images=[image]).images):
+        assert torch.equal(scorer.score(rows, images=images).values, expected)
+    assert ScoreRequest.of(rows, images=[None]).images is None
+
+
+def test_masks_that_see_later_tokens():
+    real, causal = torch.tensor([[1, 1, 1, 0]]), torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    block, padding = causal.clone(), causal.clone()
+    block[..., 1, 2] = padding[..., 2, 3] = padding[..., 3, 3] = True
+    numbers = torch.zeros(1, 1, 4, 4).masked_fill(~block, torch.finfo(torch.float32).min)
+    assert all(_is_causal(mask, real) for mask in (None, real, causal, causal.triu(-1), {"a": None, "b": causal}))
+    assert not any(_is_causal(mask, real) for mask in (block, padding, numbers, {"a": None, "b": block}, object()))
 
 
 # ------------------------------------------------------------------ identity
@@ -259,6 +280,15 @@ def test_an_image_is_sent_once():
     for image, expected in zip(images.inputs, (one, two), strict=True):
         assert all(torch.equal(image[name], expected[name].reshape(image[name].shape)) for name in expected)
     assert found.scored.select(torch.tensor([0, 3])).images.inputs[0].keys() == {"pixel_values", "image_grid_thw"}
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_an_image_that_is_not_there_is_refused(index):
+    request = ScoreRequest.of([[1, 2]], images=[picture("gemma3", 1)])
+    arrays = request.to_arrays()
+    arrays["images_index"] = arrays["images_index"] * 0 + index
+    with pytest.raises(ProtocolError, match=r"holds \[1\] images and an index of others"):
+        ScoreRequest.from_arrays(Arrays(arrays, "request"), ["images"])
 
 
 def test_damaged_images_are_read_or_refused():
