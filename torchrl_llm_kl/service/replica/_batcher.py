@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 from torchrl_llm_kl._numerics import check_range
 from torchrl_llm_kl.service._errors import ServiceClosedError, ServiceError, ServiceTimeout
@@ -255,7 +256,7 @@ class Batcher:
             tokens += sum(waiting.sizes[unit] for unit in units)
             if waiting.take(units, answer):
                 self._again.add(waiting)
-                waiting.answer.add_done_callback(lambda _, done=waiting: self._again.discard(done))
+                waiting.answer.add_done_callback(partial(self._scored_again, waiting))
                 self._waiting.add(waiting)
             elif waiting.answer.done():
                 latencies.append(end - waiting.arrived)
@@ -266,6 +267,9 @@ class Batcher:
             self._on_batch(BatchRecord(len(batch), tokens, end - start, tuple(latencies)))
         except Exception:  # a metrics error must not block replies
             _LOG.exception("a batch could not be counted.")
+
+    def _scored_again(self, waiting: _Waiting, _: object) -> None:
+        self._again.discard(waiting)
 
     def _score_parts(self, batch: dict[_Waiting, list[int]]) -> list[Reply | Exception]:
         return self._score([waiting.pieces.part(units) for waiting, units in batch.items()])
