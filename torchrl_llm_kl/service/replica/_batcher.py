@@ -256,7 +256,7 @@ class Batcher:
             tokens += sum(waiting.sizes[unit] for unit in units)
             if waiting.take(units, answer):
                 self._again.add(waiting)
-                waiting.answer.add_done_callback(partial(lambda done, _: self._again.discard(done), waiting))
+                waiting.answer.add_done_callback(partial(self._scored_again, waiting))
                 self._waiting.add(waiting)
             elif waiting.answer.done():
                 latencies.append(end - waiting.arrived)
@@ -267,6 +267,9 @@ class Batcher:
             self._on_batch(BatchRecord(len(batch), tokens, end - start, tuple(latencies)))
         except Exception:  # a metrics error must not block replies
             _LOG.exception("a batch could not be counted.")
+
+    def _scored_again(self, waiting: _Waiting, _: object) -> None:
+        self._again.discard(waiting)
 
     def _score_parts(self, batch: dict[_Waiting, list[int]]) -> list[Reply | Exception]:
         return self._score([waiting.pieces.part(units) for waiting, units in batch.items()])
