@@ -57,12 +57,11 @@ test-rest: $(READY)  ## Run what `make test-all` has and `make test` has not
 test-device: $(READY)  ## Run the package on an accelerator, simulated or real (DEVICE=cuda; then also bench-gpu); writes runs/device-*.json
 	TORCHRL_LLM_KL_FIGURES=runs/device-$(DEVICE).json $(ON_DEVICE) -m "not slow" $(ARGS)
 
-# Without what needs memory to run out. Two minutes.
+# Two minutes.
 NUMERIC := tests/units/estimators tests/units/head tests/units/losses tests/units/advantages tests/units/algorithms tests/units/ragged tests/units/rollouts tests/units/scoring tests/units/transforms
-NOT_NUMERIC := *_out_of_memory.py
 CPU ?= default
 test-numeric: $(READY)  ## Run the units of numbers with the instructions of an older processor (CPU=avx2; default: none)
-	ATEN_CPU_CAPABILITY=$(CPU) $(PYTEST) -m "not slow" $(NUMERIC) $(NOT_NUMERIC:%='--ignore-glob=%') $(ARGS)
+	ATEN_CPU_CAPABILITY=$(CPU) $(PYTEST) -m "not slow" $(NUMERIC) $(ARGS)
 
 test-slow: $(READY)  ## Run the slow tests (minutes)
 	$(BIN)/python -m pytest -q -m "slow and not device" $(ARGS)
