@@ -36,8 +36,8 @@ class Segment:
     parent: Segment | None = None  # None for the root
     start: int = 0
     children: dict[tuple[int, int], Segment] = field(default_factory=dict)  # by start and first token
-    # By sampler and token: the log-prob of a token right after the last one, where a turn ended.
-    followers: dict[tuple[tuple[float, ...], int], float] = field(default_factory=dict)
+    # By sampler, as `log_probs`: the log-probs of tokens right after the last one, where a turn ended.
+    followers: dict[tuple[float, ...], dict[int, float]] = field(default_factory=dict)
     state: Any = None  # transformers' cache after its last token, of a model that continues from such states
 
 
@@ -186,7 +186,9 @@ class CacheLookup:
             found[inside] = self._log_probs[place]
             for i, segment in self._after_segments(element):
                 if found[i].isnan():
-                    found[i] = segment.followers.get((cache.sampler, int(request.tokens.values[element[i]])), math.nan)
+                    found[i] = segment.followers.get(cache.sampler, {}).get(
+                        int(request.tokens.values[element[i]]), math.nan
+                    )
         self.element, self.values = element[~found.isnan()], found[~found.isnan()]
         self.scored = request.mask.clone()
         self.scored[self.element] = False
@@ -236,7 +238,8 @@ class CacheLookup:
             held = self._log_probs_of(segment)
             held[first:last] = self._log_probs[place_in_tree : place_in_tree + last - first]
         for i, segment in self._after_segments(element):
-            segment.followers[self.cache.sampler, int(self.request.tokens.values[element[i]])] = float(log_probs[i])
+            of_sampler = segment.followers.setdefault(self.cache.sampler, {})
+            of_sampler[int(self.request.tokens.values[element[i]])] = float(log_probs[i])
 
     def _look_up(self, node: int) -> int:
         """Look a node up, after its parent; returns the number of its leading tokens in the cache."""
@@ -275,7 +278,9 @@ class CacheLookup:
             held = torch.full((segment.tokens.numel(),), torch.nan, dtype=self.cache.dtype)
         segment.log_probs[self.cache.sampler] = held
         if len(segment.log_probs) > _SAMPLERS:
-            del segment.log_probs[next(iter(segment.log_probs))]
+            oldest = next(iter(segment.log_probs))
+            del segment.log_probs[oldest]
+            segment.followers.pop(oldest, None)
         return held
 
     def _after_segments(self, element: Tensor) -> list[tuple[int, Segment]]:

@@ -130,6 +130,7 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
             near = 1e-11 if family == "mistral" else 1e-6  # convolutions are computed in float32
             assert_close(found, plain.score(batch, temperature=hot).values, atol=near, rtol=near)
             assert_held(scorer)
+    assert all(set(each.followers) <= set(each.log_probs) for each in scorer.memory._by_use)
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
 
 
