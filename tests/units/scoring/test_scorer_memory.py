@@ -130,8 +130,16 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
             near = 1e-11 if family == "mistral" else 1e-6  # convolutions are computed in float32
             assert_close(found, plain.score(batch, temperature=hot).values, atol=near, rtol=near)
             assert_held(scorer)
-    assert all(set(each.followers) <= set(each.log_probs) for each in scorer.memory._by_use)
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
+
+
+def test_log_probs_are_kept_for_four_samplers(model: Any, scorer: LogProbScorer) -> None:
+    """Those after the end of a turn too."""
+    (row,) = turns(0, 12)
+    assert [cost(scorer, row, temperature=1 + i / 8) for i in range(6)] == [11] * 6
+    assert [cost(scorer, row, temperature=1 + i / 8) for i in (5, 4, 3, 2)] == [0] * 4
+    (segment,) = scorer.memory._by_use
+    assert len(segment.log_probs) == len(segment.followers) == 4
 
 
 def test_the_least_recently_used_is_evicted_first(model: Any) -> None:
