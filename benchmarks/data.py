@@ -6,7 +6,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -93,6 +93,14 @@ def grouped(groups: int, size: int, vocab: int, *, seed: int = 0) -> Batch:
             prompts.append(prompt)
             responses.append(torch.randint(vocab, (length,), generator=generator))
     return Batch(prompts, responses, "generated")
+
+
+def texts(count: int) -> list[tuple[str, str]]:
+    """Questions and answers: real ones if available, else words of similar number."""
+    if REAL_ANSWERS.exists():
+        rows = map(json.loads, islice(cycle(REAL_ANSWERS.read_text(encoding="utf-8").splitlines()), count))
+        return [(row["question"], row["175b_verification"]["solution"]) for row in rows]
+    return [(f"How much is {i} and {i + 1}? " * 8, f"{i} and {i + 1} make {2 * i + 1}. " * 12) for i in range(count)]
 
 
 def one_prompt(answers: int, prompt: int, response: int, vocab: int, *, seed: int = 0) -> Batch:

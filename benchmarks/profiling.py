@@ -221,7 +221,9 @@ operators outside of both (trees, layouts, indices, keys of TensorDicts), and Py
 part of the processors' time that the system takes, mostly to map fresh pages; "busy" the processors' time over that of
 the wall: the rest is waiting. "At limit" is the time of the same products alone, each of its shape and into memory that is
 mapped, over their time in the run. "Faster" is beside the peer of the workload, the median of interleaved runs without a
-profiler and its quartiles; "at most" is what it would be if nothing but these products took time.
+profiler and its quartiles; "at most" is what it would be if nothing but these products took time, and "reached" the share of
+it that is there. The goal is that of RESULTS.md, also as a share of "at most": what is near 100% or over it, no code with these
+products can reach.
 
 ![The share of each part](time.png)
 """
@@ -229,12 +231,13 @@ profiler and its quartiles; "at most" is what it would be if nothing but these p
 
 def rows(found: Mapping[str, Shares], threads: int) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table."""
-    header = ["", "run", *PARTS, "kernel", "busy", "at limit", "faster", "at most"]
+    header = ["", "run", *PARTS, "kernel", "busy", "at limit", "faster", "at most", "reached", "goal"]
     lines = []
     for name, each in found.items():
         ratios = each.ratios()
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        limit = middle * each.times[OURS].seconds / each.bare if each.bare else 0.0
+        limit = middle * each.times[OURS].seconds / each.bare if each.bare else math.inf
+        goal = WORKLOADS[name].targets.faster
         lines.append(
             [
                 name,
@@ -245,6 +248,8 @@ def rows(found: Mapping[str, Shares], threads: int) -> tuple[list[str], list[lis
                 f"{each.at_limit:.0%}" if each.bare else "",
                 f"{middle:.2f}x, {low:.2f}..{high:.2f}",
                 f"{limit:.1f}x" if each.bare else "",
+                f"{middle / limit:.0%}" if each.bare else "",
+                "" if goal is None else f"{goal:g}x" + (f", {goal / limit:.0%}" if each.bare else ""),
             ]
         )
     return header, lines

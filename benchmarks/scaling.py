@@ -1,14 +1,17 @@
 """How the cost of a score grows, beside its multiply-adds: ``python -m benchmarks.scaling``; five minutes.
 
-Writes SCALING.md and scaling.png. Times are of one thread's processor, so that other load on the machine hardly counts.
+Writes SCALING.md and scaling.png. Times are of one thread's processor, so that other load on the machine hardly counts; those
+of replicas are the wall's.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +21,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import ray
 import torch
 import typer
 from rich.console import Console
@@ -25,12 +29,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import environment
-from benchmarks.data import Batch, conversation, one_prompt
+from benchmarks.data import Batch, conversation, grouped, one_prompt
 from benchmarks.measure import MIB, Contender, HostMeter, alternate
 from benchmarks.models import ModelSize, qwen2
+from benchmarks.ray.cluster import cluster
+from benchmarks.ray.sides import reference
 from benchmarks.report import markdown_table
 from benchmarks.roofline import BodyShape, needed_multiply_adds
 from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.service import ScoringService
 
 HERE = Path(__file__).parent
 SIZE = ModelSize(vocab=8_000, hidden=256, layers=2)
@@ -55,7 +62,7 @@ class Point:
 
     value: int
     seconds: float
-    multiply_adds: int
+    multiply_adds: int  # of one core
     peak_mib: float
     formula_mib: float
 
@@ -83,6 +90,8 @@ AXES = (
         remember=True,
     ),
 )
+CORES = os.cpu_count() or 1
+REPLICAS = Axis("replicas of a service", (1, 2, 4), lambda n: _of(grouped(32, 4, SIZE.vocab)))
 
 
 def measure(axis: Axis, values: Sequence[int], repeats: int) -> list[Point]:
@@ -105,6 +114,23 @@ def measure(axis: Axis, values: Sequence[int], repeats: int) -> list[Point]:
         Point(value, found[str(value)].seconds, needed, peak_of(contenders[str(value)]), least)
         for value, needed, least in points
     ]
+
+
+def measure_replicas(values: Sequence[int], repeats: int) -> list[Point]:
+    """The wall's time of one call on services of so many replicas, each with one thread; cores are shared by more of them."""
+    contenders = {}
+    size, [(sequences, scored)] = REPLICAS.make(1)
+    with ExitStack() as services:
+        if not ray.is_initialized():
+            services.enter_context(cluster())
+        for count in values:
+            service = ScoringService(factory=partial(reference, size), num_replicas=count, num_cpus=0.5, memory=0)
+            services.callback(service.shutdown)
+            contenders[str(count)] = Contender(partial(_run, service.model.make_scorer(), [(sequences, scored)]))
+        found = alternate(contenders, _NoMeter(), repeats=repeats, warm_up=1)
+    shape = BodyShape.of(qwen2(size).config)
+    needed = needed_multiply_adds(_lists(sequences), _lists(sequences.like(scored)), shape)
+    return [Point(n, found[str(n)].seconds, needed // min(n, CORES), math.nan, math.nan) for n in values]
 
 
 class _NoMeter(HostMeter):
@@ -161,10 +187,11 @@ def formula(shape: BodyShape, calls: Calls, remember: bool) -> float:
     return (max(body, head) + 4 * shape.layers * packs[-1][0] * 2 * shape.keys * remember) / MIB
 
 
-def slope(values: Sequence[int], costs: Sequence[float]) -> float:
-    """Exponent of the growth over the upper half of the values."""
+def slope(axis: Axis, values: Sequence[int], costs: Sequence[float]) -> float:
+    """Exponent of the growth over the upper half of the values; of replicas over those that have a core each."""
     half = len(values) // 2 - (len(values) % 2 == 0)
-    x, y = ([math.log(each) for each in some[half:]] for some in (values, costs))
+    used = slice(max(sum(value <= CORES for value in values), 2)) if axis is REPLICAS else slice(half, None)
+    x, y = ([math.log(each) for each in some[used]] for some in (values, costs))
     return statistics.linear_regression(x, y).slope
 
 
@@ -178,7 +205,9 @@ One score without gradient: {size}, on one thread of {processor}, in its process
 is the multiply-adds that the work needs (every distinct prefix once, attention to all before it, the head where a token is
 scored); the slopes are exponents over the upper half of each axis: 1 is linear. A smaller slope than in theory is a fixed cost
 that still matters here. Memory is the peak above what was held before, beside the formula of
-[scoring](../docs/scoring.md#memory-on-the-device) with the packs and tiles of a CPU. What replicas add is in [RAY.md](RAY.md).
+[scoring](../docs/scoring.md#memory-on-the-device) with the packs and tiles of a CPU. Replicas have a thread each, on {cores}
+cores: their time is the wall's, the multiply-adds are those of one core, and the slope is that of replicas with a core each.
+Callers and faults are in [RAY.md](RAY.md).
 
 ![Time and memory of each axis](scaling.png)
 """
@@ -187,12 +216,13 @@ that still matters here. Memory is the peak above what was held before, beside t
 def page(found: dict[Axis, list[Point]], repeats: int) -> str:
     """SCALING.md."""
     processor = environment.machine(torch.device("cpu"))["processor"]
-    parts = [_INTRO.format(size=SIZE, processor=processor, repeats=repeats)]
+    parts = [_INTRO.format(size=SIZE, processor=processor, repeats=repeats, cores=CORES)]
     rows = []
     for axis, points in found.items():
         values = [p.value for p in points]
         theory, here = (
-            slope(values, costs) for costs in ([float(p.multiply_adds) for p in points], [p.seconds for p in points])
+            slope(axis, values, costs)
+            for costs in ([float(p.multiply_adds) for p in points], [p.seconds for p in points])
         )
         rows.append([axis.name, f"{values[0]:,} to {values[-1]:,}", f"{theory:.2f}", f"{here:.2f}"])
     parts.append(markdown_table(["axis", "values", "slope in theory", "measured"], rows))
@@ -204,8 +234,7 @@ def page(found: dict[Axis, list[Point]], repeats: int) -> str:
                 f"{p.seconds:.3g} s",
                 f"{p.multiply_adds / 1e9:.3g}",
                 f"{2 * p.multiply_adds / p.seconds / 1e9:.0f}",
-                f"{p.peak_mib:.1f} MiB",
-                f"{p.formula_mib:.1f} MiB",
+                *("" if math.isnan(mib) else f"{mib:.1f} MiB" for mib in (p.peak_mib, p.formula_mib)),
             ]
             for p in points
         ]
@@ -223,6 +252,7 @@ def save_plot(found: dict[Axis, list[Point]], path: Path) -> None:
         above.plot(values, [p.seconds for p in points], marker="o", color="tab:blue", label="time")
         below.plot(values, [p.formula_mib for p in points], "--", color="tab:gray", label="formula")
         below.plot(values, [p.peak_mib for p in points], marker="o", color="tab:orange", label="peak")
+        below.set_visible(axis is not REPLICAS)
         for panel, label in ((above, "seconds"), (below, "MiB")):
             panel.set(xscale="log", yscale="log", xlabel=axis.name, ylabel=label)
             panel.set_xticks(values, [f"{v // 1024}k" if v >= 1024 else str(v) for v in values])
@@ -244,6 +274,7 @@ def main(
     for axis in AXES:
         found[axis] = measure(axis, axis.values[:2] if quick else axis.values, repeats)
         console.print(f"{axis.name}: {', '.join(f'{p.seconds:.3g} s' for p in found[axis])}")
+    found[REPLICAS] = measure_replicas(REPLICAS.values[:2] if quick else REPLICAS.values, repeats)
     out.mkdir(parents=True, exist_ok=True)
     (out / "SCALING.md").write_text(page(found, repeats), encoding="utf-8")
     save_plot(found, out / "scaling.png")

@@ -97,14 +97,14 @@ WORKLOADS = (
         "4 prompts x 4 answers",
         partial(grouped, 4, 4),
         partial(grouped, 2, 2),
-        Targets(faster=3.5, roofline=0.75),
+        Targets(faster=5, roofline=0.8),
     ),
     _workload(
         "a16",
         "4 prompts x 16 answers",
         partial(grouped, 4, 16),
         partial(grouped, 2, 6),
-        Targets(faster=5, smaller=30, roofline=0.75),
+        Targets(faster=8, smaller=30, roofline=0.8),
     ),
     _workload(
         "b",
