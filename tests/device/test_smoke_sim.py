@@ -120,6 +120,31 @@ def test_a_step_of_grpo(model_at, at):
     return data, out, gradients(out.total_loss, model)
 
 
+def test_a_difference_between_devices_fails(device):
+    """Of a value or a gradient on the accelerator, and of data that were left on the CPU; a lost result too."""
+
+    def run(model_at, at, fault):
+        there = model_at != CPU
+        factor = {"value": there, "data": model_at != at}.get(fault, False) * 1e-3 + 1.0
+        layer = nn.Linear(2, 1).double()
+        nn.init.constant_(layer.weight, 0.5)
+        nn.init.zeros_(layer.bias)
+        value = layer.to(model_at)(torch.ones(3, 2, dtype=torch.float64, device=at).to(model_at)).sum()
+        slopes = gradients(value * (1.001 if fault == "gradient" and there else 1.0), layer)
+        return {"value": value.detach() * factor, **({} if fault == "lost" and there else slopes)}
+
+    test = same_on_both()(run)
+    test(device, fault="none")
+    for fault, message in {
+        "value": r"\.value, .* on (sim|cuda)",
+        "gradient": "0.weight",
+        "data": "on cpu",
+        "lost": "keys",
+    }.items():
+        with pytest.raises(AssertionError, match=message):
+            test(device, fault=fault)
+
+
 def test_the_package_names_no_accelerator_that_is_absent(sim):
     from torchrl_llm_kl.training._models import check_device
 

@@ -180,8 +180,8 @@ def _may_end_earlier(message: Message, tail: str) -> bool:
 def own_gaps(whole: Trace, turn: int, start: int, end: int) -> tuple[str, ...]:
     """What the template writes in a region around the turn's strings, tags at the edges of the strings included."""
     gaps, at, depth = [], start, 0
-    for position, mark in whole.marks:
-        if mark.message == turn and start <= position <= end:
+    for position, mark in whole.marks_of(turn):
+        if start <= position <= end:
             if not mark.is_end:
                 gaps += [whole.text[at:position]] if depth == 0 else []
                 depth += 1
@@ -200,7 +200,7 @@ def prompt_is_fixed(chat: Renderings, turn: int) -> bool:
 
 def is_omitted(chat: Renderings, whole: Trace, turn: int) -> bool:
     """Whether the text holds nothing of the turn: another content changes nothing, or without the turn it is equal."""
-    if any(mark.message == turn and mark.spoken for _, mark in whole.marks):
+    if any(mark.spoken for _, mark in whole.marks_of(turn)):
         return False
     without = [*chat.messages[:turn], *chat.messages[turn + 1 :]]
     return _with_filler(chat, turn) == chat.text or (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from bisect import bisect
+from bisect import bisect, bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,9 +180,9 @@ class Renderings:
     def _ends_in_prompt(self, trace: Trace, count: int) -> bool:
         """Whether a prompt, and not a message, follows the message loop: by its marks, or by what the flag changes."""
         end = trace.messages_end
-        if not end or any(p > end or (p == end and not mark.is_end) for p, mark in trace.marks):
+        if not end or any(p > end or not mark.is_end for p, mark in trace.marks_in(end, len(trace.text))):
             return False
-        if self.template.prompt_is_fixed or any(mark.message == count - 1 for _, mark in trace.marks):
+        if self.template.prompt_is_fixed or trace.marks_of(count - 1):
             return True
         return self.plain(count, True) != self.plain(count, False)
 
@@ -276,6 +276,56 @@ class Trace:
             if kind == BLOCK or self.text[start:end].strip():
                 found.setdefault((kind, index), []).append((start, end))
         return found
+
+    def inside(self, span: Span) -> set[int]:
+        """Messages of which a span that is not blank lies inside of ``span``."""
+        starts, spans = self._in_order
+        found = spans[bisect_left(starts, span[0]) : bisect_right(starts, span[1])]
+        return {index for _, end, index in found if end <= span[1]}
+
+    @cached_property
+    def _in_order(self) -> tuple[list[int], list[tuple[int, int, int]]]:
+        spans = sorted(
+            (a, b, index) for (kind, index), own in self._by_message.items() if kind != BLOCK for a, b in own
+        )
+        return [start for start, _, _ in spans], spans
+
+    @cached_property
+    def loop_ends(self) -> dict[int, int]:
+        """The first message whose body of a loop ends at a position."""
+        found: dict[int, int] = {}
+        for kind, index, _, end in self.spans:
+            if kind == LOOP:
+                found[end] = min(index, found.get(end, index))
+        return found
+
+    def marks_of(self, message: int) -> list[tuple[int, Mark]]:
+        """The marks of one message, in text order."""
+        return self._marks_by_message.get(message, [])
+
+    @cached_property
+    def _marks_by_message(self) -> dict[int, list[tuple[int, Mark]]]:
+        found: dict[int, list[tuple[int, Mark]]] = {}
+        for position, mark in self.marks:
+            found.setdefault(mark.message, []).append((position, mark))
+        return found
+
+    def marks_in(self, low: int, high: int) -> tuple[tuple[int, Mark], ...]:
+        """The marks from ``low`` to ``high``, both included."""
+        return self.marks[bisect_left(self._positions, low) : bisect_right(self._positions, high)]
+
+    def marks_around(self, low: int, high: int, message: int) -> Span:
+        """The last mark of another message up to ``low``, and the first one from ``high`` on; else the text's ends."""
+        before = reversed(self.marks[: bisect_right(self._positions, low)])
+        after = self.marks[bisect_left(self._positions, high) :]
+        return (
+            next((p for p, mark in before if mark.message != message), 0),
+            next((p for p, mark in after if mark.message != message), len(self.text)),
+        )
+
+    @cached_property
+    def _positions(self) -> list[int]:
+        return [position for position, _ in self.marks]
 
     @cached_property
     def places(self) -> dict[Mark, int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,34 +84,31 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
 def _mask_by_offsets(
     tokenizer: Tokenizer, text: str, ids: list[int], offsets: list[Span], spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor]:
-    token_ids = torch.tensor(ids, dtype=torch.long)
-    inside = torch.zeros(len(text), dtype=torch.bool)
-    for start, end in spans:
-        inside[start:end] = True
+    token_ids = torch.from_numpy(np.array(ids, np.int64))
     if not ids or not spans:
         return token_ids, torch.zeros(len(ids), dtype=torch.bool)
-
-    first, last = torch.tensor(offsets, dtype=torch.long).unbind(-1)
-    last = last.cummax(0).values
+    inside = np.zeros(len(text), bool)
+    for start, end in spans:
+        inside[start:end] = True
+    first, last = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(ids)).reshape(-1, 2).T
+    last = np.maximum.accumulate(last)
     # Some tokenizers trim white space from their offsets: a character without a token belongs to the next one.
-    begin = torch.minimum(first, torch.cat([last.new_zeros(1), last[:-1]]))
-    begin = torch.where(first > begin, begin, first)
+    begin = np.minimum(first, np.concatenate([[0], last[:-1]]))
     mask = _count(inside, begin, last) > 0
-
-    reaches_in = mask & ~inside[begin.clamp(max=len(text) - 1)]
+    reaches_in = mask & ~inside[begin.clip(max=len(text) - 1)]
     if reaches_in.any():
-        visible = inside & torch.tensor([not c.isspace() for c in text], dtype=torch.bool)
-        only_space = _count(visible, begin, last) == 0
+        visible = inside & np.array([not c.isspace() for c in text])
         added = tokenizer.added_tokens_decoder
-        special = torch.tensor([i in added for i in ids], dtype=torch.bool)
-        mask &= ~(reaches_in & only_space & special)
-    return token_ids, mask
+        special = np.array([i in added for i in ids])
+        mask &= ~(reaches_in & special & (_count(visible, begin, last) == 0))
+    return token_ids, torch.from_numpy(mask)
 
 
-def _count(flags: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+def _count(flags: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """How many of ``flags[begin:end]`` are True, for each pair."""
-    total = torch.cat([flags.new_zeros(1, dtype=torch.long), flags.long().cumsum(0)])
-    return total[end] - total[begin]
+    total = np.concatenate([[0], flags.cumsum()])
+    found: np.ndarray = total[end] - total[begin]
+    return found
 
 
 def _mask_by_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

@@ -155,14 +155,8 @@ def _surroundings(whole: Trace, turn: int, regions: list[Span]) -> tuple[list[in
     marks = whole.marks
     if regions:
         low, high = regions[0][0], regions[-1][1]
-        own = [p for p, mark in marks if mark.message == turn and low <= p <= high]
-        others = [p for p, mark in marks if mark.message != turn]
-        low, high = (own[0], own[-1]) if own else (low, high)
-        return (
-            own,
-            max((p for p in others if p <= low), default=0),
-            min((p for p in others if p >= high), default=len(whole.text)),
-        )
+        own = [p for p, _ in whole.marks_of(turn) if low <= p <= high]
+        return own, *whole.marks_around(own[0] if own else low, own[-1] if own else high, turn)
     own = []
     for position, mark in marks:
         if mark.message == turn:
@@ -194,18 +188,14 @@ def _with_stop_tokens(chat: Renderings, text: str, turn: int, regions: list[Span
 
 def _check_contents(chat: Renderings, whole: Trace, turn: int, regions: list[Span]) -> None:
     """Raise if a message's content lies on the wrong side of a border."""
-    for position, mark in whole.marks:
-        if mark.message != turn:
-            wrong = any(a < position < b or (a < b and position == (b if mark.is_end else a)) for a, b in regions)
-        else:
-            wrong = mark.spoken and not any(a <= position <= b for a, b in regions)
-        if wrong:
-            what = (
-                "a part of it is written elsewhere"
-                if mark.message == turn
-                else f"it holds text of message {mark.message}"
-            )
-            raise not_found(chat, turn, what)
+    for position, mark in whole.marks_of(turn):
+        if mark.spoken and not any(a <= position <= b for a, b in regions):
+            raise not_found(chat, turn, "a part of it is written elsewhere")
+    for a, b in regions:
+        for position, mark in whole.marks_in(a, b):
+            inside = a < position < b or (a < b and position == (b if mark.is_end else a))
+            if inside and mark.message != turn:
+                raise not_found(chat, turn, f"it holds text of message {mark.message}")
 
 
 # ------------------------------------------------------------------ from the trace
@@ -250,8 +240,8 @@ def _end_of_turn(chat: Renderings, text: str, turn: int, start: int, end: int) -
 def _other_messages(trace: Trace, messages: Sequence[Message], turn: int, written: Span) -> list[Span]:
     """Messages of other roles that the template writes inside the turn, such as tool responses."""
     holes: list[Span] = []
-    for other, message in enumerate(messages):
-        if other == turn or message.get("role") == ASSISTANT:
+    for other in sorted(trace.inside(written) - {turn}):
+        if messages[other].get("role") == ASSISTANT:
             continue
         inside = [s for kind in (LOOP, SET) for s in trace.of(kind, other) if written[0] <= s[0] and s[1] <= written[1]]
         own = [s for s in trace.of(LOOP, other) if s not in inside]
@@ -289,7 +279,7 @@ def _header_length(chat: Renderings, trace: Trace, turn: int, written: Span) -> 
     text = trace.text[slice(*written)]
     lead = len(text) - len(text.lstrip())
     # Whether the last message loop writes the turn, directly after another message unless it is the first.
-    follows = turn == 0 or any(k == LOOP and i < turn and end == written[0] for k, i, _, end in trace.spans)
+    follows = turn == 0 or trace.loop_ends.get(written[0], turn) < turn
     fixed = follows and written[1] <= trace.messages_end
     partial = 0
     for count in filter(None, (turn, len(chat.messages))):
