@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from torchrl_llm_kl import LogProbScorer, Ragged
 
 SIZE = ModelSize(vocab=32_000, hidden=512, layers=6)
 MEMORY = 256 * MIB  # per model; holds all turns
-REMEMBERS = "memory" in inspect.signature(LogProbScorer).parameters
 
 Number = TypeVar("Number", int, float)
 Score = Callable[[Ragged, Tensor], Ragged]
@@ -31,10 +29,7 @@ Score = Callable[[Ragged, Tensor], Ragged]
 
 def new_scorer(model: Any) -> Score:
     """A scorer with an empty cache."""
-    if not REMEMBERS:
-        return LogProbScorer(model).score
-    options: dict[str, Any] = {"memory": MEMORY}
-    return partial(LogProbScorer(model, **options).score, remember=True)
+    return partial(LogProbScorer(model, memory=MEMORY).score, remember=True)
 
 
 class Clock:
@@ -99,7 +94,6 @@ def measure(settings: Settings) -> Outcome:
             clocks[THEIRS].medians,
             clocks[OURS].medians,
         ),
-        notes=() if REMEMBERS else ("measured without conversation memory: every turn scores all tokens again",),
     )
 
 
