@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import resource
-import statistics
 import time
 import warnings
 from collections import Counter
@@ -32,9 +31,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import environment
 from benchmarks.measure import Contender, Measured
+from benchmarks.results import RESULTS, Result, Run
 from benchmarks.workloads import WORKLOADS, Settings
 from benchmarks.workloads.base import OURS
-from benchmarks.workloads.trl import SHIPPED
 from torchrl_llm_kl._private import onednn_linear
 from torchrl_llm_kl.head import _functions, _operators
 from torchrl_llm_kl.scoring import _attention, _passes
@@ -81,7 +80,7 @@ class Shares:
         products: how often each matrix product ran.
         bare: seconds of all these products alone.
         cpu: seconds of all threads' processors, and of these in the kernel: mostly pages that are mapped.
-        times: the runs without a profiler, of each contender.
+        seconds: of a run without the profiler.
     """
 
     parts: dict[str, float]
@@ -89,18 +88,13 @@ class Shares:
     products: Counter[Shape]
     bare: float
     cpu: tuple[float, float]
-    times: Mapping[str, Measured]
+    seconds: float
 
     @property
     def at_limit(self) -> float:
         """Time of the products alone, over their time in the run."""
         own = 1.0 if torch.get_num_threads() > 1 else self.cpu[0] / self.wall  # others' turns of the processor
         return self.bare / (self.parts[PRODUCTS] + self.parts[HEAD_PRODUCTS]) / own
-
-    def ratios(self) -> list[float]:
-        """How many times faster than the peer, run by run."""
-        peer = next(measured for name, measured in self.times.items() if name != OURS and "product" not in name)
-        return [a / b for a, b in zip(peer.all_seconds, self.times[OURS].all_seconds, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -111,17 +105,17 @@ class Profiling(Settings):
     found: list[Shares] = field(default_factory=list)
 
     def alternate(self, contenders: Mapping[str, Contender], **options: Any) -> dict[str, Measured]:
-        """Measure all contenders, interleaved, and profile ours."""
-        if list(contenders) == [SHIPPED]:  # takes longer than all others together
-            return {SHIPPED: Measured([math.nan], [])}
-        times = super().alternate(contenders, **{**options, "repeats": self.repeats})
-        if OURS in contenders:
-            self.found.append(profiled(contenders[OURS], self.products, times))
-        return times
+        """Run and profile ours alone; the others' times are NaN."""
+        unknown = {name: Measured([math.nan], []) for name in contenders}
+        if OURS not in contenders:
+            return unknown
+        ours = super().alternate({OURS: contenders[OURS]}, **{**options, "repeats": self.repeats})
+        self.found.append(profiled(contenders[OURS], self.products, ours[OURS].seconds))
+        return unknown | ours
 
 
-def profiled(contender: Contender, dtype: torch.dtype, times: Mapping[str, Measured]) -> Shares:
-    """Profile one run, and time its products alone."""
+def profiled(contender: Contender, dtype: torch.dtype, seconds: float) -> Shares:
+    """Profile one run, and time its products alone; ``seconds`` are those of a run without the profiler."""
     given = contender.prepare()
     with _ranges():
         contender.run(given)  # the profiler's own start
@@ -140,7 +134,7 @@ def profiled(contender: Contender, dtype: torch.dtype, times: Mapping[str, Measu
             products[shape] += 1
     parts[PYTHON] += wall - sum(parts.values())
     bare = sum(count * _bare(shape, dtype) for shape, count in products.items())
-    return Shares(parts, wall, products, bare, (cpu[0], cpu[1]), times)
+    return Shares(parts, wall, products, bare, (cpu[0], cpu[1]), seconds)
 
 
 def _part_of(event: Any) -> tuple[str, Shape | None]:
@@ -220,24 +214,24 @@ matrix products, attention over packs, other operators of body (norms, rotations
 operators outside of both (trees, layouts, indices, keys of TensorDicts), and Python with autograd's own time. "Kernel" is the
 part of the processors' time that the system takes, mostly to map fresh pages; "busy" the processors' time over that of
 the wall: the rest is waiting. "At limit" is the time of the same products alone, each of its shape and into memory that is
-mapped, over their time in the run. "Faster" is beside the peer of the workload, the median of interleaved runs without a
-profiler and its quartiles; "at most" is what it would be if nothing but these products took time, and "reached" the share of
-it that is there. The goal is that of RESULTS.md, also as a share of "at most": what is near 100% or over it, no code with these
-products can reach.
+mapped, over their time in the run. "Faster" than the peer is the figure of RESULTS.md; "at most" is what it would be if nothing
+but these products took time, and "reached" the share of it that is there. The goal is that of RESULTS.md, also as a share of
+"at most": what is near 100% or over it, no code with these products can reach.
 
 ![The share of each part](time.png)
 """
 
 
-def rows(found: Mapping[str, Shares], threads: int) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table."""
+def rows(found: Mapping[str, Shares], threads: int, results: Mapping[str, Result]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table; ``results`` are those of RESULTS.md."""
     header = ["", "run", *PARTS, "kernel", "busy", "at limit", "faster", "at most", "reached", "goal"]
     lines = []
     for name, each in found.items():
-        ratios = each.ratios()
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        limit = middle * each.times[OURS].seconds / each.bare if each.bare else math.inf
-        goal = WORKLOADS[name].targets.faster
+        reached, goal = each.bare / each.seconds, WORKLOADS[name].targets.faster
+        faster = results[name].faster if name in results else math.nan
+        figures = [f"{faster:.2f}x", *([f"{faster / reached:.1f}x", f"{reached:.0%}"] if reached else ["", ""])]
+        if goal is not None:
+            figures.append(f"{goal:g}x" + (f", {goal * reached / faster:.0%}" if reached else ""))
         lines.append(
             [
                 name,
@@ -246,10 +240,8 @@ def rows(found: Mapping[str, Shares], threads: int) -> tuple[list[str], list[lis
                 f"{each.cpu[1] / each.cpu[0]:.0%}",
                 f"{each.cpu[0] / each.wall / threads:.0%}",
                 f"{each.at_limit:.0%}" if each.bare else "",
-                f"{middle:.2f}x, {low:.2f}..{high:.2f}",
-                f"{limit:.1f}x" if each.bare else "",
-                f"{middle / limit:.0%}" if each.bare else "",
-                "" if goal is None else f"{goal:g}x" + (f", {goal / limit:.0%}" if each.bare else ""),
+                *(("" if "nan" in figure else figure) for figure in figures),
+                *[""] * (4 - len(figures)),
             ]
         )
     return header, lines
@@ -302,7 +294,7 @@ def _markdown(header: list[str], lines: list[list[str]]) -> str:
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(WORKLOADS)}; may be repeated.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Interleaved runs without the profiler, for the ratio.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs without the profiler, of which the median counts.")] = 3,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of torch threads. Default: torch's own.")] = None,
     quick: Annotated[bool, typer.Option(help="Use the smallest sizes, as a smoke test.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = HERE,
@@ -318,7 +310,8 @@ def main(
         WORKLOADS[name].measure(own)
         found[name] = own.found[0]
         console.print(f"{name}: {own.found[0].wall:.3g} s")
-    header, lines = rows(found, threads)
+    measured = Run.load(HERE).results if (HERE / RESULTS).exists() else ()
+    header, lines = rows(found, threads, {result.name: result for result in measured})
     table = Table(*header)
     for line in lines:
         table.add_row(*line)

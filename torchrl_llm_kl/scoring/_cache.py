@@ -306,12 +306,10 @@ class CacheLookup:
         return self._states(node)[first]
 
     def only_states(self) -> None:
-        """Continue only from states, which are at the ends of segments; not before the last token that others continue."""
-        before, parents = sum(self.cached), set(self.tree.parent.tolist())
+        """Continue only from states, which are at the ends of segments."""
+        before = sum(self.cached)
         for node, cached in enumerate(self.cached):
-            left = [int(self.tree.length[node]) - n for n in self._states(node) if n <= cached]
-            kept = [n for n in left if n != 1 or node not in parents]
-            self.cached[node] = int(self.tree.length[node]) - min(kept) if kept else 0
+            self.cached[node] = max((n for n in self._states(node) if n <= cached), default=0)
         self.cache.tokens_recalled += sum(self.cached) - before
 
     def _states(self, node: int) -> dict[int, Any]:
