@@ -62,7 +62,7 @@ def assert_same(run: Callable[[torch.device, torch.device], Any], device: torch.
     assert expected, "there is nothing to compare"
     for place in (device, CPU):
         found = dict(tensors_of(run(device, place)))
-        assert found.keys() == expected.keys()
+        assert found.keys() == expected.keys(), f"other keys with the data on {place}: {found.keys() ^ expected.keys()}"
         for name, want in expected.items():
             pair, message = (found[name].detach().cpu(), want.detach()), f"{name}, with the data on {place}"
             assert_close(*pair, rtol=size, atol=size, msg=lambda text, m=message: f"{m}: {text}")
