@@ -12,7 +12,7 @@ import template_pairs
 from template_pairs import CALL, END, LOOP, PROMPT, assistant, masked_by, user
 from torchrl_llm_kl import masks
 from torchrl_llm_kl.masks import encode_with_mask, history_to_messages, mask_from_prompt_lengths, render_conversation
-from torchrl_llm_kl.masks._template import instrument
+from torchrl_llm_kl.masks._template import Mark, Trace, instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
 
@@ -317,3 +317,17 @@ def test_without_a_generation_prompt_the_header_is_the_text_before_any_content()
         template += "{% if add_generation_prompt %}{{ eos_token }}assistant: " + closes + "{% endif %}"
         found = masked_by(build_tokenizer(template), [user("x"), assistant("yes")], add_generation_prompt=True)
         assert found == ["yes" + END * bool(closes)], closes
+
+
+def test_marks_of_a_trace_by_message_and_place():
+    """Marks at 2, 5, 5 and 9, by hand: the nearest ones of other messages, those of a message, those of a stretch."""
+    marks = tuple((p, Mark(message, True, 0, False)) for p, message in ((2, 0), (5, 1), (5, 2), (9, 1)))
+    trace = Trace("x" * 12, (), 0, marks)
+    assert trace.marks_around(5, 5, 1) == (5, 5)  # that of message 2
+    assert trace.marks_around(4, 6, 1) == (2, 12)  # none follows
+    assert trace.marks_around(1, 6, 2) == (0, 9)  # none precedes
+    assert trace.marks_around(9, 9, 1) == (5, 12)
+    assert [p for p, _ in trace.marks_of(1)] == [5, 9]
+    assert trace.marks_of(7) == []
+    assert [p for p, _ in trace.marks_in(2, 5)] == [2, 5, 5]
+    assert trace.marks_in(6, 8) == ()
