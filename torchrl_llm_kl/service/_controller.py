@@ -308,11 +308,15 @@ class Controller:
         return await asked
 
     async def _keep(self, slot: Slot) -> None:
-        """Exchange news with a replica each second."""
-        while not self.ended:
+        """Exchange news with a replica each second; returns if a new process answers, which has no model yet.
+
+        Ray keeps a pulse that is sent between two processes for the next one, without an error.
+        """
+        facts: Json = {"ready": True}
+        while not self.ended and facts["ready"]:
             slot.state = READY
             await asyncio.sleep(_PULSE)
-            await self._heard(slot, self.hang_after)
+            facts = await self._heard(slot, self.hang_after)
 
     async def _heard(self, slot: Slot, limit: float) -> dict[str, Any]:
         """The answer to a pulse; after ``limit`` seconds without one ends the process, and raises the error of Ray."""

@@ -263,6 +263,18 @@ async def test_a_process_that_dies_with_its_model_is_always_replaced(error):
     assert len(lab.made) == (5 if error is GONE else 1)
 
 
+@on_clock
+async def test_a_process_that_dies_between_two_pulses_is_replaced():
+    """Ray gives a call that is made before the next process exists to that one: no call fails."""
+    lab = Lab([{}, {}, {}], ())
+    await lab.client()
+    for number in range(1, 4):
+        await asyncio.sleep(5)
+        assert (lab.states(), lab.it.slots[0].starts, len(lab.actors[0].given)) == ([READY, READY], number, number)
+        assert lab.actors[0].facts["ready"]
+        lab.actors[0].begin()
+
+
 class NotMade(ray.exceptions.ActorDiedError):
     """Its constructor failed."""
 
