@@ -14,7 +14,7 @@ from load import request_of, sequences
 from torchrl_llm_kl import Ragged, Sampling
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service import PoisonedRequest, RemoteModel, ServiceOverloaded
-from torchrl_llm_kl.service._controller import FAILED, READY, SILENT, STARTING
+from torchrl_llm_kl.service._controller import FAILED, PENDING, READY, SILENT, STARTING
 from torchrl_llm_kl.service._errors import ReplicaGone, ServiceBusy, ServiceError, ServiceTimeout
 from torchrl_llm_kl.service._spec import ServiceSpec
 from torchrl_llm_kl.service._wire import Reply, Request
@@ -205,21 +205,26 @@ def test_options_set_later_travel():
 
 
 @pytest.mark.parametrize(
-    ("fate", "suspect"),
-    [(DIES, True), (GONE, False), (ray.exceptions.ObjectLostError("", None, ""), False), (NEVER, False)],
-    ids=["dies", "says that it ends", "answer lost", "silent"],
+    ("fate", "state", "suspect"),
+    [
+        (DIES, READY, True),
+        (GONE, READY, False),
+        (ray.exceptions.ObjectLostError("", None, ""), READY, False),
+        *((NEVER, state, False) for state in (SILENT, FAILED, PENDING, STARTING)),
+    ],
+    ids=["dies", "says that it ends", "answer lost", "silent", "failed", "has no process yet", "has no model yet"],
 )
-def test_the_share_of_a_lost_replica_is_divided_among_the_others(fate, suspect):
+def test_the_share_of_a_lost_replica_is_divided_among_the_others(fate, state, suspect):
     """It may have killed its replica: from then on it shares no batch."""
     found = Replicas(4, fates={2: [fate]})
-    if fate is NEVER:
-        found.states[2] = SILENT
+    found.states[2] = state
     found.score(*prompts(64))
     first, again = found.sent[:4], found.sent[4:]
     assert [answer.replica for answer in first] == [0, 1, 2, 3]
     assert [answer.replica for answer in again] == [0, 1, 3]
     assert sum(answer.request.num_tokens for answer in again) == first[2].request.num_tokens
     assert [answer.request.suspect for answer in found.sent] == [False] * 4 + [suspect] * 3
+    assert [answer.withdrawn for answer in found.sent] == [fate is NEVER and answer is first[2] for answer in found.sent]
     assert found.retries == 1
     for state in (SILENT, READY):  # it is avoided until it is ready, and a moment has passed
         found.states[2] = state
@@ -229,11 +234,12 @@ def test_the_share_of_a_lost_replica_is_divided_among_the_others(fate, suspect):
         assert found.asked == ([0, 1, 2, 3] if state == READY else [0, 1, 3])
 
 
-def test_a_replica_that_is_alone_is_awaited_while_it_is_silent():
-    found = Replicas(1, answering=False)
-    found.states[0] = SILENT
-    threading.Timer(0.3, lambda: found.reply(found.sent[0])).start()
-    assert found.score(*prompts(2)).asked == [0]
+@pytest.mark.parametrize("states", [[SILENT], [STARTING], [STARTING, PENDING]])
+def test_a_replica_is_awaited_where_no_other_is_ready(states):
+    found = Replicas(len(states), answering=False)
+    found.states = states
+    threading.Timer(0.3, lambda: [found.reply(answer) for answer in found.sent]).start()
+    assert found.score(*prompts(2)).asked == [*range(len(states))]
 
 
 def test_all_replicas_are_lost_for_a_while():

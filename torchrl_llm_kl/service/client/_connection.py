@@ -203,10 +203,11 @@ class Connection:
                     self._down.pop(replica, None)
         return [replica for replica in everyone if replica not in self._down] or list(everyone)
 
-    def is_silent(self, replica: int) -> bool:
-        """Whether the controller says that a replica does not answer, or failed, and others may."""
+    def is_away(self, replica: int) -> bool:
+        """Whether the controller says that a replica failed, or does not answer or has no model yet where others may."""
         states = self.table()["states"]
-        return states[replica] == FAILED or (states[replica] == SILENT and len(states) > 1)
+        state, several = states[replica], len(states) > 1
+        return state == FAILED or (several and state == SILENT) or (state != READY and READY in states)
 
     @property
     def handles(self) -> list[Any]:

@@ -145,8 +145,9 @@ class Exchange:
             except ray.exceptions.GetTimeoutError:  # noqa: PERF203
                 if self._patience.left <= 0.001:
                     raise self._patience.up() from None
-                if self._connection.is_silent(part.replica):
-                    found = ReplicaGone("its process or node does not answer.")
+                if self._connection.is_away(part.replica):
+                    found = ReplicaGone("its process or node does not answer, or it starts.")
+                    ray.cancel(answer)  # its next process need not score it as well
                     break
             except ray.exceptions.TaskCancelledError:
                 return
