@@ -224,7 +224,9 @@ def test_the_share_of_a_lost_replica_is_divided_among_the_others(fate, state, su
     assert [answer.replica for answer in again] == [0, 1, 3]
     assert sum(answer.request.num_tokens for answer in again) == first[2].request.num_tokens
     assert [answer.request.suspect for answer in found.sent] == [False] * 4 + [suspect] * 3
-    assert [answer.withdrawn for answer in found.sent] == [fate is NEVER and answer is first[2] for answer in found.sent]
+    assert [answer.withdrawn for answer in found.sent] == [
+        fate is NEVER and answer is first[2] for answer in found.sent
+    ]
     assert found.retries == 1
     for state in (SILENT, READY):  # it is avoided until it is ready, and a moment has passed
         found.states[2] = state
