@@ -17,12 +17,13 @@ from benchmarks.ray.cluster import NICENESS, cluster
 from benchmarks.ray.comparison import Case, bytes_on_wire, check_agreement, compare
 from benchmarks.ray.faults import STEPS as FAULT_STEPS, faults
 from benchmarks.ray.overhead import Overhead, overhead
+from benchmarks.ray.processor import processor_times
 from benchmarks.ray.results import MANY, RayRun
 from benchmarks.ray.scale import STEPS, scale
 from benchmarks.ray.sides import SERVED, Sides, size_of
 from benchmarks.workloads.base import OURS
 
-PARTS = ("calls", "overhead", "scale", "capacity", "faults")
+PARTS = ("calls", "processor", "overhead", "scale", "capacity", "faults")
 LENGTHS, QUICK_LENGTHS = (32, 512), (16,)
 _QUIET = 10.0  # seconds after which the service no longer counts a caller as recent
 
@@ -53,9 +54,10 @@ def measure(
     counts = (1, 2) if quick else (1, MANY)
     plan = QUICK_PLAN if quick else Plan()
     collectors, speeds = ((1, 10, 100), SPEEDS[:1]) if quick else (COLLECTORS, SPEEDS)
-    calls, idle, many, capacity, failing = (part in parts for part in PARTS)
+    calls, processor, idle, many, capacity, failing = (part in parts for part in PARTS)
     windows = 2 * len(SERVED) * len(lengths) * len(counts) * (rounds + 1)
     total = 4 + calls * (windows + 1) + idle * len(lengths) + many * STEPS + failing * FAULT_STEPS
+    total += processor * 2 * len(SERVED) * len(lengths)
     total += capacity * (plan.windows + len(collectors) * len(speeds))
 
     def step(what: str) -> None:
@@ -63,7 +65,7 @@ def measure(
 
     sides, found = Sides(size), empty
     with cluster():
-        if calls or idle:
+        if calls or processor or idle:
             step("starting actors; do both agree?")
             found = replace(found, difference=max(check_agreement(sides, length) for length in lengths))
         if calls:
@@ -81,10 +83,10 @@ def measure(
             found = replace(found, scale=scale(size, quick=quick, seconds=8 * seconds, repeats=rounds, on_step=step))
         if failing:
             found = replace(found, faults=faults(size, quick=quick, on_step=step))
-        if calls or capacity:
+        if calls or processor or capacity:
             last_call = time.monotonic()
             step("starting callers")
-            callers = Callers(max(max(counts), max(plan.clients)) if calls else max(plan.clients), sides)
+            callers = Callers(max(max(counts), max(plan.clients)), sides)
             if calls:
                 step("until it is quiet")
                 time.sleep(0 if quick else max(0.0, last_call + _QUIET - time.monotonic()))
@@ -100,6 +102,10 @@ def measure(
                     )
                 ]
                 found = replace(found, lines=tuple(lines))
+            if processor:
+                cases = [Case(served, max(counts), length) for served in SERVED for length in lengths]
+                times = processor_times(callers, cases, seconds=2 * seconds, on_window=step)
+                found = replace(found, processor=tuple(times))
             if capacity:
                 calibration, checks = calibrate(callers, size, plan, on_window=step)
                 found = replace(found, calibration=calibration, checks=tuple(checks))

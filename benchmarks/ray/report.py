@@ -12,6 +12,7 @@ from benchmarks.ray.calibration import Check
 from benchmarks.ray.capacity import Answer, Limits, Work
 from benchmarks.ray.comparison import Calls
 from benchmarks.ray.overhead import Overhead
+from benchmarks.ray.processor import CALLER, MODEL, OTHERS
 from benchmarks.ray.results import RayRun
 from benchmarks.ray.scale import LARGER, TOP_K, Scale
 from benchmarks.ray.sides import SEQUENCES, UNRELATED_BYTES
@@ -46,6 +47,12 @@ loses at most {lost:.0%} more of its time than with a dedicated service.
 _FAULTS = """Eight callers in one process score 4 x 32 tokens without a pause, each row on a new service. Every answer is
 compared with a local scorer's of the version that it names. `load` is the number of processes that wanted one of {cores} cores,
 other programs among them; the actors have their niceness (0).
+"""
+
+_PROCESSOR = """### What they wait for
+
+Milliseconds of the processor for each call, by kind of process, and how many of the {cores} cores the actors with a model keep
+busy. A row with little idle time needs more cores, one whose actors are always busy more actors or a faster model.
 """
 
 _LINES = (
@@ -105,6 +112,8 @@ def markdown(run: RayRun) -> str:
         parts.append("## Throughput and latency\n\n`faster` is the median over rounds of the ratio of both windows.\n")
         parts.append(markdown_table(list(_LINES), _lines(run)))
         parts += [_bound(run, o) for o in run.overheads]
+    if run.processor:
+        parts += [_PROCESSOR.format(cores=run.machine["cores"]), markdown_table(*_processor(run))]
     if run.overheads:
         rows = [
             [str(o.length), *(f"{1e3 * value:.2f}" for value in (o.local, o.bare, o.remote, o.seconds))]
@@ -149,6 +158,34 @@ def _lines(run: RayRun) -> list[list[str]]:
         ]
         for line in run.lines
     ]
+
+
+def _processor(run: RayRun) -> tuple[list[str], list[list[str]]]:
+    kinds = (CALLER, MODEL, OTHERS)
+    header = [
+        "served",
+        "callers",
+        "tokens",
+        "",
+        "calls/s",
+        *(f"{kind}, ms" for kind in kinds),
+        "actors busy",
+        "cores idle",
+    ]
+    rows = [
+        [
+            x.case.served,
+            str(x.case.callers),
+            f"{SEQUENCES} x {x.case.length}",
+            x.side,
+            f"{x.throughput:.1f}",
+            *(f"{1e3 * x.seconds[kind]:.1f}" for kind in kinds),
+            f"{x.busy:.2f}",
+            f"{x.idle:.0%}",
+        ]
+        for x in run.processor
+    ]
+    return header, rows
 
 
 def _bound(run: RayRun, overhead: Overhead) -> str:

@@ -12,6 +12,7 @@ from benchmarks.ray.capacity import Answer
 from benchmarks.ray.comparison import Bytes, Calls, Case, Line
 from benchmarks.ray.faults import Fault
 from benchmarks.ray.overhead import Overhead
+from benchmarks.ray.processor import Processor
 from benchmarks.ray.scale import Scale
 from benchmarks.results import Goal
 
@@ -33,6 +34,7 @@ class RayRun:
         model: description of the model.
         difference: largest one between the libraries' numbers, in nats.
         lines: throughput and latency.
+        processor: where its time goes in those lines.
         bytes: on the wire.
         overheads: of a call over a local scorer.
         scale: many callers, prompts and replicas.
@@ -49,6 +51,7 @@ class RayRun:
     model: str
     difference: float | None = None
     lines: tuple[Line, ...] = ()
+    processor: tuple[Processor, ...] = ()
     bytes: tuple[Bytes, ...] = ()
     overheads: tuple[Overhead, ...] = ()
     scale: Scale | None = None
@@ -108,12 +111,16 @@ class RayRun:
         kinds |= {"answers": Answer, "faults": Fault}
         parts = {name: tuple(kind(**item) for item in data.get(name, ())) for name, kind in kinds.items()}
         lines = tuple(Line(Case(**x["case"]), Calls(**x["theirs"]), Calls(**x["ours"])) for x in data["lines"])
+        processor = tuple(Processor(**{**x, "case": Case(**x["case"])}) for x in data.get("processor", ()))
         scale = data.get("scale") and Scale.read(data["scale"])
         calibration = data["calibration"] and Calibration(**data["calibration"])
-        return cls(**{**data, **parts, "lines": lines, "scale": scale, "calibration": calibration})
+        parts |= {"lines": lines, "processor": processor}
+        return cls(**{**data, **parts, "scale": scale, "calibration": calibration})
 
 
-_PARTS = ("difference", "lines", "bytes", "overheads", "scale", "calibration", "checks", "answers", "faults")
+_PARTS = (
+    *("difference", "lines", "processor", "bytes", "overheads", "scale", "calibration", "checks", "answers", "faults"),
+)
 
 
 def served(name: str) -> str:

@@ -2,17 +2,20 @@
 
 import inspect
 import math
+import os
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 for name in ("matplotlib", "rich", "ray"):
     pytest.importorskip(name)
 typer_testing = pytest.importorskip("typer.testing")
-from benchmarks.ray import __main__ as cli  # noqa: E402
+from benchmarks.ray import __main__ as cli, processor as processor_module  # noqa: E402
 from benchmarks.ray.calibration import Batches, Calibration, Check, fit  # noqa: E402
 from benchmarks.ray.callers import Window  # noqa: E402
 from benchmarks.ray.capacity import Answer, Limits, Work, answers_for, replicas_needed, with_model  # noqa: E402
@@ -20,6 +23,7 @@ from benchmarks.ray.comparison import Bytes, Calls, Case, Line  # noqa: E402
 from benchmarks.ray.events import Draw, Observed, Replica, World, quantile, simulate  # noqa: E402
 from benchmarks.ray.faults import Fault  # noqa: E402
 from benchmarks.ray.overhead import Overhead  # noqa: E402
+from benchmarks.ray.processor import CALLER, MODEL, OTHERS, Processor, processor_times  # noqa: E402
 from benchmarks.ray.results import RayRun  # noqa: E402
 from torchrl_llm_kl.service import ScoringService  # noqa: E402
 
@@ -271,6 +275,40 @@ def test_calls_of_a_window_and_quantiles() -> None:
     assert (found.quantile(0.5), found.quantile(0.99)) == (3.0, 4.0)
 
 
+def test_seconds_of_processes_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten ticks of a clock are taken between the two looks by each process, one more by each that has a higher id."""
+    tick, ticks = os.sysconf("SC_CLK_TCK"), 0
+    names = ["ray::Caller.transform", "ray::Replica", "/bin/raylet/raylet\0--ray", "ray::IDLE", "other\0ray", "gone"]
+
+    def window(*_: object, callers: int, seconds: float) -> Window:
+        nonlocal ticks
+        assert (callers, seconds) == (8, 5.0)
+        write(10)
+        return Window(5.0, [(0.0, 1.0)] * 4)
+
+    def write(more: int) -> None:
+        nonlocal ticks
+        ticks += more
+        (tmp_path / "stat").write_text(f"cpu  9 9 9 {100 + ticks} 9 9\n")
+        for i, name in enumerate(names[:-1]):
+            (tmp_path / str(i)).mkdir(exist_ok=True)
+            (tmp_path / str(i) / "cmdline").write_text(f"{name}\0")
+            numbers = f"S {'1 ' * 10}{7 + ticks * (i + 1)} {3 + ticks} 0"
+            (tmp_path / str(i) / "stat").write_text(f"{i} (a ) name) {numbers}")
+        (tmp_path / str(len(names))).mkdir(exist_ok=True)  # ended since it was listed
+
+    write(0)
+    monkeypatch.setattr(processor_module, "_PROC", tmp_path)
+    clock = iter(range(0, 100, 5))
+    monkeypatch.setattr(processor_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    callers: Any = SimpleNamespace(window=window)
+    _, ours = processor_times(callers, [Case("both", 8, 32)], seconds=5.0, on_window=lambda _: None)
+    per_call = {CALLER: 20 / tick / 4, MODEL: 30 / tick / 4, OTHERS: (40 + 50) / tick / 4}
+    assert ours.seconds == pytest.approx(per_call)
+    assert ours.idle == pytest.approx(10 / tick / 5 / os.cpu_count())  # type: ignore[operator]
+    assert ours.busy == pytest.approx(30 / tick / 4 * 4 / 5)
+
+
 def run() -> RayRun:
     case = Case("both", 8, 32)
     line = Line(case, Calls([2.0, 4.0, 5.0], 0.5, 0.9, 11), Calls([10.0, 14.0, 40.0], 0.1, 0.2, 60))
@@ -283,6 +321,7 @@ def run() -> RayRun:
         "a model",
         difference=1e-6,
         lines=(one, line),
+        processor=(Processor(case, "here", 100.0, {CALLER: 0.002, MODEL: 0.0045, OTHERS: 0.001}, 0.25),),
         bytes=(Bytes("both", 32, "torchrl", 100, 200, 9_000_100, 9_000_200), Bytes("both", 32, "here", 10, 20, 10, 21)),
         overheads=(
             Overhead(32, local=0.005, remote=0.0075, stages={"there": 0.001, "back": 0.0015}, bare=0.006),
@@ -327,6 +366,7 @@ def test_render_and_ask(tmp_path: Path) -> None:
     assert "| both | 8 | 4 x 32 | 4.0 | 14.0 | 1,792 | 5.0x | 500/900 | 100/200 |" in page
     assert "| ms of a call over a local scorer, 512 tokens | 4 | at most 3 | missed |" in page
     assert "| back | 1.50 | 2.00 |" in page
+    assert "| both | 8 | 4 x 32 | here | 100.0 | 2.0 | 4.5 | 1.0 | 0.45 | 25% |" in page
     assert "| a kill | 1,200 | 1 | 0 | 2.3 | 3 | 2 restarts |" in page
     assert "| 2 | 20 | 50.0 | 60.0 | +20% | 20.0 | 15.0 | -25% | 40.0 | 30.0 |" in page
     assert (tmp_path / "ray_capacity.png").stat().st_size > 10_000
