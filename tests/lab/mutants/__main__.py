@@ -19,6 +19,8 @@ from . import record
 from .record import Key
 from .runner import OUT_OF_TIME, Job, Outcome, Tests, with_tests
 
+_WRITTEN = 20  # outcomes after which a record is written: a run that is ended keeps them
+
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Files with this in their path, or that match it.")] = None,
@@ -71,7 +73,15 @@ def main(
             if outcome.known and not outcome.killer:
                 print(f"{_shown(key, job.mutant.line)} ({outcome.tests} tests)", file=sys.stderr)
             print(f"\r{len(found)} of {len(todo)}, {key.file} ", end="", file=sys.stderr, flush=True)
+            if len(found) % _WRITTEN == 0:
+                keep(found)
         return found
+
+    every = {key for target in record.targets() for key in target.mutants()} if write else set()
+
+    def keep(found: Mapping[Key, Outcome]) -> None:
+        if write:
+            record.write(write, {key: _entry(key, outcome, key in same) for key, outcome in found.items()}, every)
 
     patterns = tests or (["units"] if whole else sorted({target.tests for target in known}))
     tried = with_tests(PROJECT, record.PACKAGE, patterns, list(places), then)
@@ -82,9 +92,7 @@ def main(
         f"\n{len(tried)} mutants, {len(tried) - len(lost)} caught ({slow} by the time limit), {len(lost)} survived "
         f"({unlisted} not listed) in {time.monotonic() - started:.0f} s"
     )
-    if write is not None:
-        found = {key: _entry(key, outcome, key in same) for key, outcome in tried.items()}
-        record.write(write, found, {key for target in record.targets() for key in target.mutants()})
+    keep(tried)
     if compare:
         gone = [key for key in sorted(before) if key not in tried and key.file in places]
         for title, each in (("no longer noticed", lost), ("not there any more", gone)):
