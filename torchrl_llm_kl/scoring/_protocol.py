@@ -26,18 +26,9 @@ if TYPE_CHECKING:
 
 #: What may be asked of a scorer beside log-probs of the model's own distribution, by the name under which it is asked.
 FEATURES = frozenset(
-    {"temperature", "truncation", "adapters", "dtype", "deterministic", "grad", "reference"}
-    | {
-        "entropy",
-        "top_k",
-        "moments",
-        "return_kept",
-        "record_routing",
-        "kept",
-        "top_ids",
-        "routing",
-        "ref_routing",
-        "images",
+    {
+        *("temperature", "truncation", "adapters", "dtype", "deterministic", "grad", "reference"),
+        *("entropy", "top_k", "moments", "return_kept", "record_routing", *ScoreRequest.optional()),
     }
 )
 _NEUTRAL = ScoreOptions()
