@@ -255,9 +255,7 @@ class TokenLoss(LossModule):
             values |= dict(zip(names, found, strict=True))
         out: dict[str, object] = {}
         for term in terms:
-            value = values[term.name]
-            if isinstance(term.weight, Tensor) or term.weight != 1:
-                value = term.weight * value
+            value = term.weight * values[term.name]
             out[f"loss_{term.name}"] = response.restore(value) if self._mode(term) == "none" else value
         return LossOutput(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 

@@ -183,6 +183,7 @@ def test_mix_chord_by_hand() -> None:
     (gradient,) = torch.autograd.grad(total((usual, expert)), data["log_prob"])
     close(gradient, [[0.0, 0.0, -0.6875], [-0.0625, -0.04, 0.0], [0.0, 0.0, 0.0]])
     close(expert.metrics["weight_mean"], 0.205)
+    assert expert.metrics.keys() == {"weight_mean", "expert_fraction"}
     without_phi = mix_chord(**mixture(), mu=scheduled(0, peak=0.9, valley=0.25), enable_phi_function=False, **HYPER)
     for term, same in zip(without_phi, mix(**mixture(), mu=0.25, **HYPER), strict=True):
         assert_close(term.value, same.value)
