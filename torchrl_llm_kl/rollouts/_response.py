@@ -45,6 +45,7 @@ class ResponseTokens:
         places = rows * width + torch.arange(elements.numel()) - (lengths.cumsum(0) - lengths)[rows]
         filled = torch.arange(width) < lengths.unsqueeze(-1)
         self._lengths = lengths
+        self.columns = places - rows * width  # on the CPU
         self.elements, self._places, self.mask = (send(x, device) for x in (elements, places, filled))
 
     @property
