@@ -255,7 +255,9 @@ class TokenLoss(LossModule):
             values |= dict(zip(names, found, strict=True))
         out: dict[str, object] = {}
         for term in terms:
-            value = term.weight * values[term.name]
+            value = values[term.name]
+            if isinstance(term.weight, Tensor) or term.weight != 1:  # each product is a kernel
+                value = term.weight * value
             out[f"loss_{term.name}"] = response.restore(value) if self._mode(term) == "none" else value
         return LossOutput(out | {name: value.detach() for name, value in merge_metrics(terms, metrics).items()})
 
