@@ -22,14 +22,14 @@ _KINDS = {"ray::Caller": CALLER, "ray::Replica": MODEL, "ray::RetrieveKL": MODEL
 
 @dataclass(frozen=True)
 class Processor:
-    """Seconds of the processor that a call takes.
+    """CPU time of a call.
 
     Args:
         case: what is called.
         side: the library.
         throughput: calls per second, meanwhile.
-        seconds: by kind of process.
-        idle: share of the cores' time that nobody used.
+        seconds: of CPU time per call, by kind of process.
+        idle: share of the cores' time that no process used.
     """
 
     case: Case
@@ -61,7 +61,7 @@ def processor_times(
 
 
 def _spent() -> dict[str, float]:
-    """Seconds so far of each kind of process, and of idle cores."""
+    """CPU seconds so far of each kind of process, and of idle cores."""
     tick, found = os.sysconf("SC_CLK_TCK"), defaultdict[str, float](float)
     found[_IDLE] = int((_PROC / "stat").read_text().split()[4]) / tick
     for process in _PROC.glob("[0-9]*"):

@@ -51,8 +51,8 @@ other programs among them; the actors have their niceness (0).
 
 _PROCESSOR = """### What they wait for
 
-Milliseconds of the processor for each call, by kind of process, and how many of the {cores} cores the actors with a model keep
-busy. A row with little idle time needs more cores, one whose actors are always busy more actors or a faster model.
+CPU time of a call in milliseconds, by kind of process, and how many of the {cores} cores the actors with a model keep busy.
+A row with little idle time needs more cores, one whose actors are always busy more actors or a faster model.
 """
 
 _LINES = (
@@ -162,16 +162,8 @@ def _lines(run: RayRun) -> list[list[str]]:
 
 def _processor(run: RayRun) -> tuple[list[str], list[list[str]]]:
     kinds = (CALLER, MODEL, OTHERS)
-    header = [
-        "served",
-        "callers",
-        "tokens",
-        "",
-        "calls/s",
-        *(f"{kind}, ms" for kind in kinds),
-        "actors busy",
-        "cores idle",
-    ]
+    header = ["served", "callers", "tokens", "", "calls/s", *(f"{kind}, ms" for kind in kinds)]
+    header += ["actors busy", "cores idle"]
     rows = [
         [
             x.case.served,
