@@ -439,7 +439,7 @@ def core_of(text: str) -> Span:
 
 def _unused_nonce(text: str) -> str:
     """The beginning of a mark that the text does not contain: digits and underscores, which no filter changes."""
-    used = set(re.findall(r"_0([0-9]+)(?=_)", text))
+    used = set(re.findall(r"_0([0-9]+)(?=_)", text)) if "_0" in text else ()
     return next(f"_0{k}_" for k in count(7391) if str(k) not in used)
 
 
@@ -543,7 +543,7 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
             node.body = body
             node.else_ = _mark_statements(node.else_, loop_target, in_loop)
         elif isinstance(node, nodes.Assign):
-            if in_loop and isinstance(node.target, nodes.Name):
+            if in_loop and isinstance(node.target, nodes.Name) and not _is_field_or_text(node.node):
                 marked.append(_emit_message(node.target.name, SET, _OPEN, node.lineno))
                 closing.append(_emit_message(node.target.name, SET, _CLOSE, node.lineno))
         else:
@@ -552,6 +552,16 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
                 if isinstance(value, list) and value and all(isinstance(item, nodes.Stmt) for item in value):
                     setattr(node, field, _mark_statements(value, *inner))
     return marked + closing[::-1]
+
+
+def _is_field_or_text(value: nodes.Node) -> bool:
+    """Whether an assigned value is certainly no message: a constant, a message's text, what a method of text returns."""
+    if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Getattr):
+        return hasattr(str, value.node.attr) and not hasattr(dict, value.node.attr)
+    if isinstance(value, nodes.Getitem):
+        return isinstance(value.arg, nodes.Const) and value.arg.value in ("role", *SPOKEN)
+    is_text = isinstance(value, (nodes.Const, nodes.TemplateData, nodes.Concat, nodes.Compare, nodes.Not))
+    return is_text or (isinstance(value, nodes.Getattr) and value.attr in ("role", *SPOKEN))
 
 
 def _emit_message(variable: str, kind: str, action: str, lineno: int) -> nodes.Output:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, pairwise
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_llm_kl.masks._messages import AssistantMaskError, Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 Span = tuple[int, int]
 
@@ -32,9 +37,8 @@ def encode_with_mask(
         For each text ``(token_ids, mask)``, int64 and bool ``[T]``; the mask is False for the first token.
     """
     if getattr(tokenizer, "is_fast", False):
-        options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
-        batch = tokenizer(list(texts), add_special_tokens=False, **options)
-        columns = zip(texts, batch["input_ids"], batch["offset_mapping"], spans, strict=True)
+        batch = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        columns = zip(texts, batch["input_ids"], batch.encodings, spans, strict=True)
         pairs = [_mask_by_offsets(tokenizer, *row) for row in columns]
     else:
         pairs = [_mask_by_pieces(tokenizer, *row) for row in zip(texts, spans, strict=True)]
@@ -82,33 +86,34 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _mask_by_offsets(
-    tokenizer: Tokenizer, text: str, ids: list[int], offsets: list[Span], spans: Sequence[Span]
+    tokenizer: Tokenizer, text: str, ids: list[int], encoding: Encoding, spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor]:
-    token_ids = torch.from_numpy(np.array(ids, np.int64))
-    if not ids or not spans:
-        return token_ids, torch.zeros(len(ids), dtype=torch.bool)
-    inside = np.zeros(len(text), bool)
-    for start, end in spans:
-        inside[start:end] = True
-    first, last = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(ids)).reshape(-1, 2).T
-    last = np.maximum.accumulate(last)
-    # Some tokenizers trim white space from their offsets: a character without a token belongs to the next one.
-    begin = np.minimum(first, np.concatenate([[0], last[:-1]]))
-    mask = _count(inside, begin, last) > 0
-    reaches_in = mask & ~inside[begin.clip(max=len(text) - 1)]
-    if reaches_in.any():
-        visible = inside & np.array([not c.isspace() for c in text])
-        added = tokenizer.added_tokens_decoder
-        special = np.array([i in added for i in ids])
-        mask &= ~(reaches_in & special & (_count(visible, begin, last) == 0))
-    return token_ids, torch.from_numpy(mask)
+    """The ends of a text's tokens never decrease: a span's tokens are found by bisection, without a list of all offsets.
 
+    Some tokenizers trim white space from their offsets: a character without a token belongs to the next one.
+    """
+    tokens, mask = range(len(ids)), np.zeros(len(ids), bool)
+    offsets = cast("Callable[[int], Span]", encoding.token_to_chars)  # None only for a token that does not exist
 
-def _count(flags: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """How many of ``flags[begin:end]`` are True, for each pair."""
-    total = np.concatenate([[0], flags.cumsum()])
-    found: np.ndarray = total[end] - total[begin]
-    return found
+    def last(token: int) -> int:
+        return offsets(token)[1]
+
+    def inside(character: int) -> bool:
+        return any(start <= character < end for start, end in spans)
+
+    for start, end in (span for span in spans if span[0] < span[1]):
+        low = bisect_right(tokens, start, key=last)
+        high = bisect_left(tokens, end, low, key=last) + 1
+        while high < len(ids) and offsets(high)[0] < end:  # several tokens of one character
+            high += 1
+        mask[low:high] = True
+        for token in tokens[low:high]:
+            begin = min(offsets(token)[0], last(token - 1) if token else 0)
+            if begin >= start:
+                break
+            if not inside(begin) and all(text[c].isspace() or not inside(c) for c in range(begin, last(token))):
+                mask[token] = ids[token] not in tokenizer.added_tokens_decoder
+    return torch.from_numpy(np.array(ids, np.int64)), torch.from_numpy(mask)
 
 
 def _mask_by_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
