@@ -25,6 +25,13 @@ from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, tiles
 _BLOCK = 64
 # Nats by which rounding may misplace a bound.
 _SLACK = 1e-3
+# What top-p drops is guessed: not before this part of the vocabulary and so many tokens, to fill this part of 1 - p in the
+# end, and tokens of this log-prob or more are never dropped.
+_FIRST_LOOK = 16, 8192
+_TAIL = 0.5
+_LIKELY = math.log(1e-3)
+# Floors of top-p are raised to one of so many log-probs, so far apart; the highest is just below 0.
+_LEVELS, _LEVEL = 32, 0.5
 # Rows of a head that are gathered at once, in elements.
 _GATHERED = 2**22
 
@@ -63,38 +70,24 @@ def find_kept(
 def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int) -> Kept | None:
     count, vocab = head.sizes
     truncation = truncation._replace(top_k=0) if truncation.top_k >= vocab else truncation
-    top_k, top_p, min_p = truncation
-    whole = top_p < 1 and not top_k  # top-p is of all tokens
-    state, floor = Softmax(head), head.per_position(-math.inf)
-    state.top.fill_(state.lowest)
-    found = _Candidates(count)
-    most *= count
-    room = 4 * top_k * count or 8 * most
-    for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
-        size = math.gcd(logits.shape[1], _BLOCK)
-        blocks = logits.view(count, -1, size).amax(-1)
-        if targets is not None:
-            state.choose(logits, targets, rows, cols)
-        if whole:
-            state.absorb(logits, scratch, rows, first=cols.start == 0)
-            # Tokens less probable than this add up to less than 1 - p, whatever their number.
-            floor = state.top + state.total.log() + (math.log((1 - top_p) / vocab) - _SLACK)
-        else:
-            torch.maximum(state.top, blocks.amax(-1), out=state.top)
-        if top_k and cols.start == 0 and top_k <= logits.shape[1]:
-            floor = logits.topk(top_k, -1).values[:, -1]
-        if min_p > 0 and not (top_k and top_p < 1):  # else top-p needs all that top-k leaves
-            floor = torch.maximum(floor, state.top + math.log(min_p))
-        found.add(logits.view(count, -1, size), blocks, floor, cols.start)
-        if found.total > room:
-            floor = found.prune(floor, top_k)
-            if found.total > (2 * most if top_k else 6 * most):
-                return None
-            room = max(room, 2 * found.total)
+    whole = truncation.top_p < 1 and not truncation.top_k  # top-p is of all tokens
+    searched = _search(head, truncation, width, targets, most, guess=whole and truncation.min_p == 0)
+    if searched is None:
+        return None
+    found, state, floor, guessed = searched
     total = state.top + state.total.log() if whole else None
-    found.prune(floor if total is None else found.raised(floor, total, top_p), 0)
+    if total is not None and guessed is not None:
+        wrong = (guessed & ~found.hold_nucleus(floor, total, truncation.top_p)).nonzero().squeeze(1)
+        if len(wrong):
+            some = head._replace(hidden=head.hidden[wrong])
+            searched = _search(some, truncation, width, None, most * count // len(wrong), guess=False)
+            if searched is None:
+                return None
+            floor = floor.index_put((wrong,), searched[2])
+            found.replace(wrong, searched[0])
+    found.prune(floor if total is None else found.raised(floor, total, truncation.top_p), 0)
     row, ids, logits = found.chosen(truncation, total)
-    if len(row) > most:
+    if len(row) > most * count:
         return None
     added = head.per_position(0.0).bool()
     if targets is not None:
@@ -104,6 +97,52 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
         logits, order = torch.cat([logits, state.chosen[at]]), row.argsort(stable=True)
         row, ids, logits = row[order], ids[order], logits[order]
     return Kept(ids, from_zero(torch.bincount(row, minlength=count).cumsum(0)), logits, added)
+
+
+def _search(
+    head: Head, truncation: Truncation, width: int, targets: Tensor | None, most: int, *, guess: bool
+) -> tuple[_Candidates, Softmax, Tensor, Tensor | None] | None:
+    """One sweep: the candidates, the sums, and the floor that all candidates of a position reach; None if they are too many.
+
+    Few tokens are surely outside of top-p before all are seen. To ``guess`` expects that the tokens to come hold not much
+    more of the tail than those seen so far; the last result tells of which positions, and is None if of none.
+    """
+    (count, vocab), (top_k, top_p, min_p) = head.sizes, truncation
+    whole = top_p < 1 and not top_k
+    state, floor = Softmax(head), head.per_position(-math.inf)
+    state.top.fill_(state.lowest)
+    found = _Candidates(count)
+    most *= count
+    room = 4 * top_k * count or 8 * most
+    # Tokens less probable than this add up to less than 1 - p, whatever their number.
+    safe = math.log((1 - top_p) / vocab) - _SLACK if whole else -math.inf
+    share, look = head.per_position(safe), max(vocab // _FIRST_LOOK[0], _FIRST_LOOK[1])
+    for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
+        size = math.gcd(logits.shape[1], _BLOCK)
+        blocks = logits.view(count, -1, size).amax(-1)
+        if targets is not None:
+            state.choose(logits, targets, rows, cols)
+        if whole:
+            state.absorb(logits, scratch, rows, first=cols.start == 0)
+            floor = state.top + state.total.log() + share
+        else:
+            torch.maximum(state.top, blocks.amax(-1), out=state.top)
+        if top_k and cols.start == 0 and top_k <= logits.shape[1]:
+            floor = logits.topk(top_k, -1).values[:, -1]
+        if min_p > 0 and not (top_k and top_p < 1):  # else top-p needs all that top-k leaves
+            floor = torch.maximum(floor, state.top + math.log(min_p))
+        found.add(logits.view(count, -1, size), blocks, floor, cols.start)
+        if guess and cols.stop >= look:
+            total = state.top + state.total.log()
+            guessed = found.raised(floor, total, 1 - _TAIL * (1 - top_p) * cols.stop / vocab) - total
+            share, look = torch.maximum(share, guessed.clamp(max=_LIKELY)), 2 * cols.stop
+            floor = found.prune(total + share, 0)
+        if found.total > room:
+            floor = found.prune(floor, top_k)
+            if found.total > (2 * most if top_k else 6 * most):
+                return None
+            room = max(room, 2 * found.total)
+    return found, state, floor, share > safe if guess else None
 
 
 class _Candidates:
@@ -129,20 +168,34 @@ class _Candidates:
             order, start, counts = _by_row(row, logits, self.count)
             last = (start + counts.clamp(max=top_k) - 1).clamp(min=0)
             floor = torch.maximum(floor, logits[order][last].masked_fill(counts < top_k, -math.inf))
-        keep = logits >= floor[row.long()]
-        self._parts = [(row[keep], ids[keep], logits[keep])]
+        keep = logits >= floor[row]
+        self._parts = [(row[keep].int(), ids[keep], logits[keep])]
         self.total = len(self._parts[0][0])
         return floor
+
+    def hold_nucleus(self, floor: Tensor, log_total: Tensor, top_p: float) -> Tensor:
+        """Whether the candidates that reach the floor hold more than top-p, ``[n]``: all other tokens are outside of it."""
+        row, _, logits = self._joined()
+        share = (logits - log_total[row]).exp().masked_fill(logits < floor[row], 0.0)
+        return torch.zeros_like(floor).index_add(0, row, share) > top_p + _SLACK * (1 - top_p)
 
     def raised(self, floor: Tensor, log_total: Tensor, top_p: float) -> Tensor:
         """The floor of top-p, raised where tokens of a round probability or more hold enough already: fewer are sorted."""
         row, _, logits = self._joined()
-        row = row.long()
-        share = (logits - log_total[row]).exp()
-        for least in (1e-4, 1e-3, 1e-2):
-            mass = torch.zeros_like(floor).index_add(0, row, share.masked_fill(share < least, 0.0))
-            floor = torch.where(mass > top_p + _SLACK * (1 - top_p), log_total + (math.log(least) - _SLACK), floor)
-        return floor
+        log_share = logits - log_total[row]
+        level = (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).long()  # 0 for all below the lowest
+        mass = floor.new_zeros(self.count * _LEVELS).index_add(0, row * _LEVELS + level, log_share.exp())
+        mass = mass.view(self.count, _LEVELS).flip(1).cumsum(1)  # at a level or above, from the highest on
+        missing = (mass[:, :-1] <= top_p + _SLACK * (1 - top_p)).sum(1)
+        higher = log_total - (missing + 1) * _LEVEL - _SLACK
+        return torch.where(missing < _LEVELS - 1, torch.maximum(floor, higher), floor)
+
+    def replace(self, positions: Tensor, other: _Candidates) -> None:
+        """Take the candidates of some positions from another search, of these alone."""
+        own, others = self._joined(), other._joined()
+        keep = ~torch.isin(own[0], positions)
+        kept = own[0][keep].int(), own[1][keep], own[2][keep]
+        self._parts = [kept, (positions[others[0]].int(), others[1], others[2])]
 
     def chosen(self, truncation: Truncation, log_total: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Positions, ids and logits of the kept, by position, the most probable first.
@@ -151,7 +204,7 @@ class _Candidates:
         """
         row, ids, logits = self._joined()
         order, start, counts = _by_row(row, logits, self.count)
-        row, ids, logits = row[order].long(), ids[order].long(), logits[order]
+        row, ids, logits = row[order], ids[order].long(), logits[order]
         keep = torch.ones_like(row, dtype=torch.bool)
         if not len(row):
             return row, ids, logits
@@ -174,7 +227,8 @@ class _Candidates:
 
     def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
         row, ids, logits = (torch.cat(part) for part in zip(*self._parts, strict=True))
-        return row, ids, logits
+        self._parts = [(row, ids, logits)]
+        return row.long(), ids, logits
 
 
 def _by_row(row: Tensor, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
