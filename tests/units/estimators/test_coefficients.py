@@ -36,8 +36,8 @@ def entropy(**changes):
     return made
 
 
-KL = [ziegler, pi, dual]
-each_kind = pytest.mark.parametrize("make", [*KL, entropy])
+each_kind = pytest.mark.parametrize("make", [ziegler, pi, dual, entropy])
+in_any_form = pytest.mark.parametrize("as_input", [float, torch.tensor, lambda x: torch.tensor([[x]]).double()])
 
 
 def update(coefficient, measured, n=10):
@@ -55,13 +55,14 @@ def values(coefficient, measured, n=8):
 # ------------------------------------------------------------------ steps by hand
 PI_STEPS = [0.1 * math.log(2), -0.1, 0.0, 0.6 * math.log(1.1)]
 DUAL_STEPS = [0.025, -0.05, -0.06, 0.1]
+RISEN = [0.0, 0.0, 0.0, 0.5 * math.log(0.25 / 0.24) + 0.1 * math.log(0.5), -0.1]
 
 
 def moved(steps, init=0.2):
     return [init * math.exp(sum(steps[: i + 1])) for i in range(len(steps))]
 
 
-@pytest.mark.parametrize("as_input", [float, torch.tensor, lambda x: torch.tensor([[x]]).double()])
+@in_any_form
 @pytest.mark.parametrize(
     ("make", "measured", "expected"),
     [
@@ -72,8 +73,13 @@ def moved(steps, init=0.2):
         (lambda: pi(smoothing=0.5, max_step=0.1), [(x, 8) for x in (1.0, 0.25, 0.5, 0.59375)], moved(PI_STEPS)),
         # 0.05 * (KL / 0.5 - 1), the last clipped
         (lambda: dual(max_step=0.1), [(x, 8) for x in (0.75, 0.0, -0.1, 5.0)], moved(DUAL_STEPS)),
+        # The warm-up holds it until the KL has risen, and is over for good: a KL of 0 counts as a tenth of the target.
+        (lambda: pi(warmup=9, max_step=0.1), [(x, 8) for x in (0.0, 0.1, 0.24, 0.25, 0.0)], moved(RISEN)),
+        # It ends: a coefficient too large for any KL must fall in the end.
+        (lambda: pi(warmup=2, max_step=1.0), [(0.0, 8)] * 4, moved([0, 0, *[0.1 * math.log(0.1)] * 2])),
+        (lambda: dual(warmup=2, max_step=1.0), [(0.0, 8)] * 4, moved([0, 0, -0.05, -0.05])),
     ],
-    ids=["ziegler", "pi", "dual"],
+    ids=["ziegler", "pi", "dual", "warm-up", "end of the warm-up of pi", "end of the warm-up of dual"],
 )
 def test_steps_by_hand(make, measured, expected, as_input):
     coefficient, seen = make(), []
@@ -90,7 +96,7 @@ def test_the_softplus_of_the_dual_coefficient_by_hand():
         assert values(dual(parametrisation="softplus", init=init), [0.75]) == pytest.approx([want], rel=rel)
 
 
-@pytest.mark.parametrize("as_input", [float, torch.tensor, lambda x: torch.tensor([[x]]).double()])
+@in_any_form
 def test_steps_of_the_entropy_coefficient_by_hand(as_input):
     """Up below the target to the upper bound, as it is at the target, down above it to the lower bound, where it is off."""
     coefficient, kept, used = entropy(init=0.03, high=0.06), [], []
@@ -107,25 +113,8 @@ def test_steps_of_the_entropy_coefficient_by_hand(as_input):
 
 def test_fixed_coefficient_is_constant():
     coefficient = FixedKLCoefficient(0.25)
-    coefficient.update(12.0, 10)
-    coefficient.update(torch.tensor(math.nan), 10)
-    assert_close(coefficient(), torch.tensor(0.25))
+    assert values(coefficient, [12.0, torch.tensor(math.nan)]) == [0.25, 0.25]
     assert list(coefficient.state_dict()) == ["value"]
-    with pytest.raises(ValueError, match="the KL coefficient must be finite, got inf"):
-        FixedKLCoefficient(math.inf)
-
-
-def test_the_warm_up_holds_the_coefficient_until_the_kl_has_risen():
-    """Over for good: a KL of 0 counts as a tenth of the target, and the step is clipped."""
-    steps = [0.0, 0.0, 0.0, 0.5 * math.log(0.25 / 0.24) + 0.1 * math.log(0.5), -0.1]
-    seen = values(pi(warmup=9, max_step=0.1), [0.0, 0.1, 0.24, 0.25, 0.0])
-    assert seen == pytest.approx(moved(steps), rel=1e-5)
-
-
-@pytest.mark.parametrize(("make", "step"), [(pi, 0.1 * math.log(0.1)), (dual, -0.05)])
-def test_the_warm_up_ends(make, step):
-    """A coefficient too large for any KL must fall in the end."""
-    assert values(make(warmup=2, max_step=1.0), [0.0] * 4) == pytest.approx(moved([0, 0, step, step]), rel=1e-5)
 
 
 def test_bounds_and_clipped_steps_wind_nothing_up():
@@ -321,6 +310,7 @@ OF_CONTROLLERS = [
 
 test_bad_settings = refused(
     lambda make, changes: make(**changes),
+    (FixedKLCoefficient, {"value": math.inf}, "the KL coefficient must be finite, got inf"),
     (ziegler, {"init": -0.1}, "init must be finite and not negative, got -0.1"),
     (ziegler, {"init": math.nan}, "init must be finite"),
     (ziegler, {"target": 0.0}, "target must be finite and positive, got 0.0"),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from head_reference import DIRECTIONS, divergence_of
+from head_reference import DIRECTIONS, assert_same, divergence_of
 from refused import refused
 from torchrl_llm_kl.estimators import exact_kl, exact_kl_from_logits
 
@@ -35,35 +35,27 @@ def call(tensors, **options):
     return exact_kl(*required, bias=bias, ref_bias=ref_bias, **options)
 
 
-def assert_gradients(got, want, inputs, upstream=None, **bounds):
-    """Equal gradients of the sums, or of sums weighted by ``upstream``."""
-    upstream = torch.ones_like(want) if upstream is None else upstream
-    pairs = (torch.autograd.grad(x, inputs, upstream.to(x.dtype)) for x in (got, want))
-    for mine, theirs in zip(*pairs, strict=True):
-        assert_close(mine, theirs, **bounds)
-
-
 def logits_of(tensors):
     hidden, ref_hidden, weight, ref_weight, bias, ref_bias = tensors
     return F.linear(hidden, weight, bias), F.linear(ref_hidden, ref_weight, ref_bias)
 
 
-def leaves_of(tensors):
-    return [t.detach().requires_grad_() for t in logits_of(tensors)]
-
-
 @pytest.mark.parametrize(
-    ("direction", "beta", "expected"),
+    ("q", "direction", "beta", "expected"),
     [
-        ("reverse", 0.5, 0.1438410),  # .5 ln(.5/.75) + .5 ln(.5/.25)
-        ("forward", 0.5, 0.1308120),  # .75 ln(.75/.5) + .25 ln(.25/.5)
-        ("jensen_shannon", 0.25, 0.0248700),  # m = (.5625, .4375): .25 * 0.0758576 + .75 * 0.0078742
+        ((0.75, 0.25), "reverse", 0.5, 0.1438410),  # .5 ln(.5/.75) + .5 ln(.5/.25)
+        ((0.75, 0.25), "forward", 0.5, 0.1308120),  # .75 ln(.75/.5) + .25 ln(.25/.5)
+        ((0.75, 0.25), "jensen_shannon", 0.25, 0.0248700),  # m = (.5625, .4375): .25 * 0.0758576 + .75 * 0.0078742
+        # A token that only the reference rules out.
+        ((1.0, 0.0), "reverse", 0.5, math.inf),
+        ((1.0, 0.0), "forward", 0.5, math.log(2)),
     ],
 )
-def test_two_tokens_by_hand(direction, beta, expected):
-    """Probabilities 9:1 at temperature 2 are 3:1."""
-    for p, q, temperature in ((log_of(0.5, 0.5), log_of(0.75, 0.25), 1.0), (log_of(1, 1), log_of(9, 1), 2.0)):
-        got = exact_kl_from_logits(p, q, direction=direction, beta=beta, temperature=temperature)
+def test_two_tokens_by_hand(q, direction, beta, expected):
+    """Of p = (1/2, 1/2); and of logits twice as large, at temperature 2."""
+    for scale in (1.0, 2.0):
+        both = scale * log_of(0.5, 0.5), scale * log_of(*q)
+        got = exact_kl_from_logits(*both, direction=direction, beta=beta, temperature=scale)
         assert got.item() == pytest.approx(expected, abs=2e-7)
 
 
@@ -71,27 +63,12 @@ def test_two_tokens_by_hand(direction, beta, expected):
 @pytest.mark.parametrize(("chunk_size", "with_bias"), [(1, True), (3, False), (14, True), (1000, False)])
 def test_values_and_gradients_are_those_of_the_whole_logits(direction, with_bias, chunk_size):
     tensors = draw(with_bias=with_bias)
-    inputs = [t for t in tensors if t is not None]
-    got = call(tensors, direction=direction, beta=BETA, temperature=0.7, chunk_size=chunk_size)
-    want = brute_force(*logits_of(tensors), direction, temperature=0.7)
-    assert_close(got, want)
-    upstream = torch.linspace(-1, 2, 14, dtype=torch.float64).view(2, 7)  # positions must not be exchanged
-    assert_gradients(got, want, inputs, upstream)
-
-
-@each_direction
-def test_from_logits(direction):
-    leaves = leaves_of(draw())
-    got = exact_kl_from_logits(*leaves, direction=direction, beta=BETA, chunk_size=4)
-    want = brute_force(*leaves, direction)
-    assert_close(got, want)
-    assert_gradients(got.square(), want.square(), leaves)
-
-
-@pytest.mark.parametrize(("direction", "expected"), [("reverse", math.inf), ("forward", math.log(2))])
-def test_a_token_that_only_the_reference_rules_out(direction, expected):
-    got = exact_kl_from_logits(log_of(0.5, 0.5), log_of(1.0, 0.0), direction=direction)
-    assert got.item() == pytest.approx(expected)
+    leaves = [t.detach().requires_grad_() for t in logits_of(tensors)]
+    options = {"direction": direction, "beta": BETA, "temperature": 0.7, "chunk_size": chunk_size}
+    upstream = [torch.linspace(-1, 2, 14, dtype=torch.float64).view(2, 7)]  # positions must not be exchanged
+    want = [brute_force(*logits, direction, temperature=0.7) for logits in (logits_of(tensors), leaves)]
+    assert_same([call(tensors, **options)], want[:1], [t for t in tensors if t is not None], upstream)
+    assert_same([exact_kl_from_logits(*leaves, **options)], want[1:], leaves, upstream)
 
 
 def test_any_number_of_batch_dimensions_and_no_positions():
@@ -136,24 +113,17 @@ test_shapes_that_disagree = refused(
 )
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"direction": "backward"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'backward'"),
-        ({"beta": 0.0}, r"beta must be inside \(0, 1\), got 0.0"),
-        ({"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),
-        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-    ],
+OUT_OF_RANGE = [
+    ({"direction": "backward"}, "direction must be one of 'reverse', 'forward', 'jensen_shannon', got 'backward'"),
+    ({"beta": 0.0}, r"beta must be inside \(0, 1\), got 0.0"),
+    ({"beta": 1.0}, r"beta must be inside \(0, 1\), got 1.0"),
+    ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+    ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+]
+test_options_out_of_range_and_logits_that_disagree = refused(
+    lambda function, shapes, options: function(*map(torch.zeros, shapes), **options),
+    *((exact_kl_from_logits, [(2, 3)] * 2, *row) for row in OUT_OF_RANGE),
+    *((exact_kl, [(2, 3)] * 4, *row) for row in OUT_OF_RANGE),
+    (exact_kl_from_logits, [(2, 5), (2, 6)], {}, "logits covers a vocabulary of 5 tokens but ref_logits one of 6"),
+    (exact_kl_from_logits, [(2, 5), (1, 5)], {}, r"logits has shape \(2, 5\) but ref_logits has shape \(1, 5\)"),
 )
-def test_options_out_of_range(options, message):
-    for function, tensors in ((exact_kl_from_logits, 2), (exact_kl, 4)):
-        with pytest.raises(ValueError, match=message):
-            function(*[torch.zeros(2, 3)] * tensors, **options)
-
-
-def test_logits_that_disagree():
-    with pytest.raises(ValueError, match="logits covers a vocabulary of 5 tokens but ref_logits one of 6"):
-        exact_kl_from_logits(torch.zeros(2, 5), torch.zeros(2, 6))
-    with pytest.raises(ValueError, match=r"logits has shape \(2, 5\) but ref_logits has shape \(1, 5\)"):
-        exact_kl_from_logits(torch.zeros(2, 5), torch.zeros(1, 5))

@@ -9,49 +9,24 @@ from torch.testing import assert_close
 import head_reference as reference
 import torchrl_llm_kl.head as layer
 from closeness import assert_near
-from head_reference import (
-    INF,
-    OPTIONS,
-    H,
-    N,
-    V,
-    assert_same,
-    at,
-    from_logits,
-    linear_kl,
-    make_head,
-    make_targets,
-    plain,
-)
+from head_reference import INF, OPTIONS, H, N, V, assert_same, at, from_logits, make_head, make_targets, plain
 from refused import refused
 from torchrl_llm_kl import _private
-from torchrl_llm_kl.head import (
-    Truncation,
-    _gradient,
-    _tiles,
-    linear_log_prob,
-    linear_outcomes,
-    linear_pair,
-    linear_top_k,
-    logits_kl,
-)
+from torchrl_llm_kl.head import Truncation, linear_log_prob, linear_outcomes, linear_pair, linear_top_k
 
 
 def test_by_hand():
     """Logits (log 4, log 1) at scale 1/2 and temperature 1/2: probabilities 4/5, 1/5."""
-    weight = torch.tensor([[4.0], [1.0]]).log()
+    one, weight = torch.ones(1, 1), torch.tensor([[4.0], [1.0]]).log()
     out = linear_log_prob(torch.ones(2, 1), weight, torch.tensor([0, 1]), scale=0.5, temperature=0.5, entropy=True)
     assert_close(out.log_prob, torch.tensor([math.log(0.8), math.log(0.2)]))
     assert_close(out.entropy, torch.full((2,), -0.8 * math.log(0.8) - 0.2 * math.log(0.2)))
     # Probabilities (3/4, 1/4): d log p_0 / d logits = (1/4, -1/4); d H / d logits = -p (log p + H).
     weight = torch.tensor([[3.0], [1.0]]).log().requires_grad_()
-    out = linear_log_prob(torch.ones(1, 1), weight, torch.tensor([0]), entropy=True)
-    of_log_prob, of_entropy = (torch.autograd.grad(value, weight, retain_graph=True)[0] for value in out)
-    assert_close(of_log_prob, torch.tensor([[0.25], [-0.25]]))
-    slope = 0.75 * 0.25 * math.log(3)
-    assert_close(of_entropy, torch.tensor([[-slope], [slope]]))
-    weight = torch.tensor([[1.0], [5.0], [2.0], [8.0]]).log()
-    top = linear_top_k(torch.ones(1, 1), weight, 2, chunk=(1, 1))
+    out = linear_log_prob(one, weight, torch.tensor([0]), entropy=True)
+    slopes = [torch.autograd.grad(value, weight, retain_graph=True)[0].flatten().tolist() for value in out]
+    assert_near(slopes, [[0.25, -0.25], [-3 / 16 * math.log(3), 3 / 16 * math.log(3)]], dtype=torch.float32)
+    top = linear_top_k(one, torch.tensor([[1.0], [5.0], [2.0], [8.0]]).log(), 2, chunk=(1, 1))
     assert top.indices.tolist() == [[3, 1]]
     assert_close(top.log_probs.exp(), torch.tensor([[0.5, 0.3125]]))
     assert_close(top.tail_log_prob.exp(), torch.tensor([0.1875]))
@@ -63,14 +38,11 @@ def test_top_k_against_sorted_log_probs(k):
     targets, every = make_targets(), plain(hidden, weight, bias, **OPTIONS)
     log_p, order = every.sort(-1, descending=True)
     for chunk in ((3, 17), (100, 1000), None):
-        top = linear_top_k(hidden, weight, k, bias=bias, chunk=chunk, **OPTIONS)
-        assert torch.equal(top.indices, order[:, :k])
-        assert_close(top.log_probs, log_p[:, :k])
-        assert_close(top.tail_log_prob, log_p[:, k:].logsumexp(-1))
-        assert top.log_prob is None
-        with_targets = linear_top_k(hidden, weight, k, targets, bias=bias, chunk=chunk, **OPTIONS)
-        assert_close(with_targets.log_prob, at(every, targets))
-        assert torch.equal(with_targets.indices, top.indices)
+        for given, log_prob in ((None, None), (targets, at(every, targets))):
+            top = linear_top_k(hidden, weight, k, given, bias=bias, chunk=chunk, **OPTIONS)
+            assert torch.equal(top.indices, order[:, :k])
+            want = (log_p[:, :k], log_p[:, k:].logsumexp(-1), log_prob)
+            assert_close((top.log_probs, top.tail_log_prob, top.log_prob), want)
 
 
 # ---------------------------------------------------------------------- precision: no more error than plain torch
@@ -223,13 +195,13 @@ def test_target_of_probability_zero():
         out = linear_log_prob(hidden, weight, torch.full((N,), 5), bias=bias, chunk=chunk)
         assert torch.equal(out.log_prob, torch.full((N,), -INF))
         # Ruled out by the first distribution of the KL alone: no contribution. By the second alone: infinite.
-        assert_close(linear_kl(*heads, bias=bias, chunk=chunk), reference.kl_of(log_p, log_q))
-        assert linear_kl(*heads, ref_bias=bias, chunk=chunk).isposinf().all()
-        assert linear_kl(*heads, direction="forward", bias=bias, chunk=chunk).isposinf().all()
+        assert_close(reference.linear_kl(*heads, bias=bias, chunk=chunk), reference.kl_of(log_p, log_q))
+        assert reference.linear_kl(*heads, ref_bias=bias, chunk=chunk).isposinf().all()
+        assert reference.linear_kl(*heads, direction="forward", bias=bias, chunk=chunk).isposinf().all()
     # A token ruled out by one and of probability zero by the other: exp(-200) is 0 in float32, in whichever tile.
     heads = *from_logits([[-200.0, 0.0, 0.0, -200.0]]), *from_logits([[-INF, 0.0, 0.0, -INF]])
     for chunk in ((1, 1), (1, 2), (1, 4)):
-        assert_close(linear_kl(*heads, chunk=chunk), torch.zeros(1))
+        assert_close(reference.linear_kl(*heads, chunk=chunk), torch.zeros(1))
 
 
 def test_tail_of_top_k_is_exact_where_one_minus_is_zero():
@@ -244,11 +216,11 @@ def test_tail_of_top_k_is_exact_where_one_minus_is_zero():
 
 
 def test_no_positions():
-    hidden, weight, bias = make_head(n=0, grad=True)
+    hidden, weight, bias = heads = make_head(n=0, grad=True)
     targets, ids = make_targets(0), torch.zeros(0, 2, 4, dtype=torch.long)
     out = linear_log_prob(hidden, weight, targets, bias=bias, entropy=True)
     outcomes = linear_outcomes(hidden, weight, targets, ids).outcomes
-    divergences = [linear_kl(hidden, weight, hidden, weight, direction=direction) for direction in reference.DIRECTIONS]
+    divergences = [reference.pair(heads[:2], heads[:2], direction=each).kl for each in reference.DIRECTIONS]
     assert [x.shape for x in (*out, *divergences)] == [(0,)] * 5
     assert outcomes.shape == (0, 2, 5)
     assert linear_top_k(hidden, weight, 3).log_probs.shape == (0, 3)
@@ -273,9 +245,10 @@ def test_products_in_onednn(monkeypatch):
     monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
-    for module in (_tiles, _gradient):
+    for module in (layer._tiles, layer._gradient):
         monkeypatch.setattr(module, "onednn_linear", counted)
     truth, targets = make_head(grad=True), make_targets()
+    tiles = -(-N // 5) * -(-V // 30)
     for dtype, enabled in ((torch.float32, True), (torch.float64, False)):
         products.clear()
         inputs = [each.detach().to(dtype).requires_grad_() for each in truth]
@@ -287,34 +260,34 @@ def test_products_in_onednn(monkeypatch):
             grads = torch.autograd.grad(sum(x.sum() for x in got), inputs)
             wanted = torch.autograd.grad(sum(x.sum() for x in want), truth)
             assert_near(grads, wanted, terms=V, size=50, dtype=dtype)
-        tiles = -(-N // 5) * -(-V // 30)
         # Of each option the logits and the gradient of the hidden states; logits that the forward kept are not computed again.
         assert [x is not None for x in products] == [enabled] * (4 * tiles)
 
 
 # ---------------------------------------------------------------------- memory, graphs
-def head_of(n, h, v, dtype=torch.float32, seed=1):
-    return make_head(seed, n=n, h=h, v=v, dtype=dtype, grad=True)
-
-
 def of_pair(dtype):
-    heads = (head_of(30, 2, 111, dtype, seed) for seed in (1, 2))
+    heads = (make_head(seed, n=30, h=2, v=111, dtype=dtype, grad=True) for seed in (1, 2))
     return torch.stack(reference.pair(*heads, make_targets(30, 111), entropy=True, chunk=(7, 13), **reference.PAIR))
 
 
 def of_mixture():
-    heads = (head_of(200, 2, 211, seed=seed) for seed in (1, 2))
+    heads = (make_head(seed, n=200, h=2, v=211, dtype=torch.float32, grad=True) for seed in (1, 2))
     return reference.pair(*heads, direction="jensen_shannon", beta=0.3, chunk=(100, 13)).kl
 
 
+def of_top_k():
+    hidden, weight, _ = make_head(n=60, h=2, v=211, dtype=torch.float32)
+    return linear_top_k(hidden, weight, 5, chunk=(7, 13)).log_probs.requires_grad_()
+
+
 def of_outcomes(k):
-    hidden, weight, _ = head_of(256, 8, 4096)
+    hidden, weight, _ = make_head(n=256, h=8, v=4096, dtype=torch.float32, grad=True)
     ids = torch.arange(k).expand(256, k)
     return linear_outcomes(hidden, weight, make_targets(256, 4096), ids, chunk=(32, 256)).outcomes
 
 
 def of_truncation(kept):
-    hidden, weight, _ = head_of(600, 4, 3000)
+    hidden, weight, _ = make_head(n=600, h=4, v=3000, dtype=torch.float32, grad=True)
     targets, truncation, chunk = make_targets(600, 3000), Truncation(50, 0.9), (64, 512)
     found = layer.linear_kept(hidden, weight, truncation, targets, chunk=chunk) if kept else None
     options = {"kept": found} if kept else {"truncation": truncation}
@@ -329,7 +302,7 @@ FEW_TILES = 8 * 7 * 13
     [
         (lambda: of_pair(torch.float32), FEW_TILES, FEW_TILES),
         (lambda: of_pair(torch.bfloat16), FEW_TILES, FEW_TILES),
-        (lambda: linear_top_k(*head_of(60, 2, 211)[:2], 5, chunk=(7, 13))[1].requires_grad_(), FEW_TILES, FEW_TILES),
+        (of_top_k, FEW_TILES, FEW_TILES),
         (of_mixture, 64 * 211, 100 * 13),
         (lambda: of_outcomes(1), 4096 * 8, 4096 * 8),
         (lambda: of_outcomes(64), 4096 * 8, 4096 * 8),
@@ -404,18 +377,18 @@ test_error_messages = refused(
     (linear_outcomes, (*HEAD, IDS[:, :0]), {}, "at least one for each row"),
     (linear_outcomes, (*HEAD, IDS.float()), {}, TypeError, "ids has dtype torch.float32"),
     (linear_outcomes, (*HEAD, IDS + V), {}, f"to {V}; expected at most {V - 1}"),
-    (linear_kl, (HIDDEN, WEIGHT, HIDDEN, WEIGHT[1:]), {}, "101 tokens but ref_weight one of 100"),
-    (linear_kl, (HIDDEN, WEIGHT, HIDDEN[1:], WEIGHT), {}, "7 positions but ref_hidden holds 6"),
-    (linear_kl, TWO, {"direction": "up"}, "'reverse'.*got 'up'"),
-    (linear_kl, TWO, {"ref_soft_cap": -2.0}, "ref_soft_cap.*-2.0"),
-    (linear_kl, (HIDDEN, WEIGHT, HIDDEN.double(), WEIGHT.double()), {}, TypeError, "float32.*float64"),
-    *((linear_kl, TWO, {**MIXTURE, "beta": x}, rf"inside \(0, 1\), got {x}") for x in (0.0, 1.0)),
+    (reference.linear_kl, (HIDDEN, WEIGHT, HIDDEN, WEIGHT[1:]), {}, "101 tokens but ref_weight one of 100"),
+    (reference.linear_kl, (HIDDEN, WEIGHT, HIDDEN[1:], WEIGHT), {}, "7 positions but ref_hidden holds 6"),
+    (reference.linear_kl, TWO, {"direction": "up"}, "'reverse'.*got 'up'"),
+    (reference.linear_kl, TWO, {"ref_soft_cap": -2.0}, "ref_soft_cap.*-2.0"),
+    (reference.linear_kl, (HIDDEN, WEIGHT, HIDDEN.double(), WEIGHT.double()), {}, TypeError, "float32.*float64"),
+    *((reference.linear_kl, TWO, {**MIXTURE, "beta": x}, rf"inside \(0, 1\), got {x}") for x in (0.0, 1.0)),
     (linear_pair, TWO, {"direction": "forward", "truncation": Truncation(3)}, "where the policy is truncated"),
-    (logits_kl, (torch.zeros(2, 5), torch.zeros(2, 6)), {}, r"\(2, 5\).*\(2, 6\).*\[N, V\]"),
-    (logits_kl, (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5)), {}, r"\(1, 2, 5\).*Flatten"),
-    (logits_kl, (torch.zeros(2, 0), torch.zeros(2, 0)), {}, "V at least 1"),
-    (logits_kl, LOGITS, {"temperature": math.inf}, "temperature must be positive, got inf; expected a finite"),
-    (logits_kl, LOGITS, {"chunk": (3, 0)}, r"chunk is \(3, 0\); expected"),
+    (layer.logits_kl, (torch.zeros(2, 5), torch.zeros(2, 6)), {}, r"\(2, 5\).*\(2, 6\).*\[N, V\]"),
+    (layer.logits_kl, (torch.zeros(1, 2, 5), torch.zeros(1, 2, 5)), {}, r"\(1, 2, 5\).*Flatten"),
+    (layer.logits_kl, (torch.zeros(2, 0), torch.zeros(2, 0)), {}, "V at least 1"),
+    (layer.logits_kl, LOGITS, {"temperature": math.inf}, "temperature must be positive, got inf; expected a finite"),
+    (layer.logits_kl, LOGITS, {"chunk": (3, 0)}, r"chunk is \(3, 0\); expected"),
 )
 
 
@@ -423,10 +396,10 @@ test_error_messages = refused(
 ORDER = torch.Generator().manual_seed(3)
 
 
-def make_ids(k, *lists, n=N, v=V):
+def make_ids(k, *lists):
     """``k`` different ids of each list."""
-    count = torch.Size([n, *lists]).numel()
-    return torch.stack([torch.randperm(v, generator=ORDER)[:k] for _ in range(count)]).reshape(n, *lists, k)
+    rows = [torch.randperm(V, generator=ORDER)[:k] for _ in range(torch.Size([N, *lists]).numel())]
+    return torch.stack(rows).reshape(N, *lists, k)
 
 
 def plain_outcomes(log_p, ids):

@@ -16,15 +16,10 @@ from torchrl_llm_kl.head._support import floor_of
 
 def warped(log_p, truncation):
     """All log-probs after transformers' warpers, in its order; ``-inf`` where a token is left out."""
-    top_k, top_p, min_p = truncation
-    scores = log_p
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    if min_p:
-        scores = MinPLogitsWarper(min_p)(None, scores)
-    return scores.log_softmax(-1)
+    warpers = (TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+    for warper, value, off in zip(warpers, truncation, Truncation(), strict=True):
+        log_p = log_p if value == off else warper(value)(None, log_p)
+    return log_p.log_softmax(-1)
 
 
 def drawn(log_p, truncation, seed=0):
@@ -58,13 +53,17 @@ def test_by_hand():
     weight = torch.tensor([[4.0, 4.0, 1.0]]).T.log()
     kept = linear_kept(torch.ones(1, 1), weight, Truncation(min_p=1.0), torch.tensor([0]))
     assert kept.ids.tolist() == [0, 1]
-    # ``keep_targets``: the target beside the two of 1/2 and 1/4, values and gradient.
+    # ``keep_targets``: the target beside the two of 1/2 and 1/4, values and gradient; targets of kept tokens are kept too.
     weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log().requires_grad_()
-    options = {"truncation": Truncation(top_k=2), "keep_targets": True, "chunk": (1, 3)}
-    out = linear_log_prob(torch.ones(2, 1), weight, torch.tensor([3, 2]), **options)
-    assert_close(out.log_prob.exp(), torch.tensor([1 / 7, 1 / 3]))
-    (gradient,) = torch.autograd.grad(out.log_prob[0], weight)
-    assert_close(gradient, torch.tensor([[-4 / 7], [0.0], [-2 / 7], [6 / 7]]))
+    two, targets = torch.ones(2, 1), torch.tensor([3, 2])
+    kept = linear_kept(two, weight, Truncation(top_k=2), targets)
+    assert [kept.ids[kept.rows == i].tolist() for i in range(2)] == [[0, 2, 3], [0, 2]]
+    assert kept.added.tolist() == [True, False]
+    for options in ({"truncation": Truncation(top_k=2), "keep_targets": True, "chunk": (1, 3)}, {"kept": kept}):
+        out = linear_log_prob(two, weight, targets, **options)
+        assert_close(out.log_prob.exp(), torch.tensor([1 / 7, 1 / 3]))
+        (gradient,) = torch.autograd.grad(out.log_prob[0], weight)
+        assert_close(gradient, torch.tensor([[-4 / 7], [0.0], [-2 / 7], [6 / 7]]))
 
 
 @pytest.fixture(params=["kept tokens alone", "whole rows"])
@@ -106,14 +105,12 @@ def test_values_and_gradients(truncation, path):
 def test_the_same_tokens_as_transformers(logits, truncation):
     """But for ties within rounding, which a sort breaks by chance."""
     scores = torch.tensor(logits, dtype=torch.float64)
-    gaps = scores.sort(-1).values.diff(dim=-1)
-    scores = scores[(gaps > 1e-6).all(-1)]
+    scores = scores[(scores.sort(-1).values.diff(dim=-1) > 1e-6).all(-1)]
     if len(scores):
         kept = scores >= floor_of(scores, truncation).unsqueeze(-1)
-        want = warped(scores, truncation).isfinite()
         borders = scores.softmax(-1).sort(-1, descending=True).values.cumsum(-1) - truncation.top_p
         if truncation.top_k == 0 and borders.abs().min() > 1e-9:
-            assert torch.equal(kept, want)
+            assert torch.equal(kept, warped(scores, truncation).isfinite())
         assert kept.any(-1).all()
 
 
@@ -130,8 +127,8 @@ def test_backward_with_other_rounding():
     found = torch.autograd.grad(out.sum(), (hidden, weight))
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     expected = at(warped(plain(*exact), Truncation(top_k=30)), targets)
-    for gradient, wanted in zip(found, torch.autograd.grad(expected.sum(), exact), strict=True):
-        assert_close(gradient.double(), wanted, atol=1e-4, rtol=1e-5)
+    wanted = torch.autograd.grad(expected.sum(), exact)
+    assert_close(tuple(gradient.double() for gradient in found), wanted, atol=1e-4, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------- kept tokens: the search
@@ -173,19 +170,10 @@ def test_the_tokens_that_are_found_are_those_of_transformers(truncation):
         assert_close(kept.logits, logits[kept.rows, kept.ids])
 
 
-def test_kept_tokens_by_hand():
-    # Ties stay together.
+def test_ties_too_many_kept_tokens_and_no_positions():
     weight = torch.tensor([[0.0], [2.0], [1.0], [2.0], [2.0], [0.0]])
     kept = linear_kept(torch.ones(1, 1), weight, Truncation(top_k=2), chunk=(1, 2))
     assert sorted(kept.ids.tolist()) == [1, 3, 4]
-    # Targets are kept; probabilities 1/2, 1/8, 1/4, 1/8.
-    weight = torch.tensor([[4.0], [1.0], [2.0], [1.0]]).log()
-    kept = linear_kept(torch.ones(2, 1), weight, Truncation(top_k=2), torch.tensor([3, 2]))
-    assert [kept.ids[kept.rows == i].tolist() for i in range(2)] == [[0, 2, 3], [0, 2]]
-    assert kept.added.tolist() == [True, False]
-    out = linear_log_prob(torch.ones(2, 1), weight, torch.tensor([3, 2]), kept=kept)
-    assert_close(out.log_prob.exp(), torch.tensor([1 / 7, 1 / 3]))
-    # Too many tokens, and no positions.
     hidden, weight, _ = make_head(**SIZES)
     for truncation in (Truncation(top_p=1 - 1e-12), Truncation(top_k=900)):
         assert linear_kept(hidden, weight, truncation, chunk=(4, 64)) is None
