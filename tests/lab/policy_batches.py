@@ -34,8 +34,9 @@ def responses(model: nn.Module, data: TensorDictBase, temperature: float = 1.0) 
     out = []
     for i, length in enumerate(LENGTHS):
         ids = data["tokens", "full"][i][:length]
-        logits = model(input_ids=ids.unsqueeze(0)).logits[0, PROMPT - 1 : -1].float() / temperature
-        all_log_probs = logits.log_softmax(-1)
+        logits = model(input_ids=ids.unsqueeze(0)).logits[0, PROMPT - 1 : -1]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        all_log_probs = (wide / temperature).log_softmax(-1)
         log_prob = all_log_probs.gather(-1, ids[PROMPT:].unsqueeze(-1)).squeeze(-1)
         entry = {key: data["next", key, "full"][i][PROMPT:length] for key in NEXT if key in set(data["next"].keys())}
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)

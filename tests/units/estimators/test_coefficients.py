@@ -150,16 +150,6 @@ def at_target(equilibrium):
     return low
 
 
-def response(coefficient, equilibrium, *, updates, lag=20.0):
-    """KL of a policy that starts at its reference and moves a share ``1 / lag`` of the way to the optimum of each moment."""
-    kl, seen = 0.0, []
-    for _ in range(updates):
-        seen.append(kl)
-        coefficient.update(kl, n=8)
-        kl += (equilibrium(float(coefficient())) - kl) / lag
-    return seen
-
-
 DUAL_PEAKS = {0.5: 2.3, 1.0: 1.25, 4.0: 1.25}
 CASES = {
     "pi": (PIKLCoefficient, {}, 140, {0.5: 1.5, 1.0: 1.01, 4.0: 1.01}),
@@ -172,25 +162,22 @@ CASES = {
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize("case", CASES)
 def test_step_response(case, factor, equilibrium):
-    """With the default gains: settled within 2 % of the target after so many updates, at the coefficient of the target.
+    """Of a policy that starts at its reference and moves a twentieth of the way to the optimum of each moment.
 
+    With the default gains: settled within 2 % of the target after so many updates, at the coefficient of the target.
     At half of that coefficient the KL would go to 4 or 2.6 times the target; the peak is bounded. Started at that
     coefficient or above, PI control overshoots by less than 1 %: the warm-up holds it while the KL rises.
     """
     kind, settings, settles, peaks = CASES[case]
     wanted = at_target(equilibrium)
-    coefficient = kind(wanted * factor, TARGET, **settings)
-    seen = response(coefficient, equilibrium, updates=settles + 80)
+    coefficient, kl, seen = kind(wanted * factor, TARGET, **settings), 0.0, []
+    for _ in range(settles + 80):
+        seen.append(kl)
+        coefficient.update(kl, n=8)
+        kl += (equilibrium(float(coefficient())) - kl) / 20
     assert max(seen) < peaks[factor] * TARGET
     assert max(abs(kl / TARGET - 1) for kl in seen[settles:]) < 0.02
     assert float(coefficient()) == pytest.approx(wanted, rel=0.02)
-
-
-@pytest.mark.parametrize("equilibrium", [gaussian, softmax])
-def test_ziegler_overshoots_from_the_right_coefficient(equilibrium):
-    """At the demo's rate of 10 % an update: the coefficient falls while the KL rises from 0, and returns late."""
-    coefficient = AdaptiveKLCoefficient(at_target(equilibrium), TARGET, horizon=16)
-    assert max(response(coefficient, equilibrium, updates=140)) > 1.5 * TARGET
 
 
 def test_the_mean_of_a_noisy_kl_is_on_target():
@@ -282,13 +269,15 @@ test_bad_updates = refused(
 
 
 def test_no_samples_change_nothing_and_ranks_need_a_group():
-    for n in (0, torch.tensor(0)):
-        coefficient = pi()
-        values(coefficient, [torch.tensor(math.nan), torch.tensor(9.0)], n)
-        assert coefficient.state_dict() == pi().state_dict()
-    adaptive = ziegler()
-    adaptive.update(9.0, 0)
-    assert adaptive.state_dict() == ziegler().state_dict()
+    nan = torch.tensor(math.nan)
+    for make, measured, n in (
+        (pi, [nan, torch.tensor(9.0)], 0),
+        (pi, [nan, 9.0], torch.tensor(0)),
+        (ziegler, [9.0], 0),
+    ):
+        coefficient = make()
+        values(coefficient, measured, n)
+        assert coefficient.state_dict() == make().state_dict()
     assert values(pi(), [0.9, 0.7], 1) == values(pi(), [0.9, 0.7], 100), "one sample is a mean too"
     with pytest.raises(RuntimeError, match=r"all_ranks=True, but torch\.distributed is not initialised"):
         pi().update(0.5, 1, all_ranks=True)

@@ -13,87 +13,62 @@ from torchrl_llm_kl.estimators import available_estimators, corrected_k3, get_es
 
 PER_TOKEN = [name for name in available_estimators() if name != "exact"]
 E = math.e
-#: Bounds of low_var_kl: of the log-ratio, of the value.
-LOG_RATIO, VALUE = "log_ratio_clamp", "value_clamp"
-
-
-def value_and_gradient(estimator, log_prob, ref_log_prob, old_log_prob=None, **clamps):
-    """For one token, in float64."""
-    log_prob = torch.tensor([log_prob], dtype=torch.float64, requires_grad=True)
-    others = (None if x is None else torch.tensor([x], dtype=torch.float64) for x in (ref_log_prob, old_log_prob))
-    value = estimator(log_prob, *others, **clamps)
-    return value.item(), torch.autograd.grad(value.sum(), log_prob)[0].item()
+#: Bounds of low_var_kl: of the log-ratio, of the value; and of corrected_k3.
+LOG_RATIO, VALUE, RATIO, INF = "log_ratio_clamp", "value_clamp", "ratio_max", math.inf
 
 
 @pytest.mark.parametrize(
-    ("name", "log_prob", "ref_log_prob", "value", "gradient"),
+    ("name", "log_probs", "clamps", "value", "gradient"),
     [
-        ("k1", -1.0, -1.5, 0.5, 1.0),
-        ("k1", -2.0, -1.0, -1.0, 1.0),
-        ("k2", -1.0, -1.5, 0.125, 0.5),
-        ("k2", -2.0, -1.0, 0.5, -1.0),
-        ("k3", -2.0, -1.0, E - 2, 1 - E),
-        ("k3", -1.0, -2.0, 1 / E, 1 - 1 / E),
-        ("low_var_kl", -2.0, -1.0, E - 2, 1 - E),
-        ("low_var_kl", -1.0, -2.0, 1 / E, 1 - 1 / E),
-        ("abs", -1.0, -1.5, 0.5, 1.0),
-        ("abs", -2.0, -1.0, 1.0, -1.0),
-        ("abs", -2.0, -2.0, 0.0, 0.0),
-        ("k1+", -2.0, -1.0, -1.0, -1.0),
-        ("k2+", -2.0, -1.0, 0.5, -1.0),
-        ("k3+", -2.0, -1.0, E - 2, -1.0),
-        ("abs+", -1.0, -3.0, 2.0, 2.0),
+        ("k1", (-1.0, -1.5), {}, 0.5, 1.0),
+        ("k1", (-2.0, -1.0), {}, -1.0, 1.0),
+        ("k2", (-1.0, -1.5), {}, 0.125, 0.5),
+        ("k2", (-2.0, -1.0), {}, 0.5, -1.0),
+        ("k3", (-2.0, -1.0), {}, E - 2, 1 - E),
+        ("k3", (-1.0, -2.0), {}, 1 / E, 1 - 1 / E),
+        ("abs", (-1.0, -1.5), {}, 0.5, 1.0),
+        ("abs", (-2.0, -1.0), {}, 1.0, -1.0),
+        ("abs", (-2.0, -2.0), {}, 0.0, 0.0),
+        ("k1+", (-2.0, -1.0), {}, -1.0, -1.0),
+        ("k2+", (-2.0, -1.0), {}, 0.5, -1.0),
+        ("k3+", (-2.0, -1.0), {}, E - 2, -1.0),
+        ("abs+", (-1.0, -3.0), {}, 2.0, 2.0),
+        ("low_var_kl", (-2.0, -1.0), {}, E - 2, 1 - E),
+        ("low_var_kl", (-1.0, -2.0), {}, 1 / E, 1 - 1 / E),
+        ("low_var_kl", (-4.0, 0.0), {}, 10.0, 0.0),  # k3 would be 49.598
+        ("low_var_kl", (-2.62, 0.0), {}, 10.0, 0.0),
+        ("low_var_kl", (-2.6, 0.0), {}, 9.863738, -12.463738),  # e**2.6 = 13.463738: just inside
+        ("low_var_kl", (10.9, 0.0), {}, 9.900018, 0.999982),  # e**-10.9 = 1.8458e-5
+        ("low_var_kl", (12.0, 0.0), {}, 10.0, 0.0),
+        ("low_var_kl", (-1000.0, 0.0), {}, 10.0, 0.0),
+        ("low_var_kl", (1000.0, 0.0), {}, 10.0, 0.0),
+        ("low_var_kl", (-25.0, 0.0), {VALUE: INF}, 485165195.40979 - 21, 0.0),  # the log-ratio is clamped at 20
+        ("low_var_kl", (-25.0, 0.0), {LOG_RATIO: 2.0, VALUE: INF}, 4.3890561, 0.0),  # e**2 - 3
+        # e**.5 - 1.5; with the two exchanged it would be 0.5
+        ("low_var_kl", (-3.0, 0.0), {LOG_RATIO: 0.5, VALUE: 1.0}, 0.1487213, 0.0),
+        ("low_var_kl", (3.0, 0.0), {LOG_RATIO: 1.0, VALUE: 9.0}, 0.3678794, 0.0),  # e**-1
+        ("low_var_kl", (-1.0, 0.0), {LOG_RATIO: 2.0, VALUE: 0.5}, 0.5, 0.0),
+        ("low_var_kl", (-5.0, 0.0), {LOG_RATIO: INF, VALUE: INF}, 142.4131591, -147.4131591),  # e**5 = 148.4131591
+        ("corrected_k3", (-2.0, -1.0, -2.0), {RATIO: 2.0}, 0.7182818, -1.0),  # r = 1: k3 + k3' = (e - 2) + (1 - e)
+        ("corrected_k3", (-2.0, -1.0, -2.5), {RATIO: 2.0}, 1.1842472, -1.6487213),  # r = e**.5 = 1.6487213
+        ("corrected_k3", (-2.0, -1.0, -1.5), {RATIO: 2.0}, 0.4356600, -0.6065307),  # r = e**-.5 = 0.6065307
+        ("corrected_k3", (-2.0, -1.0, -4.0), {RATIO: 2.0}, 1.4365637, -3.4365637),  # 7.389: 2 (e - 2) and 2 (1 - e)
+        ("corrected_k3", (-2.0, -1.0, -2.5), {RATIO: 1.2}, 0.8619382, -2.0619382),
+        ("corrected_k3", (-2.0, -1.0, -4.0), {RATIO: INF}, 5.3074245, -7.3890561),
+        # The ratio overflows; its clamp must not make NaN of the gradient.
+        ("corrected_k3", (-2.0, -1.0, -2000.0), {RATIO: 2.0}, 1.4365637, -3.4365637),
+        # A clamp of the base leaves the straight-through gradient.
+        ("low_var_kl+", (-5.0, -1.0, -9.0), {}, 10.0, -4.0),
+        ("low_var_kl+", (-5.0, -1.0, -9.0), {VALUE: 3.0}, 3.0, -4.0),
+        ("corrected_k3+", (-5.0, -1.0, -9.0), {}, 2 * (E**4 - 5), -4.0),
     ],
 )
-def test_by_hand(name, log_prob, ref_log_prob, value, gradient):
-    assert value_and_gradient(get_estimator(name), log_prob, ref_log_prob) == pytest.approx((value, gradient))
-
-
-@pytest.mark.parametrize(
-    ("d", "clamps", "value", "gradient"),
-    [
-        (-4.0, {}, 10.0, 0.0),  # k3 would be 49.598
-        (-2.62, {}, 10.0, 0.0),
-        (-2.6, {}, 9.863738, -12.463738),  # e**2.6 = 13.463738: just inside
-        (10.9, {}, 9.900018, 0.999982),  # e**-10.9 = 1.8458e-5
-        (12.0, {}, 10.0, 0.0),
-        (-1000.0, {}, 10.0, 0.0),
-        (1000.0, {}, 10.0, 0.0),
-        (-25.0, {VALUE: math.inf}, 485165195.40979 - 21, 0.0),  # the log-ratio is clamped at 20
-        (-25.0, {LOG_RATIO: 2.0, VALUE: math.inf}, 4.3890561, 0.0),  # e**2 - 3
-        (-3.0, {LOG_RATIO: 0.5, VALUE: 1.0}, 0.1487213, 0.0),  # e**.5 - 1.5; with the two exchanged it would be 0.5
-        (3.0, {LOG_RATIO: 1.0, VALUE: 9.0}, 0.3678794, 0.0),  # e**-1
-        (-1.0, {LOG_RATIO: 2.0, VALUE: 0.5}, 0.5, 0.0),
-        (-5.0, {LOG_RATIO: math.inf, VALUE: math.inf}, 142.4131591, -147.4131591),  # e**5 = 148.4131591
-    ],
-)
-def test_low_var_kl_at_its_clamps(d, clamps, value, gradient):
-    assert value_and_gradient(low_var_kl, d, 0.0, **clamps) == pytest.approx((value, gradient), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("old_log_prob", "ratio_max", "value", "gradient"),
-    [
-        (-2.0, 2.0, 0.7182818, -1.0),  # r = 1: k3 + k3' = (e - 2) + (1 - e)
-        (-2.5, 2.0, 1.1842472, -1.6487213),  # r = e**.5 = 1.6487213
-        (-1.5, 2.0, 0.4356600, -0.6065307),  # r = e**-.5 = 0.6065307
-        (-4.0, 2.0, 1.4365637, -3.4365637),  # r = 7.389, clamped: 2 (e - 2) and 2 (1 - e)
-        (-2.5, 1.2, 0.8619382, -2.0619382),
-        (-4.0, math.inf, 5.3074245, -7.3890561),
-        (-2000.0, 2.0, 1.4365637, -3.4365637),  # the ratio overflows; its clamp must not make NaN of the gradient
-    ],
-)
-def test_corrected_k3_by_hand(old_log_prob, ratio_max, value, gradient):
-    got = value_and_gradient(corrected_k3, -2.0, -1.0, old_log_prob, ratio_max=ratio_max)
-    assert got == pytest.approx((value, gradient), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "clamps", "value"),
-    [("low_var_kl+", {}, 10.0), ("corrected_k3+", {}, 2 * (E**4 - 5)), ("low_var_kl+", {VALUE: 3.0}, 3.0)],
-)
-def test_a_clamp_of_the_base_leaves_the_straight_through_gradient(name, clamps, value):
-    assert value_and_gradient(get_estimator(name), -5.0, -1.0, -9.0, **clamps) == pytest.approx((value, -4.0))
+def test_by_hand(name, log_probs, clamps, value, gradient):
+    """Log-probs of one token: of the policy, of the reference, and of the sampler."""
+    log_prob, *others = (torch.tensor([x], dtype=torch.float64) for x in log_probs)
+    found = get_estimator(name)(log_prob.requires_grad_(), *others, **clamps)
+    slope = torch.autograd.grad(found.sum(), log_prob)[0]
+    assert (found.item(), slope.item()) == pytest.approx((value, gradient), rel=1e-6)
 
 
 def test_what_is_refused():

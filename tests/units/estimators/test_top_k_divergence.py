@@ -83,14 +83,10 @@ def test_it_grows_with_k_up_to_the_exact_divergence(beta):
     assert_near(torch.autograd.grad(value.sum(), narrow)[0].double(), want, terms=7, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def server():
-    return pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
-
-
 @pytest.mark.parametrize(("k", "beta"), [*zip([1, 4, 1, 4, 1], BETAS, strict=True)])
-def test_trl_with_a_tail(server, k, beta):
+def test_trl_with_a_tail(k, beta):
     """TRL's distillation from a server, whose tail is one minus the top k."""
+    server = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer")
     logits, _, log_q, log_p = drawn(5, 11, seed=8)
     ids = log_p.topk(k, -1).indices
     some = torch.ones_like(ids, dtype=torch.bool)

@@ -412,7 +412,6 @@ def plain_outcomes(log_p, ids):
 
 @pytest.mark.parametrize(("k", "lists"), [(1, ()), (5, ()), (100, ()), (4, (2,)), (3, (2, 3))])
 def test_values_and_gradients_of_outcomes(k, lists):
-    """Of each output alone, and of all together."""
     tensors, targets, ids = make_head(grad=True), make_targets(), make_ids(k, *lists)
     log_p = plain(*tensors, **OPTIONS)
     want = at(log_p, targets), reference.entropy_of(log_p), plain_outcomes(log_p, ids)

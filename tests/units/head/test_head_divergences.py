@@ -22,20 +22,9 @@ def divergence(policy, ref, **options):
     return pair(policy, ref, direction="jensen_shannon", beta=0.3, **options).kl
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, math.log(2 / math.sqrt(3))),
-        ({"direction": "forward"}, 0.130812),
-        # m = (.5625, .4375), .25 * 0.0758576 + .75 * 0.0078742
-        ({"direction": "jensen_shannon", "beta": 0.25}, 0.0248700),
-    ],
-)
-def test_by_hand(options, expected):
-    """p = (1/2, 1/2) against q = (3/4, 1/4)."""
-    one, weight, ref_weight = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()
-    assert_near(linear_kl(one, weight, one, ref_weight, **options), torch.tensor([expected]), size=1)
-    # p = (1, 3)/4, q = (3, 1)/4, m uniform: d/dx_i = p_i/2 (ln(2 p_i) - KL(p, m)) = -+3/32 ln 3, d/dy the reverse.
+def test_gradient_by_hand():
+    """p = (1, 3)/4, q = (3, 1)/4, m uniform: d/dx_i = p_i/2 (ln(2 p_i) - KL(p, m)) = -+3/32 ln 3, d/dy the reverse."""
+    one = torch.ones(1, 1)
     weights = [torch.tensor([[a], [b]]).log().requires_grad_() for a, b in ((1.0, 3.0), (3.0, 1.0))]
     value = linear_kl(one, weights[0], one, weights[1], direction="jensen_shannon")
     expected = 3 / 32 * math.log(3) * torch.tensor([[-1.0], [1.0]])

@@ -73,13 +73,9 @@ def path(request, monkeypatch):
     return request.param
 
 
-TRUNCATIONS = [
-    *(Truncation(top_k=k) for k in (1, 5, V, 10 * V)),
-    *(Truncation(top_p=p) for p in (0.8, 1e-9, 1 - 1e-7)),
-    *(Truncation(min_p=p) for p in (0.1, 1.0)),
-    Truncation(40, 0.9, 0.02),
-    Truncation(7, 0.5),
-]
+TRUNCATIONS = [Truncation(top_k=1), Truncation(top_k=5), Truncation(top_k=V), Truncation(top_k=10 * V)]
+TRUNCATIONS += [Truncation(top_p=0.8), Truncation(top_p=1e-9), Truncation(top_p=1 - 1e-7), Truncation(7, 0.5)]
+TRUNCATIONS += [Truncation(min_p=0.1), Truncation(min_p=1.0), Truncation(40, 0.9, 0.02)]
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
@@ -133,13 +129,8 @@ def test_backward_with_other_rounding():
 
 # ---------------------------------------------------------------------- kept tokens: the search
 SIZES = {"n": 9, "h": 13, "v": 1000}
-FEW = [
-    *(Truncation(top_k=k) for k in (1, 20)),
-    *(Truncation(top_p=p) for p in (0.3, 1e-9)),
-    Truncation(min_p=0.3),
-    Truncation(40, 0.7, 0.05),
-    Truncation(top_p=0.5, min_p=0.2),
-]
+FEW = [Truncation(top_k=1), Truncation(top_k=20), Truncation(top_p=0.3), Truncation(top_p=1e-9), Truncation(min_p=0.3)]
+FEW += [Truncation(40, 0.7, 0.05), Truncation(top_p=0.5, min_p=0.2)]
 
 
 def big_head(seed=0, **options):

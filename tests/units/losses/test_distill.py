@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from closeness import assert_near, needs_equal_rows
 from head_reference import Sizes, collapse, gkd_of
-from policy_batches import LENGTHS, PROMPT, batch, gradients
+from policy_batches import LENGTHS, PROMPT, batch, gradients, responses
 from refused import refused
 from torchrl_llm_kl import LogProbScorer, PolicyLoss, RetrieveLogProb, Sampling, ScoreOptions, TopK, make_algorithm
 from torchrl_llm_kl.losses import DivergenceToTeacher, KLToReference, LossTerm, distill, get_objective
@@ -41,9 +41,7 @@ def teacher() -> nn.Module:
 
 def distributions(model: nn.Module, temperature: float = 1.0) -> Tensor:
     """Log-probs of every token at each response position, with graph; ``[N, V]``."""
-    rows = zip(data()["tokens", "full"], LENGTHS, strict=True)
-    logits = [model(input_ids=ids[:length].unsqueeze(0)).logits[0, PROMPT - 1 : -1] for ids, length in rows]
-    return (torch.cat(logits) / temperature).log_softmax(-1)
+    return torch.cat([row["all"] for row in responses(model, batch(), temperature)])
 
 
 def same_gradients(found: Tensor, want: Tensor, student: nn.Module) -> None:
@@ -135,9 +133,8 @@ def test_what_the_transform_wrote(model: nn.Module, reference: nn.Module, layout
 
 def test_temperature_divides_the_logits_of_both(student: nn.Module, teacher: nn.Module) -> None:
     options = ScoreOptions(Sampling(0.6))
-    out = distilled(
-        student, RetrieveLogProb(teacher, options=options, extras=[TopK(V)])(data()), beta=0.3, options=options
-    )
+    td = RetrieveLogProb(teacher, options=options, extras=[TopK(V)])(data())
+    out = distilled(student, td, beta=0.3, options=options)
     want = gkd_of(distributions(student, 0.6), distributions(teacher, 0.6).detach(), 0.3).mean()
     assert_close(out, want, **LOOSE)  # entries are float32
 
@@ -157,11 +154,9 @@ def test_other_routes_of_the_engine(model: nn.Module, reference: nn.Module, rout
 
     td = with_teacher(with_teacher(data(), reference, 6, "one"), tiny_model(seed=2), 40, "two")
     actors = {"full": Whole(model), "no_prefixes": LogProbScorer(model, share_prefixes=False)}
-    options: Any = {"top_k": ["one", "two"], "beta": 0.3}
-    expected = distilled(model, td, **options)
-    found = distilled(
-        actors.get(route, model), td, **options, options=ScoreOptions(deterministic=route == "deterministic")
-    )
+    given: Any = {"top_k": ["one", "two"], "beta": 0.3}
+    expected, options = distilled(model, td, **given), ScoreOptions(deterministic=route == "deterministic")
+    found = distilled(actors.get(route, model), td, **given, options=options)
     assert_near(found, expected, terms=V)
     assert_near(gradients(found, model), gradients(expected, model), terms=64 * 64, size=1)
 
@@ -224,7 +219,6 @@ def test_a_term_beside_another_objective(student: nn.Module, teacher: nn.Module)
 @pytest.mark.filterwarnings("ignore:the mask is empty")
 @pytest.mark.parametrize(("aggregation", "distribution"), [("token-mean", "top_k"), ("seq-mean-token-mean", "exact")])
 def test_micro_batches_add_up(student: nn.Module, teacher: nn.Module, aggregation: Any, distribution: Any) -> None:
-    """And an empty mask has a gradient of 0."""
     td = with_teacher(data(), teacher, 4).set("loss_mask", torch.tensor([1, 1, 0, 1, 1, 1]).bool())
     settings = {"distribution": distribution, "reference": teacher if distribution == "exact" else None}
     loss = PolicyLoss(student, "distill", aggregation=aggregation, max_len=5, **settings)
@@ -293,9 +287,8 @@ def test_little_captured_mass_warns_once_for_each_teacher(model: nn.Module, refe
 
 
 def test_exact_distillations_with_two_betas(model: nn.Module, reference: nn.Module) -> None:
-    exact: Any = {"distribution": "exact", "reference": reference}
-    terms = [DivergenceToTeacher(1.0, beta=0.2, distribution="exact")]
-    loss = PolicyLoss(model, "distill", beta=0.4, **exact, terms=terms)
+    terms = [DivergenceToTeacher(1.0, beta=0.2, **EXACT)]
+    loss = PolicyLoss(model, "distill", beta=0.4, **EXACT, reference=reference, terms=terms)
     with pytest.raises(ValueError, match="expected one beta for all"):
         loss(data())
     loss.beta = 0.2
@@ -318,13 +311,10 @@ def placed(value: Any, *names: str) -> Callable[[TensorDictBase], TensorDictBase
     return place
 
 
-ENTRIES = ("ids", "log_probs", "rest_log_prob")
 PLACE = rf"at sequence 2, position {PROMPT}"
-
-
 test_data_that_is_no_teacher = refused(
     lambda spoil: PolicyLoss(tiny_model(seed=0), "distill")(spoil(with_teacher(data(), tiny_model(seed=1), 4))),
-    (placed(0, *ENTRIES), rf"below 'top_k' add up to 5 {PLACE}, not to 1.*did not score"),
+    (placed(0, "ids", "log_probs", "rest_log_prob"), rf"below 'top_k' add up to 5 {PLACE}, not to 1.*did not score"),
     (placed(torch.nan, "rest_log_prob"), rf"below 'top_k' add up to nan {PLACE}"),
     (lambda td: td.exclude("top_k"), KeyError, r"needs a teacher's top k.*\('top_k', 'ids'\).*TopK\(64\)"),
     (lambda td: td.exclude(("top_k", "rest_log_prob")), KeyError, r"'rest_log_prob'"),
@@ -361,18 +351,16 @@ test_contradictory_settings = refused(
 
 
 def test_a_truncated_student_is_refused(model: nn.Module, reference: nn.Module) -> None:
-    truncated = Sampling(0.7, top_k=20)
-    options = ScoreOptions(truncated)
-    cut: Any = {"reference": reference, "options": options}
+    cut: Any = {"options": ScoreOptions(Sampling(0.7, top_k=20))}
     for make in (
-        lambda: PolicyLoss(model, "distill", options=options),
-        lambda: PolicyLoss(LogProbScorer(model, sampling=truncated), "distill"),
-        lambda: PolicyLoss(model, "ppo", terms=[DivergenceToTeacher(0.1)], options=options),
-        lambda: PolicyLoss(model, "distill", distribution="exact", **cut),
-        lambda: make_algorithm("gkd", model, **cut),
-        lambda: make_algorithm("on_policy_distill", model, top_k=4, **cut),
+        lambda: PolicyLoss(model, "distill", **cut),
+        lambda: PolicyLoss(LogProbScorer(model, sampling=cut["options"].sampling), "distill"),
+        lambda: PolicyLoss(model, "ppo", terms=[DivergenceToTeacher(0.1)], **cut),
+        lambda: PolicyLoss(model, "distill", distribution="exact", reference=reference, **cut),
+        lambda: make_algorithm("gkd", model, reference=reference, **cut),
+        lambda: make_algorithm("on_policy_distill", model, reference=reference, top_k=4, **cut),
     ):
         with pytest.raises(
-            ValueError, match=r"a distillation with Sampling\(.*top_k=20\): .*Pass Sampling\(temperature\)"
+            ValueError, match=r"a distillation with Sampling\(.*top_k=20\): .*Pass Sampling\(temperature"
         ):
             make()

@@ -27,7 +27,6 @@ ONES = torch.ones(2, 2, dtype=torch.float64)
 PAIR = torch.tensor([0.1, 0.5])
 
 
-# ---------------------------------------------------------------------- what a part claims to need is what it raises without
 def needed(part: Any) -> set[str]:
     data = random_batch(0)
     data |= {**dict.fromkeys(("entropy", "kl"), -data["log_prob"]), "sampler_log_prob": data["old_log_prob"]}
@@ -105,8 +104,6 @@ def test_data_with_a_graph_are_constants() -> None:
     log_prob = OLD.clone().requires_grad_()
     for term, expected in [
         (losses.ppo(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES),
-        (losses.sppo(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES),
-        (losses.dapo(log_prob, MASK, old_log_prob=log_prob, advantage=3 * ONES), -3 * ONES),
         (losses.kl_to_ref(log_prob, MASK, ref_log_prob=log_prob - 0.5), 0.5 * ONES),
         (losses.value_error(log_prob, MASK, value_target=log_prob + 2.0), -2 * ONES),
         (losses.apply_correction([losses.LossTerm("objective", log_prob * 2, MASK)], log_prob.exp()), 2 * OLD.exp()),
@@ -114,8 +111,9 @@ def test_data_with_a_graph_are_constants() -> None:
         assert_close(torch.autograd.grad(term[0].value.sum(), log_prob)[0], expected)
 
 
+TERM = losses.LossTerm("objective", ONES[:, :1], MASK[:, :1])
 BOOLEAN = r"must hold numbers, got a boolean tensor: pass \w+\.float\(\)"
-test_booleans_are_not_numbers = refused(
+test_booleans_are_not_numbers_and_masks_no_others = refused(
     lambda call: call(),
     (lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=MASK), BOOLEAN),
     (lambda: losses.ppo(OLD, MASK, old_log_prob=MASK, advantage=ONES), BOOLEAN),
@@ -126,6 +124,8 @@ test_booleans_are_not_numbers = refused(
     (lambda: losses.mismatch_metrics(OLD, MASK, MASK), BOOLEAN),
     (lambda: losses.top_entropy_mask(MASK, MASK), BOOLEAN),
     (lambda: losses.value_error(OLD, MASK, value_target=MASK), BOOLEAN),
+    (lambda: losses.value_error(OLD, MASK.float(), value_target=OLD), "mask must be boolean"),
+    (lambda: losses.apply_correction([TERM], ONES, MASK.float()), "mask must be boolean"),
     error=TypeError,
 )
 
@@ -145,26 +145,17 @@ NUMBERS: list[tuple[str, Callable[[], Any]]] = [
     ("fraction", lambda: losses.top_entropy_mask(-OLD, MASK, fraction=PAIR)),
     ("clip_value", lambda: losses.value_error(OLD, MASK, value_target=OLD, old_value=OLD, clip_value=PAIR)),
 ]
-test_a_hyper_parameter_does_not_broadcast_over_tokens = refused(
+PENALTIES = losses.KLToReference, losses.KLToSampler, losses.EntropyBonus
+test_a_hyper_parameter_does_not_broadcast_over_tokens_and_is_a_number = refused(
     lambda call: call(),
     *((call, rf"{name} must be one number, got a tensor of shape \(2,\)") for name, call in NUMBERS),
+    (
+        lambda: losses.apply_correction([TERM], ONES, MASK[:, :1]),
+        r"weights has shape \(2, 2\) but mask has shape \(2, 1",
+    ),
+    (lambda: losses.top_entropy_mask(-OLD, MASK, threshold=NAN), "threshold must be a number, got nan"),
+    *((functools.partial(part, NAN), r"coeff must be a (finite )?number.*got nan") for part in PENALTIES),
 )
-
-
-def test_weights_masks_and_numbers_that_are_none() -> None:
-    term, weights = losses.LossTerm("objective", torch.ones(2, 1), MASK[:, :1]), torch.tensor([[2.0, 0.0], [1.0, 1.0]])
-    assert losses.apply_correction([term], weights, MASK)[0].value.tolist() == [[1.0], [1.0]]
-    with pytest.raises(ValueError, match=r"weights has shape \(2, 2\) but mask has shape \(2, 1\)"):
-        losses.apply_correction([term], weights, MASK[:, :1])
-    with pytest.raises(TypeError, match="mask must be boolean"):
-        losses.apply_correction([term], weights, MASK.float())
-    with pytest.raises(TypeError, match="mask must be boolean"):
-        losses.value_error(OLD, MASK.float(), value_target=OLD)
-    with pytest.raises(ValueError, match="threshold must be a number, got nan"):
-        losses.top_entropy_mask(-OLD, MASK, threshold=NAN)
-    for part in (losses.KLToReference, losses.KLToSampler, losses.EntropyBonus):
-        with pytest.raises(ValueError, match=r"coeff must be a (finite )?number.*got nan"):
-            part(NAN)
 
 
 def test_every_kind_of_number_is_a_checked_buffer() -> None:
@@ -222,16 +213,14 @@ def test_a_mask_is_no_weight(model: nn.Module) -> None:
         losses.PolicyLoss(model)(batch().set("advantage", torch.ones(6, 1) == 1))
 
 
-@pytest.mark.parametrize(
-    ("objective", "name"),
-    [("ppo", "loss_mask"), ("ppo", "sampler_log_prob"), ("clip_cov", "selected"), ("dpo", "pair_id")],
-)
-def test_an_optional_entry_under_another_key_must_be_there(model: nn.Module, objective: Any, name: str) -> None:
-    loss = losses.PolicyLoss(model, objective)
-    loss(batch())
-    loss.set_keys(**{name: "misspelt"})
-    with pytest.raises(KeyError, match=rf"{name}.*expected 'misspelt' in the TensorDict.*set_keys\({name}="):
+def test_an_optional_entry_under_another_key_must_be_there(model: nn.Module) -> None:
+    optional = {"loss_mask": "ppo", "sampler_log_prob": "ppo", "selected": "clip_cov", "pair_id": "dpo"}
+    for name, objective in optional.items():
+        loss = losses.PolicyLoss(model, objective)
         loss(batch())
+        loss.set_keys(**{name: "misspelt"})
+        with pytest.raises(KeyError, match=rf"{name}.*expected 'misspelt' in the TensorDict.*set_keys\({name}="):
+            loss(batch())
 
 
 def test_responses_longer_than_the_limit(model: nn.Module) -> None:
@@ -284,13 +273,10 @@ class Accelerator(TorchDispatchMode):
 
 PLAIN = ("dapo", "dr_grpo", "gspo", "luspo", "gmpo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "vespo")
 RING = {"clip_mode": "ring", "weight": "importance_sampling", "regularizer": "k2", "regularizer_coef": 0.1}
+OBJECTIVES = {"rec": RING, "ppo": {"clip_ratio_c": 3.0, "enable_sequence_masking": True}}
+OBJECTIVES |= {name: {} for name in (*PLAIN, "topr", "sppo", "dro", "mix", "distill")}
 MAKE: dict[str, Callable[[], Any]] = {
-    **{
-        name: functools.partial(losses.TermPart, losses.get_objective(name))
-        for name in (*PLAIN, "topr", "sppo", "dro", "mix", "distill")
-    },
-    "ppo": lambda: losses.TermPart(losses.ppo, clip_ratio_c=3.0, enable_sequence_masking=True),
-    "rec": lambda: losses.TermPart(losses.get_objective("rec"), **RING),
+    **{name: functools.partial(losses.TermPart, losses.get_objective(name), **x) for name, x in OBJECTIVES.items()},
     "value_error": lambda: Part(losses.value_error, ("value", "mask", "value_target", "old_value"), clip_value=0.2),
     "adaptive": lambda: losses.KLToReference(AdaptiveKLCoefficient(0.1, target=1.0, horizon=10)),
     "kl_to_sampler": lambda: losses.KLToSampler(0.1, "corrected_k3"),

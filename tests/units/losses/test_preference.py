@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from by_hand import tensor as f64
-from objective_cases import PAIRS
+from objective_cases import PAIRS, rows_of
 from project import tables
+from refused import refused
 from torchrl_llm_kl import losses
 
 CLOSE = {"rtol": 2e-6, "atol": 1e-7}
@@ -28,11 +29,6 @@ def pair() -> dict[str, Tensor]:
     return {"log_prob": log_prob.requires_grad_(), "mask": mask, "ref_log_prob": ref}
 
 
-def labelled() -> dict[str, Tensor]:
-    """The log-ratio of a desirable answer is 1, of an undesirable one -2."""
-    return {**pair(), "chosen": torch.tensor([True, False])}
-
-
 def rows(*ratios: float) -> dict[str, Tensor]:
     """One token per answer with the given log-ratio."""
     ref = torch.full((len(ratios), 1), -3.0, dtype=torch.float64)
@@ -42,10 +38,6 @@ def rows(*ratios: float) -> dict[str, Tensor]:
 
 def free(data: dict[str, Tensor]) -> dict[str, Tensor]:
     return {key: data[key] for key in ("log_prob", "mask")}
-
-
-def at(data: dict[str, Tensor], index: Any) -> dict[str, Tensor]:
-    return {key: x[index] for key, x in data.items()}
 
 
 def flags(*values: int) -> Tensor:
@@ -72,20 +64,20 @@ def assert_pair(term: losses.LossTerm, data: Any, value: list[float], *slopes: f
     assert_close(gradient(term.value, data), f64([[on_chosen, on_chosen, 0.0], on_rejected]), **close)
 
 
-JS, ALPHA = {"f_divergence": "js_divergence"}, {"f_divergence": "alpha_divergence"}
-FORWARD = {"f_divergence": "forward_kl"}
-NORMALISED = {"length_normalised": True}
+ALPHA = {"f_divergence": "alpha_divergence"}
 BY_HAND, WITHOUT_A_REFERENCE = tables(__file__).values()
 
 
-@pytest.mark.parametrize(("name", "hyper", "value", "on_chosen", "on_rejected"), BY_HAND)
+@pytest.mark.parametrize(("name", "hyper", "value", "on_chosen", "on_rejected"), BY_HAND + WITHOUT_A_REFERENCE)
 def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: float, on_rejected: float) -> None:
     data, point = pair(), hyper.get("reference_point")
-    (term,) = losses.get_objective(name)(**data, **hyper | ({"reference_point": torch.tensor(point)} if point else {}))
+    given = free(data) if name in ("cpo", "simpo") else data  # without a reference
+    term, *_ = losses.get_objective(name)(
+        **given, **hyper | ({"reference_point": torch.tensor(point)} if point else {})
+    )
     assert term.name == "objective"
     assert term.mask.tolist() == [[True]]
-    assert_close(term.value.detach(), column([value]), rtol=1e-6, atol=1e-7)
-    assert_pair(term, data, [value], on_chosen, on_rejected)
+    assert_pair(term, data, [value], on_chosen, on_rejected, rtol=1e-6, atol=1e-7)
 
 
 def test_each_pair_has_its_own_loss_and_rewards() -> None:
@@ -113,7 +105,7 @@ def test_rewards_and_orders_of_rows(name: str) -> None:
     (neighbours,) = objective(**data, beta=0.4)
     slopes = gradient(mean(neighbours), data)
     for order in ([3, 0, 5, 1, 4, 2], [1, 0, 2, 3, 5, 4]):
-        shuffled = {key: value.detach() for key, value in at(data, order).items()}
+        shuffled = {key: value.detach() for key, value in rows_of(data, order).items()}
         shuffled["log_prob"].requires_grad_()
         (term,) = objective(**shuffled, pair_id=ids[order], chosen=is_chosen[order], beta=0.4)
         # In the order of ids: the second pair, the third, the first.
@@ -138,8 +130,8 @@ def test_a_pair_with_an_empty_answer_does_not_exist(name: str) -> None:
     for empty in ([2, 3], [2], [3]):
         data = rows(1.5, -0.5, -0.25, 0.75)
         data["mask"][empty] = False
-        order = torch.tensor([3, 0, 1, 2])
-        for given in (data, {**at(data, order), "pair_id": torch.tensor([2, 1, 1, 2]), "chosen": flags(0, 1, 0, 1)}):
+        crossed = {**rows_of(data, [3, 0, 1, 2]), "pair_id": torch.tensor([2, 1, 1, 2]), "chosen": flags(0, 1, 0, 1)}
+        for given in (data, crossed):
             (term,) = losses.get_objective(name)(**given)
             assert term.mask.tolist() == [[True], [False]]
             assert term.value[1] == 0
@@ -148,29 +140,18 @@ def test_a_pair_with_an_empty_answer_does_not_exist(name: str) -> None:
             assert_close(dict(term.metrics), dict(whole.metrics))
 
 
-NO_PAIRS: list[tuple[list[int] | None, list[int] | None, str]] = [
-    ([1, 1, 7, 7], [1, 0, 1, 1], "pair_id 7 has 2 chosen and 0 rejected rows, expected one of each"),
-    ([1, 1, 7, 8], [1, 0, 1, 0], "pair_id 7 has 1 chosen and 0 rejected rows, expected one of each"),
-    ([3, 3, 3, 3], [1, 0, 1, 0], "pair_id 3 has 2 chosen and 2 rejected rows, expected one of each"),
-    ([1, 2, 1, 2], None, "got pair_id without chosen: pass both"),
-    (None, [1, 0, 1, 0], "got chosen without pair_id: pass both"),
-    ([1, 1], [1, 0, 1, 0], r"dpo: pair_id has shape \(2,\), expected one value per sequence, \(4,\)"),
-]
-
-
-def test_rows_that_are_no_pairs() -> None:
-    four, three = rows(1.5, -0.5, -0.25, 0.75), rows(1.0, 2.0, 3.0)
-    for ids, chosen, message in NO_PAIRS:
-        given = {"pair_id": ids and torch.tensor(ids), "chosen": chosen and flags(*chosen)}
-        with pytest.raises(ValueError, match=message):
-            losses.dpo(**four, **given)
-    with pytest.raises(ValueError, match="got 3 rows: row 2 has no partner"):
-        losses.dpo(**three)
-    with pytest.raises(TypeError, match=r"chosen must be boolean, got torch\.int64"):
-        losses.dpo(**rows(1.5, -0.5), pair_id=torch.tensor([1, 1]), chosen=torch.tensor([1, 0]))
-    three["mask"][2] = False
-    with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
-        losses.aot_unpaired(**three, chosen=flags(1, 0, 1))
+FOUR, OF_EACH = (1.5, -0.5, -0.25, 0.75), "rows, expected one of each"
+test_rows_that_are_no_pairs = refused(
+    lambda ratios, ids, chosen: losses.dpo(**rows(*ratios), pair_id=ids and torch.tensor(ids), chosen=chosen),
+    (FOUR, [1, 1, 7, 7], flags(1, 0, 1, 1), f"pair_id 7 has 2 chosen and 0 rejected {OF_EACH}"),
+    (FOUR, [1, 1, 7, 8], flags(1, 0, 1, 0), f"pair_id 7 has 1 chosen and 0 rejected {OF_EACH}"),
+    (FOUR, [3, 3, 3, 3], flags(1, 0, 1, 0), f"pair_id 3 has 2 chosen and 2 rejected {OF_EACH}"),
+    (FOUR, [1, 2, 1, 2], None, "got pair_id without chosen: pass both"),
+    (FOUR, None, flags(1, 0, 1, 0), "got chosen without pair_id: pass both"),
+    (FOUR, [1, 1], flags(1, 0, 1, 0), r"dpo: pair_id has shape \(2,\), expected one value per sequence, \(4,\)"),
+    (FOUR[:3], None, None, "got 3 rows: row 2 has no partner"),
+    (FOUR[:2], [1, 1], torch.tensor([1, 0]), TypeError, r"chosen must be boolean, got torch\.int64"),
+)
 
 
 # ---------------------------------------------------------------------- options of the family
@@ -201,8 +182,8 @@ def test_ld_alpha_counts_trained_tokens_of_the_pair_in_any_order() -> None:
     ("f", "hyper"),
     [
         (lambda u: u * u.log(), {"f_divergence": "reverse_kl"}),
-        (lambda u: -u.log(), FORWARD),
-        (lambda u: u * u.log() - (1 + u) * ((1 + u) / 2).log(), JS),
+        (lambda u: -u.log(), {"f_divergence": "forward_kl"}),
+        (lambda u: u * u.log() - (1 + u) * ((1 + u) / 2).log(), {"f_divergence": "js_divergence"}),
         (lambda u: (u**0.7 - 0.7 * u - 0.3) / (0.3 * -0.7), {**ALPHA, "f_alpha": 0.3}),
     ],
 )
@@ -248,13 +229,6 @@ def test_cpo_is_dpo_without_a_reference_and_the_likelihood_of_the_chosen() -> No
     assert_close(losses.cpo(**free(data), beta=0.5)[0].value, without)
 
 
-@pytest.mark.parametrize(("name", "hyper", "value", "on_chosen", "on_rejected"), WITHOUT_A_REFERENCE)
-def test_others_without_a_reference(name: str, hyper: Any, value: float, on_chosen: float, on_rejected: float) -> None:
-    data = pair()
-    term, *_ = losses.get_objective(name)(**free(data), **hyper)
-    assert_pair(term, data, [value], on_chosen, on_rejected, rtol=1e-6, atol=2e-7)
-
-
 def test_tpo_compares_two_answers_and_imitates_the_third() -> None:
     """Two triples: leads of 2 and of -1 nats; third answers of two tokens and of one."""
     log_prob = f64([[-1.0, -0.5], [-3.0, -0.5], [-0.2, -0.4], [-2.0, 9.0], [-1.0, 9.0], [-0.7, 9.0]]).requires_grad_()
@@ -269,7 +243,7 @@ def test_tpo_compares_two_answers_and_imitates_the_third() -> None:
     assert_close(found, f64([[-a, -a], [a, a], [-1.0, -1.0], [-b, 0.0], [b, 0.0], [-1.0, 0.0]]))
     # TPO-L: leads of 1 and -1 per token, less a margin; other functions of the lead; more dimensions.
     settings: list[tuple[dict[str, Any], list[float]]] = [
-        ({"margin": 0.3, **NORMALISED}, [math.log1p(math.exp(-0.2)), math.log1p(math.exp(0.8))]),
+        ({"margin": 0.3, "length_normalised": True}, [math.log1p(math.exp(-0.2)), math.log1p(math.exp(0.8))]),
         ({"loss": "hinge"}, [0.0, 1.5]),
         ({"loss": "ipo"}, [1.0, 4.0]),
         ({"label_smoothing": 0.1}, [math.log1p(math.exp(-1.0)) + 0.1, math.log1p(math.exp(0.5)) - 0.05]),
@@ -335,7 +309,8 @@ def test_the_likelihood_is_that_of_the_chosen_of_whole_pairs(name: str) -> None:
 
 
 def test_kto_by_hand() -> None:
-    data, point = labelled(), {"reference_point": torch.full((2,), 0.5)}
+    """The log-ratio of the desirable answer is 1, of the undesirable one -2."""
+    data, point = {**pair(), "chosen": flags(1, 0)}, {"reference_point": torch.full((2,), 0.5)}
     (term,) = losses.kto(**data, **point, beta=0.5, desirable_weight=1.3, undesirable_weight=0.7)
     assert_pair(term, data, [0.5691705, 0.1558901], -0.1599872, 0.0605867)
     expected = {"chosen_reward": 0.5, "rejected_reward": -1.0, "reward_margin": 1.5, "reference_point": 0.5}
@@ -352,7 +327,7 @@ def test_kto_by_hand() -> None:
 
 
 def test_bco_by_hand() -> None:
-    data = labelled()
+    data = {**pair(), "chosen": flags(1, 0)}
     (term,) = losses.bco(**data, reference_point=torch.full((2,), 0.5), beta=0.5)
     assert_pair(term, data, [0.5759394, 0.2519291], -0.2189117, 0.1113501)
     (own,) = losses.bco(**data, beta=0.5)  # half way: -0.5
@@ -375,7 +350,7 @@ def test_answers_are_in_any_order_and_empty_ones_are_left_out(name: str) -> None
     for reward in ("chosen_reward", "rejected_reward"):
         assert_close(term.metrics[reward].item(), 0.3 * 1.25 / 2)
     order = torch.tensor([3, 1, 0, 4, 2])
-    assert_close(objective(**at(data, order), beta=0.3)[0].value, term.value[order])
+    assert_close(objective(**rows_of(data, order), beta=0.3)[0].value, term.value[order])
     nested = {key: x.unflatten(0, (1, 5)) for key, x in data.items()}
     assert_close(objective(**nested, beta=0.3)[0].value, term.value.unsqueeze(0))
 
@@ -419,17 +394,19 @@ def test_aot_compares_leads_of_equal_rank() -> None:
     assert_close(point.tolist(), [3.5, 3.5, -3.5, -3.5, 0.0, 0.0])
     assert_close(losses.aot(**data, reference_point=point, beta=1.0)[0].value, term.value)
     order, ids = torch.tensor([0, 3, 4, 1, 5, 2]), torch.tensor([2, 7, 5, 2, 5, 7])
-    found = losses.aot_reference_point(**at(data, order), pair_id=ids, chosen=flags(1, 0, 1, 0, 0, 1))
+    found = losses.aot_reference_point(**rows_of(data, order), pair_id=ids, chosen=flags(1, 0, 1, 0, 0, 1))
     assert_close(found, point[order])
     data = rows(1.5, -0.5, 0.75, -0.25, 9.0, 0.0)
     data["mask"][5] = False  # a pair that is left out has no rank
-    assert_close(losses.aot(**data)[0].value[:2], losses.aot(**at(data, slice(4)))[0].value)
+    assert_close(losses.aot(**data)[0].value[:2], losses.aot(**rows_of(data, slice(4)))[0].value)
     assert losses.aot_reference_point(**data)[4:].tolist() == [0.0, 0.0]
 
 
 def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
     """Chosen 0.5, 3, 1; rejected 2, -1, 0: sorted, 0.5 + 1, 1 - 0, 3 - 2. Matches of the whole hold in its parts."""
     data = {**rows(0.5, 2.0, 3.0, 1.0, -1.0, 0.0), "chosen": flags(1, 0, 1, 1, 0, 0)}
+    with pytest.raises(ValueError, match="as many chosen as rejected answers, found 2 and 1 rows"):
+        losses.aot_unpaired(**rows_of(data, slice(3)) | {"mask": flags(1, 1, 0).unsqueeze(-1)})
     match = losses.aot_match(**data)
     assert match.tolist() == [0, 2, 2, 1, 0, 1]
     (term,) = losses.aot_unpaired(**data, beta=1.0)
@@ -442,5 +419,5 @@ def test_aot_unpaired_compares_answers_of_equal_rank() -> None:
     assert_close(smoothed, 0.8 * torch.log1p((-leads).exp()) + 0.2 * torch.log1p(leads.exp()))
     (whole,) = losses.aot_unpaired(**data)
     assert_close(whole.value, losses.aot_unpaired(**data, beta=0.1)[0].value)
-    part = at({**data, "match_id": match}, match != 1)
+    part = rows_of({**data, "match_id": match}, match != 1)
     assert_close(losses.aot_unpaired(**part)[0].value, whole.value[[0, 2]])

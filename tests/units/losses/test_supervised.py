@@ -12,24 +12,14 @@ from torch.testing import assert_close
 from by_hand import tensor as f64
 from objective_cases import random_batch
 from torchrl_llm_kl.estimators import ScheduledCoefficient
-from torchrl_llm_kl.losses import (
-    LossInputs,
-    LossTerm,
-    aggregate,
-    count,
-    echo,
-    get_objective,
-    mix,
-    mix_chord,
-    ppo,
-    sft_phi,
-    spec_of,
-)
+from torchrl_llm_kl.losses import LossInputs, aggregate, count, echo, get_objective, mix, mix_chord, ppo, spec_of
 from torchrl_llm_kl.losses._parts import TermPart
 
 NAN = float("nan")
 HYPER = {"clip_low": 0.3, "clip_high": 0.2, "clip_ratio_c": 2.5}
 SCHEDULE = {"warmup": 4, "decay": 8, "peak": 0.8, "valley": 0.2}
+#: Of the tokens of ``mixture`` under HYPER: of the policy's own, and of the expert's.
+ATTEMPTS, IMITATED = [-3.6, 2.1, -5.5, 2.5], [0.6931472, 1.6094379]
 
 
 def scheduled(step: int, **given: Any) -> Tensor:
@@ -45,10 +35,6 @@ def close(actual: Any, expected: Any) -> None:
     assert_close(torch.as_tensor(actual, dtype=torch.float64).detach(), f64(expected), rtol=1e-6, atol=1e-8)
 
 
-#: The cut-off may be a tensor.
-CUTOFF = {"cutoff_prob": f64(0.4)}
-
-
 @pytest.mark.parametrize(
     ("name", "probability", "hyper", "value", "gradient", "weight"),
     [
@@ -56,13 +42,12 @@ CUTOFF = {"cutoff_prob": f64(0.4)}
         ("sft_is", [0.5, 0.1], {}, [0.3465736, 0.2302585], [-0.5, -0.1], 0.3),  # weighs by the probability
         ("sft_phi", [0.9, 0.5, 0.2], {}, [0.00948245, 0.1732868, 0.2575101], [-0.09, -0.25, -0.16], 0.5 / 3),
         # Above the cut-off nothing is trained: 0.09 and 0.25 times -log(0.4); 0.21 times -log(0.3).
-        ("sft_phi", [0.9, 0.5, 0.3], CUTOFF, [0.0824662, 0.2290727, 0.2528343], [0, 0, -0.21], None),
+        ("sft_phi", [0.9, 0.5, 0.3], {"cutoff_prob": f64(0.4)}, [0.0824662, 0.2290727, 0.2528343], [0, 0, -0.21], None),
         ("sft_phi", [0.9, 0.5, 0.3], {"cutoff_prob": 0.4}, [0.0824662, 0.2290727, 0.2528343], [0, 0, -0.21], None),
         ("sft_phi", [0.999, 0.5], {}, [9.995e-07, 0.1732868], [-0.000999, -0.25], None),  # without it all are
     ],
 )
 def test_imitation_by_hand(name: str, probability: Any, hyper: Any, value: Any, gradient: Any, weight: Any) -> None:
-    """With a token that does not count."""
     log_prob = f64([[*probability, 0.01]]).log().requires_grad_()
     mask = torch.tensor([[True] * len(probability) + [False]])
     (term,) = get_objective(name)(log_prob, mask, **hyper)
@@ -75,7 +60,7 @@ def test_imitation_by_hand(name: str, probability: Any, hyper: Any, value: Any, 
 
 def test_the_weight_near_certainty_is_not_rounded_away() -> None:
     log_prob = torch.tensor([[-1e-9]], requires_grad=True)
-    (term,) = sft_phi(log_prob, torch.tensor([[True]]))
+    (term,) = get_objective("sft_phi")(log_prob, torch.tensor([[True]]))
     (gradient,) = torch.autograd.grad(term.value.sum(), log_prob)
     assert math.isclose(gradient.item(), -1e-9, rel_tol=1e-5)
 
@@ -99,24 +84,25 @@ def total(terms: Any) -> Tensor:
     return sum(t.weight * aggregate(t.value, t.mask, mode, denominator=count(t.mask)) for t, mode in how)
 
 
-def described(*terms: LossTerm) -> list[tuple[Any, ...]]:
-    return [(term.name, term.weight, term.aggregation) for term in terms]
+def assert_terms(terms: Any, data: dict[str, Tensor], gradient: list[list[float]], **parts: tuple[Any, ...]) -> None:
+    """Of each its weight, values and, if it has one of its own, aggregation; the gradient of the weighted sum."""
+    found = {term.name: (term.weight, term.aggregation) for term in terms}
+    assert found == {name: (weight, how[0] if how else None) for name, (weight, _, *how) in parts.items()}
+    for term in terms:
+        close(term.value[term.mask], parts[term.name][1])
+    close(torch.autograd.grad(total(terms), data["log_prob"])[0], gradient)
 
 
 def test_mix_by_hand() -> None:
     data = mixture()
     usual, expert = mix(**data, mu=0.25, **HYPER)
-    assert [(term.name, term.weight) for term in (usual, expert)] == [("usual", 0.75), ("expert", 0.25)]
-    close(usual.value[usual.mask], [-3.6, 2.1, -5.5, 2.5])
-    close(expert.value[expert.mask], [0.6931472, 1.6094379])
     assert usual.mask.tolist() == [[True, True, True], [False] * 3, [True, False, False]]
     assert expert.mask.tolist() == [[False] * 3, [True, True, False], [False] * 3]
-    loss = total((usual, expert))
     # 3/4 of -4.5 / 4 and 1/4 of ln(10) / 2
-    close(loss, 0.75 * -1.125 + 0.25 * 1.1512925)
-    (gradient,) = torch.autograd.grad(loss, data["log_prob"])
+    close(total((usual, expert)), 0.75 * -1.125 + 0.25 * 1.1512925)
     # Of the usual tokens only ratio 1.1 is inside the bounds: -5.5 / 4 * 3/4. Each token of the expert: -1 / 2 * 1/4.
-    close(gradient, [[0.0, 0.0, -1.03125], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]])
+    slopes = [[0.0, 0.0, -1.03125], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]]
+    assert_terms((usual, expert), data, slopes, usual=(0.75, ATTEMPTS), expert=(0.25, IMITATED))
     close([usual.metrics["clip_fraction"], expert.metrics["expert_fraction"]], [0.5, 2 / 6])
 
 
@@ -127,61 +113,48 @@ def test_vapo_imitates_right_answers_beside_ppo() -> None:
     data["old_log_prob"][1] = data["log_prob"].detach()[1]
     del data["expert_mask"]
     policy, nll = get_objective("vapo")(**data, chosen=torch.tensor([False, True, False]), mu=0.25, **HYPER)
-    assert described(policy, nll) == [("objective", 1.0, None), ("nll", 0.25, "token-mean")]
-    close(policy.value[policy.mask], [-3.6, 2.1, -5.5, 1.0, 1.0, 2.5])
     assert torch.equal(policy.mask, data["mask"])
-    close(nll.value[nll.mask], [0.6931472, 1.6094379])
-    (gradient,) = torch.autograd.grad(total((policy, nll)), data["log_prob"])
     # Over six tokens, and over the two right ones: 1 / 6 for A = -1, and -1 / 2 * 1/4.
-    close(gradient, [[0.0, 0.0, -5.5 / 6], [1 / 6 - 0.125, 1 / 6 - 0.125, 0.0], [0.0, 0.0, 0.0]])
+    slopes = [[0.0, 0.0, -5.5 / 6], [1 / 6 - 0.125, 1 / 6 - 0.125, 0.0], [0.0, 0.0, 0.0]]
+    values = [-3.6, 2.1, -5.5, 1.0, 1.0, 2.5]
+    assert_terms((policy, nll), data, slopes, objective=(1.0, values), nll=(0.25, IMITATED, "token-mean"))
 
 
 def test_echo_predicts_what_others_said_over_their_own_tokens() -> None:
     data = mixture()
-    policy, seen = get_objective("echo")(**data, mu=0.25, **HYPER)
-    assert described(policy, seen) == [("objective", 1.0, None), ("observation", 0.25, "token-mean")]
-    close(policy.value[policy.mask], [-3.6, 2.1, -5.5, 2.5])
-    close(seen.value[seen.mask], [0.6931472, 1.6094379])
-    (gradient,) = torch.autograd.grad(total((policy, seen)), data["log_prob"])
-    close(gradient, [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]])
-    assert get_objective("echo")(**mixture(), nll_aggregation=None)[1].aggregation is None
+    terms, slopes = echo(**data, mu=0.25, **HYPER), [[0.0, 0.0, -5.5 / 4], [-0.125, -0.125, 0.0], [0.0, 0.0, 0.0]]
+    assert_terms(terms, data, slopes, objective=(1.0, ATTEMPTS), observation=(0.25, IMITATED, "token-mean"))
+    assert echo(**mixture(), nll_aggregation=None)[1].aggregation is None
 
 
 def test_echo_weighs_each_role_over_its_own_tokens() -> None:
     data = mixture()
     role = torch.where(data["expert_mask"], 3, 2)  # tools; the policy is the assistant
     role[1, 1] = 1  # a user
-    policy, tool, user = echo(**data, message_role=role, mu=0.5, roles={"tool": 0.5, "user": 0.2}, **HYPER)
-    assert [(term.name, term.weight) for term in (tool, user)] == [
-        ("observation_tool", 0.25),
-        ("observation_user", 0.1),
-    ]
-    close(tool.value[tool.mask], [0.6931472])
-    close(user.value[user.mask], [1.6094379])
-    (gradient,) = torch.autograd.grad(total((policy, tool, user)), data["log_prob"])
-    close(gradient, [[0.0, 0.0, -5.5 / 4], [-0.25, -0.1, 0.0], [0.0, 0.0, 0.0]])
+    terms = echo(**data, message_role=role, mu=0.5, roles={"tool": 0.5, "user": 0.2}, **HYPER)
+    parts = {
+        "observation_tool": (0.25, IMITATED[:1], "token-mean"),
+        "observation_user": (0.1, IMITATED[1:], "token-mean"),
+    }
+    slopes = [[0.0, 0.0, -5.5 / 4], [-0.25, -0.1, 0.0], [0.0, 0.0, 0.0]]
+    assert_terms(terms, data, slopes, objective=(1.0, ATTEMPTS), **parts)
     assert len(echo(**data, message_role=role, roles={"tool": 1.0}, **HYPER)) == 2  # what users said is left out
-    with pytest.raises(ValueError, match=r"no role 'tools'. Did you mean 'tool'"):
-        echo(**data, message_role=role, roles={"tools": 1.0})
-    with pytest.raises(ValueError, match="user must be at least 0"):
-        echo(**data, message_role=role, roles={"user": -1.0})
-
-
-def test_the_loss_reads_roles_only_if_they_are_weighed() -> None:
-    spec = spec_of(echo)
-    assert spec is not None
-    assert "message_role" not in spec.required()
-    assert "message_role" in spec.required({"roles": {"tool": 1.0}})
+    for roles, message in (
+        ({"tools": 1.0}, r"no role 'tools'. Did you mean 'tool'"),
+        ({"user": -1.0}, "user must be at le"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            echo(**data, message_role=role, roles=roles)
+    # The loss reads roles only if they are weighed.
+    assert "message_role" not in spec_of(echo).required()
+    assert "message_role" in spec_of(echo).required({"roles": {"tool": 1.0}})
 
 
 def test_mix_chord_by_hand() -> None:
     data = mixture()
     usual, expert = mix_chord(**data, mu=scheduled(8, **SCHEDULE), **HYPER)
-    close([usual.weight, expert.weight], [0.5, 0.5])
-    close(usual.value[usual.mask], [-3.6, 2.1, -5.5, 2.5])
-    close(expert.value[expert.mask], [0.1732868, 0.2575101])
-    (gradient,) = torch.autograd.grad(total((usual, expert)), data["log_prob"])
-    close(gradient, [[0.0, 0.0, -0.6875], [-0.0625, -0.04, 0.0], [0.0, 0.0, 0.0]])
+    slopes = [[0.0, 0.0, -0.6875], [-0.0625, -0.04, 0.0], [0.0, 0.0, 0.0]]
+    assert_terms((usual, expert), data, slopes, usual=(0.5, ATTEMPTS), expert=(0.5, [0.1732868, 0.2575101]))
     close(expert.metrics["weight_mean"], 0.205)
     assert expert.metrics.keys() == {"weight_mean", "expert_fraction"}
     without_phi = mix_chord(**mixture(), mu=scheduled(0, peak=0.9, valley=0.25), enable_phi_function=False, **HYPER)

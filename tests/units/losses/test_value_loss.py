@@ -155,7 +155,6 @@ def test_explained_variance_by_hand(value: list[float], target: list[float], exp
 
 
 def test_keys_buffers_and_errors() -> None:
-    """Targets are found under "next" and values without it."""
     loss, data = ValueLoss(make_critic(), clip_value=0.3, coeff=0.5), batch()
     assert loss.in_keys == [("tokens", "full"), ("tokens", "prompt"), "value_target"]
     with pytest.raises(KeyError, match="ValueLoss needs value_target"):
