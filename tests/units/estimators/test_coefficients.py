@@ -269,14 +269,9 @@ test_bad_updates = refused(
 
 
 def test_no_samples_change_nothing_and_ranks_need_a_group():
-    nan = torch.tensor(math.nan)
-    for make, measured, n in (
-        (pi, [nan, torch.tensor(9.0)], 0),
-        (pi, [nan, 9.0], torch.tensor(0)),
-        (ziegler, [9.0], 0),
-    ):
+    for make, n in ((pi, 0), (pi, torch.tensor(0)), (ziegler, 0)):
         coefficient = make()
-        values(coefficient, measured, n)
+        values(coefficient, [torch.tensor(math.nan), torch.tensor(9.0)], n)
         assert coefficient.state_dict() == make().state_dict()
     assert values(pi(), [0.9, 0.7], 1) == values(pi(), [0.9, 0.7], 100), "one sample is a mean too"
     with pytest.raises(RuntimeError, match=r"all_ranks=True, but torch\.distributed is not initialised"):

@@ -109,17 +109,19 @@ def test_edges_of_importance_weights() -> None:
 
 
 def test_corrections_of_a_batch_without_tokens() -> None:
-    nothing, no_rows = ~everywhere(2, 3), ~everywhere(0, 3)
-    for weights, metrics in (
-        importance_weights(OLD, SAMPLER, nothing),
-        importance_weights(OLD, SAMPLER, nothing, level="sequence"),
-        losses.off_policy_sequence_mask(OLD, SAMPLER, OLD, nothing, delta=0.1),
-        top_entropy_mask(-OLD, nothing),
-        top_entropy_mask(torch.zeros(0, 3), no_rows),
-        importance_weights(torch.zeros(0, 3), torch.zeros(0, 3), no_rows),
-    ):
-        assert (weights == 0).all()
-        assert all(metric == 0 for metric in metrics.values())
+    for shape in ((2, 3), (0, 3), (2, 0)):
+        old, sampler, advantage = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+        nothing = ~everywhere(*shape)
+        for weights, metrics in (
+            importance_weights(old, sampler, nothing),
+            importance_weights(old, sampler, nothing, level="sequence"),
+            losses.off_policy_sequence_mask(old, sampler, advantage, nothing, delta=0.1),
+            top_entropy_mask(old.abs(), nothing),
+            (torch.zeros(shape), mismatch_metrics(old, sampler, nothing)),
+            (torch.zeros(shape), losses.correction_metrics(old.abs(), nothing)),
+        ):
+            assert (weights == 0).all()
+            assert all(metric == 0 for metric in metrics.values())
 
 
 # ------------------------------------------------------------------ rejection and metrics
@@ -235,14 +237,11 @@ def test_mismatch_metrics_by_hand() -> None:
     assert found["mismatch_k1"].item() == pytest.approx((0.5 + 1.0 + 0.25 + 0.25) / 4)
 
 
-def test_metrics_of_tokens_that_are_not_scored_impossible_or_none() -> None:
+def test_metrics_of_tokens_that_are_not_scored_or_impossible() -> None:
     old, sampler = f64([[-1.0, -2.0, -9.0], [-4.0, -1.0, -1.0]]), f64([[-1.5, -1.0, NAN], [NAN, NAN, NAN]])
     expected = mismatch_metrics(old, sampler, bools([1, 1, 0], [0, 0, 0]))
     assert mismatch_metrics(old, sampler, everywhere(2, 3)) == expected
     assert expected["log_ppl_diff"].item() == pytest.approx(0.25)
-    for shape in ((2, 3), (0, 3), (2, 0)):
-        nothing = mismatch_metrics(torch.zeros(shape), torch.zeros(shape), ~everywhere(*shape))
-        assert all(value == 0 for value in nothing.values())
     meta = mismatch_metrics(*(x.to("meta") for x in (TRAINER, SEEN, TOKENS)))
     assert all(value.shape == () for value in meta.values())
     for old, sampler in (([-1e4, -1.0], [-1.0, -1e4]), ([-1.0, -1.0], [-1e4, -1e4])):
@@ -257,8 +256,6 @@ def test_metrics_of_the_product_by_hand() -> None:
     expected = {"rejected_fraction": 1 / 5, "rejected_seq_fraction": 1 / 2, "correction_ess": 5 / 7}
     assert {name: value.item() for name, value in found.items()} == pytest.approx(expected)
     assert not any(value.requires_grad for value in found.values())
-    for empty in (~everywhere(2, 3), ~everywhere(0, 3)):
-        assert all(value == 0 for value in losses.correction_metrics(torch.ones(empty.shape), empty).values())
     assert losses.correction_metrics(torch.full((1, 2), 1e30), everywhere(1, 2))["correction_ess"] == 1
 
 
@@ -404,7 +401,8 @@ OF_REJECTION = [
     ({"divergence": "token_k2", "high": 0.0}, r"high must be greater than 0.*got 0\.0"),
     ({"divergence": "token_k2", "high": NAN}, "high must be greater than 0.*got nan"),
 ]
-OF_SEQUENCES = partial(losses.off_policy_sequence_mask, **THREE, mask=MASK)
+OF_SEQUENCES = losses.off_policy_sequence_mask
+OF_SHARES = "fraction must be greater than 0 and at most 1"
 
 
 test_bounds_that_are_refused = refused(
@@ -412,15 +410,6 @@ test_bounds_that_are_refused = refused(
     *((partial(importance_weights, OLD, SAMPLER, MASK), *row) for row in OF_WEIGHTS),
     *((partial(losses.rejection_mask, OLD, SAMPLER, MASK), *row) for row in OF_REJECTION),
     *((losses.RejectionMask, *row) for row in OF_REJECTION),
-    (
-        partial(top_entropy_mask, -OLD, MASK),
-        {"fraction": 0.0},
-        "fraction must be greater than 0 and at most 1, got 0.0",
-    ),
-    (
-        partial(top_entropy_mask, -OLD, MASK),
-        {"fraction": 1.2},
-        "fraction must be greater than 0 and at most 1, got 1.2",
-    ),
-    (OF_SEQUENCES, {"delta": -0.1}, r"delta must be at least 0, got -0\.1"),
+    *((partial(top_entropy_mask, -OLD, MASK, fraction=x), {}, f"{OF_SHARES}, got {x}") for x in (0.0, 1.2)),
+    (partial(OF_SEQUENCES, OLD, SAMPLER, OLD, MASK), {"delta": -0.1}, r"delta must be at least 0, got -0\.1"),
 )

@@ -88,7 +88,7 @@ def an_empty_batch_has_loss_and_gradient_0(case: str) -> None:
 def rows_and_columns_without_tokens_change_nothing(case: str) -> None:
     """Neither the loss and its gradient nor metrics, which are numbers without graph."""
     batch = random_batch(21)
-    filling = {key: False if x.dtype == torch.bool else NAN for key, x in batch.items()}
+    filling = {key: key != "mask" if x.dtype == torch.bool else NAN for key, x in batch.items()}
     wide = {key: nn.functional.pad(x, (0, 2, 0, 6), value=filling[key]) for key, x in batch.items()}
     loss, gradient = gradient_of(case, batch, "seq-mean-token-mean")
     assert_close(gradient_of(case, wide, "seq-mean-token-mean"), (loss, nn.functional.pad(gradient, (0, 2, 0, 6))))

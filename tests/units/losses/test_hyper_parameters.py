@@ -34,12 +34,9 @@ DEFAULTS, NAMES, RANGES = tables(__file__).values()
 MIXTURES = {"clip_low": 0.2, "clip_high": 0.2, "clip_ratio_c": 3.0, "mu": 0.1, "enable_phi_function": True}
 MIXTURES |= dict.fromkeys(("usual_aggregation", "expert_aggregation"))
 #: Trinity's and TRL's; any other pair has the beta alone.
-OF_PAIRS: dict[str, dict[str, Any]] = {name: {"beta": 0.1} for name in PAIRS}
-for _name in ("dpo", "robust", "aot"):
-    OF_PAIRS[_name]["label_smoothing"] = 0.0
-OF_PAIRS["exo_pair"]["label_smoothing"], OF_PAIRS["discopop"]["tau"] = 1e-3, 0.05
-for _name in ("dpo", "ipo"):
-    OF_PAIRS[_name]["length_normalised"] = False
+OF_PAIRS: dict[str, dict[str, Any]] = {name: {"label_smoothing": 0.0} for name in ("robust", "aot")}
+OF_PAIRS |= {"dpo": {"label_smoothing": 0.0, "length_normalised": False}, "ipo": {"length_normalised": False}}
+OF_PAIRS |= {"exo_pair": {"label_smoothing": 1e-3}, "discopop": {"tau": 0.05}}
 
 
 def defaults_of(function: Any) -> dict[str, Any]:
@@ -57,7 +54,7 @@ def test_defaults_and_aggregations_are_those_of_the_sources() -> None:
     assert defaults_of(losses.select_kl_cov) == {"fraction": 2e-4}
     for name in PAIRS:
         spec, own = spec_of(get_objective(name)), ("reference_point",) if name in ("bco_pair", "aot") else ()
-        assert OF_PAIRS[name].items() <= spec.defaults.items(), name
+        assert {"beta": 0.1, **OF_PAIRS.get(name, {})}.items() <= spec.defaults.items(), name
         assert (spec.needs, spec.per_row) == (("ref_log_prob",), ("pair_id", "chosen", *own)), name
         assert spec.aggregation == "seq-mean-token-sum", name
     for name in ("mix", "mix_chord"):
@@ -92,6 +89,7 @@ def test_batch_sizes_have_no_effect_and_a_warning_says_so() -> None:
 #: Other things that are refused.
 ALL = torch.ones(6, dtype=torch.bool)
 ONE_OF = "_aggregation must be one of 'token-mean', .*, got 'mean'"
+OF_PROMPTS = ("apo_zero", "apo_down", "sppo_hard", "nca_pair", "bco_pair", "aot", "kto", "bco")
 HOW = [("mix", "expert"), ("mix", "usual"), ("cpo", "nll"), ("orpo", "nll")]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("luspo", {"level": "sequence"}, "luspo has no hyper-parameter 'level'"),
@@ -108,10 +106,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("aot_unpaired", {"chosen": ALL, "match_id": None}, "as many chosen as rejected .* found 6 and 0 answers with"),
     ("aot_unpaired", {"match_id": torch.arange(6)}, "match_id 0 has 1 chosen and 0 rejected rows, expected one of"),
     # What depends on the prompt cancels in the lead, and nowhere else: other divergences need the lead alone.
-    *(
-        (name, {"f_divergence": "forward_kl"}, f"{name} has no hyper-parameter 'f_divergence'")
-        for name in ("apo_zero", "apo_down", "sppo_hard", "nca_pair", "bco_pair", "aot", "kto", "bco")
-    ),
+    *((name, {"f_divergence": "forward_kl"}, f"{name} has no hyper-parameter 'f_divergence'") for name in OF_PROMPTS),
     # A function knows its own names alone.
     ("ppo", {"clip_range_low": 0.3}, "has no hyper-parameter 'clip_range_low': pass 'clip_low'. PolicyLoss, Adv"),
     ("ppo", {"clip_epsilon": 0.3}, "'clip_epsilon': pass 'clip_low' and 'clip_high'. PolicyLoss, Advantage and make"),

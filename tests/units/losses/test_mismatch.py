@@ -193,14 +193,6 @@ def unscored(missing: str, key: Any = OLD) -> TensorDictBase:
     return data if missing == "nan" else at_root(data, key)
 
 
-def on_policy(model: nn.Module) -> TensorDictBase:
-    """Stored log-probs are the model's own, but for the zeros."""
-    data = batch().exclude(("next", "sampler_log_probs"))
-    for i, row in enumerate(responses(model, data)):
-        data[OLD][i, PROMPT : LENGTHS[i]] = row["log_prob"].detach()
-    return at_root(data)
-
-
 def scored(model: nn.Module, key: str) -> Tensor:
     """Of all response tokens but the first."""
     return torch.cat([row[key][1:] for row in responses(model, batch())])
@@ -239,7 +231,10 @@ def drift(log_prob: Tensor, mask: Tensor, old_log_prob: Tensor | None = None) ->
 @pytest.mark.parametrize("objective", ["gpg", "sft"])
 def test_an_objective_that_reads_no_old_log_probs(model: nn.Module, objective: str) -> None:
     """On policy: every ratio is 1. The stored 0 made an effective sample size of 0.7 and a ratio of 0.0005."""
-    data = on_policy(model)
+    data = batch().exclude(("next", "sampler_log_probs"))
+    for i, row in enumerate(responses(model, data)):
+        data[OLD][i, PROMPT : LENGTHS[i]] = row["log_prob"].detach()
+    data = at_root(data)
     out = PolicyLoss(model, objective)(data)
     assert out["num_tokens"] == TOKENS
     for name in ("ESS", "ratio_min", "ratio_max"):
@@ -284,23 +279,20 @@ def test_nan_of_a_first_token_is_left_out_like_a_zero(model: nn.Module) -> None:
         assert PolicyLoss(model)(data)["num_tokens"] == TOKENS - 5
 
 
-@pytest.mark.parametrize(
-    ("parts", "bad"),
-    [
+def test_any_other_is_an_error(model: nn.Module) -> None:
+    cases: list[tuple[dict[str, Any], float]] = [
         ({"terms": [KLToSampler(0.1)]}, math.nan),
         ({"terms": [drift]}, math.inf),
         ({"corrections": [losses.OffPolicySequenceMask()]}, -math.inf),
         ({"corrections": [ImportanceWeights()]}, math.nan),
-    ],
-    ids=["term", "optional", "mask", "weights"],
-)
-def test_any_other_is_an_error(model: nn.Module, parts: dict[str, Any], bad: float) -> None:
-    data, loss = batch(), PolicyLoss(model, "gpg", **parts)
-    data[OLD][3, PROMPT + 2] = bad
-    if "terms" in parts:
-        del data["next", "sampler_log_probs"]
-    with pytest.raises(ValueError, match=rf"old_log_prob \(.*\) is {bad} at sequence 3, position {PROMPT + 2}"):
-        loss(data)
+    ]
+    for parts, bad in cases:
+        data, loss = batch(), PolicyLoss(model, "gpg", **parts)
+        data[OLD][3, PROMPT + 2] = bad
+        if "terms" in parts:
+            del data["next", "sampler_log_probs"]
+        with pytest.raises(ValueError, match=rf"old_log_prob \(.*\) is {bad} at sequence 3, position {PROMPT + 2}"):
+            loss(data)
 
 
 def test_the_sampler_may_skip_a_token_but_not_store_an_infinite_number(model: nn.Module) -> None:

@@ -111,9 +111,10 @@ def test_data_with_a_graph_are_constants() -> None:
         assert_close(torch.autograd.grad(term[0].value.sum(), log_prob)[0], expected)
 
 
-TERM = losses.LossTerm("objective", ONES[:, :1], MASK[:, :1])
+NARROW = MASK[:, :1]
+TERM = losses.LossTerm("objective", ONES[:, :1], NARROW)
 BOOLEAN = r"must hold numbers, got a boolean tensor: pass \w+\.float\(\)"
-test_booleans_are_not_numbers_and_masks_no_others = refused(
+test_booleans_are_not_numbers = refused(
     lambda call: call(),
     (lambda: losses.ppo(OLD, MASK, old_log_prob=OLD, advantage=MASK), BOOLEAN),
     (lambda: losses.ppo(OLD, MASK, old_log_prob=MASK, advantage=ONES), BOOLEAN),
@@ -124,8 +125,6 @@ test_booleans_are_not_numbers_and_masks_no_others = refused(
     (lambda: losses.mismatch_metrics(OLD, MASK, MASK), BOOLEAN),
     (lambda: losses.top_entropy_mask(MASK, MASK), BOOLEAN),
     (lambda: losses.value_error(OLD, MASK, value_target=MASK), BOOLEAN),
-    (lambda: losses.value_error(OLD, MASK.float(), value_target=OLD), "mask must be boolean"),
-    (lambda: losses.apply_correction([TERM], ONES, MASK.float()), "mask must be boolean"),
     error=TypeError,
 )
 
@@ -146,13 +145,12 @@ NUMBERS: list[tuple[str, Callable[[], Any]]] = [
     ("clip_value", lambda: losses.value_error(OLD, MASK, value_target=OLD, old_value=OLD, clip_value=PAIR)),
 ]
 PENALTIES = losses.KLToReference, losses.KLToSampler, losses.EntropyBonus
-test_a_hyper_parameter_does_not_broadcast_over_tokens_and_is_a_number = refused(
+test_masks_of_numbers_and_hyper_parameters_that_are_none_or_would_broadcast = refused(
     lambda call: call(),
     *((call, rf"{name} must be one number, got a tensor of shape \(2,\)") for name, call in NUMBERS),
-    (
-        lambda: losses.apply_correction([TERM], ONES, MASK[:, :1]),
-        r"weights has shape \(2, 2\) but mask has shape \(2, 1",
-    ),
+    (lambda: losses.value_error(OLD, MASK.float(), value_target=OLD), TypeError, "mask must be boolean"),
+    (lambda: losses.apply_correction([TERM], ONES, MASK.float()), TypeError, "mask must be boolean"),
+    (lambda: losses.apply_correction([TERM], ONES, NARROW), r"weights has shape \(2, 2\) but mask has shape \(2, 1\)"),
     (lambda: losses.top_entropy_mask(-OLD, MASK, threshold=NAN), "threshold must be a number, got nan"),
     *((functools.partial(part, NAN), r"coeff must be a (finite )?number.*got nan") for part in PENALTIES),
 )

@@ -360,15 +360,14 @@ def test_roles_of_observed_tokens_are_read_from_the_data(model: nn.Module) -> No
         PolicyLoss(model, "echo", roles={"tool": 1.0})(data.exclude("message_role"))
 
 
-@pytest.mark.parametrize("missing", [REF, "advantage"])
-def test_what_any_part_reads_of_experts_is_checked(model: nn.Module, missing: Any) -> None:
+def test_what_any_part_reads_of_experts_is_checked(model: nn.Module) -> None:
     """PPO does not separate experts from the policy, nor does the KL beside "mix"."""
-    data = batch().set("expert_mask", EXPERTS)
     ppo = PolicyLoss(model, "ppo", terms=[EntropyBonus(0.1, leave_out_experts=True)])
-    mix = PolicyLoss(model, "mix", terms=[KLToReference(0.5)])
-    data[missing][1] = float("nan")
-    with pytest.raises(ValueError, match="is nan at sequence 1, position 4"):
-        (ppo if missing == "advantage" else mix)(data)
+    for missing, loss in (("advantage", ppo), (REF, PolicyLoss(model, "mix", terms=[KLToReference(0.5)]))):
+        data = batch().set("expert_mask", EXPERTS)
+        data[missing][1] = float("nan")
+        with pytest.raises(ValueError, match="is nan at sequence 1, position 4"):
+            loss(data)
 
 
 def test_dpo_by_interleaved_rows_and_by_key(model: nn.Module) -> None:

@@ -70,11 +70,10 @@ BY_HAND, WITHOUT_A_REFERENCE = tables(__file__).values()
 
 @pytest.mark.parametrize(("name", "hyper", "value", "on_chosen", "on_rejected"), BY_HAND + WITHOUT_A_REFERENCE)
 def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: float, on_rejected: float) -> None:
-    data, point = pair(), hyper.get("reference_point")
+    data = pair()
     given = free(data) if name in ("cpo", "simpo") else data  # without a reference
-    term, *_ = losses.get_objective(name)(
-        **given, **hyper | ({"reference_point": torch.tensor(point)} if point else {})
-    )
+    point = {key: torch.tensor(x) for key, x in hyper.items() if key == "reference_point"}
+    term, *_ = losses.get_objective(name)(**given, **hyper | point)
     assert term.name == "objective"
     assert term.mask.tolist() == [[True]]
     assert_pair(term, data, [value], on_chosen, on_rejected, rtol=1e-6, atol=1e-7)

@@ -132,19 +132,13 @@ def test_echo_weighs_each_role_over_its_own_tokens() -> None:
     role = torch.where(data["expert_mask"], 3, 2)  # tools; the policy is the assistant
     role[1, 1] = 1  # a user
     terms = echo(**data, message_role=role, mu=0.5, roles={"tool": 0.5, "user": 0.2}, **HYPER)
-    parts = {
-        "observation_tool": (0.25, IMITATED[:1], "token-mean"),
-        "observation_user": (0.1, IMITATED[1:], "token-mean"),
-    }
     slopes = [[0.0, 0.0, -5.5 / 4], [-0.25, -0.1, 0.0], [0.0, 0.0, 0.0]]
-    assert_terms(terms, data, slopes, objective=(1.0, ATTEMPTS), **parts)
+    tool, user = (0.25, IMITATED[:1], "token-mean"), (0.1, IMITATED[1:], "token-mean")
+    assert_terms(terms, data, slopes, objective=(1.0, ATTEMPTS), observation_tool=tool, observation_user=user)
     assert len(echo(**data, message_role=role, roles={"tool": 1.0}, **HYPER)) == 2  # what users said is left out
-    for roles, message in (
-        ({"tools": 1.0}, r"no role 'tools'. Did you mean 'tool'"),
-        ({"user": -1.0}, "user must be at le"),
-    ):
+    for wrong, message in (("tools", "no role 'tools'. Did you mean 'tool'"), ("user", "user must be at least 0")):
         with pytest.raises(ValueError, match=message):
-            echo(**data, message_role=role, roles=roles)
+            echo(**data, message_role=role, roles={wrong: -1.0 if wrong == "user" else 1.0})
     # The loss reads roles only if they are weighed.
     assert "message_role" not in spec_of(echo).required()
     assert "message_role" in spec_of(echo).required({"roles": {"tool": 1.0}})

@@ -23,6 +23,7 @@ REF, OLD, SAMPLER = (tensor([[*x, NAN]]) for x in ([-1.5, -1.0], [-1.2, -2.4], [
 # Of the policy's -1 and -2: d = 0.5, -1; 0.2, 0.4; -0.3, 0.6.
 K3 = [0.1065307, 0.7182818]
 EXPERTS = torch.tensor([[False, True, True]])
+BOTH: dict[str, Any] = {"old_log_prob": OLD, "sampler_log_prob": SAMPLER}
 
 
 def policy() -> Tensor:
@@ -36,44 +37,38 @@ def assert_term(term: losses.LossTerm, leaf: Tensor, value: list[float], gradien
 
 
 @pytest.mark.parametrize(
-    ("estimator", "value", "gradient"),
-    [("k1", [0.5, -1.0], [1.0, 1.0]), (k3, K3, [0.3934693, -1.7182818]), ("k3+", K3, [0.5, -1.0])],
+    ("function", "given", "weight", "value", "gradient"),
+    [
+        (kl_to_ref, {"ref_log_prob": REF, "estimator": "k1", "coeff": 0.25}, 0.25, [0.5, -1.0], [1.0, 1.0]),
+        (kl_to_ref, {"ref_log_prob": REF, "estimator": k3, "coeff": 0.25}, 0.25, K3, [0.3934693, -1.7182818]),
+        (kl_to_ref, {"ref_log_prob": REF, "estimator": "k3+", "coeff": 0.25}, 0.25, K3, [0.5, -1.0]),
+        # The default is k2 with Trinity's coefficient.
+        (kl_to_ref, {"ref_log_prob": REF}, 1e-3, [0.125, 0.5], [0.5, -1.0]),
+        (kl_to_sampler, {"old_log_prob": OLD}, 1e-3, [0.02, 0.08], [0.2, 0.4]),
+        # The sampler's own log-probs are preferred.
+        (kl_to_sampler, {**BOTH, "coeff": 0.5}, 0.5, [0.045, 0.18], [-0.3, 0.6]),
+    ],
 )
-def test_kl_to_ref_by_hand(estimator: Any, value: list[float], gradient: list[float]) -> None:
+def test_penalties_by_hand(function: Any, given: Any, weight: float, value: list[float], gradient: list[float]) -> None:
     log_prob = policy()
-    (term,) = kl_to_ref(log_prob, MASK, ref_log_prob=REF, estimator=estimator, coeff=0.25)
-    assert (term.name, term.weight) == ("kl_to_ref", 0.25)
+    (term,) = function(log_prob, MASK, **given)
+    assert (term.name, term.weight) == (function.__name__, weight)
     assert torch.equal(term.mask, MASK)
     assert_term(term, log_prob, value, gradient)
 
 
-def test_other_estimators_of_the_kl_to_ref() -> None:
-    """The default is k2 with Trinity's coefficient; some read who sampled, and an exact KL has its own gradient."""
-    log_prob, coeff = policy(), torch.tensor(0.3)
-    (term,) = kl_to_ref(log_prob, MASK, ref_log_prob=REF)
-    assert_term(term, log_prob, [0.125, 0.5], [0.5, -1.0])
-    assert term.weight == 1e-3
+def test_other_estimators_of_a_penalty() -> None:
+    """Some read who sampled, and an exact KL has its own gradient."""
+    coeff = torch.tensor(0.3)
     assert kl_to_ref(policy(), MASK, ref_log_prob=REF, coeff=coeff)[0].weight is coeff
     assert (kl_to_ref(policy(), MASK, ref_log_prob=REF, estimator="none")[0].value == 0).all()
     (term,) = kl_to_ref(policy(), MASK, ref_log_prob=REF, old_log_prob=OLD, estimator="corrected_k3")
     assert term.value[MASK].tolist() == pytest.approx([K3[0] * math.exp(0.2), K3[1] * math.exp(0.4)], rel=1e-6)
-    kl = tensor([[0.3, 0.7, NAN]]).requires_grad_()
-    assert_term(kl_to_ref(policy(), MASK, kl=kl, estimator="exact")[0], kl, [0.3, 0.7], [1.0, 1.0])
-
-
-def test_kl_to_sampler_prefers_the_samplers_own_log_probs() -> None:
-    log_prob = policy()
-    (term,) = kl_to_sampler(log_prob, MASK, old_log_prob=OLD, sampler_log_prob=SAMPLER, coeff=0.5)
-    assert (term.name, term.weight) == ("kl_to_sampler", 0.5)
-    assert_term(term, log_prob, [0.045, 0.18], [-0.3, 0.6])
-    log_prob = policy()
-    (term,) = kl_to_sampler(log_prob, MASK, old_log_prob=OLD)
-    assert term.weight == 1e-3
-    assert_term(term, log_prob, [0.02, 0.08], [0.2, 0.4])
-    given = {"old_log_prob": OLD, "sampler_log_prob": SAMPLER, "estimator": "corrected_k3"}
-    (term,) = kl_to_sampler(policy(), MASK, **given)  # times the ratio to the sampler
+    (term,) = kl_to_sampler(policy(), MASK, **BOTH, estimator="corrected_k3")  # times the ratio to the sampler
     expected = tensor([(math.exp(-d) - 1 + d) * math.exp(d) for d in (-0.3, 0.6)])
     assert_close(term.value.detach()[MASK], expected)
+    kl = tensor([[0.3, 0.7, NAN]]).requires_grad_()
+    assert_term(kl_to_ref(policy(), MASK, kl=kl, estimator="exact")[0], kl, [0.3, 0.7], [1.0, 1.0])
 
 
 def test_entropy_is_rewarded() -> None:
