@@ -1,5 +1,6 @@
-"""Tables of what is refused: one test for each row."""
+"""What is refused, as tables with a test for each row, and what is warned of."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,3 +21,11 @@ def refused(call: Callable[..., Any], *rows: tuple[Any, ...], error: type[Except
             call(*arguments)
 
     return test
+
+
+def warned(call: Callable[[], Any], part: str) -> tuple[Any, list[str]]:
+    """What a call returns, and its warnings that hold a text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = call()
+    return found, [text for each in caught if part in (text := str(each.message))]

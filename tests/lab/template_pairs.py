@@ -42,6 +42,12 @@ LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
+def marked(template: str, part: str) -> str:
+    """With generation blocks around a part of the assistant's turns."""
+    block = "{% if m.role == 'assistant' %}{% generation %}PART{% endgeneration %}{% else %}PART{% endif %}"
+    return template.replace(part, block.replace("PART", part))
+
+
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 

@@ -8,9 +8,11 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchrl.data import Composite, Unbounded
+from torchrl.data.llm import History
 from torchrl.envs import EnvBase, StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import ChatHistory
 
 from toy_models import tiny_model
 from toy_tokenizer import build_tokenizer
@@ -36,6 +38,14 @@ def make_policy(model: nn.Module, tokenizer: Any, *, pad_output: bool, **kwargs:
 def make_scoring_wrapper(model: nn.Module, tokenizer: Any, *, pad_output: bool, **kwargs: Any) -> TransformersWrapper:
     how = {"generate": False, "input_mode": "tokens", **kwargs}
     return TransformersWrapper(model, tokenizer=tokenizer, pad_output=pad_output, **how)
+
+
+def make_scoring_pair(policy: nn.Module, reference: nn.Module, tokenizer: Any, **kwargs: Any) -> list[Any]:
+    """Wrappers of both, which write ``"log_probs"`` and ``"ref_log_probs"``; rows are not padded, unless asked for."""
+    return [
+        make_scoring_wrapper(model, tokenizer, **{"pad_output": False, "log_probs_key": key, **kwargs})
+        for model, key in ((policy, "log_probs"), (reference, "ref_log_probs"))
+    ]
 
 
 class Rewarded(Transform):
@@ -96,6 +106,13 @@ def collect(
     return make_env(tokenizer, *transforms, envs=envs, turns=turns).rollout(turns, policy)
 
 
+def histories(**chats: list[Any]) -> TensorDictBase:
+    """Conversations below ``"history"``, as lists of messages: ``full``, ``prompt``, ``response``."""
+    fields = {name: History.from_chats(value) for name, value in chats.items()}
+    size = [len(next(iter(chats.values())))]
+    return TensorDict(history=ChatHistory(**fields, batch_size=size), batch_size=size)
+
+
 def steps(td: TensorDictBase) -> Iterator[TensorDictBase]:
     """The single steps of a batch of any shape."""
     if td.batch_dims == 0:
@@ -103,6 +120,13 @@ def steps(td: TensorDictBase) -> Iterator[TensorDictBase]:
         return
     for part in td.unbind(0):
         yield from steps(part)
+
+
+def rows_of(td: TensorDictBase, key: Any) -> list[Tensor]:
+    """The rows of an entry, however it is stored."""
+    if td.batch_dims != 1:
+        return [step[key] for step in steps(td)]
+    return list(rows) if isinstance(rows := td.get(key, as_list=True), list) else list(rows.unbind())
 
 
 def flat(td: TensorDictBase) -> TensorDictBase:
