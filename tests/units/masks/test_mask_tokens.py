@@ -1,32 +1,32 @@
 """From characters to tokens, and from TorchRL's histories to messages; the number of renderings of a template."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import jinja2
 import pytest
-import tensordict
 import torch
 from tensordict import lazy_stack
 from tokenizers import AddedToken, processors
 from torchrl.data.llm import History
 
 import template_pairs
-from template_pairs import CALL, END, LOOP, PROMPT, assistant, masked_by, user
+from rollout_fixtures import _lists_become_stacks  # noqa: F401
+from template_pairs import CALL, END, LOOP, PROMPT, assistant, marked, masked_by, user
 from torchrl_llm_kl import masks
 from torchrl_llm_kl.masks import encode_with_mask, history_to_messages, mask_from_prompt_lengths, render_conversation
 from torchrl_llm_kl.masks._template import Mark, Trace, instrument
 from toy_tokenizer import CHATML, build_tokenizer
 
 
-class WithoutOffsets:
-    """A slow tokenizer: it encodes but returns no offsets. Tokens are words if ``words``, else characters."""
+def without_offsets(tokens: Callable[[str], list[int]]) -> SimpleNamespace:
+    """A slow tokenizer: it encodes but returns no offsets."""
 
-    is_fast = False
-
-    def __init__(self, words: bool) -> None:
-        self.words = words
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
-        return [len(word) for word in text.split()] if self.words else [ord(c) for c in text]
+        return tokens(text)
+
+    return SimpleNamespace(is_fast=False, encode=encode)
 
 
 def masked(tokenizer, text, spans) -> str:
@@ -63,10 +63,10 @@ def test_every_token_of_a_character_is_masked_in_and_the_first_never_also_withou
     assert render_conversation(tokenizer, [assistant("abc")]).assistant_mask.tolist() == [False, True, True]
     tokenizer = build_tokenizer("{{ bos_token }}" + CHATML, bos_token="<s>")  # by the template: not added twice
     assert (render_conversation(tokenizer, [user("x")]).token_ids == tokenizer.bos_token_id).sum() == 1
-    ((ids, mask),) = encode_with_mask(WithoutOffsets(words=False), ["abcde"], [[(1, 2), (3, 5)]])
+    ((ids, mask),) = encode_with_mask(without_offsets(lambda text: list(map(ord, text))), ["abcde"], [[(1, 2), (3, 5)]])
     assert (ids.tolist(), mask.int().tolist()) == ([97, 98, 99, 100, 101], [0, 1, 0, 1, 1])
     with pytest.raises(masks.AssistantMaskError, match=r"changes token 1 of 3.*fast version"):
-        encode_with_mask(WithoutOffsets(words=True), ["one two six"], [[(5, 9)]])
+        encode_with_mask(without_offsets(lambda text: list(map(len, text.split()))), ["one two six"], [[(5, 9)]])
 
 
 def test_masks_from_lengths_of_prompts():
@@ -93,17 +93,10 @@ def test_masks_from_lengths_of_prompts():
         mask_from_prompt_lengths(torch.tensor([1]), torch.tensor([2.0]))
 
 
-@pytest.fixture
-def _lists_are_stacks():
-    with tensordict.set_list_to_stack(True):
-        yield
-
-
 LONG = [user("a"), assistant("b"), user("c"), assistant("d")]
 SHORT = [user("a"), assistant("b")]
 
 
-@pytest.mark.usefixtures("_lists_are_stacks")
 def test_histories_are_messages_that_have_what_is_set_and_are_copies():
     assert history_to_messages(History.from_chats(LONG)) == LONG
     assert history_to_messages(History(role="user", content="a")) == [user("a")]
@@ -130,7 +123,6 @@ def test_histories_are_messages_that_have_what_is_set_and_are_copies():
     assert history_to_messages(history)[1]["tool_calls"] == CALL
 
 
-@pytest.mark.usefixtures("_lists_are_stacks")
 def test_defect_13_the_mask_belongs_to_the_tokens_that_are_returned():
     """Ragged histories give each conversation its own tokens and a mask of the same length, unpadded."""
     tokenizer = build_tokenizer()
@@ -150,16 +142,12 @@ TYPICAL = {
     # no generation prompt at all
     "mistral": "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}",
-    "gemma": "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
-    "{{ '<start_of_turn>' + role + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
     "phi-3": "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
     "default set": "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"
     + CHATML,
     "thinking prompt": LOOP + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
-    "marked": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}" + PROMPT,
+    "marked": marked(LOOP, "{{ m.content }}<|im_end|>") + PROMPT,
 }
 
 

@@ -1,7 +1,4 @@
-"""Random templates: every assistant turn is masked right, or an error names it; nothing is wrong in silence.
-
-They write one of a few formats in the styles of real ones: the expected turn is its content as shown, and its end token.
-"""
+"""Random templates in the styles of real ones: every turn is masked right (content and end token), or an error names it."""
 
 import itertools
 from dataclasses import replace
@@ -118,10 +115,8 @@ def test_a_wrong_mask_is_seen():
 
 
 TAGS, THOUGHT = "[x]", "<think>\nhm</think>no"
-# What the random templates found.
 FOUND = [
-    # scan, walk, header, end, place, prompt and content of the template; the contents of the assistant, or "u:" and the
-    # user's; whether a generation prompt is asked for
+    # scan; walk, header, end, place, prompt and content; the assistant's contents, or "u:" and the user's; asked to prompt
     ("", "no_variable tag other between missing plain", [TAGS, "assistant"], True),
     (SCAN, "copies chatml other closed thinking marked", [TAGS], False),
     ("", "macro words other between thinking marked", [THOUGHT, "u:a"], False),

@@ -7,13 +7,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from refused import refused
-from template_pairs import CALL, END, LOOP, PROMPT, TURN, assistant, user
+from template_pairs import CALL, END, LOOP, PROMPT, TURN, assistant, marked, user
 from torchrl_llm_kl import masks
 from torchrl_llm_kl.masks import EmptyAssistantMaskError, TurnNotFoundError, render_conversation, render_conversations
 from torchrl_llm_kl.masks._template import _unused_nonce, core_of
 from toy_tokenizer import CHATML, build_tokenizer
 
-MARKED = "{% if m.role == 'assistant' %}{% generation %}TEXT{% endgeneration %}{% else %}TEXT{% endif %}"
 # One conversation format, written in the styles of real templates.
 CHATML_VARIANTS = {
     "one string": CHATML,
@@ -28,8 +27,8 @@ CHATML_VARIANTS = {
     "captured": "{% set out %}" + LOOP + "{% endset %}{{ out | trim }}\n" + PROMPT,
     "no prompt": LOOP,
     "prompt in the loop": LOOP.replace("{% endfor %}", "{% if loop.last %}" + PROMPT + "{% endif %}{% endfor %}"),
-    "marked content": LOOP.replace("{{ m.content }}", MARKED.replace("TEXT", "{{ m.content }}")) + PROMPT,
-    "marked turn": LOOP.replace(TURN, MARKED.replace("TEXT", TURN)) + PROMPT,
+    "marked content": marked(LOOP, "{{ m.content }}") + PROMPT,
+    "marked turn": marked(LOOP, TURN) + PROMPT,
 }
 LOCATED_BY = {"no variable": "prefixes", "captured": "prefixes", "marked content": "marks", "marked turn": "marks"}
 
@@ -231,7 +230,7 @@ def test_marks_are_placed_in_linear_time() -> None:
 
 SCAN = "{% for m in messages %}{% endfor %}"
 LAST = "{% for m in messages[:-1] %}BODY{% endfor %}{% set m = messages[-1] %}BODY".replace("BODY", TURN)
-MARKED_LAST = LAST.replace("{{ m.content }}<|im_end|>", MARKED.replace("TEXT", "{{ m.content }}<|im_end|>"))
+MARKED_LAST = marked(LAST, "{{ m.content }}<|im_end|>")
 # the tool's answer follows in the same turn, after the token that stopped the model
 GEMMA_4 = (
     "{% for m in messages %}{% if m.role != 'tool' %}<turn>{{ m.role }}\n"

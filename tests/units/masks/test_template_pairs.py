@@ -62,10 +62,7 @@ def test_every_template_is_accounted_for():
 
 @pytest.mark.parametrize("template", sorted({*ONLY_TRL, *UNPAIRED}))
 def test_mask_agrees_with_the_generation_blocks(template):
-    """Also with them after our normalisation, where neither headers nor white space differ. All listed differences occur.
-
-    Of templates without such blocks, answers are masked in and questions are not.
-    """
+    """All listed differences occur. Of templates without such blocks, answers are masked in and questions are not."""
     seen, tokenizer = set(), tokenizer_for(template)
     for kind in CONVERSATIONS:
         messages = conversation(template, kind)

@@ -6,30 +6,20 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data.llm import History
-from torchrl.modules.llm.policies import ChatHistory, Text
+from torchrl.modules.llm.policies import Text
 
 from closeness import assert_near
-from template_pairs import assistant, user
+from template_pairs import LOOP, PROMPT, assistant, marked, user
 from torchrl_llm_kl import RetrieveLogProb
 from toy_models import FORWARD
-from toy_rollouts import make_scoring_wrapper, plain_log_probs
+from toy_rollouts import histories, make_scoring_wrapper, plain_log_probs
 from toy_tokenizer import CHATML, build_tokenizer
 
-MARKED = CHATML.replace(
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
-    "{% if message['role'] == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}",
-)
+MARKED = marked(LOOP, "{{ m.content }}<|im_end|>") + PROMPT
 CHATS = [[user("Answer yes or no"), assistant("yes"), user("sure?"), assistant("no")], [user("a"), assistant("b")]]
 SAID = [["yes<|im_end|>", "no<|im_end|>"], ["b<|im_end|>"]]
-BETWEEN = "{% endgeneration %}{% generation %}{{ message['content'][1:] + '"
-TWO_MARKS = MARKED.replace("{{ message['content'] + '", "{{ message['content'][:1] }}" + BETWEEN)
-
-
-def rendered(tokenizer: Any, chat: list[Any]) -> list[int]:
-    return tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+SPLIT = "{{ m.content[:1] }}{% endgeneration %}{% generation %}{{ m.content[1:] }}"
+TWO_MARKS = MARKED.replace("{{ m.content }}", SPLIT, 1)
 
 
 def scored_texts(tokenizer: Any, ids: list[int], log_probs: torch.Tensor) -> list[str]:
@@ -37,12 +27,6 @@ def scored_texts(tokenizer: Any, ids: list[int], log_probs: torch.Tensor) -> lis
     marked = "".join("x" if value else " " for value in log_probs.tolist())
     assert len(ids) == len(marked)
     return [tokenizer.decode(ids[run.start() : run.end()]) for run in re.finditer("x+", marked)]
-
-
-def histories(**chats: list[Any]) -> TensorDictBase:
-    fields = {name: History.from_chats(value) for name, value in chats.items()}
-    size = len(next(iter(chats.values())))
-    return TensorDict(history=ChatHistory(**fields, batch_size=size), batch_size=[size])
 
 
 def run(data: TensorDictBase, model: Any, tokenizer: Any, padded: bool, mode: str = "history", **kwargs: Any) -> Any:
@@ -63,7 +47,7 @@ def test_history_on_the_models_own_template(template: str, padded: bool, ref_mod
     ):
         rows = run(histories(**fields), ref_model, tokenizer, padded=padded, **settings)
         for i, (chat, found) in enumerate(zip(CHATS, rows, strict=True)):
-            ids = rendered(tokenizer, chat)
+            ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
             found = found[len(found) - len(ids) :]
             if expected is None:  # all but first tokens
                 assert (found != 0).tolist() == [at > 0 for at in range(len(ids))]
@@ -124,16 +108,16 @@ def tokens(mask: Any = None, **fields: list[list[int]]) -> TensorDictBase:
 
 
 FULL = [[3, 4, 5, 6], [7, 8, 9, 10]]
-GIVEN, PROMPT = [[0, 1, 0, 1], [0, 0, 1, 0]], [[3, 4], [7, 8]]
+GIVEN, PROMPTS = [[0, 1, 0, 1], [0, 0, 1, 0]], [[3, 4], [7, 8]]
 
 
 @pytest.mark.parametrize(
     ("data", "scope", "want"),
     [
-        (tokens(full=FULL, prompt=PROMPT), "turn", [[0, 0, 1, 1]] * 2),
+        (tokens(full=FULL, prompt=PROMPTS), "turn", [[0, 0, 1, 1]] * 2),
         (tokens(GIVEN, full=FULL), "turn", GIVEN),
-        (tokens(GIVEN, full=FULL, prompt=PROMPT), "turn", [[0, 0, 0, 1], [0, 0, 1, 0]]),
-        (tokens(GIVEN, full=FULL, prompt=PROMPT), "full", GIVEN),
+        (tokens(GIVEN, full=FULL, prompt=PROMPTS), "turn", [[0, 0, 0, 1], [0, 0, 1, 0]]),
+        (tokens(GIVEN, full=FULL, prompt=PROMPTS), "full", GIVEN),
         (tokens([[1, 1, 0, 0]] * 2, full=FULL), "turn", [[0, 1, 0, 0]] * 2),
     ],
     ids=["prompt", "given mask", "given mask and prompt", "given mask, every turn", "never the first token"],
@@ -147,7 +131,7 @@ def test_sampled_tokens(data: TensorDictBase, scope: Any, want: list[Any], ref_m
 @pytest.mark.parametrize(
     ("data", "scope", "message"),
     [
-        (tokens(full=FULL, prompt=PROMPT), "full", r"scope='full' scores .* found neither"),
+        (tokens(full=FULL, prompt=PROMPTS), "full", r"scope='full' scores .* found neither"),
         (tokens([[0, 1, 1], [0, 1, 0]], full=FULL), "turn", r"found row lengths \[3, 3\], expected \[4, 4\]"),
         (tokens([GIVEN[0], [0, 0, 0, 0]], full=FULL), "turn", "sequence 1: .* is False everywhere"),
     ],
@@ -160,7 +144,7 @@ def test_what_cannot_be_told_is_an_error(data: TensorDictBase, scope: Any, messa
 
 def test_tokens_beside_the_history_that_renders_to_them(tokenizer: Any, ref_model: Any) -> None:
     """Supervised data: whole conversations as tokens, the history tells the turns."""
-    ids = rendered(tokenizer, CHATS[1])
+    ids = tokenizer.apply_chat_template(CHATS[1], tokenize=True, return_dict=True)["input_ids"]
     data = histories(full=[CHATS[1]] * 2).set(("tokens", "full"), torch.tensor([ids, ids]))
     found = RetrieveLogProb(make_scoring_wrapper(ref_model, tokenizer, pad_output=False))(data)["log_probs", "full"]
     assert [scored_texts(tokenizer, ids, row) for row in found] == [["b<|im_end|>"]] * 2

@@ -16,7 +16,6 @@ from torchrl_llm_kl.rollouts import describe_entries, find_key, per_sequence, pe
 from torchrl_llm_kl.rollouts._rendered import row_histories
 
 
-# ------------------------------------------------------------------ lookup
 def holding(*keys: Any, lazy: bool = False) -> TensorDictBase:
     entries = {key: torch.ones(1) if lazy else torch.ones(2, 1) for key in keys}
     return lazy_stack([TensorDict(entries), TensorDict(entries)]) if lazy else TensorDict(entries, batch_size=[2])
@@ -60,19 +59,11 @@ def test_a_missing_entry_is_named_with_what_there_is() -> None:
     assert describe_entries(TensorDict(batch_size=[2])) == "nothing"
 
 
-# ------------------------------------------------------------------ per token
 # Two sequences, prompts of 1 and 2 tokens, responses of 2 and 1; padded on both sides to 4 slots.
 ROWS = [[10.0, 11.0, 12.0], [20.0, 21.0, 22.0]]
 RESPONSES = torch.tensor([False, True, True, False, False, True])
-KEEP = torch.tensor([[True, True, True, False], [False, True, True, True]])
-
-
-def unpadded() -> Ragged:
-    return Ragged.from_list([torch.zeros(3), torch.zeros(3)])
-
-
-def padded() -> Ragged:
-    return Ragged.from_padded(torch.zeros(2, 4), mask=KEEP)
+UNPADDED = Ragged.from_list([torch.zeros(3), torch.zeros(3)])
+PADDED = Ragged.from_padded(torch.zeros(2, 4), mask=torch.tensor([[True] * 3 + [False], [False] + [True] * 3]))
 
 
 def under_x(value: Any) -> TensorDictBase:
@@ -99,7 +90,7 @@ VALUES_OF_PADDED = {
 
 
 def test_values_at_each_token() -> None:
-    for tokens, cases in ((unpadded(), VALUES), (padded(), VALUES_OF_PADDED)):
+    for tokens, cases in ((UNPADDED, VALUES), (PADDED, VALUES_OF_PADDED)):
         for name, (value, expected) in cases.items():
             assert per_token(under_x(value), "x", tokens, RESPONSES, fill=-9).tolist() == expected, name
 
@@ -125,7 +116,7 @@ def test_rows_that_fit_nowhere() -> None:
         (torch.zeros(2, 3, 2), r"one number per token, found rows of \(2,\) each"),
     ):
         with pytest.raises(ValueError, match=message):
-            per_token(under_x(value), "x", unpadded(), RESPONSES)
+            per_token(under_x(value), "x", UNPADDED, RESPONSES)
     with pytest.raises(ValueError, match="'x' has 2 sequences, the tokens have 1"):
         per_token(under_x(torch.zeros(2, 3)), "x", Ragged.from_list([torch.zeros(3)]), None)
 
@@ -140,12 +131,11 @@ def test_one_number_per_sequence() -> None:
     assert per_sequence(under_x([[1.0], [2.0]]), "x").tolist() == [1.0, 2.0]  # type: ignore[union-attr]
 
 
-# ------------------------------------------------------------------ parts of a batch
 def test_integers_and_booleans_of_a_response_take_the_fill() -> None:
     numbers, flags = [[1, 2], [5]], [[True, True], [True]]
     for values, fill, want in ((numbers, -9.5, [-9.5, 1, 2, -9.5, -9.5, 5]), (flags, 0, [0, 1, 1, 0, 0, 1])):
-        assert per_token(under_x(values), "x", unpadded(), RESPONSES, fill=fill).tolist() == want
-    top = per_token(under_x([[[1, 2], [3, 4]], [[5, 6]]]), "x", unpadded(), RESPONSES, fill=0, features=1)
+        assert per_token(under_x(values), "x", UNPADDED, RESPONSES, fill=fill).tolist() == want
+    top = per_token(under_x([[[1, 2], [3, 4]], [[5, 6]]]), "x", UNPADDED, RESPONSES, fill=0, features=1)
     assert top.tolist() == [[0, 0], [1, 2], [3, 4], [0, 0], [0, 0], [5, 6]]
 
 

@@ -64,7 +64,6 @@ def test_padded_and_listed_rewards_have_the_same_outcome_to_the_last_bit() -> No
     assert torch.equal(found, outcomes(TensorDict(batch_size=[4]), rows, "the reward"))
 
 
-# ------------------------------------------------------------------ denominators
 COUNTS = {("policy", "token-mean"): torch.tensor(7), ("kl", "seq-mean-token-sum"): torch.tensor(3)}
 TERMS = list(COUNTS)
 ID = torch.tensor(5.0)
