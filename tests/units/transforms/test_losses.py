@@ -1,8 +1,8 @@
-"""torchrl's losses (recipes: docs/recipes.md) and ``PolicyLoss`` on entries of the transforms, beside plain forwards."""
+"""torchrl's losses and ``PolicyLoss`` on entries of the transforms, as in docs/recipes.md and the table of docs/torchrl.md."""
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -10,15 +10,19 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.testing import assert_close
-from torchrl.data.llm import History
 from torchrl.envs import Transform
-from torchrl.modules.llm.policies import ChatHistory
-from torchrl.objectives.llm import DistillationLoss, GRPOLoss, SFTLoss
+from torchrl.modules.llm.policies import Text
+from torchrl.objectives.llm import DAPO, DistillationLoss, GRPOLoss, SFTLoss
 
-from torchrl_llm_kl import KLComputation, PolicyLoss, RetrieveKL, RetrieveLogProb
-from torchrl_llm_kl.losses import KLToReference
-from torchrl_llm_kl.masks import render_conversations
-from toy_rollouts import OUTCOMES, collect, flat, make_policy, make_scoring_wrapper, steps
+from closeness import assert_near
+from group_rollouts import of_response, plain_loss, response, scored, without_graph
+from layouts import at_responses, joined, tokens
+from refused import warned
+from template_pairs import user
+from torchrl_llm_kl import KLComputation, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.losses import Correction, EntropyBonus, KLToReference, KLToSampler
+from toy_models import FORWARD
+from toy_rollouts import OUTCOMES, collect, flat, histories, make_scoring_wrapper, plain_log_probs, steps
 
 ADVANTAGES = (1.0, -0.5, 2.0, 0.25)
 KL_COEFF, REWARD_COEFF = 0.7, 0.3
@@ -26,73 +30,52 @@ RESPONSE_LENGTHS = [3, 6, 1, 2]
 ROLLOUTS: dict[tuple[bool, bool], TensorDictBase] = {}  # the tests share them
 
 
-class Tokens(NamedTuple):
-    """One sequence without padding; its response begins at ``start``."""
-
-    ids: Tensor
-    start: int
-
-
-def sequences(data: TensorDictBase) -> list[Tokens]:
-    """What was sampled, by the bookkeeping of the rollout alone."""
-    out = []
-    for step in steps(data):
-        attended = step["masks", "all_attention_mask"]
-        prompt = attended[: len(step["tokens", "prompt"])]
-        out.append(Tokens(step["tokens", "full"][attended], int(prompt.sum())))
-    return out
-
-
-def responses(model: nn.Module, tokens: Sequence[Tokens]) -> list[Tensor]:
-    """Log-probs of each response's tokens under the plain model, with their graph."""
-    rows = [(model(input_ids=ids[None]).logits[0].log_softmax(-1), ids, start) for ids, start in tokens]
-    return [log_p[start - 1 : -1].gather(-1, ids[start:, None])[:, 0] for log_p, ids, start in rows]
-
-
 def k3_values(sampled: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
     """Schulman's k3, ``ratio - 1 - log ratio``, of tokens sampled from ``sampled``; one tensor for each sequence."""
     return [(o - s).exp() - 1 - (o - s) for s, o in zip(sampled, other, strict=True)]
 
 
-def close(found: Tensor, want: Tensor | float) -> None:
+def mean_of_means(rows: list[Tensor]) -> Tensor:
+    """Over tokens, then over sequences."""
+    return sum(row.sum() / len(row) for row in rows) / len(rows)
+
+
+def close(found: Tensor, want: Tensor | float, *, rtol: float = 1e-4, atol: float = 2e-5) -> None:
     """Equal up to the rounding of float32 forwards that are batched differently."""
-    assert_close(found.detach(), torch.as_tensor(want).detach(), rtol=1e-4, atol=2e-5)
+    assert_close(found.detach(), torch.as_tensor(want).detach(), rtol=rtol, atol=atol)
 
 
 def close_gradients(loss: Tensor, want: Tensor, model: nn.Module) -> None:
     """Every parameter has the gradient of ``want`` in ``loss``, which is finite and not zero."""
     names, parameters = zip(*model.named_parameters(), strict=True)
-    found, expected = (torch.autograd.grad(x, parameters) for x in (loss, want))
+    found, expected = (torch.autograd.grad(x, parameters, retain_graph=True) for x in (loss, want))
     for name, gradient, wanted in zip(names, found, expected, strict=True):
         size = wanted.abs().max().item()
         assert size > 0, f"{name} has no part in the loss: the oracle tests nothing there"
         assert_close(gradient, wanted, rtol=0, atol=1e-3 * size, msg=lambda m, name=name: f"{name}: {m}")
 
 
-class Lab:
-    """The models, rollouts, and torchrl's losses with their recipes on a copy of the policy, which may have moved."""
+class Moved:
+    """A copy of the policy, which may have moved since the rollouts, and losses of it."""
 
-    def __init__(self, tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool, noise: float) -> None:
-        self.tokenizer, self.policy_model, self.ref_model, self.padded = tokenizer, policy_model, ref_model, padded
-        self.model = copy.deepcopy(policy_model)
+    def __init__(self, lab: Any, padded: bool, noise: float) -> None:
+        self.lab, self.padded, self.model = lab, padded, copy.deepcopy(lab.gen_model)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.model.parameters():
             parameter.data.add_(noise * torch.randn(parameter.shape, generator=generator))
 
     def rollouts(self, combined: bool) -> TensorDictBase:
-        """Four rollouts ``[4]``, prompts and responses all of different lengths, scored in the env.
+        """Four rollouts of different lengths, scored in the env by ``RetrieveKL`` (``combined``) or its parts.
 
-        ``combined``: by ``RetrieveKL``, else by two ``RetrieveLogProb`` and a ``KLComputation``. The assistant mask, which
-        torchrl's rollouts leave empty, is what follows the prompt without the padding.
+        With the assistant mask, which torchrl's rollouts leave empty.
         """
-        policy = make_policy(self.policy_model, self.tokenizer, pad_output=self.padded)
-        policy.generate_kwargs["eos_token_id"] = [self.tokenizer.eos_token_id, *range(0, 256, 5)]  # some stop early
-        gen, ref = self.wrapper(self.policy_model, "log_probs"), self.wrapper(self.ref_model, "ref_log_probs")
+        policy, (gen, ref) = self.lab.policy(self.padded), self.lab.wrapped(self.padded)
+        policy.generate_kwargs["eos_token_id"] = [self.lab.tokenizer.eos_token_id, *range(0, 256, 5)]  # some stop early
         transforms: list[Transform] = [RetrieveLogProb(gen), RetrieveLogProb(ref), KLComputation(coeff=REWARD_COEFF)]
         if combined:
             transforms = [RetrieveKL(gen, ref, coeff=REWARD_COEFF)]
-        data = flat(collect(self.tokenizer, policy, *transforms, envs=4))
-        assert [len(s.ids) - s.start for s in sequences(data)] == RESPONSE_LENGTHS
+        data = flat(collect(self.lab.tokenizer, policy, *transforms, envs=4))
+        assert [len(response(step)) for step in steps(data)] == RESPONSE_LENGTHS
         for step in data.unbind(0):
             mask = step["masks", "all_attention_mask"].clone()
             mask[: len(step["tokens", "prompt"])] = False
@@ -104,57 +87,51 @@ class Lab:
             ROLLOUTS[kind] = self.rollouts(combined)
         return ROLLOUTS[kind].clone().set("advantage", torch.tensor(ADVANTAGES).reshape(4, 1, 1))
 
-    def wrapper(self, model: nn.Module, key: str = "log_probs", input_mode: str = "tokens") -> Any:
-        return make_scoring_wrapper(
-            model, self.tokenizer, pad_output=self.padded, input_mode=input_mode, log_probs_key=key
-        )
+    def wrapper(self) -> Any:
+        return make_scoring_wrapper(self.model, self.lab.tokenizer, pad_output=self.padded)
 
-    def grpo(self, **kwargs: Any) -> GRPOLoss:
-        loss = GRPOLoss(self.wrapper(self.model), **{"masking_strategy": "sft", "entropy_bonus": False, **kwargs})
+    def grpo(self, kind: type[GRPOLoss] = GRPOLoss, **kwargs: Any) -> GRPOLoss:
+        loss = kind(self.wrapper(), **{"masking_strategy": "sft", "entropy_bonus": False, **kwargs})
         loss.set_keys(sample_log_prob=("next", "log_probs", "full"))
         return loss
 
-    def distillation(self, **kwargs: Any) -> DistillationLoss:
-        loss = DistillationLoss(self.wrapper(self.model), **kwargs)
-        loss.set_keys(history="tokens", teacher_log_prob=("next", "ref_log_probs", "full"))
-        return loss
-
-    def policy_loss(self, actor: Any = None, **kwargs: Any) -> PolicyLoss:
-        terms = [KLToReference(KL_COEFF)]
-        return PolicyLoss(actor or self.model, "ppo", clip_low=0.1, clip_high=0.3, terms=terms, **kwargs)
-
-    def plain(self, tokens: list[Tokens]) -> tuple[list[Tensor], list[Tensor]]:
+    def plain(self, data: TensorDictBase) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probs of the responses, with their graph, and under the reference."""
-        with torch.no_grad():
-            ref = responses(self.ref_model, tokens)
-        return responses(self.model, tokens), ref
+        return scored(self.model, data), without_graph(self.lab.ref_model, data)
+
+    def slots(self) -> int:
+        """Positions that torchrl averages a KL over, prompts and padding included: the longest sequence, times the rows."""
+        return 4 * max(len(step["tokens", "full"]) for step in steps(self.data()))
+
+    def sampled(self) -> Tensor:
+        """The sampler's log-probs of all sampled tokens."""
+        return torch.cat([of_response(step, step["next", "log_probs", "full"]) for step in steps(self.data())])
+
+    def same(self, theirs: Tensor, ours: Tensor, factor: float = 1.0) -> None:
+        """``factor`` times torchrl's value is ours, and so is the gradient."""
+        close(ours, factor * theirs, atol=1e-5)
+        close_gradients(ours, factor * theirs, self.model)
 
 
 @pytest.fixture
-def on_policy(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> Lab:
-    return Lab(tokenizer, policy_model, ref_model, padded, 0.0)
+def moved(lab: Any, padded: bool) -> Moved:
+    return Moved(lab, padded, 0.02)
 
 
 @pytest.fixture
-def lab(tokenizer: Any, policy_model: Any, ref_model: Any, padded: bool) -> Lab:
-    return Lab(tokenizer, policy_model, ref_model, padded, 0.02)
+def nested(lab: Any) -> Moved:
+    return Moved(lab, False, 0.02)
 
 
-def in_layout(padded: bool) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("padded", [padded], ids=["padded" if padded else "nested"], indirect=True)
-
-
-# ------------------------------------------------------------------ GRPOLoss
 @pytest.mark.parametrize(
     ("padded", "strategy", "combined"), [(True, "sft", True), (False, "rlhf", False)], indirect=["padded"]
 )
-def test_on_policy_with_kl_in_the_loss(on_policy: Lab, strategy: str, combined: bool) -> None:
+def test_on_policy_with_kl_in_the_loss(lab: Any, padded: bool, strategy: str, combined: bool) -> None:
     """The ratio is 1, so the objective is the mean of ``-advantage`` over responses of 3, 6, 1 and 2 tokens."""
+    on_policy = Moved(lab, padded, noise=0.0)
     data = on_policy.data(combined=combined)
-    log_probs, ref = on_policy.plain(sequences(data))
-    # torchrl divides the KL by every position, prompts and padding included: the same responses have a smaller KL when
-    # the batch has a longer prompt. That the tokens line up shows in the sum.
-    kl = torch.cat(k3_values(log_probs, ref)).sum() / (4 * max(len(step["tokens", "full"]) for step in steps(data)))
+    log_probs, ref = on_policy.plain(data)
+    kl = torch.cat(k3_values(log_probs, ref)).sum() / on_policy.slots()  # that the tokens line up shows in the sum
     surrogate = -sum(a * row.sum() for a, row in zip(ADVANTAGES, log_probs, strict=True)) / 12
 
     out = on_policy.grpo(masking_strategy=strategy, kl_to_ref_coeff=KL_COEFF)(data)
@@ -173,14 +150,15 @@ THEIRS = pytest.mark.xfail(strict=True, reason="GRPOLoss.forward pads `advantage
     [(True, True), (False, False), pytest.param(False, True, marks=THEIRS)],
     indirect=["padded"],
 )
-def test_the_reward_of_each_token_as_its_advantage(on_policy: Lab, as_it_is: bool) -> None:
+def test_the_reward_of_each_token_as_its_advantage(lab: Any, padded: bool, as_it_is: bool) -> None:
     """``-coeff * KL``, and the outcome on the last token; unpadded ones have to be padded on the left."""
+    on_policy = Moved(lab, padded, noise=0.0)
     data = on_policy.data()
     width = max(len(step["next", "reward"]) for step in data.unbind(0))
     for step in data.unbind(0):
         reward = step["next", "reward"]
         step["advantage"] = reward if as_it_is else pad(reward, (0, 0, width - len(reward), 0))
-    log_probs, ref = on_policy.plain(sequences(data))
+    log_probs, ref = on_policy.plain(data)
     rewards = [-REWARD_COEFF * (gen.detach() - other) for gen, other in zip(log_probs, ref, strict=True)]
     for reward, outcome in zip(rewards, OUTCOMES, strict=True):
         reward[-1] += outcome
@@ -191,90 +169,239 @@ def test_the_reward_of_each_token_as_its_advantage(on_policy: Lab, as_it_is: boo
     close_gradients(out.loss_objective, surrogate, on_policy.model)
 
 
-# ------------------------------------------------------------------ PolicyLoss
-def by_hand(lab: Lab, data: TensorDictBase) -> Tensor:
-    """PPO with 0.1 / 0.3 and a dual clip of 3, plus 0.7 k2, a mean over all response tokens."""
-    models = lab.model, lab.policy_model, lab.ref_model
-    tokens = sequences(data)
-    values = []
-    for i, (now, old, other) in enumerate(zip(*(responses(m, tokens) for m in models), strict=True)):
-        ratio, advantage = (now - old.detach()).exp(), torch.tensor(ADVANTAGES[i])
-        value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.9, 1.3))
-        value = torch.minimum(value, -3 * advantage) if advantage < 0 else value
-        values.append(value + 0.35 * (now - other.detach()).square())
-    return torch.cat(values).mean()
-
-
-def total(out: TensorDictBase) -> Tensor:
-    return out["loss_objective"] + out["loss_kl_to_ref"]
-
-
 @pytest.mark.parametrize(
     ("padded", "strategy", "input_mode"),
     [(True, "sft", "history"), (False, "rlhf", "text"), (True, "rlhf", "tokens"), (False, "sft", "history")],
     indirect=["padded"],
 )
-def test_wrappers_as_actors(lab: Lab, strategy: Any, input_mode: str) -> None:
+def test_wrappers_as_actors(moved: Moved, strategy: Any, input_mode: str) -> None:
     """Whatever a wrapper reads, the sampled tokens are what is trained."""
-    data = lab.data()
-    actor = make_scoring_wrapper(lab.model, lab.tokenizer, pad_output=False, input_mode=input_mode)
-    close(total(lab.policy_loss(actor, masking_strategy=strategy)(data)), by_hand(lab, data))
+    data, lab, clip = moved.data(), moved.lab, {"clip_low": 0.1, "clip_high": 0.3}
+    actor = make_scoring_wrapper(moved.model, lab.tokenizer, pad_output=False, input_mode=input_mode)
+    loss = PolicyLoss(actor, "ppo", **clip, terms=[KLToReference(KL_COEFF)], masking_strategy=strategy)(data)
+    old, ref = (without_graph(model, data) for model in (lab.gen_model, lab.ref_model))
+    want = plain_loss(moved.model, data, old, ref, kl_coeff=KL_COEFF, clip=(0.1, 0.3))
+    close(loss["loss_objective"] + loss["loss_kl_to_ref"], want)
 
 
-# ------------------------------------------------------------------ SFTLoss and DistillationLoss
-def mean_of_means(rows: list[Tensor]) -> Tensor:
-    """Over tokens, then over sequences."""
-    return sum(row.sum() / len(row) for row in rows) / len(rows)
-
-
-def check_sft(lab: Lab, loss: SFTLoss, data: TensorDictBase, tokens: list[Tokens], slots: int) -> None:
-    """The KL's denominator is every position again: torchrl divides by it instead of taking the mean."""
-    log_probs, ref = lab.plain(tokens)
-    kl = torch.cat(k3_values(log_probs, ref)).sum() / slots
-    out = loss(data)
+def test_sft(moved: Moved) -> None:
+    """The mean over the tokens of each answer, then over answers; the KL's denominator is every position again."""
+    data, theirs = moved.data(), SFTLoss(moved.wrapper(), kl_to_ref_coeff=KL_COEFF)
+    theirs.set_keys(history="tokens")
+    log_probs, ref = moved.plain(data)
+    kl = torch.cat(k3_values(log_probs, ref)).sum() / sum(len(step["tokens", "full"]) for step in steps(data))
+    out = theirs(data)
     close(out.loss_sft, -mean_of_means(log_probs))
     close(out.kl_to_ref, kl)
     close(out.loss_kl_to_ref, KL_COEFF * kl)
-    close_gradients(out.loss_sft + out.loss_kl_to_ref, -mean_of_means(log_probs) + KL_COEFF * kl, lab.model)
+    close_gradients(out.loss_sft + out.loss_kl_to_ref, -mean_of_means(log_probs) + KL_COEFF * kl, moved.model)
+    ours = PolicyLoss(moved.model, "sft", aggregation="seq-mean-token-mean")(data)["loss_objective"]
+    close(ours, -mean_of_means(log_probs))
+    close_gradients(ours, -mean_of_means(log_probs), moved.model)
 
 
-def test_sft(lab: Lab) -> None:
-    data, loss = lab.data(), SFTLoss(lab.wrapper(lab.model), kl_to_ref_coeff=KL_COEFF)
-    loss.set_keys(history="tokens")
-    check_sft(lab, loss, data, sequences(data), sum(len(step["tokens", "full"]) for step in steps(data)))
-
-
-def test_reverse_distillation(lab: Lab) -> None:
+def test_reverse_distillation(moved: Moved) -> None:
     """Toward the reference, on tokens of the student."""
-    data = lab.data()
-    want = mean_of_means(k3_values(*lab.plain(sequences(data))))
-    out = lab.distillation()(data)
+    data, loss = moved.data(), DistillationLoss(moved.wrapper())
+    loss.set_keys(history="tokens", teacher_log_prob=("next", "ref_log_probs", "full"))
+    want, out = mean_of_means(k3_values(*moved.plain(data))), loss(data)
     close(out.loss_distill, want)
     close(out.kl_to_teacher, want)
-    close_gradients(out.loss_distill, want, lab.model)
+    close_gradients(out.loss_distill, want, moved.model)
 
 
-CHATS = [("hi", "yo"), ("hello there", "good day to you"), ("why?", "because")]
+# ------------------------------------------------------------------ what each setting of GRPOLoss is here
+UNCLIPPED = {"clip_ratio_c": None}
 
 
-@in_layout(True)
-def test_conversations_sft(lab: Lab) -> None:
-    """Three conversations with their masks, and no tokens. Written out, each answer ends with the end-of-turn token."""
-    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in CHATS]
-    history = History.from_chats(chats)
-    parts = ChatHistory(prompt=history[..., :-1], response=history[..., -1:], full=history)
-    data = lazy_stack(list(TensorDict(history=parts, batch_size=[3]).unbind(0)))
-    masks = [rendered.assistant_mask for rendered in render_conversations(lab.tokenizer, chats)]
-    width = max(map(len, masks))
-    for row, mask in zip(data.unbind(0), masks, strict=True):
-        row["masks", "all_assistant_mask"] = pad(mask, (width - len(mask), 0))
-        row["masks", "all_attention_mask"] = pad(torch.ones_like(mask), (width - len(mask), 0))
-    data = RetrieveLogProb(lab.wrapper(lab.ref_model, "ref_log_probs", "history"))(data)
-    loss = SFTLoss(lab.wrapper(lab.model, input_mode="history"), kl_to_ref_coeff=KL_COEFF)
-    loss.set_keys(ref_log_prob=("ref_log_probs", "full"))
-    encode, tokens = lab.tokenizer.encode, []
-    for question, answer in CHATS:
-        prompt = encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
-        tokens.append(Tokens(torch.tensor([*prompt, *encode(f"{answer}<|im_end|>")]), len(prompt)))
-    slots = 3 * max(len(ids) + 1 for ids, _ in tokens)  # a newline ends each
-    check_sft(lab, loss, data, tokens, slots)
+@pytest.mark.parametrize(
+    ("kind", "settings", "ours"),
+    [
+        (GRPOLoss, {"clip_epsilon": 0.1}, {"clip_low": 0.1, "clip_high": 0.1, **UNCLIPPED}),
+        (GRPOLoss, {"clip_epsilon": (0.1, 0.3)}, {"clip_low": 0.1, "clip_high": 0.3, **UNCLIPPED}),
+        (GRPOLoss, {"aggregation": "prompt_mean"}, {"aggregation": "seq-mean-token-mean", **UNCLIPPED}),
+        (DAPO, {"clip_epsilon": (0.2, 0.28)}, {"objective": "dapo"}),
+    ],
+    ids=str,
+)
+def test_objective(nested: Moved, kind: type[GRPOLoss], settings: Any, ours: Any) -> None:
+    theirs = nested.grpo(kind, **settings)(nested.data())
+    assert theirs.clip_fraction > 0
+    found = PolicyLoss(nested.model, **{"objective": "ppo", **ours})(nested.data())["loss_objective"]
+    nested.same(theirs.loss_objective.squeeze(), found)
+
+
+def test_per_token(nested: Moved) -> None:
+    """``aggregation="none"`` of both, at the sampled tokens."""
+    theirs = nested.grpo(aggregation="none")(nested.data()).loss_objective.squeeze(-1)
+    ours = PolicyLoss(nested.model, "ppo", aggregation="none", **UNCLIPPED)(nested.data())["loss_objective"]
+    for length, found, want in zip(RESPONSE_LENGTHS, ours, theirs, strict=True):
+        values = [x for x in found.flatten().tolist() if x != 0][-length:]
+        close(torch.tensor(values), want[want != 0], atol=1e-5)
+
+
+def test_kl_to_the_reference(nested: Moved) -> None:
+    """torchrl's is k3, averaged over prompts and padding too."""
+    theirs = nested.grpo(kl_to_ref_coeff=0.3)(nested.data())
+    ours = PolicyLoss(nested.model, "ppo", terms=[KLToReference(0.3, "k3")])(nested.data())
+    nested.same(theirs.loss_kl_to_ref, ours["loss_kl_to_ref"], nested.slots() / 12)
+    close(ours["kl_to_ref"], nested.slots() / 12 * theirs.kl_to_ref, atol=1e-5)
+
+
+def test_kl_to_the_sampler(nested: Moved) -> None:
+    """``kl_approx`` is k1, ``kl_to_sampler`` k3 of the sampler's KL to the policy; ``kl_to_inference`` is k3 the other way."""
+    theirs = nested.grpo(kl_to_inference_coeff=0.3)(nested.data())
+    ours = PolicyLoss(nested.model, "ppo", terms=[KLToSampler(0.3, "k3")])(nested.data())
+    nested.same(theirs.loss_kl_to_inference, ours["loss_kl_to_sampler"], nested.slots() / 12)
+    old_less_new = nested.sampled() - torch.cat(without_graph(nested.model, nested.data()))
+    close(nested.slots() / 12 * theirs.kl_approx, old_less_new.mean(), rtol=1e-3, atol=1e-5)
+    close(ours["kl_to_sampler"], ((-old_less_new).exp() - 1 + old_less_new).mean(), rtol=1e-3, atol=1e-5)
+
+
+def test_entropy(nested: Moved) -> None:
+    theirs = nested.grpo(entropy_bonus=True, entropy_coeff=0.2)(nested.data())
+    ours = PolicyLoss(nested.model, "ppo", terms=[EntropyBonus(0.2)])(nested.data())
+    nested.same(theirs.loss_entropy.squeeze(), ours["loss_entropy"])
+
+
+def kl_mask(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor, threshold: float = 0.1) -> Any:
+    """torchrl's ``kl_mask_threshold``: 0 for tokens whose k2 to the sampler exceeds it."""
+    k2 = (log_prob - old_log_prob).detach() ** 2 / 2
+    return (k2 <= threshold).to(log_prob), {}
+
+
+def test_kl_mask_threshold(nested: Moved) -> None:
+    """As a correction; the masked tokens stay in the denominator."""
+    distances = (torch.cat(without_graph(nested.model, nested.data())) - nested.sampled()).square().sort().values / 2
+    threshold = float(distances[5:7].mean())  # half of the 12 are kept
+    theirs = nested.grpo(kl_mask_threshold=threshold)(nested.data()).loss_objective.squeeze()
+    corrections = [Correction(kl_mask, threshold=threshold)]
+    ours = PolicyLoss(nested.model, "ppo", corrections=corrections, **UNCLIPPED)(nested.data())["loss_objective"]
+    nested.same(theirs, ours, 6 / 12)
+
+
+# ------------------------------------------------------------------ PolicyLoss on what generating wrappers store
+TEXTS = ["hi there, you", "a much longer prompt, please answer"]
+SHIFT = 0.3
+
+
+def prompts(tokenizer: Any, input_mode: str) -> TensorDictBase:
+    if input_mode == "history":
+        return histories(prompt=[[user(text)] for text in TEXTS])
+    if input_mode == "text":
+        return TensorDict(text=Text(prompt=TEXTS, batch_size=[2]), batch_size=[2])
+    rows = [torch.tensor(tokenizer.encode(text)) for text in TEXTS]
+    return lazy_stack([TensorDict(tokens=TensorDict(prompt=row)) for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("padded", "input_mode", "num_samples", "side"),
+    [
+        (True, "history", None, "root"),
+        (False, "history", 2, "next"),
+        (True, "text", 2, "root"),
+        (False, "text", None, "next"),
+        (True, "tokens", None, "next"),
+        (False, "tokens", 2, "root"),
+    ],
+    indirect=["padded"],
+)
+def test_every_layout_of_a_transformers_wrapper(lab, padded, input_mode, num_samples, side):
+    """On policy every ratio is 1; the first token of each response, which the wrapper never scores, is left out."""
+    torch.manual_seed(1)
+    options = {} if num_samples is None else {"num_samples": num_samples}
+    wrapper = lab.policy(padded, input_mode=input_mode, return_log_probs=True, **options)
+    data = wrapper(prompts(lab.tokenizer, input_mode))
+    assert data.get(("log_probs", "full"), None) is None
+    count = 0  # response tokens but the first of each
+    for row in steps(data):
+        count += int(row["masks", "all_attention_mask"][-len(row["tokens", "response"]) :].sum()) - 1
+    data.set("advantage", torch.ones(*data.batch_size, 1))
+    if side == "next":
+        data.set("next", data.select("log_probs"))
+        del data["log_probs"]
+    with pytest.warns(UserWarning, match="'response'.* holds exactly 0 for the first generated token"):
+        out = PolicyLoss(lab.gen_model)(data)
+    assert out["num_tokens"] == count > 0
+    assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), **FORWARD)
+
+
+# ------------------------------------------------------------------ engines' layouts, by hand
+PROMPTS, RESPONSES = [[7, 8, 9], [5]], [[11, 12], [13, 14, 15]]
+WHOLE = [torch.tensor(row) for row in joined(PROMPTS, RESPONSES)]
+
+
+def stored(model: nn.Module, layout: str, where: str, shift: float = SHIFT) -> TensorDictBase:
+    """Old log-probs ``shift`` below the model's, of responses alone; padding holds the padding token, as vLLM's wrapper's."""
+    old = [plain_log_probs(model, row)[len(p) :] - shift for row, p in zip(WHOLE, PROMPTS, strict=True)]
+    key = "log_probs__response" if where == "root" else "next__log_probs__response"
+    entries = {key: old, "advantage": torch.tensor([[1.0], [-2.0]])}
+    return tokens(layout, PROMPTS, RESPONSES, fill=151643.0, **entries)
+
+
+@pytest.mark.parametrize(
+    ("layout", "where"), [("padded", "root"), ("nested", "next"), ("lazy", "root"), ("lazy", "next")]
+)
+def test_values_and_gradients(policy_model: nn.Module, layout: str, where: str) -> None:
+    """Every ratio is exp(0.3) = 1.35: clipped at 1.1 for the two tokens of advantage 1, not for the three of -2."""
+    loss = PolicyLoss(policy_model, "ppo", clip_low=0.2, clip_high=0.1, clip_ratio_c=None)
+    value = loss(stored(policy_model, layout, where))["loss_objective"]
+    ratio = torch.tensor(SHIFT).exp()
+    assert_near(value.detach(), (2 * -1.1 + 3 * 2 * ratio) / 5, terms=64, size=1)
+    log_probs = policy_model(input_ids=WHOLE[1][None]).logits[0, :-1].float().log_softmax(-1)
+    want = log_probs.gather(-1, WHOLE[1][1:, None]).sum() * 2 * ratio / 5
+    (got,), (expected,) = (torch.autograd.grad(x, policy_model.lm_head.weight) for x in (value, want))
+    assert_near(got, expected, terms=64 * 64, size=1)
+
+
+def test_full_wins_over_response(policy_model: nn.Module) -> None:
+    data = stored(policy_model, "nested", "root", shift=9.0)
+    full = [plain_log_probs(policy_model, row) for row in WHOLE]
+    data.set(("log_probs", "full"), torch.nested.as_nested_tensor(full))
+    assert_near(PolicyLoss(policy_model)(data)["ratio_max"], torch.tensor(1.0), **FORWARD)
+
+
+def test_the_kl_in_the_reward_reads_either_side_of_next(policy_model: nn.Module, ref_model: nn.Module) -> None:
+    found = [KLRewardTransform(ref_model)(stored(policy_model, "lazy", where)) for where in ("root", "next")]
+    for root, below in zip(found[0].unbind(0), found[1].unbind(0), strict=True):
+        assert_close(root["kl_penalty"], below["next", "kl_penalty"])
+        assert root["kl_penalty"].abs().max() > 0.1
+
+
+NO_SCORES = "returned no scores of prompts"
+
+
+def without_prompt_scores(model: nn.Module, layout: str) -> TensorDictBase:
+    """As SGLang's wrapper stores it: 0 for the whole prompt, whose last token but one the assistant wrote."""
+    masks = [torch.arange(len(p) + len(r)) >= max(len(p) - 2, 1) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    pairs = zip(WHOLE, PROMPTS, strict=True)
+    rows = [plain_log_probs(model, row) * (torch.arange(len(row)) >= len(p)) for row, p in pairs]
+    entries = {"advantage": torch.tensor([[1.0], [-2.0]]), "masks__all_assistant_mask": masks, "log_probs__full": rows}
+    return tokens(layout, PROMPTS, RESPONSES, **entries)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy", "left_out"), [("padded", "rlhf", 2), ("lazy", "generic", 2), ("lazy", "sft", 0)]
+)
+def test_prompts_without_scores_are_left_out(policy_model, layout, strategy, left_out):
+    """Of the first prompt's tokens 1 and 2; the second prompt is a single token. A ratio of exp(log_prob) is below 1."""
+    data, loss = without_prompt_scores(policy_model, layout), PolicyLoss(policy_model, masking_strategy=strategy)
+    out, found = warned(lambda: loss(data), NO_SCORES)
+    assert [f"the first {left_out} tokens of prompts" in text for text in found] == [True] * bool(left_out)
+    assert out["num_tokens"] == 5
+    assert_near((out["ratio_min"], out["ratio_max"]), (torch.tensor(1.0), torch.tensor(1.0)), **FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"), [("padded", {"scope": "full"}), ("lazy", {"assistant_only": False}), ("padded", {})]
+)
+def test_the_kl_of_prompts_without_scores_is_0(policy_model, ref_model, layout, settings):
+    data, transform = without_prompt_scores(policy_model, layout), KLRewardTransform(ref_model, **settings)
+    own = [plain_log_probs(policy_model, row) for row in WHOLE]
+    if layout == "lazy":  # a response may begin with a token that is certain
+        own[1][1] = data[1]["log_probs", "full"][1] = 0.0
+    out, found = warned(lambda: transform(data), NO_SCORES)
+    assert ["the first 2 tokens of prompts" in text for text in found] == [True] * bool(settings)
+    kl = [gen - plain_log_probs(ref_model, row) for gen, row in zip(own, WHOLE, strict=True)]
+    want = [row[len(prompt) :, None] for row, prompt in zip(kl, PROMPTS, strict=True)]
+    assert_near(at_responses(out, "kl_penalty", PROMPTS, RESPONSES), want, **FORWARD)
