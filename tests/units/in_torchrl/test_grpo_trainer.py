@@ -1,8 +1,7 @@
-"""torchrl's ``GRPOTrainer`` with the transforms and ``PolicyLoss``: each update equals plain forwards'."""
+"""torchrl's ``GRPOTrainer``, each of whose updates equals plain forwards', and the loop of its sota GRPO recipe."""
 
 import copy
 import math
-import warnings
 from typing import Any
 
 import pytest
@@ -13,14 +12,16 @@ from torch.testing import assert_close
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import Transform
+from torchrl.objectives.llm import MCAdvantage
 from torchrl.trainers import MixedPrecisionOptimizationStepper
 from torchrl.trainers.algorithms import GRPOTrainer
 
 from group_rollouts import GROUP, ROWS, even_share, group_env, grpo_advantages, of_response, plain_loss, without_graph
-from torchrl_llm_kl import Advantage, KLComputation, PolicyLoss, RetrieveKL, RetrieveLogProb
-from torchrl_llm_kl.losses import KLToReference
-from toy_rollouts import make_policy, make_scoring_wrapper, steps
+from torchrl_llm_kl import Advantage, Doctor, KLComputation, PolicyLoss, RetrieveKL, RetrieveLogProb
+from torchrl_llm_kl.losses import EntropyBonus, KLToReference, KLToSampler
+from toy_rollouts import flat, make_policy, make_scoring_pair, steps
 
+pytestmark = pytest.mark.filterwarnings("ignore:GRPOTrainer is an experimental")
 KL_COEFF = 0.3
 LR = 1e-2
 BATCHES, EPOCHS, MINIBATCH = 2, 2, 4
@@ -48,21 +49,16 @@ class Lab:
             buffer.append_transform(transforms[0], invert=True)
         loss = settings.pop("loss_module", None) or PolicyLoss(self.model, "ppo", terms=[KLToReference(KL_COEFF)])
         optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="GRPOTrainer is an experimental")
-            parts = {"collector": collector, "loss_module": loss, "optimizer": optimizer, "replay_buffer": buffer}
-            settings = {"num_epochs": EPOCHS, "clip_norm": None, "total_frames": batches * ROWS, **settings}
-            trainer = GRPOTrainer(**parts, empty_replay_buffer_on_weight_update=True, progress_bar=False, **settings)
+        parts = {"collector": collector, "loss_module": loss, "optimizer": optimizer, "replay_buffer": buffer}
+        settings = {"num_epochs": EPOCHS, "clip_norm": None, "total_frames": batches * ROWS, **settings}
+        trainer = GRPOTrainer(**parts, empty_replay_buffer_on_weight_update=True, progress_bar=False, **settings)
         trainer.register_op("process_optim_batch", self._note)
         weights = self.model.parameters
         trainer.register_op("post_optim", lambda: self.after.append([p.detach().clone() for p in weights()]))
         return trainer
 
     def transforms(self, where: str) -> list[Any]:
-        policy, reference = (
-            make_scoring_wrapper(model, self.tokenizer, pad_output=self.padded, log_probs_key=key)
-            for model, key in ((self.model, "log_probs"), (self.ref_model, "ref_log_probs"))
-        )
+        policy, reference = make_scoring_pair(self.model, self.ref_model, self.tokenizer, pad_output=self.padded)
         if where == "parts":
             return [RetrieveLogProb(policy), RetrieveLogProb(reference), KLComputation(add_to_reward=False)]
         policy = "from_collector" if where == "env" else policy
@@ -106,12 +102,7 @@ def test_every_update_is_that_of_plain_forwards(lab: Lab, where: str) -> None:
             assert_close(found, want.detach(), atol=1e-5, rtol=1e-4)
             want.data.copy_(found)  # rounding does not add up
     assert clipped > 0, "the clip range must matter"
-    check_advantages(lab)
-    check_log(trainer)
-
-
-def check_advantages(lab: Lab) -> None:
-    """In each epoch: rewards by hand, of the sampled tokens, centred and scaled among the answers to a query."""
+    # Advantages of each epoch: rewards by hand, of the sampled tokens, centred and scaled among the answers to a query.
     per_epoch = ROWS // MINIBATCH
     for first in range(0, len(lab.seen), per_epoch):
         rows = [step for batch in lab.seen[first : first + per_epoch] for step in steps(batch)]
@@ -121,24 +112,32 @@ def check_advantages(lab: Lab) -> None:
             want = grpo_advantages([float(even_share(row)) for row in group])
             found = torch.tensor([float(row["advantage"]) for row in group])
             assert_close(found, torch.tensor(want), atol=1e-5, rtol=0)
-
-
-def check_log(trainer: GRPOTrainer) -> None:
-    """Each number of the loss, averaged over the updates of a batch; rewards and the KL once for each update."""
     logged = trainer._log_dict
     assert {"loss_objective", "loss_kl_to_ref", "kl_to_ref", "kl_to_sampler", "clip_fraction", "ESS"} <= set(logged)
     assert all(math.isfinite(float(x)) for values in logged.values() for x in values)
-    assert len(logged["loss_objective"]) == BATCHES
-    assert len(logged["reward_mean"]) == BATCHES * EPOCHS * ROWS // MINIBATCH
+    assert len(logged["loss_objective"]) == BATCHES  # averaged over the updates of a batch
+    assert len(logged["reward_mean"]) == BATCHES * EPOCHS * ROWS // MINIBATCH  # once for each update
 
 
-# ------------------------------------------------------------------ what GRPOTrainer itself cannot do
 class GradNormAlways(MixedPrecisionOptimizationStepper):
     """The stepper whose metrics always have a gradient norm: 0 for micro-batches without an optimiser step."""
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDictBase:
         metrics = super().step(trainer, sub_batch)
         return metrics.set("grad_norm", metrics.get("grad_norm", torch.tensor(0.0)))
+
+
+class Counts(Transform):
+    """Writes the denominators of what is extended."""
+
+    def __init__(self, loss: PolicyLoss) -> None:
+        super().__init__()
+        self.__dict__["loss"] = loss
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.loss.count(tensordict)
+
+    _call = forward
 
 
 @pytest.mark.parametrize("padded", [False], indirect=True)
@@ -164,14 +163,91 @@ def test_gradient_accumulation(lab: Lab) -> None:
         assert_close(found, parameter.detach() - LR * parameter.grad / 2, atol=1e-5, rtol=1e-4)
 
 
-class Counts(Transform):
-    """Writes the denominators of what is extended."""
+# ------------------------------------------------------------------ ``MCAdvantage`` and the loop of the sota recipe
+def rollout(lab: Lab) -> tuple[TensorDictBase, list[float]]:
+    """Eight answers to two queries, and their outcomes."""
+    torch.manual_seed(0)
+    policy = make_policy(lab.start, lab.tokenizer, pad_output=lab.padded)
+    data = flat(group_env(lab.tokenizer).rollout(1, policy))
+    return data, [float(even_share(step)) for step in steps(data)]
 
-    def __init__(self, loss: PolicyLoss) -> None:
-        super().__init__()
-        self.__dict__["loss"] = loss
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self.loss.count(tensordict)
+def advantages(data: TensorDictBase, buffer: ReplayBuffer) -> list[float]:
+    """Of the answers, as stored."""
+    rows = [buffer._storage[i] for i in range(len(buffer))]
+    found = {str(row["tokens", "full"].tolist()): float(row["advantage"]) for row in rows}
+    return [found[str(step["tokens", "full"].tolist())] for step in steps(data)]
 
-    _call = forward
+
+@pytest.mark.parametrize("padded", [False], indirect=True)
+def test_it_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
+    """What is inserted at 0 runs after it, on whole groups: first the KL in the reward, then the advantage of these rewards."""
+    buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=GROUP)
+    (kl,) = lab.transforms("buffer")
+    kl.add_to_reward, kl.coeff = True, KL_COEFF
+    for transform in (kl, Advantage("grpo", group_key="query"), Doctor(every=100, on_fault="log")):
+        buffer.insert_transform(0, transform, invert=True)
+    data, outcomes = rollout(lab)
+    assert len({step["query"] for step in steps(data)}) == ROWS // GROUP
+    # One answer to each query in turn, as collectors that work side by side deliver them.
+    for number, row in enumerate(start + i for i in range(GROUP) for start in range(0, ROWS, GROUP)):
+        buffer.extend(data[row : row + 1].clone())
+        assert len(buffer) == (0 if number < ROWS - 2 else GROUP * (number - ROWS + 3))
+    pairs = zip(outcomes, without_graph(lab.start, data), without_graph(lab.ref_model, data), strict=True)
+    penalised = [outcome - KL_COEFF * float((a - b).sum()) for outcome, a, b in pairs]
+    assert advantages(data, buffer) == pytest.approx(grpo_advantages(penalised), abs=1e-4)
+    sample = buffer.sample(GROUP)
+    assert all(torch.count_nonzero(row["next", "ref_log_probs", "full"]) for row in steps(sample))
+    out = PolicyLoss(lab.start, "ppo", aggregation="seq-mean-token-mean")(sample)
+    assert out["loss_objective"].isfinite()
+
+
+@pytest.mark.parametrize("padded", [True], indirect=True)
+def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
+    """With one reward for each answer it equals ``grpo``; the loss on policy is minus its mean over tokens."""
+    buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=ROWS)
+    buffer.append_transform(lab.transforms("buffer")[0], invert=True)
+    data, outcomes = rollout(lab)
+    buffer.extend(data.clone().unsqueeze(-1))
+    assert advantages(data, buffer) == pytest.approx(grpo_advantages(outcomes), abs=1e-4)
+    batch = buffer[:]
+    lengths = torch.tensor([float(len(row)) for row in without_graph(lab.start, batch)])
+    per_row = torch.stack([row["advantage"].flatten()[0] for row in steps(batch)])
+    loss = PolicyLoss(lab.start, "ppo")(batch)["loss_objective"]
+    assert_close(loss.detach(), -(per_row * lengths).sum() / lengths.sum(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_synchronous_loop_earns_more(tokenizer: Any, policy_model: Any, ref_model: Any) -> None:
+    """Ten batches of 32 answers: the share of even bytes rises by more than the noise of a batch, 0.5 / sqrt(192) = 0.036."""
+    torch.manual_seed(0)
+    rows = 32
+    model, sampler = (copy.deepcopy(policy_model) for _ in range(2))  # the recipe's engine has its own weights
+    how: dict[str, Any] = {"sampler": SamplerWithoutReplacement(), "batch_size": rows // 2}
+    buffer = ReplayBuffer(storage=LazyStackStorage(rows), transform=MCAdvantage(grpo_size=GROUP), **how)
+    pair = make_scoring_pair(sampler, ref_model, tokenizer)
+    buffer.append_transform(RetrieveKL(*pair, add_to_reward=False), invert=True)
+    policy = make_policy(sampler, tokenizer, pad_output=False)
+    policy.generate_kwargs["top_k"] = 0
+    how = {"dialog_turns_per_batch": rows, "total_dialog_turns": 10 * rows, "replay_buffer": buffer}
+    env = group_env(tokenizer, rows=rows)
+    collector = LLMCollector(env, policy=policy, track_policy_version=True, **how)
+    terms = [KLToReference(1e-3), KLToSampler(1e-2), EntropyBonus(1e-4)]
+    loss, optimizer = PolicyLoss(model, "ppo", terms=terms), torch.optim.Adam(model.parameters(), lr=3e-3)
+    rewards, versions = [], []
+    for data in collector:
+        assert data is None  # it wrote to the buffer
+        assert len(buffer) == rows
+        rewards.append(float(torch.stack([even_share(step) for step in steps(buffer[:])]).mean()))
+        versions.append(int(buffer[:]["next", "policy_version"].flatten()[0]))
+        for batch in buffer:
+            loss(batch).mean(reduce=True).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        sampler.load_state_dict(model.state_dict())
+        collector.increment_version()
+        buffer.empty(empty_write_count=False)
+    collector.shutdown()
+    assert versions == list(range(10))
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
