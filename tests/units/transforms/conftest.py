@@ -12,7 +12,8 @@ from rollout_fixtures import (  # noqa: F401
     ref_model,
     tokenizer,
 )
-from toy_rollouts import collect, make_env, make_policy, make_scoring_wrapper
+from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from toy_rollouts import collect, make_env, make_policy, make_scoring_pair
 
 
 class Lab:
@@ -22,11 +23,20 @@ class Lab:
         self.tokenizer, self.gen_model, self.ref_model = tokenizer, gen_model, ref_model
 
     def wrapped(self, pad_output: bool = False, **kwargs: Any) -> Any:
-        """Wrappers of both models, which write ``"log_probs"`` and ``"ref_log_probs"``."""
-        return tuple(
-            make_scoring_wrapper(model, self.tokenizer, pad_output=pad_output, **{"log_probs_key": key, **kwargs})
-            for model, key in ((self.gen_model, "log_probs"), (self.ref_model, "ref_log_probs"))
-        )
+        return make_scoring_pair(self.gen_model, self.ref_model, self.tokenizer, pad_output=pad_output, **kwargs)
+
+    def chain(self, name: str, pad_output: bool, coeff: float = 1.0, **options: Any) -> list[Transform]:
+        """A transform on wrappers with ``options``, after those whose output it reads."""
+        gen, ref = self.wrapped(pad_output, **options)
+        return {
+            "RetrieveLogProb": lambda: [RetrieveLogProb(ref)],
+            "KLComputation": lambda: [RetrieveLogProb(gen), RetrieveLogProb(ref), KLComputation(coeff=coeff)],
+            "RetrieveKL": lambda: [RetrieveKL(gen, ref, coeff=coeff)],
+            "KLRewardTransform": lambda: [
+                RetrieveLogProb(gen),
+                KLRewardTransform(self.wrapped(pad_output)[1], coef=coeff),
+            ],
+        }[name]()
 
     def policy(self, pad_output: bool = False, **kwargs: Any) -> Any:
         return make_policy(self.gen_model, self.tokenizer, pad_output=pad_output, **kwargs)
@@ -41,23 +51,3 @@ class Lab:
 @pytest.fixture
 def lab(tokenizer: Any, policy_model: Any, ref_model: Any) -> Lab:  # noqa: F811
     return Lab(tokenizer, policy_model, ref_model)
-
-
-@pytest.fixture
-def wrapped(lab: Lab) -> Any:
-    return lab.wrapped
-
-
-@pytest.fixture
-def gen(lab: Lab) -> Any:
-    return lab.wrapped()[0]
-
-
-@pytest.fixture
-def ref(lab: Lab) -> Any:
-    return lab.wrapped()[1]
-
-
-@pytest.fixture
-def policy(lab: Lab) -> Any:
-    return lab.policy()

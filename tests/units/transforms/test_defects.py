@@ -1,7 +1,7 @@
 """What fails in torchrl 0.14.1's KL transforms, row by row of the list of defects, works here, and other silent errors.
 
 Those of the places where a transform runs (5, 7d, 9, 25 to 27): test_places.py. 6 and 7a to 7c: test_declared.py.
-13 and 37: test_bad_input.py.
+13, 15 and 37: test_bad_input.py.
 """
 
 import copy
@@ -12,24 +12,14 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data.llm import History
-from torchrl.modules.llm.policies import ChatHistory
+from torchrl.envs import EnvBase
 
 from closeness import assert_near
 from group_rollouts import scored
+from template_pairs import assistant, user
 from torchrl_llm_kl import KLRewardTransform, LogProbScorer, Ragged, RetrieveKL, RetrieveLogProb
 from toy_models import BACKWARD, FORWARD, tiny_model, with_lora
-from toy_rollouts import (
-    collect,
-    flat,
-    make_env,
-    make_model,
-    make_policy,
-    make_scoring_wrapper,
-    plain_log_probs,
-    response_log_probs,
-    steps,
-)
+from toy_rollouts import flat, histories, make_model, make_policy, plain_log_probs, response_log_probs, steps
 from toy_tokenizer import CHATML, build_tokenizer
 
 FULL = ("log_probs", "full")
@@ -39,7 +29,8 @@ def assert_response(found: torch.Tensor, model: Any, step: TensorDictBase) -> No
     assert_near(found, response_log_probs(model, step), **FORWARD)
 
 
-def test_defect_07e_results_are_detached_and_num_samples_works(lab: Any, gen: Any, ref: Any) -> None:
+def test_defect_07e_results_are_detached_and_num_samples_works(lab: Any) -> None:
+    gen, ref = lab.wrapped()
     data = lab.policy(num_samples=2)(lab.env().reset())
     assert data.shape == (2, 2)
     for step in steps(RetrieveKL(gen, ref)(data)):
@@ -48,15 +39,13 @@ def test_defect_07e_results_are_detached_and_num_samples_works(lab: Any, gen: An
         assert not step["kl_penalty"].requires_grad
 
 
-def test_defect_08_the_sampled_tokens_are_scored(tokenizer: Any, ref_model: Any, policy: Any) -> None:
+def test_defect_08_the_sampled_tokens_are_scored(lab: Any) -> None:
     """The rollout's history renders to other tokens (a newline after the end token): the sampled ones count."""
-    ref = make_scoring_wrapper(ref_model, tokenizer, pad_output=False, input_mode="history")
-    for step in steps(collect(tokenizer, policy, RetrieveLogProb(ref))):
-        rendered = step["history"].full.apply_chat_template(
-            tokenizer=tokenizer, chat_template=CHATML, tokenize=True, return_dict=True, add_generation_prompt=False
-        )
+    how = {"tokenizer": lab.tokenizer, "chat_template": CHATML, "tokenize": True, "return_dict": True}
+    for step in steps(lab.collect(RetrieveLogProb(lab.wrapped(input_mode="history")[1]))):
+        rendered = step["history"].full.apply_chat_template(**how, add_generation_prompt=False)
         assert rendered["input_ids"].shape != step["tokens", "full"].shape
-        assert_response(step["next", "log_probs", "full"], ref_model, step)
+        assert_response(step["next", "ref_log_probs", "full"], lab.ref_model, step)
 
 
 @pytest.mark.parametrize("reward", [None, (2,), (2, 1), (2, 1, 1)])
@@ -76,7 +65,8 @@ def test_defect_14_kl_reward_transform_without_an_env(lab: Any, reward: Any) -> 
         assert_near(step["next", "reward"][:, 0], want, **FORWARD)
 
 
-def test_defect_14_ragged_masks_and_rewards(lab: Any, gen: Any, ref: Any) -> None:
+def test_defect_14_ragged_masks_and_rewards(lab: Any) -> None:
+    gen, ref = lab.wrapped()
     data = lab.collect(RetrieveLogProb(gen))[:, 0]
     for step in steps(data):
         at = torch.arange(len(step["tokens", "full"]))
@@ -86,13 +76,6 @@ def test_defect_14_ragged_masks_and_rewards(lab: Any, gen: Any, ref: Any) -> Non
         kl[:-2] = 0
         assert_near(step["next", "kl_penalty"], kl, **FORWARD)
         assert_near(step["next", "reward"], torch.arange(float(len(kl))).unsqueeze(-1) - kl, **FORWARD)
-
-
-def test_defect_15_an_error_loses_nothing(tokenizer: Any, ref: Any, policy: Any) -> None:
-    data = collect(tokenizer, policy)[:, 0].exclude(("log_probs", "response"))
-    with pytest.raises(KeyError, match="policy's log-probs are missing"):
-        KLRewardTransform(ref)(data)
-    assert data["next", "reward"].shape == (2, 1)
 
 
 def test_defect_29_detach_decides_about_the_graph(lab: Any) -> None:
@@ -111,21 +94,16 @@ def test_defect_29_detach_decides_about_the_graph(lab: Any) -> None:
         assert not any(v.requires_grad for v in step["next"].values(True, True) if isinstance(v, torch.Tensor))
 
 
-CHATS = [
-    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-    [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "a longer answer"}],
-]
+CHATS = [[user("hi"), assistant("hello")], [user("what is it?"), assistant("a longer answer")]]
 
 
-def test_defect_30_every_argument_has_an_effect(tokenizer: Any, ref_model: Any) -> None:
+def test_defect_30_every_argument_has_an_effect(lab: Any) -> None:
     """``tokenizer``, ``tokenizer_kwargs``, ``history_key`` and ``padding_side``, where text must be tokenised."""
 
     def score(*, padded: bool = False, name: str = "history", kind: Any = RetrieveLogProb, **kwargs: Any) -> Any:
-        options: Any = {"pad_output": padded, "input_mode": "history"}
-        keys = ["log_probs"] if kind is RetrieveLogProb else ["log_probs", "ref_log_probs"]
-        wrappers = [make_scoring_wrapper(ref_model, tokenizer, log_probs_key=key, **options) for key in keys]
-        data = TensorDict({name: ChatHistory(full=History.from_chats(CHATS), batch_size=2)}, batch_size=[2])
-        return kind(*wrappers, **kwargs)(data).get(FULL, as_list=True)
+        wrappers = lab.wrapped(padded, input_mode="history")
+        data = histories(full=CHATS).rename_key_("history", name)
+        return kind(*wrappers[: 1 + (kind is RetrieveKL)], **kwargs)(data).get(FULL, as_list=True)
 
     own, end = score(), "'<|im_end|>' + '\n'"
     longer = build_tokenizer(CHATML.replace(end, "'<|im_end|>' + '\n\n'"), pad_token="<|pad|>")
@@ -142,47 +120,49 @@ def test_defect_30_every_argument_has_an_effect(tokenizer: Any, ref_model: Any) 
         assert not padding.any()
 
 
-def test_defect_31_a_lora_policy_is_its_own_reference(tokenizer: Any) -> None:
-    base = make_model(tokenizer, seed=3)
-    before, model = copy.deepcopy(base), with_lora(base)
-    env = make_env(tokenizer, RetrieveKL("from_collector", "base"))
-    policy = make_policy(model, tokenizer, pad_output=False)
+def first_steps(lab: Any, model: Any, env: EnvBase) -> list[TensorDictBase]:
+    """Of a collector with this policy."""
+    policy = make_policy(model, lab.tokenizer, pad_output=False)
     collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
     (batch,) = list(collector)
     collector.shutdown()
-    for step in steps(batch):
+    return list(steps(batch))
+
+
+def test_defect_31_a_lora_policy_is_its_own_reference(lab: Any) -> None:
+    base = make_model(lab.tokenizer, seed=3)
+    before, model = copy.deepcopy(base), with_lora(base)
+    for step in first_steps(lab, model, lab.env(RetrieveKL("from_collector", "base"))):
         want = response_log_probs(model, step) - response_log_probs(before, step)
         assert want.abs().max() > 0.05
         assert_near(step["next", "kl_penalty"], want, **FORWARD)
 
 
-def test_defect_32_a_stored_zero_is_not_charged(tokenizer: Any, ref: Any, policy: Any) -> None:
+def test_defect_32_a_stored_zero_is_not_charged(lab: Any) -> None:
     """The legacy class on log-probs stored by torchrl's generation: it leaves the first token out, with a warning."""
-    data = collect(tokenizer, policy)
     with pytest.warns(UserWarning, match=r"exactly 0 for the first generated token of 2 sequences.*RetrieveKL"):
-        result = KLRewardTransform(ref)(data)
+        result = KLRewardTransform(lab.wrapped()[1])(lab.collect())
     for step in steps(result):
         prompt = len(step["tokens", "prompt"])
         kl = step["next", "kl_penalty"][:, 0]
-        want = step["log_probs", "response"] - response_log_probs(ref.model, step)[prompt:]
+        want = step["log_probs", "response"] - response_log_probs(lab.ref_model, step)[prompt:]
         assert kl[prompt] == 0
         assert_near(kl[prompt + 1 :], want[1:], **FORWARD)
 
 
-def test_defect_34_a_padding_token_that_ends_turns_is_scored(tokenizer: Any, ref_model: Any) -> None:
+def test_defect_34_a_padding_token_that_ends_turns_is_scored(lab: Any, ref_model: Any) -> None:
     """pad == eos: the mask marks the end token as sampled, whatever its id."""
-    eos = tokenizer.eos_token_id
+    eos = lab.tokenizer.eos_token_id
     full = torch.tensor([[eos, 5, 6, 7, eos], [4, 5, 6, eos, eos]])
     data = TensorDict({("tokens", "full"): full, ("tokens", "prompt"): full[:, :3]}, [2])
     data["masks", "all_attention_mask"] = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
-    found = RetrieveLogProb(make_scoring_wrapper(ref_model, tokenizer, pad_output=True))(data)[FULL]
+    found = RetrieveLogProb(lab.wrapped(True)[1])(data)["ref_log_probs", "full"]
     want = torch.zeros(2, 5)
     want[0, 3:] = plain_log_probs(ref_model, full[0, 1:])[2:]
     want[1, 3] = plain_log_probs(ref_model, full[1, :4])[3]
     assert_near(found, want, **FORWARD)
 
 
-# ------------------------------------------------------------------ errors that nobody would notice
 @pytest.mark.parametrize("repetitive", [False, True])
 def test_a_prompt_without_padding_beside_a_padded_sequence(repetitive: bool, ref_model: Any) -> None:
     """The prompt's own three tokens, the sequence with six pads before them."""
@@ -211,10 +191,9 @@ def test_threads_with_adapters_on_and_off_take_turns() -> None:
             worst[adapters] = max(worst[adapters], error)
 
     threads = [threading.Thread(target=run, args=(adapters,)) for adapters in (True, False, False, True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for step in (threading.Thread.start, threading.Thread.join):
+        for thread in threads:
+            step(thread)
     assert max(worst.values()) < 5e-5, "an adapter more or less is worth nats"
 
 
@@ -231,24 +210,21 @@ def test_prompt_tuning_takes_the_full_forward() -> None:
     assert_near(scorer.score(Ragged.from_list([row])).values[1:], want, **FORWARD)
 
 
-def test_a_second_collector_brings_its_own_policy(tokenizer: Any, ref: Any) -> None:
-    env = make_env(tokenizer, RetrieveKL("from_collector", ref))
-    for seed in (0, 5):
-        model = make_model(tokenizer, seed=seed)
-        policy = make_policy(model, tokenizer, pad_output=False)
-        collector = LLMCollector(env, policy=policy, dialog_turns_per_batch=2, total_dialog_turns=2)
-        for step in steps(next(iter(collector))):
+def test_a_second_collector_brings_its_own_policy(lab: Any) -> None:
+    env = lab.env(RetrieveKL("from_collector", lab.ref_model))
+    for model in (make_model(lab.tokenizer, seed=seed) for seed in (0, 5)):
+        for step in first_steps(lab, model, env):
             assert_response(step["next", "log_probs", "full"], model, step)
 
 
-def test_a_wrappers_model_that_changes_is_the_one_that_is_scored(lab: Any, ref: Any) -> None:
+def test_a_wrappers_model_that_changes_is_the_one_that_is_scored(lab: Any) -> None:
+    ref = lab.wrapped()[1]
     transform = RetrieveLogProb(ref)
     ref.model = lab.gen_model
     for step in steps(transform(lab.collect())):
         assert_response(step["next", "ref_log_probs", "full"], lab.gen_model, step)
 
 
-def test_a_locked_stack_is_not_written(tokenizer: Any, policy: Any, ref_model: Any) -> None:
-    data = flat(collect(tokenizer, policy)).lock_()
+def test_a_locked_stack_is_not_written(lab: Any) -> None:
     with pytest.raises(RuntimeError, match="locked"):
-        RetrieveLogProb(ref_model)(data)
+        RetrieveLogProb(lab.ref_model)(flat(lab.collect()).lock_())

@@ -1,20 +1,24 @@
-"""Every transform in every place that TorchRL runs one, padded and nested, against the plain model."""
+"""Every transform in every place that TorchRL runs one, against the plain model; and what each turn of an env costs."""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jinja2
 import pytest
 import torch
 from tensordict import TensorDictBase, lazy_stack
+from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import EnvBase, Transform
 
 from closeness import assert_near
-from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
+from template_pairs import assistant, user
+from torchrl_llm_kl import KLRewardTransform, RetrieveKL, RetrieveLogProb, ScoreOptions
 from toy_models import FORWARD
-from toy_rollouts import OUTCOMES, flat, leaves, response_log_probs, same_leaves, steps
+from toy_rollouts import OUTCOMES, flat, histories, leaves, make_model, response_log_probs, same_leaves, steps
 
 COEFF = 0.3
 GEN, REF = ("next", "log_probs", "full"), ("next", "ref_log_probs", "full")
@@ -34,25 +38,12 @@ class Scored:
         self.lab, self.padded, self.policy = lab, padded, lab.policy(padded)
         self.scores: dict[Any, Any] = {}
 
-    def make(self, name: str) -> Transform:
-        gen, ref = self.lab.wrapped(self.padded)
-        return {
-            "RetrieveLogProb": lambda: RetrieveLogProb(ref),
-            "KLComputation": lambda: KLComputation(coeff=COEFF),
-            "RetrieveKL": lambda: RetrieveKL(gen, ref, coeff=COEFF),
-            "KLRewardTransform": lambda: KLRewardTransform(ref, coef=COEFF),
-        }[name]()
-
-    def before(self, name: str) -> list[Transform]:
-        """Transforms whose output ``name`` reads."""
-        gen, ref = map(RetrieveLogProb, self.lab.wrapped(self.padded))
-        return {"KLComputation": [gen, ref], "KLRewardTransform": [gen]}.get(name, [])
-
-    def env(self, name: str, **kwargs: Any) -> EnvBase:
-        return self.lab.env(*self.before(name), self.make(name), **kwargs)
+    def chain(self, name: str) -> list[Transform]:
+        return self.lab.chain(name, self.padded, COEFF)
 
     def data(self, name: str, **kwargs: Any) -> TensorDictBase:
-        return self.lab.collect(*self.before(name), pad_output=self.padded, **kwargs)
+        """What the transform reads."""
+        return self.lab.collect(*self.chain(name)[:-1], pad_output=self.padded, **kwargs)
 
     def check(self, name: str, step: TensorDictBase, outcome: float) -> None:
         """Compare a step with numbers from one plain forward for each model."""
@@ -111,7 +102,7 @@ def test_defect_27_a_direct_call_on_any_number_of_batch_dimensions(scored: Score
     for reshape, outcomes in BATCHES.values():
         data = reshape(rollout.clone())
         before = [leaves(step) for step in steps(data)]
-        result = scored.make(name)(data)
+        result = scored.chain(name)[-1](data)
         assert result.shape == data.shape
         for step, was, outcome in zip(steps(result), before, outcomes, strict=True):
             scored.check(name, step, outcome)
@@ -122,7 +113,7 @@ def test_defect_27_a_direct_call_on_any_number_of_batch_dimensions(scored: Score
 def test_defect_07d_chat_env(scored: Scored, name: str) -> None:
     """Each turn is charged its own tokens alone."""
     torch.manual_seed(0)
-    rollout = scored.env(name, envs=3, turns=3).rollout(3, scored.policy)
+    rollout = scored.lab.env(*scored.chain(name), envs=3, turns=3).rollout(3, scored.policy)
     assert scored.check_all(name, rollout) == 9
 
 
@@ -135,7 +126,7 @@ def check_collected(scored: Scored, name: str, env: EnvBase, **policy: Any) -> N
 
 @in_layouts(True)
 def test_collector(scored: Scored, name: str) -> None:
-    check_collected(scored, name, scored.env(name, turns=2))
+    check_collected(scored, name, scored.lab.env(*scored.chain(name), turns=2))
 
 
 @in_layouts(True)
@@ -143,7 +134,7 @@ def test_defect_25_26_replay_buffer_on_extend(scored: Scored, name: str) -> None
     data = flat(scored.data(name, envs=3))
     before = [leaves(step) for step in steps(data)]
     buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=3)
-    buffer.append_transform(scored.make(name), invert=True)
+    buffer.append_transform(scored.chain(name)[-1], invert=True)
     buffer.extend(data)
     assert len(buffer) == 3
     for i in range(3):
@@ -159,7 +150,7 @@ def test_defect_25_26_replay_buffer_on_sample(scored: Scored, name: str) -> None
     buffer.extend(data)
     stored = [leaves(buffer._storage[i]) for i in range(3)]
     outcome_of = {str(step["tokens", "full"].tolist()): OUTCOMES[i] for i, step in enumerate(steps(data))}
-    buffer.append_transform(scored.make(name))
+    buffer.append_transform(scored.chain(name)[-1])
     for _ in range(2):  # the second time too: what sampling wrote must not have reached the storage
         sample = buffer.sample()
         assert sample.shape == (4,)
@@ -194,3 +185,77 @@ def test_from_collector_elsewhere_says_how(lab: Any) -> None:
     env = lab.env(transform)
     with pytest.raises(ValueError, match=r"The collector is not set.*append the transform to the env.*LLMCollector"):
         env.rollout(1, lab.policy())
+
+
+# ------------------------------------------------------------------ what a turn costs
+#: Transforms that score a model, beside one of equal weights, and where.
+TRANSFORMS: dict[str, tuple[Any, Any]] = {
+    "RetrieveKL": (lambda ref, twin, options: [RetrieveKL(ref, twin, options=options)], GEN[1:]),
+    "RetrieveLogProb": (lambda ref, _, options: [RetrieveLogProb(ref, options=options)], GEN[1:]),
+    "KLRewardTransform": (
+        lambda ref, twin, options: [RetrieveLogProb(twin), KLRewardTransform(ref, options=options)],
+        "ref_log_probs",
+    ),
+}
+
+
+def count(calls: list[int], _: Any, __: Any, kwargs: Any) -> None:
+    """Tokens of a forward that scores; generation has its own cache."""
+    if not kwargs.get("use_cache"):
+        calls.append(kwargs["input_ids"].numel())
+
+
+@pytest.mark.parametrize(("name", "padded"), [(name, name == "RetrieveKL") for name in TRANSFORMS], indirect=["padded"])
+def test_a_turn_costs_its_new_tokens(lab: Any, name: str, padded: bool) -> None:
+    make, key = TRANSFORMS[name]
+    costs: list[list[int]] = []  # tokens through the body, turn by turn, with a cache and without
+    for memory in (ScoreOptions(), ScoreOptions(memory=0)):
+        calls: list[int] = []
+        ref, twin = (make_model(lab.tokenizer, seed=1) for _ in range(2))
+        ref.get_decoder().register_forward_pre_hook(partial(count, calls), with_kwargs=True)
+        env = lab.env(*make(ref, twin, memory), envs=2, turns=3)
+        calls.clear()  # of the probe
+        torch.manual_seed(0)
+        rollout = env.rollout(3, lab.policy(padded))
+        costs.append(list(calls))  # not the comparison's below
+        for step in steps(rollout):
+            found = step["next"][key]
+            assert_near(found.reshape(len(found)), response_log_probs(ref, step), **FORWARD)
+    cached, whole = costs
+    assert [len(cached), len(whole), cached[0]] == [3, 3, whole[0]]
+    real = ("masks", "all_attention_mask")
+    rows = [[step["tokens", "full"][step[real]] for step in turns.unbind(0)] for turns in rollout.unbind(0)]
+    for turn in range(1, 3):
+        # What was decoded and encoded again may be other tokens: new are those from the first difference on.
+        known = [min(common(row[turn - 1], row[turn]), len(row[turn - 1]) - 1) for row in rows]
+        assert cached[turn] == sum(len(row[turn]) - 1 - k for row, k in zip(rows, known, strict=True))
+        assert whole[turn] > whole[turn - 1]
+    assert cached[2] < 0.6 * whole[2]
+
+
+def common(a: Tensor, b: Tensor) -> int:
+    n = min(len(a), len(b))
+    return int((a[:n] == b[:n]).long().cumprod(0).sum())
+
+
+def test_outside_an_env_nothing_is_remembered(lab: Any) -> None:
+    transform = RetrieveKL(lab.gen_model, lab.ref_model)
+    transform(lab.collect())
+    assert [len(transform[i].scorer.memory) for i in (0, 1)] == [0, 0]
+
+
+CHATS = [[user("hi"), assistant("yes"), user("why?"), assistant(f"because {i}")] for i in range(3)]
+
+
+@pytest.mark.parametrize(("assistant_only", "renderings"), [(True, 2), (False, 1)])
+def test_each_conversation_is_rendered_once_for_both_models(lab, monkeypatch, assistant_only, renderings):
+    """Once as it is, and once more to see who spoke where; more for the first with such turns, which is checked."""
+    wrappers = lab.wrapped(input_mode="history")
+    transform = RetrieveKL(*wrappers, assistant_only=assistant_only, add_to_reward=False)
+    data = histories(full=CHATS)
+    transform(data.clone())
+    seen: list[int] = []
+    render = jinja2.Template.render
+    monkeypatch.setattr(jinja2.Template, "render", lambda self, *a, **k: seen.append(1) or render(self, *a, **k))
+    transform(data)
+    assert len(seen) == renderings * len(CHATS)
