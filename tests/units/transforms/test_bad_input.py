@@ -8,12 +8,11 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
-from torchrl.data.llm import History
-from torchrl.modules.llm.policies import ChatHistory
 
 from layouts import joined, lay_out
+from template_pairs import assistant, user
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL, RetrieveLogProb
-from toy_rollouts import make_model, make_scoring_wrapper
+from toy_rollouts import histories, make_model, make_scoring_pair, make_scoring_wrapper
 from toy_tokenizer import CHATML, build_tokenizer
 
 FORMS = ["padded", "nested", "lazy"]
@@ -25,7 +24,7 @@ REF = [[0.0, 0.0, 0.0, -2.0, -1.0], [0.0, 0.0, -1.0, -0.75, -1.25, -4.5]]
 FULL, PROMPT = ("tokens", "full"), ("tokens", "prompt")
 ATTENTION, ASSISTANT = ("masks", "all_attention_mask"), ("masks", "all_assistant_mask")
 GEN_KEY, REF_KEY, REWARD = ("log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "reward")
-SAMPLED, OLD = ("log_probs", "response"), ("old", "full")
+SAMPLED, OLD, EXACT = ("log_probs", "response"), ("old", "full"), ("exact_kl", "full")
 
 Columns = dict[Any, Any]
 
@@ -48,11 +47,6 @@ def flags(*lengths: int) -> list[Tensor]:
 
 def build(form: str, columns: Columns | None = None) -> TensorDictBase:
     return lay_out(form, columns_of() if columns is None else columns, PROMPTS, RESPONSES)
-
-
-def histories() -> TensorDictBase:
-    chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]] * 2
-    return TensorDict(history=ChatHistory(full=History.from_chats(chats)), batch_size=[2])
 
 
 def everything(td: TensorDictBase) -> Any:
@@ -79,42 +73,26 @@ def assert_refused(error: type[Exception], data: TensorDictBase, text: str) -> I
     assert before == everything(data), "the data was changed"
 
 
-class Models:
-    """Each transform on the two models."""
-
-    def __init__(self, tokenizer: Any, gen: Any, ref: Any) -> None:
-        self.tokenizer, self.gen, self.ref = tokenizer, gen, ref
-
-    def wrappers(self, tokenizer: Any = None, **kwargs: Any) -> dict[str, Any]:
-        options = {"pad_output": True, **kwargs}
-        return {
-            side: make_scoring_wrapper(model, tokenizer or self.tokenizer, log_probs_key=f"{side}_log_probs", **options)
-            for side, model in (("gen", self.gen), ("ref", self.ref))
-        }
-
-    def make(self, name: str, *, gen: Any = None, ref: Any = None, **kwargs: Any) -> Any:
-        gen, ref = gen or self.gen, ref or self.ref
-        return {
-            LOG: lambda: RetrieveLogProb(ref, **kwargs),
-            BOTH: lambda: RetrieveKL(gen, ref, **kwargs),
-            LEGACY: lambda: KLRewardTransform(ref, **kwargs),
-            PARTS: KLComputation,
-            "other key": lambda: KLComputation(ref_log_probs_full_key=("mine", "full")),
-            "legacy key": lambda: KLRewardTransform(ref, log_prob_key=("mine", "full")),
-            "corrected": lambda: KLComputation(estimator="corrected_k3", old_log_probs_key=OLD),
-        }[name]()
-
-
-@pytest.fixture(scope="module")
-def models(tokenizer: Any, policy_model: Any, ref_model: Any) -> Models:
-    return Models(tokenizer, policy_model, ref_model)
+def make(name: str, lab: Any, models: Any = None) -> Any:
+    """A transform on the two models, or on wrappers of them."""
+    gen, ref = models or (lab.gen_model, lab.ref_model)
+    return {
+        LOG: lambda: RetrieveLogProb(ref),
+        BOTH: lambda: RetrieveKL(gen, ref),
+        LEGACY: lambda: KLRewardTransform(ref),
+        PARTS: KLComputation,
+        "other key": lambda: KLComputation(ref_log_probs_full_key=("mine", "full")),
+        "legacy key": lambda: KLRewardTransform(ref, log_prob_key=("mine", "full")),
+        "exact": lambda: KLComputation(estimator="exact"),
+        "corrected": lambda: KLComputation(estimator="corrected_k3", old_log_probs_key=OLD),
+    }[name]()
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", [*SCORING, PARTS])
-def test_the_data_of_these_tests_is_good(models: Models, name: str, form: str) -> None:
+def test_the_data_of_these_tests_is_good(lab: Any, name: str, form: str) -> None:
     """Without this the tests of bad input could pass for another reason."""
-    data = models.make(name)(build(form))
+    data = make(name, lab)(build(form))
     key = ("next", "log_probs", "full") if name == LOG else ("next", "kl_penalty")
     assert data.get(key, as_list=True) is not None
 
@@ -150,8 +128,11 @@ def floats(columns: Columns) -> None:
     columns[FULL] = [row.float() for row in columns[FULL]]
 
 
-def longer(columns: Columns) -> None:
-    columns[GEN_KEY][1] = torch.cat([columns[GEN_KEY][1], torch.tensor([-9.0])])
+def longer(key: Any) -> Change:
+    """The second row, of a copy of the policy's log-probs."""
+    return lambda columns: columns.update(
+        {key: [columns[GEN_KEY][0], torch.cat([columns[GEN_KEY][1], torch.zeros(1)])]}
+    )
 
 
 NO_TOKENS = "('tokens', 'full') … found … masks.all_attention_mask … Run the policy first … input_key"
@@ -159,10 +140,12 @@ NO_POLICY = (
     "Log-probs not found. Expected keys: ('log_probs', 'full'), ('ref_log_probs', 'full') … Found:  … tokens.full"
     " … Missing: ('log_probs', 'full') … in 'next':  … reward … Put RetrieveLogProb before"
 )
+DEFECT_15 = "the policy's log-probs are missing … ('mine', 'full') … tokens.full … return_log_probs=True … RetrieveKL"
 NO_MASK = (
     "cannot tell which tokens … found ('tokens', 'full'), but neither ('tokens', 'prompt') … Add one of them"
     " … ('masks', 'all_assistant_mask') … assistant_only=False"
 )
+WRITER = "RetrieveLogProb(policy, extras=[ExactKL(reference)])"
 LONGER = "[1].shape=torch.Size([7]), ref_log_probs[1].shape=torch.Size([6]). From position 6 on … score the same tokens"
 AT = "at sequence 1, position"
 OTHER_PROMPT = put(PROMPT, [torch.tensor([7, 8, 9]), torch.tensor([10, 99])])
@@ -177,8 +160,10 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (PARTS, "padded lazy", without(GEN_KEY), NO_POLICY),
     (PARTS, "nested", without(REF_KEY), "Missing: ('ref_log_probs', 'full') … Found:  … tokens.full … in 'next': "),
     ("other key", "nested", without(), "Missing: ('mine', 'full') … Found: log_probs.full … the keys that hold them"),
-    ("legacy key", "nested", without(), "('mine', 'full') … found … tokens.full … return_log_probs=True … RetrieveKL"),
+    ("legacy key", "nested", without(), DEFECT_15),
     ("corrected", "nested", without(), "Missing: ('old', 'full') … Found: log_probs.full … give the keys"),
+    ("exact", "nested", without(), f"Exact KL not found … {EXACT} … in 'next':  … {WRITER}"),
+    ("exact", "padded", put(EXACT, torch.zeros(2)), f"{EXACT} to have a token dimension"),
     # tokens
     (LOG, "padded nested lazy", floats, "integer token ids … ('tokens', 'full') … torch.float32"),
     (BOTH, "padded nested lazy", number(FULL, 4, 9999), f"token id 9999 {AT} 4 … tokenizer of this model"),
@@ -186,10 +171,11 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (LEGACY, "nested", OTHER_PROMPT, f"{AT[3:]} 1 … does not start with ('tokens', 'prompt') … pad token"),
     (BOTH, "lazy", without(PROMPT), NO_MASK),
     # lengths
-    (PARTS, "nested lazy", longer, f"Sample 1 has different shapes … {LONGER}"),
-    (LEGACY, "nested", longer, "Sample … torch.Size([7]) … torch.Size([6]) … score the same tokens"),
+    (PARTS, "nested lazy", longer(GEN_KEY), f"Sample 1 has different shapes … {LONGER}"),
+    (LEGACY, "nested", longer(GEN_KEY), "Sample … torch.Size([7]) … torch.Size([6]) … score the same tokens"),
     (PARTS, "padded", put(REF_KEY, torch.zeros(2, 8)), "Sample 0 … Size([7]) … Size([8]) … From position 7 on"),
     (PARTS, "padded", NESTED, "Sample 1 … torch.Size([6]) … torch.Size([5]) … From position 5 on"),
+    ("exact", "lazy", longer(EXACT), f"Sample 1 … torch.Size([6]), exact_kl[1] … torch.Size([7]) … {WRITER}"),
     ("corrected", "nested", put(OLD, [torch.zeros(5), torch.zeros(7)]), "('old', 'full') … 7 … 6 … same tokens"),
     ("corrected", "padded", put(OLD, torch.zeros(2, 6)), "('old', 'full') … 6 … 7 … same tokens"),
     ("corrected", "nested lazy", ONLY_ADD_UP, "('old', 'full') … Sample 0 … 6 … 5"),
@@ -203,6 +189,15 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     (PARTS, "nested", number(GEN_KEY, 0, -torch.inf), f"the policy … is -inf {AT} 0"),
     ("corrected", "nested lazy", number(OLD, 3, NAN, GEN_KEY), f"('old', 'full') … is nan {AT} 3"),
     *(
+        (
+            "exact",
+            "nested lazy jagged",
+            number(EXACT, 4, bad, GEN_KEY),
+            f"exact KL under {EXACT} is {bad} {AT} 4: … {WRITER}",
+        )
+        for bad in (NAN, torch.inf, -torch.inf)
+    ),
+    *(
         (name, "padded nested lazy", number(key, 4, bad), f"the {who} under {key[-2:]} … is {bad} {AT} 4 … weights")
         for bad in (NAN, torch.inf, -torch.inf)
         for name, key, who in ((PARTS, GEN_KEY, "policy"), (PARTS, REF_KEY, "reference"), (LEGACY, GEN_KEY, "policy"))
@@ -213,70 +208,68 @@ REFUSED: list[tuple[str, str, Change, str]] = [
 @pytest.mark.parametrize(
     ("name", "form", "change", "text"),
     [(name, form, *row) for names, forms, *row in REFUSED for name in names.split("/") for form in forms.split()],
-    ids=lambda value: "defect_31" if value is NO_POLICY else None,
+    ids=lambda value: {NO_POLICY: "defect_31", DEFECT_15: "defect_15"}.get(value) if isinstance(value, str) else None,
 )
-def test_refused(models: Models, name: str, form: str, change: Change, text: str) -> None:
+def test_refused(lab: Any, name: str, form: str, change: Change, text: str) -> None:
     columns = columns_of()
     change(columns)
     data = build(form, {key: rows for key, rows in columns.items() if rows is not None})
     missing = text is NO_TOKENS or name == "legacy key"
     with assert_refused(KeyError if missing else TypeError if change is floats else ValueError, data, text):
-        models.make(name)(data)
+        make(name, lab)(data)
 
 
 @pytest.mark.parametrize("name", SCORING)
-def test_tokens_elsewhere_and_tensors_where_something_else_belongs(models: Models, name: str) -> None:
+def test_tokens_elsewhere_and_tensors_where_something_else_belongs(lab: Any, name: str) -> None:
     data = build("padded")
     with assert_refused(KeyError, data, "('ids', 'full') … found … tokens.full … input_key"):
-        models.make(name, **models.wrappers(input_key=("ids", "full")))(data)
+        make(name, lab, lab.wrapped(True, input_key=("ids", "full")))(data)
     data = TensorDict(tokens=torch.tensor([[1, 2, 3]]), reward=torch.ones(1, 1), batch_size=[1])
     with assert_refused(TypeError, data, "'tokens' … ('tokens', 'full') … Tensor"):
-        models.make(name)(data)
+        make(name, lab)(data)
     if name != LEGACY:  # which reads no history
         data = TensorDict(history=TensorDict(full=torch.zeros(2, 3), batch_size=[2]), batch_size=[2])
         with assert_refused(TypeError, data, "expected a torchrl History … ('history', 'full') … Tensor"):
-            models.make(name, **models.wrappers(input_mode="history"))(data)
+            make(name, lab, lab.wrapped(True, input_mode="history"))(data)
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "make"),
+    ("name", "size", "data"),
     [
-        (LOG, "(0,)", lambda: build("padded")[:0]),
-        (BOTH, "(0,)", lambda: build("lazy")[:0]),
-        (LEGACY, "(0, 2)", lambda: lazy_stack([build("lazy")])[:0]),
-        (PARTS, "(1, 0)", lambda: lazy_stack([build("padded")])[:, :0]),
+        (LOG, "(0,)", build("padded")[:0]),
+        (BOTH, "(0,)", build("lazy")[:0]),
+        (LEGACY, "(0, 2)", lazy_stack([build("lazy")])[:0]),
+        (PARTS, "(1, 0)", lazy_stack([build("padded")])[:, :0]),
     ],
 )
-def test_an_empty_batch(models: Models, name: str, size: str, make: Callable[[], TensorDictBase]) -> None:
-    data = make()
+def test_an_empty_batch(lab: Any, name: str, size: str, data: TensorDictBase) -> None:
     with assert_refused(ValueError, data, f"the batch is empty: a TensorDict of batch size {size} holds … drop it"):
-        models.make(name)(data)
+        make(name, lab)(data)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", [LEGACY, PARTS])
-def test_defect_37_padding_may_hold_anything(models: Models, name: str, bad: float) -> None:
+def test_defect_37_padding_may_hold_anything(lab: Any, name: str, bad: float) -> None:
     data = build("padded")
     for key in (GEN_KEY, REF_KEY):
         data[key][0, 5:] = bad
         data[key][1, 0] = bad
-    found = models.make(name)(data)["next"]
+    found = make(name, lab)(data)["next"]
     assert found["reward"].isfinite().all()
     kl = found["kl_penalty"].reshape(2, 7)
     assert (kl[0, 5:] == 0).all()
     assert kl[1, 0] == 0
 
 
-# ------------------------------------------------------------------ the models do not fit
+CHATS = [[user("hi"), assistant("yes")]] * 2
 SHOUTING = CHATML.replace("message['content']", "message['content'] | upper")
 
 
-def test_defect_13_two_templates_and_two_tokenizers(models: Models) -> None:
-    options = {"input_mode": "history", "pad_output": False}
-    gen = models.wrappers(chat_template=CHATML, **options)["gen"]
-    ref = models.wrappers(chat_template=SHOUTING, **options)["ref"]
-    data = histories()
-    small, capital = (models.tokenizer.convert_tokens_to_ids(c) for c in "hH")
+def test_defect_13_two_templates_and_two_tokenizers(lab: Any) -> None:
+    options: Any = {"input_mode": "history", "pad_output": False}
+    (gen, _), (_, ref) = (lab.wrapped(chat_template=template, **options) for template in (CHATML, SHOUTING))
+    data = histories(full=CHATS)
+    small, capital = (lab.tokenizer.convert_tokens_to_ids(c) for c in "hH")
     # "<|im_start|>", "u", "s", "e", "r", "\n", then "hi" or "HI"
     text = f"different tokens, first at sequence 0, position 6 … [{small},  … [{capital},  … same tokenizer and chat"
     with assert_refused(ValueError, data, text):
@@ -289,12 +282,12 @@ def test_defect_13_two_templates_and_two_tokenizers(models: Models) -> None:
 
 
 @pytest.mark.parametrize("name", [LOG, BOTH])
-def test_no_template_and_no_tokenizer(models: Models, name: str) -> None:
-    data, bare = histories(), build_tokenizer(None, pad_token="<|pad|>")
+def test_no_template_and_no_tokenizer(lab: Any, name: str) -> None:
+    data, bare = histories(full=CHATS), build_tokenizer(None, pad_token="<|pad|>")
     with assert_refused(ValueError, data, "toy … chat template … chat_template"):
-        models.make(name, **models.wrappers(bare, input_mode="history"))(data)
-    wrappers = models.wrappers(input_mode="history")
-    for wrapper in wrappers.values():
+        make(name, lab, make_scoring_pair(lab.gen_model, lab.ref_model, bare, input_mode="history"))(data)
+    wrappers = lab.wrapped(input_mode="history")
+    for wrapper in wrappers:
         wrapper.tokenizer = None
     with assert_refused(ValueError, data, "tokenizer=None … Pass `tokenizer=`"):
-        models.make(name, **wrappers)(data)
+        make(name, lab, wrappers)(data)

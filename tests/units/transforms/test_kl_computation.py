@@ -10,12 +10,12 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
-from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
+from torchrl.modules.llm.policies import LogProbs
 
 from layouts import lay_out
 from torchrl_llm_kl import KLComputation, KLRewardTransform, RetrieveKL
-from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, available_estimators, get_estimator
-from toy_rollouts import steps
+from torchrl_llm_kl.estimators import AdaptiveKLCoefficient, FixedKLCoefficient, available_estimators, get_estimator, k2
+from toy_rollouts import rows_of
 
 GEN, REF, EXACT = ("log_probs", "full"), ("ref_log_probs", "full"), ("exact_kl", "full")
 NAN = float("nan")
@@ -33,13 +33,6 @@ def pad(rows: list[list[float]], value: float = 0.0, side: str = "left") -> Tens
     return pad_sequence(tensors(rows), batch_first=True, padding_value=value, padding_side=side)
 
 
-def rows_of(td: TensorDictBase, key: Any) -> list[Tensor]:
-    """The rows of an entry, however it is stored."""
-    if isinstance(td, TensorDict) and td.batch_dims and td[key].is_nested:
-        return list(td[key].unbind())
-    return [step[key] for step in steps(td)]
-
-
 def numbers(td: TensorDictBase, key: str) -> list[list[float]]:
     return [row.reshape(len(row)).tolist() for row in rows_of(td, key)]
 
@@ -48,7 +41,6 @@ def close(found: list[list[float]], expected: list[list[float]]) -> None:
     assert_close(tensors(found), tensors(expected))
 
 
-# ------------------------------------------------------------------ estimators
 # d = log_prob - ref_log_prob = 0.5, -1, 0.25, -4
 LOG_PROBS, REF_LOG_PROBS, D = [-1.0, -2.0, -0.5, -5.0], [-1.5, -1.0, -0.75, -1.0], [0.5, -1.0, 0.25, -4.0]
 
@@ -101,6 +93,72 @@ def test_corrected_k3_with_the_log_probs_of_the_sampler() -> None:
     close(numbers(transform(data)["next"], "kl_penalty"), [[0.0, *CORRECTED[1:]]])
 
 
+K1 = [D, [-0.5, 1.0, -0.25, 7.0]]  # and the reward with an outcome of 3
+K2 = [[0.125, 0.5, 0.03125, 8.0], [-0.625, -2.5, -0.15625, -37.0]]  # with a coefficient of 5
+READ = [[0.0, 7.0, 5.0, 1.0], [0.0, -7.0, -5.0, 2.0]]
+
+
+def test_estimators_by_name_the_exact_kl_and_copies() -> None:
+    def found(transform: KLComputation) -> list[list[float]]:
+        out = transform(one(reward=3.0, exact_kl=TensorDict(full=torch.tensor(READ[:1]), batch_size=[1])))["next"]
+        return [*numbers(out, "kl_penalty"), *numbers(out, "reward")]
+
+    transform = KLComputation()
+    transform.estimator = "exact"
+    assert transform.in_keys == [EXACT, "reward"]
+    assert found(transform) == READ
+    with pytest.raises(ValueError, match=r"old_log_probs_key=.*'old'.*estimator='exact'"):
+        transform.old_log_probs_key = ("old", "full")
+    transform.estimator = "k1"
+    assert transform.in_keys == [GEN, REF, "reward"]
+    assert found(transform) == K1
+    other = transform.clone()
+    other.estimator, other.coeff = "k2", 5.0
+    assert other.estimator is k2
+    assert (found(transform), found(other)) == (K1, K2)
+    assert list(other.state_dict()) == ["coeff.value"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("estimator", "k9", ValueError, "unknown KL estimator 'k9'.*Known: none, k1"),
+        ("estimator", 3, TypeError, "estimator must be a name or a function, got int"),
+        ("estimator", "exact", ValueError, "old_log_probs_key=.*'old'.* estimator='exact'"),
+        ("reward_placement", "first", ValueError, "reward_placement must be one of 'last', 'broadcast', got 'first'"),
+        ("padding_side", "middle", ValueError, "'left' or 'right', found 'middle'"),
+        ("coeff", "0.1", TypeError, "coeff must be a number, a tensor or a module, got str"),
+        ("coeff", torch.tensor([1.0, 2.0]), ValueError, r"one element, got shape \(2,\)"),
+        ("coeff", float("nan"), ValueError, "must be a finite number of at least 0, got nan"),
+    ],
+)
+def test_what_means_nothing_is_refused(name: str, value: Any, error: type[Exception], message: str) -> None:
+    """At construction and later."""
+    with pytest.raises(error, match=message):
+        KLComputation(**{"old_log_probs_key": "old", name: value})
+    transform = KLComputation(old_log_probs_key="old")
+    before = getattr(transform, name)
+    with pytest.raises(error, match=message):
+        setattr(transform, name, value)
+    assert getattr(transform, name) is before
+
+
+def test_keys_follow() -> None:
+    transform = KLComputation(add_to_reward=False)
+    assert (transform.in_keys, transform.out_keys) == ([GEN, REF], ["kl_penalty"])
+    transform.kl_key, transform.reward_key, transform.gen_log_probs_full_key = "kl", "score", "mine"
+    transform.add_to_reward = True
+    assert (transform.in_keys, transform.out_keys) == (["mine", REF, "score"], ["kl", "score"])
+    data = one(reward=3.0)["next"].rename_key_(GEN, "mine").rename_key_("reward", "score")
+    out = transform(data.clone())
+    assert [*numbers(out, "kl"), *numbers(out, "score")] == K1
+    transform.add_to_reward = False
+    assert transform.out_keys == ["kl"]
+    out = transform(data.clone())
+    assert (numbers(out, "kl"), out["score"].tolist()) == ([D], [[3.0]])
+    assert transform(data.exclude("score")).get("score", None) is None
+
+
 @pytest.mark.parametrize(
     ("padded", "side"), [("old", "left"), ("gen", "right"), ("ref", "left"), ("gen old", "left"), ("ref old", "right")]
 )
@@ -118,7 +176,6 @@ def test_log_probs_of_the_sampler_in_another_layout(padded: str, side: Any) -> N
     close(numbers(out, "kl_penalty"), [CORRECTED, short])
 
 
-# ------------------------------------------------------------------ coefficients
 def test_every_kind_of_coefficient() -> None:
     """A tensor that changes later is not followed; distance is rewarded on purpose alone, through the class."""
     changing = torch.tensor(0.3)
@@ -147,7 +204,6 @@ def test_a_negative_number_is_no_coefficient(policy_model: Any) -> None:
     assert transform.coeff() == 0.5
 
 
-# ------------------------------------------------------------------ layouts
 FOUR = [[0.5, -1.0, 0.25], [2.0], [-1.0, 3.0], [0.0, 1.0, -2.0, 4.0]]
 OUTCOMES = [1.0, -3.0, 0.0, 2.0]
 PENALTY = [[-0.5 * d for d in row] for row in FOUR]
@@ -213,7 +269,6 @@ def test_one_padded_and_one_nested(padded: Any, side: Any) -> None:
         close(numbers(out, key), pad(rows, side=side).tolist() if padded == GEN else rows)
 
 
-# ------------------------------------------------------------------ rewards
 OUTCOME = torch.tensor(OUTCOMES)
 OUTCOME_FORMS = {
     "[B]": OUTCOME,
@@ -252,15 +307,6 @@ def test_a_reward_for_each_token_stays_where_it_is() -> None:
     assert placed(four().exclude("reward")) == [PENALTY] * 2
 
 
-def test_add_to_reward_false_leaves_the_reward_alone() -> None:
-    transform = KLComputation(add_to_reward=False, coeff=0.5)
-    out = transform(four())
-    assert out["reward"].flatten().tolist() == OUTCOMES
-    assert numbers(out, "kl_penalty") == FOUR
-    assert transform(four().exclude("reward")).get("reward", None) is None
-    assert transform.out_keys == ["kl_penalty"]
-
-
 def rollout(prompt_lengths: list[int]) -> TensorDictBase:
     """Two padded sequences: one token of padding left of the second, one right of the first."""
     full = torch.tensor([[5, 6, 7, 0], [0, 5, 6, 7]])
@@ -291,17 +337,6 @@ def test_padding_holds_zero_and_the_outcome_sits_on_the_last_real_token(prompt_l
     assert placed(data) == [[[1.0, 1.0, 3.5, 0.0], [0.0, 4.0, 4.5, 7.0]]] * 2
 
 
-def test_the_outcome_sits_on_the_last_token_of_the_assistant() -> None:
-    data = TensorDict(
-        tokens=Tokens(prompt=torch.tensor([5]), full=torch.tensor([5, 6, 7])),
-        masks=Masks(all_assistant_mask=torch.tensor([False, True, False])),
-        next=TensorDict({EXACT: torch.tensor([0.0, 0.5, 0.0]), "reward": torch.tensor([2.0])}),
-    )
-    out = KLComputation(estimator="exact", coeff=0.5)(data)["next"]
-    assert out["reward"].squeeze(-1).tolist() == [0.0, 1.75, 0.0]
-
-
-# ------------------------------------------------------------------ tokens that were not scored
 def test_a_leading_run_of_nan_is_not_scored() -> None:
     """Neither model's NaN becomes a KL, also where only one of them has it; the outcome stays on the last token."""
     gen = tensors([[NAN, NAN, -1.0, -2.0], [NAN, -1.0], [NAN, NAN]])
@@ -325,15 +360,17 @@ def test_gradients_through_kl_and_reward_reach_what_is_scored_alone() -> None:
     assert found.tolist() == [0.0, 0.0, 1.0]  # d
 
 
-# ------------------------------------------------------------------ an exact KL
 def test_the_entry_of_the_step_itself_serves_too() -> None:
     """As the log-probs: ``"next"`` first, then the root; a tensorclass of log-probs may hold it."""
     data = TensorDict(exact_kl=LogProbs(full=pad(FOUR), batch_size=[4]), batch_size=[4])
     data["next"] = TensorDict(reward=torch.zeros(4, 1), batch_size=[4])
     transform = KLComputation(estimator="exact")
     assert transform(data)["next", "kl_penalty"].tolist() == pad(FOUR).tolist()
+    data["next", "mine"] = TensorDict(full=3 * pad(FOUR), batch_size=[4])
     data["next", "exact_kl"] = TensorDict(full=2 * pad(FOUR), batch_size=[4])
     assert transform(data)["next", "kl_penalty"].tolist() == (2 * pad(FOUR)).tolist()
+    transform.exact_kl_key = ("mine", "full")
+    assert transform(data)["next", "kl_penalty"].tolist() == (3 * pad(FOUR)).tolist()
 
 
 def test_the_entry_is_copied_and_rounding_below_zero_kept() -> None:
@@ -342,27 +379,3 @@ def test_the_entry_is_copied_and_rounding_below_zero_kept() -> None:
     assert torch.equal(kl, data[EXACT])
     kl.zero_()
     assert data[EXACT][0, 1] == torch.tensor(-1e-3)
-
-
-WRITER = r"RetrieveLogProb\(policy, extras=\[ExactKL\(reference\)\]\)"
-
-
-def test_exact_kls_that_are_refused() -> None:
-    for form, bad in (("nested", torch.inf), ("lazy", -torch.inf), ("jagged", NAN)):
-        data = TensorDict(next=four(form, "exact"), batch_size=[4])
-        rows_of(data["next"], EXACT)[2][-1] = bad
-        message = rf"exact KL under \('exact_kl', 'full'\) is {bad} at sequence 2, position 1: .*{WRITER}"
-        with pytest.raises(ValueError, match=message):
-            KLComputation(estimator="exact")(data)
-        assert data["next"].get("kl_penalty", None) is None
-    message = rf"Exact KL not found.*\('mine', 'full'\).*in 'next': exact_kl.full.*{WRITER}"
-    transform = KLComputation(estimator="exact")
-    transform.exact_kl_key = ("mine", "full")
-    with pytest.raises(ValueError, match=message):
-        transform(data)
-    data = four("lazy", "exact beside log-probs")
-    data[1][EXACT] = torch.zeros(5)
-    with pytest.raises(ValueError, match=rf"Sample 1 .*shape=torch.Size\(\[1\]\), exact_kl\[1\].*\(\[5\]\).*{WRITER}"):
-        KLComputation(estimator="exact")(data)
-    with pytest.raises(ValueError, match=r"\('exact_kl', 'full'\) to have a token dimension"):
-        KLComputation(estimator="exact")(TensorDict({EXACT: torch.zeros(3)}, batch_size=[3]))
