@@ -4,8 +4,6 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,16 +11,15 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch.nn.utils.rnn import pad_sequence
 from torch.testing import assert_close
-from torchrl.data.llm import History
 from torchrl.envs.llm.transforms import kl as torchrl_kl
-from torchrl.modules.llm.policies import ChatHistory
 
 import torchrl_llm_kl as ours
 from closeness import assert_near
 from layouts import lay_out
+from template_pairs import LOOP, PROMPT, assistant, marked, user
 from torchrl_llm_kl.estimators import FixedKLCoefficient
 from toy_models import FORWARD
-from toy_rollouts import make_model, make_scoring_wrapper
+from toy_rollouts import histories, make_model, make_scoring_wrapper, rows_of
 from toy_tokenizer import CHATML, build_tokenizer
 
 NAMES = ["RetrieveLogProb", "KLComputation", "RetrieveKL", "KLRewardTransform"]
@@ -34,13 +31,9 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
     return found
 
 
-# ------------------------------------------------------------------ constructor arguments
 @pytest.mark.parametrize("name", NAMES)
 def test_every_argument_of_torchrl_has_its_kind_place_and_default(name: str) -> None:
-    """Except ``**kwargs``, whose arguments are explicit here; new arguments are keyword-only.
-
-    ``service_backend=`` and its like are in no signature there: the metaclass takes them, of the classes with models.
-    """
+    """Except ``**kwargs``, explicit here; new ones are keyword-only. There a metaclass takes ``service_backend=``."""
     theirs, here = parameters(getattr(torchrl_kl, name)), parameters(getattr(ours, name))
     theirs.pop("kwargs", None)
     assert all(p.kind is p.KEYWORD_ONLY for n, p in here.items() if n not in theirs)
@@ -63,7 +56,6 @@ def test_every_argument_of_torchrl_has_its_kind_place_and_default(name: str) -> 
         assert issubclass(type(getattr(ours, name)), type(torchrl_kl.RetrieveKL))
 
 
-# ------------------------------------------------------------------ attributes
 @pytest.fixture(scope="module")
 def make_wrapper(tokenizer: Any, policy_model: Any) -> Callable[..., Any]:
     def make(key: str = "log_probs", **kwargs: Any) -> Any:
@@ -73,8 +65,7 @@ def make_wrapper(tokenizer: Any, policy_model: Any) -> Callable[..., Any]:
     return make
 
 
-# The coefficient is a module here (it may adapt); the settings of a tokenizer that torchrl stores and never reads are
-# no attributes here.
+# The coefficient is a module here; settings of a tokenizer that torchrl stores and never reads are no attributes here.
 ATTRIBUTES = {
     "RetrieveLogProb": "in_keys out_keys log_probs_full_key assistant_only detach",
     "KLComputation": "in_keys out_keys gen_log_probs_full_key ref_log_probs_full_key kl_key add_to_reward padding_side",
@@ -119,45 +110,39 @@ def test_attributes_follow_the_arguments(name: str, kwargs: Any, make_wrapper: C
             assert getattr(our, attribute)() == getattr(their, attribute) == 0.25
 
 
-# ------------------------------------------------------------------ errors at construction
 def stub(**attributes: Any) -> Any:
-    """As much of a wrapper as the checks of a constructor look at."""
+    """As much of a wrapper as the checks of a constructor look at; a module, which torchrl registers before them."""
+    module = torch.nn.Identity()
     defaults = {"generate": False, "return_log_probs": True, "pad_output": True, "input_mode": "history"}
     defaults |= {"log_probs_key": "log_probs", "in_keys": [("history", "full")]}
-    return SimpleNamespace(**{**defaults, **attributes})
-
-
-def stub_module(**attributes: Any) -> Any:
-    """A module as the attribute: torchrl registers it before the check."""
-    module = torch.nn.Identity()
-    vars(module).update(vars(stub(**attributes)))
+    vars(module).update({**defaults, **attributes})
     return module
 
 
 GEN, REF = {"log_probs_key": "gen_log_probs"}, {"log_probs_key": "ref_log_probs"}
 TOKENS = {"input_mode": "tokens", "in_keys": [("tokens", "full")]}
-BAD: dict[str, tuple[str, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = {
-    "no log-probs": ("RetrieveLogProb", lambda: ((stub(return_log_probs=False),), {})),
-    "generates": ("RetrieveLogProb", lambda: ((stub(generate=True),), {})),
-    "gen and factory": ("RetrieveKL", lambda: ((stub(**GEN), stub(**REF)), {"gen_model_factory": stub})),
-    "ref and factory": ("RetrieveKL", lambda: ((stub(**GEN), stub(**REF)), {"ref_model_factory": stub})),
-    "deferred gen, ref and factory": ("RetrieveKL", lambda: ((), {"ref_model": stub(), "ref_model_factory": stub})),
-    "padding differs": ("RetrieveKL", lambda: ((stub(**GEN, pad_output=False), stub(**REF)), {})),
-    "gen without log-probs": ("RetrieveKL", lambda: ((stub(**GEN, return_log_probs=False), stub(**REF)), {})),
-    "gen generates": ("RetrieveKL", lambda: ((stub(**GEN, generate=True), stub(**REF)), {})),
-    "ref without log-probs": ("RetrieveKL", lambda: ((stub(**GEN), stub(**REF, return_log_probs=False)), {})),
-    "ref generates": ("RetrieveKL", lambda: ((stub(**GEN), stub(**REF, generate=True)), {})),
-    "one key for both": ("RetrieveKL", lambda: ((stub(), stub()), {})),
-    "no gen": ("RetrieveKL", lambda: ((None, stub(**REF)), {})),
-    "no ref": ("RetrieveKL", lambda: ((stub(**GEN), None), {})),
-    "model and factory": ("KLRewardTransform", lambda: ((stub(**TOKENS),), {"ref_model_factory": stub})),
-    "neither": ("KLRewardTransform", lambda: ((), {})),
-    "number of out_keys": ("KLRewardTransform", lambda: ((stub(**TOKENS),), {"out_keys": ["a", "b"]})),
-    "number of in_keys": ("KLRewardTransform", lambda: ((stub(**TOKENS),), {"in_keys": ["a", "b"]})),
-    "no in_keys": ("KLRewardTransform", lambda: ((stub(**TOKENS),), {"in_keys": []})),
-    "in_keys that are none": ("KLRewardTransform", lambda: ((stub_module(**TOKENS),), {"in_keys": [1]})),
-    "reference generates": ("KLRewardTransform", lambda: ((stub(**TOKENS, generate=True),), {})),
-    "reference reads history": ("KLRewardTransform", lambda: ((stub_module(),), {})),
+BAD: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "no log-probs": ("RetrieveLogProb", (stub(return_log_probs=False),), {}),
+    "generates": ("RetrieveLogProb", (stub(generate=True),), {}),
+    "gen and factory": ("RetrieveKL", (stub(**GEN), stub(**REF)), {"gen_model_factory": stub}),
+    "ref and factory": ("RetrieveKL", (stub(**GEN), stub(**REF)), {"ref_model_factory": stub}),
+    "deferred gen, ref and factory": ("RetrieveKL", (), {"ref_model": stub(), "ref_model_factory": stub}),
+    "padding differs": ("RetrieveKL", (stub(**GEN, pad_output=False), stub(**REF)), {}),
+    "gen without log-probs": ("RetrieveKL", (stub(**GEN, return_log_probs=False), stub(**REF)), {}),
+    "gen generates": ("RetrieveKL", (stub(**GEN, generate=True), stub(**REF)), {}),
+    "ref without log-probs": ("RetrieveKL", (stub(**GEN), stub(**REF, return_log_probs=False)), {}),
+    "ref generates": ("RetrieveKL", (stub(**GEN), stub(**REF, generate=True)), {}),
+    "one key for both": ("RetrieveKL", (stub(), stub()), {}),
+    "no gen": ("RetrieveKL", (None, stub(**REF)), {}),
+    "no ref": ("RetrieveKL", (stub(**GEN), None), {}),
+    "model and factory": ("KLRewardTransform", (stub(**TOKENS),), {"ref_model_factory": stub}),
+    "neither": ("KLRewardTransform", (), {}),
+    "number of out_keys": ("KLRewardTransform", (stub(**TOKENS),), {"out_keys": ["a", "b"]}),
+    "number of in_keys": ("KLRewardTransform", (stub(**TOKENS),), {"in_keys": ["a", "b"]}),
+    "no in_keys": ("KLRewardTransform", (stub(**TOKENS),), {"in_keys": []}),
+    "in_keys that are none": ("KLRewardTransform", (stub(**TOKENS),), {"in_keys": [1]}),
+    "reference generates": ("KLRewardTransform", (stub(**TOKENS, generate=True),), {}),
+    "reference reads history": ("KLRewardTransform", (stub(),), {}),
 }
 
 
@@ -167,8 +152,7 @@ ADVICE = {"no ref": "'base'", "no gen": "'from_collector'", "neither": "model"}
 
 @pytest.mark.parametrize("case", list(BAD))
 def test_errors_at_construction_have_the_same_text(case: str) -> None:
-    name, make = BAD[case]
-    args, kwargs = make()
+    name, args, kwargs = BAD[case]
     with pytest.raises((ValueError, RuntimeError)) as theirs:
         getattr(torchrl_kl, name)(*args, **kwargs)
     with pytest.raises(theirs.type) as here:
@@ -215,24 +199,16 @@ REF_ROWS = [torch.tensor([-1.5, -1.0, -0.75]), torch.tensor([-2.25, -3.0])]
 REWARDS = [torch.tensor([[0.1], [0.2], [3.0]]), torch.tensor([[-1.0], [0.7]])]
 
 
-def kl_data(form: str, ref: list[torch.Tensor] = REF_ROWS) -> TensorDictBase:
+def kl_data(form: str) -> TensorDictBase:
     """Dense: the first two tokens of each."""
-    entries: dict[Any, Any] = {("log_probs", "full"): GEN_ROWS, ("ref_log_probs", "full"): ref, "reward": REWARDS}
+    entries: dict[Any, Any] = {("log_probs", "full"): GEN_ROWS, ("ref_log_probs", "full"): REF_ROWS, "reward": REWARDS}
     if form == "dense":
         entries = {key: torch.stack([row[:2] for row in rows]) for key, rows in entries.items()}
     return TensorDict(next=lay_out(form, entries, [[0] * 3, [0] * 2]), batch_size=[2])
 
 
-def rows_of(td: TensorDictBase, key: Any) -> list[torch.Tensor]:
-    value = td.get(key, as_list=True)
-    return list(value) if isinstance(value, list) else list(value.unbind())
-
-
 def test_kl_and_token_rewards_agree() -> None:
-    """Rows of a lazy stack are the one form in which torchrl adds its KL to a reward at all.
-
-    A reward for each token is in its place already: no placement changes it.
-    """
+    """A lazy stack is the one form in which torchrl adds its KL to a reward; no placement moves a reward of each token."""
     charged, alone = {"coeff": 0.3}, {"add_to_reward": False}
     for form, theirs, settings in [("lazy", "lazy", charged), ("nested", "lazy", charged), ("dense", "dense", alone)]:
         want = torchrl_kl.KLComputation(**settings)(kl_data(theirs))["next"]
@@ -255,28 +231,11 @@ def test_defect_28_rewards_that_torchrl_cannot_add_to(form: str) -> None:
     assert here["kl_penalty"].is_nested == here["reward"].is_nested == (form == "nested")
 
 
-def test_nan_before_the_scored_tokens_counts_as_no_kl_in_both() -> None:
-    rows = [row.clone() for row in REF_ROWS]
-    rows[0][0] = torch.nan
-    newer = version("torchrl") != "0.14.0"  # which has NaN there
-    for module in (torchrl_kl, ours) if newer else (ours,):
-        kl = module.KLComputation(add_to_reward=False)(kl_data("lazy", ref=rows))["next"]
-        assert [row.tolist() for row in rows_of(kl, "kl_penalty")] == [[0.0, -1.0, 0.25], [2.0, -1.0]]
-
-
 # ------------------------------------------------------------------ numbers: scoring a history
-MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-ENDED = "+ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-MARKED_CONTENT = MARKED.replace(ENDED, "}}{% endgeneration %}{{ '<|im_end|>\n' }}")
-FIRST = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes!"}]
-SECOND = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "no no"}]
-CHATS = [FIRST, [*SECOND, {"role": "user", "content": "no?"}, {"role": "assistant", "content": "ok"}]]
+END = "{{ m.content }}<|im_end|>"
+TEMPLATE = LOOP.replace(END + "\n", END + "{{ '\n' }}") + PROMPT  # a line break after a block is dropped
+MARKED, MARKED_CONTENT = marked(TEMPLATE, END), marked(TEMPLATE, "{{ m.content }}")
+CHATS = [[user("hi"), assistant("yes!")], [user("what?"), assistant("no no"), user("no?"), assistant("ok")]]
 
 
 class Histories:
@@ -292,8 +251,7 @@ class Histories:
     def score(self, module: Any, **kwargs: Any) -> torch.Tensor:
         options = {"pad_output": True, "input_mode": "history", "chat_template": self.template}
         transform = module.RetrieveLogProb(make_scoring_wrapper(self.model, self.tokenizer, **options), **kwargs)
-        data = TensorDict(history=ChatHistory(full=History.from_chats(CHATS)), batch_size=(2,))
-        return transform(data)["log_probs", "full"].detach()
+        return transform(histories(full=CHATS))["log_probs", "full"].detach()
 
     def scores(self, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Torchrl's and ours."""

@@ -1,7 +1,5 @@
-"""Scores beside the log-prob of a token: the exact KL, the top k, scores remembered on disk, the sampler's log-probs."""
+"""Scores beside the log-prob of a token: the exact KL, the top k, the sampler's log-probs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from torch import Tensor
 from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.data.replay_buffers import SamplerWithoutReplacement
 from torchrl.modules.llm.policies.common import LogProbs
 
 from closeness import assert_near
@@ -20,7 +17,7 @@ from torchrl_llm_kl import RetrieveKL
 from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.transforms import Entropy, ExactKL, KLComputation, RetrieveLogProb, SamplerLogProbs, TopK
 from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, tiny_model
-from toy_rollouts import OUTCOMES, collect, flat, make_model, plain_log_probs, response_log_probs, steps
+from toy_rollouts import OUTCOMES, flat, make_model, plain_log_probs, response_log_probs, steps
 
 
 # ------------------------------------------------------------------ the exact KL
@@ -65,9 +62,8 @@ def test_two_transforms_and_an_entry_between_them(lab: Any) -> None:
     assert_exact(data, lab.gen_model, lab.ref_model, 0.3)
 
 
-def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(policy: Any, ref_model: Any, tokenizer: Any) -> None:
-    data = flat(collect(tokenizer, policy))
-    model = make_model(tokenizer, seed=0)
+def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(lab: Any) -> None:
+    data, ref_model, model = flat(lab.collect()), lab.ref_model, make_model(lab.tokenizer, seed=0)
     out = RetrieveKL(model, ref_model, estimator="exact", detach=False, add_to_reward=False)(data)
     parameters = list(model.parameters())
     got = torch.autograd.grad(sum(step["next", "kl_penalty"].sum() for step in steps(out)), parameters)
@@ -75,11 +71,11 @@ def test_with_detach_false_the_penalty_has_the_gradient_of_the_kl(policy: Any, r
     assert_near(list(got), list(want), **BACKWARD)
 
 
-def test_what_is_refused(policy: Any, policy_model: Any, ref_model: Any, tokenizer: Any, tmp_path: Path) -> None:
-    wider = make_model(tokenizer, seed=1)
-    wider.resize_token_embeddings(len(tokenizer) + 8)
+def test_what_is_refused(lab: Any, policy_model: Any, ref_model: Any, tmp_path: Path) -> None:
+    wider = make_model(lab.tokenizer, seed=1)
+    wider.resize_token_embeddings(len(lab.tokenizer) + 8)
     with pytest.raises(ValueError, match="vocabular"):
-        RetrieveKL(policy_model, wider, estimator="exact")(flat(collect(tokenizer, policy)))
+        RetrieveKL(policy_model, wider, estimator="exact")(flat(lab.collect()))
     with pytest.raises(ValueError, match="RememberedModel, remembered on disk, returns log-probs only"):
         RetrieveKL(policy_model, RememberedModel(ref_model, tmp_path), estimator="exact")
     with pytest.raises(TypeError, match="nonsense"):
@@ -148,37 +144,7 @@ def test_a_top_k_that_is_refused() -> None:
         RetrieveLogProb(tiny_model(seed=0), extras=[TopK(VOCAB_SIZE + 1)])(data())
 
 
-# ------------------------------------------------------------------ remembered on disk: no forward in the second epoch
-@contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    calls: list[int] = []
-    hook = model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    yield calls
-    hook.remove()
-
-
-@pytest.mark.parametrize("padded", [None, True, False], ids=["model", "padded wrapper", "nested wrapper"])
-def test_the_second_epoch_over_a_replay_buffer_makes_no_forward(lab: Any, padded: bool | None, tmp_path: Path) -> None:
-    gen, ref = (lab.gen_model, lab.ref_model) if padded is None else lab.wrapped(padded)
-    data = flat(lab.collect(pad_output=bool(padded), envs=3))
-    buffer = ReplayBuffer(storage=LazyStackStorage(8), sampler=SamplerWithoutReplacement(), batch_size=3)
-    buffer.extend(data)
-    plain, reference = RetrieveKL(gen, ref, coeff=0.3), RememberedModel(ref, tmp_path)
-    buffer.append_transform(RetrieveKL(gen, reference, coeff=0.3))
-    want = {str(step["tokens", "full"].tolist()): step["next"] for step in steps(plain(data.clone()))}
-    with counted(lab.ref_model) as calls:
-        for epoch in range(3):
-            for step in steps(buffer.sample()):
-                expected = want[str(step["tokens", "full"].tolist())]
-                for key in (("ref_log_probs", "full"), "kl_penalty", "reward"):
-                    assert_near(step["next"][key], expected[key], **FORWARD)
-            assert bool(calls) == (epoch == 0)
-            calls.clear()
-
-
 class OfReference(Entropy):
-    """The reference's entropy."""
-
     of = "reference"
 
 

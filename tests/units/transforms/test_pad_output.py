@@ -1,5 +1,6 @@
 """A wrapper's ``pad_output`` decides the layout of what is written, as in torchrl, and every reader understands it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,18 +8,17 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torchrl.envs.llm.transforms import kl as torchrl_kl
 
 from closeness import assert_near
 from layouts import lay_out
 from torchrl_llm_kl import KLComputation, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb, make_algorithm
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.losses import KLToReference
-from torchrl_llm_kl.ragged import read_column
+from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.service import RemoteModel
 from torchrl_llm_kl.service._spec import ServiceSpec
 from toy_models import FORWARD
-from toy_rollouts import plain_log_probs
+from toy_rollouts import plain_log_probs, rows_of
 
 LENGTHS, WIDTH, PROMPTS = (9, 35), 35, (4, 6)
 KEYS = [("next", "log_probs", "full"), ("next", "ref_log_probs", "full"), ("next", "kl_penalty"), ("next", "reward")]
@@ -41,24 +41,6 @@ def data(form: str = "left") -> TensorDictBase:
         columns = {key: pad_sequence(rows, batch_first=True, padding_side=side) for key, rows in columns.items()}
     columns["next", "reward"] = torch.tensor([[2.0], [-1.0]])
     return lay_out("lazy" if "leaves" in form else form, columns, LENGTHS, LENGTHS)
-
-
-def rows_of(td: TensorDictBase, key: Any) -> list[Tensor]:
-    column = read_column(td, key)
-    assert column is not None
-    return column if isinstance(column, list) else list(column.unbind())
-
-
-@pytest.mark.parametrize("pad_output", [False, True])
-def test_all_tokens_as_torchrl_lays_them_out(wrapped: Any, pad_output: bool, ref_model: nn.Module) -> None:
-    model, key = wrapped(pad_output)[1], ("ref_log_probs", "full")
-    theirs = torchrl_kl.RetrieveLogProb(model, assistant_only=False)(data().exclude("next"))
-    ours = RetrieveLogProb(model, assistant_only=False)(data().exclude("next"))
-    widths = [len(row) for row in rows_of(theirs, key)]
-    assert widths == ([WIDTH, WIDTH] if pad_output else [9, 35])
-    for got, ids, width in zip(rows_of(ours, key), sequences(), widths, strict=True):
-        assert len(got) == width
-        assert_near(got[-len(ids) :], plain_log_probs(ref_model, ids), **FORWARD)
 
 
 def expected(policy: nn.Module, ref: nn.Module) -> list[dict[Any, Tensor]]:
@@ -100,29 +82,30 @@ JAGGED = {"pad_output": False, "layout": torch.jagged}
         *[("left", None, "left", "left"), ("nested", None, "left", None), ("leaves", None, "left", None)],
     ],
 )
-def test_layouts(lab: Any, form: str, options: Any, padding_side: str, side: Any) -> None:
+def test_layouts(lab: Any, form: str, options: Any, padding_side: str, side: Any, tmp_path: Path) -> None:
     models = (lab.gen_model, lab.ref_model) if options is None else lab.wrapped(**options)
-    out = RetrieveKL(*models, coeff=0.5, padding_side=padding_side)(data(form))
-    check(out, expected(lab.gen_model, lab.ref_model), side)
+    remembered = RememberedModel(models[1], tmp_path)
+    for ref in (models[1], remembered, remembered):  # whose scores are stored, and then found
+        out = RetrieveKL(models[0], ref, coeff=0.5, padding_side=padding_side)(data(form))
+        check(out, expected(lab.gen_model, lab.ref_model), side)
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_the_reward_transform(wrapped: Any, pad_output: bool, policy_model: nn.Module, ref_model: nn.Module) -> None:
+def test_the_reward_transform(lab: Any, pad_output: bool, policy_model: nn.Module, ref_model: nn.Module) -> None:
     td, want = data(), expected(policy_model, ref_model)
     filled = torch.zeros(2, WIDTH)
     for row, values in zip(filled, want, strict=True):
         row[WIDTH - len(values[KEYS[0]]) :] = values[KEYS[0]]
     td["log_probs", "full"] = filled
-    out = KLRewardTransform(wrapped(pad_output)[1], coef=0.5)(td)
+    out = KLRewardTransform(lab.wrapped(pad_output)[1], coef=0.5)(td)
     check(out, want, "left" if pad_output else None, KEYS[3:])
 
 
-# ------------------------------------------------------------------ readers
-def test_losses_and_advantages_read_rows_without_padding(wrapped: Any, policy_model: nn.Module) -> None:
+def test_losses_and_advantages_read_rows_without_padding(lab: Any, policy_model: nn.Module) -> None:
     """The tokens are padded: the same numbers as from padded rows."""
     found = []
     for pad_output in (True, False):
-        td = RetrieveKL(*wrapped(pad_output), coeff=0.5)(data())
+        td = RetrieveKL(*lab.wrapped(pad_output), coeff=0.5)(data())
         td = Advantage("rloo", group_size=2)(td)
         tokens = Advantage("reinforce_plus_plus", keys={"advantage": "token_advantage"})(td.copy())["token_advantage"]
         loss = PolicyLoss(policy_model, "ppo", terms=[KLToReference(0.7)])(td)
@@ -132,12 +115,12 @@ def test_losses_and_advantages_read_rows_without_padding(wrapped: Any, policy_mo
     assert_near(found[1], found[0], **FORWARD)
 
 
-def test_the_parts_one_by_one(wrapped: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
+def test_the_parts_one_by_one(lab: Any, policy_model: nn.Module, ref_model: nn.Module) -> None:
     """The outcome is placed on the last assistant token, though rows lack the padding of the tokens."""
     td = data("right")
     td["masks", "all_assistant_mask"][1, 30:] = False
-    whole = RetrieveKL(*wrapped(False), coeff=0.5)(td.clone())
-    for model, key in zip(wrapped(False), ("log_probs", "ref_log_probs"), strict=True):
+    whole = RetrieveKL(*lab.wrapped(), coeff=0.5)(td.clone())
+    for model, key in zip(lab.wrapped(), ("log_probs", "ref_log_probs"), strict=True):
         td = RetrieveLogProb(model, log_probs_full_key=(key, "full"))(td)
     td = KLComputation(coeff=0.5)(td)
     want = expected(policy_model, ref_model)[1]
@@ -156,13 +139,12 @@ def test_an_algorithm_keeps_the_layout_of_the_batch(lab: Any) -> None:
     assert batch["next", "ref_log_probs", "full"].shape == (2, WIDTH)
 
 
-# ------------------------------------------------------------------ its sisters
-def test_padding_of_the_tokenizer_against_pad_output(wrapped: Any, ref_model: nn.Module) -> None:
+def test_padding_of_the_tokenizer_against_pad_output(lab: Any, ref_model: nn.Module) -> None:
     message = r"tokenizer_kwargs\['padding'\]=True, .*build the wrapper with pad_output=True"
-    for model in (wrapped(False)[1], ref_model):
+    for model in (lab.wrapped()[1], ref_model):
         with pytest.raises(ValueError, match=message):
             RetrieveLogProb(model, tokenizer_kwargs={"padding": True})
-    RetrieveLogProb(wrapped(True)[1], tokenizer_kwargs={"padding": True})
+    RetrieveLogProb(lab.wrapped(True)[1], tokenizer_kwargs={"padding": True})
 
 
 def test_a_device_of_what_cannot_be_moved(ref_model: nn.Module) -> None:

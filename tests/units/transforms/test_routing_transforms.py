@@ -1,6 +1,5 @@
 """Recorded routing in transforms, losses and algorithms: which entries are read and written, and that all replay alike."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch.testing import assert_close
 
 from closeness import assert_near
 from layouts import at_responses, joined, tokens
+from routed_by_hand import perturbed, routers
 from torchrl_llm_kl import AfterPrompt, LogProbScorer, PolicyLoss, Ragged, RetrieveKL, RetrieveLogProb, RoutedExperts
 from torchrl_llm_kl.algorithms import make_algorithm
 from torchrl_llm_kl.losses import KLToReference, LossInputs
@@ -35,11 +35,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def later(model: nn.Module) -> nn.Module:
     """A policy whose routers moved."""
-    other: Any = copy.deepcopy(model)
-    for layer in other.model.layers:
-        noise = torch.randn(layer.mlp.gate.weight.shape, generator=torch.Generator().manual_seed(1))
-        layer.mlp.gate.weight.data += 0.5 * noise
-    return other
+    return perturbed(model)
 
 
 def make_data(layout: str = "padded", **entries: list[Tensor]) -> TensorDictBase:
@@ -76,7 +72,6 @@ def assert_ones(out: TensorDictBase) -> None:
     assert_near(torch.stack([out["ratio_min"], out["ratio_max"]]), torch.ones(2), **FORWARD)
 
 
-# ------------------------------------------------------------------ transforms
 @pytest.mark.parametrize("layout", ["padded", "nested", "lazy"])
 def test_a_record_is_replayed(layout: str, model: nn.Module) -> None:
     transform = RetrieveLogProb(model, extras=[RoutedExperts(KEY)])
@@ -136,7 +131,6 @@ def test_kl(estimator: Any, model: nn.Module, later: nn.Module) -> None:
     assert (found.shape, found.dtype) == ((3, 7, 3, 2), torch.int8)
 
 
-# ------------------------------------------------------------------ layouts of a record
 def forms() -> dict[str, TensorDictBase]:
     """Data with the same record in forms of engines and of hand."""
     response = [row[mask] for row, mask in zip(RECORD, SCORED, strict=True)]
@@ -189,7 +183,6 @@ def test_records_of_other_shapes(entry: Tensor, message: str, model: nn.Module) 
         RetrieveLogProb(model, extras=[RoutedExperts(KEY)])(make_data().set(KEY, entry))
 
 
-# ------------------------------------------------------------------ losses
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None:
     """The first ratio is 1; log-probs and gradients of a later policy are over the recorded experts."""
@@ -201,8 +194,8 @@ def test_a_loss_replays(layout: str, model: nn.Module, later: nn.Module) -> None
     want = -(ADVANTAGE[TOKENS.sequence_ids, 0][MASK] * replayed(later, record, grad=True)).mean()
     assert_near(found, want, **FORWARD)
     assert float((loss(td.exclude(KEY)).total_loss - want).detach().abs()) > 1e-3
-    routers = [layer.mlp.gate.weight for layer in later.model.layers]  # type: ignore[union-attr]
-    for a, b in zip(*(torch.autograd.grad(x, routers) for x in (found, want)), strict=True):
+    weights = [router.weight for router in routers(later)]
+    for a, b in zip(*(torch.autograd.grad(x, weights) for x in (found, want)), strict=True):
         assert float(b.abs().max()) > 1e-4
         assert_close(a, b, atol=1e-5, rtol=1e-4)
 
@@ -245,7 +238,6 @@ def test_make_algorithm(model: nn.Module, later: nn.Module) -> None:
             assert_near(scored(batch["next"], REF), replayed(model), **FORWARD)
 
 
-# ------------------------------------------------------------------ settings
 def test_settings_follow_or_are_refused(model: nn.Module, later: nn.Module) -> None:
     transform = RetrieveKL(later, model)
     assert [part.extras for part in transform.transforms[:2]] == [(RoutedExperts(KEY),), ()]

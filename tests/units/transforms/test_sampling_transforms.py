@@ -2,9 +2,6 @@
 
 import copy
 import pickle
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +14,8 @@ from torchrl.collectors.llm import LLMCollector
 from transformers import LogitsProcessorList
 
 from closeness import assert_near
-from torchrl_llm_kl import LogProbScorer, PolicyLoss, SamplerMismatchWarning, Sampling, ScoreOptions, make_algorithm
+from refused import warned
+from torchrl_llm_kl import LogProbScorer, PolicyLoss, Sampling, ScoreOptions, make_algorithm
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.scoring import truncate
 from torchrl_llm_kl.transforms import RecordKept, RetrieveKL, RetrieveLogProb
@@ -30,10 +28,7 @@ REAL = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 1]])
 
 
 def recorded(model: nn.Module, record: RecordKept | None = None) -> tuple[TensorDictBase, torch.Tensor]:
-    """Answers of transformers' own ``generate``, left-padded prompts first, with a record of what could have been drawn.
-
-    And their log-probs under the sampler. With a ``record`` of the caller's, it is not written.
-    """
+    """Answers of ``generate`` with a record of what could have been drawn (not written, if given), and their log-probs."""
     torch.manual_seed(0)
     model.generation_config.pad_token_id = 0
     own = record or RecordKept(SAMPLING)
@@ -52,7 +47,6 @@ def score(model: nn.Module, td: TensorDictBase, sampling: Sampling = SAMPLING) -
     return RetrieveLogProb(model, options=ScoreOptions(sampling))(td.clone())["log_probs", "full"]
 
 
-# ------------------------------------------------------------------ record and replay
 def test_a_replay_is_what_was_sampled() -> None:
     """Generate with top-p, record, score by replay; and the ratio of whole distributions is off by the mass that is kept."""
     model = tiny_model().double()
@@ -157,28 +151,15 @@ def test_records_of_other_calls_are_refused() -> None:
         RecordKept({"top_p": 0.8})  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------ the sampler is known
-@pytest.fixture
-def plain(lab: Any) -> Any:
-    """A wrapper without its own top-k: transformers' default of 50 applies."""
-    return lab.policy(True)
+def warnings_of_50(call: Any) -> int:
+    """How often a call warns that the sampler's top k is not the scorer's, and of no other difference."""
+    found = warned(call, "sampler ")[1]
+    assert all(text.startswith("sampler uses top_k=50, scorer does not") for text in found), found
+    return len(found)
 
 
-@contextmanager
-def mismatches(*expected: str) -> Iterator[None]:
-    """Warnings of samplers and scorers that differ."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    found = [str(w.message) for w in caught if issubclass(w.category, SamplerMismatchWarning)]
-    assert len(found) == len(expected), found
-    assert all(map(str.startswith, found, expected)), found
-
-
-OF_50 = "sampler uses top_k=50, scorer does not"
-
-
-def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
+def test_warned_once(lab: Any, ref_model: nn.Module) -> None:
+    plain = lab.policy(True)  # without its own top-k: transformers' default of 50 applies
     scoring, other = (plain.get_new_version(generate=False, log_probs_key=key) for key in ("log_probs", "r"))
     for build in (
         partial(RetrieveLogProb, scoring),
@@ -186,22 +167,17 @@ def test_warned_once(plain: Any, lab: Any, ref_model: nn.Module) -> None:
         partial(PolicyLoss, plain),
         partial(make_algorithm, "grpo", plain, reference=ref_model, group_size=2),
     ):
-        with mismatches(OF_50):
-            build()
-        with mismatches():
-            build(options=ScoreOptions(Sampling(top_k=50)))
+        assert warnings_of_50(build) == 1
+        assert warnings_of_50(partial(build, options=ScoreOptions(Sampling(top_k=50)))) == 0
     # From a collector the policy is known at the first step; a teacher may be followed on any answers.
     env = lab.env(RetrieveKL("from_collector", ref_model))
-    with mismatches(OF_50):
-        list(LLMCollector(env, policy=plain, dialog_turns_per_batch=2, total_dialog_turns=4))
-    with mismatches():
-        make_algorithm("gkd", plain, reference=ref_model)
-        PolicyLoss(plain, "sft")  # trains on data that no policy samples
-    with mismatches(OF_50):
-        make_algorithm("on_policy_distill", plain, reference=ref_model)
+    collector = LLMCollector(env, policy=plain, dialog_turns_per_batch=2, total_dialog_turns=4)
+    assert warnings_of_50(lambda: list(collector)) == 1
+    assert warnings_of_50(partial(make_algorithm, "gkd", plain, reference=ref_model)) == 0
+    assert warnings_of_50(partial(PolicyLoss, plain, "sft")) == 0  # trains on data that no policy samples
+    assert warnings_of_50(partial(make_algorithm, "on_policy_distill", plain, reference=ref_model)) == 1
 
 
-# ------------------------------------------------------------------ settings
 def test_settings_follow(ref_model: nn.Module, policy_model: nn.Module) -> None:
     transform = RetrieveKL(policy_model, ref_model, options=ScoreOptions(SAMPLING))
     given = Sampling(0.9, top_k=4)
@@ -246,7 +222,6 @@ def test_make_algorithm(ref_model: nn.Module, policy_model: nn.Module) -> None:
     assert make_algorithm("grpo", scorer, group_size=2, kl_loss="none").loss.sampling == SAMPLING
     with pytest.raises(ValueError, match="actor is a scorer with its own settings"):
         make_algorithm("grpo", scorer, group_size=2, kl_loss="none", options=ScoreOptions(Sampling(top_k=3)))
+    of_loss = {"options": two.pop("options")}
     with pytest.raises(TypeError, match="pass options= to make_algorithm"):
-        make_algorithm(
-            "grpo", policy_model, reference=ref_model, group_size=2, loss_args={"options": ScoreOptions(SAMPLING)}
-        )
+        make_algorithm("grpo", policy_model, **two, loss_args=of_loss)
