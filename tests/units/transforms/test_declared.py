@@ -42,16 +42,15 @@ def chain(lab: Any, name: str, padded: bool, input_mode: str) -> list[Transform]
     return [RetrieveLogProb(wrapper, extras=[extras[name]])]
 
 
-BOTH: list[Any] = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"]
+REF = ("ref_log_probs", "full")
+BOTH: dict[Any, tuple[int, ...]] = {("log_probs", "full"): (), REF: (), "kl_penalty": (), "reward": (1,)}
 WRITTEN: dict[str, dict[Any, tuple[int, ...]]] = {  # and the features after the token dimension
-    "RetrieveLogProb": {("ref_log_probs", "full"): ()},
-    "KLComputation": {key: () if key != "reward" else (1,) for key in BOTH},
-    "RetrieveKL": {key: () if key != "reward" else (1,) for key in BOTH},
+    "RetrieveLogProb": {REF: ()},
+    **dict.fromkeys(("KLComputation", "RetrieveKL"), BOTH),
     "KLRewardTransform": {("log_probs", "full"): (), **dict.fromkeys(("ref_log_probs", "kl_penalty", "reward"), (1,))},
-    "a top k": {("ref_log_probs", "full"): (), ("top_k", "ids"): (K,), ("top_k", "log_probs"): (K,)}
-    | {("top_k", "rest_log_prob"): ()},
-    "an extra of a user": {("ref_log_probs", "full"): (), ("mine", "collision"): ()},
-    "a record": {("ref_log_probs", "full"): (), "routed_experts": (3, 2)},
+    "a top k": {REF: (), ("top_k", "ids"): (K,), ("top_k", "log_probs"): (K,), ("top_k", "rest_log_prob"): ()},
+    "an extra of a user": {REF: (), ("mine", "collision"): ()},
+    "a record": {REF: (), "routed_experts": (3, 2)},
 }
 DTYPES = {("top_k", "ids"): torch.int64, "routed_experts": torch.int8}
 PAIRS = [(name, i % 2 == 0) for i, name in enumerate(WRITTEN)]
@@ -187,7 +186,7 @@ def test_a_state_with_weights_loads_them(lab: Any) -> None:
 
     def scoring(kind: Any, side: int) -> Transform:
         wrapper = copy.deepcopy(lab.wrapped(True)[side])
-        return kind(wrapper, log_probs_full_key=("ref_log_probs", "full"), assistant_only=False)
+        return kind(wrapper, log_probs_full_key=REF, assistant_only=False)
 
     state = scoring(TorchRLRetrieveLogProb, 1).state_dict()
     assert any(key.endswith("lm_head.weight") for key in state)
