@@ -51,7 +51,6 @@ def test_a_missing_entry_is_named_with_what_there_is() -> None:
         require_key(data, "value", "no value", "Add one.")
     want = "no value: expected 'value' in the TensorDict, found: tokens.full; in 'next': reward. Add one."
     assert str(error.value) == want
-    # Entries of a step and its result are told apart.
     step, result = holding(("tokens", "full")), holding("reward")
     assert describe_entries(step) == "tokens.full"
     assert describe_entries(step, step) == "tokens.full"
