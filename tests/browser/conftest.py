@@ -30,9 +30,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Tab]]:
     tabs: list[Tab] = []
 
     def open_page(what: Any, words: Any = TOKENIZER, *, scheme="light", width: int = 1300, **options: Any) -> Tab:
-        path = tmp_path / "x.html" if isinstance(what, TokenColumns) else what
-        if isinstance(what, TokenColumns):
-            inspect_tokens(what, words, path, **options)
+        path = what if isinstance(what, Path) else inspect_tokens(what, words, tmp_path / "x.html", **options).path
         context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
         tab = Tab(context.new_page())
         tabs.append(tab)
@@ -54,8 +52,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Tab]]:
     yield open_page
     for tab in tabs:
         tab.page.context.close()
-        assert tab.requests == []
-        assert tab.messages == []
+        assert (tab.requests, tab.messages) == ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +62,7 @@ def columns() -> TokenColumns:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory, columns: TokenColumns) -> Path:
-    inspection = inspect_tokens(columns, TOKENIZER, tmp_path_factory.mktemp("page") / "one.html", clip_high=0.28)
-    assert inspection.path is not None
-    return inspection.path
+    return inspect_tokens(columns, TOKENIZER, tmp_path_factory.mktemp("page") / "one.html", clip_high=0.28).path
 
 
 @pytest.fixture

@@ -13,6 +13,15 @@ CHATS = [
 ]
 
 
+def invoked(app: Any, *words: str, code: int = 0) -> str:
+    """The output of a command, which ends with this code; all space is single."""
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return " ".join(result.output.split())
+
+
 def error_of(result: Any) -> str:
     """The one line of an error."""
     lines = [line for line in result.stderr.splitlines() if line and "warning:" not in line]

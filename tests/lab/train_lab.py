@@ -1,6 +1,7 @@
 """A tiny model, prompts and rewards on disk, and runs on them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,16 @@ def figures(path: Path) -> list[dict[str, float]]:
 def steps_in(out: Path) -> list[str]:
     """The names of the checkpoints."""
     return [path.name for path in Checkpoints(out / "checkpoints").paths()]
+
+
+def ended_after(step: int, whole: Path, folder: Path) -> Path:
+    """A copy of a run without its end, in ``folder / "out"``; metrics of later steps are there, as a kill leaves them."""
+    shutil.copytree(whole, out := folder / "out")
+    shutil.rmtree(out / "final")
+    for later in steps_in(out):
+        if later > f"step-{step:06}":
+            shutil.rmtree(out / "checkpoints" / later)
+    return out
 
 
 def assert_same_run(out: Path, whole: Path) -> None:

@@ -1,5 +1,7 @@
 """The demo's task, its parts, and the settings of the tutorials."""
 
+import re
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -27,18 +29,12 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def warm_weights(tokenizer):
+def model(tokenizer):
     torch.manual_seed(0)
     model = build_model(tokenizer)
-    losses = list(warm_up(model, tokenizer, PROBLEMS[:40], steps=30, seed=0))
-    assert losses[-1] < losses[0]
-    return model.state_dict()
-
-
-@pytest.fixture
-def model(tokenizer, warm_weights):
-    model = build_model(tokenizer)
-    model.load_state_dict(warm_weights)
+    first, *_, last = warm_up(model, tokenizer, PROBLEMS[:40], steps=30, seed=0)
+    assert last < first
+    model.zero_grad()
     return model
 
 
@@ -46,8 +42,8 @@ def test_the_task(tokenizer) -> None:
     """Which answers solve a problem, their rewards by hand, problems without a twin on the other side, and their tokens."""
     for problem in PROBLEMS:
         assert problem.is_solved_by(problem.answer(problem.operation)), problem
-    for answer in ("<answer>3*5</answer>", "<answer>4+4</answer>", "3+5"):  # wrong, or without its tags
-        assert not Problem((3, 5), 8, "+").is_solved_by(answer)
+    wrong = ("<answer>3*5</answer>", "<answer>4+4</answer>", "3+5")  # the last without its tags
+    assert not any(Problem((3, 5), 8, "+").is_solved_by(answer) for answer in wrong)
     metadata = {"numbers": [3, 5], "target": 15}
     for answer, value in (("<answer>3*5</answer>", 1.0), ("<answer>3+5</answer>", 0.1), ("3*5", 0.0)):
         assert reward("", answer, metadata) == value
@@ -57,9 +53,8 @@ def test_the_task(tokenizer) -> None:
     keys, others = ({(frozenset(p.numbers), p.target) for p in side} for side in (train, held_out))
     assert not keys & others
     assert len(train) + len(held_out) == len(all_problems(20))
-    problem = Problem((3, 5), 15, "*")
     assert tokenizer.tokenize("<answer>3*5</answer>") == ["<answer>", "3", "*", "5", "</answer>"]
-    assert len(tokenizer(render_prompt(problem, tokenizer))["input_ids"]) < 24
+    assert len(tokenizer(render_prompt(Problem((3, 5), 15, "*"), tokenizer))["input_ids"]) < 24
     text = "anything at all: é 数 12\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -71,8 +66,7 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
     tokenizer = build_tokenizer(PROBLEMS)
     tokenizer.name_or_path = name
     if not generation:
-        marks = ("{% generation %}", "{% endgeneration %}")
-        tokenizer.chat_template = tokenizer.chat_template.replace(marks[0], "").replace(marks[1], "")
+        tokenizer.chat_template = re.sub("{% (end)?generation %}", "", tokenizer.chat_template)
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=3, group_size=2, seed=0)
     batch = env.rollout(1, as_policy(model, tokenizer))
     by_query = {p.query: p for p in PROBLEMS}
@@ -82,39 +76,24 @@ def test_policy_sees_the_prompts_of_the_warm_up(model, name, generation):
         assert tokens[tokens != tokenizer.pad_token_id].tolist() == want
 
 
-def make_parts(model, reference):
-    return build("grpo", model, reference, coefficient=FixedKLCoefficient(0.1), max_new_tokens=14)
+def test_log_probs_of_a_batch_and_the_gradient_of_its_loss_by_hand(tokenizer, model):
+    """The policy gradient: with one update per batch the ratio is 1, and clipping plays no part.
 
-
-@pytest.fixture
-def parts(tokenizer, model):
-    return make_parts(model, build_model(tokenizer))
-
-
-@pytest.fixture
-def batch(tokenizer, model, parts):
-    """Answers of a policy that has moved away from its reference, as the collector delivers them, prepared."""
+    Answers of a policy that has moved away from its reference, as the collector delivers them, prepared.
+    """
+    parts = build("grpo", model, build_model(tokenizer), coefficient=FixedKLCoefficient(0.1), max_new_tokens=14)
     env = make_env(PROBLEMS[:40], tokenizer, num_prompts=4, group_size=4, seed=0)
     charged = [KLKeys(charged_key="kl_charged")]
     env = env.append_transform(RetrieveKL(model, parts.kl_transform[1].model, coeff=0.1, extras=charged))
     torch.manual_seed(1)
-    batch = env.rollout(1, as_policy(model, tokenizer)).reshape(-1)
-    return parts.prepare(label(batch, 4))
-
-
-def log_probs(model, batch):
-    tokens, attention = batch["tokens", "full"], batch["masks", "all_attention_mask"]
-    logits = model(input_ids=tokens, attention_mask=attention.long()).logits[:, :-1]
-    mask = attention[:, 1:].clone()
-    mask[:, : batch["tokens", "prompt"].shape[-1] - 1] = False
-    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1), mask
-
-
-def test_log_probs_of_a_batch_and_the_gradient_of_its_loss_by_hand(batch, model, parts):
-    """The policy gradient: with one update per batch the ratio is 1, and clipping plays no part."""
+    batch = parts.prepare(label(env.rollout(1, as_policy(model, tokenizer)).reshape(-1), 4))
     for start in range(0, 16, 4):
         assert len(set(batch[start : start + 4]["query"])) == 1
-    log_prob, mask = log_probs(model, batch)
+    tokens, attention = batch["tokens", "full"], batch["masks", "all_attention_mask"]
+    logits = model(input_ids=tokens, attention_mask=attention.long()).logits[:, :-1]
+    log_prob = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    mask = attention[:, 1:].clone()
+    mask[:, : batch["tokens", "prompt"].shape[-1] - 1] = False
     assert mask.any(-1).all()
     assert_close(batch["next", "log_probs", "full"][:, 1:], torch.where(mask, log_prob, 0.0), atol=1e-4, rtol=0)
     (-(log_prob * batch["advantage"])[mask].mean()).backward()
@@ -150,8 +129,8 @@ def test_controllers(controller, first, second):
 
 
 def test_settings_of_scripts():
-    settings = read_settings(gsm8k_text.Settings, ["beta=0.5", "seeds=[3]", "questions=null"])
-    assert (settings.beta, settings.seeds, settings.questions, settings.layers) == (0.5, [3], None, 2)
+    found = read_settings(gsm8k_text.Settings, ["beta=0.5", "seeds=[3]", "questions=null"])
+    assert (found.beta, found.seeds, found.questions, found.layers) == (0.5, [3], None, 2)
     for change, message in (("bta=1", "Key 'bta' not in 'Settings'.*beta"), ("layers=two", "'two' .* Integer")):
         with pytest.raises(ValueError, match=message):
             read_settings(gsm8k_text.Settings, [change])

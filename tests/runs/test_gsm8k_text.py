@@ -1,6 +1,5 @@
 """The tutorial on real text: its folds, guesses and figures by hand, and a run from text to saved models."""
 
-import json
 import math
 import random
 import subprocess
@@ -13,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from cli_files import read_jsonl, write_jsonl
 from project import PROJECT
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 pytest.importorskip("omegaconf")
 
-TUTORIALS = PROJECT / "tutorials"
-import gsm8k_text  # noqa: E402
-from gsm8k import task  # noqa: E402
-from gsm8k.measure import equal_writers, is_right, mean_with_error, pair_figures, run_command  # noqa: E402
-from gsm8k.report import mean_of, summary  # noqa: E402
-from gsm8k.task import FILE, FOLDER, WRITERS, Question, guess_by_writer, pairs, read_questions  # noqa: E402
+import gsm8k_text
+from gsm8k import task
+from gsm8k.measure import equal_writers, is_right, mean_with_error, pair_figures, run_command
+from gsm8k.report import mean_of, summary
+from gsm8k.task import FILE, FOLDER, WRITERS, Question, guess_by_writer, pairs, read_questions
 
 
 def question(number: int, right: str) -> Question:
@@ -46,11 +45,10 @@ def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> Non
     questions = [question(i, "1010") for i in range(41)]
     held = {}
     for seed in (0, 1, 2, 100):
-        training, held_out = task.split(questions, seed)
-        held[seed] = {q.text for q in held_out}
-        assert not held[seed] & {q.text for q in training}
-        assert len(training) + len(held_out) == 41
+        training, held_out = ([q.text for q in side] for side in task.split(questions, seed))
+        assert sorted(training + held_out) == sorted(q.text for q in questions)
         assert len(held_out) in (10, 11)
+        held[seed] = set(held_out)
     assert set().union(*held.values()) == {q.text for q in questions}  # so that the four are disjoint
     assert sum(map(len, held.values())) == 41
     assert task.split(questions, 3)[1] == task.split(questions, 0)[1]
@@ -60,11 +58,9 @@ def test_no_question_is_on_both_sides_and_pairs_are_right_against_wrong() -> Non
     assert writers == [(1, 0), (1, 3), (2, 0), (2, 3)]
     assert {r["question"] for r in rows} == {1}
     assert rows[0]["prompt"] == [{"role": "user", "content": "What is 7 plus 14?"}]
-    assert rows[0]["chosen"][0]["content"].endswith("A: 21")
-    assert rows[0]["rejected"][0]["content"].endswith("A: 22")
-    (solution,) = task.solutions([question(7, "0110")])
-    assert [m["role"] for m in solution["messages"]] == ["user", "assistant"]
-    assert solution["messages"][1]["content"] == "7 + 14 = 21\nA: 21"
+    assert [rows[0][which][0]["content"][-5:] for which in ("chosen", "rejected")] == ["A: 21", "A: 22"]
+    ((asked, said),) = (solution["messages"] for solution in task.solutions([question(7, "0110")]))
+    assert (asked["role"], said) == ("user", {"role": "assistant", "content": "7 + 14 = 21\nA: 21"})
 
 
 @pytest.mark.skipif(not (FOLDER / FILE).exists(), reason=f"no {FOLDER / FILE}")
@@ -91,11 +87,11 @@ def test_guesses_know_only_what_training_shows_and_errors_count_questions() -> N
     assert right.tolist() == [1, 1, 1, 0, 0.5]
     assert mean_with_error(right, torch.arange(5), weights)[0] == pytest.approx(0.5)
     values = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    mean, error = mean_with_error(values, torch.arange(6))
-    assert (mean, error) == pytest.approx((0.5, float(values.std()) / 6**0.5))  # each by itself: the usual error
-    mean, error = mean_with_error(values, torch.tensor([7, 7, 8, 8, 9, 9]))
+    usual = 0.5, float(values.std()) / 6**0.5
+    assert mean_with_error(values, torch.arange(6)) == pytest.approx(usual)  # each by itself
     # By question: sums of values less the mean 1, 0 and -1; over 3 questions of 2 pairs.
-    assert (mean, error) == pytest.approx((0.5, math.sqrt(2 * 3 / 2) / 6))
+    found = mean_with_error(values, torch.tensor([7, 7, 8, 8, 9, 9]))
+    assert found == pytest.approx((0.5, math.sqrt(2 * 3 / 2) / 6))
     weighted, _ = mean_with_error(values, torch.arange(6), torch.tensor([3.0, 0, 0, 0, 0, 1.0], dtype=torch.float64))
     assert weighted == 0.75
     results = [{"x": 0.5, "x_error": 0.03}, {"x": 0.7, "x_error": 0.04}]  # of seeds
@@ -120,10 +116,6 @@ def test_figures_of_pairs() -> None:
     assert (found["pairs"], found["questions"]) == (3, 2)
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 QUICK: dict[str, Any] = {"vocab_size": 300, "hidden": 16, "layers": 1, "questions": 80}
 
 
@@ -133,10 +125,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder, rng = tmp_path_factory.mktemp("text"), random.Random(0)
     rights = ("1010", "0110", "0001", "1000", "0111")
     questions = [question(rng.randrange(2, 99), rng.choice(rights)) for _ in range(48)]
-    with (folder / FILE).open("w") as file:
-        for q in questions:
-            answers = {name: {"is_correct": right, "solution": text} for name, (text, right) in q.answers.items()}
-            file.write(json.dumps({"question": q.text, "ground_truth": q.solution, **answers}) + "\n")
+    rows = [{"question": q.text, "ground_truth": q.solution} for q in questions]
+    for row, q in zip(rows, questions, strict=True):
+        row |= {name: {"is_correct": right, "solution": text} for name, (text, right) in q.answers.items()}
+    write_jsonl(folder / FILE, rows)
     settings = gsm8k_text.Settings(**QUICK, jobs=0, seeds=[0, 2], data=str(folder), out=str(folder / "out"))
     with redirect_stdout(StringIO()) as output:
         assert gsm8k_text.main(settings) == 0
@@ -145,21 +137,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_a_run_writes_what_it_promises(finished: tuple[Path, str]) -> None:
     out, printed = finished
-    results = rows_of(out / "results.jsonl")
+    results = read_jsonl(out / "results.jsonl")
     assert [result["seed"] for result in results] == [0, 2]
     for result in results:
         assert result["perplexity_after"] < 0.9 * result["perplexity_before"]
         assert 0 <= result["accuracy"] <= 1
         assert all(math.isfinite(value) for value in result.values() if isinstance(value, float))
         folder = out / f"seed-{result['seed']}"
-        for name in ("untrained", "sft", "dpo"):
-            assert (folder / name / "model.safetensors").exists()
+        assert {path.parent.name for path in folder.glob("*/model.safetensors")} >= {"untrained", "sft", "dpo"}
         assert "tokens of" in (folder / "diagnosis.txt").read_text()
         assert (folder / "rollouts.html").read_text().startswith("<!")
-    rows = rows_of(out / "metrics.jsonl")
+    rows = read_jsonl(out / "metrics.jsonl")
     assert {(row["seed"], row["stage"]) for row in rows} == {(s, stage) for s in (0, 2) for stage in ("SFT", "DPO")}
-    first = next(row for row in rows if row["stage"] == "DPO")
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
+    losses = [row["loss"] for row in rows if row["stage"] == "DPO"]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-5)  # the policy is the reference
     assert (out / "curves.png").stat().st_size > 10_000
     assert (out / "summary.md").read_text() == summary(results)
     assert "torchrl-llm-kl score" in printed
@@ -171,7 +162,7 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
 
     out, _ = finished
     folder = out / "seed-0"
-    result = rows_of(out / "results.jsonl")[0]
+    result = read_jsonl(out / "results.jsonl")[0]
     models = [AutoModelForCausalLM.from_pretrained(folder / name) for name in ("dpo", "sft")]
     tokenizer = AutoTokenizer.from_pretrained(folder / "dpo")
 
@@ -183,27 +174,25 @@ def test_figures_are_those_of_plain_forwards(finished: tuple[Path, str]) -> None
         return float(each[head.shape[1] - 1 :].sum())
 
     margins = []
-    for held in rows_of(folder / "held_out_pairs.jsonl"):
+    for held in read_jsonl(folder / "held_out_pairs.jsonl"):
         prompt = f"<|im_start|>user\n{held['prompt'][0]['content']}<|im_end|>\n<|im_start|>assistant\n"
         answers = [held[part][0]["content"] + "<|im_end|>" for part in ("chosen", "rejected")]
         (a, b), (c, d) = ([log_prob(model, prompt, answer) for answer in answers] for model in models)
         margins.append(0.1 * ((a - c) - (b - d)))
     assert len(margins) == result["pairs"]
     assert result["margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-5)
-    clear = [margin for margin in margins if abs(margin) > 1e-5]
-    assert len(clear) == len(margins)
+    assert min(map(abs, margins)) > 1e-5
     assert result["accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
 
 
 @pytest.mark.slow
 def test_seeds_in_two_processes_have_the_same_figures(finished: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = finished
-    words = [*(f"{name}={value}" for name, value in QUICK.items()), "seeds=[0,2]", f"data={out.parent}"]
-    words.append(f"out={tmp_path / 'out'}")
-    command = [sys.executable, str(TUTORIALS / "gsm8k_text.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found, expected = (rows_of(folder / "results.jsonl") for folder in (tmp_path / "out", out))
+    settings = {**QUICK, "seeds": "[0,2]", "data": out.parent, "out": tmp_path / "out"}
+    words = [f"{name}={value}" for name, value in settings.items()]
+    command = [sys.executable, str(PROJECT / "tutorials" / "gsm8k_text.py"), *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found, expected = (read_jsonl(folder / "results.jsonl") for folder in (tmp_path / "out", out))
     varying = {"seconds", "cpu_seconds", "commands"}
     plain = [{key: x for key, x in result.items() if key not in varying} for result in (*found, *expected)]
     assert sorted(plain[:2], key=lambda result: result["seed"]) == plain[2:]

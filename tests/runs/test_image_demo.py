@@ -1,15 +1,14 @@
 """The demo with pictures: what it draws, its rewards, and a short run."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("omegaconf")
-pytest.importorskip("rich")
-import image_demo as demo
+for name in ("matplotlib", "omegaconf", "rich"):
+    pytest.importorskip(name)
+import image_demo as demo  # noqa: E402
+from cli_files import read_jsonl  # noqa: E402
 
 
 def test_pictures_show_what_their_answers_say() -> None:
@@ -56,16 +55,11 @@ def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     demo.main(settings)
     assert "20 held-out pictures" in capsys.readouterr().out
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    found = {
-        (folder, name): [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        for folder in (tmp_path / "earlier-1", tmp_path)
-        for name in ("metrics", "evaluations")
-    }
-    earlier, evaluations, rows, _ = found.values()
+    folders = tmp_path / "earlier-1", tmp_path
+    earlier, rows = (read_jsonl(folder / "metrics.jsonl") for folder in folders)
     assert [row | {"seconds": 0} for row in earlier] == [row | {"seconds": 0} for row in rows]
-    assert [row["step"] for row in evaluations] == [0, 2, 3]
-    assert rows[0]["kl"] == 0  # policy and reference are one model
-    assert rows[-1]["kl"] != 0
+    assert [row["step"] for folder in folders for row in read_jsonl(folder / "evaluations.jsonl")] == [0, 2, 3] * 2
+    assert rows[0]["kl"] == 0 != rows[-1]["kl"]  # policy and reference are one model at first
     assert 0 < rows[0]["reward"] < 1
     assert demo.interval(1.0, 2) == pytest.approx((2 / (2 + 1.96**2), 1.0))
     with pytest.raises(ValueError, match="kl_target is 0: expected more than 0"):

@@ -71,7 +71,7 @@ def test_streams_of_the_module() -> None:
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
     command = f"{sys.executable} -m torchrl_llm_kl version >&-"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
+    done = subprocess.run(command, shell=True, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     words = {"_TORCHRL_LLM_KL_COMPLETE": "complete_bash", "COMP_WORDS": "torchrl-llm-kl est", "COMP_CWORD": "1"}
     assert program(env=os.environ | words).stdout.split() == ["estimators"]
@@ -89,7 +89,6 @@ import sys
 from pathlib import Path
 from torchrl_llm_kl.training import Checkpoints
 checkpoints = Checkpoints(sys.argv[1], keep=1)
-print("ready", flush=True)
 for step in range(1, 10**6):
     with checkpoints.writing(step, {"at": step}) as folder:
         for i in range(20):
@@ -101,18 +100,14 @@ def test_a_process_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path: Pa
     """The writer does nothing but write, and is killed as soon as there is half a checkpoint."""
     half_written = 0
     for _ in range(10):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
         end = time.monotonic() + LONG
         while time.monotonic() < end and not (list(tmp_path.glob("step-*")) and list(tmp_path.glob(".new-*"))):
             time.sleep(0.001)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
-        process.stdout.close()
         half_written += bool(list(tmp_path.glob(".new-*")))
-        found = Checkpoints(tmp_path).latest()  # a warning would be an error of the test of damage
-        assert found is not None
+        found: Any = Checkpoints(tmp_path).latest()  # a warning would be an error of the test of damage
         assert (found.folder / "19.bin").read_bytes() == bytes([found.step % 256]) * 5000
         assert not list(tmp_path.glob(".*-*"))
         if half_written == 2:
@@ -123,18 +118,16 @@ def test_a_process_killed_while_it_writes_leaves_a_whole_checkpoint(tmp_path: Pa
 SMALL = 2**16
 
 
-def work(folder: str, seed: int, rounds: int) -> None:
+def work(folder: str, seed: int) -> None:
     """Write and read random sequences, also those of others; an AssertionError for a wrong score."""
-    store = ScoreStore(folder, max_bytes=SMALL)
-    rng, hits = np.random.default_rng(seed), 0
-    for _ in range(rounds):
-        number = int(rng.integers(400))
+    store, hits = ScoreStore(folder, max_bytes=SMALL), 0
+    for number in np.random.default_rng(seed).integers(400, size=400).tolist():
         if has(store, number):
             hits += 1
         else:
             put(store, number)
         assert store.num_bytes <= SMALL
-    assert hits > rounds // 20
+    assert hits > 20
 
 
 def write_for_ever(folder: str, first: int) -> None:
@@ -150,7 +143,7 @@ def start(target: Callable[..., None], *args: Any) -> Any:
 
 
 def test_several_processes_write_and_read_at_once(tmp_path: Path) -> None:
-    processes = [start(work, str(tmp_path), seed, 400) for seed in range(3)]
+    processes = [start(work, str(tmp_path), seed) for seed in range(3)]
     for process in processes:
         process.join(LONG)
     assert [process.exitcode for process in processes] == [0] * 3

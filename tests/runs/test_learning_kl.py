@@ -56,11 +56,6 @@ Advantage = Callable[[Tensor, Tensor], Tensor]
 LENGTHS = torch.tensor([len(answer) for answer in chain().answers])
 
 
-def better_of_two(p: Tensor, reward: Tensor) -> Tensor:
-    """Mean GRPO advantage of each answer in groups of two: (r - r') / 2 over |r - r'| / sqrt(2)."""
-    return of_pairs(p, difference(reward).sign()) / 2**0.5
-
-
 def whitened(p: Tensor, reward: Tensor) -> Tensor:
     weight = p * LENGTHS / (p * LENGTHS).sum()  # over the tokens of both prompts
     mean = (weight * reward).sum()
@@ -75,6 +70,11 @@ def difference(reward: Tensor) -> Tensor:
 def of_pairs(p: Tensor, advantage: Tensor) -> Tensor:
     """Mean over the other answer of a pair."""
     return (p.unsqueeze(-2) * advantage).sum(-1)
+
+
+def better_of_two(p: Tensor, reward: Tensor) -> Tensor:
+    """Mean GRPO advantage of each answer in groups of two: (r - r') / 2 over |r - r'| / sqrt(2)."""
+    return of_pairs(p, difference(reward).sign()) / 2**0.5
 
 
 def from_the_mean(p: Tensor, reward: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from hashlib import sha256
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -18,12 +20,12 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from torchrl_llm_kl import training
+from torchrl_llm_kl import FixedKLCoefficient, training
 from torchrl_llm_kl.cli._commands import app
 from torchrl_llm_kl.training import Checkpoints, CheckpointWarning, ConfigError, ModelError, read_config, train
 from torchrl_llm_kl.training._build import file_digests, load_prompts
 from torchrl_llm_kl.training._report import summary
-from train_lab import ANSWERS, HELD_OUT, assert_same_run, figures, go, same, settings, steps_in, weights
+from train_lab import ANSWERS, HELD_OUT, assert_same_run, ended_after, figures, go, same, settings, steps_in, weights
 from waits import LONG, until
 
 pytestmark = pytest.mark.usefixtures("_no_curves")
@@ -33,8 +35,7 @@ SHORT = ("optimizer.warmup_steps=0", "evaluation.every=0")
 @pytest.mark.smoke
 def test_the_figures_of_a_run(whole: Path) -> None:
     rows, evaluations = figures(whole / "metrics.jsonl"), figures(whole / "evaluations.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    assert [[row["step"] for row in each] for each in (rows, evaluations)] == [[0, 1, 2, 3], [0, 2, 4]]
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)
     assert any(abs(row["kl"]) > 1e-3 for row in rows[1:]), "the policy has moved"
     assert evaluations[0]["kl"] == pytest.approx(0, abs=1e-5)
@@ -50,14 +51,8 @@ def test_the_figures_of_a_run(whole: Path) -> None:
 
 @pytest.mark.smoke
 def test_a_resumed_run_ends_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """Metrics of later steps are there too, as a kill leaves them."""
-    out = tmp_path / "out"
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "final")
-    for step in (2, 3, 4):
-        shutil.rmtree(out / "checkpoints" / f"step-00000{step}")
-    said: list[str] = []
-    train(settings(lab, out), say=said.append)
+    out = ended_after(1, whole, tmp_path)
+    _, said = go(lab, out)
     assert said[0].startswith("going on after step 1 of 4")
     assert_same_run(out, whole)
 
@@ -66,21 +61,19 @@ def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
     """Greedy answers of the first model, one prompt at a time, through transformers alone."""
     config = settings(lab, whole)
     _, held_out = load_prompts(config)
-    assert held_out is not None
-    assert len(held_out) == HELD_OUT
     tokenizer = AutoTokenizer.from_pretrained(config.model.name)
     model = AutoModelForCausalLM.from_pretrained(config.model.name)
     rewards = []
-    for prompt in held_out:
+    for prompt in held_out or ():
         text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text, return_tensors="pt").input_ids
         out = model.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=tokenizer.pad_token_id)
         answer = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         rewards.append(sum(letter in "aeiou" for letter in answer) / 6)
+    assert len(rewards) == HELD_OUT
     row = figures(whole / "evaluations.jsonl")[0]
-    mean = sum(rewards) / len(rewards)
-    variance = sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
-    assert (row["reward"], row["reward_error"]) == pytest.approx((mean, (variance / len(rewards)) ** 0.5), abs=1e-6)
+    expected = mean(rewards), stdev(rewards) / HELD_OUT**0.5
+    assert (row["reward"], row["reward_error"]) == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
@@ -133,25 +126,19 @@ def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, t
         card = (tmp_path / name / "final" / "README.md").read_text()
         return [row["equal_rewards"] for row in result.rows], warned, result.figures["groups with equal rewards"], card
 
-    shares, warned, report, card = run("equal", "same", "run.steps=2")
+    shares, (warning,), report, card = run("equal", "same", "run.steps=2")
     assert shares == [1.0, 1.0], "also when the KL that is charged differs"
-    assert len(warned) == 1
-    assert "all answers that are compared have the same reward (mean 0.25), so that nothing is learnt" in warned[0]
+    assert "all answers that are compared have the same reward (mean 0.25), so that nothing is learnt" in warning
     assert report == "all: nothing was learnt from the rewards"
     assert f"| groups with equal rewards | {report} |" in card
-    shares, warned, report, _ = run("of the prompt", "of_prompt", "run.steps=1")
+    shares, warned, *_ = run("of the prompt", "of_prompt", "run.steps=1")
     assert (shares, len(warned)) == ([1.0], 1)
-    shares, warned, report, _ = run("step", "of_prompt", "run.steps=1", "algorithm.name=reinforce_plus_plus")
-    assert (shares, warned, report) == ([0.0], [], "0 %, mean of all steps")
+    *found, _ = run("step", "of_prompt", "run.steps=1", "algorithm.name=reinforce_plus_plus")
+    assert found == [[0.0], [], "0 %, mean of all steps"]
 
 
 def test_the_share_of_groups_with_equal_rewards() -> None:
     """Three groups in any order: equal, equal but for the KL that was charged, and unequal by a little."""
-
-    class Coefficient(torch.nn.Module):
-        def forward(self) -> torch.Tensor:
-            return torch.tensor(0.3)
-
     earned = torch.tensor([0.7, 2.0, 0.5, 0.7, 2.0, 0.501])
     group = torch.tensor([4, 9, 1, 4, 9, 1])
     kl = torch.tensor([[0.1, -0.4, 3.0]] * 3 + [[0.2, 5.0, -0.7]] * 3)
@@ -163,7 +150,7 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
         return training.step_figures(batch[rows], **how)["equal_rewards"]
 
     assert share(earned[:, None]) == pytest.approx(2 / 3)
-    assert share(charged, coefficient=Coefficient(), charged=True) == pytest.approx(2 / 3)
+    assert share(charged, coefficient=FixedKLCoefficient(0.3), charged=True) == pytest.approx(2 / 3)
     assert share(charged) == 0.0, "the KL alone tells them apart"
     assert share(earned[:, None], slice(0, 1)) == 1.0
     assert share(earned[:, None], compares=False) == 0.0
@@ -174,9 +161,7 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
 
 def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
     """The run goes on from the one before; a finished one, with fewer steps too, writes what is missing."""
-    out = tmp_path / "out"
-    shutil.copytree(whole, out)
-    shutil.rmtree(out / "final")
+    out = ended_after(4, whole, tmp_path)
     for changes in (("run.steps=2",), ()):
         result, _ = go(lab, out, *changes)
         assert (result.outcome, result.step) == ("finished", 4)
@@ -192,14 +177,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, 
 
 
 def test_how_often_it_is_evaluated_and_looked_at_changes_nothing(lab: Path, whole: Path, tmp_path: Path) -> None:
-    often = ("evaluation.every=1", "evaluation.greedy=false", "logging.doctor_every=1")
-    often += ("logging.loggers=[csv,tensorboard]",)
-    for name, changes in (("often", often), ("never", ("evaluation.every=0", "checkpoints.every=4"))):
-        go(lab, tmp_path / name, *changes)
+    often = "evaluation.every=1 evaluation.greedy=false logging.doctor_every=1 logging.loggers=[csv,tensorboard]"
+    for name, changes in (("often", often), ("never", "evaluation.every=0 checkpoints.every=4")):
+        go(lab, tmp_path / name, *changes.split())
         assert same(weights(tmp_path / name / "final"), weights(whole / "final")), name
-    assert (tmp_path / "often" / "rollouts.html").exists()
-    assert list((tmp_path / "often" / "logs" / "csv").rglob("kl.csv"))
-    assert list((tmp_path / "often" / "logs" / "tensorboard").rglob("events*"))
+    for written in ("rollouts.html", "logs/csv/**/kl.csv", "logs/tensorboard/**/events*"):
+        assert list((tmp_path / "often").glob(written)), written
 
 
 def test_a_resumed_run_logs_each_step_once_and_names_files_that_have_changed(lab: Path, tmp_path: Path) -> None:
@@ -230,9 +213,6 @@ def test_other_settings_are_refused_and_fresh_begins_anew(lab: Path, whole: Path
     assert same(weights(out / "earlier-1" / "final"), weights(whole / "final"))
 
 
-NO_BEGIN = {"reward=nowhere.py:f": "there is no file nowhere.py", "model.dtype=bfloat16": "weights cannot be read"}
-
-
 def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Also if it fails while it loads the weights."""
     (tmp_path / "checkpoints").mkdir(parents=True)
@@ -244,9 +224,9 @@ def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path:
         raise ModelError("weights cannot be read")
 
     monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
-    for change, message in [*NO_BEGIN.items()] * 2:
+    for change, message in [("reward=nowhere.py:f", "there is no file nowhere.py"), ("", "weights cannot be read")] * 2:
         with pytest.raises((ValueError, OSError), match=message):
-            train(settings(lab, tmp_path, change), fresh=True, say=pytest.fail)
+            train(settings(lab, tmp_path, *change.split()), fresh=True, say=pytest.fail)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != ".lock") == before
     assert all((tmp_path / name).read_text() == "of the earlier run" for name in ("config.yaml", "metrics.jsonl"))
 
@@ -259,16 +239,17 @@ def test_what_a_fresh_run_reads_is_not_moved(lab: Path, tmp_path: Path) -> None:
     (out / "logs" / "r.py").write_text("def f(q, a, m):\n    return 1.0\n")
     (tmp_path / "link").symlink_to(out)
     before = sorted(out.rglob("*"))
-    for change, key in (
-        (f"model.name={out / 'final'}", r"model\.name"),
-        (f"model.tokenizer={out / 'logs' / '..' / 'final'}", r"model\.tokenizer"),
-        (f"reference.name={tmp_path / 'link' / 'final'}", r"reference\.name"),
-        (f"data.prompts={out / 'logs' / 'p.jsonl'}", r"data\.prompts"),
-        (f"reward={out / 'logs' / 'r.py'}:f", "reward.functions"),
-    ):
+    for key, value in {
+        "model.name": out / "final",
+        "model.tokenizer": out / "logs" / ".." / "final",
+        "reference.name": tmp_path / "link" / "final",
+        "data.prompts": out / "logs" / "p.jsonl",
+        "reward.functions": f"{out / 'logs' / 'r.py'}:f",
+    }.items():
+        wrong = rf"^{re.escape(key)}.* which this run would move or replace: copy it"
         for fresh in (True, False):
-            with pytest.raises(ConfigError, match=rf"^{key}.* which this run would move or replace: copy it"):
-                go(lab, out, change, fresh=fresh)
+            with pytest.raises(ConfigError, match=wrong):
+                go(lab, out, f"{key}={value}", fresh=fresh)
     assert sorted(path for path in out.rglob("*") if path.name != ".lock") == before
 
 
@@ -288,9 +269,8 @@ def test_files_that_a_resumed_run_reads_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    held = {"p.jsonl": b"1", "h.jsonl": b"2", "a.py": b"3", "home/b.py": b"4", "math": b"5"}
-    for name, content in held.items():
-        (tmp_path / name).write_bytes(content)
+    for name, content in {"p.jsonl": "1", "h.jsonl": "2", "a.py": "3", "home/b.py": "4", "math": "5"}.items():
+        (tmp_path / name).write_text(content)
     parts = {"a": "a.py:f", "b": {"function": "~/b.py:g", "weight": 0}, "c": "math:sqrt"}
     data = {"prompts": "p.jsonl", "held_out": "h.jsonl"}
     config = read_config({"model": {"name": "m"}, "data": data, "reward": {"functions": parts}})
@@ -309,8 +289,7 @@ def test_mlflow_has_one_run_of_the_project_whose_process_changes(lab: Path, tmp_
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "kl")
     kls = {row["step"]: row["kl"] for row in figures(tmp_path / "out" / "metrics.jsonl")}
     assert {one.step: one.value for one in history} == pytest.approx(kls)
-    assert len(kls) == 4
-    assert run.info.run_name == "out"
+    assert (len(kls), run.info.run_name) == (4, "out")
 
 
 def test_a_configuration_of_the_user_s_in_the_folder_of_the_run_is_kept(lab: Path, tmp_path: Path) -> None:
@@ -334,37 +313,31 @@ def test_the_command_and_its_exit_codes(lab: Path, whole: Path, tmp_path: Path, 
     file, out = tmp_path / "config.yaml", tmp_path / "out"
     file.write_text(settings(lab, out, "checkpoints.every=4").to_yaml())
 
-    def invoke(*words: str) -> Any:
-        return CliRunner().invoke(app, ["train", str(file), *words])
+    def ended(code: int, *words: str) -> tuple[str, str]:
+        result = CliRunner().invoke(app, ["train", str(file), *words])
+        assert result.exit_code == code
+        return result.stdout, result.stderr
 
     monkeypatch.setenv("INTERRUPT_AT", str(HELD_OUT + ANSWERS + 3))
     before = signal.getsignal(signal.SIGTERM)  # Ray, in an earlier test, may have set its own
-    interrupted = invoke()
-    assert interrupted.exit_code == 130
-    said = " ".join(interrupted.stderr.split())
-    assert f"interrupted after step 2 of 4: saved {out / 'checkpoints' / 'step-000002'}" in said
-    assert "Run the same command to go on" in said
+    _, said = ended(130)
+    assert f"interrupted after step 2 of 4: saved {out / 'checkpoints' / 'step-000002'}" in " ".join(said.split())
+    assert "Run the same command to go on" in " ".join(said.split())
     assert (steps_in(out)[-1], (out / "final").exists()) == ("step-000002", False)
     assert signal.getsignal(signal.SIGTERM) is before
     monkeypatch.delenv("INTERRUPT_AT")
-    finished = invoke()
-    assert finished.exit_code == 0
-    assert "going on after step 2 of 4" in finished.stderr
-    assert f"wrote {out / 'final'}, the weights after step 4" in finished.stdout
+    printed, said = ended(0)
+    assert "going on after step 2 of 4" in said
+    assert f"wrote {out / 'final'}, the weights after step 4" in printed
     assert_same_run(out, whole)
-    refused = invoke("optimizer.lr=1")
-    assert refused.exit_code == 2
-    assert "other settings (optimizer.lr" in refused.stderr
+    assert "other settings (optimizer.lr" in ended(2, "optimizer.lr=1")[1]
     changes = "kl.stop_above=0.001 kl.stop_after=1 optimizer.lr=0.3 optimizer.schedule=constant evaluation.every=0"
-    stopped = invoke(*changes.split(), "--fresh")
-    assert stopped.exit_code == 1
-    assert "kl.stop_above" in stopped.stderr
+    assert "kl.stop_above" in ended(1, *changes.split(), "--fresh")[1]
 
 
 def command(lab: Path, out: Path, *overrides: str) -> subprocess.Popen[str]:
     """The command, in a process of its own."""
-    file = out.parent / f"{out.name}.yaml"
-    file.write_text(settings(lab, out).to_yaml())
+    (file := out.with_suffix(".yaml")).write_text(settings(lab, out).to_yaml())
     words = [sys.executable, "-m", "torchrl_llm_kl", "train", str(file), *overrides]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -377,12 +350,11 @@ def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
     def done() -> int:
         return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
-    before, begun = done(), time.time()
-    process = command(lab, out, *overrides)
-
     def moved() -> bool:
         return metrics.exists() and metrics.stat().st_mtime > begun and done() > before
 
+    before, begun = done(), time.time()
+    process = command(lab, out, *overrides)
     until(lambda: process.poll() is not None or moved(), seconds=LONG)
     time.sleep(pause)
     process.send_signal(signal.SIGKILL)

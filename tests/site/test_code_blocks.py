@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -85,8 +86,7 @@ def _adapted(world: World) -> Any:
     return adapted
 
 
-Made = Callable[[World], Any]
-PARTS: dict[str, Made] = {
+PARTS: dict[str, Callable[[World], Any]] = {
     "tokenizer": lambda world: make_tokenizer(),
     "model": lambda world: world.new_model(0),
     "reference": lambda world: world.new_model(1).requires_grad_(False),
@@ -100,134 +100,113 @@ PARTS: dict[str, Made] = {
     "adapted": _adapted,
 }
 
+#: Page -> the parts of the world that its prose introduces, maybe under another name; the code of any other page makes all
+#: that it uses.
+PREAMBLES = {
+    "docs/algorithms.md": "actor=model reference optimizer",
+    "docs/cli.md": "batch",
+    "docs/concepts.md": "tokenizer",
+    "docs/debugging.md": "batch model reference tokenizer",
+    "docs/doctor.md": "batch policy=model reference tokenizer buffer",
+    "docs/elsewhere.md": "actor=model reference",
+    "docs/inspector.md": "batch tokenizer model reference step_100=model",
+    "docs/kl_study.md": "model reference batch=padded",
+    "docs/logging.md": "parts=grpo tokenizer",
+    "docs/lora.md": "batch=rollouts",
+    "docs/losses.md": "model reference share=batch grpo optimizer buffer",
+    "docs/multi_turn.md": "tokenizer model reference",
+    "docs/off_policy.md": "model rollouts reference optimizer",
+    "docs/recipes.md": "reference teacher=reference model tokenizer",
+    "docs/resuming.md": "model reference",
+    "docs/sampling.md": "policy=model sampler reference",
+    "docs/scoring.md": "model ref_model=reference reference policy=adapted buffer",
+    "docs/torchrl.md": "policy=model reference",
+    **dict.fromkeys(("docs/distributed.md", "docs/images.md", "docs/ray.md", "docs/routing.md"), ""),
+}
+
 
 def _one_rank() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-def _distributed(world: World) -> dict[str, Any]:
-    _one_rank()
-    return {"name": "Qwen/Qwen2.5-0.5B-Instruct", "loader": [world.batch]}
+def own(page: str, world: World) -> dict[str, Any]:
+    """What the prose of a page introduces and that of no other does."""
+    match page:
+        case "docs/algorithms.md":
+            return {"collector": [world.rollouts]}
+        case "docs/distributed.md":
+            _one_rank()
+            return {"name": "Qwen/Qwen2.5-0.5B-Instruct", "loader": [world.batch]}
+        case "docs/doctor.md":
+            return {"logger": SimpleNamespace(log=lambda measures: None)}
+        case "docs/elsewhere.md":
+            Path("grpo.yaml").write_text("algorithm:\n  algorithm_type: grpo\n  repeat_times: 8\n", encoding="utf-8")
+        case "docs/images.md":
+            from PIL import Image
 
+            policy, reference = (image_model("qwen2_5_vl", seed=seed) for seed in (0, 1))
+            given = {"processor": image_processor("qwen2_5_vl"), "picture": Image.new("RGB", (8, 8), (220, 20, 20))}
+            return {**given, "policy": policy, "reference": reference}
+        case "docs/inspector.md":
+            return {"step_200": world.new_model(2)}
+        case "docs/logging.md":
+            coefficient = torchrl_llm_kl.FixedKLCoefficient(0.1)
+            return {"collector": [world.padded], "loss": world.grpo.loss, "advance": print, "coefficient": coefficient}
+        case "docs/losses.md":
+            _one_rank()
+            batch = world.batch.clone()
+            for row in batch.unbind(0):
+                row["next", "sampler_log_probs"] = row["log_probs"]
+            labelled = [batch.clone().set("chosen", torch.arange(16) % 3 == 0) for _ in range(2)]
+            return {"batch": batch, "other_model": world.new_model(3), "batches": labelled}
+        case "docs/off_policy.md":
+            return {"batch": world.rollouts.clone()}
+        case "docs/ray.md":
+            import ray
 
-def _elsewhere(world: World) -> dict[str, Any]:
-    Path("grpo.yaml").write_text("algorithm:\n  algorithm_type: grpo\n  repeat_times: 8\n", encoding="utf-8")
+            ray.init(num_cpus=8, num_gpus=4, include_dashboard=False)  # logical: a model without CUDA stays on the CPU
+
+            def load_reference() -> Any:
+                from toy_rollouts import make_model, make_tokenizer
+
+                return make_model(make_tokenizer(), seed=1)
+
+            return {"load_reference": load_reference, "env": make_env(world.tokenizer), "policy": world.new_model(1)}
+        case "docs/recipes.md":
+            policy = make_policy(world.model, world.tokenizer, pad_output=False)
+            kl = RetrieveKL(world.model, world.reference, add_to_reward=False)
+            given = {"data": flat(collect(world.tokenizer, policy, kl, envs=4)), "env": make_env(world.tokenizer)}
+            return {**given, "padded": False, "advantage": torch.tensor([1.0, -1.0, 0.5, -0.5])}
+        case "docs/routing.md":
+            experts = np.arange(5 * 3 * 2).reshape(5, 3, 2) % 6
+            request = SimpleNamespace(outputs=[SimpleNamespace(routed_experts=experts)])  # what an engine returns
+            answer = {"meta_info": {"routed_experts": base64.b64encode(experts.astype(np.int32).tobytes()).decode()}}
+            return {"outputs": [request], "data": TensorDict(batch_size=[1]), "answer": answer, "layers": 3, "k": 2}
+        case "docs/sampling.md":
+            mask = [torch.tensor([False, False, True, True]), torch.tensor([False, True, True])]
+            given = {"sequences": [[3, 4, 5, 6], [7, 8, 9]], "mask": mask, "prompts": prompts_of(["Why?", "How?"])}
+            ref_scorer = LogProbScorer(world.reference, temperature=0.7)
+            return {**given, "ref_scorer": ref_scorer, "vocab_size": len(world.tokenizer)}
+        case "docs/scoring.md":
+            rows = [torch.tensor([3, 5, 7, 9]), torch.tensor([4, 6, 8])]
+            ids = torch.tensor([[3, 5, 7, 9], [0, 4, 6, 8]])
+            models = {"scorer": world.model, "ref_scorer": world.reference, "student": world.new_model(2)}
+            given = {name: LogProbScorer(model) for name, model in models.items()}
+            mask = torch.tensor([False, False, True, True, False, True, True])
+            batch = {"input_ids": ids, "attention_mask": ids > 0}
+            return {**given, "rows": rows, "sequences": rows, "mask": mask, "batch": batch}
+        case "docs/torchrl.md":
+            from torchrl.trainers import MixedPrecisionOptimizationStepper
+
+            return {"torch": torch, "MixedPrecisionOptimizationStepper": MixedPrecisionOptimizationStepper}
     return {}
-
-
-def _logging(world: World) -> dict[str, Any]:
-    coefficient = torch.nn.Module()
-    coefficient.forward = lambda: torch.tensor(0.1)  # type: ignore[method-assign]
-    return {"collector": [world.padded], "loss": world.grpo.loss, "advance": print, "coefficient": coefficient}
-
-
-def _losses(world: World) -> dict[str, Any]:
-    _one_rank()
-    batch = world.batch.clone()
-    for row in batch.unbind(0):
-        row["next", "sampler_log_probs"] = row["log_probs"]
-    labelled = [batch.clone().set("chosen", torch.arange(16) % 3 == 0) for _ in range(2)]
-    return {"batch": batch, "other_model": world.new_model(3), "batches": labelled}
-
-
-def _ray(world: World) -> dict[str, Any]:
-    import ray
-
-    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False)  # logical: a model without CUDA stays on the CPU
-
-    def load_reference() -> Any:
-        from toy_rollouts import make_model, make_tokenizer
-
-        return make_model(make_tokenizer(), seed=1)
-
-    return {"load_reference": load_reference, "env": make_env(world.tokenizer), "policy": world.new_model(1)}
-
-
-def _recipes(world: World) -> dict[str, Any]:
-    policy = make_policy(world.model, world.tokenizer, pad_output=False)
-    kl = RetrieveKL(world.model, world.reference, add_to_reward=False)
-    given = {"data": flat(collect(world.tokenizer, policy, kl, envs=4)), "env": make_env(world.tokenizer)}
-    return {**given, "padded": False, "advantage": torch.tensor([1.0, -1.0, 0.5, -0.5])}
-
-
-def _routing(world: World) -> dict[str, Any]:
-    experts = np.arange(5 * 3 * 2).reshape(5, 3, 2) % 6
-    request = SimpleNamespace(outputs=[SimpleNamespace(routed_experts=experts)])  # what an engine returns for a request
-    answer = {"meta_info": {"routed_experts": base64.b64encode(experts.astype(np.int32).tobytes()).decode()}}
-    return {"outputs": [request], "data": TensorDict(batch_size=[1]), "answer": answer, "layers": 3, "k": 2}
-
-
-def _images(world: World) -> dict[str, Any]:
-    from PIL import Image
-
-    policy, reference = (image_model("qwen2_5_vl", seed=seed) for seed in (0, 1))
-    picture = Image.new("RGB", (8, 8), (220, 20, 20))
-    return {"policy": policy, "reference": reference, "processor": image_processor("qwen2_5_vl"), "picture": picture}
-
-
-def _sampling(world: World) -> dict[str, Any]:
-    mask = [torch.tensor([False, False, True, True]), torch.tensor([False, True, True])]
-    given = {"sequences": [[3, 4, 5, 6], [7, 8, 9]], "mask": mask, "prompts": prompts_of(["Why?", "How?"])}
-    ref_scorer = LogProbScorer(world.reference, temperature=0.7)
-    return {**given, "ref_scorer": ref_scorer, "vocab_size": len(world.tokenizer)}
-
-
-def _scoring(world: World) -> dict[str, Any]:
-    rows = [torch.tensor([3, 5, 7, 9]), torch.tensor([4, 6, 8])]
-    ids = torch.tensor([[3, 5, 7, 9], [0, 4, 6, 8]])
-    models = {"scorer": world.model, "ref_scorer": world.reference, "student": world.new_model(2)}
-    given = {name: LogProbScorer(model) for name, model in models.items()}
-    mask = torch.tensor([False, False, True, True, False, True, True])
-    batch = {"input_ids": ids, "attention_mask": ids > 0}
-    return {**given, "rows": rows, "sequences": rows, "mask": mask, "batch": batch}
-
-
-def _torchrl(world: World) -> dict[str, Any]:
-    from torchrl.trainers import MixedPrecisionOptimizationStepper
-
-    return {"torch": torch, "MixedPrecisionOptimizationStepper": MixedPrecisionOptimizationStepper}
-
-
-#: Page -> what its prose introduces: parts of the world, maybe under another name, and what no other page has. The code of
-#: any other page makes all that it uses.
-PREAMBLES: dict[str, tuple[str, Made | None]] = {
-    "docs/algorithms.md": ("actor=model reference optimizer", lambda world: {"collector": [world.rollouts]}),
-    "docs/cli.md": ("batch", None),
-    "docs/concepts.md": ("tokenizer", None),
-    "docs/debugging.md": ("batch model reference tokenizer", None),
-    "docs/distributed.md": ("", _distributed),
-    "docs/doctor.md": (
-        "batch policy=model reference tokenizer buffer",
-        lambda world: {"logger": SimpleNamespace(log=lambda measures: None)},
-    ),
-    "docs/elsewhere.md": ("actor=model reference", _elsewhere),
-    "docs/inspector.md": (
-        "batch tokenizer model reference step_100=model",
-        lambda world: {"step_200": world.new_model(2)},
-    ),
-    "docs/kl_study.md": ("model reference batch=padded", None),
-    "docs/logging.md": ("parts=grpo tokenizer", _logging),
-    "docs/lora.md": ("batch=rollouts", None),
-    "docs/losses.md": ("model reference share=batch grpo optimizer buffer", _losses),
-    "docs/multi_turn.md": ("tokenizer model reference", None),
-    "docs/off_policy.md": ("model rollouts reference optimizer", lambda world: {"batch": world.rollouts.clone()}),
-    "docs/ray.md": ("", _ray),
-    "docs/recipes.md": ("reference teacher=reference model tokenizer", _recipes),
-    "docs/resuming.md": ("model reference", None),
-    "docs/images.md": ("", _images),
-    "docs/routing.md": ("", _routing),
-    "docs/sampling.md": ("policy=model sampler reference", _sampling),
-    "docs/scoring.md": ("model ref_model=reference reference policy=adapted buffer", _scoring),
-    "docs/torchrl.md": ("policy=model reference", _torchrl),
-}
 
 
 def given(page: str) -> dict[str, Any]:
     """The names that a page takes as given."""
-    parts, own = PREAMBLES.get(page, ("", None))
     world = World()
-    names = {part.partition("=")[0]: getattr(world, part.rpartition("=")[2]) for part in parts.split()}
-    return {**names, **(own(world) if own else {})}
+    parts = {name: part or name for name, _, part in (x.partition("=") for x in PREAMBLES.get(page, "").split())}
+    return {**{name: getattr(world, part) for name, part in parts.items()}, **own(page, world)}
 
 
 #: Blocks that are not run, for reasons that hold on any machine without these, and how many there are.
@@ -309,17 +288,13 @@ def test_the_doctor_looks_before_the_first_step(surroundings: None, monkeypatch:
     pages = {page: "\n".join(block.code for block in PYTHON if block.page == page) for page in WITH_PYTHON}
     both = [page for page, code in pages.items() if "diagnose(" in code and ".step()" in code]
     assert both == ["docs/start.md"]
-    events: list[str] = []
-    step = torch.optim.AdamW.step
-    for owner, name, original in ((diagnostics, "diagnose", diagnostics.diagnose), (torch.optim.AdamW, "step", step)):
-
-        def seen(*args: Any, _original: Any = original, _name: str = name, **kwargs: Any) -> Any:
-            events.append(_name)
-            return _original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, seen)
+    events = Mock()
+    for owner, name in ((diagnostics, "diagnose"), (torch.optim.AdamW, "step")):
+        seen = Mock(side_effect=getattr(owner, name))
+        events.attach_mock(seen, name)
+        monkeypatch.setattr(owner, name, lambda *args, _seen=seen, **kwargs: _seen(*args, **kwargs))
     run_page("docs/start.md")
-    assert events == ["diagnose", "step", "step"]
+    assert [name for name, *_ in events.mock_calls] == ["diagnose", "step", "step"]
 
 
 def test_few_blocks_are_not_run() -> None:
@@ -334,8 +309,7 @@ def test_blocks_that_are_not_run_import_what_exists() -> None:
         for node in ast.walk(ast.parse(block.code)):
             if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("torchrl", "torchrl_llm_kl"):
                 module = importlib.import_module(str(node.module))
-                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
-                assert missing == [], f"{block.page}:{block.line}"
+                assert all(hasattr(module, alias.name) for alias in node.names), f"{block.page}:{block.line}"
 
 
 _PROGRAMS = ("make", "torchrl-llm-kl", "python", "pip", "torchrun")
@@ -343,8 +317,8 @@ _PROGRAMS = ("make", "torchrl-llm-kl", "python", "pip", "torchrun")
 _OF_TYPER = {"--help", "--install-completion", "--show-completion"}
 
 
-def commands() -> list[tuple[str, str]]:
-    """Where and what: lines of shell blocks, and code in the text, that call a program of ours."""
+def test_every_command_exists() -> None:
+    """Of lines of shell blocks, and of code in the text, those that call a program of ours."""
     blocks = all_blocks("", "bash", "console")
     lines = [(f"{block.page}:{block.line + i}", x) for block in blocks for i, x in enumerate(block.code.splitlines())]
     found = [(where, line.removeprefix("$ ").strip()) for where, line in lines]
@@ -353,11 +327,6 @@ def commands() -> list[tuple[str, str]]:
         text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
         inline = re.findall(r"`((?:make|torchrl-llm-kl|python) [^`\n]+)`", text)
         found += [(str(page.relative_to(PROJECT)), words) for words in inline]
-    return found
-
-
-def test_every_command_exists() -> None:
-    found = commands()
     assert {command.split(" ")[0] for _, command in found} == set(_PROGRAMS)
     assert [f"{where}: {command}: {fault}" for where, command in found if (fault := wrong_in(command))] == []
 

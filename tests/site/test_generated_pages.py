@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 from typing import Any, get_args
 
 import pytest
@@ -47,10 +48,10 @@ def test_schulmans_table() -> None:
     Half a unit of the last printed digit; the published bias of k2 is sampled (the integral is 0.0025).
     """
     measure = script("docs/build_estimator_table.py").gaussian_bias_and_std
-    table = {0.1: {"k1": (0.0, 20.0), "k2": (0.002, 1.42), "k3": (0.0, 1.42)}}
-    table[1.0] = {"k1": (0.0, 2.0), "k2": (0.25, 1.73), "k3": (0.0, 1.7)}
-    for shift, name in ((shift, name) for shift, row in table.items() for name in row):
-        (bias, std), want = measure(name, shift), table[shift][name]
+    table = {(0.1, "k1"): (0.0, 20.0), (0.1, "k2"): (0.002, 1.42), (0.1, "k3"): (0.0, 1.42)}
+    table |= {(1.0, "k1"): (0.0, 2.0), (1.0, "k2"): (0.25, 1.73), (1.0, "k3"): (0.0, 1.7)}
+    for (shift, name), want in table.items():
+        bias, std = measure(name, shift)
         assert bias == pytest.approx(want[0], abs=6e-4), (name, shift)
         assert std == pytest.approx(want[1], abs=5.1e-3), (name, shift)
     for shift in (0.1, 0.5, 1.0):  # E d**2 / 2 = (m**2 + m**4 / 4) / 2, so the bias over the true KL is m**2 / 4
@@ -69,8 +70,7 @@ def test_captured_mass_and_forward_kl_by_hand(exponent: float, k: int) -> None:
     build = script("docs/build_distillation_table.py")
     p = [rank**-exponent for rank in range(1, build.VOCAB + 1)]
     q = [rank ** (-0.9 * exponent) * math.exp(0.7 * math.sin(1.7 * rank)) for rank in range(1, build.VOCAB + 1)]
-    p_sum, q_sum = math.fsum(p), math.fsum(q)
-    p, q = [x / p_sum for x in p], [x / q_sum for x in q]
+    p, q = ([x / total for x in values] for values in (p, q) for total in [math.fsum(values)])
     rest, other = math.fsum(p[k:]), math.fsum(q[k:])
     want = math.fsum(a * math.log(a / b) for a, b in zip(p[:k], q[:k], strict=True)) + rest * math.log(rest / other)
     value, gradient, captured = build.measure(exponent, k, 0.0)
@@ -88,17 +88,13 @@ def test_the_bias_falls_with_k() -> None:
         columns = torch.tensor([[float(cell) for cell in row[1:]] for row in rows]).T
         assert (columns[:4].diff() >= 0).all()  # captured mass and values
         assert (columns[4:].diff() <= 0).all()  # gradients
-        assert (columns[:4, -1] == 1).all()
-        assert (columns[4:, -1] == 0).all()
+        assert columns[:, -1].tolist() == [1] * 4 + [0] * (len(columns) - 4)
 
 
-def test_names_of_this_package_exist() -> None:
+def test_other_libraries_settings_have_names_that_exist_or_say_what_to_do() -> None:
     """An identifier in small letters is an argument of make_algorithm."""
     accepted = {*AlgorithmOverrides.__annotations__, *make_algorithm.__annotations__}
     assert {row.here for row in FOREIGN if re.fullmatch("[a-z_]+", row.here)} - accepted == set()
-
-
-def test_every_setting_outside_or_refused_says_what_to_do() -> None:
     assert not [row.name for row in FOREIGN if row.place in ("outside", "refused") and not row.note]
     assert not [row.name for row in FOREIGN if row.place in ("override", "sampling") and not row.here]
     assert foreign_hint("n").startswith(" verl's 'n' is 'group_size'")
@@ -111,20 +107,17 @@ def test_names_of_trinitys_table_exist() -> None:
     rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
     layers = [torchrl_llm_kl, advantages, algorithms, estimators, losses]
     others = {"ReplayBuffer", "torchrl_llm_kl", "none", *dir(Algorithm), *Algorithm.__dataclass_fields__}
-    checked = set()
-    for _, here, *_ in rows:
-        for name, attribute in re.findall(r"`([A-Za-z_]+)(?:\.([a-z_]+))?(?=[`(])", here):
-            if name in others:
-                continue
-            owner = next(getattr(layer, name) for layer in layers if hasattr(layer, name))
-            fields = {"", *dir(owner), *getattr(owner, "__dataclass_fields__", ())}
-            assert attribute in fields, (name, attribute)
-            checked.add(name)
-    methods = {"apply_kl_penalty_to_reward", "calculate_kl_loss", "update_kl_coef"}
+    found = [pair for _, here, *_ in rows for pair in re.findall(r"`([A-Za-z_]+)(?:\.([a-z_]+))?(?=[`(])", here)]
+    ours = [(name, attribute) for name, attribute in found if name not in others]
+    for name, attribute in ours:
+        owner = next(getattr(layer, name) for layer in layers if hasattr(layer, name))
+        assert attribute in {"", *dir(owner), *getattr(owner, "__dataclass_fields__", ())}, (name, attribute)
     named = {name for row in rows for name in re.findall("`([^`]+)`", row[0])}
-    assert {*(f"KLFn.{name}" for name in methods), "PolicyLossFn.select_keys"} <= named
+    assert {"KLFn.apply_kl_penalty_to_reward", "KLFn.calculate_kl_loss", "KLFn.update_kl_coef"} <= named
+    assert "PolicyLossFn.select_keys" in named
     assert len(rows) > 25
-    assert {"KLComputation", "KLToReference", "EntropyBonus", "ObjectiveSpec", "informative_groups"} <= checked
+    checked = {"KLComputation", "KLToReference", "EntropyBonus", "ObjectiveSpec", "informative_groups"}
+    assert checked <= {name for name, _ in ours}
 
 
 # Settings that report more than the defaults do.
@@ -173,10 +166,8 @@ def test_a_number_at_the_end_is_that_of_a_second_correction() -> None:
     assert describe_metric("token_k4_masked_fraction") is None
 
 
-def section(name: str) -> str:
-    """The text below the heading of an algorithm."""
-    text = script("docs/build_paper_index.py").PAGE.read_text(encoding="utf-8")
-    return text.split(f"\n### `{name}`\n")[1].split("\n## ")[0].split("\n### ")[0]
+def papers() -> str:
+    return script("docs/build_paper_index.py").PAGE.read_text(encoding="utf-8")
 
 
 def test_every_paper_that_the_code_names_is_listed() -> None:
@@ -185,20 +176,19 @@ def test_every_paper_that_the_code_names_is_listed() -> None:
     files = [file for place in places for file in PROJECT.glob(f"torchrl_llm_kl/{place}")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     named = set(re.findall(r"arXiv (\d{4}\.\d{5})", text))
-    index = script("docs/build_paper_index.py").PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[(\d{4}\.\d{5})\]\(\S+\) \| (.*?) \| (.*?) \|$", index, re.MULTILINE)
+    rows = re.findall(r"^\| \[(\d{4}\.\d{5})\]\(\S+\) \| (.*?) \| (.*?) \|$", papers(), re.MULTILINE)
     assert len(named) > 50
     assert named - {number for number, _, _ in rows} == set()
     assert [row for row in rows if not re.match(r"[A-Z]", row[1]) or "`" not in row[2]] == []
 
 
 def test_every_value_with_a_source_is_there_beside_its_paper() -> None:
+    below = {part.partition("`")[0]: part.split("\n## ")[0] for part in papers().split("\n### `")}
     for name, algorithm in ALGORITHMS.items():
-        shown = section(name)
-        assert [field for field in algorithm.sources if not re.search(rf"`{field}=[^`]+`", shown)] == [], name
-    papers = {"dapo": "clip_high=0.28`.*2503.14476", "gigpo": "omega=1.0`.*2505.10978", "dpo": "beta=0.1`.*2305.18290"}
-    for name, expected in papers.items():
-        assert re.search(expected, section(name)), name
+        assert all(re.search(rf"`{field}=[^`]+`", below[name]) for field in algorithm.sources), name
+    for name, expected in (("dapo", "clip_high=0.28`.*2503.14476"), ("dpo", "beta=0.1`.*2305.18290")):
+        assert re.search(expected, below[name]), name
+    assert re.search("omega=1.0`.*2505.10978", below["gigpo"])
 
 
 def test_the_page_of_runs_names_what_exists() -> None:
@@ -215,16 +205,15 @@ def test_the_page_of_runs_names_what_exists() -> None:
 
 def test_the_least_configuration_of_the_page_is_enough() -> None:
     pytest.importorskip("omegaconf")
-    pattern = r"A minimal configuration:\n\n```yaml\n(.*?)```"
-    (least,) = re.findall(pattern, page("train.md"), flags=re.DOTALL)
-    config = read_config(yaml.safe_load(least))
-    assert config.model.name == read_config(yaml.safe_load(example_config())).model.name
+    (least,) = re.findall(r"A minimal configuration:\n\n```yaml\n(.*?)```", page("train.md"), flags=re.DOTALL)
+    least, example = (read_config(yaml.safe_load(text)).model.name for text in (least, example_config()))
+    assert least == example
 
 
 def test_all_arguments_and_reasons_of_the_page_of_data_are_named() -> None:
     text = page("data.md")
     fields = {field.name for field in dataclasses.fields(Encoder)} - {"layout", "tokenizer"}
-    assert [name for name in sorted(fields) if f"`{name}" not in text] == []
-    reasons = get_args(eval(Skip.__annotations__["reason"], vars(__import__(Skip.__module__, fromlist=["x"]))))
+    reasons = get_args(eval(Skip.__annotations__["reason"], vars(sys.modules[Skip.__module__])))
     assert len(reasons) == 6
-    assert [reason for reason in reasons if f"`{reason}`" not in text] == []
+    named = [f"`{field}" for field in sorted(fields)] + [f"`{reason}`" for reason in reasons]
+    assert [name for name in named if name not in text] == []

@@ -23,8 +23,9 @@ SERVICE_ROW = {part: row for row, parts in enumerate(SERVICE_ROWS) for part in p
 TOGETHER = [{"_errors", "_wire", "_spec", "_actors"}]
 
 
-def wrong_imports() -> list[str]:
-    """What modules import that they must not."""
+@pytest.mark.smoke
+def test_imports_go_down_and_through_the_package() -> None:
+    assert {layers.layer_of(module) for module in IMPORTS} - {""} == set(ROW)
     wrong = []
     for module, targets in IMPORTS.items():
         own = layers.layer_of(module)
@@ -36,13 +37,7 @@ def wrong_imports() -> list[str]:
             wrong += [f"{module} loads {target} by name: only the root package does"] * by_name
             wrong += [f"{module} imports {target}: up or across"] * (ROW[other] >= ROW[own])
             wrong += [f"{module} reaches into {target}"] * inside
-    return wrong
-
-
-@pytest.mark.smoke
-def test_imports_go_down_and_through_the_package() -> None:
-    assert {layers.layer_of(module) for module in IMPORTS} - {""} == set(ROW)
-    assert wrong_imports() == []
+    assert wrong == []
 
 
 def test_imports_within_the_service_go_down() -> None:
@@ -108,30 +103,20 @@ COMMON = {"_replace", "_asdict", "_make", "_fields", "_exit"}
 COMMON |= {"_modules", "_buffers", "_parameters", "_forward_hooks", "_forward_pre_hooks"}
 
 
-def count(text: str) -> int:
-    """How often an expression is written."""
-    kinds = (ast.Name, ast.Subscript)
-    return sum(isinstance(node, kinds) and ast.unparse(node) == text for _, node in NODES)
-
-
 @pytest.mark.parametrize(("text", "most"), [("Any", 410), ("dict[str, Any]", 20)])
 def test_names_without_meaning(text: str, most: int) -> None:
-    assert count(text) <= most
-
-
-def parameters() -> Iterator[tuple[str, int]]:
-    """Functions and methods by name, and how many parameters each has beside ``self``."""
-    owners = {id(each): node.name for _, node in NODES if isinstance(node, ast.ClassDef) for each in node.body}
-    for _, node in NODES:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            given = node.args
-            named = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-            total = len(named) + bool(given.vararg) + bool(given.kwarg) - (named[:1] in (["self"], ["cls"]))
-            yield f"{owners.get(id(node), '')}.{node.name}".strip("."), total
+    written = [ast.unparse(node) for _, node in NODES if isinstance(node, (ast.Name, ast.Subscript))]
+    assert written.count(text) <= most
 
 
 def test_parameters() -> None:
-    assert {name: number for name, number in parameters() if number > MANY.get(name, 12)} == {}
+    """Of functions and methods, beside ``self``."""
+    owners = {id(each): node.name for _, node in NODES if isinstance(node, ast.ClassDef) for each in node.body}
+    for node in [node for _, node in NODES if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]:
+        name, given = f"{owners.get(id(node), '')}.{node.name}".strip("."), node.args
+        named = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        total = len(named) + bool(given.vararg) + bool(given.kwarg) - (named[:1] in (["self"], ["cls"]))
+        assert total <= MANY.get(name, 12), name
     assert max(MANY.values()) <= 24
 
 
@@ -145,26 +130,16 @@ def private_names(path: Path, tree: ast.AST, own: set[str]) -> Iterator[str]:
             found = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             found = [str(each.value) for each in node.args[1:2] if isinstance(each, ast.Constant)]
-        yield from (
-            f"{path.relative_to(layers.ROOT)}: {x}" for x in found if x[0] == "_" and x[1:2] != "_" and x not in own
-        )
-
-
-def defined() -> set[str]:
-    """The names that the package defines or sets."""
-    own = set(COMMON)
-    for _, node in NODES:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            own.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            own.add(node.attr)
-    return own
+        private = [x for x in found if x[0] == "_" and x[1:2] != "_" and x not in own]
+        yield from (f"{path.relative_to(layers.ROOT)}: {x}" for x in private)
 
 
 def test_private_names_of_other_libraries_are_in_one_file() -> None:
-    own = defined()
+    """Of others is what the package neither defines nor sets."""
+    nodes = [node for _, node in NODES]
+    own = COMMON | {x.name for x in nodes if isinstance(x, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    stored = [x for x in nodes if isinstance(x, (ast.Name, ast.Attribute)) and isinstance(x.ctx, ast.Store)]
+    own |= {x.id if isinstance(x, ast.Name) else x.attr for x in stored}
     files = {path: tree for path, tree in TREES.items() if path.relative_to(layers.ROOT).as_posix() not in PRIVATE}
     assert [name for path, tree in files.items() for name in private_names(path, tree, own)] == []
     tried = "from torch._ops import f\nx._of_a_library, getattr(x, '_other'), x._replace(), x.__dict__, x.own"

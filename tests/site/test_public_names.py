@@ -53,10 +53,10 @@ def test_every_public_name_is_documented_with_an_example() -> None:
 def examples(module: str) -> dict[str, doctest.DocTest]:
     """Decorated functions hide from doctest's own search, so each object that is defined here is looked at by itself."""
     found = vars(importlib.import_module(module))
-    own = {name: thing for name, thing in found.items() if getattr(thing, "__module__", None) == module}
-    own = {name: thing for name, thing in own.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
-    find = partial(doctest.DocTestFinder().find, module=False)
-    tests = [test for name, thing in own.items() for test in find(thing, name, globs={**found, "torch": torch})]
+    things = {name: thing for name, thing in found.items() if inspect.isclass(thing) or inspect.isfunction(thing)}
+    own = [(thing, name) for name, thing in things.items() if thing.__module__ == module]
+    find = partial(doctest.DocTestFinder().find, module=False, globs={**found, "torch": torch})
+    tests = [test for thing in own for test in find(*thing)]
     return {test.name: test for test in tests if test.examples}
 
 

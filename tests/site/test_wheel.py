@@ -21,8 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
     # In a copy: setuptools writes `build/` and `*.egg-info` beside the sources.
-    source = folder / "source"
-    source.mkdir()
+    (source := folder / "source").mkdir()
     files = "pyproject.toml setup.py MANIFEST.in README.md LICENSE torchrl_llm_kl tests tutorials benchmarks docs"
     for name in files.split():
         os.symlink(PROJECT / name, source / name)
@@ -58,28 +57,25 @@ def test_the_wheel_has_the_version_and_a_readme_without_relative_links(wheel: Pa
 
 
 def test_relative_links_become_absolute() -> None:
-    functions = runpy.run_path(str(PROJECT / "setup.py"))
+    absolute = runpy.run_path(str(PROJECT / "setup.py"))["absolute"]
     text = "See [`a` [b]](docs/a.md#top), ![a picture](docs/a.png), [there](https://example.org) and [here](#here)."
-    assert functions["absolute"](text, "https://example.org/x/", "v1.2") == (
+    assert absolute(text, "https://example.org/x/", "v1.2") == (
         "See [`a` [b]](https://example.org/x/blob/v1.2/docs/a.md#top), "
         "![a picture](https://example.org/x/raw/v1.2/docs/a.png), [there](https://example.org) and [here](#here)."
     )
-    assert functions["absolute"](text, None, "v1.2") == (
-        "See `a` [b], , [there](https://example.org) and [here](#here)."
-    )
+    assert absolute(text, None, "v1.2") == "See `a` [b], , [there](https://example.org) and [here](#here)."
 
 
 def test_the_readme_example_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     elsewhere, checkpoint, dependencies = (tmp_path / name for name in ("elsewhere", "checkpoint", "dependencies"))
-    elsewhere.mkdir()
-    dependencies.mkdir()
+    for folder in (elsewhere, dependencies):
+        folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(code: str) -> list[str]:
         command = [str(tmp_path / "env" / "bin" / "python"), "-c", code]
-        done = subprocess.run(command, cwd=elsewhere, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        done = subprocess.run(command, cwd=elsewhere, env=variables, stdout=subprocess.PIPE, text=True, check=True)
         return done.stdout.splitlines()
 
     (site,) = run("import sysconfig; print(sysconfig.get_path('purelib'))")
