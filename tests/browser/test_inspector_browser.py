@@ -96,7 +96,7 @@ def test_numbers_that_are_rare(show: Show) -> None:
     assert ("w5" in infinite, "c5" in negative, unknown) == (True, True, {"t", "none"})
 
 
-def test_colours_follow_the_number(tab: Tab, columns: TokenColumns) -> None:
+def test_colours_follow_the_number_and_clipped_tokens_have_no_gradient(tab: Tab, columns: TokenColumns) -> None:
     tab.page.select_option("#quantity", "advantage")
     scale, advantages = scale_of(tab), parts_of(columns, "advantage")
     for row in (0, 1, 2):
@@ -105,9 +105,6 @@ def test_colours_follow_the_number(tab: Tab, columns: TokenColumns) -> None:
         classes = tab.classes()
         assert classes[first] - {"t"} == shade(float(advantages[row][first]), scale)
         assert classes[0] == {"t", "out", "special"}
-
-
-def test_clipped_tokens_are_those_without_gradient(tab: Tab, columns: TokenColumns) -> None:
     tab.page.select_option("#quantity", "clipped")
     part = columns.columns
     log_prob = part["log_prob"].clone().requires_grad_()
@@ -125,7 +122,7 @@ def test_clipped_tokens_are_those_without_gradient(tab: Tab, columns: TokenColum
 def test_charts_show_means_by_position_and_by_turn(tab: Tab, columns: TokenColumns) -> None:
     label = tab.page.locator("#by-position").get_attribute("aria-label")
     assert label == "Mean of KL to the reference (exact) by position in the answer"
-    dots = tab.page.eval_on_selector_all("#by-turn circle", "dots => dots.map(dot => Number(dot.getAttribute('cy')))")
+    dots = [float(dot.get_attribute("cy")) for dot in tab.page.locator("#by-turn circle").all()]
     path = tab.page.locator("#by-position path").get_attribute("d")
     lines = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", path)]
     top, zero = 8.0, 86.0  # of the largest value, and of 0: the chart's margins within 104 pixels
@@ -231,7 +228,7 @@ def test_keys(tab: Tab, columns: TokenColumns) -> None:
     assert page.get_attribute("#list", "aria-activedescendant") == "row-2"
 
 
-def test_what_is_focusable_has_a_name_and_a_role(tab: Tab) -> None:
+def test_what_is_focusable_has_a_name_and_a_role_and_the_select_shows_its_longest_name(tab: Tab) -> None:
     tab.page.keyboard.press("n")
     unnamed = """nodes => nodes.filter((node) =>
       !(node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length)).map((node) => node.id)"""
@@ -239,6 +236,10 @@ def test_what_is_focusable_has_a_name_and_a_role(tab: Tab) -> None:
     assert tab.page.eval_on_selector_all(focusable, unnamed) == []
     label = tab.page.evaluate("document.activeElement.getAttribute('aria-label')")
     assert re.search(r", id \d+ · token \d+ of \d+ · ", label)
+    select, width = tab.page.locator("#quantity"), "select => select.offsetWidth"
+    shown = select.evaluate(width)
+    select.evaluate("select => { select.id = ''; select.style.width = 'max-content'; }")  # its style has no limit now
+    assert shown >= tab.page.locator("select").first.evaluate(width)
 
 
 def test_a_long_list_holds_only_what_is_seen(show: Show) -> None:
@@ -449,8 +450,7 @@ def test_answers_to_one_prompt_are_a_group(tab: Tab, columns: TokenColumns) -> N
 
 
 def test_prompts_that_the_batch_does_not_name_are_compared(show: Show) -> None:
-    mask = torch.tensor([False, True] * 3)
-    tab = show(letters([0, 1], [2, 1], [0, 2], mask=mask, rewards=[0.0, 0.5, 1.0]), Words("a", "b", "c"))
+    tab = show(letters([0, 1], [2, 1], [0, 2], rewards=[0.0, 0.5, 1.0]), Words("a", "b", "c"))
     assert tab.page.locator("#group button").count() == 2
     assert "mean 0.5 · deviation 0.707 · 0 to 1" in tab.page.inner_text("#group")
     tab.open(1)
@@ -466,8 +466,7 @@ def test_named_rewards_are_columns_and_rewards_a_histogram(show: Show) -> None:
     tab.open(4)
     assert "format 1" in tab.page.inner_text("#facts")
     assert tab.texts("#rewards rect title") == ["2 rollouts with 0", "3 rollouts with 1"]
-    heights = "bars => bars.map(bar => Number(bar.getAttribute('height')))"
-    low, high = tab.page.eval_on_selector_all("#rewards rect", heights)
+    low, high = (float(bar.get_attribute("height")) for bar in tab.page.locator("#rewards rect").all())
     assert low / high == pytest.approx(2 / 3)
 
 
@@ -489,14 +488,6 @@ def test_the_address_chooses_quantity_order_and_token(tab: Tab, columns: TokenCo
         tab.wait_for_rollout(row)
     assert tab.rows() == order
     assert tab.page.input_value("#quantity") == "entropy"
-
-
-def test_the_select_shows_its_longest_name(tab: Tab) -> None:
-    """Beside a select without a limit to its width."""
-    select, width = tab.page.locator("#quantity"), "select => select.offsetWidth"
-    wide = select.evaluate(width)
-    select.evaluate("select => { select.id = ''; select.style.width = 'max-content'; }")
-    assert wide >= tab.page.locator("select").first.evaluate(width)
 
 
 read_strictly = partial(json.loads, parse_constant=pytest.fail)
@@ -531,8 +522,7 @@ def test_the_listed_rollouts_are_saved(tab: Tab, columns: TokenColumns) -> None:
 
 
 def test_saved_files_hold_no_formulas_and_no_numbers_that_json_lacks(show: Show) -> None:
-    columns = letters([0, 1, 2], mask=torch.tensor([False, True, True]), advantage=[NAN, INF, 1.0])
-    tab = show(columns, Words('=HYPERLINK("x")', "\n", ","))
+    tab = show(letters([0, 1, 2], advantage=[NAN, INF, 1.0]), Words('=HYPERLINK("x")', "\n", ","))
     (row,) = saved(tab, "jsonl")
     assert row["advantage"] == [None, "Infinity", 1.0]
     assert saved(tab, "csv")[0]["text"] == '\'=HYPERLINK("x")\n,'
@@ -544,7 +534,7 @@ def test_64_rollouts_of_2000_tokens(show: Show) -> None:
     ids = torch.randint(0, 200, (64, 2000), generator=generator)
     entropy = torch.rand(64 * 2000, generator=generator)
     entropy[40 * 2000 + 1990] = 9.0
-    columns = letters(*ids.tolist(), entropy=entropy, rewards=torch.rand(64, generator=generator).tolist())
+    columns = letters(*ids.tolist(), entropy=entropy, rewards=[0.0, 1.0] * 32)
     tab = show(columns, Words(*(f" word{i}" for i in range(200))))
     assert tab.page.locator(".tokens [data-i]").count() == 2000
     tab.page.click("[data-sort=worst]")

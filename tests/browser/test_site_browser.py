@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 
 from built_site import Site
-from inspector_tab import CHROMIUM
+from inspector_tab import needs_chromium
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no chromium to test in: playwright is not installed")
 pytest.importorskip("material", reason="the extra `docs` is not installed")
 pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
 
-pytestmark = [
-    pytest.mark.slow,  # with the site's build, a minute
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium: the site is not tested in a browser"),
-]
+pytestmark = [needs_chromium, pytest.mark.slow]  # with the site's build, a minute
 PHONE = {"width": 390, "height": 844}
 PAGES = ["", "start", "concepts", "algorithms", "losses", "ray", "papers", "api", "reference/losses", "elsewhere"]
 PAGES += ["benchmarks/RESULTS", "notebooks/start", "CHANGELOG"]
@@ -44,15 +41,11 @@ def address(site: Site) -> Iterator[str]:
 @pytest.fixture
 def visit(browser: Any, address: str, site: Site) -> Iterator[Callable[..., Any]]:
     """Open a page, in a window of its own; afterwards no other host was asked and no script has failed."""
-    contexts: list[Any] = []
-    asked: list[str] = []
-    errors: list[str] = []
+    contexts, asked, errors, root = [], [], [], site.folder.as_uri()
 
     def answered(response: Any) -> None:
         if response.status >= 400:
             errors.append(f"{response.status} {response.url}")
-
-    root = site.folder.as_uri()
 
     def opened(path: str, disk: bool = False, **settings: Any) -> Any:
         contexts.append(context := browser.new_context(**settings))
@@ -119,13 +112,11 @@ def test_dark_and_light(visit: Callable[..., Any], scheme: str) -> None:
 
 def test_formulas_pictures_and_outputs_are_shown(visit: Callable[..., Any], site: Site) -> None:
     box = visit("reference/losses.html").locator("math").first.bounding_box()
-    assert box["width"] > 10
-    assert box["height"] > 8
+    assert (box["width"] > 10, box["height"] > 8) == (True, True)
     page = visit("concepts.html")
     page.wait_for_load_state("networkidle")
     widths = page.eval_on_selector_all(".md-content img", "images => images.map(image => image.naturalWidth)")
-    assert len(widths) == 5
-    assert min(widths) > 500
+    assert [width > 500 for width in widths] == [True] * 5
     page = visit("notebooks/start.html")
     assert page.locator(".md-content img").count() >= 1
     assert "top_k" in page.inner_text(".md-content")

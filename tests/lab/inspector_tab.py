@@ -14,7 +14,7 @@ from toy_tokenizer import build_tokenizer
 
 NAN = math.nan
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: THE INSPECTOR'S PAGE IS NOT TESTED")
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: NO PAGE IS TESTED IN A BROWSER")
 TOKENIZER = build_tokenizer(pad_token="<|pad|>", merges=[("t", "h"), ("th", "e"), ("Ġ", "the")])
 QUESTIONS = ("How many eggs?", "Count the ducks.", "What is left?")
 

@@ -1,6 +1,6 @@
 """torchrl's ``AsyncEnvPool`` of chat envs with ``RetrieveKL``: each child's KL is that of the env alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import AsyncEnvPool, EnvBase
+from torchrl.envs import AsyncEnvPool
 from torchrl.modules.llm import TransformersWrapper
 
 from closeness import assert_near
@@ -30,8 +30,10 @@ def greedy_policy() -> TransformersWrapper:
 
 
 @contextmanager
-def pool_of(makers: list[Callable[[], EnvBase]], **settings: Any) -> Iterator[AsyncEnvPool]:
-    pool = AsyncEnvPool(makers, **{"backend": "threading", "stack": "lazy", **settings})
+def pool_of(children: int = CHILDREN, how: Any = None, **settings: Any) -> Iterator[AsyncEnvPool]:
+    """An env for each of the first queries."""
+    makers = [partial(child_env, query, **settings) for query in QUERIES[:children]]
+    pool = AsyncEnvPool(makers, **(how or {"backend": "threading"}), stack="lazy")
     try:
         yield pool
     finally:
@@ -49,13 +51,12 @@ def collected(pool: AsyncEnvPool, turns: int) -> list[TensorDictBase]:
 def check(batches: list[TensorDictBase], turns: int) -> None:
     """Each conversation of the pool is that of an env of its own, tokens and scores."""
     rollouts = {x: child_env(x, turns=turns).rollout(turns, greedy_policy()) for x in QUERIES[:CHILDREN]}
-    alone = {query: list(steps(rollout)) for query, rollout in rollouts.items()}
     seen = set()
     for batch in batches:
         rows = list(steps(batch))
         query = rows[0]["query"]
         assert len(rows) == turns
-        for row, expected in zip(rows, alone[query], strict=True):
+        for row, expected in zip(rows, steps(rollouts[query]), strict=True):
             assert torch.equal(row["tokens", "full"], expected["tokens", "full"])
             for key in KEYS:
                 assert torch.count_nonzero(expected[key]) > 1
@@ -67,8 +68,7 @@ def check(batches: list[TensorDictBase], turns: int) -> None:
 @pytest.mark.parametrize("turns", [1, 2])
 def test_threads_that_share_the_models(turns: int) -> None:
     """With several turns the policy must get conversations of equal length (``min_get``): torchrl cannot batch others."""
-    models = scoring_models()
-    with pool_of([partial(child_env, query, turns=turns, models=models) for query in QUERIES[:CHILDREN]]) as pool:
+    with pool_of(turns=turns, models=scoring_models()) as pool:
         pool.min_get = CHILDREN
         check(collected(pool, 2 * turns * CHILDREN), turns)
 
@@ -76,8 +76,7 @@ def test_threads_that_share_the_models(turns: int) -> None:
 @pytest.mark.slow
 def test_processes_with_models_of_their_own() -> None:
     """By the pool's own methods: torchrl's collector finds no action in the specs that it gets from processes."""
-    makers = [partial(child_env, query) for query in QUERIES[:CHILDREN]]
-    with pool_of(makers, backend="multiprocessing", exchange="queue") as pool:
+    with pool_of(how={"backend": "multiprocessing", "exchange": "queue"}) as pool:
         pool.async_step_send(greedy_policy()(pool.reset()))
         check([row.clone() for row in pool.async_step_recv(min_get=CHILDREN).unbind(0)], turns=1)
         with pytest.raises(IndexError):
@@ -90,10 +89,9 @@ def test_what_a_pool_cannot_do() -> None:
     torchrl writes the numbers of the children, one dimension, into a TensorDict of two: take a collector.
     """
     models = ("from_collector", scoring_models()[1])
-    makers = [partial(child_env, query, models=models) for query in QUERIES[:2]]
-    with pool_of(makers) as pool, pytest.raises(ValueError, match="The collector is not set"):
+    with pool_of(2, models=models) as pool, pytest.raises(ValueError, match="The collector is not set"):
         collected(pool, 2)
-    with pool_of([partial(child_env, query) for query in QUERIES[:2]]) as pool:
+    with pool_of(2) as pool:
         chosen = greedy_policy()(pool.reset())
         with pytest.raises(RuntimeError, match="batch dimension mismatch"):
             pool.step(chosen)

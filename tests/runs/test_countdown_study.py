@@ -36,13 +36,6 @@ def row(cell: Cell, seed: int, scale=SHORT, processor=HERE, **measured):
     return {"cell": asdict(cell), "seed": seed, "processor": processor, "scale": asdict(scale), **measured}
 
 
-def stored(path: Path, *rows) -> Results:
-    results = Results(path)
-    for each in rows:
-        results.append(each)
-    return results
-
-
 def test_each_cell_and_each_seed_is_there_once():
     """Settings were chosen on other seeds than those that are reported."""
     seeds = [*study.TUNING_SEEDS, *study.TARGET_SEEDS, *study.PLACEMENT_SEEDS]
@@ -62,7 +55,9 @@ def test_results_are_found_again_by_processor_and_only_the_missing_ones_run(tmp_
     """A line that a kill cut off is run again."""
     path = tmp_path / "results.jsonl"
     one, two = target_cells()
-    stored(path, row(one, 3, kl=0.1), row(two, 3, kl=0.2))
+    results = Results(path)
+    results.append(row(one, 3, kl=0.1))
+    results.append(row(two, 3, kl=0.2))
     again = Results(path)
     assert again.missing([one, two], [3, 4], SHORT) == [(one, 4), (two, 4)]
     assert again.find(two, SHORT) == {3: row(two, 3, kl=0.2)}
@@ -136,7 +131,7 @@ def test_the_tables_by_hand_and_blocks_of_a_page(tmp_path):
 def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estimate():
     """A single token has the prompt as its only prefix: nothing is sampled, and a plain sum must give the same number."""
     problems = all_problems(9)[:6]
-    tokenizer = build_tokenizer(problems)
+    tokenizer = build_tokenizer(all_problems(9))
     torch.manual_seed(0)
     policy, reference = models = build_model(tokenizer), build_model(tokenizer)
     with torch.no_grad():
@@ -148,13 +143,10 @@ def test_the_true_kl_of_one_token_is_exact_and_of_several_agrees_with_its_estima
         want += float((p * (p / q).log()).sum()) / len(problems)
     kl, right = countdown_study.true_kl(policy, reference, tokenizer, problems, samples=2, seed=0, max_new_tokens=1)
     assert want > 0.1
-    assert kl == pytest.approx(want, rel=1e-4)
-    assert right == 0.0
+    assert (kl, right) == (pytest.approx(want, rel=1e-4), 0.0)
     assert countdown_study.true_kl(policy, policy, tokenizer, problems, samples=1, seed=0)[0] == 0.0
     # over several tokens: the mean log-ratio of sampled answers, an independent estimate
     problems = [Problem((3, 5), 8, "+")] * 50
-    tokenizer = build_tokenizer(all_problems(9))
-    torch.manual_seed(0)
     policy, reference = build_model(tokenizer), build_model(tokenizer)
     reference.load_state_dict(policy.state_dict())
     with torch.no_grad():

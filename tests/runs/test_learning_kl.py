@@ -1,7 +1,6 @@
 """Where each estimator and each place of the KL lets training come to rest: and that they are different places."""
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,7 +51,6 @@ def test_k1_in_the_loss_holds_nothing() -> None:
 
 
 # ------------------------------------------------------------------ mean advantages, from all answers or all pairs
-Advantage = Callable[[Tensor, Tensor], Tensor]
 LENGTHS = torch.tensor([len(answer) for answer in chain().answers])
 
 

@@ -18,23 +18,12 @@ OTHERS = ["optimal_token_baseline", "clip_b", "clip_v"]
 #: algorithm -> advantage that is linear in the reward, and by how much the mean policy gradient then multiplies it: a mean
 #: of four that has the answer itself in it leaves 3/4, and the objective of opmd is divided by 1 + tau = 2.
 LINEAR: dict[str, tuple[str | None, float]] = {
-    "grpo": ("dr_grpo", 3 / 4),
-    "dr_grpo": (None, 3 / 4),
-    "dapo": ("dr_grpo", 3 / 4),
-    "rloo": (None, 1.0),
+    **dict.fromkeys(("grpo", "dapo", "cispo", "sapo", "reinforce_plus_plus_baseline"), ("dr_grpo", 3 / 4)),
+    **dict.fromkeys(("dr_grpo", "dro", "sppo", "rec", "opo"), (None, 3 / 4)),  # opo's answers have one length there
+    **dict.fromkeys(("rloo", "topr"), (None, 1.0)),
+    **dict.fromkeys(("gspo", "luspo"), ("rloo", 1.0)),
     "reinforce_plus_plus": ("reinforce", 1.0),
-    "topr": (None, 1.0),
-    "cispo": ("dr_grpo", 3 / 4),
-    "gspo": ("rloo", 1.0),
-    "luspo": ("rloo", 1.0),
-    "sapo": ("dr_grpo", 3 / 4),
-    "dro": (None, 3 / 4),
-    "opmd": (None, 3 / 8),
-    "asymre": (None, 3 / 8),
-    "sppo": (None, 3 / 4),
-    "rec": (None, 3 / 4),
-    "opo": (None, 3 / 4),  # all answers of that task have one length
-    "reinforce_plus_plus_baseline": ("dr_grpo", 3 / 4),
+    **dict.fromkeys(("opmd", "asymre"), (None, 3 / 8)),
 }
 KL_IN_THE_REWARD: dict[str, Any] = {"kl_loss": "none", "kl_reward": "k1", "use_reference": True}
 
@@ -215,6 +204,7 @@ def test_less_entropy_is_lost_while_failures_are_left_out() -> None:
 
 # ---------------------------------------- trajectories of three steps: states are prompts, answers are actions
 STEPS, LOST = 3, 3
+KEYS = {"keys": {"run": "run", "step": "step"}}
 RIGHT = torch.tensor([2, 0, 3])
 Rewards = tuple[float, float, float]
 #: Of a right action in each state.
@@ -253,14 +243,11 @@ def optimum(task: Task, beta: float, gain: float, rewards: Rewards) -> Tensor:
     return found
 
 
-KEYS = {"advantage_args": {"keys": {"run": "run", "step": "step"}}}
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "rewards", "how"),
     [
         # Rows in any order, run and step beside them.
-        ("multi_step_grpo", KEYS, AT_THE_END, {"steps": 20, "epochs": 2, "micro_batches": 2}),
+        ("multi_step_grpo", {"advantage_args": KEYS}, AT_THE_END, {"steps": 20, "epochs": 2, "micro_batches": 2}),
         ("gigpo", {"group_size": 8}, AT_EACH_STEP, {"steps": 25}),
     ],
 )

@@ -5,8 +5,8 @@ import math
 import os
 from collections import Counter
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,27 +38,24 @@ def exponential(mean: float) -> Draw:
     return lambda random: random.expovariate(1 / mean)
 
 
-def in_turn(values: list[float]) -> Draw:
+def in_turn(*values: float) -> Draw:
     left = iter(values)
     return lambda random: next(left)
 
 
-def machine_repair(machines: int, think: float, service: float) -> tuple[float, float]:
-    """Throughput and mean response of M/M/1//N: states 0..N broken machines, one repairer."""
-    weights = [math.perm(machines, k) * (service / think) ** k for k in range(machines + 1)]
-    throughput = (1 - weights[0] / sum(weights)) / service
-    return throughput, machines / throughput - think
-
-
 @pytest.mark.parametrize(("collectors", "think"), [(4, 2.0), (20, 10.0)])
 def test_closed_queue_with_exponential_times(collectors: int, think: float) -> None:
-    """One request at a time, its size exponential: the machine repair model, which has a closed form."""
+    """One request at a time, its size exponential: the machine repair model M/M/1//N, which has a closed form.
+
+    States are 0..N broken machines; the one repairer needs 1.
+    """
     world = World(collectors, exponential(think), exponential(1.0), 1, Replica(0.0, 0.0, 1.0, max_tokens=ALONE))
     found = simulate(world, requests=20_000, warm_up=2000)
-    throughput, response = machine_repair(collectors, think, 1.0)
-    assert found.throughput == pytest.approx(throughput, rel=0.03)
+    weights = [math.perm(collectors, broken) / think**broken for broken in range(collectors + 1)]
+    throughput = 1 - weights[0] / sum(weights)
+    response = collectors / throughput - think
+    assert (found.throughput, found.busy) == pytest.approx((throughput, throughput), rel=0.03)
     assert found.latency == pytest.approx(response, rel=0.04)
-    assert found.busy == pytest.approx(throughput * 1.0, rel=0.03)
     assert found.lost == pytest.approx(response / (response + think), rel=0.03)
 
 
@@ -85,8 +82,7 @@ def test_many_collectors_ask_as_a_poisson_stream(replicas: int, rho: float) -> N
     Each replica is a queue of its own with its share of the requests, not one server of a common queue.
     """
     found = simulate(many(rho * replicas, replicas, ALONE), requests=60_000, warm_up=5000)
-    assert found.throughput == pytest.approx(rho * replicas, rel=0.02)
-    assert found.busy == pytest.approx(rho, rel=0.02)
+    assert (found.throughput, found.busy) == pytest.approx((rho * replicas, rho), rel=0.02)
     assert found.latency == pytest.approx(1 + rho / (2 * (1 - rho)), rel=0.05)
 
 
@@ -101,8 +97,8 @@ def test_a_world_of_one_and_of_the_same_seed_by_hand() -> None:
     world = World(1000, constant(10.0), constant(1.0), 1, Replica(0.0, 0.0, math.inf))
     assert simulate(world, requests=500).seconds == pytest.approx(5.0, rel=0.15)
     world = World(5, exponential(1.0), exponential(1.0), 2, Replica(0.1, 0.0, 10.0))
-    assert simulate(world, requests=200, seed=1) == simulate(world, requests=200, seed=1)
-    assert simulate(world, requests=200, seed=1) != simulate(world, requests=200, seed=2)
+    one, again, other = (simulate(world, requests=200, seed=seed) for seed in (1, 1, 2))
+    assert one == again != other
 
 
 @pytest.mark.parametrize(
@@ -117,18 +113,8 @@ def test_a_world_of_one_and_of_the_same_seed_by_hand() -> None:
 def test_requests_that_come_together(max_tokens: float, batches: list[tuple[int, float]]) -> None:
     """The first to arrive knows of nobody else, and starts alone: the second and a third are what is looked at."""
     replica = Replica(1.0, 0.0, math.inf, max_wait=5.0, max_tokens=max_tokens)
-    world = World(3, in_turn([0.0, 0.0, 0.0, 1e6, 1e6, 1e6]), constant(10.0), 1, replica)
+    world = World(3, in_turn(0.0, 0.0, 0.0, 1e6, 1e6, 1e6), constant(10.0), 1, replica)
     assert simulate(world, requests=3).batches == [(1, 10.0), *batches]
-
-
-def late(second: float, *, lately: float = 10.0, max_tokens: float = 1000.0) -> Observed:
-    """Two collectors of which one asks at 8, the other ``second`` seconds later; a batch takes 1 s, the window is 4 s.
-
-    Both have asked at 0: one was alone and had its answer at 1, the other waited for it until 4 and had its answer at 5.
-    """
-    replica = Replica(1.0, 0.0, math.inf, max_wait=4.0, lately=lately, max_tokens=max_tokens)
-    world = World(2, in_turn([0.0, 0.0, 7.0, 3.0 + second, 1e6, 1e6]), constant(10.0), 1, replica)
-    return simulate(world, requests=2, warm_up=2)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +130,13 @@ def late(second: float, *, lately: float = 10.0, max_tokens: float = 1000.0) -> 
     ],
 )
 def test_the_window_by_hand(second: float, how: dict[str, float], latencies: list[float], sizes: list[int]) -> None:
-    found = late(second, **how)
+    """Two collectors of which one asks at 8, the other ``second`` seconds later; a batch takes 1 s, the window is 4 s.
+
+    Both have asked at 0: one was alone and had its answer at 1, the other waited for it until 4 and had its answer at 5.
+    """
+    replica = Replica(1.0, 0.0, math.inf, max_wait=4.0, **{"lately": 10.0, "max_tokens": 1000.0, **how})
+    world = World(2, in_turn(0.0, 0.0, 7.0, 3.0 + second, 1e6, 1e6), constant(10.0), 1, replica)
+    found = simulate(world, requests=2, warm_up=2)
     assert found.latencies == pytest.approx(latencies)
     assert [requests for requests, _ in found.batches] == sizes
 
@@ -155,23 +147,22 @@ def test_a_small_request_beside_a_large_one() -> None:
     They wait for the first batch, share the second with one piece, and have their answer 2.5 seconds after they came.
     """
     replica = Replica(0.0, 0.0, 10.0, max_tokens=20.0, piece=10.0)
-    link = in_turn([0.0, 2.0])  # half of it there, half back
-    world = World(2, in_turn([0.0, 0.0, 1e6, 1e6]), in_turn([50.0, 5.0]), 1, replica, link=link)
+    link = in_turn(0.0, 2.0)  # half of it there, half back
+    world = World(2, in_turn(0.0, 0.0, 1e6, 1e6), in_turn(50.0, 5.0), 1, replica, link=link)
     found = simulate(world, requests=2)
     assert found.batches == [(1, 20.0), (2, 15.0), (1, 20.0)]
     assert found.latencies == pytest.approx([1.0 + 2.5 + 1.0, 5.5])
     # the oldest goes first: all wait behind the first, and are served in the order in which they came
     one_by_one = Replica(0.0, 0.0, 1.0, max_tokens=ALONE)
-    world = World(4, in_turn([0.0] * 4 + [1e6] * 4), in_turn([5.0, 2.0, 4.0, 3.0]), 1, one_by_one)
+    world = World(4, in_turn(*[0.0] * 4, *[1e6] * 4), in_turn(5.0, 2.0, 4.0, 3.0), 1, one_by_one)
     found = simulate(world, requests=4)
     assert [tokens for _, tokens in found.batches] == [5.0, 2.0, 4.0, 3.0]
     assert found.latencies == pytest.approx([5.0, 7.0, 11.0, 14.0])
 
 
 def test_nothing_is_lost_or_made_up() -> None:
-    sizes = Random(1)
     replica = Replica(0.1, 0.05, 50.0, max_wait=0.2, max_tokens=40.0)
-    world = World(12, exponential(2.0), lambda _: 3.0 * sizes.randint(1, 30), 4, replica, constant(0.1), prompts=3)
+    world = World(12, exponential(2.0), lambda rng: 3.0 * rng.randint(1, 30), 4, replica, constant(0.1), prompts=3)
     found = simulate(world, requests=5000, warm_up=100)
     assert (len(found.latencies), found.answered, found.asked) == (5000, 5100, 5100 + found.waiting)
     assert 0 <= found.waiting <= 12
@@ -237,23 +228,22 @@ def test_more_collectors_and_faster_ones_need_more_whatever_the_guess() -> None:
     assert with_model(REPLICA, fixed=0.02, rate=1e6) == replace(REPLICA, fixed=0.02, rate=1e6)
 
 
-def batches(fixed: float, each: float, token: float) -> list[Batches]:
+def batches(each: float) -> list[Batches]:
+    """Of 3 ms, so much for a request, and 50,000 tokens a second."""
     sizes = [(1.0, 100.0), (1.0, 1000.0), (3.0, 300.0), (3.5, 4000.0)]
-    return [Batches(7, r, t, fixed + each * r + token * t) for r, t in sizes]
+    return [Batches(7, r, t, 3e-3 + each * r + t / 50_000) for r, t in sizes]
 
 
 def test_the_fit_finds_what_is_there() -> None:
     """A call alone takes 3 + 0.5 + 200 / 50 ms in the model, and 1 to 2 ms beside it."""
-    alone = [0.0085, 0.0095, 0.009]
-    found = fit(batches(3e-3, 0.5e-3, 1 / 50_000), alone, tokens=200)
+    found = fit(batches(0.5e-3), [0.0085, 0.0095, 0.009], tokens=200)
     replica = found.model()[0]
     assert (replica.fixed, replica.each, replica.rate) == pytest.approx((3e-3, 0.5e-3, 50_000))
     assert found.largest_error == pytest.approx(0, abs=1e-9)
-    assert (min(found.links), max(found.links)) == pytest.approx((1e-3, 2e-3))
-    assert quantile(found.links, 0.5) == pytest.approx(1.5e-3)
+    assert [min(found.links), quantile(found.links, 0.5), max(found.links)] == pytest.approx([1e-3, 1.5e-3, 2e-3])
     defaults = inspect.signature(ScoringService).parameters
     assert (replica.max_wait, replica.max_tokens) == (defaults["max_wait"].default, defaults["max_tokens"].default)
-    found = fit(batches(3e-3, -0.5e-3, 1 / 50_000), [0.1], tokens=200)  # nothing negative
+    found = fit(batches(-0.5e-3), [0.1], tokens=200)  # nothing negative
     assert found.replica["each"] == 0 < found.replica["fixed"]
     assert found.largest_error > 0.01
 
@@ -270,18 +260,15 @@ def test_calls_of_a_window_and_quantiles() -> None:
 
 def test_seconds_of_processes_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten ticks of a clock are taken between the two looks by each process, one more by each that has a higher id."""
-    tick, ticks = os.sysconf("SC_CLK_TCK"), 0
+    tick = os.sysconf("SC_CLK_TCK")
     names = ["ray::Caller.transform", "ray::Replica", "/bin/raylet/raylet\0--ray", "ray::IDLE", "other\0ray", "gone"]
 
     def window(*_: object, callers: int, seconds: float) -> Window:
-        nonlocal ticks
         assert (callers, seconds) == (8, 5.0)
         write(10)
         return Window(5.0, [(0.0, 1.0)] * 4)
 
-    def write(more: int) -> None:
-        nonlocal ticks
-        ticks += more
+    def write(ticks: int) -> None:
         (tmp_path / "stat").write_text(f"cpu  9 9 9 {100 + ticks} 9 9\n")
         for i, name in enumerate(names[:-1]):
             (tmp_path / str(i)).mkdir(exist_ok=True)
@@ -292,8 +279,7 @@ def test_seconds_of_processes_by_hand(tmp_path: Path, monkeypatch: pytest.Monkey
 
     write(0)
     monkeypatch.setattr(processor_module, "_PROC", tmp_path)
-    clock = iter(range(0, 100, 5))
-    monkeypatch.setattr(processor_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(processor_module, "time", SimpleNamespace(monotonic=count(0.0, 5.0).__next__))
     callers: Any = SimpleNamespace(window=window)
     _, ours = processor_times(callers, [Case("both", 8, 32)], seconds=5.0, on_window=lambda _: None)
     per_call = {CALLER: 20 / tick / 4, MODEL: 30 / tick / 4, OTHERS: (40 + 50) / tick / 4}
@@ -306,12 +292,10 @@ def run() -> RayRun:
     case = Case("both", 8, 32)
     line = Line(case, Calls([2.0, 4.0, 5.0], 0.5, 0.9, 11), Calls([10.0, 14.0, 40.0], 0.1, 0.2, 60))
     one = replace(line, case=replace(case, callers=1))
+    versions = {"torchrl": "0.14.1", "torchrl_llm_kl": "0.1.0"}
+    place = ("make bench-ray", {"quick": "no"}, {"cores": "2"}, versions, "a model")
     return RayRun(
-        "make bench-ray",
-        {"quick": "no"},
-        {"cores": "2"},
-        {"torchrl": "0.14.1", "torchrl_llm_kl": "0.1.0"},
-        "a model",
+        *place,
         difference=1e-6,
         lines=(one, line),
         processor=(Processor(case, "here", 100.0, {CALLER: 0.002, MODEL: 0.0045, OTHERS: 0.001}, 0.25),),

@@ -197,20 +197,17 @@ def test_algorithms_that_a_configuration_cannot_describe(lab: Path, overrides: l
         check_algorithm(settings(lab, lab / "none", *overrides))
 
 
-def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path) -> None:
+def test_a_file_of_rewards_runs_once_and_imports_what_is_beside_it(lab: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Also in a call, when the file was run long ago."""
     (tmp_path / "beside_it.py").write_text("def length(answer):\n    return float(len(answer))\n")
     text = "runs = []\nruns.append(1)\ndef f(q, a, m):\n    import beside_it\n    return beside_it.length(a)\n"
     (tmp_path / "mine.py").write_text(text + "def g(q, a, m):\n    return f(q, a, m) * len(runs)\n")
     functions = f"{{f: {tmp_path / 'mine.py'}:f, g: {tmp_path / '.' / 'mine.py'}:g}}"
-    before = list(sys.path)
-    try:
-        parts = load_reward(settings(lab, lab / "none", f"reward.functions={functions}"))
-        (_, f), (_, g) = parts["f"], parts["g"]
-        assert f.__globals__ is g.__globals__
-        assert (f("", "abc", {}), g("", "abc", {})) == (3.0, 3.0)
-    finally:
-        sys.path[:] = before
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    parts = load_reward(settings(lab, lab / "none", f"reward.functions={functions}"))
+    (_, f), (_, g) = parts["f"], parts["g"]
+    assert f.__globals__ is g.__globals__
+    assert (f("", "abc", {}), g("", "abc", {})) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(("text", "message"), [("def f(q, a, m: return 1", "SyntaxError"), ("x = absent", "NameError")])
@@ -220,36 +217,20 @@ def test_a_file_of_rewards_that_fails_is_named(lab: Path, tmp_path: Path, text: 
         load_reward(settings(lab, lab / "none", f"reward={tmp_path / 'bad.py'}:f"))
 
 
-def loop(lab: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The weights after four steps of the tutorial."""
-    reward = load_function(f"{lab / 'rewards.py'}:vowels")
-    files = {"prompts": str(lab / "prompts.jsonl"), "reward": reward}
-    sizes = {"steps": 4, "num_prompts": 2, "group_size": 4, "max_new_tokens": 6}
-    policy = train_grpo.train(str(lab / "model"), out, **files, **sizes, lr=3e-3, save_every=2, seed=3)
-    return {name: value.detach().clone() for name, value in policy.state_dict().items()}
-
-
 def test_the_same_settings_give_the_same_bits_also_resumed(lab: Path, tmp_path: Path) -> None:
     assert len((ROOT / "tutorials" / "train_grpo.py").read_text().splitlines()) <= 150, "the tutorial is short"
-    source = {
-        "model": {"name": str(lab / "model")},
-        "data": {"prompts": str(lab / "prompts.jsonl"), "num_prompts": 2, "group_size": 4, "held_out_share": 0.0},
-        "reward": f"{lab / 'rewards.py'}:vowels",
-        "sampler": {"max_new_tokens": 6},
-        "algorithm": {"minibatches": 2},
-        "kl": {"place": "reward", "target": 0.5},
-        "optimizer": {"lr": 3e-3, "schedule": "linear"},
-        "run": {"steps": 4, "seed": 3, "out": str(tmp_path / "command"), "threads": 1},
-    }
-    train(read_config(source), say=lambda line: None)
+    changes = ("data.held_out_share=0", "evaluation.every=0", "optimizer.warmup_steps=0", "run.seed=3")
+    go(lab, tmp_path / "command", *changes, kl={"place": "reward", "target": 0.5})
     command = weights(tmp_path / "command" / "final")
     assert not same(command, weights(lab / "model")), "it has learned"
     checkpoints = Checkpoints(tmp_path / "loop" / "checkpoints")
+    files = {"prompts": str(lab / "prompts.jsonl"), "reward": load_function(f"{lab / 'rewards.py'}:vowels")}
+    sizes = {"steps": 4, "num_prompts": 2, "group_size": 4, "max_new_tokens": 6, "save_every": 2}
     for _ in range(2):
-        found = loop(lab, tmp_path / "loop")
+        policy = train_grpo.train(str(lab / "model"), tmp_path / "loop", **files, **sizes, lr=3e-3, seed=3)
+        found = policy.state_dict()
         assert all(torch.equal(command[name], found[name]) for name in command)
-        last = checkpoints.latest()
-        assert last is not None
+        last: Any = checkpoints.latest()
         assert last.step == 4
         shutil.rmtree(last.folder)
     for answer, value in (("3 * 4 is 12.", 1), ("12, or 13", 0), ("no idea", 0)):
@@ -265,36 +246,25 @@ def test_three_steps_of_the_demo_are_those_of_the_study(tmp_path: Path, monkeypa
     policy, tokenizer = make_policy(problems)
     some, held_out = split_problems(problems)
     assert len(list(warm_up(policy, tokenizer, some, steps=25, seed=0))) == 25
-    some = some[:40]
-    generator = torch.Generator().manual_seed(0)
+    some, generator = some[:40], torch.Generator().manual_seed(0)
     # The study's order; it leaves out the first problems, as torchrl's collector does.
-    order = list(DataLoader(range(len(some)), batch_size=None, shuffle=True, generator=generator))
-    posed = [some[i] for i in order[scale.num_prompts :]]
-    countdown_demo.write_files(tmp_path, policy, tokenizer, posed, held_out[:4])
+    order = list(DataLoader(some, batch_size=None, shuffle=True, generator=generator))
+    countdown_demo.write_files(tmp_path, policy, tokenizer, order[scale.num_prompts :], held_out[:4])
     torch.manual_seed(0)
     (cell, _) = target_cells()
     coefficient = make_coefficient("pi", target=0.5, batch_size=256)
     reference = copy.deepcopy(policy).requires_grad_(False)
     expected = countdown_study.train(cell, policy, reference, tokenizer, some, coefficient, scale, seed=0)
     monkeypatch.chdir(ROOT)  # where the paths of the rewards begin
-    changes = {
-        "model.name": tmp_path / "model",
-        "data.prompts": tmp_path / "prompts.jsonl",
-        "data.held_out": tmp_path / "held_out.jsonl",
-        "data.shuffle": "false",
-        "data.num_prompts": scale.num_prompts,
-        "data.group_size": scale.group_size,
-        "evaluation.every": 2,
-        "logging.loggers": "[]",
-        "run.steps": scale.steps,
-        "run.out": tmp_path / "run",
-    }
-    config = read_config(ROOT / "tutorials" / "countdown.yaml", [f"{key}={value}" for key, value in changes.items()])
+    changes = f"model.name={tmp_path}/model run.out={tmp_path}/run data.prompts={tmp_path}/prompts.jsonl"
+    changes += f" data.held_out={tmp_path}/held_out.jsonl data.shuffle=false data.num_prompts=3 data.group_size=4"
+    changes += " evaluation.every=2 logging.loggers=[] run.steps=3"
+    config = read_config(ROOT / "tutorials" / "countdown.yaml", changes.split())
     result = train(config, say=lambda line: None)
     assert len(result.rows) == len(expected) == scale.steps
     for row, other in zip(result.rows, expected, strict=True):
-        names = ("reward", "penalised_reward", "kl", "coefficient", "answer_tokens", "tokens")
-        assert {name: row[name] for name in names} == pytest.approx({name: other[name] for name in names}, abs=1e-5)
+        for name in ("reward", "penalised_reward", "kl", "coefficient", "answer_tokens", "tokens"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5), name
         assert row["reward/solved"] == pytest.approx(other["success"])
     assert result.rows[-1]["kl"] != 0
     assert "solved on 4 held-out prompts, after" in result.figures

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,20 +50,11 @@ def test_the_figures_of_a_run(whole: Path) -> None:
     assert steps_in(whole) == [f"step-00000{step}" for step in range(5) if step or evaluations[0]["reward"] >= 0][-5:]
 
 
-@pytest.mark.smoke
-def test_a_resumed_run_ends_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
-    out = ended_after(1, whole, tmp_path)
-    _, said = go(lab, out)
-    assert said[0].startswith("going on after step 1 of 4")
-    assert_same_run(out, whole)
-
-
 def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
     """Greedy answers of the first model, one prompt at a time, through transformers alone."""
-    config = settings(lab, whole)
-    _, held_out = load_prompts(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.name)
-    model = AutoModelForCausalLM.from_pretrained(config.model.name)
+    _, held_out = load_prompts(settings(lab, whole))
+    tokenizer = AutoTokenizer.from_pretrained(lab / "model")
+    model = AutoModelForCausalLM.from_pretrained(lab / "model")
     rewards = []
     for prompt in held_out or ():
         text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
@@ -77,11 +69,11 @@ def test_the_evaluation_by_hand(lab: Path, whole: Path) -> None:
 
 
 def test_the_final_folder_opens_and_has_a_card(whole: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(whole / "final")
     assert same(weights(whole / "final"), weights(whole / "checkpoints" / "step-000004" / "model"))
     tokenizer = AutoTokenizer.from_pretrained(whole / "final")
     assert tokenizer.chat_template
-    assert model.generate(tokenizer("say 3", return_tensors="pt").input_ids, max_new_tokens=2).shape[0] == 1
+    model, said = AutoModelForCausalLM.from_pretrained(whole / "final"), tokenizer("say 3", return_tensors="pt")
+    assert model.generate(said.input_ids, max_new_tokens=2).shape[0] == 1
     card = (whole / "final" / "README.md").read_text()
     last = figures(whole / "evaluations.jsonl")[-1]
     shares = [row["equal_rewards"] for row in figures(whole / "metrics.jsonl")]
@@ -120,21 +112,20 @@ def test_equal_rewards_are_said_in_the_first_step_and_in_the_report(lab: Path, t
     text = "same = lambda q, a, m: 0.25\nof_prompt = lambda q, a, m: float(len(m['answer'] + q) + ord(q[-1]))\n"
     (tmp_path / "r.py").write_text(text)
 
-    def run(name: str, function: str, *changes: str) -> tuple[list[float], list[str], str, str]:
+    def run(name: str, function: str, *changes: str) -> tuple[list[float], list[str], str]:
         result, said = go(lab, tmp_path / name, *SHORT, f"reward={tmp_path / 'r.py'}:{function}", *changes)
         warned = [line for line in said if line.startswith("warning: ")]
-        card = (tmp_path / name / "final" / "README.md").read_text()
-        return [row["equal_rewards"] for row in result.rows], warned, result.figures["groups with equal rewards"], card
+        return [row["equal_rewards"] for row in result.rows], warned, result.figures["groups with equal rewards"]
 
-    shares, (warning,), report, card = run("equal", "same", "run.steps=2")
+    shares, (warning,), report = run("equal", "same", "run.steps=2")
     assert shares == [1.0, 1.0], "also when the KL that is charged differs"
     assert "all answers that are compared have the same reward (mean 0.25), so that nothing is learnt" in warning
     assert report == "all: nothing was learnt from the rewards"
-    assert f"| groups with equal rewards | {report} |" in card
-    shares, warned, *_ = run("of the prompt", "of_prompt", "run.steps=1")
+    assert f"| groups with equal rewards | {report} |" in (tmp_path / "equal" / "final" / "README.md").read_text()
+    shares, warned, _ = run("of the prompt", "of_prompt", "run.steps=1")
     assert (shares, len(warned)) == ([1.0], 1)
-    *found, _ = run("step", "of_prompt", "run.steps=1", "algorithm.name=reinforce_plus_plus")
-    assert found == [[0.0], [], "0 %, mean of all steps"]
+    found = run("step", "of_prompt", "run.steps=1", "algorithm.name=reinforce_plus_plus")
+    assert found == ([0.0], [], "0 %, mean of all steps")
 
 
 def test_the_share_of_groups_with_equal_rewards() -> None:
@@ -159,8 +150,9 @@ def test_the_share_of_groups_with_equal_rewards() -> None:
     assert "equal_rewards" not in training.step_figures(without)
 
 
+@pytest.mark.smoke
 def test_a_damaged_checkpoint_is_passed_over_and_a_whole_run_reports(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """The run goes on from the one before; a finished one, with fewer steps too, writes what is missing."""
+    """The run goes on from the one before, to the same bits; a finished one, with fewer steps too, writes what is missing."""
     out = ended_after(4, whole, tmp_path)
     for changes in (("run.steps=2",), ()):
         result, _ = go(lab, out, *changes)
@@ -219,10 +211,7 @@ def test_nothing_is_moved_for_a_fresh_run_that_cannot_begin(lab: Path, tmp_path:
     for name in ("config.yaml", "metrics.jsonl"):
         (tmp_path / name).write_text("of the earlier run")
     before = sorted(tmp_path.rglob("*"))
-
-    def load(*args: Any, **kwargs: Any) -> None:
-        raise ModelError("weights cannot be read")
-
+    load = Mock(side_effect=ModelError("weights cannot be read"))
     monkeypatch.setattr("torchrl_llm_kl.training._models.load_model", load)
     for change, message in [("reward=nowhere.py:f", "there is no file nowhere.py"), ("", "weights cannot be read")] * 2:
         with pytest.raises((ValueError, OSError), match=message):

@@ -253,16 +253,15 @@ def surroundings(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ray.shutdown()
 
 
-def public_names() -> set[str]:
-    """What a reader must import, and no preamble gives."""
-    layers = (importlib.import_module(f"torchrl_llm_kl.{layer}") for layer in ("losses", "estimators", "scoring"))
-    return {*torchrl_llm_kl.__all__, *(name for layer in layers for name in layer.__all__)} - {"grpo"}
+#: What a reader must import, and no preamble gives.
+LAYERS = (torchrl_llm_kl, torchrl_llm_kl.losses, torchrl_llm_kl.estimators, torchrl_llm_kl.scoring)
+PUBLIC = {name for layer in LAYERS for name in layer.__all__} - {"grpo"}
 
 
 def run_page(page: str) -> dict[str, Any]:
     """All blocks in order, in one namespace: the namespace."""
     names = {"__name__": "page", **given(page)}
-    assert set(names) & public_names() == set()
+    assert set(names) & PUBLIC == set()
     for block in PYTHON:
         if block.page == page and block.reason is None:
             exec(compile("\n" * (block.line - 1) + block.code, str(PROJECT / page), "exec"), names)

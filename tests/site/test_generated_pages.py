@@ -139,8 +139,7 @@ CORRECTIONS = [
 COUNTERS = {"uptime", "requests", "tokens", "batches", "largest_batch", "busy"}
 
 
-def reported() -> set[str]:
-    """Names of all metrics."""
+def test_reported_and_described_metrics_are_the_same() -> None:
     zeros, names = torch.zeros(1, 2), losses.available_objectives()
     mask = zeros == 0
     parts = [TermPart(losses.get_objective(name), **hyper) for name in names for hyper in ({}, SETTINGS.get(name, {}))]
@@ -151,16 +150,10 @@ def reported() -> set[str]:
     data = dict.fromkeys(("old_log_prob", "sampler_log_prob", "ref_log_prob", "entropy"), zeros)
     found |= {*correction_metrics(zeros, mask), *losses.mismatch_metrics(zeros, zeros, mask)}
     found |= set(common_metrics(losses.LossInputs(zeros, mask, **data))) | set(ReplicaStats().snapshot()) - COUNTERS
-    return found | set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))
-
-
-def test_reported_and_described_metrics_are_the_same() -> None:
-    found = reported()
+    found |= set(reward_metrics(TensorDict(next={"reward_failures": torch.zeros(1, 1)}, batch_size=[1])))
     assert {name for name in found if describe_metric(name) is None} == set()
     assert {known for known in METRICS if "<" not in known and METRICS[known].origin != "service"} - found == set()
-
-
-def test_a_number_at_the_end_is_that_of_a_second_correction() -> None:
+    # a number at the end is that of a second correction
     assert describe_metric("weight_max_2") is METRICS["weight_max"]
     assert describe_metric("seq_mean_k3_seq_masked_fraction") is METRICS["<divergence>_seq_masked_fraction"]
     assert describe_metric("token_k4_masked_fraction") is None
@@ -191,8 +184,9 @@ def test_every_value_with_a_source_is_there_beside_its_paper() -> None:
     assert re.search("omega=1.0`.*2505.10978", below["gigpo"])
 
 
-def test_the_page_of_runs_names_what_exists() -> None:
+def test_the_page_of_runs_names_what_exists_and_its_least_configuration_is_enough() -> None:
     """Keys in the text, such as `kl.place`, whose section is one of the configuration's; and all that a run writes."""
+    pytest.importorskip("omegaconf")
     text = page("train.md")
     assert text.count("\n| `") > 60
     known = set(re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \|", text, flags=re.MULTILINE))
@@ -201,11 +195,7 @@ def test_the_page_of_runs_names_what_exists() -> None:
     assert len(named) > 15
     assert named <= known
     assert [name for name in WRITTEN if f"`{name}" not in text] == []
-
-
-def test_the_least_configuration_of_the_page_is_enough() -> None:
-    pytest.importorskip("omegaconf")
-    (least,) = re.findall(r"A minimal configuration:\n\n```yaml\n(.*?)```", page("train.md"), flags=re.DOTALL)
+    (least,) = re.findall(r"A minimal configuration:\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)
     least, example = (read_config(yaml.safe_load(text)).model.name for text in (least, example_config()))
     assert least == example
 

@@ -62,7 +62,7 @@ def test_the_readme_shows_before_it_claims_and_ends_with_six_links() -> None:
     assert len(links) == len(set(links)) == 6
 
 
-def loops() -> dict[str, str]:
+def test_every_loop_clears_its_gradients() -> None:
     """Every example with an optimiser step: code blocks of the docs, scripts of the tutorials, docstrings."""
     found = {}
     docs = [*PROJECT.glob("docs/*.md"), *PROJECT.glob("docs/*.py"), *PROJECT.glob("torchrl_llm_kl/**/*.py")]
@@ -74,11 +74,7 @@ def loops() -> dict[str, str]:
     for path in PROJECT.glob("tutorials/**/*.py"):
         functions = re.split(r"\n(?=def |class )", path.read_text(encoding="utf-8"))
         found |= {f"{path.relative_to(PROJECT)}, function {i}": function for i, function in enumerate(functions)}
-    return {name: code for name, code in found.items() if re.search(r"\boptim(?:i[sz]er)?\.step\(\)", code)}
-
-
-def test_every_loop_clears_its_gradients() -> None:
-    checked = loops()
+    checked = {name: code for name, code in found.items() if re.search(r"\boptim(?:i[sz]er)?\.step\(\)", code)}
     assert len({name.partition(",")[0] for name in checked}) >= 6, list(checked)
     for name, code in checked.items():
         steps = re.findall(r"\.step\(\)", re.sub(r"schedule.*\.step\(\)", "", code))

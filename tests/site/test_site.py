@@ -17,20 +17,16 @@ hooks = script("docs/site_hooks.py")
 NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer)]
 
 
-def navigation(site: Site) -> list[tuple[str, str]]:
-    """Address and title of each page in the list of all pages."""
-    source = (site.folder / "index.html").read_text(encoding="utf-8")
-    source = source[source.index('<nav class="md-nav md-nav--primary') :]
-    links = re.findall(r'<a href="([^"#]+)" class="md-nav__link[^"]*"[^>]*>(.*?)</a>', source, re.DOTALL)
-    return [(place, re.sub(r"<[^>]+>|\s+", " ", title).strip()) for place, title in links if "://" not in place]
-
-
 def test_every_page_of_the_docs_is_in_the_site(site: Site) -> None:
     pages = {path.stem for path in PROJECT.glob("docs/*.md")} - {"index"}
     pages |= {"CHANGELOG", "CONTRIBUTING"}
     pages |= {f"benchmarks/{name}" for name in ("RESULTS", "RAY", "profile", "TIME", "SCALING")}
     assert [page for page in sorted(pages) if not (site.folder / f"{page}.html").is_file()] == []
-    for found in zip(*navigation(site), strict=True):
+    source = (site.folder / "index.html").read_text(encoding="utf-8")
+    source = source[source.index('<nav class="md-nav md-nav--primary') :]  # the list of all pages
+    links = re.findall(r'<a href="([^"#]+)" class="md-nav__link[^"]*"[^>]*>(.*?)</a>', source, re.DOTALL)
+    links = [(place, re.sub(r"<[^>]+>|\s+", " ", title).strip()) for place, title in links if "://" not in place]
+    for found in zip(*links, strict=True):
         assert len(found) > 50
         assert [each for each, count in Counter(found).items() if count > 1] == []
     assert "Start" in "".join(site.pages[site.folder / "index.html"].text)

@@ -36,15 +36,12 @@ def metadata_of(wheel: Path, file: str) -> str:
     return archive.read(name).decode()
 
 
-def test_the_wheel_holds_the_package_alone_and_the_command(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_the_command_its_version_and_a_readme_without_relative_links(wheel: Path) -> None:
     kinds = {".py", ".pyi", ".typed", ".css", ".csv", ".ini", ".jinja", ".js"}
     files = [path for path in PROJECT.glob("torchrl_llm_kl/**/*") if path.suffix in kinds or path.name == "py.typed"]
     expected = {str(path.relative_to(PROJECT)) for path in files}
     assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == expected
     assert "torchrl-llm-kl = torchrl_llm_kl.cli:main" in metadata_of(wheel, "entry_points.txt").splitlines()
-
-
-def test_the_wheel_has_the_version_and_a_readme_without_relative_links(wheel: Path) -> None:
     metadata = metadata_of(wheel, "METADATA")
     assert f"\nVersion: {torchrl_llm_kl.__version__}\n" in metadata
     assert "\nDescription-Content-Type: text/markdown\n" in metadata

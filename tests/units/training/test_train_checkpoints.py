@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,9 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, best in ((10, 10), (20, 20), (30, 20), (40, 20), (1_000_000, 20)):
         write(checkpoints, step, best=best)
     assert names(checkpoints) == ["step-000020", "step-000040", "step-1000000"]
-    last, best_one = checkpoints.latest(), checkpoints.at(20)
-    assert (last.step, last.numbers["at"]) == (1_000_000, 1_000_000)
-    assert (best_one.folder / "model" / "a.txt").read_text() == "weights 20"
-    assert checkpoints.at(10) is None
+    last, best, none = checkpoints.latest(), checkpoints.at(20), checkpoints.at(10)
+    assert (last.step, last.numbers["at"], none) == (1_000_000, 1_000_000, None)
+    assert (best.folder / "model" / "a.txt").read_text() == "weights 20"
     assert sorted(path.name for path in tmp_path.iterdir()) == names(checkpoints)
 
 
@@ -40,13 +40,8 @@ def test_an_error_while_writing_or_a_kill_leaves_nothing(tmp_path: Path) -> None
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1)
 
-    def fail() -> None:
-        with checkpoints.writing(2, {}) as folder:
-            (folder / "half.txt").write_text("half")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        fail()
+    with pytest.raises(UnicodeEncodeError):
+        write(checkpoints, 2, text="\udc00")  # ends in the middle of a file
     assert names(checkpoints) == [path.name for path in tmp_path.iterdir()] == ["step-000001"]
     write(checkpoints, 1, text="other")  # a step is written again
     assert (tmp_path / "step-000001" / "model" / "a.txt").read_text() == "other 1"
@@ -61,10 +56,6 @@ def test_an_error_while_writing_or_a_kill_leaves_nothing(tmp_path: Path) -> None
 def flip(folder: Path) -> None:
     file = folder / "b.txt"
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-
-
-def linked(path: Path) -> None:
-    path.symlink_to("/dev/zero")
 
 
 def another_step(folder: Path) -> None:
@@ -101,7 +92,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     **{
         f"{kind} for {name}": (replaced(name, how), re.escape(name))
         for name in ("checkpoint.json", "b.txt")
-        for kind, how in (("a folder", Path.mkdir), ("a pipe", os.mkfifo), ("a link", linked))
+        for kind, how in (("a folder", Path.mkdir), ("a pipe", os.mkfifo), ("a link", partial(os.symlink, "/dev/zero")))
     },
     "no text": (record(b"\xff\x00\xfe"), "can't decode"),
     "deep lists": (record(b"[" * 100_000), "recursion"),
@@ -141,7 +132,6 @@ def test_no_flipped_bit_of_a_record_is_believed(tmp_path: Path, monkeypatch: pyt
         (folder / "state.pt").write_text("weights")
     path = tmp_path / "step-000002"
     data = (path / "checkpoint.json").read_bytes()
-    assert isinstance(checkpoints.read(path), Checkpoint)
     believed = []
     for bit in range(8 * len(data)):
         flipped = bytearray(data)

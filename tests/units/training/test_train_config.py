@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torchrl_llm_kl.training import ConfigError, TrainConfig, load_inputs, make_
 from torchrl_llm_kl.training._config import DataConfig, ModelConfig, RewardConfig, RunConfig, differences
 from toy_rollouts import make_model, make_tokenizer
 from toy_tokenizer import build_tokenizer
-from train_lab import build_lab, settings
+from train_lab import build_lab, go, settings
 
 LEAST: dict[str, Any] = {"model": {"name": "m"}, "data": {"prompts": "p.jsonl"}, "reward": "r.py:f"}
 
@@ -32,10 +33,9 @@ def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, mon
     file = tmp_path / "run.yaml"
     file.write_text(config.to_yaml())
     assert read_config(file) == read_config(config.to_dict()) == config
-    file.write_text(
-        "model: {name: m}\ndata: {prompts: p.jsonl, num_prompts: 3}\nreward:\n  functions:\n    a: r.py:f\n"
-        "optimizer: {lr: 1e-4}\nrun: {out: 'runs/${model.name}'}\n"
-    )  # what it holds is kept, and a later override wins
+    text = "model: {name: m}\ndata: {prompts: p.jsonl, num_prompts: 3}\nreward:\n  functions:\n    a: r.py:f\n"
+    file.write_text(text + "optimizer: {lr: 1e-4}\nrun: {out: 'runs/${model.name}'}\n")
+    # what it holds is kept, and a later override wins
     changes = ["optimizer.lr=1e-5", "optimizer.lr=2e-5", "reward.functions.b={function: r.py:g, weight: 2}"]
     config = read_config(file, changes)
     assert (config.data.num_prompts, config.optimizer.lr, config.run.out) == (3, 2e-5, "runs/m")
@@ -45,20 +45,17 @@ def test_defaults_and_overrides_which_survive_yaml_and_the_example(tmp_path, mon
     assert (config.model.name, config.data.prompts) == ("/home/me/m", "/home/me/p.jsonl")
     assert (config.run.out, config.reference.name) == ("/home/me/runs/x", "/home/me/m")
     assert config.model.tokenizer is None
-    file = tmp_path / "example.yaml"
-    file.write_text(training.example_config())
-    config = read_config(file)
-    assert config.lora is None
+    example = training.example_config()
+    file.write_text(example)
     reward = RewardConfig("rewards.py:correct")
     defaults = TrainConfig(model=ModelConfig(name="m"), data=DataConfig(prompts="p.jsonl"), reward=reward)
+    assert defaults.lora is None
     assert read_config(file, ["model.name=m", "data.prompts=p.jsonl"]) == defaults
-    with_lora = training.example_config().replace("lora: null", "lora:").replace("\n#  ", "\n  ")
-    file.write_text(with_lora)
+    file.write_text(example.replace("lora: null", "lora:").replace("\n#  ", "\n  "))
     assert read_config(file).lora is not None
-    for section in fields(TrainConfig):
-        assert f"\n{section.name}:" in training.example_config()
+    assert all(f"\n{section.name}:" in example for section in fields(TrainConfig))
     assert training.settings_table().count("\n") > 60
-    assert max(map(len, training.example_config().splitlines())) <= 120
+    assert max(map(len, example.splitlines())) <= 120
 
 
 def test_braces_empty_a_setting_and_a_value_in_braces_is_added() -> None:
@@ -148,9 +145,8 @@ def test_what_is_wrong_is_named(override: str, message: str) -> None:
 
 
 def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"(?s)(?=.*run\.stps)(?=.*run\.sed)(?=.*optim:)"):
         read_config({**LEAST, "run": {"stps": 3, "sed": 1}, "optim": {}})
-    assert all(key in str(error.value) for key in ("run.stps", "run.sed", "optim:"))
     message = r"data\.prompts is missing: set it in the file, or pass data\.prompts=\.\.\."
     with pytest.raises(ConfigError, match=message):
         read_config({"model": {"name": "m"}, "reward": "r.py:f"})
@@ -166,18 +162,15 @@ def test_all_unknown_keys_what_is_missing_what_has_changed_and_no_file(tmp_path:
     allowed = ["run.steps=200", "logging.loggers=[csv]", "checkpoints.keep=5", "kl.stop_above=3", "run.out=elsewhere"]
     assert differences(old, read_config(LEAST, allowed)) == []
     changed = read_config(LEAST, ["optimizer.lr=1e-5", "algorithm.args.clip_high=0.3", "lora.r=4", "run.steps=7"])
-    found = differences(old, changed)
-    assert "optimizer.lr: 1e-06, now 1e-05" in found
-    assert "algorithm.args.clip_high: None, now 0.3" in found
-    assert any(each.startswith("lora.r: ") for each in found)
-    assert not any("run.steps" in each for each in found)
+    lora, found = ([x for x in differences(old, changed) if ("lora" in x) == of_lora] for of_lora in (True, False))
+    assert set(found) == {"optimizer.lr: 1e-06, now 1e-05", "algorithm.args.clip_high: None, now 0.3"}
+    assert any(each.startswith("lora.r: ") for each in lora)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         read_config(tmp_path / "nothing.yaml")
-    with pytest.raises(ConfigError, match="is a folder"):
-        read_config(tmp_path)
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match=r"pipe\.yaml is not a regular file"):
-        read_config(tmp_path / "pipe.yaml")
+    for name, message in ((".", "is a folder"), ("pipe.yaml", r"pipe\.yaml is not a regular file")):
+        with pytest.raises(ConfigError, match=message):
+            read_config(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -228,12 +221,11 @@ def test_hyper_parameters(lab: Path, tmp_path: Path, change: str) -> None:
 
 
 def test_a_reference_of_another_vocabulary_and_a_folder_that_cannot_be(lab: Path, tmp_path: Path) -> None:
-    model = json.loads((lab / "model" / "config.json").read_text())
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "model.safetensors").touch()
-    (tmp_path / "other" / "config.json").write_text(json.dumps({**model, "vocab_size": 777}))
+    shutil.copytree(lab / "model", other := tmp_path / "other")
+    model = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**model, "vocab_size": 777}))
     with pytest.raises(ConfigError, match=r"vocabulary of 777"):
-        load_inputs(settings(lab, tmp_path / "out", f"reference.name={tmp_path / 'other'}"))
+        load_inputs(settings(lab, tmp_path / "out", f"reference.name={other}"))
     (tmp_path / "file").write_text("")
     for run in (load_inputs, train):
         with pytest.raises(ConfigError, match=rf"run.out is .*, and {tmp_path}/file is a file"):
@@ -274,9 +266,8 @@ def test_the_doctor_finds_no_fault_in_a_truncated_sampler(lab, tmp_path, monkeyp
     """torchrl's wrapper would record log-probs of temperature 1, over all tokens, and none of an answer's first token."""
     monkeypatch.setattr(training._run, "plot_curves", lambda *_, **__: None)
     changes = ["sampler.temperature=0.7", "sampler.top_k=5", "logging.doctor_every=1", "evaluation.every=0"]
-    for row in train(settings(lab, tmp_path, *changes, "run.steps=2"), say=lambda line: None).rows:
+    for row in go(lab, tmp_path, *changes, "run.steps=2")[0].rows:
         assert not [name for name in row if name.startswith("doctor/fault/")]
         assert row["doctor/surprisal/entropy"] < 1.7, "of five tokens at most"  # log 5 = 1.609
     report = (tmp_path / "diagnosis.txt").read_text()
-    assert "no fault" in report
-    assert "nan:" not in report
+    assert ("no fault" in report, "nan:" in report) == (True, False)

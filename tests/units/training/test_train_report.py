@@ -47,18 +47,16 @@ def test_the_curves_name_what_the_coefficient_weighs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(plt, "close", drawn.append)
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
     rows = [{"step": i, "reward": 0.5, "kl": 0.1, "coefficient": 0.2} for i in range(3)]
-    held_out = [(0, 0.5, 0.1, 0.9), (3, 0.75)]
-    plot_curves(rows, tmp_path / "x.png", held_out=held_out)
+    plot_curves(rows, tmp_path / "x.png", held_out=[(0, 0.5, 0.1, 0.9), (3, 0.75)])
     plot_curves([row | {"penalised_reward": 0.4} for row in rows], tmp_path / "x.png")
     plot_curves(rows[:1], tmp_path / "x.png")
     labels = [figure.axes[-1].get_ylabel().replace("\n", " ") for figure in drawn]
-    assert labels[0] == labels[2] == "KL coefficient in the loss (weight)"
-    assert labels[1] == "KL coefficient in the reward (reward per nat)"
+    loss, reward = "KL coefficient in the loss (weight)", "KL coefficient in the reward (reward per nat)"
+    assert labels == [loss, reward, loss]
     for figure in drawn:
         figure.canvas.draw()
         ticks = [text.get_text() for text in figure.axes[-1].get_xticklabels()]
-        assert ticks
-        assert all(text.replace("\N{MINUS SIGN}", "").isdigit() for text in ticks), ticks
+        assert {text.replace("\N{MINUS SIGN}", "").isdigit() for text in ticks} == {True}, ticks
     (bars,) = drawn[0].axes[0].collections
     assert bars.get_segments()[0].tolist() == [[0.0, 0.1], [0.0, 0.9]]
     assert drawn[2].axes[0].lines[-1].get_marker() == "o"
