@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensordict
 
@@ -48,18 +48,16 @@ def save_checkpoint(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def example(folder: Path, **changes: str) -> str:
-    """The README's, with the checkpoint in ``folder`` in place of the hub's, and other changes: text -> new text."""
+def example(folder: Path) -> str:
+    """The README's, with the checkpoint in ``folder`` in place of the hub's."""
     (text,) = (block.code for block in all_blocks("python") if block.page == "README.md")
     assert len(text.strip().splitlines()) <= 23, "the README promises a short example"
-    for old, new in {'"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(folder)), **changes}.items():
-        assert old in text
-        text = text.replace(old, new)
-    return text
+    hub = '"Qwen/Qwen2.5-0.5B-Instruct"'
+    assert hub in text
+    return text.replace(hub, repr(str(folder)))
 
 
-def run_example(folder: Path, changes: dict[str, str] | None = None, **names: Any) -> None:
-    """Run it, with changes and names that are given."""
+def run_example(folder: Path) -> None:
     save_checkpoint(folder)
     with tensordict.set_list_to_stack(tensordict.list_to_stack()):
-        exec(compile(example(folder, **changes or {}), "README.md", "exec"), names)
+        exec(compile(example(folder), "README.md", "exec"), {})
