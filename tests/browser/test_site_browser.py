@@ -23,19 +23,13 @@ PAGES = ["", "start", "concepts", "algorithms", "losses", "ray", "papers", "api"
 PAGES += ["benchmarks/RESULTS", "notebooks/start", "CHANGELOG"]
 
 
-class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def address(site: Site) -> Iterator[str]:
-    handler = functools.partial(_Quiet, directory=str(site.folder))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site.folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-        thread.join()
 
 
 @pytest.fixture
@@ -68,11 +62,8 @@ def visit(browser: Any, address: str, site: Site) -> Iterator[Callable[..., Any]
 def test_a_phone_needs_no_sideways_scrolling(visit: Callable[..., Any], path: str) -> None:
     page = visit(f"{path or 'index'}.html", viewport=PHONE, is_mobile=True, device_scale_factor=2)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    wide = page.evaluate(
-        "[...document.querySelectorAll('.md-content img, .md-content p, .md-content h1')]"
-        ".filter(x => x.getBoundingClientRect().right > innerWidth + 1 && !x.closest('table')).length"
-    )
-    assert wide == 0
+    wide = "all => all.filter(x => x.getBoundingClientRect().right > innerWidth + 1 && !x.closest('table')).length"
+    assert page.eval_on_selector_all(".md-content img, .md-content p, .md-content h1", wide) == 0
 
 
 FOUND = {
