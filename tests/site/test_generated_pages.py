@@ -27,13 +27,12 @@ from torchrl_llm_kl.tasks import reward_metrics
 from torchrl_llm_kl.training import example_config, read_config
 from torchrl_llm_kl.training._run import WRITTEN
 
-DOCS = PROJECT / "docs"
 SCRIPTS = "algorithm_table api distillation_table elsewhere_table estimator_table metrics_table "
 SCRIPTS += "objective_table paper_index train_table"
 
 
 def page(name: str) -> str:
-    return (DOCS / name).read_text(encoding="utf-8")
+    return (PROJECT / "docs" / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", SCRIPTS.split())

@@ -21,7 +21,6 @@ from project import PROJECT, script
 api = script("docs/build_api.py")
 NAMES = [(layer, name) for layer in api.ORDER for name in api.public_names(layer)]
 MODULES = [m.name for m in pkgutil.walk_packages(torchrl_llm_kl.__path__, "torchrl_llm_kl.")]
-FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 #: Callables whose use is shown where they are returned or raised, or that need a running Ray (``docs/ray.md``).
 WITHOUT_EXAMPLE = {"RayKLRewardTransform", "RayRetrieveKL", "RayRetrieveLogProb", "RemoteModel", "RemoteScorer"}
@@ -60,7 +59,7 @@ def examples(module: str) -> dict[str, doctest.DocTest]:
 def test_examples_run() -> None:
     tests = {f"{module}.{name}": test for module in MODULES for name, test in examples(module).items()}
     assert len(tests) > 250
-    runner = partial(doctest.DocTestRunner, optionflags=FLAGS)
+    runner = partial(doctest.DocTestRunner, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     runs = {name: runner().run(test, out=sys.stderr.write) for name, test in tests.items()}
     assert [name for name, run in runs.items() if run.failed] == []
 
