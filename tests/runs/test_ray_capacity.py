@@ -260,12 +260,12 @@ def test_calls_of_a_window_and_quantiles() -> None:
 
 def test_seconds_of_processes_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten ticks of a clock are taken between the two looks by each process, one more by each that has a higher id."""
-    tick = os.sysconf("SC_CLK_TCK")
+    tick, windows = os.sysconf("SC_CLK_TCK"), count(1)
     names = ["ray::Caller.transform", "ray::Replica", "/bin/raylet/raylet\0--ray", "ray::IDLE", "other\0ray", "gone"]
 
     def window(*_: object, callers: int, seconds: float) -> Window:
         assert (callers, seconds) == (8, 5.0)
-        write(10)
+        write(10 * next(windows))
         return Window(5.0, [(0.0, 1.0)] * 4)
 
     def write(ticks: int) -> None:
