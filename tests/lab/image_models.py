@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,115 +10,59 @@ from torch import Tensor, nn
 
 IMAGE = 5  # the placeholder
 _TEXT = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-_TEXT |= {"num_key_value_heads": 1, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1}
-_TEXT |= {"eos_token_id": 2}
-_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-_IDS = {"image_token_id": IMAGE, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
-_SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-_SIGLIP |= {"image_size": 8, "patch_size": 2}
+_TEXT |= {"num_key_value_heads": 1, "max_position_embeddings": 256}
+_TEXT |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": 6}
+_IDS = _TOKENS | {"vision_start_token_id": 7, "vision_end_token_id": 8}
+_TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 2}
+_SIGLIP = _TOWER | {"image_size": 8}
 _WORDS = "<pad> <s> </s> what is {image} <video> {start} {end} <audio> <user> <bot> <end> a red blue green cat dog car yes no"
 _TEMPLATE = (
     "{% for m in messages %}{{ '<bot> ' if m.role == 'assistant' else '<user> ' }}{% if m.content is string %}"
     "{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}IMAGE {% else %}{{ p.text }}{% endif %}"
     "{% endfor %}{% endif %} <end> {% endfor %}{% if add_generation_prompt %}<bot> {% endif %}"
 )
-
-
-def _qwen2_5_vl() -> nn.Module:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
-    vision |= {"patch_size": 2, "window_size": 8, "fullatt_block_indexes": [1]}
-    text = _TEXT | {"rope_parameters": _MROPE}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_IDS))
-
-
-def _qwen2_vl() -> nn.Module:
-    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
-
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2}
-    text = _TEXT | {"rope_parameters": _MROPE}
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **_IDS))
-
-
-def _qwen3_vl() -> nn.Module:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 16}
-    vision |= {"patch_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    text = _TEXT | {"head_dim": 8, "rope_parameters": _MROPE | {"mrope_interleaved": True}}
-    return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=vision, **_IDS))
-
-
-def _gemma3() -> nn.Module:
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    text = _TEXT | {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-    config = Gemma3Config(text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_index=IMAGE)
-    return Gemma3ForConditionalGeneration(config)
-
-
-def _gemma4() -> nn.Module:
-    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
-
-    text = _TEXT | {"head_dim": 8, "global_head_dim": 8, "sliding_window": 6, "use_bidirectional_attention": "vision"}
-    text |= {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 4}
-    text |= {"vocab_size_per_layer_input": 40, "num_kv_shared_layers": 0, "num_global_key_value_heads": 1}
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2}
-    vision |= {"position_embedding_size": 16}
-    config = Gemma4Config(text_config=text, vision_config=vision, audio_config=None, image_token_id=IMAGE,
-                          video_token_id=6, audio_token_id=9)  # fmt: skip
-    return Gemma4ForConditionalGeneration(config)
-
-
-def _llava_onevision() -> nn.Module:
-    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
-
-    config = LlavaOnevisionConfig(
-        text_config=_TEXT | {"model_type": "qwen2"},
-        vision_config=_SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
-        image_token_id=IMAGE,
-        video_token_id=6,
-        image_grid_pinpoints=[[8, 8], [8, 16], [16, 8]],
-        vision_feature_layer=-1,
-    )
-    return LlavaOnevisionForConditionalGeneration(config)
-
-
-def _smolvlm() -> nn.Module:
-    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
-
-    return SmolVLMForConditionalGeneration(SmolVLMConfig(**_idefics()))
-
-
-def _idefics3() -> nn.Module:
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-
-    return Idefics3ForConditionalGeneration(Idefics3Config(**_idefics()))
-
-
-def _idefics() -> dict[str, Any]:
-    text = _TEXT | {"model_type": "llama"}
-    return {"text_config": text, "vision_config": _SIGLIP, "image_token_id": IMAGE, "scale_factor": 2}
-
-
-FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "qwen2_vl": _qwen2_vl,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
-    "gemma3": _gemma3,
-    "gemma4": _gemma4,
-    "llava_onevision": _llava_onevision,
-    "smolvlm": _smolvlm,
-    "idefics3": _idefics3,
+_SLIDING = {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_QWEN = {"depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 2}
+_QWEN25 = _QWEN | {"intermediate_size": 24, "out_hidden_size": 16}
+_GEMMA4 = _SLIDING | {"global_head_dim": 8, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+_GEMMA4 |= {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40, "use_bidirectional_attention": "vision"}
+_GEMMA4_VISION = _TOWER | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
+_GEMMA4_VISION |= {"position_embedding_size": 16}
+_LLAVA = {"image_grid_pinpoints": [[8, 8], [8, 16], [16, 8]], "vision_feature_layer": -1}
+_IDEFICS = ({"model_type": "llama"}, _SIGLIP, {"image_token_id": IMAGE, "scale_factor": 2})
+#: Family -> the beginning of its classes' names, and its settings: of the text beside those of all, of the vision, others.
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ("Qwen2VL", _MROPE, _QWEN | {"embed_dim": 16, "mlp_ratio": 2}, _IDS),
+    "qwen2_5_vl": ("Qwen2_5_VL", _MROPE, _QWEN25 | {"window_size": 8, "fullatt_block_indexes": [1]}, _IDS),
+    "qwen3_vl": (
+        "Qwen3VL",
+        {"head_dim": 8, "rope_parameters": _MROPE["rope_parameters"] | {"mrope_interleaved": True}},
+        _QWEN25 | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        _IDS,
+    ),
+    "gemma3": ("Gemma3", _SLIDING, _SIGLIP, {"mm_tokens_per_image": 4, "image_token_index": IMAGE}),
+    "gemma4": ("Gemma4", _GEMMA4, _GEMMA4_VISION, {**_TOKENS, "audio_token_id": 9, "audio_config": None}),
+    "llava_onevision": (
+        "LlavaOnevision",
+        {"model_type": "qwen2"},
+        _SIGLIP | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        _TOKENS | _LLAVA,
+    ),
+    "smolvlm": ("SmolVLM", *_IDEFICS),
+    "idefics3": ("Idefics3", *_IDEFICS),
 }
 
 
 def image_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model with weights large enough that pixels and positions matter."""
+    import transformers
+
+    classes, text, vision, others = FAMILIES[family]
+    config = getattr(transformers, f"{classes}Config")(text_config=_TEXT | text, vision_config=vision, **others)
     torch.manual_seed(seed)
-    model = FAMILIES[family]().to(dtype).eval()
+    model = getattr(transformers, f"{classes}ForConditionalGeneration")(config).to(dtype).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             nn.init.normal_(parameter, std=0.3)
@@ -137,15 +81,13 @@ def picture(family: str, seed: int, wide: bool = False) -> dict[str, Tensor]:
         grid = torch.tensor([[1, height, width]])
         return {"pixel_values": pixels(height * width, 3 * 2 * 2 * 2), "image_grid_thw": grid}
     if family == "gemma4":
-        places = torch.stack(torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy"), -1).reshape(
-            -1, 2
-        )
+        places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
         places = torch.cat([places, torch.full((32 - len(places), 2), -1)])
         return {"pixel_values": pixels(1, 32, 12), "image_position_ids": places[None]}
     if family == "llava_onevision":
-        count = 3 if wide else 2
-        sizes = torch.tensor([[8, 16 if wide else 8]])
-        return {"pixel_values": pixels(1, count, 3, 8, 8), "image_sizes": sizes, "batch_num_images": torch.tensor([1])}
+        crops, sizes = (3, [8, 16]) if wide else (2, [8, 8])
+        counted = {"image_sizes": torch.tensor([sizes]), "batch_num_images": torch.tensor([1])}
+        return {"pixel_values": pixels(1, crops, 3, 8, 8), **counted}
     if family in ("smolvlm", "idefics3"):
         mask = torch.ones(1, 1, 8, 8, dtype=torch.long)
         return {"pixel_values": pixels(1, 1, 3, 8, 8), "pixel_attention_mask": mask}
@@ -156,9 +98,9 @@ def joined(family: str, pictures: Sequence[dict[str, Tensor]]) -> dict[str, Tens
     """Several images as the processor returns a row of them."""
     if family == "llava_onevision":
         # Of several images the processor takes the first crop alone.
-        whole = {"pixel_values": torch.cat([each["pixel_values"][:, :1] for each in pictures])}
-        whole |= {"image_sizes": torch.cat([each["image_sizes"] for each in pictures])}
-        return whole | {"batch_num_images": torch.tensor([len(pictures)])}
+        crops, sizes = zip(*((each["pixel_values"][:, :1], each["image_sizes"]) for each in pictures), strict=True)
+        count = torch.tensor([len(pictures)])
+        return {"pixel_values": torch.cat(crops), "image_sizes": torch.cat(sizes), "batch_num_images": count}
     dim = 1 if family in ("smolvlm", "idefics3") else 0
     return {name: torch.cat([each[name] for each in pictures], dim) for name in pictures[0]}
 
@@ -213,6 +155,4 @@ def image_processor(family: str) -> Any:
             ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     pixels = Qwen2VLImageProcessorPil(patch_size=2, merge_size=2, size={"shortest_edge": 16, "longest_edge": 64})
-    return ImagesAlone(
-        pixels, tokenizer, _TEMPLATE.replace("IMAGE", "".join(names[x] for x in ("start", "image", "end")))
-    )
+    return ImagesAlone(pixels, tokenizer, _TEMPLATE.replace("IMAGE", "{start}{image}{end}".format(**names)))

@@ -19,6 +19,7 @@ _SIZES |= {"intermediate_size": 64, "num_key_value_heads": 2}
 _EXPERTS = {"num_hidden_layers": 3, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
 # A range large enough for distributions far from uniform and for positions to matter; no special tokens.
 _COMMON = {"initializer_range": 0.4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_COMMON |= {"vocab_size": VOCAB_SIZE, **_SIZES}
 _GEMMA2 = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "final_logit_softcapping": 4.0}
 # The embedding is narrower than the body, as in OPT-350m: the decoder ends with a projection.
 _OPT = {"word_embed_proj_dim": 16, "dropout": 0.0, "do_layer_norm_before": False}
@@ -27,23 +28,23 @@ _QWEN3_MOE = {"head_dim": 8, "moe_intermediate_size": 12, "norm_topk_prob": Fals
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _DEEPSEEK = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 _DEEPSEEK |= {"moe_intermediate_size": 12, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1}
-#: Family -> the beginning of its classes' names, and its own settings.
-_DENSE: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 8}),
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": 5}),
-    "gemma2": ("Gemma2", _GEMMA2),
-    "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "opt": ("OPT", _OPT),
-    "granite": ("Granite", {"logits_scaling": 3.0}),
-    "cohere": ("Cohere", {"logit_scale": 0.25}),
+#: Model type -> its own settings.
+_DENSE: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "llama": {},
+    "mistral": {"sliding_window": 5},
+    "gemma2": _GEMMA2,
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": _OPT,
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.25},
 }
-_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {}),
-    "qwen3_moe": ("Qwen3Moe", _QWEN3_MOE),
-    "gpt_oss": ("GptOss", {"head_dim": 8, "sliding_window": 5, "rope_parameters": _ROPE}),
-    "deepseek_v3": ("DeepseekV3", {**_DEEPSEEK, "num_key_value_heads": 4}),
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": _QWEN3_MOE,
+    "gpt_oss": {"head_dim": 8, "sliding_window": 5, "rope_parameters": _ROPE},
+    "deepseek_v3": {**_DEEPSEEK, "num_key_value_heads": 4},
 }
 _GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "head_dim": 8}
 _GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}  # the last one is attention
@@ -111,27 +112,12 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
     ``overrides`` are configuration entries, under the names that most families use (``hidden_size``,
     ``num_hidden_layers``, ``intermediate_size``, ``initializer_range``, ...).
     """
-    import transformers
-
-    classes, own = (_DENSE | _MIXTURES)[family]
-    sizes = {**_SIZES, **(_EXPERTS if family in _MIXTURES else {})}
-    settings = {"vocab_size": VOCAB_SIZE, **sizes, **_COMMON, **own, **overrides}
+    settings = _COMMON | (_EXPERTS if family in _MIXTURES else {}) | (_DENSE | _MIXTURES)[family] | overrides
+    if family == "opt":  # no norm before the head: with the others' range its logits would be ten times as large
+        settings["initializer_range"] *= 0.5
     renamed = _RENAMED.get(family, {})
     config = {new: value for name, value in settings.items() if (new := renamed.get(name, name)) is not None}
-    if (
-        family == "opt"
-    ):  # no norm before the head: with the other families' range its logits would be ten times as large
-        config["init_std"] *= 0.5
-    head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        model = getattr(transformers, classes + head)(getattr(transformers, f"{classes}Config")(**config))
-        for name, values in (*model.named_parameters(), *model.named_buffers()):
-            if family == "gpt_oss" and name.endswith(("sinks", "bias")):
-                nn.init.normal_(values)
-            elif name.endswith("e_score_correction_bias"):  # part of the choice of experts, not of their weights
-                nn.init.normal_(values, std=0.3)
-    return model.eval()
+    return _random(family, seed, config)
 
 
 def stateful_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, experts: bool = False) -> Any:
@@ -139,14 +125,22 @@ def stateful_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.flo
 
     Its weights are large enough for states to matter.
     """
+    own = (_ROUTED if experts else _STATEFUL)[family]
+    return _random(family, seed, _COMMON | {"initializer_range": 0.1} | own, dtype)
+
+
+def _random(family: str, seed: int, config: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    own = (_ROUTED if experts else _STATEFUL)[family]
-    settings = {"vocab_size": VOCAB_SIZE, **_SIZES, **_COMMON, "initializer_range": 0.1, **own}
-    config = AutoConfig.for_model(family, **settings)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), dtype=dtype)
+        for name, values in (*model.named_parameters(), *model.named_buffers()):
+            if family == "gpt_oss" and name.endswith(("sinks", "bias")):
+                nn.init.normal_(values)
+            elif family == "deepseek_v3" and name.endswith("e_score_correction_bias"):  # of the choice, not the weights
+                nn.init.normal_(values, std=0.3)
+    return model.eval()
 
 
 def altered(family: str, change: Callable[[Any], Any], **overrides: Any) -> nn.Module:
