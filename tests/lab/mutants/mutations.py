@@ -6,16 +6,9 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
 _ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*")}
-_COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {
-    ast.Lt: ("<", "<=", ">"),
-    ast.LtE: ("<=", "<", ">="),
-    ast.Gt: (">", ">=", "<"),
-    ast.GtE: (">=", ">", "<="),
-    ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="),
-    ast.Is: ("is", "is not"),
-    ast.IsNot: ("is not", "is"),
-}
+_COMPARISONS: dict[type[ast.cmpop], tuple[str, ...]] = {ast.Lt: ("<", "<=", ">"), ast.LtE: ("<=", "<", ">=")}
+_COMPARISONS |= {ast.Gt: (">", ">=", "<"), ast.GtE: (">=", ">", "<="), ast.Eq: ("==", "!="), ast.NotEq: ("!=", "==")}
+_COMPARISONS |= {ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is")}
 _WORDS = """
     low/high pos/neg min/max minimum/maximum amin/amax any/all mean/sum below/above chosen/rejected won/lost right/wrong
     good/bad unlikely/likely usual/expert rising/falling peak/valley warmup/decay up/down
@@ -33,8 +26,7 @@ _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Constant, ast.Subscript, ast.Tu
 
 
 # ------------------------------------------------------------------ the text
-class Edit(tuple[int, int, str]):
-    """Bytes from the first to the second number become the text."""
+Edit = tuple[int, int, str]  # bytes from the first to the second number become the text
 
 
 class Source:
@@ -61,14 +53,14 @@ class Source:
 
     def replace(self, node: ast.AST, text: str) -> Edit:
         """The whole node."""
-        return Edit((*self.span(node), text))
+        return *self.span(node), text
 
     def operator(self, left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Edit]:
         """What stands between two operands. Nothing if it is not written as ``old``."""
         start, end = self.span(left)[1], self.span(right)[0]
         between = self.raw[start:end].decode()
         if between.count(old) == 1:
-            yield Edit((start, end, between.replace(old, new)))
+            yield start, end, between.replace(old, new)
 
 
 @dataclass(frozen=True)
@@ -197,8 +189,7 @@ def _walk(node: ast.AST, scope: Scope) -> Sites:
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
     if isinstance(node, ast.AnnAssign):
-        if node.value is not None:
-            yield node.value
+        yield from [node.value] if node.value else ()
     elif not (isinstance(node, ast.UnaryOp) and isinstance(_number(node.operand), int)):  # a place, not an amount
         yield from ast.iter_child_nodes(node)
 
@@ -231,9 +222,8 @@ def _carries(node: ast.AST, carriers: Collection[str]) -> bool:
     """Whether a gradient may flow from one of the names through the expression."""
     if isinstance(node, ast.Name):
         return node.id in carriers
-    if isinstance(node, (ast.Compare, ast.Dict)) or (isinstance(node, ast.Attribute) and node.attr in _NO_NUMBERS):
-        return False
-    if called(node) == "detach":
+    no_number = isinstance(node, ast.Attribute) and node.attr in _NO_NUMBERS
+    if isinstance(node, (ast.Compare, ast.Dict)) or no_number or called(node) == "detach":
         return False
     return any(_carries(child, carriers) for child in ast.iter_child_nodes(node))
 
@@ -339,7 +329,7 @@ def _functions(node: ast.AST, scope: Scope, source: Source) -> Iterator[Edit]:
         yield source.replace(node, source.alone(arguments[0]))
         if len(arguments) == 3:
             low, high = arguments[1:]
-            yield Edit((source.span(low)[0], source.span(high)[1], f"{source.text(high)}, {source.text(low)}"))
+            yield source.span(low)[0], source.span(high)[1], f"{source.text(high)}, {source.text(low)}"
     elif name in ("masked_mean", "sequence_mean") and len(node.args) == 2:
         mask = source.alone(node.args[1])
         size = f"{mask}.sum()" if name == "masked_mean" else f"{mask}.sum(-1, keepdim=True)"

@@ -10,9 +10,9 @@ import resource
 import signal
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import islice
@@ -47,9 +47,7 @@ class Job:
 class Outcome:
     """Of a job."""
 
-    killer: (
-        str  #: a test that fails, without its parameters and ``tests/``, or what else went wrong; empty if nothing did
-    )
+    killer: str  #: a test that fails, without parameters and ``tests/``, or what else went wrong; empty if nothing did
     known: bool  #: False if the change could not be made
     tests: int  #: how many tests call what is changed
 
@@ -134,8 +132,8 @@ class Tests:
     def _work(self, job: Job) -> Work:
         found = self.calling(job)
         own, others = ([test for test in found if fnmatch(test.name, f"{job.tests}*") == x] for x in (True, False))
-        tests = [*(test for test in found if test.name == job.first), *_chosen(own), *_chosen(others)]
-        tests = list(dict.fromkeys(tests))
+        first = (test for test in found if test.name == job.first)
+        tests = list(dict.fromkeys([*first, *_chosen(own), *_chosen(others)]))
         return job, lambda send: self._tried(job, tests, send), 5 + sum(map(_limit, tests))
 
     # In a fork.
@@ -164,15 +162,13 @@ class Tests:
             calls = self._called.union(*(self._shared[name] for name in getattr(item, "fixturenames", ())))
             send((time.process_time() - started, frozenset(calls), not failed))
 
-    def fixture(self, fixture: Any) -> Iterator[None]:
-        """What it calls counts for every test that uses it, if several share it."""
-        if fixture.scope == "function":
-            yield
-            return
+    @contextmanager
+    def shared(self, fixture: str) -> Iterator[None]:
+        """What this fixture calls counts for every test that uses it."""
         before = set(self._called)
         self._called.clear()
         yield
-        self._shared[fixture.argname] |= self._called
+        self._shared[fixture] |= self._called
         self._called |= before
 
 
@@ -190,14 +186,13 @@ def _name(nodeid: str) -> str:
 
 def _chosen(tests: Sequence[Test]) -> list[Test]:
     """As many as fit into some seconds, at least one: first one of each name, and those that call least."""
-    count: dict[str, int] = defaultdict(int)
+    count: Counter[str] = Counter()
     ranked = []
     for test in tests:
-        ranked.append(((count[test.name], len(test.calls)), test))
+        ranked.append((count[test.name], len(test.calls), test))
         count[test.name] += 1
-    ranked.sort(key=lambda pair: pair[0])
     chosen: list[Test] = []
-    for _, test in ranked:
+    for *_, test in sorted(ranked, key=lambda row: row[:2]):
         if not chosen or sum(each.seconds for each in chosen) + test.seconds <= _MOST:
             chosen.append(test)
     return chosen
@@ -243,13 +238,9 @@ class _Loop:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
-        if self._tests is None:
+        alone = self._tests is None or fixturedef.scope == "function"
+        with nullcontext() if alone else self._tests.shared(fixturedef.argname):  # type: ignore[union-attr]
             return (yield)
-        steps = self._tests.fixture(fixturedef)
-        next(steps)
-        result = yield
-        next(steps, None)
-        return result
 
 
 # ------------------------------------------------------------------ forks
