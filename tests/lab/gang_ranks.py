@@ -4,8 +4,6 @@ And the factories of gangs, which their actors import.
 """
 
 import os
-import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import refused
 from load import sequences
+from remote_models import slowed
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import Sampling, ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
@@ -31,7 +31,7 @@ def by_hand(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-def share_of(made, how, request):
+def share_of(made, request):
     """This rank's sequences, and where its tokens are among all."""
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if may_split(made) else (1, 0)
     shares = split(request, ranks)
@@ -51,7 +51,7 @@ def difference(shard, dtype="float64"):
     made = shard_model(build(0, dtype), how, mesh)
     engine, options = RankEngine(made, tokens_per_batch=16), ScoreOptions(Sampling(1.3), entropy=True)
     request, found = ScoreRequest.of(sequences(3, 8)), []
-    mine, where = share_of(made, how, request)
+    mine, where = share_of(made, request)
 
     def compare():
         want, got = whole.run(request, options), engine.run(mine, options)
@@ -88,7 +88,7 @@ def replayed(shard):
     ids = torch.cat([(token + torch.arange(int(n)) * 7) % 97 for token, n in zip(rows.values, counts, strict=True)])
     kept = Kept(ids, torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
     request, options = ScoreRequest.of(rows, kept=kept), ScoreOptions(Sampling(1.3, top_k=3), entropy=True)
-    mine, where = share_of(made, shard, request)
+    mine, where = share_of(made, request)
     want, got = whole.run(request, options), engine.run(mine, options)
     found = largest([(got.log_prob, want.log_prob), (got.entropy, want.entropy)], where)
     wrapped = [f"model.{name}" for name in build().state_dict()]
@@ -97,23 +97,13 @@ def replayed(shard):
 
 def refusal(shard, **config):
     """The message for a model that cannot be sharded so."""
-    try:
-        shard_model(build(**config), shard, init_device_mesh("cpu", (dist.get_world_size(),)))
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return "nothing was refused"
+    return refused.refusal(shard_model, build(**config), shard, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def recorded(folder, pause=0.0):
     """:func:`build` with a slower forward; leaves a file named after rank and process in ``folder``."""
-    made = build()
-    made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=pause))
     (Path(folder) / f"{dist.get_rank()}-{os.getpid()}").touch()
-    return made
-
-
-def _pause(module, args, *, seconds):
-    time.sleep(seconds)
+    return slowed(build(), pause)
 
 
 def broken_on_one_rank():

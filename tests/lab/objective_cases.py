@@ -8,15 +8,14 @@ import torch
 import yaml
 from torch import Tensor
 
+import refused
 from torchrl_llm_kl.losses import get_objective, spec_of
 
 _CASES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 CASES = {case: (case.partition("-")[0], hyper) for case, hyper in _CASES.items()}
 #: Objectives of pairs, which need a reference log-prob each.
-PAIRS = (
-    *("dpo", "robust", "hinge", "ipo", "exo_pair", "discopop", "apo_zero", "apo_down", "sppo_hard", "nca_pair"),
-    *("bco_pair", "aot"),
-)
+PAIRS = ["dpo", "robust", "hinge", "ipo", "exo_pair", "discopop", "apo_zero", "apo_down", "sppo_hard", "nca_pair"]
+PAIRS += ["bco_pair", "aot"]
 
 
 def random_batch(seed: int, rows: int = 6, width: int = 5, *, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -72,17 +71,9 @@ def raises_without(part: Callable[[dict[str, Tensor]], Any], given: dict[str, Te
     """The inputs without which a part of a loss raises: each left out by itself, all others there."""
     part(given)
     names = given.keys() - {"log_prob", "mask"}
-    return {name for name in names if _said(part, {key: x for key, x in given.items() if key != name})}
+    return {name for name in names if refused.refusal(part, {key: x for key, x in given.items() if key != name})}
 
 
 def refusal(name: str, **changes: Any) -> str:
     """What an objective says to these inputs and hyper-parameters, all other inputs there; nothing if it takes them."""
-    return _said(lambda given: get_objective(name)(**given), {**inputs_of(name, random_batch(0)), **changes})
-
-
-def _said(function: Callable[[Any], Any], given: Any) -> str:
-    try:
-        function(given)
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refused.refusal(get_objective(name), **{**inputs_of(name, random_batch(0)), **changes})

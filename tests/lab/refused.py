@@ -1,4 +1,4 @@
-"""What is refused, as tables with a test for each row, and what is warned of."""
+"""What is refused: tables, with one test for each row, and single calls; and what is warned of."""
 
 import warnings
 from collections.abc import Callable
@@ -29,3 +29,12 @@ def warned(call: Callable[[], Any], part: str) -> tuple[Any, list[str]]:
         warnings.simplefilter("always")
         found = call()
     return found, [text for each in caught if part in (text := str(each.message))]
+
+
+def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    """Type and message of the error with which a call refuses; empty if it does not."""
+    try:
+        call(*arguments, **options)
+    except (TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

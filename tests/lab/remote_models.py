@@ -39,7 +39,10 @@ def _pause(module, args, *, seconds, path):
 
 def delayed(seconds, seed=0, path=None):
     """:func:`model` with a slower forward; with a path, while that file exists."""
-    made = model(seed)
+    return slowed(model(seed), seconds, path)
+
+
+def slowed(made, seconds, path=None):
     made.model.layers[0].register_forward_pre_hook(partial(_pause, seconds=seconds, path=path))
     return made
 

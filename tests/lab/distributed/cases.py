@@ -2,18 +2,13 @@
 
 import contextlib
 import re
-from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel as FSDP, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
@@ -23,7 +18,6 @@ from torchrl_llm_kl import PolicyLoss
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
 from toy_models import tiny_model
 
-Make = Callable[[nn.Module], PolicyLoss]
 _PREFIXES = re.compile(r"\b(_fsdp_wrapped_|_checkpoint_wrapped_)?module\.")
 VOCAB, STEPS, RATE = 96, 3, 0.5
 PACK = 32  # tokens of a pack: a batch of one rank needs several, another's one
@@ -64,9 +58,7 @@ def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
     model = tiny_model("qwen2", seed=seed, vocab_size=VOCAB, max_position_embeddings=128, **config).to(dtype).train()
     for module in list(model.modules()):
         for name, norm in list(module.named_children()):
-            if (
-                type(norm).__name__ == "Qwen2RMSNorm"
-            ):  # computes in float32, whose rounding depends on the order of sums
+            if type(norm).__name__ == "Qwen2RMSNorm":  # float32, whose rounding depends on the order of sums
                 own = nn.RMSNorm(norm.weight.shape[0], eps=norm.variance_epsilon, dtype=dtype)
                 own.load_state_dict(norm.state_dict())
                 setattr(module, name, own)
@@ -79,12 +71,7 @@ def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
     if checkpoint == "transformers":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif checkpoint == "torch":
-        layers = set(layers_of(model))
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
-            check_fn=layers.__contains__,
-        )
+        apply_activation_checkpointing(model, check_fn=set(layers_of(model)).__contains__)
     return model
 
 
@@ -99,7 +86,8 @@ def total(out):
 
 
 @cache
-def expected(dtype, steps, rate, clip, exact, config):
+def expected(dtype=torch.float64, steps=STEPS, rate=RATE, clip=None, exact=False, config=()):
+    """Parameters of one process after the steps."""
     model = build(dtype, **dict(config))
     loss = make_loss(model, **{"reference": build(dtype, seed=4)} if exact else {})
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -139,7 +127,7 @@ def _fsdp2_loss(model, make):
     return fully_shard(make(model))
 
 
-def _fsdp1(model, *, flat):
+def _fsdp1(model, *, flat=False):
     policy = ModuleWrapPolicy({type(layers_of(model)[0])})
     return FSDP(model, auto_wrap_policy=policy, use_orig_params=not flat, device_id=torch.device("cpu"))
 
@@ -153,7 +141,7 @@ WRAPS = {
     "fsdp2, own groups": lambda model, make: make(shard(model, groups=True)),
     "fsdp2, root alone": lambda model, make: make(shard(model, by_layer=False)),
     "fsdp2(loss)": _fsdp2_loss,
-    "fsdp1, original parameters": lambda model, make: make(_fsdp1(model, flat=False)),
+    "fsdp1, original parameters": lambda model, make: make(_fsdp1(model)),
     "fsdp1, flat parameters": lambda model, make: make(_fsdp1(model, flat=True)),
 }
 
@@ -164,18 +152,19 @@ def share(split, rank, ranks):
     if split == "uneven":  # 475 tokens against 35, on two ranks
         bounds = {2: [0, 6, 10], 4: [0, 4, 6, 8, 10]}[ranks]
         return rows[bounds[rank] : bounds[rank + 1]]
-    last = rank == ranks - 1
-    others = torch.arange(len(SHAPES)).tensor_split(ranks - 1)[min(rank, ranks - 2)]
+    if split not in ("no rows", "no response"):
+        rng = torch.Generator().manual_seed(int(split))  # a random split
+        return rows[torch.randint(ranks, (len(SHAPES),), generator=rng) == rank]
+    if rank < ranks - 1:
+        return rows[torch.arange(len(SHAPES)).tensor_split(ranks - 1)[rank]]
     if split == "no rows":
-        return rows[:0] if last else rows[others]
-    if split == "no response":
-        if not last:
-            return rows[others]
-        rows["loss_mask"] = torch.zeros_like(rows["masks", "all_assistant_mask"])
-        return rows[:2]
-    rng = torch.Generator().manual_seed(int(split))  # a random split
-    owner = torch.randint(ranks, (len(SHAPES),), generator=rng)
-    return rows[owner == rank]
+        return rows[:0]
+    rows["loss_mask"] = torch.zeros_like(rows["masks", "all_assistant_mask"])
+    return rows[:2]
+
+
+def mine(split="uneven"):
+    return share(split, dist.get_rank(), dist.get_world_size())
 
 
 def parameters_of(model):
@@ -214,13 +203,6 @@ def step(run, loss, rows, micro_batches=1):
             total(run(part)).backward()
 
 
-def clip_gradient(run, loss, most):
-    if isinstance(loss.actor_network, FSDP):
-        loss.actor_network.clip_grad_norm_(most)
-    else:
-        torch.nn.utils.clip_grad_norm_(run.parameters(), most)
-
-
 def difference(loss, want):
     """The largest of any parameter."""
     got = parameters_of(loss.actor_network)
@@ -228,17 +210,23 @@ def difference(loss, want):
     return max(float((got[name] - want[name]).abs().max()) for name in want)
 
 
+def steps(run, loss, splits=("uneven",) * STEPS, *, micro_batches=1, rate=RATE, clip=None):
+    """Steps on this rank's share of each split."""
+    optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], lr=rate)
+    for split in splits:
+        step(run, loss, mine(split), micro_batches)
+        if clip is not None and isinstance(loss.actor_network, FSDP):
+            loss.actor_network.clip_grad_norm_(clip)
+        elif clip is not None:
+            nn.utils.clip_grad_norm_(run.parameters(), clip)
+        optimizer.step(), optimizer.zero_grad()
+
+
 def train(wrap, *, split="uneven", dtype=torch.float64, micro_batches=1, rate=RATE, clip=None, exact=False, **config):
     """Steps on this rank's share; the largest difference from one process with the whole batch."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     splits = [split] * STEPS if isinstance(split, str) else split
     plain = {name: value for name, value in config.items() if name != "checkpoint"}
     want = expected(dtype, len(splits), rate, clip, exact, tuple(sorted(plain.items())))
     run, loss = wrapped(wrap, build(dtype, **config), **{"reference": shard(build(dtype, seed=4))} if exact else {})
-    optimizer = torch.optim.SGD([p for p in run.parameters() if p.requires_grad], lr=rate)
-    for name in splits:
-        step(run, loss, share(name, rank, ranks), micro_batches)
-        if clip is not None:
-            clip_gradient(run, loss, clip)
-        optimizer.step(), optimizer.zero_grad()
+    steps(run, loss, splits, micro_batches=micro_batches, rate=rate, clip=clip)
     return difference(loss, want)

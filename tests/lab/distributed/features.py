@@ -12,18 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from distributed import cases
-from distributed.cases import RATE, STEPS, batch, build, difference, make_loss, shard, step, total, wrapped
+from distributed.cases import RATE, STEPS, batch, build, difference, expected, make_loss, shard, step, total, wrapped
 from scoring_reference import plain_log_probs, random_sequences
 from torchrl_llm_kl import LogProbScorer, Ragged, RetrieveKL
 from toy_models import stateful_model, tiny_model
-
-
-def _mine(split="uneven"):
-    return cases.share(split, dist.get_rank(), dist.get_world_size())
-
-
-def _three_steps():
-    return cases.expected(torch.float64, STEPS, RATE, None, False, ())
 
 
 def _mixture(checkpoint=""):
@@ -53,7 +45,7 @@ def replayed_routing(wrap, checkpoint="", split="uneven"):
         after.append({name: before[name] - RATE * p.grad for name, p in model.named_parameters()})
     run, loss = wrapped(wrap, _mixture(checkpoint))
     optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
-    step(run, loss, recorded(_mine(split)))
+    step(run, loss, recorded(cases.mine(split)))
     optimizer.step()
     size = max(float((after[0][name] - before[name]).abs().max()) for name in before)
     return difference(loss, after[0]) / size, difference(loss, after[1]) / size
@@ -74,8 +66,8 @@ def recurrent(checkpoint):
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     scorer = LogProbScorer(shard(model))
-    mine = rows if dist.get_rank() == 0 else [rows[0][:1]]
-    scorer.score(mine, grad=True).values.square().sum().backward()
+    own = rows if dist.get_rank() == 0 else [rows[0][:1]]
+    scorer.score(own, grad=True).values.square().sum().backward()
     named = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
     found = {name: p.grad.full_tensor() for name, p in named.items()}
     return max(float((found[name] - want[name]).abs().max() / want[name].abs().max()) for name in want)
@@ -104,11 +96,8 @@ def mixed_precision(by_layer):
     before = {name: p.detach().clone() for name, p in build(torch.float32).named_parameters()}
     model = shard(build(torch.float32), by_layer=by_layer, mp_policy=policy)
     loss = make_loss(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=SMALL)
-    for _ in range(STEPS):
-        step(loss, loss, _mine())
-        optimizer.step(), optimizer.zero_grad()
-    one, wide = _in_bfloat16(), cases.expected(torch.float32, STEPS, SMALL, None, False, ())
+    cases.steps(loss, loss, rate=SMALL)
+    one, wide = _in_bfloat16(), expected(torch.float32, rate=SMALL)
 
     def change(after):
         return torch.cat([(after[name] - before[name]).flatten() for name in before])
@@ -124,26 +113,22 @@ def retrieve(wrap, estimator, split):
     """KL to a sharded reference before and after three steps, and log-probs; the largest difference from one process."""
     plain, reference = build(), build(seed=4)
     run, loss = wrapped(wrap, build())
-    rows = rewarded(_mine(split))
+    rows = rewarded(cases.mine(split))
     transform = RetrieveKL(loss.actor_network, shard(build(seed=4)), estimator=estimator, coeff=0.5)
     worst = 0.0
     for after in (False, True):
         if after:
-            optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
-            for _ in range(STEPS):
-                step(run, loss, _mine())
-                optimizer.step(), optimizer.zero_grad()
-            plain.load_state_dict(_three_steps(), strict=False)
+            cases.steps(run, loss)
+            plain.load_state_dict(expected(), strict=False)
         got = transform(rows.clone())
         whole = rows if len(rows) else rewarded(batch())
         want = RetrieveKL(plain, reference, estimator=estimator, coeff=0.5)(whole.clone())
         for key in WRITTEN:
-            mine, theirs = got["next"].get(key), want["next"].get(key)
+            ours, theirs = got["next"].get(key), want["next"].get(key)
             assert theirs.abs().sum() > 0
-            if not len(rows):
-                assert mine.shape == (0, *theirs.shape[1:])
-                continue
-            worst = max(worst, float((mine - theirs).abs().max()))
+            assert ours.shape == (len(rows), *theirs.shape[1:])
+            if len(rows):
+                worst = max(worst, float((ours - theirs).abs().max()))
     return worst
 
 
@@ -164,26 +149,22 @@ def accelerate(what, steps):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    if what == "loss":
-        run, optimizer = accelerator.prepare(make_loss(model), optimizer)
-        loss = accelerator.unwrap_model(run)
-    else:
-        model, optimizer = accelerator.prepare(model, optimizer)
-        run = loss = make_loss(model)
-    held = run if what == "loss" else model
+    held, optimizer = accelerator.prepare(make_loss(model) if what == "loss" else model, optimizer)
+    run = held if what == "loss" else make_loss(held)
+    loss = accelerator.unwrap_model(run) if what == "loss" else run
     for _ in range(STEPS):
-        rows = loss.count(_mine())
+        rows = loss.count(cases.mine())
         for i in torch.arange(len(rows)).tensor_split(steps):
             with accelerator.accumulate(held):
                 accelerator.backward(total(run(rows[i])) * steps)  # which divides by the steps
                 optimizer.step(), optimizer.zero_grad()
-    return difference(loss, _three_steps())
+    return difference(loss, expected())
 
 
 def refuse(wrap, kind):
     """Rank 1 has a bad token or a NaN weight. Seconds until this rank's error, its text, the difference after a good step."""
     run, loss = wrapped(wrap, build())
-    rows, optimizer = _mine(), torch.optim.SGD(run.parameters(), lr=RATE)
+    rows, optimizer = cases.mine(), torch.optim.SGD(run.parameters(), lr=RATE)
     last = dist.get_rank() == 1
     bad = rows.clone()
     weight = next(p for p in loss.actor_network.parameters() if p.numel() and p.requires_grad)
@@ -204,7 +185,7 @@ def refuse(wrap, kind):
         optimizer.zero_grad()
         step(run, loss, rows)
         optimizer.step()
-    return seconds, text, difference(loss, _three_steps())
+    return seconds, text, difference(loss, expected())
 
 
 def out_of_memory(wrap, where, room):
@@ -229,23 +210,19 @@ def out_of_memory(wrap, where, room):
         return plain_read(reading)
 
     run, loss = wrapped(wrap, model)
-    optimizer = torch.optim.SGD(run.parameters(), lr=RATE)
     Reading.columns = read
     try:
-        for _ in range(STEPS):
-            step(run, loss, _mine())
-            optimizer.step(), optimizer.zero_grad()
+        cases.steps(run, loss)
     finally:
         Reading.columns = plain_read
-    return loss.scorer.tokens_per_batch, difference(loss, _three_steps())
+    return loss.scorer.tokens_per_batch, difference(loss, expected())
 
 
 def state(wrap):
     """Keys and values of the state dict after a step, as of a model of one process; it loads into one."""
     run, loss = wrapped(wrap, build())
-    step(run, loss, _mine())
-    options = StateDictOptions(full_state_dict=True)
-    found = get_model_state_dict(loss.actor_network, options=options)
+    step(run, loss, cases.mine())
+    found = get_model_state_dict(loss.actor_network, options=StateDictOptions(full_state_dict=True))
     want = build().state_dict()
     if dist.get_rank() == 0 or found:
         assert found.keys() == want.keys(), found.keys() ^ want.keys()
@@ -257,12 +234,9 @@ def scored_before():
     """A model that is scored before it is sharded."""
     model = build()
     loss = make_loss(model)
-    step(loss, loss, _mine())
+    step(loss, loss, cases.mine())
     for parameter in model.parameters():
         parameter.grad = None
     shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for _ in range(STEPS):
-        step(loss, loss, _mine())
-        optimizer.step(), optimizer.zero_grad()
-    return difference(loss, _three_steps())
+    cases.steps(loss, loss)
+    return difference(loss, expected())

@@ -5,19 +5,15 @@ import math
 import torch
 import torch.distributed as dist
 
-from distributed.cases import PACK, RATE, STEPS, VOCAB, build, parameters_of, share, step, wrapped
+from distributed.cases import PACK, RATE, STEPS, VOCAB, build, mine, parameters_of, step, wrapped
+from refused import refusal
 from torchrl_llm_kl import LogProbScorer, Ragged, ReferenceUpdater
 from torchrl_llm_kl.estimators import DualKLCoefficient, PIKLCoefficient
 
 
 def refuse(wrap):
     """The message for a sharded policy that a whole reference cannot follow."""
-    trained = wrapped(wrap, build())[1].actor_network
-    try:
-        ReferenceUpdater(build(), trained, decay=0.75)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return refusal(ReferenceUpdater, build(), wrapped(wrap, build())[1].actor_network, decay=0.75)
 
 
 def change_one_shard():
@@ -50,7 +46,7 @@ def follow(wrap, *, whole=False, lora=False):
     weights, scores = 0.0, 0.0
     want = {name: value.clone() for name, value in parameters_of(frozen).items()}
     for number in range(STEPS):
-        step(run, loss, share("uneven", dist.get_rank(), dist.get_world_size()))
+        step(run, loss, mine())
         optimizer.step(), optimizer.zero_grad()
         updater.step()
         now = parameters_of(trained)
@@ -74,19 +70,16 @@ def updated(kind, measured, *, tensors=True, all_ranks=None):
     """The state after updates with each rank's (KL, number of samples)."""
     coefficient = KINDS[kind]()
     for each in measured:
-        kl, n = each[dist.get_rank()]
-        coefficient.update(torch.tensor(kl) if tensors else kl, torch.tensor(n) if tensors else n, all_ranks=all_ranks)
+        numbers = [torch.tensor(x) if tensors else x for x in each[dist.get_rank()]]
+        coefficient.update(*numbers, all_ranks=all_ranks)
     return {name: float(buffer) for name, buffer in coefficient.state_dict().items()}
 
 
 def refused(kind, kls, n):
     """What an update of numbers raises, and the state after it."""
     coefficient, rank = KINDS[kind](), dist.get_rank()
-    try:
-        coefficient.update(kls[rank], n[rank])
-    except ValueError as error:
-        return str(error), {name: float(buffer) for name, buffer in coefficient.state_dict().items()}
-    return "", {}
+    said = refusal(coefficient.update, kls[rank], n[rank])
+    return said, {name: float(buffer) for name, buffer in coefficient.state_dict().items()}
 
 
 def of_a_group(kind):

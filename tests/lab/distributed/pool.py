@@ -13,7 +13,7 @@ from waits import slowdown
 #: Longest time of one case, in seconds on an idle machine; the start of the ranks does not count. A rank that hangs takes its
 #: pool with it.
 LIMIT = 60.0
-#: Imported once, before the ranks are forked.
+#: Imported once, before the ranks are forked; DDP and FSDP import torch._dynamo when they first run.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
 PRELOAD += ["transformers", "torchrl_llm_kl.losses", "torchrl_llm_kl.transforms"]
 
@@ -84,7 +84,6 @@ def _serve(connection):
 
     torch.set_num_threads(1)
     importlib.import_module("distributed.features")  # and with it transformers and torchrl
-    importlib.import_module("torch._dynamo")  # DDP and FSDP import it when they first run
     connection.send("ready")
     while True:
         try:

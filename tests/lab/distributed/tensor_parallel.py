@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from distributed.cases import RATE, STEPS, VOCAB, batch, difference, expected, make_loss, share, total
 from head_reference import OPTIONS, PAIR, REF_OPTIONS, at, entropy_of, kl_of, make_head, pair_of, plain
+from refused import refusal
 from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.head import linear_log_prob, linear_outcomes, linear_pair, linear_top_k
 from toy_models import tiny_model
@@ -167,16 +168,7 @@ def refusals(cases):
         "sequence parallel of torch": lambda: LogProbScorer(sequence_parallel("torch")),
         "sequence parallel of transformers": lambda: LogProbScorer(sequence_parallel("transformers")),
     }
-    return {case: _refusal(calls[case]) for case in cases}
-
-
-def _refusal(call):
-    """The message with which a call is refused."""
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
+    return {case: refusal(calls[case]) for case in cases}
 
 
 def sequence_parallel(library):
@@ -238,7 +230,7 @@ def _norm(module, hidden):
 def train(logits, tp, **config):
     """Three steps, each data parallel rank on its share of the batch; the largest difference from one process."""
     data = dist.get_world_size() // tp
-    want = expected(torch.float64, STEPS, RATE, None, False, tuple(sorted(config.items())))
+    want = expected(config=tuple(sorted(config.items())))
     whole = tiny_model("qwen2", seed=3, vocab_size=VOCAB, max_position_embeddings=128, **config).double()
     model = load(whole, logits, tp_size=tp, fsdp_size=data).train()
     for norm in model.modules():  # transformers' own computes in float32

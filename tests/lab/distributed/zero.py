@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from distributed.cases import RATE, STEPS, build, expected, make_loss, share, total
+from distributed.cases import RATE, STEPS, build, expected, make_loss, mine, total
 from distributed.features import WRITTEN, rewarded
 from torchrl_llm_kl import LogProbScorer, ReferenceUpdater, RetrieveKL
 
@@ -43,7 +43,7 @@ def _difference(model):
     """Of a parameter, from the parameters of one process in float64 after three steps."""
     from deepspeed import zero
 
-    want, worst = expected(torch.float64, STEPS, RATE, None, False, ()), 0.0
+    want, worst = expected(), 0.0
     for name, parameter in model.named_parameters():
         with zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             worst = max(worst, float((parameter.detach() - want[name]).abs().max()))
@@ -52,7 +52,7 @@ def _difference(model):
 
 def _steps(engine, run, loss, split, micro_batches=1):
     for _ in range(STEPS):
-        rows = loss.count(share(split, dist.get_rank(), dist.get_world_size()))
+        rows = loss.count(mine(split))
         for i in torch.arange(len(rows)).tensor_split(micro_batches):
             engine.backward(total(run(rows[i])) * micro_batches)  # which divides by them
             engine.step()
@@ -61,12 +61,9 @@ def _steps(engine, run, loss, split, micro_batches=1):
 def train(what, stage, split="uneven", micro_batches=1):
     """Three steps; the largest difference from one process."""
     model = build()
-    if what == "loss":
-        run = engine = engine_of(make_loss(model), stage, micro_batches)
-        loss = engine.module
-    else:
-        engine = engine_of(model, stage, micro_batches)
-        run = loss = make_loss(engine)
+    engine = engine_of(make_loss(model) if what == "loss" else model, stage, micro_batches)
+    run = engine if what == "loss" else make_loss(engine)
+    loss = engine.module if what == "loss" else run
     _steps(engine, run, loss, split, micro_batches)
     return _difference(model)
 
@@ -80,13 +77,13 @@ def retrieve(stage):
     transform = RetrieveKL(engine, reference, coeff=0.5)
     plain = build()
     one = RetrieveKL(plain, build(seed=4), coeff=0.5)
-    rows = rewarded(share("no rows", dist.get_rank(), dist.get_world_size()))
+    rows = rewarded(mine("no rows"))
     scorer, ids = LogProbScorer(engine), [[3, 5, 7, 11, 13]]
     worst = []
     for after in (False, True):
         if after:
             _steps(engine, loss, loss, "uneven")
-            plain.load_state_dict(expected(torch.float64, STEPS, RATE, None, False, ()), strict=False)
+            plain.load_state_dict(expected(), strict=False)
         got, want = transform(rows.clone()), one(rows.clone()) if len(rows) else None
         cached = scorer.score(ids, remember=True).values - LogProbScorer(plain).score(ids).values
         worst.append(float(cached.abs().max()))
@@ -99,7 +96,7 @@ def refuse(case):
     """The message of what is not supported; or of a bad token on rank 1, and then three steps."""
     model = build()
     engine = engine_of(make_loss(model) if case == "loss" else model, 2 if case == "token, ZeRO-2" else 3)
-    rows = share("uneven", dist.get_rank(), dist.get_world_size())
+    rows = mine()
     loss = engine.module if case == "loss" else make_loss(engine)
     text = "nothing was refused"
     if case.startswith("token") and dist.get_rank() == 1:
