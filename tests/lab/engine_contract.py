@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from load import request_of
+from load import request_of, sequences
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, Scores
@@ -36,9 +36,7 @@ class Served:
         return HTTPEngine(self.url, **{"model": self.model, "dialect": self.dialect, "timeout": LONG, **options})
 
     def rows(self, seed: int, count: int, longest: int = 12) -> Ragged:
-        rng = torch.Generator().manual_seed(seed)
-        lengths = torch.randint(2, longest, (count,), generator=rng).tolist()
-        return Ragged.from_list([torch.randint(self.vocab, (n,), generator=rng) for n in lengths])
+        return sequences(seed, count, self.vocab, longest)
 
     def assert_right(self, engine: HTTPEngine, rows: Ragged, mask: Any = None, **options: Any) -> Scores:
         """The engine's scores are those of the model here; returns them."""

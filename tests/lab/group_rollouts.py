@@ -55,26 +55,23 @@ def without_graph(model: nn.Module, batch: TensorDictBase) -> list[Tensor]:
         return scored(model, batch)
 
 
-def grpo_advantages(rewards: Sequence[float], group: int = GROUP) -> list[float]:
+def grpo_advantages(rewards: Sequence[float]) -> list[float]:
     """Rewards centred and scaled in each group, by hand."""
     found = []
-    for start in range(0, len(rewards), group):
-        own = rewards[start : start + group]
+    for start in range(0, len(rewards), GROUP):
+        own = rewards[start : start + GROUP]
         found += [(x - statistics.mean(own)) / (statistics.stdev(own) + 1e-6) for x in own]
     return found
 
 
-def plain_loss(
-    model: nn.Module, batch: Any, old: Any, ref: Any, *, kl_coeff: float, clip: tuple[float, float] = (0.2, 0.2)
-) -> Tensor:
+def plain_loss(model: nn.Module, batch: Any, old: Any, ref: Any, *, kl_coeff: float) -> Tensor:
     """PPO's dual-clipped surrogate plus ``kl_coeff`` times k2 to the reference: means over the sampled tokens of a batch."""
     objective, kl = [], []
     for step, new_row, old_row, ref_row in zip(steps(batch), scored(model, batch), old, ref, strict=True):
         advantage = float(step["advantage"].flatten()[0])
         for now, was, base in zip(new_row, old_row, ref_row, strict=True):
             ratio = (now - was).exp()
-            clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
-            value = torch.max(-advantage * ratio, -advantage * clipped)
+            value = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
             objective.append(torch.min(value, torch.tensor(-3.0 * advantage)) if advantage < 0 else value)
             kl.append((now - base) ** 2 / 2)
     return torch.stack(objective).mean() + kl_coeff * torch.stack(kl).mean()

@@ -21,11 +21,11 @@ from torchrl_llm_kl.service._wire import Request
 from waits import LONG, until
 
 
-def sequences(seed: int = 0, count: int = 5) -> Ragged:
+def sequences(seed: int = 0, count: int = 5, vocab: int = 97, longest: int = 12) -> Ragged:
     """Sequences that differ between seeds, so that an answer belongs to one request."""
     rng = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, 12, (count,), generator=rng).tolist()
-    return Ragged.from_list([torch.randint(97, (n,), generator=rng) for n in lengths])
+    lengths = torch.randint(2, longest, (count,), generator=rng).tolist()
+    return Ragged.from_list([torch.randint(vocab, (n,), generator=rng) for n in lengths])
 
 
 def request_of(rows: Sequence[Sequence[int]], mask: Any = None, *, records: Any = None, **given: Any) -> Request:

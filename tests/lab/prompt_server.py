@@ -36,10 +36,6 @@ FIXED = {
 }
 
 
-class Refused(Exception):
-    pass
-
-
 @cache
 def served(seed):
     return tiny_model(seed=seed).double()
@@ -64,19 +60,16 @@ class Toy:
         """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
         s = self.switches
         if not all(0 <= token < 97 for token in ids):
-            raise Refused("Token id is out of vocabulary")
+            raise ValueError("Token id is out of vocabulary")
         if len(ids) > 64:
-            raise Refused("This model's maximum context length is 64 tokens")
+            raise ValueError("This model's maximum context length is 64 tokens")
         with torch.no_grad():
             logits = served(s["seed"])(torch.tensor([ids])).logits[0, :-1]
         if s["forbids"] is not None:
             logits[:, s["forbids"]] = -torch.inf
         log_probs = logits.log_softmax(-1)
-        out = [None]
-        for token, row in zip(ids[1:], log_probs, strict=True):
-            chosen = [int(token), *row.topk(k).indices.tolist()]
-            out.append({i: float(row[i]) for i in chosen})
-        return out
+        best = zip(ids[1:], log_probs, log_probs.topk(k).indices.tolist(), strict=True)
+        return [None, *({i: float(row[i]) for i in (token, *others)} for token, row, others in best)]
 
     def in_cache(self, ids, salt):
         """Leading tokens that an earlier request had too; all but the last are kept."""
@@ -90,7 +83,7 @@ class Toy:
         if body["model"] != MODEL:
             raise FileNotFoundError(f"The model `{body['model']}` does not exist.")
         if body["max_tokens"] < 1 or body["prompt_logprobs"] > s["max_logprobs"]:
-            raise Refused("Requested prompt logprobs is greater than max allowed")
+            raise ValueError("Requested prompt logprobs is greater than max allowed")
         sent = body["prompt"]
         ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in sent]
         found = self.positions(ids, body["prompt_logprobs"])
@@ -161,10 +154,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(401, {"error": "Unauthorized"})
         try:
             answer = {"/v1/completions": toy.vllm, "/generate": toy.sglang}[self.path](body)
-        except Refused as error:
-            return self.reply(400, {"error": {"message": str(error)}})
-        except FileNotFoundError as error:
-            return self.reply(404, {"error": {"message": str(error)}})
+        except (ValueError, FileNotFoundError) as error:
+            return self.reply(400 if isinstance(error, ValueError) else 404, {"error": {"message": str(error)}})
         self.reply(200, {"detail": "ok"} if toy.switches["odd"] else answer)
 
     def reply(self, status, content, data=b""):

@@ -21,8 +21,6 @@ COEFF = 0.3
 SERVICE = "lab"  # the reference; f"{SERVICE}-gen" has the policy
 SERVED = {"max_wait": 0.2, **CPUS}
 NAMES = ["RetrieveLogProb", "RetrieveKL", "from_collector", "KLRewardTransform"]
-
-
 TOKENIZER = make_tokenizer()
 
 

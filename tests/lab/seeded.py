@@ -93,7 +93,6 @@ def sample(
     raw: bool = False,
     length: int = LENGTH,
     answers: int = ANSWERS,
-    temperature: float = 1.0,
     **sampling: Any,
 ) -> Rollout:
     """Answers of ``model.generate`` with its log-probs: of what it drew from, or ``raw``: of the model."""
@@ -102,14 +101,7 @@ def sample(
     padded = torch.nn.utils.rnn.pad_sequence([p.flip(0) for p in rows], True, -1).flip(1)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        how = {
-            "do_sample": True,
-            "max_new_tokens": length,
-            "temperature": temperature,
-            "top_k": 0,
-            "top_p": 1.0,
-            **sampling,
-        }
+        how = {"do_sample": True, "max_new_tokens": length, "temperature": 1.0, "top_k": 0, "top_p": 1.0, **sampling}
         how |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, **OUTPUTS}
         out: Any = model.generate(padded.clamp(min=0), attention_mask=(padded >= 0).long(), **how)
     logits = torch.stack(out.logits if raw else out.scores, 1)
@@ -117,13 +109,8 @@ def sample(
     log_probs = logits.float().log_softmax(-1).gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
     ended = (drawn == tokenizer.eos_token_id).long()
     lengths = ((ended.cumsum(1) - ended) == 0).sum(1).tolist()
-    rng = torch.Generator().manual_seed(seed)
-    return Rollout(
-        rows,
-        [row[:n] for row, n in zip(drawn, lengths, strict=True)],
-        [row[:n] for row, n in zip(log_probs, lengths, strict=True)],
-        torch.randn(len(rows), generator=rng),
-    )
+    found = ([row[:n] for row, n in zip(values, lengths, strict=True)] for values in (drawn, log_probs))
+    return Rollout(rows, *found, torch.randn(len(rows), generator=torch.Generator().manual_seed(seed)))
 
 
 @lru_cache
@@ -133,10 +120,10 @@ def clean(family: str, seed: int) -> tuple[nn.Module, Rollout]:
     return model, sample(model, make_prompts(PROMPTS, seed), seed)
 
 
-def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int, lr: float = 1e-3) -> nn.Module:
+def trained(model: nn.Module, rollout: Rollout, steps: int, seed: int) -> nn.Module:
     """A copy of a model after steps of REINFORCE with random advantages on its own samples."""
     model = copy.deepcopy(model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rng = torch.Generator().manual_seed(seed)
     for step in range(steps):
         pairs = list(zip(rollout.prompts, rollout.answers, strict=True))[step % 4 :: 8]
@@ -213,9 +200,7 @@ retokenised = fault(BESIDE, stored=_encoded_again)
 chat_template = fault("The engine renders with another template; the trainer keeps its own.", template=ZEPHYR)
 zeros = fault(
     "A cache of prefixes returns 0 for the first tokens of half the answers.",
-    stored=lambda rollout: {
-        "log_probs": [torch.cat([x[:6] * (i % 2), x[6:]]) for i, x in enumerate(rollout.log_probs)]
-    },
+    stored=lambda r: {"log_probs": [torch.cat([x[:6] * (i % 2), x[6:]]) for i, x in enumerate(r.log_probs)]},
 )
 raw_log_probs = fault(
     "Sampled and scored at temperature 0.7; the engine records log-probs of temperature 1.",

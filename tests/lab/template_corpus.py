@@ -60,13 +60,12 @@ def write(folder: Path) -> None:
     for package, version, kind in PACKAGES:
         with tempfile.TemporaryDirectory() as scratch:
             for name, text in extract(download(package, version, kind, Path(scratch))):
-                if text.strip() in seen:
-                    continue
-                seen.add(text.strip())
-                stem = f"{slug(package)}-{version}__{slug(name)}"
-                names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
-                path = next(path for name in names if not (path := folder / f"{name}.jinja").exists())
-                path.write_text(text, encoding="utf-8")
+                if text.strip() not in seen:
+                    seen.add(text.strip())
+                    stem = f"{slug(package)}-{version}__{slug(name)}"
+                    names = (stem if n == 1 else f"{stem}-{n}" for n in count(1))
+                    path = next(path for name in names if not (path := folder / f"{name}.jinja").exists())
+                    path.write_text(text, encoding="utf-8")
 
 
 def download(package: str, version: str, kind: str, folder: Path) -> Path:

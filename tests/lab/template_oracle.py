@@ -28,16 +28,12 @@ Z, OTHER = "\U000f1234", "\U000f4321"
 _CONTROL = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _THINKING = re.compile(r"(?:\s*(?:</?think>|<\|channel>thought|<channel\|>))+\s*")
 _UNIT = re.compile(rf"{_CONTROL.pattern}|\w+|\s|#+|[^\w\s]")
-
-
 _ARGUMENTS = {"a": {"type": "integer", "description": "x"}, "b": {"type": "integer", "description": "y"}}
 _PARAMETERS = {"type": "object", "properties": _ARGUMENTS, "required": ["a", "b"]}
 _FUNCTION = {"name": "add", "description": "Add two numbers.", "parameters": _PARAMETERS}
 SCHEMA = {"type": "function", "function": _FUNCTION}
 CONVERSATIONS = template_pairs.conversations("oracle")
 OPTIONS: dict[str, dict[str, Any]] = {"tools: schema": {"tools": [SCHEMA]}, "prompted": {"add_generation_prompt": True}}
-
-
 # Masks accepted by argument where the oracle has no answer or another; the renderings still need a check by eye.
 _GEMMA_CALL = "<|tool_call>call:add{a:1,b:2}<tool_call|>"
 BY_HAND: dict[str, tuple[tuple[str, ...], ...]] = {

@@ -49,8 +49,7 @@ def train(
                 x.zero_grad()
             pieces = [batch]
             if micro_batches > 1:
-                shuffled = batch[torch.randperm(len(batch), generator=rng)]
-                pieces = list(parts.micro_batches(shuffled, micro_batches))
+                pieces = parts.micro_batches(batch[torch.randperm(len(batch), generator=rng)], micro_batches)
             for part in pieces:
                 for loss in parts.losses:
                     out = loss(part)
@@ -96,8 +95,6 @@ _TASK = chain()
 #: These compute a number of the whole batch with the current policy, anew whenever a batch is prepared: of the answers and, for
 #: kto, of mismatched ones, which the reference scores too. So kto's loss has the reference, and would score it itself.
 FORWARDS_OF_THE_BATCH = {"kto": (1, 1), "bco": (1, 0)}
-
-
 #: Presets that read labels of single answers.
 _LABELLED = {*FORWARDS_OF_THE_BATCH, "vapo"}
 

@@ -12,7 +12,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +45,10 @@ _ENVIRONMENT = {
 }
 
 
-@lru_cache
-def _built(name: str) -> nn.Module:
-    family, seed, config = MODELS[name]
-    return tiny_model(family, seed=seed, vocab_size=len(make_tokenizer()), **_HEADS, **config)
-
-
 def make(name: str) -> nn.Module:
     """A model, in float32; nobody else has it."""
-    import copy
-
-    return copy.deepcopy(_built(name))
+    family, seed, config = MODELS[name]
+    return tiny_model(family, seed=seed, vocab_size=len(make_tokenizer()), **_HEADS, **config)
 
 
 def save(model: nn.Module, folder: Path) -> Path:

@@ -24,23 +24,15 @@ _WRITTEN = 20  # outcomes after which a record is written: a run that is ended k
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Files with this in their path, or that match it.")] = None,
-    whole: Annotated[
-        bool,
-        typer.Option("--all", help="Files of every layer, not those with formulas alone, and the tests of all units."),
-    ] = False,
-    per_function: Annotated[int | None, typer.Option(min=1, help="No more than this of each function.")] = None,
+    whole: Annotated[bool, typer.Option("--all", help="Files of every layer, and the tests of all units.")] = False,
+    per_function: Annotated[int | None, typer.Option(min=1, help="Most of each function, with --record's.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="No more mutants than this, chosen at random.")] = None,
     seed: Annotated[int, typer.Option(help="Of what is chosen at random.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="How many run at once.")] = os.cpu_count() or 1,
     equivalent: Annotated[bool, typer.Option(help="Run only those that are listed as equivalent.")] = False,
-    write: Annotated[
-        Path | None,
-        typer.Option("--record", help="Write which test fails for each mutant; --per-function counts what is there."),
-    ] = None,
+    write: Annotated[Path | None, typer.Option("--record", help="Write which test fails for each mutant.")] = None,
     compare: Annotated[Path | None, typer.Option(help="Run what such a file says is noticed; is it still?")] = None,
-    tests: Annotated[
-        list[str] | None, typer.Option(help="Files or folders below tests, in place of the layers' own.")
-    ] = None,
+    tests: Annotated[list[str] | None, typer.Option(help="Below tests, in place of the layers' own.")] = None,
 ) -> None:
     """Exit code 1 if a mutant survives that is not listed in equivalent.json; with --compare, if one survives that did not."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # forks end then too

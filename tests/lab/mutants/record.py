@@ -22,7 +22,6 @@ _MATHS = """
 #: Gradients go through these.
 _WITH_GRAPH = "estimators/* head/* losses/[!c]*"
 SURVIVED, EQUIVALENT, UNCALLED = "survived", "equivalent", "no test calls it"
-KILLED = Path(__file__).with_name("killed.json")
 
 
 class Key(NamedTuple):
