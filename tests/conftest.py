@@ -130,18 +130,13 @@ def ray_cluster() -> Iterator[None]:
         "_node_ip_address": "127.0.0.1",
         "runtime_env": {"env_vars": {"PYTHONPATH": str(TESTS / "lab"), "OMP_NUM_THREADS": "1"}},
     }
-    for last in (
-        False,
-        False,
-        False,
-        True,
-    ):  # Ray gives its node 30 seconds, which cannot be set: a busy machine needs more
+    for left in range(3, -1, -1):  # Ray gives its node 30 seconds, which cannot be set: a busy machine needs more
         try:
             ray.init(**settings)
             break
         except Exception as error:
             ray.shutdown()
-            if last or "timed out during startup" not in str(error):
+            if not left or "timed out during startup" not in str(error):
                 raise
     yield
     ray.shutdown()

@@ -1,23 +1,11 @@
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tensordict
 
 import task_lab
-
-
-@pytest.fixture(autouse=True)
-def _lists_as_stacks() -> Iterator[None]:
-    with tensordict.set_list_to_stack(True):
-        yield
+from rollout_fixtures import _lists_become_stacks, padded  # noqa: F401
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return task_lab.make_tokenizer()
-
-
-@pytest.fixture(params=[True, False], ids=["padded", "unpadded"])
-def padded(request: pytest.FixtureRequest) -> bool:
-    return request.param
