@@ -49,7 +49,7 @@ def train(
                 x.zero_grad()
             pieces = [batch]
             if micro_batches > 1:
-                pieces = parts.micro_batches(batch[torch.randperm(len(batch), generator=rng)], micro_batches)
+                pieces = list(parts.micro_batches(batch[torch.randperm(len(batch), generator=rng)], micro_batches))
             for part in pieces:
                 for loss in parts.losses:
                     out = loss(part)
