@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import simulated
+from rollout_fixtures import _lists_become_stacks  # noqa: F401
 
 HERE = Path(__file__).parent
 FIGURES = pytest.StashKey[dict[str, dict[str, tuple[str, ...]]]]()

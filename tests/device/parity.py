@@ -100,7 +100,7 @@ def no_sync(device: torch.device) -> Iterator[None]:
         return
     with watch() if device.type == "sim" else nullcontext() as record:
         yield
-    assert record is None or not record.kinds["sync"], record.text(("sync",))
+    assert record is None or not record.kinds["sync"], record.text("sync")
 
 
 def gradients(value: Any, *modules: nn.Module) -> dict[str, Tensor]:

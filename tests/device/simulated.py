@@ -134,17 +134,15 @@ class Record:
 
     def __init__(self) -> None:
         self.kinds: Counter[str] = Counter()
-        self.operators: Counter[tuple[str, str]] = Counter()
         #: (kind, operator, "file:line function" of the package or "-").
         self.places: Counter[tuple[str, str, str]] = Counter()
         #: (whose code: "model", "library" or "outside"; kind).
         self.inside: Counter[tuple[str, str]] = Counter()
 
-    def table(self, kinds: tuple[str, ...] = ("sync", "d2h_async", "h2d", "h2d_async")) -> list[tuple[Any, ...]]:
-        return [(n, *key) for key, n in self.places.most_common() if key[0] in kinds]
-
-    def text(self, kinds: tuple[str, ...] = ("sync", "d2h_async", "h2d", "h2d_async")) -> str:
-        return "\n".join(f"{n:5} {kind:9} {name:32} {place}" for n, kind, name, place in self.table(kinds))
+    def text(self, wanted: str) -> str:
+        """Where one kind happened, the most frequent place first."""
+        found = [(n, *key) for key, n in self.places.most_common() if key[0] == wanted]
+        return "\n".join(f"{n:5} {kind:9} {name:32} {place}" for n, kind, name, place in found)
 
 
 @contextmanager
@@ -154,7 +152,6 @@ def watch() -> Iterator[Record]:
 
     def hook(kind: str, name: str) -> None:
         record.kinds[kind] += 1
-        record.operators[kind, name] += 1
         frame, place, model = sys._getframe(), None, False
         while frame is not None:
             path = frame.f_code.co_filename

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from budgets import BUDGETS, PACKED, PROBE
-from parity import to
+from parity import CPU, to
 from policy_batches import batch
 from scoring_reference import conversation
 from seeded import clean, make_tokenizer
@@ -19,18 +20,11 @@ from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.losses import KLToReference
 from toy_models import tiny_model
 
-Setup = Callable[[torch.device], Callable[[], Any]]
 
-
-def scoring(on_device: bool, **settings: Any) -> Setup:
-    def make(device: torch.device) -> Callable[[], Any]:
-        tokens = Ragged.from_list(conversation())
-        mask = tokens.positions > 0
-        tokens, mask = to((tokens, mask), device) if on_device else (tokens, mask)
-        scorer = LogProbScorer(tiny_model("llama").to(device), **settings)
-        return lambda: scorer.score(tokens, mask)
-
-    return make
+def scoring(device: torch.device, on_device: bool = True, **settings: Any) -> Callable[[], Any]:
+    tokens = to(Ragged.from_list(conversation()), device if on_device else CPU)
+    scorer, mask = LogProbScorer(tiny_model("llama").to(device), **settings), tokens.positions > 0
+    return lambda: scorer.score(tokens, mask)
 
 
 def padded(device: torch.device) -> Callable[[], Any]:
@@ -38,11 +32,6 @@ def padded(device: torch.device) -> Callable[[], Any]:
     scorer, masks = LogProbScorer(tiny_model("llama").to(device)), data["masks"]
     mask, attention = masks["all_assistant_mask"], masks["all_attention_mask"]
     return lambda: scorer.score(data["tokens", "full"], mask & attention, attention_mask=attention)
-
-
-def construction(device: torch.device) -> Callable[[], Any]:
-    model = tiny_model("llama").to(device)
-    return lambda: LogProbScorer(model)
 
 
 def policy_loss(device: torch.device) -> Callable[[], Any]:
@@ -76,12 +65,12 @@ def doctor(device: torch.device) -> Callable[[], Any]:
     return lambda: diagnose(data, policy=model, tokenizer=make_tokenizer())
 
 
-OPERATIONS: dict[str, Setup] = {
-    "construction of a scorer": construction,
-    "score, ids on the device": scoring(True),
+OPERATIONS: dict[str, Callable[[torch.device], Callable[[], Any]]] = {
+    "construction of a scorer": lambda device: partial(LogProbScorer, tiny_model("llama").to(device)),
+    "score, ids on the device": scoring,
     "score, padded ids on the device": padded,
-    "score, ids on the CPU": scoring(False),
-    "score of top-k and top-p": scoring(True, sampling=Sampling(0.9, top_k=20, top_p=0.9)),
+    "score, ids on the CPU": partial(scoring, on_device=False),
+    "score of top-k and top-p": partial(scoring, sampling=Sampling(0.9, top_k=20, top_p=0.9)),
     "PolicyLoss forward": policy_loss,
     "PolicyLoss backward": backward,
     "KLComputation": kl,
@@ -117,11 +106,11 @@ def test_budget(device, name, figures):
         operation()
     budget, kernels = BUDGETS[name], record.kinds["kernel"] - record.inside["model", "kernel"]
     figures("budgets", name, str(record.kinds["sync"]), str(kernels))
-    assert record.kinds["sync"] <= budget.syncs, f"{record.kinds['sync']} syncs:\n{record.text(('sync',))}"
-    assert kernels <= (budget.kernels or kernels), f"{kernels} kernels:\n{record.text(('kernel',))}"
+    assert record.kinds["sync"] <= budget.syncs, f"{record.kinds['sync']} syncs:\n{record.text('sync')}"
+    assert kernels <= (budget.kernels or kernels), f"{kernels} kernels:\n{record.text('kernel')}"
     if name == "construction of a scorer":
         assert record.kinds["kernel"] <= PROBE, f"{record.kinds['kernel']} kernels with the model's own"
-    assert not record.inside["library", "h2d"], f"copies that the host waits for:\n{record.text(('h2d',))}"
+    assert not record.inside["library", "h2d"], f"copies that the host waits for:\n{record.text('h2d')}"
 
 
 def test_packs_with_shared_prefixes_cost_hardly_more_kernels_than_a_padded_forward(sim, figures):

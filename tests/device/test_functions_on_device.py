@@ -1,7 +1,6 @@
 """Pure functions of tensors: objectives, terms, corrections, estimators, coefficients and advantages."""
 
 import inspect
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,26 +16,20 @@ ROWS, WIDTH = 6, 5
 BATCH = random_batch(0, ROWS, WIDTH)
 
 
-def total(terms: Any, mode: str = "token-mean") -> torch.Tensor:
-    parts = (t.weight * losses.aggregate(t.value, t.mask, t.aggregation or mode) for t in terms)
-    return sum(parts, torch.zeros((), dtype=torch.float64, device=terms[0].value.device))
-
-
-def values_and_gradients(function: Any, given: dict[str, Any]) -> Any:
-    leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
-    terms = function(**given)
-    gradient = torch.autograd.grad(total(terms), leaves, allow_unused=True, materialize_grads=True)
-    return [(t.value, t.mask, dict(t.metrics)) for t in terms], gradient
-
-
 @pytest.mark.parametrize("case", CASES)
 @same_on_both()
 def test_objectives(model_at, at, case):
+    """Of values and their weighted sum."""
     name, hyper = CASES[case]
     function, given = losses.get_objective(name), inputs_of(name, BATCH)
     if "selected" in inspect.signature(function).parameters:
         given["selected"] = BATCH["expert_mask"]
-    return values_and_gradients(partial(function, **hyper), {key: x.to(at, copy=True) for key, x in given.items()})
+    given = {key: x.to(at, copy=True).requires_grad_(x.is_floating_point()) for key, x in given.items()}
+    terms = function(**given, **hyper)
+    parts = [t.weight * losses.aggregate(t.value, t.mask, t.aggregation or "token-mean") for t in terms]
+    leaves = [x for x in given.values() if x.requires_grad]
+    gradient = torch.autograd.grad(sum(parts), leaves, allow_unused=True, materialize_grads=True)
+    return [(t.value, t.mask, dict(t.metrics)) for t in terms], gradient
 
 
 @pytest.mark.parametrize("mode", losses.AGGREGATIONS)
@@ -47,14 +40,10 @@ def test_aggregations(model_at, at, mode):
     return losses.aggregate(value, mask, mode, **options), losses.count(mask, mode, **options)
 
 
-ESTIMATORS = [name for name in available_estimators() if name != "exact"]
-
-
 @same_on_both()
 def test_estimators(model_at, at):
-    given = to(BATCH, at)
-    names = ("log_prob", "ref_log_prob", "old_log_prob")
-    return {name: get_estimator(name)(*(given[key] for key in names)) for name in ESTIMATORS}
+    given = [to(BATCH[key], at) for key in ("log_prob", "ref_log_prob", "old_log_prob")]
+    return {name: get_estimator(name)(*given) for name in available_estimators() if name != "exact"}
 
 
 TERMS: dict[str, Any] = {
@@ -78,10 +67,10 @@ def test_terms(model_at, at, name):
 
 
 CORRECTIONS: dict[str, Any] = {
+    **{f"weights-{x}": losses.ImportanceWeights(level=x, high=1.5) for x in ("token", "sequence", "geometric")},
     **{
-        f"weights-{level}-{mode}": losses.ImportanceWeights(level=level, mode=mode, high=1.5)
-        for level in ("token", "sequence", "geometric")
-        for mode in ("truncate", "mask")
+        f"mask-{x}": losses.ImportanceWeights(level=x, mode="mask", high=1.5)
+        for x in ("token", "sequence", "geometric")
     },
     "rejection": losses.RejectionMask("seq_mean_k3", high=0.1),
     "sequence-mask": losses.OffPolicySequenceMask(),
@@ -98,13 +87,10 @@ def test_corrections(model_at, at, name):
 
 @same_on_both()
 def test_coefficients(model_at, at):
-    found, of_target = (
-        [],
-        [kind(0.2, 0.5, warmup=0) for kind in (estimators.PIKLCoefficient, estimators.DualKLCoefficient)],
-    )
-    for coefficient in to(
-        [AdaptiveKLCoefficient(0.2, 6.0, 100), estimators.FixedKLCoefficient(0.3), *of_target], model_at
-    ):
+    given = [AdaptiveKLCoefficient(0.2, 6.0, 100), estimators.FixedKLCoefficient(0.3)]
+    given += [kind(0.2, 0.5, warmup=0) for kind in (estimators.PIKLCoefficient, estimators.DualKLCoefficient)]
+    found = []
+    for coefficient in to(given, model_at):
         for kl in (12.0, 0.1):
             coefficient.update(torch.tensor(kl, device=at), 10)
             found.append(coefficient())
@@ -121,19 +107,17 @@ def test_divergences_of_logits(model_at, at):
     return exact, [top_k_divergence(p, q, beta=beta) for beta in (0.0, 0.3, 1.0)]
 
 
-GROUPS = torch.tensor([3, 5, 3, 5, 3, 3])
-RUNS = torch.arange(ROWS)
 INPUTS: dict[str, Any] = {
     "reward": torch.tensor([1.0, 4.0, 2.0, 5.0, 0.0, 6.0], dtype=torch.float64),
     "rewards": torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64),
-    "group": GROUPS,
-    "run": RUNS,
+    "group": torch.tensor([3, 5, 3, 5, 3, 3]),
+    "run": torch.arange(ROWS),
     "step": torch.zeros(ROWS, dtype=torch.long),
-    "state": RUNS % 2,
+    "state": torch.arange(ROWS) % 2,
     "baseline": torch.full((ROWS,), 0.5, dtype=torch.float64),
     "length": BATCH["mask"].sum(-1),
     "mask": BATCH["mask"],
-    "role": torch.arange(len(BATCH["mask"])) % 2,
+    "role": torch.arange(ROWS) % 2,
     "value": BATCH["advantage"],
     "old_log_prob": BATCH["old_log_prob"],
     "teacher_log_prob": BATCH["ref_log_prob"],

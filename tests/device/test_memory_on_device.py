@@ -48,10 +48,10 @@ def formula(case: str, grad: bool) -> float:
     """Of docs/scoring.md, in bytes."""
     sequences, length, scored, shared, vocab, layers, budget = CASES[case]
     tokens, positions = shared + sequences * length, sequences * scored
+    pack = min(tokens, budget)
     if not grad:
         positions = min(positions, positions * budget // tokens)  # of a pack
     tile = 4 * min(positions, 2048) * min(vocab, 8192)
-    pack = min(tokens, budget)
     if grad:
         weights = 2 * vocab * HIDDEN + layers * (2 * HIDDEN * (HIDDEN + KEYS) + 3 * HIDDEN * INTERMEDIATE)
         activations = layers * tokens * 6 * (INTERMEDIATE + HIDDEN)

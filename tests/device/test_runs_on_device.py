@@ -3,7 +3,6 @@
 import warnings
 
 import pytest
-import tensordict
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
@@ -18,12 +17,6 @@ from torchrl_llm_kl.training import random_state, set_random_state
 from toy_models import OUTPUTS, tiny_model
 from toy_rollouts import make_env, make_model, make_policy, make_tokenizer as chat_tokenizer
 from train_lab import ANSWERS, assert_same_run, build_lab, go, steps_in
-
-
-@pytest.fixture(autouse=True)
-def _lists_become_stacks():
-    with tensordict.set_list_to_stack(True):
-        yield
 
 
 def test_a_run_and_its_continuation(device, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from image_models import IMAGE, image_model, num_placeholders, picture
 from layouts import tokens
 from parity import CPU, gradients, same_on_both, to
 from scoring_reference import FakeBackend, FullLogits, conversation, engine, random_mask
@@ -65,6 +66,35 @@ def test_gradients(model_at, at, case):
 def test_families(model_at, at, family):
     scorer = LogProbScorer((tiny_model if family in EXPERT_FAMILIES else wide)(family).to(model_at))
     return scorer.path, scorer.shares_prefixes, everything(scorer, at, **EVERYTHING)
+
+
+@pytest.fixture
+def convolutions_on_the_host(monkeypatch):
+    """The simulated accelerator has none."""
+    for kind in (nn.Conv2d, nn.Conv3d):
+
+        def moved(self, x, weight, bias, own=kind._conv_forward):
+            return own(self, x.cpu(), weight.cpu(), None if bias is None else bias.cpu()).to(x.device)
+
+        monkeypatch.setattr(kind, "_conv_forward", moved)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "smolvlm"])
+@pytest.mark.filterwarnings("ignore:Image tokens attend")
+@same_on_both(size=1e-4)
+def test_scores_with_images(model_at, at, family, convolutions_on_the_host):
+    model, images = image_model(family), [picture(family, 1), picture(family, 1), None, picture(family, 2)]
+    count = num_placeholders(model, images[0])[0]
+    rows = [[1, 7, *[IMAGE] * (count if image else 0), 8, *[20, 21] * 9, 30 + i] for i, image in enumerate(images)]
+    weight = next(p for name, p in model.named_parameters() if "patch_embed" in name)
+    scorer, tokens_ = (
+        LogProbScorer(model.to(model_at)),
+        Ragged.from_list([torch.tensor(row, device=at) for row in rows]),
+    )
+    found = scorer.score(tokens_, images=images, grad=True).values
+    assert found.device == at
+    (gradient,) = torch.autograd.grad(found.sum(), [weight])
+    return found, gradient / (10 * gradient.abs().max())  # a thousandth of the largest
 
 
 @pytest.mark.parametrize("layout", ["padded", "nested", "jagged", "list", "ragged"])

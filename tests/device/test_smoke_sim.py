@@ -10,7 +10,8 @@ from parity import CPU, gradients, same_on_both
 from policy_batches import batch
 from simulated import memory_limit, watch
 from torchrl_llm_kl import PolicyLoss, RetrieveKL
-from torchrl_llm_kl.losses import KLToReference
+from torchrl_llm_kl.losses import KLToReference, aggregate
+from torchrl_llm_kl.training._models import check_device
 from toy_models import tiny_model
 
 pytestmark = pytest.mark.smoke
@@ -40,11 +41,11 @@ def test_a_module_keeps_its_parameters_when_it_moves(device):
 def test_attention_is_one_kernel_with_the_gradients_of_the_cpu(sim, causal, masked, heads):
     rng = torch.Generator().manual_seed(0)
     shapes = [(2, 4, 5, 8), (2, heads, 7, 8), (2, heads, 7, 8)]
+    shapes += [(2, 1, 5, 7)] if masked else []
     given = [torch.randn(shape, generator=rng) for shape in shapes]
-    mask = torch.randn(2, 1, 5, 7, generator=rng) if masked else None
 
     def run(where):
-        inputs = [x.to(where).requires_grad_() for x in (*given, *([] if mask is None else [mask]))]
+        inputs = [x.to(where).requires_grad_() for x in given]
         with watch() as record:
             out = scaled_dot_product_attention(*inputs[:3], *inputs[3:], is_causal=causal, enable_gqa=heads < 4)
         return [out, *torch.autograd.grad(out.sin().sum(), inputs)], record.kinds["kernel"]
@@ -74,14 +75,9 @@ def test_copies_and_waits_are_reported(sim):
         x[mask] = 0.0
         torch.where(mask, x, 1.0)
     assert "sync" not in record.kinds
-
-
-def test_a_place_is_the_line_of_the_package(sim):
-    from torchrl_llm_kl.losses import aggregate
-
     with watch() as record:
-        aggregate(torch.ones(2, 3, device=sim), torch.ones(2, 3, dtype=torch.bool, device=sim), "token-mean")
-    assert any(place.startswith("losses/") for _, _, place in record.places)
+        aggregate(x[None], mask[None], "token-mean")
+    assert any(place.startswith("losses/") for _, _, place in record.places), "a place is the line of the package"
 
 
 def test_memory_has_a_peak_and_a_limit(device):
@@ -105,9 +101,6 @@ def test_streams_and_events_work(device):
     event.synchronize()
     assert torch.accelerator.current_stream() != stream
     assert event.query()
-
-
-pytestmark = pytest.mark.smoke
 
 
 @same_on_both()
@@ -135,19 +128,13 @@ def test_a_difference_between_devices_fails(device):
 
     test = same_on_both()(run)
     test(device, fault="none")
-    for fault, message in {
-        "value": r"\.value, .* on (sim|cuda)",
-        "gradient": "0.weight",
-        "data": "on cpu",
-        "lost": "other keys",
-    }.items():
+    messages = {"value": r"\.value, .* on (sim|cuda)", "gradient": "0.weight", "data": "on cpu", "lost": "other keys"}
+    for fault, message in messages.items():
         with pytest.raises(AssertionError, match=message):
             test(device, fault=fault)
 
 
 def test_the_package_names_no_accelerator_that_is_absent(sim):
-    from torchrl_llm_kl.training._models import check_device
-
     assert check_device(None).type == "sim"
     with pytest.raises(Exception, match=r"cuda.* is not a device of this process .* which has cpu, sim:0, sim:1"):
         check_device("cuda:1")

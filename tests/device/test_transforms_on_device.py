@@ -3,29 +3,19 @@
 from typing import Any
 
 import pytest
-import tensordict
 import torch
 from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from layouts import LAYOUTS, PROMPTS, RESPONSES, joined, tokens
 from parity import CPU, gradients, same_on_both, to
 from policy_batches import batch
-from torchrl_llm_kl import AfterPrompt, PolicyLoss, RetrieveLogProb, RetrieveValue, Sampling, ScoreOptions, TopK, losses
+from torchrl_llm_kl import PolicyLoss, RetrieveLogProb, RetrieveValue, Sampling, ScoreOptions, losses, transforms
 from torchrl_llm_kl.advantages import Advantage
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.estimators import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import ValueLoss
 from torchrl_llm_kl.scoring import TokenCritic
-from torchrl_llm_kl.transforms import (
-    Entropy,
-    ExactKL,
-    KLComputation,
-    KLRewardTransform,
-    Moments,
-    RetrieveKL,
-    RoutedExperts,
-    SamplerLogProbs,
-)
+from torchrl_llm_kl.transforms import KLComputation, RetrieveKL
 from toy_models import tiny_model
 from toy_tasks import TabularCritic, chain
 from toy_training import made, rows_of_all, total
@@ -36,12 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torchrl_llm_kl.SamplerMismatchWarning"),
 ]
 REWARD = torch.tensor([[1.0], [-0.5], [2.0]])
-
-
-@pytest.fixture(autouse=True)
-def _lists_become_stacks():
-    with tensordict.set_list_to_stack(True):
-        yield
 
 
 def wide(seed: int = 0, family: str = "qwen2") -> Any:
@@ -59,18 +43,15 @@ TRANSFORMS: dict[str, Any] = {
         RetrieveKL(policy, reference, add_to_reward=False), KLComputation(coeff=0.3, estimator="k3")
     ),
     "KLRewardTransform": lambda policy, reference: torch.nn.Sequential(
-        RetrieveLogProb(policy), KLRewardTransform(reference, coef=AdaptiveKLCoefficient(0.2, 6.0, 100))
+        RetrieveLogProb(policy), transforms.KLRewardTransform(reference, coef=AdaptiveKLCoefficient(0.2, 6.0, 100))
     ),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *(("RetrieveKL", layout) for layout in LAYOUTS),
-        *((n, x) for n in TRANSFORMS for x in ("padded", "lazy") if n != "RetrieveKL"),
-    ],
-)
+OF_ROLLOUTS = [(n, x) for n in TRANSFORMS for x in LAYOUTS if n == "RetrieveKL" or x in ("padded", "lazy")]
+
+
+@pytest.mark.parametrize(("name", "layout"), OF_ROLLOUTS)
 @same_on_both()
 def test_transforms(model_at, at, name, layout):
     transform = TRANSFORMS[name](wide().to(model_at), wide(1).to(model_at)).to(model_at)
@@ -78,10 +59,10 @@ def test_transforms(model_at, at, name, layout):
 
 
 EXTRAS: dict[str, Any] = {
-    "entropy, top k, moments": lambda reference: [Entropy(), TopK(3), Moments()],
-    "exact": lambda reference: [ExactKL(reference)],
-    "after another prompt": lambda reference: [AfterPrompt("hint")],
-    "sampler": lambda reference: [SamplerLogProbs()],
+    "entropy, top k, moments": lambda reference: [transforms.Entropy(), transforms.TopK(3), transforms.Moments()],
+    "exact": lambda reference: [transforms.ExactKL(reference)],
+    "after another prompt": lambda reference: [transforms.AfterPrompt("hint")],
+    "sampler": lambda reference: [transforms.SamplerLogProbs()],
 }
 
 
@@ -89,9 +70,9 @@ EXTRAS: dict[str, Any] = {
 @pytest.mark.parametrize("layout", ["padded", "lazy"])
 @same_on_both()
 def test_extras(model_at, at, name, layout):
-    more = {"log_probs__full": [[-1.0] * len(row) for row in joined(PROMPTS, RESPONSES)]} if name == "sampler" else {}
+    stored = [[-1.0] * len(row) for row in joined(PROMPTS, RESPONSES)]
     transform = RetrieveLogProb(wide().to(model_at), extras=EXTRAS[name](wide(1).to(model_at)))
-    return transform(rollout(layout, at, **more))
+    return transform(rollout(layout, at, **({"log_probs__full": stored} if name == "sampler" else {})))
 
 
 @pytest.mark.parametrize("estimator", ["k3", "corrected_k3", "exact"])
@@ -106,7 +87,7 @@ def test_a_truncated_sampler_and_recorded_routing(model_at, at):
     options = ScoreOptions(Sampling(0.8, top_k=20, top_p=0.9))
     kept = RetrieveKL(wide().to(model_at), wide(1).to(model_at), options=options)(rollout("padded", at))
     experts = tiny_model("mixtral").to(model_at)
-    routed = RetrieveLogProb(experts, extras=[RoutedExperts()])
+    routed = RetrieveLogProb(experts, extras=[transforms.RoutedExperts()])
     return kept, routed(routed(rollout("padded", at)))
 
 

@@ -36,9 +36,13 @@ def share(rank):
     return data[torch.tensor(SHARES[rank])]
 
 
+def split(data, rank):
+    return [data[torch.tensor(rows)] for rows in PARTS[rank]]
+
+
 def train(loss, data, rank, *, scale=1.0, whole=False):
     """The micro-batches of a step, whose gradients are added up."""
-    parts = [data] if whole else [data[torch.tensor(rows)] for rows in PARTS[rank]]
+    parts = [data] if whole else split(data, rank)
     for part in parts:
         (total(loss(part)) * scale).backward()
     return parts
@@ -67,7 +71,7 @@ def wrapped(rank, critic):
     """As the advice says: DDP around the loss; the last micro-batch synchronises."""
     loss = make_loss(critic)
     ddp, data = DistributedDataParallel(loss), loss.count(share(rank))
-    parts = [data[torch.tensor(rows)] for rows in PARTS[rank]]
+    parts = split(data, rank)
     with ddp.no_sync():
         total(ddp(parts[0])).backward()
     total(ddp(parts[1])).backward()

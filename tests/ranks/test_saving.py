@@ -54,11 +54,8 @@ def check(result, alone):
     for row, want in zip(result["rows"], alone["rows"], strict=True):
         assert row.keys() == want.keys()
         for key, value in want.items():
-            whole = key in ("step", "success", "answer_tokens", "tokens")
-            assert row[key] == (value if whole else pytest.approx(value, abs=1e-7)), (
-                row["step"],
-                key,
-            )  # float32 numbers
+            whole = key in ("step", "success", "answer_tokens", "tokens")  # others are float32 numbers
+            assert row[key] == (value if whole else pytest.approx(value, abs=1e-7)), (row["step"], key)
     assert result["weights"].keys() == alone["weights"].keys()
     for key, value in alone["weights"].items():
         assert_close(result["weights"][key], value, atol=TOLERANCE, rtol=0, msg=lambda m, key=key: f"{key}: {m}")
@@ -126,8 +123,7 @@ def test_a_reference_that_follows_is_continued_on_other_ranks(pool, tmp_path):
     """Bit for bit: what rounding took from the average is saved, sharded as the weights are."""
     whole = saving.follow(str(tmp_path / "whole"), first=0, last=6)
     pool.run("distributed.saving:follow", folder=str(tmp_path), first=0, last=3)
-    for ranks in (3, 2):
-        for found in pool.run("distributed.saving:follow", ranks=ranks, folder=str(tmp_path), first=3, last=6):
-            assert all(torch.equal(found[name], value) for name, value in whole.items())
-    found = saving.follow(str(tmp_path), first=3, last=6)
-    assert all(torch.equal(found[name], value) for name, value in whole.items())
+    rest = {"folder": str(tmp_path), "first": 3, "last": 6}
+    others = [each for ranks in (3, 2) for each in pool.run("distributed.saving:follow", ranks=ranks, **rest)]
+    for found in (*others, saving.follow(**rest)):
+        assert all(torch.equal(found[name], value) for name, value in whole.items())

@@ -12,37 +12,50 @@ from waits import slowdown
 TRAIN = "distributed.cases:train"
 #: One of each kind.
 KINDS = ("DDP(loss)", "loss(DDP)", "fsdp2", "fsdp2, own groups", "fsdp1, flat parameters")
+DDP_OF_LOSS, LOSS_OF_DDP, FSDP2, GROUPS, FLAT = KINDS
+ORIGINAL, CHECKPOINTED = "fsdp1, original parameters", (*KINDS[:3], FLAT)
 
 
-def wraps(*quick, of=KINDS):
-    """Parameters: these wraps, and the others as slow tests."""
-    others = [wrap for wrap in of if wrap not in quick]
-    return pytest.mark.parametrize("wrap", [*quick, *(pytest.param(wrap, marks=pytest.mark.slow) for wrap in others)])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@wraps(*WRAPS)
-def test_three_steps_equal_one_process(pool, wrap):
-    """Uneven tokens and numbers of packs; float64, so that nothing but the order of sums may differ."""
-    assert max(pool.run(TRAIN, wrap=wrap)) < 1e-12
-
-
-@wraps("fsdp2", of=tuple(WRAPS))
-def test_four_ranks(pool, wrap):
-    assert max(pool.run(TRAIN, ranks=4, wrap=wrap)) < 1e-12
+SINGLE, CLIPPED = {"dtype": torch.float32}, {"clip": 0.01}  # FSDP1 clips by a norm in float32 and takes no float64
+#: What is added -> options of the case, the wraps that are quick, and all that are tried.
+ADDED = {
+    "nothing": ({}, WRAPS, WRAPS),
+    "four ranks": ({"ranks": 4}, [FSDP2], WRAPS),
+    # Its share of the gradient is 0, and the others do not wait for it.
+    "a rank has no rows": ({"split": "no rows"}, CHECKPOINTED, WRAPS),
+    "a rank has no response": ({"split": "no response"}, [FSDP2], WRAPS),
+    "single precision": (SINGLE, [FSDP2], [LOSS_OF_DDP, FSDP2, FLAT]),
+    # no_sync, or set_requires_gradient_sync, for all micro-batches but the last; some are empty.
+    "accumulation": ({"ranks": 4, "micro_batches": 3}, [LOSS_OF_DDP, FSDP2], WRAPS),
+    "tied embeddings": ({"tie_word_embeddings": True}, [DDP_OF_LOSS, GROUPS], KINDS),
+    # The base is frozen: most parameters have no gradient.
+    "lora": ({"lora": True}, [LOSS_OF_DDP, FSDP2, ORIGINAL], [*KINDS[:-1], ORIGINAL, "fsdp2, root alone"]),
+    "checkpointed by transformers": ({"checkpoint": "transformers"}, [DDP_OF_LOSS, FSDP2], CHECKPOINTED),
+    "checkpointed by torch": ({"checkpoint": "torch"}, [], CHECKPOINTED),
+    "exact KL with a sharded reference": ({"exact": True}, [FSDP2], KINDS[:3]),
+    "clipped gradient": (CLIPPED, [LOSS_OF_DDP, FSDP2], KINDS[:-1]),  # the norm is of the whole gradient
+    "clipped gradient of FSDP1": (CLIPPED | SINGLE, [ORIGINAL], [ORIGINAL]),
+}
 
 
 @pytest.mark.parametrize(
-    ("split", "wrap"),
+    ("added", "wrap"),
     [
-        pytest.param(split, wrap, marks=() if (split, wrap) in quick else pytest.mark.slow)
-        for quick in [{("no rows", wrap) for wrap in (*KINDS[:3], KINDS[-1])} | {("no response", "fsdp2")}]
-        for split in ("no rows", "no response")
-        for wrap in WRAPS
+        (added, wrap) if wrap in quick else slow(added, wrap)
+        for added, (_, quick, wraps) in ADDED.items()
+        for wrap in wraps
     ],
 )
-def test_a_rank_without_data_takes_part(pool, wrap, split):
-    """Its share of the gradient is 0, and the others do not wait for it."""
-    assert max(pool.run(TRAIN, wrap=wrap, split=split)) < 1e-12
+def test_three_steps_equal_one_process(pool, added, wrap):
+    """Uneven tokens and numbers of packs; float64, so that nothing but the order of sums may differ."""
+    if added == "lora":
+        pytest.importorskip("peft")
+    options = ADDED[added][0]
+    assert max(pool.run(TRAIN, wrap=wrap, **options)) < (2e-6 if "dtype" in options else 1e-12)
 
 
 @pytest.mark.parametrize("checkpoint", ["transformers", "torch"])
@@ -51,20 +64,9 @@ def test_a_recurrent_model_with_checkpointed_layers(pool, checkpoint):
     assert max(pool.run("distributed.features:recurrent", checkpoint=checkpoint)) < 1e-3
 
 
-@wraps("fsdp2", of=("loss(DDP)", "fsdp2", "fsdp1, flat parameters"))
-def test_single_precision(pool, wrap):
-    assert max(pool.run(TRAIN, wrap=wrap, dtype=torch.float32)) < 2e-6
-
-
 @pytest.mark.parametrize(
     ("wrap", "first", "count"),
-    [
-        ("fsdp2", 25, 8),
-        *(
-            pytest.param(wrap, first, 25, marks=pytest.mark.slow)
-            for wrap, first in (("fsdp2", 25), ("loss(DDP)", 0), ("fsdp2, own groups", 50), (KINDS[-1], 75))
-        ),
-    ],
+    [(FSDP2, 25, 8), slow(FSDP2, 25, 25), slow(LOSS_OF_DDP, 0, 25), slow(GROUPS, 50, 25), slow(FLAT, 75, 25)],
 )
 def test_random_splits(pool, wrap, first, count):
     """Each row on a random rank: a hundred splits in all, some with an empty rank."""
@@ -72,25 +74,7 @@ def test_random_splits(pool, wrap, first, count):
     assert max(pool.run(TRAIN, wrap=wrap, split=splits, rate=0.01)) < 1e-12
 
 
-@wraps("loss(DDP)", "fsdp2", of=tuple(WRAPS))
-def test_accumulation(pool, wrap):
-    """``no_sync``, or ``set_requires_gradient_sync``, for all micro-batches but the last; some are empty."""
-    assert max(pool.run(TRAIN, ranks=4, wrap=wrap, micro_batches=3)) < 1e-12
-
-
-@wraps("DDP(loss)", "fsdp2, own groups")
-def test_tied_embeddings(pool, wrap):
-    assert max(pool.run(TRAIN, wrap=wrap, tie_word_embeddings=True)) < 1e-12
-
-
-@wraps("loss(DDP)", "fsdp2", "fsdp1, original parameters", of=(*KINDS[:-1], "fsdp2, root alone"))
-def test_lora(pool, wrap):
-    """The base is frozen: most parameters have no gradient."""
-    pytest.importorskip("peft")
-    assert max(pool.run(TRAIN, wrap=wrap, lora=True)) < 1e-12
-
-
-@pytest.mark.parametrize("by_layer", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by_layer", [True, slow(False)])
 def test_mixed_precision(pool, by_layer):
     """Float32 weights that compute in bfloat16: as far from float32 as one process that computes in bfloat16."""
     for found, one in pool.run("distributed.features:mixed_precision", by_layer=by_layer):
@@ -98,21 +82,11 @@ def test_mixed_precision(pool, by_layer):
         assert found < 1.25 * one
 
 
-@pytest.mark.parametrize("checkpoint", ["transformers", pytest.param("torch", marks=pytest.mark.slow)])
-@wraps("DDP(loss)", "fsdp2", of=(*KINDS[:3], KINDS[-1]))
-def test_checkpointed_layers(pool, wrap, checkpoint):
-    assert max(pool.run(TRAIN, wrap=wrap, checkpoint=checkpoint)) < 1e-12
-
-
 @pytest.mark.parametrize(
     ("wrap", "options"),
     [
-        ("loss(DDP)", {}),
-        ("fsdp2", {"checkpoint": "transformers"}),
-        ("fsdp2", {"split": "no rows"}),
-        pytest.param("fsdp1, original parameters", {}, marks=pytest.mark.slow),
-        pytest.param("DDP(loss)", {}, marks=pytest.mark.slow),
-        pytest.param("fsdp1, flat parameters", {"checkpoint": "transformers"}, marks=pytest.mark.slow),
+        *((LOSS_OF_DDP, {}), slow(ORIGINAL, {}), slow(DDP_OF_LOSS, {}), (FSDP2, {"split": "no rows"})),
+        *((FSDP2, {"checkpoint": "transformers"}), slow(FLAT, {"checkpoint": "transformers"})),
     ],
 )
 def test_recorded_routing(pool, wrap, options):
@@ -122,18 +96,6 @@ def test_recorded_routing(pool, wrap, options):
         assert unforced > 1e-2
 
 
-@wraps("fsdp2", of=KINDS[:3])
-def test_exact_kl_with_a_sharded_reference(pool, wrap):
-    assert max(pool.run(TRAIN, wrap=wrap, exact=True)) < 1e-12
-
-
-@wraps("loss(DDP)", "fsdp2", "fsdp1, original parameters", of=KINDS[:-1])
-def test_clipped_gradient(pool, wrap):
-    """The norm covers the whole gradient; FSDP1 computes it in float32 and takes no float64."""
-    dtype, close = (torch.float32, 2e-6) if "fsdp1" in wrap else (torch.float64, 1e-12)
-    assert max(pool.run(TRAIN, wrap=wrap, clip=0.01, dtype=dtype)) < close
-
-
 @pytest.mark.smoke
 def test_a_model_scored_before_it_is_sharded(pool):
     assert max(pool.run("distributed.features:scored_before")) < 1e-12
@@ -141,7 +103,7 @@ def test_a_model_scored_before_it_is_sharded(pool):
 
 @pytest.mark.parametrize(
     ("wrap", "estimator", "split"),
-    [("loss(DDP)", "k1", "no rows"), ("fsdp2", "exact", "no rows"), ("fsdp2", "k1", "uneven")],
+    [(LOSS_OF_DDP, "k1", "no rows"), (FSDP2, "exact", "no rows"), (FSDP2, "k1", "uneven")],
 )
 def test_kl_in_the_reward(pool, wrap, estimator, split):
     """``RetrieveKL`` before and after three steps of a wrapped policy, with a sharded reference; also without a row."""
@@ -154,7 +116,7 @@ def test_accelerate(pool, what, steps):
     assert max(pool.run("distributed.features:accelerate", what=what, steps=steps)) < 1e-12
 
 
-@wraps("loss(DDP)", "fsdp2", "fsdp1, original parameters", of=KINDS[1:4])
+@pytest.mark.parametrize("wrap", [LOSS_OF_DDP, FSDP2, ORIGINAL, slow(GROUPS)])
 def test_state_dict(pool, wrap):
     """The keys and values of the model in one process, which can load it."""
     assert max(pool.run("distributed.features:state", wrap=wrap)) == 0
@@ -163,12 +125,8 @@ def test_state_dict(pool, wrap):
 @pytest.mark.parametrize(
     ("wrap", "kind"),  # FSDP1 holds the whole weights after a forward: the case cannot mend its NaN
     [
-        ("DDP(loss)", "token"),
-        ("fsdp2", "token"),
-        ("fsdp2", "weight"),
-        (KINDS[-1], "token"),
-        *(pytest.param(wrap, kind, marks=pytest.mark.slow) for wrap in KINDS[1:4:2] for kind in ("token", "weight")),
-        pytest.param("DDP(loss)", "weight", marks=pytest.mark.slow),
+        *((DDP_OF_LOSS, "token"), (FSDP2, "token"), (FSDP2, "weight"), (FLAT, "token"), slow(DDP_OF_LOSS, "weight")),
+        *(slow(wrap, kind) for wrap in (LOSS_OF_DDP, GROUPS) for kind in ("token", "weight")),
     ],
 )
 def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
@@ -182,14 +140,10 @@ def test_an_error_on_one_rank_is_one_on_all(pool, wrap, kind):
     assert max(difference for _, _, difference in found) < 1e-12
 
 
-#: Where the memory ends.
-PLACES = ["layer", *(pytest.param(place, marks=pytest.mark.slow) for place in ("embedding", "norm", "head"))]
-
-
-@pytest.mark.parametrize("where", PLACES)
-@wraps("DDP(loss)", "fsdp2", "fsdp1, flat parameters")
+@pytest.mark.parametrize("where", ["layer", *map(slow, ("embedding", "norm", "head"))])
+@pytest.mark.parametrize("wrap", [DDP_OF_LOSS, FSDP2, FLAT, slow(LOSS_OF_DDP), slow(GROUPS)])
 def test_out_of_memory_on_one_rank(pool, wrap, where):
     """All ranks halve their packs, except under DDP of a loss, whose forwards are not in step."""
     found = pool.run("distributed.features:out_of_memory", wrap=wrap, where=where, room=16)
-    assert [budget for budget, _ in found] == ([32, 16] if wrap == "DDP(loss)" else [16, 16])
+    assert [budget for budget, _ in found] == ([32, 16] if wrap == DDP_OF_LOSS else [16, 16])
     assert max(difference for _, difference in found) < 1e-12

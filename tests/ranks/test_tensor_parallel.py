@@ -1,39 +1,31 @@
 """A head sharded over the vocabulary gives the values and gradients of the whole head."""
 
 import pytest
+import torch
 
 CASES = "distributed.tensor_parallel"
 OTHER_LOGITS = pytest.param("colwise_gather_output", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("ranks", "vocab"), [(2, 8), (2, 23), (4, 23)])  # 23: slices of 12 and 11; 6, 6, 6 and 5
-def test_log_prob_and_entropy(pool, ranks, vocab):
-    assert max(pool.run(f"{CASES}:one_head", ranks=ranks, vocab=vocab)) < 1e-12
-
-
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("ranks", "direction", "ref_whole"),
-    [(2, "reverse", False), (4, "forward", False), (2, "forward", True), (4, "reverse", True)],
+    ("score", "settings"),
+    [
+        *(("one_head", {"vocab": vocab}) for vocab in (8, 23)),  # 23: slices of 12 and 11; 6, 6, 6 and 5
+        *(
+            ("two_heads", {"direction": d, "ref_whole": whole})
+            for d in ("reverse", "forward")
+            for whole in (False, True)
+        ),
+        ("tops", {"ks": [1, 3, 9, 22, 23]}),  # 9: more than a slice of four ranks; 23: no tail
+        ("all_outcomes", {"ks": [1, 5, 23]}),
+        ("impossible_slice", {"vocab": 24}),
+    ],
 )
-def test_exact_kl(pool, ranks, direction, ref_whole):
-    worst = pool.run(f"{CASES}:two_heads", ranks=ranks, vocab=23, direction=direction, ref_whole=ref_whole)
-    assert max(worst) < 1e-12
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_top_k(pool, ranks):
-    """9: more than a slice of four ranks; 23: no tail."""
-    assert max(pool.run(f"{CASES}:tops", ranks=ranks, vocab=23, ks=[1, 3, 9, 22, 23])) < 1e-12
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_outcomes(pool, ranks):
-    assert max(pool.run(f"{CASES}:all_outcomes", ranks=ranks, vocab=23, ks=[1, 5, 23])) < 1e-12
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_slice_without_a_possible_token(pool, ranks):
-    assert max(map(max, pool.run(f"{CASES}:impossible_slice", ranks=ranks, vocab=24))) < 1e-12
+def test_scores_of_a_head(pool, ranks, score, settings):
+    """Log-prob and entropy, the exact KL, the top k, outcomes, and a slice without a possible token."""
+    found = pool.run(f"{CASES}:{score}", ranks=ranks, **{"vocab": 23, **settings})
+    assert torch.tensor(found).max() < 1e-12
 
 
 def test_what_is_not_supported_is_refused_on_all_ranks(pool):

@@ -1,6 +1,8 @@
 """Columns of a batch in every layout, their scores equal to a plain forward; measures by hand, in float64."""
 
+import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,12 +16,7 @@ from torchrl_llm_kl.diagnostics._measures import clustered_mean, retokenised, wo
 from toy_models import tiny_model
 
 NAN, INF, LN2 = math.nan, math.inf, math.log(2)
-
-
-def f64(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
+f64 = partial(torch.tensor, dtype=torch.float64)
 FULL = torch.tensor([[3, 4, 5, 6, 7], [3, 4, 8, 9, 0]])
 REAL = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]).bool()
 ASSISTANT = torch.tensor([[0, 1, 0, 1, 1], [0, 0, 1, 1, 0]]).bool()
@@ -54,13 +51,13 @@ def test_turns_places_advantages_and_the_first_zero_of_an_engine() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_log_probs_of_engine_and_transform_are_kept_apart(nested: bool) -> None:
     td, own = batch(), torch.tensor([[0.0, -1, -2, -3, -4], [0.0, -5, -6, -7, 0]])
-    engine = own * 2
+    entries = {("next", "log_probs", "full"): own, ("log_probs", "full"): own * 2}
     if nested:
-        td = TensorDict(batch_size=[2])
-        td["tokens", "prompt"] = torch.nested.nested_tensor([FULL[0, :1], FULL[1, :1]])
-        td["tokens", "full"] = torch.nested.nested_tensor([FULL[0], FULL[1, :4]])
-        own, engine = (torch.nested.nested_tensor([rows[0], rows[1, :4]]) for rows in (own, engine))
-    td["next", "log_probs", "full"], td["log_probs", "full"] = own, engine
+        td, entries["tokens", "full"] = TensorDict(batch_size=[2]), FULL
+        entries = {key: torch.nested.nested_tensor([rows[0], rows[1, :4]]) for key, rows in entries.items()}
+        entries["tokens", "prompt"] = torch.nested.nested_tensor([FULL[0, :1], FULL[1, :1]])
+    for key, value in entries.items():
+        td[key] = value
     columns = read_columns(td, scope="turn")
     expected = torch.tensor([0.0, -1, -2, -3, -4, 0, -5, -6, -7])[columns.mask]
     assert torch.equal(columns.columns["old_log_prob"][columns.mask], expected)
@@ -70,18 +67,16 @@ def test_log_probs_of_engine_and_transform_are_kept_apart(nested: bool) -> None:
 def test_models_give_log_prob_entropy_and_the_exact_kl() -> None:
     policy, reference = tiny_model(seed=0).double(), tiny_model(seed=1).double()
     columns = read_columns(batch(), policy=policy, reference=reference, temperature=0.7)
-    expected: dict[str, list[torch.Tensor]] = {"log_prob": [], "entropy": [], "ref_log_prob": [], "kl": []}
-    for ids in (FULL[0], FULL[1, :4]):
-        logits = [model(input_ids=ids[None]).logits[0, :-1].detach() for model in (policy, reference)]
-        p, q = ((each / 0.7).log_softmax(-1) for each in logits)
-        expected["log_prob"].append(p.gather(-1, ids[1:, None]).squeeze(-1))
-        expected["ref_log_prob"].append(q.gather(-1, ids[1:, None]).squeeze(-1))
-        expected["entropy"].append(-(p.exp() * p).sum(-1))
-        expected["kl"].append((p.exp() * (p - q)).sum(-1))
+    rows = (FULL[0], FULL[1, :4])
+    logits = ([model(input_ids=ids[None]).logits[0, :-1].detach() for ids in rows] for model in (policy, reference))
+    p, q = ((torch.cat(each) / 0.7).log_softmax(-1) for each in logits)
+    drawn = torch.arange(len(p)), torch.cat([ids[1:] for ids in rows])
+    expected = {"log_prob": p[drawn], "ref_log_prob": q[drawn]}
+    expected |= {"entropy": -(p.exp() * p).sum(-1), "kl": (p.exp() * (p - q)).sum(-1)}
     after_the_first = columns.tokens.positions > 0
     for name, values in expected.items():
         found = columns.columns[name]
-        wanted = torch.cat(values).to(found.dtype)[columns.mask[after_the_first]]
+        wanted = values.to(found.dtype)[columns.mask[after_the_first]]
         torch.testing.assert_close(found[columns.mask], wanted, rtol=1e-5, atol=1e-6)
         assert bool(found[~columns.mask].isnan().all())
     assert "advantage" not in columns.columns
@@ -99,17 +94,14 @@ def test_clustered_error_by_hand() -> None:
     assert math.isnan(clustered_mean(f64([]), torch.tensor([])).value)
 
 
-@pytest.mark.parametrize(
-    ("degrees", "t", "z"),
-    # two-sided 5% and 0.1% points of Student's t (tables), and of the normal distribution
-    [(5, 2.571, 1.960), (10, 2.228, 1.960), (30, 2.042, 1.960), (10, 4.587, 3.291), (30, 3.646, 3.291)],
-)
-def test_standard_scores_are_those_of_student_s_t(degrees: int, t: float, z: float) -> None:
-    values = torch.linspace(-1, 1, degrees + 1, dtype=torch.float64)
-    error = clustered_mean(values, torch.arange(degrees + 1)).error
-    for sign in (1, -1):
-        found = clustered_mean(sign * (values + t * error), torch.arange(degrees + 1))
-        assert found.z == pytest.approx(sign * z, abs=0.02)
+def test_standard_scores_are_those_of_student_s_t() -> None:
+    """Two-sided 5% and 0.1% points of Student's t (tables), and of the normal distribution."""
+    points = [(5, 2.571, 1.960), (10, 2.228, 1.960), (30, 2.042, 1.960), (10, 4.587, 3.291), (30, 3.646, 3.291)]
+    for (degrees, t, z), sign in itertools.product(points, (1, -1)):
+        values = torch.linspace(-1, 1, degrees + 1, dtype=torch.float64)
+        shift = t * clustered_mean(values, torch.arange(degrees + 1)).error
+        found = clustered_mean(sign * (values + shift), torch.arange(degrees + 1))
+        assert found.z == pytest.approx(sign * z, abs=0.02), (degrees, t)
 
 
 #: Ratios of trainer to sampler: 2, 1/2 | 4, and a token that the sampler did not score.
@@ -141,11 +133,8 @@ BATCHES: dict[str, tuple[list[list[int]], dict[str, Any], dict[str, float]]] = {
 #: Batch -> its numbers; None: not measured.
 MEASURED: dict[str, dict[str, float | None]] = {
     "mismatch": {
-        "mismatch/k1": -2 * LN2 / 3,
-        "mismatch/k3": sum(K3) / 3,
-        "mismatch/ratio": 6.5 / 3,
-        "mismatch/rms": LN2 * math.sqrt(6 / 3),
-        "mismatch/max_abs": 2 * LN2,
+        **{"mismatch/k1": -2 * LN2 / 3, "mismatch/k3": sum(K3) / 3, "mismatch/ratio": 6.5 / 3},
+        **{"mismatch/rms": LN2 * math.sqrt(6 / 3), "mismatch/max_abs": 2 * LN2},
         "mismatch/ess_token": (6.5 / 3) ** 2 / ((4 + 0.25 + 16) / 3),
         "mismatch/ess_seq": (5 / 2) ** 2 / ((1 + 16) / 2),
         "mismatch/chi2_token": (4 + 0.25 + 16) / 3 - 1,

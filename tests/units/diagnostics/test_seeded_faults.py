@@ -32,7 +32,14 @@ ESTIMATES = {
 }
 
 
-def named(fault: str, family: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("fault", "family", "seed"),
+    [
+        *((fault, FAMILIES[(i - 1) % len(FAMILIES)], 0) for i, fault in enumerate(FAULTS) if fault in TWELVE),
+        *(pytest.param(x, FAMILIES[i], i, marks=pytest.mark.slow) for i in range(len(FAMILIES)) for x in FAULTS),
+    ],
+)
+def test_a_seeded_fault_is_named_first(fault: str, family: str, seed: int) -> None:
     seed_it, causes = FAULTS[fault]
     batch, given = seed_it(family, seed)
     before = {key: str(value) for key, value in batch.items(True, True)}
@@ -47,22 +54,7 @@ def named(fault: str, family: str, seed: int) -> None:
     assert {key: str(value) for key, value in batch.items(True, True)} == before
 
 
-@pytest.mark.parametrize("fault", TWELVE)
-def test_a_seeded_fault_is_named_first(fault: str) -> None:
-    named(fault, FAMILIES[(list(FAULTS).index(fault) - 1) % len(FAMILIES)], 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_seeded_fault_is_named_first_in_every_family(fault: str, seed: int) -> None:
-    named(fault, FAMILIES[seed], seed)
-
-
-@pytest.mark.parametrize(
-    ("seed", "number"),
-    [(0, 2), pytest.param(1, 40, marks=pytest.mark.slow)],  # 200 clean batches in all
-)
+@pytest.mark.parametrize(("seed", "number"), [(0, 2), pytest.param(1, 40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_clean_batch_raises_no_alarm(family: str, seed: int, number: int) -> None:
     batches = list(clean_batches(family, seed, number))
@@ -73,28 +65,28 @@ def test_a_clean_batch_raises_no_alarm(family: str, seed: int, number: int) -> N
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize(("seed", "temperature", "cause"), [(5, 1.0, "other_sampling"), (0, 1.3, "wrong_temperature")])
-def test_answers_of_another_model_are_of_no_temperature(family: str, seed: int, temperature: float, cause: str) -> None:
+def test_answers_of_another_model_are_of_no_temperature(family: str) -> None:
     """Without its log-probs, as data has none; answers of the policy itself at a temperature have one."""
-    answers = sample(make_model(family, seed), make_prompts(6, 0), 0, temperature=temperature)
-    batch = answers.batch().exclude("log_probs")
-    (found,) = diagnose(batch, policy=make_model(family, 0), tokenizer=make_tokenizer()).faults
-    assert found.cause == cause
+    for seed, temperature, cause in ((5, 1.0, "other_sampling"), (0, 1.3, "wrong_temperature")):
+        answers = sample(make_model(family, seed), make_prompts(6, 0), 0, temperature=temperature)
+        batch = answers.batch().exclude("log_probs")
+        (found,) = diagnose(batch, policy=make_model(family, 0), tokenizer=make_tokenizer()).faults
+        assert found.cause == cause
 
 
-#: How an engine samples, and what is found if its tokens are scored alike: its log-probs are raw, as vLLM's are.
-RECORDED: list[tuple[dict[str, Any], str | None]] = [
-    ({}, None),
-    ({"temperature": 0.7}, "raw_log_probs"),
-    ({"temperature": 1.5}, "raw_log_probs"),
-    ({"top_p": 0.8}, "raw_log_probs"),
-    ({"top_k": 20}, "raw_log_probs"),
-    ({"temperature": 0.8, "top_k": 20, "top_p": 0.9}, "raw_log_probs"),
-    ({"top_k": 20}, "top_k"),  # scored plainly
-]
+#: How an engine samples whose log-probs are raw, as vLLM's are, and whose tokens are scored alike.
+RECORDED = [{"temperature": 0.7}, {"temperature": 1.5}, {"top_p": 0.8}, {"top_k": 20}]
+RECORDED += [{"temperature": 0.8, "top_k": 20, "top_p": 0.9}]
 
 
-@pytest.mark.parametrize(("sampled", "cause", "seed"), [(*row, 3 * (i % 2)) for i, row in enumerate(RECORDED)])
+@pytest.mark.parametrize(
+    ("sampled", "cause", "seed"),
+    [
+        ({}, None, 0),
+        *((sampled, "raw_log_probs", 3 - 3 * (i % 2)) for i, sampled in enumerate(RECORDED)),
+        ({"top_k": 20}, "top_k", 0),  # scored plainly
+    ],
+)
 def test_what_an_engine_records_by_default(sampled: dict[str, Any], cause: str | None, seed: int) -> None:
     """Raw log-probs say nothing of what was sampled, so they are no reason to sample or to score at 1."""
     scored = Sampling() if cause == "top_k" else Sampling(**sampled)
@@ -141,30 +133,20 @@ def test_tokens_alone_overrule_raw_log_probs(temperature: float, scored: Samplin
     assert diagnosis.worst.confidence > 0.9
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"top_k": 3},
-        {"top_p": 0.7},
-        {"min_p": 0.2},
-        {"top_k": 6, "top_p": 0.8},
-        {"top_p": 0.9, "min_p": 0.1},
-        {"top_k": 8, "top_p": 0.9, "min_p": 0.1},
-        {},
-    ],
-    ids=str,
-)
+TRUNCATIONS = [{}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8}]
+TRUNCATIONS += [{"top_p": 0.9, "min_p": 0.1}, {"top_k": 8, "top_p": 0.9, "min_p": 0.1}]
+
+
+@pytest.mark.parametrize("settings", TRUNCATIONS, ids=str)
 def test_what_truncations_keep_together(settings: dict[str, Any]) -> None:
     """Beside the logits of the scorer, token by token."""
     sampling = Sampling(**settings)
     logits = 2 * torch.randn(40, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    ids = torch.arange(40) % 12
-    log_probs = logits.log_softmax(-1)
-    kept = truncate(logits, sampling).isfinite()
-    top = Top(log_probs.gather(-1, ids[:, None])[:, 0], log_probs.sort(-1, descending=True).values, True)
-    mass, inside = top.kept(sampling)
+    log_probs, kept = logits.log_softmax(-1), truncate(logits, sampling).isfinite()
+    drawn = torch.arange(40), torch.arange(40) % 12
+    mass, inside = Top(log_probs[drawn], log_probs.sort(-1, descending=True).values, True).kept(sampling)
     torch.testing.assert_close(mass, (log_probs.exp() * kept).sum(-1))
-    assert torch.equal(inside, kept.gather(-1, ids[:, None])[:, 0])
+    assert torch.equal(inside, kept[drawn])
 
 
 UNKNOWN = "{% for m in messages %}{{ '@@' + m['role'] + '@@ ' + m['content'] + ' %% ' }}{% endfor %}{{ '@@bot@@ ' }}"
@@ -201,16 +183,14 @@ def test_other_faults_and_two_at_once(sampled: dict[str, Any], scored: dict[str,
 def test_a_difference_is_a_fault_if_two_causes_are_as_likely() -> None:
     """In 24 tokens the likelihood does not tell a wrong temperature from raw log-probs."""
     model = make_model("gpt2", 300)
-    rollout = sample(model, make_prompts(2, 304), 304, temperature=0.8)
-    found = diagnose(rollout.batch(slice(0, 1)), policy=model)
+    found = diagnose(sample(model, make_prompts(2, 304), 304, temperature=0.8).batch(slice(0, 1)), policy=model)
     assert found.exit_code == 1
     assert {"mismatch", "wrong_temperature"} <= {each.cause for each in found.findings}
 
 
 def test_older_weights_are_further_away() -> None:
-    (model, rollout), sizes = clean("gpt2", 0), []
-    for steps in (1, 10):
-        worst = diagnose(rollout.batch(slice(32)), policy=trained(model, rollout, steps, 0)).worst
-        assert worst.cause == "stale_weights"
-        sizes.append(worst.evidence["kl_of_weights"])
-    assert sizes[1] > 4 * sizes[0] > 0  # type: ignore[operator]
+    model, rollout = clean("gpt2", 0)
+    found = [diagnose(rollout.batch(slice(32)), policy=trained(model, rollout, steps, 0)).worst for steps in (1, 10)]
+    assert [worst.cause for worst in found] == ["stale_weights"] * 2
+    one, ten = (worst.evidence["kl_of_weights"] for worst in found)
+    assert ten > 4 * one > 0

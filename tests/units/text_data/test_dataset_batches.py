@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import tensordict
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
@@ -18,8 +17,6 @@ from template_pairs import assistant as said, user
 from torchrl_llm_kl import RetrieveLogProb, from_completions, from_conversations, from_pairs, make_algorithm
 from torchrl_llm_kl.datasets import DataError, Skipped, SkippedRowsWarning
 from toy_tokenizer import build_tokenizer
-
-tensordict.set_list_to_stack(True).set()
 
 TOKENIZER = build_tokenizer(pad_token="<|pad|>")
 VOCAB = len(TOKENIZER)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensordict
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
@@ -18,15 +17,10 @@ from torchrl.data.llm import History
 
 import toy_rollouts
 from stored_batches import FULL, Mischief, batch, save
+from template_pairs import assistant, user
 from torchrl_llm_kl import load_batch, save_batch
 from torchrl_llm_kl.datasets import DataError
 from torchrl_llm_kl.diagnostics import read_columns
-
-
-@pytest.fixture(autouse=True)
-def strings_in_stacks() -> Any:
-    with tensordict.set_list_to_stack(True):
-        yield
 
 
 def plain(a: Any) -> Any:
@@ -34,34 +28,26 @@ def plain(a: Any) -> Any:
     if isinstance(a, Tensor) and a.is_nested:
         return ("nested", a.layout, a.dtype, [plain(row) for row in a.unbind()])
     if isinstance(a, Tensor):
-        bits = a.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return (a.layout, a.dtype, a.shape, bits)
+        return (a.layout, a.dtype, a.shape, a.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     if isinstance(a, LazyStackedTensorDict):
-        return ("lazy", a.stack_dim, [plain(row) for row in a.tensordicts])
+        return ("lazy", a.stack_dim, plain(a.tensordicts))
     if is_tensorclass(a):
-        others = {name: plain(value) for name, value in a._non_tensordict.items()}
-        return (type(a), a.batch_size, plain(a._tensordict), others)
+        return (type(a), a.batch_size, plain(a._tensordict), plain(a._non_tensordict))
     if isinstance(a, TensorDictBase):
         return (type(a), a.batch_size, a.names, {key: plain(a._get_str(key, None)) for key in a.keys()})  # noqa: SIM118
     if isinstance(a, (list, tuple)):
         return (type(a), [plain(x) for x in a])
-    if isinstance(a, dict):
-        return (type(a), [(key, plain(x)) for key, x in a.items()])
-    return (type(a), a)
+    return (type(a), plain([*a.items()]) if isinstance(a, dict) else a)
 
 
 def same(a: Any, b: Any) -> None:
     assert plain(a) == plain(b)
 
 
-def padded() -> TensorDictBase:
-    return batch(advantage=torch.tensor([1.0, -1.0])).reshape(1, 2)
-
-
 def nested(layout: torch.layout) -> TensorDictBase:
-    rows = [FULL[0], FULL[1, :3]]
-    tokens = TensorDict(full=torch.nested.nested_tensor(rows, layout=layout), batch_size=[2])
-    return TensorDict(tokens=tokens, batch_size=[2])
+    td = TensorDict(batch_size=[2])
+    td["tokens", "full"] = torch.nested.nested_tensor([FULL[0], FULL[1, :3]], layout=layout)
+    return td
 
 
 def of_python() -> TensorDictBase:
@@ -75,10 +61,7 @@ def of_python() -> TensorDictBase:
 
 def conversations() -> TensorDictBase:
     call = [{"function": {"name": "add", "arguments": {"a": 1}}}]
-    chats = [
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "tool_calls": call}],
-        [{"role": "user", "content": "why?"}],
-    ]
+    chats = [[user("hi"), assistant("hello", tool_calls=call)], [user("why?")]]
     histories = [History.from_chats([chat])[0] for chat in chats]
     return TensorDict(history=lazy_stack(histories), batch_size=[2])
 
@@ -93,7 +76,7 @@ def collected(pad_output: bool) -> TensorDictBase:
 
 
 BATCHES: dict[str, Callable[[], TensorDictBase]] = {
-    "padded": padded,
+    "padded": lambda: batch(advantage=torch.tensor([1.0, -1.0])).reshape(1, 2),
     "jagged": lambda: nested(torch.jagged),
     "strided nested": lambda: nested(torch.strided),
     "Python values": of_python,
@@ -101,7 +84,7 @@ BATCHES: dict[str, Callable[[], TensorDictBase]] = {
     "a collector's": lambda: collected(False),
     "a collector's, padded": lambda: collected(True),
     "a collector's, flat": lambda: collected(False).reshape(-1),
-    "one class": lambda: History.from_chats([[{"role": "user", "content": "hi"}]]),
+    "one class": lambda: History.from_chats([[user("hi")]]),
 }
 
 
@@ -153,10 +136,9 @@ def test_python_objects_are_named(tmp_path: Path) -> None:
         save_batch({"tokens": FULL}, tmp_path / "batch.pt")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"the folder .*/missing does not exist: make it first"):
         save_batch(batch(), tmp_path / "missing" / "x.pt")
-    value: list[Any] = []
+    td, value = batch(), []
     for _ in range(3000):
         value = [value]
-    td = batch()
     td.set_non_tensor("deep", value)
     with pytest.raises(TypeError, match="nested too deeply"):
         save_batch(td, tmp_path / "x.pt")
@@ -182,16 +164,13 @@ def test_a_file_names_no_other_class_and_pickles_need_trust(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["dict", "state", "memmap"])
 def test_files_of_tensors_are_loaded(kind: str, tmp_path: Path) -> None:
-    for shape in ((2,), (1, 2)):
-        td = load_batch(save(kind, tmp_path / f"batch{len(shape)}", batch().reshape(*shape)))
-        assert td.batch_size == torch.Size(shape)
-        assert torch.equal(td["tokens", "full"], FULL.reshape(*shape, 5))
-        assert torch.equal(td["next", "log_probs", "full"], -FULL.float().reshape(*shape, 5))
-    for layout in (torch.strided, torch.jagged) if kind == "dict" else ():
-        td = nested(layout)
-        found = load_batch(save("dict", tmp_path / "batch.pt", td))
-        assert found.batch_size == torch.Size([2])
-        same(found["tokens", "full"], td["tokens", "full"])
+    batches = [batch(), batch().reshape(1, 2)]
+    batches += [nested(torch.strided), nested(torch.jagged)] if kind == "dict" else []
+    for number, td in enumerate(batches):
+        found = load_batch(save(kind, tmp_path / f"batch{number}", td))
+        assert found.batch_size == td.batch_size
+        for key in td.keys(True, True):
+            same(torch.as_tensor(found[key]), td[key])
 
 
 def odd() -> TensorDictBase:
@@ -222,9 +201,7 @@ def test_a_folder_with_all_of_it_is_complete(kind: str, tmp_path: Path) -> None:
 
 def with_pickle(folder: Path, name: str = "other.pickle") -> Path:
     """A folder of a batch, in which an entry that no tensor can hold was pickled: it makes a folder when it is read."""
-    td = batch()
-    td.set_non_tensor("env", torch.device("cpu"))
-    save("memmap", folder, td)
+    save("memmap", folder, batch().set_non_tensor("env", torch.device("cpu")))
     (folder / "env" / "other.pickle").unlink()
     (folder / "env" / name).write_bytes(pickle.dumps({"data": Mischief(folder.parent / "hacked")}))
     return folder
@@ -305,13 +282,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("archived", [False, True])
 def test_a_value_under_another_case_is_missing(archived: bool, tmp_path: Path) -> None:
     """It is not read, so the value would be left out, or None, without an error."""
-    td = batch()
-    td.set_non_tensor("env", torch.device("cpu"))
-    changes = ["env/other.pickle env/other.PICKLE", "tokens/full.memmap tokens/Full.memmap"]
-    changes += ["tokens/full.memmap tokens/full.MEMMAP", "tokens/meta.json tokens/META.json"]
-    for number, change in enumerate(changes):
-        name, changed = change.split()
-        path = save("memmap", tmp_path / f"folder{number}", td)
+    td = batch().set_non_tensor("env", torch.device("cpu"))
+    names = ("env/other.PICKLE", "tokens/Full.memmap", "tokens/full.MEMMAP", "tokens/META.json")
+    for number, changed in enumerate(names):
+        path, name = save("memmap", tmp_path / f"folder{number}", td), changed.lower()
         (path / name).rename(path / changed)
         path = archive_of(path) if archived else path
         with pytest.raises(DataError, match=f"is incomplete: it lacks {name}"):
@@ -319,29 +293,30 @@ def test_a_value_under_another_case_is_missing(archived: bool, tmp_path: Path) -
 
 
 def test_files_that_are_no_batch(tmp_path: Path) -> None:
-    contents: dict[str, Any] = {"list.pt": [1, 2], "tensor.pt": FULL, "dict.pt": {}, "numbers.pt": {1: FULL}}
-    contents["uneven.pt"] = {"a": FULL, "b": FULL[:1]}
-    for name, content in contents.items():
-        torch.save(content, tmp_path / name)
+    """Content of each file, None for a folder, and what is said of it."""
     (tmp_path / "deep").mkdir()
-    texts = {"empty.pt": "", "text.pt": "hello, I am no batch", "data.jsonl": "{}", "bad.tdz": "no archive"}
-    for name, text in {**texts, "deep/meta.json": "[" * 100_000}.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "folder").mkdir()
-    for name, text in (
-        ("list.pt", "holds a list: expected a batch of save_batch, or a TensorDict's"),
-        ("tensor.pt", "holds a Tensor: expected a batch"),
-        ("dict.pt", "holds a dict: expected a batch"),
-        ("numbers.pt", "holds a dict: expected a batch"),
-        ("empty.pt", "cannot be read by torch.load"),
-        ("text.pt", "not a file of torch.save|cannot be read"),
-        ("data.jsonl", "is a .jsonl file: .* are for `score`"),
-        ("folder", "holds no meta.json"),
-        ("deep", "is damaged"),
-        ("bad.tdz", "is not an archive"),
-        ("uneven.pt", "no first dimension in common"),
+    (tmp_path / "deep" / "meta.json").write_text("[" * 100_000)
+    for name, content, said in (
+        ("list.pt", [1, 2], "holds a list: expected a batch of save_batch, or a TensorDict's"),
+        ("tensor.pt", FULL, "holds a Tensor: expected a batch"),
+        ("dict.pt", {}, "holds a dict: expected a batch"),
+        ("numbers.pt", {1: FULL}, "holds a dict: expected a batch"),
+        ("uneven.pt", {"a": FULL, "b": FULL[:1]}, "no first dimension in common"),
+        ("empty.pt", "", "cannot be read by torch.load"),
+        ("text.pt", "hello, I am no batch", "not a file of torch.save|cannot be read"),
+        ("data.jsonl", "{}", "is a .jsonl file: .* are for `score`"),
+        ("bad.tdz", "no archive", "is not an archive"),
+        ("folder", None, "holds no meta.json"),
+        ("deep", None, "is damaged"),
     ):
-        with pytest.raises(DataError, match=text):
-            load_batch(tmp_path / name)
+        path = tmp_path / name
+        if content is None:
+            path.mkdir(exist_ok=True)
+        elif isinstance(content, str):
+            path.write_text(content)
+        else:
+            torch.save(content, path)
+        with pytest.raises(DataError, match=said):
+            load_batch(path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_batch(tmp_path / "absent.pt")
