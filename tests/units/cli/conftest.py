@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cli_files import Cli
+from torchrl_llm_kl import diagnostics
 from torchrl_llm_kl.cli._commands import app
 from toy_rollouts import make_model, make_tokenizer
 
@@ -31,6 +33,19 @@ def model(checkpoints: Path) -> str:
 @pytest.fixture
 def reference(checkpoints: Path) -> str:
     return str(checkpoints / "reference")
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a stand-in of ``inspect_tokens`` was given."""
+    found: dict[str, Any] = {}
+
+    def inspect_tokens(batch: Any, tokenizer: Any, **given: Any) -> Any:
+        found.update(given, batch=batch, tokenizer=tokenizer)
+        return SimpleNamespace(print=lambda *, console: console.print("the tokens"))
+
+    monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
+    return found
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import importlib.util
 import io
 import json
-import pickle
 import platform
 import re
 import subprocess
@@ -15,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import typer
-from tensordict import NonTensorData, TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from typer.testing import CliRunner
 
 from cli_files import Cli, error_of
 from project import PROJECT
 from stored_batches import FULL, Mischief, batch, save
+from template_pairs import assistant, user
 from torchrl_llm_kl import __version__, diagnostics, save_batch
 from torchrl_llm_kl.algorithms import ALGORITHMS
 from torchrl_llm_kl.cli import _commands, _console, _tables, main
@@ -228,6 +228,9 @@ NO_SYSTEM = (
 )
 
 
+COLOURS = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}
+
+
 def saved(folder: Path, template: str | None, **special: Any) -> Path:
     build_tokenizer(template, ("<user>", "<assistant>", "<system>"), **special).save_pretrained(folder)
     return folder
@@ -243,7 +246,7 @@ def test_brackets_without_colour_and_colour_without_brackets(cli: Cli, model: st
     assert sum("[[" in line for line in lines) == 2
     assert "turn 1: 9 tokens, the last is '<|im_end|>' (id 256)" in lines
     assert lines[-1] == "The end-of-turn token is masked in, as the model must emit it."
-    text = cli("templates", model, env={"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}).stdout
+    text = cli("templates", model, env=COLOURS).stdout
     assert "\x1b[1;32mIt is 4.<|im_end|>\x1b[0m" in text
     assert "[[" not in text
     plain = cli("templates", model, env={"FORCE_COLOR": "1", "NO_COLOR": "1"}).stdout
@@ -252,9 +255,8 @@ def test_brackets_without_colour_and_colour_without_brackets(cli: Cli, model: st
 
 def test_generation_blocks_are_named_and_what_a_template_lacks(cli: Cli, tmp_path: Path) -> None:
     found = json.loads(cli("templates", saved(tmp_path, MARKED, eos_token="<end>"), "--json").stdout)
-    assert found["located_by"] == "marks"
-    assert [found["text"][slice(*turn["characters"])] for turn in found["turns"]] == ["It is 4.<end>", "It is 8.<end>"]
-    assert [turn["last_token"] for turn in found["turns"]] == ["<end>", "<end>"]
+    turns = [(found["text"][slice(*turn["characters"])], turn["last_token"]) for turn in found["turns"]]
+    assert (found["located_by"], turns) == ("marks", [("It is 4.<end>", "<end>"), ("It is 8.<end>", "<end>")])
     assert found["num_masked_in"] == sum(turn["num_tokens"] for turn in found["turns"]) == 18
     lines = cli("templates", saved(tmp_path, NO_SYSTEM)).stdout.splitlines()
     assert lines[2] == "without the system message, which the template refuses: no system role"
@@ -264,7 +266,7 @@ def test_generation_blocks_are_named_and_what_a_template_lacks(cli: Cli, tmp_pat
 
 def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_terminal(cli, tmp_path, model):
     """A list, an object, or the first line of several; what is wrong with one, or with the tokenizer, is said."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "bc"}]
+    messages = [user("a"), assistant("bc")]
     path, whole = tmp_path / "chat.json", json.dumps({"messages": messages})
     for text in (json.dumps(messages), whole, f"{whole}\n{{}}"):
         path.write_text(text)
@@ -282,24 +284,16 @@ def test_a_conversation_of_one_s_own_whose_escape_sequences_do_not_reach_the_ter
     assert "cannot read" in error_of(cli("templates", model, "--conversation", tmp_path / "none.json", code=2))
     assert "chat template" in error_of(cli("templates", saved(tmp_path, None), code=2))
     assert "there is no folder" in error_of(cli("templates", tmp_path / "none", code=2))
-    messages = [{"role": "user", "content": "\x1b[2J"}, {"role": "assistant", "content": "a\u202eb"}]
-    (tmp_path / "chat.json").write_text(json.dumps(messages))
-    for env in ({}, {"FORCE_COLOR": "1", "TERM": "xterm-256color", "NO_COLOR": None}):
-        text = cli("templates", model, "--conversation", tmp_path / "chat.json", env=env).stdout
-        assert "\\u{1b}[2J" in text
-        assert "a\\u{202e}b" in text
-        assert "\x1b[2J" not in text
-        assert "\u202e" not in text
+    path.write_text(json.dumps([user("\x1b[2J"), assistant("a\u202eb")]))
+    for env in ({}, COLOURS):
+        text = cli("templates", model, "--conversation", path, env=env).stdout
+        assert all(escaped in text for escaped in ("\\u{1b}[2J", "a\\u{202e}b"))
+        assert not any(raw in text for raw in ("\x1b[2J", "\u202e"))
 
 
 def test_no_code_of_a_file_runs_and_tokens_of_another_type_are_refused(cli: Cli, tmp_path: Path) -> None:
     torch.save({"tokens": Mischief(tmp_path / "hacked")}, tmp_path / "batch.pt")
     assert "can run any code" in error_of(cli("check", tmp_path / "batch.pt", code=2))
-    folder = save("memmap", tmp_path / "folder", batch(env=NonTensorData("a", batch_size=[2])))
-    (folder / "env").rename(tmp_path / "env")
-    (tmp_path / "env" / "other.pickle").write_bytes(pickle.dumps({"data": Mischief(tmp_path / "hacked")}))
-    (folder / "env").symlink_to(tmp_path / "env", target_is_directory=True)
-    assert "is a link" in error_of(cli("check", folder, code=2))
     assert "does not exist" in error_of(cli("check", tmp_path / "absent.pt", code=2))
     assert not (tmp_path / "hacked").exists()
     for content, message in (
@@ -351,23 +345,12 @@ def test_exit_codes_of_findings_and_what_the_doctor_gets(cli, tmp_path, monkeypa
     assert "[no_spread]" in cli("check", path).stdout
 
 
-def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    seen: dict[str, Any] = {}
-
-    class Inspection:
-        def print(self, *, console: Any) -> None:
-            console.print("the tokens")
-
-    def inspect_tokens(td: TensorDictBase, tokenizer: Any, **given: Any) -> Inspection:
-        seen.update(given, td=td, tokenizer=tokenizer)
-        return Inspection()
-
-    monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
+def test_the_inspector_gets_both_batches(cli: Cli, tmp_path: Path, seen: dict[str, Any], model: str) -> None:
     one = save("dict", tmp_path / "one.pt", batch())
     two = save("memmap", tmp_path / "two", batch(advantage=torch.tensor([1.0, -1.0])))
     assert cli("inspect", one, "--tokenizer", model).stdout == "the tokens\n"
-    assert (seen["html"], seen["other"], seen["temperature"]) == (None, None, 1.0)
-    assert seen["policy"] is seen["reference"] is None
+    defaults = {"html": None, "other": None, "temperature": 1.0, "policy": None, "reference": None}
+    assert {key: seen[key] for key in defaults} == defaults
     cli("inspect", one, "--tokenizer", model, "--policy", model, "--reference", model, "--temperature", 0.5)
     assert (seen["policy"].config.vocab_size, seen["temperature"]) == (seen["reference"].config.vocab_size, 0.5)
     page = tmp_path / "page.html"

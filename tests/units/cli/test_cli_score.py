@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from cli_files import CHATS, Cli, error_of, read_jsonl, write_jsonl
 from closeness import assert_near
-from torchrl_llm_kl import LogProbScorer, diagnostics
+from template_pairs import assistant, user
+from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.cli._score import means
 from toy_models import FORWARD
 from toy_rollouts import make_model, make_tokenizer
 
-HI = {"role": "user", "content": "hi"}
 KEYS = {"index", "num_tokens", "num_scored", "log_prob", "ref_log_prob", "kl"}
 
 
@@ -57,6 +58,20 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     return tmp_path / "scores.jsonl"
+
+
+def answered(text: str) -> dict[str, Any]:
+    return {"messages": [user("hi"), assistant(text)]}
+
+
+def changed(checkpoints: Path, folder: Path, change: Callable[[Tensor], Any]) -> Path:
+    """A copy of the model with other weights of its last norm."""
+    shutil.copytree(checkpoints / "model", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        change(model.model.norm.weight)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -148,18 +163,18 @@ def test_pairs_are_summed_apart_and_token_ids_need_no_tokenizer(cli, tmp_path, o
     assert_near(read_jsonl(tmp_path / "of_ids")[0]["log_prob"], expected, **FORWARD, dtype=torch.float32)
 
 
-class Interrupts:
-    """Ctrl-C at the ``at``-th call of the scorer."""
+def calls_of_the_scorer(monkeypatch: pytest.MonkeyPatch, interrupted: int = 0) -> list[Any]:
+    """The calls from now on; with Ctrl-C at one of them."""
+    calls, own = [], LogProbScorer.run
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
-        self.calls, self.at, self.own = 0, at, LogProbScorer.run
-        monkeypatch.setattr(LogProbScorer, "run", lambda *args, **options: self(*args, **options))
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.at:
+    def run(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == interrupted:
             raise KeyboardInterrupt
-        return self.own(*args, **options)
+        return own(*args, **options)
+
+    monkeypatch.setattr(LogProbScorer, "run", run)
+    return calls
 
 
 ROWS = [*CHATS, "not json", *CHATS, {"messages": []}, *CHATS]
@@ -170,38 +185,20 @@ def test_an_interrupted_run_continues_byte_for_byte(cli, tmp_path, monkeypatch, 
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
 
-    def words(out: Path) -> list[Any]:  # 4 * 16 tokens: two or three answers in a batch
-        return ["score", model, data, "--reference", reference, "--batch-tokens", 16, "--out", out]
+    def score(out: Path, interrupted: int = 0, code: int = 0) -> tuple[Any, int]:
+        words = ["--reference", reference, "--batch-tokens", 16]  # 4 * 16 tokens: two or three answers in a batch
+        with monkeypatch.context() as patch:
+            calls = calls_of_the_scorer(patch, interrupted)
+            return cli("score", model, data, *words, "--out", out, code=code), len(calls)
 
-    with monkeypatch.context() as patch:
-        count = Interrupts(patch, -1)
-        summary = cli(*words(whole)).stdout
-        every = count.calls
+    result, every = score(whole)
     parts.write_text("of an earlier run")
     (tmp_path / "parts.jsonl.store").mkdir()
-    with monkeypatch.context() as patch:
-        Interrupts(patch, at)
-        assert "the same command continues" in error_of(cli(*words(parts), code=130))
+    assert "the same command continues" in error_of(score(parts, at, code=130)[0])
     assert parts.read_text() == "of an earlier run"
-    with monkeypatch.context() as patch:
-        count = Interrupts(patch, -1)
-        assert cli(*words(parts)).stdout == summary
-        assert count.calls == every - (at - 1)
+    again, rest = score(parts)
+    assert (again.stdout, rest) == (result.stdout, every - (at - 1))
     assert parts.read_bytes() == whole.read_bytes()
-
-
-def other_checkpoint(checkpoints: Path, tmp_path: Path, *, weights: bool) -> Path:
-    """The model with one weight changed, or with another chat template."""
-    folder = Path(shutil.copytree(checkpoints / "model", tmp_path / "other"))
-    if weights:
-        changed = AutoModelForCausalLM.from_pretrained(folder)
-        with torch.no_grad():
-            changed.model.norm.weight[0] += 1e-3
-        changed.save_pretrained(folder)
-    else:
-        template = folder / "chat_template.jinja"
-        template.write_text(template.read_text().replace("im_start", "im_begin"))
-    return folder
 
 
 SAME = ["", "--estimator k1", "--limit 2", "--batch-tokens 512", "--per-token", "no reference"]
@@ -217,14 +214,17 @@ def test_what_was_scored_is_found_and_nothing_else(
     cli("score", model, data, "--reference", reference, "--store", store)
     more = [] if change == "no reference" else ["--reference", reference]
     if change == "more data":
-        write_jsonl(data, [{"messages": [HI, {"role": "assistant", "content": "new"}]}, *CHATS])
+        write_jsonl(data, [answered("new"), *CHATS])
     elif change in ("weights", "template"):
-        name = other_checkpoint(checkpoints, tmp_path, weights=change == "weights")
+        name = changed(checkpoints, tmp_path / "other", lambda weight: weight[0].add_(1e-3 * (change == "weights")))
+        template = name / "chat_template.jinja"
+        if change == "template":
+            template.write_text(template.read_text().replace("im_start", "im_begin"))
     elif change.startswith("--"):
         more += change.format(model=model).split()
-    count = Interrupts(monkeypatch, -1)
+    calls = calls_of_the_scorer(monkeypatch)
     cli("score", name, data, *more, "--out", found, "--store", store)
-    assert count.calls == (change in NEW)
+    assert len(calls) == (change in NEW)
     cli("score", name, data, *more, "--out", fresh)
     assert len(read_jsonl(found)) == len(read_jsonl(fresh))
     for one, other in zip(read_jsonl(found), read_jsonl(fresh), strict=True):
@@ -235,10 +235,18 @@ def test_what_was_scored_is_found_and_nothing_else(
 
 
 def test_what_is_skipped_is_counted_with_its_reason(cli, tmp_path, out, model, data):
-    long = {"messages": [HI, {"role": "assistant", "content": "x" * 600}]}
     bad: list[Any] = [{"messages": "hi"}, {"messages": [{"content": "no role"}]}, {"text": "no layout"}, "[1, 2]"]
     # the text "" is no row
-    rows = [CHATS[0], {"messages": []}, '{"messages": [', "", {"messages": [HI]}, long, *bad, CHATS[1]]
+    rows = [
+        CHATS[0],
+        {"messages": []},
+        '{"messages": [',
+        "",
+        {"messages": [user("hi")]},
+        answered("x" * 600),
+        *bad,
+        CHATS[1],
+    ]
     mixed = write_jsonl(tmp_path / "rows.jsonl", rows)
     result = cli("score", model, mixed, "--out", out, "--json")
     found = json.loads(result.stdout)
@@ -295,11 +303,7 @@ def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, data: Path, che
     plain = shutil.copytree(checkpoints / "model", tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     assert "chat template" in error_of(cli("score", plain, data, code=2))
-    folder = shutil.copytree(checkpoints / "model", tmp_path / "broken")
-    broken = AutoModelForCausalLM.from_pretrained(folder)
-    with torch.no_grad():
-        broken.model.norm.weight.fill_(math.nan)
-    broken.save_pretrained(folder)
+    folder = changed(checkpoints, tmp_path / "broken", lambda weight: weight.fill_(math.nan))
     found = error_of(cli("score", folder, data, code=2))
     assert found.startswith("rows 0 to 3 (from 0) cannot be scored: the model's log-prob is nan")
     for estimator in ("k1", "exact"):
@@ -307,18 +311,10 @@ def test_checkpoints_that_cannot_score(cli: Cli, tmp_path: Path, data: Path, che
         assert re.search(r"cannot be scored by \S*broken: .*is nan", found)
 
 
-def test_the_page_gets_the_scores_of_the_first_answers(cli, tmp_path, data, out, monkeypatch, model, reference):
-    seen: dict[str, Any] = {}
-
-    def inspect_tokens(columns: Any, tokenizer: Any, *, html: Path, title: str) -> None:
-        seen.update(columns=columns, tokenizer=tokenizer, title=title)
-        Path(html).write_text("page")
-
-    monkeypatch.setattr(diagnostics, "inspect_tokens", inspect_tokens, raising=False)
-    page = tmp_path / "page.html"
-    cli("score", model, data, "--reference", reference, "--html", page, "--per-token", "--out", out)
-    assert page.read_text() == "page"
-    columns, records = seen["columns"], read_jsonl(out)
+def test_the_page_gets_the_scores_of_the_first_answers(cli, tmp_path, data, out, seen, model, reference):
+    cli("score", model, data, "--reference", reference, "--html", tmp_path / "page.html", "--per-token", "--out", out)
+    assert seen["html"] == tmp_path / "page.html"
+    columns, records = seen["batch"], read_jsonl(out)
     for name, key in (("log_prob", "log_probs"), ("ref_log_prob", "ref_log_probs"), ("kl", "exact_kl")):
         expected = torch.tensor([value for record in records for value in record[key]])
         assert_near(columns.columns[name][columns.mask], expected[columns.mask], **FORWARD)
