@@ -3,9 +3,7 @@
 The comparison runs where ``TORCHRL_LLM_KL_PEERS`` names a folder with their unpacked wheels.
 """
 
-import os
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torchrl.objectives.llm import MCAdvantage
 
-from peers import VARIABLE, load
+from peers import folder, load
 from torchrl_llm_kl.advantages import Advantage, advantage_spec, get_advantage, jsd
 
 FOLDER = "trinity.algorithm.advantage_fn"
@@ -70,27 +68,20 @@ def of_experiences(function: Any, items: list[Any]) -> Tensor:
     return out
 
 
-STEPS = ("step_wise_grpo", "StepWiseGRPOAdvantageFn")
-
-
 @pytest.mark.parametrize(
-    ("name", "class_name", "hyper"),
+    ("name", "hyper"),
     [
-        ("grpo", "GRPOGroupedAdvantage", {"epsilon": 0.3}),
-        ("grpo", "GRPOGroupedAdvantage", {"epsilon": 0.3, "std_cal_level": "batch"}),
-        ("opmd", "OPMDGroupAdvantage", {}),
-        ("opmd", "OPMDGroupAdvantage", {"opmd_baseline": "logavgexp", "tau": 0.6}),
-        ("asymre", "ASYMREGroupAdvantage", {"baseline_shift": -0.3}),
-        ("rec", "RECGroupedAdvantage", {}),
-        ("rec", "RECGroupedAdvantage", {"std_normalize": True, "epsilon": 0.4}),
-        ("reinforce", "REINFORCEGroupAdvantage", {}),
-        (*STEPS, {"epsilon": 0.3}),
-        (*STEPS, {"epsilon": 0.3, "enable_step_norm": True}),
-        (*STEPS, {"epsilon": 0.3, "std_cal_level": "batch"}),
+        *(("grpo", {"epsilon": 0.3}), ("grpo", {"epsilon": 0.3, "std_cal_level": "batch"})),
+        *(("opmd", {}), ("opmd", {"opmd_baseline": "logavgexp", "tau": 0.6}), ("asymre", {"baseline_shift": -0.3})),
+        *(("rec", {}), ("rec", {"std_normalize": True, "epsilon": 0.4}), ("reinforce", {})),
+        ("step_wise_grpo", {"epsilon": 0.3}),
+        ("step_wise_grpo", {"epsilon": 0.3, "enable_step_norm": True}),
+        ("step_wise_grpo", {"epsilon": 0.3, "std_cal_level": "batch"}),
     ],
 )
-def test_outcomes_and_steps(trinity: Any, name: str, class_name: str, hyper: dict[str, Any]) -> None:
-    steps = name == "step_wise_grpo"
+def test_outcomes_and_steps(trinity: Any, name: str, hyper: dict[str, Any]) -> None:
+    steps, suffix = name == "step_wise_grpo", "GroupedAdvantage" if name in ("grpo", "rec") else "GroupAdvantage"
+    class_name = "StepWiseGRPOAdvantageFn" if steps else name.upper() + suffix
     theirs = trinity(f"{'multi_step_grpo' if steps else name}_advantage", class_name, **hyper)
     rows = list(range(len(GROUP)))
     want = of_experiences(theirs, experiences(*((TASK, RUN, STEP) if steps else (GROUP, rows, rows)), REWARD))
@@ -147,12 +138,10 @@ def test_tokens(trinity: Any, name: str, class_name: str, inputs: str, hyper: di
 
 
 def test_remax_and_rloo_of_outcomes(trinity: Any) -> None:
-    batch = token_batch()
-    mask = batch["response_mask"]
+    batch, group = token_batch(), [1, 1, 0, 1]
+    mask, outcome = batch["response_mask"], torch.tensor([1.0, -0.5, 2.0, 0.25])
     last = torch.tensor([5, 2, 4, 0])
-    outcome = torch.tensor([1.0, -0.5, 2.0, 0.25])
     batch["token_level_rewards"] = torch.zeros(4, 6).index_put((torch.arange(4), last), outcome)
-    group = [1, 1, 0, 1]
     theirs = of_batch(trinity("remax_advantage", "REMAXAdvantageFn"), batch)
     ours = get_advantage("remax")(outcome, batch["reward_baselines"])
     assert_close(ours.unsqueeze(-1) * mask, theirs["advantages"], **CLOSE)
@@ -164,8 +153,7 @@ def test_remax_and_rloo_of_outcomes(trinity: Any) -> None:
 
 def test_trinitys_jsd_rewards_tokens_that_the_teacher_dislikes(trinity: Any) -> None:
     """It is never negative: where student and teacher differ, in either direction, the token becomes likelier."""
-    student = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
-    teacher = torch.tensor([[0.9, 0.1]], dtype=torch.float64).log()
+    student, teacher = torch.tensor([[[0.5, 0.5]], [[0.9, 0.1]]], dtype=torch.float64).log()
     mask = torch.tensor([[True, True]])
     batch = {"old_log_probs": student, "teacher_logprobs": teacher, "response_mask": mask}
     theirs = of_batch(trinity("jsd_advantage", "JSDAdvantage", lambda_coef=0.3), batch)["advantages"]
@@ -253,10 +241,7 @@ def test_gdpo_where_every_response_has_one_token(verl: Any) -> None:
 
 def test_gdpo_of_trl() -> None:
     """Executes the lines of its trainer: three answers to each of three prompts, its own epsilon in both places."""
-    top = Path(os.environ.get(VARIABLE) or "/nonexistent") / "trl" / "trl" / "trainer" / "grpo_trainer.py"
-    if not top.is_file():
-        pytest.skip(f"{VARIABLE} names no folder with trl: unzip the wheel of trl into $PEERS/trl")
-    text = top.read_text(encoding="utf-8")
+    text = (folder("trl") / "trainer" / "grpo_trainer.py").read_text(encoding="utf-8")
     branch = text[text.index('elif self.multi_objective_aggregation == "normalize_then_sum":') :]
     lines = branch[branch.index("\n") + 1 : branch.index("is_std_zero")].rstrip()
     rewards = torch.stack([REWARD, REWARD.flip(0) * 10], 1).double()
@@ -283,11 +268,10 @@ def test_optimal_token_baseline(verl: Any, handle_zero_tail: bool, turns: bool) 
     reward, mask = torch.randn(9, 5, generator=rng, dtype=torch.float64), RESPONSE.clone()
     if turns:  # holes, which only its variant for several turns skips
         mask[torch.arange(9), torch.tensor([0, 3, 1, 0, 2, 4, 1, 3, 2])] = 0
-    tail = {"handle_zero_tail": handle_zero_tail}
+    tail, ours = {"handle_zero_tail": handle_zero_tail}, get_advantage("optimal_token_baseline")
     given = {"token_level_rewards": reward, "old_log_probs": log_prob, "sum_pi_squared": collision}
     name = f"compute_{'multi_turn_' * turns}optimal_token_baseline_advantage"
     want = of_verl(getattr(verl, name), mask, **given, **tail)
-    ours = get_advantage("optimal_token_baseline")
     got = ours(reward, torch.tensor(GROUP), log_prob, collision, mask.bool(), **tail)
     some = mask.any(-1)
     assert_close(got[some], want[some], rtol=1e-6, atol=1e-6)

@@ -24,12 +24,7 @@ from project import tables
 from seeded import columns_of
 from torchrl_llm_kl import losses
 from torchrl_llm_kl.diagnostics import measure
-from torchrl_llm_kl.losses import (
-    ScheduledCoefficient,
-    get_objective,
-    importance_weights,
-    mismatch_metrics,
-)
+from torchrl_llm_kl.losses import ScheduledCoefficient, get_objective, importance_weights, mismatch_metrics
 
 Result = tuple[Tensor, Tensor]
 CLIP = {"clip_range_low": 0.15, "clip_range_high": 0.3}
@@ -146,8 +141,7 @@ def scheduled(step: int, peak: float, valley: float, **steps: int) -> torch.Tens
     """The weight of experts at a step."""
     coefficient = ScheduledCoefficient(peak, valley, **steps)
     coefficient.update(steps=step)
-    value: torch.Tensor = coefficient()
-    return value
+    return coefficient()
 
 
 def test_mix_chord_is_trinitys_but_for_a_batch_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +152,8 @@ def test_mix_chord_is_trinitys_but_for_a_batch_of_experts(monkeypatch: pytest.Mo
         schedule = {"mu_warmup_steps": 2, "mu_decay_steps": 7, "mu_peak": 0.8, "mu_valley": 0.15}
         function = trinity(monkeypatch, "mix_chord")(**more, **schedule, **sizes)
         mu = scheduled(5, 0.8, 0.15, warmup=2, decay=7)
-        agree(
-            ours("mix_chord", batch, "token-mean", mu=mu, **more), trinitys(function, batch, step=torch.full((6,), 5))
-        )
+        theirs = trinitys(function, batch, step=torch.full((6,), 5))
+        agree(ours("mix_chord", batch, "token-mean", mu=mu, **more), theirs)
     batch["expert_mask"] = torch.ones_like(batch["mask"])
     function = trinity(monkeypatch, "mix_chord")(**CLIP, **SIZES, loss_agg_mode="seq-mean-token-mean")
     assert trinitys(function, batch, step=torch.zeros(6))[0].isnan()
@@ -251,8 +244,8 @@ def test_verls_weights(monkeypatch: pytest.MonkeyPatch, level: Any, threshold: A
 
 #: verl's metric -> a loss's, and the doctor's.
 NAMES = {"kl": ("mismatch_k1", "k1"), "k3_kl": ("mismatch_k3", "k3")}
-NAMES |= {f"training_{x}": (f"trainer_{x}",) * 2 for x in ("log_ppl", "ppl")}
-NAMES |= {f"rollout_{x}": (f"sampler_{x}",) * 2 for x in ("log_ppl", "ppl")}
+PLACES = {"training": "trainer", "rollout": "sampler"}
+NAMES |= {f"{theirs}_{x}": (f"{ours}_{x}",) * 2 for theirs, ours in PLACES.items() for x in ("log_ppl", "ppl")}
 
 
 def test_verls_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

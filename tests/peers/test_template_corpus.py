@@ -146,11 +146,8 @@ def test_templates_of_an_archive(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("separator", "prompt", "expected"),
-    [
-        ("", " ", ["Hello there</s>", "Hi</s>"]),  # the prompt holds the space before the answer
-        (" ", "", [" Hello there</s>", " Hi</s>"]),  # the model writes it
-    ],
+    ("separator", "prompt", "expected"),  # the prompt holds the space before the answer, or the model writes it
+    [("", " ", ["Hello there</s>", "Hi</s>"]), (" ", "", [" Hello there</s>", " Hi</s>"])],
 )
 def test_the_white_space_of_the_prompt_is_not_the_models(separator, prompt, expected):
     source = (

@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing import assert_close
 
 from closeness import assert_near
-from policy_batches import batch, gradients, total
+from policy_batches import assert_same, batch, gradients, total
 from torchrl_llm_kl import AdaptiveKLCoefficient
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference, PolicyLoss, ValueLoss
 from torchrl_llm_kl.scoring import TokenCritic
@@ -36,13 +35,9 @@ def share(rank):
     return data[torch.tensor(SHARES[rank])]
 
 
-def split(data, rank):
-    return [data[torch.tensor(rows)] for rows in PARTS[rank]]
-
-
 def train(loss, data, rank, *, scale=1.0, whole=False):
     """The micro-batches of a step, whose gradients are added up."""
-    parts = [data] if whole else split(data, rank)
+    parts = [data] if whole else [data[torch.tensor(rows)] for rows in PARTS[rank]]
     for part in parts:
         (total(loss(part)) * scale).backward()
     return parts
@@ -71,7 +66,7 @@ def wrapped(rank, critic):
     """As the advice says: DDP around the loss; the last micro-batch synchronises."""
     loss = make_loss(critic)
     ddp, data = DistributedDataParallel(loss), loss.count(share(rank))
-    parts = split(data, rank)
+    parts = [data[torch.tensor(rows)] for rows in PARTS[rank]]
     with ddp.no_sync():
         total(ddp(parts[0])).backward()
     total(ddp(parts[1])).backward()
@@ -100,19 +95,16 @@ def a_step(
     loss.check_ranks(*parts[: len(parts) - forget])
 
 
-def other_coefficient(rank):
+def unlike(rank, what):
+    """Ranks with another coefficient, or with other frozen parameters."""
     loss = make_loss()
-    loss.terms[0].coeff.update(0.55 - 0.1 * rank, n=4)
-    train(loss, loss.count(share(rank)), rank)
-    combine(loss)
-    loss.check_ranks()
-
-
-def other_frozen(rank):
-    loss = make_loss()
-    if rank:
+    if what == "coefficient":
+        loss.terms[0].coeff.update(0.55 - 0.1 * rank, n=4)
+    elif rank:
         loss.actor_network.lm_head.weight.requires_grad_(False)
     train(loss, loss.count(share(rank)), rank)
+    if what == "coefficient":
+        combine(loss)
     loss.check_ranks()
 
 
@@ -137,20 +129,16 @@ def both(pool):
     return run
 
 
-@pytest.mark.parametrize(
-    ("case", "options"),
-    [
-        (right, {"critic": False, "average": True}),
-        (right, {"critic": True, "average": False}),
-        (wrapped, {"critic": False}),
-        (wrapped, {"critic": True}),
-    ],
-)
+COMBINED = [(right, {"critic": False, "average": True}), (right, {"critic": True, "average": False})]
+
+
+@pytest.mark.parametrize(("case", "options"), [*COMBINED, *((wrapped, {"critic": x}) for x in (False, True))])
 def test_a_right_step_passes_and_nothing_changes(both, case, options):
     """Combined by hand, or as the advice says: DDP around the loss."""
     assert both(case, **options) == "ok"
 
 
+NOT_BOTH, ALIKE = "one of them only): actor_network.lm_head.weight", "update adaptive ones, alike on all"
 NOT_WHOLE = ["the gradient does not belong to the 2 parts", "call loss.count(batch) before the batch is split"]
 AVERAGED, ADDED = {"ranks_average": True}, {"ranks_average": False}
 WRONG = [
@@ -167,12 +155,8 @@ WRONG = [
     (a_step, {"counted": {"all_ranks": False}}, ["divided by [0.45, 0.55] times the count", "over all ranks"]),
     (a_step, {"forget": 1}, ["divided by [1.111111] times the count", "pass all parts of the share"]),
     (a_step, {"twice": True}, ["the gradient does not belong to the 2 parts of this rank"]),
-    (other_coefficient, {}, ["buffers of ranks 0 and 1 of 2 differ in 1 of", "update adaptive ones, alike on all"]),
-    (
-        other_frozen,
-        {},
-        ["gradients of ranks 0 and 1 of 2 differ in", "one of them only): actor_network.lm_head.weight"],
-    ),
+    (unlike, {"what": "coefficient"}, ["buffers of ranks 0 and 1 of 2 differ in 1 of", ALIKE]),
+    (unlike, {"what": "frozen"}, ["gradients of ranks 0 and 1 of 2 differ in", NOT_BOTH]),
 ]
 
 
@@ -201,8 +185,7 @@ def test_two_ranks_have_the_gradient_of_the_whole(pool, mode, average):
     want = gradients(total(loss(batch())), loss)
     assert all(bool((x != 0).any()) for x in want.values())
     for found in pool.run("test_check_ranks:share_of_rank", mode=mode, average=average):
-        for name, gradient in found.items():
-            assert_close(torch.from_numpy(gradient), want[name], rtol=1e-3, atol=2e-5, msg=name)
+        assert_same({name: torch.from_numpy(gradient) for name, gradient in found.items()}, want)
 
 
 @pytest.mark.parametrize("settings", [{}, {"static_graph": True}], ids=str)
@@ -236,13 +219,7 @@ def test_parts_of_one_process():
     loss.check_ranks(data)
 
 
-def test_ranks_without_a_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, but torch\.distributed is not initialised"):
-        make_loss().check_ranks()
-
-
-def test_what_cannot_be_compared():
+def test_what_cannot_be_compared(monkeypatch):
     loss = PolicyLoss(tiny_model(seed=0), aggregation="none")
     loss(batch())["loss_objective"].sum().backward()
     with pytest.raises(ValueError, match="aggregation 'none' has no gradient that ranks could share"):
@@ -250,3 +227,6 @@ def test_what_cannot_be_compared():
     loss.__dict__["_modules"]["sharded"] = type("FullyShardedDataParallel", (nn.Module,), {})()
     with pytest.raises(ValueError, match=r"these are sharded \(FullyShardedDataParallel\)"):
         loss.check_ranks()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, but torch\.distributed is not initialised"):
+        make_loss().check_ranks()

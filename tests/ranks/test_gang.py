@@ -74,10 +74,11 @@ def test_ranks_score_as_one_process(pool, shard):
 
 @pytest.mark.slow
 def test_models_that_have_no_plan_are_refused(pool):
-    for message in pool.run("gang_ranks:refusal", shard="tp", num_key_value_heads=1):
-        assert "the model has 1 heads of keys and values, which 2 ranks cannot share equally" in message
-    for message in pool.run("gang_ranks:refusal", shard="tp", family="gpt2"):
-        assert "transformers has no plan for GPT2LMHeadModel" in message
+    for config, text in (
+        ({"num_key_value_heads": 1}, "the model has 1 heads of keys and values, which 2 ranks cannot share equally"),
+        ({"family": "gpt2"}, "transformers has no plan for GPT2LMHeadModel"),
+    ):
+        assert all(text in message for message in pool.run("gang_ranks:refusal", shard="tp", **config))
 
 
 def test_a_service_of_gangs_scores_as_the_model(service, local):
@@ -95,12 +96,13 @@ def test_an_error_names_the_sequence_of_the_caller(service):
     good = torch.randint(97, (12,), generator=torch.Generator().manual_seed(0))
     bad = good.clone()
     bad[4] = 97
-    with pytest.raises(ValueError, match="token id 97 at sequence 4, position 4 is outside the vocabulary"):
-        service.model.make_scorer().score([good, good, good, good, bad])
-    with pytest.raises(ValueError, match="sequence 1 has 70 tokens but the model's configuration allows 64"):
-        service.model.make_scorer().score([good, torch.zeros(70, dtype=torch.long)])
-    with pytest.raises(ValueError, match="has no PEFT adapters"):
-        service.model.make_scorer(adapters="nobody").score([good])
+    for rows, options, message in (
+        ([good] * 4 + [bad], {}, "token id 97 at sequence 4, position 4 is outside the vocabulary"),
+        ([good, good.new_zeros(70)], {}, "sequence 1 has 70 tokens but the model's configuration allows 64"),
+        ([good], {"adapters": "nobody"}, "has no PEFT adapters"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            service.model.make_scorer(**options).score(rows)
 
 
 def test_weights_reach_every_rank(service, local):

@@ -109,11 +109,9 @@ def test_scores_of_each_token(cli: Cli, tmp_path: Path, out: Path, model: str, r
     p, q = (log_softmax(name, ids, 1.0) for name in (model, reference))
     assert record["input_ids"] == ids.tolist()
     assert record["mask"] == mask.int().tolist()
-    for key, log_probs in (("log_probs", p), ("ref_log_probs", q)):
-        expected = torch.cat([torch.zeros(1), log_probs.gather(1, ids[1:, None])[:, 0]]) * mask
-        assert_near(record[key], expected, **FORWARD, dtype=torch.float32)
-    expected = torch.cat([torch.zeros(1), (p.exp() * (p - q)).sum(-1)]) * mask
-    assert_near(record["exact_kl"], expected, **FORWARD, dtype=torch.float32)
+    chosen = {"log_probs": p.gather(1, ids[1:, None])[:, 0], "ref_log_probs": q.gather(1, ids[1:, None])[:, 0]}
+    for key, values in {**chosen, "exact_kl": (p.exp() * (p - q)).sum(-1)}.items():
+        assert_near(record[key], torch.cat([torch.zeros(1), values]) * mask, **FORWARD, dtype=torch.float32)
     # The output is data itself: token ids and the mask of what was scored.
     again = tmp_path / "again.jsonl"
     cli("score", model, out, "--reference", reference, "--out", again)
@@ -129,9 +127,8 @@ def test_the_summary_by_hand_and_what_is_left_out_of_it(cli, tmp_path, data, out
     text = cli("score", model, one, "--out", out).stdout
     assert set(read_jsonl(out)[0]) == KEYS - {"ref_log_prob", "kl"}
     assert ("nan" in text, "KL" in text, "perplexity" in text) == (False, False, True)
-    tokenizer = make_tokenizer()
-    wider = make_model(tokenizer, seed=2)
-    wider.resize_token_embeddings(len(tokenizer) + 8)
+    wider = make_model(make_tokenizer(), seed=2)
+    wider.resize_token_embeddings(wider.config.vocab_size + 8)
     wider.save_pretrained(tmp_path / "wider")
     words = ["score", model, data, "--reference", tmp_path / "wider", "--out", out]
     cli(*words)
@@ -253,8 +250,8 @@ def test_what_is_skipped_is_counted_with_its_reason(cli, tmp_path, out, model, d
     assert found["scored"] == 2
     counts = {reason: held["count"] for reason, held in found["skipped"].items()}
     assert counts == {"empty": 1, "malformed": 5, "no assistant turn": 1, "too long": 1}
-    first = found["skipped"]["malformed"]["first"]
-    assert [text.split(":")[0] for text in first] == ["line 3", "line 7", "line 8", "line 9", "line 10"]
+    first = [text.split(":")[0] for text in found["skipped"]["malformed"]["first"]]
+    assert first == ["line 3", "line 7", "line 8", "line 9", "line 10"]
     assert found["skipped"]["too long"]["first"][0].startswith("line 6: 623 tokens, at most 512")
     records = read_jsonl(out)
     assert [record["index"] for record in records] == list(range(10))

@@ -50,17 +50,16 @@ def answer_log_probs(model: nn.Module, parts: list[tuple[str, bool]]) -> Tensor:
     return log_probs.gather(-1, tokens[1:, None])[:, 0][mask[1:]]
 
 
-def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, list(model.parameters()), retain_graph=True))
+def gradients(loss: Tensor, model: nn.Module) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
 
 
 def trained(row: TensorDictBase) -> str:
     """The text of the tokens that ``masking_strategy="sft"`` trains."""
-    mask = row["masks", "all_assistant_mask"].clone()
-    mask[: len(row["tokens", "prompt"])] = False
-    assert torch.equal(row["tokens", "full"][: len(row["tokens", "prompt"])], row["tokens", "prompt"])
+    full, prompt = row["tokens", "full"], row["tokens", "prompt"]
+    assert torch.equal(full[: len(prompt)], prompt)
     assert row["masks", "all_attention_mask"].all()
-    return TOKENIZER.decode(row["tokens", "full"][mask])
+    return TOKENIZER.decode(full[row["masks", "all_assistant_mask"] & (torch.arange(len(full)) >= len(prompt))])
 
 
 CHATS = [
@@ -135,13 +134,12 @@ def test_dpo_equals_plain_torch_and_its_parts_add_up() -> None:
         assert_close(out.total_loss, expected, rtol=1e-7, atol=0)  # scores of the reference are float32
         assert_close(out["reward_margin"].double(), margin.mean(), rtol=1e-6, atol=1e-7)
         assert_close(gradients(out.total_loss, model), gradients(expected, model), rtol=1e-6, atol=1e-9)
-    dpo = make_algorithm("dpo", MeanOfPrefix(0), reference=MeanOfPrefix(1), beta=0.3)
     batch = dpo.prepare(from_pairs(PAIRS, TOKENIZER))
     parts = [dpo.loss(part).total_loss for part in dpo.micro_batches(batch, size=2)]
     assert len(parts) == 3
     assert_close(sum(parts), dpo.loss(batch).total_loss)
     assert [len(part) for part in dpo.minibatches(batch, size=4)] == [4, 2]
-    kto = make_algorithm("kto", MeanOfPrefix(0), reference=MeanOfPrefix(1), beta=0.3)
+    kto = make_algorithm("kto", model, reference=reference, beta=0.3)
     batch = kto.prepare(from_pairs(PAIRS, TOKENIZER).reshape(-1))
     assert batch["chosen"].tolist() == [True, False] * 3
     assert kto.loss(batch).total_loss.isfinite()
@@ -205,9 +203,8 @@ def test_the_last_turn_alone_pairs_of_histories_and_tools() -> None:
     found = [[trained(row) for row in pair] for pair in data]
     assert found == [[f"hello{END}", f"go{END}"], [f"because{END}", f"no{END}"]]
     template = "{% if tools %}[{{ tools[0].function.name }}]{% endif %}" + str(TOKENIZER.chat_template)
-    tool = {"type": "function", "function": {"name": "own", "parameters": {}}}
-    other = {"type": "function", "function": {"name": "all", "parameters": {}}}
-    rows = [{"messages": CHATS[1], "tools": [tool]}, {"messages": CHATS[1]}]
+    own, other = ({"type": "function", "function": {"name": name, "parameters": {}}} for name in ("own", "all"))
+    rows = [{"messages": CHATS[1], "tools": [own]}, {"messages": CHATS[1]}]
     data = from_conversations(rows, TOKENIZER, tools=[other], chat_template=template)
     assert [TOKENIZER.decode(row["tokens", "full"])[:5] for row in data] == ["[own]", "[all]"]
     assert [trained(row) for row in data] == [f"because{END}"] * 2
@@ -219,10 +216,10 @@ def test_other_columns_are_kept() -> None:
         {"prompt": "c", "completion": "d", "level": 4, "score": 0.5, "easy": False, "name": None, "tags": []},
     ]
     data = from_completions(rows, TOKENIZER)
-    for name, values in {"level": [3, 4], "score": [1.0, 0.5], "easy": [True, False]}.items():
-        assert data["metadata", name].tolist() == values
-    for name, texts in {"name": ["x", None], "tags": [["p", "q"], []]}.items():
-        assert [row["metadata", name] for row in data] == texts
+    numbers = {"level": [3, 4], "score": [1.0, 0.5], "easy": [True, False]}
+    assert {name: data["metadata", name].tolist() for name in numbers} == numbers
+    texts = {"name": ["x", None], "tags": [["p", "q"], []]}
+    assert {name: [row["metadata", name] for row in data] for name in texts} == texts
     assert "metadata" not in from_completions([{"prompt": "a", "completion": "b"}], TOKENIZER)[0]
     # a column of pairs has one type in all of them
     more = ({"level": 1, "weight": 2}, {"level": None, "weight": 0.5})
@@ -284,29 +281,21 @@ def test_long_rows_may_be_cut_and_a_pair_is_left_out_as_a_whole() -> None:
     assert "skipped 1, equal answers: row 3: both answers have the same tokens" in str(found[0].message)
 
 
-#: Answers as messages need no prompt: a misspelt key would train them without it.
-MISSPELT = partial(from_pairs, prompt_key="qestion")
-ASKED = [{"question": [user("a")], "chosen": CHATS[0], "rejected": []}]
-HOLDS_COMPLETION = "holds completion, expected preference: use from_completions"
-
-
-@pytest.mark.parametrize(
-    ("make", "rows", "expected"),
-    [
+def test_rows_of_another_kind_and_wrong_settings() -> None:
+    # Answers as messages need no prompt: a misspelt key would train them without it.
+    misspelt = partial(from_pairs, prompt_key="qestion")
+    asked = [{"question": [user("a")], "chosen": CHATS[0], "rejected": []}]
+    completions = [{"prompt": "a", "completion": "b"}]
+    for make, rows, expected in (
         (from_conversations, PAIRS, "first row of the list holds preference, expected messages: use from_pairs"),
         (from_completions, CHATS, "holds messages, expected completion: use from_conversations"),
-        (from_pairs, [{"prompt": "a", "completion": "b"}], HOLDS_COMPLETION),
+        (from_pairs, completions, "holds completion, expected preference: use from_completions"),
         (from_completions, [{"question": "a"}], "has the columns question; expected `messages`"),
         (from_completions, [{"tokens": [1], "mask": [1]}], "holds tokens, expected completion"),
-        (MISSPELT, ASKED, r"row 1 of the list has no column 'qestion', which prompt_key= names: it has que"),
-    ],
-)
-def test_rows_of_another_kind(make: Any, rows: Any, expected: str) -> None:
-    with pytest.raises(DataError, match=expected):
-        make(rows, TOKENIZER)
-
-
-def test_wrong_settings() -> None:
+        (misspelt, asked, r"row 1 of the list has no column 'qestion', which prompt_key= names: it has que"),
+    ):
+        with pytest.raises(DataError, match=expected):
+            make(rows, TOKENIZER)
     for settings, error, expected in (
         ({"turns": "first"}, ValueError, "turns"),
         ({"too_long": "drop"}, ValueError, "too_long"),

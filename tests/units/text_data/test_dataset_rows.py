@@ -3,20 +3,23 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torchrl.data.llm import History
 from transformers import PreTrainedTokenizerFast
 
 from cli_files import write_jsonl
-from template_pairs import assistant
+from template_pairs import assistant, user
 from torchrl_llm_kl.datasets import Answer, DataError, Encoder, Row, Rows, Skip, layout_of, read_rows
 from toy_tokenizer import build_tokenizer
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+HI = [user("hi")]
+CHAT = [*HI, assistant("ho")]
 
 
 def test_lines_and_rows(tmp_path: Path) -> None:
@@ -45,8 +48,7 @@ def test_parquet_has_the_rows_of_json_lines_whose_first_readable_decides_the_lay
     values = [{"question": "a", "answer": 1}, {"question": "b", "answer": None}, {"question": "ü", "answer": 3}]
     parquet.write_table(pa.Table.from_pylist(values), tmp_path / "data.bin", row_group_size=2)
     rows = read_rows(str(tmp_path / "data.bin"))
-    assert rows.total == 3
-    assert [(row.index, row.place) for row in rows] == [(0, "row 1"), (1, "row 2"), (2, "row 3")]
+    assert (rows.total, [(row.index, row.place) for row in rows]) == (3, [(0, "row 1"), (1, "row 2"), (2, "row 3")])
     assert rows.values() == read_rows(write_jsonl(tmp_path / "data.jsonl", values)).values() == values
     path = write_jsonl(tmp_path / "data.jsonl", ["oops", {"tokens": [1, 2], "mask": [0, 1]}])
     assert read_rows(path).layout == "tokens"
@@ -84,7 +86,7 @@ class Streamed:
     column_names = ("question",)
 
     def __iter__(self) -> Iterator[dict[str, str]]:
-        yield from ({"question": text} for text in "ab")
+        return iter([{"question": "a"}, {"question": "b"}])
 
 
 def test_rows_of_lists_columns_streams_and_histories() -> None:
@@ -105,9 +107,7 @@ def test_rows_of_lists_columns_streams_and_histories() -> None:
         assert rows.total == total, values
         assert [(row.index, row.place) for row in rows] == [(i, f"row {i + 1}") for i in range(len(values))]
         assert read_rows(rows) is rows
-    from torchrl.data.llm import History
-
-    other = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
+    other = [user("why?"), assistant("because")]
     history = History.from_chats([CHAT, other])
     assert read_rows(history).values() == [CHAT, other]
     assert read_rows(history[0]).values() == [CHAT]  # one conversation
@@ -128,14 +128,11 @@ def test_datasets_of_hugging_face() -> None:
 
 
 def test_what_has_no_rows_and_rows_of_the_wrong_type() -> None:
-    class DataFrame:
-        iterrows = staticmethod(list)
-
     sources: list[tuple[Any, type[Exception], str]] = [
         (3, TypeError, "found int"),
         (b"data.jsonl", TypeError, "found bytes"),
         (None, TypeError, "found NoneType"),
-        (DataFrame(), TypeError, r"pass to_dict\('records'\)"),
+        (SimpleNamespace(iterrows=list), TypeError, r"pass to_dict\('records'\)"),
         ({"question": "a"}, DataError, "found 'question' of str: pass a list of dicts for rows, or a dict of lists"),
         ({"a": [1], "b": [1, 2]}, DataError, "of one length, found {'a': 1, 'b': 2}"),
     ]
@@ -151,13 +148,8 @@ def test_what_has_no_rows_and_rows_of_the_wrong_type() -> None:
 
 
 TOKENIZER = build_tokenizer(pad_token="<|pad|>")
-HI = [{"role": "user", "content": "hi"}]
-EARLIER = [*HI, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "and?"}]
+EARLIER = [*CHAT, user("and?")]
 ABCD = TOKENIZER("abcd").input_ids
-
-
-def said(text: str) -> list[dict[str, Any]]:
-    return [assistant(text)]
 
 
 def encode(value: Any, *, tokenizer: Any = TOKENIZER, **settings: Any) -> list[Answer | Skip]:
@@ -172,23 +164,23 @@ def scored(answer: Answer | Skip, tokenizer: Any = TOKENIZER) -> str:
 
 
 SCORED = [
-    ({"messages": [*HI, *said("yes")]}, ["yes<|im_end|>"]),
-    ({"messages": [*EARLIER, *said("no")]}, ["ho<|im_end|>no<|im_end|>"]),
+    ({"messages": [*HI, assistant("yes")]}, ["yes<|im_end|>"]),
+    ({"messages": [*EARLIER, assistant("no")]}, ["ho<|im_end|>no<|im_end|>"]),
     ({"prompt": "2 + 2 =", "completion": " 4"}, [" 4"]),
     ({"prompt": "", "completion": "abc"}, ["bc"]),  # the first token has no prefix
-    ({"prompt": HI, "completion": said("yes")}, ["yes<|im_end|>"]),
-    ({"prompt": EARLIER, "completion": said("no")}, ["no<|im_end|>"]),  # the prompt's own turn is not scored
+    ({"prompt": HI, "completion": [assistant("yes")]}, ["yes<|im_end|>"]),
+    ({"prompt": EARLIER, "completion": [assistant("no")]}, ["no<|im_end|>"]),  # the prompt's own turn is not scored
     ({"prompt": "a", "chosen": "bc", "rejected": "d"}, ["bc", "d"]),
-    ({"prompt": EARLIER, "chosen": said("x"), "rejected": said("yz")}, ["x<|im_end|>", "yz<|im_end|>"]),
+    ({"prompt": EARLIER, "chosen": [assistant("x")], "rejected": [assistant("yz")]}, ["x<|im_end|>", "yz<|im_end|>"]),
     # the prompt is what both share
-    ({"chosen": [*EARLIER, *said("x")], "rejected": [*EARLIER, *said("yz")]}, ["x<|im_end|>", "yz<|im_end|>"]),
+    ({"chosen": [*EARLIER, assistant("x")], "rejected": [*EARLIER, assistant("yz")]}, ["x<|im_end|>", "yz<|im_end|>"]),
     ({"tokens": ABCD, "prompt_length": 3}, ["d"]),
     ({"input_ids": ABCD, "mask": [0, 1, 0, 1]}, ["bd"]),
     ({"input_ids": ABCD, "completion_mask": [False, False, True, True]}, ["cd"]),
     ({"tokens": ABCD, "assistant_masks": [1, 1, 0, 0]}, ["b"]),  # the first has no prefix
-    ({"messages": [{**said("yes")[0], "tool_calls": None}, {"role": "user", "content": "?"}]}, ["yes<|im_end|>"]),
+    ({"messages": [assistant("yes", tool_calls=None), user("?")]}, ["yes<|im_end|>"]),
     # lists of pandas are arrays
-    ({"messages": np.array([*HI, *said("b")], dtype=object)}, ["b<|im_end|>"]),
+    ({"messages": np.array([*HI, assistant("b")], dtype=object)}, ["b<|im_end|>"]),
     ({"tokens": np.array(ABCD), "mask": np.array([False, True, False, False])}, ["b"]),
 ]
 
@@ -223,15 +215,14 @@ def test_what_is_skipped() -> None:
             assert detail in skip.detail, value
     chosen, rejected = encode({"prompt": "a", "chosen": "b", "rejected": ""})  # one bad answer leaves the other
     assert scored(chosen) == "b"
-    assert isinstance(rejected, Skip)
-    assert (rejected.part, rejected.reason) == ("rejected", "empty")
+    assert (type(rejected), rejected.part, rejected.reason) == (Skip, "rejected", "empty")
     words = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     encoder = Encoder("completion", PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>"), add_eos=True)
     (skip,) = encoder.encode(Row(0, "row 1", {"prompt": "", "completion": " "}))
     assert (type(skip), skip.reason, skip.detail) == (Skip, "empty", "no token to score")
     strict = build_tokenizer("{{ raise_exception('roles must alternate') }}")
-    (skip,) = encode({"messages": [*HI, *said("yes")]}, tokenizer=strict)
+    (skip,) = encode({"messages": [*HI, assistant("yes")]}, tokenizer=strict)
     assert (type(skip), skip.reason, "roles must alternate" in skip.detail) == (Skip, "template", True)
     (skip,) = Encoder("messages", TOKENIZER).encode(Row(3, "line 4", {"prompt": "a", "completion": "b"}))
     assert (type(skip), skip.detail) == (Skip, "holds completion, expected messages as in the first row")
