@@ -91,18 +91,16 @@ def warned_of_syncs(operation: Callable[[], Any]) -> int:
     return sum("synchronizing CUDA operation" in str(each.message) for each in seen)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BUDGETS)
 def test_budget(device, name, figures):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        operation = OPERATIONS[name](device)
-        operation()
+    operation = OPERATIONS[name](device)
+    operation()
     if device.type != "sim":
         syncs = warned_of_syncs(operation)
         figures("budgets", name, str(syncs))
         pytest.skip(f"{syncs} syncs, copies from pageable memory among them; budgets are of the simulated accelerator")
-    with watch() as record, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with watch() as record:
         operation()
     budget, kernels = BUDGETS[name], record.kinds["kernel"] - record.inside["model", "kernel"]
     figures("budgets", name, str(record.kinds["sync"]), str(kernels))

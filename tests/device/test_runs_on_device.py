@@ -1,7 +1,5 @@
 """Whole runs: a rollout, its diagnosis, a training run and its continuation, rows of a dataset."""
 
-import warnings
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -42,12 +40,11 @@ def test_random_numbers_of_each_device_are_saved_and_restored(device):
     assert [torch.rand(3, device=each).tolist() for each in devices] == first
 
 
+@pytest.mark.filterwarnings("ignore")
 @same_on_both(size=0.001)  # float32, and quotients of small differences
 def test_the_doctor_and_the_inspector(model_at, at, tmp_path):
     model, rollout = clean("qwen2", 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = diagnose(rollout.batch().to(at), policy=to(model, model_at), tokenizer=make_tokenizer())
+    found = diagnose(rollout.batch().to(at), policy=to(model, model_at), tokenizer=make_tokenizer())
     page = tmp_path / "page.html"
     inspect_tokens(rollout.batch(slice(4)).to(at), make_tokenizer(), page, policy=to(model, model_at))
     assert "<html" in page.read_text()

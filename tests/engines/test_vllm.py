@@ -220,11 +220,7 @@ def test_it_is_killed_and_comes_back_as_another(server, checkpoints, monkeypatch
         want = LogProbScorer(make("other")).score(rows).values
         assert (evaluated(found, rows).log_prob.values - want).abs().max() < 0.2
         rollout = again.sample(make_prompts(PROMPTS, 0))
-    check_bfloat16(rollout, measured)
-
-
-def check_bfloat16(rollout: Rollout, measured: dict[str, Any]) -> None:
-    """How far its log-probs are from a trainer's in float32, and in bfloat16; the doctor names the precision alone."""
+    # How far its log-probs are from a trainer's in float32, and in bfloat16; the doctor names the precision alone.
     rows, mask, theirs = sampled(rollout)
     for dtype in (torch.float32, torch.bfloat16):
         off = LogProbScorer(make("other").to(dtype)).score(rows, mask).values[mask].double() - theirs
