@@ -114,6 +114,7 @@ BY_HAND: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     # Group 7: 1 and 2 of role 0, 6 alone in role 1.
     "hierarchical_grpo": (lambda: advantages.hierarchical_grpo(R, G, ROLE), [-0.5, 2, 0.5, 0, -2, 0, 0, 0, 0]),
     "opo": (lambda: opo(R, G, LENGTH), [1 - BASE, 1.0, 2 - BASE, 0.0, -3.0, 6 - BASE, 0.0, 0.0, 0.0]),
+    "opo, no tokens": (lambda: opo(R, G, 0 * LENGTH), [0, 4, 1, 0, 0, 5, 0, 0, 0]),  # above the least reward
     "pass_at_k": (lambda: pass_at_k(R, G), BEST),
     "pass_at_k, normalised": (lambda: pass_at_k(R, G, **NORMALISED), scaled(BEST, ROOT_7 + 0.5, ROOT_8 + 0.5)),
     "pass_at_k of two best": (lambda: pass_at_k(R[[5, 5, 0]], one_group(3)), [0, 0, 0]),
@@ -164,28 +165,19 @@ def test_rec_balance_is_repeated_by_its_generator_and_normalises_the_kept_rows()
     assert_values(got.sort().values, [-0.75, -0.75, 0, 0, 0, 0, 0, 0.75, 0.75])
 
 
-def test_opo_is_the_baseline_of_least_variance_if_squared_norms_are_lengths() -> None:
-    """The weighted mean of squared advantages has its minimum there: nothing near it is smaller."""
-    length, reward = torch.tensor([[4.0, 1.0, 2.0, 7.0], [1.0, 0.0, 3.0, -2.0]], **F64)
-    got = opo(reward, one_group(4), length)
-    least = (length * got.square()).sum()
-    for shift in (-1e-3, 1e-3):
-        assert (length * (got + shift).square()).sum() > least
-    assert opo(R, G, torch.zeros_like(LENGTH)).isfinite().all()  # without any token no weight exists
-
-
-@pytest.mark.parametrize("n", [2, 4])
-def test_maxrl_has_the_gradient_of_the_truncated_logarithm(n: int) -> None:
-    """All groups of n of three answers, two of them right: ``-sum_k (1 - p)^k / k`` up to k = n - 1."""
-    logits = torch.tensor([0.3, -0.5, 0.9], dtype=torch.float64, requires_grad=True)
-    reward, log_p = torch.tensor([1.0, 1.0, 0.0], **F64), logits.log_softmax(0)
-    surrogate = torch.zeros(())
-    for draw in itertools.product(range(3), repeat=n):
+@pytest.mark.parametrize(("name", "size"), [("maxrl", 2), ("maxrl", 4), ("pass_at_k", 2), ("pass_at_k", 3)])
+def test_the_gradient_over_all_groups(name: str, size: int) -> None:
+    """``E sum A grad log p`` is that of ``-size * sum_k (1 - p)^k / k`` up to k = size - 1, or of the expected best."""
+    reward = f64(1.0, 1.0, 0.0) if name == "maxrl" else f64(1.0, 2.5, 0.0, 1.7)
+    logits = f64(0.3, -0.5, 0.9, 0.1)[: len(reward)].requires_grad_()
+    log_p, best, surrogate = logits.log_softmax(0), torch.zeros(()), torch.zeros(())
+    for draw in itertools.product(range(len(reward)), repeat=size):
         row = torch.tensor(draw)
-        p = log_p[row].sum().exp().detach()
-        surrogate = surrogate + p * (maxrl(reward[row], one_group(n)) * log_p[row]).mean()
-    wrong = log_p[2].exp()
-    want = torch.autograd.grad(-sum(wrong**k / k for k in range(1, n)), logits, retain_graph=True)[0]
+        p, advantage = log_p[row].sum().exp(), advantages.get_advantage(name)(reward[row], one_group(size))
+        best = best + p * reward[row].max()
+        surrogate = surrogate + p.detach() * (advantage * log_p[row]).sum()
+    truncated_logarithm = -size * sum(log_p[2].exp() ** k / k for k in range(1, size))
+    (want,) = torch.autograd.grad(truncated_logarithm if name == "maxrl" else best, logits, retain_graph=True)
     assert_close(torch.autograd.grad(surrogate, logits)[0], want)
     assert want.abs().max() > 0.1
 
@@ -228,22 +220,6 @@ def test_roles_of_a_group_may_have_other_prompts(how: dict[str, Any], recwarn: p
     got = Advantage("hierarchical_grpo", **how)(data)["advantage"]
     assert got.flatten().tolist() == [0.5, -0.5, -1.0, 1.0]
     assert not recwarn.list
-
-
-@pytest.mark.parametrize("k", [2, 3])
-def test_pass_at_k_has_the_gradient_of_the_expected_best(k: int) -> None:
-    """All groups of k of four answers, by their probability: E sum A grad log p = grad E max."""
-    logits = torch.tensor([0.3, -0.5, 0.1, 0.9], dtype=torch.float64, requires_grad=True)
-    reward, log_p = torch.tensor([1.0, 2.5, 0.0, 1.7], **F64), logits.log_softmax(0)
-    best, surrogate = torch.zeros(()), torch.zeros(())
-    for draw in itertools.product(range(4), repeat=k):
-        row = torch.tensor(draw)
-        p = log_p[row].sum().exp()
-        best = best + p * reward[row].max()
-        surrogate = surrogate + p.detach() * (pass_at_k(reward[row], one_group(k)) * log_p[row]).sum()
-    (want,) = torch.autograd.grad(best, logits, retain_graph=True)
-    assert_close(torch.autograd.grad(surrogate, logits)[0], want)
-    assert want.abs().max() > 0.1
 
 
 # ------------------------------------------------------------------ trajectories

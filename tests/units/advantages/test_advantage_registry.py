@@ -6,7 +6,6 @@ from typing import get_args
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 import torchrl_llm_kl.advantages as layer
 from refused import refused
@@ -16,32 +15,26 @@ from torchrl_llm_kl.advantages._registry import _REGISTRY
 
 # name -> (kind, required inputs)
 TABLE = {
-    "gae": ("token", "reward value mask"),
-    "reinforce_plus_plus": ("token", "reward mask"),
-    "on_policy_distill": ("token", "old_log_prob teacher_log_prob mask"),
-    "iw_opd": ("token", "old_log_prob teacher_log_prob mask"),
-    "jsd": ("token", "old_log_prob teacher_log_prob mask"),
-    "grpo": ("outcome", "reward group"),
-    "dr_grpo": ("outcome", "reward group"),
-    "rloo": ("outcome", "reward group"),
-    "reinforce": ("outcome", "reward"),
-    "remax": ("outcome", "reward baseline"),
-    "maxrl": ("outcome", "reward group"),
-    "hierarchical_grpo": ("outcome", "reward group role"),
-    "rae": ("outcome", "reward role baseline"),
-    "opmd": ("outcome", "reward group"),
-    "asymre": ("outcome", "reward group"),
-    "rec": ("outcome", "reward group"),
-    "best_of_group": ("outcome", "reward group"),
-    "opo": ("outcome", "reward group length"),
-    "pass_at_k": ("outcome", "reward group"),
-    "gdpo": ("outcome", "rewards group"),
-    "reinforce_plus_plus_baseline": ("token", "reward group mask"),
-    "optimal_token_baseline": ("token", "reward group old_log_prob collision mask"),
-    "clip_b": ("token", "reward group old_log_prob entropy mask"),
-    "clip_v": ("token", "reward group old_log_prob entropy discriminator mask"),
-    "step_wise_grpo": ("trajectory", "reward group run step"),
-    "gigpo": ("trajectory", "reward group run step state"),
+    name: (kind, needs)
+    for kind, needs, names in (
+        ("token", "reward value mask", "gae"),
+        ("token", "reward mask", "reinforce_plus_plus"),
+        ("token", "old_log_prob teacher_log_prob mask", "on_policy_distill iw_opd jsd"),
+        ("token", "reward group mask", "reinforce_plus_plus_baseline"),
+        ("token", "reward group old_log_prob collision mask", "optimal_token_baseline"),
+        ("token", "reward group old_log_prob entropy mask", "clip_b"),
+        ("token", "reward group old_log_prob entropy discriminator mask", "clip_v"),
+        ("outcome", "reward group", "grpo dr_grpo rloo maxrl opmd asymre rec best_of_group pass_at_k"),
+        ("outcome", "reward", "reinforce"),
+        ("outcome", "reward baseline", "remax"),
+        ("outcome", "reward group role", "hierarchical_grpo"),
+        ("outcome", "reward role baseline", "rae"),
+        ("outcome", "reward group length", "opo"),
+        ("outcome", "rewards group", "gdpo"),
+        ("trajectory", "reward group run step", "step_wise_grpo"),
+        ("trajectory", "reward group run step state", "gigpo"),
+    )
+    for name in names.split()
 }
 
 
@@ -76,17 +69,7 @@ def test_names_of_trinity_and_verl() -> None:
     names["tir_optimal_token_baseline"] = "optimal_token_baseline"
     assert [get_advantage(name) for name in names] == [getattr(layer, own) for own in names.values()]
     assert set(names) == set(get_args(layer.PeerName)) == set(_REGISTRY.aliases)
-
-
-def test_other_libraries_names_of_hyper_parameters_reach_the_function() -> None:
     assert torch.equal(rloo(R, G), rloo(group=G.int(), reward=R))
-    reward, value = torch.tensor([[0.5, 1.0]]), torch.tensor([[0.25, -1.0]])
-    data = TensorDict(reward=reward, state_value=value, mine=reward > 0, batch_size=[1])
-    result = Advantage("gae", gamma=0.9, lmbda=0.5, keys={"mask": "mine"})(data)["advantage"]
-    assert torch.equal(result.squeeze(-1), gae(reward, value, reward > 0, gamma=0.9, lam=0.5)[0])
-    outcome = TensorDict(reward=torch.tensor([1.0, 2.0, 4.0]), batch_size=[3])
-    result = Advantage("grpo", group_size=3, std_cal_level="batch", epsilon=0.5)(outcome)["advantage"]
-    assert torch.equal(result.flatten(), grpo(outcome["reward"], torch.zeros(3).long(), std="batch", epsilon=0.5))
 
 
 def test_the_nearest_name_is_the_fewest_edits_away() -> None:
@@ -121,7 +104,6 @@ test_bad_calls = refused(
     (lambda: get_advantage("gdpo")(group=G), ValueError, r"gdpo needs rewards: pass rewards=, \[B, R\]"),
     (lambda: clip_b(R), ValueError, r"clip_b needs group: pass group=, \[\*B\]"),
     (lambda: clip_b(R, G, R[:, None]), ValueError, r"clip_b needs entropy: pass entropy=, \[\*B, T\]"),
-    (lambda: grpo(R, G, epsilo=1.0), TypeError, "Did you mean 'epsilon'"),
     (lambda: grpo(R, G, std_cal_level="batch"), TypeError, r"no .*'std_cal_level': pass 'std'\. .*Advantage"),
     (lambda: gae(R, R, R > 0, lmbda=0.5), TypeError, r"gae has no hyper-parameter 'lmbda': pass 'lam'"),
     (lambda: grpo(R, G, duplicate_experiences=False), TypeError, "'duplicate_experiences': .* cannot add rows"),

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardSum
 
-from layouts import LAYOUTS, at_responses, lay_out, tokens
+from layouts import LAYOUTS, at_responses, tokens
 from torchrl_llm_kl import KLRewardTransform, PolicyLoss
 from torchrl_llm_kl.advantages import Advantage, clip_b, clip_v, gdpo, optimal_token_baseline, reinforce_plus_plus
 from toy_rollouts import collect, flat, leaves, make_env, make_policy, make_scoring_wrapper, same_leaves, steps
@@ -164,14 +164,17 @@ def test_several_rewards_in_one_entry_or_in_one_each(form: str) -> None:
 SAID = [[3, 4], [9], [3, 4]], [[5], [8, 9, 2], [6, 6]]
 
 
-def conversations(form: str) -> TensorDictBase:
+AT = [torch.arange(1.0, 1 + len(prompt + response)) for prompt, response in zip(*SAID, strict=True)]
+SCORED = [-0.5 * x for x in AT]
+
+
+def conversations(form: str, **more: Any) -> TensorDictBase:
     """Three sequences: prompts of 2, 1 and 2 tokens, responses of 1, 3 and 2. Two ask the same."""
-    at = [torch.arange(1.0, 1 + len(prompt + response)) for prompt, response in zip(*SAID, strict=True)]
     numbers = {"next__reward": torch.tensor([[1.0], [2.0], [4.0]]), "query": torch.tensor([7, 9, 7])}
-    numbers["next__state_value"] = [x * (i + 1) for i, x in enumerate(at)]
-    numbers["next__log_probs__full"] = [-0.5 * x for x in at]
-    numbers["next__ref_log_probs__full"] = [-0.25 * x**2 for x in at]
-    return tokens(form, *SAID, **numbers)
+    numbers["next__state_value"] = [x * (i + 1) for i, x in enumerate(AT)]
+    numbers["next__log_probs__full"] = SCORED
+    numbers["next__ref_log_probs__full"] = [-0.25 * x**2 for x in AT]
+    return tokens(form, *SAID, **numbers | more)
 
 
 def of(name: str, data: TensorDictBase, key: str = "advantage", **settings: Any) -> list[list[float]]:
@@ -216,23 +219,14 @@ def test_entries_of_tokens(form: str) -> None:
 
 def with_moments(form: str) -> TensorDictBase:
     """Of one group, with entropies and moments that differ from token to token, in the layout of the log-probs."""
-    data = conversations(form)
-    data["query"] = torch.zeros(3, dtype=torch.long)
-    log_probs = conversations("lazy")
-    for key, function in MOMENTS.items():
-        rows = [function(row[LOG_PROBS]) for row in log_probs.unbind(0)]
-        laid_out = lay_out(form, {"x": rows}, *SAID)
-        pairs = zip(data.unbind(0), laid_out.unbind(0), strict=True) if form == "lazy" else [(data, laid_out)]
-        for row, other in pairs:
-            row[("next", *key)] = other["x"]
-    return data
+    moments = {name: [function(x) for x in SCORED] for name, function in MOMENTS.items()}
+    return conversations(form, query=torch.zeros(3, dtype=torch.long), **moments)
 
 
-LOG_PROBS = ("next", "log_probs", "full")
-MOMENTS: dict[tuple[str, ...], Any] = {
-    ("entropy",): lambda x: 0.3 - x,
-    ("moments", "collision"): lambda x: 0.5 - 0.125 * x,
-    ("moments", "discriminator"): lambda x: -0.25 * x,
+MOMENTS: dict[str, Any] = {
+    "next__entropy": lambda x: 0.3 - x,
+    "next__moments__collision": lambda x: 0.5 - 0.125 * x,
+    "next__moments__discriminator": lambda x: -0.25 * x,
 }
 
 
@@ -275,15 +269,10 @@ def test_a_given_mask_skips_padding() -> None:
 @each_layout
 def test_rows_of_the_response_alone_are_placed_as_in_a_loss(form: str, policy_model: Any) -> None:
     """An advantage and a loss read the same numbers from an entry that begins with the first response token."""
-    whole, alone = conversations(form), conversations(form)
-    rows = [row[LOG_PROBS] for row in conversations("lazy").unbind(0)]
-    responses = [row[-n:] for row, n in zip(rows, (1, 3, 2), strict=True)]
-    if form == "lazy":
-        for row, response in zip(alone.unbind(0), responses, strict=True):
-            row[LOG_PROBS] = response
-    else:
-        layout = torch.jagged if form == "jagged" else torch.strided
-        alone[LOG_PROBS] = torch.nested.as_nested_tensor(responses, layout=layout)
+    responses = [row[-n:] for row, n in zip(SCORED, (1, 3, 2), strict=True)]
+    whole, alone = conversations(form), conversations(form, next__log_probs__full=responses)
+    if form == "padded":
+        alone["next", "log_probs", "full"] = torch.nested.as_nested_tensor(responses)
     want, got = (of("on_policy_distill", data) for data in (whole, alone))
     assert got == want
     assert want[1] == [0.0, -0.75, -2.0]

@@ -21,8 +21,6 @@ REWARD, MOMENTS = ("next", "reward"), ("next", "moments")
 
 test_arguments = refused(
     lambda name, settings: Advantage(name, **settings),
-    ("grop", {}, "unknown advantage 'grop'.*Did you mean 'grpo'"),
-    ("grpo", {"epsilonn": 1}, TypeError, "no hyper-parameter 'epsilonn'.*Did you mean 'epsilon'"),
     ("reinforce", {"group_size": 2}, "reinforce does not compare within groups"),
     ("gae", {"group_key": "query"}, "gae does not compare within groups"),
     ("grpo", {"group_key": "a", "group_size": 2}, "got both group_key='a' and group_size=2"),
@@ -160,8 +158,7 @@ def first_turns() -> Any:
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_turns_are_not_answers_to_one_prompt(padding: str) -> None:
-    names: tuple[Any, ...] = ("grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec", "best_of_group")
-    for name in names:
+    for name in ("grpo", "dr_grpo", "rloo", "opmd", "asymre", "rec", "best_of_group"):
         with pytest.raises(ValueError, match=MESSAGE + r".* use the algorithm multi_step_grpo .*, or pass group_key="):
             Advantage(name, group_size=4)(turns(padding=padding))
 
@@ -226,8 +223,7 @@ def test_turns_that_share_a_key_are_told() -> None:
     message = r"rows of one group \(group_key='query'\) have different prompts"
     with pytest.warns(UserWarning, match=message + ".* multi_step_grpo"):
         Advantage("grpo")(data)
-    per_token: tuple[Any, ...] = ("reinforce_plus_plus_baseline", "optimal_token_baseline")
-    for name in per_token:
+    for name in ("reinforce_plus_plus_baseline", "optimal_token_baseline"):
         with pytest.warns(UserWarning, match=message):
             Advantage(name).check_groups(data)
     with warnings.catch_warnings():
