@@ -69,15 +69,14 @@ def test_corrections() -> None:
     masked = {**weights, "mode": "mask", "low": 0.5, "high": 5.0}
     mean = {"divergence": "seq_mean_k1", "low": -math.log(1.25), "high": LN2}
     tis = {f"{TRUNCATED}type": "tis", f"{TRUNCATED}ratio": 2.0}
-    cases: list[tuple[Any, Any, list[tuple[Any, dict[str, Any]]]]] = [
+    for function, settings, expected in (
         (from_nemo_rl, correct, [(ImportanceWeights, weights)]),
         (from_nemo_rl, {**correct, **tis}, [(ImportanceWeights, {**weights, "high": 2.0})]),
         (from_nemo_rl, {**correct, **icepop}, [(ImportanceWeights, masked)]),
         (from_nemo_rl, {**correct, **sequences}, [(RejectionMask, mean), (ImportanceWeights, weights)]),
         (from_slime, {"use_tis": True, "tis_clip": 3.0}, [(ImportanceWeights, {**weights, "high": 3.0})]),
         (from_slime, {"use_opsm": True}, [(OffPolicySequenceMask, {"delta": 1e-4})]),
-    ]
-    for function, settings, expected in cases:
+    ):
         found = function(settings).recipe["loss_args"]["corrections"]
         assert [(new.func, pytest.approx(new.keywords)) for new in found] == expected
 
@@ -86,13 +85,12 @@ def test_nemos_kl_by_hand() -> None:
     """Log-ratios of the reference log 2, 3 and 25: exp(d) - 1 - d, its gradient plus the value; both clamps end gradients."""
     log_prob = tensor([[-3.0, -4.0, -26.0]]).requires_grad_()
     ref = log_prob.detach() + tensor([[LN2, 3.0, 25.0]])
-    cases: list[tuple[dict[str, Any], list[float], list[float]]] = [
+    for hyper, value, gradient in (
         ({}, [1 - LN2, 10.0, 10.0], [-LN2, 0.0, 0.0]),
         ({"output_clamp": None, "input_clamp": 2.0}, [1 - LN2, math.exp(2) - 3, math.exp(2) - 3], [-LN2, 0, 0]),
         ({"kind": "k1"}, [-LN2, -3.0, -10.0], [1 - LN2, -2.0, 0.0]),
         ({"kind": "k2"}, [LN2**2 / 2, 4.5, 10.0], [LN2**2 / 2 - LN2, 1.5, 0.0]),
-    ]
-    for hyper, value, gradient in cases:
+    ):
         found = nemo_kl(log_prob, ref, **hyper)
         assert_close(found.detach(), tensor([value]))
         assert_close(torch.autograd.grad(found.sum(), log_prob)[0], tensor([gradient]))
@@ -120,13 +118,10 @@ def test_files_and_values_that_they_do_not_know(tmp_path: Path) -> None:
 
 
 def test_references_of_nemo_are_not_left_out_silently() -> None:
-    found = from_nemo_rl(
-        {
-            "grpo": {"adv_estimator": {"normalize_rewards": "${grpo.normalize_rewards}"}, "normalize_rewards": False},
-            "loss_fn": {"ratio_clip_min": 0.3, "ratio_clip_max": "${loss_fn.ratio_clip_min}"},
-            "policy": {"tokenizer": {"name": "${policy.model_name}"}},
-        }
-    )
+    grpo = {"adv_estimator": {"normalize_rewards": "${grpo.normalize_rewards}"}, "normalize_rewards": False}
+    loss_fn = {"ratio_clip_min": 0.3, "ratio_clip_max": "${loss_fn.ratio_clip_min}"}
+    policy = {"tokenizer": {"name": "${policy.model_name}"}}
+    found = from_nemo_rl({"grpo": grpo, "loss_fn": loss_fn, "policy": policy})
     assert found.overrides["advantage"] == "rloo"
     assert {row.name for row in found.outside} >= {"grpo.adv_estimator.normalize_rewards", "policy.tokenizer.name"}
     (refused,) = found.refused

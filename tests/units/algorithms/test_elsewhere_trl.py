@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import math
 import re
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +27,13 @@ from toy_tokenizer import build_tokenizer
 #: Settings that are compared, of three trainers; settings that are refused, and why; what foreign names are told.
 CASES, PAIRED, CONTRASTIVE, REFUSED, HINTS = tables(__file__).values()
 CPU: dict[str, Any] = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True}
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
 def trl() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("datasets")
-        return pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    return pytest.importorskip("trl")
 
 
 EXPERIMENTAL = ("cpo", "orpo", "gkd", "tpo", "a2po", "iw_opd")
@@ -53,9 +51,7 @@ def configured(trl: Any, tmp_path: Path) -> Any:
     """Makes a configuration of a trainer."""
 
     def made(trainer: str, **settings: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return trl_class(trl, trainer)(output_dir=str(tmp_path), **CPU, gradient_checkpointing=False, **settings)
+        return trl_class(trl, trainer)(output_dir=str(tmp_path), **CPU, gradient_checkpointing=False, **settings)
 
     return made
 
@@ -66,9 +62,7 @@ def theirs(trl: Any, model: Any, batch: dict[str, Tensor], config: Any, **state:
 
     given = {"train_dataset": Dataset.from_list([{"prompt": "a"}] * 8), "args": config}
     given["processing_class"] = build_tokenizer(pad_token="<|pad|>")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = trl.GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), **given)
+    trainer = trl.GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), **given)
     for name, value in {"current_gradient_accumulation_steps": 1, **state}.items():
         setattr(trainer, name, value)
     model.train()
@@ -139,12 +133,21 @@ def test_advantages_by_hand(model: nn.Module) -> None:
     assert preset.schema == "rewards"
 
 
-def test_rloo_has_its_kl_in_the_reward() -> None:
-    found = from_trl({"beta": 0.07, "num_generations": 4}, trainer="rloo")
-    assert found.algorithm == "rloo"
-    wanted = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.07, "group_size": 4}
-    assert wanted.items() <= found.overrides.items()
-    assert from_trl({}, trainer="rloo").overrides["kl_reward_coeff"] == 0.05
+def test_kto_sft_and_rloo() -> None:
+    weights = {"beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    in_reward = {"kl_loss": "none", "kl_reward": "k1", "kl_reward_coeff": 0.07, "group_size": 4}
+    for trainer, settings, expected in (
+        ("kto", {"loss_type": "kto", **weights}, weights),
+        ("kto", {"loss_type": "apo_zero_unpaired", **weights}, weights),  # with reference points of 0
+        ("sft", {"loss_type": "nll"}, {"objective": "sft", "aggregation": "token-mean"}),
+        ("sft", {"loss_type": "dft"}, {"objective": "sft_is", "aggregation": "token-mean"}),
+        ("rloo", {"beta": 0.07, "num_generations": 4}, in_reward),
+        ("rloo", {}, {"kl_reward_coeff": 0.05}),
+    ):
+        found = from_trl(settings, trainer=trainer)
+        assert found.algorithm == trainer
+        assert not found.refused
+        assert expected.items() <= found.overrides.items()
     assert [row.name for row in from_trl({"num_iterations": 2}, trainer="rloo").refused] == ["num_iterations"]
 
 
@@ -200,34 +203,6 @@ def test_preference_losses(trl: Any, model: nn.Module, batch: dict[str, Tensor],
     agree(ours(model, batch, found), paired(trl, model, batch, config))
     if "ignores" in name:
         assert [row.name for row in found.outside if row.name == "label_smoothing"]
-
-
-@pytest.mark.parametrize(("kind", "point"), [("kto", 0.3), ("apo_zero_unpaired", 0.0)])
-def test_kto(model: nn.Module, batch: dict[str, Tensor], kind: str, point: float) -> None:
-    """TRL's formulas for the two kinds of answers, with a given KL."""
-    settings = {"loss_type": kind, "beta": 0.4, "desirable_weight": 1.5, "undesirable_weight": 0.5}
-    chosen = torch.arange(ROWS) % 3 == 0
-    data = rollouts(batch)
-    data["chosen"], data["reference_point"] = chosen, torch.full((ROWS,), point)
-
-    def by_hand() -> Tensor:
-        ratio = ((scored(model, batch)[0] - batch["ref"]) * batch["mask"]).sum(-1)
-        desirable = 1.5 * (1 - torch.sigmoid(0.4 * (ratio - point)))
-        undesirable = 0.5 * (1 - torch.sigmoid(0.4 * (point - ratio)))
-        return torch.where(chosen, desirable, undesirable).mean()
-
-    agree(ours(model, batch, from_trl(settings, trainer="kto"), data), with_gradients(model, by_hand))
-
-
-@pytest.mark.parametrize("kind", ["nll", "dft"])
-def test_sft(model: nn.Module, batch: dict[str, Tensor], kind: str) -> None:
-    """Minus the mean log-prob; for dft each times the probability, without gradient."""
-
-    def by_hand() -> Tensor:
-        log_prob = scored(model, batch)[0][batch["mask"]]
-        return -(log_prob * (log_prob.detach().exp() if kind == "dft" else 1)).mean()
-
-    agree(ours(model, batch, from_trl({"loss_type": kind}, trainer="sft")), with_gradients(model, by_hand))
 
 
 # ------------------------------------------------------------------ experimental trainers

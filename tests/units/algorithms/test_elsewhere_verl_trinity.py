@@ -1,19 +1,16 @@
-"""Configurations of verl and of Trinity-RFT: the loss by hand, and what each setting becomes.
-
-Beside their own functions: ``tests/peers/test_peers_elsewhere.py``.
-"""
+"""Configurations of verl and of Trinity-RFT: what each setting becomes. Their own losses: ``tests/peers``."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
-from elsewhere_batches import agree, each_in_one_list, one_prompt_each, ours, scored, with_gradients
+from elsewhere_batches import each_in_one_list, one_prompt_each
 from refused import refused
-from torchrl_llm_kl import ScoreOptions, from_trinity, from_verl
+from torchrl_llm_kl import Sampling, ScoreOptions, from_trinity, from_verl
 from torchrl_llm_kl._foreign import TRINITY, VERL
 from torchrl_llm_kl._registry import flatten
 from torchrl_llm_kl.algorithms import ALGORITHMS
@@ -24,6 +21,8 @@ A, R, G = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm"
 GRPO = f"{G}.adv_estimator=grpo"
 KL_REWARD = [GRPO, f"{G}.use_kl_in_reward=True", f"{G}.kl_penalty=low_var_kl"]
 CORRECTED = [GRPO, f"{G}.rollout_correction.rollout_is=token", f"{G}.rollout_correction.rollout_is_threshold=0.5_5.0"]
+CLIPPED = [GRPO, f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.3", f"{A}.clip_ratio_c=1.5"]
+CLIPPED += [f"{A}.use_kl_loss=True", f"{R}.temperature=0.8"]
 NORM = [GRPO, f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=2048"]
 
 
@@ -34,41 +33,6 @@ TWO_MEANS = "by seq-mean-token-mean and the KL and entropy by token-mean"
 
 def of_type(kind: str, **settings: Any) -> dict[str, Any]:
     return {"algorithm_type": kind, **settings}
-
-
-#: Of verl: dual clip, a clamped k3, and the temperature in both; the mean over tokens. Of Trinity-RFT: clipped at 0.2 on both
-#: sides with a dual clip at 3 for dapo too; k2 in the loss; the mean over tokens.
-LOSSES: dict[str, tuple[Any, float, tuple[float, float, float]]] = {
-    "verl": (
-        {
-            "algorithm": {"adv_estimator": "grpo"},
-            "actor_rollout_ref": {
-                "actor": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 1.5, "use_kl_loss": True},
-                "rollout": {"temperature": 0.8, "n": 4},
-            },
-        },
-        0.8,
-        (0.9, 1.3, 1.5),
-    ),
-    "trinity": (of_type("dapo", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1}), 1.0, (0.8, 1.2, 3.0)),
-}
-
-
-@pytest.mark.parametrize("library", LOSSES)
-def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor], library: str) -> None:
-    settings, temperature, (low, high, dual) = LOSSES[library]
-
-    def by_hand() -> Tensor:
-        log_prob, _ = scored(model, batch, temperature)
-        ratio, advantage = (log_prob - batch["old"]).exp(), batch["advantage"][:, None]
-        value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
-        value = torch.where(advantage < 0, torch.minimum(value, -dual * advantage), value)
-        d = batch["ref"] - log_prob
-        kl = 0.001 * (d.exp() - d - 1).clamp(max=10) if library == "verl" else 0.05 * d.square()
-        return (value + kl)[batch["mask"]].mean()
-
-    found = from_verl(settings) if library == "verl" else from_trinity(settings)
-    agree(ours(model, batch, found), with_gradients(model, by_hand))
 
 
 def test_verls_defaults() -> None:
@@ -92,6 +56,15 @@ def test_verls_defaults() -> None:
         ([*KL_REWARD, f"{G}.kl_ctrl.kl_coef=0.01"], "grpo", {"kl_reward": "low_var_kl", "kl_reward_coeff": 0.01}),
         (NORM, "grpo", {"aggregation": "seq-mean-token-sum-norm", "max_len": 2048}),
         (CORRECTED, "grpo", {"loss_args": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}}),
+        (CLIPPED, "grpo", {"clip_low": 0.1, "clip_high": 0.3, "clip_ratio_c": 1.5, "aggregation": "token-mean"}),
+        (CLIPPED, "grpo", {"kl_loss": "low_var_kl", "kl_loss_coeff": 0.001, "options": ScoreOptions(Sampling(0.8))}),
+        # Clipped at 0.2 on both sides with a dual clip at 3, as ppo is here by default.
+        (of_type("dapo"), "dapo", {"objective": "ppo", "objective_args": {}, "aggregation": "token-mean"}),
+        (
+            of_type("dapo", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1}),
+            "dapo",
+            {"kl_loss": "k2", "kl_loss_coeff": 0.1},
+        ),
         (of_type("ppo", advantage_fn_args=GAE), "ppo", {"advantage_args": {**GAE, "whiten": True}}),
         (of_type("grpo", repeat_times=8), "grpo", {"group_size": 8, "repeat_times": 8}),
         (of_type("grpo", advantage_fn_args=STD), "grpo", {"advantage_args": {"std": "batch", "epsilon": 1e-4}}),

@@ -15,6 +15,7 @@ from torchrl_llm_kl.algorithms import ALGORITHMS, Algorithm, AlgorithmParts, Unk
 from torchrl_llm_kl.losses import KLPlacementWarning
 from torchrl_llm_kl.transforms import RetrieveKL, RetrieveLogProb, RetrieveValue
 from toy_tasks import TabularCritic, chain
+from toy_training import made as made_by_lab
 
 TASK = chain()
 
@@ -55,13 +56,21 @@ def test_parts_are_those_of_the_preset(name: str) -> None:
 def test_fields_and_hyper_parameters_find_their_place() -> None:
     more = {"advantage_epsilon": 0.01, "kl_loss_coeff": 0.2, "entropy_coeff": 0.05}
     parts = made("mix", mu=0.3, clip_high=0.4, std="batch", **more)
-    advantage = parts.advantage
-    assert advantage is not None
     assert numbers(parts, "mu", "clip_low", "clip_high") == [0.3, 0.2, 0.4]
     assert numbers(parts, "kl_to_ref_coeff", "entropy_coeff") == [0.2, 0.05]
-    assert advantage.hyper == {"std": "batch", "epsilon": 0.01}
+    assert parts.advantage.hyper == {"std": "batch", "epsilon": 0.01}
     assert parts.algorithm.objective_args == {"mu": 0.3, "clip_high": 0.4}
     assert ALGORITHMS["mix"].objective_args == {}
+    changes: dict[str, Any] = {"repeat_times": 5, "objective": "cispo", "aggregation": "seq-mean-token-sum"}
+    changes |= {"kl_loss": "exact", "kl_loss_coeff": 0.2, "kl_reward": "k1", "kl_reward_coeff": 0.3}
+    changes |= {"entropy_coeff": 0.4, "leave_out_experts": True, "expert_data_ratio": 0.25, "advantage": "grpo"}
+    clip, args = {"clip_range_high": 0.1, "clip_range_low": 0.9}, {"std_cal_level": "batch", "epsilon": 1e-3}
+    parts = made(**changes, objective_args=clip, advantage_args=args)
+    assert changes.items() <= vars(parts.algorithm).items()
+    assert parts.loss.aggregation == "seq-mean-token-sum"
+    assert numbers(parts, "clip_low", "clip_high") == [0.9, 0.1]
+    assert parts.advantage.hyper == {"std": "batch", "epsilon": 1e-3}
+    assert numbers(made(objective_args={"clip_range": 0.1}), "clip_low", "clip_high") == [0.1, 0.1]
     # Another objective or advantage leaves the old one's settings.
     parts = made("ppo", advantage="rloo", use_critic=False)
     assert parts.algorithm.advantage_args == {}
@@ -97,7 +106,6 @@ def test_arguments_for_the_loss_and_the_masks() -> None:
     assert parts.loss.options.entropy
     assert parts.loss.scorer.tokens_per_batch == 64
     parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", options=ScoreOptions(Sampling(0.5)))
-    assert parts.critic_loss is not None
     assert parts.loss.masking_strategy == parts.critic_loss.masking_strategy == "rlhf"
     assert parts.loss.scorer.temperature == 0.5
     # An exact KL is given the reference and does not train it.
@@ -120,10 +128,9 @@ def test_old_log_probs_have_the_temperature_of_an_actor_that_is_a_scorer() -> No
     # Keys of an advantage beside the mask's.
     args = {"keys": {"reward": "score"}, "lam": 0.5}
     parts = made("ppo", critic=TabularCritic(TASK), masking_strategy="rlhf", advantage_args=args)
-    assert parts.advantage is not None
+    assert parts.advantage.hyper == {"lam": 0.5, "whiten": True}
     assert parts.advantage.keys["mask"] == ("masks", "all_assistant_mask")
     assert parts.advantage.keys["reward"] == "score"
-    assert parts.advantage.hyper == {"lam": 0.5, "whiten": True}
 
 
 def test_a_top_k_replaces_the_advantage() -> None:
@@ -139,21 +146,6 @@ def test_a_top_k_replaces_the_advantage() -> None:
     data = parts.prepare(TASK.sample(TASK.policy(), 16, torch.Generator().manual_seed(0)))
     assert given.kl_transform is None
     torch.testing.assert_close(given.loss(given.prepare(data)).total_loss, parts.loss(data).total_loss)
-
-
-def test_fields_and_arguments_of_both_parts() -> None:
-    changes: dict[str, Any] = {"repeat_times": 5, "objective": "cispo", "aggregation": "seq-mean-token-sum"}
-    changes |= {"kl_loss": "exact", "kl_loss_coeff": 0.2, "kl_reward": "k1", "kl_reward_coeff": 0.3}
-    changes |= {"entropy_coeff": 0.4, "leave_out_experts": True, "expert_data_ratio": 0.25, "advantage": "grpo"}
-    clip, args = {"clip_range_high": 0.1, "clip_range_low": 0.9}, {"std_cal_level": "batch", "epsilon": 1e-3}
-    parts = made(**changes, objective_args=clip, advantage_args=args)
-    assert changes.items() <= vars(parts.algorithm).items()
-    assert parts.loss.aggregation == "seq-mean-token-sum"
-    assert numbers(parts, "clip_low", "clip_high") == [0.9, 0.1]
-    assert parts.advantage is not None
-    assert parts.advantage.hyper == {"std": "batch", "epsilon": 1e-3}
-    both_sides = made(objective_args={"clip_range": 0.1})
-    assert numbers(both_sides, "clip_low", "clip_high") == [0.1, 0.1]
 
 
 test_impossible_settings = refused(
@@ -179,7 +171,7 @@ test_impossible_settings = refused(
     ("grpo", {"aggregation": "token_mean"}, r"aggregation 'token_mean'\. Did you mean 'token-mean'\? Known"),
     ("grpo", {"kl_loss": "k4"}, r"k4"),
     ("grpo", {"schema": "experiences"}, r"schema must be one of 'sft', 'dpo', 'unpaired', .*got 'experiences'"),
-    ("grop", {}, UnknownAlgorithmError, r"unknown algorithm 'grop'.*Did you mean 'grpo'\?"),
+    ("grop", {}, UnknownAlgorithmError, r"unknown algorithm 'grop'\. Did you mean 'grpo'\? Known: ppo, grpo, "),
     ("topr", {"group_size": 2}, "topr does not compare within groups: leave out group_key and group_size"),
     ("grpo", {"kl_loss_coeff": -0.1}, r"kl_loss_coeff must be a finite number of at least 0, got -0.1"),
     ("grpo", {"kl_loss_coeff": torch.tensor(-1.0)}, r"kl_loss_coeff must be a finite number of at least 0, got -1.0"),
@@ -213,33 +205,24 @@ def test_a_setting_that_two_parts_have() -> None:
     for settings in (by_part, {"objective_tau": 0.5, "advantage_tau": 2.0}):
         parts = made("opmd", opmd_baseline="logavgexp", **settings)
         assert numbers(parts, "tau") == [0.5]
-        assert parts.advantage is not None
         assert parts.advantage.hyper["tau"] == 2.0
     with pytest.raises(TypeError, match=r"'advantage_tau' and advantage_args=\{'tau': \.\.\.\} are the same setting"):
         made("opmd", advantage_tau=0.5, advantage_args={"tau": 2.0})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_estimators_out_of_place_warn_when_the_algorithm_is_made() -> None:
+    for settings, message in (
         ({"kl_loss": "k1"}, "'k1' in the loss: its mean gradient is zero"),
         ({"kl_loss": "k3"}, "'k3' in the loss: its mean gradient belongs to the forward KL"),
         ({"kl_loss": "none", "kl_reward": "k2"}, "'k2' in the reward: detached"),
-    ],
-)
-def test_estimators_out_of_place_warn_when_the_algorithm_is_made(settings: dict[str, str], message: str) -> None:
-    with pytest.warns(KLPlacementWarning, match=message) as caught:
-        make_algorithm("grpo", TASK.policy(), reference=TASK.policy(), **settings)
-    places = [Path(w.filename).name for w in caught if issubclass(w.category, KLPlacementWarning)]
-    assert places == [Path(__file__).name]  # of the caller
-
-
-def test_estimators_in_their_place_do_not() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", KLPlacementWarning)
+    ):
+        with pytest.warns(KLPlacementWarning, match=message) as caught:
+            make_algorithm("grpo", TASK.policy(), reference=TASK.policy(), **settings)
+        places = [Path(w.filename).name for w in caught if issubclass(w.category, KLPlacementWarning)]
+        assert places == [Path(__file__).name]  # of the caller
+    with warnings.catch_warnings():  # those in their place do not
+        warnings.simplefilter("error", KLPlacementWarning)
         for name in ALGORITHMS:
-            given = {"critic": TabularCritic(TASK)} if ALGORITHMS[name].use_critic else {}
-            made(name, reference=TASK.policy() if ALGORITHMS[name].needs_reference else None, max_len=2, **given)
+            made_by_lab(name, TASK.policy(), TASK.policy())
         made(kl_loss="none", kl_reward="k1")
         made(kl_loss="exact")
-    assert [w.message for w in caught if issubclass(w.category, KLPlacementWarning)] == []

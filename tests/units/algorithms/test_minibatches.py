@@ -108,8 +108,7 @@ def test_micro_batches_add_up(name: str) -> None:
     parts = algorithm(name)
     batch = parts.prepare(uneven())
     assert gradient(parts, batch).norm() > 0.05
-    splits: list[dict[str, int]] = [{"number": 3}, {"size": 5}, {"number": 1}, {"size": 1}]
-    for settings in splits:
+    for settings in ({"number": 3}, {"size": 5}, {"number": 1}, {"size": 1}):
         pieces = list(parts.micro_batches(batch, **settings))
         assert torch.equal(torch.cat([piece["number"] for piece in pieces]), torch.arange(16))
         assert_same(gradient(parts, *pieces), gradient(parts, batch))
@@ -202,22 +201,19 @@ def test_layouts(layout: str) -> None:
         torch.testing.assert_close(gradient(parts, piece), sft_gradient(parts, plain[numbers]).flatten())
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
+def test_impossible_splits() -> None:
+    parts, dpo = algorithm("sft"), algorithm("dpo")
+    batch = parts.prepare(uneven())
+    for settings, error, message in (
         ({}, TypeError, "number of parts or their size, got number=None and size=None"),
         ({"number": 2, "size": 2}, TypeError, "got number=2 and size=2"),
         ({"number": 0}, ValueError, "number must be at least 1, got 0"),
         ({"size": 0}, ValueError, "size must be at least 1, got 0"),
         ({"number": 17}, ValueError, "found 16 rows, which cannot be split into 17 parts"),
-    ],
-)
-def test_impossible_splits(settings: dict[str, int], error: type[Exception], message: str) -> None:
-    parts = algorithm("sft")
-    for split in (parts.minibatches, parts.micro_batches):
-        with pytest.raises(error, match=message):  # at the call, not at the first part
-            split(parts.prepare(uneven()), **settings)
-    dpo = algorithm("dpo")
+    ):
+        for split in (parts.minibatches, parts.micro_batches):
+            with pytest.raises(error, match=message):  # at the call, not at the first part
+                split(batch, **settings)
     with pytest.raises(ValueError, match="size=1 cannot hold a pair of 2 rows"):
         dpo.minibatches(dpo.prepare(uneven()), size=1)
     with pytest.raises(ValueError, match="found 8 pairs, which cannot be split into 9 parts"):

@@ -36,6 +36,14 @@ def rollouts(rows: int = 16, group_size: int = 2) -> TensorDict:
     return TASK.sample(TASK.policy(), rows, torch.Generator().manual_seed(0), group_size)
 
 
+def counted(name: str, **settings: Any) -> tuple[AlgorithmParts, Counting, Counting]:
+    """An algorithm, its actor and its reference, which have not been called."""
+    actor, reference = counting(), counting()
+    parts = made(name, actor, reference, **settings)
+    actor.calls = reference.calls = 0
+    return parts, actor, reference
+
+
 def uniform() -> TabularPolicy:
     return TASK.policy(torch.zeros_like(TASK.reference).log_softmax(-1))
 
@@ -92,7 +100,6 @@ def test_kl_in_the_reward_is_taken_off_once_and_only_where_it_belongs() -> None:
     for again in (batch, parts.prepare(batch)):
         torch.testing.assert_close(again["next", "reward"].squeeze(-1).sum(-1), expected)
     # Nor is what the algorithm's own transform charged, in an env say; also where the log-probs are scored once more.
-    assert parts.kl_transform is not None
     once = parts.kl_transform(rollouts())
     for env in (once, once.exclude(("next", "log_probs"))):
         torch.testing.assert_close(parts.prepare(env.clone())["next", "reward"], once["next", "reward"])
@@ -394,9 +401,7 @@ READ = {x: read for names, read in zip(LINES.strip().split("\n"), BOTH_OR_NONE, 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gkd"])
 def test_prepare_scores_what_is_read(name: str) -> None:
     old, ref = READ[name]
-    actor, reference = counting(), counting()
-    parts = made(name, actor, reference)
-    actor.calls = reference.calls = 0
+    parts, actor, reference = counted(name)
     policy_again, reference_again = FORWARDS_OF_THE_BATCH.get(name, (0, 0))
     batch = parts.prepare(rows_of_all(name=name))
     assert (actor.calls, reference.calls) == (old + policy_again, ref + reference_again)
@@ -417,16 +422,13 @@ def test_prepare_scores_what_is_read(name: str) -> None:
 
 def test_an_exact_kl_scores_the_reference_in_the_loss_alone_and_others_where_they_are_read() -> None:
     for name, old in (("grpo", True), ("opmd", False), ("dpo", False)):
-        actor, reference = counting(), counting()
-        parts = made(name, actor, reference, kl_loss="exact")
-        actor.calls = reference.calls = 0
+        parts, actor, reference = counted(name, kl_loss="exact")
         batch = parts.prepare(rows_of_all())
         assert (actor.calls > 0, reference.calls) == (old, 0)
         out = parts.loss(batch)
         assert reference.calls == 1
         assert float(out["kl_to_ref"]) == pytest.approx(0, abs=1e-6)
-    parts = made("jsd", counting(), reference := counting(), kl_loss="exact", use_reference=True)
-    reference.calls = 0
+    parts, _, reference = counted("jsd", kl_loss="exact", use_reference=True)
     parts.prepare(rows_of_all())
     assert reference.calls == 1  # for the advantage
     # A reference without use is scored once, for the log.
@@ -452,9 +454,7 @@ def test_a_distillation_scores_the_teacher_once() -> None:
         ("jsd", {"top_k": 3, "kl_loss": "k2", "use_reference": True}, "prepare"),
         ("gkd", {"kl_loss": "k2"}, "loss"),
     ):
-        actor, teacher = counting(), counting()
-        parts = made(name, actor, teacher, **settings)
-        actor.calls = teacher.calls = 0
+        parts, actor, teacher = counted(name, **settings)
         batch = parts.prepare(rows_of_all())
         assert (actor.calls, teacher.calls) == (0, when == "prepare")
         entries = set(batch.keys(True, True))
