@@ -294,21 +294,14 @@ def test_a_call_that_is_nested_too_deeply_is_told(name: str, text: str) -> None:
         assert "nested too deeply" in found.error
 
 
-class Template:
-    """A tokenizer whose ``response_template`` finds as many calls as an answer has brackets."""
-
-    chat_template = "{{ messages }}"
-    response_template = True
-
-    def parse_response(self, text: str, prefix: str, tools: Any) -> dict[str, Any]:
-        return {"content": "", "tool_calls": [{"name": "f", "arguments": {}}] * text.count("<")}
-
-
 def test_too_many_calls_are_told() -> None:
     one = '<tool_call>{"name": "add"}</tool_call>'
     assert len(parse_hermes(one * 1000).calls) == 1000
-    dialog = Dialog.__new__(Dialog)
-    dialog.tools, dialog._parser, dialog.tokenizer = SimpleNamespace(schemas=[]), None, Template()
+    dialog, empty = Dialog.__new__(Dialog), {"name": "f", "arguments": {}}
+    dialog.tools, dialog._parser = SimpleNamespace(schemas=[]), None
+    # A tokenizer whose `response_template` finds as many calls as an answer has brackets.
+    dialog.tokenizer = SimpleNamespace(chat_template="{{ messages }}", response_template=True)
+    dialog.tokenizer.parse_response = lambda text, **_: {"content": "", "tool_calls": [empty] * text.count("<")}
     assert len(dialog.parse("", "<" * 10).calls) == 10
     listed = f"<tool_call>[{'{},' * 1000}{{}}]</tool_call>"
     for found in (read_calls(parse_hermes, one * 1001), read_calls(parse_hermes, listed), dialog.parse("", "<" * 1001)):

@@ -22,11 +22,10 @@ from torchrl.envs.transforms import StepCounter
 
 from closeness import assert_near
 from refused import refused
-from torchrl_llm_kl import FunctionReward, PromptError, RewardError, make_algorithm
+from torchrl_llm_kl import FunctionReward, PromptError, RewardError
 from torchrl_llm_kl.datasets import DataError
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, _calls, _rewards, reward_metrics
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
-from toy_rollouts import make_model
 from waits import LONG
 
 ROWS = [
@@ -53,13 +52,6 @@ class Table:
         return self.rows[index]
 
 
-def check(prompts: Prompts) -> None:
-    assert [p.question for p in prompts] == ["1 + 1?", "2 + 1?", "3 + 1?"]
-    assert [[m["role"] for m in p.messages] for p in prompts] == [["user"], ["user"], ["system", "user"]]
-    metadata = [{"answer": "2", "level": 1}, {"answer": "3", "level": None}, {"level": [1, 2]}]
-    assert [p.metadata for p in prompts] == metadata
-
-
 def test_rows_of_a_list_of_files_and_of_data_sets(tmp_path: Path) -> None:
     """Parquet fills missing columns with None; a data set is read when a row is posed."""
     path = tmp_path / "a.jsonl"
@@ -68,7 +60,10 @@ def test_rows_of_a_list_of_files_and_of_data_sets(tmp_path: Path) -> None:
     for source in (ROWS, path, str(path), table):
         prompts = Prompts(source)
         assert (len(prompts), table.read) == (3, int(source is table))
-        check(prompts)
+        assert [p.question for p in prompts] == ["1 + 1?", "2 + 1?", "3 + 1?"]
+        assert [[m["role"] for m in p.messages] for p in prompts] == [["user"], ["user"], ["system", "user"]]
+        metadata = [{"answer": "2", "level": 1}, {"answer": "3", "level": None}, {"level": [1, 2]}]
+        assert [p.metadata for p in prompts] == metadata
     assert prompts[1:][0].question == "2 + 1?"
     with pytest.raises(PromptError, match="row 2 of the data set has no prompt: found the columns text, expected one"):
         _ = Prompts(Table([{"prompt": "a"}, {"text": "b"}]))[1]
@@ -214,20 +209,6 @@ def test_batches_of_any_shape_and_metrics_over_what_is_done() -> None:
         assert_near({name: float(x) for name, x in reward_metrics(shaped).items()}, want, dtype=torch.float32)
     with pytest.raises(KeyError, match="expected 'reward_failures' under 'next', found done"):
         reward_metrics(TensorDict(next=TensorDict(done=torch.ones(2, 1).bool(), batch_size=[2]), batch_size=[2]))
-
-
-def test_gdpo_reads_the_parts(tokenizer: Any) -> None:
-    reward = FunctionReward({"right": lambda q, a, m: a == m["answer"], "length": length})
-    args = {"keys": {"rewards": reward.part_keys}, "reward_weights": [1.0, 0.25]}
-    gdpo = make_algorithm("gdpo", make_model(tokenizer, seed=0), kl_loss="none", group_size=2, advantage_args=args)
-    td = reward(batch(["4", "222", "22", "333"]))
-    full = torch.tensor([[3, 4, 5], [3, 4, 6], [7, 4, 5], [7, 4, 6]])
-    td["tokens"] = TensorDict(prompt=full[:, :2], full=full, batch_size=[4])
-    del td["query"], td["text"]
-    # Scaled in their groups, right is +-1 / sqrt(2), then 0; length -+1 / sqrt(2) twice. The sums are 3, -3, -1, 1 times
-    # 0.25 / sqrt(2), and the standard deviation of 3, -3, -1, 1 is sqrt(20 / 3).
-    want = [x / math.sqrt(20 / 3) for x in (3, -3, -1, 1)]
-    assert gdpo.prepare(td)["advantage"].squeeze(-1).tolist() == pytest.approx(want, abs=1e-4)
 
 
 def fails_on(rows: set[int], error: Any) -> Any:
