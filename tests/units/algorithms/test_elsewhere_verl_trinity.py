@@ -25,9 +25,9 @@ CLIPPED = [GRPO, f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.3", f"{A}.cl
 CLIPPED += [f"{A}.use_kl_loss=True", f"{R}.temperature=0.8"]
 NORM = [GRPO, f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=2048"]
 
-
 GAE, STD = {"gamma": 0.9, "lam": 0.8}, {"std_cal_level": "batch", "epsilon": 1e-4}
 DUPLICATES = "advantage_fn_args.duplicate_experiences"
+PPO = {"clip_low": 0.2, "clip_high": 0.2, "clip_ratio_c": 3.0}  # of Trinity's dapo too
 TWO_MEANS = "by seq-mean-token-mean and the KL and entropy by token-mean"
 
 
@@ -58,8 +58,7 @@ def test_verls_defaults() -> None:
         (CORRECTED, "grpo", {"loss_args": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}}),
         (CLIPPED, "grpo", {"clip_low": 0.1, "clip_high": 0.3, "clip_ratio_c": 1.5, "aggregation": "token-mean"}),
         (CLIPPED, "grpo", {"kl_loss": "low_var_kl", "kl_loss_coeff": 0.001, "options": ScoreOptions(Sampling(0.8))}),
-        # Clipped at 0.2 on both sides with a dual clip at 3, as ppo is here by default.
-        (of_type("dapo"), "dapo", {"objective": "ppo", "objective_args": {}, "aggregation": "token-mean"}),
+        (of_type("dapo"), "dapo", {"objective": "ppo", "objective_args": PPO, "aggregation": "token-mean"}),
         (
             of_type("dapo", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1}),
             "dapo",
