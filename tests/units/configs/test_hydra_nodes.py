@@ -222,8 +222,10 @@ TWICE = r"max_len is an argument of torchrl_llm_kl\.losses\.PolicyLoss and in hy
 
 
 def built(overrides: str) -> None:
-    """What hydra says of the cause is part of the message."""
-    cfg = compose("+loss=policy", "+options@loss.options=base", "+transform@kl=retrieve_kl", overrides)
+    try:
+        cfg = compose("+loss=policy", "+options@loss.options=base", "+transform@kl=retrieve_kl", overrides)
+    except ConfigCompositionException as error:  # the reason is in its cause
+        raise ConfigCompositionException(f"{error} {error.__cause__}") from error
     instantiate(cfg.loss, actor=nn.Linear(1, 1))
     instantiate(cfg.kl)
 
