@@ -19,7 +19,7 @@ from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.service import PoisonedRequest, ServiceClosedError
-from torchrl_llm_kl.service._errors import ReplicaGone
+from torchrl_llm_kl.service._errors import ReplicaGone, ServiceTimeout
 from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._batcher import Batcher
@@ -29,8 +29,6 @@ from torchrl_llm_kl.service.replica._pieces import Pieces
 from waits import LONG
 
 quick = settings(max_examples=40, deadline=None)
-
-
 sent = partial(request_of, caller="a")
 
 
@@ -68,21 +66,18 @@ async def ask(batcher, *requests, timeout=LONG, trials=()):
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-def run(score, *requests, trials=(), **settings):
-    async def main():
-        batcher = Batcher(score, **{"max_wait": 0.05, **settings})
-        answers = await ask(batcher, *requests, trials=trials)
-        await batcher.close()
-        return answers
-
-    return asyncio.run(main())
+async def run(score, *requests, trials=(), **settings):
+    batcher = Batcher(score, **{"max_wait": 0.05, **settings})
+    answers = await ask(batcher, *requests, trials=trials)
+    await batcher.close()
+    return answers
 
 
 def tags_of(answers):
     return [float(answer.columns["log_prob"][0]) for answer in answers]
 
 
-def test_composition_of_batches():
+async def test_composition_of_batches():
     """Round-robin over callers, the oldest first; a request above ``max_tokens`` is a batch of its own."""
     greedy = [request(i, tokens=10, caller="greedy") for i in range(4)]
     for requests, most, batches in (
@@ -90,47 +85,40 @@ def test_composition_of_batches():
         ([request(0, tokens=50), request(1), request(2)], 10, [[0], [1, 2]]),
     ):
         recorder = Recorder()
-        assert tags_of(run(recorder, *requests, max_tokens=most)) == [first_token(each) for each in requests]
+        assert tags_of(await run(recorder, *requests, max_tokens=most)) == [first_token(each) for each in requests]
         assert recorder.batches == batches
 
 
-def test_an_ill_formed_request_fails_alone():
-    recorder, bad = Recorder(), [replace(request(1), **each) for each in ({"caller": ["a"]}, {"scored": None})]
-    first, *failed, last = run(recorder, request(0), *bad, request(2))
-    assert (tags_of([first, last]), recorder.batches) == ([0, 2], [[0, 2]])
-    assert [type(each) for each in failed] == [TypeError, AttributeError]
-
-
-def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone():
-    recorder = Recorder(fails=[1])
-    bad, *answers = run(recorder, *(request(i, caller=str(i)) for i in (1, 0, *range(2, 8))))
+async def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone():
+    """Also one that is ill-formed."""
+    recorder, ill = Recorder(fails=[1]), [replace(request(9), **each) for each in ({"caller": ["a"]}, {"scored": None})]
+    bad, *answers, one, other = await run(recorder, *(request(i, caller=str(i)) for i in (1, 0, *range(2, 8))), *ill)
     assert tags_of(answers) == [0, *range(2, 8)]
-    assert (type(bad), str(bad)) == (ValueError, "bad 1")
+    assert [type(each) for each in (bad, one, other)] == [ValueError, TypeError, AttributeError]
+    assert str(bad) == "bad 1"
     assert [sorted(batch) for batch in recorder.batches] == [list(range(8))]
     assert recorder.threads == {"scoring_0"}
 
 
-def test_recent_callers_are_waited_for_and_nobody_else():
-    async def main():
-        first, then = Recorder(), Recorder()
-        batcher = Batcher(first, max_wait=0.2)
-        await ask(batcher, request(0, caller="a"))  # the only caller so far
-        await ask(batcher, request(1, caller="b"))
-        batcher._max_wait = 2 * LONG
-        await asyncio.wait_for(ask(batcher, request(2, caller="a"), request(3, caller="b")), LONG)
-        await batcher.close()
-        batcher, tasks = Batcher(then, max_wait=0.3), []
-        for i, caller in enumerate("abc"):
-            batcher.expect(caller)
-            asked = request(i, caller=caller)
-            late = lambda asked=asked: tasks.append(asyncio.ensure_future(ask(batcher, asked)))  # noqa: E731
-            asyncio.get_running_loop().call_later(0.05 * i, late)
-        await asyncio.sleep(0.25)
-        await asyncio.gather(*tasks)
-        await batcher.close()
-        return first.batches, then.batches
+async def test_recent_callers_are_waited_for_and_nobody_else():
+    first, then = Recorder(), Recorder()
+    batcher = Batcher(first, max_wait=0.2)
+    await ask(batcher, request(0, caller="a"))  # the only caller so far
+    await ask(batcher, request(1, caller="b"))
+    batcher._max_wait = 2 * LONG
+    await asyncio.wait_for(ask(batcher, request(2, caller="a"), request(3, caller="b")), LONG)
+    await batcher.close()
+    batcher = Batcher(then, max_wait=0.3)
 
-    assert asyncio.run(main()) == ([[0], [1], [2, 3]], [[0, 1, 2]])
+    async def late(i, caller):
+        await asyncio.sleep(0.05 * i)
+        await ask(batcher, request(i, caller=caller))
+
+    for caller in "abc":
+        batcher.expect(caller)
+    await asyncio.gather(*itertools.starmap(late, enumerate("abc")))
+    await batcher.close()
+    assert (first.batches, then.batches) == ([[0], [1], [2, 3]], [[0, 1, 2]])
 
 
 @pytest.mark.parametrize(
@@ -138,22 +126,18 @@ def test_recent_callers_are_waited_for_and_nobody_else():
     [(SystemExit("enough"), "the model raised SystemExit: enough."), (MemoryError("no room"), "no room")],
     ids=["exit", "memory"],
 )
-def test_an_error_of_the_model_reaches_all_callers_of_its_batch(error, text):
+async def test_an_error_of_the_model_reaches_all_callers_of_its_batch(error, text):
     def score(requests):
         if first_token(requests[0]) == 0:
             raise error
         return Recorder()(requests)
 
-    async def main():
-        batcher = Batcher(score)
-        return [*await ask(batcher, request(0), request(0, caller="b")), *await ask(batcher, request(1))]
-
-    *failed, after = asyncio.run(main())
-    assert [str(answer) for answer in failed] == [text, text]
-    assert isinstance(after, Reply)
+    batcher = Batcher(score)
+    assert [str(answer) for answer in await ask(batcher, request(0), request(0, caller="b"))] == [text, text]
+    assert tags_of(await ask(batcher, request(1))) == [1]
 
 
-def test_a_replica_that_hangs_passes_its_queue_on():
+async def test_a_replica_that_hangs_passes_its_queue_on():
     """Rejected from the watchdog's thread: what waits gets the error at once, and so do later requests; the batch goes on."""
     hangs, enough = threading.Event(), threading.Event()
 
@@ -162,37 +146,28 @@ def test_a_replica_that_hangs_passes_its_queue_on():
         enough.wait()
         return Recorder()(requests)
 
-    async def main():
-        batcher = Batcher(hang, max_wait=0.0, max_tokens=3)
-        asked = [asyncio.ensure_future(batcher.submit(request(i), timeout=60)) for i in range(5)]
-        await asyncio.to_thread(hangs.wait)
-        await asyncio.to_thread(batcher.reject_soon, ReplicaGone("it hangs"))
-        waiting = await asyncio.gather(*asked[1:], return_exceptions=True)
-        late = await ask(batcher, request(7))
-        assert not asked[0].done()
-        enough.set()
-        return [*waiting, *late, await asked[0]]
-
-    *gone, first = asyncio.run(main())
+    batcher = Batcher(hang, max_wait=0.0, max_tokens=3)
+    first, *waiting = [asyncio.ensure_future(batcher.submit(request(i), timeout=60)) for i in range(5)]
+    await asyncio.to_thread(hangs.wait)
+    await asyncio.to_thread(batcher.reject_soon, ReplicaGone("it hangs"))
+    gone = [*await asyncio.gather(*waiting, return_exceptions=True), *await ask(batcher, request(7))]
     assert [(type(answer), str(answer)) for answer in gone] == [(ReplicaGone, "it hangs")] * 5
-    assert isinstance(first, Reply)
+    assert not first.done()
+    enough.set()
+    assert isinstance(await first, Reply)
 
 
 @pytest.mark.parametrize("what", ["trial", "on_batch", "replies"])
-def test_a_fault_of_the_batcher_ends_one_batch(what):
+async def test_a_fault_of_the_batcher_ends_one_batch(what):
     def fail(*_):
         raise RuntimeError("a fault")
 
-    async def main():
-        recorder = (lambda requests: Recorder()(requests)[1:]) if what == "replies" else Recorder()
-        batcher = Batcher(recorder, **({"on_batch": fail} if what == "on_batch" else {}))
-        first = await ask(batcher, request(0), trials=[fail] if what == "trial" else [])
-        batcher._score = Recorder()
-        return [*first, *await ask(batcher, request(1), request(2))]
-
-    first, *others = asyncio.run(main())
+    recorder = (lambda requests: Recorder()(requests)[1:]) if what == "replies" else Recorder()
+    batcher = Batcher(recorder, **({"on_batch": fail} if what == "on_batch" else {}))
+    (first,) = await ask(batcher, request(0), trials=[fail] if what == "trial" else [])
     assert isinstance(first, Reply if what == "on_batch" else (RuntimeError, ValueError))
-    assert tags_of(others) == [1, 2]
+    batcher._score = Recorder()
+    assert tags_of(await ask(batcher, request(1), request(2))) == [1, 2]
 
 
 class Trials:
@@ -210,40 +185,37 @@ class Trials:
         return trial
 
 
-def test_a_request_on_trial_is_scored_alone_between_two_calls():
+async def test_a_request_on_trial_is_scored_alone_between_two_calls():
     """Those of other callers come first. One that is refused is not scored, and fails alone."""
     recorder = Recorder()
     trials = Trials(recorder, refuses=[8])
     requests = [request(tag, caller=caller) for tag, caller in ((7, "b"), (8, "b"), (9, "b"), (0, "a"), (2, "b"))]
-    first, refused, *others = run(recorder, *requests, trials=[trials.of(tag) for tag in (7, 8, 9)])
+    first, refused, *others = await run(recorder, *requests, trials=[trials.of(tag) for tag in (7, 8, 9)])
     assert tags_of([first, *others]) == [7, 9, 0, 2]
     assert isinstance(refused, PoisonedRequest)
     assert recorder.batches == [[0, 2], [7], [9]]
     assert trials.calls == [(7, False, 1), (7, True, 2), (8, False, 2), (9, False, 2), (9, True, 3)]
 
 
-def test_a_trial_ends_with_the_last_piece_of_a_request():
+async def test_a_trial_ends_with_the_last_piece_of_a_request():
     """Whether it is scored or fails: its process survived it."""
     for fails, expected in (((), Reply), ([7], ValueError)):
         recorder = Recorder(fails=fails)
         trials = Trials(recorder)
-        answers = run(recorder, sent([[7] * 8] * 40), trials=[trials.of(7)], max_tokens=160)
+        answers = await run(recorder, sent([[7] * 8] * 40), trials=[trials.of(7)], max_tokens=160)
         assert [type(answer) for answer in answers] == [expected]
         assert trials.calls[-1] == (7, True, len(recorder.batches))
         assert [over for _, over, _ in trials.calls] == [False] * len(recorder.batches) + [True]
         assert len(recorder.batches) == (1 if fails else 2)
 
 
-def test_close_refuses_waiting_and_later_requests():
-    async def main():
-        batcher = Batcher(Recorder(seconds=0.2), max_wait=0.0, max_tokens=3)
-        waiting = asyncio.ensure_future(ask(batcher, *(request(i) for i in range(3)), timeout=5))
-        await asyncio.sleep(0.1)
-        await batcher.close()
-        late = await ask(batcher, request(7))
-        return [*await waiting, *late]
-
-    first, *others = asyncio.run(main())
+async def test_close_refuses_waiting_and_later_requests():
+    batcher = Batcher(Recorder(seconds=0.2), max_wait=0.0, max_tokens=3)
+    waiting = asyncio.ensure_future(ask(batcher, *(request(i) for i in range(3)), timeout=5))
+    await asyncio.sleep(0.1)
+    await batcher.close()
+    late = await ask(batcher, request(7))
+    first, *others = [*await waiting, *late]
     assert isinstance(first, Reply)
     assert all(isinstance(answer, ServiceClosedError) for answer in others)
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
@@ -286,9 +258,7 @@ def test_parts_join_to_the_whole(rows, limit, masked, data):
         assert [row.tolist() for row in part.scored.tokens.to_list()] == [rows[i] for i in pieces.rows(group)]
         if masked:
             own, found = part.scored.tokens.values.tolist(), Request.unpack(part.pack()).scored
-            kept = [
-                ids[flat.index(token)] if scored else [] for token, scored in zip(own, found.mask.tolist(), strict=True)
-            ]
+            kept = [ids[flat.index(t)] if scored else [] for t, scored in zip(own, found.mask.tolist(), strict=True)]
             assert [row.tolist() for row in found.kept.ids.split(found.kept.offsets.diff().tolist())] == kept
             assert found.top_ids.tolist() == [[7 * token] for token in own]
     joined, expected = pieces.join([(g, echo(p)) for g, p in zip(groups, parts, strict=True)]), echo(whole)
@@ -305,7 +275,7 @@ def test_answers_to_one_prompt_stay_together():
     assert [len({rows[i][1] for i in pieces.rows([unit])}) for unit in range(3)] == [3, 3, 2]
 
 
-def in_pieces(core, *requests):
+async def in_pieces(core, *requests):
     """Answers, and the tokens of each request in each batch."""
     batches = []
 
@@ -313,7 +283,7 @@ def in_pieces(core, *requests):
         batches.append([part.num_tokens for part in parts])
         return core.score(parts)
 
-    return run(score, *requests, max_wait=0.0, max_tokens=160), batches
+    return await run(score, *requests, max_wait=0.0, max_tokens=160), batches
 
 
 def random_rows(count, seed=0):
@@ -330,23 +300,24 @@ def scores_of(made, rows, mask=None, **options):
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_scores_in_pieces_are_those_of_the_whole(entropy):
+async def test_scores_in_pieces_are_those_of_the_whole(entropy):
     rows, small = random_rows(60), random_rows(2, seed=1)
     mask = [[i > 0 and (i + j) % 3 > 0 for i in range(len(row))] for j, row in enumerate(rows)]
     core = ScoringCore(TransformersEngine(model()))
-    answers, batches = in_pieces(core, sent(rows, mask, entropy=entropy), sent(small, caller="b", entropy=entropy))
+    asked = sent(rows, mask, entropy=entropy), sent(small, caller="b", entropy=entropy)
+    answers, batches = await in_pieces(core, *asked)
     assert len(batches) > 4
     assert len(batches[0]) == 2, "the small request shares the first batch"
     for answer, given_rows, chosen in zip(answers, (rows, small), (mask, None), strict=True):
         assert_same(answer.columns, scores_of(model(), given_rows, chosen, entropy=entropy))
     rows[41] = [5, 6, 1000]
-    (bad, good), _ = in_pieces(core, sent(rows), sent([[1, 2]]))
+    (bad, good), _ = await in_pieces(core, sent(rows), sent([[1, 2]]))
     assert isinstance(bad, ValueError)
     assert "sequence 41" in str(bad)
     assert isinstance(good, Reply)
 
 
-def test_pieces_of_a_request_come_from_one_version():
+async def test_pieces_of_a_request_come_from_one_version():
     """Weights change after its second batch: the earlier pieces are scored again."""
     core, rows = ScoringCore(TransformersEngine(model())), random_rows(60)
     score, calls = core.score, itertools.count(1)
@@ -357,14 +328,14 @@ def test_pieces_of_a_request_come_from_one_version():
         return score(requests)
 
     core.score = push_in_between
-    (answer,), batches = in_pieces(core, sent(rows))
+    (answer,), batches = await in_pieces(core, sent(rows))
     assert answer.version == 1
     assert sum(map(sum, batches)) > sum(map(len, rows)), "two batches were scored twice"
     assert_same(answer.columns, scores_of(model(seed=1), rows))
 
 
 @pytest.mark.parametrize("callers", [1, 3])
-def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(callers):
+async def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(callers):
     """Weights change after each batch: a request of ten batches is scored at most three times, then they change again."""
     version, batches = 0, 0
 
@@ -377,35 +348,33 @@ def test_updates_that_come_faster_than_a_request_do_not_restart_it_for_ever(call
         nonlocal version
         version += 1
 
-    async def main():
-        batcher = Batcher(score, max_wait=0.0, max_tokens=160)
+    batcher = Batcher(score, max_wait=0.0, max_tokens=160)
 
-        async def push():
-            while True:
-                before = batches
-                await batcher.in_thread(change)
-                while batches == before:
-                    await asyncio.sleep(0)
+    async def push():
+        while True:
+            before = batches
+            await batcher.in_thread(change)
+            while batches == before:
+                await asyncio.sleep(0)
 
-        pushing = asyncio.ensure_future(push())
-        large = [batcher.submit(sent([[1] * 8] * 200, caller=f"{i}"), timeout=60.0) for i in range(callers)]
-        answers = await asyncio.wait_for(asyncio.gather(*large), 20.0)
-        end = version
-        await batcher.submit(sent([[1, 2]]), timeout=60.0)
-        await asyncio.wait_for(batcher.in_thread(change), 20.0)
-        assert version > end, "updates go on"
-        pushing.cancel()
-        await batcher.close()
-        return answers
-
-    assert all(len(answer.columns["log_prob"]) == 200 * 7 for answer in asyncio.run(main()))
+    pushing = asyncio.ensure_future(push())
+    large = [batcher.submit(sent([[1] * 8] * 200, caller=f"{i}"), timeout=60.0) for i in range(callers)]
+    answers = await asyncio.wait_for(asyncio.gather(*large), 20.0)
+    end = version
+    await batcher.submit(sent([[1, 2]]), timeout=60.0)
+    await asyncio.wait_for(batcher.in_thread(change), 20.0)
+    assert version > end, "updates go on"
+    pushing.cancel()
+    await batcher.close()
+    assert all(len(answer.columns["log_prob"]) == 200 * 7 for answer in answers)
     assert batches <= 3 * 10 * callers + 5
 
 
-@pytest.mark.parametrize("how", ["deadline", "cancelled"])
-def test_what_no_caller_waits_for_is_not_scored(how):
+@pytest.mark.parametrize("error", [ServiceTimeout, asyncio.CancelledError], ids=["deadline", "cancelled"])
+async def test_what_no_caller_waits_for_is_not_scored(error):
     """The first batch of a large request runs; then its caller is gone, and none of its other 99 pieces is scored."""
     running, batches, trials = threading.Event(), [], []
+    late = error is ServiceTimeout
 
     async def trial(over):
         trials.append(over)
@@ -416,28 +385,20 @@ def test_what_no_caller_waits_for_is_not_scored(how):
         batches.append([part.num_tokens for part in requests])
         return [echo(part) for part in requests]
 
-    async def main():
-        batcher = Batcher(slow, max_wait=0.0, max_tokens=160)
-        timeout = 0.05 if how == "deadline" else 60.0
-        large = asyncio.ensure_future(batcher.submit(sent([[1] * 40] * 400), timeout=timeout, trial=trial))
-        while not running.is_set():
-            await asyncio.sleep(0.01)
-        if how == "cancelled":
-            large.cancel()
-        small = await ask(batcher, sent([[1, 2]], caller="b"), timeout=60.0)
-        gone = await asyncio.gather(large, return_exceptions=True)
-        assert (len(batcher), batcher.tokens) == (0, 0)
-        await batcher.close()
-        return [*small, *gone]
-
-    small, gone = asyncio.run(main())
+    batcher = Batcher(slow, max_wait=0.0, max_tokens=160)
+    asked = batcher.submit(sent([[1] * 40] * 400), timeout=0.05 if late else 60.0, trial=trial)
+    large = asyncio.ensure_future(asked)
+    await asyncio.to_thread(running.wait)
+    if not late:
+        large.cancel()
+    (small,) = await ask(batcher, sent([[1, 2]], caller="b"), timeout=60.0)
     assert isinstance(small, Reply)
+    with pytest.raises(error, match=r"a request was not scored within 0\.05 s" if late else None):
+        await large
+    assert (len(batcher), batcher.tokens) == (0, 0)
+    await batcher.close()
     assert batches == [[160], [2]]
-    assert trials == ([False, None] if how == "deadline" else [False, True])
-    if how == "deadline":
-        assert "a request was not scored within 0.05 s" in str(gone)
-    else:
-        assert isinstance(gone, asyncio.CancelledError)
+    assert trials == ([False, None] if late else [False, True])
 
 
 # ------------------------------------------------------------------ the fair queue

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from functools import wraps
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +16,8 @@ NUMBERS = itertools.count()
 LEFT, DIED = ray.exceptions.TaskCancelledError(), ray.exceptions.OwnerDiedError("", None, "")  # ends of a client
 
 
-class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time passes at once while all wait for it."""
+class Loop(asyncio.SelectorEventLoop):
+    """The loop of these tests: its time passes at once while all wait for it."""
 
     def __init__(self):
         super().__init__()
@@ -33,23 +32,6 @@ class Clock(asyncio.SelectorEventLoop):
 
     def time(self):
         return self.now
-
-
-def on_clock(test):
-    """An asynchronous test, with a clock of its own."""
-
-    @wraps(test)
-    def run(*args, **fixtures):
-        loop = Clock()
-        try:
-            loop.run_until_complete(test(*args, **fixtures))
-        finally:
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-            loop.run_until_complete(asyncio.sleep(1.0))
-            loop.close()
-
-    return run
 
 
 def now():
@@ -158,18 +140,33 @@ class Lab:
     def states(self):
         return [slot.state for slot in self.it.slots]
 
+    async def later(self, seconds):
+        """The states after so many seconds."""
+        await asyncio.sleep(seconds)
+        return self.states()
+
+    async def ended(self, seconds):
+        """Why the service has ended after so many seconds."""
+        await asyncio.sleep(seconds)
+        return self.it.ended
+
     def error(self, replica=0):
         assert self.states()[replica] == FAILED
         assert self.actors[replica].ends == ["for good"]
         return self.it.slots[replica].error
 
 
-@on_clock
-async def test_replicas_are_started_and_told_the_news():
-    lab = Lab((), ({"seconds": 400.0},))
+async def begun(*lives, after=0.0, **spec):
+    """A lab that has had a client for so many seconds."""
+    lab = Lab(*lives, **spec)
     await lab.client()
-    await asyncio.sleep(0.1)
-    assert lab.states() == [READY, STARTING], "a model may take long to load"
+    await asyncio.sleep(after)
+    return lab
+
+
+async def test_replicas_are_started_and_told_the_news():
+    lab = await begun((), ({"seconds": 400.0},))
+    assert await lab.later(0.1) == [READY, STARTING], "a model may take long to load"
     await asyncio.sleep(401)
     expected = {"id": "mine", "replicas": lab.actors, "ended": "", "states": [READY] * 2, "errors": [None] * 2}
     expected |= {"starts": [1, 1], "fingerprint": "f", "has_model": False, "clients": 1}
@@ -177,7 +174,6 @@ async def test_replicas_are_started_and_told_the_news():
     assert [(each.given, each.news) for each in lab.actors] == [([[]], {"clients": 1, "refused": []})] * 2
 
 
-@on_clock
 async def test_errors_of_a_client_that_joins_are_values():
     lab = Lab()
     other = await lab.it.join(lab.spec.config, "an earlier one", new=True)
@@ -196,34 +192,25 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("message", FAILURES)
-@on_clock
 async def test_a_replica_that_fails_is_started_again_by_a_constructor_only(message):
-    lab = Lab((), ({"seconds": 1.0, **FAILURES[message]},))
-    await lab.client()
-    await asyncio.sleep(2)
+    lab = await begun((), ({"seconds": 1.0, **FAILURES[message]},), after=2)
     assert message in str(lab.error(1))
     await asyncio.sleep(100)
     await lab.it.join(lab.spec.config, "mine")
-    await asyncio.sleep(100)
-    assert (lab.states(), lab.made) == ([READY, FAILED], [0, 1])
+    assert (await lab.later(100), lab.made) == ([READY, FAILED], [0, 1])
     table = await lab.construct()
     assert (table["states"], table["errors"]) == ([READY, PENDING], [None, None])
-    await asyncio.sleep(1)
-    assert (lab.states(), lab.made) == ([READY, READY], [0, 1, 1])
+    assert (await lab.later(1), lab.made) == ([READY, READY], [0, 1, 1])
 
 
-@on_clock
 async def test_a_replica_whose_pushed_weights_replaced_all_loaded_ones_may_differ():
     lab = Lab((), ({"fingerprint": "two", "replaced": True},), ({"fingerprint": None},))
-    await asyncio.sleep(1)
-    assert (lab.states(), lab.it.fingerprint) == ([READY] * 3, "f")
+    assert (await lab.later(1), lab.it.fingerprint) == ([READY] * 3, "f")
 
 
 @pytest.mark.parametrize("error", [DIES, GONE], ids=["Ray restarts it", "Ray does not"])
-@on_clock
 async def test_a_process_that_dies_while_it_starts_is_started_three_times(error):
-    lab = Lab(({"error": error},) * 3)
-    await lab.client()
+    lab = await begun(({"error": error},) * 3)
     for seconds, starts in ((1.0, 1), (2.3, 2), (0.2, 3)):  # pauses of 1 and 2 seconds, and 0.2 before each start
         assert lab.states() != [FAILED]
         await asyncio.sleep(seconds)
@@ -241,36 +228,28 @@ async def test_a_process_that_dies_while_it_starts_is_started_three_times(error)
         ([{"seconds": 290.0, "error": DIES}] * 3, FAILED),
     ],
 )
-@on_clock
 async def test_deaths_of_ten_minutes_ago_are_forgiven(lives, state):
-    lab = Lab(lives)
-    await lab.client()
-    await asyncio.sleep(3600)
-    assert lab.states() == [state]
+    lab = await begun(lives)
+    assert await lab.later(3600) == [state]
 
 
 @pytest.mark.parametrize("error", [DIES, GONE], ids=["Ray restarts it", "Ray does not"])
-@on_clock
 async def test_a_process_that_dies_with_its_model_is_always_replaced(error):
     """A start that succeeds forgives earlier deaths, too."""
-    lab = Lab([{"error": DIES}, {"error": DIES}, {}] * 5)
-    await lab.client()
+    lab = await begun([{"error": DIES}, {"error": DIES}, {}] * 5)
     for number in range(1, 6):
-        await asyncio.sleep(5)
-        assert (lab.states(), lab.it.slots[0].life) == ([READY], lab.actors[0].facts["life"])
+        assert (await lab.later(5), lab.it.slots[0].life) == ([READY], lab.actors[0].facts["life"])
         assert lab.it.slots[0].starts == 3 * number
         lab.actors[0].error = error
     assert len(lab.made) == (5 if error is GONE else 1)
 
 
-@on_clock
 async def test_a_process_that_dies_between_two_pulses_is_replaced():
     """Ray gives a call that is made before the next process exists to that one: no call fails."""
-    lab = Lab([{}, {}, {}], ())
-    await lab.client()
+    lab = await begun([{}, {}, {}], ())
     for number in range(1, 4):
-        await asyncio.sleep(5)
-        assert (lab.states(), lab.it.slots[0].starts, len(lab.actors[0].given)) == ([READY, READY], number, number)
+        assert await lab.later(5) == [READY, READY]
+        assert (lab.it.slots[0].starts, len(lab.actors[0].given)) == (number, number)
         assert lab.actors[0].facts["ready"]
         lab.actors[0].begin()
 
@@ -281,7 +260,6 @@ class NotMade(ray.exceptions.ActorDiedError):
     actor_init_failed = True
 
 
-@on_clock
 async def test_an_actor_that_cannot_be_created():
     actor, dying = Actor(), Actor()
     actor.error, dying.error = NotMade(), GONE
@@ -291,82 +269,60 @@ async def test_an_actor_that_cannot_be_created():
     assert (lab.states()[1], lab.made) == (READY, [0, 1, 1]), "the last one of that name had not ended yet"
 
 
-@on_clock
 async def test_a_process_that_stood_still_before_the_controller_was_started_again():
     """One that waits for resources does not answer either: only an actor that had a process before looks at the time."""
     for again, replaced in ((True, True), (False, False)):
         lab = Lab((), (), hang_after=20.0)
         lab.it._again, lab.actors[1].stopped = again, True
         await lab.client()
-        await asyncio.sleep(15)
-        assert lab.states() == [READY, SILENT if again else PENDING]
-        await asyncio.sleep(10)
-        assert (lab.states() == [READY, READY], lab.actors[1].ends == ["to start again"]) == (replaced, replaced)
+        assert await lab.later(15) == [READY, SILENT if again else PENDING]
+        assert (await lab.later(10) == [READY, READY], lab.actors[1].ends == ["to start again"]) == (replaced, replaced)
 
 
 @pytest.mark.parametrize(
     ("hang_after", "silent", "replaced"), [(600.0, 10.0, 60.0), (20.0, 10.0, 20.0), (0.5, 3.0, 3.0)]
 )
-@on_clock
 async def test_a_process_that_does_not_answer_is_avoided_then_replaced(hang_after, silent, replaced):
-    lab = Lab((), (), hang_after=hang_after)
-    await lab.client()
-    await asyncio.sleep(30.5)
+    lab = await begun((), (), hang_after=hang_after, after=30.5)
     lab.actors[0].stopped = True
     await asyncio.sleep(silent + 0.4)  # half a second until the next pulse
     assert lab.states() == [READY, READY]
     if silent < replaced:
-        await asyncio.sleep(0.2)
-        assert lab.states() == [SILENT, READY]
+        assert await lab.later(0.2) == [SILENT, READY]
         lab.actors[0].stopped = False
-        await asyncio.sleep(0.2)
-        assert lab.states() == [READY, READY], "it answers again"
+        assert await lab.later(0.2) == [READY, READY], "it answers again"
         await asyncio.sleep(0.3)
         lab.actors[0].stopped = True
-        await asyncio.sleep(replaced + 0.4)
-        assert (lab.states(), lab.actors[0].ends) == ([SILENT, READY], [])
-    await asyncio.sleep(2.0)
-    assert (lab.states(), lab.actors[0].ends) == ([READY, READY], ["to start again"])
+        assert (await lab.later(replaced + 0.4), lab.actors[0].ends) == ([SILENT, READY], [])
+    assert (await lab.later(2.0), lab.actors[0].ends) == ([READY, READY], ["to start again"])
     assert ([slot.starts for slot in lab.it.slots], lab.actors[1].ends) == ([2, 1], [])
 
 
-@on_clock
 async def test_a_process_that_stands_still_while_it_starts_is_replaced():
     """Its factory may take long, but its event loop answers meanwhile."""
-    lab = Lab(({"seconds": 400.0}, {"seconds": 90.0}), hang_after=5.0)
-    await lab.client()
-    await asyncio.sleep(100.0)
+    lab = await begun(({"seconds": 400.0}, {"seconds": 90.0}), hang_after=5.0, after=100.0)
     lab.actors[0].stopped = True
-    await asyncio.sleep(60.0)
-    assert (lab.states(), lab.actors[0].ends) == ([STARTING], [])
-    await asyncio.sleep(3.0)
-    assert (lab.states(), lab.actors[0].ends) == ([STARTING], ["to start again"])
-    await asyncio.sleep(400.0)
-    assert (lab.states(), lab.it.slots[0].starts) == ([READY], 2)
+    assert (await lab.later(60.0), lab.actors[0].ends) == ([STARTING], [])
+    assert (await lab.later(3.0), lab.actors[0].ends) == ([STARTING], ["to start again"])
+    assert (await lab.later(400.0), lab.it.slots[0].starts) == ([READY], 2)
 
 
-@on_clock
 async def test_a_client_that_joins_keeps_the_service_until_it_holds_it():
     """The last other client may leave between the two calls."""
     lab = Lab(())
     end = await lab.client("one")
     await lab.it.join(lab.spec.config, "mine", client="two")
     end.set_exception(LEFT)
-    await asyncio.sleep(GRACE - 1)
-    assert (lab.it.ended, lab.it.clients) == ("", {"two"})
+    assert (await lab.ended(GRACE - 1), lab.it.clients) == ("", {"two"})
     end = await lab.client("two")
-    await asyncio.sleep(GRACE + 1)
-    assert lab.it.ended == ""
+    assert await lab.ended(GRACE + 1) == ""
     await lab.it.join(lab.spec.config, "mine", client="three")  # and never calls hold()
     end.set_exception(LEFT)
-    await asyncio.sleep(GRACE - 1)
-    assert lab.it.ended == ""
-    await asyncio.sleep(2)
-    assert lab.it.ended == "its last client left"
+    assert await lab.ended(GRACE - 1) == ""
+    assert await lab.ended(2) == "its last client left"
 
 
 @pytest.mark.parametrize("detached", [False, True])
-@on_clock
 async def test_a_service_ends_with_its_last_client_unless_it_is_detached(detached, cluster):
     lab = Lab((), (), detached=detached)
     one, two = await lab.client("one"), await lab.client("two")
@@ -384,35 +340,28 @@ async def test_a_service_ends_with_its_last_client_unless_it_is_detached(detache
     assert cluster.ran == ([] if detached else [True]), "the controller ends last"
 
 
-@on_clock
 async def test_a_client_that_lost_its_connection_may_come_back():
     lab = Lab()
     end = await lab.client("one")
     end.set_exception(DIED)
-    await asyncio.sleep(GRACE - 1)
-    assert not lab.it.ended, "it may have called ray.shutdown(), and connect again"
+    assert not await lab.ended(GRACE - 1), "it may have called ray.shutdown(), and connect again"
     again = await lab.client("again")
     await asyncio.sleep(100)
     assert (lab.it.clients, lab.it.ended) == ({"again"}, "")
     again.set_exception(DIED)
-    await asyncio.sleep(GRACE + 1)
-    assert lab.it.ended == "its last client left"
+    assert await lab.ended(GRACE + 1) == "its last client left"
 
 
-@on_clock
 async def test_a_service_without_any_client_ends():
     lab, kept = Lab(), Lab(detached=True)
-    await asyncio.sleep(59)
-    assert not lab.it.ended
-    await asyncio.sleep(3)
-    assert (lab.it.ended, kept.it.ended) == ("no client used it", "")
+    assert not await lab.ended(59)
+    assert (await lab.ended(3), kept.it.ended) == ("no client used it", "")
     await asyncio.wait_for(kept.it.end(), 1.0)
     assert (kept.it.ended, kept.actors[0].closed) == ("it was shut down", True)
     kept.it._end("its last client left")
     assert (await kept.construct())["ended"] == "it was shut down"
 
 
-@on_clock
 async def test_a_controller_that_was_started_again_finds_what_runs(cluster):
     """Ray sends it the calls of the clients again; replicas are not started twice, and keep the weights of the first."""
     lab = Lab((), ())
@@ -432,21 +381,16 @@ async def test_a_controller_that_was_started_again_finds_what_runs(cluster):
     assert (table["states"], table["starts"], table["fingerprint"]) == ([READY] * 2, [2, 1], "f")
     assert (table["clients"], [len(each.given) for each in again.actors]) == (1, [2, 1])
     end.set_exception(LEFT)
-    await asyncio.sleep(1)
-    assert again.it.ended
+    assert await again.ended(1)
     Controller(again.spec, create=again.create)
     assert cluster.ran == [True, {"max_task_retries": 0}], "as an actor it supervises by itself"
 
 
-@on_clock
 async def test_a_model_by_value_is_handed_in_by_a_client_and_is_lost_with_the_controller():
-    lab = Lab((), (), model=True)
-    await lab.client()
-    await asyncio.sleep(29)
-    assert lab.states() == [STARTING, STARTING]
+    lab = await begun((), (), model=True)
+    assert await lab.later(29) == [STARTING, STARTING]
     await lab.it.deposit("model")
-    await asyncio.sleep(1)
-    assert (lab.states(), (await lab.it.table())["has_model"]) == ([READY] * 2, True)
+    assert (await lab.later(1), (await lab.it.table())["has_model"]) == ([READY] * 2, True)
     assert [each.given for each in lab.actors] == [[["reference of model"]]] * 2
     again = Lab(model=True)  # nobody has it any more
     await again.client()
@@ -454,18 +398,11 @@ async def test_a_model_by_value_is_handed_in_by_a_client_and_is_lost_with_the_co
     assert "the model of 's' was given by value, and is lost: the controller that kept it ended" in str(again.error())
     await again.construct()
     await again.it.deposit("it again")
-    await asyncio.sleep(1)
-    assert (again.states(), again.actors[0].given) == ([READY], [["reference of it again"]])
+    assert (await again.later(1), again.actors[0].given) == ([READY], [["reference of it again"]])
 
 
-# ------------------------------------------------------------------ requests that end the process
-
-
-@on_clock
 async def test_a_request_is_refused_after_three_processes_died_of_it():
-    lab = Lab((), ())
-    await lab.client()
-    await asyncio.sleep(1)
+    lab = await begun((), (), after=1)
 
     async def trial(replica, digest="bad", *, dies=True):
         may = await lab.it.begin_trial(digest, replica, lab.it.slots[replica].life)
@@ -485,10 +422,8 @@ async def test_a_request_is_refused_after_three_processes_died_of_it():
     assert [await trial(0, digest) for digest in ("bad", "other")] == [False, True]
 
 
-@on_clock
 async def test_a_process_that_dropped_a_request_did_not_die_of_it():
-    lab = Lab(())
-    await lab.client()
+    lab = await begun(())
     for _ in range(MAX_TRIALS + 2):
         await asyncio.sleep(3)
         life = lab.it.slots[0].life
@@ -497,12 +432,9 @@ async def test_a_process_that_dropped_a_request_did_not_die_of_it():
         lab.actors[0].error = DIES
 
 
-@on_clock
 async def test_only_processes_that_ended_count_as_dead():
     """A client may send a request again that still runs."""
-    lab = Lab((), ())
-    await lab.client()
-    await asyncio.sleep(1)
+    lab = await begun((), (), after=1)
     lives = [slot.life for slot in lab.it.slots]
     for replica in (0, 1, 0, 1, 0, 1):
         assert await lab.it.begin_trial("slow", replica, lives[replica])
@@ -515,7 +447,6 @@ async def test_only_processes_that_ended_count_as_dead():
     assert not await lab.it.begin_trial("bad", 1, lives[1])
 
 
-@on_clock
 async def test_what_is_kept_of_requests_is_bounded():
     lab = Lab(detached=True)
     await asyncio.sleep(1)

@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -74,10 +75,8 @@ class Replicas(Connection):
 
     @property
     def handles(self):
-        return [self.handle(replica) for replica in range(self.spec.num_replicas)]
-
-    def handle(self, replica):
-        return SimpleNamespace(score=SimpleNamespace(remote=lambda packed: self.send(replica, packed)))
+        calls = (partial(self.send, replica) for replica in range(self.spec.num_replicas))
+        return [SimpleNamespace(score=SimpleNamespace(remote=call)) for call in calls]
 
     def send(self, replica, packed):
         answer = Reference(replica, Request.unpack(packed))
@@ -94,8 +93,7 @@ class Replicas(Connection):
 
     def reply(self, answer):
         request = answer.request
-        if request.newest > self.versions[answer.replica]:
-            self.versions[answer.replica] = request.newest
+        self.versions[answer.replica] = max(self.versions[answer.replica], request.newest)
         values = -request.scored.tokens.values[request.scored.mask].double()
         answer.arrived.set_result(Reply({"log_prob": values}, self.versions[answer.replica]).pack())
 
@@ -114,9 +112,13 @@ class Replicas(Connection):
         return remote.make_scorer()
 
     def score(self, data, mask, *, timeout=5.0, **options):
-        found = self.scorer(timeout=timeout).score(data, mask, **options)
-        assert torch.equal(found.values, torch.where(mask, -data.values, 0).double())
+        assert_answered(self.scorer(timeout=timeout).score(data, mask, **options), data, mask)
         return self
+
+
+def assert_answered(found, data, mask=None):
+    mask = data.positions > 0 if mask is None else mask
+    assert torch.equal(found.values, torch.where(mask, -data.values, 0).double())
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +131,7 @@ def _no_cluster(monkeypatch):
 
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "cancel", Reference.withdraw)
-    for name in ("_LOOK",):
-        monkeypatch.setattr(_exchange, name, 0.1)
+    monkeypatch.setattr(_exchange, "_LOOK", 0.1)
 
 
 def prompts(count, responses=8, length=30):
@@ -201,9 +202,6 @@ def test_options_set_later_travel():
     assert not found.sent[-1].request.options.remember, "0 allows no cache"
 
 
-# ------------------------------------------------------------------ failures
-
-
 @pytest.mark.parametrize(
     ("fate", "state", "suspect"),
     [
@@ -224,9 +222,7 @@ def test_the_share_of_a_lost_replica_is_divided_among_the_others(fate, state, su
     assert [answer.replica for answer in again] == [0, 1, 3]
     assert sum(answer.request.num_tokens for answer in again) == first[2].request.num_tokens
     assert [answer.request.suspect for answer in found.sent] == [False] * 4 + [suspect] * 3
-    assert [answer.withdrawn for answer in found.sent] == [
-        fate is NEVER and answer is first[2] for answer in found.sent
-    ]
+    assert [answer for answer in found.sent if answer.withdrawn] == ([first[2]] if fate is NEVER else [])
     assert found.retries == 1
     for state in (SILENT, READY):  # it is avoided until it is ready, and a moment has passed
         found.states[2] = state
@@ -283,17 +279,10 @@ def test_all_scores_of_a_call_come_from_one_version_after_a_failure_too():
     found = Replicas(3, fates={0: [DIES]})
     found.versions = [3, 3, 4]
     found.score(*prompts(64))
-    assert (found.versions[1:], found.newest, found.sent[-1].request.newest) == (
-        [4, 4],
-        4,
-        4,
-    )
+    assert (found.versions[1:], found.newest, found.sent[-1].request.newest) == ([4, 4], 4, 4)
 
 
-# ------------------------------------------------------------------ awaited calls
-
-
-def test_the_loop_goes_on():
+async def test_the_loop_goes_on():
     """Others run while it connects and while it waits: the answer is sent by one of them."""
     found, ticks = Replicas(1, answering=False, connecting=0.2), 0
 
@@ -304,29 +293,21 @@ def test_the_loop_goes_on():
             await asyncio.sleep(0.005)
         found.reply(found.sent[0])
 
-    async def both():
-        return await asyncio.gather(found.scorer().arun(ScoreRequest.of(sequences())), tick())
-
-    scores, _ = asyncio.run(both())
-    data = sequences()
-    assert torch.equal(scores.log_prob.values, torch.where(data.positions > 0, -data.values, 0).double())
+    scores, _ = await asyncio.gather(found.scorer().arun(ScoreRequest.of(sequences())), tick())
+    assert_answered(scores.log_prob, sequences())
     assert ticks > 1
 
 
-def test_many_calls_wait_at_once():
+async def test_many_calls_wait_at_once():
     """Each is sent before the first one is answered."""
     found = Replicas(1, answering=False)
-
-    async def all_of_them():
-        calls = asyncio.gather(*(found.scorer().ascore(sequences(seed)) for seed in range(50)))
-        while len(found.sent) < 50:
-            await asyncio.sleep(0.01)
-        for answer in found.sent:
-            found.reply(answer)
-        return await calls
-
-    for seed, one in enumerate(asyncio.run(all_of_them())):
-        assert torch.equal(-one.values, sequences(seed).values * (sequences(seed).positions > 0))
+    calls = asyncio.gather(*(found.scorer().ascore(sequences(seed)) for seed in range(50)))
+    while len(found.sent) < 50:
+        await asyncio.sleep(0.01)
+    for answer in found.sent:
+        found.reply(answer)
+    for seed, one in enumerate(await calls):
+        assert_answered(one, sequences(seed))
     assert len(found.sent) == 50
 
 
@@ -347,35 +328,32 @@ def test_a_cancelled_call_withdraws_its_requests(stage, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-def test_deadlines_of_the_caller_and_of_the_service():
-    for timeout, error, message in (
-        (LONG, asyncio.TimeoutError, None),
-        (0.2, ServiceTimeout, "'name' took more than 0.2 s"),
-    ):
-        found = Replicas(answering=False)
+@pytest.mark.parametrize(
+    ("timeout", "error", "message"),
+    [(LONG, asyncio.TimeoutError, None), (0.2, ServiceTimeout, r"scoring on 'name' took more than 0\.2 s")],
+    ids=["of the caller", "of the service"],
+)
+def test_deadlines_of_the_caller_and_of_the_service(timeout, error, message):
+    found = Replicas(answering=False)
 
-        async def hurried(found=found, timeout=timeout):
-            await asyncio.wait_for(found.scorer(timeout=timeout).ascore(sequences()), 0.5)
+    async def hurried():
+        await asyncio.wait_for(found.scorer(timeout=timeout).ascore(sequences()), 0.5)
 
+    with pytest.raises(error, match=message):
+        asyncio.run(hurried())
+    until(lambda: all(answer.withdrawn for answer in found.sent))
+    if error is ServiceTimeout:
         with pytest.raises(error, match=message):
-            asyncio.run(hurried())
-        until(lambda found=found: all(answer.withdrawn for answer in found.sent))
-    with pytest.raises(ServiceTimeout, match=r"scoring on 'name' took more than 0\.2 s"):
-        found.score(*prompts(2), timeout=0.2)
+            found.score(*prompts(2), timeout=timeout)
 
 
-def test_errors_and_lost_replicas_of_awaited_calls():
+async def test_errors_and_lost_replicas_of_awaited_calls():
     for fate in (DIES, GONE, NEVER):
         found = Replicas(fates={0: [fate]})
-        if fate is NEVER:
-            found.states[0] = SILENT
-        one = asyncio.run(found.scorer().ascore(sequences()))
-        assert torch.equal(-one.values, sequences().values * (sequences().positions > 0))
+        found.states[0] = SILENT if fate is NEVER else READY
+        assert_answered(await found.scorer().ascore(sequences()), sequences())
     with pytest.raises(ValueError, match="outside the vocabulary"):
-        asyncio.run(Replicas(1, fates={0: [ValueError("outside the vocabulary")]}).scorer().ascore([[3, 97]]))
-
-
-# ------------------------------------------------------------------ joining
+        await Replicas(1, fates={0: [ValueError("outside the vocabulary")]}).scorer().ascore([[3, 97]])
 
 
 def test_a_client_that_joins_avoids_replicas_that_are_not_ready(monkeypatch):
@@ -395,24 +373,18 @@ def test_a_client_that_joins_avoids_replicas_that_are_not_ready(monkeypatch):
     connection._lease.clear()  # there is no call to cancel
 
 
-# ------------------------------------------------------------------ trials
-
-
 def test_what_a_replica_asks_before_it_scores_a_suspect(monkeypatch, caplog):
     calls, answers = [], []
 
-    def method(name):
-        def remote(*args):
-            calls.append((name, *args))
-            made = Future()
-            if answers:
-                made.set_result(answers.pop(0))
-            return SimpleNamespace(future=lambda: made)
+    def call(name, *args):
+        calls.append((name, *args))
+        made = Future()
+        if answers:
+            made.set_result(answers.pop(0))
+        return SimpleNamespace(future=lambda: made)
 
-        return SimpleNamespace(remote=remote)
-
-    controller = SimpleNamespace(begin_trial=method("begin"), end_trial=method("end"))
-    monkeypatch.setattr(_server, "actor_of", lambda spec, suffix: controller)
+    methods = {f"{name}_trial": SimpleNamespace(remote=partial(call, name)) for name in ("begin", "end")}
+    monkeypatch.setattr(_server, "actor_of", lambda spec, suffix: SimpleNamespace(**methods))
     monkeypatch.setattr(_server, "_ANSWER", 0.1)
     replica = object.__new__(Server)
     replica._spec, replica._name, replica._replica, replica._life = ServiceSpec("s", "source", {}), "s:1", 1, "life"
@@ -429,7 +401,7 @@ def test_what_a_replica_asks_before_it_scores_a_suspect(monkeypatch, caplog):
     asyncio.run(trial(False))
     assert "the controller of s:1 does not answer: this trial does not count" in caplog.text
     answers.append(False)
-    message = r"3 processes died while they scored a request of 1 sequences and 4 tokens, and nothing else"
+    message = "3 processes died while they scored a request of 1 sequences and 4 tokens, and nothing else"
     with pytest.raises(PoisonedRequest, match=message):
         asyncio.run(trial(False))
     monkeypatch.setattr(_server, "actor_of", lambda spec, suffix: None)
