@@ -30,25 +30,21 @@ from torchrl_llm_kl.service._wire import Reply, Request
 from torchrl_llm_kl.service.client import _exchange, _remote
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.replica._core import ScoringCore
-from torchrl_llm_kl.transforms import RetrieveKL as LocalKL
 from toy_models import tiny_model
 
 VOCAB = 97
 WHOLE = Sampling(0.8, top_p=0.8)
 KEPT = Sampling(0.8, top_p=0.8, reference="kept")
-FIELDS = ("log_prob", "entropy", "top_indices", "top_log_probs", "tail_log_prob")
 ROWS = [[3, 4, 5, 6, 7], [8], [], [9, 10, 11]]
 SOME = [[False, True, False, True, True], [False], [], [False, False, True]]
 
 
 def assert_local(found, expected):
-    """The numbers of the local scorer; those of the top k in float32."""
-    for name in FIELDS:
-        a, b = getattr(found, name), getattr(expected, name)
-        assert (a is None) == (b is None), name
-        if a is not None:
-            same = name in ("log_prob", "top_indices")
-            assert_close(a.values, b.values, atol=2e-6, rtol=1e-6, check_dtype=same)
+    """The numbers of the local scorer; a service sends those beside log-probs in float32."""
+    assert found.per_token.keys() == expected.per_token.keys()
+    for name, values in expected.per_token.items():
+        same = name == "log_prob" or values.values.dtype != torch.float64
+        assert_close(found.per_token[name].values, values.values, atol=2e-6, rtol=1e-6, check_dtype=same)
 
 
 @pytest.mark.parametrize(("k", "dtype"), [(1, torch.float64), (5, torch.float32), (97, torch.float64)])
@@ -65,10 +61,6 @@ def test_the_top_k_equals_that_of_the_local_scorer(loop, k, dtype):
     assert (empty.shape, empty.dtype) == ((1, 4), torch.int64)
 
 
-def moe():
-    return tiny_model("mixtral")
-
-
 def records_of(made):
     """Experts that the model did not choose, and ids at each token, one of them padding."""
     count = sum(map(len, ROWS))
@@ -80,13 +72,11 @@ def records_of(made):
 
 @pytest.mark.parametrize("mask", [None, SOME], ids=["all", "some"])
 def test_moments_outcomes_and_routing_equal_those_of_the_local_scorer(loop, mask):
-    made = moe()
+    made = tiny_model("mixtral")
     records, local, there = records_of(made), LogProbScorer(made), loop.serve(made).make_scorer()
     for given in ({"moments": True}, *({name: value} for name, value in records.items()), {"moments": True, **records}):
-        found, expected = there.evaluate(ROWS, mask, **given), local.evaluate(ROWS, mask, **given)
-        assert found.per_token.keys() == expected.per_token.keys()
-        for name, values in expected.per_token.items():
-            assert_close(found.per_token[name].values, values.values, atol=2e-6, rtol=2e-6)
+        found = there.evaluate(ROWS, mask, **given)
+        assert_local(found, local.evaluate(ROWS, mask, **given))
     assert found.outcomes.values.shape == (9, 3, 3)
     own = local.score(ROWS, mask).values
     assert float((found.log_prob.values - own).abs().max()) > 1e-3, "other experts"
@@ -133,10 +123,8 @@ class Plain(TransformersEngine):
 
 
 def test_an_engine_without_distributions(loop):
-    core = ScoringCore(Plain(model()))
-    plain, entropy, top = core.score(
-        [request_of([[3, 4, 5]], **each) for each in ({}, {"entropy": True}, {"top_k": 2})]
-    )
+    core, asked = ScoringCore(Plain(model())), ({}, {"entropy": True}, {"top_k": 2})
+    plain, entropy, top = core.score([request_of([[3, 4, 5]], **each) for each in asked])
     assert isinstance(plain, Reply)
     assert isinstance(entropy, ProtocolError)
     assert (type(top), str(top)) == (ValueError, "top_k=2 cannot be had from Plain: ask for less.")
@@ -197,12 +185,12 @@ def test_a_batch_of_requests_with_and_without_a_record():
     """Equal options, other options, and records that are not of the tokens: each has the answer that it has alone."""
     core = ScoringCore(TransformersEngine(model().double()))
     rows = [rows_of(seed, 3) for seed in range(6)]
-    wrong = record_of(rows[4])._replace(ids=torch.full_like(record_of(rows[4]).ids, 5))
     records = [record_of(rows[0]), None, record_of(rows[2], 1), record_of(rows[3], 2), record_of(rows[4]), None]
     options = [{"sampling": Sampling(top_p=0.5)}] * 5 + [{}]
     options[3] = {"temperature": 0.6, "entropy": True}
     batch = [request_of(rows[i], records={"kept": records[i]}, caller="abcdef"[i], **options[i]) for i in range(6)]
-    batch[4] = replace(batch[4], scored=replace(batch[4].scored, kept=wrong))  # the client refuses it
+    wrong = records[4]._replace(ids=torch.full_like(records[4].ids, 5))  # the client refuses it
+    batch[4] = replace(batch[4], scored=replace(batch[4].scored, kept=wrong))
     for i, (one, found) in enumerate(zip(batch, core.score(batch), strict=True)):
         alone = core.score([one])[0]
         if i == 4:
@@ -259,21 +247,18 @@ def data(seed=0, *, recorded=True):
     rng = torch.Generator().manual_seed(seed)
     full = torch.randint(VOCAB, (3, 10), generator=rng)
     mask = torch.arange(10).expand(3, 10) >= 4
-    td = TensorDict(
-        {
-            "tokens": {"full": full, "prompt": full[:, :4].clone()},
-            "masks": {"all_attention_mask": torch.ones_like(mask), "all_assistant_mask": mask},
-            "log_probs": {"full": torch.where(mask, -torch.rand(3, 10, generator=rng), 0.0)},
-            "next": TensorDict({"reward": torch.zeros(3, 1)}, [3]),
-        },
-        [3],
-    )
+    found = {
+        "tokens": {"full": full, "prompt": full[:, :4].clone()},
+        "masks": {"all_attention_mask": torch.ones_like(mask), "all_assistant_mask": mask},
+        "log_probs": {"full": torch.where(mask, -torch.rand(3, 10, generator=rng), 0.0)},
+        "next": TensorDict({"reward": torch.zeros(3, 1)}, [3]),
+    }
     if not recorded:
-        return td
+        return TensorDict(found, [3])
     kept = record_of(list(full), seed)
     counts = torch.where(mask.flatten(), kept.offsets.diff(), 0)
     ids = kept.take(mask.flatten().nonzero().squeeze(-1)).ids
-    return write_kept(td, "kept", Ragged.from_padded(full), ids, counts)
+    return write_kept(TensorDict(found, [3]), "kept", Ragged.from_padded(full), ids, counts)
 
 
 def assert_equal(found, want, *keys):
@@ -301,19 +286,20 @@ def test_a_kl_to_a_served_reference(loop, served, sampling, recorded, tmp_path):
     there = loop.serve(reference)
     ref = RememberedModel(there, tmp_path, fingerprint="x") if served == "remembered" else there
     gen = loop.serve(policy, "policy") if served == "both" else policy
-    options = {"options": ScoreOptions(sampling), "coeff": 0.3, "estimator": "k3"}
     batch = data(recorded=recorded).exclude("log_probs")
-    want = RetrieveKL(policy, reference, **options)(batch.clone())
+
+    def transformed(*models, sampling=sampling):
+        return RetrieveKL(*models, options=ScoreOptions(sampling), coeff=0.3, estimator="k3")(batch.clone())["next"]
+
+    want = transformed(policy, reference)
+    other = transformed(policy, reference, sampling=KEPT if sampling is WHOLE else WHOLE)
     keys = [("log_probs", "full"), ("ref_log_probs", "full"), "kl_penalty", "reward"]
-    assert_equal(LocalKL(gen, ref, **options)(batch.clone()), want, *keys)
-    other = RetrieveKL(policy, reference, **{**options, "options": ScoreOptions(KEPT if sampling is WHOLE else WHOLE)})(
-        batch
-    )
-    assert float((other["next", "ref_log_probs", "full"] - want["next", "ref_log_probs", "full"]).abs().max()) > 0.1
+    assert_equal({"next": transformed(gen, ref)}, {"next": want}, *keys)
+    assert float((other["ref_log_probs", "full"] - want["ref_log_probs", "full"]).abs().max()) > 0.1
 
 
 def test_a_policy_behind_a_service_needs_the_kept_tokens(loop):
-    transform = LocalKL(loop.serve(model(), "policy"), loop.serve(model(1)), options=ScoreOptions(KEPT))
+    transform = RetrieveKL(loop.serve(model(), "policy"), loop.serve(model(1)), options=ScoreOptions(KEPT))
     with pytest.raises(KeyError, match="with a policy in another process needs the tokens that the sampler kept"):
         transform(data(recorded=False).exclude("log_probs"))
 
@@ -321,38 +307,33 @@ def test_a_policy_behind_a_service_needs_the_kept_tokens(loop):
 def test_a_reward_transform_with_a_record(loop):
     """The policy's log-probs are in the data; the reference's are over all tokens, or over the recorded ones."""
     reference = model(1).double()
-    there = loop.serve(reference)
-    for sampling in (WHOLE, KEPT):
-        found = KLRewardTransform(there, coef=0.3, options=ScoreOptions(sampling))(data())
-        want = KLRewardTransform(reference, coef=0.3, options=ScoreOptions(sampling))(data())
-        assert_equal(found, want, "ref_log_probs", "kl_penalty", "reward")
-        full = data()["tokens", "full"]
-        if sampling is WHOLE:
-            log_p = (reference(input_ids=full).logits[:, 3:-1] / 0.8).log_softmax(-1)
-            exact = log_p.gather(-1, full[:, 4:, None]).squeeze(-1)
-        else:
-            exact = by_hand(reference, list(full), record_of(list(full)), 0.8)[0].view(3, 10)[:, 4:]
+    there, full = loop.serve(reference), data()["tokens", "full"]
+
+    def transformed(ref, sampling, recorded=True):
+        return KLRewardTransform(ref, coef=0.3, options=ScoreOptions(sampling))(data(recorded=recorded))
+
+    log_p = (reference(input_ids=full).logits[:, 3:-1] / 0.8).log_softmax(-1)
+    over_all = log_p.gather(-1, full[:, 4:, None]).squeeze(-1)
+    over_kept = by_hand(reference, list(full), record_of(list(full)), 0.8)[0].view(3, 10)[:, 4:]
+    for sampling, exact in ((WHOLE, over_all), (KEPT, over_kept)):
+        found = transformed(there, sampling)
+        assert_equal(found, transformed(reference, sampling), "ref_log_probs", "kl_penalty", "reward")
         assert_near(found["next", "ref_log_probs"][:, 4:, 0].double(), exact, size=16, dtype=torch.float32)
     with pytest.raises(KeyError, match="compares over the tokens that the sampler kept: expected them below 'kept'"):
-        KLRewardTransform(there, options=ScoreOptions(KEPT))(data(recorded=False))
-    without = KLRewardTransform(there, options=ScoreOptions(WHOLE))(data(recorded=False))
-    assert_equal(
-        without,
-        KLRewardTransform(reference, options=ScoreOptions(Sampling(0.8)))(data(recorded=False)),
-        "ref_log_probs",
-    )
+        transformed(there, KEPT, recorded=False)
+    plain = transformed(reference, Sampling(0.8), recorded=False)
+    assert_equal(transformed(there, WHOLE, recorded=False), plain, "ref_log_probs")
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "found"])
 def test_a_loss_with_a_served_reference(loop, recorded):
-    """Values and gradients are those of a reference in this process."""
+    """Values and gradients are those of a reference in this process, whatever the policy's ``tokens_per_batch``."""
     reference, found = model(1).double(), []
+    settings = {"terms": [KLToReference(0.1, "k2")], "options": ScoreOptions(KEPT), "tokens_per_batch": 32}
     for ref in (loop.serve(reference), reference):
         policy, batch = model().double(), data(recorded=recorded)
         batch["advantage"] = torch.tensor([[1.0], [-1.0], [0.5]])
-        out = PolicyLoss(policy, "gpg", terms=[KLToReference(0.1, "k2")], reference=ref, options=ScoreOptions(KEPT))(
-            batch
-        )
+        out = PolicyLoss(policy, "gpg", reference=ref, **settings)(batch)
         out.total_loss.backward()
         found.append((out["kl_to_ref"].double(), policy.lm_head.weight.grad))
     assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)

@@ -23,40 +23,28 @@ from torchrl_llm_kl import (
 )
 from torchrl_llm_kl.losses import KLToReference
 from torchrl_llm_kl.rollouts import ModelInterface
-from torchrl_llm_kl.scoring import Sampling, ScoreOptions, Scorer
+from torchrl_llm_kl.scoring import Sampling, ScoreOptions
 from torchrl_llm_kl.service import RayKLRewardTransform, RayRetrieveKL, RayRetrieveLogProb, RemoteModel, _transforms
 from torchrl_llm_kl.service._spec import ServiceSpec
+from torchrl_llm_kl.service.client._remote import RemoteScorer
 from toy_models import tiny_model
 
 
-class RemoteStub(Scorer):
-    """A model in another process, as transforms see it, and its scorer."""
-
-    interface = ModelInterface()
-
-    def __init__(self, events):
-        self.options, self.events, self.scorer = ScoreOptions(), events, LogProbScorer(model(seed=1))
-
-    def make_scorer(self, **settings):
-        return self
-
-    def run(self, request, options=None, *, reference=None):
-        raise NotImplementedError
-
-    def begin(self, request, options=None):
-        self.events.append("request sent")
-        return lambda: (self.events.append("reply awaited"), self.scorer.run(request))[1]
-
-
-def test_the_reference_is_scored_while_the_policy_is():
+def test_the_reference_is_scored_while_the_policy_is(loop, monkeypatch):
     events, policy = [], model()
-    transform = RetrieveKL(policy, RemoteStub(events), coeff=0.5)
-    policy.register_forward_pre_hook(lambda *_: events.append("policy scored"))
-    policy.model.register_forward_pre_hook(lambda *_: events.append("policy scored"))
-    full = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(0))
-    tokens = {"full": full, "prompt": full[:, :2].clone()}
-    masks = {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)}
-    data = TensorDict({"tokens": tokens, "masks": masks, "next": TensorDict({"reward": torch.zeros(2, 1)}, [2])}, [2])
+
+    def begun(scorer, request, options=None, begin=RemoteScorer.begin):
+        events.append("request sent")
+        pending = begin(scorer, request, options)
+        return lambda: (events.append("reply awaited"), pending())[1]
+
+    monkeypatch.setattr(RemoteScorer, "begin", begun)
+    transform = RetrieveKL(policy, loop.serve(model(seed=1)), coeff=0.5)
+    for module in (policy, policy.model):
+        module.register_forward_pre_hook(lambda *_: events.append("policy scored"))
+    data = batch().exclude("log_probs", "advantage")
+    data["masks"] = TensorDict(all_attention_mask=torch.ones(2, 3, dtype=torch.bool), batch_size=[2])
+    data["next"] = TensorDict(reward=torch.zeros(2, 1), batch_size=[2])
     found = transform(data.clone())
     assert (events[0], events[-1]) == ("request sent", "reply awaited")
     assert set(events[1:-1]) == {"policy scored"}
@@ -94,7 +82,7 @@ class Engine:
 
 def batch():
     full = torch.tensor([[3, 4, 5], [3, 4, 6]])
-    tokens = {"full": full, "prompt": full[:, :2]}
+    tokens = {"full": full, "prompt": full[:, :2].clone()}
     log_probs, advantage = {"full": torch.full((2, 3), -2.0)}, torch.tensor([[1.0], [-1.0]])
     return TensorDict({"tokens": tokens, "log_probs": log_probs, "advantage": advantage}, [2])
 
@@ -158,38 +146,13 @@ def test_what_needs_the_model_here_is_refused_at_construction():
         PolicyLoss(service())
 
 
-class Served(RemoteModel):
-    """A service whose scores are computed here; nothing else of a service is used."""
-
-    def make_scorer(self, **settings):
-        return LogProbScorer(tiny_model(seed=1), temperature=super().make_scorer(**settings).temperature)
-
-
-class ServedAlike(Served):
-    """With the interface of a bare model."""
-
-    interface = ModelInterface()
-
-
-def test_a_service_scores_the_reference_log_probs_that_the_data_lacks():
-    """As a local reference does, whatever the actor's ``tokens_per_batch``."""
-    settings = {"terms": [KLToReference(0.5, "k2")], "options": ScoreOptions(Sampling(0.7)), "tokens_per_batch": 32}
-    want, got = (
-        PolicyLoss(tiny_model(seed=0), reference=reference, **settings)(batch())["loss_kl_to_ref"]
-        for reference in (tiny_model(seed=1), service(Served))
-    )
-    assert want > 0.01
-    assert_close(got, want)
-
-
 @pytest.mark.filterwarnings("ignore:the top k below")
 @pytest.mark.parametrize(("name", "beta"), [("gkd", 0.3), ("gkd", 1.0), ("on_policy_distill", 0.0)])
-def test_a_served_teacher_trains_as_a_local_one(name, beta):
+def test_a_served_teacher_trains_as_a_local_one(loop, name, beta):
     student, found = tiny_model(seed=0), []
-    for teacher in (tiny_model(seed=1), service(ServedAlike)):
-        parts = make_algorithm(
-            name, student, reference=teacher, top_k=6, beta=beta, options=ScoreOptions(Sampling(0.8))
-        )
+    for teacher in (tiny_model(seed=1), loop.serve(tiny_model(seed=1))):
+        options = {"top_k": 6, "beta": beta, "options": ScoreOptions(Sampling(0.8))}
+        parts = make_algorithm(name, student, reference=teacher, **options)
         data = parts.prepare(batch().exclude("log_probs", "advantage"))
         assert data["top_k", "ids"].shape == (2, 3, 6)
         loss = parts.loss(data).total_loss
@@ -208,20 +171,16 @@ def started(monkeypatch):
 
     def start(served, *, factory, **options):
         arguments.append({name: value for name, value in options.items() if value is not None})
-        made = RemoteStub([])
-        made.interface = ModelInterface(log_probs_key=f"log_probs_{len(arguments)}")
+        made = service()
+        made._interface = ModelInterface(log_probs_key=f"log_probs_{len(arguments)}"), True
         return SimpleNamespace(model=made, close=lambda: None)
 
     monkeypatch.setattr(_transforms, "ScoringService", start)
     return arguments
 
 
-def models_of(cls):
-    return [model(seed=seed) for seed in range(2 if cls in (RetrieveKL, RayRetrieveKL) else 1)]
-
-
 def made(cls, **kwargs):
-    return cls(*models_of(cls), **kwargs)
+    return cls(*(model(seed=seed) for seed in range(2 if issubclass(cls, RetrieveKL) else 1)), **kwargs)
 
 
 @pytest.mark.parametrize("cls", VARIANTS)
@@ -236,7 +195,8 @@ def test_the_backend_of_torchrl_builds_the_variant(cls, started):
     with pytest.warns(FutureWarning, match="use_ray_service is deprecated .* Use service_backend='ray'") as warned:
         assert type(made(cls, use_ray_service=True, num_cpus=2)) is VARIANTS[cls]
     assert warned[0].filename == __file__
-    assert [options["num_cpus"] for options in started] == [2] * (4 * len(models_of(cls)))
+    names = ["mine-gen", "mine"] if cls is RetrieveKL else ["mine"]
+    assert [options["num_cpus"] for options in started] == [2] * (4 * len(names))
     assert type(local) is cls
     if cls is RetrieveKL:  # its parts follow no scope: what they score is served already
         for transform in (found, local):
@@ -246,7 +206,6 @@ def test_the_backend_of_torchrl_builds_the_variant(cls, started):
     options = {**expected, "name": "mine"}
     given = {"actor_options": options} if cls is RetrieveKL else options
     made(cls, service_backend="ray", service_backend_options=given, timeout=7)
-    names = ["mine-gen", "mine"] if cls is RetrieveKL else ["mine"]
     assert started == [{**expected, "timeout": 7, "name": name} for name in names]
 
 
@@ -284,8 +243,9 @@ def test_errors_of_a_backend_are_those_of_torchrl(cls):
 def test_what_has_no_variant(started):
     """A user's subclass; and the policy of an algorithm, whose copy behind a service would keep the first weights."""
 
-    class Mine(RetrieveLogProb):
-        pass
+    class Mine(RetrieveLogProb): ...
+
+    class MyVariant(RayRetrieveLogProb): ...
 
     with pytest.raises(TypeError, match=r"Mine does not support service_backend='ray'.*RayRetrieveLogProb"):
         Mine(model(), service_backend="ray")
@@ -294,3 +254,5 @@ def test_what_has_no_variant(started):
         parts = make_algorithm("grpo", model(), reference=model(seed=1), group_size=2, kl_reward="k1")
     assert type(parts.kl_transform) is RetrieveKL
     assert started == []
+    assert type(MyVariant(model(), service_backend="ray")) is MyVariant
+    assert len(started) == 1
