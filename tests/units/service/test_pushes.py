@@ -35,10 +35,6 @@ def context(monkeypatch):
     return found
 
 
-def keeper(*, source="model"):
-    return WeightKeeper(source)
-
-
 def weights(value, *names):
     return {name: torch.full((3, 5), value) for name in names or ("a", "b")}
 
@@ -55,13 +51,6 @@ def commit(kept, push, version=None, *, token=""):
     return kept.commit(token, stage(kept, token, push), version)
 
 
-def refused(kept, push, version=None):
-    """The message with which a push is refused."""
-    found = commit(kept, push, version)
-    assert isinstance(found, WeightVersionError)
-    return str(found)
-
-
 def unpacked(chunks):
     return {name: value for chunk in chunks for name, value in tensors_of(chunk).items()}
 
@@ -69,6 +58,13 @@ def unpacked(chunks):
 def held(kept):
     """What a replica loads that starts now."""
     return unpacked(kept.get("model")[2])
+
+
+def refused(kept, push, version):
+    """The message with which a push is refused."""
+    found = commit(kept, push, version)
+    assert isinstance(found, WeightVersionError)
+    return str(found)
 
 
 def assert_equal(found, expected):
@@ -82,14 +78,9 @@ def assert_equal(found, expected):
 def test_chunks_hold_every_type_and_shape():
     base = torch.arange(24.0).reshape(4, 6)
     types = (torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn)
-    given = {
-        "transposed": base.T,
-        "part": base[1:3, ::2],
-        "number": torch.tensor(3.5),
-        "empty": torch.zeros(0, 4),
-        "grad": base.clone().requires_grad_(),
-        **{str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in types},
-    }
+    given = {"transposed": base.T, "part": base[1:3, ::2], "number": torch.tensor(3.5), "empty": torch.zeros(0, 4)}
+    given |= {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in types}
+    given["grad"] = base.clone().requires_grad_()
     assert_equal(unpacked(chunks_of(given.items(), size=1)), given)
     with pytest.raises(TypeError, match=r"weights must be dense tensors, got torch.sparse_coo for 'a'"):
         list(chunks_of([("a", torch.eye(2).to_sparse())]))
@@ -101,53 +92,50 @@ def test_no_chunk_is_larger_than_asked_but_for_a_single_weight():
     assert sizes == [80, 30, 500, 100, 1]
 
 
-def test_versions_are_never_given_twice():
-    one = keeper()
-    assert commit(one, weights(1.0)) == 1
-    assert one.commit("seen", stage(one, "seen", weights(2.0)), None, 9) == 10, "a pusher has seen 9"
-    assert commit(one, weights(3.0), token="once") == one.commit("once", 2, None) == 11, "Ray repeats a lost call"
+def test_versions_are_never_given_twice(kept):
+    assert commit(kept, weights(1.0)) == 1
+    assert kept.commit("seen", stage(kept, "seen", weights(2.0)), None, 9) == 10, "a pusher has seen 9"
+    assert commit(kept, weights(3.0), token="once") == kept.commit("once", 2, None) == 11, "Ray repeats a lost call"
     for late in (2, 11):
         message = f"version {late} of the weights came after version 11: versions must increase."
-        assert refused(one, weights(4.0), late) == message
-    assert_equal(held(one), weights(3.0))
+        assert refused(kept, weights(4.0), late) == message
+    assert_equal(held(kept), weights(3.0))
 
 
-def test_the_last_version_that_a_message_can_hold():
+def test_the_last_version_that_a_message_can_hold(kept):
     """A later one would be in every request of a client that has seen it, and no replica could read those."""
     request = request_of([[1, 2]], newest=MAX_VERSION)
     assert Request.unpack(request.pack()).newest == MAX_VERSION
     with pytest.raises(ProtocolError, match="newest"):
         Request.unpack(replace(request, newest=MAX_VERSION + 1).pack())
-    one, message = keeper(), "must be from 0 to 9223372036854775807 (2^63 - 1), got 9223372036854775808"
-    assert commit(one, weights(1.0), MAX_VERSION) == MAX_VERSION
+    assert commit(kept, weights(1.0), MAX_VERSION) == MAX_VERSION
     for version in (None, MAX_VERSION + 1):
-        assert message in refused(one, weights(2.0), version)
-    assert_equal(held(one), weights(1.0))
+        message = "must be from 0 to 9223372036854775807 (2^63 - 1), got 9223372036854775808"
+        assert message in refused(kept, weights(2.0), version)
+    assert_equal(held(kept), weights(1.0))
 
 
 @pytest.mark.parametrize("version", [2**70, 2**63, -1])
 def test_a_version_that_no_message_can_hold_is_refused_where_it_enters(version):
-    remote = RemoteModel(ServiceSpec("name", "source", {"max_tokens": 1}))
     service = object.__new__(ScoringService)
-    service.model = remote
+    service.model = RemoteModel(ServiceSpec("name", "source", {"max_tokens": 1}))
     with pytest.raises(WeightVersionError, match=rf"must be from 0 to .*, got {version}\."):
-        remote.version = version
+        service.model.version = version
     with pytest.raises(WeightVersionError, match=rf"must be from 0 to .*, got {version}\."):
         service.update_weights(weights(1.0), version)  # Ray is not asked: there is no cluster
 
 
-def test_incomplete_and_dropped_pushes_change_nothing():
-    one = keeper()
-    commit(one, weights(1.0), 4)
+def test_incomplete_and_dropped_pushes_change_nothing(kept):
+    commit(kept, weights(1.0), 4)
     for token in ("half", "given up"):
-        one.stage(token, next(chunks_of(weights(2.0).items(), size=64)))
-    assert isinstance(one.commit("half", 2, 5), ServiceError)
-    assert len(one.staged("given up")[0]) == 1
-    one.drop("given up")
-    assert one.staged("given up") == ([], None)
-    assert one.get("model")[0] == 4
-    assert_equal(held(one), weights(1.0))
-    assert one.get("another model") == (0, "", [], None)
+        kept.stage(token, next(chunks_of(weights(2.0).items(), size=64)))
+    assert isinstance(kept.commit("half", 2, 5), ServiceError)
+    assert len(kept.staged("given up")[0]) == 1
+    kept.drop("given up")
+    assert kept.staged("given up") == ([], None)
+    assert kept.get("model")[0] == 4
+    assert_equal(held(kept), weights(1.0))
+    assert kept.get("another model") == (0, "", [], None)
 
 
 def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monkeypatch, context):
@@ -162,25 +150,22 @@ def test_a_keeper_that_lost_its_weights_goes_on_after_the_replicas_version(monke
     assert service.keeper.get("model")[3] is None
 
 
-# ------------------------------------------------------------------ the replica's side
-
-
 @pytest.fixture
-def found(monkeypatch):
-    """Makes a keeper the one that replicas ask."""
+def keep(monkeypatch):
+    """Makes a new keeper, which replicas ask."""
 
-    def ask(one):
+    def make():
+        one = WeightKeeper("model")
         calls = {name: SimpleNamespace(remote=getattr(one, name)) for name in ("get", "staged")}
         monkeypatch.setattr(_weights, "actor_of", lambda *_: SimpleNamespace(**calls))
         return one
 
-    return ask
+    return make
 
 
 @pytest.fixture
-def kept(found):
-    """The keeper that replicas ask."""
-    return found(keeper())
+def kept(keep):
+    return keep()
 
 
 class Replica:
@@ -243,9 +228,8 @@ def test_a_push_holds_all_tensors_of_those_before_it(kept, tensors):
     commit(kept, weights(1.0, "a", "b"))
     replica.load()
     stage(kept, "less", weights(2.0, "b"))
-    with pytest.raises(
-        WeightVersionError, match="this push lacks 1 tensors, such as 'a', which others held: push those"
-    ):
+    message = "this push lacks 1 tensors, such as 'a', which others held: push those"
+    with pytest.raises(WeightVersionError, match=message):
         replica.stage("less")
     stage(kept, "more", weights(2.0, "tied" if tensors else "a", "b", "c"))
     replica.stage("more")
@@ -266,28 +250,25 @@ def test_a_replica_knows_whether_pushes_replaced_its_whole_model(kept):
 
 
 @pytest.mark.parametrize("restarted", [True, False])
-def test_after_the_loss_of_the_keeper_a_push_must_hold_all_tensors(context, found, restarted):
+def test_after_the_loss_of_the_keeper_a_push_must_hold_all_tensors(context, keep, restarted):
     """A replica that starts later loads nothing else. Ray restarts the keeper, or another is made."""
-    first, tensors = found(keeper()), [["a", "tied"], ["b"], ["c"]]
+    first, tensors = keep(), [["a", "tied"], ["b"], ["c"]]
     knows, late, nameless = Replica(tensors), Replica(tensors), Replica()
     commit(first, weights(1.0, "a", "b"))
     assert knows.load() == 1
     context.was_current_actor_reconstructed = restarted
-    second = found(keeper())
+    second = keep()
     assert second.check(None, 1) is None, "each push asks first, with the version that the pusher has seen"
     stage(second, "some", weights(2.0, "a", "b"))
     for replica in (knows, late):
-        with pytest.raises(
-            WeightVersionError, match="this push lacks 1 tensors, such as 'c', and what was pushed before"
-        ):
+        with pytest.raises(WeightVersionError, match="lacks 1 tensors, such as 'c', and what was pushed before"):
             replica.stage("some")
     nameless.stage("some")
     chunks = stage(second, "all", weights(3.0, "tied", "b", "c"))
     for replica in (knows, late):
         replica.stage("all")
     assert second.commit("all", chunks, None, 1) == 2
-    for replica in (knows, late):
-        assert replica.load() == 2
+    assert knows.load() == late.load() == 2
 
 
 def test_names_of_the_tensors_of_a_model():
@@ -301,22 +282,19 @@ def test_names_of_the_tensors_of_a_model():
     assert engine.tensors() == [["0.weight", "1.weight"], ["1.bias"], *rest]
 
 
-# ------------------------------------------------------------------ all replicas at once
-
-
 class Service(Connection):
     """Replicas and a keeper in this process. A call is a future; ``down`` holds the error of a replica, None if it hangs."""
 
-    def __init__(self, monkeypatch, count=3, tensors=()):
+    def __init__(self, monkeypatch, count=3):
         super().__init__(ServiceSpec("s", "model", {}, num_replicas=count, id="model"))
-        self.keeper, self.states, self.down, self.called = keeper(), [READY] * count, {}, []
+        self.keeper, self.states, self.down, self.called = WeightKeeper("model"), [READY] * count, {}, []
         names = ("check", "stage", "commit", "drop", "get", "staged")
         remote = SimpleNamespace(**{n: SimpleNamespace(remote=getattr(self.keeper, n)) for n in names})
         monkeypatch.setattr(_push, "keeper_of", lambda spec: remote)
         monkeypatch.setattr(_weights, "actor_of", lambda *_: remote)
         monkeypatch.setattr(ray, "wait", lambda asked, timeout: (self.wait(asked, timeout), []))
         monkeypatch.setattr(ray, "get", lambda one, timeout=None: one.result(0) if isinstance(one, Future) else one)
-        self.replicas = [Replica(tensors) for _ in range(count)]
+        self.replicas = [Replica() for _ in range(count)]
 
     def connect(self, **_): ...
 

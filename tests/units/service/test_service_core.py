@@ -20,7 +20,7 @@ from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged, Sampling
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
 from torchrl_llm_kl.service import EngineLost, GangEngine, WeightVersionError
-from torchrl_llm_kl.service._wire import Reply, Request, state_dict_of
+from torchrl_llm_kl.service._wire import Request, state_dict_of
 from torchrl_llm_kl.service.engines._engine import TransformersEngine
 from torchrl_llm_kl.service.engines._gang import split
 from torchrl_llm_kl.service.replica._core import ScoringCore
@@ -28,21 +28,13 @@ from torchrl_llm_kl.service.replica._server import Watchdog
 from torchrl_llm_kl.service.replica._stats import BatchRecord, RayMetrics, ReplicaStats
 from toy_models import tiny_model
 
-
-class Wrapper(nn.Module):
-    input_mode = "tokens"
-
-    def __init__(self, inner):
-        super().__init__()
-        self.model = inner
-
-
 NAME = "lm_head.weight"
 
 
 def test_weights_in_every_form():
-    inner, core = model(seed=3), ScoringCore(TransformersEngine(model()))
-    expected, wrapper = inner.state_dict(), Wrapper(inner)
+    inner, wrapper, core = model(seed=3), nn.Module(), ScoringCore(TransformersEngine(model()))
+    wrapper.model, wrapper.input_mode = inner, "tokens"
+    expected = inner.state_dict()
     forms = [inner, wrapper, TensorDict.from_module(wrapper), wrapper.state_dict(), expected]
     for version, weights in enumerate(forms, start=1):
         core.update_weights({name: torch.zeros_like(value) for name, value in expected.items()}, version)
@@ -116,12 +108,12 @@ def test_whole_numbers_keep_their_values():
 def test_peft_names_of_adapters():
     """As ``save_pretrained`` writes them, without the adapter's name; also DoRA and trained modules."""
     peft, adapter = pytest.importorskip("peft"), "ref"
+    kinds = {"r": 4, "init_lora_weights": False, "use_dora": True}
     where = {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]}
 
     def made(seed):
         torch.manual_seed(seed)
-        config = peft.LoraConfig(r=4, init_lora_weights=False, use_dora=True, **where)
-        return peft.get_peft_model(model(), config, adapter_name=adapter)
+        return peft.get_peft_model(model(), peft.LoraConfig(**kinds, **where), adapter_name=adapter)
 
     engine, other = TransformersEngine(made(0)), made(1)
     short = peft.get_peft_model_state_dict(other, adapter_name=adapter, save_embedding_layers=False)
@@ -147,27 +139,31 @@ def scores(engine, rows, **options):
 
 
 def test_what_an_engine_cannot_do_fails_alone():
-    core, good = ScoringCore(TransformersEngine(model())), [request(1, 2, 3 + i) for i in range(3)]
+    made = model()
+    made.get_input_embeddings().weight.data[13] = torch.nan
+    core, good = ScoringCore(TransformersEngine(made)), [request(1, 2, 3 + i) for i in range(3)]
     bad = {
-        "has no PEFT adapters to switch off": {"adapters": "nobody"},
-        "record_routing=True cannot be had from this scorer: score the .* LogProbScorer": {"record_routing": True},
-        "return_kept=True cannot be had": {"return_kept": True, "sampling": Sampling(top_k=3)},
-        "grad=True cannot be had": {"grad": True},
-        "ref_routing=... cannot be had": {"records": {"ref_routing": torch.zeros(3, 1, 1, dtype=torch.int8)}},
-        "is dense: it has no router": {"records": {"routing": torch.zeros(3, 1, 1, dtype=torch.int8)}},
+        r"log-prob is nan at sequence 0, position 1 \(token 13\)": request(1, 13, 3),
+        "has no PEFT adapters to switch off": request(4, 5, adapters="nobody"),
+        "record_routing=True cannot be had from this scorer: score the .* LogProbScorer": request(
+            4, record_routing=True
+        ),
+        "return_kept=True cannot be had": request(4, 5, return_kept=True, sampling=Sampling(top_k=3)),
+        "grad=True cannot be had": request(4, 5, grad=True),
+        "ref_routing=... cannot be had": request(4, 5, records={"ref_routing": torch.zeros(2, 1, 1).char()}),
+        "is dense: it has no router": request(4, 5, records={"routing": torch.zeros(2, 1, 1).char()}),
     }
-    for message, given in bad.items():
-        first, refused, *others = core.score([good[0], request(4, 5, 6, **given), *good[1:]])
+    for message, one in bad.items():
+        first, refused, *others = core.score([good[0], one, *good[1:]])
         assert isinstance(refused, ValueError)
         assert re.search(message, str(refused)), refused
-        for found, one in zip([first, *others], good, strict=True):
-            assert_close(found.columns, core.score([one])[0].columns, atol=1e-6, rtol=1e-6)
+        for found, asked in zip([first, *others], good, strict=True):
+            assert_close(found.columns, core.score([asked])[0].columns, atol=1e-6, rtol=1e-6)
     assert core.running is None
 
 
 def test_many_temperatures_share_one_scorer():
-    engine = TransformersEngine(model())
-    rng = torch.Generator().manual_seed(0)
+    engine, rng = TransformersEngine(model()), torch.Generator().manual_seed(0)
     row = torch.randint(97, (20,), generator=rng)
     turns = [Ragged.from_list([row[:12]]), Ragged.from_list([row])]
     for i in range(20):
@@ -175,9 +171,7 @@ def test_many_temperatures_share_one_scorer():
         found = [scores(engine, turn, temperature=temperature, remember=True) for turn in turns]
         if i % 7 == 0:
             plain = LogProbScorer(model(), temperature=temperature)
-            expected = [plain.score(turn, remember=True).values for turn in turns]
-            assert_near(found, expected, terms=100, size=32)
-    assert len(engine._scorers) == 1
+            assert_near(found, [plain.score(turn, remember=True).values for turn in turns], terms=100, size=32)
     (scorer,) = engine._scorers.values()
     assert len(scorer.memory) == 2, "keys and values are cached once"
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
@@ -201,9 +195,8 @@ def test_scorers_of_other_settings_are_few_and_share_the_memory():
     scores(probe, row, remember=True)
     (one,) = (scorer.memory.num_bytes for scorer in probe._scorers.values())
     engine = TransformersEngine(model(), memory=2 * one)
-    kinds = [{"dtype": each} for each in (None, torch.bfloat16, torch.float16, torch.float64)] + [
-        {"deterministic": True}
-    ]
+    kinds = [{"dtype": each} for each in (None, torch.bfloat16, torch.float16, torch.float64)]
+    kinds += [{"deterministic": True}]
     seen = 0
     for i in range(12):
         tokens = Ragged.from_list([(torch.arange(30) + 40 * (i % 3)) % 97])
@@ -226,13 +219,11 @@ def test_scorers_of_other_settings_are_few_and_share_the_memory():
 def test_progress_grows_within_a_call():
     """At each forward of a pack, and at each weight that is copied."""
     engine = TransformersEngine(model(), tokens_per_batch=16)
-    seen = []
+    seen = [engine.progress()]
     engine.model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(engine.progress()))
-    rows = Ragged.from_list([(torch.arange(20) + 20 * i) % 97 for i in range(4)])
-    before = engine.progress()
-    scores(engine, rows)
-    assert len(seen) >= 5
-    assert all(a < b for a, b in itertools.pairwise([before, *seen]))
+    scores(engine, Ragged.from_list([(torch.arange(20) + 20 * i) % 97 for i in range(4)]))
+    assert len(seen) >= 6
+    assert all(a < b for a, b in itertools.pairwise(seen))
     before = engine.progress()
     engine.update_weights(model(seed=1).state_dict())
     assert engine.progress() >= before + 10
@@ -258,16 +249,6 @@ def test_the_watchdog_sees_calls_without_progress():
     engine.progress = None  # raises
     core.running = 1
     assert [watchdog.hangs(now) for now in (500.0, 505.0, 511.0)] == [False, False, True]
-
-
-def test_nan_scores_fail_only_their_request():
-    made = model()
-    with torch.no_grad():
-        made.model.embed_tokens.weight[13] = torch.nan
-    core = ScoringCore(TransformersEngine(made))
-    good, bad, other = core.score([request(1, 2, 3), request(1, 13, 3), request(4, 5)])
-    assert [type(answer) for answer in (good, bad, other)] == [Reply, ValueError, Reply]
-    assert "log-prob is nan at sequence 0, position 1 (token 13)" in str(bad)
 
 
 def test_weights_are_read_once_after_each_update(monkeypatch):

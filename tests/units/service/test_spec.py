@@ -26,8 +26,7 @@ class Loader:
     def load(self):
         return model(self.seed)
 
-    def __call__(self):
-        return self.load()
+    __call__ = load
 
 
 def of_array(values):
@@ -35,16 +34,9 @@ def of_array(values):
 
 
 def test_factories_differ_by_name_and_arguments():
-    long, other = np.zeros(5000), np.zeros(5000)
-    other[2500] = 1
-    factories = [
-        Loader(0).load,
-        Loader(1).load,
-        Loader(0),
-        Loader(1),
-        partial(of_array, long),
-        partial(of_array, other),
-    ]
+    long, other = np.zeros(5000), np.eye(1, 5000, 2500)[0]
+    factories = [Loader(0).load, Loader(1).load, Loader(0), Loader(1)]
+    factories += [partial(of_array, long), partial(of_array, other)]
     factories += [model, make_another, partial(model, seed=1), partial(model, seed=2), partial(Slow, 0.1)]
     described = [describe_source(None, factory) for factory in factories]
     assert len(set(described)) == len(factories), described
@@ -83,18 +75,14 @@ def test_what_clients_of_one_name_must_share():
     strategy = object()  # may be written in many ways
     mine = spec(num_replicas=2, options={"num_cpus": 1, "scheduling_strategy": strategy}, address="here")
     mine.check_config(spec(num_replicas=2, options={"num_cpus": 1}, factory=b"its code", id="another").config)
-    for wanted, message in (
-        (
-            {"model": "other"},
-            "'name' is in use with another configuration: model: it has 'source', requested 'other'. Ch",
-        ),
-        (
-            {"num_replicas": 3, "max_tokens": 2},
-            "max_tokens: it has 1, requested 2; num_replicas: it has 2, requested 3",
-        ),
-        ({"num_gpus": 1}, "num_gpus: it has None, requested 1"),
-        ({"detached": True}, "detached: it has False, requested True"),
-    ):
+    for message, wanted in {
+        "'name' is in use with another configuration: model: it has 'source', requested 'other'. Ch": {
+            "model": "other"
+        },
+        "max_tokens: it has 1, requested 2; num_replicas: it has 2, requested 3": {"num_replicas": 3, "max_tokens": 2},
+        "num_gpus: it has None, requested 1": {"num_gpus": 1},
+        "detached: it has False, requested True": {"detached": True},
+    }.items():
         with pytest.raises(ServiceConfigError, match=message):
             mine.check_config({**mine.config, **wanted})
 
