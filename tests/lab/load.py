@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
@@ -38,6 +38,12 @@ def request_of(rows: Sequence[Sequence[int]], mask: Any = None, *, records: Any 
 
 def assert_same(found: Any, expected: Any) -> None:
     assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def assert_scores(served: RemoteModel, made: nn.Module, data: Ragged | None = None) -> None:
+    """A new scorer of a served model gives the numbers of ``made``."""
+    data = sequences() if data is None else data
+    assert_same(served.make_scorer().score(data).values, LogProbScorer(made).score(data).values)
 
 
 def all_up(service: ScoringService) -> None:

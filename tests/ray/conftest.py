@@ -1,5 +1,6 @@
 """Tests on the local Ray cluster, and what they share: a service, the models of transforms, another driver."""
 
+from contextlib import ExitStack
 from functools import partial
 
 import pytest
@@ -37,6 +38,19 @@ def pushed(shared):
     shared.update_weights(model())
 
 
+@pytest.fixture
+def serve(ray_cluster):
+    """Starts services, which are shut down after the test."""
+    with ExitStack() as ends:
+
+        def start(*made, **settings):
+            found = ends.enter_context(ScoringService(*made, **{"num_cpus": 0.1, **settings}))
+            ends.callback(found.shutdown)
+            return found
+
+        yield start
+
+
 @pytest.fixture(scope="session")
 def local():
     """The numbers of ``shared``."""
@@ -61,20 +75,11 @@ def transform_services(ray_cluster):
 @pytest.fixture
 def drivers(ray_cluster):
     """Starts other drivers."""
-    started = []
+    with ExitStack() as ends:
 
-    def start():
-        started.append(Driver())
-        return started[-1]
+        def start(**options):
+            driver = Driver(**options)
+            ends.callback(driver.kill)
+            return driver
 
-    yield start
-    for driver in started:
-        driver.kill()
-
-
-@pytest.fixture(scope="session")
-def driver(ray_cluster):
-    """Another driver, for all tests."""
-    found = Driver()
-    yield found
-    found.kill()
+        yield start

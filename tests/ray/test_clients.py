@@ -9,17 +9,19 @@ import time
 import pytest
 import ray
 
-from drivers import LAB, Driver, handle_of
-from load import assert_same, names, sequences
+from drivers import LAB, handle_of
+from load import assert_same, assert_scores, names, sequences
 from remote_models import model
-from torchrl_llm_kl.service import ScoringService, ServiceError
+from torchrl_llm_kl.service import ServiceError
 from waits import LONG, until
 
-CPUS = {"num_cpus": 0.1}
+
+def total_of(scorer):
+    return float(scorer.score(sequences()).values.sum())
 
 
-def test_a_forked_child_gets_an_error_at_once(shared, driver):
-    found = driver.run(
+def test_a_forked_child_gets_an_error_at_once(shared, drivers):
+    found = drivers().run(
         f"""
         remote = {handle_of(shared.model)}
         first = total(remote)
@@ -40,18 +42,9 @@ def test_a_forked_child_gets_an_error_at_once(shared, driver):
     assert found.endswith("True")
 
 
-def test_an_import_error_in_the_actor_is_raised_at_once():
-    driver = Driver(finds_lab=False)
-    found = driver.run(
-        """
-        try:
-            ScoringService(factory=model, num_cpus=0.1)
-        except Exception as error:
-            print(error)
-        """
-    )
-    driver.exit()
-    assert "No module named 'remote_models'" in found
+def test_an_import_error_in_the_actor_is_raised_at_once(drivers):
+    with pytest.raises(AssertionError, match="No module named 'remote_models'"):
+        drivers(finds_lab=False).run("ScoringService(factory=model, num_cpus=0.1)")
 
 
 @pytest.mark.slow
@@ -66,18 +59,11 @@ def test_drivers_with_the_same_name_and_with_another_configuration(drivers, loca
             """
         )
     first, second = one.result(), two.result()
-    third = other.run(
-        """
-        try:
-            ScoringService(factory=partial(model, seed=3), name="contested", num_cpus=0.1)
-        except ServiceConfigError as error:
-            print(error)
-        """
-    )
     assert first == second
-    expected = float(local.score(sequences()).values.sum())
-    assert float(first.split()[1]) == pytest.approx(expected, rel=1e-6)
-    assert "'contested' is in use with another configuration: model: it has 'factory remote_models.model" in third
+    assert float(first.split()[1]) == pytest.approx(total_of(local), rel=1e-6)
+    message = "'contested' is in use with another configuration: model: it has 'factory remote_models.model"
+    with pytest.raises(AssertionError, match=f"ServiceConfigError: {message}"):
+        other.run('ScoringService(factory=partial(model, seed=3), name="contested", num_cpus=0.1)')
     one.exit()
     assert names("contested:0")
     two.exit()
@@ -85,17 +71,15 @@ def test_drivers_with_the_same_name_and_with_another_configuration(drivers, loca
 
 
 @pytest.mark.slow
-def test_a_detached_service_outlives_its_driver(drivers, local):
-    first = drivers()
-    pid = first.run(
-        'print(ScoringService(factory=model, name="stays", num_cpus=0.1, lifetime="detached").stats()[0]["pid"])'
-    )
+def test_a_detached_service_outlives_its_driver(drivers, serve):
+    first, given = drivers(), {"name": "stays", "num_cpus": 0.1, "lifetime": "detached"}
+    pid = first.run(f'print(ScoringService(factory=model, **{given}).stats()[0]["pid"])')
     first.exit()
     time.sleep(1)
-    with ScoringService(factory=model, name="stays", lifetime="detached", **CPUS) as service:
-        assert service.stats()[0]["pid"] == int(pid)
-        assert_same(service.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
-        service.shutdown()
+    service = serve(factory=model, **given)
+    assert service.stats()[0]["pid"] == int(pid)
+    assert_scores(service.model, model())
+    service.shutdown()
     until(lambda: not names("stays:0"))
 
 
@@ -136,7 +120,7 @@ def test_a_process_that_ray_did_not_start(shared, local):
     """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LONG, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert float(ran.stdout) == pytest.approx(float(local.score(sequences()).values.sum()), rel=1e-6)
+    assert float(ran.stdout) == pytest.approx(total_of(local), rel=1e-6)
 
 
 KEPT = """
@@ -149,15 +133,11 @@ KEPT = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "between",
-    ["ray.shutdown(); connect()", "ray.shutdown(); time.sleep(10); connect()"],
-    ids=["at once", "after ten seconds"],
-)
-def test_a_client_that_connects_again_keeps_the_service(drivers, between):
+@pytest.mark.parametrize("seconds", [0, 10], ids=["at once", "after ten seconds"])
+def test_a_client_that_connects_again_keeps_the_service(drivers, seconds):
     """Its handles ended with the old connection, the service and the pushed weights did not."""
     client = drivers()
-    assert client.run(KEPT.format(between=between)) == "True 1"
+    assert client.run(KEPT.format(between=f"ray.shutdown(); time.sleep({seconds}); connect()")) == "True 1"
     client.exit()
     until(lambda: not names("kept:"))
 
@@ -176,19 +156,19 @@ def test_a_client_that_is_stopped_for_a_while_keeps_the_service(drivers):
     until(lambda: not names("kept:"))
 
 
-GIVEN = """
-    service = ScoringService(model(), name={name!r}, num_cpus=0.1, lifetime="detached")
-    total(service.model)
-    print(pickle.dumps(service.model).hex())
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [False, True], ids=["a replica is killed", "all are killed"])
-def test_a_model_by_value_after_the_process_that_passed_it(drivers, local, lost):
+def test_a_model_by_value_after_the_process_that_passed_it(drivers, serve, local, lost):
     """It outlives that process; if all actors are lost too, the error says that nobody has it any more."""
     client, expected, name = drivers(), local.score(sequences()).values, f"given-{lost}"
-    remote = pickle.loads(bytes.fromhex(client.run(GIVEN.format(name=name))))
+    handle = client.run(
+        f"""
+        service = ScoringService(model(), name={name!r}, num_cpus=0.1, lifetime="detached")
+        total(service.model)
+        print(pickle.dumps(service.model).hex())
+        """
+    )
+    remote = pickle.loads(bytes.fromhex(handle))
     client.exit()
     scorer, namespace = remote.make_scorer(), remote.spec.namespace
     assert_same(scorer.score(sequences()).values, expected)
@@ -202,6 +182,4 @@ def test_a_model_by_value_after_the_process_that_passed_it(drivers, local, lost)
         ray.kill(ray.get_actor(actor, namespace=namespace), no_restart=False)
     with pytest.raises(ServiceError, match=r"given by value, and is lost: .* construct ScoringService with it again"):
         scorer.score(sequences())
-    with ScoringService(model(), name=name, lifetime="detached", **CPUS) as again:
-        assert_same(again.model.make_scorer().score(sequences()).values, expected)
-        again.shutdown()
+    assert_scores(serve(model(), name=name, lifetime="detached").model, model())

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import ray
 import torch
 
-from load import actor, assert_same, callers, clone, names, pid_of, pids, sequences
+from load import Client, actor, assert_same, assert_scores, callers, clone, names, pid_of, pids, sequences
 from project import PROJECT
 from remote_models import delayed, from_file, model, quits
 from torchrl_llm_kl.service import ScoringService, ServiceClosedError, ServiceError
@@ -22,17 +23,18 @@ from torchrl_llm_kl.service._controller import READY
 from waits import LONG, until
 
 pytestmark = pytest.mark.slow
-CPUS = {"num_cpus": 0.1}
-CONTROLLED = {
-    **{"factory": partial(delayed, 0.02), "name": "controlled", "num_replicas": 2},
-    **{"hang_after": 3.0, "lifetime": "detached", **CPUS},
-}
+
+
+def controlled():
+    """The service of this file, or another client of it."""
+    settings = {"num_replicas": 2, "num_cpus": 0.1, "hang_after": 3.0, "lifetime": "detached"}
+    return ScoringService(factory=partial(delayed, 0.02), name="controlled", **settings)
 
 
 @pytest.fixture(scope="module")
 def service():
     """Two replicas that are started again after three silent seconds."""
-    found = ScoringService(**CONTROLLED)
+    found = controlled()
     yield found
     found.shutdown()
 
@@ -57,75 +59,70 @@ def test_the_loss_of_the_controller_harms_nobody(service, local):
 
 def test_a_service_without_its_controller_has_ended():
     """Somebody killed it for good: calls say so, and the replica ends by itself."""
-    with ScoringService(factory=model, name="headless", **CPUS) as service:
+    with ScoringService(factory=model, name="headless", num_cpus=0.1) as service:
         remote = clone(service.model)
         ray.kill(actor(service, "control"), no_restart=True)
         until(lambda: names("headless:control") == [])
-        with pytest.raises(
-            ServiceClosedError, match="the service 'headless' was shut down, or ended with its last client"
-        ):
+        with pytest.raises(ServiceClosedError, match="'headless' was shut down, or ended with its last client"):
             remote.make_scorer().score(sequences())
         until(lambda: names("headless:") == [], seconds=120)
 
 
-def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path, local):
-    torch.save(model().state_dict(), tmp_path / "weights")
-    with ScoringService(factory=partial(from_file, str(tmp_path / "weights")), name="changes", **CPUS) as service:
-        scorer = service.model.make_scorer()
-        assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
-        torch.save(model(seed=1).state_dict(), tmp_path / "weights")
-        os.kill(pids(service)[0], signal.SIGKILL)
-        with pytest.raises(ServiceError, match="loaded other weights"):
-            scorer.score(sequences())
-        service.shutdown()
+def test_a_checkpoint_that_changed_is_not_loaded_by_a_restarted_replica(tmp_path, serve, local):
+    """One that cannot be read for a while is an error, too, and loaded by later calls."""
+    path = tmp_path / "weights"
+    torch.save(model().state_dict(), path)
+    service = serve(factory=partial(from_file, str(path)), name="changes")
+    scorer = service.model.make_scorer()
+    assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+    path.rename(tmp_path / "away")
+    os.kill(pids(service)[0], signal.SIGKILL)
+    with pytest.raises(OSError, match="No such file"):
+        scorer.score(sequences())
+    (tmp_path / "away").rename(path)
+    assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+    torch.save(model(seed=1).state_dict(), path)
+    os.kill(pids(service)[0], signal.SIGKILL)
+    with pytest.raises(ServiceError, match="loaded other weights"):
+        scorer.score(sequences())
 
 
-def test_a_shutdown_during_a_long_batch_is_not_undone(local, tmp_path):
+def test_a_shutdown_during_a_long_batch_is_not_undone(serve, tmp_path):
     """Callers whose batch outlasts the shutdown used to make the service again."""
-    service = ScoringService(factory=partial(delayed, 14.0, path=str(tmp_path / "slow")), name="ends", **CPUS)
+    service = serve(factory=partial(delayed, 14.0, path=str(tmp_path / "slow")), name="ends")
     (tmp_path / "slow").touch()
-    errors = []
+    handles = [clone(service.model) for _ in range(3)]
 
     def call(remote):
-        try:
+        with pytest.raises(ServiceClosedError):
             remote.make_scorer().score(sequences())
-        except Exception as error:
-            errors.append(error)
 
-    handles = [clone(service.model) for _ in range(3)]
-    threads = [threading.Thread(target=call, args=(handle,)) for handle in handles]
-    for thread in threads:
-        thread.start()
-    time.sleep(3)
-    service.shutdown()
-    for thread in threads:
-        thread.join(timeout=LONG)
-    assert [type(error) for error in errors] == [ServiceClosedError] * 3
+    with ThreadPoolExecutor(3) as pool:
+        calls = pool.map(call, handles)
+        time.sleep(3)
+        service.shutdown()
+        list(calls)
     time.sleep(2)
     assert names("ends:") == []
     unused = clone(service.model)
     with pytest.raises(ServiceClosedError, match="the service 'ends' was shut down"):
         unused.make_scorer().score(sequences())
-    with ScoringService(factory=model, name="ends", **CPUS) as new:
-        assert new.model.spec.id != service.model.spec.id
-        with pytest.raises(ServiceClosedError):
-            clone(handles[0]).make_scorer().score(sequences())
-        before = pids(new)
-        service.shutdown()  # again: the name is another service's now
-        unused.connection.end()
-        assert pids(new) == before
-        assert_same(new.model.make_scorer().score(sequences()).values, local.score(sequences()).values)
-        new.shutdown()
+    new = serve(factory=model, name="ends")
+    assert new.model.spec.id != service.model.spec.id
+    call(clone(handles[0]))
+    before = pids(new)
+    service.shutdown()  # again: the name is another service's now
+    unused.connection.end()
+    assert pids(new) == before
+    assert_scores(new.model, model())
 
 
-def test_a_factory_that_ends_its_process_is_an_error_with_the_cause(tmp_path):
+def test_a_factory_that_ends_its_process_is_an_error_with_the_cause(serve, tmp_path):
     with pytest.raises(ServiceError, match=r"failed to start 3 times within \d+ s: its process ended before the model"):
-        ScoringService(factory=partial(quits, str(tmp_path)), name="quits", **CPUS)
+        serve(factory=partial(quits, str(tmp_path)), name="quits")
     assert len(list(tmp_path.iterdir())) == 3
     until(lambda: names("quits:") == [])
-    with ScoringService(factory=model, name="quits", **CPUS) as service:
-        assert service.stats()[0]["restarts"] == 0
-        service.shutdown()
+    assert serve(factory=model, name="quits").stats()[0]["restarts"] == 0
 
 
 def test_a_stopped_replica_blocks_nobody_and_is_started_again(service, local):
@@ -136,7 +133,7 @@ def test_a_stopped_replica_blocks_nobody_and_is_started_again(service, local):
         found = service.stats()
         assert found[0]["pid"] == before[0]
         assert found[1].get("pid") != before[1]
-        ScoringService(**CONTROLLED).close()
+        controlled().close()
     load.assert_all_right(local)
     until(lambda: states(service) == [READY, READY])
     after = pids(service)
@@ -144,32 +141,23 @@ def test_a_stopped_replica_blocks_nobody_and_is_started_again(service, local):
     assert after[1] != before[1]
 
 
-def test_a_model_by_value_outlives_all_actors_at_once(local):
+def test_a_model_by_value_outlives_all_actors_at_once(serve, local):
     """Controller and replica are killed together: a process that passed the model hands it in again."""
-    with ScoringService(model(), name="handed", **CPUS) as service:
-        scorer = service.model.make_scorer()
-        assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
-        ids = [pid_of(actor(service, what)) for what in ("control", 0)]
-        for pid in ids:
-            os.kill(pid, signal.SIGKILL)
-        assert_same(scorer.score(sequences(1)).values, local.score(sequences(1)).values)
-        assert pids(service)[0] not in ids
-        service.shutdown()
+    service = serve(model(), name="handed")
+    scorer = service.model.make_scorer()
+    assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+    ids = [pid_of(actor(service, what)) for what in ("control", 0)]
+    for pid in ids:
+        os.kill(pid, signal.SIGKILL)
+    assert_same(scorer.score(sequences(1)).values, local.score(sequences(1)).values)
+    assert pids(service)[0] not in ids
 
 
-@ray.remote
-class _Hog:
-    def ready(self):
-        pass
-
-
-def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog):
-    total = ray.cluster_resources()["CPU"]
-    free = int(ray.available_resources()["CPU"])
-    hog = _Hog.options(num_cpus=free).remote()
-    ray.get(hog.ready.remote())
-    made = []
-    thread = threading.Thread(target=lambda: made.append(ScoringService(factory=model, name="waits", num_cpus=1)))
+def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(serve, caplog):
+    total, free = ray.cluster_resources()["CPU"], int(ray.available_resources()["CPU"])
+    hog = Client.options(num_cpus=free).remote()
+    ray.get(hog.__ray_ready__.remote())
+    thread = threading.Thread(target=serve, kwargs={"factory": model, "name": "waits", "num_cpus": 1})
     with caplog.at_level(logging.WARNING, logger="torchrl_llm_kl.service"):
         thread.start()
         until(lambda: "waits:0 waits" in caplog.text, seconds=30)
@@ -177,7 +165,7 @@ def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(caplog
     assert "free some, or add a node" in caplog.text
     ray.kill(hog)
     thread.join(timeout=LONG)
-    made[0].shutdown()
+    assert names("waits:0")
 
 
 def test_a_node_is_killed_and_another_added_under_load():

@@ -4,11 +4,10 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-import torch
 
-from load import callers, clone
+from load import callers, clone, pids
 from remote_models import ENDLESS, POISON, deadly, model
-from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl import LogProbScorer
 from torchrl_llm_kl.service import PoisonedRequest, ScoringService, ServiceTimeout
 from waits import until
 
@@ -41,25 +40,23 @@ def neighbours(remote):
 
 def all_up(service, folder, lives):
     """Wait until so many processes have been started in all, and the last two are up."""
-    until(lambda: len(list(folder.iterdir())) >= lives, seconds=240)
-    until(lambda: all("pid" in stats for stats in service.stats()), seconds=240)
+    until(lambda: len(list(folder.iterdir())) >= lives and all(pids(service)), seconds=240)
 
 
 def test_a_request_that_kills_its_replica_is_refused_after_three_trials(service, folder):
     scorer = clone(service.model).make_scorer()
     before = len(list(folder.iterdir()))
     with neighbours(service.model) as load:
-        with pytest.raises(
-            PoisonedRequest, match=r"3 processes died while they scored a request of 1 sequences and 6 tokens"
-        ):
-            scorer.score(Ragged.from_list([torch.tensor(POISON)]))
+        message = "3 processes died while they scored a request of 1 sequences and 6 tokens"
+        with pytest.raises(PoisonedRequest, match=message):
+            scorer.score([POISON])
         all_up(service, folder, before + 4)
     load.assert_all_right(LogProbScorer(model()))
     assert len(list(folder.iterdir())) == before + 4
     assert load.slowest < 120
 
     with pytest.raises(PoisonedRequest, match="replicas died of this request before"):  # nobody tries it again
-        clone(service.model).make_scorer().score(Ragged.from_list([torch.tensor(POISON)]))
+        clone(service.model).make_scorer().score([POISON])
 
 
 def test_a_replica_that_hangs_is_replaced(service, folder):
@@ -68,6 +65,6 @@ def test_a_replica_that_hangs_is_replaced(service, folder):
     with neighbours(service.model) as load:
         impatient = clone(service.model, timeout=HANG_AFTER + 3).make_scorer()
         with pytest.raises(ServiceTimeout):
-            impatient.score(Ragged.from_list([torch.tensor(ENDLESS)]))
+            impatient.score([ENDLESS])
         all_up(service, folder, before + 1)
     load.assert_all_right(LogProbScorer(model()))

@@ -34,6 +34,7 @@ from waits import until
 
 pytestmark = pytest.mark.usefixtures("transform_services")
 SHARED = {"actor_name": SERVICE, **SERVED}
+FACTORIES = {"gen_model_factory": GEN, "ref_model_factory": REF}
 
 
 def rows_of(td, key):
@@ -45,58 +46,30 @@ def data(seed=0):
     """Four responses of up to six tokens to prompts of three, with the policy's log-probs and a reward."""
     rng = torch.Generator().manual_seed(seed)
     full = torch.randint(200, (4, 9), generator=rng)
-    attention = torch.arange(9) < torch.tensor([[9], [7], [5], [8]])
-    return TensorDict(
-        {
-            "tokens": {"full": full, "prompt": full[:, :3].clone()},
-            "masks": {"all_attention_mask": attention},
-            "log_probs": {"full": -torch.rand(4, 9, generator=rng)},
-            "next": TensorDict(reward=torch.tensor([[1.0], [0.0], [2.0], [-1.0]]), batch_size=[4]),
-        },
-        batch_size=[4],
-    )
+    tokens = {"full": full, "prompt": full[:, :3].clone()}
+    masks = {"all_attention_mask": torch.arange(9) < torch.tensor([[9], [7], [5], [8]])}
+    after = TensorDict(reward=torch.tensor([[1.0], [0.0], [2.0], [-1.0]]), batch_size=[4])
+    log_probs = {"full": -torch.rand(4, 9, generator=rng)}
+    return TensorDict({"tokens": tokens, "masks": masks, "log_probs": log_probs, "next": after}, batch_size=[4])
 
 
 @pytest.mark.parametrize("make", [RayRetrieveKL, partial(RetrieveKL, service_backend="ray")], ids=["class", "argument"])
 def test_defect_16_factories_beside_the_defaults(make):
-    transform = make(gen_model_factory=GEN, ref_model_factory=REF, coeff=COEFF, **SHARED)
+    transform = make(**FACTORIES, coeff=COEFF, **SHARED)
     assert [part.scorer.path for part in list(transform)[:2]] == ["remote", "remote"]
     assert_same(transform(data()), local("RetrieveKL")(data()))
 
 
-@pytest.mark.parametrize("which", ["gen_model", "ref_model"])
-def test_defect_16_a_model_and_a_factory_are_still_refused(which):
-    made = set(names(""))
-    models = {"gen_model": "from_collector", "ref_model": None, which: GEN()}
-    with pytest.raises(ValueError, match=f"Cannot provide both '{which}' and '{which}_factory'"):
-        RayRetrieveKL(**models, gen_model_factory=GEN, ref_model_factory=REF, **CPUS)
-    assert set(names("")) == made, "no service is started for arguments that are refused"
-
-
-def test_defect_17_a_model_by_value():
-    transform = RayRetrieveLogProb(BY_VALUE(), **VALUE)
-    assert_same(transform(data()), RetrieveLogProb(BY_VALUE())(data()))
-
-
 def test_defect_18_from_collector_beside_a_served_reference():
     variant = RayRetrieveKL("from_collector", ref_model_factory=REF, coeff=COEFF, **SHARED)
-    policy, gen = (
-        ray_lab.greedy_policy(),
-        RayRetrieveLogProb(model_factory=GEN, **{**SHARED, "actor_name": f"{SERVICE}-gen"}),
-    )
-    before = gen.model.call("stats")["requests"]
+    gen = RayRetrieveLogProb(model_factory=GEN, **{**SHARED, "actor_name": f"{SERVICE}-gen"})
+    policy, before = ray_lab.greedy_policy(), gen.model.call("stats")["requests"]
     found, expected = (
         ray_lab.collected(make_env(ray_lab.TOKENIZER, transform, turns=2), turns=4, policy=policy)
         for transform in (variant, local("from_collector"))
     )
     assert_same(found, expected)
     assert gen.model.call("stats")["requests"] == before, "the policy is scored in its own process"
-
-
-def test_defect_18_kl_reward_transform_again_and_again():
-    variant, original = RayKLRewardTransform(ref_model_factory=REF, coef=COEFF, **SHARED), local("KLRewardTransform")
-    for seed in range(3):
-        assert_same(variant(data(seed)), original(data(seed)))
 
 
 @pytest.mark.slow
@@ -106,7 +79,9 @@ def test_defect_19_errors_of_the_factory_are_raised_at_construction():
     until(lambda: not names("defects-broken"), seconds=20)
 
 
-UNSUPPORTED = {
+REFUSED = {
+    "Cannot provide both 'gen_model' and 'gen_model_factory'": [partial(RayRetrieveKL, GEN(), **FACTORIES)],
+    "Cannot provide both 'ref_model' and 'ref_model_factory'": [partial(RayRetrieveKL, ref_model=GEN(), **FACTORIES)],
     "an exact KL needs the models in this": [
         partial(RayRetrieveKL, GEN(), ref_model_factory=REF, estimator="exact"),
         partial(RayRetrieveLogProb, model_factory=REF, extras=[ExactKL(GEN())]),
@@ -118,29 +93,25 @@ UNSUPPORTED = {
 }
 
 
-def test_defect_19_unsupported_arguments_are_refused_at_construction():
-    made = set(names(""))
-    for message, calls in UNSUPPORTED.items():
-        for make in calls:
-            with pytest.raises(ValueError, match=message):
-                make(**CPUS)
-    assert set(names("")) == made
-
-
 AS_LOCAL = {
-    "ref_model cannot be None": RayRetrieveKL,
-    "Must provide exactly one of 'ref_model' or 'ref_model_factory'": RayKLRewardTransform,
-    "reward_placement must be one": partial(RayRetrieveKL, ref_model_factory=REF, reward_placement="first"),
-    "scope must be 'turn' or 'full'": partial(RayRetrieveLogProb, model_factory=REF, scope="word"),
-    "Only one in_key/out_key": partial(RayKLRewardTransform, ref_model_factory=REF, in_keys=["a", "b"]),
+    "ref_model cannot be None": [RayRetrieveKL],
+    "Must provide exactly one of 'ref_model' or 'ref_model_factory'": [RayKLRewardTransform],
+    "reward_placement must be one": [partial(RayRetrieveKL, ref_model_factory=REF, reward_placement="first")],
+    "scope must be 'turn' or 'full'": [partial(RayRetrieveLogProb, model_factory=REF, scope="word")],
+    "Only one in_key/out_key": [partial(RayKLRewardTransform, ref_model_factory=REF, in_keys=["a", "b"])],
 }
 
 
-def test_defect_19_errors_of_the_local_class_are_unchanged():
-    for message, make in AS_LOCAL.items():
-        with pytest.raises(ValueError, match=message):
-            make(**SHARED)
-    assert set(names(SERVICE)) >= {f"{SERVICE}:0", f"{SERVICE}-gen:0"}, "a service that others use stays alive"
+def test_defect_16_19_arguments_are_refused_at_construction():
+    """What a service cannot do, and as the local class refuses it. None is started; one that others use stays alive."""
+    made = set(names(""))
+    assert made >= {f"{SERVICE}:0", f"{SERVICE}-gen:0"}
+    for table, settings in ((REFUSED, CPUS), (AS_LOCAL, SHARED)):
+        for message, calls in table.items():
+            for make in calls:
+                with pytest.raises(ValueError, match=message):
+                    make(**settings)
+    assert set(names("")) == made
 
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers do not find this folder
@@ -157,22 +128,18 @@ def _create(name, meeting, parties):
     return os.getpid(), service.stats()[0]["pid"], rows_of(found, ("next", "ref_log_probs", "full"))
 
 
-@pytest.fixture(scope="module")
-def race(tmp_path_factory):
-    """Results of each creator, and the service."""
-    meeting = str(tmp_path_factory.mktemp("race"))
-    found = ray.get([_create.remote("defects-race", meeting, 2) for _ in range(2)])
-    return found, ScoringService(factory=REF, name="defects-race", **CPUS)
-
-
 @pytest.mark.slow
-def test_defect_20_all_creators_get_the_same_actor(race):
-    creators, _ = race
+def test_defect_20_21_all_creators_get_the_same_actor_and_shutdown_leaves_none(tmp_path):
+    creators = ray.get([_create.remote("defects-race", str(tmp_path), 2) for _ in range(2)])
+    service = ScoringService(factory=REF, name="defects-race", **CPUS)
     assert len({process for process, _, _ in creators}) == 2
     assert len({replica for _, replica, _ in creators}) == 1
     expected = rows_of(RetrieveLogProb(REF())(data()), ("next", "ref_log_probs", "full"))
     for _, _, found in creators:
         assert_near(found, expected, size=16, dtype=torch.float32)
+    assert sorted(names("defects-race")) == ["defects-race:0", "defects-race:control"]
+    service.shutdown()
+    until(lambda: not names("defects-race"), seconds=5)
 
 
 def test_defect_20_a_name_with_another_configuration_shows_the_difference():
@@ -186,21 +153,14 @@ def test_defect_20_a_name_with_another_configuration_shows_the_difference():
             RayRetrieveLogProb(**{**SHARED, **other})
 
 
-def test_defect_21_a_killed_actor_comes_back():
+def test_defect_17_21_a_model_by_value_whose_actor_is_killed_comes_back():
     transform, original = RayRetrieveLogProb(BY_VALUE(), **VALUE), RetrieveLogProb(BY_VALUE())
+    assert_same(transform(data()), original(data()))
     before = transform.model.call("stats")["pid"]
     os.kill(before, signal.SIGKILL)
     assert_same(transform(data()), original(data()))
     assert transform.model.call("stats")["pid"] != before
     assert_same(transform(data(1)), original(data(1)))
-
-
-@pytest.mark.slow
-def test_defect_21_shutdown_leaves_no_named_actor(race):
-    _, service = race
-    assert sorted(names("defects-race")) == ["defects-race:0", "defects-race:control"]
-    service.shutdown()
-    until(lambda: not names("defects-race"), seconds=5)
 
 
 @pytest.mark.slow
@@ -235,18 +195,6 @@ def test_defect_22_one_batch_and_a_bad_request_fails_alone():
     assert_same(callers[2](data(2)), original(data(2)))
 
 
-def assert_written(variant, original, name, value):
-    """An attribute written on the client can be read there, and changes the results as in the local class."""
-    was = variant(data())
-    for transform in (variant, original):
-        setattr(transform, name, value)
-    assert getattr(variant, name) == value or isinstance(getattr(variant, name), torch.nn.Module)
-    found = variant(data())
-    assert_same(found, original(data()))
-    numbers = [(rows_of(found, key), rows_of(was, key)) for key in found.keys(True, True) if key[0] == "next"]
-    assert any(not torch.equal(a, b) for now, before in numbers for a, b in zip(now, before, strict=True))
-
-
 REWARD = {"reward_placement": "broadcast"}
 WRITES = {"options": ScoreOptions(Sampling(0.5)), "assistant_only": False}
 ATTRIBUTES = {
@@ -258,8 +206,17 @@ ATTRIBUTES = {
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_defect_23_attributes(name):
+    """An attribute written on the client can be read there, and changes the results as in the local class."""
     for attribute, value in ATTRIBUTES[name].items():
-        assert_written(remote(name), local(name), attribute, value)
+        variant, original = remote(name), local(name)
+        was = variant(data())
+        for transform in (variant, original):
+            setattr(transform, attribute, value)
+        assert getattr(variant, attribute) == value or isinstance(getattr(variant, attribute), torch.nn.Module)
+        found = variant(data())
+        assert_same(found, original(data()))
+        numbers = [(rows_of(found, key), rows_of(was, key)) for key in found.keys(True, True) if key[0] == "next"]
+        assert any(not torch.equal(a, b) for now, before in numbers for a, b in zip(now, before, strict=True))
     variant = remote(name)
     variant.note = "mine"
     assert pickle.loads(pickle.dumps(variant)).note == "mine"

@@ -16,7 +16,6 @@ from torchrl.envs import EnvCreator
 import ray_lab
 from ray_lab import TOKENIZER, assert_same, chat_env, collected, greedy_policy, local, remote, scorers
 from torchrl_llm_kl import RetrieveLogProb
-from torchrl_llm_kl.service import RayRetrieveLogProb
 from toy_rollouts import collect, flat, make_env, make_model, make_policy, steps
 
 pytestmark = pytest.mark.usefixtures("transform_services")
@@ -82,12 +81,6 @@ def assert_rollouts(name, envs, policy, turns):
     assert_alike(name, found, expected)
 
 
-@with_models
-def test_chat_env(policy, name):
-    envs = [make_env(TOKENIZER, *before(name), transform, envs=3, turns=3) for transform in both(name)]
-    assert_rollouts(name, envs, policy, 3)
-
-
 @nested
 @pytest.mark.parametrize(("name", "factory"), [*((name, False) for name in ray_lab.NAMES), ("from_collector", True)])
 def test_collector(policy, name, factory):
@@ -121,7 +114,6 @@ def pickled(thing):
     return pickle.loads(pickle.dumps(thing))
 
 
-@nested
 @with_models
 def test_copies_and_pickled_env_factories(policy, name):
     given = data(policy, name)
@@ -160,13 +152,3 @@ def test_ray_collector():
     ray.kill(collector._collector)
     expected = collected(chat_env(ray_lab.local_variants), policy=greedy_policy())
     assert_alike("from_collector", found, expected, ("next", "again", "full"), ("next", "feature_kl"))
-
-
-class MyVariant(RayRetrieveLogProb):
-    """A user's subclass of a Ray variant."""
-
-
-def test_subclasses():
-    variant = MyVariant(model_factory=ray_lab.REF, service_backend="ray", actor_name=ray_lab.SERVICE, **ray_lab.SERVED)
-    assert type(variant) is MyVariant
-    assert variant.scorer.path == "remote"

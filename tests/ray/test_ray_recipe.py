@@ -5,21 +5,22 @@
 
 import copy
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.collectors.llm import LLMCollector, RayLLMCollector
+from torchrl.collectors.llm import RayLLMCollector
 from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.trainers.algorithms import GRPOTrainer
 
 from closeness import assert_near
-from group_rollouts import GROUP, even_share, grpo_advantages, of_response, response, without_graph
+from group_rollouts import GROUP, ROWS, even_share, grpo_advantages, of_response, response, without_graph
 from ray_parts import CPUS, plain_env, sampling_policy, scoring_env, scoring_model, task_env, text_policy
 from torchrl_llm_kl import Advantage, PolicyLoss, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.losses import KLToReference
@@ -28,30 +29,21 @@ from toy_models import FORWARD
 from toy_rollouts import flat, steps
 from waits import until
 
-ROWS = 2 * GROUP
+TURNS = {"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS}
 
 
 @contextmanager
 def ray_buffer(**settings):
-    buffer = RayReplayBuffer(
-        storage=partial(LazyStackStorage, 64), **{"batch_size": ROWS // 2, "remote_config": CPUS, **settings}
-    )
-    try:
+    settings = {"storage": partial(LazyStackStorage, 64), "batch_size": ROWS // 2, "remote_config": CPUS, **settings}
+    with closing(RayReplayBuffer(**settings)) as buffer:
         yield buffer
-    finally:
-        buffer.close()
 
 
 @contextmanager
 def ray_collector(env, policy=sampling_policy, **settings):
     if "replay_buffer" in settings:
         settings["replay_buffer"] = settings["replay_buffer"].client()  # the buffer itself cannot be sent to an actor
-    collector = RayLLMCollector(
-        env,
-        policy_factory=policy,
-        remote_config=CPUS,
-        **{"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS, **settings},
-    )
+    collector = RayLLMCollector(env, policy_factory=policy, remote_config=CPUS, **{**TURNS, **settings})
     try:
         yield collector
     finally:
@@ -66,13 +58,8 @@ def by_tokens(data):
     return {str(step["tokens", "full"].tolist()): step for step in steps(data)}
 
 
-KEYS = [
-    ("next", "log_probs", "full"),
-    ("next", "ref_log_probs", "full"),
-    ("next", "kl_penalty"),
-    ("next", "reward"),
-    "advantage",
-]
+KEYS = [("next", name, "full") for name in ("log_probs", "ref_log_probs", "again")]
+KEYS += [("next", "kl_penalty"), ("next", "reward"), "advantage"]
 
 
 def test_replay_buffer_on_extend_and_on_sample():
@@ -87,37 +74,22 @@ def test_replay_buffer_on_extend_and_on_sample():
             buffer.append_transform(retrieve_kl(coeff=0.2), invert=True)  # runs first
             buffer.append_transform(again)
             buffer.extend(data.clone())
-        expected = by_tokens(local[:])
-        found = by_tokens(remote[:])
+        expected, found = by_tokens(local[:]), by_tokens(remote[:])
         assert set(found) == set(expected)
         for sample in (found, by_tokens(remote.sample()), by_tokens(remote.sample())):
             for tokens, row in sample.items():
-                for key in (*KEYS, ("next", "again", "full")):
+                for key in KEYS:
                     assert torch.count_nonzero(expected[tokens][key])
                     assert_near(row[key], expected[tokens][key], **FORWARD)
 
 
-@contextmanager
-def local_collector(env, **settings):
-    settings = {"dialog_turns_per_batch": ROWS, "total_dialog_turns": 100 * ROWS, **settings}
-    collector = LLMCollector(env(), policy_factory=sampling_policy, **settings)
-    yield collector
-    collector.shutdown()
-
-
-@contextmanager
-def local_buffer(sampler):
-    yield ReplayBuffer(storage=LazyStackStorage(64), sampler=sampler(), batch_size=ROWS // 2)
-
-
-@pytest.mark.parametrize("where", ["here", pytest.param("in actors", marks=pytest.mark.slow)])
-def test_collector_scores_its_own_policy_and_fills_the_buffer(where):
+@pytest.mark.slow
+def test_collector_scores_its_own_policy_and_fills_the_buffer():
     """``"from_collector"`` before and after new weights: log-probs are those of the weights that sampled."""
-    make_buffer, make_collector = (local_buffer, local_collector) if where == "here" else (ray_buffer, ray_collector)
     reference, weights = scoring_model(1).model, copy.deepcopy(scoring_model(0).model)
-    with make_buffer(sampler=SamplerWithoutReplacement) as buffer:
+    with ray_buffer(sampler=SamplerWithoutReplacement) as buffer:
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
-        with make_collector(scoring_env, replay_buffer=buffer, track_policy_version=True) as collector:
+        with ray_collector(scoring_env, replay_buffer=buffer, track_policy_version=True) as collector:
             for version in range(2):
                 assert collector.next() is None
                 batch = buffer[:]
@@ -151,9 +123,8 @@ def test_a_task_in_a_collectors_actor():
     with ray_collector(task_env, text_policy, total_dialog_turns=3 * ROWS) as collector:
         batches = [batch.reshape(-1) for batch in iter(collector.next, None)]
         assert next(iter(collector)) is None  # torchrl's loop goes on after the last batch
-    assert [int(row["metadata"]["number"]) for batch in batches for row in steps(batch)] == [
-        number for batch in ((0, 1), (2, 3), (0, 1)) for number in batch for _ in range(GROUP)
-    ]
+    numbers = [int(row["metadata"]["number"]) for batch in batches for row in steps(batch)]
+    assert numbers == [number for number in (0, 1, 2, 3, 0, 1) for _ in range(GROUP)]
     for batch in batches:
         check_scores(batch, scoring_model(0).model, scoring_model(1).model)
         for row in steps(batch):
@@ -175,49 +146,43 @@ def test_asynchronous_loop():
     model = copy.deepcopy(scoring_model(0).model)
     loss = PolicyLoss(model, "ppo", terms=[KLToReference(1e-3)])
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    with ray_buffer(transform_factory=partial(MCAdvantage, grpo_size=GROUP)) as buffer:
+    with ExitStack() as open_until_the_end:
+        begin = open_until_the_end.enter_context
+        buffer = begin(ray_buffer(transform_factory=partial(MCAdvantage, grpo_size=GROUP)))
         buffer.insert_transform(0, retrieve_kl(add_to_reward=False), invert=True)  # of whole groups
         settings = {"replay_buffer": buffer, "track_policy_version": True, "dialog_turns_per_batch": 1}
-        with (
-            ray_collector(partial(plain_env, 1), **settings) as one,
-            ray_collector(partial(plain_env, 1), **settings) as two,
-        ):
-            for collector in (one, two):
-                collector.start()
-            until(lambda: buffer.write_count >= 2 * GROUP, seconds=300.0)
-            shares = []
-            for step in range(1, 41):
-                batch = buffer.sample(ROWS)
-                assert_close(batch["advantage"].isfinite().all(), torch.tensor(True))
-                out = loss(batch)
-                out.mean(reduce=True).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                shares.append(float(torch.stack([even_share(row) for row in steps(batch)]).mean()))
-                if step % 5 == 0:
-                    for collector in (one, two):
-                        push(collector, model)
-                    writes = buffer.write_count + GROUP
-                    until(lambda writes=writes: buffer.write_count >= writes, seconds=300.0)
-            assert all(collector.is_running() for collector in (one, two))
-            assert int(buffer[:]["next", "policy_version"].max()) > 1
+        collectors = [begin(ray_collector(partial(plain_env, 1), **settings)) for _ in range(2)]
+        for collector in collectors:
+            collector.start()
+        until(lambda: buffer.write_count >= 2 * GROUP, seconds=300.0)
+        shares = []
+        for step in range(1, 41):
+            batch = buffer.sample(ROWS)
+            assert_close(batch["advantage"].isfinite().all(), torch.tensor(True))
+            out = loss(batch)
+            out.mean(reduce=True).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            shares.append(float(torch.stack([even_share(row) for row in steps(batch)]).mean()))
+            if step % 5 == 0:
+                for collector in collectors:
+                    push(collector, model)
+                writes = buffer.write_count + GROUP
+                until(lambda writes=writes: buffer.write_count >= writes, seconds=300.0)
+        assert all(collector.is_running() for collector in collectors)
+        assert int(buffer[:]["next", "policy_version"].max()) > 1
     assert sum(shares[-8:]) > sum(shares[:8]), shares
 
 
 @pytest.mark.slow
 def test_grpo_trainer_over_ray():
     """``GRPOTrainer`` with torchrl's Ray parts: the collector fills the buffer, the weights follow each batch."""
-    model = copy.deepcopy(scoring_model(0).model)
-    seen = []
+    model, before, seen = copy.deepcopy(scoring_model(0).model), [], []
     with ray_buffer(sampler=SamplerWithoutReplacement) as buffer:
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
         with ray_collector(scoring_env, replay_buffer=buffer, total_dialog_turns=3 * ROWS) as collector:
-
-            class Sender:
-                def update_weights(self):
-                    push(collector, model)
-
+            sender = SimpleNamespace(update_weights=lambda: push(collector, model))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 trainer = GRPOTrainer(
@@ -226,19 +191,17 @@ def test_grpo_trainer_over_ray():
                     loss_module=PolicyLoss(model, "ppo", terms=[KLToReference(0.1)]),
                     optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
                     replay_buffer=buffer,
-                    weight_sync_sender=Sender(),
+                    weight_sync_sender=sender,
                     empty_replay_buffer_on_weight_update=True,
                     progress_bar=False,
                 )
-            before = []
             trainer.register_op("pre_epoch", lambda batch: (before.append(copy.deepcopy(model)), batch)[1])
-            trainer.register_op(
-                "process_optim_batch", lambda batch: (seen.append((len(before) - 1, batch.clone())), batch)[1]
-            )
+            note = lambda batch: (seen.append((before[-1], batch.clone())), batch)[1]  # noqa: E731
+            trainer.register_op("process_optim_batch", note)
             trainer.train()
     assert len(seen) == 3 * 2
-    for number, batch in seen:
-        check_scores(batch, before[number], scoring_model(1).model)
+    for policy, batch in seen:
+        check_scores(batch, policy, scoring_model(1).model)
         assert all(len(response(row)) for row in steps(batch))
 
 

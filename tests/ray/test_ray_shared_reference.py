@@ -16,10 +16,8 @@ from torch.testing import assert_close
 from project import PROJECT
 from waits import LONG, until
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("ray")
-pytest.importorskip("rich")
-pytest.importorskip("typer")
+for package in ("matplotlib", "ray", "rich", "typer"):
+    pytest.importorskip(package)
 
 TUTORIALS = PROJECT / "tutorials"
 from countdown.comparison import largest_difference  # noqa: E402
@@ -37,27 +35,25 @@ def tutorial(out, options, **where):
 @pytest.mark.slow
 def test_an_interrupted_run_keeps_its_model_and_plot_and_those_before(tmp_path):
     """Ctrl-C in a folder that holds an earlier run."""
-    out = tmp_path / "out"
+    out, log = tmp_path / "out", tmp_path / "log"
     out.mkdir()
     earlier = ("undisturbed.jsonl", "killed.jsonl", "curves.png")
     for name in earlier:
         (out / name).write_text(f"{name} of the earlier run")
     options = "steps=300 collectors=1 num_prompts=2 group_size=2 warmup_steps=2"
-    with (tmp_path / "log").open("w") as log:
-        process = tutorial(out, options, stdout=log, stderr=subprocess.STDOUT)
+    with log.open("w") as file:
+        process = tutorial(out, options, stdout=file, stderr=subprocess.STDOUT)
 
     def trains():
-        assert process.poll() is None, (tmp_path / "log").read_text()
+        assert process.poll() is None, log.read_text()
         return (out / "earlier-1").exists() and len(rows_of(out / "undisturbed.jsonl")) >= 2
 
     until(trains, seconds=LONG)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=LONG) == 130, (tmp_path / "log").read_text()
-    output = (tmp_path / "log").read_text()
+    assert process.wait(timeout=LONG) == 130, log.read_text()
+    output, done = log.read_text(), len(rows_of(out / "undisturbed.jsonl"))
     assert f"moved it to {out / 'earlier-1'}" in output
-    assert (
-        f"interrupted after {len(rows_of(out / 'undisturbed.jsonl'))} of 300 RL steps: wrote {out / 'model'}" in output
-    )
+    assert f"interrupted after {done} of 300 RL steps: wrote {out / 'model'}" in output
     assert (out / "model" / "model.safetensors").exists()
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     for name in earlier:
@@ -77,12 +73,11 @@ def cells(output, what):
 @pytest.mark.slow
 def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(tmp_path):
     """The tutorial, small, in a process of its own: in this one the service's tests may have started Ray."""
-    out = tmp_path
     options = f"steps={STEPS} collectors={COLLECTORS} num_prompts=3 group_size=4 warmup_steps=15 seed=3"
-    process = tutorial(out, options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = tutorial(tmp_path, options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output, _ = process.communicate(timeout=LONG)
     assert process.returncode == 0, output[-3000:]
-    undisturbed, killed = rows_of(out / "undisturbed.jsonl"), rows_of(out / "killed.jsonl")
+    undisturbed, killed = rows_of(tmp_path / "undisturbed.jsonl"), rows_of(tmp_path / "killed.jsonl")
     assert [row["step"] for row in killed] == list(range(STEPS))
     for one, other in zip(undisturbed, killed, strict=True):
         for name in one.keys() - {"seconds", "collecting"}:
@@ -90,13 +85,12 @@ def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(tmp_path):
             assert other[name] == pytest.approx(one[name], rel=0, abs=1e-6), (one["step"], name)
     assert "The two runs agree" in output
     assert "The two runs differ" not in output
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     # The runs train, and the reference counts.
-    rows = killed
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)  # the policy starts as its reference
-    assert all(row["kl"] != 0 for row in rows[1:]), "the policy moves, the reference stays"
-    assert any(row["kl"] > 1e-3 for row in rows[KILLED:]), "also after it was started again"
-    for row in rows:
+    assert killed[0]["kl"] == pytest.approx(0, abs=1e-4)  # the policy starts as its reference
+    assert all(row["kl"] != 0 for row in killed[1:]), "the policy moves, the reference stays"
+    assert any(row["kl"] > 1e-3 for row in killed[KILLED:]), "also after it was started again"
+    for row in killed:
         assert row["penalised_reward"] == pytest.approx(row["reward"] - row["coefficient"] * row["kl"], abs=1e-5)
         assert COLLECTORS * ANSWERS <= row["answer_tokens"] <= COLLECTORS * ANSWERS * 14
     # The table says that it was killed, and that no request was lost.
@@ -110,31 +104,17 @@ def test_a_run_whose_reference_was_killed_equals_the_undisturbed_one(tmp_path):
     assert cells(output, "seconds lost")[1][0] > 0.5, "a process does not start in less"
 
 
-@pytest.fixture
-def shares():
-    """Two collectors' answers to prompts of 1 and 2 tokens."""
-
-    def share(prompt, full):
-        tokens = torch.tensor([full])
-        return TensorDict(
-            tokens=TensorDict(prompt=torch.tensor([prompt]), full=tokens, batch_size=[1]),
-            masks=TensorDict(all_attention_mask=tokens > 0, batch_size=[1]),
-            next=TensorDict(
-                log_probs=TensorDict(full=-tokens.float(), batch_size=[1]),
-                kl_penalty=tokens / 2,
-                reward=tokens.float()[..., None],
-                success=torch.tensor([[[True]]]),
-                batch_size=[1],
-            ),
-            batch_size=[1],
-        )
-
-    return [share([1], [1, 2, 3]), share([4, 5], [4, 5, 6])]
+def share(prompt, full):
+    """A collector's answer."""
+    tokens, success = torch.tensor([full]), torch.tensor([[[True]]])
+    after = {"log_probs": {"full": -tokens.float()}, "kl_penalty": tokens / 2, "reward": tokens.float()[..., None]}
+    found = {"tokens": {"prompt": torch.tensor([prompt]), "full": tokens}, "masks": {"all_attention_mask": tokens > 0}}
+    return TensorDict({**found, "next": {**after, "success": success}}, [1])
 
 
-def test_shares_are_joined_where_answers_begin(shares):
-    batch = join(shares)
-    want = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
+def test_shares_are_joined_where_answers_begin():
+    shares = [share([1], [1, 2, 3]), share([4, 5], [4, 5, 6])]
+    batch, want = join(shares), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 0]])
     assert batch["tokens", "prompt"].tolist() == [[0, 1], [4, 5]]
     assert batch["tokens", "full"].tolist() == want.tolist()
     assert batch["masks", "all_attention_mask"].tolist() == (want > 0).tolist()

@@ -1,9 +1,8 @@
 """The service on a local Ray cluster: the numbers of a local scorer for every kind of request, by whoever sends it."""
 
 import asyncio
-import math
 import pickle
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 
 import pytest
@@ -12,30 +11,25 @@ import torch
 from tensordict import TensorDict
 
 from closeness import assert_near
-from load import Client, assert_same, callers, clone, sequences
+from load import Client, assert_same, assert_scores, callers, clone, sequences
 from prompt_server import MODEL, PromptServer
 from remote_models import delayed, model
-from torchrl_llm_kl import AfterPrompt, LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, Sampling, TopK
-from torchrl_llm_kl.head import Kept
+from torchrl_llm_kl import AfterPrompt, LogProbScorer, RememberedModel, RetrieveKL, RetrieveLogProb, TopK
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest, fingerprint_of
-from torchrl_llm_kl.service import HTTPEngine, RayRetrieveLogProb, ScoringService
+from torchrl_llm_kl.service import HTTPEngine, RayRetrieveLogProb
 from waits import LONG, until
-
-CPUS = {"num_cpus": 0.1}
 
 
 def test_the_same_numbers_as_locally(shared, local):
     data = sequences()
     mask = torch.rand(data.values.shape[0], generator=torch.Generator().manual_seed(1)) < 0.5
     mask &= data.positions > 0
-    remote = shared.model.make_scorer()
-    assert_same(remote.score(data).values, local.score(data).values)
-    assert_same(remote.score(data, mask).values, local.score(data, mask).values)
+    remote, warm = shared.model.make_scorer(), shared.model.make_scorer(temperature=0.5)
     scores, expected = remote.evaluate(data, mask, entropy=True), local.evaluate(data, mask, entropy=True)
     assert_same(scores.log_prob.values, expected.log_prob.values)
     assert_same(scores.entropy.values, expected.entropy.values)
-    warm = LogProbScorer(model(), temperature=0.5).score(data).values
-    assert_same(shared.model.make_scorer(temperature=0.5).score(data).values, warm)
+    assert_same(warm.score(data).values, LogProbScorer(model(), temperature=0.5).score(data).values)
+    assert shared.fingerprint == fingerprint_of(model())
 
 
 def test_other_processes_find_it_by_name_and_one_is_killed_mid_call(shared, local):
@@ -52,21 +46,15 @@ def test_other_processes_find_it_by_name_and_one_is_killed_mid_call(shared, loca
     until(lambda: all(stats.get("queue", 1) == 0 for stats in shared.stats()))
 
 
-def test_the_fingerprint_is_that_of_the_loaded_weights(shared):
-    assert shared.fingerprint == fingerprint_of(model())
-
-
-def test_one_name_in_two_namespaces(shared):
+def test_one_name_in_two_namespaces(shared, serve):
     """Neither service sees the other, whatever their configurations."""
-    with ScoringService(factory=partial(model, 1), name="shared", namespace="another", **CPUS) as other:
-        assert_same(
-            other.model.make_scorer().score(sequences()).values, LogProbScorer(model(1)).score(sequences()).values
-        )
-        assert len(other.stats()) == 1
-        assert other.stats()[0]["pid"] not in {stats["pid"] for stats in shared.stats()}
-        other.shutdown()
+    other = serve(factory=partial(model, 1), name="shared", namespace="another")
+    assert_scores(other.model, model(1))
+    assert len(other.stats()) == 1
+    assert other.stats()[0]["pid"] not in {stats["pid"] for stats in shared.stats()}
+    other.shutdown()
     assert len(shared.stats()) == 2
-    assert_same(shared.model.make_scorer().score(sequences()).values, LogProbScorer(model()).score(sequences()).values)
+    assert_scores(shared.model, model())
 
 
 def test_another_prompt_for_a_served_model(shared):
@@ -111,38 +99,32 @@ def test_remembered_scores_are_requested_again_once_weights_are_pushed(pushed, t
 
 
 @pytest.mark.slow
-def test_an_awaited_call_is_cancelled_while_another_runs():
+def test_an_awaited_call_is_cancelled_while_another_runs(serve, local):
     """One forward takes a second."""
-    with ScoringService(factory=partial(delayed, 1.0), num_cpus=0) as service:
-        scorer = service.model.make_scorer()
+    service = serve(factory=partial(delayed, 1.0), num_cpus=0)
+    scorer = service.model.make_scorer()
 
-        async def calls():
-            first = asyncio.create_task(scorer.ascore(sequences(0)))
-            await asyncio.sleep(0.3)  # it runs
-            second = asyncio.create_task(scorer.ascore(sequences(1)))
-            await asyncio.sleep(0.3)  # it waits
-            second.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await second
-            return await first
+    async def calls():
+        first = asyncio.create_task(scorer.ascore(sequences(0)))
+        await asyncio.sleep(0.3)  # it runs
+        second = asyncio.create_task(scorer.ascore(sequences(1)))
+        await asyncio.sleep(0.3)  # it waits
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        return await first
 
-        asyncio.run(scorer.ascore(sequences(2)))  # connected
-        assert_same(asyncio.run(calls()).values, LogProbScorer(model()).score(sequences(0)).values)
-        until(lambda: service.stats()[0]["queue"] == 0)
-        assert service.stats()[0]["requests"] == 2, "the cancelled call was not scored"
-
-
-@pytest.fixture
-def server():
-    found = PromptServer()
-    yield found
-    found.close()
+    asyncio.run(scorer.ascore(sequences(2)))  # connected
+    assert_same(asyncio.run(calls()).values, local.score(sequences(0)).values)
+    until(lambda: service.stats()[0]["queue"] == 0)
+    assert service.stats()[0]["requests"] == 2, "the cancelled call was not scored"
 
 
 @pytest.mark.slow
-def test_a_service_of_a_server(server, local):
+def test_a_service_of_a_server(serve, local):
     """With failures while four callers wait: no answer is lost or wrong."""
-    with ScoringService(factory=partial(HTTPEngine, server.url, model=MODEL, timeout=LONG), **CPUS) as service:
+    with closing(PromptServer()) as server:
+        service = serve(factory=partial(HTTPEngine, server.url, model=MODEL, timeout=LONG))
         with callers(service.model, calls=6) as load:
             server.change(fails=[503, 0, 500, 429, 0], delay=0.01)
         assert not load.errors
@@ -153,33 +135,3 @@ def test_a_service_of_a_server(server, local):
             service.model.make_scorer().evaluate(sequences(), entropy=True)
         with pytest.raises(TypeError, match="update them at the server"):
             service.update_weights(model().state_dict(), version=1)
-        service.shutdown()
-
-
-@pytest.mark.slow
-def test_callers_with_records_and_without_share_the_replicas():
-    """Large and small calls at once, of several settings: each equals its local one."""
-    here = model()
-
-    def call(service, seed):
-        rng = torch.Generator().manual_seed(seed)
-        rows = sequences(seed, 40 if seed % 3 else 4)
-        others = torch.randint(97, (rows.values.shape[0], 4), generator=rng)
-        ids = [torch.tensor(sorted({int(t), *o.tolist()})) for t, o in zip(rows.values, others, strict=True)]
-        kept = None if seed % 4 == 3 else Kept(torch.cat(ids), torch.tensor([0, *map(len, ids)]).cumsum(0))
-        sampling = Sampling(*([0.7, 4] if seed % 2 else [1.3, 0, 0.9]))
-        options = {"kept": kept, "entropy": seed % 5 == 0}
-        found = clone(service.model).make_scorer(sampling=sampling).evaluate(rows, **options)
-        want = LogProbScorer(here, sampling=sampling).evaluate(rows, **options)
-        assert_near(found.log_prob.values, want.log_prob.values, size=16, dtype=torch.float32)
-        if want.entropy is not None:
-            assert_near(found.entropy.values, want.entropy.values, size=16, dtype=torch.float32)
-        assert not math.isclose(float(want.log_prob.values.sum()), 0.0)
-
-    with ScoringService(factory=model, num_replicas=2, max_tokens=256, max_wait=0.05, **CPUS) as service:
-        with ThreadPoolExecutor(12) as pool:
-            for done in [pool.submit(call, service, seed) for seed in range(24)]:
-                done.result()
-        assert all(stats["requests"] for stats in service.stats()), "both replicas scored"
-        assert sum(stats["failures"] for stats in service.stats()) == 0
-        service.shutdown()

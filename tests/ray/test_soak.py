@@ -23,14 +23,8 @@ import torch
 
 from load import actor, clone, sequences
 from remote_models import ENDLESS, POISON, deadly, model
-from torchrl_llm_kl import LogProbScorer, Ragged
-from torchrl_llm_kl.service import (
-    PoisonedRequest,
-    ScoringService,
-    ServiceClosedError,
-    ServiceTimeout,
-    WeightVersionError,
-)
+from torchrl_llm_kl import LogProbScorer
+from torchrl_llm_kl.service import PoisonedRequest, ServiceClosedError, ServiceTimeout, WeightVersionError
 from waits import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -44,8 +38,6 @@ ODD = {  # requests that fail by themselves
     "sequence 0 has 70 tokens": [[0] * 70],
     "token id -3 at sequence 0": [[1, -3]],
 }
-
-
 BEGAN = time.monotonic()
 
 
@@ -73,15 +65,13 @@ class Faults:
         kinds = ["killed", "killed", "stopped", "controller killed", "weights pushed", "bad weights", "odd requests"]
         kind = rng.choice(kinds if calm else [*kinds, "poison", "poison", "endless"])
         note("fault:", kind)
-        if kind in ("poison", "endless"):
-            row = [*(POISON if kind == "poison" else ENDLESS), rng.randrange(97), rng.randrange(97)]
-            thread = threading.Thread(target=self._poisoned, args=(row,), daemon=True)
-            thread.start()
-            self.requests.append(thread)
-            self.done[kind] += 1
-            return
         try:
-            if kind == "controller killed":
+            if kind in ("poison", "endless"):
+                row = [*(POISON if kind == "poison" else ENDLESS), rng.randrange(97), rng.randrange(97)]
+                call = partial(self._scores, [row])
+                self.requests.append(threading.Thread(target=self._fails, args=(call, PoisonedRequest), daemon=True))
+                self.requests[-1].start()
+            elif kind == "controller killed":
                 ray.kill(actor(self.service, "control"), no_restart=False)
             elif kind == "weights pushed":
                 self.service.update_weights(model().state_dict())
@@ -89,7 +79,7 @@ class Faults:
                 self._refused(rng)
             elif kind == "odd requests":
                 for message, rows in ODD.items():
-                    self._fails(message, rows)
+                    self._fails(partial(self._scores, rows), ValueError, message=message)
             else:
                 pid = self.service.model.connection.gather("stats", replicas=[1], timeout=1.0)[1]["pid"]
                 os.kill(pid, signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
@@ -97,16 +87,19 @@ class Faults:
         except Exception as error:  # the replica may be down already
             note("no fault:", kind, repr(error)[:300])
 
-    def _odd(self, what):
-        note("not as promised:", repr(what))
-        self.odd.append(what)
-
-    def _fails(self, message, rows):
+    def _fails(self, call, *errors, message=""):
+        """Note what a call does that should end with an error."""
         try:
-            self._odd(clone(self.service.model, timeout=LONG).make_scorer().score(rows))
+            odd = call()
         except Exception as error:
-            if not isinstance(error, ValueError) or message not in str(error):
-                self._odd(error)
+            if isinstance(error, errors) and message in str(error):
+                return
+            odd = error
+        note("not as promised:", repr(odd))
+        self.odd.append(odd)
+
+    def _scores(self, rows):
+        return clone(self.service.model, timeout=LONG).make_scorer().score(rows)
 
     def _refused(self, rng):
         """A push of NaN, or of other weights under a version that is over: nothing may change."""
@@ -118,21 +111,8 @@ class Faults:
             return
         else:
             version -= 1
-        try:
-            self._odd(self.service.update_weights(weights, version))
-        except (ValueError, WeightVersionError, ServiceTimeout):
-            pass
-        except Exception as error:
-            self._odd(error)
-
-    def _poisoned(self, row):
-        try:
-            answer = clone(self.service.model, timeout=LONG).make_scorer().score(Ragged.from_list([torch.tensor(row)]))
-            self._odd(answer)
-        except PoisonedRequest:
-            pass
-        except Exception as error:
-            self._odd(error)
+        update = partial(self.service.update_weights, weights, version)
+        self._fails(update, ValueError, WeightVersionError, ServiceTimeout)
 
 
 def work(remote, expected, end, seed, outcomes):
@@ -171,65 +151,59 @@ def shut_down(service, remotes):
     return found
 
 
-def test_nothing_is_lost_and_memory_stays_flat(tmp_path):
+def test_nothing_is_lost_and_memory_stays_flat(serve, tmp_path):
     try:
-        soak(tmp_path)
+        soak(serve, tmp_path)
     except BaseException:
         note(traceback.format_exc())
         raise
 
 
-def soak(tmp_path):
+def soak(serve, tmp_path):
     local, outcomes = LogProbScorer(model()), []
     questions = [(seed, size) for size in SIZES for seed in range(SEEDS)]
     expected = {question: local.score(sequences(question[0], count=question[1])).values for question in questions}
     rng = random.Random(0)
-    with ScoringService(
-        factory=partial(deadly, str(tmp_path)), num_replicas=2, num_cpus=0.1, hang_after=5.0
-    ) as service:
-        begin = time.monotonic()
-        end = begin + SECONDS
-        common = service.model, expected, end
-        threads = [threading.Thread(target=work, args=(*common, i, outcomes), daemon=True) for i in range(CALLERS)]
-        for thread in threads:
-            thread.start()
-        steady, faults = 0, Faults(service)
-        memory = []
-        next_kill, next_line = time.monotonic() + 5, time.monotonic() + 30
-        while time.monotonic() < end:
-            time.sleep(min(2.0, SECONDS / 60))
-            used = ray.cluster_resources()["object_store_memory"] - ray.available_resources().get(
-                "object_store_memory", 0.0
-            )
-            passed = (time.monotonic() - begin) / SECONDS
-            if passed > 1 / 3 and not steady and not any(thread.is_alive() for thread in faults.requests):
-                until(lambda: "pid" in service.stats()[0], seconds=LONG)
-                steady = service.stats()[0]["pid"]
-            if steady:
-                try:
-                    memory.append((resident(steady), resident(os.getpid()), used / 2**20))
-                except OSError:  # a slow machine: it did not answer in time, and was replaced
-                    note("replica 0 was replaced")
-                    steady = 0
-                    memory.clear()
-            if time.monotonic() > next_line:
-                note(len(outcomes), "answers", dict(faults.done), [round(x) for x in memory[-1]] if memory else "")
-                next_line = time.monotonic() + 30
-            if time.monotonic() > next_kill:
-                faults.happen(rng, calm=passed > 1 / 4)
-                next_kill = time.monotonic() + rng.uniform(10, 30)
-        note("the callers end")
-        for thread in threads:
-            thread.join(timeout=LONG)
-        hanging = sum(thread.is_alive() for thread in threads)
-        until(lambda: "restarts" in service.stats()[1], seconds=LONG)  # not while it is stopped
-        stats = service.stats()
-        note("shutdown during calls")
-        ends = shut_down(service, [clone(service.model) for _ in range(8)])
+    service = serve(factory=partial(deadly, str(tmp_path)), num_replicas=2, hang_after=5.0)
+    end = (begin := time.monotonic()) + SECONDS
+    common = service.model, expected, end
+    threads = [threading.Thread(target=work, args=(*common, i, outcomes), daemon=True) for i in range(CALLERS)]
+    for thread in threads:
+        thread.start()
+    steady, faults, memory = 0, Faults(service), []
+    next_kill, next_line = time.monotonic() + 5, time.monotonic() + 30
+    while time.monotonic() < end:
+        time.sleep(min(2.0, SECONDS / 60))
+        free = ray.available_resources().get("object_store_memory", 0.0)
+        used = ray.cluster_resources()["object_store_memory"] - free
+        passed = (time.monotonic() - begin) / SECONDS
+        if passed > 1 / 3 and not steady and not any(thread.is_alive() for thread in faults.requests):
+            until(lambda: "pid" in service.stats()[0], seconds=LONG)
+            steady = service.stats()[0]["pid"]
+        if steady:
+            try:
+                memory.append((resident(steady), resident(os.getpid()), used / 2**20))
+            except OSError:  # a slow machine: it did not answer in time, and was replaced
+                note("replica 0 was replaced")
+                steady = 0
+                memory.clear()
+        if time.monotonic() > next_line:
+            note(len(outcomes), "answers", dict(faults.done), [round(x) for x in memory[-1]] if memory else "")
+            next_line = time.monotonic() + 30
+        if time.monotonic() > next_kill:
+            faults.happen(rng, calm=passed > 1 / 4)
+            next_kill = time.monotonic() + rng.uniform(10, 30)
+    note("the callers end")
+    for thread in threads:
+        thread.join(timeout=LONG)
+    hanging = sum(thread.is_alive() for thread in threads)
+    until(lambda: "restarts" in service.stats()[1], seconds=LONG)  # not while it is stopped
+    stats = service.stats()
+    note("shutdown during calls")
+    ends = shut_down(service, [clone(service.model) for _ in range(8)])
     half = max(len(memory) // 2, 10)  # of a replica that was left alone for a while
-    growth = (
-        [max(m[i] for m in memory[half:]) - max(m[i] for m in memory[:half]) for i in range(3)] if memory[half:] else ()
-    )
+    early, late = ([max(column) for column in zip(*part, strict=True)] for part in (memory[:half], memory[half:]))
+    growth = [b - a for a, b in zip(early, late, strict=False)]
     times = sorted(seconds for _, seconds in outcomes)
     report = {
         "seconds": SECONDS,
@@ -239,9 +213,7 @@ def soak(tmp_path):
         "p50, p99 and slowest, seconds": [round(times[int(share * (len(times) - 1))], 2) for share in (0.5, 0.99, 1.0)],
         "faults": dict(faults.done),
         "restarts": stats[1]["restarts"],
-        "memory grows, MiB": {
-            name: round(x, 1) for name, x in zip(("replica", "client", "store"), growth, strict=False)
-        },
+        "memory grows, MiB": dict(zip(("replica", "client", "store"), (round(x, 1) for x in growth), strict=False)),
     }
     note(report)
     if path := os.environ.get("TORCHRL_LLM_KL_SOAK_REPORT"):
