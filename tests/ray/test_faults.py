@@ -57,8 +57,6 @@ def test_bad_requests_beside_good_ones(shared, local):
         r"token id 500 at sequence 0, position 1 is outside the vocabulary": lambda: scorer.score([[1, 500]]),
         "sequence 0 has 70 tokens but the model's configuration allows 64": lambda: scorer.score([[0] * 70]),
         "token id -3 at sequence 0": lambda: scorer.score([[1, -3]]),
-        "token ids must be a flat integer tensor": lambda: scorer.score(Ragged.from_list([torch.tensor([1.5, 2.5])])),
-        "mask must be boolean": lambda: scorer.score(sequences(), torch.ones(sequences().values.shape[0])),
         "has no PEFT adapters": lambda: scorer.score(sequences(), adapters="nobody"),
         r"lm_head\.weight holds values that are not finite": lambda: shared.update_weights(nan, version=version + 1),
     }

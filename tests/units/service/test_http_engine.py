@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from contextlib import closing
 from functools import cache
 
 import pytest
@@ -35,9 +36,8 @@ ONE_ROW = rows_of(range(1, 7))
 
 @pytest.fixture(scope="module")
 def server():
-    found = PromptServer()
-    yield found
-    found.close()
+    with closing(PromptServer()) as found:
+        yield found
 
 
 class Exact(LogProbScorer):
@@ -276,9 +276,8 @@ class Hostile(Handler):
 
 @pytest.fixture(scope="module")
 def hostile():
-    found = PromptServer(handler=Hostile)
-    yield found
-    found.close()
+    with closing(PromptServer(handler=Hostile)) as found:
+        yield found
 
 
 def attacked(hostile, misdeed, timeout=5.0):
@@ -287,10 +286,8 @@ def attacked(hostile, misdeed, timeout=5.0):
     found = HTTPEngine(hostile.url, model=MODEL, timeout=5.0)
     assert scored(found).tolist() == (ROWS.positions > 0).float().neg().tolist()
     found._timeout, hostile.misdeed = timeout, misdeed
-    try:
+    with closing(found):
         scored(found, ONE_ROW)
-    finally:
-        found.close()
 
 
 def drip(to, reply):

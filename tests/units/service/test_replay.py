@@ -268,18 +268,11 @@ def assert_equal(found, want, *keys):
         assert torch.count_nonzero(found["next"][key]) > 10, key
 
 
-@pytest.mark.parametrize(
-    ("served", "sampling", "recorded"),
-    [
-        ("reference", WHOLE, True),
-        ("reference", KEPT, False),
-        ("both", WHOLE, False),
-        ("both", KEPT, True),
-        ("remembered", KEPT, True),
-        ("remembered", WHOLE, False),
-    ],
-    ids=str,
-)
+KINDS = [("reference", WHOLE, True), ("reference", KEPT, False), ("both", WHOLE, False), ("both", KEPT, True)]
+KINDS += [("remembered", KEPT, True), ("remembered", WHOLE, False)]
+
+
+@pytest.mark.parametrize(("served", "sampling", "recorded"), KINDS, ids=str)
 def test_a_kl_to_a_served_reference(loop, served, sampling, recorded, tmp_path):
     """Over all tokens, and over those that the policy keeps: recorded, or found by a policy that is scored here."""
     policy, reference = model().double(), model(1).double()
