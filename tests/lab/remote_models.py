@@ -86,6 +86,15 @@ def late(seconds):
     return model()
 
 
+def only_once(folder):
+    """:func:`model` the first time; afterwards an error until ``folder / 'broken'`` is removed."""
+    marks = Path(folder)
+    if (marks / "broken").exists():
+        raise OSError("the disk is not there")
+    (marks / "broken").touch()
+    return model()
+
+
 def quits(folder):
     """Ends the process, after leaving a file in ``folder``."""
     (Path(folder) / str(os.getpid())).touch()

@@ -14,7 +14,7 @@ import ray
 import torch
 
 from load import actor, all_up, assert_same, assert_scores, callers, clone, pid_of, pids, sequences
-from remote_models import Slow, delayed, late, model
+from remote_models import Slow, delayed, late, model, only_once
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.service import ServiceOverloaded, ServiceTimeout
 from torchrl_llm_kl.service.client._connection import failures
@@ -118,6 +118,18 @@ def test_missing_resources_are_an_error_and_the_name_is_free_again(serve):
 @pytest.mark.slow
 def test_a_model_may_take_long_to_load(serve):
     assert_scores(serve(factory=partial(late, 40.0)).model, model())
+
+
+@pytest.mark.slow
+def test_a_factory_that_fails_on_the_restart_and_works_later(serve, local, tmp_path):
+    service = serve(factory=partial(only_once, str(tmp_path)))
+    scorer = service.model.make_scorer()
+    assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
+    os.kill(pids(service)[0], signal.SIGKILL)
+    with pytest.raises(OSError, match="the disk is not there"):
+        scorer.score(sequences())
+    (tmp_path / "broken").unlink()
+    assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
 
 
 @ray.remote(num_cpus=0.1, max_restarts=-1, max_task_retries=0)
