@@ -62,7 +62,7 @@ def test_drivers_with_the_same_name_and_with_another_configuration(drivers, loca
     assert first == second
     assert float(first.split()[1]) == pytest.approx(total_of(local), rel=1e-6)
     message = "'contested' is in use with another configuration: model: it has 'factory remote_models.model"
-    with pytest.raises(AssertionError, match=f"ServiceConfigError: {message}"):
+    with pytest.raises(AssertionError, match=f"ServiceConfigError: the name {message}"):
         other.run('ScoringService(factory=partial(model, seed=3), name="contested", num_cpus=0.1)')
     one.exit()
     assert names("contested:0")
