@@ -195,8 +195,9 @@ class Connection:
         if self._down:
             table, now = self.table(), time.monotonic()
             if all(state == FAILED for state in table["states"]):
-                # Later calls find them started again.
+                # Later calls find them started again, in a table that is asked for anew.
                 self._controller.join.remote(self.spec.config, self.spec.id, new=True)
+                self._table = (0.0, table)
                 raise table["errors"][0]
             for replica, since in list(self._down.items()):
                 if table["states"][replica] == READY and now - since > _LOOK:
