@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from closeness import assert_near
-from scoring_reference import SHARED, Recurrent, assert_gradients, body_tokens, conversation
+from scoring_reference import SHARED, Recurrent, assert_gradients, body_tokens, conversation, random_sequences
 from torchrl_llm_kl import LogProbScorer, Ragged
 from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, tiny_model, with_lora
 
@@ -176,13 +176,19 @@ def test_pairs_and_options_that_do_not_fit() -> None:
                 scorer.evaluate(BATCH, **options)
 
 
-def test_sequences_of_one_token_have_nothing_to_score() -> None:
-    scorer, batch = LogProbScorer(tiny_model("llama")), Ragged.from_list([torch.tensor([3]), torch.tensor([5])])
-    everything = {**EVERYTHING, "top_ids": torch.zeros(2, 3, dtype=torch.long)}
-    for remember in (False, True):
-        got = scorer.evaluate(batch, reference=scorer, remember=remember, **everything)
-        assert all(torch.equal(column.values, torch.zeros_like(column.values)) for column in got.per_token.values())
-        assert (got.top_indices.values.shape, got.outcomes.values.shape) == ((2, 3), (2, 4))
+@pytest.mark.parametrize("options", [{}, {"grad": True}, {"remember": True}], ids=str)
+def test_nothing_to_score_is_all_zeros(options: dict[str, bool]) -> None:
+    """One token or none in a sequence, or all masked out."""
+    scorer = LogProbScorer(tiny_model("llama"))
+    for lengths in ((0,), (0, 0), (1, 1), (1, 0, 1), (5,)):
+        batch, n = random_sequences(*lengths), sum(lengths)
+        everything = {**EVERYTHING, "top_ids": torch.zeros(n, 3, dtype=torch.long), **options}
+        mask = torch.zeros(n, dtype=torch.bool) if lengths == (5,) else None
+        got = scorer.evaluate(batch, mask, reference=scorer, **everything)
+        assert (got.top_indices.values.shape, got.outcomes.values.shape) == ((n, 3), (n, 4))
+        for column in (*got.per_token.values(), scorer.score(batch, mask, **options)):
+            assert torch.equal(column.values, torch.zeros_like(column.values))
+            assert len(column.values) == n
 
 
 @pytest.mark.parametrize(("whole_logits", "temperature"), [(False, 1.0), (False, 0.5), (True, 0.5)])

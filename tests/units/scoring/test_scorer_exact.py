@@ -32,26 +32,16 @@ ROWS = conversation()
 BATCH = Ragged.from_list(ROWS)
 
 
-def assert_as_plain(model, sequences, mask=None, **options):
-    """Without gradient; returns the scorer."""
-    scorer = LogProbScorer(model, **options)
-    with torch.no_grad():
-        want = plain_log_probs(model, sequences, mask, temperature=scorer.temperature)
-    assert_near(scorer.score(sequences, mask).values, want, **FORWARD)
-    return scorer
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_defect_01_02_32_33_equals_one_sequence_at_a_time(family):
     model, sequences = tiny_model(family), random_sequences(20, 1, 0, 7, 33, 2, 12, 12)
     for tokens_per_batch, keep, temperature in [(1, 0.5, 0.7), (40, 0.1, 1.3), (8192, None, 1.0)]:
         mask = None if keep is None else random_mask(sequences, keep=keep)
-        options = {"temperature": temperature, "tokens_per_batch": tokens_per_batch, "head_chunk": 5}
-        scorer = assert_as_plain(model, sequences, mask, **options)
+        scorer = LogProbScorer(model, temperature=temperature, tokens_per_batch=tokens_per_batch, head_chunk=5)
         assert scorer.path == "head"
-    got = scorer.score(sequences)
-    assert got.values.dtype == torch.float32
-    assert not got.values.requires_grad
+        got = scorer.score(sequences, mask)
+        assert_near(got.values, plain_log_probs(model, sequences, mask, temperature=temperature).detach(), **FORWARD)
+    assert (got.values.dtype, got.values.requires_grad) == (torch.float32, False)
     assert torch.equal(got.lengths, sequences.lengths)
     for tokens_per_batch in (7, 64, 8192):
         scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
@@ -61,13 +51,17 @@ def test_defect_01_02_32_33_equals_one_sequence_at_a_time(family):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])  # with and without biases; a layer that is not nn.Linear
 def test_linear_layers_in_onednn(monkeypatch, family):
-    """Only without gradient and without autocast; the layers are as before, also after an error."""
+    """Only without gradient and without autocast; the layers and the attention are as before, also after an error."""
     monkeypatch.setattr(_private, "_FEWEST_PRODUCTS", 0)
     products = []
     counted = lambda *args: products.append(found := _private.onednn_linear(*args)) or found  # noqa: E731
     monkeypatch.setattr(_attention, "onednn_linear", counted)
     model = tiny_model(family)
-    scorer, attributes = LogProbScorer(model), [set(vars(module)) for module in model.modules()]
+
+    def state():
+        return model.config._attn_implementation, [set(vars(module)) for module in model.modules()]
+
+    scorer, before = LogProbScorer(model), state()
     layers = sum(type(module) is nn.Linear for module in model.base_model.modules())
     products.clear()
     assert_scores(scorer, model, ROWS)
@@ -78,10 +72,11 @@ def test_linear_layers_in_onednn(monkeypatch, family):
     assert not products
     scorer.score(BATCH, dtype=torch.bfloat16)
     assert [x is not None for x in products] == [False] * layers
+    assert state() == before
     monkeypatch.setattr(_attention, "attend_block", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         scorer.score(BATCH)
-    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert state() == before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -111,15 +106,6 @@ def test_sequences_without_tokens_to_score_are_not_forwarded_and_others_are_trim
     assert call["attention_mask"].tolist() == [[1] * 6, [1] * 4 + [0] * 2]
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_nothing_to_score_is_all_zeros(grad):
-    scorer = LogProbScorer(tiny_model())
-    for sequences in (random_sequences(0), random_sequences(1, 0, 1), Ragged.from_list([torch.zeros(0).long()] * 2)):
-        got = scorer.score(sequences, grad=grad)
-        assert got.values.tolist() == [0.0] * len(sequences.values)
-    assert scorer.score(random_sequences(5), torch.zeros(5, dtype=torch.bool)).values.tolist() == [0.0] * 5
-
-
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda scorer: pickle.loads(pickle.dumps(scorer))])
 def test_a_copy_scores_the_same_and_new_weights_take_effect_at_once(clone):
     scorer, sequences = LogProbScorer(tiny_model("gemma2"), temperature=0.6), random_sequences(9, 5)
@@ -128,8 +114,7 @@ def test_a_copy_scores_the_same_and_new_weights_take_effect_at_once(clone):
     assert twin.path == "head"
     assert torch.equal(twin.score(sequences).values, scorer.score(sequences).values)
     twin.model.load_state_dict(tiny_model("gemma2", seed=1).state_dict())
-    with torch.no_grad():
-        want = plain_log_probs(tiny_model("gemma2", seed=1), sequences, temperature=0.6)
+    want = plain_log_probs(tiny_model("gemma2", seed=1), sequences, temperature=0.6).detach()
     assert_near(twin.score(sequences).values, want, **FORWARD)
     with torch.enable_grad():
         assert twin.score(sequences).values.grad_fn is None, "without grad no graph is kept"
@@ -205,14 +190,15 @@ def test_defect_03_position_ids_are_integers_and_defect_04_they_count_from_the_f
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
-def test_defect_03_models_with_learned_positions_and_defect_04_left_padded_data(family):
+def test_defect_03_04_learned_positions_of_left_padded_data_and_defect_35_zero_outside_the_mask(family):
     model, sequences = tiny_model(family), random_sequences(12, 3, 7)
-    scorer = assert_as_plain(model, sequences)
-    mask = sequences.padding_mask(side="left")
-    got = scorer.score(Ragged.from_padded(sequences.to_padded(side="left", value=96), mask=mask)).restore()
-    with torch.no_grad():
-        want = sequences.like(plain_log_probs(model, sequences)).to_padded(side="left")
-    assert_near(got, want, **FORWARD)
+    keep = sequences.padding_mask(side="left")
+    padded = Ragged.from_padded(sequences.to_padded(side="left", value=96), mask=keep)
+    for mask in (sequences.positions > 0, random_mask(sequences)):
+        got = LogProbScorer(model).score(padded, mask).restore()
+        want = sequences.like(plain_log_probs(model, sequences, mask).detach()).to_padded(side="left")
+        assert_near(got, want, **FORWARD)
+        assert torch.equal(got < 0, sequences.like(mask).to_padded(side="left")), "exactly 0 elsewhere"
 
 
 def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():
@@ -223,17 +209,6 @@ def test_defect_34_pad_equal_to_eos_does_not_strip_the_sampled_end_token():
     got = LogProbScorer(model).score(sequences)
     assert_near(got.values, plain_log_probs(free, sequences).detach(), **FORWARD)
     assert all((row[1:] < 0).all() for row in got.to_list())
-
-
-def test_defect_35_exactly_zero_outside_the_mask():
-    sequences = random_sequences(10, 4, 7)
-    mask, keep = random_mask(sequences), sequences.padding_mask(side="left")
-    padded = Ragged.from_padded(sequences.to_padded(side="left"), mask=keep)
-    got = LogProbScorer(tiny_model()).score(padded, mask).restore()
-    scored = torch.zeros_like(keep)
-    scored[keep] = mask
-    assert (got[~scored] == 0).all()
-    assert (got[scored] < 0).all()
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "opt"])
@@ -257,7 +232,7 @@ def test_defect_37_minus_infinity_is_masked_or_raises():
     """-inf minus -inf would be NaN: a scored -inf raises, a masked one is 0."""
     model = tiny_model()
     model.lm_head = nn.Linear(32, 97)
-    model.lm_head.bias.data.zero_()[50] = float("-inf")
+    model.lm_head.bias.data[50] = -torch.inf
     scorer, sequences = LogProbScorer(model), Ragged.from_list([torch.tensor([1, 2]), torch.tensor([1, 50, 2])])
     message = r"log-prob is -inf at sequence 1, position 1 \(token 50\): expected a finite number\. Mask the token"
     with pytest.raises(ValueError, match=message):
@@ -275,16 +250,14 @@ def test_defect_37_minus_infinity_is_masked_or_raises():
 
 # ------------------------------------------------------------------ shared prefixes
 def test_each_shared_stretch_goes_through_the_body_once() -> None:
-    model, rows = tiny_model("llama"), conversation()
-    batch = Ragged.from_list(rows)
     # By hand, without each sequence's last token: 20 + 17 shared, 5 + 2 + 3 + 6 after it; 18 shared, 4 + 8; 10; 0.
-    scorer = LogProbScorer(model)
+    model = tiny_model("llama")
+    scorer, apart = LogProbScorer(model), LogProbScorer(model, share_prefixes=False)
     for grad in (False, True):
-        assert body_tokens(model, lambda grad=grad: scorer.score(batch, grad=grad)) == SHARED == 37 + 16 + 18 + 12 + 10
-    apart = LogProbScorer(model, share_prefixes=False)
+        assert body_tokens(model, lambda grad=grad: scorer.score(BATCH, grad=grad)) == SHARED == 37 + 16 + 18 + 12 + 10
     assert not apart.shares_prefixes
-    assert body_tokens(model, lambda: apart.score(batch)) == sum(len(row) - 1 for row in rows)
-    assert torch.equal(scorer.score(batch).values, LogProbScorer(model).score(batch).values)
+    assert body_tokens(model, lambda: apart.score(BATCH)) == sum(len(row) - 1 for row in ROWS)
+    assert torch.equal(scorer.score(BATCH).values, LogProbScorer(model).score(BATCH).values)
 
 
 @settings(max_examples=8, deadline=None)
@@ -294,17 +267,6 @@ def test_any_tree_of_prefixes(shape: list[tuple[int, int, int]]) -> None:
     model = tiny_model("mistral")  # a sliding window shorter than most sequences
     rows = [torch.cat([ids(40, trunk)[:cut], ids(tail, 50 + trunk)]) for trunk, cut, tail in shape]
     assert_scores(LogProbScorer(model), model, rows)
-
-
-def test_the_models_own_attention_is_restored() -> None:
-    model, batch = tiny_model("gemma2"), Ragged.from_list(conversation())
-    scorer, before = LogProbScorer(model), model.config._attn_implementation
-    scorer.score(batch)
-    assert model.config._attn_implementation == before
-    model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        scorer.score(batch)
-    assert model.config._attn_implementation == before
 
 
 @pytest.mark.parametrize(
@@ -321,7 +283,7 @@ def test_soft_capped_scores_short_windows_and_sinks(family: str, own: dict[str, 
         model.set_attn_implementation("eager")  # the only attention of transformers with soft-capping
     scorer = LogProbScorer(model, tokens_per_batch=11)
     assert scorer.shares_prefixes
-    assert_scores(scorer, model, conversation())
+    assert_scores(scorer, model, ROWS)
 
 
 # ------------------------------------------------------------------ the varlen kernel of GPUs
@@ -351,9 +313,9 @@ def test_every_query_sees_its_own_keys(family: str, monkeypatch: pytest.MonkeyPa
     assert not _attention.takes_varlen(torch.zeros(1, 2, 3, 64, dtype=torch.bfloat16))
     monkeypatch.setattr(_attention, "takes_varlen", lambda query: True)
     monkeypatch.setattr(_attention, "varlen_attn", slow_kernel)
-    model, rows = tiny_model(family), conversation()
+    model = tiny_model(family)
     for tokens_per_batch in (9, 30, 8192):
         scorer = LogProbScorer(model, tokens_per_batch=tokens_per_batch)
         assert scorer.shares_prefixes
-        for turn in (rows, [torch.cat([row, ids(4, 11)]) for row in rows]):
+        for turn in (ROWS, [torch.cat([row, ids(4, 11)]) for row in ROWS]):
             assert_scores(scorer, model, turn, remember=True)
