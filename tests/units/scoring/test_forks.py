@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -79,42 +80,34 @@ def test_no_state_goes_from_a_sequence_to_another(family: str) -> None:
 @pytest.mark.parametrize("family", FORKED_FAMILIES)
 def test_a_state_that_is_not_carried_on_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kind of state set to 0 where sequences part: the probe refuses to fork."""
-    from transformers.cache_utils import LinearAttentionCacheLayerMixin
+    from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-    kinds = ["conv_states"] + ["recurrent_states"] * (family != "lfm2")
-    for kind in kinds:
-        fork = LinearAttentionCacheLayerMixin
+    layer: Any = LinearAttentionCacheLayerMixin.__subclasses__()[0]
+    update = layer.update_conv_state
 
-        def dropped(self: Any, index: int, state_idx: int = 0, kind: str = kind) -> Tensor | None:
-            layer = self.layers[index]
-            held = getattr(layer, kind)[state_idx]
-            return torch.zeros_like(held) if layer.has_previous_state[state_idx] else None
+    def convolved(self: Any, states: Tensor, state_idx: int = 0, **options: Any) -> Any:
+        if self.has_previous_state[state_idx]:
+            self.conv_states[state_idx].zero_()
+        return update(self, states, state_idx, **options)
 
+    def recurrent(self: Any, index: int, state_idx: int = 0) -> Tensor | None:
+        held = self.layers[index]
+        return torch.zeros_like(held.recurrent_states[state_idx]) if held.has_previous_state[state_idx] else None
+
+    broken: list[Any] = [(layer, "update_conv_state", convolved), (DynamicCache, "get_recurrent_state", recurrent)]
+    for change in broken[: 1 if family == "lfm2" else 2]:
         with monkeypatch.context() as patch:
-            name = {"conv_states": "update_conv_state", "recurrent_states": "get_recurrent_state"}[kind]
-            if kind == "recurrent_states":
-                patch.setattr("transformers.DynamicCache.get_recurrent_state", dropped)
-            else:
-                plain = fork.__subclasses__()[0].update_conv_state  # type: ignore[attr-defined]
-
-                def forgets(self: Any, states: Tensor, state_idx: int = 0, plain: Any = plain, **options: Any) -> Any:
-                    if self.has_previous_state[state_idx]:
-                        self.conv_states[state_idx].zero_()
-                    return plain(self, states, state_idx, **options)
-
-                patch.setattr(fork.__subclasses__()[0], name, forgets)
+            patch.setattr(*change)
             with pytest.warns(UserWarning, match="state"):
                 assert not LogProbScorer(stateful_model(family)).shares_prefixes
 
 
 @pytest.mark.parametrize("family", UNFORKED_FAMILIES)
 def test_families_whose_state_cannot_be_continued_say_so(family: str) -> None:
-    model, rows = stateful_model(family), answers(*ANSWERS)
+    model, batch = stateful_model(family), Ragged.from_list(answers(*ANSWERS))
     with pytest.warns(UserWarning, match="forwards a prompt again with each answer"):
         scorer = LogProbScorer(model)
-    batch = Ragged.from_list(rows)
-    with torch.no_grad():
-        assert_near(scorer.score(batch).values, plain_log_probs(model, batch), **FORWARD)
+    assert_near(scorer.score(batch).values, plain_log_probs(model, batch).detach(), **FORWARD)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         LogProbScorer(model, share_prefixes=False)
@@ -131,23 +124,16 @@ def test_checkpoints(place: Any, shared: bool, reentrant: bool) -> None:
     model.train()
     place(model, reentrant)
     scorer = LogProbScorer(model)
-
-    def run() -> Tensor:
-        if shared:
-            return scorer.evaluate(batch, mask, grad=True).log_prob.values
-        with pytest.warns(UserWarning, match="can share no prefixes"):
-            return scorer.evaluate(batch, mask, grad=True).log_prob.values
-
-    found, tokens = counted(model, run)
+    with nullcontext() if shared else pytest.warns(UserWarning, match="can share no prefixes"):
+        found, tokens = counted(model, lambda: scorer.evaluate(batch, mask, grad=True).log_prob.values)
     assert (tokens < batch.lengths.sum()) == shared
     assert_near(gradients(model, found), expected, **WHOLE)
 
 
 def test_nodes_longer_than_the_budget_and_batches_of_answers() -> None:
     model, batch = stateful_model("lfm2"), group()
-    scorer = LogProbScorer(model, tokens_per_batch=10)
-    with torch.no_grad():
-        assert_near(scorer.score(batch).values, plain_log_probs(model, batch), **FORWARD)
+    found = LogProbScorer(model, tokens_per_batch=10).score(batch).values
+    assert_near(found, plain_log_probs(model, batch).detach(), **FORWARD)
 
 
 def test_single_tokens_after_a_prompt_have_gradients() -> None:
@@ -155,16 +141,6 @@ def test_single_tokens_after_a_prompt_have_gradients() -> None:
     model, batch = stateful_model("falcon_h1"), Ragged.from_list(answers(2, 1, 2))
     expected = gradients(model, plain_log_probs(model, batch))
     assert_near(gradients(model, LogProbScorer(model).score(batch, grad=True).values), expected, **WHOLE)
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_nothing_to_forward(grad: bool) -> None:
-    """All masked out, or one token a sequence."""
-    model, batch = stateful_model("lfm2"), group()
-    scorer = LogProbScorer(model)
-    for rows, mask in ((batch, torch.zeros_like(batch.values, dtype=torch.bool)), ([[3], [3], [4]], None)):
-        found = scorer.evaluate(rows, mask, reference=scorer, entropy=True, grad=grad)
-        assert all(not each.values.any() for each in found.per_token.values())
 
 
 def test_states_are_held_no_longer_than_needed() -> None:

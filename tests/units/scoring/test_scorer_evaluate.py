@@ -1,6 +1,7 @@
 """Several scores from one pass: log-prob, entropy, top-k and the exact KL."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.testing import assert_close
 from closeness import assert_near
 from scoring_reference import SHARED, Recurrent, assert_gradients, body_tokens, conversation, random_sequences
 from torchrl_llm_kl import LogProbScorer, Ragged
-from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, tiny_model, with_lora
+from toy_models import FAMILIES, FORWARD, VOCAB_SIZE, stateful_model, tiny_model, with_lora
 
 pytestmark = pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 ROWS = conversation()
@@ -19,6 +20,8 @@ BATCH = Ragged.from_list(ROWS)
 TOP_IDS = (7 * torch.arange(len(BATCH.values)).unsqueeze(-1) + torch.tensor([0, 13, 26, 39])) % VOCAB_SIZE
 EVERYTHING: dict[str, Any] = {"entropy": True, "top_k": 3, "moments": True, "top_ids": TOP_IDS}
 HOT, SMALL = {"temperature": 0.7}, {"tokens_per_batch": 9, "head_chunk": 4}
+CHUNKS = {"tokens_per_batch": 64, "head_chunk": 5}
+LLAMA = partial(tiny_model, "llama")
 
 
 def plain(model: Any, row: Tensor, temperature: float = 1.0) -> Tensor:
@@ -67,15 +70,13 @@ def test_equals_sums_over_the_whole_vocabulary(family: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "reference", "direction", "settings", "ref_settings"),
     [
-        (lambda: Recurrent(0), lambda: Recurrent(1), "forward", {"tokens_per_batch": 64, "head_chunk": 5}, {}),
-        (lambda: Recurrent(0), lambda: tiny_model("llama"), "reverse", {"tokens_per_batch": 64, "head_chunk": 5}, {}),
-        (lambda: tiny_model("llama"), lambda: Recurrent(0), "forward", {"tokens_per_batch": 64, "head_chunk": 5}, {}),
-        *(
-            (lambda: tiny_model("gemma2"), lambda: tiny_model("granite"), direction, {**HOT, **SMALL}, HOT)
-            for direction in ("reverse", "forward")
-        ),
-        (lambda: tiny_model("llama"), tiny_model, "reverse", {"share_prefixes": False, "tokens_per_batch": 30}, {}),
-        (lambda: tiny_model("llama"), tiny_model, "reverse", {}, {"share_prefixes": False}),
+        (Recurrent, partial(Recurrent, 1), "forward", CHUNKS, {}),
+        (Recurrent, LLAMA, "reverse", CHUNKS, {}),
+        (LLAMA, Recurrent, "forward", CHUNKS, {}),
+        (partial(tiny_model, "gemma2"), partial(tiny_model, "granite"), "reverse", {**HOT, **SMALL}, HOT),
+        (partial(tiny_model, "gemma2"), partial(tiny_model, "granite"), "forward", {**HOT, **SMALL}, HOT),
+        (LLAMA, tiny_model, "reverse", {"share_prefixes": False, "tokens_per_batch": 30}, {}),
+        (LLAMA, tiny_model, "reverse", {}, {"share_prefixes": False}),
     ],
     ids=["both whole", "policy whole", "reference whole", "two families", "forward", "policy padded", "ref padded"],
 )
@@ -95,11 +96,7 @@ def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
     assert float(got.max()) > 0.01
 
 
-@pytest.mark.parametrize(
-    ("make", "tokens_per_batch"),
-    [(tiny_model, 11), (tiny_model, 8192), (Recurrent, 8192)],
-    ids=["packs", "pack", "full"],
-)
+@pytest.mark.parametrize(("make", "tokens_per_batch"), [(tiny_model, 11), (tiny_model, 8192), (Recurrent, 8192)])
 def test_gradients_reach_the_policy_alone(make: Any, tokens_per_batch: int) -> None:
     """On the full path logits are recomputed: each saved tensor may be unpacked only once."""
     model, ref, rows = make(seed=0), make(seed=1), ROWS[:5]
@@ -120,7 +117,7 @@ def test_gradients_reach_the_policy_alone(make: Any, tokens_per_batch: int) -> N
 
 
 def test_one_forward_of_each_body_and_conversations_that_go_on_use_both_caches() -> None:
-    model, ref, row = tiny_model("llama"), tiny_model("llama", seed=1), torch.arange(30)
+    model, ref, row = LLAMA(), LLAMA(seed=1), torch.arange(30)
     scorer, reference = LogProbScorer(model), LogProbScorer(ref)
     for each in (model, ref):
         assert body_tokens(each, lambda: scorer.evaluate(BATCH, reference=reference, **EVERYTHING)) == SHARED
@@ -176,10 +173,11 @@ def test_pairs_and_options_that_do_not_fit() -> None:
                 scorer.evaluate(BATCH, **options)
 
 
+@pytest.mark.parametrize("make", [tiny_model, partial(stateful_model, "lfm2")], ids=["packed", "forked"])
 @pytest.mark.parametrize("options", [{}, {"grad": True}, {"remember": True}], ids=str)
-def test_nothing_to_score_is_all_zeros(options: dict[str, bool]) -> None:
+def test_nothing_to_score_is_all_zeros(make: Any, options: dict[str, bool]) -> None:
     """One token or none in a sequence, or all masked out."""
-    scorer = LogProbScorer(tiny_model("llama"))
+    scorer = LogProbScorer(make())
     for lengths in ((0,), (0, 0), (1, 1), (1, 0, 1), (5,)):
         batch, n = random_sequences(*lengths), sum(lengths)
         everything = {**EVERYTHING, "top_ids": torch.zeros(n, 3, dtype=torch.long), **options}
