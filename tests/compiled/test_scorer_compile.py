@@ -1,7 +1,6 @@
 """Compiled layers and bodies: one graph for all packs, and the numbers of the same model without a graph."""
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,10 +102,9 @@ def test_a_backward_that_failed_leaves_nothing_in_the_next(shared: list[Any], wa
         if len(calls) == 1:
             raise OSError("interrupted")
 
-    handle = compiled.model.embed_tokens.weight.register_hook(fail)
-    with pytest.raises(OSError, match="interrupted"):
+    weight = compiled.model.embed_tokens.weight
+    with weight.register_hook(fail), pytest.raises(OSError, match="interrupted"):
         total.backward(retain_graph=True)
-    handle.remove()
     for layout in _attention._LAYOUTS.values():  # as if interrupted between two packs
         for kept, call in [(piece.kept, i) for piece in layout.pieces if piece.kept for i in range(2)]:
             k, v = kept[call]
@@ -119,11 +117,12 @@ def test_a_backward_that_failed_leaves_nothing_in_the_next(shared: list[Any], wa
 def test_packs_are_shared_and_the_prefix_cache(shared: list[Any]) -> None:
     plain, scorer = LogProbScorer(shared[0]), LogProbScorer(shared[1], tokens_per_batch=16)
     seen: list[int] = []
-    handle = shared[1].model.register_forward_pre_hook(
-        lambda _, args, options: seen.append(options["input_ids"].numel()), with_kwargs=True
-    )
-    scorer.score(BATCH, grad=True)
-    handle.remove()
+
+    def count(_: Any, __: Any, options: Any) -> None:
+        seen.append(options["input_ids"].numel())
+
+    with shared[1].model.register_forward_pre_hook(count, with_kwargs=True):
+        scorer.score(BATCH, grad=True)
     assert sum(seen) == SHARED
     for rows in (ROWS, [torch.cat([row, ids(4, 11)]) for row in ROWS]):
         found = scorer.score(Ragged.from_list(rows), remember=True).values
@@ -174,21 +173,8 @@ def graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def assert_one_graph_each(plain: Any, compiled: Any, number: int, close: dict[str, float]) -> None:
-    """``number`` graphs for scoring and for training, whatever the packs; and the same numbers."""
-    want, scorer = (LogProbScorer(model, tokens_per_batch=16) for model in (plain, compiled))
-    assert scorer.shares_prefixes
-    assert graphs() == 0, "the check of the fast path compiled"
-    for rows in layouts():
-        assert_close(scorer.score(Ragged.from_list(rows)).values, want.score(Ragged.from_list(rows)).values, **close)
-    assert graphs() == number
-    for rows in layouts():
-        assert_close(train(scorer, rows), train(want, rows), **close)
-    assert graphs() == 2 * number
-    assert not counters["graph_break"]
-
-
 @pytest.mark.usefixtures("_nothing_compiled_before")
+@pytest.mark.filterwarnings("error:.*LogProbScorer")
 @pytest.mark.parametrize(
     ("way", "family", "number", "backend"),
     [
@@ -207,14 +193,22 @@ def assert_one_graph_each(plain: Any, compiled: Any, number: int, close: dict[st
     ],
 )
 def test_one_graph_for_all_packs(way: Any, family: str, number: int, backend: str) -> None:
-    """A body of inductor in float64 differs by 5e-6 of itself."""
+    """``number`` graphs for scoring and for training; and the same numbers, in a body of inductor to 5e-6 of themselves."""
     close = {"atol": 1e-4, "rtol": 1e-5} if backend == "inductor" else EXACT
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*LogProbScorer")
-        assert_one_graph_each(*pair(way, family, backend), number, close)
+    want, scorer = (LogProbScorer(model, tokens_per_batch=16) for model in pair(way, family, backend))
+    assert scorer.shares_prefixes
+    assert graphs() == 0, "the check of the fast path compiled"
+    for rows in layouts():
+        assert_close(scorer.score(Ragged.from_list(rows)).values, want.score(Ragged.from_list(rows)).values, **close)
+    assert graphs() == number
+    for rows in layouts():
+        assert_close(train(scorer, rows), train(want, rows), **close)
+    assert graphs() == 2 * number
+    assert not counters["graph_break"]
 
 
 @pytest.mark.usefixtures("_nothing_compiled_before")
+@pytest.mark.filterwarnings("error:.*LogProbScorer")
 @pytest.mark.parametrize(
     ("first", "then", "reentrant"),
     [
@@ -229,9 +223,7 @@ def test_checkpointed_layers(first: Any, then: Any, reentrant: bool) -> None:
     for way in (first, then):
         way(compiled, reentrant if way in (enable, wrap) else "aot_eager")
     want, scorer = LogProbScorer(plain, tokens_per_batch=16), LogProbScorer(compiled, tokens_per_batch=16)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*LogProbScorer")
-        assert_close(train(scorer, ROWS), train(want, ROWS), **EXACT)
+    assert_close(train(scorer, ROWS), train(want, ROWS), **EXACT)
     assert graphs() == 1
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 from torch import Tensor, nn
@@ -96,6 +97,14 @@ class FullLogits(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None) -> tuple[Tensor]:
         return (self.inner(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids).logits,)
+
+
+def make_scorer(model: nn.Module, kind: str, **settings: Any) -> LogProbScorer:
+    """``packed``, ``padded``, or ``full``: by a model's whole logits."""
+    if kind == "full":
+        with pytest.warns(UserWarning, match="full forward"):
+            return LogProbScorer(FullLogits(model), **settings)
+    return LogProbScorer(model, share_prefixes=kind != "padded", **settings)
 
 
 class Recurrent(nn.Module):

@@ -46,6 +46,12 @@ _MIXTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "sliding_window": 5, "rope_parameters": _ROPE},
     "deepseek_v3": {**_DEEPSEEK, "num_key_value_heads": 4},
 }
+#: Of single tests.
+_OTHERS: dict[str, dict[str, Any]] = {
+    "phimoe": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "bloom": {},
+    "gemma3_text": {},
+}
 _GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4, "head_dim": 8}
 _GATED |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 4}  # the last one is attention
 _SCAN = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
@@ -112,7 +118,7 @@ def tiny_model(family: str = "qwen2", *, seed: int = 0, **overrides: Any) -> nn.
     ``overrides`` are configuration entries, under the names that most families use (``hidden_size``,
     ``num_hidden_layers``, ``intermediate_size``, ``initializer_range``, ...).
     """
-    settings = _COMMON | (_EXPERTS if family in _MIXTURES else {}) | (_DENSE | _MIXTURES)[family] | overrides
+    settings = _COMMON | (_EXPERTS if family in _MIXTURES else {}) | (_DENSE | _MIXTURES | _OTHERS)[family] | overrides
     if family == "opt":  # no norm before the head: with the others' range its logits would be ten times as large
         settings["initializer_range"] *= 0.5
     renamed = _RENAMED.get(family, {})

@@ -375,11 +375,6 @@ SOURCES: dict[str, tuple[list[list[bool]], dict[str, Any]]] = {
 }
 
 
-def differentiable(kind: str) -> Case:
-    table, options = SOURCES[kind]
-    return make(kind, table, dtype=torch.float64, leaf=True, **options)
-
-
 OUT = {
     "restore": lambda x: x.restore(),
     "padded-left": lambda x: x.to_padded(side="left"),
@@ -394,8 +389,9 @@ OUT = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_gradient_reaches_the_values_and_only_them(kind):
     """Sum of squares: d/dx = 2x at a value. The NaN in the padding reaches neither the loss nor the gradient."""
+    table, options = SOURCES[kind]
     for name, out in OUT.items():
-        case = differentiable(kind)
+        case = make(kind, table, dtype=torch.float64, leaf=True, **options)
         x = case.read()
         loss = torch.stack([row.sum() for row in rows_of(out(x.like(x.values**2)))]).sum()
         loss.backward()

@@ -24,7 +24,6 @@ pytestmark = needs_equal_rows
 # Wide enough that products of different numbers of rows are summed in different orders.
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1500, "max_position_embeddings": 1024}
 LENGTHS = (150, 3, 67, 262)
-NAMES = ("log_prob", "entropy", "kl", "top_log_probs", "collision")
 ROW = [[3, 4, 5]]
 
 
@@ -71,8 +70,7 @@ def packs(mine: list[Tensor], number: int, vocab: int) -> Iterator[tuple[list[Te
 
 
 def bits(scores: Scores, index: int) -> list[Tensor]:
-    found = [getattr(scores, name) for name in NAMES]
-    return [each.to_list()[index].detach() for each in found if each is not None]
+    return [each.to_list()[index].detach() for each in scores.per_token.values()]
 
 
 def differing(scorer: LogProbScorer, mine: list[Tensor], number: int, vocab: int = VOCAB_SIZE, **options: Any) -> int:
@@ -113,9 +111,8 @@ def test_bits_of_windows_soft_caps_scaled_logits_modules_and_adapters(build: Any
     assert scorer.path == "head"
     assert differing(scorer, rows, 4, entropy=True) == 0
     plain = scorer.model if scorer.adapters is True else long()
-    for row in rows:
-        want = plain_log_probs(plain, Ragged.from_list([row]), temperature=scorer.temperature)
-        assert_near(scorer.score([row]).values, want.detach(), **FORWARD)
+    want = plain_log_probs(plain, Ragged.from_list(rows), temperature=scorer.temperature)
+    assert_near(scorer.score(rows).values, want, **FORWARD)
     if scorer.adapters is not True:
         assert torch.equal(scorer.score(rows).values, LogProbScorer(plain, deterministic=True).score(rows).values)
 
@@ -189,12 +186,6 @@ class _Uniform(nn.Module):
         return (torch.zeros(*input_ids.shape, 4),)
 
 
-def _alibi() -> nn.Module:
-    from transformers import BloomConfig, BloomForCausalLM
-
-    return BloomForCausalLM(BloomConfig(vocab_size=VOCAB_SIZE, hidden_size=32, n_layer=1, n_head=4)).eval()
-
-
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 @pytest.mark.parametrize(
     ("build", "options", "reason"),
@@ -205,7 +196,7 @@ def _alibi() -> nn.Module:
         (tiny_model, {"probe": False}, "was not probed: leave out probe=False"),
         (tiny_model, {"tokens_per_batch": 100}, "tokens_per_batch must be a multiple of 64"),
         (_Uniform, {}, "_Uniform is scored by its own forward, on padded batches"),
-        (_alibi, {}, "BloomForCausalLM cannot attend within a pack"),
+        (partial(tiny_model, "bloom"), {}, "BloomForCausalLM cannot attend within a pack"),
         (partial(tiny_model, "mixtral"), {}, "on sizes that depend on the tokens, as a mixture of experts does"),
         (lambda: altered("qwen2", lambda m: m.model.layers[0].mlp.compile(backend="eager")), {}, "has compiled layers"),
     ],

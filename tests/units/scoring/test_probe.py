@@ -21,7 +21,7 @@ from scoring_reference import (
 )
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import _model
-from toy_models import BACKWARD, FORWARD, VOCAB_SIZE, altered, tiny_model
+from toy_models import BACKWARD, FORWARD, altered, tiny_model
 
 
 def scaling_its_logits(factor: float) -> nn.Module:
@@ -142,7 +142,7 @@ def embedding_more_than_it_predicts() -> nn.Module:
 def test_unusual_models_of_transformers(make):
     model = make()
     scorer = LogProbScorer(model)
-    assert (scorer.path, scorer.shares_prefixes) == ("head", make is not returning_tuples)
+    assert (scorer.path, scorer.shares_prefixes) == ("head", make is not numbering_positions_in_its_own_way)
     assert_scores(scorer, model, group())
 
 
@@ -199,32 +199,18 @@ def test_the_probe_misses_no_logit_processing(family, name, dtype, monkeypatch):
         assert LogProbScorer(tiny_model(family).to(dtype)).path == "full"
 
 
-SIZES: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-SIZES |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-
-
 def group(length: int = 40) -> list[Tensor]:
     prompt = ids(length, 0)
     return [torch.cat([prompt, ids(n, n)]) for n in (9, 4, 13)] + [ids(11, 5)]
-
-
-def phimoe(window: int) -> nn.Module:
-    """It passes no window to its attention, and the probe's sequences are shorter than the window."""
-    from transformers import PhimoeConfig, PhimoeForCausalLM
-
-    torch.manual_seed(0)
-    experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "initializer_range": 0.4}
-    return PhimoeForCausalLM(PhimoeConfig(**SIZES, sliding_window=window, **experts)).eval()
 
 
 @pytest.mark.parametrize(
     ("family", "window"), [("phimoe", 15), ("phimoe", 20), ("mistral", 15), ("gemma2", 20), ("qwen2", 20)]
 )
 def test_a_window_in_the_mask_alone_or_passed_to_the_attention(family: str, window: int) -> None:
+    """Phimoe passes no window to its attention, and the probe's sequences are shorter than the window."""
     own: dict[str, Any] = {"use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else {}
-    options = {"sliding_window": window, "max_position_embeddings": 128, **own}
-    model = phimoe(window) if family == "phimoe" else tiny_model(family, **options)
+    model = tiny_model(family, sliding_window=window, max_position_embeddings=128, **own)
     scorer = LogProbScorer(model)
     assert scorer.shares_prefixes == (family != "phimoe")
     assert_scores(scorer, model, group())
@@ -310,14 +296,10 @@ def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
     rope: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
     rope |= {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     if nested:
-        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-        torch.manual_seed(0)
-        own = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "initializer_range": 0.4}
-        kinds = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-        model: Any = Gemma3ForCausalLM(Gemma3TextConfig(**{**SIZES, **own}, rope_parameters=kinds)).eval()
-    else:
-        model = tiny_model("llama", max_position_embeddings=128, head_dim=8, rope_parameters=rope)
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    own: dict[str, Any] = {"query_pre_attn_scalar": 8, "sliding_window": 5} if nested else {}
+    own |= {"max_position_embeddings": 128, "head_dim": 8, "rope_parameters": rope}
+    model = tiny_model("gemma3" if nested else "llama", **own)
     scorer, batch = LogProbScorer(model), Ragged.from_list([*group(), ids(17, 3), ids(16, 4)])
     for mask in (batch.positions > 0, (batch.positions > 0) & (batch.positions < 9)):
         assert_near(scorer.score(batch, mask).values, plain_log_probs(model, batch, mask).detach(), **FORWARD)

@@ -12,7 +12,9 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from checkpointed import layers as layers_of
 from closeness import assert_near
+from scoring_reference import assert_scores
 from torchrl_llm_kl import Adapters, LogProbScorer, Ragged, RetrieveKL, ScoreOptions, make_algorithm
 from torchrl_llm_kl.scoring import ReferenceUpdater, prepare_reference
 from toy_models import FORWARD, tiny_model
@@ -23,11 +25,6 @@ IDS, BATCH = ROWS[0], Ragged.from_list(ROWS)
 ONE = Ragged.from_list([IDS])
 
 
-def layers_of(model: Any) -> list[nn.Module]:
-    body = model.get_decoder()
-    return list(getattr(body, "layers", getattr(body, "h", None)))
-
-
 def reference_of(policy: nn.Module, **options: Any) -> Any:
     return prepare_reference(copy.deepcopy(policy), **options)
 
@@ -35,19 +32,13 @@ def reference_of(policy: nn.Module, **options: Any) -> Any:
 def moved(model: nn.Module, by: float = 0.1, seed: int = 0) -> nn.Module:
     """A copy with other weights."""
     model, rng = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += by * torch.randn(parameter.shape, generator=rng).to(parameter.dtype)
+    for parameter in model.parameters():
+        parameter.data += by * torch.randn(parameter.shape, generator=rng).to(parameter.dtype)
     return model
 
 
 def kl(policy: Any, reference: LogProbScorer) -> Tensor:
     return LogProbScorer(policy).evaluate(ONE, reference=reference).kl.values[1:]
-
-
-def assert_plain(found: Ragged, model: nn.Module) -> None:
-    for row, ours in zip(ROWS, found.to_list(), strict=True):
-        assert_near(ours, plain_log_probs(model, row), **FORWARD)
 
 
 def lora(model: nn.Module, **config: Any) -> Any:
@@ -56,10 +47,6 @@ def lora(model: nn.Module, **config: Any) -> Any:
     torch.manual_seed(1)
     own = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **config})
     return own if isinstance(model, peft.PeftModel) else peft.get_peft_model(model, own).eval()
-
-
-def num_bytes(module: nn.Module) -> int:
-    return sum(w.numel() * w.element_size() for w in module.parameters())
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("qwen2", False), ("gpt2", True), ("gemma2", False)])
@@ -86,7 +73,7 @@ def test_an_offloaded_reference_scores_the_same_with_two_layers_resident(family:
     for index, layer in enumerate(layers):
         layer.register_forward_pre_hook(look(index))
     assert scorer.path == "head"
-    assert_plain(scorer.score(BATCH, remember=True), policy)
+    assert_scores(scorer, policy, ROWS, remember=True)
     assert sorted(slots) == [0, 1, 2, 3, 4]
     assert len(set().union(*slots.values())) == 2, "all layers share two places"
     assert all(map(at_home, range(5)))
@@ -98,16 +85,15 @@ def test_changed_weights_and_errors_leave_nothing_stale() -> None:
     policy = tiny_model("llama", num_hidden_layers=3)
     scorer = LogProbScorer(reference_of(policy, offload_to="cpu"))
     scorer.score(BATCH, remember=True)
-    handle = layers_of(scorer.model)[0].self_attn.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    attention = layers_of(scorer.model)[0].self_attn
+    with attention.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         scorer.score(BATCH)
-    handle.remove()
     assert not any(w.requires_grad for w in scorer.model.parameters())
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
     ReferenceUpdater(scorer, policy, reset_every=1).step()
-    assert_plain(scorer.score(BATCH, remember=True), policy)
+    assert_scores(scorer, policy, ROWS, remember=True)
 
 
 def test_bfloat16_beside_a_float32_policy() -> None:
@@ -125,8 +111,7 @@ def test_bfloat16_beside_a_float32_policy() -> None:
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_int8_is_the_nearest_of_255_steps_of_each_row(offload: str | None) -> None:
     policy = tiny_model("llama")
-    with torch.no_grad():
-        layers_of(policy)[0].mlp.up_proj.weight[3].zero_()  # a row of zeros stays one
+    layers_of(policy)[0].mlp.up_proj.weight.data[3] = 0  # a row of zeros stays one
     reference = reference_of(policy, dtype=torch.int8, offload_to=offload)
     rounded, seen = copy.deepcopy(policy), 0
     for name, linear in rounded.get_decoder().layers.named_modules():
@@ -138,11 +123,11 @@ def test_int8_is_the_nearest_of_255_steps_of_each_row(offload: str | None) -> No
             assert (weight.dtype, weight.shape, int(weight.abs().max())) == (torch.int8, linear.weight.shape, 127)
             seen += 1
     assert seen == 14
-    scores = LogProbScorer(policy).evaluate(BATCH, reference=LogProbScorer(reference))
-    assert_plain(scores.ref_log_prob, rounded)
-    assert 0 < scores.kl.values.max() < 0.2
-    own, eighth = (num_bytes(layers_of(model)[0].mlp) for model in (policy, reference))
-    assert eighth < 0.3 * own
+    scorer = LogProbScorer(reference)
+    assert_scores(scorer, rounded, ROWS)
+    assert 0 < LogProbScorer(policy).evaluate(BATCH, reference=scorer).kl.values.max() < 0.2
+    own, eighth = ([w.nbytes for w in layers_of(model)[0].mlp.parameters()] for model in (policy, reference))
+    assert sum(eighth) < 0.3 * sum(own)
     if offload is None:
         out = layers_of(reference)[0].mlp.up_proj(torch.ones(1, 32))
         assert (out.dtype, float(out[0, 3])) == (torch.float32, 0.0)
@@ -166,8 +151,7 @@ def test_what_cannot_be_prepared_is_refused() -> None:
 
 @pytest.mark.parametrize(("decay", "dtype"), [(0.9, torch.float32), (0.999, torch.bfloat16), (0.999, torch.float64)])
 def test_averages_of_a_drifting_policy(decay: float, dtype: torch.dtype) -> None:
-    """A policy at ``a + b t`` after ``t`` steps: the average is ``a + b (t - (1 - d^t) d / (1 - d))``; a bfloat16 reference is
-    that rounded once, where plain bfloat16 arithmetic would stand still."""
+    """Of a policy at ``a + b t`` after ``t`` steps it is ``a + b (t - (1 - d^t) d / (1 - d))``; in bfloat16 rounded once."""
     wide = torch.float32 if dtype == torch.float32 else torch.float64
     start = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).bfloat16().double()
     policy, reference = (nn.Linear(8, 8, bias=False, dtype=each) for each in (wide, dtype))
@@ -220,10 +204,9 @@ def test_adapters_follow(own: bool) -> None:
     if own:
         policy.add_adapter("ref", lora(policy, target_modules=targets))
     reference = LogProbScorer(policy, adapters="ref") if own else LogProbScorer(copy.deepcopy(policy))
-    with torch.no_grad():
-        for name, parameter in reference.model.named_parameters():
-            if "lora_" in name and (not own or ".ref." in name):
-                parameter.mul_(2)
+    for name, parameter in reference.model.named_parameters():
+        if "lora_" in name and (not own or ".ref." in name):
+            parameter.data.mul_(2)
     updater = ReferenceUpdater(reference, policy, decay=0.75, reset_every=2)
     assert kl(policy, reference).max() > 1e-3
     weights = dict(policy.named_parameters())
@@ -275,24 +258,23 @@ def test_a_served_reference() -> None:
 def test_state_is_saved_and_resumed_to_the_last_bit() -> None:
     first, file = tiny_model("llama", num_hidden_layers=1), io.BytesIO()
     policies = [moved(first, seed=seed) for seed in range(6)]
+    policy, reference, resumed = copy.deepcopy(first), copy.deepcopy(first), moved(first, seed=9)
+    whole, updater = (
+        ReferenceUpdater(each, policy, decay=0.9, every=2, reset_every=5) for each in (reference, resumed)
+    )
 
-    def run(updater: ReferenceUpdater, policy: nn.Module, steps: range) -> None:
+    def run(updater: ReferenceUpdater, steps: range) -> None:
         for step in steps:
             policy.load_state_dict(policies[step].state_dict())
             updater.step()
 
-    options: Any = {"decay": 0.9, "every": 2, "reset_every": 5}
-    policy, reference = copy.deepcopy(first), copy.deepcopy(first)
-    whole = ReferenceUpdater(reference, policy, **options)
-    run(whole, policy, range(4))
+    run(whole, range(4))
     torch.save(whole.state_dict(), file)
-    run(whole, policy, range(4, 6))
-    again, resumed = copy.deepcopy(first), moved(first, seed=9)
+    run(whole, range(4, 6))
     file.seek(0)
-    updater = ReferenceUpdater(resumed, again, **options)
     updater.load_state_dict(torch.load(file))
     assert updater.steps == 4
-    run(updater, again, range(4, 6))
+    run(updater, range(4, 6))
     assert all(map(torch.equal, reference.parameters(), resumed.parameters()))
     state, norm = whole.state_dict(), "model.norm.weight"
     rest = {n: v for n, v in state["weights"].items() if n != norm}
@@ -379,10 +361,9 @@ def test_another_state_is_scored_alone_and_the_models_own_restored(adapters: Any
     scorer = LogProbScorer(model, adapters=adapters)
     assert scorer.path == "head"
     if state == "raises":
-        handle = model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
+        head = model.get_output_embeddings()
+        with head.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
             scorer.score(ONE)
-        handle.remove()
     assert_near(scorer.score(ONE).values, want, **FORWARD)
     assert_near(LogProbScorer(model).score(ONE).values, before, **FORWARD)
     assert torch.equal(plain_log_probs(model, IDS), before)
@@ -393,8 +374,7 @@ def test_whole_layers_of_a_named_adapter() -> None:
     """A head trained with ``modules_to_save`` belongs to the adapter too."""
     model = lora(tiny_model("qwen2"), modules_to_save=["lm_head"])
     model.add_adapter("ref", lora(model))
-    with torch.no_grad():
-        next(p for n, p in model.named_parameters() if "modules_to_save.default" in n).mul_(1.5)
+    next(p for n, p in model.named_parameters() if "modules_to_save.default" in n).data.mul_(1.5)
     alone = copy.deepcopy(model)
     alone.set_adapter("ref")
     before = plain_log_probs(model, IDS)

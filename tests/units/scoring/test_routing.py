@@ -9,31 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Gemma3Config, PhimoeConfig, PhimoeForCausalLM
+from transformers import Gemma3Config
 
 from checkpointed import enable, enable_and_wrap, in_own_code, wrap
 from closeness import assert_near
+from refused import refused
 from routed_by_hand import by_hand, perturbed, routers
-from scoring_reference import SHARED, FakeBackend, FullLogits, assert_scores, body_tokens, conversation, engine, ids
+from scoring_reference import SHARED, FakeBackend, assert_scores, body_tokens, conversation, engine, ids, make_scorer
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.scoring import RememberedModel
 from torchrl_llm_kl.scoring._model import text_config
 from torchrl_llm_kl.scoring._request import flat_record
 from torchrl_llm_kl.scoring._routing import Routers, tell_apart
-from toy_models import (
-    EXPERT_FAMILIES,
-    FORWARD,
-    ROUTED_FAMILIES,
-    VOCAB_SIZE,
-    altered,
-    stateful_model,
-    tiny_model,
-    with_lora,
-)
+from toy_models import EXPERT_FAMILIES, FORWARD, ROUTED_FAMILIES, altered, stateful_model, tiny_model, with_lora
 
 # Layers with a router, of three.
 LAYERS = {"mixtral": [0, 1, 2], "qwen3_moe": [0, 1], "gpt_oss": [0, 1, 2], "deepseek_v3": [1, 2]}
 EXPERTS, K = 6, 2
+SMALL = {"tokens_per_batch": 23}  # shared prompts span several packs
 ROWS = conversation()
 TOKENS = Ragged.from_list(ROWS)
 WEIGHTS = torch.linspace(-1, 2, len(TOKENS.values))
@@ -41,14 +34,6 @@ WEIGHTS = torch.linspace(-1, 2, len(TOKENS.values))
 SOME = [ROWS[i] for i in (0, 1, 2, 6)]
 SOME_TOKENS = Ragged.from_list(SOME)
 KINDS = [*((family, "packed") for family in EXPERT_FAMILIES), ("qwen3_moe", "padded"), ("deepseek_v3", "full")]
-
-
-def make_scorer(model: nn.Module, kind: str) -> LogProbScorer:
-    if kind == "full":
-        with pytest.warns(UserWarning, match="full forward"):
-            return LogProbScorer(FullLogits(model))
-    # Packs of 23 tokens: shared prompts span several.
-    return LogProbScorer(model, tokens_per_batch=23, share_prefixes=kind == "packed")
 
 
 def in_float64(family: str) -> nn.Module:
@@ -59,8 +44,7 @@ def in_float64(family: str) -> nn.Module:
 
 def own_experts(model: nn.Module, rows: list[Tensor]) -> list[Tensor]:
     """The experts ``[T, L, k]`` that the plain model chooses, one sequence at a time."""
-    found: list[Tensor] = []
-    seen: list[Tensor] = []
+    found, seen = list[Tensor](), list[Tensor]()
     handles = [router.register_forward_hook(lambda *args: seen.append(args[2][2])) for router in routers(model)]
     for row in rows:
         seen.clear()
@@ -93,7 +77,7 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None], toler
 @pytest.mark.parametrize(("family", "kind"), KINDS)
 def test_own_routing_is_recorded_and_replayed_changes_no_bit(family: str, kind: str) -> None:
     model = tiny_model(family)
-    scorer = make_scorer(model, kind)
+    scorer = make_scorer(model, kind, **SMALL)
     mask = TOKENS.positions > 0
     mask[TOKENS.sequence_ids == 4] = False  # not forwarded
     found = scorer.evaluate(TOKENS, mask, record_routing=True).routing
@@ -124,7 +108,7 @@ def test_replayed_experts_have_the_models_own_weights(family: str, kind: str, of
     """The routing of A in B, whose routers differ, and a separate one for each sequence: prompts are not shared then."""
     sampler = in_float64(family)
     model = perturbed(sampler)
-    scorer = make_scorer(model, kind)
+    scorer = make_scorer(model, kind, **SMALL)
     if of == "chance":
         records = random_experts(SOME, len(LAYERS[family]))
     else:
@@ -167,7 +151,7 @@ def test_tokens_and_layers_without_a_record(kind: str) -> None:
     for record in records:
         record[:20] = -1
         record[:, 1] = -1
-    scorer = make_scorer(model, kind)
+    scorer = make_scorer(model, kind, **SMALL)
     found = scorer.evaluate(tokens, routing=records, record_routing=True)
     used = found.routing.to_list()
     for record, chosen in zip(records, used, strict=True):
@@ -310,14 +294,12 @@ def test_nothing_stays_on_the_model_and_another_thread_routes_by_itself() -> Non
         thread.start()
         thread.join()
 
-    handle = model.model.layers[1].register_forward_hook(meanwhile)
-    scorer.score(TOKENS, routing=records)
-    handle.remove()
-    assert all(map(torch.equal, found[0], want))
-    handle = model.model.layers[2].mlp.gate.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with model.model.layers[1].register_forward_hook(meanwhile):
         scorer.score(TOKENS, routing=records)
-    handle.remove()
+    assert all(map(torch.equal, found[0], want))
+    last = routers(model)[2]
+    with last.register_forward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        scorer.score(TOKENS, routing=records)
     assert [(dict(m.__dict__), len(m._forward_hooks)) for m in model.modules()] == before
     assert torch.equal(scorer.score(TOKENS).values, own)
 
@@ -333,11 +315,10 @@ def test_other_families_replay_as_if_their_own_top_k_had_chosen(family: str, mon
     records[1][:40] = records[0][:40]
     scorer = LogProbScorer(model)
     batch, routing = Ragged.from_list(rows), Ragged.from_list(records)
-    held: list[Tensor] = []
+    held, want = list[Tensor](), list[Tensor]()
     tokens = body_tokens(model, lambda: held.append(scorer.score(batch, routing=routing, grad=True).values))
     (found,) = held
     assert tokens == 40 + 5 + 8 + (3 if scorer._route.sharing == "forks" else 0)  # padded to the longest
-    want: list[Tensor] = []
     plain = torch.topk
     for row, record in zip(rows, records, strict=True):
         places = iter(range(layers))
@@ -361,12 +342,6 @@ def test_other_families_replay_as_if_their_own_top_k_had_chosen(family: str, mon
     assert_same(*both, tolerance=1e-3)
 
 
-def phimoe() -> nn.Module:
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    experts: dict[str, Any] = {"num_local_experts": 4, "num_key_value_heads": 2, "pad_token_id": None}
-    return PhimoeForCausalLM(PhimoeConfig(vocab_size=VOCAB_SIZE, **experts, **sizes))
-
-
 def doubled(_: Any, __: Any, out: Any) -> Any:
     return out[0], 2 * out[1], out[2]
 
@@ -377,7 +352,7 @@ def changed(change: Any) -> Any:
 
 REFUSED: dict[str, Any] = {
     "Qwen2ForCausalLM is dense": tiny_model,
-    "PhimoeTopKRouter weigh experts is not known here. Known are Mixtral": phimoe,
+    "PhimoeTopKRouter weigh experts is not known here. Known are Mixtral": lambda: tiny_model("phimoe"),
     "routing=.* cannot be had from FakeBackend": lambda: FakeBackend(engine(tiny_model("mixtral"))),
     "MixtralForCausalLM has compiled parts": changed(lambda m: m.model.layers[1].compile(backend="eager")),
     "MixtralTopKRouter of layer 1 was not called": changed(
@@ -406,25 +381,24 @@ def put(row: int, t: int, layer: int, value: list[int]) -> Any:
     return change
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda r: [x[:, :2] for x in r], "record has 2 layers, and MixtralForCausalLM has 3: expected one for each"),
-        (lambda r: [x[..., :1] for x in r], "has 1 experts for each token and layer, and MixtralForCausalLM chooses 2"),
-        (lambda r: r[:-1], "the record has 7 sequences, the tokens have 8"),
-        (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\): expected \(41, .*experts\), or 40"),
-        (lambda r: torch.cat(r)[1:], r"shape \(195, 3, 2\): expected \(196, layers, experts\)"),
-        (lambda r: torch.cat(r).float(), "holds torch.float32: expected integers"),
-        (put(1, 5, 2, [6, 0]), r"\[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5"),
-        # Ids that were stored in too narrow a type.
-        (put(1, 5, 2, [-56, -100]), r"experts \[-56, -100\] at sequence 1, position 5, layer 2: .* 0 to 5, or -1"),
-        (put(3, 7, 0, [-1, 0]), r"\[-1, 0\] at sequence 3, position 7, layer 0: expected either all experts"),
-        (put(0, 2, 1, [4, 4]), r"\[4, 4\] at sequence 0, position 2, layer 1: expected 2 different experts"),
-    ],
+def replayed(change: Any) -> None:
+    LogProbScorer(tiny_model("mixtral"), probe=False).score(TOKENS, routing=change(random_experts(ROWS, 3)))
+
+
+test_records_that_are_refused = refused(
+    replayed,
+    (lambda r: [x[:, :2] for x in r], "record has 2 layers, and MixtralForCausalLM has 3: expected one for each"),
+    (lambda r: [x[..., :1] for x in r], "has 1 experts for each token and layer, and MixtralForCausalLM chooses 2"),
+    (lambda r: r[:-1], "the record has 7 sequences, the tokens have 8"),
+    (lambda r: [*r[:2], r[2][:-2], *r[3:]], r"2 has shape \(39, 3, 2\): expected \(41, .*experts\), or 40"),
+    (lambda r: torch.cat(r)[1:], r"shape \(195, 3, 2\): expected \(196, layers, experts\)"),
+    (lambda r: torch.cat(r).float(), "holds torch.float32: expected integers"),
+    (put(1, 5, 2, [6, 0]), r"\[6, 0\] at sequence 1, position 5, layer 2: expected an expert of 6, 0 to 5"),
+    # Ids that were stored in too narrow a type.
+    (put(1, 5, 2, [-56, -100]), r"experts \[-56, -100\] at sequence 1, position 5, layer 2: .* 0 to 5, or -1"),
+    (put(3, 7, 0, [-1, 0]), r"\[-1, 0\] at sequence 3, position 7, layer 0: expected either all experts"),
+    (put(0, 2, 1, [4, 4]), r"\[4, 4\] at sequence 0, position 2, layer 1: expected 2 different experts"),
 )
-def test_records_that_are_refused(change: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LogProbScorer(tiny_model("mixtral"), probe=False).score(TOKENS, routing=change(random_experts(ROWS, 3)))
 
 
 def test_tokens_that_need_no_forward_are_not_checked() -> None:

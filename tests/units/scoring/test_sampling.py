@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from transformers import GenerationConfig, MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from closeness import assert_near, needs_equal_rows
-from scoring_reference import FullLogits, ids, random_mask, random_sequences
+from scoring_reference import FullLogits, ids, make_scorer, random_mask, random_sequences
 from torchrl_llm_kl import LogProbScorer, RememberedModel, RetrieveLogProb, Sampling, ScoreOptions
 from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.ragged import Ragged
@@ -30,13 +30,6 @@ SAMPLINGS = [
 CASES = [*((sampling, "packed") for sampling in SAMPLINGS), (SAMPLINGS[3], "padded"), (SAMPLINGS[3], "full")]
 # Float32 results of a float64 model.
 ROUNDED = {"size": 16, "dtype": torch.float32}
-
-
-def make_scorer(model, kind, **settings):
-    if kind == "full":
-        with pytest.warns(UserWarning, match="full forward"):
-            return LogProbScorer(FullLogits(model), **settings)
-    return LogProbScorer(model, share_prefixes=kind != "padded", **settings)
 
 
 def plain_logits(model, row):
@@ -83,8 +76,7 @@ def sampled_rows(model, sampling, count=4, length=9):
     generator = torch.Generator().manual_seed(0)
     rows = torch.stack([ids(3, seed) for seed in range(count)])
     for _ in range(length - 3):
-        with torch.no_grad():
-            logits = model(input_ids=rows).logits[:, -1]
+        logits = model(input_ids=rows).logits[:, -1].detach()
         keep = keep_of(logits, sampling, logits.argmax(-1))
         probs = (logits / sampling.temperature).masked_fill(~keep, -math.inf).softmax(-1)
         rows = torch.cat([rows, probs.multinomial(1, generator=generator)], 1)
@@ -129,8 +121,7 @@ def test_exact_kl(reference, kind):
     for other in (ref, model):
         reference_scorer = make_scorer(other, kind, temperature=0.8)
         found = scorer.evaluate(Ragged.from_list(rows), reference=reference_scorer, entropy=True)
-        with torch.no_grad():
-            want = expected(model, rows, sampling, other)[:, [0, 1, 4, 5]]
+        want = expected(model, rows, sampling, other)[:, [0, 1, 4, 5]]
         columns = (found.log_prob, found.entropy, found.kl, found.ref_log_prob)
         got = torch.stack([each.values for each in columns], -1)[found.kl.positions > 0]
         assert_near(got.double(), want, **ROUNDED)
@@ -173,8 +164,7 @@ def test_a_token_that_the_sampler_would_not_draw():
     message = r"% of the 19 tokens are not among those that Sampling\(top_k=2\) leaves"
     with pytest.warns(SamplerMismatchWarning, match=message):
         found = scorer.score(Ragged.from_list(rows)).values[1:]
-    with torch.no_grad():
-        assert_near(found.double(), expected(model, rows, sampling)[:, 0], **ROUNDED)
+    assert_near(found.double(), expected(model, rows, sampling)[:, 0], **ROUNDED)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scorer.score(Ragged.from_list(rows))
@@ -204,8 +194,7 @@ def test_the_tokens_that_are_left_can_be_returned(sampling, kind):
         assert_near(found.log_prob.values, scorer.score(tokens, mask).values, **ROUNDED)
     assert kept.offsets.shape == (len(tokens.values) + 1,)
     assert not kept.offsets.diff()[~mask].any()
-    with torch.no_grad():
-        keeps = [keep_of(plain_logits(model, row), sampling, row[1:]) for row in tokens.to_list()]
+    keeps = [keep_of(plain_logits(model, row), sampling, row[1:]) for row in tokens.to_list()]
     want = torch.cat([torch.nn.functional.pad(keep, (0, 0, 1, 0)) for keep in keeps]) & mask[:, None]
     for found_ids, keep in zip(kept.ids.split(kept.offsets.diff().tolist()), want, strict=True):
         assert sorted(found_ids.tolist()) == keep.nonzero().squeeze(-1).tolist()

@@ -43,10 +43,8 @@ def assert_exact(scorer: Any, reference: Any, temperature: float = 1.0, directio
     alone = scorer.evaluate(BATCH, mask, top_ids=TOP_IDS)  # in the sweep of the log-probs
     assert_near(alone.outcomes.values, got.outcomes.values, **FORWARD)
     assert all(not column.values[~mask].any() for name, column in got.per_token.items() if name != "routing")
-    with torch.no_grad():
-        p, q = (torch.cat([plain(each.model, row, temperature) for row in ROWS]) for each in (scorer, reference))
     asked = mask[BATCH.positions > 0]  # of the places that predict
-    p, q = p[asked], q[asked]
+    p, q = (torch.cat([plain(x.model, row, temperature) for row in ROWS])[asked].detach() for x in (scorer, reference))
     assert_near(got.kl.values[mask], kl(p, q) if direction == "reverse" else kl(q, p), **FORWARD)
     assert_near(got.entropy.values[mask], -(p.exp() * p).sum(-1), **FORWARD)
     best, indices = p.topk(3)
@@ -90,8 +88,7 @@ def test_the_base_under_the_policys_own_adapters(target: Any) -> None:
     """One set of weights with and without adapters, also with an adapter on the head."""
     model, before = with_lora(tiny_model("llama"), target_modules=target), tiny_model("llama")
     got = LogProbScorer(model).evaluate(BATCH, reference=LogProbScorer(model, adapters=False)).kl.values
-    with torch.no_grad():
-        want = torch.cat([kl(plain(model, row), plain(before, row)) for row in ROWS])
+    want = torch.cat([kl(plain(model, row), plain(before, row)) for row in ROWS])
     assert_near(got[BATCH.positions > 0], want, **FORWARD)
     assert float(got.max()) > 0.01
 
@@ -124,8 +121,7 @@ def test_one_forward_of_each_body_and_conversations_that_go_on_use_both_caches()
     scorer.evaluate(Ragged.from_list([row[:20]]), reference=reference, remember=True)
     batch = Ragged.from_list([row])
     new = batch.positions >= 22
-    with torch.no_grad():
-        want = kl(plain(model, row), plain(ref, row))
+    want = kl(plain(model, row), plain(ref, row)).detach()
 
     def turn() -> None:
         got = scorer.evaluate(batch, new, reference=reference, entropy=True, remember=True)
@@ -150,9 +146,6 @@ def test_a_temperature_of_one_call() -> None:
     assert_near(scorer.score(BATCH, temperature=1.6).values, expected.log_prob.values, **FORWARD)
     own = LogProbScorer(models[0], temperature=0.7).score(BATCH).values
     assert torch.equal(scorer.score(BATCH).values, own), "the scorer keeps its own"
-    for bad in (0.0, float("nan")):
-        with pytest.raises(ValueError, match="temperature must be a positive number"):
-            scorer.score(BATCH, temperature=bad)
 
 
 def test_pairs_and_options_that_do_not_fit() -> None:

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from closeness import assert_near
 from scoring_reference import (
     SHARED,
+    FullLogits,
     assert_gradients,
     assert_scores,
     body_tokens,
@@ -160,33 +161,16 @@ def test_gradients_flow_through_half_precision_and_a_head_that_is_more_than_line
 
 
 # ------------------------------------------------------------------ defects, by their numbers
-class Spy(nn.Module):
-    """A model whose logits depend on the position alone: the logit of token ``p`` is high at position ``p``."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(97, 1)
-        self.seen: list[dict] = []
-
-    def get_input_embeddings(self):
-        return self.embedding
-
-    def forward(self, input_ids, *, attention_mask=None, position_ids=None):
-        self.seen.append({"attention_mask": attention_mask, "position_ids": position_ids})
-        if position_ids is None:  # the default for one sequence
-            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        return (8.0 * nn.functional.one_hot(position_ids, 97).float(),)
-
-
 @pytest.mark.filterwarnings("ignore:LogProbScorer takes the model's full forward")
 def test_defect_03_position_ids_are_integers_and_defect_04_they_count_from_the_first_real_token():
-    """Mask and positions go by keyword: the spy takes keywords only."""
-    model = Spy()
-    LogProbScorer(model).score(random_sequences(5, 3))
-    seen = model.seen[-1]
-    assert seen["position_ids"].dtype == torch.long
-    assert seen["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
-    assert seen["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    """Mask and positions go by keyword."""
+    model, seen = FullLogits(tiny_model()), []
+    scorer = LogProbScorer(model)
+    model.register_forward_pre_hook(lambda _, __, keywords: seen.append(keywords), with_kwargs=True)
+    scorer.score(random_sequences(5, 3))
+    assert seen[-1]["position_ids"].dtype == torch.long
+    assert seen[-1]["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert seen[-1]["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "qwen2"])
@@ -270,17 +254,11 @@ def test_any_tree_of_prefixes(shape: list[tuple[int, int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "own"),
-    [
-        *(("gemma2", {"attn_logit_softcapping": cap}) for cap in (2.0, None)),
-        ("gemma2", {"sliding_window": 3}),
-        ("gpt_oss", {}),
-    ],
+    "own", [{"attn_logit_softcapping": 2.0}, {"attn_logit_softcapping": None}, {"sliding_window": 3}], ids=str
 )
-def test_soft_capped_scores_short_windows_and_sinks(family: str, own: dict[str, Any]) -> None:
-    model: Any = tiny_model(family, **own)
-    if own:
-        model.set_attn_implementation("eager")  # the only attention of transformers with soft-capping
+def test_soft_capped_scores_and_short_windows(own: dict[str, Any]) -> None:
+    model: Any = tiny_model("gemma2", **own)
+    model.set_attn_implementation("eager")  # the only attention of transformers with soft-capping
     scorer = LogProbScorer(model, tokens_per_batch=11)
     assert scorer.shares_prefixes
     assert_scores(scorer, model, ROWS)

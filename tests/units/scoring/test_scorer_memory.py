@@ -4,6 +4,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -118,9 +119,8 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
 ) -> None:
     """Whatever was cached, evicted or cut before, also for more temperatures than log-probs are kept for."""
     plain = doubled(family)
-    scorer = LogProbScorer(
-        plain.model, memory=2 * room * TOKEN_BYTES, tokens_per_batch=budget, probe=family != "mistral"
-    )
+    settings: Any = {"memory": 2 * room * TOKEN_BYTES, "tokens_per_batch": budget, "probe": family != "mistral"}
+    scorer = LogProbScorer(plain.model, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for request, i in history:
@@ -133,7 +133,7 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
 
 
-def test_log_probs_are_kept_for_four_samplers(model: Any, scorer: LogProbScorer) -> None:
+def test_log_probs_are_kept_for_four_samplers(scorer: LogProbScorer) -> None:
     """Those after the end of a turn too."""
     (row,) = turns(0, 12)
     assert [cost(scorer, row, temperature=1 + i / 8) for i in range(6)] == [11] * 6
@@ -232,22 +232,15 @@ def test_what_is_not_cached(model: Any, scorer: LogProbScorer) -> None:
     assert len(padded.memory) == 0
 
 
-def test_threads_share_one_cache(model: Any, scorer: LogProbScorer) -> None:
-    failures: list[BaseException] = []
+def test_threads_share_one_cache(scorer: LogProbScorer) -> None:
     plain = tiny_model("llama")
 
     def play(seed: int) -> None:
-        try:
-            for row in turns(seed, 6, 5, 4, 3):
-                assert_exact(scorer, plain, [row])
-        except BaseException as error:
-            failures.append(error)
+        for row in turns(seed, 6, 5, 4, 3):
+            assert_exact(scorer, plain, [row])
 
-    threads = [threading.Thread(target=play, args=(seed,)) for seed in range(4)]
-    for step in (threading.Thread.start, threading.Thread.join):
-        for thread in threads:
-            step(thread)
-    assert not failures
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(play, range(4)))
 
 
 # ------------------------------------------------------------------ checkpoints: recomputed when the pack is gone
@@ -281,11 +274,10 @@ def backward(model: Any, **settings: Any) -> tuple[list[Tensor | None], int]:
     """The gradients of a weighted sum of all log-probs, and how often layers ran in the backward."""
     runs: list[int] = []
     found = LogProbScorer(model, **settings).score(BATCH, grad=True)
-    attention = [module for module in model.modules() if "Attention" in type(module).__name__]
-    handles = [module.register_forward_hook(lambda *_: runs.append(1)) for module in attention]
+    for module in model.modules():  # the hooks go with the model
+        if "Attention" in type(module).__name__:
+            module.register_forward_hook(lambda *_: runs.append(1))
     (found.values * WEIGHTS).sum().backward()
-    for handle in handles:
-        handle.remove()
     return [p.grad for p in model.parameters()], len(runs)
 
 
@@ -444,16 +436,11 @@ def test_a_single_sequence_is_cut_or_raises_the_devices_error() -> None:
         assert scorer.tokens_per_batch == left
 
 
-def of_torch() -> Exception:
-    """What the CPU's allocator really raises."""
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(2**48)
-    assert not isinstance(caught.value, torch.OutOfMemoryError)
-    return caught.value
-
-
+with pytest.raises(RuntimeError) as _caught:
+    torch.empty(2**48)
+assert not isinstance(_caught.value, torch.OutOfMemoryError)
 ALLOCATORS = {
-    "cpu": of_torch(),
+    "cpu": _caught.value,
     "cpu of Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: not enough memory: you"),
     "metal": RuntimeError("MPS backend out of memory (MPS allocated: 8.99 GB, other allocations: 0.02 GB)."),
     "metal, one buffer": RuntimeError("Invalid buffer size: 24.00 GiB"),
