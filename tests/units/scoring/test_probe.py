@@ -299,7 +299,7 @@ def test_longrope_of_all_layers_or_by_kind(nested: bool) -> None:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     own: dict[str, Any] = {"query_pre_attn_scalar": 8, "sliding_window": 5} if nested else {}
     own |= {"max_position_embeddings": 128, "head_dim": 8, "rope_parameters": rope}
-    model = tiny_model("gemma3" if nested else "llama", **own)
+    model = tiny_model("gemma3_text" if nested else "llama", **own)
     scorer, batch = LogProbScorer(model), Ragged.from_list([*group(), ids(17, 3), ids(16, 4)])
     for mask in (batch.positions > 0, (batch.positions > 0) & (batch.positions < 9)):
         assert_near(scorer.score(batch, mask).values, plain_log_probs(model, batch, mask).detach(), **FORWARD)
