@@ -196,7 +196,7 @@ class ScoreStore:
             some = keys[start : start + _AT_ONCE]
             query = f"SELECT key, record FROM records WHERE key IN ({','.join('?' * len(some))})"
             for key, record in file.execute(query, some):
-                own = _decoded(key, record, wanted[key])
+                own = _decoded(key, record, wanted[key]) if key in wanted else None  # a damaged index finds other keys
                 if own is None or not (np.isnan(own) | _possible(own, span)).all():
                     self._warn("damaged", "holds a damaged record; its scores are recomputed and replace it.")
                 else:
