@@ -64,14 +64,16 @@ def grpo_advantages(rewards: Sequence[float]) -> list[float]:
     return found
 
 
-def plain_loss(model: nn.Module, batch: Any, old: Any, ref: Any, *, kl_coeff: float) -> Tensor:
+def plain_loss(
+    model: nn.Module, batch: Any, old: Any, ref: Any, *, kl_coeff: float, clip: tuple[float, float] = (0.2, 0.2)
+) -> Tensor:
     """PPO's dual-clipped surrogate plus ``kl_coeff`` times k2 to the reference: means over the sampled tokens of a batch."""
     objective, kl = [], []
     for step, new_row, old_row, ref_row in zip(steps(batch), scored(model, batch), old, ref, strict=True):
         advantage = float(step["advantage"].flatten()[0])
         for now, was, base in zip(new_row, old_row, ref_row, strict=True):
             ratio = (now - was).exp()
-            value = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+            value = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - clip[0], 1 + clip[1]))
             objective.append(torch.min(value, torch.tensor(-3.0 * advantage)) if advantage < 0 else value)
             kl.append((now - base) ** 2 / 2)
     return torch.stack(objective).mean() + kl_coeff * torch.stack(kl).mean()
