@@ -25,12 +25,12 @@ from torchrl_llm_kl.head._tiles import LOG_ZERO, Head, Plan, Result, tiles
 _BLOCK = 64
 # Nats by which rounding may misplace a bound.
 _SLACK = 1e-3
-# What top-p drops is guessed: not before this part of the vocabulary and so many tokens, to fill this part of 1 - p in the
-# end, and tokens of this log-prob or more are never dropped.
+# Guesses of what is outside of top-p: not before this part of the vocabulary and so many tokens are seen; so that it fills
+# this part of 1 - p in the end; and tokens of this log-prob or more are not dropped.
 _FIRST_LOOK = 16, 8192
 _TAIL = 0.5
 _LIKELY = math.log(1e-3)
-# Floors of top-p are raised to one of so many log-probs, so far apart; the highest is just below 0.
+# Log-probs to which floors of top-p are raised: how many, and how far apart below 0.
 _LEVELS, _LEVEL = 32, 0.5
 # Rows of a head that are gathered at once, in elements.
 _GATHERED = 2**22
@@ -85,7 +85,9 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
                 return None
             floor = floor.index_put((wrong,), searched[2])
             found.replace(wrong, searched[0])
-    found.prune(floor if total is None else found.raised(floor, total, truncation.top_p), 0)
+    if total is not None:  # fewer are sorted
+        floor = torch.maximum(floor, total + found.level(total, truncation.top_p))
+    found.prune(floor, 0)
     row, ids, logits = found.chosen(truncation, total)
     if len(row) > most * count:
         return None
@@ -104,8 +106,8 @@ def _search(
 ) -> tuple[_Candidates, Softmax, Tensor, Tensor | None] | None:
     """One sweep: the candidates, the sums, and the floor that all candidates of a position reach; None if they are too many.
 
-    Few tokens are surely outside of top-p before all are seen. To ``guess`` expects that the tokens to come hold not much
-    more of the tail than those seen so far; the last result tells of which positions, and is None if of none.
+    Of top-p, few tokens are surely outside before all are seen. With ``guess``, those are dropped too that are outside if
+    the tokens to come are like the ones before; the last result tells at which positions (None: at none).
     """
     (count, vocab), (top_k, top_p, min_p) = head.sizes, truncation
     whole = top_p < 1 and not top_k
@@ -134,7 +136,7 @@ def _search(
         found.add(logits.view(count, -1, size), blocks, floor, cols.start)
         if guess and cols.stop >= look:
             total = state.top + state.total.log()
-            guessed = found.raised(floor, total, 1 - _TAIL * (1 - top_p) * cols.stop / vocab) - total
+            guessed = found.level(total, 1 - _TAIL * (1 - top_p) * cols.stop / vocab)
             share, look = torch.maximum(share, guessed.clamp(max=_LIKELY)), 2 * cols.stop
             floor = found.prune(total + share, 0)
         if found.total > room:
@@ -179,16 +181,15 @@ class _Candidates:
         share = (logits - log_total[row]).exp().masked_fill(logits < floor[row], 0.0)
         return torch.zeros_like(floor).index_add(0, row, share) > top_p + _SLACK * (1 - top_p)
 
-    def raised(self, floor: Tensor, log_total: Tensor, top_p: float) -> Tensor:
-        """The floor of top-p, raised where tokens of a round probability or more hold enough already: fewer are sorted."""
+    def level(self, log_total: Tensor, top_p: float) -> Tensor:
+        """The highest of some round log-probs whose tokens hold more than top-p already, ``[n]``; ``-inf`` if none does."""
         row, _, logits = self._joined()
         log_share = logits - log_total[row]
         level = (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).long()  # 0 for all below the lowest
-        mass = floor.new_zeros(self.count * _LEVELS).index_add(0, row * _LEVELS + level, log_share.exp())
+        mass = log_total.new_zeros(self.count * _LEVELS).index_add(0, row * _LEVELS + level, log_share.exp())
         mass = mass.view(self.count, _LEVELS).flip(1).cumsum(1)  # at a level or above, from the highest on
         missing = (mass[:, :-1] <= top_p + _SLACK * (1 - top_p)).sum(1)
-        higher = log_total - (missing + 1) * _LEVEL - _SLACK
-        return torch.where(missing < _LEVELS - 1, torch.maximum(floor, higher), floor)
+        return ((missing + 1) * -_LEVEL - _SLACK).to(mass.dtype).masked_fill(missing == _LEVELS - 1, -math.inf)
 
     def replace(self, positions: Tensor, other: _Candidates) -> None:
         """Take the candidates of some positions from another search, of these alone."""

@@ -10,7 +10,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import head_reference as reference
 from head_reference import OPTIONS, PAIR, REF_OPTIONS, V, assert_same, at, entropy_of, make_head, pair, pair_of, plain
-from torchrl_llm_kl.head import Kept, Truncation, _functions, linear_kept, linear_log_prob
+from torchrl_llm_kl.head import Kept, Truncation, _functions, _kept, linear_kept, linear_log_prob
 from torchrl_llm_kl.head._support import floor_of
 
 
@@ -149,8 +149,10 @@ def as_mask(kept, v=1000):
     return found
 
 
+@pytest.mark.parametrize("guessing", [False, True])
 @pytest.mark.parametrize("truncation", FEW, ids=str)
-def test_the_tokens_that_are_found_are_those_of_transformers(truncation):
+def test_the_tokens_that_are_found_are_those_of_transformers(truncation, guessing, monkeypatch):
+    monkeypatch.setattr(_kept, "_FIRST_LOOK", (16, 0 if guessing else 10**6))
     hidden, weight, bias = big_head()
     expected = warped(plain(hidden, weight, bias, temperature=0.7), truncation).isfinite()
     logits = (hidden @ weight.T + bias) / 0.7
@@ -159,6 +161,34 @@ def test_the_tokens_that_are_found_are_those_of_transformers(truncation):
         assert torch.equal(as_mask(kept), expected), chunk
         assert len(kept.ids) == int(expected.sum())
         assert_close(kept.logits, logits[kept.rows, kept.ids])
+
+
+@pytest.mark.parametrize("impossible", [0, 300])
+@pytest.mark.parametrize("shift", [0, 2000])
+def test_what_top_p_drops_is_guessed_and_searched_again_where_the_guess_is_wrong(impossible, shift, monkeypatch):
+    searched_again = []
+    replace = _kept._Candidates.replace
+    monkeypatch.setattr(_kept, "_FIRST_LOOK", (16, 0))
+    monkeypatch.setattr(
+        _kept._Candidates,
+        "replace",
+        lambda self, at, other: searched_again.append(at.tolist()) or replace(self, at, other),
+    )
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 3000, generator=generator, dtype=torch.float64)
+    logits[0] -= (
+        8.0  # half of the probability has two tokens, half all others: only the seen ones say which are outside
+    )
+    logits[0, 400:402] = logits[0].logsumexp(-1) - math.log(2) + torch.tensor([0.0, 0.1])
+    logits[1:] *= torch.tensor([[4.0], [1.0]])
+    logits = logits.roll(shift, 1)
+    bias = torch.zeros(3000, dtype=torch.float64)
+    bias[:impossible] = -math.inf
+    hidden, weight = torch.eye(3, dtype=torch.float64), logits.T.contiguous()
+    expected = warped((logits + bias).log_softmax(-1), Truncation(top_p=0.9)).isfinite()
+    kept = linear_kept(hidden, weight, Truncation(top_p=0.9), bias=bias, chunk=(3, 64), most=3000)
+    assert torch.equal(as_mask(kept, 3000), expected)
+    assert searched_again == ([[0]] if shift == 0 else [])
 
 
 def test_ties_too_many_kept_tokens_and_no_positions():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from tensordict import lazy_stack
 from tokenizers import AddedToken, processors
 from torchrl.data.llm import History
@@ -52,6 +53,32 @@ def test_borders_inside_tokens_and_white_space_of_offsets_and_headers():
     assert masked(tokenizer, "x<bot>  a<end>", [(6, 14)]) == "a<end>"
     assert masked(tokenizer, "x<bot>\n<end>", [(7, 12)]) == "<end>"
     assert masked(tokenizer, "x:\n<end>", [(3, 8)]) == "<end>"
+
+
+PIECES = ["ab", "b", " ", "  ", "\n", "é", "😀", "漢", "\u3000", "<bot>", "<end>"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), min_size=1), st.lists(st.integers(0, 30), max_size=6), st.booleans())
+def test_the_mask_follows_from_the_characters_of_each_token(pieces, borders, trimmed):
+    tokenizer = build_tokenizer(merges=[("a", "b"), ("Ġ", "Ġ"), ("Ġ", "b"), ("b", "Ċ")], extra_special_tokens=())
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trimmed)
+    tokenizer.add_tokens(
+        [AddedToken("<bot>", rstrip=True, special=True), AddedToken("<end>", lstrip=True, special=True)]
+    )
+    text, borders = "".join(pieces), sorted(borders)
+    spans = [(min(a, len(text)), min(b, len(text))) for a, b in zip(borders[::2], borders[1::2], strict=False)]
+    inside = {character for span in spans for character in range(*span)}
+    encoded, end, expected = tokenizer(text, return_offsets_mapping=True), 0, []
+    for token, (first, last) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        own = range(
+            min(first, end), last
+        )  # white space that a tokenizer trims from its offsets belongs to the next token
+        end, held = last, inside.intersection(own)
+        header = token in tokenizer.added_tokens_decoder and bool(held) and own[0] not in inside
+        expected.append(bool(held) and not (header and all(text[c].isspace() for c in held)))
+    ((found, mask),) = encode_with_mask(tokenizer, [text], [spans])
+    assert (found.tolist(), mask.tolist()) == (encoded["input_ids"], [False, *expected[1:]])
 
 
 def test_every_token_of_a_character_is_masked_in_and_the_first_never_also_without_offsets():
