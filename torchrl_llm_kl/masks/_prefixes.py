@@ -43,9 +43,9 @@ def not_found(chat: Renderings, turn: int, reason: str) -> TurnNotFoundError:
 
 def end_of_prompt(chat: Renderings, whole: Trace, turn: int, start: int) -> int:
     """The end of a generation prompt that the text holds around ``start``, as one whose end is a thinking tag; or ``start``."""
-    prompt = _prompt(chat.prefix(turn, True), chat.prefix(turn, False))
+    prompt = _prompt(chat, turn)
     if not turn:  # nothing precedes the turn: the prompt is that after a question
-        prompt = _prompt(chat.prefix(0, True, "user"), chat.prefix(0, False, "user"))
+        prompt = _prompt(chat, 0, "user")
     prompt = prompt.lstrip()
     for cut in range(len(prompt) - 1, 0, -1):
         if whole.text.startswith(prompt[cut:], start) and whole.text.endswith(prompt[:cut], 0, start):
@@ -58,8 +58,7 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int,
 
     ``traced`` is a candidate.
     """
-    text, before, without = whole.text, chat.prefix(turn, True), chat.prefix(turn, False)
-    prompt = _prompt(before, without)
+    text, before, prompt = whole.text, chat.prefix(turn, True), _prompt(chat, turn)
     place = shared = 0
     if before is not None:
         at, place = _anchor(before, whole)
@@ -69,7 +68,7 @@ def start_of_turn(chat: Renderings, whole: Trace, turn: int, low: int, own: int,
             return place + len(given)
         shared = end_of_shared_units(text, given, place)
     headers = headers_of((prompt, *_known_prompts(chat)))
-    ended = _end_of_text(without, whole) if turn else 0
+    ended = _end_of_text(chat.prefix(turn, False), whole) if turn else 0
     # Without a header, the turn begins where the prompt ends, in the white space between two messages.
     exact = None if prompt else _end_of_text(before, whole)
     always = before.text[before.messages_end :].strip() if before is not None and before.messages_end else ""
@@ -260,11 +259,12 @@ def _end_of_text(part: Trace | None, whole: Trace) -> int | None:
     return place + len(tail) if whole.text.startswith(tail, place) else None
 
 
-def _prompt(before: Trace | None, without: Trace | None) -> str:
-    """The visible text that the flag ``add_generation_prompt`` adds, or nothing."""
+def _prompt(chat: Renderings, count: int, then: str = "") -> str:
+    """The visible text that the flag ``add_generation_prompt`` adds after a prefix, or nothing."""
+    before = chat.prefix(count, True, then)
     if before is None:
         return ""
-    prompt = before.text[common_prefix_length(before.text, without.text if without else "") :]
+    prompt = before.text[common_prefix_length(before.text, chat.prefix_text(count, False, then) or "") :]
     after_loop = before.text[before.messages_end :]
     if before.messages_end and after_loop.strip() and prompt.endswith(after_loop):
         return after_loop  # without the end token that the flag adds to the last message
@@ -274,7 +274,7 @@ def _prompt(before: Trace | None, without: Trace | None) -> str:
 def _known_prompts(chat: Renderings) -> Iterator[str]:
     for count, message in enumerate(chat.messages):
         if message.get("role") == ASSISTANT and count and chat.messages[count - 1].get("role") != ASSISTANT:
-            yield _prompt(chat.prefix(count, True), chat.prefix(count, False))
+            yield _prompt(chat, count)
             return
 
 

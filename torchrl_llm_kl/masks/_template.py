@@ -120,7 +120,7 @@ class Renderings:
         self.template, self.eos_token = renderer.template, getattr(renderer.tokenizer, "eos_token", None)
         self.plain = cache(lambda count, prompt: renderer.text(messages[:count], prompt))
         self.trace = cache(self._trace)
-        self.prefix = cache(self._prefix)
+        self.prefix, self.prefix_text = cache(self._prefix), cache(self._prefix_text)
         self.text: str = self.plain(len(messages), generation_prompt)
         self._markings: Sequence[Marking] = MARKINGS
 
@@ -136,24 +136,34 @@ class Renderings:
                 return trace
         return None
 
+    def _with_next(self, count: int, then: str) -> list[Any]:
+        """The first ``count`` messages, and one more with role ``then``, if any, and content :data:`FILLER`."""
+        messages: list[Any] = list(self.messages[:count])
+        if then:
+            in_parts = any(isinstance(message.get("content"), (list, tuple)) for message in self.messages)
+            messages.append({"role": then, "content": [{"type": "text", "text": FILLER}] if in_parts else FILLER})
+        if then == "tool":  # answers the first call of the last message
+            call = messages[-2]["tool_calls"][0]
+            messages[-1]["tool_call_id"] = call.get("id", "")
+            messages[-1]["name"] = call.get("function", call)["name"]
+        return messages
+
+    def _prefix_text(self, count: int, prompt: bool, then: str = "") -> str | None:
+        """The text of :meth:`prefix`, which is cheaper without its marks."""
+        try:
+            return self.renderer.text(self._with_next(count, then), prompt) if then else self.plain(count, prompt)
+        except Exception:  # a template may raise anything
+            return None
+
     def _prefix(self, count: int, prompt: bool, then: str = "") -> Trace | None:
         """The rendering of the first ``count`` messages, of one more with role ``then`` and content :data:`FILLER`.
 
         None if the template rejects such a conversation.
         """
-        messages: list[Any] = list(self.messages[:count])
-        if then:
-            in_parts = any(isinstance(message.get("content"), (list, tuple)) for message in self.messages)
-            messages.append({"role": then, "content": [{"type": "text", "text": FILLER}] if in_parts else FILLER})
-        try:
-            if then == "tool":  # answers the first call of the last message
-                call = messages[-2]["tool_calls"][0]
-                messages[-1]["tool_call_id"] = call.get("id", "")
-                messages[-1]["name"] = call.get("function", call)["name"]
-            plain = self.renderer.text(messages, prompt) if then else self.plain(count, prompt)
-        except Exception:  # a template may raise anything
+        plain = self.prefix_text(count, prompt, then)
+        if plain is None:
             return None
-        trace = self._traced(messages, prompt, plain) if then else self.trace(count, prompt)
+        trace = self._traced(self._with_next(count, then), prompt, plain) if then else self.trace(count, prompt)
         if then and trace:
             trace = replace(trace, marks=tuple((p, mark) for p, mark in trace.marks if mark.message < count))
         return trace or Trace(plain, (), 0)

@@ -356,21 +356,39 @@ async def test_errors_and_lost_replicas_of_awaited_calls():
         await Replicas(1, fates={0: [ValueError("outside the vocabulary")]}).scorer().ascore([[3, 97]])
 
 
-def test_a_client_that_joins_avoids_replicas_that_are_not_ready(monkeypatch):
-    """Its first call would wait for their model."""
-    states = [STARTING, READY, READY]
-    table = {"id": "mine", "ended": "", "states": states, "errors": [None] * 3, "fingerprint": None, "has_model": True}
-    calls = {name: SimpleNamespace(remote=lambda *_, **__: table) for name in ("join", "hold", "watch", "table")}
+@pytest.fixture
+def joined(monkeypatch):
+    """A connection to a service of three replicas with these states, and the states."""
+    states, errors = [STARTING, READY, READY], [OSError("no such checkpoint")] * 3
+    table = {"id": "mine", "ended": "", "errors": errors, "fingerprint": None, "has_model": True}
+    answer = SimpleNamespace(remote=lambda *_, **__: {**table, "states": list(states)})
+    controller = SimpleNamespace(**dict.fromkeys(("join", "hold", "watch", "table"), answer))
     context = SimpleNamespace(gcs_address="here", get_node_id=str, get_job_id=str, get_worker_id=str)
-    monkeypatch.setattr(_connection, "actor_of", lambda *_: SimpleNamespace(**calls))
+    monkeypatch.setattr(_connection, "actor_of", lambda *_: controller)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray, "get", lambda found, *, timeout: found)
     connection = Connection(ServiceSpec("name", "source", {}, num_replicas=3))
+    yield connection, states
+    connection._lease.clear()  # there is no call to cancel
+
+
+def test_a_client_that_joins_avoids_replicas_that_are_not_ready(joined, monkeypatch):
+    """Its first call would wait for their model."""
+    connection, states = joined
     assert connection.usable() == [1, 2]
     states[0] = READY
+    monkeypatch.setattr(_connection, "_LOOK", 0.0)
     assert connection.usable() == [0, 1, 2]
-    connection._lease.clear()  # there is no call to cancel
+
+
+def test_after_the_error_of_a_model_that_no_replica_has_the_next_call_looks_anew(joined):
+    connection, states = joined
+    states[:] = [FAILED] * 3
+    with pytest.raises(OSError, match="no such checkpoint"):
+        connection.usable()
+    states[:] = [STARTING] * 3  # what the controller does then
+    assert connection.usable() == [0, 1, 2]
 
 
 def test_what_a_replica_asks_before_it_scores_a_suspect(monkeypatch, caplog):
