@@ -118,7 +118,7 @@ def _search(
     room = 4 * top_k * count or 8 * most
     # Tokens less probable than this add up to less than 1 - p, whatever their number.
     safe = math.log((1 - top_p) / vocab) - _SLACK if whole else -math.inf
-    share, look = head.per_position(safe), max(vocab // _FIRST_LOOK[0], _FIRST_LOOK[1])
+    guessed, look = head.per_position(-math.inf), max(vocab // _FIRST_LOOK[0], _FIRST_LOOK[1])
     for rows, cols, _, (logits,), (scratch,) in tiles((count, width), [head], 1):
         size = math.gcd(logits.shape[1], _BLOCK)
         blocks = logits.view(count, -1, size).amax(-1)
@@ -126,7 +126,7 @@ def _search(
             state.choose(logits, targets, rows, cols)
         if whole:
             state.absorb(logits, scratch, rows, first=cols.start == 0)
-            floor = state.top + state.total.log() + share
+            floor = torch.maximum(state.top + state.total.log() + safe, guessed)
         else:
             torch.maximum(state.top, blocks.amax(-1), out=state.top)
         if top_k and cols.start == 0 and top_k <= logits.shape[1]:
@@ -136,15 +136,15 @@ def _search(
         found.add(logits.view(count, -1, size), blocks, floor, cols.start)
         if guess and cols.stop >= look:
             total = state.top + state.total.log()
-            guessed = found.level(total, 1 - _TAIL * (1 - top_p) * cols.stop / vocab)
-            share, look = torch.maximum(share, guessed.clamp(max=_LIKELY)), 2 * cols.stop
-            floor = found.prune(total + share, 0)
+            level = found.level(total, 1 - _TAIL * (1 - top_p) * cols.stop / vocab)
+            guessed, look = torch.maximum(guessed, total + level.clamp(max=_LIKELY)), 2 * cols.stop
+            floor = found.prune(torch.maximum(floor, guessed), 0)
         if found.total > room:
             floor = found.prune(floor, top_k)
             if found.total > (2 * most if top_k else 6 * most):
                 return None
             room = max(room, 2 * found.total)
-    return found, state, floor, share > safe if guess else None
+    return found, state, floor, floor == guessed if guess else None
 
 
 class _Candidates:

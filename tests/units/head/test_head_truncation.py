@@ -176,10 +176,9 @@ def test_what_top_p_drops_is_guessed_and_searched_again_where_the_guess_is_wrong
     )
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 3000, generator=generator, dtype=torch.float64)
-    logits[0] -= (
-        8.0  # half of the probability has two tokens, half all others: only the seen ones say which are outside
-    )
-    logits[0, 400:402] = logits[0].logsumexp(-1) - math.log(2) + torch.tensor([0.0, 0.1])
+    # Half of the probability has two tokens, half those after 1500: too unlikely, each, to be kept if only the two are seen.
+    logits[0, :1500] -= 50.0
+    logits[0, 300:302] = logits[0].logsumexp(-1) - math.log(2) + torch.tensor([0.0, 0.1])
     logits[1:] *= torch.tensor([[4.0], [1.0]])
     logits = logits.roll(shift, 1)
     bias = torch.zeros(3000, dtype=torch.float64)

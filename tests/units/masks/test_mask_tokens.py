@@ -226,10 +226,10 @@ def test_one_rendering_without_a_mask_where_no_turn_can_be_missing(renderings):
 MORE = {
     # the loop ends the last turn differently before a generation prompt: one rendering for each
     **dict.fromkeys(("gptoss", "gptoss_training"), 3),
-    # the text after the loop depends on the last message: the prompt of each turn is rendered, with marks and without
+    # the text after the loop depends on the last message: each turn is rendered with its prompt, and without
     **dict.fromkeys(("deepseek_r1_distill", "deepseek_r1_distill_training", "deepseekv3", "deepseekv3_training"), 18),
-    **dict.fromkeys(("diffusion_gemma", "diffusion_gemma_training", "phi3_training", "phi3_5_training"), 18),
-    **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), 18),
+    **dict.fromkeys(("diffusion_gemma", "diffusion_gemma_training", "phi3_training", "phi3_5_training"), 14),
+    **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "gemma4_v5"), 14),
     # no generation prompt, and content in parts: each header is found by rendering the turn with other content
     **dict.fromkeys(("llava_next", "llava_next_training"), 10),
 }
