@@ -1,14 +1,14 @@
-"""Configurations of verl and of Trinity-RFT: what each setting becomes. Their own losses: ``tests/peers``."""
+"""Configurations of verl and of Trinity-RFT: the loss by hand, what each setting becomes. Their own losses: ``tests/peers``."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from elsewhere_batches import each_in_one_list, one_prompt_each
+from elsewhere_batches import agree, each_in_one_list, one_prompt_each, ours, scored, with_gradients
 from refused import refused
 from torchrl_llm_kl import Sampling, ScoreOptions, from_trinity, from_verl
 from torchrl_llm_kl._foreign import TRINITY, VERL
@@ -35,6 +35,28 @@ def of_type(kind: str, **settings: Any) -> dict[str, Any]:
     return {"algorithm_type": kind, **settings}
 
 
+TRINITYS = of_type("dapo", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1})
+
+
+@pytest.mark.parametrize("library", ["verl", "trinity"])
+def test_the_loss_by_hand(model: nn.Module, batch: dict[str, Tensor], library: str) -> None:
+    """Means over tokens, with a dual clip. Of verl also a clamped k3, and the temperature in both; of Trinity-RFT k2."""
+    of_verl = library == "verl"
+    temperature, low, high, dual = (0.8, 0.9, 1.3, 1.5) if of_verl else (1.0, 0.8, 1.2, 3.0)
+
+    def by_hand() -> Tensor:
+        log_prob, _ = scored(model, batch, temperature)
+        ratio, advantage = (log_prob - batch["old"]).exp(), batch["advantage"][:, None]
+        value = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+        value = torch.where(advantage < 0, torch.minimum(value, -dual * advantage), value)
+        d = batch["ref"] - log_prob
+        kl = 0.001 * (d.exp() - d - 1).clamp(max=10) if of_verl else 0.05 * d.square()
+        return (value + kl)[batch["mask"]].mean()
+
+    found = from_verl([*CLIPPED, f"{R}.n=4"]) if of_verl else from_trinity(TRINITYS)
+    agree(ours(model, batch, found), with_gradients(model, by_hand))
+
+
 def test_verls_defaults() -> None:
     found = from_verl({})
     assert found.algorithm == "ppo"
@@ -59,11 +81,7 @@ def test_verls_defaults() -> None:
         (CLIPPED, "grpo", {"clip_low": 0.1, "clip_high": 0.3, "clip_ratio_c": 1.5, "aggregation": "token-mean"}),
         (CLIPPED, "grpo", {"kl_loss": "low_var_kl", "kl_loss_coeff": 0.001, "options": ScoreOptions(Sampling(0.8))}),
         (of_type("dapo"), "dapo", {"objective": "ppo", "objective_args": PPO, "aggregation": "token-mean"}),
-        (
-            of_type("dapo", kl_loss_fn="k2", kl_loss_fn_args={"kl_coef": 0.1}),
-            "dapo",
-            {"kl_loss": "k2", "kl_loss_coeff": 0.1},
-        ),
+        (TRINITYS, "dapo", {"kl_loss": "k2", "kl_loss_coeff": 0.1}),
         (of_type("ppo", advantage_fn_args=GAE), "ppo", {"advantage_args": {**GAE, "whiten": True}}),
         (of_type("grpo", repeat_times=8), "grpo", {"group_size": 8, "repeat_times": 8}),
         (of_type("grpo", advantage_fn_args=STD), "grpo", {"advantage_args": {"std": "batch", "epsilon": 1e-4}}),
