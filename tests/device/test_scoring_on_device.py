@@ -87,14 +87,13 @@ def test_scores_with_images(model_at, at, family, convolutions_on_the_host):
     count = num_placeholders(model, images[0])[0]
     rows = [[1, 7, *[IMAGE] * (count if image else 0), 8, *[20, 21] * 9, 30 + i] for i, image in enumerate(images)]
     weight = next(p for name, p in model.named_parameters() if "patch_embed" in name)
-    scorer, tokens_ = (
-        LogProbScorer(model.to(model_at)),
-        Ragged.from_list([torch.tensor(row, device=at) for row in rows]),
-    )
-    found = scorer.score(tokens_, images=images, grad=True).values
+    scorer = LogProbScorer(model.to(model_at))
+    ragged = Ragged.from_list([torch.tensor(row, device=at) for row in rows])
+    found = scorer.score(ragged, images=images, grad=True).values
     assert found.device == at
     (gradient,) = torch.autograd.grad(found.sum(), [weight])
-    return found, gradient / (10 * gradient.abs().max())  # a thousandth of the largest
+    largest = gradient.abs().max()
+    return found, gradient / (10 * largest), largest.log() / 10  # each to a thousandth of the largest
 
 
 @pytest.mark.parametrize("layout", ["padded", "nested", "jagged", "list", "ragged"])
