@@ -92,6 +92,10 @@ def test_whitening_by_hand_where_little_or_nothing_varies() -> None:
         assert (whitened(value, torch.arange(tokens + 1).unsqueeze(0) < tokens) == 0).all()
     assert whitened(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)).shape == (0, 3)
     assert whitened(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)) == 0
+    for n in (1, 3, 7):  # equal returns of equal outcomes
+        reward = torch.zeros(n, 3)
+        reward[:, -1] = 0.1
+        assert torch.equal(reinforce_plus_plus(reward, reward > -1), torch.zeros(n, 3))
 
 
 def test_reinforce_plus_plus_baseline_by_hand() -> None:

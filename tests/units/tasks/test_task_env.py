@@ -142,9 +142,9 @@ def test_specs_of_the_data_several_transforms_in_their_order_and_an_error_in_a_r
     assert row["next", "step_count"].item() == 1
 
 
-def posed(tokenizer: Any, steps: int, **kwargs: Any) -> list[tuple[int, str]]:
+def posed(tokenizer: Any, steps: int, rows: Any = ROWS, **kwargs: Any) -> list[tuple[int, str]]:
     """Groups and questions of an env that is answered ``steps`` times."""
-    env = task_env(ROWS, right, tokenizer, **{"group_size": 2, "num_prompts": 2, **kwargs})
+    env = task_env(rows, right, tokenizer, **{"group_size": 2, "num_prompts": 2, **kwargs})
     found = []
     td = env.reset()
     for _ in range(steps):
@@ -163,6 +163,11 @@ def test_a_run_continues_where_it_was_stopped_and_ranks_share_the_prompts(tokeni
     one = posed(tokenizer, 3, num_prompts=4, start=2)
     ranks = [posed(tokenizer, 3, rank=rank, world_size=2, start=2) for rank in (0, 1)]
     assert one == [row for step in range(3) for rank in ranks for row in rank[4 * step : 4 * step + 4]]
+
+    class Table(list):  # a data set, which is read by number
+        column_names = ("question", "answer", "row")
+
+    assert posed(tokenizer, 1, Table(ROWS), num_prompts=1, seed=None, start=3) == [(3, "q3")] * 2
 
 
 def test_templates_system_prompts_and_one_begin_of_sequence_token(tokenizer: Any) -> None:

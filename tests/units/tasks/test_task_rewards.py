@@ -23,6 +23,7 @@ from torchrl.envs.transforms import StepCounter
 from closeness import assert_near
 from refused import refused
 from torchrl_llm_kl import FunctionReward, PromptError, RewardError
+from torchrl_llm_kl.advantages import Advantage, gdpo
 from torchrl_llm_kl.datasets import DataError
 from torchrl_llm_kl.tasks import PromptOrder, Prompts, _calls, _rewards, reward_metrics
 from torchrl_llm_kl.tasks._calls import Call, Caller, Failure, check_takes
@@ -209,6 +210,16 @@ def test_batches_of_any_shape_and_metrics_over_what_is_done() -> None:
         assert_near({name: float(x) for name, x in reward_metrics(shaped).items()}, want, dtype=torch.float32)
     with pytest.raises(KeyError, match="expected 'reward_failures' under 'next', found done"):
         reward_metrics(TensorDict(next=TensorDict(done=torch.ones(2, 1).bool(), batch_size=[2]), batch_size=[2]))
+
+
+def test_gdpo_reads_the_parts() -> None:
+    reward = FunctionReward({"right": lambda q, a, m: a == m["answer"], "length": length})
+    gdpo_of_parts = Advantage("gdpo", keys={"rewards": reward.part_keys}, reward_weights=[1.0, 0.25])
+    td = batch(["4", "222", "22", "333"])
+    td["query"] = ["a", "a", "b", "b"]
+    rows = torch.tensor([[1.0, 1.0], [0.0, 3.0], [0.0, 2.0], [0.0, 3.0]])
+    want = gdpo(rows, torch.tensor([0, 0, 1, 1]), reward_weights=[1.0, 0.25])
+    assert_near(gdpo_of_parts(reward(td))["advantage"].squeeze(-1), want)
 
 
 def fails_on(rows: set[int], error: Any) -> Any:
