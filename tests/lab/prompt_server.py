@@ -36,6 +36,10 @@ FIXED = {
 }
 
 
+class Refused(Exception):
+    """A request that the server does not take, not an error of this file."""
+
+
 @cache
 def served(seed):
     return tiny_model(seed=seed).double()
@@ -60,9 +64,9 @@ class Toy:
         """At each position the log-probs of the token and the ``k`` best, by id; None for the first."""
         s = self.switches
         if not all(0 <= token < 97 for token in ids):
-            raise ValueError("Token id is out of vocabulary")
+            raise Refused("Token id is out of vocabulary")
         if len(ids) > 64:
-            raise ValueError("This model's maximum context length is 64 tokens")
+            raise Refused("This model's maximum context length is 64 tokens")
         with torch.no_grad():
             logits = served(s["seed"])(torch.tensor([ids])).logits[0, :-1]
         if s["forbids"] is not None:
@@ -83,7 +87,7 @@ class Toy:
         if body["model"] != MODEL:
             raise FileNotFoundError(f"The model `{body['model']}` does not exist.")
         if body["max_tokens"] < 1 or body["prompt_logprobs"] > s["max_logprobs"]:
-            raise ValueError("Requested prompt logprobs is greater than max allowed")
+            raise Refused("Requested prompt logprobs is greater than max allowed")
         sent = body["prompt"]
         ids = ([0] if s["starts"] else []) + [96 if s["retokenises"] and t == 5 else t for t in sent]
         found = self.positions(ids, body["prompt_logprobs"])
@@ -154,8 +158,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(401, {"error": "Unauthorized"})
         try:
             answer = {"/v1/completions": toy.vllm, "/generate": toy.sglang}[self.path](body)
-        except (ValueError, FileNotFoundError) as error:
-            return self.reply(400 if isinstance(error, ValueError) else 404, {"error": {"message": str(error)}})
+        except (Refused, FileNotFoundError) as error:
+            return self.reply(400 if isinstance(error, Refused) else 404, {"error": {"message": str(error)}})
         self.reply(200, {"detail": "ok"} if toy.switches["odd"] else answer)
 
     def reply(self, status, content, data=b""):

@@ -31,10 +31,10 @@ def warned(call: Callable[[], Any], part: str) -> tuple[Any, list[str]]:
     return found, [text for each in caught if part in (text := str(each.message))]
 
 
-def refusal(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+def refusal(call: Callable[..., Any], *arguments: Any, error: Any = (TypeError, ValueError), **options: Any) -> str:
     """Type and message of the error with which a call refuses; empty if it does not."""
     try:
         call(*arguments, **options)
-    except (TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
+    except error as raised:
+        return f"{type(raised).__name__}: {raised}"
     return ""

@@ -13,7 +13,7 @@ from torchrl_llm_kl.estimators import DualKLCoefficient, PIKLCoefficient
 
 def refuse(wrap):
     """The message for a sharded policy that a whole reference cannot follow."""
-    return refusal(ReferenceUpdater, build(), wrapped(wrap, build())[1].actor_network, decay=0.75)
+    return refusal(ReferenceUpdater, build(), wrapped(wrap, build())[1].actor_network, decay=0.75, error=ValueError)
 
 
 def change_one_shard():
@@ -78,7 +78,7 @@ def updated(kind, measured, *, tensors=True, all_ranks=None):
 def refused(kind, kls, n):
     """What an update of numbers raises, and the state after it."""
     coefficient, rank = KINDS[kind](), dist.get_rank()
-    said = refusal(coefficient.update, kls[rank], n[rank])
+    said = refusal(coefficient.update, kls[rank], n[rank], error=ValueError)
     return said, {name: float(buffer) for name, buffer in coefficient.state_dict().items()}
 
 

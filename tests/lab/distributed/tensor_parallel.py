@@ -168,7 +168,7 @@ def refusals(cases):
         "sequence parallel of torch": lambda: LogProbScorer(sequence_parallel("torch")),
         "sequence parallel of transformers": lambda: LogProbScorer(sequence_parallel("transformers")),
     }
-    return {case: refusal(calls[case]) for case in cases}
+    return {case: refusal(calls[case], error=ValueError) for case in cases}
 
 
 def sequence_parallel(library):
