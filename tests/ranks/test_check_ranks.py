@@ -219,7 +219,13 @@ def test_parts_of_one_process():
     loss.check_ranks(data)
 
 
-def test_what_cannot_be_compared(monkeypatch):
+def test_ranks_without_a_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, but torch\.distributed is not initialised"):
+        make_loss().check_ranks()
+
+
+def test_what_cannot_be_compared():
     loss = PolicyLoss(tiny_model(seed=0), aggregation="none")
     loss(batch())["loss_objective"].sum().backward()
     with pytest.raises(ValueError, match="aggregation 'none' has no gradient that ranks could share"):
@@ -227,6 +233,3 @@ def test_what_cannot_be_compared(monkeypatch):
     loss.__dict__["_modules"]["sharded"] = type("FullyShardedDataParallel", (nn.Module,), {})()
     with pytest.raises(ValueError, match=r"these are sharded \(FullyShardedDataParallel\)"):
         loss.check_ranks()
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(RuntimeError, match=r"WORLD_SIZE is 4, but torch\.distributed is not initialised"):
-        make_loss().check_ranks()

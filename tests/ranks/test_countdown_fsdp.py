@@ -174,6 +174,7 @@ def test_ctrl_c_saves_a_run_that_other_ranks_continue(monkeypatch, tmp_path):
     assert text.count("the same command continues") == 1, "one rank speaks"
     last = torchrun(3, *SMALL, f"out={out}", log=log)
     assert last.wait(timeout=LONG) == 0, log.read_text()
+    assert len(metrics(out)) == 3
     for row, other in zip(metrics(out), metrics(folder), strict=True):
         assert row == pytest.approx(other, abs=1e-6)
     assert "greedy accuracy after RL" in log.read_text()

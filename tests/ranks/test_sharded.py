@@ -51,7 +51,7 @@ ADDED = {
     ],
 )
 def test_three_steps_equal_one_process(pool, added, wrap):
-    """Uneven tokens and numbers of packs; float64, so that nothing but the order of sums may differ."""
+    """Uneven tokens and numbers of packs; float64 (float32: to 2e-6), so that nothing but the order of sums may differ."""
     if added == "lora":
         pytest.importorskip("peft")
     options = ADDED[added][0]

@@ -29,7 +29,7 @@ KL_IN_THE_REWARD: dict[str, Any] = {"kl_loss": "none", "kl_reward": "k1", "use_r
 
 
 #: How the best answer is found, where it is not as by all others.
-SOME_WAY: dict[str, dict[str, Any]] = {
+BEST_ANSWER_HOW: dict[str, dict[str, Any]] = {
     "grpo": {"how": {**ADAM, "lr": 0.3, "steps": 16, "epochs": 2, "micro_batches": 2}},
     "raft": {"how": {**ADAM, "lr": 0.3, "steps": 35}, "group": 8, "group_key": "query"},
     "maxrl": {"group": 8},
@@ -38,12 +38,15 @@ SOME_WAY: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [*LINEAR, *OTHERS, "maxrl", "raft"])
 def test_the_preset_finds_the_best_answer(name: str) -> None:
-    """Nothing changed: scaled advantages, and a KL too weak to hold anything back. Of maxrl, the only right one."""
+    """Nothing changed: scaled advantages, and a KL too weak to hold anything back.
+
+    The reward of maxrl is replaced by success: 1 for the best answer of a prompt, 0 for all others.
+    """
     task = chain()
     if name == "maxrl":
         task = replace(task, reward=(task.reward == task.reward.amax(-1, keepdim=True)).double())
     assert best_probability(task, task.reference) < 0.1
-    how = {"how": {**ADAM, "lr": 0.4, "steps": 24}, **SOME_WAY.get(name, {})}
+    how = {"how": {**ADAM, "lr": 0.4, "steps": 24}, **BEST_ANSWER_HOW.get(name, {})}
     assert best_probability(task, learned(task, name, rows=256, **how)) > 0.9
 
 

@@ -346,12 +346,15 @@ def killed(lab: Path, out: Path, pause: float, *overrides: str) -> int:
     return done()
 
 
-def test_a_killed_run_is_finished_by_a_second_one_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
-    """Nothing is left of the first process but its files."""
+def test_a_killed_run_is_finished_with_the_same_bits(lab: Path, whole: Path, tmp_path: Path) -> None:
+    """By this process, from the files alone; also one that ended after an odd step, so that evaluations are done again."""
     assert killed(lab, tmp_path / "out", pause=0.1) >= 1
     assert not (tmp_path / "out" / "final").exists(), "killed before its end"
     assert "going on after step " in go(lab, tmp_path / "out")[1][0]
     assert_same_run(tmp_path / "out", whole)
+    out = ended_after(1, whole, tmp_path / "odd")
+    assert go(lab, out)[1][0].startswith("going on after step 1 of 4")
+    assert_same_run(out, whole)
 
 
 @pytest.mark.slow
