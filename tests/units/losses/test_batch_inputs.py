@@ -74,9 +74,15 @@ def test_inputs_of_the_others_are_of_their_own_log_probs(model: nn.Module, refer
     def half(ratio: Tensor) -> Tensor:
         return ((ratio[FLAGS].mean() + ratio[~FLAGS].mean()) / 2).expand(6)
 
+    # The loss of kto, with a point that is given.
+    data, full = labelled(layout).set("reference_point", torch.full((6,), 0.7)), batch()["tokens", "full"]
+    ratio = torch.stack([(row["log_prob"] - row["ref_log_probs"]).sum() for row in responses(model, batch())])
+    surprise = torch.sigmoid(0.3 * torch.where(FLAGS, 0.7 - ratio, ratio - 0.7))
+    out = PolicyLoss(model, "kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.6)(data)
+    assert_loss(out["loss_objective"], (torch.where(FLAGS, 1.5, 0.6) * surprise).mean(), model, **CLOSE)
+    each = PolicyLoss(model, "kto", aggregation="none", beta=0.3)(data)["loss_objective"]
+    assert_close(each, surprise, **CLOSE)
     with torch.no_grad():
-        rows, full = responses(model, batch()), batch()["tokens", "full"]
-        ratio = torch.stack([(row["log_prob"] - row["ref_log_probs"]).sum() for row in rows])
         scored = torch.stack([log_ratio(model, reference, full[i, :n]) for i, n in enumerate(LENGTHS)])
     assert_close(found("bco", labelled(layout)), half(ratio), **CLOSE)
     bare = labelled().exclude(("next", "ref_log_probs"))

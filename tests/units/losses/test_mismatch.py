@@ -261,7 +261,7 @@ def test_an_estimator_of_the_users_may_read_old_log_probs(model: nn.Module, obje
     assert PolicyLoss(model, objective, terms=[losses.KLToReference(0.1, estimator="k3")])(data)["num_tokens"] == TOKENS
 
 
-def test_nan_of_a_first_token_is_left_out_like_a_zero(model: nn.Module) -> None:
+def test_first_tokens_that_were_not_scored_are_left_out(model: nn.Module) -> None:
     """verl's bypass mode: the sampler's log-probs, as RetrieveLogProb stores them, are the old ones.
 
     A 0 under "next", where a transform wrote it, is taken as it is; a row at the root that has no 0 was scored.

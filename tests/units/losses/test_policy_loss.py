@@ -441,13 +441,20 @@ test_missing_entries_say_what_to_do = refused(
     (batch().exclude(("next", "log_probs")), KeyError, "ppo needs old_log_prob"),
     (batch().set("advantage", torch.zeros(6, 11)), "'advantage' must have the length .* 0 has 11 values and 9 tokens"),
 )
-SCORER = LogProbScorer(tiny_model(), temperature=2.0)
+
+
+def constructed(settings: dict[str, Any], *warm: str) -> PolicyLoss:
+    """``warm``: what is a scorer at temperature 2."""
+    scorers = {name: LogProbScorer(tiny_model(), temperature=2.0) for name in warm}
+    return PolicyLoss(**{"actor": tiny_model(), **settings, **scorers})
+
+
 test_refused_at_construction = refused(
-    lambda settings: PolicyLoss(**{"actor": tiny_model(), **settings}),
-    ({"terms": [KLToReference(0.5, "k2")], "reference": SCORER}, "scored at temperature 1 and the reference at 2"),
+    constructed,
+    ({"terms": [KLToReference(0.5, "k2")]}, "reference", "scored at temperature 1 and the reference at 2"),
     ({"terms": [KLToReference(0.5, "exact")]}, "pass the reference model as reference="),
-    ({"actor": SCORER, "options": ScoreOptions(Sampling(0.5))}, "its own settings: set its options there"),
-    ({"actor": SCORER, "tokens_per_batch": 64}, r"its own settings: set \['tokens_per_batch'\] there"),
+    ({"options": ScoreOptions(Sampling(0.5))}, "actor", "its own settings: set its options there"),
+    ({"tokens_per_batch": 64}, "actor", r"its own settings: set \['tokens_per_batch'\] there"),
     ({"options": ScoreOptions(top_k=3)}, "options has top_k=3, which a loss decides: leave it out"),
     ({"options": Sampling(0.5)}, TypeError, r"options must be ScoreOptions\(...\), got Sampling"),
     ({"clip_hi": 0.3}, TypeError, r"ppo has no hyper-parameter 'clip_hi'.*Did you mean 'clip_high'"),

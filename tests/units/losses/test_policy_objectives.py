@@ -164,6 +164,8 @@ ROWS_OF_CASES: dict[str, Row] = {
     "ppo: the distance of a sequence is over masked-in tokens, 0.2 nats over two and 0.13 over three": show(
         [E(-0.3), E(-0.1), 1], [-1, 2, 1], [*BELOW[0], 0], [*BELOW[0], 0], **DROPS_15, dropped=0.5
     ),
+    "dapo: higher above than below": show(*FOUR, [-2.56, -2.5, 0.8, 4], [0, -2.5, 0, 4], low=0.25, high=0.25),
+    "dr_grpo: clips alike": show(*FOUR, [-2.4, -2.4, 0.8, 4], [0, 0, 0, 4]),
     **{
         f"{name}: with other bounds": show(*FOUR, [-2.6, -2.5, 0.9, 3], [0, -2.5, 0, 0], **OTHER_BOUNDS, dual=0.25)
         for name in ("dapo", "dr_grpo")

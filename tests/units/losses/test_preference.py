@@ -73,7 +73,8 @@ def test_by_hand(name: str, hyper: dict[str, Any], value: float, on_chosen: floa
     data = pair()
     given = free(data) if name in ("cpo", "simpo") else data  # without a reference
     point = {key: torch.tensor(x) for key, x in hyper.items() if key == "reference_point"}
-    term, *_ = losses.get_objective(name)(**given, **hyper | point)
+    term, *more = losses.get_objective(name)(**given, **hyper | point)
+    assert bool(more) == (name == "cpo")
     assert term.name == "objective"
     assert term.mask.tolist() == [[True]]
     assert_pair(term, data, [value], on_chosen, on_rejected, rtol=1e-6, atol=1e-7)

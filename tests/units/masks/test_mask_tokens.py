@@ -71,9 +71,8 @@ def test_the_mask_follows_from_the_characters_of_each_token(pieces, borders, tri
     inside = {character for span in spans for character in range(*span)}
     encoded, end, expected = tokenizer(text, return_offsets_mapping=True), 0, []
     for token, (first, last) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-        own = range(
-            min(first, end), last
-        )  # white space that a tokenizer trims from its offsets belongs to the next token
+        # White space that a tokenizer trims from its offsets belongs to the next token.
+        own = range(min(first, end), last)
         end, held = last, inside.intersection(own)
         header = token in tokenizer.added_tokens_decoder and bool(held) and own[0] not in inside
         expected.append(bool(held) and not (header and all(text[c].isspace() for c in held)))

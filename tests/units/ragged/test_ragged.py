@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch.testing import assert_close
 
 from refused import refused
@@ -159,6 +159,7 @@ quick = settings(max_examples=100, deadline=None)
 
 # ---------------------------------------------------------------------- reading
 @quick
+@example(case=make("padded-mask", [[True] * 3] * 2))
 @given(case=cases())
 def test_flat_form_and_index_helpers(case):
     x = case.read()
@@ -193,6 +194,7 @@ def test_sum(case):
 
 # ---------------------------------------------------------------------- restoring the form
 @quick
+@example(case=make("jagged-gaps", [], (0,), head=2, tail=1), features=(), dtype=torch.float32)
 @given(case=cases(), features=st.sampled_from(FEATURES), dtype=st.sampled_from(DTYPES))
 def test_restore(case, features, dtype):
     """Every slot without a value holds exactly ``fill``, whatever it held before; what was restored is read again."""

@@ -125,7 +125,9 @@ def test_int8_is_the_nearest_of_255_steps_of_each_row(offload: str | None) -> No
     assert seen == 14
     scorer = LogProbScorer(reference)
     assert_scores(scorer, rounded, ROWS)
-    assert 0 < LogProbScorer(policy).evaluate(BATCH, reference=scorer).kl.values.max() < 0.2
+    found = LogProbScorer(policy).evaluate(BATCH, reference=scorer)
+    assert_near(found.ref_log_prob.values, scorer.score(BATCH).values, **FORWARD)
+    assert 0 < found.kl.values.max() < 0.2
     own, eighth = ([w.nbytes for w in layers_of(model)[0].mlp.parameters()] for model in (policy, reference))
     assert sum(eighth) < 0.3 * sum(own)
     if offload is None:

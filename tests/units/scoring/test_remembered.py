@@ -120,7 +120,9 @@ def test_a_float64_model_and_a_padded_batch(remember: Remember) -> None:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "one weight in place, as an optimiser": lambda model: model.lm_head.weight.detach()[3, 5].add_(0.5),
+    "one weight in place, as an optimiser": (
+        lambda model: model.model.layers[1].mlp.down_proj.weight.detach()[3, 5].add_(0.5)
+    ),
     "through data: no version counter moves": lambda model: [p.data.mul_(1.01) for p in model.parameters()],
     "replaced": lambda model: setattr(model.model.norm, "weight", nn.Parameter(model.model.norm.weight * 1.5)),
     "configuration": lambda model: setattr(model.config, "logits_scaling", 2.0),

@@ -436,6 +436,7 @@ def test_a_single_sequence_is_cut_or_raises_the_devices_error() -> None:
         assert scorer.tokens_per_batch == left
 
 
+# What the CPU's allocator really raises.
 with pytest.raises(RuntimeError) as _caught:
     torch.empty(2**48)
 assert not isinstance(_caught.value, torch.OutOfMemoryError)
