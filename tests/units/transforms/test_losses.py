@@ -18,9 +18,10 @@ from closeness import assert_near
 from group_rollouts import of_response, plain_loss, response, scored, without_graph
 from layouts import at_responses, joined, tokens
 from refused import warned
-from template_pairs import user
+from template_pairs import assistant, user
 from torchrl_llm_kl import KLComputation, KLRewardTransform, PolicyLoss, RetrieveKL, RetrieveLogProb
 from torchrl_llm_kl.losses import Correction, EntropyBonus, KLToReference, KLToSampler
+from torchrl_llm_kl.masks import render_conversations
 from toy_models import FORWARD
 from toy_rollouts import OUTCOMES, collect, flat, histories, make_scoring_wrapper, plain_log_probs, steps
 
@@ -87,8 +88,8 @@ class Moved:
             ROLLOUTS[kind] = self.rollouts(combined)
         return ROLLOUTS[kind].clone().set("advantage", torch.tensor(ADVANTAGES).reshape(4, 1, 1))
 
-    def wrapper(self) -> Any:
-        return make_scoring_wrapper(self.model, self.lab.tokenizer, pad_output=self.padded)
+    def wrapper(self, **kwargs: Any) -> Any:
+        return make_scoring_wrapper(self.model, self.lab.tokenizer, pad_output=self.padded, **kwargs)
 
     def grpo(self, kind: type[GRPOLoss] = GRPOLoss, **kwargs: Any) -> GRPOLoss:
         loss = kind(self.wrapper(), **{"masking_strategy": "sft", "entropy_bonus": False, **kwargs})
@@ -184,20 +185,47 @@ def test_wrappers_as_actors(moved: Moved, strategy: Any, input_mode: str) -> Non
     close(loss["loss_objective"] + loss["loss_kl_to_ref"], want)
 
 
-def test_sft(moved: Moved) -> None:
+def check_sft(moved: Moved, theirs: SFTLoss, data: TensorDictBase, answers: TensorDictBase, slots: int) -> Tensor:
     """The mean over the tokens of each answer, then over answers; the KL's denominator is every position again."""
-    data, theirs = moved.data(), SFTLoss(moved.wrapper(), kl_to_ref_coeff=KL_COEFF)
-    theirs.set_keys(history="tokens")
-    log_probs, ref = moved.plain(data)
-    kl = torch.cat(k3_values(log_probs, ref)).sum() / sum(len(step["tokens", "full"]) for step in steps(data))
+    log_probs, ref = moved.plain(answers)
+    want, kl = -mean_of_means(log_probs), torch.cat(k3_values(log_probs, ref)).sum() / slots
     out = theirs(data)
-    close(out.loss_sft, -mean_of_means(log_probs))
+    close(out.loss_sft, want)
     close(out.kl_to_ref, kl)
     close(out.loss_kl_to_ref, KL_COEFF * kl)
-    close_gradients(out.loss_sft + out.loss_kl_to_ref, -mean_of_means(log_probs) + KL_COEFF * kl, moved.model)
+    close_gradients(out.loss_sft + out.loss_kl_to_ref, want + KL_COEFF * kl, moved.model)
+    return want
+
+
+def test_sft(moved: Moved) -> None:
+    data, theirs = moved.data(), SFTLoss(moved.wrapper(), kl_to_ref_coeff=KL_COEFF)
+    theirs.set_keys(history="tokens")
+    want = check_sft(moved, theirs, data, data, sum(len(step["tokens", "full"]) for step in steps(data)))
     ours = PolicyLoss(moved.model, "sft", aggregation="seq-mean-token-mean")(data)["loss_objective"]
-    close(ours, -mean_of_means(log_probs))
-    close_gradients(ours, -mean_of_means(log_probs), moved.model)
+    close(ours, want)
+    close_gradients(ours, want, moved.model)
+
+
+def test_sft_on_conversations(lab: Any) -> None:
+    """Three with their masks, and no tokens. Written out, each answer ends with the end-of-turn token and a newline."""
+    moved, encode = Moved(lab, True, 0.02), lab.tokenizer.encode
+    pairs = [("hi", "yo"), ("hello there", "good day to you"), ("why?", "because")]
+    chats = [[user(question), assistant(answer)] for question, answer in pairs]
+    data = histories(full=chats, prompt=[chat[:1] for chat in chats], response=[chat[1:] for chat in chats])
+    data = lazy_stack(list(data.unbind(0)))
+    masks = [rendered.assistant_mask for rendered in render_conversations(lab.tokenizer, chats)]
+    width = max(map(len, masks))
+    for row, mask in zip(data.unbind(0), masks, strict=True):
+        row["masks", "all_assistant_mask"] = pad(mask, (width - len(mask), 0))
+        row["masks", "all_attention_mask"] = pad(torch.ones_like(mask), (width - len(mask), 0))
+    data = RetrieveLogProb(lab.wrapped(True, input_mode="history")[1])(data)
+    theirs = SFTLoss(moved.wrapper(input_mode="history"), kl_to_ref_coeff=KL_COEFF)
+    theirs.set_keys(ref_log_prob=("ref_log_probs", "full"))
+    before = [encode(f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n") for q, _ in pairs]
+    after = [encode(f"{answer}<|im_end|>") for _, answer in pairs]
+    attended = [[True] * len(row) for row in joined(before, after)]
+    answers = tokens("lazy", before, after, masks__all_attention_mask=attended)
+    check_sft(moved, theirs, data, answers, 3 * (max(map(len, attended)) + 1))
 
 
 def test_reverse_distillation(moved: Moved) -> None:
