@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from torchrl_llm_kl import LogProbScorer, Ragged
+from torchrl_llm_kl.head import Kept
 from torchrl_llm_kl.scoring import ScoreOptions, ScoreRequest
 from torchrl_llm_kl.service import RemoteModel, ScoringService
 from torchrl_llm_kl.service._wire import Request
@@ -34,6 +35,17 @@ def request_of(rows: Sequence[Sequence[int]], mask: Any = None, *, records: Any 
     envelope = {name: given.pop(name) for name in names if name in given}
     scored = ScoreRequest.of(rows, mask, **(records or {}))
     return Request(scored, ScoreOptions().but(**given), **envelope)
+
+
+def record_of(rows: Sequence[Sequence[int] | Tensor], seed: int = 0, most: int = 9, vocab: int = 97) -> Kept:
+    """Up to ``most`` distinct tokens for each token, its own among them, in any order."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = []
+    for token in (int(token) for row in rows for token in row):
+        others = torch.randperm(vocab, generator=rng)[: int(torch.randint(most, (), generator=rng))]
+        some = torch.tensor(sorted({token, *others.tolist()}))
+        ids.append(some[torch.randperm(len(some), generator=rng)])
+    return Kept(torch.cat(ids), torch.tensor([0, *map(len, ids)]).cumsum(0))
 
 
 def assert_same(found: Any, expected: Any) -> None:

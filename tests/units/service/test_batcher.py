@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.testing import assert_close
 
-from load import assert_same, request_of
+from load import assert_same, record_of, request_of
 from remote_models import model
 from torchrl_llm_kl import LogProbScorer, Ragged
 from torchrl_llm_kl.head import Kept
@@ -90,9 +90,9 @@ async def test_composition_of_batches():
 
 
 async def test_concurrent_requests_share_one_batch_and_a_bad_one_fails_alone():
-    """Also one that is ill-formed."""
+    """Two ill-formed requests come first, and one in the batch fails: each has its own error, others their answers."""
     recorder, ill = Recorder(fails=[1]), [replace(request(9), **each) for each in ({"caller": ["a"]}, {"scored": None})]
-    bad, *answers, one, other = await run(recorder, *(request(i, caller=str(i)) for i in (1, 0, *range(2, 8))), *ill)
+    one, other, bad, *answers = await run(recorder, *ill, *(request(i, caller=str(i)) for i in (1, 0, *range(2, 8))))
     assert tags_of(answers) == [0, *range(2, 8)]
     assert [type(each) for each in (bad, one, other)] == [ValueError, TypeError, AttributeError]
     assert str(bad) == "bad 1"
@@ -300,16 +300,19 @@ def scores_of(made, rows, mask=None, **options):
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-async def test_scores_in_pieces_are_those_of_the_whole(entropy):
+@pytest.mark.parametrize("kept", [False, True])
+async def test_scores_in_pieces_are_those_of_the_whole(entropy, kept):
+    """Of a large request, with a record of kept tokens or without, beside a small one without."""
     rows, small = random_rows(60), random_rows(2, seed=1)
     mask = [[i > 0 and (i + j) % 3 > 0 for i in range(len(row))] for j, row in enumerate(rows)]
     core = ScoringCore(TransformersEngine(model()))
-    asked = sent(rows, mask, entropy=entropy), sent(small, caller="b", entropy=entropy)
+    records = {"kept": record_of(rows)} if kept else {}
+    asked = sent(rows, mask, records=records, entropy=entropy), sent(small, caller="b", entropy=entropy)
     answers, batches = await in_pieces(core, *asked)
     assert len(batches) > 4
     assert len(batches[0]) == 2, "the small request shares the first batch"
-    for answer, given_rows, chosen in zip(answers, (rows, small), (mask, None), strict=True):
-        assert_same(answer.columns, scores_of(model(), given_rows, chosen, entropy=entropy))
+    for answer, *given_rows, record in zip(answers, (rows, small), (mask, None), (records, {}), strict=True):
+        assert_same(answer.columns, scores_of(model(), *given_rows, entropy=entropy, **record))
     rows[41] = [5, 6, 1000]
     (bad, good), _ = await in_pieces(core, sent(rows), sent([[1, 2]]))
     assert isinstance(bad, ValueError)

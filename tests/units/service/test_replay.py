@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch.testing import assert_close
 
 from closeness import assert_near
-from load import request_of
+from load import record_of, request_of
 from remote_models import model
 from torchrl_llm_kl import (
     KLRewardTransform,
@@ -137,17 +137,6 @@ def test_an_engine_without_distributions(loop):
 def rows_of(seed=0, count=7):
     rng = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCAB, (n,), generator=rng) for n in torch.randint(1, 12, (count,), generator=rng).tolist()]
-
-
-def record_of(rows, seed=0, most=9):
-    """Up to ``most`` distinct tokens for each token, its own among them, in any order."""
-    rng = torch.Generator().manual_seed(seed)
-    ids = []
-    for token in torch.cat(rows).tolist():
-        others = torch.randperm(VOCAB, generator=rng)[: int(torch.randint(most, (), generator=rng))]
-        some = torch.tensor(sorted({token, *others.tolist()}))
-        ids.append(some[torch.randperm(len(some), generator=rng)])
-    return Kept(torch.cat(ids), torch.tensor([0, *map(len, ids)]).cumsum(0))
 
 
 def by_hand(made, rows, kept, temperature):
@@ -318,11 +307,11 @@ def test_a_reward_transform_with_a_record(loop):
     assert_equal(transformed(there, WHOLE, recorded=False), plain, "ref_log_probs")
 
 
-@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "found"])
-def test_a_loss_with_a_served_reference(loop, recorded):
-    """Values and gradients are those of a reference in this process, whatever the policy's ``tokens_per_batch``."""
+@pytest.mark.parametrize(("sampling", "recorded"), [(KEPT, True), (KEPT, False), (Sampling(0.7), False)], ids=str)
+def test_a_loss_with_a_served_reference(loop, sampling, recorded):
+    """Values and gradients are those of a reference in this process; of 30 tokens, at most 16 are scored at once."""
     reference, found = model(1).double(), []
-    settings = {"terms": [KLToReference(0.1, "k2")], "options": ScoreOptions(KEPT), "tokens_per_batch": 32}
+    settings = {"terms": [KLToReference(0.1, "k2")], "options": ScoreOptions(sampling), "tokens_per_batch": 16}
     for ref in (loop.serve(reference), reference):
         policy, batch = model().double(), data(recorded=recorded)
         batch["advantage"] = torch.tensor([[1.0], [-1.0], [0.5]])
