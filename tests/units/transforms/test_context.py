@@ -341,9 +341,16 @@ def test_a_prompt_is_a_function_or_a_key(prompt: Any) -> None:
         AfterPrompt(prompt)
 
 
+def test_the_advantage_of_self_distillation_is_the_teachers_log_prob_less_the_students() -> None:
+    model = wide()
+    batch = make_algorithm("on_policy_distill", model, reference=model, context=HINT_IDS).prepare(rollout("padded"))
+    want = torch.cat(after(model)) - torch.cat(after(model, PROMPTS))
+    assert_near(torch.cat(at_responses(batch, "advantage")).flatten(), want, dtype=torch.float32, size=16)
+
+
 @pytest.mark.parametrize(("layout", "name"), [("padded", "gkd"), ("lazy", "on_policy_distill")])
 def test_self_distillation_over_the_top_k_of_a_privileged_prompt(layout: str, name: Any) -> None:
-    """Entries and loss against a forward of each prompt and answer."""
+    """Entries, loss and gradient of the head against a forward of each prompt and answer."""
     model, k = wide(), 3
     parts = make_algorithm(name, model, reference=model, top_k=k, context=HINT_IDS)
     batch = parts.prepare(rollout(layout))
@@ -367,6 +374,8 @@ def test_self_distillation_over_the_top_k_of_a_privileged_prompt(layout: str, na
     with pytest.warns(UserWarning, match="the top k below 'top_k' holds"):
         loss = parts.loss(batch).total_loss
     assert_near(loss, expected, dtype=torch.float32, terms=64, size=1)
+    (found,), (wanted,) = (torch.autograd.grad(x, [model.lm_head.weight]) for x in (loss, expected))
+    assert_near(found, wanted, dtype=torch.float32, terms=64, size=32)
 
 
 def test_a_context_of_an_algorithm_without_a_scored_reference() -> None:

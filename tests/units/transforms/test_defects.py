@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import EnvBase
 
 from closeness import assert_near
@@ -140,14 +141,17 @@ def test_defect_31_a_lora_policy_is_its_own_reference(lab: Any) -> None:
 
 def test_defect_32_a_stored_zero_is_not_charged(lab: Any) -> None:
     """The legacy class on log-probs stored by torchrl's generation: it leaves the first token out, with a warning."""
-    with pytest.warns(UserWarning, match=r"exactly 0 for the first generated token of 2 sequences.*RetrieveKL"):
-        result = KLRewardTransform(lab.wrapped()[1])(lab.collect())
-    for step in steps(result):
-        prompt = len(step["tokens", "prompt"])
-        kl = step["next", "kl_penalty"][:, 0]
-        want = step["log_probs", "response"] - response_log_probs(lab.ref_model, step)[prompt:]
-        assert kl[prompt] == 0
-        assert_near(kl[prompt + 1 :], want[1:], **FORWARD)
+    buffer = ReplayBuffer(storage=LazyStackStorage(2), batch_size=2)
+    buffer.append_transform(KLRewardTransform(lab.wrapped()[1]), invert=True)
+    for score in (KLRewardTransform(lab.wrapped()[1]), lambda data: buffer[buffer.extend(data)]):
+        with pytest.warns(UserWarning, match=r"exactly 0 for the first generated token of 2 sequences.*RetrieveKL"):
+            result = score(flat(lab.collect()))
+        for step in steps(result):
+            prompt = len(step["tokens", "prompt"])
+            kl = step["next", "kl_penalty"][:, 0]
+            want = step["log_probs", "response"] - response_log_probs(lab.ref_model, step)[prompt:]
+            assert kl[prompt] == 0
+            assert_near(kl[prompt + 1 :], want[1:], **FORWARD)
 
 
 def test_defect_34_a_padding_token_that_ends_turns_is_scored(lab: Any, ref_model: Any) -> None:

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -229,6 +230,15 @@ def test_defect_28_rewards_that_torchrl_cannot_add_to(form: str) -> None:
     for row, want in zip(here["reward"].unbind(), expected, strict=True):
         assert_close(row.squeeze(-1), torch.tensor(want)[: len(row)])
     assert here["kl_penalty"].is_nested == here["reward"].is_nested == (form == "nested")
+
+
+def test_nan_before_the_scored_tokens_counts_as_no_kl_in_both() -> None:
+    """torchrl 0.14.0 has NaN there."""
+    for module in (torchrl_kl, ours) if version("torchrl") != "0.14.0" else (ours,):
+        data = kl_data("lazy")
+        data["next"][0]["ref_log_probs", "full"] = torch.tensor([torch.nan, -1.0, -0.75])
+        kl = module.KLComputation(add_to_reward=False)(data)["next"]
+        assert [row.tolist() for row in rows_of(kl, "kl_penalty")] == [[0.0, -1.0, 0.25], [2.0, -1.0]]
 
 
 # ------------------------------------------------------------------ numbers: scoring a history

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torchrl.envs.llm.transforms import kl as torchrl_kl
 
 from closeness import assert_near
 from layouts import lay_out
@@ -41,6 +42,16 @@ def data(form: str = "left") -> TensorDictBase:
         columns = {key: pad_sequence(rows, batch_first=True, padding_side=side) for key, rows in columns.items()}
     columns["next", "reward"] = torch.tensor([[2.0], [-1.0]])
     return lay_out("lazy" if "leaves" in form else form, columns, LENGTHS, LENGTHS)
+
+
+@pytest.mark.parametrize("pad_output", [False, True])
+def test_all_tokens_as_torchrl_lays_them_out(lab: Any, pad_output: bool, ref_model: nn.Module) -> None:
+    model, key = lab.wrapped(pad_output)[1], ("ref_log_probs", "full")
+    made = (kind(model, assistant_only=False) for kind in (torchrl_kl.RetrieveLogProb, RetrieveLogProb))
+    theirs, ours = (rows_of(transform(data().exclude("next")), key) for transform in made)
+    assert [*map(len, ours)] == [*map(len, theirs)] == ([WIDTH, WIDTH] if pad_output else [*LENGTHS])
+    for got, ids in zip(ours, sequences(), strict=True):
+        assert_near(got[-len(ids) :], plain_log_probs(ref_model, ids), **FORWARD)
 
 
 def expected(policy: nn.Module, ref: nn.Module) -> list[dict[Any, Tensor]]:
@@ -88,6 +99,7 @@ def test_layouts(lab: Any, form: str, options: Any, padding_side: str, side: Any
     for ref in (models[1], remembered, remembered):  # whose scores are stored, and then found
         out = RetrieveKL(models[0], ref, coeff=0.5, padding_side=padding_side)(data(form))
         check(out, expected(lab.gen_model, lab.ref_model), side)
+    assert remembered.store.tokens_recalled > 0
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
