@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -90,7 +89,7 @@ def test_a_shutdown_during_a_long_batch_is_not_undone(serve, tmp_path):
             remote.make_scorer().score(sequences())
 
     with ThreadPoolExecutor(3) as pool:
-        calls = pool.map(call, handles)
+        calls = pool.map(call, handles, timeout=LONG)
         time.sleep(3)
         service.shutdown()
         list(calls)
@@ -149,15 +148,13 @@ def test_a_missing_resource_is_named_at_once_and_looked_for_while_waiting(serve,
     total, free = ray.cluster_resources()["CPU"], int(ray.available_resources()["CPU"])
     hog = Client.options(num_cpus=free).remote()
     ray.get(hog.__ray_ready__.remote())
-    thread = threading.Thread(target=serve, kwargs={"factory": model, "name": "waits", "num_cpus": 1})
-    with caplog.at_level(logging.WARNING, logger="torchrl_llm_kl.service"):
-        thread.start()
+    with ThreadPoolExecutor(1) as pool, caplog.at_level(logging.WARNING, logger="torchrl_llm_kl.service"):
+        made = pool.submit(serve, factory=model, name="waits", num_cpus=1)
         until(lambda: "waits:0 waits" in caplog.text, seconds=30)
-    assert f"CPU: 1 requested, {total:g} in the cluster" in caplog.text
-    assert "free some, or add a node" in caplog.text
-    ray.kill(hog)
-    thread.join(timeout=LONG)
-    assert names("waits:0")
+        assert f"CPU: 1 requested, {total:g} in the cluster" in caplog.text
+        assert "free some, or add a node" in caplog.text
+        ray.kill(hog)
+        made.result(LONG)
 
 
 def test_a_node_is_killed_and_another_added_under_load():

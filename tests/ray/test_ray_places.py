@@ -126,8 +126,8 @@ def test_copies_and_pickled_env_factories(policy, name):
         assert type(how(original)) is type(original)
         assert all(scorer.path == "remote" for scorer in scorers(found))
         assert_same(found(given.clone()), expected)
-    factories = [partial(chat_env, partial(list, [*before(name), transform])) for transform in (variant, original)]
-    assert_rollouts(name, [cloudpickle.loads(cloudpickle.dumps(factory))() for factory in factories], policy, 2)
+    factories = [partial(chat_env, partial(list, [*before(name), each]), turns=3) for each in (variant, original)]
+    assert_rollouts(name, [cloudpickle.loads(cloudpickle.dumps(factory))() for factory in factories], policy, 3)
 
 
 @pytest.mark.parametrize("name", ["RetrieveLogProb", "RetrieveKL"])

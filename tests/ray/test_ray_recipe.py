@@ -5,7 +5,7 @@
 
 import copy
 import warnings
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import ray
 import torch
 from tensordict import TensorDict
 from torch.testing import assert_close
-from torchrl.collectors.llm import RayLLMCollector
+from torchrl.collectors.llm import LLMCollector, RayLLMCollector
 from torchrl.data import LazyStackStorage, RayReplayBuffer, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.objectives.llm import MCAdvantage
 from torchrl.trainers.algorithms import GRPOTrainer
@@ -83,13 +83,25 @@ def test_replay_buffer_on_extend_and_on_sample():
                     assert_near(row[key], expected[tokens][key], **FORWARD)
 
 
-@pytest.mark.slow
-def test_collector_scores_its_own_policy_and_fills_the_buffer():
+@contextmanager
+def local_collector(env, **settings):
+    collector = LLMCollector(env(), policy_factory=sampling_policy, **TURNS, **settings)
+    yield collector
+    collector.shutdown()
+
+
+def local_buffer(sampler):
+    return nullcontext(ReplayBuffer(storage=LazyStackStorage(64), sampler=sampler(), batch_size=ROWS // 2))
+
+
+@pytest.mark.parametrize("where", ["here", pytest.param("in actors", marks=pytest.mark.slow)])
+def test_collector_scores_its_own_policy_and_fills_the_buffer(where):
     """``"from_collector"`` before and after new weights: log-probs are those of the weights that sampled."""
+    make_buffer, make_collector = (local_buffer, local_collector) if where == "here" else (ray_buffer, ray_collector)
     reference, weights = scoring_model(1).model, copy.deepcopy(scoring_model(0).model)
-    with ray_buffer(sampler=SamplerWithoutReplacement) as buffer:
+    with make_buffer(sampler=SamplerWithoutReplacement) as buffer:
         buffer.append_transform(Advantage("grpo", group_size=GROUP), invert=True)
-        with ray_collector(scoring_env, replay_buffer=buffer, track_policy_version=True) as collector:
+        with make_collector(scoring_env, replay_buffer=buffer, track_policy_version=True) as collector:
             for version in range(2):
                 assert collector.next() is None
                 batch = buffer[:]

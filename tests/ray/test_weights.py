@@ -112,7 +112,7 @@ def test_two_updaters_at_once(pushed):
         return [updater.update_weights(new) for _ in range(3)]
 
     with callers(pushed.model, count=2) as load, ThreadPoolExecutor(2) as pool:
-        versions = list(pool.map(update, (pushed, other), (model(seed=1), model(seed=2))))
+        versions = list(pool.map(update, (pushed, other), (model(seed=1), model(seed=2)), timeout=LONG))
     assert sorted(version for some in versions for version in some) == list(range(start + 1, start + 7))
     load.assert_all_right(*(LogProbScorer(model(seed=seed)) for seed in (0, 1, 2)))
     assert pushed.update_weights(model()) == start + 7
