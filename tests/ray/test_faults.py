@@ -1,4 +1,4 @@
-"""Faults while callers wait: every caller gets its own answer, or an error with the reason."""
+"""Faults while callers wait: each gets its own answer, or an error with the reason; and what errors of Ray mean."""
 
 import os
 import signal
@@ -132,6 +132,13 @@ def test_a_factory_that_fails_on_the_restart_and_works_later(serve, local, tmp_p
     assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
 
 
+class NotThere:
+    """Unpickles in this process only."""
+
+    def __reduce__(self):
+        return import_module, ("a_module_that_is_not_installed",)
+
+
 @ray.remote(num_cpus=0.1, max_restarts=-1, max_task_retries=0)
 class Mortal:
     """Dies in every way that a replica does."""
@@ -176,10 +183,3 @@ def test_a_large_factory_is_no_argument_of_an_actor(serve, local):
     for what in (0, "control", 0):
         os.kill(pid_of(actor(service, what)), signal.SIGKILL)
         assert_same(scorer.score(sequences()).values, local.score(sequences()).values)
-
-
-class NotThere:
-    """Unpickles in this process only."""
-
-    def __reduce__(self):
-        return import_module, ("a_module_that_is_not_installed",)

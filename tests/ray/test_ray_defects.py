@@ -103,7 +103,7 @@ AS_LOCAL = {
 
 
 def test_defect_16_19_arguments_are_refused_at_construction():
-    """What a service cannot do, and as the local class refuses it. None is started; one that others use stays alive."""
+    """What a service cannot do is refused, and what the local class refuses too. No service starts, and none ends."""
     made = set(names(""))
     assert made >= {f"{SERVICE}:0", f"{SERVICE}-gen:0"}
     for table, settings in ((REFUSED, CPUS), (AS_LOCAL, SHARED)):
@@ -205,7 +205,7 @@ ATTRIBUTES = {
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_defect_23_attributes(name):
+def test_defect_18_23_attributes(name):
     """An attribute written on the client can be read there, and changes the results as in the local class."""
     for attribute, value in ATTRIBUTES[name].items():
         variant, original = remote(name), local(name)

@@ -180,7 +180,7 @@ def advantages(data: TensorDictBase, buffer: ReplayBuffer) -> list[float]:
 
 
 @pytest.mark.parametrize("padded", [False], indirect=True)
-def test_it_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
+def test_mc_advantage_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
     """What is inserted at 0 runs after it, on whole groups: first the KL in the reward, then the advantage of these rewards."""
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=GROUP)
     (kl,) = lab.transforms("buffer")
@@ -203,7 +203,7 @@ def test_it_waits_for_groups_that_are_then_scored(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("padded", [True], indirect=True)
-def test_its_own_advantage_feeds_the_loss(lab: Lab) -> None:
+def test_mc_advantage_feeds_the_loss(lab: Lab) -> None:
     """With one reward for each answer it equals ``grpo``; the loss on policy is minus its mean over tokens."""
     buffer = ReplayBuffer(storage=LazyStackStorage(ROWS), transform=MCAdvantage(GROUP), batch_size=ROWS)
     buffer.append_transform(lab.transforms("buffer")[0], invert=True)

@@ -339,6 +339,9 @@ def test_a_thread_that_is_stuck_before_it_has_a_connection(hostile, monkeypatch)
 def test_a_log_prob_is_a_number_of_at_most_0(hostile, sent, shown):
     with pytest.raises(ServiceError, match=f"the server sent the log-prob {shown}, expected a number of at most 0"):
         attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", sent, 1)))
-    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")))  # it was rounded
+
+
+def test_a_log_prob_above_0_by_rounding_is_one_and_deep_nesting_is_no_json(hostile):
+    attacked(hostile, lambda to, reply: to.answer(reply.replace("-1.0", "1e-7")))
     with pytest.raises(ServiceError, match="something that is not JSON"):
         attacked(hostile, lambda to, reply: to.answer("[" * 100_000))
