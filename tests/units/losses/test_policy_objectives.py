@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from by_hand import Case, assert_case, case, evaluate, tensor
-from torchrl_llm_kl.losses import cispo, dapo, get_objective, ppo, rec
+from torchrl_llm_kl.losses import _arithmetic, cispo, dapo, get_objective, ppo, rec
 from torchrl_llm_kl.losses.objectives._clipped import clipped_surrogate
 
 E, LOG = math.exp, math.log
@@ -305,3 +305,9 @@ def test_clip_modes_of_rec(clip_mode: str, kept: list[float]) -> None:
     expected = {"clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high}
     found = {name: metric.item() for name, metric in term.metrics.items()}
     assert found == pytest.approx({} if clip_mode == "none" else expected)  # nothing can be clipped
+
+
+def test_a_sum_of_a_sequence_leaves_out_what_is_outside_of_the_mask():
+    value = torch.tensor([[1.0, 2.0, math.inf], [math.nan, 4.0, 8.0]])
+    found = _arithmetic.sequence_sum(value, torch.tensor([[True, True, False], [False, True, True]]))
+    assert found.tolist() == [[3.0], [12.0]]

@@ -133,6 +133,20 @@ def test_any_history_of_requests_and_temperatures_at_any_limit(
     assert all(len(segment.log_probs) <= 4 for segment in scorer.memory._by_use)
 
 
+def test_a_recurrent_model_continues_from_no_state_beyond_what_is_cached() -> None:
+    plain = doubled("lfm2")
+    scorer, (first, second) = LogProbScorer(plain.model, memory=2**20), turns(0, 12, 6)
+    for row, hot in (
+        (first, 1.0),
+        (second, 1.0),
+        (second, 2.0),
+        (second, 1.0),
+    ):  # of the other sampler nothing is cached
+        found = scorer.score([row], temperature=hot, remember=True).values
+        assert_close(found, plain.score([row], temperature=hot).values, atol=1e-6, rtol=1e-6)
+    assert scorer.memory.tokens_recalled > 0
+
+
 def test_log_probs_are_kept_for_four_samplers(scorer: LogProbScorer) -> None:
     """Those after the end of a turn too."""
     (row,) = turns(0, 12)
