@@ -77,7 +77,7 @@ def _find(head: Head, truncation: Truncation, width: int, targets: Tensor | None
     found, state, floor, guessed = searched
     total = state.top + state.total.log() if whole else None
     if total is not None and guessed is not None:
-        wrong = (guessed & ~found.hold_nucleus(floor, total, truncation.top_p)).nonzero().squeeze(1)
+        wrong = (guessed & ~found.hold_nucleus(total, truncation.top_p)).nonzero().squeeze(1)
         if len(wrong):
             some = head._replace(hidden=head.hidden[wrong])
             searched = _search(some, truncation, width, None, most * count // len(wrong), guess=False)
@@ -144,7 +144,7 @@ def _search(
             if found.total > (2 * most if top_k else 6 * most):
                 return None
             room = max(room, 2 * found.total)
-    return found, state, floor, floor == guessed if guess else None
+    return found, state, floor, (floor == guessed) & guessed.isfinite() if guess else None
 
 
 class _Candidates:
@@ -175,17 +175,19 @@ class _Candidates:
         self.total = len(self._parts[0][0])
         return floor
 
-    def hold_nucleus(self, floor: Tensor, log_total: Tensor, top_p: float) -> Tensor:
-        """Whether the candidates that reach the floor hold more than top-p, ``[n]``: all other tokens are outside of it."""
+    def hold_nucleus(self, log_total: Tensor, top_p: float) -> Tensor:
+        """Whether the candidates of a position hold more than top-p, ``[n]``: all other tokens are outside of it then."""
         row, _, logits = self._joined()
-        share = (logits - log_total[row]).exp().masked_fill(logits < floor[row], 0.0)
-        return torch.zeros_like(floor).index_add(0, row, share) > top_p + _SLACK * (1 - top_p)
+        mass = torch.zeros_like(log_total).index_add(0, row, (logits - log_total[row]).exp())
+        return mass > top_p + _SLACK * (1 - top_p)
 
     def level(self, log_total: Tensor, top_p: float) -> Tensor:
         """The highest of some round log-probs whose tokens hold more than top-p already, ``[n]``; ``-inf`` if none does."""
         row, _, logits = self._joined()
         log_share = logits - log_total[row]
-        level = (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).long()  # 0 for all below the lowest
+        level = (
+            (log_share / _LEVEL + _LEVELS).clamp(0, _LEVELS - 1).nan_to_num(0.0).long()
+        )  # 0 for all below the lowest
         mass = log_total.new_zeros(self.count * _LEVELS).index_add(0, row * _LEVELS + level, log_share.exp())
         mass = mass.view(self.count, _LEVELS).flip(1).cumsum(1)  # at a level or above, from the highest on
         missing = (mass[:, :-1] <= top_p + _SLACK * (1 - top_p)).sum(1)

@@ -88,9 +88,10 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
 def _mask_by_offsets(
     tokenizer: Tokenizer, text: str, ids: list[int], encoding: Encoding, spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor]:
-    """The ends of a text's tokens never decrease: a span's tokens are found by bisection, without a list of all offsets.
+    """The ends of a text's tokens do not decrease: a span's tokens are found by bisection, without a list of all offsets.
 
-    Some tokenizers trim white space from their offsets: a character without a token belongs to the next one.
+    Some tokenizers trim white space from their offsets: a character without a token belongs to the next one. (With a
+    normalizer that inserts characters, such a tokenizer gives some tokens an end before the last: those may be left out.)
     """
     tokens, mask = range(len(ids)), np.zeros(len(ids), bool)
     offsets = cast("Callable[[int], Span]", encoding.token_to_chars)  # None only for a token that does not exist

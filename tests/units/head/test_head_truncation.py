@@ -190,6 +190,17 @@ def test_what_top_p_drops_is_guessed_and_searched_again_where_the_guess_is_wrong
     assert searched_again == ([[0]] if shift == 0 else [])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_logit_that_is_no_number_after_the_first_tile_keeps_nothing(bad):
+    """A score is NaN then, and its own check tells."""
+    bias = torch.zeros(1000)
+    bias[800] = bad
+    kept = linear_kept(
+        torch.ones(2, 1), torch.arange(1000.0)[:, None] / 100, Truncation(top_p=0.5), bias=bias, chunk=(2, 64)
+    )
+    assert kept.offsets.tolist() == [0, 0, 0]
+
+
 def test_ties_too_many_kept_tokens_and_no_positions():
     weight = torch.tensor([[0.0], [2.0], [1.0], [2.0], [2.0], [0.0]])
     kept = linear_kept(torch.ones(1, 1), weight, Truncation(top_k=2), chunk=(1, 2))

@@ -256,6 +256,22 @@ def test_renderings_of_the_templates_that_trl_ships(renderings, shipped, part):
     assert counts == {template: MORE.get(template, 2) for template in templates}
 
 
+@pytest.mark.parametrize(
+    ("value", "may_be_a_message"),
+    [
+        *(
+            (text, False)
+            for text in ("'a' ~ m.role", "m.content", "m['content']", "m.content.strip()", "not m", "m == x")
+        ),
+        *((other, True) for other in ("m", "ns.last", "messages[0]", "m.get('content')", "[m] | first", "m or x")),
+    ],
+)
+def test_only_assignments_that_may_be_a_message_get_markers(value, may_be_a_message):
+    tree = instrument("{% for m in messages %}{% set found = " + value + " %}{% endfor %}").tree
+    read = [name for name in tree.find_all(jinja2.nodes.Name) if (name.name, name.ctx) == ("found", "load")]
+    assert bool(read) == may_be_a_message
+
+
 def no_thinking(condition: str) -> str:
     thought = "{% if " + condition + " %}<think></think>{% endif %}"
     return "{% if add_generation_prompt %}<|im_start|>assistant\n" + thought + "{% endif %}"
