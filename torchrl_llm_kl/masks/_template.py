@@ -553,7 +553,7 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
             node.body = body
             node.else_ = _mark_statements(node.else_, loop_target, in_loop)
         elif isinstance(node, nodes.Assign):
-            if in_loop and isinstance(node.target, nodes.Name) and not _is_field_or_text(node.node):
+            if in_loop and isinstance(node.target, nodes.Name) and not _is_text(node.node, loop_target):
                 marked.append(_emit_message(node.target.name, SET, _OPEN, node.lineno))
                 closing.append(_emit_message(node.target.name, SET, _CLOSE, node.lineno))
         else:
@@ -564,14 +564,15 @@ def _mark_statements(statements: Iterable[nodes.Node], loop_target: str | None, 
     return marked + closing[::-1]
 
 
-def _is_field_or_text(value: nodes.Node) -> bool:
-    """Whether an assigned value is certainly no message: a constant, a message's text, what a method of text returns."""
+def _is_text(value: nodes.Node, loop_target: str | None) -> bool:
+    """Whether an assigned value is certainly no message: a constant, a field of the loop's message, a method of text."""
     if isinstance(value, nodes.Call) and isinstance(value.node, nodes.Getattr):
         return hasattr(str, value.node.attr) and not hasattr(dict, value.node.attr)
-    if isinstance(value, nodes.Getitem):
-        return isinstance(value.arg, nodes.Const) and value.arg.value in ("role", *SPOKEN)
-    is_text = isinstance(value, (nodes.Const, nodes.TemplateData, nodes.Concat, nodes.Compare, nodes.Not))
-    return is_text or (isinstance(value, nodes.Getattr) and value.attr in ("role", *SPOKEN))
+    if isinstance(value, (nodes.Getattr, nodes.Getitem)):
+        field = value.attr if isinstance(value, nodes.Getattr) else getattr(value.arg, "value", None)
+        of_message = loop_target is not None and getattr(value.node, "name", None) == loop_target
+        return of_message and field in ("role", *SPOKEN)
+    return isinstance(value, (nodes.Const, nodes.TemplateData, nodes.Concat, nodes.Compare, nodes.Not))
 
 
 def _emit_message(variable: str, kind: str, action: str, lineno: int) -> nodes.Output:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -88,16 +88,16 @@ def mask_from_prompt_lengths(prompt_lengths: Tensor, lengths: Tensor) -> Tensor:
 def _mask_by_offsets(
     tokenizer: Tokenizer, text: str, ids: list[int], encoding: Encoding, spans: Sequence[Span]
 ) -> tuple[Tensor, Tensor]:
-    """The ends of a text's tokens do not decrease: a span's tokens are found by bisection, without a list of all offsets.
+    """A span's tokens are found by bisection over the ends of tokens, without a list of all offsets.
 
-    Some tokenizers trim white space from their offsets: a character without a token belongs to the next one. (With a
-    normalizer that inserts characters, such a tokenizer gives some tokens an end before the last: those may be left out.)
+    Some tokenizers trim white space from their offsets: a character without a token belongs to the next one.
     """
     tokens, mask = range(len(ids)), np.zeros(len(ids), bool)
     offsets = cast("Callable[[int], Span]", encoding.token_to_chars)  # None only for a token that does not exist
+    ends = list(accumulate((end for _, end in encoding.offsets), max)) if _ends_may_decrease(tokenizer) else None
 
     def last(token: int) -> int:
-        return offsets(token)[1]
+        return offsets(token)[1] if ends is None else ends[token]
 
     def inside(character: int) -> bool:
         return any(start <= character < end for start, end in spans)
@@ -115,6 +115,13 @@ def _mask_by_offsets(
             if not inside(begin) and all(text[c].isspace() or not inside(c) for c in range(begin, last(token))):
                 mask[token] = ids[token] not in tokenizer.added_tokens_decoder
     return torch.from_numpy(np.array(ids, np.int64)), torch.from_numpy(mask)
+
+
+def _ends_may_decrease(tokenizer: Tokenizer) -> bool:
+    """Whether a normalizer may insert characters without a width, which the trimming of white space moves back."""
+    backend = tokenizer.backend_tokenizer
+    trims = backend.post_processor is not None and b'"trim_offsets":true' in backend.post_processor.__getstate__()
+    return trims and backend.normalizer is not None
 
 
 def _mask_by_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:

@@ -156,11 +156,7 @@ class ScoreStore:
                 for statement in (*_SETUP, f"PRAGMA max_page_count = {self.max_bytes // _PAGE}"):
                     file.execute(statement)
                 return work(file)
-        except (
-            sqlite3.Error,
-            OSError,
-            UnicodeDecodeError,
-        ) as error:  # the last one: a message that quotes damaged text
+        except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last: SQLite's message quotes damaged text
             self._warn(
                 what,
                 f"could not be {what} ({type(error).__name__}: {error}); its scores are recomputed. Check the free space of "

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from tensordict import lazy_stack
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, normalizers, processors
 from torchrl.data.llm import History
 
 import template_pairs
@@ -78,6 +78,16 @@ def test_the_mask_follows_from_the_characters_of_each_token(pieces, borders, tri
         expected.append(bool(held) and not (header and all(text[c].isspace() for c in held)))
     ((found, mask),) = encode_with_mask(tokenizer, [text], [spans])
     assert (found.tolist(), mask.tolist()) == (encoded["input_ids"], [False, *expected[1:]])
+
+
+def test_a_normalizer_that_inserts_characters_and_trimmed_offsets():
+    """The space has the offsets (0, 0), after the inserted x with (0, 1)."""
+    tokenizer = build_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("x")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert tokenizer(" a", return_offsets_mapping=True)["offset_mapping"][:2] == [(0, 1), (0, 0)]
+    assert masked(tokenizer, " a", [(0, 1)]) == " "
+    assert masked(tokenizer, " a", [(1, 2)]) == "a"
 
 
 def test_every_token_of_a_character_is_masked_in_and_the_first_never_also_without_offsets():
@@ -263,7 +273,7 @@ def test_renderings_of_the_templates_that_trl_ships(renderings, shipped, part):
             (text, False)
             for text in ("'a' ~ m.role", "m.content", "m['content']", "m.content.strip()", "not m", "m == x")
         ),
-        *((other, True) for other in ("m", "ns.last", "messages[0]", "m.get('content')", "[m] | first", "m or x")),
+        *((other, True) for other in ("m", "ns.content", "messages[0]", "m.get('content')", "[m] | first", "m or x")),
     ],
 )
 def test_only_assignments_that_may_be_a_message_get_markers(value, may_be_a_message):
