@@ -70,6 +70,12 @@ def qwen3_5(
     return Qwen3_5ForCausalLM(config).eval().to(device=device, dtype=dtype)
 
 
+def checkpoint_layers(model: Any) -> None:
+    """Recompute each layer in the backward; transformers 5.24 renamed the method."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def tokenizer() -> Any:
     """A minimal tokenizer for torchrl's wrapper; the benchmarks pass token ids."""
     from tokenizers import Tokenizer, models

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.data import Batch
 from benchmarks.measure import Contender
-from benchmarks.models import ModelSize, qwen2
+from benchmarks.models import ModelSize, checkpoint_layers, qwen2
 from benchmarks.results import Goal, Outcome, Targets
 from benchmarks.workloads.base import OURS, Settings, Workload
 from benchmarks.workloads.loss import compare, steps_of
@@ -25,7 +25,7 @@ def measure(prompt: int, settings: Settings) -> Outcome:
     batch = group(20, 3, 8, size.vocab) if settings.quick else group(prompt, 16, 40, size.vocab)
     model = qwen2(size, device=settings.device, dtype=settings.dtype).train()
     without = copy.deepcopy(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    checkpoint_layers(model)
     outcome = compare(size, settings, batch, model, steps_of(model, batch, settings))
     found = settings.alternate({"with": _ours(model, batch, settings), "without": _ours(without, batch, settings)})
     checkpointed, plain = found["with"], found["without"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.agreement import largest_difference, tolerance_of
 from benchmarks.data import Batch, grouped, independent, one_prompt
 from benchmarks.measure import Contender, Measured
-from benchmarks.models import ModelSize, qwen2, tokenizer
+from benchmarks.models import ModelSize, checkpoint_layers, qwen2, tokenizer
 from benchmarks.results import Outcome, Targets
 from benchmarks.roofline import BodyShape, needed_multiply_adds, padded_multiply_adds
 from benchmarks.workloads.base import OURS, Settings, Workload
@@ -74,7 +74,7 @@ def train(make: Make, full: ModelSize, checkpoint: bool, settings: Settings) -> 
     trainer = _trainer(copy.deepcopy(model))
     if checkpoint:
         for each in (model, trainer.model):
-            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            checkpoint_layers(each)
     loss = PolicyLoss(model, "ppo", clip_range=CLIP, clip_ratio_c=None)
     data = _rollouts(batch, inputs, settings.device)
 

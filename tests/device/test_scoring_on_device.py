@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from checkpointed import enable
 from image_models import IMAGE, image_model, num_placeholders, picture
 from layouts import tokens
 from parity import CPU, gradients, same_on_both, to
@@ -146,7 +147,7 @@ def test_adapters(model_at, at):
 @same_on_both()
 def test_checkpointing(model_at, at):
     model: Any = wide("llama").to(model_at).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable(model)
     return gradients(everything(LogProbScorer(model), at, grad=True), model)
 
 

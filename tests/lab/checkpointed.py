@@ -1,6 +1,5 @@
 """Models whose layers are checkpointed in each of the ways that users do it."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,10 @@ def layers(model: Any) -> nn.ModuleList:
     return body.h if hasattr(body, "h") else body.layers
 
 
-def enable(model: Any, reentrant: bool) -> None:
-    """What transformers' users call."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated in favour of a name that transformers 5.0 does not have
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+def enable(model: Any, reentrant: bool = False) -> None:
+    """Transformers' own way: its name since 5.24, or the one before."""
+    way = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    way({"use_reentrant": reentrant})
 
 
 def wrap(model: Any, reentrant: bool) -> None:

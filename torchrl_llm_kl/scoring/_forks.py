@@ -191,13 +191,18 @@ class ForkedPass:
         with self.setup.active(), routing, _layers_in_one(body) if self._again else nullcontext():
             if keep or past is not None:
                 state = _fork(_cache_of(self.setup.model) if past is None else past, len(ids), self.recurrence)
-                named = "cache_params" in inspect.signature(body.forward).parameters
-                options |= {"use_cache": True, "cache_params" if named else "past_key_values": state}
+                options |= {"use_cache": True, cache_argument(body): state}
             # A causal model needs no mask for padding on the right.
             return read_output(call(body, ids, **options), "last_hidden_state"), state if keep else None
 
 
 # ---------------------------------------------------------------------- states
+
+
+def cache_argument(body: nn.Module) -> str:
+    """The argument of a body's forward that takes the states: ``cache`` since transformers 5.24, before it one of two names."""
+    takes = inspect.signature(body.forward).parameters
+    return next((name for name in ("cache", "cache_params") if name in takes), "past_key_values")
 
 
 @cache
@@ -259,7 +264,7 @@ def _row(state: DynamicCache, row: int) -> DynamicCache:
 
 
 def _changed(state: DynamicCache, change: Callable[[str, Tensor], Tensor]) -> DynamicCache:
-    """A copy of a state with each of its tensors changed. Attributes as in transformers 5.23."""
+    """A copy of a state with each of its tensors changed. Attributes as in transformers 5.21 to 5.24."""
     out = copy.copy(state)
     out.layers, out.saving = [], saving()  # type: ignore[attr-defined]
     for layer in state.layers:

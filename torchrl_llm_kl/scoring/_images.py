@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -329,9 +328,13 @@ class ImageInputs:
         chosen = [i for row in rows for i in self.images.of_row(row)]
         if not chosen:
             return {}
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
         first, *deep = map(list, zip(*(self.features[i] for i in chosen), strict=True))
         stacked = torch.stack(first) if self.model.body.config.model_type == "gemma3" else first
-        given: Json = {"mm_encoder_outputs": {"image": SimpleNamespace(pooler_output=stacked, deepstack_features=deep)}}
+        encoded = BaseModelOutputWithPooling(pooler_output=stacked)
+        encoded.deepstack_features = deep
+        given: Json = {"mm_encoder_outputs": {"image": encoded}}
         if _GRID in self.images.names:
             given[_GRID] = send(torch.stack([self.images.inputs[i][_GRID] for i in chosen]), self.setup.device)
         if self.model.types is not None:
@@ -407,20 +410,20 @@ class ImageInputs:
         return found
 
 
-class _Nothing:
-    """What a language model returns that was not run."""
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-
 @contextmanager
 def _watched(decoder: nn.Module | None) -> Iterator[Json]:
-    """Context: calls of the language model are not run; their arguments are in the dict."""
+    """Context: calls of the language model return their embeddings without running it; their arguments are in the dict."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
     assert decoder is not None, "packs need a body"
     seen: Json = {}
+
+    def forward(*_: object, **given: Any) -> BaseModelOutputWithPast:
+        seen.update(given)
+        return BaseModelOutputWithPast(last_hidden_state=given.get("inputs_embeds"))
+
     before = decoder.__dict__.get("forward")
-    decoder.__dict__["forward"] = lambda *_, **given: seen.update(given) or _Nothing()
+    decoder.__dict__["forward"] = forward
     try:
         yield seen
     finally:

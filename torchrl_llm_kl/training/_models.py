@@ -247,7 +247,9 @@ def _checkpoint_layers(policy: Any) -> None:
             "model.gradient_checkpointing needs the training mode of transformers, in which this model drops activations "
             f"({', '.join(sorted(drops))}): set its dropout to 0 in its config.json."
         )
-    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # The name since transformers 5.24, or the one before.
+    enable = getattr(policy, "activation_checkpointing_enable", None) or policy.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def check_policy(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from checkpointed import enable
 from torchrl_llm_kl import PolicyLoss
 from torchrl_llm_kl.losses import EntropyBonus, KLToReference
 from toy_models import tiny_model
@@ -69,7 +70,7 @@ def build(dtype=torch.float64, *, lora=False, checkpoint="", seed=3, **config):
         adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
         model = get_peft_model(model, adapters).to(dtype)
     if checkpoint == "transformers":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable(model)
     elif checkpoint == "torch":
         apply_activation_checkpointing(model, check_fn=set(layers_of(model)).__contains__)
     return model

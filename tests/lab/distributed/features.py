@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from checkpointed import enable
 from distributed import cases
 from distributed.cases import RATE, STEPS, batch, build, difference, expected, make_loss, shard, step, total, wrapped
 from scoring_reference import plain_log_probs, random_sequences
@@ -22,7 +23,7 @@ def _mixture(checkpoint=""):
     model = tiny_model("mixtral", vocab_size=cases.VOCAB, max_position_embeddings=128).double().train()
     model.set_experts_implementation("eager")  # the default has no float64
     if checkpoint:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable(model)
     return model
 
 
@@ -64,7 +65,7 @@ def recurrent(checkpoint):
     if checkpoint == "torch":
         cases.apply_activation_checkpointing(model, check_fn=set(cases.layers_of(model)).__contains__)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable(model)
     scorer = LogProbScorer(shard(model))
     own = rows if dist.get_rank() == 0 else [rows[0][:1]]
     scorer.score(own, grad=True).values.square().sum().backward()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from checkpointed import enable
 from closeness import assert_near, needs_equal_rows
 from layouts import tokens
 from scoring_reference import plain_log_probs, random_sequences
@@ -136,7 +137,7 @@ def test_checkpointed_layers_keep_the_bits() -> None:
     weights = [model.lm_head.weight, *model.model.layers.parameters()]
     want = scorer.score(rows, grad=True).values
     gradients = torch.autograd.grad(want.sum(), weights)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable(model)
     model.train()
     found = scorer.score(rows, grad=True).values
     assert torch.equal(found, want)
