@@ -86,8 +86,9 @@ mutants: $(READY)  ## Mutate the maths and check that a test fails for each muta
 matrix: $(READY)  ## Test the oldest and the newest releases that are allowed; writes docs/versions.md (gigabytes)
 	$(BIN)/python .ci/matrix.py $(ARGS)
 
-nightly: $(READY)  ## Test the newest releases, beyond the bounds too (gigabytes)
-	.ci/nightly $(ARGS)
+nightly: $(READY)  ## Test today's releases and torchrl's nightly, beyond the bounds; writes a row into docs/versions.md (gigabytes)
+	rm -rf .matrix/beyond
+	$(BIN)/python .ci/matrix.py beyond $(ARGS)
 
 # On a shared machine, set OMP_WAIT_POLICY=passive: spinning threads keep the ones they wait for off the cores.
 bench: $(READY)  ## Compare speed and memory with torchrl on the CPU; writes benchmarks/RESULTS.md

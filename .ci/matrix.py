@@ -4,11 +4,11 @@ Each column is a set of releases in a virtual environment of its own, under ``.m
 
 - ``oldest``: the lower bounds of pyproject.toml;
 - ``newest``: what pip chooses within the bounds;
-- ``beyond``: what pip chooses without upper bounds: what the next release of a dependency breaks (``make nightly``).
+- ``beyond``: today's releases without upper bounds, and torchrl's nightly build (``make nightly``).
 
-In each, the package is installed and the core of the tests runs; then ``make test-numeric``'s tests once for each of
-:data:`PROCESSORS`. ``docs/versions.md`` holds the table, with dates; failures are in ``.matrix/COLUMN.log``. The tests never
-import the packages of another column: only this file and pip know of both.
+In each, the package is installed and the core of the tests runs; then, but for ``beyond``, ``make test-numeric``'s tests once for
+each of :data:`PROCESSORS`. ``docs/versions.md`` holds the table, with dates, and a row for each run of ``beyond``; failures
+are in ``.matrix/COLUMN.log``. The tests never import the packages of another column: only this file and pip know of both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, RECORD = ROOT / "docs" / "versions.md", ROOT / "docs" / "versions.json"
 COLUMNS = ("oldest", "newest", "beyond")
-PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "ray", "peft")
+PACKAGES = ("torch", "tensordict", "torchrl", "transformers", "ray", "peft", "trl")
+#: The distribution of a package in the column ``beyond``, if another one than its releases.
+NIGHTLY = {"torchrl": "torchrl-nightly"}
 EXTRAS = ("ray", "lora")
 TOOLS = ("pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "rich>=13", "typer>=0.12", "pyarrow>=15")
 #: What the package is for, from token ids to losses, without the tutorials, the tools around it and other libraries.
@@ -82,11 +84,11 @@ def requirements(column: str, only: tuple[str, ...] = PACKAGES) -> list[str]:
     chosen = []
     for name, specifier in bounds().items():
         lower = re.match(r">=([\d.]+)", specifier)
-        assert lower is not None, f"{name}{specifier} has no lower bound"
         if name in only:
+            assert lower is not None, f"{name}{specifier} has no lower bound"
             chosen.append(f"{name}=={lower[1]}" if column == "oldest" else f"{name}{specifier}")
             if column == "beyond":
-                chosen[-1] = f"{name}>={lower[1]}"
+                chosen[-1] = NIGHTLY.get(name, f"{name}>={lower[1]}")
     return chosen
 
 
@@ -101,7 +103,8 @@ def install(column: str, folder: Path, pins: list[str], torch_index: str | None)
     torch = [pin for pin in chosen if re.match("torch[=<>]", pin)]
     run([*pip, *torch, *(("--index-url", torch_index) if torch_index else ())])
     if column == "beyond":  # the package's own upper bounds would win
-        run([*pip, "--upgrade", *chosen, *TOOLS, "setuptools>=77", "safetensors", "filelock", "jinja2"])
+        others = ("setuptools>=77", "safetensors", "filelock", "jinja2", "httpcore", "tenacity")
+        run([*pip, "--upgrade", *chosen, *TOOLS, *others])
         run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)])
     else:
         run([*pip, *chosen, *TOOLS, "--editable", f"{ROOT}[{','.join(EXTRAS)}]"])
@@ -118,8 +121,8 @@ def run(command: list[str]) -> None:
 def versions(python: Path) -> dict[str, str]:
     """The installed releases of Python and :data:`PACKAGES`."""
     code = (
-        "import json, platform; from importlib.metadata import version; "
-        f"print(json.dumps({{'python': platform.python_version()}} | {{n: version(n) for n in {PACKAGES!r}}}))"
+        "import json, platform; from importlib.metadata import packages_distributions as of, version; "
+        f"print(json.dumps({{'python': platform.python_version()}} | {{n: version(of()[n][0]) for n in {PACKAGES!r}}}))"
     )
     return json.loads(subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout)
 
@@ -160,14 +163,26 @@ def outcome(result: dict[str, Any] | None) -> str:
     return f"{result['passed']:,} passed, {len(result['failed'])} failed" if result else "not run yet"
 
 
+def nightly_page(runs: list[dict[str, Any]]) -> str:
+    """The table of the runs of ``beyond`` in ``docs/versions.md``, the newest first, and the cause of each failure."""
+    lines = ["| date | " + " | ".join(PACKAGES) + " | passed | failed |", "|---" * (len(PACKAGES) + 3) + "|"]
+    for run_ in reversed(runs):
+        releases = " | ".join(run_["versions"].get(name, "") for name in PACKAGES)
+        lines.append(f"| {run_['date']} | {releases} | {run_['passed']:,} | {len(run_['failed'])} |")
+    causes = {name: cause for run_ in runs for name, cause in run_["failed"].items()}
+    lines += ["", *(f"- `{name}`: {cause}" for name, cause in causes.items())] if causes else []
+    return "\n".join(lines)
+
+
 def page(record: dict[str, Any]) -> str:
     """The table of ``docs/versions.md``."""
+    record = {column: each for column, each in record.items() if column != "nightly"}
     lines = [
         "| | " + " | ".join(record) + " |",
         "|---" * (len(record) + 1) + "|",
     ]
     rows: list[tuple[str, Any]] = [("tested on", lambda column: column["date"])]
-    rows += [(name, lambda column, name=name: column["versions"][name]) for name in ("python", *PACKAGES)]
+    rows += [(name, lambda column, name=name: column["versions"].get(name, "")) for name in ("python", *PACKAGES)]
     rows.append(("tests passed", lambda column: f"{column['passed']:,}"))
     rows.append(("failed", lambda column: str(len(column["failed"]))))
     rows.append(("skipped", lambda column: str(column["skipped"])))
@@ -176,6 +191,14 @@ def page(record: dict[str, Any]) -> str:
         rows.append((title, lambda column, name=name: outcome(column.get("processors", {}).get(name))))
     lines += [f"| {name} | " + " | ".join(value(column) for column in record.values()) + " |" for name, value in rows]
     return "\n".join(lines)
+
+
+def written(text: str, record: dict[str, Any]) -> str:
+    """``docs/versions.md`` with the tables of a record."""
+    for name, table in (("table", page(record)), ("nightly", nightly_page(record.get("nightly", [])))):
+        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        text = f"{before}<!-- {name} -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return text
 
 
 def main(
@@ -193,7 +216,7 @@ def main(
     if unknown := sorted(set(chosen) - set(COLUMNS)):
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(COLUMNS)}.")
     record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    console = Console()
+    console, broken = Console(), False
     for column in chosen:
         folder = ROOT / ".matrix" / column
         folder.parent.mkdir(exist_ok=True)
@@ -203,9 +226,17 @@ def main(
         console.print(f"{column}: testing with " + ", ".join(f"{name} {version}" for name, version in found.items()))
         result = test(column, python, folder, list(tests or CORE), workers, {})
         numbers = list(tests or numeric())
-        on = {name: test(column, python, folder, numbers, workers, each) for name, each in PROCESSORS.items()}
+        processors = {} if column == "beyond" else PROCESSORS
+        on = {name: test(column, python, folder, numbers, workers, each) for name, each in processors.items()}
         today = datetime.date.today().isoformat()
-        record[column] = {"date": today, "versions": found, **result, "processors": on}
+        if column == "beyond":
+            known = {name: cause for each in record.get("nightly", []) for name, cause in each["failed"].items()}
+            failed = {name: known.get(name, "not explained yet") for name in result["failed"]}
+            row = {"date": today, "versions": found, "passed": result["passed"], "failed": failed}
+            record["nightly"] = [each for each in record.get("nightly", []) if each["date"] != today] + [row]
+        else:
+            record[column] = {"date": today, "versions": found, **result, "processors": on}
+        broken = broken or bool(result["failed"]) or any(each["failed"] for each in on.values())
         table = Table(title=column, show_header=False, title_justify="left")
         for name in ("passed", "skipped", "seconds"):
             table.add_row(name, f"{result[name]:,}")
@@ -213,13 +244,11 @@ def main(
         for name, each in on.items():
             table.add_row(name, "\n".join([outcome(each), *each["failed"][:40]]))
         console.print(table)
-    record = {column: record[column] for column in COLUMNS if column in record}
+    record = {column: record[column] for column in (*COLUMNS, "nightly") if column in record}
     if write:
         RECORD.write_text(json.dumps(record, indent=1) + "\n")
-        text = PAGE.read_text(encoding="utf-8")
-        before, after = text.split("<!-- table -->")[0], text.split("<!-- end -->")[1]
-        PAGE.write_text(f"{before}<!-- table -->\n{page(record)}\n<!-- end -->{after}", encoding="utf-8")
-    if any(each["failed"] for column in chosen for each in (record[column], *record[column]["processors"].values())):
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
+    if broken:
         sys.exit(1)
 
 

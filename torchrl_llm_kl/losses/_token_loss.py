@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrl.objectives.common import LossModule
 
 from torchrl_llm_kl._numerics import check_choice, to_host
-from torchrl_llm_kl._private import register_pytree_node
+from torchrl_llm_kl._private import register_tree
 from torchrl_llm_kl._registry import did_you_mean
 from torchrl_llm_kl.losses._arithmetic import Aggregation, aggregate, aggregate_each, check_aggregation, count
 from torchrl_llm_kl.losses._objective import LossTerm
@@ -99,7 +99,7 @@ class LossOutput(TensorDict):
 
 
 # As TensorDict is: DDP looks for the tensors of an output this way.
-register_pytree_node(
+register_tree(
     LossOutput,
     lambda out: (list(out.values()), (list(out.keys()), out.batch_size)),
     lambda values, context: LossOutput(dict(zip(context[0], values, strict=True)), batch_size=context[1]),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import send, to_host
-from torchrl_llm_kl._private import jagged_facts, nested_sizes
+from torchrl_llm_kl._private import jagged_bounds, nested_sizes
 from torchrl_llm_kl.ragged._containers import Container, Dense, Jagged, Rows, Strided, split_rows
 
 #: The side of a sequence on which its padding is.
@@ -126,12 +126,12 @@ class Ragged:
                 raise ValueError(f"only the first dimension of each row may vary, got row shapes {sizes.tolist()}.")
             slots = values.contiguous().values().reshape(int(sizes[:, 0].sum()), *sizes[0, 1:].tolist())
             return cls(slots, None, Strided(sizes[:, 0].tolist(), values.device))
-        dim, shortest, longest = jagged_facts(values)
+        dim = next(i for i, size in enumerate(values.shape) if not isinstance(size, int))
         if dim != 1:
             raise ValueError(f"the ragged dimension must be dimension 1, found dimension {dim}: transpose it back.")
         jagged: Any = values  # torch does not annotate the methods of the jagged subclass
         offsets, lengths, buffer = jagged.offsets(), jagged.lengths(), jagged.values()
-        container = Jagged(offsets, lengths, buffer.shape[0], shortest, longest)
+        container = Jagged(offsets, lengths, buffer.shape[0], *jagged_bounds(values))
         if lengths is None:
             return cls(buffer, offsets.diff().long(), container)
         starts, ends = offsets[:-1], offsets[:-1] + lengths

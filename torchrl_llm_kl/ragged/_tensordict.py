@@ -26,6 +26,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_llm_kl._numerics import to_host
+from torchrl_llm_kl._private import others_of_class, tensors_of_class
 from torchrl_llm_kl.ragged._containers import Container, Dense, Rows, same_rows, split_rows
 from torchrl_llm_kl.ragged._ragged import Ragged
 
@@ -346,12 +347,12 @@ def _plain(nodes: Sequence[Node]) -> bool:
 
 def node_of(value: Node) -> Node:
     """The TensorDict inside a tensorclass; any other value unchanged."""
-    return value._tensordict if is_tensorclass(value) and not is_non_tensor(value) else value
+    return tensors_of_class(value) if is_tensorclass(value) and not is_non_tensor(value) else value
 
 
 def fields_of(value: Node) -> dict[str, object]:
     """The fields of a tensorclass that are neither tensors nor TensorDicts."""
-    return value._non_tensordict
+    return others_of_class(value)
 
 
 def _read_rows(nodes: Sequence[Node], path: tuple[str, ...]) -> list[Node] | None:
@@ -433,4 +434,4 @@ def _restack(nodes: Sequence[Node], like: LazyStackedTensorDict) -> LazyStackedT
     """A lazy stack of ``nodes`` along the stack dimension of ``like``."""
     # The checks of the constructor are skipped: these nodes were stacked before.
     stack = getattr(LazyStackedTensorDict, "_new_lazy_unsafe", LazyStackedTensorDict)
-    return stack(*nodes, stack_dim=like.stack_dim, stack_dim_name=like._td_dim_name)
+    return stack(*nodes, stack_dim=like.stack_dim, stack_dim_name=like.names[like.stack_dim])

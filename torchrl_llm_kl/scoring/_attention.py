@@ -37,7 +37,7 @@ from torchrl_llm_kl._private import (
     default_dispatch,
     mark_dynamic,
     onednn_linear,
-    tree_leaves,
+    tensor_leaves,
 )
 from torchrl_llm_kl.scoring._checkpoints import (
     ABSENT,
@@ -431,7 +431,7 @@ class _Link(torch.autograd.Function):
 def _call_compiled(function: Callable[..., object], layout: PackLayout, *args: object, **options: object) -> object:
     """Call a compiled module so that one graph serves packs of any number of tokens."""
     layout.check_saving()
-    tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor) and x.ndim > 1]
+    tensors = [x for x in tensor_leaves((args, options)) if x.ndim > 1]
     for tensor in tensors:  # the first one is token ids or hidden states
         if tensor.shape[:2] == tensors[0].shape[:2]:
             mark_dynamic(tensor, 1)

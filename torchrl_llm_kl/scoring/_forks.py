@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm_kl._numerics import send
-from torchrl_llm_kl._private import STATEFUL
+from torchrl_llm_kl._private import is_stateful
 from torchrl_llm_kl.scoring._cache import CacheLookup
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError, saving
 from torchrl_llm_kl.scoring._model import Setup, body_and_head, call, read_output, text_config
@@ -45,7 +45,7 @@ def has_state(model: nn.Module) -> bool:
 
 def is_recurrent(model: nn.Module) -> bool:
     """Whether layers have a recurrent state, not the inputs of a convolution alone."""
-    return any(getattr(module, STATEFUL, False) for module in model.modules())
+    return any(map(is_stateful, model.modules()))
 
 
 @dataclass(frozen=True)

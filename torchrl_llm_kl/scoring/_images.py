@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -332,7 +332,7 @@ class ImageInputs:
 
         first, *deep = map(list, zip(*(self.features[i] for i in chosen), strict=True))
         stacked = torch.stack(first) if self.model.body.config.model_type == "gemma3" else first
-        encoded = BaseModelOutputWithPooling(pooler_output=stacked)
+        encoded = BaseModelOutputWithPooling(pooler_output=cast(Tensor, stacked))
         encoded.deepstack_features = deep
         given: Json = {"mm_encoder_outputs": {"image": encoded}}
         if _GRID in self.images.names:

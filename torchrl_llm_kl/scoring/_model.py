@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor
-from torchrl_llm_kl._private import ACTIVE_ADAPTER, ADAPTERS, compiled_inside
+from torchrl_llm_kl._private import activate_adapters, active_adapters, compiled_inside, own_adapters
 from torchrl_llm_kl.scoring._options import ScoreOptions
 from torchrl_llm_kl.scoring._wrapping import is_zero3, unwrapped
 
@@ -165,7 +165,7 @@ def _adapter_names(layer: object) -> set[str]:
     """The adapters that a layer of PEFT holds."""
     held = (getattr(layer, name) for name in getattr(layer, "adapter_layer_names", ()))
     names = {name for each in held if isinstance(each, (nn.ModuleDict, nn.ParameterDict)) for name in each}
-    return names | set(getattr(layer, ADAPTERS, ()))
+    return names | own_adapters(layer)
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
     """Context: adapters disabled, or the named one active alone; restores each layer and every ``requires_grad``."""
     check_has_adapters(model, adapters)
     layers, on = adapter_layers(model), adapters is not False
-    before = [(layer, layer.disable_adapters, getattr(layer, ACTIVE_ADAPTER, None)) for layer in layers]
+    before = [(layer, layer.disable_adapters, active_adapters(layer)) for layer in layers]
     trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         # A PeftModel also disables prompts and prefixes, which are not layers.
@@ -182,14 +182,14 @@ def _adapters_switched(model: nn.Module, adapters: bool | str) -> Iterator[None]
                 if layer.disable_adapters == on:
                     layer.enable_adapters(on)
                 if isinstance(adapters, str):  # set_adapter would also make it trainable
-                    setattr(layer, ACTIVE_ADAPTER, [adapters] if adapters in _adapter_names(layer) else [])
+                    activate_adapters(layer, [adapters] if adapters in _adapter_names(layer) else [])
             yield
     finally:
         for layer, disabled, active in before:
             if layer.disable_adapters != disabled:
                 layer.enable_adapters(not disabled)
             if isinstance(adapters, str):
-                setattr(layer, ACTIVE_ADAPTER, active)
+                activate_adapters(layer, active)
         for parameter, flag in trainable:
             parameter.requires_grad_(flag)
 

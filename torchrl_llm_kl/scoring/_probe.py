@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import send, to_host
-from torchrl_llm_kl._private import TorchDispatchMode, tree_leaves
+from torchrl_llm_kl._private import PrivateNameError, dispatch_mode, tensor_leaves
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._forks import ForkedPass, has_state, is_recurrent
 from torchrl_llm_kl.scoring._invariant import BLOCK
@@ -113,6 +113,8 @@ def _first_equal(
         try:
             difference, tolerance, states = _difference(setup, request, *plain)
             equal, found = difference <= tolerance, f"largest difference {difference:.3g}, tolerance {tolerance:.1g}"
+        except PrivateNameError:
+            raise
         except Exception as error:
             found = f"{type(error).__name__}: {error}"
         if ranks.all(equal):
@@ -179,6 +181,8 @@ def _can_pack(setup: Setup, vocab: int, states: Tensor) -> bool:
         if has_window(model) and not packs.has_window:
             return False  # its window is in a mask that packs do not have, and too wide to show in these sequences
         packed, apart, moved = to_host(torch.cat([*earlier, last]), states, again - last)
+    except PrivateNameError:
+        raise
     except Exception:  # for instance an attention that cannot be exchanged
         return False
     untouched = (rows.sequence_ids == 2)[packs.elements[-1]]
@@ -200,6 +204,8 @@ def _can_fork(setup: Setup, vocab: int, states: Tensor) -> bool:
         forks.recurrence = 10.0
         if is_recurrent(setup.model) and torch.equal(_hidden(forks, rows), found):
             return False
+    except PrivateNameError:
+        raise
     except Exception:  # for instance a cache of the model's own
         return False
     return _equal(setup, found, _answered(rows, states.cpu()), (moved - found)[rows.sequence_ids == 2])
@@ -274,31 +280,25 @@ def _bits(setup: Setup, rows: list[Tensor], size: int) -> list[Tensor]:
     return tokens.like(_in_order(tokens, packs.elements, found)).to_list()
 
 
-class _Operators(TorchDispatchMode):
-    """Records operators and the shapes of their inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, list[tuple[int, ...]]]] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        shapes = [tuple(x.shape) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self.found.append((str(func), shapes))
-        return func(*args, **(kwargs or {}))
-
-
 def _operators(setup: Setup, rows: list[Tensor], size: int) -> list[tuple[str, list[tuple[int, ...]]]]:
     """The operators of the first pack, and the shapes of their inputs."""
+    found: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    class Recorder(dispatch_mode()):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self,
+            func: Callable[..., object],
+            _: object,
+            args: Sequence[object] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            found.append((str(func), [tuple(x.shape) for x in tensor_leaves((args, kwargs))]))
+            return func(*args, **(kwargs or {}))
+
     packs = _packs(setup, Ragged.from_list(rows), size)
-    with _Operators() as operators:
+    with Recorder():
         packs.run(0)
-    return operators.found
+    return found
 
 
 def _packs(setup: Setup, rows: Ragged, size: int, min_shared: int = 16) -> PackedPass:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchrl_llm_kl._numerics import is_dtensor, send
-from torchrl_llm_kl._private import CHECKPOINTS, DEEPSPEED_GROUPS, compiled_call
+from torchrl_llm_kl._private import CHECKPOINTS, compiled_call, deepspeed_groups
 from torchrl_llm_kl.scoring._checkpoints import ADVICE, Followed, Swap, follow, saving, swapped
 from torchrl_llm_kl.scoring._model import locked, text_config
 from torchrl_llm_kl.scoring._request import ScoreRequest
@@ -105,7 +105,7 @@ def _weights_of(module: nn.Module) -> Weights | None:
 def _gathers_weights(model: nn.Module) -> bool:
     """Whether each rank computes with whole weights: DDP, FSDP, and FSDP2 over one dimension of ranks."""
     meshes = [cast(Any, p).device_mesh for p in model.parameters() if is_dtensor(p)]
-    deepspeed = any(hasattr(p, name) for p in model.parameters() for name in DEEPSPEED_GROUPS)
+    deepspeed = any(deepspeed_groups(p) for p in model.parameters())
     sharded = not meshes or any(is_fsdp2(module) for module in model.modules())
     return sharded and not deepspeed and all(mesh.ndim == 1 for mesh in meshes)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm_kl._private import REMOTE
+from torchrl_llm_kl._private import is_remote
 from torchrl_llm_kl._typing import Json
 from torchrl_llm_kl.ragged import Ragged
 from torchrl_llm_kl.scoring._model import evaluating
@@ -31,7 +31,7 @@ def is_wrapper(model: object) -> bool:
 
 def unwrap(wrapper: object) -> nn.Module | None:
     """The transformers model inside a wrapper; None if its weights are not in this process."""
-    inner = None if _is_remote(wrapper) else getattr(wrapper, "model", None)
+    inner = None if is_remote(wrapper) else getattr(wrapper, "model", None)
     if not isinstance(inner, nn.Module):
         return None
     of_transformers = any(base.__name__ == "TransformersWrapper" for base in type(wrapper).__mro__)
@@ -69,7 +69,7 @@ def scoring_version(wrapper: LLMWrapperBase) -> LLMWrapperBase:
     A remote wrapper is used directly, since a new version would copy its weights here. It must have been built with
     ``input_mode="tokens", generate=False, pad_output=False``.
     """
-    if _is_remote(wrapper):
+    if is_remote(wrapper):
         return wrapper
     changes: Json = {"generate": False, "return_log_probs": True, "input_mode": "tokens", "pad_output": False}
     # Some wrappers write the padding into the dict of the wrapper that they copy: pass them a copy.
@@ -166,7 +166,3 @@ def _score_rows(version: LLMWrapperBase, request: ScoreRequest, rows: Tensor, de
             certain = span[1 : int((row[1:] == 0).long().cumprod(0).sum()) + 1]
             zeros += certain[request.mask[certain]][-1:].tolist()
     return element[scored], log_probs, zeros
-
-
-def _is_remote(wrapper: object) -> bool:
-    return REMOTE in getattr(wrapper, "__dict__", {})

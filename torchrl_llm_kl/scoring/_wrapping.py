@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchrl_llm_kl._private import DEEPSPEED_GROUPS, active_ddp, compiled_inside, reshard_fsdp1
+from torchrl_llm_kl._private import active_ddp, compiled_inside, deepspeed_groups, reshard_fsdp1
 from torchrl_llm_kl.scoring._checkpoints import CheckpointError
 
 Result = TypeVar("Result")
@@ -173,9 +173,7 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             found |= {id(group): group for group in parameter.device_mesh.get_all_groups()}
-        for name in DEEPSPEED_GROUPS:
-            if (group := getattr(parameter, name, None)) is not None:
-                found[id(group)] = group
+        found |= {id(group): group for group in deepspeed_groups(parameter)}
     return list(found.values())
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensordict
 import torch
+from packaging.version import Version
 from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict, TensorDictBase, is_tensorclass, lazy_stack
 from torch import Tensor
 from torchrl.collectors.llm import LLMCollector
@@ -156,10 +158,18 @@ def test_a_file_names_no_other_class_and_pickles_need_trust(tmp_path: Path) -> N
     torch.save({"format": "torchrl_llm_kl.batch", "version": 2, "batch": {}}, tmp_path / "batch.pt")
     with pytest.raises(DataError, match="has version 2"):
         load_batch(tmp_path / "batch.pt")
-    path = save("tensordict", tmp_path / "batch.pt", batch())
+    torch.save({"tokens": FULL, "more": Mischief(tmp_path / "hacked")}, tmp_path / "batch.pt")
     with pytest.raises(DataError, match=r"pickled objects besides tensors.*--trust"):
-        load_batch(path)
+        load_batch(tmp_path / "batch.pt")
+    assert not (tmp_path / "hacked").exists()
+    # A pickled TensorDict needs trust too, but for tensordict 0.15, which tells torch that it is safe to read.
+    path = save("tensordict", tmp_path / "batch.pt", batch())
     assert torch.equal(load_batch(path, trust=True)["tokens", "full"], FULL)
+    if Version(tensordict.__version__) < Version("0.15"):
+        with pytest.raises(DataError, match=r"pickled objects besides tensors.*--trust"):
+            load_batch(path)
+    else:
+        assert torch.equal(load_batch(path)["tokens", "full"], FULL)
 
 
 @pytest.mark.parametrize("kind", ["dict", "state", "memmap"])

@@ -55,8 +55,9 @@ def everything(td: TensorDictBase) -> Any:
         return [everything(sub) for sub in td.tensordicts]
     found: Columns = {}
     for key in td.keys(True):
-        value = td.get(key)
-        rows = value.unbind() if isinstance(value, Tensor) and value.is_nested else [value]
+        value = td.get(key, as_list=True)  # tensordict 0.15 stacks no rows of unequal shapes
+        rows = value.unbind() if isinstance(value, Tensor) and value.is_nested else value
+        rows = rows if isinstance(rows, (list, tuple)) else [rows]
         found[key] = [(x.dtype, x.shape, x.numpy().tobytes()) if isinstance(x, Tensor) else type(x) for x in rows]
     return found
 
