@@ -6,8 +6,8 @@ Each column is a set of releases in a virtual environment of its own, under ``.m
 - ``newest``: what pip chooses within the bounds;
 - ``beyond``: today's releases without upper bounds, and torchrl's nightly build (``make nightly``).
 
-In each, the package is installed and the core of the tests runs; then, but for ``beyond``, ``make test-numeric``'s tests once for
-each of :data:`PROCESSORS`. ``docs/versions.md`` holds the table, with dates, and a row for each run of ``beyond``; failures
+In each, the package is installed and the core of the tests runs; then, but for ``beyond``, ``make test-numeric``'s tests once
+for each of :data:`PROCESSORS`. ``docs/versions.md`` holds the table, with dates, and a row for each run of ``beyond``; failures
 are in ``.matrix/COLUMN.log``. The tests never import the packages of another column: only this file and pip know of both.
 """
 

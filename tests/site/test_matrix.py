@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from project import script
 
@@ -40,10 +42,33 @@ def test_each_processor_has_its_environment_and_report(tmp_path, monkeypatch, na
 
 def test_the_page_has_a_row_for_each_processor() -> None:
     record = json.loads(matrix.RECORD.read_text())
-    assert f"<!-- table -->\n{matrix.page(record)}\n<!-- end -->" in matrix.PAGE.read_text(encoding="utf-8")
+    text = matrix.PAGE.read_text(encoding="utf-8")
+    assert matrix.written(text, record) == text
     both = {"default": {"passed": 6_100, "failed": []}, "avx2": {"passed": 6_099, "failed": ["a.c"]}}
     record["newest"]["processors"] = both
     assert matrix.page(record).splitlines()[-2:] == [
         "| with `ATEN_CPU_CAPABILITY=default` | not run yet | 6,100 passed, 0 failed |",
         "| with `ATEN_CPU_CAPABILITY=avx2`, `MKL_ENABLE_INSTRUCTIONS=AVX2` | not run yet | 6,099 passed, 1 failed |",
     ]
+
+
+def test_the_page_has_a_row_for_each_nightly_run_and_the_cause_of_a_failure() -> None:
+    versions = dict(zip(matrix.PACKAGES, "abcdefg", strict=True))
+    runs = [
+        {"date": "2026-11-01", "versions": versions, "passed": 7_000, "failed": {"tests.x": "a name moved"}},
+        {"date": "2026-11-02", "versions": versions, "passed": 7_001, "failed": {}},
+    ]
+    assert matrix.nightly_page(runs).splitlines()[2:] == [
+        "| 2026-11-02 | a | b | c | d | e | f | g | 7,001 | 0 |",
+        "| 2026-11-01 | a | b | c | d | e | f | g | 7,000 | 1 |",
+        "",
+        "- `tests.x`: a name moved",
+    ]
+
+
+def test_upper_bounds_end_with_the_newest_tested_minor_release() -> None:
+    pinned = dict(re.findall(r"^([a-z]+)==([\d.]+)", (matrix.ROOT / "constraints.txt").read_text(), re.M))
+    newest = json.loads(matrix.RECORD.read_text())["newest"]["versions"]
+    for name, specifier in matrix.bounds().items():
+        tested = max(Version(each[name].partition("+")[0]) for each in (pinned, newest) if name in each)
+        assert specifier.endswith(f",<{tested.major}.{tested.minor + 1}"), name
