@@ -28,4 +28,5 @@ from torchrl_llm_kl.head._support import (
     WHOLE as WHOLE,
     dropped as dropped,
     floor_of as floor_of,
+    log_softmax as log_softmax,
 )

@@ -21,6 +21,7 @@ from torchrl_llm_kl.head._tiles import (
     Plan,
     Result,
     log_ratio_to_mixture,
+    most_probable,
     support_of,
     tiles,
     without_ids,
@@ -54,16 +55,19 @@ def backward_sweep(
         of_ref = (None, of_ref_log_prob, None, None, None)
         floor = statistics[count - plan.truncation.active :]
         own, others = [*statistics[:2], *floor, *kept[::2]], [*statistics[2:4], *kept[1::2]]
+        ref_result = result._replace(log_prob=result.ref_log_prob)
         return [
             *backward_sweep(plan, heads[:1], targets, result, own, of_policy, needed[:3], recorded, ids),
-            *backward_sweep(replace(plan, truncation=WHOLE), heads[1:], targets, result, others, of_ref, needed[3:]),
+            *backward_sweep(
+                replace(plan, truncation=WHOLE), heads[1:], targets, ref_result, others, of_ref, needed[3:]
+            ),
         ]
     gradients = [_HeadGradient(head, needed[3 * i : 3 * i + 3]) for i, head in enumerate(heads)]
     kls: Sequence[Tensor | None] = [result.kl if i == plan.weighing else None for i in range(2)]
     if plan.mixture and len(heads) == 2:
         kls = statistics[4:6]
     support = support_of(plan, recorded, targets, statistics[-1], find=False)
-    per_position = (targets, result.entropy, *kls, *grads[:4])
+    per_position = (targets, result.log_prob, result.ref_log_prob, result.entropy, *kls, *grads[:4])
     listed = None
     if of_outcomes is not None and ids is not None and result.outcomes is not None:
         # An outcome without probability keeps none: -inf has no slope.
@@ -93,6 +97,8 @@ class _Row(NamedTuple):
     """Values of the positions of a tile and the gradients of the results there, as columns ``[n, 1]``."""
 
     targets: Tensor | None
+    log_prob: Tensor | None
+    ref_log_prob: Tensor | None
     entropy: Tensor | None
     # The KL that the probabilities of each head weigh, to the other head or to the mixture; None for none.
     kl: Tensor | None
@@ -157,7 +163,7 @@ def _product_gradient(
 ) -> None:
     """Fill ``out`` with the gradient of head ``i``'s products.
 
-    Of the logits first. With ``p`` the softmax: ``-p``, and 1 at the target, for a log-prob; ``-p (log p + H)`` for the
+    Of the logits first. With ``p`` the softmax: ``-p``, and ``1 - p`` at the target, for a log-prob; ``-p (log p + H)`` for the
     entropy ``H``. For a KL that ``p`` weighs ``p (log p - log m - KL)``, where ``m`` is the other head's distribution or
     the mixture: the movement of the mixture itself cancels in the sum of both heads' KLs. For a KL that only the other
     head's ``q`` weighs ``p - q``. For the log-prob of a set of tokens ``-p``, and each token's share of the set inside it.
@@ -165,8 +171,11 @@ def _product_gradient(
     """
     side, of_log_prob, own = sides[i], (row.of_log_prob, row.of_ref_log_prob)[i], (row.kl, row.ref_kl)[i]
     out.zero_()
-    if of_log_prob is not None:
+    index = inside = None
+    if of_log_prob is not None and row.targets is not None:
         out.sub_(of_log_prob)
+        index, inside = local_index(row.targets, cols)
+        out.scatter_(1, index, out.gather(1, index).masked_fill_(inside, 0.0))
     if listed is not None:
         out.sub_(listed.grads.sum((1, 2)).unsqueeze(-1))
     if i == 0 and row.of_entropy is not None and row.entropy is not None:
@@ -174,18 +183,18 @@ def _product_gradient(
         out.sub_(scratch.mul_(row.of_entropy))
     if row.of_kl is not None and own is not None:
         if plan.mixture:
-            log_ratio_to_mixture(plan, [s.prob for s in sides], i, scratch)
+            log_ratio_to_mixture(plan, [s.log_prob for s in sides], i, scratch)
         else:
             torch.sub(side.log_prob, sides[1 - i].log_prob, out=scratch).masked_fill_(side.prob == 0, 0.0)
         out.add_(scratch.sub_(own).mul_(row.of_kl * plan.shares[i]))
-    elif row.of_kl is not None:
-        out.add_(row.of_kl)
     out.mul_(side.prob)
     if row.of_kl is not None and own is None:
-        out.sub_(torch.mul(sides[1 - i].prob, row.of_kl, out=scratch))
-    if of_log_prob is not None and row.targets is not None:
-        index, inside = local_index(row.targets, cols)
-        out.scatter_add_(1, index, of_log_prob * inside)
+        out.add_(_difference(side, sides[1 - i], scratch).mul_(row.of_kl))
+    if index is not None and inside is not None and of_log_prob is not None:
+        log_prob = (row.log_prob, row.ref_log_prob)[i]
+        assert log_prob is not None
+        # 1 - p from the log-prob: of a token that is nearly certain, p rounds to 1.
+        out.scatter_add_(1, index, torch.where(inside, of_log_prob * -log_prob.expm1(), 0.0))
     if listed is not None:
         listed.add_others(side, cols, out, scratch)
         listed.add_ids(cols, out)
@@ -193,6 +202,15 @@ def _product_gradient(
         out.mul_(side.bend)
     if head.slope != 1.0:
         out.mul_(head.slope)
+
+
+def _difference(side: _Side, other: _Side, out: Tensor) -> Tensor:
+    """``p - q``, in ``out [n, v]``; from the log-probs where both may round to 1."""
+    torch.sub(side.prob, other.prob, out=out)
+    rows, place = most_probable(side.prob, side.prob.amax(-1))
+    log_p, log_q = (each.log_prob[rows].gather(1, place) for each in (side, other))
+    out[rows, place.squeeze(1)] = (log_p.expm1() - log_q.expm1()).squeeze(1)
+    return out
 
 
 class _HeadGradient:

@@ -287,15 +287,26 @@ def _distinct(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def _sums(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    return values.new_zeros(count).index_add(0, rows, values)
+    """The sum of each position; one value is added at a time, so in float64."""
+    total = values.new_zeros(count, dtype=torch.float64).index_add(0, rows, values.double())
+    return total.to(values.dtype)
 
 
 def _log_softmax(logits: Tensor, rows: Tensor, count: int) -> Tensor:
     """Log-probs over the kept tokens of each position; ``[M]``."""
-    limits, values = torch.finfo(logits.dtype), logits.detach()
-    # The difference of logits first: it is exact where the logits are large.
-    shifted = logits - values.new_full((count,), limits.min).scatter_reduce(0, rows, values, "amax")[rows]
-    return shifted - _sums(shifted.exp(), rows, count).clamp(min=limits.tiny).log()[rows]
+    values, place = logits.detach(), torch.arange(len(rows), device=rows.device)
+    largest = values.new_full((count,), -math.inf).scatter_reduce(0, rows, values, "amax")
+    # One token of the largest logit of each position; a position may have no tokens.
+    first = place.new_full((count,), len(rows)).scatter_reduce(
+        0, rows, place.masked_fill(values != largest[rows], len(rows)), "amin"
+    )
+    largest_one = first[rows] == place
+    # The difference of logits first: it is exact where the logits are large. That of the largest is 0, without a gradient of
+    # its own that would cancel that of the others; its exponential is left out of the sum, which may be smaller than the
+    # rounding error of 1.
+    shifted = (logits - logits[first[rows]]).masked_fill(largest_one, 0.0)
+    rest = _sums(shifted.exp().masked_fill(largest_one, 0.0), rows, count)
+    return shifted - rest.log1p()[rows]
 
 
 def _at(values: Tensor, here: Tensor | None, rows: Tensor, count: int) -> Tensor | None:

@@ -110,7 +110,9 @@ def join(
     for top, log_total in zip(rest, rest, strict=True):
         common = top.amax(0)
         shares = top - common + log_total
-        joined += [common, shares.logsumexp(0)]
+        # Beside the largest logit, whose exponential is 1: exact where all others add up to little.
+        largest = torch.arange(len(top), device=top.device)[:, None] == top.argmax(0)
+        joined += [common, torch.where(largest, shares.expm1(), shares.exp()).sum(0).log1p()]
         log_w.append(shares - joined[-1])
     if targets is not None:
         known = (targets >= -part.first) & (targets < part.vocab - part.first)

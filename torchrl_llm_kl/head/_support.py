@@ -82,6 +82,15 @@ def from_zero(sums: Tensor) -> Tensor:
     return F.pad(sums, (1, 0))
 
 
+def log_softmax(logits: Tensor) -> Tensor:
+    """``log softmax`` over the last dimension, exact where a probability is nearly 1; ``-inf`` keeps its 0 gradient."""
+    place = logits.argmax(-1, keepdim=True)
+    # Of the largest exactly 0, without a gradient of its own that would cancel that of the others.
+    shifted = (logits - logits.gather(-1, place)).scatter(-1, place, 0.0)
+    # Its exponential, 1, is left out of the sum, which may be smaller than its rounding error.
+    return shifted - shifted.exp().scatter(-1, place, 0.0).sum(-1, keepdim=True).log1p()
+
+
 def local_index(targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
     """Positions of the targets among some tokens, any of them for others, and whether they are; same shape as ``targets``."""
     index = targets - cols.start if cols.start else targets
@@ -197,9 +206,9 @@ def _floor_of_sorted(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _between(kept: Tensor, left_out: Tensor) -> Tensor:
-    """The middle of both; ``kept`` where they are equal, below it where nothing is left out."""
+    """The middle of both; ``kept`` where it would round to ``left_out``, below it where nothing is left out."""
     middle = kept + 0.5 * (left_out - kept)
-    return torch.where(left_out.isneginf(), kept - 1.0, middle)
+    return torch.where(left_out.isneginf(), kept - 1.0, torch.where(middle > left_out, middle, kept))
 
 
 def dropped(logits: Tensor, truncation: Truncation, kept: Kept | None, targets: Tensor) -> tuple[Tensor, Tensor]:

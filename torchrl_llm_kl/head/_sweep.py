@@ -14,6 +14,7 @@ from torchrl_llm_kl.head._tiles import (
     Plan,
     Result,
     log_ratio_to_mixture,
+    most_probable,
     support_of,
     tiles,
     without_ids,
@@ -65,8 +66,10 @@ def forward_sweep(
                 torch.clamp(logits[0], min=LOG_ZERO, out=scratch)
                 moment[rows] = joints[0].merge(moment[rows], scratch.mul_(probs[0]).sum(-1))
             if pair and plan.mixture:
+                for state, tile in zip(states, logits, strict=True):
+                    tile.sub_(state.log_total(rows).unsqueeze(-1))
                 for i, kl in enumerate(kls):
-                    log_ratio = log_ratio_to_mixture(plan, probs, i, scratch)
+                    log_ratio = log_ratio_to_mixture(plan, logits, i, scratch)
                     torch.sum(log_ratio.mul_(probs[i]), -1, out=kl[rows])
             elif pair:
                 a, b = plan.weighing, 1 - plan.weighing
@@ -82,7 +85,7 @@ def forward_sweep(
 def _finish(
     plan: Plan, chosen: bool, states: list[Softmax], moment: Tensor, kls: list[Tensor]
 ) -> tuple[Result, list[Tensor]]:
-    log_totals = [state.total.log() for state in states]
+    log_totals = [state.log_total() for state in states]
     statistics = [t for state, log_total in zip(states, log_totals, strict=True) for t in (state.top, log_total)]
     # The difference of logits first: it is exact where the logits are large.
     log_probs: list[Tensor | None] = [None, None]
@@ -96,17 +99,30 @@ def _finish(
     elif len(states) == 2:
         a, b = plan.weighing, 1 - plan.weighing
         # The log of a ratio near 1 is more exact than the difference of two logs.
-        kl = kls[a] / states[a].total - (states[a].total / states[b].total).log()
+        kl = kls[a] / states[a].total - ((states[a].rest - states[b].rest) / states[b].total).log1p()
     return Result(kl, log_probs[0], log_probs[1], entropy, None), statistics
 
 
 class Softmax:
-    """Largest logit, sum of exponentials relative to it and the targets' logits of one head, so far; ``[N]`` each."""
+    """Largest logit, sum of the other exponentials relative to it and the targets' logits of one head, so far; ``[N]`` each.
+
+    The sum leaves out the largest logit, whose exponential is 1: with it, all others would be lost where they add up to less
+    than a rounding error, and with them the log-prob ``-log1p(rest)`` of a token that is nearly certain.
+    """
 
     def __init__(self, head: Head) -> None:
         self.lowest = torch.finfo(head.wide).min
         self.chosen = head.per_position(float("nan"))
-        self.top, self.total = torch.empty_like(self.chosen), torch.empty_like(self.chosen)
+        self.top, self.rest = torch.empty_like(self.chosen), torch.empty_like(self.chosen)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum with the largest logit; 0 without a possible token."""
+        return self.rest + 1.0
+
+    def log_total(self, rows: slice | None = None) -> Tensor:
+        """The log of :attr:`total`, as exact where it is near 0; of some positions."""
+        return (self.rest if rows is None else self.rest[rows]).log1p()
 
     def choose(self, logits: Tensor, targets: Tensor, rows: slice, cols: slice) -> None:
         """Pick the targets' logits from a tile, where they are rounded as those in the sum are."""
@@ -117,18 +133,24 @@ class Softmax:
     def absorb(self, logits: Tensor, prob: Tensor, rows: slice, *, first: bool) -> _Joint:
         """Add a tile, the ``first`` of its rows or not, and fill ``prob`` with its softmax: NaN without a possible token."""
         torch.softmax(logits, -1, out=prob)
-        top = logits.amax(-1)
+        top, best = logits.amax(-1), prob.amax(-1)
         # The largest probability is exp(0) / sum. One fused kernel beats maximum, difference, exp and sum.
-        new = prob.amax(-1).reciprocal().masked_fill_(top.isneginf(), 0.0)
+        rest = best.reciprocal().sub_(1.0)
+        # The digits of a small rest matter only beside the largest logit so far.
+        likely, place = most_probable(prob, best if first else best.masked_fill(top < self.top[rows], 0.0))
+        rest[likely] = prob[likely].scatter_(1, place, 0.0).sum(-1) / best[likely]
+        rest.masked_fill_(top.isneginf(), -1.0)
         top = top.clamp(min=self.lowest)
         if first:
-            self.top[rows], self.total[rows] = top, new
-            return _Joint(top, new)
+            self.top[rows], self.rest[rows] = top, rest
+            return _Joint(top, rest + 1.0)
         common = torch.maximum(self.top[rows], top)
-        old, old_shift, new_shift = self.total[rows].clone(), self.top[rows] - common, top - common
-        self.total[rows] = old * old_shift.exp() + new * new_shift.exp()
+        old, shifts = self.rest[rows].clone(), (self.top[rows] - common, top - common)
+        decays = [shift.exp() for shift in shifts]
+        # One decay is 1, that of the common top: the other part brings its own top too.
+        self.rest[rows] = old * decays[0] + rest * decays[1] + torch.minimum(*decays)
         self.top[rows] = common
-        return _Joint(top, new, old, (old_shift, new_shift))
+        return _Joint(top, rest + 1.0, old + 1.0, shifts)
 
 
 class _Listed:
@@ -212,7 +234,7 @@ def top_k_sweep(
     top = values[:, :1]
     tail_share = tail.log() + (tail_top - top.squeeze(1))
     shares = values - top
-    total = torch.logaddexp(shares.logsumexp(-1), tail_share)
+    total = (shares[:, 1:].exp().sum(-1) + tail_share.exp()).log1p()
     log_sum = torch.where(top.squeeze(1).isneginf(), -torch.inf, total + top.squeeze(1))
     log_prob = torch.zeros_like(tail) if targets is None else softmax.chosen - top.squeeze(1) - total
     return indices, shares - total.unsqueeze(1), tail_share - total, log_prob, log_sum

@@ -219,10 +219,22 @@ def without_ids(values: Tensor, ids: Tensor, cols: slice, out: Tensor) -> Tensor
     return out.copy_(values).scatter_add_(1, index, ruled_out)
 
 
-def log_ratio_to_mixture(plan: Plan, probs: list[Tensor], i: int, out: Tensor) -> Tensor:
+def most_probable(prob: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of ``prob [n, v]`` whose largest value ``best [n]`` is nearly 1, and its place; ``[k]`` and ``[k, 1]``.
+
+    Above 0.9: elsewhere the difference from 1 has six digits in float32. On an accelerator all rows, since to choose some
+    would be a host sync.
+    """
+    if prob.device.type == "cpu":
+        rows = (best > 0.9).nonzero().squeeze(1)
+        return rows, prob[rows].argmax(-1, keepdim=True)
+    return torch.arange(len(best), device=best.device), prob.argmax(-1, keepdim=True)
+
+
+def log_ratio_to_mixture(plan: Plan, log_probs: Sequence[Tensor], i: int, out: Tensor) -> Tensor:
     """``log p - log m``, finite, with ``p`` the probabilities of head ``i`` and ``m`` the mixture of both."""
     # m / p is 1 + share * (q / p - 1): log1p keeps the digits where the two agree, log p - log m would lose them.
-    torch.div(probs[1 - i], probs[i], out=out).nan_to_num_(nan=1.0)
-    out.sub_(1.0).mul_(plan.shares[1 - i]).log1p_()
+    torch.sub(log_probs[1 - i], log_probs[i], out=out).expm1_().nan_to_num_(nan=0.0)
+    out.mul_(plan.shares[1 - i]).log1p_()
     # m is at least p's own share; a share near 1 may have been rounded to 1.
     return out.clamp_(min=math.log(plan.shares[i])).neg_()

@@ -25,6 +25,7 @@ from torchrl_llm_kl.head import (
     linear_outcomes,
     linear_pair,
     linear_top_k,
+    log_softmax,
     logits_kl,
 )
 from torchrl_llm_kl.ragged import Ragged
@@ -296,8 +297,8 @@ class Reading:
             columns |= {"added": added} if kept is None else {}
             if options.return_kept:
                 columns |= {"kept_ids": (~out).nonzero()[:, 1], "kept_counts": (~out).sum(-1)}
-        log_probs = logits.log_softmax(-1)
-        columns["log_prob"] = log_prob_at(logits, targets)
+        log_probs = log_softmax(logits)
+        columns["log_prob"] = log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         # 0 log 0 is 0: replace -inf before it meets its probability.
         finite = log_probs.masked_fill(log_probs.isneginf(), 0.0) if options.entropy or options.moments else log_probs
         if options.entropy:
@@ -331,7 +332,7 @@ class Reading:
 def log_prob_at(logits: Tensor, targets: Tensor) -> Tensor:
     """``log softmax(logits)`` at ``targets``, in float32 or wider; ``[n, V], [n] -> [n]``."""
     (logits,) = widen(logits)
-    return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    return log_softmax(logits).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 @torch.no_grad()
